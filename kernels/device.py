@@ -1,0 +1,80 @@
+"""Where the fused kernel runs: what can launch it, and whether a card should."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+KERNEL_CHOICES = ("auto", "fused int8", "bf16")
+CONSUMER_AMPERE = (8, 6)
+# Triton builds int8 `tl.dot` for tensor cores from Ampere on.
+_OLDEST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class ComputePath:
+    """What the INT8 linears of a model compute with, and the reason in words for the user."""
+
+    kind: Literal["fused int8", "bf16"]
+    reason: str
+    fallback: bool = False
+    """True when bf16 was not asked for but is all that the rule allows here."""
+
+
+def triton_available() -> bool:
+    """Whether the triton package (or triton-windows, which installs under the same name) is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def uses_triton(tensor: torch.Tensor) -> bool:
+    """Whether operations on `tensor` launch Triton kernels: on a GPU, or on a CPU under Triton's interpreter."""
+    return triton_available() and (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath:
+    """Fused INT8 or bf16 for a device.
+
+    The rule of `auto`: consumer Ampere (sm_86) runs fused INT8, where it is known to win; any other card, no Triton or
+    no GPU falls back to bf16. The other choices override the rule.
+
+    Args:
+        device: where the model computes.
+        kernel: "auto", "fused int8" or "bf16".
+
+    Raises:
+        ValueError: unknown `kernel`.
+        RuntimeError: "fused int8" was demanded on a GPU that cannot run it. (On a CPU it runs the eager reference.)
+    """
+    if kernel not in KERNEL_CHOICES:
+        raise ValueError(f"kernel must be one of {', '.join(KERNEL_CHOICES)}; got {kernel!r}")
+    device = torch.device(device)
+    if kernel == "bf16":
+        return ComputePath("bf16", "bf16 was chosen")
+    if device.type != "cuda":
+        if kernel == "fused int8":
+            return ComputePath("fused int8", f"no GPU: the eager INT8 reference runs on {device.type}")
+        return ComputePath("bf16", f"the model runs on {device.type}, and INT8 tensor cores need a GPU", fallback=True)
+
+    name = torch.cuda.get_device_name(device)
+    major, minor = capability = torch.cuda.get_device_capability(device)
+    if kernel == "fused int8":
+        if torch.version.hip is not None or capability < _OLDEST_CAPABILITY:
+            raise RuntimeError(
+                f"{name} (sm_{major}{minor}) cannot run the fused INT8 kernel, which needs an NVIDIA card from Ampere "
+                "on; set kernel to bf16"
+            )
+        if not triton_available():
+            raise RuntimeError(
+                "the fused INT8 kernel needs Triton, which is not installed; run `pip install triton` "
+                "(`pip install triton-windows` on Windows) or set kernel to bf16"
+            )
+        return ComputePath("fused int8", f"fused int8 was chosen for {name} (sm_{major}{minor})")
+    if not triton_available():
+        reason = f"Triton is not installed for {name}; `pip install triton` (`triton-windows` on Windows) adds it"
+        return ComputePath("bf16", reason, fallback=True)
+    if torch.version.hip is not None or capability != CONSUMER_AMPERE:
+        reason = f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on"
+        return ComputePath("bf16", reason, fallback=True)
+    return ComputePath("fused int8", f"{name} is a consumer Ampere card (sm_86)")

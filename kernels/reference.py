@@ -1,0 +1,53 @@
+"""Eager references of the fast paths: the same signatures in plain PyTorch. They are also what runs on a CPU."""
+
+import torch
+import torch.nn.functional as F
+
+from .rotation import rotate
+
+
+def quantize_activations_reference(
+    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_activations` in plain PyTorch, any device. Arguments are taken as already checked."""
+    values = x.float()
+    if smooth is not None:
+        values = values / smooth.float()
+    if rotation_group is not None:
+        values = rotate(values, rotation_group)
+    absmax = values.abs().amax(dim=1)
+    finite = torch.isfinite(absmax)
+    # A tensor divisor: PyTorch turns a division by a Python number into a multiplication on a GPU.
+    scale = torch.where(finite, absmax / torch.full_like(absmax, 127), float("nan"))
+    divisor = torch.where(scale > 0, scale, 1.0)
+    q = (values / divisor[:, None]).round().clamp(-127, 127)
+    q = torch.where(finite[:, None], q, 0.0).to(torch.int8)
+    return q, scale
+
+
+def int8_accumulate_reference(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """int8 [M, K] x int8 [N, K] -> int32 [M, N] through `torch._int_mm`, any device and shape."""
+    if not q.is_cuda:
+        return torch._int_mm(q.contiguous(), weight.t())
+    # cuBLASLt wants more than 16 rows and K, N in multiples of 8; zeros change no sum.
+    rows, channels = q.shape[0], weight.shape[0]
+    pad_k = -q.shape[1] % 8
+    q = F.pad(q, (0, pad_k, 0, max(0, 32 - rows)))
+    weight = F.pad(weight, (0, pad_k, 0, -channels % 8))
+    return torch._int_mm(q, weight.t())[:rows, :channels]
+
+
+def int8_gemm_reference(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`int8_gemm` in plain PyTorch, any device. Arguments are taken as already checked."""
+    accumulator = int8_accumulate_reference(q, weight)
+    out = accumulator.float() * q_scale[:, None] * weight_scale.reshape(1, -1)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)

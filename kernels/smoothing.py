@@ -1,0 +1,45 @@
+"""SmoothQuant smoothing factors (Xiao et al. 2023, arXiv 2211.10438)."""
+
+import torch
+
+from .validation import check_vector
+
+
+def check_alpha(alpha: float) -> None:
+    """Raise ValueError unless the migration strength `alpha` lies in 0..1."""
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
+
+
+def smoothing_factors(activation_absmax: torch.Tensor, weight_absmax: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Per-channel factors s_j = max|X_j|^alpha / max|W_j|^(1 - alpha).
+
+    Activations are divided by s and weight columns multiplied by it. alpha = 1 makes every activation channel equally
+    large and leaves the outliers to the weight; alpha = 0 does the opposite. A channel that is zero in the activations
+    or in the weight gets the factor 1, since nothing can be balanced there.
+
+    Args:
+        activation_absmax: [K] largest magnitude of each input channel seen in calibration.
+        weight_absmax: [K] largest magnitude of each weight column.
+        alpha: migration strength in 0..1.
+
+    Returns:
+        float32 [K], positive and finite.
+
+    Raises:
+        TypeError, ValueError: alpha outside 0..1, lengths that differ, NaN or Inf in the statistics.
+    """
+    check_alpha(alpha)
+    if activation_absmax.ndim != 1:
+        raise ValueError(f"activation_absmax must be 1-D, got shape {tuple(activation_absmax.shape)}")
+    check_vector("activation_absmax", activation_absmax, activation_absmax.shape[0], "K")
+    check_vector("weight_absmax", weight_absmax, activation_absmax.shape[0], "K")
+    # float64: the powers of a denormal channel must not underflow before the division.
+    activation = activation_absmax.double()
+    weight = weight_absmax.to(activation.device).double()
+    for name, values in (("activation_absmax", activation), ("weight_absmax", weight)):
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"{name} holds a NaN or Inf")
+    factors = activation.pow(alpha) / weight.pow(1.0 - alpha)
+    factors = torch.where((activation > 0) & (weight > 0), factors, 1.0)
+    return factors.clamp(1e-6, 1e6).float()

@@ -1,0 +1,64 @@
+"""Argument checks shared by the operations, so that a bad call is refused before any launch and says why."""
+
+import torch
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_float_matrix(name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless `tensor` is a 2-D bf16, fp16 or fp32 tensor."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}")
+    if tensor.ndim != 2:
+        raise ValueError(f"{name} must be 2-D, got shape {tuple(tensor.shape)}")
+
+
+def check_int8_matrix(name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless `tensor` is a 2-D int8 tensor."""
+    if tensor.dtype != torch.int8:
+        raise TypeError(f"{name} must be int8, got {tensor.dtype}")
+    if tensor.ndim != 2:
+        raise ValueError(f"{name} must be 2-D, got shape {tuple(tensor.shape)}")
+
+
+def check_vector(name: str, tensor: torch.Tensor, length: int, axis: str) -> None:
+    """Raise TypeError or ValueError unless `tensor` is a floating point vector of `length`, the size of `axis`."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be a floating point tensor, got {tensor.dtype}")
+    if tensor.shape != (length,):
+        raise ValueError(f"{name} must have shape ({length},) to match {axis}, got {tuple(tensor.shape)}")
+
+
+def check_weight_scale(scale: torch.Tensor, channels: int) -> None:
+    """Raise TypeError or ValueError unless `scale` is float32 and scalar, [N] or [N, 1] for N = `channels`."""
+    if scale.dtype != torch.float32:
+        raise TypeError(f"weight_scale must be float32, got {scale.dtype}")
+    if scale.numel() != 1 and scale.shape not in ((channels,), (channels, 1)):
+        raise ValueError(
+            f"weight_scale must hold 1 or {channels} values to match the weight's rows, got shape {tuple(scale.shape)}"
+        )
+
+
+def check_out_dtype(out_dtype: torch.dtype) -> None:
+    """Raise TypeError unless `out_dtype` is one the epilogue can write."""
+    if out_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+
+
+def check_rotation_group(group: int | None, channels: int) -> None:
+    """Raise TypeError or ValueError unless `group` is None or a power of 4 (at least 4) that divides `channels`."""
+    if group is None:
+        return
+    if not isinstance(group, int) or isinstance(group, bool):
+        raise TypeError(f"rotation_group must be an int or None, got {type(group).__name__}")
+    if group < 4 or group & (group - 1) or group.bit_length() % 2 == 0:
+        raise ValueError(f"rotation_group must be a power of 4, got {group}")
+    if channels % group:
+        raise ValueError(f"rotation_group {group} does not divide K = {channels}")
+
+
+def check_same_device(**tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all given tensors (None is skipped) are on one device."""
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError("tensors on different devices: " + ", ".join(f"{n} on {d}" for n, d in devices.items()))

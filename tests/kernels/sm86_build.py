@@ -1,0 +1,80 @@
+"""Builds the fused GEMM for consumer Ampere without a GPU and reports what is in the machine code, as JSON.
+
+Run as a script, in a process of its own: the tests' process may run Triton's interpreter, which cannot compile.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.gemm import _int8_gemm_kernel
+from kernels.tuning import AMPERE_CONFIGS, GemmConfig
+
+POINTERS = {"a": "*i8", "b": "*i8", "a_scale": "*fp32", "b_scale": "*fp32", "bias": "*bf16", "out": "*bf16"}
+SIZES = ("M", "N", "K", "stride_am", "stride_bn", "stride_om")
+
+
+def build(config: GemmConfig, even_k: bool, capability: int = 86):
+    """Compile one configuration as the launcher would for shapes whose K and strides are multiples of 16."""
+    constants = {
+        "SCALAR_B_SCALE": False,
+        "HAS_BIAS": True,
+        "RAW_ACCUMULATOR": False,
+        "EVEN_K": even_k,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+    }
+    signature = {**POINTERS, **dict.fromkeys(SIZES, "i32"), **dict.fromkeys(constants, "constexpr")}
+    names = _int8_gemm_kernel.arg_names
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in (*POINTERS, *SIZES)}
+    source = ASTSource(
+        _int8_gemm_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, divisible
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _tool(name: str) -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def report(compiled) -> dict:
+    """Instruction counts of the SASS, and the resources the assembler recorded."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        sass = subprocess.run([_tool("cuobjdump"), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    mnemonics = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", sass)
+    count = {name: mnemonics.count(name) for name in ("IMMA", "HMMA", "LDGSTS", "LDSM", "LDL", "STL")}
+    return {
+        **count,
+        "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
+        "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
+        "local": int(re.search(r"LOCAL:(\d+)", usage).group(1)),
+        "shared": compiled.metadata.shared,
+        "target": re.search(r"\.target\s+(\w+)", compiled.asm["ptx"]).group(1),
+    }
+
+
+if __name__ == "__main__":
+    results = []
+    for config in AMPERE_CONFIGS:
+        for even_k in (True, False):
+            results.append({"config": repr(config), "warps": config.num_warps, "even_k": even_k, **report(build(config, even_k))})
+    json.dump(results, sys.stdout)

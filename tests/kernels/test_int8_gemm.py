@@ -1,0 +1,216 @@
+"""The fused GEMM and the INT8 linear, on the GPU or under Triton's interpreter, against PyTorch and float64."""
+
+import pytest
+import torch
+
+import kernels
+from kernels import int8_accumulate, int8_gemm, int8_linear, quantize_activations, quantize_weight
+from tensors import DEVICE, random_float, random_int8, rotation_matrix
+
+# One row, one column, sizes around and between the tile sizes, primes, K below one tile and far above it.
+SHAPES = [
+    (m, n, k)
+    for m, ns in {
+        1: (1, 7, 33, 128),
+        2: (16, 31, 100),
+        3: (5, 64, 77),
+        5: (123, 1, 40),
+        16: (16, 48, 130),
+        17: (17, 33, 65),
+        31: (32, 8, 97),
+        33: (64, 129, 24),
+        64: (64, 40, 96),
+        77: (56, 121, 32),
+    }.items()
+    for n, k in zip(ns, (64, 123, 200, 17)[: len(ns)])
+] + [
+    (m, n, k)
+    for m, n in ((1, 1), (4, 9), (32, 32), (65, 70), (96, 33))
+    for k in (1, 15, 63, 129)
+]
+
+
+def test_enough_shapes():
+    assert len(set(SHAPES)) >= 50
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_accumulator_is_bit_exact(m, n, k):
+    q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
+    accumulator = int8_accumulate(q, weight).cpu()
+    assert torch.equal(accumulator.long(), q.cpu().long() @ weight.cpu().long().t())
+    if k > 1:  # some CPU builds of torch._int_mm are wrong for a single channel
+        assert torch.equal(accumulator, torch._int_mm(q.cpu(), weight.cpu().t()))
+
+
+def test_accumulator_at_the_extremes_of_int8():
+    q = torch.full((33, 300), -127, dtype=torch.int8, device=DEVICE)
+    weight = torch.full((17, 300), 127, dtype=torch.int8, device=DEVICE)
+    assert torch.equal(int8_accumulate(q, weight).cpu(), torch.full((33, 17), -127 * 127 * 300, dtype=torch.int32))
+
+
+def test_strided_operands():
+    q, weight = random_int8(80, 96, seed=1)[::2, 16:80], random_int8(40, 128, seed=2)[:, ::2]
+    expected = torch._int_mm(q.cpu().contiguous(), weight.cpu().contiguous().t())
+    assert torch.equal(int8_accumulate(q, weight).cpu(), expected)
+
+
+# One rounding to each output dtype. Triton's interpreter truncates to bfloat16 where the hardware rounds to nearest.
+ROUNDING = {torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
+
+
+@pytest.mark.parametrize("out_dtype", ROUNDING)
+@pytest.mark.parametrize("with_bias", (False, True))
+@pytest.mark.parametrize("scale_shape", ("per channel", "column", "scalar", "one"))
+def test_epilogue_against_float64(out_dtype, with_bias, scale_shape):
+    m, n, k = 45, 70, 123
+    q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
+    q_scale = random_float(m, seed=3).abs() / 100
+    weight_scale = random_float(n, seed=4).abs() / 100
+    weight_scale = {
+        "per channel": weight_scale,
+        "column": weight_scale[:, None],
+        "scalar": weight_scale[0],
+        "one": weight_scale[:1],
+    }[scale_shape]
+    bias = random_float(n, seed=5) if with_bias else None
+    out = int8_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
+    product = (q.double() @ weight.double().t()) * q_scale.double()[:, None] * weight_scale.double().reshape(1, -1)
+    expected = product if bias is None else product + bias.double()
+    # With a bias the sum may cancel: the float32 roundings are relative to the terms.
+    largest = product.abs() + (0 if bias is None else bias.double().abs())
+    smallest = torch.finfo(out_dtype).smallest_normal * ROUNDING[out_dtype]  # subnormals are spaced evenly
+    tolerance = ROUNDING[out_dtype] * expected.abs() + 2.0**-22 * largest + smallest
+    assert out.dtype == out_dtype
+    assert ((out.double() - expected).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("with_bias", (False, True))
+@pytest.mark.parametrize("with_smooth", (False, True))
+@pytest.mark.parametrize("group", (None, 16, 64))
+def test_linear_against_float64(dtype, with_bias, with_smooth, group):
+    """Smoothing and rotation cancel out: the product is that of x and w up to the two INT8 roundings."""
+    tokens, n, k = 37, 50, 192
+    x, w = random_float(tokens, k, seed=1, dtype=dtype), random_float(n, k, seed=2, dtype=dtype)
+    smooth = random_float(k, seed=3).abs() + 0.5 if with_smooth else None
+    bias = random_float(n, seed=4, dtype=dtype) if with_bias else None
+    weight, weight_scale = quantize_weight(w, smooth, group)
+    out = int8_linear(x, weight, weight_scale, bias, smooth, group)
+    expected = x.double() @ w.double().t() + (0 if bias is None else bias.double())
+    assert out.dtype == dtype
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < 0.025  # arbitrary smoothing factors widen the range of the rows
+
+    # Against the exact product of what was quantized only the output rounding is left.
+    prepared = x.double() if smooth is None else x.double() / smooth.double()
+    if group:
+        prepared = (prepared.reshape(tokens, -1, group) @ rotation_matrix(group)).reshape(tokens, k)
+    q, q_scale = quantize_activations(x, smooth, group)
+    assert ((q.double() * q_scale.double()[:, None] - prepared).abs() <= 0.501 * q_scale.double()[:, None]).all()
+    exact = (q.double() * q_scale.double()[:, None]) @ (weight.double() * weight_scale.double()[:, None]).t()
+    terms = exact.abs() + (0 if bias is None else bias.double().abs())
+    exact = exact if bias is None else exact + bias.double()
+    # float64 rounding of `exact` itself, where the integer sum is zero
+    smallest = torch.finfo(dtype).smallest_normal * ROUNDING[dtype] + 1e-12
+    assert ((out.double() - exact).abs() <= ROUNDING[dtype] * exact.abs() + 2.0**-21 * terms + smallest).all()
+
+
+@pytest.mark.parametrize("leading", ((), (0,), (1,), (2, 3), (2, 0, 5), (1, 2, 3, 4)))
+def test_leading_dimensions(leading):
+    k, n = 64, 24
+    x = random_float(*leading, k, seed=1)
+    weight, scale = quantize_weight(random_float(n, k, seed=2))
+    out = int8_linear(x, weight, scale)
+    assert out.shape == (*leading, n)
+    flat = int8_linear(x.reshape(x.numel() // k, k), weight, scale)
+    assert torch.equal(out.reshape(-1, n), flat)
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf")))
+@pytest.mark.parametrize("group", (None, 16))
+def test_non_finite_row_stays_in_its_row(bad, group):
+    x = random_float(6, 64, seed=1)
+    clean = x.clone()
+    x[2, 5] = bad
+    weight, scale = quantize_weight(random_float(20, 64, seed=2), rotation_group=group)
+    bias = random_float(20, seed=3)
+    out = int8_linear(x, weight, scale, bias, rotation_group=group)
+    expected = int8_linear(clean, weight, scale, bias, rotation_group=group)
+    others = [0, 1, 3, 4, 5]
+    assert out[2].isnan().all()
+    assert torch.equal(out[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_row_of_zeros_gives_exactly_the_bias(dtype):
+    x = random_float(3, 64, seed=1, dtype=dtype)
+    x[1] = 0
+    weight, scale = quantize_weight(random_float(20, 64, seed=2))
+    bias = random_float(20, seed=3, dtype=dtype)
+    assert torch.equal(int8_linear(x, weight, scale, bias)[1], bias)
+
+
+def test_no_channels_gives_the_bias():
+    bias = random_float(4, seed=1)
+    weight, scale = torch.zeros(4, 0, dtype=torch.int8, device=DEVICE), torch.ones(4, device=DEVICE)
+    assert torch.equal(int8_linear(torch.zeros(3, 0, device=DEVICE), weight, scale, bias), bias.expand(3, 4))
+
+
+def test_gradient_is_refused():
+    weight, scale = quantize_weight(random_float(8, 16, seed=2))
+    with pytest.raises(RuntimeError, match="no gradient"):
+        int8_linear(random_float(2, 16).requires_grad_(), weight, scale)
+
+
+def gemm_arguments(**changes):
+    arguments = {
+        "q": random_int8(4, 16),
+        "q_scale": torch.ones(4, device=DEVICE),
+        "weight": random_int8(8, 16),
+        "weight_scale": torch.ones(8, device=DEVICE),
+    }
+    return {**arguments, **changes}
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"q": torch.zeros(4, 16)}, TypeError, "q must be int8"),
+        ({"weight": torch.zeros(8, 16)}, TypeError, "weight must be int8"),
+        ({"q": torch.zeros(4, dtype=torch.int8)}, ValueError, "q must be 2-D"),
+        ({"weight": torch.zeros(8, 15, dtype=torch.int8)}, ValueError, "K = 16 but weight has K = 15"),
+        ({"q_scale": torch.ones(5)}, ValueError, "q_scale must have shape"),
+        ({"q_scale": torch.ones(4, dtype=torch.float64)}, TypeError, "q_scale must be float32"),
+        ({"weight_scale": torch.ones(7)}, ValueError, "weight_scale must hold 1 or 8"),
+        ({"weight_scale": torch.ones(8, dtype=torch.float16)}, TypeError, "weight_scale must be float32"),
+        ({"bias": torch.ones(7)}, ValueError, "bias must have shape"),
+        ({"bias": torch.ones(8, dtype=torch.int32)}, TypeError, "bias must be a floating point"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype must be"),
+    ],
+)
+def test_bad_arguments_are_named(changes, error, message):
+    with pytest.raises(error, match=message):
+        int8_gemm(**gemm_arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    "x, options, error, message",
+    [
+        (torch.zeros(2, 16, dtype=torch.float64), {}, TypeError, "x must be bfloat16"),
+        (torch.zeros(16), {}, ValueError, "x must be 2-D"),
+        (torch.zeros(2, 16), {"smooth": torch.ones(15)}, ValueError, "smooth must have shape"),
+        (torch.zeros(2, 16), {"rotation_group": 8}, ValueError, "power of 4, got 8"),
+        (torch.zeros(2, 16), {"rotation_group": 1}, ValueError, "power of 4, got 1"),
+        (torch.zeros(2, 16), {"rotation_group": 64}, ValueError, "does not divide K = 16"),
+        (torch.zeros(2, 16), {"rotation_group": 16.0}, TypeError, "must be an int"),
+    ],
+)
+def test_bad_activations_are_named(x, options, error, message):
+    with pytest.raises(error, match=message):
+        quantize_activations(x, **options)
+
+
+def test_public_names_exist():
+    for name in kernels.__all__:
+        assert hasattr(kernels, name)

@@ -1,0 +1,154 @@
+"""Activation and weight quantization, rotation and smoothing against float64 and against their eager references."""
+
+import pytest
+import torch
+
+from kernels import (
+    dequantize_weight,
+    quantize_activations,
+    quantize_activations_reference,
+    quantize_weight,
+    rotate,
+    smoothing_factors,
+)
+from tensors import DEVICE, random_float, rotation_matrix
+
+
+def assert_same_quantization(result, expected):
+    """Equal up to float32 summation order: a value on a rounding boundary may land one step aside."""
+    (q, scale), (q_expected, scale_expected) = result, expected
+    torch.testing.assert_close(scale, scale_expected, rtol=1e-6, atol=0)
+    difference = (q.int() - q_expected.int()).abs()
+    assert difference.max() <= 1
+    assert (difference > 0).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("m, k", ((1, 1), (3, 5), (7, 64), (5, 123), (4, 1000), (2, 4096), (2, 16500), (2, 17408)))
+def test_against_the_reference(m, k, dtype):
+    x = random_float(m, k, seed=k, dtype=dtype) * 3
+    q, scale = quantize_activations(x)
+    q_expected, scale_expected = quantize_activations_reference(x)
+    assert q.dtype == torch.int8 and scale.dtype == torch.float32
+    assert torch.equal(scale, scale_expected)
+    assert torch.equal(q, q_expected)
+
+
+@pytest.mark.parametrize("m, k, group", ((3, 64, 4), (3, 64, 64), (2, 768, 256), (2, 1024, 1024), (2, 17408, 256)))
+@pytest.mark.parametrize("with_smooth", (False, True))
+def test_rotation_and_smoothing_against_the_reference(m, k, group, with_smooth):
+    x = random_float(m, k, seed=k, dtype=torch.bfloat16)
+    smooth = random_float(k, seed=1).abs() + 0.1 if with_smooth else None
+    result = quantize_activations(x, smooth, group)
+    assert_same_quantization(result, quantize_activations_reference(x, smooth, group))
+
+
+def test_smoothing_alone_is_bit_equal():
+    x, smooth = random_float(9, 200, seed=1, dtype=torch.bfloat16), random_float(200, seed=2).abs() + 0.1
+    q, scale = quantize_activations(x, smooth)
+    q_expected, scale_expected = quantize_activations_reference(x, smooth)
+    assert torch.equal(scale, scale_expected) and torch.equal(q, q_expected)
+
+
+def test_ties_round_to_even():
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5]], device=DEVICE)
+    q, scale = quantize_activations(x)
+    assert scale.item() == 1.0
+    assert q.tolist() == [[127, 0, 2, 2, 0, -2, -2, 126]]
+
+
+def test_tiny_and_huge_rows():
+    x = torch.ones(3, 32, device=DEVICE) * torch.tensor([[1e-38], [3e38], [1.0]], device=DEVICE)
+    q, scale = quantize_activations(x)
+    assert (q == 127).all()
+    torch.testing.assert_close(scale, torch.tensor([1e-38, 3e38, 1.0], device=DEVICE) / 127, rtol=1e-5, atol=0)
+
+
+def test_strided_rows():
+    x = random_float(20, 96, seed=1)[::2, 8:72]
+    q, scale = quantize_activations(x)
+    q_expected, scale_expected = quantize_activations_reference(x.contiguous())
+    assert torch.equal(q, q_expected) and torch.equal(scale, scale_expected)
+
+
+@pytest.mark.parametrize("group", (4, 16, 64, 256))
+def test_rotation_is_the_regular_hadamard_matrix(group):
+    x = random_float(5, 2 * group, seed=1)
+    expected = (x.double().reshape(5, 2, group) @ rotation_matrix(group)).reshape(5, 2 * group)
+    torch.testing.assert_close(rotate(x, group).double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rotate(rotate(x, group), group), x, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("group", (None, 16))
+@pytest.mark.parametrize("with_smooth", (False, True))
+def test_weight_round_trip(dtype, group, with_smooth):
+    w = random_float(30, 64, seed=1, dtype=dtype)
+    smooth = random_float(64, seed=2).abs() + 0.5 if with_smooth else None
+    q, scale = quantize_weight(w, smooth, group)
+    assert q.dtype == torch.int8 and scale.shape == (30,) and q.abs().max() == 127
+    back = dequantize_weight(q, scale, smooth, group, torch.float32)
+    error = (back - w.float()).norm() / w.float().norm()
+    assert error < 0.02
+    if group is None:  # without rotation each element is off by at most half a step of its own row
+        step = scale[:, None] / (1 if smooth is None else smooth)
+        assert ((back - w.float()).abs() <= 0.501 * step).all()
+
+
+def test_weight_slices_agree_with_one_pass(monkeypatch):
+    import kernels.weights
+
+    w = random_float(37, 64, seed=1)
+    whole = quantize_weight(w, rotation_group=16)
+    monkeypatch.setattr(kernels.weights, "_SLICE_ELEMENTS", 5 * 64)
+    sliced = quantize_weight(w, rotation_group=16)
+    assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
+    assert torch.equal(dequantize_weight(*whole), dequantize_weight(*sliced))
+
+
+def test_zero_channel_of_a_weight():
+    w = random_float(4, 32, seed=1)
+    w[2] = 0
+    q, scale = quantize_weight(w)
+    assert scale[2] == 0 and (q[2] == 0).all()
+    assert torch.equal(dequantize_weight(q, scale, dtype=torch.float32)[2], w[2])
+
+
+def test_non_finite_weight_is_refused_with_its_channel():
+    w = random_float(4, 32, seed=1)
+    w[3, 1] = float("nan")
+    with pytest.raises(ValueError, match="output channel 3"):
+        quantize_weight(w)
+
+
+@pytest.mark.parametrize("alpha", (0.0, 0.3, 0.5, 1.0))
+def test_smoothing_factors_formula(alpha):
+    activation, weight = random_float(50, seed=1).abs(), random_float(50, seed=2).abs()
+    expected = activation.double() ** alpha / weight.double() ** (1 - alpha)
+    torch.testing.assert_close(smoothing_factors(activation, weight, alpha).double(), expected, rtol=1e-6, atol=0)
+
+
+def test_smoothing_factors_of_dead_channels_are_one():
+    factors = smoothing_factors(torch.tensor([0.0, 2.0, 2.0]), torch.tensor([1.0, 0.0, 2.0]), 0.5)
+    assert factors.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("alpha", (-0.1, 1.1, float("nan")))
+def test_alpha_outside_its_range_is_refused(alpha):
+    with pytest.raises(ValueError, match="alpha must be between 0 and 1"):
+        smoothing_factors(torch.ones(3), torch.ones(3), alpha)
+
+
+def test_smoothing_reduces_the_error_of_an_outlier_channel():
+    x, w = random_float(64, 128, seed=1), random_float(40, 128, seed=2)
+    x[:, 7] *= 60
+    exact = x.double() @ w.double().t()
+
+    def error(smooth):
+        weight, weight_scale = quantize_weight(w, smooth)
+        q, q_scale = quantize_activations(x, smooth)
+        product = (q.double() * q_scale.double()[:, None]) @ (weight.double() * weight_scale.double()[:, None]).t()
+        return ((product - exact).norm() / exact.norm()).item()
+
+    smooth = smoothing_factors(x.abs().amax(0), w.abs().amax(0), 0.5)
+    assert error(smooth) < 0.5 * error(None)

@@ -1,0 +1,26 @@
+"""Seeded tensors for the kernel tests, on the GPU where there is one."""
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_int8(*shape, seed=0):
+    """int8 in -127..127 on DEVICE, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator).to(DEVICE)
+
+
+def random_float(*shape, seed=0, dtype=torch.float32):
+    """Standard normal values on DEVICE, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def rotation_matrix(group):
+    """The regular Hadamard matrix in float64, written out as the Kronecker power of its 4 x 4 base."""
+    base = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < group:
+        matrix = torch.kron(matrix, base)
+    return (matrix / group**0.5).to(DEVICE)
