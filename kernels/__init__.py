@@ -1,5 +1,6 @@
 """INT8 computation for diffusion transformers, usable with no ComfyUI around: quantization, the fused GEMM, policy."""
 
+from .calibration import ActivationStatistics, relative_rounding_error
 from .device import KERNEL_CHOICES, ComputePath, choose_path
 from .linear import int8_accumulate, int8_gemm, int8_linear, quantize_activations
 from .reference import int8_accumulate_reference, int8_gemm_reference, quantize_activations_reference
@@ -9,6 +10,7 @@ from .weights import dequantize_weight, quantize_weight
 
 __all__ = [
     "KERNEL_CHOICES",
+    "ActivationStatistics",
     "ComputePath",
     "check_alpha",
     "choose_path",
@@ -21,6 +23,7 @@ __all__ = [
     "quantize_activations",
     "quantize_activations_reference",
     "quantize_weight",
+    "relative_rounding_error",
     "rotate",
     "smoothing_factors",
 ]

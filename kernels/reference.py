@@ -25,10 +25,20 @@ def quantize_activations_reference(
     return q, scale
 
 
+# 1024 * 127^2 < 2^24: a float32 sum of this many int8 products is exact in any order.
+_EXACT_CHANNELS = 1024
+
+
 def int8_accumulate_reference(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """int8 [M, K] x int8 [N, K] -> int32 [M, N] through `torch._int_mm`, any device and shape."""
+    """int8 [M, K] x int8 [N, K] -> int32 [M, N], exact, any device and shape.
+
+    On a GPU through `torch._int_mm`; on a CPU in float32 slices, since `_int_mm` takes seconds there without VNNI.
+    """
     if not q.is_cuda:
-        return torch._int_mm(q.contiguous(), weight.t())
+        accumulator = torch.zeros((q.shape[0], weight.shape[0]), dtype=torch.int32, device=q.device)
+        for q_slice, w_slice in zip(q.split(_EXACT_CHANNELS, dim=1), weight.split(_EXACT_CHANNELS, dim=1), strict=True):
+            accumulator += (q_slice.float() @ w_slice.float().t()).to(torch.int32)
+        return accumulator
     # cuBLASLt wants more than 16 rows and K, N in multiples of 8; zeros change no sum.
     rows, channels = q.shape[0], weight.shape[0]
     pad_k = -q.shape[1] % 8

@@ -15,7 +15,10 @@ def _row_slices(weight: torch.Tensor):
 
 
 def quantize_weight(
-    w: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
+    w: torch.Tensor,
+    smooth: torch.Tensor | None = None,
+    rotation_group: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight symmetrically to INT8 with one scale per output channel.
 
@@ -26,6 +29,8 @@ def quantize_weight(
         w: [N, K] bf16, fp16 or fp32.
         smooth: smoothing factors [K], floating point, or None.
         rotation_group: channels per Hadamard group, a power of 4 that divides K, or None.
+        generator: rounds stochastically with it, so that a change smaller than a step survives on average; None rounds
+            half to even.
 
     Returns:
         int8 [N, K] in -127..127 and float32 per-channel scale [N] = absmax / 127.
@@ -50,7 +55,12 @@ def quantize_weight(
         absmax = values.abs().amax(dim=1) if w.shape[1] else values.new_zeros(values.shape[0])
         scale[rows] = absmax / torch.full_like(absmax, 127)
         divisor = torch.where(scale[rows] > 0, scale[rows], 1.0)
-        q[rows] = (values / divisor[:, None]).round().clamp(-127, 127).to(torch.int8)
+        steps = values / divisor[:, None]
+        if generator is None:
+            steps = steps.round()
+        else:
+            steps = (steps + torch.rand(steps.shape, generator=generator, device=steps.device)).floor()
+        q[rows] = steps.clamp(-127, 127).to(torch.int8)
     if not bool(torch.isfinite(scale).all()):
         channel = int((~torch.isfinite(scale)).nonzero()[0])
         raise ValueError(f"weight has a NaN or Inf in output channel {channel}")

@@ -1,0 +1,114 @@
+"""Calibration: running the user's own sampling while the inputs of the linears are observed."""
+
+import math
+from contextlib import contextmanager
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import latent_preview
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.ops import CastWeightBiasOp
+from comfy.patcher_extension import WrappersMP
+
+from ..kernels import ActivationStatistics
+from .layer_selection import is_quantizable
+
+_WRAPPER_KEY = "int8_dit_calibration"
+
+
+def quantizable_linears(model: ModelPatcher) -> dict[str, torch.nn.Module]:
+    """The linears of a MODEL that would become INT8, by module path inside the diffusion model."""
+    return {
+        name: module
+        for name, module in model.model.diffusion_model.named_modules()
+        if _is_linear(module) and is_quantizable(name, tuple(module.weight.shape))
+    }
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    # ComfyUI's mixed-precision Linear is no torch.nn.Linear; what else has input features and a weight (a bank of
+    # experts) is excluded by the weight's shape.
+    return isinstance(module, CastWeightBiasOp) and hasattr(module, "in_features") and module.weight is not None
+
+
+@contextmanager
+def _observers(linears: dict[str, torch.nn.Module], statistics: dict[str, ActivationStatistics]):
+    """While open, every call of a linear updates its statistics."""
+    handles = []
+    try:
+        for name, module in linears.items():
+            observed = statistics.setdefault(name, ActivationStatistics())
+            handles.append(module.register_forward_pre_hook(lambda _, args, observed=observed: observed.update(args[0])))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def calibrate(
+    model: ModelPatcher,
+    positive: list,
+    negative: list | None,
+    cfg: float,
+    sampler: object,
+    sigmas: torch.Tensor,
+    latent: dict,
+    seed: int,
+) -> dict[str, ActivationStatistics]:
+    """Sample once as the user would and return the statistics of each quantizable linear that was called.
+
+    The observers live in a sampling wrapper of a clone of `model`: they are there only while it samples, and a cancel
+    or an error takes them away too. Raises ValueError naming the first layer whose input held a NaN or Inf.
+    """
+    statistics: dict[str, ActivationStatistics] = {}
+    observed = model.clone()
+
+    def observe(executor, *args, **kwargs):
+        with _observers(quantizable_linears(observed), statistics):
+            return executor(*args, **kwargs)
+
+    observed.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, _WRAPPER_KEY, observe)
+    _sample(observed, positive, negative, cfg, sampler, sigmas, latent, seed)
+
+    seen = {name: stats for name, stats in statistics.items() if stats.calls}
+    for name, stats in seen.items():
+        if not math.isfinite(float(stats.absmax.max())):
+            raise ValueError(
+                f"calibration: the input of layer {name} held a NaN or Inf; the model does not sample cleanly with these inputs"
+            )
+    return seen
+
+
+def _sample(
+    model: ModelPatcher,
+    positive: list,
+    negative: list | None,
+    cfg: float,
+    sampler: object,
+    sigmas: torch.Tensor,
+    latent: dict,
+    seed: int,
+) -> None:
+    guider = comfy.samplers.CFGGuider(model)
+    if negative is None:
+        guider.inner_set_conds({"positive": positive})
+        guider.set_cfg(1.0)
+    else:
+        guider.set_conds(positive, negative)
+        guider.set_cfg(cfg)
+    samples = comfy.sample.fix_empty_latent_channels(
+        model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
+    )
+    noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
+    guider.sample(
+        noise,
+        samples,
+        sampler,
+        sigmas,
+        denoise_mask=latent.get("noise_mask"),
+        callback=latent_preview.prepare_callback(model, sigmas.shape[-1] - 1),
+        disable_pbar=True,
+        seed=seed,
+    )

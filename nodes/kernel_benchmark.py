@@ -1,0 +1,73 @@
+"""The node "Kernel Benchmark"."""
+
+import comfy.model_management
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io
+
+from ..kernels.benchmark import IDEOGRAM4_SHAPES, LinearShape, benchmark_shape, environment, markdown, table
+from .benchmark_plot import plot
+from .calibration import quantizable_linears
+from .model_loading import LayerProgress
+
+_METHODS_NOTE = (
+    "Median times; activation quantization is included except in 'fused GEMM'. fake-quant: quantize, dequantize, multiply "
+    "in bf16. unfused: torch._int_mm, dequantization after it."
+)
+_CPU_NOTE = "No GPU: the fused kernel did not run; the other times are this CPU's."
+
+
+class INT8KernelBenchmark(io.ComfyNode):
+    """Times the linears of a MODEL, or of Ideogram 4, in bf16 and in the INT8 variants on this machine."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="INT8KernelBenchmark",
+            display_name="Kernel Benchmark",
+            category="model/quantization",
+            description="Times each linear shape of the connected model (Ideogram 4 without one) in bf16 and in INT8 on this card.",
+            inputs=[
+                io.Model.Input("model", optional=True),
+                io.Int.Input(
+                    "tokens", default=4352, min=1, max=1 << 20,
+                    tooltip="Rows of the activations: image tokens + text tokens. 4352 is Ideogram 4 at 1024 px.",
+                ),
+            ],
+            outputs=[io.Image.Output(), io.String.Output(display_name="table")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, tokens, model=None) -> io.NodeOutput:
+        device = comfy.model_management.get_torch_device()
+        shapes = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
+        progress = LayerProgress(len(shapes))
+        results = []
+        for shape in shapes:
+            results.append(
+                benchmark_shape(
+                    shape, tokens, device, check=comfy.model_management.throw_exception_if_processing_interrupted
+                )
+            )
+            progress.step()
+        title = environment(device)
+        columns, rows = table(results)
+        notes = [_METHODS_NOTE] if device.type == "cuda" else [_METHODS_NOTE, _CPU_NOTE]
+        text = "\n\n".join([title, markdown(columns, rows), *notes])
+        ui = {"int8_benchmark": [{"title": title, "columns": columns, "rows": rows, "notes": notes}]}
+        return io.NodeOutput(plot(results, title), text, ui=ui)
+
+
+def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
+    """The distinct shapes of a MODEL's quantizable linears, each named after the first layer that has it.
+
+    Raises ValueError for a model without such layers.
+    """
+    shapes: dict[tuple[int, ...], LinearShape] = {}
+    for name, module in quantizable_linears(model).items():
+        n, k = module.weight.shape
+        label = ".".join(part for part in name.split(".")[1:] if not part.isdigit()) or name
+        shapes.setdefault((n, k), LinearShape(label, n, k))
+    if not shapes:
+        raise ValueError("this MODEL has no linear layers in repeated blocks: disconnect it to benchmark Ideogram 4's")
+    return list(shapes.values())

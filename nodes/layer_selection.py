@@ -1,0 +1,24 @@
+"""Which linears of a diffusion transformer are quantized: a rule by name and size, for every architecture."""
+
+import re
+
+# Modulation, embedders and the like: small, and what leaves them scales or shifts whole blocks.
+_SENSITIVE = re.compile(r"(mod(?!el|ule).*|adaln|norm|emb|embed|embedder|embedding|time|timestep)\d*")
+# Outside the repeated blocks only a projection this large (Ideogram 4's text projection has 245 M weights) is worth it.
+_LARGE_PROJECTION = 1 << 26
+# Below this the quantization costs more than the product saves, and a scale covers too few values.
+_SMALLEST_SIDE = 64
+
+
+def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether the linear `name` (dotted module path) with a weight of this shape [N, K] becomes INT8.
+
+    The linears of the repeated blocks do, that is, those with a number in their path, except the sensitive ones.
+    """
+    if len(shape) != 2 or min(shape) < _SMALLEST_SIDE:
+        return False
+    path = name.split(".")
+    if any(_SENSITIVE.fullmatch(word) for word in name.lower().replace(".", "_").split("_")):
+        return False
+    in_a_block = any(part.isdigit() for part in path[:-1])
+    return in_a_block or shape[0] * shape[1] >= _LARGE_PROJECTION

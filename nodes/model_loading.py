@@ -1,0 +1,163 @@
+"""Building a MODEL whose linears run INT8: from a checkpoint file, or from a state dict made out of another MODEL."""
+
+import os
+from collections.abc import Callable
+
+import comfy.model_detection
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+
+from ..kernels import ComputePath, choose_path, quantize_weight
+from . import notices
+from .checkpoint import holds_int8, read_checkpoint
+from .int8_weight import int8_weight
+from .layer_selection import is_quantizable
+from .operations import ConvertLayer, int8_operations
+
+CALLBACK_KEY = "int8_dit"
+
+
+def load_int8_model(path: str, kernel: str = "auto", disable_dynamic: bool = False) -> ModelPatcher:
+    """A MODEL from a diffusion model file: INT8 files as they are, float and FP8 files quantized while loading.
+
+    `kernel` is one of kernels.KERNEL_CHOICES; `disable_dynamic` is ComfyUI's, for loads without dynamic VRAM. Where the
+    path is bf16 and the whole model fits the device in bf16, no weight is INT8.
+
+    Raises ValueError naming the file for anything that cannot be loaded, RuntimeError where `kernel` demands what the
+    card cannot do.
+    """
+    device = comfy.model_management.get_torch_device()
+    compute = choose_path(device, kernel)
+    state_dict, metadata = read_checkpoint(path)
+    compute_dtype = detect_compute_dtype(state_dict, metadata, os.path.basename(path))
+    once = compute.kind == "bf16" and _fits(state_dict, compute_dtype, device)
+
+    converter: ConvertLayer = lambda name, weight: None
+    if not holds_int8(state_dict) and not once:
+        names = [k.removesuffix(".weight") for k in state_dict if k.endswith(".weight")]
+        total = sum(is_quantizable(name, state_dict[f"{name}.weight"].shape) for name in names)
+        converter = _quantizing_converter(device, compute_dtype, LayerProgress(total))
+    operations = int8_operations(compute, compute_dtype, converter, dequantize_once=once)
+    model = build_model(state_dict, metadata, operations, compute_dtype, compute, disable_dynamic)
+    model.cached_patcher_init = (load_int8_model, (path, kernel))
+    return model
+
+
+def build_model(
+    state_dict: dict[str, torch.Tensor],
+    metadata: dict[str, str],
+    operations: type,
+    compute_dtype: torch.dtype,
+    compute: ComputePath,
+    disable_dynamic: bool = False,
+) -> ModelPatcher:
+    """ComfyUI's loader on a state dict it is known to recognise, plus the warning for a bf16 fallback."""
+    options = {"custom_operations": operations, "dtype": compute_dtype}
+    model = comfy.sd.load_diffusion_model_state_dict(
+        state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
+    )
+    if compute.fallback:
+        add_fallback_warning(model, compute)
+    return model
+
+
+def as_file(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of `model.diffusion_model`, a ComfyUI BaseModel's, under the names a checkpoint file gives them."""
+    state_dict = model.model_config.process_unet_state_dict_for_saving(state_dict)
+    return comfy.utils.state_dict_prefix_replace(state_dict, {"model.diffusion_model.": ""})
+
+
+def rebuild_int8_model(model: torch.nn.Module, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
+    """A second MODEL with weights of its own, equal to those of `model`, a BaseModel this pack built (multi-GPU clones)."""
+    tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
+    compute = choose_path(comfy.model_management.get_torch_device(), kernel)
+    compute_dtype = model.get_dtype_inference()
+    operations = int8_operations(compute, compute_dtype)
+    rebuilt = build_model(as_file(model, tensors), {}, operations, compute_dtype, compute, disable_dynamic)
+    rebuilt.cached_patcher_init = (rebuild_int8_model, (model, kernel))
+    return rebuilt
+
+
+def add_fallback_warning(model: ModelPatcher, compute: ComputePath) -> None:
+    """Warn once per run, when the model first samples, that it runs in bf16 and why."""
+
+    def warn(patcher: ModelPatcher) -> None:
+        notices.warn_once_per_run(
+            "INT8 DiT runs in bf16", f"{compute.reason}. Set the node's kernel widget to 'fused int8' to use INT8 all the same."
+        )
+
+    model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)
+
+
+def detect_compute_dtype(state_dict: dict[str, torch.Tensor], metadata: dict[str, str], name: str) -> torch.dtype:
+    """The dtype ComfyUI computes this model in on this device. Raises ValueError if it is no diffusion model it knows."""
+    config = comfy.model_detection.model_config_from_unet(state_dict, "", metadata=metadata)
+    if config is None:
+        converted = comfy.model_detection.convert_diffusers_mmdit(dict(state_dict), "")
+        if converted is not None:
+            config = comfy.model_detection.model_config_from_unet(converted, "")
+        else:
+            config = comfy.model_detection.model_config_from_diffusers_unet(state_dict)
+    if config is None:
+        raise ValueError(f"{name} is not a diffusion model that this ComfyUI knows (a text encoder, VAE or LoRA, perhaps?)")
+    device = comfy.model_management.get_torch_device()
+    return comfy.model_management.unet_manual_cast(None, device, config.supported_inference_dtypes)
+
+
+class LayerProgress:
+    """ComfyUI's progress bar and cancel button for work done layer by layer."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = comfy.utils.ProgressBar(max(1, total))
+
+    def step(self) -> None:
+        """One layer is done. Raises ComfyUI's interrupt exception when the user cancelled."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        self._bar.update(1)
+
+
+def _quantizing_converter(device: torch.device, dtype: torch.dtype, progress: LayerProgress) -> ConvertLayer:
+    """Plain per-channel quantization of every layer the rule selects, computed on `device`, kept in host memory."""
+
+    def convert(name: str, weight: torch.Tensor) -> torch.Tensor | None:
+        if not is_quantizable(name, weight.shape):
+            return None
+        converted = quantize_layer(name, weight, device, dtype)
+        progress.step()
+        return converted
+
+    return convert
+
+
+def quantize_layer(
+    name: str,
+    weight: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    smoothing: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Quantize one layer's float weight [N, K] on `device` and return it, in host memory, as ComfyUI carries it.
+
+    `smoothing` maps the float32 weight's absolute maximum per input channel [K] to the smoothing factors [K]. Raises
+    ValueError naming the layer if the weight holds a NaN or Inf.
+    """
+    weight = weight.to(device=device)
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        weight = weight.float()  # raw float8
+    smooth = None if smoothing is None else smoothing(weight.abs().amax(dim=0).float())
+    try:
+        q, scale = quantize_weight(weight, smooth)
+    except ValueError as error:
+        raise ValueError(f"layer {name} cannot be quantized: {error}") from error
+    return int8_weight(q.cpu(), scale.cpu(), dtype, None if smooth is None else smooth.cpu())
+
+
+def _fits(state_dict: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether all weights fit the device in `dtype` and leave ComfyUI what it reserves for inference."""
+    needed = comfy.utils.calculate_parameters(state_dict) * dtype.itemsize
+    reserved = comfy.model_management.minimum_inference_memory()
+    return needed + reserved <= comfy.model_management.get_total_memory(device)

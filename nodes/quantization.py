@@ -1,0 +1,187 @@
+"""Quantizing a MODEL that is already loaded: protected layers chosen, the others smoothed and made INT8 one by one."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import comfy.lora
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher, get_key_weight
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.quant_ops import QuantizedTensor
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
+
+from ..kernels import ActivationStatistics, check_alpha, choose_path, relative_rounding_error, smoothing_factors
+from .calibration import quantizable_linears
+from .model_loading import (
+    CALLBACK_KEY,
+    LayerProgress,
+    as_file,
+    build_model,
+    detect_compute_dtype,
+    quantize_layer,
+    rebuild_int8_model,
+)
+from .operations import int8_operations
+
+logger = logging.getLogger(__name__)
+
+RECIPE_ATTACHMENT = "int8_dit_recipe"
+_DIFFUSION_MODEL = "diffusion_model."
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model was quantized; saved with the file so that it says how it was made."""
+
+    alpha: float | None
+    """SmoothQuant migration strength, or None where nothing was calibrated and so nothing is smoothed."""
+    protected: tuple[str, ...]
+    """Layers kept in high precision, the most fragile first."""
+    quantized: int
+    """Number of INT8 layers."""
+
+
+def quantize_model(
+    model: ModelPatcher,
+    alpha: float,
+    protect_layers: int,
+    kernel: str,
+    statistics: dict[str, ActivationStatistics] | None,
+) -> ModelPatcher:
+    """A new MODEL with INT8 linears; `model` and its weights stay as they are.
+
+    Patches of `model` that change weights (LoRAs) are part of what is quantized. Without `statistics` nothing is smoothed
+    and the layers to protect are ranked by the rounding error of their weights.
+
+    Raises ValueError for an alpha outside 0..1, a protection that leaves nothing to quantize, a model without
+    quantizable linears or whose layers are already replaced (torch.compile); ComfyUI's interrupt exception on cancel.
+    """
+    check_alpha(alpha)
+    compute = choose_path(model.load_device, kernel)
+    _refuse_replaced_layers(model)
+    linears = quantizable_linears(model)
+    if not linears:
+        raise ValueError("this MODEL has no linear layers in repeated blocks, so there is nothing to quantize")
+    if protect_layers >= len(linears):
+        raise ValueError(
+            f"protect_layers is {protect_layers}, but the model has {len(linears)} quantizable layers: none would be INT8"
+        )
+
+    device = model.load_device
+    rank_by_weight = statistics is None and protect_layers > 0
+    progress = LayerProgress(len(linears) * (2 if rank_by_weight else 1))
+
+    def source(name: str) -> torch.Tensor:
+        return patched_weight(model, f"{_DIFFUSION_MODEL}{name}.weight", device)
+
+    if rank_by_weight:
+        fragility = {}
+        for name in linears:
+            fragility[name] = relative_rounding_error(source(name))
+            progress.step()
+    else:
+        fragility = {name: stats.spikiness for name, stats in (statistics or {}).items()}
+    # Ties are broken by name, so that the same inputs always protect the same layers.
+    ranking = sorted(linears, key=lambda name: (-fragility.get(name, 0.0), name))
+    protected = ranking[:protect_layers]
+
+    def smoothing_of(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        observed = (statistics or {}).get(name)
+        if observed is None:
+            return None
+        return lambda weight_absmax: smoothing_factors(observed.absmax.to(weight_absmax.device), weight_absmax, alpha)
+
+    compute_dtype = model.model.get_dtype_inference()
+
+    def convert(name: str, weight: torch.Tensor) -> torch.Tensor | None:
+        if name not in linears:
+            return None
+        if name in protected:
+            converted = source(name).to(device="cpu", dtype=compute_dtype, copy=True)
+        else:
+            converted = quantize_layer(name, source(name), device, compute_dtype, smoothing_of(name))
+        progress.step()
+        return converted
+
+    operations = int8_operations(compute, compute_dtype, convert)
+    state_dict = as_file(model.model, _state_dict_with_placeholders(model, set(linears)))
+    detect_compute_dtype(state_dict, {}, "the MODEL")  # refuses what could not be loaded from a file either
+    built = build_model(state_dict, {}, operations, compute_dtype, compute)
+
+    quantized = _with_patches_of(model, built, kernel)
+    recipe = Recipe(None if statistics is None else alpha, tuple(protected), len(linears) - len(protected))
+    quantized.set_attachments(RECIPE_ATTACHMENT, recipe)
+    logger.info("INT8: %d layers quantized, %d protected: %s", recipe.quantized, len(protected), ", ".join(protected))
+    return quantized
+
+
+def patched_weight(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
+    """A weight of the MODEL as it would be computed with, patches applied, as a float tensor of its own on `device`."""
+    weight, _, convert = get_key_weight(model.model, key)
+    if key in model.backup:  # the model is loaded with patches in place; this is the weight below them
+        weight = model.backup[key].weight
+    weight = comfy.model_management.cast_to_device(weight, device, None, copy=True)
+    if isinstance(weight, QuantizedTensor):
+        weight = weight.dequantize() if convert is None else convert(weight)
+    if key in model.patches:
+        weight = comfy.lora.calculate_weight(model.patches[key], weight.float(), key)
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        weight = weight.float()  # raw float8
+    return weight
+
+
+def _refuse_replaced_layers(model: ModelPatcher) -> None:
+    compiled = model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY)
+    if compiled or any(key.startswith(_DIFFUSION_MODEL.rstrip(".")) for key in model.object_patches):
+        raise ValueError(
+            "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
+            "Quantize to INT8"
+        )
+
+
+def _state_dict_with_placeholders(model: ModelPatcher, linears: set[str]) -> dict[str, torch.Tensor]:
+    """The diffusion model's tensors under its own names, patches applied, with placeholders for the weights of `linears`.
+
+    A placeholder has a shape and dtype but no data: it lets the loader recognise the model, and each real weight is
+    made only when its layer is loaded.
+    """
+    diffusion_model = model.model.diffusion_model
+    changed = {
+        key.removeprefix(_DIFFUSION_MODEL) for key in {*model.patches, *model.backup} if key.startswith(_DIFFUSION_MODEL)
+    }
+    float_weights = {f"{name}.weight" for name in linears}
+    for key in changed:
+        if key not in float_weights and isinstance(get_key_weight(model.model, _DIFFUSION_MODEL + key)[0], QuantizedTensor):
+            float_weights.add(key)  # the patched weight of a layer that is left alone stays a float
+
+    state_dict = {}
+    for key, tensor in diffusion_model.state_dict().items():
+        layer, _, tensor_name = key.rpartition(".")
+        if f"{layer}.weight" in float_weights and tensor_name != "bias":
+            continue  # the weight, and what belongs to its quantized form
+        if key in changed:
+            tensor = patched_weight(model, _DIFFUSION_MODEL + key, model.load_device).to(tensor.dtype)
+        # A copy, because a loader may adopt the tensors it is given, and these belong to the original model.
+        state_dict[key] = tensor.to(device="cpu", copy=True)
+    for key in float_weights:
+        weight = get_key_weight(model.model, _DIFFUSION_MODEL + key)[0]
+        if key.removesuffix(".weight") in linears:
+            state_dict[key] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        else:
+            state_dict[key] = patched_weight(model, _DIFFUSION_MODEL + key, model.load_device).to("cpu", weight.dtype)
+    return state_dict
+
+
+def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> ModelPatcher:
+    """A clone of `model` (its sampling settings, wrappers, hooks) around the freshly built INT8 model."""
+    clone = model.clone(model_override=(built.model, ({}, {}, {}, set())))
+    clone.size = 0  # measured again: INT8 is smaller
+    clone.patches = {}  # the weight patches are in the weights now
+    clone.patches_uuid = built.patches_uuid
+    clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY)  # of an earlier quantization
+    for function in built.get_callbacks(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY):
+        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, function)
+    clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
+    return clone
