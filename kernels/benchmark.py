@@ -67,7 +67,11 @@ class ShapeResult:
 
 
 def benchmark_shape(
-    shape: LinearShape, tokens: int, device: torch.device, repetitions: int = 21, check: Callable[[], None] = lambda: None
+    shape: LinearShape,
+    tokens: int,
+    device: torch.device,
+    repetitions: int = 21,
+    check: Callable[[], None] = lambda: None,
 ) -> ShapeResult:
     """Time all methods on one shape with random bf16 data; `check` runs between methods and may raise to stop.
 
@@ -106,7 +110,14 @@ def benchmark_shape(
 
 def table(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]:
     """Column headings and rows of text: milliseconds per method, speed against bf16, rates, error."""
-    columns = ["linear", "M x N x K", *(f"{method} ms" for method in METHODS), "fused vs bf16", "bf16 TFLOPS", "rel. error"]
+    columns = [
+        "linear",
+        "M x N x K",
+        *(f"{method} ms" for method in METHODS),
+        "fused vs bf16",
+        "bf16 TFLOPS",
+        "rel. error",
+    ]
     rows = []
     for result in results:
         times = [f"{result.milliseconds[m]:.3f}" if m in result.milliseconds else "-" for m in METHODS]
@@ -154,7 +165,9 @@ def main() -> None:
     print(markdown(*table(results)))
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"environment": environment(device), "results": [asdict(result) for result in results]}, file, indent=1)
+            json.dump(
+                {"environment": environment(device), "results": [asdict(result) for result in results]}, file, indent=1
+            )
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath
         reason = f"Triton is not installed for {name}; `pip install triton` (`triton-windows` on Windows) adds it"
         return ComputePath("bf16", reason, fallback=True)
     if torch.version.hip is not None or capability != CONSUMER_AMPERE:
-        reason = f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on"
+        reason = (
+            f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on"
+        )
         return ComputePath("bf16", reason, fallback=True)
     return ComputePath("fused int8", f"{name} is a consumer Ampere card (sm_86)")

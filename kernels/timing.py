@@ -24,9 +24,7 @@ def median_milliseconds(run: Callable[[], object], device: torch.device, repetit
             times.append((time.perf_counter() - begin) * 1e3)
         return sorted(times)[repetitions // 2]
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)
-    ]
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
     for start, end in events:
         flush.zero_()
         start.record()

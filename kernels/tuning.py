@@ -91,9 +91,7 @@ class Tuner:
         self._chosen: dict[TuningKey, GemmConfig] = {}
         self._lock = threading.Lock()
 
-    def choose(
-        self, key: TuningKey, configs: list[GemmConfig], launch: Callable[[GemmConfig], None]
-    ) -> GemmConfig:
+    def choose(self, key: TuningKey, configs: list[GemmConfig], launch: Callable[[GemmConfig], None]) -> GemmConfig:
         """The fastest of `configs` for `key`; `launch(config)` runs the GEMM once on the current device.
 
         While a CUDA graph is being captured nothing can be measured: an unknown key then gets the first candidate.

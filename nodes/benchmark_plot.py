@@ -27,7 +27,9 @@ def plot(results: Sequence[ShapeResult], title: str) -> torch.Tensor:
     image = Image.new("RGB", (_WIDTH, height), "#ffffff")
     draw = ImageDraw.Draw(image)
     draw.text((_MARGIN, _MARGIN), title, fill="#1c2733", font=heading)
-    draw.text((_MARGIN, _MARGIN + 32), "time per linear relative to bf16 (shorter is better)", fill="#5a6673", font=text)
+    draw.text(
+        (_MARGIN, _MARGIN + 32), "time per linear relative to bf16 (shorter is better)", fill="#5a6673", font=text
+    )
 
     ratios = [t / r.milliseconds[BF16] for r in results for t in r.milliseconds.values()]
     scale = (_WIDTH - _LABEL_WIDTH - 2 * _MARGIN - 150) / max(1.0, *ratios)

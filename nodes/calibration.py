@@ -1,6 +1,6 @@
 """Calibration: running the user's own sampling while the inputs of the linears are observed."""
 
-import math
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import comfy.model_management
@@ -40,7 +40,9 @@ def _observers(linears: dict[str, torch.nn.Module], statistics: dict[str, Activa
     try:
         for name, module in linears.items():
             observed = statistics.setdefault(name, ActivationStatistics())
-            handles.append(module.register_forward_pre_hook(lambda _, args, observed=observed: observed.update(args[0])))
+            handles.append(
+                module.register_forward_pre_hook(lambda _, args, observed=observed: observed.update(args[0]))
+            )
         yield
     finally:
         for handle in handles:
@@ -60,7 +62,8 @@ def calibrate(
     """Sample once as the user would and return the statistics of each quantizable linear that was called.
 
     The observers live in a sampling wrapper of a clone of `model`: they are there only while it samples, and a cancel
-    or an error takes them away too. Raises ValueError naming the first layer whose input held a NaN or Inf.
+    or an error takes them away too. Raises ValueError naming the first layer whose input held a NaN or Inf, after the
+    step in which it did.
     """
     statistics: dict[str, ActivationStatistics] = {}
     observed = model.clone()
@@ -70,15 +73,23 @@ def calibrate(
             return executor(*args, **kwargs)
 
     observed.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, _WRAPPER_KEY, observe)
-    _sample(observed, positive, negative, cfg, sampler, sigmas, latent, seed)
+    _sample(
+        observed, positive, negative, cfg, sampler, sigmas, latent, seed, after_step=lambda: _check_finite(statistics)
+    )
+    return {name: seen for name, seen in statistics.items() if seen.calls}
 
-    seen = {name: stats for name, stats in statistics.items() if stats.calls}
-    for name, stats in seen.items():
-        if not math.isfinite(float(stats.absmax.max())):
-            raise ValueError(
-                f"calibration: the input of layer {name} held a NaN or Inf; the model does not sample cleanly with these inputs"
-            )
-    return seen
+
+def _check_finite(statistics: dict[str, ActivationStatistics]) -> None:
+    """Raise ValueError for the first layer, in the order of the model, that has seen a NaN or Inf; one device sync."""
+    names = [name for name, seen in statistics.items() if seen.calls]
+    if not names:
+        return
+    finite = torch.isfinite(torch.stack([statistics[name].absmax.max() for name in names])).tolist()
+    if not all(finite):
+        raise ValueError(
+            f"calibration: the input of layer {names[finite.index(False)]} held a NaN or Inf; the model does not sample "
+            "cleanly with these inputs"
+        )
 
 
 def _sample(
@@ -90,6 +101,7 @@ def _sample(
     sigmas: torch.Tensor,
     latent: dict,
     seed: int,
+    after_step: Callable[[], None],
 ) -> None:
     guider = comfy.samplers.CFGGuider(model)
     if negative is None:
@@ -101,6 +113,12 @@ def _sample(
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
     )
+    preview = latent_preview.prepare_callback(model, sigmas.shape[-1] - 1)
+
+    def callback(*args):
+        after_step()
+        preview(*args)
+
     noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
     guider.sample(
         noise,
@@ -108,7 +126,7 @@ def _sample(
         sampler,
         sigmas,
         denoise_mask=latent.get("noise_mask"),
-        callback=latent_preview.prepare_callback(model, sigmas.shape[-1] - 1),
+        callback=callback,
         disable_pbar=True,
         seed=seed,
     )

@@ -34,12 +34,20 @@ def read_checkpoint(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]
         prefix = comfy.model_detection.unet_prefix_from_state_dict(state_dict)
         without_prefix = comfy.utils.state_dict_prefix_replace(dict(state_dict), {prefix: ""}, filter_keys=True)
         if without_prefix:
+            in_file = set(without_prefix)
             state_dict, metadata = comfy.utils.convert_old_quants(without_prefix, "", metadata=metadata)
-    except (KeyError, TypeError, ValueError) as error:
+            state_dict = {k: t for k, t in state_dict.items() if k in in_file or _layer_is_here(k, state_dict)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: the quantization metadata cannot be read ({error!r})") from error
     _mark_unmarked_int8(state_dict, name)
     _check_marks(state_dict, name)
     return state_dict, metadata
+
+
+def _layer_is_here(key: str, state_dict: dict[str, torch.Tensor]) -> bool:
+    """False for the mark of a layer that the metadata names but that lies in another part of the checkpoint."""
+    suffix = f".{file_format.MARK}"
+    return not key.endswith(suffix) or f"{key.removesuffix(suffix)}.weight" in state_dict
 
 
 def holds_int8(state_dict: dict[str, torch.Tensor]) -> bool:
@@ -69,7 +77,7 @@ def _check_marks(state_dict: dict[str, torch.Tensor], name: str) -> None:
             mark = file_format.decode_mark(state_dict[key])
         except ValueError as error:
             raise ValueError(f"{name}: {key} is {error}") from error
-        if mark.get("format") not in known:
+        if not isinstance(mark.get("format"), str) or mark["format"] not in known:
             raise ValueError(f"{name}: {key} names the quantization format {mark.get('format')!r}, which is unknown")
         if mark["format"] in file_format.INT8_FORMATS:
             _check_int8_layer(state_dict, key.removesuffix(f".{file_format.MARK}"), mark, name)

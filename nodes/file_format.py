@@ -32,7 +32,7 @@ def decode_mark(mark: torch.Tensor) -> dict:
     """The JSON object of a mark. Raises ValueError where it is none."""
     try:
         decoded = json.loads(bytes(mark.flatten().tolist()))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"not the bytes of a JSON object ({error})") from error
     if not isinstance(decoded, dict):
         raise ValueError("not a JSON object")

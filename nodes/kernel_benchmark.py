@@ -29,7 +29,10 @@ class INT8KernelBenchmark(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", optional=True),
                 io.Int.Input(
-                    "tokens", default=4352, min=1, max=1 << 20,
+                    "tokens",
+                    default=4352,
+                    min=1,
+                    max=1 << 20,
                     tooltip="Rows of the activations: image tokens + text tokens. 4352 is Ideogram 4 at 1024 px.",
                 ),
             ],

@@ -2,8 +2,11 @@
 
 import re
 
-# Modulation, embedders and the like: small, and what leaves them scales or shifts whole blocks.
-_SENSITIVE = re.compile(r"(mod(?!el|ule).*|adaln|norm|emb|embed|embedder|embedding|time|timestep)\d*")
+# Modulation, embedders of time, text and guidance, and the like: small, and what leaves them scales or shifts whole
+# blocks. A word of the path must match in full.
+_SENSITIVE = re.compile(
+    r"(mod(?!el|ule).*|adaln|norm|emb|embed|embedder|embedding|time|timestep|tproj|tmlp|guidance|caption)\d*"
+)
 # Outside the repeated blocks only a projection this large (Ideogram 4's text projection has 245 M weights) is worth it.
 _LARGE_PROJECTION = 1 << 26
 # Below this the quantization costs more than the product saves, and a scale covers too few values.

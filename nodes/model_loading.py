@@ -19,6 +19,8 @@ from .layer_selection import is_quantizable
 from .operations import ConvertLayer, int8_operations
 
 CALLBACK_KEY = "int8_dit"
+RECIPE_KEY = "int8_dit_recipe"
+"""How a model was quantized, as JSON: an attachment of the MODEL and an entry of the file's metadata."""
 
 
 def load_int8_model(path: str, kernel: str = "auto", disable_dynamic: bool = False) -> ModelPatcher:
@@ -42,8 +44,13 @@ def load_int8_model(path: str, kernel: str = "auto", disable_dynamic: bool = Fal
         total = sum(is_quantizable(name, state_dict[f"{name}.weight"].shape) for name in names)
         converter = _quantizing_converter(device, compute_dtype, LayerProgress(total))
     operations = int8_operations(compute, compute_dtype, converter, dequantize_once=once)
-    model = build_model(state_dict, metadata, operations, compute_dtype, compute, disable_dynamic)
+    try:
+        model = build_model(state_dict, metadata, operations, compute_dtype, compute, disable_dynamic)
+    except ValueError as error:
+        raise ValueError(f"{os.path.basename(path)}: {error}") from error
     model.cached_patcher_init = (load_int8_model, (path, kernel))
+    if RECIPE_KEY in metadata:
+        model.set_attachments(RECIPE_KEY, metadata[RECIPE_KEY])
     return model
 
 
@@ -87,7 +94,8 @@ def add_fallback_warning(model: ModelPatcher, compute: ComputePath) -> None:
 
     def warn(patcher: ModelPatcher) -> None:
         notices.warn_once_per_run(
-            "INT8 DiT runs in bf16", f"{compute.reason}. Set the node's kernel widget to 'fused int8' to use INT8 all the same."
+            "INT8 DiT runs in bf16",
+            f"{compute.reason}. Set the node's kernel widget to 'fused int8' to use INT8 all the same.",
         )
 
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)
@@ -103,7 +111,9 @@ def detect_compute_dtype(state_dict: dict[str, torch.Tensor], metadata: dict[str
         else:
             config = comfy.model_detection.model_config_from_diffusers_unet(state_dict)
     if config is None:
-        raise ValueError(f"{name} is not a diffusion model that this ComfyUI knows (a text encoder, VAE or LoRA, perhaps?)")
+        raise ValueError(
+            f"{name} is not a diffusion model that this ComfyUI knows (a text encoder, VAE or LoRA, perhaps?)"
+        )
     device = comfy.model_management.get_torch_device()
     return comfy.model_management.unet_manual_cast(None, device, config.supported_inference_dtypes)
 

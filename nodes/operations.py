@@ -17,6 +17,8 @@ from .int8_weight import LAYOUT, format_name, int8_weight, is_int8
 ConvertLayer = Callable[[str, torch.Tensor], torch.Tensor | None]
 """(layer name, float weight in file or meta) -> the weight to hold instead, or None to leave the layer as it is."""
 
+_UNPACKED = ("float8_e4m3fn", "float8_e5m2", file_format.NATIVE_FORMAT)
+
 
 def int8_operations(
     path: ComputePath,
@@ -28,7 +30,8 @@ def int8_operations(
 
     Args:
         path: what INT8 linears compute with.
-        compute_dtype: dtype of everything that is not INT8.
+        compute_dtype: dtype of everything that is not INT8. Loading raises ValueError for a weight of another shape
+            than its layer's.
         convert_layer: called for each linear that is not INT8 in the state dict, with its name and float weight.
         dequantize_once: hold INT8 linears of the state dict as `compute_dtype` weights instead.
     """
@@ -43,6 +46,15 @@ def int8_operations(
                 if self.weight is None:
                     return
                 held = self.weight.data
+                # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it. (Of the formats
+                # that pack several values into one element, the shape says nothing.)
+                needed = (self.out_features, self.in_features)
+                if (
+                    not isinstance(held, QuantizedTensor) or self.quant_format in _UNPACKED
+                ) and original.shape != needed:
+                    raise ValueError(
+                        f"{prefix}weight has shape {list(original.shape)}, but the model needs {list(needed)}"
+                    )
                 if isinstance(held, QuantizedTensor) and self.quant_format == file_format.NATIVE_FORMAT:
                     group = held._params.convrot_groupsize if held._params.convrot else None
                     held = int8_weight(held._qdata, held._params.scale, compute_dtype, smooth, group)

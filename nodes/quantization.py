@@ -1,13 +1,12 @@
 """Quantizing a MODEL that is already loaded: protected layers chosen, the others smoothed and made INT8 one by one."""
 
+import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-import comfy.lora
-import comfy.model_management
 import torch
-from comfy.model_patcher import ModelPatcher, get_key_weight
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.quant_ops import QuantizedTensor
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
@@ -16,6 +15,7 @@ from ..kernels import ActivationStatistics, check_alpha, choose_path, relative_r
 from .calibration import quantizable_linears
 from .model_loading import (
     CALLBACK_KEY,
+    RECIPE_KEY,
     LayerProgress,
     as_file,
     build_model,
@@ -24,11 +24,9 @@ from .model_loading import (
     rebuild_int8_model,
 )
 from .operations import int8_operations
+from .patched_weights import DIFFUSION_MODEL, patched_weight, stored_weight
 
 logger = logging.getLogger(__name__)
-
-RECIPE_ATTACHMENT = "int8_dit_recipe"
-_DIFFUSION_MODEL = "diffusion_model."
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,15 @@ def quantize_model(
     progress = LayerProgress(len(linears) * (2 if rank_by_weight else 1))
 
     def source(name: str) -> torch.Tensor:
-        return patched_weight(model, f"{_DIFFUSION_MODEL}{name}.weight", device)
+        return patched_weight(model, f"{DIFFUSION_MODEL}{name}.weight", device)
 
     if rank_by_weight:
         fragility = {}
         for name in linears:
-            fragility[name] = relative_rounding_error(source(name))
+            try:
+                fragility[name] = relative_rounding_error(source(name))
+            except ValueError as error:
+                raise ValueError(f"layer {name} cannot be quantized: {error}") from error
             progress.step()
     else:
         fragility = {name: stats.spikiness for name, stats in (statistics or {}).items()}
@@ -112,29 +113,14 @@ def quantize_model(
 
     quantized = _with_patches_of(model, built, kernel)
     recipe = Recipe(None if statistics is None else alpha, tuple(protected), len(linears) - len(protected))
-    quantized.set_attachments(RECIPE_ATTACHMENT, recipe)
+    quantized.set_attachments(RECIPE_KEY, json.dumps(asdict(recipe)))
     logger.info("INT8: %d layers quantized, %d protected: %s", recipe.quantized, len(protected), ", ".join(protected))
     return quantized
 
 
-def patched_weight(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
-    """A weight of the MODEL as it would be computed with, patches applied, as a float tensor of its own on `device`."""
-    weight, _, convert = get_key_weight(model.model, key)
-    if key in model.backup:  # the model is loaded with patches in place; this is the weight below them
-        weight = model.backup[key].weight
-    weight = comfy.model_management.cast_to_device(weight, device, None, copy=True)
-    if isinstance(weight, QuantizedTensor):
-        weight = weight.dequantize() if convert is None else convert(weight)
-    if key in model.patches:
-        weight = comfy.lora.calculate_weight(model.patches[key], weight.float(), key)
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        weight = weight.float()  # raw float8
-    return weight
-
-
 def _refuse_replaced_layers(model: ModelPatcher) -> None:
     compiled = model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY)
-    if compiled or any(key.startswith(_DIFFUSION_MODEL.rstrip(".")) for key in model.object_patches):
+    if compiled or any(key.startswith(DIFFUSION_MODEL.rstrip(".")) for key in model.object_patches):
         raise ValueError(
             "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
             "Quantize to INT8"
@@ -149,11 +135,11 @@ def _state_dict_with_placeholders(model: ModelPatcher, linears: set[str]) -> dic
     """
     diffusion_model = model.model.diffusion_model
     changed = {
-        key.removeprefix(_DIFFUSION_MODEL) for key in {*model.patches, *model.backup} if key.startswith(_DIFFUSION_MODEL)
+        key.removeprefix(DIFFUSION_MODEL) for key in {*model.patches, *model.backup} if key.startswith(DIFFUSION_MODEL)
     }
     float_weights = {f"{name}.weight" for name in linears}
     for key in changed:
-        if key not in float_weights and isinstance(get_key_weight(model.model, _DIFFUSION_MODEL + key)[0], QuantizedTensor):
+        if key not in float_weights and isinstance(stored_weight(model, DIFFUSION_MODEL + key), QuantizedTensor):
             float_weights.add(key)  # the patched weight of a layer that is left alone stays a float
 
     state_dict = {}
@@ -162,15 +148,15 @@ def _state_dict_with_placeholders(model: ModelPatcher, linears: set[str]) -> dic
         if f"{layer}.weight" in float_weights and tensor_name != "bias":
             continue  # the weight, and what belongs to its quantized form
         if key in changed:
-            tensor = patched_weight(model, _DIFFUSION_MODEL + key, model.load_device).to(tensor.dtype)
+            tensor = patched_weight(model, DIFFUSION_MODEL + key, model.load_device).to(tensor.dtype)
         # A copy, because a loader may adopt the tensors it is given, and these belong to the original model.
         state_dict[key] = tensor.to(device="cpu", copy=True)
     for key in float_weights:
-        weight = get_key_weight(model.model, _DIFFUSION_MODEL + key)[0]
+        weight = stored_weight(model, DIFFUSION_MODEL + key)
         if key.removesuffix(".weight") in linears:
             state_dict[key] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         else:
-            state_dict[key] = patched_weight(model, _DIFFUSION_MODEL + key, model.load_device).to("cpu", weight.dtype)
+            state_dict[key] = patched_weight(model, DIFFUSION_MODEL + key, model.load_device).to("cpu", weight.dtype)
     return state_dict
 
 

@@ -29,16 +29,25 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             inputs=[
                 io.Model.Input("model"),
                 io.Float.Input(
-                    "alpha", default=0.5, min=0.0, max=1.0, step=0.05, round=0.01,
+                    "alpha",
+                    default=0.5,
+                    min=0.0,
+                    max=1.0,
+                    step=0.05,
+                    round=0.01,
                     tooltip="How much of the activations' outliers moves into the weights. Used only when calibrated.",
                 ),
                 io.Int.Input(
-                    "protect_layers", default=17, min=0, max=10000,
+                    "protect_layers",
+                    default=17,
+                    min=0,
+                    max=10000,
                     tooltip="How many of the most fragile layers stay in high precision.",
                 ),
                 io.Combo.Input("kernel", options=list(KERNEL_CHOICES), default="auto", tooltip=KERNEL_TOOLTIP),
                 io.Conditioning.Input(
-                    "positive", optional=True,
+                    "positive",
+                    optional=True,
                     tooltip="Conditioning to calibrate with. Leave it out for an unconditional model.",
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Calibrates with CFG when connected."),
@@ -46,11 +55,22 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 io.Sigmas.Input("sigmas", optional=True),
                 io.Latent.Input("latent_image", optional=True, tooltip="An empty latent of the size you generate."),
                 io.Float.Input(
-                    "cfg", default=1.0, min=0.0, max=100.0, step=0.1, round=0.01, optional=True,
+                    "cfg",
+                    default=1.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    optional=True,
                     tooltip="CFG of the calibration run; used only with negative.",
                 ),
                 io.Int.Input(
-                    "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True, optional=True,
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    optional=True,
                     tooltip="Noise seed of the calibration run.",
                 ),
             ],
@@ -79,7 +99,9 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         if not missing:
             if len(sigmas) < 2:
                 raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
-            statistics = calibrate(model, positive or _NULL_CONDITIONING, negative, cfg, sampler, sigmas, latent_image, seed)
+            statistics = calibrate(
+                model, positive or _NULL_CONDITIONING, negative, cfg, sampler, sigmas, latent_image, seed
+            )
         elif len(missing) < len(needed) or positive is not None or negative is not None:
             raise ValueError(
                 f"calibration also needs {' and '.join(missing)}: connect {'it' if len(missing) == 1 else 'them'}, or "

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from .patched_weights import LazyTensor
+
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -30,7 +32,7 @@ _DTYPE_NAMES = {
 
 
 def write_safetensors(
-    path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str], on_tensor: Callable[[], None]
+    path: str, tensors: dict[str, torch.Tensor | LazyTensor], metadata: dict[str, str], on_tensor: Callable[[], None]
 ) -> None:
     """Write `tensors` to `path` in the safetensors format, one at a time, through a temporary file beside it.
 

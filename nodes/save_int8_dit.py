@@ -2,17 +2,15 @@
 
 import json
 import os
-from dataclasses import asdict
 
-import comfy.model_management
 import folder_paths
 from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from .checkpoint import holds_int8
-from .model_loading import LayerProgress
-from .quantization import RECIPE_ATTACHMENT
+from .model_loading import RECIPE_KEY, LayerProgress, as_file
+from .patched_weights import state_dict_for_saving
 from .safetensors_writer import write_safetensors
 
 
@@ -22,10 +20,7 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str]) ->
     Raises ValueError if the MODEL holds no INT8 weight; OSError when the disk is full; ComfyUI's interrupt exception on
     cancel. The file is then not there.
     """
-    # As ComfyUI's own save nodes: if another MODEL's patches sit in these weights, this takes them out.
-    comfy.model_management.load_models_gpu([model])
-    prefix = "model.diffusion_model."
-    tensors = {key.removeprefix(prefix): tensor for key, tensor in model.state_dict_for_saving().items()}
+    tensors = as_file(model.model, state_dict_for_saving(model))
     if not holds_int8(tensors):
         raise ValueError(
             "this MODEL holds no INT8 weights. Connect Quantize to INT8, or Load INT8 DiT with kernel set to 'fused int8' "
@@ -69,9 +64,9 @@ class SaveINT8DiT(io.ComfyNode):
     def _metadata(cls, model: ModelPatcher) -> dict[str, str]:
         """The recipe, and unless the user disabled it the workflow, as ComfyUI's save nodes store it."""
         metadata = {}
-        recipe = model.get_attachment(RECIPE_ATTACHMENT)
+        recipe = model.get_attachment(RECIPE_KEY)
         if recipe is not None:
-            metadata["int8_dit_recipe"] = json.dumps(asdict(recipe))
+            metadata[RECIPE_KEY] = recipe
         if not args.disable_metadata:
             if cls.hidden.prompt is not None:
                 metadata["prompt"] = json.dumps(cls.hidden.prompt)

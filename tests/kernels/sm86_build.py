@@ -56,7 +56,9 @@ def report(compiled) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        sass = subprocess.run([_tool("cuobjdump"), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run(
+            [_tool("cuobjdump"), "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
         usage = subprocess.run(
             [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
@@ -76,5 +78,7 @@ if __name__ == "__main__":
     results = []
     for config in AMPERE_CONFIGS:
         for even_k in (True, False):
-            results.append({"config": repr(config), "warps": config.num_warps, "even_k": even_k, **report(build(config, even_k))})
+            results.append(
+                {"config": repr(config), "warps": config.num_warps, "even_k": even_k, **report(build(config, even_k))}
+            )
     json.dump(results, sys.stdout)

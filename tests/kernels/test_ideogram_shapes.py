@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from kernels import int8_accumulate, int8_accumulate_reference, int8_gemm, int8_linear, quantize_activations, quantize_weight
+from kernels import (
+    int8_accumulate,
+    int8_accumulate_reference,
+    int8_gemm,
+    int8_linear,
+    quantize_activations,
+    quantize_weight,
+)
 from kernels.benchmark import IDEOGRAM4_SHAPES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

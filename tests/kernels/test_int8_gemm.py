@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tensors import DEVICE, random_float, random_int8, rotation_matrix
 
 import kernels
 from kernels import int8_accumulate, int8_gemm, int8_linear, quantize_activations, quantize_weight
-from tensors import DEVICE, random_float, random_int8, rotation_matrix
 
 # One row, one column, sizes around and between the tile sizes, primes, K below one tile and far above it.
 SHAPES = [
@@ -23,11 +23,7 @@ SHAPES = [
         77: (56, 121, 32),
     }.items()
     for n, k in zip(ns, (64, 123, 200, 17)[: len(ns)])
-] + [
-    (m, n, k)
-    for m, n in ((1, 1), (4, 9), (32, 32), (65, 70), (96, 33))
-    for k in (1, 15, 63, 129)
-]
+] + [(m, n, k) for m, n in ((1, 1), (4, 9), (32, 32), (65, 70), (96, 33)) for k in (1, 15, 63, 129)]
 
 
 def test_enough_shapes():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensors import DEVICE, random_float, rotation_matrix
 
 from kernels import (
     dequantize_weight,
@@ -11,7 +12,6 @@ from kernels import (
     rotate,
     smoothing_factors,
 )
-from tensors import DEVICE, random_float, rotation_matrix
 
 
 def assert_same_quantization(result, expected):

@@ -1,0 +1,84 @@
+"""The weights of a MODEL as it would compute with them: what is stored, with its patches (LoRAs) applied.
+
+Computed from the stored weights one at a time, whatever is loaded where: ComfyUI may hold patches of this or of another
+MODEL inside the very same weights, or apply them only while it streams.
+"""
+
+import comfy.float
+import comfy.lora
+import comfy.model_management
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher, get_key_weight
+from comfy.quant_ops import QuantizedTensor
+
+DIFFUSION_MODEL = "diffusion_model."
+
+
+def stored_weight(model: ModelPatcher, key: str) -> torch.Tensor:
+    """The weight below all patches; `key` is its name in the BaseModel ("diffusion_model.X.weight")."""
+    return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
+
+
+def patched_weight(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
+    """A weight with patches applied, as a float tensor of its own on `device`."""
+    weight = comfy.model_management.cast_to_device(stored_weight(model, key), device, None, copy=True)
+    if isinstance(weight, QuantizedTensor):
+        weight = weight.dequantize()
+    if key in model.patches:
+        weight = comfy.lora.calculate_weight(model.patches[key], weight.float(), key)
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        weight = weight.float()  # raw float8
+    return weight
+
+
+class _PatchedEntry:
+    """A weight that is patched only when it is written, in the form it is stored in; its pieces share the work."""
+
+    def __init__(self, model: ModelPatcher, key: str) -> None:
+        self._model, self._key = model, key
+        self._tensors: dict[str, torch.Tensor] | None = None
+
+    def tensor(self, key: str) -> torch.Tensor:
+        if self._tensors is None:
+            stored = stored_weight(self._model, self._key)
+            seed = comfy.utils.string_to_seed(self._key)
+            patched = patched_weight(self._model, self._key, self._model.load_device)
+            if isinstance(stored, QuantizedTensor):
+                requantized = stored.requantize_from_float(patched, scale="recalculate", stochastic_rounding=seed)
+                self._tensors = {k: t.to("cpu") for k, t in requantized.state_dict(self._key).items()}
+            else:
+                self._tensors = {self._key: comfy.float.stochastic_rounding(patched, stored.dtype, seed=seed).to("cpu")}
+        return self._tensors.pop(key)
+
+
+class LazyTensor:
+    """Stands in for a tensor in a state dict that is about to be written: shape and dtype now, values when asked."""
+
+    def __init__(self, entry: _PatchedEntry, key: str, like: torch.Tensor) -> None:
+        self._entry, self._key = entry, key
+        self.shape, self.dtype = like.shape, like.dtype
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def to(self, device: str) -> torch.Tensor:
+        """The tensor itself; can be asked for once."""
+        return self._entry.tensor(self._key).to(device)
+
+
+def state_dict_for_saving(model: ModelPatcher) -> dict[str, torch.Tensor | LazyTensor]:
+    """The diffusion model's tensors under its own names, patches applied (those lazily)."""
+    changed = {k for k in {*model.patches, *model.backup} if k.startswith(DIFFUSION_MODEL)}
+    entries = {}
+    for key in changed:
+        stored = stored_weight(model, key)
+        pieces = stored.state_dict(key) if isinstance(stored, QuantizedTensor) else {key: stored}
+        if key in model.patches:
+            entry = _PatchedEntry(model, key)
+            pieces = {name: LazyTensor(entry, name, piece) for name, piece in pieces.items()}
+        entries.update(pieces)
+    return {
+        key: entries.get(DIFFUSION_MODEL + key, tensor)
+        for key, tensor in model.model.diffusion_model.state_dict().items()
+    }
