@@ -66,6 +66,12 @@ class ShapeResult:
         return 2 * self.m * self.shape.n * self.shape.k / self.milliseconds[method] / 1e9
 
 
+def working_memory(shape: LinearShape, tokens: int) -> int:
+    """Bytes that `benchmark_shape` needs at its peak, rounded up: float32 intermediates of the slowest method included."""
+    m = shape.tokens or tokens
+    return 12 * shape.n * shape.k + 16 * m * shape.n + 16 * m * shape.k
+
+
 def benchmark_shape(
     shape: LinearShape,
     tokens: int,
@@ -128,7 +134,7 @@ def table(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]:
                 f"{result.m} x {result.shape.n} x {result.shape.k}",
                 *times,
                 "-" if speedup is None else f"{speedup:.2f} x",
-                f"{result.teraflops(BF16):.1f}",
+                f"{result.teraflops(BF16):.3g}",
                 f"{result.relative_error:.4f}",
             ]
         )

@@ -4,10 +4,18 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..kernels.benchmark import IDEOGRAM4_SHAPES, LinearShape, benchmark_shape, environment, markdown, table
+from ..kernels.benchmark import (
+    IDEOGRAM4_SHAPES,
+    LinearShape,
+    benchmark_shape,
+    environment,
+    markdown,
+    table,
+    working_memory,
+)
 from .benchmark_plot import plot
 from .calibration import quantizable_linears
-from .model_loading import LayerProgress
+from .model_loading import LayerProgress, make_room
 
 _METHODS_NOTE = (
     "Median times; activation quantization is included except in 'fused GEMM'. fake-quant: quantize, dequantize, multiply "
@@ -45,6 +53,7 @@ class INT8KernelBenchmark(io.ComfyNode):
         device = comfy.model_management.get_torch_device()
         shapes = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
         progress = LayerProgress(len(shapes))
+        make_room(device, max(working_memory(shape, tokens) for shape in shapes))
         results = []
         for shape in shapes:
             results.append(

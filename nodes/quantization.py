@@ -15,11 +15,13 @@ from ..kernels import ActivationStatistics, check_alpha, choose_path, relative_r
 from .calibration import quantizable_linears
 from .model_loading import (
     CALLBACK_KEY,
+    QUANTIZATION_BYTES,
     RECIPE_KEY,
     LayerProgress,
     as_file,
     build_model,
     detect_compute_dtype,
+    make_room,
     quantize_layer,
     rebuild_int8_model,
 )
@@ -68,6 +70,7 @@ def quantize_model(
         )
 
     device = model.load_device
+    make_room(device, QUANTIZATION_BYTES * max(linear.weight.numel() for linear in linears.values()))
     rank_by_weight = statistics is None and protect_layers > 0
     progress = LayerProgress(len(linears) * (2 if rank_by_weight else 1))
 

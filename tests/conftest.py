@@ -43,14 +43,18 @@ def comfyui_path() -> Path:
 
 @pytest.fixture(scope="session")
 def comfyui() -> Path:
-    """ComfyUI's modules, importable in this process, on the CPU where there is no GPU; the value is their folder."""
+    """ComfyUI's modules, importable in this process and computing on the CPU; the value is their folder.
+
+    On the CPU also where there is a GPU, so that tolerances are float32's everywhere. What needs the GPU has a process of
+    its own (tests/nodes/memory_modes.py).
+    """
     path = comfyui_path()
     sys.path.insert(0, str(path))
 
     from comfy.cli_args import args
 
     # Read by comfy.model_management when it is first imported, so it comes before anything else of ComfyUI.
-    args.cpu = not torch.cuda.is_available()
+    args.cpu = True
     return path
 
 
