@@ -1,0 +1,45 @@
+"""Fixtures of the node tests: a real ComfyUI and this pack in this process, on the CPU's eager reference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE))
+
+
+@pytest.fixture(autouse=True)
+def eager_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what the kernel tests ask for: a whole model under Triton's interpreter would take hours."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture(scope="session")
+def dit(pack: ModuleType) -> ModuleType:
+    """tests/nodes/glyph_dit.py, which can be imported only once ComfyUI and the pack can."""
+    import glyph_dit
+
+    return glyph_dit
+
+
+@pytest.fixture
+def interrupt_in_job(pack: ModuleType) -> Iterator[Callable[[int], None]]:
+    """Press ComfyUI's cancel button after the first of the steps of a job that has `steps` of them."""
+    import comfy.model_management
+    import comfy.utils
+
+    def arm(steps: int) -> None:
+        def on_progress(value: int, total: int, preview: object, node_id: str | None = None) -> None:
+            if total == steps:
+                comfy.model_management.interrupt_current_processing()
+
+        comfy.utils.set_progress_bar_global_hook(on_progress)
+
+    yield arm
+    comfy.utils.set_progress_bar_global_hook(None)
+    comfy.model_management.interrupt_current_processing(False)

@@ -1,0 +1,152 @@
+"""Samples the glyph model on a GPU in ComfyUI's ordinary and in its dynamic VRAM mode and prints what came out, as JSON.
+
+Run as a script with ComfyUI's folder as its argument: the mode is chosen for a whole process, and the other node tests
+run on the CPU. The steps are those of a user: quantize, save, load, sample, with and without a LoRA.
+"""
+
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+PROJECT = TESTS.parent
+sys.path[:0] = [sys.argv[1], str(TESTS)]
+
+import comfy_aimdo.control  # noqa: E402  (wants to be there before CUDA is, as in ComfyUI's main.py)
+
+comfy_aimdo.control.init()
+
+import comfy.lora  # noqa: E402
+import comfy.memory_management  # noqa: E402
+import comfy.model_management  # noqa: E402
+import comfy.model_patcher  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.samplers  # noqa: E402
+import comfy.sd  # noqa: E402
+from glyphs import conditioning, latents  # noqa: E402
+from glyphs.alphabet import ALPHABET  # noqa: E402
+from glyphs.matching import recognise  # noqa: E402
+
+MODEL = str(TESTS / "data" / "glyph_dit.safetensors")
+TEXT = ALPHABET * 2
+STEPS = 12
+
+
+def import_pack() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "int8_dit", PROJECT / "__init__.py", submodule_search_locations=[str(PROJECT)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["int8_dit"] = module
+    spec.loader.exec_module(module)
+
+
+import_pack()
+import int8_dit.kernels.gemm as gemm  # noqa: E402
+from int8_dit.nodes.calibration import calibrate  # noqa: E402
+from int8_dit.nodes.model_loading import load_int8_model  # noqa: E402
+from int8_dit.nodes.quantization import quantize_model  # noqa: E402
+from int8_dit.nodes.save_int8_dit import save_int8_model  # noqa: E402
+
+launches = 0
+_launch_gemm = gemm.launch_gemm
+
+
+def counting_launch(*args):
+    global launches
+    launches += 1
+    return _launch_gemm(*args)
+
+
+gemm.launch_gemm = counting_launch
+
+
+def sampling(model) -> dict:
+    """What a user would connect: conditioning of TEXT, Euler, twelve steps."""
+    context, pooled = conditioning.encode(TEXT)
+    return {
+        "positive": [[context, {"pooled_output": pooled}]],
+        "sampler": comfy.samplers.sampler_object("euler"),
+        "sigmas": comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", STEPS),
+        "latent": {"samples": torch.zeros(len(TEXT), latents.CHANNELS, latents.SIDE, latents.SIDE)},
+    }
+
+
+def sample(model) -> tuple[torch.Tensor, dict]:
+    """The latent, and how many glyphs can be read and INT8 GEMMs were launched."""
+    global launches
+    launches = 0
+    user = sampling(model)
+    guider = comfy.samplers.CFGGuider(model)
+    guider.inner_set_conds({"positive": user["positive"]})
+    guider.set_cfg(1.0)
+    empty = user["latent"]["samples"]
+    noise = comfy.sample.prepare_noise(empty, 1)
+    latent = guider.sample(noise, empty, user["sampler"], user["sigmas"], disable_pbar=True, seed=1).float().cpu()
+    read = recognise(latents.model_to_image(latents.node_to_model(latent)).clamp(0, 1))
+    return latent, {"read": sum(a == b for a, b in zip(read, TEXT, strict=True)), "launches": launches}
+
+
+def with_lora(model):
+    """A clone with a random rank-4 LoRA on the feed-forward of every block."""
+    generator = torch.Generator().manual_seed(3)
+    factors = {}
+    for block in range(3):
+        name = f"diffusion_model.joint_blocks.{block}.x_block.mlp.fc1"
+        factors[f"{name}.lora_up.weight"] = torch.randn(768, 4, generator=generator) * 0.05
+        factors[f"{name}.lora_down.weight"] = torch.randn(4, 192, generator=generator) * 0.05
+    patched = model.clone()
+    patched.add_patches(comfy.lora.load_lora(factors, comfy.lora.model_lora_keys_unet(model.model, {})), 1.0)
+    return patched
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def run() -> dict:
+    """One mode."""
+    base = comfy.sd.load_diffusion_model(MODEL)
+    original, figures = sample(base)
+    original_lora, _ = sample(with_lora(base))
+    report = {"patcher": type(base).__name__, "original": figures}
+
+    user = sampling(base)
+    statistics = calibrate(base, user["positive"], None, 1.0, user["sampler"], user["sigmas"], user["latent"], seed=5)
+    quantized = quantize_model(base, 0.5, 2, "fused int8", statistics)
+    int8, report["int8"] = sample(quantized)
+    report["int8"]["error"] = relative_error(int8, original)
+    with tempfile.TemporaryDirectory() as folder:
+        save_int8_model(quantized, f"{folder}/int8.safetensors", {})
+        loaded = load_int8_model(f"{folder}/int8.safetensors", "fused int8")
+        report["reloaded_equal"] = torch.equal(sample(loaded)[0], int8)
+        patched = with_lora(loaded)
+        int8_lora, report["lora"] = sample(patched)
+        report["lora"] |= {
+            "error": relative_error(int8_lora, original_lora),
+            "effect": relative_error(original_lora, original),
+        }
+        report["removed_equal"] = torch.equal(sample(loaded)[0], int8)
+        save_int8_model(patched, f"{folder}/lora.safetensors", {})
+        baked, report["baked"] = sample(load_int8_model(f"{folder}/lora.safetensors", "fused int8"))
+        report["baked"]["error"] = relative_error(baked, original_lora)
+        report["copy_equal"] = torch.equal(sample(quantized.clone(disable_dynamic=True))[0], int8)
+        bf16, report["bf16"] = sample(load_int8_model(f"{folder}/int8.safetensors", "bf16"))
+        report["bf16"]["error"] = relative_error(bf16, original)
+        comfy.model_management.unload_all_models()
+    return report
+
+
+reports = {"ordinary": run()}
+devices = [device.index for device in comfy.model_management.get_all_torch_devices()]
+if not comfy_aimdo.control.init_devices(devices):
+    sys.exit("comfy-aimdo does not work here")
+comfy_aimdo.control.set_log_warning()
+comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+comfy.memory_management.aimdo_enabled = True
+reports["dynamic"] = run()
+print(json.dumps(reports))

@@ -1,0 +1,225 @@
+"""Files that cannot be loaded: each ends in one ValueError that names the file and, where there is one, the tensor."""
+
+import json
+import math
+import os
+import pickle
+import struct
+
+import pytest
+import torch
+
+LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
+NAME = "the model.safetensors"
+
+
+def assert_refused(dit, path, *says):
+    """Loading raises ValueError whose message holds the file's name and these words, and none of its path."""
+    with pytest.raises(ValueError) as error:
+        dit.load(path)
+    message = str(error.value)
+    assert not [text for text in (os.path.basename(path), *says) if text not in message], message
+    assert os.path.dirname(str(path)) not in message
+
+
+@pytest.fixture
+def refuse(dit, tmp_path):
+    """Write a file of these tensors and assert that it is refused with these words."""
+
+    def check(state_dict, *says, metadata=None):
+        assert_refused(dit, dit.write(tmp_path / NAME, state_dict, metadata), *says)
+
+    return check
+
+
+# The file itself
+
+
+@pytest.mark.parametrize("left", (0, 4, 8, 1000, 0.5, -1), ids=lambda left: f"{left} left" if left >= 0 else "1 missing")
+def test_truncated(dit, tmp_path, left):
+    """Nothing, half the header's length, the length alone, a piece of the header, half the data, all but a byte."""
+    whole = dit.FILE.read_bytes()
+    path = tmp_path / NAME
+    path.write_bytes(whole[: int(left * len(whole)) if 0 < left < 1 else left])
+    assert_refused(dit, path, "damaged or incomplete", "download or copy it again")
+
+
+def test_longer_than_its_header_says(dit, tmp_path):
+    path = tmp_path / NAME
+    path.write_bytes(dit.FILE.read_bytes() + b"\0")
+    assert_refused(dit, path, "damaged or incomplete")
+
+
+@pytest.mark.parametrize("header", (b"not json", b"[]", b'{"a": {"dtype": "I3", "shape": [1], "data_offsets": [0, 1]}}'))
+def test_a_damaged_header(dit, tmp_path, header):
+    path = tmp_path / NAME
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
+    assert_refused(dit, path, "damaged or incomplete")
+
+
+class CreatesAFile:
+    """What a malicious pickle does: run a function when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("name", ("model.ckpt", "model.pt", "model.safetensors"))
+def test_a_pickle_is_never_loaded(dit, tmp_path, name):
+    trap = tmp_path / "the pickle was loaded"
+    path = tmp_path / name
+    path.write_bytes(pickle.dumps({"state_dict": CreatesAFile(str(trap))}))
+    assert_refused(dit, path)
+    assert not trap.exists()
+    pickle.loads(path.read_bytes())["state_dict"].close()
+    assert trap.exists()  # the trap works
+
+
+def test_another_format_is_named_as_such(dit, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    assert_refused(dit, path, "not a safetensors file")
+
+
+# Its INT8 layers
+
+
+@pytest.mark.parametrize("marked", (True, False))
+def test_a_missing_scale(dit, refuse, marked):
+    state_dict = dit.native_int8()
+    del state_dict[f"{LAYER}.weight_scale"]
+    if not marked:
+        del state_dict[f"{LAYER}.comfy_quant"]
+    refuse(state_dict, f"{LAYER}.weight_scale is missing")
+
+
+@pytest.mark.parametrize("shape", ((767,), (769, 1), (1, 768), (192,), (0,)))
+def test_a_scale_of_the_wrong_length(dit, refuse, shape):
+    state_dict = dit.native_int8() | {f"{LAYER}.weight_scale": torch.ones(shape)}
+    refuse(state_dict, f"{LAYER}.weight_scale", "1 or 768", str(shape))
+
+
+def test_a_scale_of_the_wrong_dtype(dit, refuse):
+    state_dict = dit.native_int8() | {f"{LAYER}.weight_scale": torch.ones(768, 1, dtype=torch.int32)}
+    refuse(state_dict, f"{LAYER}.weight_scale", "floating point", "int32")
+
+
+@pytest.mark.parametrize("tensor", ("weight_scale", "weight_smooth"))
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_nan_and_inf(dit, refuse, tensor, value):
+    state_dict = dit.smoothed_int8()
+    state_dict[f"{LAYER}.{tensor}"].flatten()[7] = value
+    refuse(state_dict, f"{LAYER}.{tensor} holds a NaN or Inf")
+
+
+def test_a_weight_that_is_not_int8(dit, refuse):
+    state_dict = dit.native_int8()
+    state_dict[f"{LAYER}.weight"] = state_dict[f"{LAYER}.weight"].float()
+    refuse(state_dict, f"{LAYER}.weight is torch.float32", "INT8")
+
+
+def test_a_weight_that_is_missing(dit, refuse):
+    state_dict = dit.native_int8()
+    del state_dict[f"{LAYER}.weight"]
+    refuse(state_dict, f"{LAYER}.weight is missing")
+
+
+@pytest.mark.parametrize("mark", (b"\xff\x00\x80", b"{", b"", b"[]", b"7"))
+def test_a_mark_that_is_no_json_object(dit, refuse, mark):
+    state_dict = dit.native_int8() | {f"{LAYER}.comfy_quant": torch.tensor(list(mark), dtype=torch.uint8)}
+    refuse(state_dict, f"{LAYER}.comfy_quant", "JSON object")
+
+
+def test_a_mark_of_another_dtype(dit, refuse):
+    state_dict = dit.native_int8() | {f"{LAYER}.comfy_quant": torch.tensor([0.5, 300.0])}
+    refuse(state_dict, f"{LAYER}.comfy_quant")
+
+
+def marked(dit, mark, state_dict=None):
+    encoded = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+    return (state_dict or dit.native_int8()) | {f"{LAYER}.comfy_quant": encoded}
+
+
+@pytest.mark.parametrize("mark, named", (({"format": "int9_rowwise"}, "'int9_rowwise'"), ({}, "None"), ({"format": []}, "[]")))
+def test_an_unknown_format(dit, refuse, mark, named):
+    refuse(marked(dit, mark), f"{LAYER}.comfy_quant", "unknown", named)
+
+
+@pytest.mark.parametrize("text", ("{", "[]", "{}", '{"layers": 5}', '{"layers": {"a": {}}', "7"))
+def test_quantization_metadata_that_cannot_be_read(dit, refuse, text):
+    refuse(dit.native_int8(), "quantization metadata", metadata={"_quantization_metadata": text})
+
+
+def test_missing_smoothing_factors(dit, refuse):
+    state_dict = dit.smoothed_int8()
+    del state_dict[f"{LAYER}.weight_smooth"]
+    refuse(state_dict, f"{LAYER}.weight_smooth is missing")
+
+
+def test_unexpected_smoothing_factors(dit, refuse):
+    """A native layer with factors beside it would come out wrong in every other loader."""
+    state_dict = dit.native_int8() | {f"{LAYER}.weight_smooth": torch.ones(192)}
+    refuse(state_dict, f"{LAYER}.weight_smooth is there although the layer is not marked as smoothed")
+
+
+@pytest.mark.parametrize("shape", ((191,), (768,), (192, 1), ()))
+def test_smoothing_factors_of_the_wrong_length(dit, refuse, shape):
+    state_dict = dit.smoothed_int8() | {f"{LAYER}.weight_smooth": torch.ones(shape)}
+    refuse(state_dict, f"{LAYER}.weight_smooth", "192", str(shape))
+
+
+@pytest.mark.parametrize("value", (0.0, -1.0))
+def test_smoothing_factors_that_are_not_positive(dit, refuse, value):
+    state_dict = dit.smoothed_int8()
+    state_dict[f"{LAYER}.weight_smooth"][3] = value
+    refuse(state_dict, f"{LAYER}.weight_smooth", "not positive")
+
+
+@pytest.mark.parametrize("group, reason", ((256, "does not divide K = 192"), (48, "power of 4"), (0, "power of 4"), ("x", "x")))
+def test_a_rotation_group_that_does_not_fit(dit, refuse, group, reason):
+    mark = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group}
+    refuse(marked(dit, mark), LAYER, reason)
+
+
+def test_a_float_weight_with_a_nan(dit, refuse):
+    """Found while it is quantized; which of its channels helps whoever made the file."""
+    weights = dit.tensors()
+    weights[f"{LAYER}.weight"][3, 5] = math.nan
+    refuse(weights, LAYER, "NaN or Inf in output channel 3")
+
+
+# No diffusion model
+
+
+def test_a_lora(dit, refuse):
+    refuse(dit.lora([LAYER]), "not a diffusion model", "LoRA")
+
+
+def test_a_vae(dit, refuse):
+    vae = {"decoder.conv_in.weight": torch.zeros(8, 4, 3, 3), "encoder.conv_out.bias": torch.zeros(8)}
+    refuse(vae, "not a diffusion model", "VAE")
+
+
+def test_a_text_encoder_in_int8(dit, refuse):
+    """Its marks are in order; it is still no diffusion model."""
+    layer = "model.layers.0.mlp.up_proj"
+    mark = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
+    weight = torch.zeros(8, 8, dtype=torch.int8)
+    refuse(
+        {f"{layer}.weight": weight, f"{layer}.weight_scale": torch.ones(8, 1), f"{layer}.comfy_quant": mark},
+        "not a diffusion model",
+    )
+
+
+def test_a_file_without_tensors(refuse):
+    refuse({}, "not a diffusion model")
+
+
+def test_a_layer_of_another_size(dit, refuse):
+    """A file that is a diffusion model but does not fit together."""
+    state_dict = dit.native_int8()
+    state_dict[f"{LAYER}.weight"] = state_dict[f"{LAYER}.weight"][:, :100]
+    refuse(state_dict, f"{LAYER}.weight")

@@ -1,0 +1,107 @@
+"""A LoRA on a MODEL with smoothed INT8 weights: right in every memory mode of ComfyUI, still INT8, and gone without trace."""
+
+import pytest
+import torch
+
+# The LoRA changes each layer by half of its size, which moves the output by far more than INT8 noise.
+SCALE = 0.5
+# INT8 noise of 21 linears is a few percent of the output; a LoRA in the smoothed basis or not applied is over 50 %.
+NOISE = 0.1
+
+
+@pytest.fixture
+def lora(dit):
+    return dit.lora(dit.LINEARS, SCALE)
+
+
+@pytest.fixture
+def smoothed(dit, tmp_path):
+    """A MODEL with every layer INT8 and smoothed."""
+    model = dit.stock()
+    return dit.quantize(model, **dit.calibration(model))
+
+
+@pytest.fixture
+def expected(dit, lora):
+    """What the bf16 MODEL with the LoRA computes."""
+    patched = dit.output(dit.with_lora(dit.stock(), lora))
+    assert dit.relative_error(patched, dit.output(dit.stock())) > 5 * NOISE
+    return patched
+
+
+def load_partially(model):
+    """Load as ComfyUI does on a card without memory for the weights: each is patched when it is used."""
+    model.patch_model(device_to=model.load_device, lowvram_model_memory=1)
+    assert model.model.model_lowvram
+
+
+def test_fully_loaded(dit, smoothed, lora, expected):
+    patched = dit.with_lora(smoothed, lora)
+    assert dit.relative_error(dit.output(patched), expected) < NOISE
+    assert set(dit.int8_weights(patched)) == set(dit.LINEARS)
+
+
+def test_patched_weights_are_the_merged_ones_within_a_step(dit, smoothed, lora):
+    patched = dit.with_lora(smoothed, lora)
+    originals = {layer: weight.dequantize() for layer, weight in dit.int8_weights(smoothed).items()}
+    smooth = {layer: weight._params.smooth.clone() for layer, weight in dit.int8_weights(smoothed).items()}
+    dit.output(patched)
+    for layer, weight in dit.int8_weights(patched).items():
+        up, down = (lora[f"diffusion_model.{layer}.lora_{end}.weight"] for end in ("up", "down"))
+        assert torch.equal(weight._params.smooth, smooth[layer])
+        # ComfyUI rounds patched weights stochastically, up to a whole step.
+        step = weight._params.scale / smooth[layer]
+        assert ((weight.dequantize() - originals[layer] - up @ down).abs() <= step * (1 + 1e-4)).all()
+
+
+def test_partially_loaded(dit, smoothed, lora, expected):
+    patched = dit.with_lora(smoothed, lora)
+    load_partially(patched)
+    assert dit.module(patched, dit.LAYER).weight_function  # ComfyUI's LowVramPatch
+    assert dit.relative_error(dit.forward(patched), expected) < NOISE
+    assert set(dit.int8_weights(patched)) == set(dit.LINEARS)
+
+
+def test_partially_loaded_without_a_lora(dit, smoothed):
+    expected = dit.output(smoothed)
+    partial = smoothed.clone()
+    partial.detach()
+    load_partially(partial)
+    assert torch.equal(dit.forward(partial), expected)
+
+
+def test_a_weight_function_is_applied_to_the_original_weight(dit, smoothed):
+    """Other patchers attach such functions too; doubling the weight doubles the product, whatever its basis."""
+    layer = dit.module(smoothed, dit.LAYER)
+    x = torch.randn(8, layer.in_features, generator=torch.Generator().manual_seed(0))
+    product = layer(x) - layer.bias
+    layer.weight_function = [lambda weight: weight * 2]
+    # The doubled weight is rounded once more, in the same steps.
+    assert dit.relative_error(layer(x) - layer.bias, 2 * product) < 1e-2
+
+
+def test_removing_it_restores_the_weights(dit, smoothed, lora):
+    with dit.untouched(smoothed):
+        dit.output(dit.with_lora(smoothed, lora))
+
+
+def test_removing_it_from_a_partially_loaded_model_restores_the_weights(dit, smoothed, lora):
+    with dit.untouched(smoothed):
+        patched = dit.with_lora(smoothed, lora)
+        patched.detach()
+        load_partially(patched)
+        dit.forward(patched)
+        patched.detach()
+
+
+def test_with_rotated_weights(dit, lora, expected, tmp_path):
+    rotated = dit.load(dit.write(tmp_path / "rotated.safetensors", dit.native_int8(rotation_group=64)))
+    patched = dit.with_lora(rotated, lora)
+    assert dit.relative_error(dit.output(patched), expected) < NOISE
+    assert len(dit.int8_weights(patched)) == len(dit.LINEARS)
+
+
+def test_in_the_bf16_fallback(dit, lora, expected):
+    """INT8 weights that are dequantized as they are used."""
+    patched = dit.with_lora(dit.quantize(dit.stock(), kernel="auto"), lora)
+    assert dit.relative_error(dit.output(patched), expected) < NOISE

@@ -1,0 +1,296 @@
+"""Save INT8 DiT: what comes back from the file, who can read it, and that a failure leaves no file behind."""
+
+import errno
+import json
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+
+@pytest.fixture
+def smoothed(dit, tmp_path):
+    """A MODEL with smoothed INT8 layers and two protected ones."""
+    model = dit.stock()
+    return dit.quantize(model, protect_layers=2, **dit.calibration(model))
+
+
+@pytest.fixture
+def plain(dit):
+    """A MODEL with INT8 layers and no smoothing."""
+    return dit.load()
+
+
+@pytest.fixture
+def save(pack, tmp_path, monkeypatch):
+    """The node, run as ComfyUI runs it, with an output folder of its own; returns the path of the new file."""
+    import folder_paths
+    from comfy_api.latest import io
+    from int8_dit.nodes import SaveINT8DiT
+
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
+
+    def run(model, prefix="models/INT8", prompt=None, workflow=None):
+        hidden = {io.Hidden.prompt: prompt, io.Hidden.extra_pnginfo: workflow and {"workflow": workflow}}
+        node = SaveINT8DiT.PREPARE_CLASS_CLONE({"hidden_inputs": hidden})
+        (saved,) = node.execute(model, prefix).ui["saved"]
+        return tmp_path / "output" / saved["subfolder"] / saved["filename"]
+
+    return run
+
+
+def metadata(path):
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("kind", ("smoothed", "plain"))
+def test_a_saved_model_comes_back_bit_equal(dit, request, save, kind):
+    model = request.getfixturevalue(kind)
+    loaded = dit.load(save(model))
+    dit.assert_same_tensors(dit.snapshot(loaded), dit.snapshot(model))
+    assert torch.equal(dit.output(loaded), dit.output(model))
+
+
+def test_tensor_names_are_those_of_the_source_file(dit, smoothed, save):
+    names = set(load_file(save(smoothed)))
+    int8 = dit.int8_weights(smoothed)
+    added = {f"{layer}.{tensor}" for layer in int8 for tensor in ("weight_scale", "weight_smooth", "comfy_quant")}
+    assert names == set(dit.tensors()) | added
+
+
+def test_an_unsmoothed_file_is_native(dit, plain, save):
+    """Stock ComfyUI runs it, and only the order of float32 operations differs."""
+    assert dit.relative_error(dit.output(dit.stock(save(plain))), dit.output(plain)) < 1e-5
+
+
+def test_a_smoothed_file_is_refused_by_stock_comfyui(dit, smoothed, save):
+    """Without the division by the smoothing factors it would sample noise."""
+    path = save(smoothed)
+    with pytest.raises(Exception, match="int8_smoothquant"):
+        dit.stock(path)
+
+
+def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
+    recipe = json.loads(metadata(save(smoothed))["int8_dit_recipe"])
+    protected = set(dit.LINEARS) - set(dit.int8_weights(smoothed))
+    assert set(recipe.pop("protected")) == protected
+    assert recipe == {"alpha": 0.5, "quantized": len(dit.LINEARS) - 2}
+
+
+def test_the_recipe_survives_loading_and_saving_again(dit, smoothed, save):
+    first = save(smoothed)
+    assert metadata(save(dit.load(first)))["int8_dit_recipe"] == metadata(first)["int8_dit_recipe"]
+
+
+def test_prompt_and_workflow_are_in_the_metadata_unless_disabled(dit, plain, save, monkeypatch):
+    from comfy.cli_args import args
+
+    graphs = {"prompt": {"1": {"class_type": "LoadINT8DiT"}}, "workflow": {"nodes": []}}
+    written = metadata(save(plain, **graphs))
+    assert {name: json.loads(written[name]) for name in graphs} == graphs
+    monkeypatch.setattr(args, "disable_metadata", True)
+    assert not metadata(save(plain, **graphs)).keys() & graphs.keys()
+
+
+def test_files_are_numbered_as_comfyui_does(plain, save):
+    names = [save(plain, "some/where/name").name for _ in range(2)]
+    assert names == ["name_00001_.safetensors", "name_00002_.safetensors"]
+
+
+def load_partially(model):
+    model.patch_model(device_to=model.load_device, lowvram_model_memory=1)
+
+
+LOAD = {"not loaded": lambda model: None, "loaded": lambda model: model.patch_model(), "partially loaded": load_partially}
+
+
+@pytest.mark.parametrize("load", LOAD.values(), ids=LOAD)
+def test_a_lora_is_baked_in(dit, smoothed, save, load):
+    """Into INT8 layers, the protected ones and the modulation, wherever ComfyUI has the patches at that time."""
+    before = dit.output(smoothed)
+    patched = dit.with_lora(smoothed, dit.lora([*dit.LINEARS, "joint_blocks.0.x_block.adaLN_modulation.1"], scale=0.2))
+    smoothed.detach()
+    load(patched)
+    saved = dit.output(dit.load(save(patched)))
+    patched.detach()
+    assert dit.relative_error(saved, before) > 0.1
+    assert torch.equal(saved, dit.output(patched))
+
+
+def test_another_models_lora_is_not_saved(dit, plain, save):
+    """The patches of a second MODEL sit in the shared weights at the time of saving."""
+    before = dit.snapshot(plain)
+    dit.output(dit.with_lora(plain, dit.lora(dit.LINEARS)))
+    dit.assert_same_tensors(dit.snapshot(dit.load(save(plain))), before)
+
+
+def test_saving_leaves_the_model_as_it_was(dit, smoothed, save):
+    with dit.untouched(smoothed):
+        save(smoothed)
+
+
+def test_a_model_without_int8_is_refused(dit, save, tmp_path):
+    with pytest.raises(ValueError, match="holds no INT8 weights. Connect Quantize to INT8"):
+        save(dit.stock())
+    assert not files(tmp_path)
+
+
+def test_comfyuis_own_save_node_writes_what_this_pack_loads(dit, smoothed, tmp_path):
+    import comfy.sd
+
+    path = str(tmp_path / "stock.safetensors")
+    comfy.sd.save_checkpoint(path, smoothed)
+    assert torch.equal(dit.output(dit.load(path)), dit.output(smoothed))
+
+
+# What goes wrong while writing: nothing may be left, and a file of that name stays what it was.
+
+
+@pytest.fixture(params=(False, True), ids=("new file", "existing file"))
+def target(request, tmp_path):
+    """Where to save, and a check that a failure left nothing there."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    path = folder / "model.safetensors"
+    if request.param:
+        path.write_bytes(b"the previous model")
+
+    def assert_untouched():
+        assert [file.name for file in folder.iterdir()] == (["model.safetensors"] if request.param else [])
+        assert not request.param or path.read_bytes() == b"the previous model"
+
+    return path, assert_untouched
+
+
+def save_to(model, path):
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    save_int8_model(model, str(path), {})
+
+
+def assert_says_disk_full(error, path):
+    assert error.value.errno == errno.ENOSPC
+    assert f"not enough disk space for {path.name}" in str(error.value) and "Nothing was saved" in str(error.value)
+
+
+def test_a_disk_that_is_too_small_is_seen_before_writing(plain, target, monkeypatch):
+    path, assert_untouched = target
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 20, 1 << 20, 1000))
+    with pytest.raises(OSError) as error:
+        save_to(plain, path)
+    assert_says_disk_full(error, path)
+    assert_untouched()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full, where every write finds the disk full")
+def test_a_disk_that_becomes_full(plain, target):
+    path, assert_untouched = target
+    Path(f"{path}.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError) as error:
+        save_to(plain, path)
+    assert_says_disk_full(error, path)
+    assert_untouched()
+
+
+def test_a_cancel_while_saving(dit, plain, target, interrupt_in_job):
+    from comfy.model_management import InterruptProcessingException
+
+    path, assert_untouched = target
+    interrupt_in_job(len(dit.snapshot(plain)))  # the job has a step per tensor
+    with pytest.raises(InterruptProcessingException):
+        save_to(plain, path)
+    assert_untouched()
+
+
+def test_an_existing_file_is_replaced(dit, plain, target):
+    path, _ = target
+    save_to(plain, path)
+    assert torch.equal(dit.output(dit.load(path)), dit.output(plain))
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+# The writer alone, read back by the safetensors package.
+
+TENSORS = {
+    "float64": torch.tensor([1.5, -2.5], dtype=torch.float64),
+    "float32": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+    "float16": torch.tensor([1.0, 65504.0], dtype=torch.float16),
+    "bfloat16": torch.tensor([[1.0], [3e38]], dtype=torch.bfloat16),
+    "float8_e4m3fn": torch.tensor([448.0, -0.5]).to(torch.float8_e4m3fn),
+    "float8_e5m2": torch.tensor([57344.0]).to(torch.float8_e5m2),
+    "int64": torch.tensor([-(1 << 52)]),
+    "int32": torch.tensor([1 << 30], dtype=torch.int32),
+    "int16": torch.tensor([[-7]], dtype=torch.int16),
+    "int8": torch.arange(-128, 128, dtype=torch.int8).reshape(2, 128),
+    "uint8": torch.tensor([255], dtype=torch.uint8),
+    "bool": torch.tensor([True, False, True]),
+    "0-dim": torch.tensor(0.25),
+    "empty": torch.empty(0, 5, dtype=torch.bfloat16),
+    "not contiguous": torch.arange(12.0).reshape(3, 4).t(),
+    "a name with ä, \" and \\": torch.ones(1),
+}
+
+
+@pytest.fixture
+def write(pack, tmp_path):
+    """Write a file and return its path; `on_tensor` is optional."""
+    from int8_dit.nodes.safetensors_writer import write_safetensors
+
+    def run(tensors, metadata=None, on_tensor=lambda: None):
+        path = tmp_path / "written.safetensors"
+        write_safetensors(str(path), tensors, metadata or {}, on_tensor)
+        return path
+
+    return run
+
+
+def test_every_dtype_and_shape_is_read_back(write):
+    read = load_file(write(TENSORS))
+    assert read.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape, name
+        # As float64, because float8 tensors cannot be compared.
+        assert torch.equal(read[name].double(), tensor.double()), name
+
+
+def test_metadata_is_read_back(write):
+    texts = {"prompt": '{"a": "ä \\" \\n"}', "empty": ""}
+    assert metadata(write(TENSORS, texts)) == texts
+
+
+def test_a_file_without_tensors(write):
+    assert load_file(write({})) == {}
+
+
+def test_each_tensor_is_announced(write):
+    calls = []
+    write(TENSORS, on_tensor=lambda: calls.append(None))
+    assert len(calls) == len(TENSORS)
+
+
+def test_a_dtype_that_the_format_lacks(write, tmp_path):
+    with pytest.raises(ValueError, match="wave is torch.complex64"):
+        write({"fine": torch.ones(1), "wave": torch.ones(1, dtype=torch.complex64)})
+    assert not files(tmp_path)
+
+
+def test_an_error_between_tensors_leaves_the_old_file(write, tmp_path):
+    path = write({"old": torch.ones(1)})
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(TENSORS, on_tensor=stop)
+    assert files(tmp_path) == [path] and load_file(path).keys() == {"old"}

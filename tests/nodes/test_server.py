@@ -1,0 +1,173 @@
+"""The four nodes in a real ComfyUI server, through its HTTP API: what a user does, from the bf16 file to INT8 images."""
+
+import asyncio
+import io
+import json
+
+import numpy
+import pytest
+import torch
+import workflows
+from glyphs.alphabet import ALPHABET
+from glyphs.matching import recognise
+from PIL import Image
+from safetensors import safe_open
+from workflows import Prompt, link
+
+HUNDRED = (ALPHABET * 3)[:100]
+
+
+@pytest.fixture(scope="module")
+def saving(server):
+    """A prompt that quantizes the glyph model with calibration and saves it, run; the prompt and the path of the file."""
+    prompt = Prompt()
+    model = workflows.calibrated_model(prompt, workflows.stock_model(prompt), text=ALPHABET, steps=4)
+    save = workflows.save_model(prompt, model)
+    (saved,) = server.queue(prompt)[save]["saved"]
+    return prompt, server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+
+
+@pytest.fixture
+def int8_file(saving):
+    return saving[1]
+
+
+def test_the_saved_file_says_how_it_was_made(saving):
+    prompt, path = saving
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["prompt"]) == prompt
+    assert len(json.loads(metadata["int8_dit_recipe"])["protected"]) == workflows.GLYPH_PROTECT_LAYERS
+
+
+def draw(server, model_of, text=HUNDRED, steps=workflows.GLYPH_STEPS):
+    """Sample `text` with the model that `model_of` adds to a prompt; the characters that can be read in the images."""
+    prompt = Prompt()
+    preview = workflows.glyph_images(prompt, model_of(prompt), text=text, steps=steps)
+    images = [Image.open(io.BytesIO(server.view(**image))) for image in server.queue(prompt)[preview]["images"]]
+    return recognise(torch.from_numpy(numpy.stack([numpy.asarray(image.convert("L")) for image in images])) / 255)
+
+
+def correct(read, text=HUNDRED):
+    return sum(seen == asked for seen, asked in zip(read, text, strict=True))
+
+
+def test_glyphs_from_the_saved_int8_file_read_as_well_as_bf16(server, int8_file):
+    bf16 = correct(draw(server, workflows.stock_model))
+    int8 = correct(draw(server, lambda prompt: workflows.int8_model(prompt, int8_file.name)))
+    assert bf16 >= 95
+    assert int8 >= bf16 - 2
+
+
+def test_benchmark_of_a_model(server, int8_file):
+    """A table in the node, the same table as a string, and a picture of it."""
+    prompt = Prompt()
+    benchmark = workflows.kernel_benchmark(prompt, tokens=16, model=workflows.int8_model(prompt, int8_file.name))
+    text = prompt.add("PreviewAny", source=link(benchmark, 1))
+    picture = prompt.add("PreviewImage", images=link(benchmark, 0))
+    results = server.queue(prompt)
+
+    (table,) = results[benchmark]["int8_benchmark"]
+    shapes = {row[0] for row in table["rows"]}
+    assert len(shapes) == 4  # qkv, proj, fc1, fc2: the streams share their shapes
+    (markdown,) = results[text]["text"]
+    assert not [shape for shape in shapes if shape not in markdown]
+    assert not [column for column in table["columns"] if column not in markdown]
+    image = Image.open(io.BytesIO(server.view(**results[picture]["images"][0])))
+    assert len(image.convert("L").getcolors()) > 2  # something is drawn on it
+
+
+def test_a_truncated_file_ends_in_one_clear_error(server, int8_file):
+    from comfy_server import ExecutionFailed
+
+    broken = server.base / "models" / "diffusion_models" / "truncated.safetensors"
+    broken.write_bytes(int8_file.read_bytes()[:-1000])
+    prompt = Prompt()
+    workflows.glyph_images(prompt, workflows.int8_model(prompt, broken.name), text="A", steps=1)
+    with pytest.raises(ExecutionFailed) as error:
+        server.queue(prompt)
+    assert error.value.node_type == "LoadINT8DiT" and error.value.exception_type == "ValueError"
+    assert error.value.exception_message.startswith("truncated.safetensors is damaged or incomplete")
+
+
+def test_alpha_outside_its_range_is_refused_before_anything_runs(server):
+    from comfy_server import PromptRejected
+
+    prompt = Prompt()
+    workflows.save_model(prompt, workflows.calibrated_model(prompt, workflows.stock_model(prompt), alpha=1.5))
+    with pytest.raises(PromptRejected, match="QuantizeToINT8SmoothQuant.*alpha"):
+        server.submit(prompt)
+
+
+def test_half_connected_calibration_says_what_is_missing(server):
+    from comfy_server import ExecutionFailed
+
+    prompt = Prompt()
+    model = workflows.calibrated_model(prompt, workflows.stock_model(prompt))
+    del prompt[model[0]]["inputs"]["sigmas"]
+    workflows.save_model(prompt, model)
+    with pytest.raises(ExecutionFailed, match="calibration also needs sigmas: connect it"):
+        server.queue(prompt)
+
+
+async def _listen(server, prompt, stop):
+    # A dependency of ComfyUI.
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{server.url}/ws?clientId=tests") as socket:
+        async with session.post(f"{server.url}/prompt", json={"prompt": prompt, "client_id": "tests"}) as answer:
+            prompt_id = (await answer.json())["prompt_id"]
+        events = []
+        async for message in socket:
+            if message.type is aiohttp.WSMsgType.TEXT:  # previews are binary
+                events.append(message.json())
+                if stop(events[-1]):
+                    return prompt_id, events
+
+
+def listen(server, prompt, stop):
+    """Queue a prompt as the browser does and follow its events until `stop(event)`: the prompt's id and the events."""
+    return asyncio.run(asyncio.wait_for(_listen(server, prompt, stop), timeout=300))
+
+
+def is_progress_of(node_id):
+    return lambda event: event["type"] == "progress" and event["data"]["node"] == node_id
+
+
+def assert_stops_and_goes_on(server, prompt, node_id):
+    """Cancel a prompt while that node shows progress; the server must then run the next one."""
+    from comfy_server import ExecutionInterrupted
+
+    prompt_id, _ = listen(server, prompt, is_progress_of(node_id))
+    server.interrupt()
+    with pytest.raises(ExecutionInterrupted, match=f"at node {node_id} "):
+        server.wait(prompt_id)
+    assert draw(server, workflows.stock_model, text="8", steps=4) == ["8"]
+
+
+def test_cancel_while_calibrating_leaves_no_file(server):
+    prompt = Prompt()
+    model = workflows.calibrated_model(prompt, workflows.stock_model(prompt), steps=1000)
+    workflows.save_model(prompt, model, "diffusion_models/cancelled")
+    assert_stops_and_goes_on(server, prompt, node_id=model[0])
+    assert not list((server.base / "output").rglob("cancelled*"))
+
+
+def test_cancel_while_sampling_in_int8(server, int8_file):
+    prompt = Prompt()
+    workflows.glyph_images(prompt, workflows.int8_model(prompt, int8_file.name), steps=1000)
+    sampler = next(node_id for node_id, node in prompt.items() if node["class_type"] == "SamplerCustomAdvanced")
+    assert_stops_and_goes_on(server, prompt, node_id=sampler)
+
+
+def test_the_bf16_fallback_is_a_toast_once_per_run(server):
+    """Two nodes fall back here, and two samplers run on each."""
+    prompt = Prompt()
+    loaded = workflows.int8_model(prompt, workflows.GLYPH_MODEL, kernel="auto")
+    quantized = workflows.uncalibrated_model(prompt, loaded, kernel="auto")
+    for model in (loaded, quantized):
+        for seed in (1, 2):
+            workflows.glyph_images(prompt, model, text="A", steps=1, seed=seed)
+    _, events = listen(server, prompt, lambda event: event["type"] == "execution_success")
+    toasts = [event["data"] for event in events if event["type"] == "int8_dit.warning"]
+    assert [toast["summary"] for toast in toasts if "bf16" in toast["summary"]] == ["INT8 DiT runs in bf16"]
