@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 import torch.nn.functional as F
 
-from .device import triton_available
+from .device import fused_obstacle, triton_available
 from .linear import int8_gemm, int8_linear, quantize_activations
 from .reference import int8_accumulate_reference
 from .timing import median_milliseconds
@@ -82,7 +82,7 @@ def benchmark_shape(
     """Time all methods on one shape with random bf16 data; `check` runs between methods and may raise to stop.
 
     Activation quantization is part of every INT8 method's time except "fused GEMM", which is the GEMM alone. On a CPU
-    the fused kernel does not exist and both its entries stay absent.
+    and on cards it cannot run on the fused kernel does not exist and both its entries stay absent.
     """
     m = shape.tokens or tokens
     generator = torch.Generator(device).manual_seed(0)
@@ -100,7 +100,7 @@ def benchmark_shape(
         return (int8_accumulate_reference(q, weight).float() * q_scale[:, None] * weight_scale).bfloat16()
 
     methods = {BF16: lambda: F.linear(x, w), FAKE_QUANT: fake_quant, UNFUSED: unfused}
-    if device.type == "cuda" and triton_available():
+    if device.type == "cuda" and fused_obstacle(device) is None:
         q, q_scale = quantize_activations(x)
         methods[FUSED_GEMM] = lambda: int8_gemm(q, q_scale, weight, weight_scale)
         methods[FUSED] = lambda: int8_linear(x, weight, weight_scale)
@@ -110,7 +110,8 @@ def benchmark_shape(
         check()
         result.milliseconds[name] = median_milliseconds(run, device, repetitions)
     expected = F.linear(x, w).float()
-    result.relative_error = ((int8_linear(x, weight, weight_scale).float() - expected).norm() / expected.norm()).item()
+    int8_output = methods.get(FUSED, unfused)().float()
+    result.relative_error = ((int8_output - expected).norm() / expected.norm()).item()
     return result
 
 

@@ -33,6 +33,17 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return triton_available() and (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
 
 
+def fused_obstacle(device: torch.device) -> str | None:
+    """Why the fused kernel cannot run on a GPU, in words and with what to do, or None where it can."""
+    name = torch.cuda.get_device_name(device)
+    major, minor = capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < _OLDEST_CAPABILITY:
+        return f"{name} (sm_{major}{minor}) lacks what the fused INT8 kernel needs, an NVIDIA card from Ampere on"
+    if not triton_available():
+        return "Triton is not installed; run `pip install triton` (`pip install triton-windows` on Windows)"
+    return None
+
+
 def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath:
     """Fused INT8 or bf16 for a device.
 
@@ -59,24 +70,16 @@ def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath
 
     name = torch.cuda.get_device_name(device)
     major, minor = capability = torch.cuda.get_device_capability(device)
+    obstacle = fused_obstacle(device)
     if kernel == "fused int8":
-        if torch.version.hip is not None or capability < _OLDEST_CAPABILITY:
-            raise RuntimeError(
-                f"{name} (sm_{major}{minor}) cannot run the fused INT8 kernel, which needs an NVIDIA card from Ampere "
-                "on; set kernel to bf16"
-            )
-        if not triton_available():
-            raise RuntimeError(
-                "the fused INT8 kernel needs Triton, which is not installed; run `pip install triton` "
-                "(`pip install triton-windows` on Windows) or set kernel to bf16"
-            )
+        if obstacle is not None:
+            raise RuntimeError(f"kernel is set to fused int8, but {obstacle}. The alternative is kernel set to bf16")
         return ComputePath("fused int8", f"fused int8 was chosen for {name} (sm_{major}{minor})")
-    if not triton_available():
-        reason = f"Triton is not installed for {name}; `pip install triton` (`triton-windows` on Windows) adds it"
-        return ComputePath("bf16", reason, fallback=True)
-    if torch.version.hip is not None or capability != CONSUMER_AMPERE:
+    if capability != CONSUMER_AMPERE or torch.version.hip is not None:
         reason = (
             f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on"
         )
         return ComputePath("bf16", reason, fallback=True)
+    if obstacle is not None:
+        return ComputePath("bf16", obstacle, fallback=True)
     return ComputePath("fused int8", f"{name} is a consumer Ampere card (sm_86)")

@@ -119,7 +119,7 @@ class Tuner:
                 best, best_time = config, elapsed
         if best is None:
             raise RuntimeError(f"no INT8 GEMM configuration runs on {key.device} for N = {key.n}, K = {key.k}")
-        logger.debug("INT8 GEMM tuned: %s -> %s, %.3f ms", key, best, best_time)
+        logger.info("INT8 GEMM tuned for %s, M <= %d, N = %d, K = %d", key.device, key.m_bucket, key.n, key.k)
         return best
 
 

@@ -21,7 +21,7 @@ _METHODS_NOTE = (
     "Median times; activation quantization is included except in 'fused GEMM'. fake-quant: quantize, dequantize, multiply "
     "in bf16. unfused: torch._int_mm, dequantization after it."
 )
-_CPU_NOTE = "No GPU: the fused kernel did not run; the other times are this CPU's."
+_CPU_NOTE = "No GPU: the fused kernel did not run, and float32 stands in for _int_mm; the times are this CPU's."
 
 
 class INT8KernelBenchmark(io.ComfyNode):

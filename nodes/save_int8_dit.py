@@ -4,13 +4,15 @@ import json
 import os
 
 import folder_paths
+import torch
 from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
+from . import file_format
 from .checkpoint import holds_int8
 from .model_loading import RECIPE_KEY, LayerProgress, as_file
-from .patched_weights import state_dict_for_saving
+from .patched_weights import LazyTensor, state_dict_for_saving
 from .safetensors_writer import write_safetensors
 
 
@@ -20,13 +22,22 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str]) ->
     Raises ValueError if the MODEL holds no INT8 weight; OSError when the disk is full; ComfyUI's interrupt exception on
     cancel. The file is then not there.
     """
-    tensors = as_file(model.model, state_dict_for_saving(model))
+    tensors = {key: _narrowed(key, t) for key, t in as_file(model.model, state_dict_for_saving(model)).items()}
     if not holds_int8(tensors):
         raise ValueError(
             "this MODEL holds no INT8 weights. Connect Quantize to INT8, or Load INT8 DiT with kernel set to 'fused int8' "
             "(where bf16 is used instead, the weights are loaded as bf16)"
         )
     write_safetensors(path, tensors, metadata, LayerProgress(len(tensors)).step)
+
+
+def _narrowed(key: str, tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
+    """Half the size where that loses nothing: on a CPU, ComfyUI holds what came from a bf16 file as float32."""
+    is_parameter_of_int8 = key.endswith((f".{file_format.SCALE}", f".{file_format.SMOOTH}"))
+    if isinstance(tensor, LazyTensor) or tensor.dtype != torch.float32 or is_parameter_of_int8:
+        return tensor
+    narrow = tensor.bfloat16()
+    return narrow if torch.equal(narrow.float(), tensor) else tensor
 
 
 class SaveINT8DiT(io.ComfyNode):
