@@ -147,6 +147,9 @@ def int8_linear(
     """
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension")
+    check_int8_matrix("weight", weight)
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x has K = {x.shape[-1]} but weight has K = {weight.shape[1]}")
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("int8_linear has no gradient: run it under torch.no_grad() or use the bf16 kernel")
     q, q_scale = quantize_activations(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), smooth, rotation_group)

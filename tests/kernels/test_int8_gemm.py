@@ -207,6 +207,16 @@ def test_bad_activations_are_named(x, options, error, message):
         quantize_activations(x, **options)
 
 
+def test_linear_names_its_own_arguments():
+    weight, scale = quantize_weight(random_float(8, 16))
+    with pytest.raises(ValueError, match="x has K = 17 but weight has K = 16"):
+        int8_linear(random_float(2, 17), weight, scale)
+    with pytest.raises(ValueError, match="x must have at least one dimension"):
+        int8_linear(random_float(), weight, scale)
+    with pytest.raises(TypeError, match="weight must be int8"):
+        int8_linear(random_float(2, 16), weight.float(), scale)
+
+
 def test_public_names_exist():
     for name in kernels.__all__:
         assert hasattr(kernels, name)
