@@ -212,7 +212,7 @@ def test_linear_names_its_own_arguments():
     with pytest.raises(ValueError, match="x has K = 17 but weight has K = 16"):
         int8_linear(random_float(2, 17), weight, scale)
     with pytest.raises(ValueError, match="x must have at least one dimension"):
-        int8_linear(random_float(), weight, scale)
+        int8_linear(torch.zeros((), device=DEVICE), weight, scale)
     with pytest.raises(TypeError, match="weight must be int8"):
         int8_linear(random_float(2, 16), weight.float(), scale)
 
