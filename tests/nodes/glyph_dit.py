@@ -83,7 +83,9 @@ def stock(path: str | Path = FILE) -> ModelPatcher:
     return comfy.sd.load_diffusion_model(str(path))
 
 
-def quantize(model: ModelPatcher, alpha: float = 0.5, protect_layers: int = 0, kernel: str = "fused int8", **calibration):
+def quantize(
+    model: ModelPatcher, alpha: float = 0.5, protect_layers: int = 0, kernel: str = "fused int8", **calibration
+):
     """The MODEL of the quantize node."""
     (quantized,) = QuantizeToINT8SmoothQuant.execute(model, alpha, protect_layers, kernel, **calibration).result
     return quantized

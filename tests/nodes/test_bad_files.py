@@ -35,7 +35,9 @@ def refuse(dit, tmp_path):
 # The file itself
 
 
-@pytest.mark.parametrize("left", (0, 4, 8, 1000, 0.5, -1), ids=lambda left: f"{left} left" if left >= 0 else "1 missing")
+@pytest.mark.parametrize(
+    "left", (0, 4, 8, 1000, 0.5, -1), ids=lambda left: f"{left} left" if left >= 0 else "1 missing"
+)
 def test_truncated(dit, tmp_path, left):
     """Nothing, half the header's length, the length alone, a piece of the header, half the data, all but a byte."""
     whole = dit.FILE.read_bytes()
@@ -50,7 +52,9 @@ def test_longer_than_its_header_says(dit, tmp_path):
     assert_refused(dit, path, "damaged or incomplete")
 
 
-@pytest.mark.parametrize("header", (b"not json", b"[]", b'{"a": {"dtype": "I3", "shape": [1], "data_offsets": [0, 1]}}'))
+@pytest.mark.parametrize(
+    "header", (b"not json", b"[]", b'{"a": {"dtype": "I3", "shape": [1], "data_offsets": [0, 1]}}')
+)
 def test_a_damaged_header(dit, tmp_path, header):
     path = tmp_path / NAME
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
@@ -138,12 +142,15 @@ def test_a_mark_of_another_dtype(dit, refuse):
     refuse(state_dict, f"{LAYER}.comfy_quant")
 
 
-def marked(dit, mark, state_dict=None):
+def marked(dit, mark):
+    """A native file with this mark on one layer."""
     encoded = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
-    return (state_dict or dit.native_int8()) | {f"{LAYER}.comfy_quant": encoded}
+    return dit.native_int8() | {f"{LAYER}.comfy_quant": encoded}
 
 
-@pytest.mark.parametrize("mark, named", (({"format": "int9_rowwise"}, "'int9_rowwise'"), ({}, "None"), ({"format": []}, "[]")))
+@pytest.mark.parametrize(
+    "mark, named", (({"format": "int9_rowwise"}, "'int9_rowwise'"), ({}, "None"), ({"format": []}, "[]"))
+)
 def test_an_unknown_format(dit, refuse, mark, named):
     refuse(marked(dit, mark), f"{LAYER}.comfy_quant", "unknown", named)
 
@@ -178,10 +185,13 @@ def test_smoothing_factors_that_are_not_positive(dit, refuse, value):
     refuse(state_dict, f"{LAYER}.weight_smooth", "not positive")
 
 
-@pytest.mark.parametrize("group, reason", ((256, "does not divide K = 192"), (48, "power of 4"), (0, "power of 4"), ("x", "x")))
-def test_a_rotation_group_that_does_not_fit(dit, refuse, group, reason):
-    mark = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group}
-    refuse(marked(dit, mark), LAYER, reason)
+@pytest.mark.parametrize(
+    "group, reason", ((256, "does not divide K = 192"), (48, "power of 4"), (0, "power of 4"), ("x", "x"))
+)
+@pytest.mark.parametrize("nested", (False, True), ids=("flat", "under params"))
+def test_a_rotation_group_that_does_not_fit(dit, refuse, group, reason, nested):
+    options = {"convrot": True, "convrot_groupsize": group}
+    refuse(marked(dit, {"format": "int8_tensorwise"} | ({"params": options} if nested else options)), LAYER, reason)
 
 
 def test_a_float_weight_with_a_nan(dit, refuse):

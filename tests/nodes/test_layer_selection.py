@@ -1,4 +1,4 @@
-"""Which linears become INT8, on ComfyUI's own model classes: those of attention and MLP in the blocks, and nothing else.
+"""Which linears become INT8, on ComfyUI's own model classes: those of attention and MLP in the blocks, nothing else.
 
 The models are built on the meta device, with real widths and few blocks.
 """
@@ -11,14 +11,14 @@ import pytest
 import torch
 
 FLUX = {
-    "in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0,
-    "num_heads": 24, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2,
-    "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": [],
+    "in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 4096, "hidden_size": 3072,
+    "mlp_ratio": 4.0, "num_heads": 24, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000,
+    "patch_size": 2, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": [],
 }  # fmt: skip
 FLUX_2 = FLUX | {
-    "in_channels": 128, "out_channels": 128, "vec_in_dim": None, "context_in_dim": 15360, "hidden_size": 6144, "mlp_ratio": 3.0,
-    "num_heads": 48, "axes_dim": [32] * 4, "patch_size": 1, "qkv_bias": False, "txt_ids_dims": [3], "global_modulation": True,
-    "mlp_silu_act": True, "ops_bias": False,
+    "in_channels": 128, "out_channels": 128, "vec_in_dim": None, "context_in_dim": 15360, "hidden_size": 6144,
+    "mlp_ratio": 3.0, "num_heads": 48, "axes_dim": [32] * 4, "patch_size": 1, "qkv_bias": False, "txt_ids_dims": [3],
+    "global_modulation": True, "mlp_silu_act": True, "ops_bias": False,
 }  # fmt: skip
 CHROMA = {key: value for key, value in FLUX.items() if key != "guidance_embed"} | {
     "in_channels": 64, "vec_in_dim": None, "in_dim": 64, "out_dim": 3072, "hidden_dim": 5120, "n_layers": 5,
@@ -29,20 +29,25 @@ HUNYUAN_VIDEO = {key: value for key, value in FLUX.items() if key != "txt_ids_di
 }  # fmt: skip
 LUMINA = {"n_layers": 2, "qk_norm": True, "in_channels": 16}
 FLUX_BLOCKS = "double_blocks.#.{img,txt}_{attn.qkv,attn.proj,mlp.0,mlp.2} single_blocks.#.linear{1,2}"
-LUMINA_BLOCKS = "{noise_refiner,context_refiner,layers}.#.{attention.qkv,attention.out,feed_forward.w1,feed_forward.w2,feed_forward.w3}"
+LUMINA_BLOCKS = (
+    "{noise_refiner,context_refiner,layers}.#.attention.{qkv,out} "
+    "{noise_refiner,context_refiner,layers}.#.feed_forward.w{1,2,3}"
+)
 
 # Name: module under comfy.ldm and class, its arguments, and the layers that become INT8. {a,b} is a or b, # a block.
 MODELS = {
     "Ideogram 4": (
         "ideogram4.model:Ideogram4Transformer2DModel",
         {},
-        "layers.#.{attention.qkv,attention.o,feed_forward.w1,feed_forward.w2,feed_forward.w3} llm_cond_proj",
+        "layers.#.attention.{qkv,o} layers.#.feed_forward.w{1,2,3} llm_cond_proj",
     ),
     "SD3": (
         "modules.diffusionmodules.mmdit:MMDiT",
         {
-            "input_size": None, "patch_size": 2, "in_channels": 16, "depth": 24, "num_blocks": 2, "adm_in_channels": 2048,
-            "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 1536}},
+            "input_size": None, "patch_size": 2, "in_channels": 16, "depth": 24, "num_blocks": 2,
+            "adm_in_channels": 2048, "context_embedder_config": {
+                "target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 1536},
+            },
         },
         "joint_blocks.#.{context,x}_block.{attn.qkv,attn.proj,mlp.fc1,mlp.fc2}",
     ),
@@ -67,7 +72,8 @@ MODELS = {
     ),
     "Z-Image": (
         "lumina.model:NextDiT",
-        LUMINA | {"dim": 3840, "cap_feat_dim": 2560, "n_heads": 30, "axes_dims": [32, 48, 48], "z_image_modulation": True},
+        LUMINA
+        | {"dim": 3840, "cap_feat_dim": 2560, "n_heads": 30, "axes_dims": [32, 48, 48], "z_image_modulation": True},
         LUMINA_BLOCKS,
     ),
     "Qwen-Image": (
@@ -84,8 +90,9 @@ MODELS = {
     "Cosmos Predict 2": (
         "cosmos.predict2:MiniTrainDIT",
         {
-            "max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16, "patch_spatial": 2,
-            "patch_temporal": 1, "model_channels": 2048, "num_blocks": 2, "pos_emb_cls": "rope3d", "use_adaln_lora": True,
+            "max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16,
+            "patch_spatial": 2, "patch_temporal": 1, "model_channels": 2048, "num_blocks": 2, "pos_emb_cls": "rope3d",
+            "use_adaln_lora": True,
         },
         "blocks.#.{self,cross}_attn.{q,k,v,output}_proj blocks.#.mlp.layer{1,2}",
     ),
@@ -97,8 +104,8 @@ MODELS = {
     "OmniGen 2": (
         "omnigen.omnigen2:OmniGen2Transformer2DModel",
         {"num_layers": 2},
-        "{noise_refiner,ref_image_refiner,context_refiner,layers}.#."
-        "{attn.to_q,attn.to_k,attn.to_v,attn.to_out.0,feed_forward.linear_1,feed_forward.linear_2,feed_forward.linear_3}",
+        "{noise_refiner,ref_image_refiner,context_refiner,layers}.#.attn.to_{q,k,v,out.0} "
+        "{noise_refiner,ref_image_refiner,context_refiner,layers}.#.feed_forward.linear_{1,2,3}",
     ),
     "HiDream": (
         "hidream.model:HiDreamImageTransformer2DModel",
@@ -106,7 +113,8 @@ MODELS = {
             "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 2, "num_single_layers": 2,
             "caption_channels": [4096, 4096], "llama_layers": [0, 1],
         },
-        "{double,single}_stream_blocks.#.block.attn1.to_{q,k,v,out} double_stream_blocks.#.block.attn1.to_{q,k,v,out}_t "
+        "{double,single}_stream_blocks.#.block.attn1.to_{q,k,v,out} "
+        "double_stream_blocks.#.block.attn1.to_{q,k,v,out}_t "
         "{double,single}_stream_blocks.#.block.ff_i.{shared_experts,experts.0,experts.1,experts.2,experts.3}.w{1,2,3} "
         "double_stream_blocks.#.block.ff_t.w{1,2,3}",
     ),
@@ -174,6 +182,8 @@ def test_the_whole_ideogram_4(is_quantizable):
         ("blocks.0.norm1.linear", (8192, 8192), False),
         ("blocks.0.modulation.1", (8192, 8192), False),
         ("blocks.0.adaLN_modulation", (8192, 8192), False),
+        ("blocks.0.adaln.1", (8192, 8192), False),
+        ("blocks.0.time_emb.1", (8192, 8192), False),
         ("blocks.0.model.fc", (4096, 4096), True),
         ("embedder.0.proj", (4096, 4096), False),
         ("projection.0", (4096, 4096), False),

@@ -20,16 +20,17 @@ def test_linears_of_native_files_against_stock_comfyui(dit, tmp_path, options):
     for layer in dit.LINEARS:
         ours, theirs = dit.module(model, layer), dit.module(stock, layer)
         x = torch.randn(16, ours.in_features, generator=torch.Generator().manual_seed(0))
-        # One rule, but rotated values come out of another float32 order: a few of them, on a rounding boundary, land one
-        # int8 step aside. INT8's own noise is 7e-3, and a rotation missed on either side is over 1.
+        # One rule, but rotated values come out of another float32 order: a few of them, on a rounding boundary, land
+        # one int8 step aside. INT8's own noise is 7e-3, and a rotation missed on one side is over 1.
         assert dit.relative_error(ours(x), theirs(x)) < 1e-3, layer
 
 
-@pytest.mark.parametrize("scale", ("scalar scale", "per-channel scale"))
-def test_a_native_file_computes_what_stock_comfyui_computes(dit, tmp_path, scale):
-    """Not with ConvRot: through three blocks its few aside steps grow to the size of INT8's own noise."""
-    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(**NATIVE[scale]))
-    assert dit.relative_error(dit.output(dit.load(path)), dit.output(dit.stock(path))) < 1e-5
+@pytest.mark.parametrize("options", NATIVE.values(), ids=NATIVE)
+def test_a_native_file_computes_what_stock_comfyui_computes(dit, tmp_path, options):
+    """A few steps aside grow through three blocks, but not to what INT8 itself costs."""
+    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(**options))
+    stock = dit.output(dit.stock(path))
+    assert dit.relative_error(dit.output(dit.load(path)), stock) < dit.relative_error(stock, dit.output(dit.stock()))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A LoRA on a MODEL with smoothed INT8 weights: right in every memory mode of ComfyUI, still INT8, and gone without trace."""
+"""A LoRA on a MODEL with smoothed INT8 weights: right in every mode, still INT8, and gone without a trace."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def lora(dit):
 
 
 @pytest.fixture
-def smoothed(dit, tmp_path):
+def smoothed(dit):
     """A MODEL with every layer INT8 and smoothed."""
     model = dit.stock()
     return dit.quantize(model, **dit.calibration(model))

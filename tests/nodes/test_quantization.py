@@ -172,6 +172,22 @@ def test_the_input_model_is_untouched_by_a_cancel(dit, model, interrupt_in_job, 
         dit.quantize(model, **inputs)
 
 
+def test_no_memory_is_shared_with_the_input_model(dit, model):
+    """Or a patch that ComfyUI writes into one would be in the other."""
+
+    def addresses(patcher):
+        return {tensor.data_ptr() for tensor in patcher.model.diffusion_model.state_dict().values()}
+
+    assert not addresses(model) & addresses(dit.quantize(model, protect_layers=2))
+
+
+def test_comfyui_counts_on_the_smaller_size(dit, model):
+    from comfy.model_management import module_size
+
+    quantized = dit.quantize(model)
+    assert quantized.model_size() == module_size(quantized.model) < model.model_size()
+
+
 def test_same_inputs_and_seed_give_identical_weights(dit, model):
     first, again, other = (
         dit.snapshot(dit.quantize(model, protect_layers=2, **dit.calibration(model, seed=seed))) for seed in (5, 5, 6)

@@ -1,4 +1,4 @@
-"""The four nodes in a real ComfyUI server, through its HTTP API: what a user does, from the bf16 file to INT8 images."""
+"""The nodes in a real ComfyUI server, through its HTTP API: what a user does, from the bf16 file to INT8 images."""
 
 import asyncio
 import io
@@ -19,7 +19,7 @@ HUNDRED = (ALPHABET * 3)[:100]
 
 @pytest.fixture(scope="module")
 def saving(server):
-    """A prompt that quantizes the glyph model with calibration and saves it, run; the prompt and the path of the file."""
+    """A prompt that calibrates, quantizes and saves the glyph model, and after its run the path of the file."""
     prompt = Prompt()
     model = workflows.calibrated_model(prompt, workflows.stock_model(prompt), text=ALPHABET, steps=4)
     save = workflows.save_model(prompt, model)
