@@ -1,6 +1,5 @@
 """Calibration: running the user's own sampling while the inputs of the linears are observed."""
 
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import comfy.model_management
@@ -73,10 +72,38 @@ def calibrate(
             return executor(*args, **kwargs)
 
     observed.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, _WRAPPER_KEY, observe)
-    _sample(
-        observed, positive, negative, cfg, sampler, sigmas, latent, seed, after_step=lambda: _check_finite(statistics)
+    samples = comfy.sample.fix_empty_latent_channels(
+        observed, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
+    )
+    preview = latent_preview.prepare_callback(observed, sigmas.shape[-1] - 1)
+
+    def after_step(*args):
+        _check_finite(statistics)
+        preview(*args)
+
+    _guider(observed, positive, negative, cfg).sample(
+        comfy.sample.prepare_noise(samples, seed, latent.get("batch_index")),
+        samples,
+        sampler,
+        sigmas,
+        denoise_mask=latent.get("noise_mask"),
+        callback=after_step,
+        disable_pbar=True,
+        seed=seed,
     )
     return {name: seen for name, seen in statistics.items() if seen.calls}
+
+
+def _guider(model: ModelPatcher, positive: list, negative: list | None, cfg: float) -> comfy.samplers.CFGGuider:
+    """ComfyUI's ordinary guidance, or none without a negative conditioning."""
+    guider = comfy.samplers.CFGGuider(model)
+    if negative is None:
+        guider.inner_set_conds({"positive": positive})
+        guider.set_cfg(1.0)
+    else:
+        guider.set_conds(positive, negative)
+        guider.set_cfg(cfg)
+    return guider
 
 
 def _check_finite(statistics: dict[str, ActivationStatistics]) -> None:
@@ -90,43 +117,3 @@ def _check_finite(statistics: dict[str, ActivationStatistics]) -> None:
             f"calibration: the input of layer {names[finite.index(False)]} held a NaN or Inf; the model does not sample "
             "cleanly with these inputs"
         )
-
-
-def _sample(
-    model: ModelPatcher,
-    positive: list,
-    negative: list | None,
-    cfg: float,
-    sampler: object,
-    sigmas: torch.Tensor,
-    latent: dict,
-    seed: int,
-    after_step: Callable[[], None],
-) -> None:
-    guider = comfy.samplers.CFGGuider(model)
-    if negative is None:
-        guider.inner_set_conds({"positive": positive})
-        guider.set_cfg(1.0)
-    else:
-        guider.set_conds(positive, negative)
-        guider.set_cfg(cfg)
-    samples = comfy.sample.fix_empty_latent_channels(
-        model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
-    )
-    preview = latent_preview.prepare_callback(model, sigmas.shape[-1] - 1)
-
-    def callback(*args):
-        after_step()
-        preview(*args)
-
-    noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
-    guider.sample(
-        noise,
-        samples,
-        sampler,
-        sigmas,
-        denoise_mask=latent.get("noise_mask"),
-        callback=callback,
-        disable_pbar=True,
-        seed=seed,
-    )
