@@ -1,7 +1,8 @@
 """Building a MODEL whose linears run INT8: from a checkpoint file, or from a state dict made out of another MODEL."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import comfy.model_detection
 import comfy.model_management
@@ -16,7 +17,8 @@ from . import notices
 from .checkpoint import holds_int8, read_checkpoint
 from .int8_weight import int8_weight
 from .layer_selection import is_quantizable
-from .operations import ConvertLayer, int8_operations
+from .operations import ConvertLayer, int8_operations, leave_layer
+from .patched_weights import float_weight
 
 CALLBACK_KEY = "int8_dit"
 QUANTIZATION_BYTES = 12
@@ -40,7 +42,7 @@ def load_int8_model(path: str, kernel: str = "auto", disable_dynamic: bool = Fal
     compute_dtype = detect_compute_dtype(state_dict, metadata, os.path.basename(path))
     once = compute.kind == "bf16" and _fits(state_dict, compute_dtype, device)
 
-    converter: ConvertLayer = lambda name, weight: None
+    converter: ConvertLayer = leave_layer
     if not holds_int8(state_dict) and not once:
         names = [k.removesuffix(".weight") for k in state_dict if k.endswith(".weight")]
         sizes = [w.numel() for name in names if is_quantizable(name, (w := state_dict[f"{name}.weight"]).shape)]
@@ -65,11 +67,13 @@ def build_model(
     compute: ComputePath,
     disable_dynamic: bool = False,
 ) -> ModelPatcher:
-    """ComfyUI's loader on a state dict it is known to recognise, plus the warning for a bf16 fallback."""
+    """ComfyUI's loader, plus the warning for a bf16 fallback. Raises ValueError for tensors it does not recognise."""
     options = {"custom_operations": operations, "dtype": compute_dtype}
     model = comfy.sd.load_diffusion_model_state_dict(
         state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
     )
+    if model is None:
+        raise ValueError("this is not a diffusion model that this ComfyUI can load")
     if compute.fallback:
         add_fallback_warning(model, compute)
     return model
@@ -152,6 +156,15 @@ def _quantizing_converter(device: torch.device, dtype: torch.dtype, progress: La
     return convert
 
 
+@contextmanager
+def naming_layer(name: str) -> Iterator[None]:
+    """Let a ValueError about a weight say whose it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"layer {name} cannot be quantized: {error}") from error
+
+
 def quantize_layer(
     name: str,
     weight: torch.Tensor,
@@ -159,19 +172,15 @@ def quantize_layer(
     dtype: torch.dtype,
     smoothing: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Quantize one layer's float weight [N, K] on `device` and return it, in host memory, as ComfyUI carries it.
+    """Quantize one layer's stored weight [N, K] on `device` and return it, in host memory, as ComfyUI carries it.
 
     `smoothing` maps the float32 weight's absolute maximum per input channel [K] to the smoothing factors [K]. Raises
     ValueError naming the layer if the weight holds a NaN or Inf.
     """
-    weight = weight.to(device=device)
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        weight = weight.float()  # raw float8
+    weight = float_weight(weight.to(device=device))
     smooth = None if smoothing is None else smoothing(weight.abs().amax(dim=0).float())
-    try:
+    with naming_layer(name):
         q, scale = quantize_weight(weight, smooth)
-    except ValueError as error:
-        raise ValueError(f"layer {name} cannot be quantized: {error}") from error
     return int8_weight(q.cpu(), scale.cpu(), dtype, None if smooth is None else smooth.cpu())
 
 

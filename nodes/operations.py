@@ -15,7 +15,13 @@ from . import file_format
 from .int8_weight import LAYOUT, format_name, int8_weight, is_int8
 
 ConvertLayer = Callable[[str, torch.Tensor], torch.Tensor | None]
-"""(layer name, float weight in file or meta) -> the weight to hold instead, or None to leave the layer as it is."""
+"""(layer name, its weight as stored: float, meta, or in another quantized format) -> the weight to hold instead, or None
+to leave the layer as it is."""
+
+
+def leave_layer(name: str, weight: torch.Tensor) -> None:
+    """The ConvertLayer that converts nothing."""
+
 
 _UNPACKED = ("float8_e4m3fn", "float8_e5m2", file_format.NATIVE_FORMAT)
 
@@ -23,7 +29,7 @@ _UNPACKED = ("float8_e4m3fn", "float8_e5m2", file_format.NATIVE_FORMAT)
 def int8_operations(
     path: ComputePath,
     compute_dtype: torch.dtype,
-    convert_layer: ConvertLayer = lambda name, weight: None,
+    convert_layer: ConvertLayer = leave_layer,
     dequantize_once: bool = False,
 ) -> type:
     """An operations class for one model.
@@ -32,7 +38,7 @@ def int8_operations(
         path: what INT8 linears compute with.
         compute_dtype: dtype of everything that is not INT8. Loading raises ValueError for a weight of another shape
             than its layer's.
-        convert_layer: called for each linear that is not INT8 in the state dict, with its name and float weight.
+        convert_layer: called for each linear that is not INT8 in the state dict.
         dequantize_once: hold INT8 linears of the state dict as `compute_dtype` weights instead.
     """
     base = comfy.ops.mixed_precision_ops(compute_dtype=compute_dtype)
@@ -60,9 +66,8 @@ def int8_operations(
                     held = int8_weight(held._qdata, held._params.scale, compute_dtype, smooth, group)
                     self._hold(held.dequantize() if dequantize_once else held)
                 else:
-                    converted = convert_layer(
-                        prefix.removesuffix("."), held.dequantize() if isinstance(held, QuantizedTensor) else original
-                    )
+                    stored = held if isinstance(held, QuantizedTensor) else original
+                    converted = convert_layer(prefix.removesuffix("."), stored)
                     if converted is not None:
                         self._hold(converted)
 

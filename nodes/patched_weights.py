@@ -20,15 +20,19 @@ def stored_weight(model: ModelPatcher, key: str) -> torch.Tensor:
     return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
 
 
+def float_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A stored weight as the float tensor it stands for, in a dtype that can be computed with, where it is."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.dequantize()
+    return weight if weight.dtype in (torch.bfloat16, torch.float16, torch.float32) else weight.float()  # raw float8
+
+
 def patched_weight(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
     """A weight with patches applied, as a float tensor of its own on `device`."""
     weight = comfy.model_management.cast_to_device(stored_weight(model, key), device, None, copy=True)
-    if isinstance(weight, QuantizedTensor):
-        weight = weight.dequantize()
+    weight = float_weight(weight)
     if key in model.patches:
         weight = comfy.lora.calculate_weight(model.patches[key], weight.float(), key)
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        weight = weight.float()  # raw float8
     return weight
 
 

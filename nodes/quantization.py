@@ -20,8 +20,8 @@ from .model_loading import (
     LayerProgress,
     as_file,
     build_model,
-    detect_compute_dtype,
     make_room,
+    naming_layer,
     quantize_layer,
     rebuild_int8_model,
 )
@@ -80,10 +80,8 @@ def quantize_model(
     if rank_by_weight:
         fragility = {}
         for name in linears:
-            try:
+            with naming_layer(name):
                 fragility[name] = relative_rounding_error(source(name))
-            except ValueError as error:
-                raise ValueError(f"layer {name} cannot be quantized: {error}") from error
             progress.step()
     else:
         fragility = {name: stats.spikiness for name, stats in (statistics or {}).items()}
@@ -111,7 +109,6 @@ def quantize_model(
 
     operations = int8_operations(compute, compute_dtype, convert)
     state_dict = as_file(model.model, _state_dict_with_placeholders(model, set(linears)))
-    detect_compute_dtype(state_dict, {}, "the MODEL")  # refuses what could not be loaded from a file either
     built = build_model(state_dict, {}, operations, compute_dtype, compute)
 
     quantized = _with_patches_of(model, built, kernel)
