@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tuning import GemmConfig, TuningKey, candidates, m_bucket, tuner
+from .tuning import GemmConfig, TuningKey, candidates, device_name, m_bucket, tuner
 
 
 @triton.jit
@@ -150,7 +150,6 @@ def launch_gemm(
         launch(GemmConfig(32, 32, 64, 4, 4, 1))
         return out
     with torch.cuda.device(q.device):
-        capability = torch.cuda.get_device_capability(q.device)
-        key = TuningKey(torch.cuda.get_device_name(q.device), m_bucket(m), n, k)
-        launch(tuner.choose(key, candidates(capability, m, n, k), launch))
+        key = TuningKey(device_name(q.device.index), m_bucket(m), n, k)
+        launch(tuner.choose(key, lambda: candidates(torch.cuda.get_device_capability(q.device), m, n, k), launch))
     return out

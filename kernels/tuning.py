@@ -1,5 +1,6 @@
 """Which tile configuration the fused GEMM runs with: candidates per architecture, measured once per shape."""
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -79,6 +80,12 @@ def candidates(capability: tuple[int, int], m: int, n: int, k: int) -> list[Gemm
     return fitting or [min(configs, key=lambda c: c.block_m * c.block_n * c.block_k)]
 
 
+@functools.cache
+def device_name(index: int) -> str:
+    """The card's name; kept, since it is part of the key of every launch."""
+    return torch.cuda.get_device_name(index)
+
+
 def m_bucket(m: int) -> int:
     """The power of two at or above `m`, at least 16: one measurement serves all M of a bucket."""
     return max(16, 1 << (m - 1).bit_length())
@@ -91,8 +98,12 @@ class Tuner:
         self._chosen: dict[TuningKey, GemmConfig] = {}
         self._lock = threading.Lock()
 
-    def choose(self, key: TuningKey, configs: list[GemmConfig], launch: Callable[[GemmConfig], None]) -> GemmConfig:
-        """The fastest of `configs` for `key`; `launch(config)` runs the GEMM once on the current device.
+    def choose(
+        self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]], launch: Callable[[GemmConfig], None]
+    ) -> GemmConfig:
+        """The fastest of the configurations for `key`, which are asked for only while it is unknown.
+
+        `launch(config)` runs the GEMM once on the current device.
 
         While a CUDA graph is being captured nothing can be measured: an unknown key then gets the first candidate.
         Raises RuntimeError when no candidate runs on this card.
@@ -101,10 +112,10 @@ class Tuner:
         if chosen is not None:
             return chosen
         if torch.cuda.is_current_stream_capturing():
-            return configs[0]
+            return configs_of_key()[0]
         with self._lock:
             if key not in self._chosen:
-                self._chosen[key] = self._fastest(key, configs, launch)
+                self._chosen[key] = self._fastest(key, configs_of_key(), launch)
             return self._chosen[key]
 
     @staticmethod
