@@ -5,6 +5,8 @@ import torch.nn.functional as F
 
 from .rotation import rotate
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
 
 def quantize_activations_reference(
     x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
@@ -12,15 +14,15 @@ def quantize_activations_reference(
     """`quantize_activations` in plain PyTorch, any device. Arguments are taken as already checked."""
     values = x.float()
     if smooth is not None:
-        values = values / smooth.float()
+        values = values * smooth.float().reciprocal()
     if rotation_group is not None:
         values = rotate(values, rotation_group)
     absmax = values.abs().amax(dim=1)
     finite = torch.isfinite(absmax)
     # A tensor divisor: PyTorch turns a division by a Python number into a multiplication on a GPU.
     scale = torch.where(finite, absmax / torch.full_like(absmax, 127), float("nan"))
-    divisor = torch.where(scale > 0, scale, 1.0)
-    q = (values / divisor[:, None]).round().clamp(-127, 127)
+    inverse_scale = (torch.full_like(absmax, 127) / torch.where(absmax > 0, absmax, 1.0)).clamp(max=_FLOAT32_MAX)
+    q = (values * inverse_scale[:, None]).round()
     q = torch.where(finite[:, None], q, 0.0).to(torch.int8)
     return q, scale
 
@@ -39,11 +41,11 @@ def int8_accumulate_reference(q: torch.Tensor, weight: torch.Tensor) -> torch.Te
         for q_slice, w_slice in zip(q.split(_EXACT_CHANNELS, dim=1), weight.split(_EXACT_CHANNELS, dim=1), strict=True):
             accumulator += (q_slice.float() @ w_slice.float().t()).to(torch.int32)
         return accumulator
-    # cuBLASLt wants more than 16 rows and K, N in multiples of 8; zeros change no sum.
+    # cuBLASLt takes any number of 32s; zeros change no sum.
     rows, channels = q.shape[0], weight.shape[0]
-    pad_k = -q.shape[1] % 8
-    q = F.pad(q, (0, pad_k, 0, max(0, 32 - rows)))
-    weight = F.pad(weight, (0, pad_k, 0, -channels % 8))
+    pad_k = -q.shape[1] % 32
+    q = F.pad(q, (0, pad_k, 0, -rows % 32))
+    weight = F.pad(weight, (0, pad_k, 0, -channels % 32))
     return torch._int_mm(q, weight.t())[:rows, :channels]
 
 
