@@ -1,12 +1,13 @@
 """Measuring how long device work takes."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-# Larger than any card's L2: overwriting it before each run leaves no operand in cache, and keeps the device busy while
-# the host queues the run, so that launch latency stays out of the figure.
+# Larger than any card's L2: reading it before each run leaves no operand in cache and nothing to write back, and keeps the
+# device busy while the host queues the run, so that launch latency stays out of the figure.
 _FLUSH_BYTES = 256 << 20
 
 
@@ -23,12 +24,118 @@ def median_milliseconds(run: Callable[[], object], device: torch.device, repetit
             run()
             times.append((time.perf_counter() - begin) * 1e3)
         return sorted(times)[repetitions // 2]
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+    flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
     for start, end in events:
-        flush.zero_()
+        flush.sum()
         start.record()
         run()
         end.record()
     torch.cuda.synchronize(device)
     return sorted(start.elapsed_time(end) for start, end in events)[repetitions // 2]
+
+
+_WINDOW_MILLISECONDS = 150.0
+# Enough work for a graph to make the gaps between its replays small, in calls or in milliseconds.
+_CALLS_PER_GRAPH = 20
+_MILLISECONDS_PER_GRAPH = 30.0
+_PASSES_ON_CPU = 3
+
+
+class GraphPool:
+    """Device memory for CUDA graphs of which no two run at the same time, and whose results nobody reads."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+    def renew(self) -> None:
+        """Start anew after a failed capture, which leaves its pool unusable. Earlier graphs keep theirs."""
+        self.handle = torch.cuda.graph_pool_handle()
+
+
+class CallSeries:
+    """Calls of one method, timed as a model makes them: back to back, on a GPU that has been busy for a while.
+
+    The calls rotate over operands: copies of a weight, say, so many that each call finds its own out of cache. On a GPU
+    they are one CUDA graph, which takes the host's launches out of the time. A method that cannot be captured (because
+    it synchronizes, perhaps) is called in a loop instead, and `looped` is True.
+
+    Args:
+        run: called with the index of its operand; must have run once before.
+        operands: how many operands there are.
+        device: where the method runs.
+        pool: memory that several series share; None gives this one its own.
+    """
+
+    def __init__(
+        self, run: Callable[[int], object], operands: int, device: torch.device, pool: GraphPool | None = None
+    ) -> None:
+        self._run = run
+        self._on_gpu = device.type == "cuda"
+        self._indices = list(range(operands))
+        self._graph = None
+        if self._on_gpu:
+            passes_in_time = int(_MILLISECONDS_PER_GRAPH / _gpu_milliseconds(self._call_all))
+            self._indices *= max(1, min(math.ceil(_CALLS_PER_GRAPH / operands), passes_in_time))
+            self._graph = self._capture(device, pool or GraphPool())
+        else:
+            self._indices *= _PASSES_ON_CPU
+        self.looped = self._on_gpu and self._graph is None
+
+    def _capture(self, device: torch.device, pool: GraphPool) -> torch.cuda.CUDAGraph | None:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
+        # A capture that fails does not leave its stream; this does.
+        with torch.cuda.stream(stream):
+            self._run(0)  # what a library sets up per stream is none of the graph's business
+            torch.cuda.synchronize(device)
+            try:
+                # Other threads of the process may use the GPU meanwhile.
+                with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
+                    self._call_all()
+            except RuntimeError:
+                pool.renew()
+                return None
+        return graph
+
+    def _call_all(self) -> None:
+        for index in self._indices:
+            self._run(index)
+
+    def milliseconds(self) -> float:
+        """Mean time of one call over a window of uninterrupted work; on a CPU over a few calls, by the wall clock."""
+        if not self._on_gpu:
+            begin = time.perf_counter()
+            self._call_all()
+            return (time.perf_counter() - begin) * 1e3 / len(self._indices)
+        work = self._call_all if self._graph is None else self._graph.replay
+        passes = math.ceil(_WINDOW_MILLISECONDS / _gpu_milliseconds(work))
+        return _gpu_milliseconds(work, passes) / (passes * len(self._indices))
+
+
+def _gpu_milliseconds(work: Callable[[], object], passes: int = 1) -> float:
+    """Time between device events around `passes` times `work()` on the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(passes):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def sustained_milliseconds(
+    series: Mapping[str, CallSeries], rounds: int, check: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Milliseconds per call of each series in each round.
+
+    A round times every series once, so that a drifting clock meets all methods alike. `check` runs before each timing
+    and may raise to stop.
+    """
+    times: dict[str, list[float]] = {name: [] for name in series}
+    for _ in range(rounds):
+        for name, calls in series.items():
+            check()
+            times[name].append(calls.milliseconds())
+    return times

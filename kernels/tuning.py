@@ -1,83 +1,38 @@
-"""Which tile configuration the fused GEMM runs with: candidates per architecture, measured once per shape."""
+"""Which tile configuration the fused GEMM runs with: candidates per architecture, measured once per card and shape."""
 
+import contextlib
 import functools
 import logging
+import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from time import monotonic
 
 import torch
-from triton.runtime.errors import OutOfResources
+from triton.compiler.errors import CompilationError
+from triton.runtime import errors as runtime_errors
 
+from .tile_configs import SHIPPED, GemmConfig
 from .timing import median_milliseconds
+from .tuning_cache import Measurement, TuningCache, TuningKey
 
 logger = logging.getLogger(__name__)
 
+# A first look at every candidate, then a closer one at those within reach of the best.
+_SURVEY_REPETITIONS = 3
+_FINAL_REPETITIONS = 15
+_WITHIN_REACH = 1.15
+# Wall clock for one shape. Nearly all of it is compilation, which is why the likely winners come first in the lists.
+_SECONDS_PER_SHAPE = 10.0
 
-@dataclass(frozen=True)
-class GemmConfig:
-    """Tile sizes in elements, tile-order group, warps per program and software pipeline stages."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class TuningKey:
-    """What a measurement is valid for. M is bucketed, so that a new resolution does not tune again."""
-
-    device: str
-    m_bucket: int
-    n: int
-    k: int
-
-
-# `mma.s8` with a cp.async pipeline, for Ampere and Ada; every entry fits the 99 KB a block may use on sm_86.
-AMPERE_CONFIGS = (
-    GemmConfig(128, 128, 64, 8, 4, 4),
-    GemmConfig(128, 256, 64, 8, 8, 3),
-    GemmConfig(256, 128, 64, 8, 8, 3),
-    GemmConfig(128, 128, 128, 8, 8, 3),
-    GemmConfig(128, 128, 64, 4, 8, 4),
-    GemmConfig(128, 64, 64, 8, 4, 4),
-    GemmConfig(64, 128, 128, 8, 4, 3),
-    GemmConfig(64, 256, 64, 8, 4, 4),
-    GemmConfig(64, 64, 128, 8, 4, 4),
-    GemmConfig(32, 128, 128, 4, 4, 4),
-    GemmConfig(32, 64, 256, 4, 4, 3),
-    GemmConfig(16, 128, 128, 1, 4, 4),
-    GemmConfig(16, 64, 256, 1, 4, 4),
+# What keeps a candidate from running on a card. Triton before 3.3 raises plain RuntimeErrors for ptxas, and all versions
+# do so for failed compiler passes; those are told apart from errors of the launch by their text.
+_UNFIT_ERRORS = (
+    runtime_errors.OutOfResources,
+    CompilationError,
+    getattr(runtime_errors, "PTXASError", CompilationError),
 )
-
-# `wgmma` on Hopper. The first wins wherever M is large (measured on an H200): two of its blocks share an SM, so that one
-# computes while the other is in its epilogue.
-HOPPER_CONFIGS = (
-    GemmConfig(128, 128, 128, 8, 4, 3),
-    GemmConfig(128, 128, 128, 8, 4, 4),
-    GemmConfig(128, 256, 128, 16, 8, 4),
-    GemmConfig(256, 128, 128, 8, 8, 4),
-    GemmConfig(64, 256, 128, 8, 4, 4),
-    GemmConfig(128, 64, 128, 8, 4, 4),
-    GemmConfig(64, 128, 128, 8, 4, 4),
-    GemmConfig(64, 64, 256, 4, 4, 4),
-    GemmConfig(64, 128, 256, 4, 4, 4),
-    GemmConfig(16, 128, 256, 1, 4, 4),
-)
-
-
-def candidates(capability: tuple[int, int], m: int, n: int, k: int) -> list[GemmConfig]:
-    """The configurations worth trying for [m, k] x [n, k] on a card of this compute capability.
-
-    A tile more than twice as large as the matrix in some direction only computes what is thrown away; where all are,
-    the smallest tile is left.
-    """
-    configs = HOPPER_CONFIGS if capability[0] == 9 else AMPERE_CONFIGS
-    fitting = [c for c in configs if c.block_m <= max(16, 2 * m) and c.block_n <= 2 * n and c.block_k <= 2 * k]
-    return fitting or [min(configs, key=lambda c: c.block_m * c.block_n * c.block_k)]
+_UNFIT_TEXTS = ("ptxas", "PassManager::run failed")
 
 
 @functools.cache
@@ -87,15 +42,26 @@ def device_name(index: int) -> str:
 
 
 def m_bucket(m: int) -> int:
-    """The power of two at or above `m`, at least 16: one measurement serves all M of a bucket."""
-    return max(16, 1 << (m - 1).bit_length())
+    """The smallest bucket at or above `m`: one measurement serves all M of a bucket.
+
+    Buckets are the powers of two from 16 on and, above 1024 where an image's token count lies, those halfway between.
+    """
+    power = max(16, 1 << (m - 1).bit_length())
+    halfway = power // 4 * 3
+    return halfway if m <= halfway and halfway > 1024 else power
 
 
 class Tuner:
-    """Measures the candidates of a key the first time it is asked for and remembers the fastest for the process."""
+    """Finds the fastest candidate of a key the first time it is asked for, and remembers it in the process and on disk.
+
+    `measured` counts the keys for which this process had to measure.
+    """
 
     def __init__(self) -> None:
+        self.measured = 0
         self._chosen: dict[TuningKey, GemmConfig] = {}
+        self._kept: dict[TuningKey, Measurement] = {}
+        self._caches: dict[str, TuningCache] = {}
         self._lock = threading.Lock()
 
     def choose(
@@ -105,33 +71,124 @@ class Tuner:
 
         `launch(config)` runs the GEMM once on the current device.
 
-        While a CUDA graph is being captured nothing can be measured: an unknown key then gets the first candidate.
+        While a CUDA graph is being captured nothing can be measured: a key that neither the disk nor the pack knows then
+        gets the first candidate. With INT8_DIT_TUNING set to 0 or off nothing is measured ever.
         Raises RuntimeError when no candidate runs on this card.
         """
         chosen = self._chosen.get(key)
         if chosen is not None:
             return chosen
         if torch.cuda.is_current_stream_capturing():
-            return configs_of_key()[0]
+            return self._known(key) or configs_of_key()[0]
         with self._lock:
             if key not in self._chosen:
-                self._chosen[key] = self._fastest(key, configs_of_key(), launch)
+                self._chosen[key] = self._decide(key, configs_of_key, launch)
             return self._chosen[key]
 
-    @staticmethod
-    def _fastest(key: TuningKey, configs: list[GemmConfig], launch: Callable[[GemmConfig], None]) -> GemmConfig:
-        best, best_time = None, float("inf")
-        for config in configs:
-            try:
-                elapsed = median_milliseconds(lambda: launch(config), torch.device("cuda"), repetitions=7)
-            except OutOfResources:
-                continue
-            if elapsed < best_time:
-                best, best_time = config, elapsed
-        if best is None:
+    def _decide(
+        self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]], launch: Callable[[GemmConfig], None]
+    ) -> GemmConfig:
+        """What is known of `key` if it runs here (a shipped one may not, with another Triton), or else a new choice."""
+        known = self._known(key)
+        if known is not None and _runs(known, launch):
+            return known
+        configs = configs_of_key()
+        config = self._measure(key, configs, launch) if tuning_enabled() else _first_running(configs, launch)
+        if config is None:
             raise RuntimeError(f"no INT8 GEMM configuration runs on {key.device} for N = {key.n}, K = {key.k}")
-        logger.info("INT8 GEMM tuned for %s, M <= %d, N = %d, K = %d", key.device, key.m_bucket, key.n, key.k)
-        return best
+        return config
+
+    def _known(self, key: TuningKey) -> GemmConfig | None:
+        """The configuration of `key` on disk or in the pack. The file is read again for a key it did not have before."""
+        if key not in self._kept:
+            self._kept |= self._cache(key.device).read()
+        kept = self._kept.get(key)
+        return kept.config if kept is not None else SHIPPED.get((key.device, key.m_bucket, key.n, key.k))
+
+    def _measure(
+        self, key: TuningKey, configs: list[GemmConfig], launch: Callable[[GemmConfig], None]
+    ) -> GemmConfig | None:
+        """The fastest candidate, kept on disk; None where none runs.
+
+        With no memory left to measure in, the first that runs; the next process tries again.
+        """
+        cache = self._cache(key.device)
+        if self.measured == 0:
+            text = "INT8 GEMM: measuring what runs fastest on %s, once per card and shape; kept in %s"
+            logger.info(text, key.device, cache.path)
+        begin = monotonic()
+        try:
+            fastest = _fastest(configs, launch)
+        except torch.cuda.OutOfMemoryError:
+            logger.info("INT8 GEMM: too little free memory on %s to tune N = %d, K = %d", key.device, key.n, key.k)
+            return _first_running(configs, launch)
+        if fastest is None:
+            return None
+        self.measured += 1
+        text = "INT8 GEMM: shape %d, M <= %d, N = %d, K = %d, tuned in %.1f s: %s"
+        logger.info(text, self.measured, key.m_bucket, key.n, key.k, monotonic() - begin, fastest.config)
+        cache.add(key, fastest)
+        return fastest.config
+
+    def _cache(self, card: str) -> TuningCache:
+        if card not in self._caches:
+            self._caches[card] = TuningCache(card)
+        return self._caches[card]
+
+
+def tuning_enabled() -> bool:
+    """False where the environment variable INT8_DIT_TUNING is 0 or off."""
+    return os.environ.get("INT8_DIT_TUNING", "").strip().lower() not in ("0", "off")
+
+
+def _fastest(configs: list[GemmConfig], launch: Callable[[GemmConfig], None]) -> Measurement | None:
+    """The fastest candidate that the time for one shape sufficed to measure, or None where none runs."""
+    deadline = monotonic() + _SECONDS_PER_SHAPE
+    survey = _measure_until(deadline, configs, launch, _SURVEY_REPETITIONS)
+    reach = _WITHIN_REACH * min(survey.values(), default=0.0)
+    finalists = sorted((config for config in survey if survey[config] <= reach), key=survey.__getitem__)
+    if len(finalists) > 1 and monotonic() < deadline:
+        survey = _measure_until(deadline, finalists, launch, _FINAL_REPETITIONS)
+    config = min(survey, key=survey.__getitem__, default=None)
+    return None if config is None else Measurement(config, survey[config])
+
+
+def _measure_until(
+    deadline: float, configs: list[GemmConfig], launch: Callable[[GemmConfig], None], repetitions: int
+) -> dict[GemmConfig, float]:
+    """Milliseconds of each candidate that runs; past the deadline no further one once there is a first."""
+    milliseconds = {}
+    for config in configs:
+        if milliseconds and monotonic() >= deadline:
+            break
+        with _skipping_unfit():
+            milliseconds[config] = median_milliseconds(
+                functools.partial(launch, config), torch.device("cuda"), repetitions
+            )
+    return milliseconds
+
+
+def _first_running(configs: list[GemmConfig], launch: Callable[[GemmConfig], None]) -> GemmConfig | None:
+    return next((config for config in configs if _runs(config, launch)), None)
+
+
+def _runs(config: GemmConfig, launch: Callable[[GemmConfig], None]) -> bool:
+    """Whether the card can run the configuration: launches it."""
+    with _skipping_unfit():
+        launch(config)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _skipping_unfit() -> Iterator[None]:
+    """Swallow the errors of a configuration that needs more than the card has, or that Triton cannot compile for it."""
+    try:
+        yield
+    except Exception as error:
+        unfit_text = type(error) is RuntimeError and any(text in str(error) for text in _UNFIT_TEXTS)
+        if not unfit_text and not isinstance(error, _UNFIT_ERRORS):
+            raise
 
 
 tuner = Tuner()

@@ -28,6 +28,9 @@ PROJECT = TESTS.parent
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tuning compiles every candidate for each of the hundreds of shapes that tests use. What tests tuning turns it on.
+os.environ.setdefault("INT8_DIT_TUNING", "off")
+
 # For `import kernels`, and for the tests' own helpers. ComfyUI goes in front of both once a test asks for it: it owns
 # the name `nodes`, which the project root has too.
 sys.path[:0] = [str(PROJECT), str(TESTS)]

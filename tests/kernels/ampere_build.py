@@ -1,14 +1,16 @@
-"""Builds the fused GEMM for consumer Ampere without a GPU and reports what is in the machine code, as JSON.
+"""Builds the fused GEMM for Ampere and Ada without a GPU and reports what is in the machine code, as JSON.
 
 Run as a script, in a process of its own: the tests' process may run Triton's interpreter, which cannot compile.
 """
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -19,19 +21,30 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gemm import _int8_gemm_kernel
-from kernels.tuning import AMPERE_CONFIGS, GemmConfig
+from kernels.tile_configs import AMPERE_CONFIGS, GemmConfig
 
-POINTERS = {"a": "*i8", "b": "*i8", "a_scale": "*fp32", "b_scale": "*fp32", "bias": "*bf16", "out": "*bf16"}
+POINTERS = {
+    "a": "*i8",
+    "b": "*i8",
+    "a_scale": "*fp32",
+    "b_scale": "*fp32",
+    "bias": "*bf16",
+    "out": "*bf16",
+    "partial_sums": "*i32",
+    "arrivals": "*i32",
+}
 SIZES = ("M", "N", "K", "stride_am", "stride_bn", "stride_om")
 
 
 def build(config: GemmConfig, even_k: bool, capability: int = 86):
-    """Compile one configuration as the launcher would for shapes whose K and strides are multiples of 16."""
+    """Compile one configuration as the launcher would for any M, with N, K and the strides multiples of 16."""
     constants = {
         "SCALAR_B_SCALE": False,
         "HAS_BIAS": True,
         "RAW_ACCUMULATOR": False,
         "EVEN_K": even_k,
+        "SPLIT_K": config.split_k,
+        "PART_N": config.part_n,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -39,7 +52,7 @@ def build(config: GemmConfig, even_k: bool, capability: int = 86):
     }
     signature = {**POINTERS, **dict.fromkeys(SIZES, "i32"), **dict.fromkeys(constants, "constexpr")}
     names = _int8_gemm_kernel.arg_names
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in (*POINTERS, *SIZES)}
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in (*POINTERS, *SIZES) if name != "M"}
     source = ASTSource(
         _int8_gemm_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, divisible
     )
@@ -74,11 +87,20 @@ def report(compiled) -> dict:
     }
 
 
+def variants() -> list[tuple[GemmConfig, bool, int]]:
+    """(configuration, whether K is a multiple of its block, compute capability) of everything that is built."""
+    everywhere = [(config, True, capability) for capability in (86, 80, 89) for config in AMPERE_CONFIGS]
+    ragged = [(config, False, 86) for config in AMPERE_CONFIGS]
+    split = [(replace(config, split_k=3), True, 86) for config in AMPERE_CONFIGS]
+    return everywhere + ragged + split
+
+
+def _build_and_report(variant: tuple[GemmConfig, bool, int]) -> dict:
+    config, even_k, capability = variant
+    described = {"config": repr(config), "warps": config.num_warps, "even_k": even_k, "capability": capability}
+    return {**described, **report(build(config, even_k, capability))}
+
+
 if __name__ == "__main__":
-    results = []
-    for config in AMPERE_CONFIGS:
-        for even_k in (True, False):
-            results.append(
-                {"config": repr(config), "warps": config.num_warps, "even_k": even_k, **report(build(config, even_k))}
-            )
-    json.dump(results, sys.stdout)
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        json.dump(pool.map(_build_and_report, variants(), chunksize=1), sys.stdout)

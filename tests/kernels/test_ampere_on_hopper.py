@@ -1,0 +1,36 @@
+"""The Ampere path on silicon: built for sm_80 by the same source, assembled for a Hopper card, and launched there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tensors import random_float, random_int8
+
+from kernels import int8_accumulate_reference
+from kernels.tile_configs import AMPERE_CONFIGS
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
+
+
+@pytest.mark.parametrize("split_k", (1, 3))
+@pytest.mark.parametrize("config", AMPERE_CONFIGS, ids=repr)
+def test_bit_exact(config, split_k):
+    pytest.importorskip("cupy")
+    from tests.kernels.ampere_on_hopper import AmpereKernel
+
+    kernel = AmpereKernel(replace(config, split_k=split_k))
+    for m, n, k in ((4352, 4608, 4608), (77, 4608, 12288), (301, 1008, 1280), (1, 16, 256 * split_k)):
+        q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
+        q_scale, weight_scale = random_float(m, seed=3).abs() / 100, random_float(n, seed=4).abs() / 100
+        bias = random_float(n, seed=5, dtype=torch.bfloat16)
+        out = torch.empty((m, n), dtype=torch.bfloat16, device="cuda")
+        kernel(out, q, q_scale, weight, weight_scale, bias)
+        product = int8_accumulate_reference(q, weight).float() * q_scale[:, None] * weight_scale
+        torch.testing.assert_close(out.float(), product + bias.float(), rtol=2.0**-8, atol=1e-5)
+        # Scales of one leave the accumulator itself, where bf16 holds it.
+        ones = torch.ones_like
+        small_q, small_weight = q % 3 - 1, weight % 3 - 1
+        small_q[:, 128:] = 0
+        kernel(out, small_q, ones(q_scale), small_weight, ones(weight_scale), torch.zeros_like(bias))
+        assert torch.equal(out.int(), int8_accumulate_reference(small_q, small_weight))

@@ -1,0 +1,53 @@
+"""No access outside the operands: odd shapes under CUDA's own memory checker, where it is installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CHECKER = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or CHECKER is None, reason="needs a GPU and compute-sanitizer"
+)
+
+PROGRAM = """
+import torch
+from kernels import int8_linear, quantize_weight
+from kernels.gemm import launch_config
+from kernels.tile_configs import AMPERE_CONFIGS, GemmConfig
+
+for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 2064, None)):
+    x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda")
+    smooth, bias = torch.rand(k, device="cuda") + 0.5, torch.randn(n, device="cuda")
+    weight, scale = quantize_weight(w, smooth, group)
+    int8_linear(x, weight, scale, bias, smooth, group)
+    out = torch.empty(m, n, dtype=torch.int32, device="cuda")
+    q = torch.ones(m, k, dtype=torch.int8, device="cuda")
+    configs = [GemmConfig(128, 128, 64, 8, 4, 3, split_k=3), GemmConfig(64, 64, 128, 8, 4, 3)]
+    if torch.cuda.get_device_capability() == (9, 0):
+        configs.append(GemmConfig(128, 128, 128, 8, 4, 3, "descriptors", 2))
+    for config in configs:
+        launch_config(config, out, q, None, weight, None, None)
+torch.cuda.synchronize()
+print("finished")
+"""
+
+
+def test_odd_shapes_under_the_memory_checker():
+    root = Path(__file__).resolve().parents[2]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "INT8_DIT_TUNING": "off",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    }
+    command = [CHECKER, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", PROGRAM]
+    finished = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    output = finished.stdout + finished.stderr
+    if "Device not supported" in output:
+        pytest.skip("compute-sanitizer does not support this machine")
+    assert finished.returncode == 0 and "finished" in output and "ERROR SUMMARY: 0 errors" in output, output[-3000:]

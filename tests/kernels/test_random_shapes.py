@@ -1,0 +1,56 @@
+"""Hundreds of random shapes and the largest ones users bring, bit for bit, on a real GPU only."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from tensors import random_int8
+
+from kernels import int8_accumulate, int8_accumulate_reference, int8_gemm
+from kernels.tile_configs import AMPERE_CONFIGS, HOPPER_CONFIGS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def random_shape(seed: int) -> tuple[int, int, int]:
+    """M, N, K between 1 and some thousands, small ones as likely as large; one K in three is no multiple of 16."""
+    generator = random.Random(seed)
+    m, n, k = (int(2 ** generator.uniform(0, 12.5)) for _ in range(3))
+    return m, n, k if seed % 3 == 0 else -(-k // 16) * 16
+
+
+def random_config(seed: int):
+    """Any configuration of any list, K split among several programs or not."""
+    generator = random.Random(seed)
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    configs = [*AMPERE_CONFIGS, *(HOPPER_CONFIGS if hopper else ())]
+    return replace(generator.choice(configs), split_k=generator.choice((1, 1, 2, 3, 5)))
+
+
+@pytest.mark.parametrize("seed", range(320))
+def test_accumulator_is_bit_exact(seed):
+    from kernels.gemm import launch_config
+
+    m, n, k = random_shape(seed)
+    config = random_config(seed)
+    q, weight = random_int8(m, k, seed=seed), random_int8(n, k, seed=seed + 1)
+    expected = int8_accumulate_reference(q, weight)
+    out = torch.full((m, n), 12345, dtype=torch.int32, device="cuda")
+    for _ in range(2):  # the second launch finds the workspace as the first one left it
+        launch_config(config, out, q, None, weight, None, None)
+        assert torch.equal(out, expected), (config, m, n, k)
+
+
+@pytest.mark.parametrize("m, n, k", ((80661, 21504, 5376), (512, 4608, 53248), (80661, 5376, 14336), (77, 13824, 4608)))
+def test_the_largest_shapes(m, n, k):
+    q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
+    q_scale, weight_scale = torch.rand(m, device="cuda"), torch.rand(n, device="cuda")
+    out = int8_gemm(q, q_scale, weight, weight_scale)
+    accumulator = int8_accumulate(q, weight)
+    for rows in torch.arange(m, device="cuda").split(8192):
+        first, last = rows[0].item(), rows[-1].item() + 1
+        expected = int8_accumulate_reference(q[first:last], weight)
+        assert torch.equal(accumulator[first:last], expected)
+        scaled = expected.double() * q_scale[first:last, None].double() * weight_scale.double()
+        assert ((out[first:last].double() - scaled).abs() <= 2.0**-8 * scaled.abs() + 2.0**-20).all()

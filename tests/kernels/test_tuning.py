@@ -1,0 +1,519 @@
+"""Choosing a configuration: what is measured, when, how long, and what other processes and later ones find on disk."""
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.compiler.errors import CompilationError
+from triton.runtime import errors as runtime_errors
+
+import kernels.tuning
+import kernels.tuning_cache
+from kernels.tile_configs import AMPERE_CONFIGS, GemmConfig
+from kernels.tuning import Tuner, TuningKey, m_bucket
+from kernels.tuning_cache import TuningCache
+
+CONFIGS = tuple(AMPERE_CONFIGS)
+CARD = "NVIDIA GeForce RTX 3090"
+KEY = TuningKey(CARD, 1024, 4608, 18432)
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+class Card:
+    """Stands in for the GPU: candidates by the milliseconds they take, or by the error they raise."""
+
+    def __init__(self, times):
+        self.times = times
+        self.launched = None
+        self.measurements = []  # (configuration, repetitions)
+        self.now = 0.0
+        self.seconds_per_measurement = 0.0
+
+    def launch(self, config):
+        self.launched = config
+        if isinstance(self.times[config], Exception):
+            raise self.times[config]
+
+    def median_milliseconds(self, run, device, repetitions):
+        run()
+        self.now += self.seconds_per_measurement
+        self.measurements.append((self.launched, repetitions))
+        return self.times[self.launched]
+
+    def choose(self, key=KEY, tuner=None):
+        return (tuner or Tuner()).choose(key, lambda: list(self.times), self.launch)
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """A card on which the second of three candidates wins, and a cache folder of its own."""
+    card = Card(dict(zip(CONFIGS, (3.0, 1.0, 2.0))))
+    monkeypatch.setattr(kernels.tuning, "median_milliseconds", card.median_milliseconds)
+    monkeypatch.setattr(kernels.tuning, "monotonic", lambda: card.now)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which raises where no driver is
+    monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("INT8_DIT_TUNING", raising=False)
+    return card
+
+
+def cache_file(tmp_path):
+    (path,) = (tmp_path / "cache").glob("*.json")
+    return path
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_fastest_is_chosen_and_remembered(card):
+    tuner = Tuner()
+    assert card.choose(tuner=tuner) == CONFIGS[1]
+    measurements = len(card.measurements)
+    assert card.choose(tuner=tuner) == CONFIGS[1]
+    assert (tuner.measured, len(card.measurements)) == (1, measurements)
+
+
+def test_threads_that_ask_at_once_measure_once(card):
+    tuner = Tuner()
+    with ThreadPoolExecutor(8) as pool:
+        chosen = set(pool.map(lambda _: card.choose(tuner=tuner), range(8)))
+    assert (chosen, tuner.measured) == ({CONFIGS[1]}, 1)
+
+
+def test_only_candidates_within_reach_are_measured_again(card):
+    card.times = dict(zip(CONFIGS, (1.1, 1.0, 1.2)))
+    card.choose()
+    assert [config for config, repetitions in card.measurements if repetitions == 3] == list(card.times)
+    assert [config for config, repetitions in card.measurements if repetitions == 15] == [*CONFIGS[1::-1]]
+
+
+def test_a_clear_winner_is_measured_once(card):
+    card.choose()
+    assert [repetitions for _, repetitions in card.measurements] == [3, 3, 3]
+
+
+def test_the_closer_look_decides(card, monkeypatch):
+    card.times = dict(zip(CONFIGS, (1.0, 1.05)))
+
+    def median_milliseconds(run, device, repetitions):
+        run()
+        noise = 0.1 if repetitions == 3 and card.launched == CONFIGS[1] else 0.0
+        return card.times[card.launched] - noise
+
+    monkeypatch.setattr(kernels.tuning, "median_milliseconds", median_milliseconds)
+    assert card.choose() == CONFIGS[0]
+
+
+def test_the_second_process_measures_nothing(card):
+    card.choose()
+    second = Tuner()
+    assert card.choose(tuner=second) == CONFIGS[1]
+    assert second.measured == 0
+
+
+def test_a_new_m_of_a_known_bucket_measures_nothing(card):
+    tuner = Tuner()
+    for m in (4097, 5000, 6144):
+        card.choose(TuningKey(CARD, m_bucket(m), 4608, 4608), tuner)
+    assert tuner.measured == 1
+
+
+def test_what_another_process_measured_meanwhile_is_found(card):
+    tuner, other = Tuner(), Tuner()
+    card.choose(tuner=tuner)
+    late = dataclasses.replace(KEY, n=128)
+    card.choose(late, other)
+    card.choose(late, tuner)
+    assert tuner.measured == 1
+
+
+def test_another_card_does_not_reuse(card, tmp_path):
+    card.choose()
+    other = Tuner()
+    card.choose(dataclasses.replace(KEY, device="NVIDIA GeForce RTX 3060"), other)
+    assert other.measured == 1
+    assert len(list((tmp_path / "cache").glob("*.json"))) == 2
+
+
+def test_another_triton_does_not_reuse(card, monkeypatch):
+    card.choose()
+    monkeypatch.setattr(triton, "__version__", "99.0")
+    other = Tuner()
+    card.choose(tuner=other)
+    assert other.measured == 1
+
+
+def test_other_kernel_sources_do_not_reuse(card, monkeypatch):
+    card.choose()
+    monkeypatch.setattr(kernels.tuning_cache, "kernel_source_hash", lambda: "0" * 64)
+    other = Tuner()
+    card.choose(tuner=other)
+    assert other.measured == 1
+
+
+def test_the_source_hash_follows_the_gemm_sources(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels.tuning_cache, "__file__", str(tmp_path / "tuning_cache.py"))
+    hashes = set()
+    for name, text in {"gemm.py": "a = 1", "gemm_split.py": "b = 1", "linear.py": "c = 1"}.items():
+        (tmp_path / name).write_text(text)
+        hashes.add(kernels.tuning_cache.kernel_source_hash.__wrapped__())
+    assert len(hashes) == 2
+
+
+def test_the_file_can_be_read_by_people_and_named_on_windows(card, tmp_path):
+    card.choose()
+    path = cache_file(tmp_path)
+    content = json.loads(path.read_text())
+    assert (content["card"], content["triton"], len(content["kernel_source"])) == (CARD, triton.__version__, 64)
+    (entry,) = content["entries"]
+    assert (entry["m_bucket"], entry["n"], entry["k"], entry["milliseconds"]) == (1024, 4608, 18432, 1.0)
+    assert entry["config"] == dataclasses.asdict(CONFIGS[1])
+    assert path.name.startswith("nvidia-geforce-rtx-3090-")
+    weird = TuningCache('a<b>:"c"/\\d|?* ' + "x" * 300).path.name
+    assert not set(weird) & set('<>:"/\\|?* ') and len(weird) < 100
+
+
+def truncated(text):
+    return text[: len(text) // 2].encode()
+
+
+def changed(**values):
+    return lambda text: json.dumps({**json.loads(text), **values}).encode()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncated,
+        lambda text: b"",
+        lambda text: b"[1, 2]",
+        lambda text: b"null",
+        lambda text: bytes(range(256)),
+        lambda text: b"[" * 100_000,
+        changed(entries={}),
+        changed(card="NVIDIA H200"),
+        changed(triton=3),
+    ],
+)
+def test_a_damaged_file_is_ignored_and_written_anew(card, tmp_path, caplog, damage):
+    card.choose()
+    path = cache_file(tmp_path)
+    path.write_bytes(damage(path.read_text()))
+
+    second = Tuner()
+    for k in (64, 128):
+        card.choose(dataclasses.replace(KEY, k=k), second)
+    assert second.measured == 2
+    (warning,) = warnings_of(caplog)
+    assert str(path) in warning
+    third = Tuner()
+    card.choose(dataclasses.replace(KEY, k=128), third)
+    assert third.measured == 0
+
+
+def entry_with(**values):
+    return lambda entry: {**entry, **values}
+
+
+def config_with(**values):
+    return lambda entry: {**entry, "config": {**entry["config"], **values}}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda entry: None,
+        lambda entry: [1, 2],
+        lambda entry: {},
+        entry_with(n="4608"),
+        entry_with(k=-1),
+        entry_with(m_bucket=True),
+        entry_with(milliseconds="1"),
+        entry_with(milliseconds=float("nan")),
+        entry_with(config=None),
+        entry_with(config=[128, 128]),
+        entry_with(config={}),
+        config_with(block_m="128"),
+        config_with(block_n=128.0),
+        config_with(block_k=0),
+        config_with(block_m=100),
+        config_with(num_warps=True),
+        config_with(num_stages=None),
+        config_with(pipeline="unheard of"),
+        config_with(pipeline=1),
+        config_with(split_k=-2),
+        config_with(clusters=2),
+    ],
+)
+def test_an_entry_that_is_no_configuration_is_dropped(card, tmp_path, caplog, damage):
+    good = dataclasses.replace(KEY, n=128)
+    card.choose(good)
+    card.choose()
+    path = cache_file(tmp_path)
+    content = json.loads(path.read_text())
+    content["entries"][1] = damage(content["entries"][1])
+    path.write_text(json.dumps(content))
+
+    second = Tuner()
+    card.choose(good, second)
+    assert second.measured == 0
+    assert card.choose(tuner=second) == CONFIGS[1]
+    assert second.measured == 1
+    assert not warnings_of(caplog)
+    assert len(json.loads(path.read_text())["entries"]) == 2
+
+
+@pytest.mark.parametrize("failing", ["folder", "full disk", "replacing"])
+def test_a_folder_that_cannot_be_written_gives_one_warning(card, tmp_path, caplog, monkeypatch, failing):
+    if failing == "folder":
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path / "file" / "cache"))
+    elif failing == "full disk":
+        monkeypatch.setattr(Path, "write_text", refuse(OSError(28, "No space left on device")))
+    else:
+        monkeypatch.setattr(os, "replace", refuse(PermissionError(13, "used by another process")))
+        monkeypatch.setattr(kernels.tuning_cache, "_PAUSE_SECONDS", 0.0)
+
+    tuner = Tuner()
+    for k in (64, 128, 64, 128):
+        assert card.choose(dataclasses.replace(KEY, k=k), tuner) == CONFIGS[1]
+    assert tuner.measured == 2
+    (warning,) = warnings_of(caplog)
+    assert "INT8_DIT_TUNING_CACHE" in warning
+    assert not list(tmp_path.glob("cache/*.tmp")) and not list(tmp_path.glob("cache/*.json"))
+
+
+def refuse(error):
+    def refusing(*args, **kwargs):
+        raise error
+
+    return refusing
+
+
+def test_what_windows_refuses_for_a_moment_is_tried_again(card, tmp_path, caplog, monkeypatch):
+    replace, refusals = os.replace, iter([True, True, False])
+
+    def replace_at_the_third_try(*args):
+        if next(refusals):
+            raise PermissionError(13, "used by another process")
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", replace_at_the_third_try)
+    card.choose()
+    assert cache_file(tmp_path).exists()
+    assert not warnings_of(caplog)
+
+
+def test_what_could_not_be_written_comes_along_later(card, monkeypatch):
+    tuner = Tuner()
+    with monkeypatch.context() as context:
+        context.setattr(os, "replace", refuse(OSError(28, "No space left on device")))
+        card.choose(tuner=tuner)
+    card.choose(dataclasses.replace(KEY, n=128), tuner)
+    second = Tuner()
+    card.choose(tuner=second)
+    assert second.measured == 0
+
+
+@pytest.mark.parametrize("value", ["0", "off", "OFF"])
+def test_tuning_can_be_turned_off(card, monkeypatch, value):
+    card.choose()
+    monkeypatch.setenv("INT8_DIT_TUNING", value)
+    measurements, tuner = len(card.measurements), Tuner()
+    assert card.choose(tuner=tuner) == CONFIGS[1]
+    assert card.choose(dataclasses.replace(KEY, n=128), tuner) == CONFIGS[0]
+    assert (tuner.measured, len(card.measurements)) == (0, measurements)
+
+
+def test_turned_off_the_first_that_runs_is_taken(card, monkeypatch):
+    monkeypatch.setenv("INT8_DIT_TUNING", "off")
+    card.times[CONFIGS[0]] = runtime_errors.OutOfResources(200, 100, "shared memory")
+    assert card.choose() == CONFIGS[1]
+
+
+def test_a_shipped_configuration_saves_measuring(card, monkeypatch):
+    monkeypatch.setitem(kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
+    tuner = Tuner()
+    assert card.choose(tuner=tuner) == CONFIGS[2]
+    assert tuner.measured == 0
+
+
+def test_what_was_measured_here_comes_before_what_was_shipped(card, monkeypatch):
+    card.choose()
+    monkeypatch.setitem(kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
+    assert card.choose() == CONFIGS[1]
+
+
+def test_a_shipped_configuration_that_does_not_run_here_is_measured_anew(card, monkeypatch):
+    monkeypatch.setitem(kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
+    card.times[CONFIGS[2]] = runtime_errors.OutOfResources(200, 100, "shared memory")
+    assert card.choose() == CONFIGS[1]
+
+
+UNFIT = [
+    runtime_errors.OutOfResources(200, 100, "shared memory"),
+    CompilationError(None, None, "no such instruction"),
+    RuntimeError("`ptxas` failed with error code 255"),
+    RuntimeError("PassManager::run failed"),
+]
+if hasattr(runtime_errors, "PTXASError"):
+    UNFIT.append(runtime_errors.PTXASError("Internal Triton PTX codegen error"))
+
+
+@pytest.mark.parametrize("error", UNFIT, ids=lambda error: type(error).__name__)
+def test_a_candidate_that_cannot_run_is_skipped(card, error):
+    card.times[CONFIGS[1]] = error
+    assert card.choose() == CONFIGS[2]
+
+
+@pytest.mark.parametrize("tuning", ["on", "off"])
+def test_no_candidate_runs(card, monkeypatch, tuning):
+    monkeypatch.setenv("INT8_DIT_TUNING", tuning)
+    card.times = dict.fromkeys(CONFIGS, runtime_errors.OutOfResources(200, 100, "shared memory"))
+    with pytest.raises(RuntimeError, match="no INT8 GEMM configuration runs on NVIDIA GeForce RTX 3090 for N = 4608"):
+        card.choose()
+
+
+def test_an_error_of_the_launch_is_not_swallowed(card):
+    card.times[CONFIGS[1]] = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        card.choose()
+
+
+def test_no_memory_to_measure_in(card, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels.tuning, "median_milliseconds", refuse(torch.cuda.OutOfMemoryError("out of memory")))
+    tuner = Tuner()
+    assert card.choose(tuner=tuner) == CONFIGS[0]
+    assert tuner.measured == 0 and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("seconds, measured", [(4.0, 3), (9.9, 2), (60.0, 1)])
+def test_one_shape_takes_a_bounded_time(card, seconds, measured):
+    card.times = {config: 1.0 + place for place, config in enumerate(reversed(CONFIGS))}
+    card.seconds_per_measurement = seconds
+    assert card.choose() == CONFIGS[-1]
+    assert len(card.measurements) == measured
+
+
+def test_while_a_graph_is_captured_nothing_is_measured_or_remembered(card, monkeypatch):
+    known = dataclasses.replace(KEY, n=128)
+    card.choose(known)
+    tuner, measurements, card.launched = Tuner(), len(card.measurements), None
+    with monkeypatch.context() as context:
+        context.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert card.choose(tuner=tuner) == CONFIGS[0]
+        assert card.choose(known, tuner) == CONFIGS[1]
+        assert len(card.measurements) == measurements and card.launched is None
+    assert card.choose(tuner=tuner) == CONFIGS[1]
+
+
+def test_progress_is_told(card, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    tuner = Tuner()
+    for n in (64, 128):
+        card.choose(dataclasses.replace(KEY, n=n), tuner)
+    first, *shapes = [record.getMessage() for record in caplog.records if record.name == "kernels.tuning"]
+    assert "once per card and shape" in first and str(cache_file(tmp_path)) in first
+    for index, (shape, n) in enumerate(zip(shapes, (64, 128), strict=True), start=1):
+        assert f"shape {index}, M <= 1024, N = {n}, K = 18432" in shape and repr(CONFIGS[1]) in shape
+
+
+def test_m_buckets():
+    buckets = [m_bucket(m) for m in range(1, 70_000)]
+    assert buckets == sorted(buckets)
+    assert all(bucket >= m for m, bucket in enumerate(buckets, start=1))
+    assert sorted(set(buckets))[:12] == [16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144]
+    assert len({m_bucket(m) for m in range(1, 1_000_001, 7)}) <= 40
+    assert all(m_bucket(bucket) == bucket for bucket in set(buckets))
+
+
+def test_a_configuration_is_hashable_and_plain_by_default():
+    assert len({*CONFIGS, *CONFIGS}) == len(CONFIGS)
+    assert (GemmConfig(16, 16, 32, 1, 4, 2).pipeline, GemmConfig(16, 16, 32, 1, 4, 2).split_k) == ("pointers", 1)
+
+
+@pytest.mark.parametrize(
+    "environment, folder",
+    [
+        ({"INT8_DIT_TUNING_CACHE": "chosen"}, Path("chosen")),
+        ({"INT8_DIT_TUNING_CACHE": " ", "TRITON_CACHE_DIR": "compiled"}, Path("compiled") / "int8-dit"),
+        ({"TRITON_CACHE_DIR": "compiled"}, Path("compiled") / "int8-dit"),
+    ],
+)
+@pytest.mark.parametrize("knobs", [True, False])
+def test_where_results_are_kept(monkeypatch, environment, folder, knobs):
+    for name in ("INT8_DIT_TUNING_CACHE", "TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if not knobs:
+        monkeypatch.delattr(triton, "knobs", raising=False)
+    assert kernels.tuning_cache.cache_folder() == folder
+
+
+def start(code, *arguments, folder):
+    """A Python process with the project importable, `code` to run, and its cache in `folder`."""
+    environment = {**os.environ, "INT8_DIT_TUNING_CACHE": str(folder), "PYTHONPATH": str(PROJECT)}
+    environment.pop("INT8_DIT_TUNING", None)
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+TUNE_MANY = """
+import sys
+import torch
+from kernels import tuning
+from kernels.tile_configs import AMPERE_CONFIGS
+
+torch.cuda.is_current_stream_capturing = lambda: False
+tuning.median_milliseconds = lambda run, device, repetitions: 1.0
+print("ready", flush=True)
+input()
+measured = 0
+for n in range(int(sys.argv[1]), int(sys.argv[2])):
+    tuner = tuning.Tuner()  # a new one each time, which cannot make up later for what was lost
+    tuner.choose(tuning.TuningKey("card", 16, n, 64), lambda: list(AMPERE_CONFIGS), lambda config: None)
+    measured += tuner.measured
+print(measured)
+"""
+
+
+def test_processes_that_tune_at_once_lose_nothing(tmp_path):
+    started = [start(TUNE_MANY, first, first + 60, folder=tmp_path) for first in (1, 101)]
+    assert [process.stdout.readline() for process in started] == ["ready\n", "ready\n"]
+    for process in started:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert [process.communicate()[0] for process in started] == ["60\n", "60\n"]
+    (path,) = tmp_path.glob("*.json")
+    entries = json.loads(path.read_text())["entries"]
+    assert {entry["n"] for entry in entries} == {*range(1, 61), *range(101, 161)}
+    assert not list(tmp_path.glob("*.tmp"))
+
+    later = start(TUNE_MANY, 1, 61, folder=tmp_path)
+    assert later.communicate("\n")[0] == "ready\n0\n"
+
+
+TUNE_ON_THE_GPU = """
+import torch
+from kernels import int8_accumulate
+from kernels.tuning import tuner
+
+q, weight = (torch.ones(size, 256, dtype=torch.int8, device="cuda") for size in (64, 128))
+assert (int8_accumulate(q, weight) == 256).all()
+print(tuner.measured)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tuning needs a GPU")
+def test_the_second_process_on_a_gpu_measures_nothing(tmp_path):
+    for measured in ("1", "0"):
+        assert start(TUNE_ON_THE_GPU, folder=tmp_path).communicate()[0].strip() == measured
