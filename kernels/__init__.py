@@ -5,6 +5,7 @@ from .device import KERNEL_CHOICES, ComputePath, choose_path
 from .linear import int8_accumulate, int8_gemm, int8_linear, quantize_activations
 from .reference import int8_accumulate_reference, int8_gemm_reference, quantize_activations_reference
 from .rotation import rotate
+from .shared_input import InputPlace, InputReader
 from .smoothing import check_alpha, smoothing_factors
 from .weights import dequantize_weight, quantize_weight
 
@@ -12,6 +13,8 @@ __all__ = [
     "KERNEL_CHOICES",
     "ActivationStatistics",
     "ComputePath",
+    "InputPlace",
+    "InputReader",
     "check_alpha",
     "choose_path",
     "dequantize_weight",

@@ -1,20 +1,11 @@
-"""The INT8 linear and its two halves: what the rest of the pack calls. Checks first, then the device decides who runs."""
-
-import math
+"""The INT8 linear and its two halves: what the rest of the pack calls. All are operators to a compiler."""
 
 import torch
 
+from . import operators
 from .device import uses_triton
-from .reference import int8_accumulate_reference, int8_gemm_reference, quantize_activations_reference
-from .validation import (
-    check_float_matrix,
-    check_int8_matrix,
-    check_out_dtype,
-    check_rotation_group,
-    check_same_device,
-    check_vector,
-    check_weight_scale,
-)
+from .reference import int8_accumulate_reference
+from .validation import check_rotation_group_type, check_same_device
 
 
 def quantize_activations(
@@ -36,26 +27,10 @@ def quantize_activations(
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or group.
+        RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    check_float_matrix("x", x)
-    check_rotation_group(rotation_group, x.shape[1])
-    if smooth is not None:
-        check_vector("smooth", smooth, x.shape[1], "K")
-        check_same_device(x=x, smooth=smooth)
-    if x.numel() == 0:
-        return x.new_zeros(x.shape, dtype=torch.int8), x.new_zeros(x.shape[:1], dtype=torch.float32)
-    if uses_triton(x):
-        from .activations import launch_activation_quantizer
-
-        return launch_activation_quantizer(x, smooth, rotation_group)
-    return quantize_activations_reference(x, smooth, rotation_group)
-
-
-def _check_operands(q: torch.Tensor, weight: torch.Tensor) -> None:
-    check_int8_matrix("q", q)
-    check_int8_matrix("weight", weight)
-    if q.shape[1] != weight.shape[1]:
-        raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
+    check_rotation_group_type(rotation_group)
+    return operators.quantize_activations(x, smooth, rotation_group)
 
 
 def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -63,7 +38,7 @@ def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Raises TypeError or ValueError for wrong dtypes, shapes or devices.
     """
-    _check_operands(q, weight)
+    operators.check_operands(q, weight)
     check_same_device(q=q, weight=weight)
     if q.numel() == 0 or weight.numel() == 0:
         return torch.zeros((q.shape[0], weight.shape[0]), dtype=torch.int32, device=q.device)
@@ -97,25 +72,9 @@ def int8_gemm(
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
+        RuntimeError: `q_scale` needs a gradient, which rounding does not have.
     """
-    _check_operands(q, weight)
-    (m, k), n = q.shape, weight.shape[0]
-    if q_scale.dtype != torch.float32:
-        raise TypeError(f"q_scale must be float32, got {q_scale.dtype}")
-    check_vector("q_scale", q_scale, m, "the rows of q")
-    check_weight_scale(weight_scale, n)
-    if bias is not None:
-        check_vector("bias", bias, n, "the rows of weight")
-    check_out_dtype(out_dtype)
-    check_same_device(q=q, q_scale=q_scale, weight=weight, weight_scale=weight_scale, bias=bias)
-    if m == 0 or n == 0 or k == 0:
-        empty_sum = torch.zeros((m, n), dtype=out_dtype, device=q.device)
-        return empty_sum if bias is None else empty_sum + bias.to(out_dtype)
-    if uses_triton(q):
-        from .gemm import launch_gemm
-
-        return launch_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
-    return int8_gemm_reference(q, q_scale, weight, weight_scale, bias, out_dtype)
+    return operators.int8_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
 
 
 def int8_linear(
@@ -145,13 +104,5 @@ def int8_linear(
         TypeError, ValueError: wrong dtype, shape, device or group.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    if x.ndim == 0:
-        raise ValueError("x must have at least one dimension")
-    check_int8_matrix("weight", weight)
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x has K = {x.shape[-1]} but weight has K = {weight.shape[1]}")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("int8_linear has no gradient: run it under torch.no_grad() or use the bf16 kernel")
-    q, q_scale = quantize_activations(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), smooth, rotation_group)
-    out = int8_gemm(q, q_scale, weight, weight_scale, bias, out_dtype or x.dtype)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    check_rotation_group_type(rotation_group)
+    return operators.int8_linear(x, weight, weight_scale, bias, smooth, rotation_group, out_dtype)

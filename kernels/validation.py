@@ -45,12 +45,17 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
         raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
 
 
+def check_rotation_group_type(group: int | None) -> None:
+    """Raise TypeError unless `group` is None or an int."""
+    if group is not None and (not isinstance(group, int) or isinstance(group, bool)):
+        raise TypeError(f"rotation_group must be an int or None, got {type(group).__name__}")
+
+
 def check_rotation_group(group: int | None, channels: int) -> None:
     """Raise TypeError or ValueError unless `group` is None or a power of 4 (at least 4) that divides `channels`."""
+    check_rotation_group_type(group)
     if group is None:
         return
-    if not isinstance(group, int) or isinstance(group, bool):
-        raise TypeError(f"rotation_group must be an int or None, got {type(group).__name__}")
     if group < 4 or group & (group - 1) or group.bit_length() % 2 == 0:
         raise ValueError(f"rotation_group must be a power of 4, got {group}")
     if channels % group:

@@ -4,24 +4,18 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..kernels.benchmark import (
-    IDEOGRAM4_SHAPES,
-    LinearShape,
-    benchmark_shape,
-    environment,
-    markdown,
-    table,
-    working_memory,
-)
-from .benchmark_plot import plot
+from ..kernels.benchmark import IDEOGRAM4_SHAPES, benchmark_shape, environment, working_memory
+from ..kernels.benchmark_report import LinearShape, markdown, notes, table, title
+from .benchmark_plot import METHODS, plot
 from .calibration import quantizable_linears
 from .model_loading import LayerProgress, make_room
 
 _METHODS_NOTE = (
-    "Median times; activation quantization is included except in 'fused GEMM'. fake-quant: quantize, dequantize, multiply "
-    "in bf16. unfused: torch._int_mm, dequantization after it."
+    "Median times on a busy device, weights not in cache; the quantization of the activations is included except in "
+    "'GEMM alone'. fake-quant: quantize, dequantize, multiply in bf16. unfused: torch._int_mm, then dequantize. "
+    "comfy-kitchen cuda: what ComfyUI's own INT8 computes with."
 )
-_CPU_NOTE = "No GPU: the fused kernel did not run, and float32 stands in for _int_mm; the times are this CPU's."
+_CPU_NOTE = "No GPU: float32 stands in for _int_mm, and the times are this CPU's."
 
 
 class INT8KernelBenchmark(io.ComfyNode):
@@ -58,16 +52,20 @@ class INT8KernelBenchmark(io.ComfyNode):
         for shape in shapes:
             results.append(
                 benchmark_shape(
-                    shape, tokens, device, check=comfy.model_management.throw_exception_if_processing_interrupted
+                    shape,
+                    tokens,
+                    device,
+                    METHODS,
+                    check=comfy.model_management.throw_exception_if_processing_interrupted,
                 )
             )
             progress.step()
-        title = environment(device)
-        columns, rows = table(results)
-        notes = [_METHODS_NOTE] if device.type == "cuda" else [_METHODS_NOTE, _CPU_NOTE]
-        text = "\n\n".join([title, markdown(columns, rows), *notes])
-        ui = {"int8_benchmark": [{"title": title, "columns": columns, "rows": rows, "notes": notes}]}
-        return io.NodeOutput(plot(results, title), text, ui=ui)
+        heading = title(environment(device))
+        columns, rows = table(results, METHODS)
+        remarks = [_METHODS_NOTE, *([] if device.type == "cuda" else [_CPU_NOTE]), *notes(results)]
+        text = "\n\n".join([heading, markdown(columns, rows), *remarks])
+        ui = {"int8_benchmark": [{"title": heading, "columns": columns, "rows": rows, "notes": remarks}]}
+        return io.NodeOutput(plot(results, heading), text, ui=ui)
 
 
 def linear_shapes(model: ModelPatcher) -> list[LinearShape]:

@@ -19,6 +19,7 @@ from .int8_weight import int8_weight
 from .layer_selection import is_quantizable
 from .operations import ConvertLayer, int8_operations, leave_layer
 from .patched_weights import float_weight
+from .shared_input import share_inputs
 
 CALLBACK_KEY = "int8_dit"
 QUANTIZATION_BYTES = 12
@@ -74,6 +75,7 @@ def build_model(
     )
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
+    share_inputs(model.model.diffusion_model)
     if compute.fallback:
         add_fallback_warning(model, compute)
     return model

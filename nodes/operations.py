@@ -10,7 +10,7 @@ import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ..kernels import ComputePath, int8_linear
+from ..kernels import ComputePath, InputReader, int8_linear
 from . import file_format
 from .int8_weight import LAYOUT, format_name, int8_weight, is_int8
 
@@ -45,7 +45,10 @@ def int8_operations(
 
     class INT8Operations(base):
         class Linear(base.Linear):
+            input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
+
             def _load_from_state_dict(self, state_dict, prefix, *args):
+                self.input_reader = None
                 smooth = _take_smoothing_factors(state_dict, prefix)
                 original = state_dict.get(f"{prefix}weight")
                 super()._load_from_state_dict(state_dict, prefix, *args)
@@ -112,7 +115,8 @@ def int8_operations(
                 # Outside dynamic VRAM a partially loaded model's LoRA arrives as a float weight all the same.
                 int8 = weight if is_int8(weight) else self.weight.requantize_from_float(weight)
                 params = int8._params
-                output = int8_linear(input, int8._qdata, params.scale, bias, params.smooth, params.rotation_group)
+                linear = int8_linear if self.input_reader is None else self.input_reader.int8_linear
+                output = linear(input, int8._qdata, params.scale, bias, params.smooth, params.rotation_group)
                 comfy.ops.uncast_bias_weight(self, weight, bias, stream)
                 return output
 

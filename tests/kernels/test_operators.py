@@ -1,0 +1,286 @@
+"""The registered operators: what PyTorch's own checks, torch.compile and CUDA graphs make of them."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensors import DEVICE, random_float, random_int8
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
+
+import kernels
+from kernels import InputPlace, InputReader, int8_gemm, int8_linear, quantize_activations, quantize_weight
+
+OPERATORS = torch.ops.int8_dit
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The eager reference on a CPU: what runs inside the operators is another test's subject. And no compiled leftovers."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def interpreted(monkeypatch, quick):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("rows", (0, 1, 5))
+@pytest.mark.parametrize("with_smooth, group", ((False, None), (True, None), (False, 16), (True, 64)))
+def test_opcheck_of_the_quantization(dtype, rows, with_smooth, group):
+    smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
+    torch.library.opcheck(OPERATORS.quantize_activations.default, (random_float(rows, 64, dtype=dtype), smooth, group))
+
+
+@pytest.mark.parametrize("out_dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("bias_dtype", (None, torch.bfloat16, torch.float32))
+@pytest.mark.parametrize(
+    "rows, channels, scale_shape", ((5, 16, (8,)), (5, 16, (8, 1)), (1, 16, ()), (0, 16, (8,)), (5, 0, (8,)))
+)
+def test_opcheck_of_the_gemm(out_dtype, bias_dtype, rows, channels, scale_shape):
+    bias = None if bias_dtype is None else random_float(8, seed=3, dtype=bias_dtype)
+    weight_scale = torch.full(scale_shape, 0.01, device=DEVICE)
+    operands = random_int8(rows, channels), torch.ones(rows, device=DEVICE), random_int8(8, channels, seed=1)
+    torch.library.opcheck(OPERATORS.int8_gemm.default, (*operands, weight_scale, bias, out_dtype))
+
+
+@pytest.mark.parametrize("leading", ((), (5,), (2, 3), (2, 0)))
+@pytest.mark.parametrize("dtype, out_dtype", ((torch.bfloat16, None), (torch.float32, torch.float16)))
+@pytest.mark.parametrize("options", ((False, False, None), (True, True, 16)))
+def test_opcheck_of_the_linear(leading, dtype, out_dtype, options):
+    with_bias, with_smooth, group = options
+    smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
+    bias = random_float(8, seed=3) if with_bias else None
+    weight, scale = quantize_weight(random_float(8, 64, seed=2), smooth, group)
+    arguments = (random_float(*leading, 64, dtype=dtype), weight, scale, bias, smooth, group, out_dtype)
+    torch.library.opcheck(OPERATORS.int8_linear.default, arguments)
+
+
+def test_functions_and_operators_agree():
+    x, smooth = random_float(2, 3, 64), random_float(64, seed=1).abs() + 0.5
+    weight, scale = quantize_weight(random_float(8, 64, seed=2), smooth, 16)
+    q, q_scale = quantize_activations(x[0], smooth, 16)
+    quantized = OPERATORS.quantize_activations(x[0], smooth, 16)
+    assert torch.equal(quantized[0], q) and torch.equal(quantized[1], q_scale)
+    out = int8_gemm(q, q_scale, weight, scale, None, torch.float32)
+    assert torch.equal(OPERATORS.int8_gemm(q, q_scale, weight, scale, None, torch.float32), out)
+    assert torch.equal(OPERATORS.int8_linear(x, weight, scale, None, smooth, 16)[0], out)
+    assert torch.equal(int8_linear(x, weight, scale, None, smooth, 16)[0], out)
+
+
+def test_a_dispatch_mode_sees_the_operators():
+    seen = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    weight, scale = quantize_weight(random_float(8, 64, seed=2))
+    with Recorder():
+        int8_linear(random_float(3, 64), weight, scale)
+    assert OPERATORS.quantize_activations.default in seen and OPERATORS.int8_gemm.default in seen
+
+
+class INT8Linear(torch.nn.Module):
+    def __init__(self, inputs, outputs, seed, reader=None):
+        super().__init__()
+        weight, scale = quantize_weight(random_float(outputs, inputs, seed=seed) / inputs**0.5)
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.bias = torch.nn.Parameter(random_float(outputs, seed=seed + 100) / 10)
+        self.reader = reader
+
+    def forward(self, x):
+        if self.reader is not None:
+            return self.reader.int8_linear(x, self.weight, self.scale, self.bias, None, None)
+        return int8_linear(x, self.weight, self.scale, self.bias)
+
+
+class Block(torch.nn.Module):
+    """Attention and a SwiGLU, as in a diffusion transformer."""
+
+    WIDTH, HEADS = 64, 4
+
+    def __init__(self, sharing=False):
+        super().__init__()
+        readers = InputReader.group_of(InputPlace(), 2) if sharing else (None, None)
+        self.norm1, self.norm2 = (torch.nn.LayerNorm(self.WIDTH, device=DEVICE) for _ in range(2))
+        self.qkv = INT8Linear(self.WIDTH, 3 * self.WIDTH, 1)
+        self.o = INT8Linear(self.WIDTH, self.WIDTH, 2)
+        self.w1 = INT8Linear(self.WIDTH, 96, 3, readers[0])
+        self.w3 = INT8Linear(self.WIDTH, 96, 4, readers[1])
+        self.w2 = INT8Linear(96, self.WIDTH, 5)
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.HEADS, -1).transpose(1, 3).unbind(2)
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        hidden = self.norm2(x)
+        return x + self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
+
+
+def tokens(count, seed=0):
+    return random_float(2, count, Block.WIDTH, seed=seed)
+
+
+def assert_same_block(actual, expected):
+    # Another order of float additions may move a value across a rounding boundary.
+    assert (actual - expected).norm() <= (1e-3 if BACKEND == "aot_eager" else 1e-2) * expected.norm()
+
+
+@pytest.mark.parametrize("sharing", (False, True))
+def test_a_block_is_one_graph(sharing):
+    with torch.no_grad():
+        explanation = torch._dynamo.explain(Block(sharing))(tokens(12))
+    assert explanation.graph_break_count == 0, explanation.break_reasons
+    assert explanation.graph_count == 1
+
+
+@pytest.mark.parametrize("sharing", (False, True))
+@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
+def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(context, sharing):
+    block, counter = Block(sharing), CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    with context():
+        for step in range(4):
+            x = tokens(12, seed=step)
+            assert_same_block(compiled(x), block(x))
+    assert counter.frame_count == 1
+
+
+def test_other_token_counts_compile_once_more():
+    block, counter = Block(), CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for count in (12, 20, 28, 7):
+            assert_same_block(compiled(tokens(count)), block(tokens(count)))
+    assert counter.frame_count <= 2
+
+
+def test_marked_dynamic_compiles_once():
+    block, counter = Block(), CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for count in (12, 20, 28):
+            x = tokens(count)
+            torch._dynamo.mark_dynamic(x, 1)
+            assert_same_block(compiled(x), block(tokens(count)))
+    assert counter.frame_count == 1
+
+
+def targets_in_compiled_graph(function, *arguments):
+    """The calls in the graph that a compiler gets after AOTAutograd."""
+    targets = []
+
+    def compiler(graph, example_inputs):
+        targets.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=compiler)
+    with torch.no_grad():
+        torch.compile(function, backend=backend, fullgraph=True)(*arguments)
+    return targets
+
+
+def test_a_compiler_sees_the_two_opaque_operators():
+    targets = targets_in_compiled_graph(Block(), tokens(12))
+    assert targets.count(OPERATORS.quantize_activations.default) == 5
+    assert targets.count(OPERATORS.int8_gemm.default) == 5
+    assert OPERATORS.int8_linear.default not in targets
+
+
+def test_a_shared_input_is_quantized_once_in_a_compiled_graph():
+    targets = targets_in_compiled_graph(Block(sharing=True), tokens(12))
+    assert targets.count(OPERATORS.quantize_activations.default) == 4
+    assert targets.count(OPERATORS.int8_gemm.default) == 5
+
+
+def test_compiled_under_the_interpreter_or_on_the_gpu(interpreted):
+    weight, scale = quantize_weight(random_float(24, 32, seed=2))
+    x = random_float(5, 32)
+    compiled = torch.compile(lambda x: int8_linear(x, weight, scale), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), int8_linear(x, weight, scale))
+
+
+def test_gradients_are_refused():
+    weight, scale = quantize_weight(random_float(8, 16, seed=2))
+    x = random_float(2, 16).requires_grad_()
+    q_scale = torch.ones(2, device=DEVICE).requires_grad_()
+    calls = {
+        "quantize_activations": (x,),
+        "int8_gemm": (random_int8(2, 16), q_scale, weight, scale, None, torch.float32),
+        "int8_linear": (x, weight, scale),
+    }
+    for name, arguments in calls.items():
+        for function in (getattr(kernels, name), getattr(OPERATORS, name)):
+            with pytest.raises(RuntimeError, match=f"{name} has no gradient"):
+                function(*arguments)
+            with pytest.raises(RuntimeError, match=f"{name} has no gradient"):
+                torch.compile(lambda *given, call=function: call(*given), backend="aot_eager", fullgraph=True)(
+                    *arguments
+                )
+            with torch.no_grad():
+                function(*arguments)
+
+
+def test_weights_and_biases_are_constants():
+    weight, scale = quantize_weight(random_float(8, 16, seed=2))
+    bias = random_float(8, seed=3).requires_grad_()
+    for function in (int8_linear, OPERATORS.int8_linear):
+        assert not function(random_float(2, 16), weight, scale, bias).requires_grad
+        assert not function(random_float(0, 16), weight, scale, bias).requires_grad
+
+
+def test_a_compiler_reports_what_is_wrong():
+    weight, scale = quantize_weight(random_float(8, 16, seed=2))
+    compiled = torch.compile(lambda x: int8_linear(x, weight, scale), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="x has K = 17 but weight has K = 16"):
+        compiled(random_float(2, 17))
+
+
+def test_the_pack_can_be_imported_twice(monkeypatch):
+    """As a custom node and as `kernels`: the operators are the process's, and both imports compute with them."""
+    folder = Path(kernels.__file__).parent
+    spec = importlib.util.spec_from_file_location(
+        "kernels_again", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "kernels_again", again)
+    before = OPERATORS.int8_linear.default
+    spec.loader.exec_module(again)
+    assert again.int8_linear is not int8_linear
+    assert torch.ops.int8_dit.int8_linear.default is before
+    weight, scale = quantize_weight(random_float(8, 16, seed=2))
+    x = random_float(3, 16)
+    compiled = torch.compile(lambda x: again.int8_linear(x, weight, scale), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), int8_linear(x, weight, scale))
+    for name in [name for name in sys.modules if name.startswith("kernels_again.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("sharing", (False, True))
+def test_a_cuda_graph_replays_on_new_input(sharing):
+    block, x = Block(sharing), tokens(40).clone()
+    stream = torch.cuda.Stream()
+    with torch.inference_mode():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # tunes and compiles the kernels
+                block(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = block(x)
+        for seed in (1, 2):
+            other = tokens(40, seed)
+            x.copy_(other)
+            graph.replay()
+            assert torch.equal(out, block(other))
