@@ -127,6 +127,7 @@ def main() -> None:
     import comfy.sd
     from comfyui_version import __version__ as comfyui_version
     from int8_dit.kernels.benchmark import environment
+    from int8_dit.kernels.benchmark_report import title
     from int8_dit.nodes.model_loading import load_int8_model
     from int8_dit.nodes.quantization import quantize_model
     from int8_dit.nodes.save_int8_dit import save_int8_model
@@ -160,7 +161,7 @@ def main() -> None:
             del loaded
         results.append({**figures, "quantize_s": seconds, "quantize_peak_gb": peak, "file_gb": size})
 
-    print(f"\n{environment(device)}, ComfyUI {comfyui_version}, {arguments.blocks} blocks\n")
+    print(f"\n{title(environment(device))}, ComfyUI {comfyui_version}, {arguments.blocks} blocks\n")
     columns = [
         "variant",
         *(f"{p} px ms (vs bf16)" for p in steps),

@@ -1,0 +1,255 @@
+"""The benchmark: its arithmetic on made-up figures, what it leaves out, and one run of the command."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from kernels import benchmark, peers
+from kernels.benchmark import benchmark_shape, weight_copies
+from kernels.benchmark_report import (
+    BF16,
+    BIAS,
+    COPY,
+    FP8,
+    FUSED,
+    FUSED_GEMM,
+    KITCHEN_CUDA,
+    METHODS,
+    QUANTIZE,
+    QUANTIZE_ROTATION,
+    SMOOTHING,
+    UNFUSED,
+    VARIANTS,
+    LinearShape,
+    QuantizationResult,
+    Report,
+    ShapeResult,
+    geometric_mean,
+    notes,
+    quantization_table,
+    summary,
+    table,
+    title,
+    variant_table,
+)
+from kernels.timing import CallSeries, GraphPool, sustained_milliseconds
+
+CPU = torch.device("cpu")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def made_up(milliseconds, name="qkv", m=100, tokens=None):
+    """A result whose methods take these times in all three rounds."""
+    rounds = {method: [time, time, time] for method, time in milliseconds.items()}
+    return ShapeResult(LinearShape(name, 1000, 2000, tokens), m, rounds=rounds)
+
+
+def cells(columns, row):
+    return dict(zip(columns, row, strict=True))
+
+
+def test_medians_speeds_and_rates():
+    result = made_up({BF16: 8.0, FUSED: 2.0})
+    result.rounds[BF16] = [9.0, 8.0, 3.0]
+    assert result.milliseconds == {BF16: 8.0, FUSED: 2.0}
+    assert result.speedup(FUSED) == 4.0
+    assert result.time_ratio(FUSED, BF16) == 0.25
+    assert result.speedup(KITCHEN_CUDA) is None and result.speedup(FUSED, KITCHEN_CUDA) is None
+    assert result.teraflops(BF16) == pytest.approx(2 * 100 * 1000 * 2000 / 8e-3 / 1e12)
+    assert result.teraflops(FP8) is None
+    assert geometric_mean([1.0, 8.0]) == pytest.approx(math.sqrt(8))
+
+
+def test_table_has_the_methods_that_ran_somewhere():
+    full = made_up({BF16: 8.0, KITCHEN_CUDA: 4.0, FUSED: 2.0})
+    full.relative_errors = {BF16: 0.002, FUSED: 0.0123}
+    full.looped = [KITCHEN_CUDA]
+    columns, rows = table([full, made_up({BF16: 1.0}, name="other")], METHODS)
+    assert not [column for column in columns if FP8 in column or UNFUSED in column]
+    first, second = (cells(columns, row) for row in rows)
+    assert first["M x N x K"] == "100 x 1000 x 2000"
+    assert first[f"{FUSED} ms"] == "2.000" and first[f"{KITCHEN_CUDA} ms"] == "4.000\\*"
+    assert first["fused vs bf16"] == "4.00 x" and first["fused vs comfy-kitchen cuda"] == "2.00 x"
+    assert first["rel. error"] == "0.0123" and second["rel. error"] == "-"
+    assert second[f"{FUSED} ms"] == second["fused vs bf16"] == second[f"{KITCHEN_CUDA} ms"] == "-"
+
+
+def test_variants_are_shown_with_their_cost():
+    columns, rows = variant_table([made_up({FUSED: 2.0, BIAS: 2.1, SMOOTHING: 1.9})])
+    row = cells(columns, rows[0])
+    assert row["+ bias ms"] == "2.100 (+5.0 %)" and row["+ smoothing ms"] == "1.900 (-5.0 %)"
+    assert row["+ rotation ms"] == "-"
+
+
+def test_summary_is_of_the_shapes_at_the_runs_m():
+    results = [
+        made_up({BF16: 8.0, FUSED: 2.0, SMOOTHING: 2.0}, name="qkv"),
+        made_up({BF16: 2.0, FUSED: 2.0, SMOOTHING: 2.42}, name="ffn up"),
+        made_up({BF16: 100.0, FUSED: 1.0, SMOOTHING: 9.0}, name="llm", tokens=512),
+    ]
+    columns, rows = summary(results)
+    by_name = {row[0]: cells(columns, row) for row in rows}
+    assert by_name[f"{FUSED} vs {BF16}"]["geometric mean"] == "2.000 x"
+    assert by_name[f"{FUSED} vs {BF16}"]["worst"] == "1.000 x"
+    assert by_name[f"{FUSED} vs {BF16}"]["at"] == "ffn up, M = 100"
+    assert by_name["cost of smoothing"]["geometric mean"] == "+10.0 %"
+    assert by_name["cost of smoothing"]["worst"] == "+21.0 %"
+    assert set(by_name) == {f"{FUSED} vs {BF16}", "cost of smoothing"}
+    assert summary(results[2:])[1] == []
+
+
+def test_quantization_bandwidth_counts_all_bytes():
+    result = QuantizationResult(1000, 500, 2, {QUANTIZE: [1.0], COPY: [2.0]})
+    assert result.gigabytes_per_second(QUANTIZE) == pytest.approx(1000 * (500 * 3 + 4) / 1e6)
+    assert result.gigabytes_per_second(COPY) == pytest.approx(1000 * 500 * 4 / 2 / 1e6)
+    columns, rows = quantization_table([result])
+    row = cells(columns, rows[0])
+    assert row["plain ms (GB/s)"] == "1.0000 (2)" and row[f"{QUANTIZE_ROTATION} ms (GB/s)"] == "-"
+
+
+def test_notes_say_what_is_missing_and_what_is_doubtful():
+    results = [made_up({BF16: 1.0}), made_up({BF16: 1.0}, m=77)]
+    assert notes(results) == []
+    for result in results:
+        result.absent[FP8] = "no FP8"
+    results[1].absent[KITCHEN_CUDA] = "no FP8"
+    (line,) = notes(results)
+    assert line == f"Left out (no FP8): {FP8}; {KITCHEN_CUDA} at 77 x 1000 x 2000."
+
+    results[0].relative_errors = {UNFUSED: 0.01, FUSED: math.nan}
+    results[0].rounds[BF16] = [1.0, 1.2, 1.0]
+    results[0].looped = [FUSED]
+    looped, _, wrong, unsteady = notes(results)
+    assert "not captured" in looped and wrong.startswith(FUSED) and "20%" in unsteady
+
+
+def test_json_holds_every_figure():
+    result = made_up({BF16: 1.0, FUSED: 0.5})
+    result.rounds[BF16] = [3.0, 1.0, 2.0]
+    result.relative_errors = {BF16: 0.002, FUSED: math.nan}
+    result.absent = {FP8: "no FP8"}
+    report = Report({"card": "card", "date": "today"}, [result], [QuantizationResult(8, 16, 2, {COPY: [1.0]})], 123.0)
+    content = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    (shape,) = content["shapes"]
+    assert ShapeResult(LinearShape(**shape["shape"]), shape["m"], rounds=shape["rounds"]).rounds == result.rounds
+    assert shape["milliseconds"] == {BF16: 2.0, FUSED: 0.5}
+    assert shape["relative_errors"] == {BF16: 0.002, FUSED: None}
+    assert shape["absent"] == result.absent
+    assert content["quantizations"][0]["rounds"] == {COPY: [1.0]}
+    assert content["copy_gigabytes_per_second"] == 123.0
+    assert content["environment"] == report.environment
+
+
+@pytest.mark.parametrize(
+    "weight_bytes, cache_bytes, free_bytes, copies",
+    (
+        (1000, 0, 10**9, 2),  # larger than any cache: in turn all the same
+        (100, 250, 10**9, 6),  # 6 x 100 > 2 x 250
+        (100, 250, 2 * 4 * 700, 4),  # no more than half of the memory
+        (100, 250, 100, 1),  # but one at least
+        (1, 250, 10**9, 64),  # and not thousands of small ones
+    ),
+)
+def test_copies_of_a_weight(weight_bytes, cache_bytes, free_bytes, copies):
+    assert weight_copies(weight_bytes, cache_bytes, 7 * weight_bytes, free_bytes) == copies
+
+
+def test_rounds_alternate_between_the_methods():
+    order = []
+    series = {name: CallSeries(lambda copy, name=name: order.append(f"{name}{copy}"), 2, CPU) for name in "ab"}
+    times = sustained_milliseconds(series, 2, check=lambda: order.append("check"))
+    assert {name: len(rounds) for name, rounds in times.items()} == {"a": 2, "b": 2}
+    assert order == ["check", *["a0", "a1"] * 3, "check", *["b0", "b1"] * 3] * 2
+
+
+def test_peers_are_unavailable_on_a_cpu():
+    with pytest.raises(peers.Unavailable, match="no GPU"):
+        peers.require_fp8(CPU)
+    with pytest.raises(peers.Unavailable, match="no GPU"):
+        peers.kitchen_int8_linear("cuda", CPU)
+
+
+def test_a_peer_that_fails_is_left_out_and_our_own_method_is_not(monkeypatch):
+    def failing(operands):
+        def run(copy):
+            raise RuntimeError("first line\nsecond line")
+
+        return run
+
+    shape = LinearShape("tiny", 32, 64)
+    monkeypatch.setitem(benchmark._PREPARE, KITCHEN_CUDA, failing)
+    result = benchmark_shape(shape, 4, CPU, (BF16, KITCHEN_CUDA), rounds=1)
+    assert set(result.rounds) == {BF16} and result.absent == {KITCHEN_CUDA: "first line"}
+    monkeypatch.setitem(benchmark._PREPARE, UNFUSED, failing)
+    with pytest.raises(RuntimeError, match="first line"):
+        benchmark_shape(shape, 4, CPU, (BF16, UNFUSED), rounds=1)
+
+
+def test_check_can_stop_the_benchmark():
+    class Stopped(Exception):
+        pass
+
+    def stop():
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        benchmark_shape(LinearShape("tiny", 32, 64), 4, CPU, rounds=1, check=stop)
+
+
+def test_plan():
+    plan = benchmark.planned_shapes((10, 20), tall=False, models=False)
+    blocks = [(shape, m) for shape, m in plan if shape.tokens is None]
+    assert [m for _, m in blocks] == [10] * 4 + [20] * 4
+    assert [m for shape, m in plan if shape.tokens] == [512, 77, 77, 77, 77]
+    extended = benchmark.planned_shapes((10, 20), tall=True, models=True)
+    assert {(21504, 5376), (5120, 13824)} <= {(shape.n, shape.k) for shape, _ in extended}
+
+
+def test_command_writes_what_it_prints(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(benchmark, "BLOCK_SHAPES", (LinearShape("qkv", 96, 64), LinearShape("ffn down", 32, 256)))
+    monkeypatch.setattr(benchmark, "LLM_SHAPE", LinearShape("llm projection", 32, 512, tokens=3))
+    monkeypatch.setattr(benchmark, "FEW_TOKENS", 2)
+    monkeypatch.setattr(benchmark, "_LARGE_COPY_BYTES_ON_CPU", 1 << 10)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    files = tmp_path / "figures.json", tmp_path / "tables.md"
+    benchmark.main(["--tokens", "4", "5", "--rounds", "2", "--json", str(files[0]), "--markdown", str(files[1])])
+
+    printed = capsys.readouterr().out
+    assert files[1].read_text() == printed
+    assert "CPU" in printed and f"Left out (no GPU): {FP8}" in printed.replace(f"{FP8} GEMM alone; ", "")
+    content = json.loads(files[0].read_text())
+    assert title(content["environment"]) in printed
+    assert [shape["m"] for shape in content["shapes"]] == [4, 4, 5, 5, 3, 2, 2]
+    for shape in content["shapes"]:
+        assert BF16 in shape["rounds"] and FUSED not in shape["rounds"]
+        assert all(len(times) == 2 and min(times) > 0 for times in shape["rounds"].values())
+        assert max(shape["relative_errors"].values()) < 0.1
+    assert [(entry["m"], entry["k"]) for entry in content["quantizations"]] == [
+        (4, 64), (4, 256), (5, 64), (5, 256), (3, 512), (2, 64), (2, 256)
+    ]  # fmt: skip
+
+
+@NEEDS_GPU
+def test_own_methods_are_captured_and_right():
+    device = torch.device("cuda")
+    result = benchmark_shape(LinearShape("small", 512, 768), 256, device, rounds=1)
+    own = {BF16, FUSED_GEMM, FUSED, *VARIANTS}
+    assert own <= set(result.rounds)
+    assert not own & set(result.looped)
+    assert result.copies > 1
+    assert not [line for line in notes([result]) if "something else" in line]
+
+
+@NEEDS_GPU
+def test_what_cannot_be_captured_is_looped():
+    device = torch.device("cuda")
+    x, pool, stream = torch.ones(16, device=device), GraphPool(), torch.cuda.current_stream()
+    before, looped, after = (
+        CallSeries(run, 1, device, pool) for run in (lambda _: x.sum(), lambda _: x.sum().item(), lambda _: x.sum())
+    )
+    assert [series.looped for series in (before, looped, after)] == [False, True, False]
+    assert min(series.milliseconds() for series in (before, looped, after)) > 0
+    assert torch.cuda.current_stream() == stream
+    torch.randn(4, device=device)  # the failure has left no mark on the generator
