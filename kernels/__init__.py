@@ -6,7 +6,7 @@ from .linear import int8_accumulate, int8_gemm, int8_linear, quantize_activation
 from .reference import int8_accumulate_reference, int8_gemm_reference, quantize_activations_reference
 from .rotation import rotate
 from .shared_input import InputPlace, InputReader
-from .smoothing import check_alpha, smoothing_factors
+from .smoothing import channel_absmax, check_alpha, smoothing_factors
 from .weights import dequantize_weight, quantize_weight
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "ComputePath",
     "InputPlace",
     "InputReader",
+    "channel_absmax",
     "check_alpha",
     "choose_path",
     "dequantize_weight",

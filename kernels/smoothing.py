@@ -2,13 +2,33 @@
 
 import torch
 
-from .validation import check_vector
+from .validation import check_float_matrix, check_vector
 
 
 def check_alpha(alpha: float) -> None:
     """Raise ValueError unless the migration strength `alpha` lies in 0..1."""
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
+
+
+def channel_absmax(w: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each input channel of a weight.
+
+    Args:
+        w: [N, K] bf16, fp16 or fp32.
+
+    Returns:
+        float32 [K] on the weight's device.
+
+    Raises:
+        TypeError, ValueError: wrong dtype or shape; NaN or Inf in the weight.
+    """
+    check_float_matrix("w", w)
+    absmax = w.abs().amax(dim=0).float()
+    finite = torch.isfinite(absmax)
+    if not bool(finite.all()):
+        raise ValueError(f"weight has a NaN or Inf in input channel {int((~finite).nonzero()[0])}")
+    return absmax
 
 
 def smoothing_factors(activation_absmax: torch.Tensor, weight_absmax: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -20,7 +40,7 @@ def smoothing_factors(activation_absmax: torch.Tensor, weight_absmax: torch.Tens
 
     Args:
         activation_absmax: [K] largest magnitude of each input channel seen in calibration.
-        weight_absmax: [K] largest magnitude of each weight column.
+        weight_absmax: [K] largest magnitude of each weight column, over all the weights that are to share the factors.
         alpha: migration strength in 0..1.
 
     Returns:

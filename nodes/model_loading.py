@@ -12,7 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
-from ..kernels import ComputePath, choose_path, quantize_weight
+from ..kernels import ComputePath, channel_absmax, choose_path, quantize_weight
 from . import notices
 from .checkpoint import holds_int8, read_checkpoint
 from .int8_weight import int8_weight
@@ -73,6 +73,8 @@ def build_model(
     model = comfy.sd.load_diffusion_model_state_dict(
         state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
     )
+    # A conversion may hold the model it reads from, which need not live as long as this one.
+    operations.convert_layer = staticmethod(leave_layer)
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
     share_inputs(model.model.diffusion_model)
@@ -180,8 +182,8 @@ def quantize_layer(
     ValueError naming the layer if the weight holds a NaN or Inf.
     """
     weight = float_weight(weight.to(device=device))
-    smooth = None if smoothing is None else smoothing(weight.abs().amax(dim=0).float())
     with naming_layer(name):
+        smooth = None if smoothing is None else smoothing(channel_absmax(weight))
         q, scale = quantize_weight(weight, smooth)
     return int8_weight(q.cpu(), scale.cpu(), dtype, None if smooth is None else smooth.cpu())
 

@@ -44,6 +44,8 @@ def int8_operations(
     base = comfy.ops.mixed_precision_ops(compute_dtype=compute_dtype)
 
     class INT8Operations(base):
+        convert_layer: ConvertLayer  # until the model is loaded
+
         class Linear(base.Linear):
             input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
 
@@ -70,7 +72,7 @@ def int8_operations(
                     self._hold(held.dequantize() if dequantize_once else held)
                 else:
                     stored = held if isinstance(held, QuantizedTensor) else original
-                    converted = convert_layer(prefix.removesuffix("."), stored)
+                    converted = INT8Operations.convert_layer(prefix.removesuffix("."), stored)
                     if converted is not None:
                         self._hold(converted)
 
@@ -120,6 +122,7 @@ def int8_operations(
                 comfy.ops.uncast_bias_weight(self, weight, bias, stream)
                 return output
 
+    INT8Operations.convert_layer = staticmethod(convert_layer)
     return INT8Operations
 
 

@@ -11,7 +11,14 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.quant_ops import QuantizedTensor
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
-from ..kernels import ActivationStatistics, check_alpha, choose_path, relative_rounding_error, smoothing_factors
+from ..kernels import (
+    ActivationStatistics,
+    channel_absmax,
+    check_alpha,
+    choose_path,
+    relative_rounding_error,
+    smoothing_factors,
+)
 from .calibration import quantizable_linears
 from .model_loading import (
     CALLBACK_KEY,
@@ -27,6 +34,7 @@ from .model_loading import (
 )
 from .operations import int8_operations
 from .patched_weights import DIFFUSION_MODEL, patched_weight, stored_weight
+from .shared_input import same_input_groups
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +97,8 @@ def quantize_model(
     ranking = sorted(linears, key=lambda name: (-fragility.get(name, 0.0), name))
     protected = ranking[:protect_layers]
 
-    def smoothing_of(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        observed = (statistics or {}).get(name)
-        if observed is None:
-            return None
-        return lambda weight_absmax: smoothing_factors(observed.absmax.to(weight_absmax.device), weight_absmax, alpha)
-
+    smoothed = {name: stats for name, stats in (statistics or {}).items() if name in linears and name not in protected}
+    smoothing = _Smoothing(smoothed, source, alpha)
     compute_dtype = model.model.get_dtype_inference()
 
     def convert(name: str, weight: torch.Tensor) -> torch.Tensor | None:
@@ -103,7 +107,8 @@ def quantize_model(
         if name in protected:
             converted = source(name).to(device="cpu", dtype=compute_dtype, copy=True)
         else:
-            converted = quantize_layer(name, source(name), device, compute_dtype, smoothing_of(name))
+            layer_smoothing = smoothing.of(name)  # before the layer's own weight is on the device
+            converted = quantize_layer(name, source(name), device, compute_dtype, layer_smoothing)
         progress.step()
         return converted
 
@@ -116,6 +121,48 @@ def quantize_model(
     quantized.set_attachments(RECIPE_KEY, json.dumps(asdict(recipe)))
     logger.info("INT8: %d layers quantized, %d protected: %s", recipe.quantized, len(protected), ", ".join(protected))
     return quantized
+
+
+class _Smoothing:
+    """The smoothing factors of INT8 layers: one vector for those that read the same input.
+
+    Those are the ones whose names say so and whose statistics agree in every bit: the q of a cross attention reads
+    another tensor than its k and v.
+
+    Args:
+        statistics: what the layers to smooth have seen.
+        weight: the float weight [N, K] of one of them on the device, for a look.
+        alpha: migration strength.
+    """
+
+    def __init__(
+        self, statistics: dict[str, ActivationStatistics], weight: Callable[[str], torch.Tensor], alpha: float
+    ) -> None:
+        self._inputs = {name: seen.absmax for name, seen in statistics.items()}
+        self._weight, self._alpha = weight, alpha
+        groups = same_input_groups(self._inputs, lambda a, b: torch.equal(self._inputs[a], self._inputs[b]))
+        self._group_of = {name: group for group in groups for name in group}
+        self._group_absmax: dict[str, torch.Tensor] = {}  # of all members' weights [K], by member
+
+    def of(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Layer `name`'s own weight absmax [K] -> its factors [K]; None where the layer is not smoothed.
+
+        To be called while no weight is on the device, because each of a group is looked at there, one by one. Raises
+        ValueError naming the layer whose weight holds a NaN or Inf.
+        """
+        if name not in self._inputs:
+            return None
+        if name in self._group_of and name not in self._group_absmax:
+            group = self._group_of[name]
+            absmax = torch.stack([self._look(member) for member in group]).amax(dim=0)
+            self._group_absmax.update(dict.fromkeys(group, absmax))
+        return lambda own: smoothing_factors(
+            self._inputs[name].to(own.device), self._group_absmax.get(name, own), self._alpha
+        )
+
+    def _look(self, name: str) -> torch.Tensor:
+        with naming_layer(name):
+            return channel_absmax(self._weight(name))
 
 
 def _refuse_replaced_layers(model: ModelPatcher) -> None:
@@ -164,6 +211,7 @@ def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> M
     """A clone of `model` (its sampling settings, wrappers, hooks) around the freshly built INT8 model."""
     clone = model.clone(model_override=(built.model, ({}, {}, {}, set())))
     clone.size = 0  # measured again: INT8 is smaller
+    clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
     clone.patches = {}  # the weight patches are in the weights now
     clone.patches_uuid = built.patches_uuid
     clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY)  # of an earlier quantization

@@ -1,12 +1,14 @@
-"""Which linears of a diffusion model read the same input, so that it is quantized once for all of them."""
+"""Which linears of a diffusion model read the same input, so that it is smoothed alike and quantized once for all."""
+
+from collections.abc import Callable, Iterable
 
 import torch
 
 from ..kernels import InputPlace, InputReader
 from .int8_weight import is_int8
 
-# Attribute names under one parent, in the order of the calls, as in ComfyUI's models. It does no harm that the q of a
-# cross attention reads another tensor than k and v: only the very same one is shared.
+# Attribute names under one parent, in the order of the calls, as in ComfyUI's models. The q of a cross attention reads
+# another tensor than k and v. That does no harm: only the very same tensor is shared, and calibration tells them apart.
 _GROUPS = (
     ("w1", "w3"),  # Lumina, Z-Image, Ideogram 4, HiDream
     ("gate_proj", "up_proj"),  # Flux 2, Ernie, ACE-Step
@@ -30,22 +32,42 @@ _GROUPS = (
 )
 
 
+def same_input_groups(names: Iterable[str], alike: Callable[[str, str], bool]) -> list[list[str]]:
+    """The groups of two or more linears that read the same input, going by their names and by `alike`.
+
+    Args:
+        names: dotted module paths of the linears that count.
+        alike: an equivalence that splits what the names put together: whether two linears belong to one group.
+
+    Returns:
+        Lists of `names`, each in the order of the calls.
+    """
+    children: dict[str, set[str]] = {}
+    for name in names:
+        parent, dot, child = name.rpartition(".")
+        children.setdefault(parent + dot, set()).add(child)
+    groups = []
+    for prefix, present in children.items():
+        for group in _GROUPS:
+            rest = [prefix + child for child in group if child in present]
+            while rest:
+                members = [name for name in rest if alike(name, rest[0])]
+                rest = [name for name in rest if name not in members]
+                if len(members) > 1:
+                    groups.append(members)
+    return groups
+
+
 def share_inputs(model: torch.nn.Module) -> None:
     """Let the INT8 linears of `model` that read the same input quantize it once.
 
     To be called when all weights are loaded, since only linears that quantize alike can share.
     """
     place = InputPlace()
-    for parent in model.modules():
-        children = dict(parent.named_children())
-        for names in _GROUPS:
-            linears = [children[name] for name in names if is_int8(getattr(children.get(name), "weight", None))]
-            while linears:
-                alike = [linear for linear in linears if _quantize_alike(linear, linears[0])]
-                linears = [linear for linear in linears if linear not in alike]
-                if len(alike) > 1:
-                    for linear, reader in zip(alike, InputReader.group_of(place, len(alike)), strict=True):
-                        linear.input_reader = reader
+    linears = {name: module for name, module in model.named_modules() if is_int8(getattr(module, "weight", None))}
+    for names in same_input_groups(linears, lambda a, b: _quantize_alike(linears[a], linears[b])):
+        for name, reader in zip(names, InputReader.group_of(place, len(names)), strict=True):
+            linears[name].input_reader = reader
 
 
 def _quantize_alike(a: torch.nn.Module, b: torch.nn.Module) -> bool:

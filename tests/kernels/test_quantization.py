@@ -5,6 +5,7 @@ import torch
 from tensors import DEVICE, random_float, rotation_matrix
 
 from kernels import (
+    channel_absmax,
     dequantize_weight,
     quantize_activations,
     quantize_activations_reference,
@@ -135,6 +136,17 @@ def test_non_finite_weight_is_refused_with_its_channel():
     w[3, 1] = float("nan")
     with pytest.raises(ValueError, match="output channel 3"):
         quantize_weight(w)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_channel_absmax(dtype):
+    w = random_float(7, 50, seed=1, dtype=dtype)
+    absmax = channel_absmax(w)
+    assert absmax.dtype == torch.float32
+    assert absmax.tolist() == [max(abs(value) for value in column) for column in w.t().tolist()]
+    w[3, 11] = float("nan")
+    with pytest.raises(ValueError, match="NaN or Inf in input channel 11"):
+        channel_absmax(w)
 
 
 @pytest.mark.parametrize("alpha", (0.0, 0.3, 0.5, 1.0))

@@ -1,6 +1,8 @@
 """Quantize to INT8 (SmoothQuant): what calibration sees, what is protected and smoothed, and what stays untouched."""
 
+import gc
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +181,17 @@ def test_no_memory_is_shared_with_the_input_model(dit, model):
         return {tensor.data_ptr() for tensor in patcher.model.diffusion_model.state_dict().values()}
 
     assert not addresses(model) & addresses(dit.quantize(model, protect_layers=2))
+
+
+def test_the_input_model_can_be_forgotten(dit):
+    """Or a bf16 model would stay in memory as long as its INT8 copy is in use."""
+    model = dit.stock()
+    source = weakref.ref(model.model)
+    quantized = dit.quantize(model, protect_layers=2)
+    del model
+    gc.collect()
+    assert source() is None
+    assert quantized.model is not None
 
 
 def test_comfyui_counts_on_the_smaller_size(dit, model):

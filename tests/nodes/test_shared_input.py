@@ -1,8 +1,10 @@
-"""Linears that read the same input: quantized once, the same bits, nothing shared that is not the same, nothing kept."""
+"""Linears that read the same input: smoothed alike, quantized once, the same bits, nothing shared that is not the same,
+nothing kept."""
 
 import gc
 import threading
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -223,3 +225,159 @@ def test_the_loader_lets_linears_share(pack):
     assert groups["k"] is groups["v"] is not None and groups["k"] is not groups["to_q"]
     assert groups["to_q"].place is groups["k"].place
     assert all(groups[name] is None for name in ("to_k", "to_out", "q", "o", "w1", "w2", "w3"))
+
+
+# What the quantizer does so that a calibrated model shares: one vector of smoothing factors per group.
+
+
+@pytest.fixture
+def small(pack):
+    import small_models
+
+    return small_models
+
+
+@pytest.fixture
+def swiglu(small, monkeypatch):
+    """A float MODEL with w1 and w3."""
+    return small.ideogram4(monkeypatch)
+
+
+@pytest.fixture
+def attention(small):
+    """A float MODEL with q, k and v, of one tensor and of two."""
+    return small.wan()
+
+
+FEED_FORWARD = "layers.1.feed_forward"
+
+
+def factors(dit, model, layer):
+    return dit.int8_weights(model)[layer]._params.smooth
+
+
+def assert_factors(dit, quantized, model, statistics, members, alpha=0.5):
+    """s = max|X|^alpha / max|W|^(1 - alpha) with the largest weight of all members, the same bits in each."""
+    weight = torch.cat([dit.module(model, layer).weight for layer in members]).abs().amax(0)
+    expected = (statistics[members[0]].absmax.double() ** alpha / weight.double() ** (1 - alpha)).float()
+    vectors = [factors(dit, quantized, layer) for layer in members]
+    torch.testing.assert_close(vectors[0], expected, rtol=1e-6, atol=0)
+    assert all(torch.equal(vector, vectors[0]) for vector in vectors)
+    assert len({vector.data_ptr() for vector in vectors}) == len(vectors)
+
+
+def sharing(dit, model):
+    """The layers that share a quantization, as sets."""
+    groups = {}
+    for layer in dit.int8_weights(model):
+        reader = dit.module(model, layer).input_reader
+        if reader is not None:
+            groups.setdefault(reader.group, set()).add(layer)
+    return list(groups.values())
+
+
+@pytest.mark.parametrize("alpha", (0.0, 0.5, 1.0))
+def test_w1_and_w3_are_smoothed_by_their_joint_absmax(dit, small, swiglu, alpha):
+    quantized = dit.quantize(swiglu, alpha, **small.calibration(swiglu))
+    statistics = small.statistics(swiglu)
+    for block in ("layers.0", "layers.1"):
+        for layers in (("feed_forward.w1", "feed_forward.w3"), ("feed_forward.w2",), ("attention.qkv",)):
+            members = [f"{block}.{layer}" for layer in layers]
+            assert_factors(dit, quantized, swiglu, statistics, members, alpha)
+
+
+def test_only_linears_of_the_same_tensor_are_smoothed_alike(dit, small, attention):
+    """The q of a cross attention has factors of its own."""
+    quantized = dit.quantize(attention, **small.calibration(attention))
+    statistics = small.statistics(attention)
+    shared = []
+    for block in ("blocks.0", "blocks.1"):
+        for parent, names in (("self_attn", "qkv"), ("cross_attn", "kv"), ("cross_attn", "q")):
+            members = [f"{block}.{parent}.{name}" for name in names]
+            assert_factors(dit, quantized, attention, statistics, members)
+            if len(members) > 1:
+                shared.append(set(members))
+    assert sharing(dit, quantized) == shared
+
+
+def test_a_protected_member_takes_no_part(dit, small, swiglu):
+    """Of two equally fragile layers the first by name is protected."""
+    from int8_dit.nodes.quantization import quantize_model
+
+    w1, w3 = f"{FEED_FORWARD}.w1", f"{FEED_FORWARD}.w3"
+    statistics = small.statistics(swiglu)
+    ranking = sorted(statistics, key=lambda layer: (-statistics[layer].spikiness, layer))
+    quantized = quantize_model(swiglu, 0.5, ranking.index(w1) + 1, "fused int8", statistics)
+    assert w1 not in dit.int8_weights(quantized)
+    assert_factors(dit, quantized, swiglu, statistics, [w3])
+    assert not [group for group in sharing(dit, quantized) if w3 in group]
+
+
+def test_a_calibrated_model_quantizes_the_input_of_w1_and_w3_once(dit, small, swiglu, quantizations, tmp_path):
+    """Out of the quantizer, and loaded from the file that ComfyUI's own node writes of it."""
+    import comfy.sd
+
+    quantized = dit.quantize(swiglu, **small.calibration(swiglu))
+    path = str(tmp_path / "saved.safetensors")
+    comfy.sd.save_checkpoint(path, quantized)
+    results = []
+    for model in (quantized, dit.load(path)):
+        assert sharing(dit, model) == [{f"layers.{block}.feed_forward.{w}" for w in ("w1", "w3")} for block in range(2)]
+        quantizations.clear()
+        results.append(small.output(model))
+        assert len(quantizations) == 2 * 4  # qkv, o, w1 with w3, w2
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", ("swiglu", "attention"))
+def test_joint_factors_are_as_good_as_separate_ones(dit, small, request, monkeypatch, kind):
+    from int8_dit.nodes import quantization
+
+    model = request.getfixturevalue(kind)
+    exact = small.output(model)
+    joint = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
+    monkeypatch.setattr(quantization, "same_input_groups", lambda names, alike: [])
+    separate = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
+    assert 0 < joint < 1.2 * separate
+
+
+def test_the_weights_of_a_group_are_looked_at_one_by_one(dit, small, attention, monkeypatch):
+    """Never two weights at a time, and each no more than twice: for the joint absmax, and to be quantized."""
+    from int8_dit.nodes import quantization
+
+    original, given = quantization.patched_weight, []
+    keys = {f"diffusion_model.{layer}.weight" for layer in quantization.quantizable_linears(attention)}
+
+    def watching(model, key, device):
+        weight = original(model, key, device)
+        if key in keys:
+            assert all(other() is None for _, other in given)
+            given.append((key, weakref.ref(weight)))
+        return weight
+
+    monkeypatch.setattr(quantization, "patched_weight", watching)
+    dit.quantize(attention, **small.calibration(attention))
+    looks = Counter(key for key, _ in given)
+    assert looks.keys() == keys
+    assert sorted(looks.values()) == [1] * 10 + [2] * 10  # in each block o, o, q, ffn.0, ffn.2 and q, k, v, k, v
+
+
+def test_a_nan_weight_of_a_group_names_its_layer(dit, small, swiglu):
+    from int8_dit.kernels import ActivationStatistics
+    from int8_dit.nodes.quantization import quantize_model
+
+    seen = ActivationStatistics()
+    seen.update(torch.ones(1, 128))
+    with torch.no_grad():
+        dit.module(swiglu, f"{FEED_FORWARD}.w3").weight[3, 5] = float("nan")
+    with pytest.raises(ValueError, match=rf"{FEED_FORWARD}.w3 cannot be quantized.*NaN or Inf in input channel 5"):
+        quantize_model(swiglu, 0.5, 0, "fused int8", {f"{FEED_FORWARD}.{name}": seen for name in ("w1", "w3")})
+
+
+def test_groups_go_by_the_names_under_one_parent(pack):
+    from int8_dit.nodes.shared_input import same_input_groups
+
+    names = ["b.10.w3", "b.1.w2", "b.1.w1", "b.1.w3", "b.10.w1", "v", "k", "other.q", "x.y.to_k", "x.to_v", "x.to_q"]
+    always = same_input_groups(names, lambda a, b: True)
+    assert always == [["b.10.w1", "b.10.w3"], ["b.1.w1", "b.1.w3"], ["k", "v"], ["x.to_q", "x.to_v"]]
+    assert same_input_groups(names, lambda a, b: a == b) == []
