@@ -11,11 +11,11 @@ from .validation import check_rotation_group_type, check_same_device
 def quantize_activations(
     x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token symmetric INT8 quantization: scale = absmax / 127, round half to even, clamp to -127..127.
+    """Per-token symmetric INT8 quantization: scale = absmax / 127, q = round(x 127 / absmax), halves to even.
 
-    `x` is divided by `smooth` first, then each group of `rotation_group` channels is multiplied by the regular Hadamard
-    matrix. All arithmetic is float32. A row that holds a NaN or Inf gets the scale NaN (and q = 0); a row of zeros the
-    scale 0.
+    `x` is divided by `smooth` first (times its reciprocal, that is), then each group of `rotation_group` channels is
+    multiplied by the regular Hadamard matrix. All arithmetic is float32. A row that holds a NaN or Inf gets the scale NaN
+    (and q = 0); a row of zeros the scale 0.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
