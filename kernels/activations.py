@@ -61,17 +61,18 @@ def _times_hadamard(values, BATCH: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.c
 
     bf16 and fp16 go to the tensor cores as they are; float32 as the three bf16 numbers it is the sum of.
     """
+    zeros = tl.zeros(values.shape, tl.float32)  # Triton 3.2 cannot hand None on to tl.dot
     if values.dtype == tl.float32:
         h = tl.broadcast_to(_hadamard(SIZE, GROUP, tl.bfloat16)[None, :, :], (BATCH, SIZE, SIZE))
         high, rest = _upper_half(values)
         middle, rest = _upper_half(rest)
         low, rest = _upper_half(rest)
-        product = _exact_dot(h, low, None, INTERPRETED)
+        product = _exact_dot(h, low, zeros, INTERPRETED)
         product = _exact_dot(h, middle, product, INTERPRETED)
         return _exact_dot(h, high, product, INTERPRETED)
     else:
         h = tl.broadcast_to(_hadamard(SIZE, GROUP, values.dtype)[None, :, :], (BATCH, SIZE, SIZE))
-        return _exact_dot(h, values, None, INTERPRETED)
+        return _exact_dot(h, values, zeros, INTERPRETED)
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def _rotate(values, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
     tensor cores in the layout in which the second one enters them.
     """
     if LEFT == 1:
-        SIZE: tl.constexpr = max(16, RIGHT)
+        SIZE: tl.constexpr = RIGHT if RIGHT > 16 else 16  # max of two constants is none before Triton 3.4
         columns = tl.reshape(values, (1, BLOCK // SIZE, SIZE))
         rotated = tl.permute(_times_hadamard(tl.permute(columns, (0, 2, 1)), 1, SIZE, RIGHT, INTERPRETED), (0, 2, 1))
     else:
@@ -218,8 +219,10 @@ def _prepare(rows: int, channels: int, has_smooth: bool, group: int, interpreted
         "LEFT": left,
         "RIGHT": right,
     }
-    # Without fusion there is one rounding after a product and one after a sum, as in the reference.
-    return RepeatedLaunch(_quantize_rows_kernel, (rows, 1), constants, {"num_warps": warps, "enable_fp_fusion": False})
+    # Without fusion there is one rounding after a product and one after a sum, as in the reference. With one more stage a
+    # long row, smoothed and rotated, would need more shared memory than Ampere's and Ada's smaller cards have.
+    options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
+    return RepeatedLaunch(_quantize_rows_kernel, (rows, 1), constants, options)
 
 
 def launch_activation_quantizer(

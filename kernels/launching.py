@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from triton.compiler import CompiledKernel
 
 
 class RepeatedLaunch:
@@ -25,20 +26,20 @@ class RepeatedLaunch:
         self._grid = grid
         self._constants = dict(constants)
         self._options = dict(options)
-        self._values = tuple(constants.values())
         self._again = None
-        self._direct = True
+        self._appended = ()
 
     def __call__(self, *arguments: object) -> None:
         """Launch on the current device and stream; `arguments` are the parameters before the constants."""
         if self._again is not None:
-            try:
-                self._again(*arguments, *self._values)
-                return
-            except TypeError:  # Triton before 3.3 takes compiled kernels' arguments without the constants
-                self._again, self._direct = None, False
+            self._again(*arguments, *self._appended)
+            return
         compiled = self._kernel[self._grid](*arguments, **self._constants, **self._options)
-        if self._direct and compiled is not None:  # None under the interpreter
+        if isinstance(compiled, CompiledKernel):  # not so under the interpreter, or while compiling in the background
+            # Triton before 3.3 launches compiled kernels without the constants. One count too many or too few is no
+            # error in all versions, so the number of parameters decides.
+            takes_constants = len(compiled.src.signature) > len(arguments)
+            self._appended = tuple(self._constants.values()) if takes_constants else ()
             self._again = compiled[(*self._grid, 1)]
 
 
