@@ -83,7 +83,7 @@ def _rotate(values, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
     tensor cores in the layout in which the second one enters them.
     """
     if LEFT == 1:
-        SIZE: tl.constexpr = RIGHT if RIGHT > 16 else 16  # max of two constants is none before Triton 3.4
+        SIZE: tl.constexpr = 16 if RIGHT == 4 else RIGHT
         columns = tl.reshape(values, (1, BLOCK // SIZE, SIZE))
         rotated = tl.permute(_times_hadamard(tl.permute(columns, (0, 2, 1)), 1, SIZE, RIGHT, INTERPRETED), (0, 2, 1))
     else:
