@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import RepeatedLaunch, aligned, on_device
+from .launching import RepeatedLaunch, on_device, remembered
 from .reference import quantize_activations_reference
 
 # 1.5 * 2^23: added to |v| < 2^22 in float32 it rounds v to the nearest integer, ties to even, and leaves that integer in
@@ -239,12 +239,13 @@ def launch_activation_quantizer(
     q = torch.empty((rows, channels), dtype=torch.int8, device=x.device)
     scale = torch.empty((rows,), dtype=torch.float32, device=x.device)
     key = (x.device, rows, channels, x.stride(0), x.dtype, smooth is not None, group)
-    launch = _launches.get(key)
     smooth_or_x = x if smooth is None else smooth
-    if launch is None or not aligned(x, smooth_or_x):
-        launch = _prepare(rows, channels, smooth is not None, group, interpreted=not x.is_cuda)
-        if aligned(x, smooth_or_x):
-            _launches[key] = launch
+    launch = remembered(
+        _launches,
+        key,
+        (x, smooth_or_x),
+        lambda: _prepare(rows, channels, smooth is not None, group, interpreted=not x.is_cuda),
+    )
     with on_device(x.device):
         launch(x, smooth_or_x, q, scale, channels, x.stride(0))
     return q, scale

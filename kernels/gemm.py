@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import RepeatedLaunch, aligned, on_device
+from .launching import RepeatedLaunch, on_device, remembered
 from .tile_configs import GemmConfig, candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
@@ -164,6 +164,73 @@ def _finish_splits(
 
 
 @triton.jit
+def _finish_tile(
+    accumulator,
+    partial_sums,
+    arrivals,
+    tile,
+    a_scale,
+    b_scale,
+    bias,
+    out,
+    first_row,
+    first_column,
+    M,
+    N,
+    stride_om,
+    SCALAR_B_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RAW_ACCUMULATOR: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PART_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What follows the multiplication: the epilogue, after the other splits' sums where there are any."""
+    if SPLIT_K > 1:
+        _finish_splits(
+            accumulator,
+            partial_sums,
+            arrivals,
+            tile,
+            a_scale,
+            b_scale,
+            bias,
+            out,
+            first_row,
+            first_column,
+            M,
+            N,
+            stride_om,
+            SCALAR_B_SCALE,
+            HAS_BIAS,
+            RAW_ACCUMULATOR,
+            SPLIT_K,
+            PART_N,
+            BLOCK_M,
+            BLOCK_N,
+        )
+    else:
+        _store_result(
+            accumulator,
+            a_scale,
+            b_scale,
+            bias,
+            out,
+            first_row,
+            first_column,
+            M,
+            N,
+            stride_om,
+            SCALAR_B_SCALE,
+            HAS_BIAS,
+            RAW_ACCUMULATOR,
+            BLOCK_M,
+            BLOCK_N,
+        )
+
+
+@triton.jit
 def _int8_gemm_kernel(
     a,
     b,
@@ -226,47 +293,28 @@ def _int8_gemm_kernel(
         a_tile += BLOCK_K
         b_tile += BLOCK_K
 
-    if SPLIT_K > 1:
-        _finish_splits(
-            accumulator,
-            partial_sums,
-            arrivals,
-            tile,
-            a_scale,
-            b_scale,
-            bias,
-            out,
-            first_row,
-            first_column,
-            M,
-            N,
-            stride_om,
-            SCALAR_B_SCALE,
-            HAS_BIAS,
-            RAW_ACCUMULATOR,
-            SPLIT_K,
-            PART_N,
-            BLOCK_M,
-            BLOCK_N,
-        )
-    else:
-        _store_result(
-            accumulator,
-            a_scale,
-            b_scale,
-            bias,
-            out,
-            first_row,
-            first_column,
-            M,
-            N,
-            stride_om,
-            SCALAR_B_SCALE,
-            HAS_BIAS,
-            RAW_ACCUMULATOR,
-            BLOCK_M,
-            BLOCK_N,
-        )
+    _finish_tile(
+        accumulator,
+        partial_sums,
+        arrivals,
+        tile,
+        a_scale,
+        b_scale,
+        bias,
+        out,
+        first_row,
+        first_column,
+        M,
+        N,
+        stride_om,
+        SCALAR_B_SCALE,
+        HAS_BIAS,
+        RAW_ACCUMULATOR,
+        SPLIT_K,
+        PART_N,
+        BLOCK_M,
+        BLOCK_N,
+    )
 
 
 @triton.jit
@@ -315,30 +363,7 @@ def _int8_gemm_descriptor_kernel(
             a.load([first_row, start]), b.load([first_column, start]).T, acc=accumulator, out_dtype=tl.int32
         )
 
-    if SPLIT_K > 1:
-        _finish_splits(
-            accumulator,
-            partial_sums,
-            arrivals,
-            tile,
-            a_scale,
-            b_scale,
-            bias,
-            out,
-            first_row,
-            first_column,
-            M,
-            N,
-            stride_om,
-            SCALAR_B_SCALE,
-            HAS_BIAS,
-            RAW_ACCUMULATOR,
-            SPLIT_K,
-            PART_N,
-            BLOCK_M,
-            BLOCK_N,
-        )
-    elif STORE_BLOCKS:
+    if STORE_BLOCKS:
         rows = first_row + tl.arange(0, BLOCK_M)
         columns = first_column + tl.arange(0, BLOCK_N)
         result = _epilogue(
@@ -357,8 +382,11 @@ def _int8_gemm_descriptor_kernel(
         )
         out_blocks.store([first_row, first_column], result)
     else:
-        _store_result(
+        _finish_tile(
             accumulator,
+            partial_sums,
+            arrivals,
+            tile,
             a_scale,
             b_scale,
             bias,
@@ -371,6 +399,8 @@ def _int8_gemm_descriptor_kernel(
             SCALAR_B_SCALE,
             HAS_BIAS,
             RAW_ACCUMULATOR,
+            SPLIT_K,
+            PART_N,
             BLOCK_M,
             BLOCK_N,
         )
@@ -414,6 +444,24 @@ class _Launch:
 _launches: dict[tuple, _Launch] = {}
 
 
+def kernel_constants(
+    config: GemmConfig, scalar_scale: bool, has_bias: bool, raw: bool, own: dict[str, bool]
+) -> dict[str, bool | int]:
+    """A kernel's constants in the order of its parameters; `own` is the one that the other kernel does not have."""
+    return {
+        "SCALAR_B_SCALE": scalar_scale,
+        "HAS_BIAS": has_bias,
+        "RAW_ACCUMULATOR": raw,
+        **own,
+        "SPLIT_K": config.split_k,
+        "PART_N": config.part_n,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+    }
+
+
 def _prepare(
     config: GemmConfig,
     out: torch.Tensor,
@@ -428,18 +476,8 @@ def _prepare(
     descriptors = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
     large = m * n * k >= _STORE_BLOCKS_FROM
     store_blocks = descriptors and large and config.split_k == 1 and _fits_descriptors(out)
-    constants = {
-        "SCALAR_B_SCALE": scalar_scale,
-        "HAS_BIAS": has_bias,
-        "RAW_ACCUMULATOR": raw,
-        **({"STORE_BLOCKS": store_blocks} if descriptors else {"EVEN_K": k % config.block_k == 0}),
-        "SPLIT_K": config.split_k,
-        "PART_N": config.part_n,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-    }
+    own = {"STORE_BLOCKS": store_blocks} if descriptors else {"EVEN_K": k % config.block_k == 0}
+    constants = kernel_constants(config, scalar_scale, has_bias, raw, own)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     kernel = _int8_gemm_descriptor_kernel if descriptors else _int8_gemm_kernel
     launch = RepeatedLaunch(kernel, (tiles, config.split_k), constants, options)
@@ -463,11 +501,12 @@ def launch_config(
     strides = (q.stride(0), weight.stride(0), out.stride(0))
     bias_or_out = out if bias is None else bias
     key = (config, q.device, m, n, k, strides, out.dtype, raw, scalar_scale, None if bias is None else bias.dtype)
-    prepared = _launches.get(key)
-    if prepared is None or not aligned(q, weight, out, q_scale, weight_scale, bias_or_out):
-        prepared = _prepare(config, out, q, weight, raw, scalar_scale, bias is not None)
-        if aligned(q, weight, out, q_scale, weight_scale, bias_or_out):
-            _launches[key] = prepared
+    prepared = remembered(
+        _launches,
+        key,
+        (q, weight, out, q_scale, weight_scale, bias_or_out),
+        lambda: _prepare(config, out, q, weight, raw, scalar_scale, bias is not None),
+    )
 
     partial_sums = arrivals = out
     if config.split_k > 1:

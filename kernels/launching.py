@@ -1,10 +1,13 @@
 """Launching a Triton kernel many times over: what the first launch found out about its arguments is not asked again."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from triton.compiler import CompiledKernel
+
+Prepared = TypeVar("Prepared")
 
 
 class RepeatedLaunch:
@@ -50,6 +53,14 @@ def on_device(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device)
 
 
-def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all tensors begin on 16 bytes, which Triton compiles for."""
-    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def remembered(
+    launches: dict[tuple, Prepared], key: tuple, tensors: Iterable[torch.Tensor], prepare: Callable[[], Prepared]
+) -> Prepared:
+    """The launch kept under `key`, which `prepare` makes the first time. The key stands for tensors that begin on 16
+    bytes, as nearly all do and Triton compiles for; any others get a launch of their own each time."""
+    if any(tensor.data_ptr() % 16 for tensor in tensors):
+        return prepare()
+    launch = launches.get(key)
+    if launch is None:
+        launch = launches[key] = prepare()
+    return launch

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -142,39 +143,18 @@ def _watched(x: torch.Tensor) -> bool:
     )
 
 
-def quantize_activations(
-    x: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear.quantize_activations`, as an operator where it matters."""
-    run = torch.ops.int8_dit.quantize_activations.default if _watched(x) else _quantize_activations
-    return run(x, smooth, rotation_group)
-
-
-def int8_gemm(
-    q: torch.Tensor,
-    q_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """`linear.int8_gemm`, as an operator where it matters."""
-    run = torch.ops.int8_dit.int8_gemm.default if _watched(q) else _int8_gemm
-    return run(q, q_scale, weight, weight_scale, bias, out_dtype)
-
-
-def int8_linear(
+def composed_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
-    smooth: torch.Tensor | None,
-    rotation_group: int | None,
     out_dtype: torch.dtype | None,
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    """`linear.int8_linear`, as an operator where it matters."""
-    run = torch.ops.int8_dit.int8_linear.default if _watched(x) else _int8_linear
-    return run(x, weight, weight_scale, bias, smooth, rotation_group, out_dtype)
+    """`linear.int8_linear` with the quantization of the rows [M, K] of `x` left to `quantize`."""
+    q, q_scale = quantize(linear_rows(x, weight))
+    out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _int8_linear(
@@ -186,9 +166,14 @@ def _int8_linear(
     rotation_group: int | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    q, q_scale = quantize_activations(linear_rows(x, weight), smooth, rotation_group)
-    out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    return composed_linear(
+        x,
+        weight,
+        weight_scale,
+        bias,
+        out_dtype,
+        lambda rows: quantize_activations(rows, smooth, rotation_group),
+    )
 
 
 def _register() -> None:
@@ -223,4 +208,19 @@ def _register() -> None:
     library.impl(name, _int8_linear, "CompositeImplicitAutograd")
 
 
+def _operator_where_it_matters(operator: Callable, implementation: Callable) -> Callable:
+    """`implementation`, called as `operator` where someone watches its first argument."""
+
+    def call(first: torch.Tensor, *others: object):
+        return (operator if _watched(first) else implementation)(first, *others)
+
+    return call
+
+
 _register()
+# `linear`'s functions of these names say what they take; here all arguments are given, in that order.
+quantize_activations = _operator_where_it_matters(
+    torch.ops.int8_dit.quantize_activations.default, _quantize_activations
+)
+int8_gemm = _operator_where_it_matters(torch.ops.int8_dit.int8_gemm.default, _int8_gemm)
+int8_linear = _operator_where_it_matters(torch.ops.int8_dit.int8_linear.default, _int8_linear)

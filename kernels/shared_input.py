@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from .operators import int8_gemm, linear_rows, quantize_activations
+from .operators import composed_linear, quantize_activations
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
@@ -95,10 +95,10 @@ class InputReader:
 
         `smooth` (by value) and `rotation_group` must be the same for all members.
         """
-        rows = linear_rows(x, weight)
         quantize = self._quantize_traced if torch.compiler.is_compiling() else self._quantize
-        q, q_scale = quantize(x, rows, smooth, rotation_group)
-        return int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+        return composed_linear(
+            x, weight, weight_scale, bias, None, lambda rows: quantize(x, rows, smooth, rotation_group)
+        )
 
     def _quantize(
         self, x: torch.Tensor, rows: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None

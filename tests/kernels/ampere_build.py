@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.gemm import _int8_gemm_kernel
+from kernels.gemm import _int8_gemm_kernel, kernel_constants
 from kernels.tile_configs import AMPERE_CONFIGS, GemmConfig
 
 POINTERS = {
@@ -38,18 +38,7 @@ SIZES = ("M", "N", "K", "stride_am", "stride_bn", "stride_om")
 
 def build(config: GemmConfig, even_k: bool, capability: int = 86):
     """Compile one configuration as the launcher would for any M, with N, K and the strides multiples of 16."""
-    constants = {
-        "SCALAR_B_SCALE": False,
-        "HAS_BIAS": True,
-        "RAW_ACCUMULATOR": False,
-        "EVEN_K": even_k,
-        "SPLIT_K": config.split_k,
-        "PART_N": config.part_n,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-    }
+    constants = kernel_constants(config, scalar_scale=False, has_bias=True, raw=False, own={"EVEN_K": even_k})
     signature = {**POINTERS, **dict.fromkeys(SIZES, "i32"), **dict.fromkeys(constants, "constexpr")}
     names = _int8_gemm_kernel.arg_names
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in (*POINTERS, *SIZES) if name != "M"}
