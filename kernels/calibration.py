@@ -1,48 +1,125 @@
-"""What is learned about a linear before it is quantized: the range of its input channels, and how fragile it is."""
+"""What is learned about a linear from the inputs it gets while the model samples: ranges, spikiness, example rows."""
+
+import math
+from collections.abc import Sequence
 
 import torch
 
-from .weights import dequantize_weight, quantize_weight
+from .row_sample import RowSample
+
+# Calls whose channel magnitudes are kept back to be summed up together: fewer, larger operations on the device.
+_CALLS_TOGETHER = 16
 
 
 class ActivationStatistics:
     """Statistics of one linear's input, gathered call by call on the device the input lives on.
 
     Attributes:
-        absmax: float32 [K] largest magnitude seen in each channel, None before the first call. A NaN stays a NaN.
         calls: number of inputs seen.
+        sample: some of their rows.
     """
 
     def __init__(self) -> None:
-        self.absmax: torch.Tensor | None = None
         self.calls = 0
-        self._spikiness: torch.Tensor | float = 0.0
+        self.sample = RowSample()
+        self._absmax: torch.Tensor | None = None
+        self._spikiness: torch.Tensor | float = 0.0  # summed over the calls
+        self._finite_calls: torch.Tensor | int = 0  # before the first that was not
+        self._recent: list[torch.Tensor] = []  # channel magnitudes of calls that are not in the two above yet
 
     def update(self, x: torch.Tensor) -> None:
         """Take in one input [..., K] of any floating dtype. Nothing is copied to the host, so the device never waits."""
         if x.numel() == 0:
             return
-        low, high = torch.aminmax(x.detach().reshape(-1, x.shape[-1]), dim=0)
-        absmax = torch.maximum(high, -low).float()
-        tiny = torch.finfo(torch.float32).tiny
-        self._spikiness = self._spikiness + absmax.max() / absmax.median().clamp(min=tiny)
-        self.absmax = absmax if self.absmax is None else torch.maximum(self.absmax, absmax)
+        rows = x.detach().reshape(-1, x.shape[-1])
         self.calls += 1
+        self.sample.offer(rows)
+        self._recent.append(torch.linalg.vector_norm(rows, ord=math.inf, dim=0))
+        if len(self._recent) == _CALLS_TOGETHER:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._recent:
+            return
+        magnitudes = torch.stack(self._recent).float()
+        self._recent = []
+        tiny = torch.finfo(torch.float32).tiny
+        peak = magnitudes.amax(dim=1)
+        self._spikiness = self._spikiness + (peak / magnitudes.median(dim=1).values.clamp(min=tiny)).sum()
+        # As long as all calls before these were finite, those of these before the first that is not count too.
+        finite = torch.isfinite(peak).cumprod(dim=0).sum()
+        all_before = self._finite_calls == self.calls - len(peak)
+        self._finite_calls = self._finite_calls + finite * all_before
+        absmax = magnitudes.amax(dim=0)
+        self._absmax = absmax if self._absmax is None else torch.maximum(self._absmax, absmax)
+
+    @property
+    def absmax(self) -> torch.Tensor | None:
+        """float32 [K] largest magnitude seen in each channel, None before the first call. A NaN stays a NaN."""
+        self._settle()
+        return self._absmax
+
+    @property
+    def finite_calls(self) -> int:
+        """How many calls came before the first whose input held a NaN or Inf; all of them where none did."""
+        self._settle()
+        return int(self._finite_calls)
+
+    @property
+    def latest_peak(self) -> torch.Tensor | None:
+        """The largest magnitude of the latest calls as a scalar tensor, NaN or Inf if one was in them; None before the
+        first call."""
+        if self._recent:
+            return self._recent[-1].max().float()
+        return None if self._absmax is None else self._absmax.max()
 
     @property
     def spikiness(self) -> float:
         """How far the largest channel stands out: max_j a_j / median_j a_j of a call's channel magnitudes a, averaged over
         the calls, which are the denoising steps. 1 is flat; the larger, the more of the int8 range one channel takes
         from all others (the fragility of arXiv 2606.12280)."""
+        self._settle()
         return float(self._spikiness) / max(1, self.calls)
 
+    def to_host(self) -> None:
+        """Move everything to host memory, in place."""
+        self._settle()
+        if self._absmax is not None:
+            self._absmax = self._absmax.cpu()
+        self._spikiness = float(self._spikiness)
+        self._finite_calls = int(self._finite_calls)
+        self.sample.to_host()
 
-def relative_rounding_error(w: torch.Tensor) -> float:
-    """||W - Q(W)|| / ||W|| of plain per-channel INT8 rounding; 0 for a weight of zeros.
+    @classmethod
+    def restored(
+        cls, calls: int, spikiness: float, absmax: torch.Tensor | None, parts: Sequence[torch.Tensor]
+    ) -> "ActivationStatistics":
+        """Statistics from the values of another object's attributes, `parts` being its sample's. Raises ValueError for an
+        absmax that is not finite."""
+        if absmax is not None and not bool(torch.isfinite(absmax).all()):
+            raise ValueError("the absmax holds a NaN or Inf")
+        statistics = cls()
+        statistics.calls = calls
+        statistics.sample = RowSample(calls, parts)
+        statistics._absmax = absmax
+        statistics._spikiness = spikiness * calls
+        statistics._finite_calls = calls
+        return statistics
 
-    w: [N, K] bf16, fp16 or fp32. It ranks layers where no activations were seen. Raises as `quantize_weight` does.
-    """
-    restored = dequantize_weight(*quantize_weight(w), dtype=torch.float32)
-    norm = torch.linalg.vector_norm(w, dtype=torch.float32)
-    error = torch.linalg.vector_norm(restored.sub_(w))
-    return float(error / norm) if norm > 0 else 0.0
+    @classmethod
+    def merged(cls, several: Sequence["ActivationStatistics"]) -> "ActivationStatistics":
+        """The statistics of all calls that went into several, in host memory; all of them finite. Raises ValueError if
+        their channels differ in number."""
+        several = [statistics for statistics in several if statistics.calls]
+        for statistics in several:
+            statistics.to_host()
+        widths = {statistics.absmax.numel() for statistics in several}
+        if len(widths) > 1:
+            raise ValueError(f"statistics of {' and '.join(map(str, sorted(widths)))} channels cannot be merged")
+        merged = cls()
+        merged.calls = merged._finite_calls = sum(statistics.calls for statistics in several)
+        merged.sample = RowSample.merged([statistics.sample for statistics in several])
+        if several:
+            merged._absmax = torch.stack([statistics.absmax for statistics in several]).amax(dim=0)
+            merged._spikiness = sum(statistics._spikiness for statistics in several)
+        return merged

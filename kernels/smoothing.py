@@ -24,7 +24,7 @@ def channel_absmax(w: torch.Tensor) -> torch.Tensor:
         TypeError, ValueError: wrong dtype or shape; NaN or Inf in the weight.
     """
     check_float_matrix("w", w)
-    absmax = w.abs().amax(dim=0).float()
+    absmax = torch.linalg.vector_norm(w, ord=torch.inf, dim=0).float()  # no copy of the weight
     finite = torch.isfinite(absmax)
     if not bool(finite.all()):
         raise ValueError(f"weight has a NaN or Inf in input channel {int((~finite).nonzero()[0])}")

@@ -1,17 +1,34 @@
 """Per-output-channel INT8 quantization of weights and its inverse."""
 
+from collections.abc import Iterator
+
 import torch
 
 from .rotation import rotate
 from .validation import check_float_matrix, check_int8_matrix, check_rotation_group, check_vector, check_weight_scale
 
-# Rows are independent, so a large weight is processed in slices: the float32 working copy stays this small.
-_SLICE_ELEMENTS = 1 << 26
+# Rows are independent, so a large weight is processed in slices: the float32 working copies stay this small.
+_SLICE_ELEMENTS = 1 << 24
+# What a clipped channel's scale can be, relative to absmax / 127; the first, no clipping, wins ties.
+_CLIPPING = tuple(1.0 - step / 50 for step in range(26))
 
 
-def _row_slices(weight: torch.Tensor):
+def row_slices(weight: torch.Tensor) -> Iterator[slice]:
+    """Slices over the rows of a weight [N, K] that are few enough to be worked on in float32."""
     rows = max(1, _SLICE_ELEMENTS // max(1, weight.shape[1]))
     return (slice(start, start + rows) for start in range(0, weight.shape[0], rows))
+
+
+def _least_error_scale(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The multiple of `scale` [N] in _CLIPPING under which rounding float32 values [N, K] loses least, row by row."""
+    best, least = scale, torch.full_like(scale, torch.inf)
+    for ratio in _CLIPPING:
+        candidate = scale * ratio
+        steps = (values / candidate[:, None]).round_().clamp_(-127, 127)
+        squares = steps.mul_(candidate[:, None]).sub_(values).square_().sum(dim=1)
+        best = torch.where(squares < least, candidate, best)
+        least = torch.minimum(squares, least)
+    return best
 
 
 def quantize_weight(
@@ -19,6 +36,7 @@ def quantize_weight(
     smooth: torch.Tensor | None = None,
     rotation_group: int | None = None,
     generator: torch.Generator | None = None,
+    clip: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight symmetrically to INT8 with one scale per output channel.
 
@@ -31,9 +49,11 @@ def quantize_weight(
         rotation_group: channels per Hadamard group, a power of 4 that divides K, or None.
         generator: rounds stochastically with it, so that a change smaller than a step survives on average; None rounds
             half to even.
+        clip: choose each channel's scale, from half of absmax / 127 to the whole, by the least squared rounding error,
+            which clips the channel's largest weights where that pays.
 
     Returns:
-        int8 [N, K] in -127..127 and float32 per-channel scale [N] = absmax / 127.
+        int8 [N, K] in -127..127 and float32 per-channel scale [N], absmax / 127 unless clipped.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or group; NaN or Inf in the weight.
@@ -46,7 +66,7 @@ def quantize_weight(
 
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     scale = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
-    for rows in _row_slices(w):
+    for rows in row_slices(w):
         values = w[rows].float()
         if smooth is not None:
             values = values * smooth
@@ -55,6 +75,9 @@ def quantize_weight(
         absmax = values.abs().amax(dim=1) if w.shape[1] else values.new_zeros(values.shape[0])
         scale[rows] = absmax / torch.full_like(absmax, 127)
         divisor = torch.where(scale[rows] > 0, scale[rows], 1.0)
+        if clip:
+            divisor = _least_error_scale(values, divisor)
+            scale[rows] = torch.where(scale[rows] > 0, divisor, scale[rows])
         steps = values / divisor[:, None]
         if generator is None:
             steps = steps.round()
@@ -94,7 +117,7 @@ def dequantize_weight(
 
     per_channel = scale.reshape(-1, 1).expand(q.shape[0], 1)
     weight = torch.empty(q.shape, dtype=dtype, device=q.device)
-    for rows in _row_slices(q):
+    for rows in row_slices(q):
         values = q[rows].float() * per_channel[rows]
         if rotation_group is not None:
             values = rotate(values, rotation_group)

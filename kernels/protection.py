@@ -1,0 +1,58 @@
+"""Which layers stay in high precision: the most fragile ones, as many as a rule asks for.
+
+A layer's fragility is the error that plain INT8, without smoothing or rotation, brings to its output. What smoothing
+leaves of it is measured on the same inputs that the smoothing was fitted to, so it says less about a layer that lives by it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+_LIMITS = {"share": (0.0, 1.0), "number": (0, float("inf")), "error": (0.0, float("inf"))}
+
+
+@dataclass(frozen=True)
+class Protection:
+    """A rule for the number of layers to protect.
+
+    Attributes:
+        kind: "share" of all linears of the model, "number" of layers, or "error": protect those to which INT8, as they are
+            quantized, brings a larger relative error.
+        value: a share in 0..1, a count, or a relative error.
+
+    Raises ValueError for a value that is negative, not a number, or a share above 1.
+    """
+
+    kind: Literal["share", "number", "error"]
+    value: float
+
+    def __post_init__(self) -> None:
+        low, high = _LIMITS[self.kind]
+        if not low <= self.value <= high:
+            raise ValueError(f"the {self.kind} to protect must be between {low} and {high}, got {self.value}")
+
+    def choose(self, fragility: Mapping[str, float], errors: Mapping[str, float], linears: int) -> tuple[str, ...]:
+        """The layers to protect, the most fragile first; ties are broken by name.
+
+        Args:
+            fragility: of each layer that can be quantized.
+            errors: the relative error of each as it is quantized.
+            linears: number of all linears of the model, those that are never quantized included.
+
+        Raises ValueError if no layer is left to quantize.
+        """
+        ranking = sorted(fragility, key=lambda name: (-fragility[name], name))
+        if self.kind == "error":
+            chosen = [name for name in ranking if errors[name] > self.value]
+            rule = f"layers with a relative error above {self.value:g}"
+        elif self.kind == "share":
+            chosen = ranking[: int(self.value * linears + 0.5)]
+            rule = f"{self.value:.3g} of {linears} linears"
+        else:
+            chosen = ranking[: int(self.value)]
+            rule = f"{self.value:g} layers"
+        if len(chosen) == len(ranking):
+            raise ValueError(
+                f"protecting {rule} leaves none of the model's {len(ranking)} quantizable layers to be INT8; protect fewer"
+            )
+        return tuple(chosen)

@@ -1,0 +1,54 @@
+"""What can be done to a linear's input channels before they are rounded: smoothing, rotation, both or neither."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+METHODS = ("smooth", "rotate", "smooth + rotate", "best per layer", "none")
+ALPHAS = tuple(step / 10 for step in range(11))
+"""The migration strengths that a search tries, apart from the one that is given."""
+# Of ComfyUI's ConvRot; what its channels do not divide into uses the next smaller power of 4.
+_ROTATION_GROUPS = (256, 64)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Smoothing by `alpha` (None: none), then rotation of `rotation_group` channels at a time (None: none)."""
+
+    alpha: float | None = None
+    rotation_group: int | None = None
+
+    def __str__(self) -> str:
+        smooth = [] if self.alpha is None else [f"smooth {self.alpha:g}"]
+        return " + ".join([*smooth, *([] if self.rotation_group is None else ["rotate"])]) or "none"
+
+
+def rotation_group_of(channels: int) -> int | None:
+    """Channels per Hadamard group for a linear with this many input channels; None where no usual group divides them."""
+    return next((group for group in _ROTATION_GROUPS if channels % group == 0), None)
+
+
+def transforms(method: str, alphas: Sequence[float], channels: int) -> list[Transform]:
+    """The transforms among which a method chooses for a linear, the one to be at least as good as first.
+
+    Args:
+        method: one of METHODS.
+        alphas: migration strengths to choose from, the preferred one first; empty where nothing can be smoothed.
+        channels: K of the linear. Where it cannot be rotated, methods that rotate do what is left of them.
+
+    Raises ValueError for an unknown method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
+    group = rotation_group_of(channels)
+    smoothed = [Transform(alpha) for alpha in alphas]
+    both = [Transform(alpha, group) for alpha in alphas]
+    if method == "smooth":
+        return smoothed or [Transform()]
+    if method == "rotate":
+        return [Transform(None, group)]
+    if method == "smooth + rotate":
+        return both or [Transform(None, group)]
+    if method == "best per layer":
+        # Without a group, `both` is `smoothed` again.
+        return list(dict.fromkeys([Transform(), *smoothed, Transform(None, group), *both]))
+    return [Transform()]
