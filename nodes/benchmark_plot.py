@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ..kernels.benchmark_report import BF16, FAKE_QUANT, FUSED, FUSED_GEMM, KITCHEN_CUDA, UNFUSED, ShapeResult
+from .drawing import INK, MUTED, as_comfyui_image
 
 _WIDTH = 1100
 _MARGIN = 24
@@ -37,24 +37,22 @@ def plot(results: Sequence[ShapeResult], title: str) -> torch.Tensor:
     height = 3 * _MARGIN + 2 * 30 + bars * (_BAR_HEIGHT + 3) + len(results) * _GROUP_GAP
     image = Image.new("RGB", (_WIDTH, height), "#ffffff")
     draw = ImageDraw.Draw(image)
-    draw.text((_MARGIN, _MARGIN), title, fill="#1c2733", font=heading)
-    draw.text(
-        (_MARGIN, _MARGIN + 32), "time per linear relative to bf16 (shorter is better)", fill="#5a6673", font=text
-    )
+    draw.text((_MARGIN, _MARGIN), title, fill=INK, font=heading)
+    draw.text((_MARGIN, _MARGIN + 32), "time per linear relative to bf16 (shorter is better)", fill=MUTED, font=text)
 
     ratios = [t / r.milliseconds[BF16] for r in results for t in r.milliseconds.values()]
     scale = (_WIDTH - _LABEL_WIDTH - 2 * _MARGIN - 150) / max([1.0, *ratios])
     y = 2 * _MARGIN + 54
     for result in results:
-        draw.text((_MARGIN, y), result.shape.name, fill="#1c2733", font=text)
-        draw.text((_MARGIN, y + 20), f"{result.m} x {result.shape.n} x {result.shape.k}", fill="#5a6673", font=text)
+        draw.text((_MARGIN, y), result.shape.name, fill=INK, font=text)
+        draw.text((_MARGIN, y + 20), f"{result.m} x {result.shape.n} x {result.shape.k}", fill=MUTED, font=text)
         times = result.milliseconds
         for method in (method for method in METHODS if method in times):
             ratio = times[method] / times[BF16]
             x = _MARGIN + _LABEL_WIDTH
             draw.rectangle((x, y, x + ratio * scale, y + _BAR_HEIGHT - 2), fill=_COLORS[method])
             label = f"{method}  {times[method]:.3f} ms"
-            draw.text((x + ratio * scale + 8, y), label, fill="#1c2733", font=text)
+            draw.text((x + ratio * scale + 8, y), label, fill=INK, font=text)
             y += _BAR_HEIGHT + 3
         y += _GROUP_GAP
-    return torch.from_numpy(numpy.asarray(image, dtype=numpy.float32) / 255)[None]
+    return as_comfyui_image(image)

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..kernels.benchmark import IDEOGRAM4_SHAPES, benchmark_shape, environment, working_memory
 from ..kernels.benchmark_report import LinearShape, markdown, notes, table, title
 from .benchmark_plot import METHODS, plot
-from .calibration import quantizable_linears
+from .layer_selection import quantizable_linears
 from .model_loading import LayerProgress, make_room
 
 _METHODS_NOTE = (

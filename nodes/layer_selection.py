@@ -1,6 +1,12 @@
-"""Which linears of a diffusion transformer are quantized: a rule by name and size, for every architecture."""
+"""Which linears of a diffusion transformer are quantized: a rule by name and size, for every architecture, on a MODEL."""
 
 import re
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.ops import CastWeightBiasOp
+from comfy.patcher_extension import WrappersMP
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 # Modulation, embedders of time, text and guidance, and the like: small, and what leaves them scales or shifts whole
 # blocks. A word of the path must match in full.
@@ -25,3 +31,29 @@ def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
         return False
     in_a_block = any(part.isdigit() for part in path[:-1])
     return in_a_block or shape[0] * shape[1] >= _LARGE_PROJECTION
+
+
+def linears(model: ModelPatcher) -> dict[str, torch.nn.Module]:
+    """All linears of a MODEL, by module path inside the diffusion model."""
+    return {
+        name: module
+        for name, module in model.model.diffusion_model.named_modules()
+        # ComfyUI's mixed-precision Linear is no torch.nn.Linear; what else has input features and a weight (a bank of
+        # experts) is excluded by the weight's shape.
+        if isinstance(module, CastWeightBiasOp)
+        and hasattr(module, "in_features")
+        and module.weight is not None
+        and module.weight.ndim == 2
+    }
+
+
+def quantizable_linears(model: ModelPatcher) -> dict[str, torch.nn.Module]:
+    """Those of a MODEL's linears that would become INT8, by module path inside the diffusion model."""
+    return {name: module for name, module in linears(model).items() if is_quantizable(name, tuple(module.weight.shape))}
+
+
+def refuse_replaced_layers(model: ModelPatcher, advice: str) -> None:
+    """Raise ValueError with `advice` if the layers of a MODEL are not the ones that it runs."""
+    compiled = model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY)
+    if compiled or any(key.partition(".")[0] == "diffusion_model" for key in model.object_patches):
+        raise ValueError(f"the layers of this MODEL are already replaced (torch.compile or a similar node); {advice}")

@@ -4,6 +4,8 @@ Computed from the stored weights one at a time, whatever is loaded where: ComfyU
 MODEL inside the very same weights, or apply them only while it streams.
 """
 
+from collections.abc import Callable
+
 import comfy.float
 import comfy.lora
 import comfy.model_management
@@ -56,11 +58,10 @@ class _PatchedEntry:
         return self._tensors.pop(key)
 
 
-class LazyTensor:
+class PendingTensor:
     """Stands in for a tensor in a state dict that is about to be written: shape and dtype now, values when asked."""
 
-    def __init__(self, entry: _PatchedEntry, key: str, like: torch.Tensor) -> None:
-        self._entry, self._key = entry, key
+    def __init__(self, like: "torch.Tensor | PendingTensor") -> None:
         self.shape, self.dtype = like.shape, like.dtype
 
     def numel(self) -> int:
@@ -68,10 +69,32 @@ class LazyTensor:
 
     def to(self, device: str) -> torch.Tensor:
         """The tensor itself; can be asked for once."""
+        raise NotImplementedError
+
+
+class _PatchedTensor(PendingTensor):
+    """One of the tensors that a patched weight consists of."""
+
+    def __init__(self, entry: _PatchedEntry, key: str, like: torch.Tensor) -> None:
+        super().__init__(like)
+        self._entry, self._key = entry, key
+
+    def to(self, device: str) -> torch.Tensor:
         return self._entry.tensor(self._key).to(device)
 
 
-def state_dict_for_saving(model: ModelPatcher) -> dict[str, torch.Tensor | LazyTensor]:
+class MappedTensor(PendingTensor):
+    """What a function makes of another tensor, with the same shape and dtype."""
+
+    def __init__(self, source: torch.Tensor | PendingTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(source)
+        self._source, self._function = source, function
+
+    def to(self, device: str) -> torch.Tensor:
+        return self._function(self._source.to(device))
+
+
+def state_dict_for_saving(model: ModelPatcher) -> dict[str, torch.Tensor | PendingTensor]:
     """The diffusion model's tensors under its own names, patches applied (those lazily)."""
     changed = {k for k in {*model.patches, *model.backup} if k.startswith(DIFFUSION_MODEL)}
     entries = {}
@@ -80,7 +103,7 @@ def state_dict_for_saving(model: ModelPatcher) -> dict[str, torch.Tensor | LazyT
         pieces = stored.state_dict(key) if isinstance(stored, QuantizedTensor) else {key: stored}
         if key in model.patches:
             entry = _PatchedEntry(model, key)
-            pieces = {name: LazyTensor(entry, name, piece) for name, piece in pieces.items()}
+            pieces = {name: _PatchedTensor(entry, name, piece) for name, piece in pieces.items()}
         entries.update(pieces)
     return {
         key: entries.get(DIFFUSION_MODEL + key, tensor)

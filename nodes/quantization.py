@@ -1,181 +1,219 @@
-"""Quantizing a MODEL that is already loaded: protected layers chosen, the others smoothed and made INT8 one by one."""
+"""Quantizing a MODEL that is already loaded: every layer tried and measured, the fragile ones protected, the rest INT8."""
 
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
-from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ..kernels import (
+    ALPHAS,
     ActivationStatistics,
-    channel_absmax,
+    Protection,
+    QuantizedLinear,
     check_alpha,
     choose_path,
-    relative_rounding_error,
-    smoothing_factors,
+    quantize_group,
+    transforms,
 )
-from .calibration import quantizable_linears
+from .calibration import Calibration
+from .folding import foldable_groups
+from .int8_weight import int8_weight
+from .layer_selection import linears, quantizable_linears, refuse_replaced_layers
 from .model_loading import (
     CALLBACK_KEY,
+    FOLDED,
     QUANTIZATION_BYTES,
     RECIPE_KEY,
     LayerProgress,
     as_file,
     build_model,
     make_room,
-    naming_layer,
-    quantize_layer,
     rebuild_int8_model,
+    recipe_of,
+    warn_of_patches_on_folded,
 )
 from .operations import int8_operations
 from .patched_weights import DIFFUSION_MODEL, patched_weight, stored_weight
+from .quantization_report import LayerReport, QuantizationReport
+from .recorder import disarm
 from .shared_input import same_input_groups
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a model was quantized; saved with the file so that it says how it was made."""
+class QuantizationSettings:
+    """How to quantize a model; the defaults are the recipe of arXiv 2606.12280.
 
-    alpha: float | None
-    """SmoothQuant migration strength, or None where nothing was calibrated and so nothing is smoothed."""
-    protected: tuple[str, ...]
-    """Layers kept in high precision, the most fragile first."""
-    quantized: int
-    """Number of INT8 layers."""
+    Attributes:
+        method: one of kernels.METHODS: what happens to the channels of INT8 layers.
+        alpha: SmoothQuant migration strength in 0..1.
+        search_alpha: choose each layer's own alpha by measured error, never worse than `alpha`.
+        protection: which layers stay in high precision.
+        clip: weight scales by the least rounding error instead of the largest weight.
+        smooth_only_foldable: smooth only where the factors can be folded into the layer before.
+
+    Raises ValueError for an alpha outside 0..1.
+    """
+
+    method: str = "smooth"
+    alpha: float = 0.5
+    search_alpha: bool = False
+    protection: Protection = Protection("share", 0.08)
+    clip: bool = False
+    smooth_only_foldable: bool = False
+
+    def __post_init__(self) -> None:
+        check_alpha(self.alpha)
+
+    @property
+    def alphas(self) -> list[float]:
+        """The migration strengths to choose from, the given one first."""
+        return list(dict.fromkeys([self.alpha, *(ALPHAS if self.search_alpha else ())]))
+
+    def described(self) -> dict[str, object]:
+        """The settings as JSON has them."""
+        return {
+            "method": self.method,
+            "alpha": self.alpha,
+            "search_alpha": self.search_alpha,
+            "protect": {self.protection.kind: self.protection.value},
+            "weight_scales": "least error" if self.clip else "absmax",
+            "smooth_only_foldable": self.smooth_only_foldable,
+        }
 
 
 def quantize_model(
-    model: ModelPatcher,
-    alpha: float,
-    protect_layers: int,
-    kernel: str,
-    statistics: dict[str, ActivationStatistics] | None,
-) -> ModelPatcher:
-    """A new MODEL with INT8 linears; `model` and its weights stay as they are.
+    model: ModelPatcher, settings: QuantizationSettings, kernel: str, calibration: Calibration | None
+) -> tuple[ModelPatcher, QuantizationReport]:
+    """A new MODEL with INT8 linears, and what was done; `model` and its weights stay as they are.
 
-    Patches of `model` that change weights (LoRAs) are part of what is quantized. Without `statistics` nothing is smoothed
-    and the layers to protect are ranked by the rounding error of their weights.
+    Patches of `model` that change weights (LoRAs) are part of what is quantized. Without `calibration` nothing is smoothed
+    and errors are those of the weights.
 
-    Raises ValueError for an alpha outside 0..1, a protection that leaves nothing to quantize, a model without
-    quantizable linears or whose layers are already replaced (torch.compile); ComfyUI's interrupt exception on cancel.
+    Raises ValueError for a calibration that does not fit the model or that a method needs and lacks, a protection that
+    leaves nothing to quantize, a weight with NaN or Inf, a model without quantizable linears or whose layers are already
+    replaced (torch.compile); ComfyUI's interrupt exception on cancel.
     """
-    check_alpha(alpha)
     compute = choose_path(model.load_device, kernel)
-    _refuse_replaced_layers(model)
-    linears = quantizable_linears(model)
-    if not linears:
+    refuse_replaced_layers(model, "connect that node after Quantize to INT8")
+    warn_of_patches_on_folded(model)
+    targets = quantizable_linears(model)
+    if not targets:
         raise ValueError("this MODEL has no linear layers in repeated blocks, so there is nothing to quantize")
-    if protect_layers >= len(linears):
+    if calibration is not None:
+        calibration.check_fits(targets)
+    elif settings.method == "best per layer":
         raise ValueError(
-            f"protect_layers is {protect_layers}, but the model has {len(linears)} quantizable layers: none would be INT8"
+            "method 'best per layer' measures layers on recorded inputs: calibrate, or choose another method"
         )
+    number_of_linears = len(linears(model))
+    # What is certain to be refused is refused before the work.
+    nothing_lost = dict.fromkeys(targets, 0.0)
+    settings.protection.choose(nothing_lost, nothing_lost, number_of_linears)
 
-    device = model.load_device
-    make_room(device, QUANTIZATION_BYTES * max(linear.weight.numel() for linear in linears.values()))
-    rank_by_weight = statistics is None and protect_layers > 0
-    progress = LayerProgress(len(linears) * (2 if rank_by_weight else 1))
+    statistics = {} if calibration is None else calibration.statistics
+    results = _quantize_layers(model, settings, targets, statistics)
+    # A layer that was never called cannot be told from others by its output, and loses nothing.
+    called = [name for name in targets if calibration is None or name in statistics]
+    fragility = nothing_lost | {name: results[name].plain_error for name in called}
+    errors = nothing_lost | {name: results[name].error for name in called}
+    protected = settings.protection.choose(fragility, errors, number_of_linears)
+    report = QuantizationReport(
+        settings.described(),
+        number_of_linears,
+        _size_of(calibration),
+        tuple(
+            LayerReport(
+                name,
+                results[name].transform,
+                fragility[name] if name in called else None,
+                errors[name] if name in called else None,
+                name in protected,
+            )
+            for name in targets
+        ),
+        protected,
+    )
 
-    def source(name: str) -> torch.Tensor:
-        return patched_weight(model, f"{DIFFUSION_MODEL}{name}.weight", device)
-
-    if rank_by_weight:
-        fragility = {}
-        for name in linears:
-            with naming_layer(name):
-                fragility[name] = relative_rounding_error(source(name))
-            progress.step()
-    else:
-        fragility = {name: stats.spikiness for name, stats in (statistics or {}).items()}
-    # Ties are broken by name, so that the same inputs always protect the same layers.
-    ranking = sorted(linears, key=lambda name: (-fragility.get(name, 0.0), name))
-    protected = ranking[:protect_layers]
-
-    smoothed = {name: stats for name, stats in (statistics or {}).items() if name in linears and name not in protected}
-    smoothing = _Smoothing(smoothed, source, alpha)
     compute_dtype = model.model.get_dtype_inference()
 
+    for name in protected:
+        del results[name]
+
     def convert(name: str, weight: torch.Tensor) -> torch.Tensor | None:
-        if name not in linears:
-            return None
         if name in protected:
-            converted = source(name).to(device="cpu", dtype=compute_dtype, copy=True)
-        else:
-            layer_smoothing = smoothing.of(name)  # before the layer's own weight is on the device
-            converted = quantize_layer(name, source(name), device, compute_dtype, layer_smoothing)
-        progress.step()
-        return converted
+            return _source(model, name).to(device="cpu", dtype=compute_dtype, copy=True)
+        if name not in results:
+            return None
+        result = results.pop(name)
+        return int8_weight(result.q, result.scale, compute_dtype, result.smooth, result.transform.rotation_group)
 
     operations = int8_operations(compute, compute_dtype, convert)
-    state_dict = as_file(model.model, _state_dict_with_placeholders(model, set(linears)))
+    state_dict = as_file(model.model, _state_dict_with_placeholders(model, set(targets)))
     built = build_model(state_dict, {}, operations, compute_dtype, compute)
 
     quantized = _with_patches_of(model, built, kernel)
-    recipe = Recipe(None if statistics is None else alpha, tuple(protected), len(linears) - len(protected))
-    quantized.set_attachments(RECIPE_KEY, json.dumps(asdict(recipe)))
-    logger.info("INT8: %d layers quantized, %d protected: %s", recipe.quantized, len(protected), ", ".join(protected))
-    return quantized
+    recipe = {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))}
+    quantized.set_attachments(RECIPE_KEY, json.dumps(recipe))
+    kept = len(protected)
+    logger.info("INT8: %d layers quantized, %d protected: %s", len(targets) - kept, kept, ", ".join(protected))
+    return quantized, report
 
 
-class _Smoothing:
-    """The smoothing factors of INT8 layers: one vector for those that read the same input.
-
-    Those are the ones whose names say so and whose statistics agree in every bit: the q of a cross attention reads
-    another tensor than its k and v.
-
-    Args:
-        statistics: what the layers to smooth have seen.
-        weight: the float weight [N, K] of one of them on the device, for a look.
-        alpha: migration strength.
-    """
-
-    def __init__(
-        self, statistics: dict[str, ActivationStatistics], weight: Callable[[str], torch.Tensor], alpha: float
-    ) -> None:
-        self._inputs = {name: seen.absmax for name, seen in statistics.items()}
-        self._weight, self._alpha = weight, alpha
-        groups = same_input_groups(self._inputs, lambda a, b: torch.equal(self._inputs[a], self._inputs[b]))
-        self._group_of = {name: group for group in groups for name in group}
-        self._group_absmax: dict[str, torch.Tensor] = {}  # of all members' weights [K], by member
-
-    def of(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Layer `name`'s own weight absmax [K] -> its factors [K]; None where the layer is not smoothed.
-
-        To be called while no weight is on the device, because each of a group is looked at there, one by one. Raises
-        ValueError naming the layer whose weight holds a NaN or Inf.
-        """
-        if name not in self._inputs:
-            return None
-        if name in self._group_of and name not in self._group_absmax:
-            group = self._group_of[name]
-            absmax = torch.stack([self._look(member) for member in group]).amax(dim=0)
-            self._group_absmax.update(dict.fromkeys(group, absmax))
-        return lambda own: smoothing_factors(
-            self._inputs[name].to(own.device), self._group_absmax.get(name, own), self._alpha
-        )
-
-    def _look(self, name: str) -> torch.Tensor:
-        with naming_layer(name):
-            return channel_absmax(self._weight(name))
+def _source(model: ModelPatcher, name: str) -> torch.Tensor:
+    """A layer's float weight with patches applied, on the device."""
+    return patched_weight(model, f"{DIFFUSION_MODEL}{name}.weight", model.load_device)
 
 
-def _refuse_replaced_layers(model: ModelPatcher) -> None:
-    compiled = model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY)
-    if compiled or any(key.startswith(DIFFUSION_MODEL.rstrip(".")) for key in model.object_patches):
-        raise ValueError(
-            "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
-            "Quantize to INT8"
-        )
+def _quantize_layers(
+    model: ModelPatcher,
+    settings: QuantizationSettings,
+    targets: Mapping[str, torch.nn.Module],
+    statistics: Mapping[str, ActivationStatistics],
+) -> dict[str, QuantizedLinear]:
+    """Every target in INT8, those that will be protected too: how fragile they are is known only then."""
+    make_room(model.load_device, QUANTIZATION_BYTES * max(linear.weight.numel() for linear in targets.values()))
+    progress = LayerProgress(len(targets))
+    foldable = foldable_groups(model, targets) if settings.smooth_only_foldable else None
+    # Layers that read the same input are those whose names say so and whose statistics agree in every bit: the q of a
+    # cross attention reads another tensor than its k and v.
+    groups = same_input_groups(
+        [name for name in targets if name in statistics],
+        lambda a, b: torch.equal(statistics[a].absmax, statistics[b].absmax),
+    )
+    group_of = {name: group for group in groups for name in group}
+
+    results: dict[str, QuantizedLinear] = {}
+    for name in targets:
+        if name in results:
+            continue
+        group = group_of.get(name, [name])
+        smoothable = name in statistics and (foldable is None or set(group) in foldable)
+        candidates = transforms(settings.method, settings.alphas if smoothable else [], targets[name].weight.shape[1])
+        sources = {member: partial(_source, model, member) for member in group}
+        results |= quantize_group(sources, candidates, statistics.get(name), settings.clip)
+        for _ in group:
+            progress.step()
+    return results
 
 
-def _state_dict_with_placeholders(model: ModelPatcher, linears: set[str]) -> dict[str, torch.Tensor]:
-    """The diffusion model's tensors under its own names, patches applied, with placeholders for the weights of `linears`.
+def _size_of(calibration: Calibration | None) -> dict[str, int] | None:
+    """How much a calibration has seen: calls of its busiest layer, and rows sampled of it."""
+    if calibration is None:
+        return None
+    busiest = max(calibration.statistics.values(), key=lambda seen: seen.calls)
+    return {"calls": busiest.calls, "rows": len(busiest.sample.rows)}
+
+
+def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dict[str, torch.Tensor]:
+    """The diffusion model's tensors under its own names, patches applied, with placeholders for the weights of `targets`.
 
     A placeholder has a shape and dtype but no data: it lets the loader recognise the model, and each real weight is
     made only when its layer is loaded.
@@ -184,7 +222,7 @@ def _state_dict_with_placeholders(model: ModelPatcher, linears: set[str]) -> dic
     changed = {
         key.removeprefix(DIFFUSION_MODEL) for key in {*model.patches, *model.backup} if key.startswith(DIFFUSION_MODEL)
     }
-    float_weights = {f"{name}.weight" for name in linears}
+    float_weights = {f"{name}.weight" for name in targets}
     for key in changed:
         if key not in float_weights and isinstance(stored_weight(model, DIFFUSION_MODEL + key), QuantizedTensor):
             float_weights.add(key)  # the patched weight of a layer that is left alone stays a float
@@ -200,7 +238,7 @@ def _state_dict_with_placeholders(model: ModelPatcher, linears: set[str]) -> dic
         state_dict[key] = tensor.to(device="cpu", copy=True)
     for key in float_weights:
         weight = stored_weight(model, DIFFUSION_MODEL + key)
-        if key.removesuffix(".weight") in linears:
+        if key.removesuffix(".weight") in targets:
             state_dict[key] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         else:
             state_dict[key] = patched_weight(model, DIFFUSION_MODEL + key, model.load_device).to("cpu", weight.dtype)
@@ -215,6 +253,7 @@ def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> M
     clone.patches = {}  # the weight patches are in the weights now
     clone.patches_uuid = built.patches_uuid
     clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY)  # of an earlier quantization
+    disarm(clone)  # a recorder was for the MODEL that was quantized
     for function in built.get_callbacks(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY):
         clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, function)
     clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))

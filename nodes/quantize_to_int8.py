@@ -2,18 +2,22 @@
 
 from comfy_api.latest import io
 
-from ..kernels import KERNEL_CHOICES, check_alpha
+from ..kernels import KERNEL_CHOICES, METHODS, Protection
 from . import notices
-from .calibration import calibrate
+from .calibration_run import calibrate
 from .load_int8_dit import KERNEL_TOOLTIP
-from .quantization import quantize_model
+from .quantization import QuantizationSettings, quantize_model
+from .record_calibration import CalibrationType
+from .report_plot import plot
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]
+_SHARE, _NUMBER, _ERROR = "share of all linears", "number of layers", "error budget"
+_ABSMAX, _LEAST_ERROR = "absmax", "least error"
 
 
 class QuantizeToINT8SmoothQuant(io.ComfyNode):
-    """MODEL -> MODEL with INT8 linears, smoothed by what a calibration run of the user's own sampling showed."""
+    """MODEL -> MODEL with INT8 linears, smoothed and protected by what a calibration of the user's own sampling showed."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -23,11 +27,18 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             category="model/quantization",
             description=(
                 "Quantizes a diffusion transformer to INT8: per-channel weights, per-token activations, SmoothQuant from a "
-                "calibration run, the most fragile layers kept in high precision. Connect sampler, sigmas, latent_image and "
-                "conditioning to calibrate; without them nothing is smoothed."
+                "calibration, the most fragile layers kept in high precision. Connect a calibration, or sampler, sigmas, "
+                "latent_image and prompts to calibrate here; without them nothing is smoothed."
             ),
             inputs=[
                 io.Model.Input("model"),
+                io.Combo.Input(
+                    "method",
+                    options=list(METHODS),
+                    default=METHODS[0],
+                    tooltip="What is done against outlier channels. 'rotate' is ComfyUI's ConvRot. 'best per layer' tries "
+                    "none, smooth, rotate and both on the recorded inputs.",
+                ),
                 io.Float.Input(
                     "alpha",
                     default=0.5,
@@ -35,20 +46,78 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     max=1.0,
                     step=0.05,
                     round=0.01,
-                    tooltip="How much of the activations' outliers moves into the weights. Used only when calibrated.",
+                    tooltip="How much of the activations' outliers moves into the weights.",
                 ),
-                io.Int.Input(
-                    "protect_layers",
-                    default=17,
-                    min=0,
-                    max=10000,
+                io.Boolean.Input(
+                    "search_alpha",
+                    default=False,
+                    tooltip="Try 11 values of alpha for each layer and take the best; never worse than alpha.",
+                ),
+                io.DynamicCombo.Input(
+                    "protect",
+                    options=[
+                        io.DynamicCombo.Option(
+                            _SHARE,
+                            [
+                                io.Float.Input(
+                                    "percent",
+                                    default=8.0,
+                                    min=0.0,
+                                    max=100.0,
+                                    step=0.5,
+                                    round=0.1,
+                                    tooltip="8 % are 17 of Ideogram 4's 211 linears.",
+                                )
+                            ],
+                        ),
+                        io.DynamicCombo.Option(_NUMBER, [io.Int.Input("layers", default=17, min=0, max=10000)]),
+                        io.DynamicCombo.Option(
+                            _ERROR,
+                            [
+                                io.Float.Input(
+                                    "percent",
+                                    default=3.0,
+                                    min=0.0,
+                                    max=100.0,
+                                    step=0.1,
+                                    round=0.01,
+                                    tooltip="Protect each layer to whose output INT8 brings a larger relative error.",
+                                )
+                            ],
+                        ),
+                    ],
                     tooltip="How many of the most fragile layers stay in high precision.",
                 ),
+                io.Combo.Input(
+                    "weight_scales",
+                    options=[_ABSMAX, _LEAST_ERROR],
+                    default=_ABSMAX,
+                    tooltip="'least error' clips a channel's largest weights where that rounds the others better.",
+                ),
+                io.Boolean.Input(
+                    "smooth_only_foldable",
+                    default=False,
+                    tooltip="Smooth only where the factors fold into the layer before, so that Save INT8 DiT can write a file "
+                    "for every loader.",
+                ),
                 io.Combo.Input("kernel", options=list(KERNEL_CHOICES), default="auto", tooltip=KERNEL_TOOLTIP),
-                io.Conditioning.Input(
-                    "positive",
+                CalibrationType.Input(
+                    "calibration",
                     optional=True,
-                    tooltip="Conditioning to calibrate with. Leave it out for an unconditional model.",
+                    tooltip="From Collect, Load or Merge Calibration. Then nothing is sampled here.",
+                ),
+                io.Autogrow.Input(
+                    "positive",
+                    template=io.Autogrow.TemplatePrefix(
+                        io.Conditioning.Input(
+                            "positive",
+                            tooltip="A prompt to calibrate with; each is sampled once. None for an unconditional model.",
+                        ),
+                        prefix="positive_",
+                        min=0,
+                        max=32,
+                    ),
+                    optional=True,
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Calibrates with CFG when connected."),
                 io.Sampler.Input("sampler", optional=True),
@@ -69,21 +138,31 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     default=0,
                     min=0,
                     max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=True,
+                    control_after_generate=io.ControlAfterGenerate.fixed,
                     optional=True,
-                    tooltip="Noise seed of the calibration run.",
+                    tooltip="Noise seed of the calibration run; the next prompt takes the next seed.",
                 ),
             ],
-            outputs=[io.Model.Output()],
+            outputs=[
+                io.Model.Output(),
+                io.Image.Output(display_name="report"),
+                io.String.Output(display_name="table"),
+                CalibrationType.Output(display_name="calibration"),
+            ],
         )
 
     @classmethod
     def execute(
         cls,
         model,
+        method,
         alpha,
-        protect_layers,
+        search_alpha,
+        protect,
+        weight_scales,
+        smooth_only_foldable,
         kernel,
+        calibration=None,
         positive=None,
         negative=None,
         sampler=None,
@@ -92,25 +171,42 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         cfg=1.0,
         seed=0,
     ) -> io.NodeOutput:
-        check_alpha(alpha)
+        settings = QuantizationSettings(
+            method, alpha, search_alpha, _protection(protect), weight_scales == _LEAST_ERROR, smooth_only_foldable
+        )
+        prompts = list((positive or {}).values())
         needed = {"sampler": sampler, "sigmas": sigmas, "latent_image": latent_image}
         missing = [name for name, value in needed.items() if value is None]
-        statistics = None
-        if not missing:
-            if len(sigmas) < 2:
-                raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
-            statistics = calibrate(
-                model, positive or _NULL_CONDITIONING, negative, cfg, sampler, sigmas, latent_image, seed
+        sampling = len(missing) < len(needed) or prompts or negative is not None
+        if calibration is not None and sampling:
+            raise ValueError(
+                "a calibration is connected, and so are inputs of a calibration run: disconnect the calibration, or positive, "
+                "negative, sampler, sigmas and latent_image"
             )
-        elif len(missing) < len(needed) or positive is not None or negative is not None:
+        if sampling and missing:
             raise ValueError(
                 f"calibration also needs {' and '.join(missing)}: connect {'it' if len(missing) == 1 else 'them'}, or "
                 "disconnect all calibration inputs to quantize without smoothing"
             )
-        else:
+        if sampling:
+            if len(sigmas) < 2:
+                raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
+            calibration = calibrate(
+                model, prompts or [_NULL_CONDITIONING], negative, cfg, sampler, sigmas, latent_image, seed
+            )
+        if calibration is None and method not in ("none", "rotate"):
             notices.warn(
                 "Quantized to INT8 without smoothing",
-                "no calibration inputs are connected. Connect sampler, sigmas, latent_image and conditioning to Quantize to "
-                "INT8 for SmoothQuant.",
+                "no calibration inputs are connected. Connect sampler, sigmas, latent_image and conditioning, or a calibration, "
+                "to Quantize to INT8 for SmoothQuant.",
             )
-        return io.NodeOutput(quantize_model(model, alpha, protect_layers, kernel, statistics))
+        quantized, report = quantize_model(model, settings, kernel, calibration)
+        return io.NodeOutput(quantized, plot(report), report.markdown(), calibration)
+
+
+def _protection(protect: dict) -> Protection:
+    """The rule that the widget `protect` and the one below it stand for."""
+    if protect["protect"] == _NUMBER:
+        return Protection("number", protect["layers"])
+    kind = "share" if protect["protect"] == _SHARE else "error"
+    return Protection(kind, protect["percent"] / 100)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from .patched_weights import LazyTensor
+from .patched_weights import PendingTensor
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -32,7 +32,7 @@ _DTYPE_NAMES = {
 
 
 def write_safetensors(
-    path: str, tensors: dict[str, torch.Tensor | LazyTensor], metadata: dict[str, str], on_tensor: Callable[[], None]
+    path: str, tensors: dict[str, torch.Tensor | PendingTensor], metadata: dict[str, str], on_tensor: Callable[[], None]
 ) -> None:
     """Write `tensors` to `path` in the safetensors format, one at a time, through a temporary file beside it.
 

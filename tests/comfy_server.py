@@ -119,6 +119,11 @@ class ComfyServer:
         """Stop the prompt that is running."""
         self._request("/interrupt", {})
 
+    def forget(self) -> None:
+        """Drop all cached results and loaded models, so that the next prompt runs as the first did."""
+        self._request("/free", {"unload_models": True, "free_memory": True})
+        time.sleep(2 * POLL_SECONDS)  # the queue's thread does it when it finds the request
+
     def object_info(self, node: str) -> dict:
         """What the server tells the frontend about a node type; empty when it has none of that name."""
         return self._json(f"/object_info/{urllib.parse.quote(node)}").get(node, {})

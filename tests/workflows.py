@@ -46,48 +46,87 @@ def calibrated_model(
     protect_layers: int = GLYPH_PROTECT_LAYERS,
     kernel: str = "fused int8",
     seed: int = 0,
+    **widgets: object,
 ) -> Link:
-    """``model`` quantized after a calibration run that samples ``text`` with it."""
+    """``model`` quantized after a calibration run that samples ``text`` with it; more widgets by name."""
     conditioning, latent = _glyph_conditioning(prompt, text)
-    quantize = prompt.add(
-        "QuantizeToINT8SmoothQuant",
-        model=model,
-        alpha=alpha,
-        protect_layers=protect_layers,
-        kernel=kernel,
-        positive=conditioning,
+    quantize = _quantize(
+        prompt,
+        model,
+        alpha,
+        protect_layers,
+        kernel,
         sampler=_euler(prompt),
         sigmas=_sigmas(prompt, model, steps),
         latent_image=latent,
         cfg=1.0,
         seed=seed,
+        **{"positive.positive_0": conditioning},
+        **widgets,
     )
     return link(quantize)
 
 
 def uncalibrated_model(prompt: Prompt, model: Link, *, protect_layers: int = 0, kernel: str = "fused int8") -> Link:
     """``model`` quantized with nothing known about its activations."""
-    quantize = prompt.add(
-        "QuantizeToINT8SmoothQuant",
-        model=model,
-        alpha=0.5,
-        protect_layers=protect_layers,
-        kernel=kernel,
-        cfg=1.0,
-        seed=0,
-    )
-    return link(quantize)
+    return link(_quantize(prompt, model, 0.5, protect_layers, kernel))
 
 
-def save_model(prompt: Prompt, model: Link, filename_prefix: str = "diffusion_models/INT8") -> str:
+def quantized_model(
+    prompt: Prompt,
+    model: Link,
+    *,
+    calibration: Link,
+    protect_layers: int = GLYPH_PROTECT_LAYERS,
+    kernel: str = "fused int8",
+) -> Link:
+    """``model`` quantized with a calibration."""
+    return link(_quantize(prompt, model, 0.5, protect_layers, kernel, calibration=calibration))
+
+
+def recorded_model(
+    prompt: Prompt,
+    model: Link,
+    *,
+    text: str = GLYPH_TEXT,
+    steps: int = GLYPH_STEPS,
+    protect_layers: int = GLYPH_PROTECT_LAYERS,
+    kernel: str = "fused int8",
+    seed: int = 0,
+) -> tuple[Link, Link]:
+    """``model`` quantized after an ordinary sampler drew ``text`` with it under the recorder; also the calibration."""
+    recorder = prompt.add("RecordINT8Calibration", model=model)
+    sampled = glyph_latents(prompt, link(recorder, 0), text=text, steps=steps, seed=seed)
+    calibration = link(prompt.add("CollectINT8Calibration", recording=link(recorder, 1), after=sampled))
+    quantized = quantized_model(prompt, model, calibration=calibration, protect_layers=protect_layers, kernel=kernel)
+    return quantized, calibration
+
+
+def save_calibration(prompt: Prompt, calibration: Link) -> str:
+    """Write a calibration; the id of the node, whose ui result names the file."""
+    return prompt.add("SaveINT8Calibration", calibration=calibration, filename_prefix="int8_calibrations/calibration")
+
+
+def save_model(
+    prompt: Prompt, model: Link, filename_prefix: str = "diffusion_models/INT8", *, fold: bool = False
+) -> str:
     """Write a quantized model; the id of the node, whose ui result names the file."""
-    return prompt.add("SaveINT8DiT", model=model, filename_prefix=filename_prefix)
+    return prompt.add("SaveINT8DiT", model=model, filename_prefix=filename_prefix, fold=fold)
 
 
 def glyph_images(
     prompt: Prompt, model: Link, *, text: str = GLYPH_TEXT, steps: int = GLYPH_STEPS, seed: int = 0
 ) -> str:
     """Sample one image per character; the id of the node whose ui result names them."""
+    sampled = glyph_latents(prompt, model, text=text, steps=steps, seed=seed)
+    images = prompt.add("GlyphDecode", samples=sampled)
+    return prompt.add("PreviewImage", images=link(images))
+
+
+def glyph_latents(
+    prompt: Prompt, model: Link, *, text: str = GLYPH_TEXT, steps: int = GLYPH_STEPS, seed: int = 0
+) -> Link:
+    """Sample one latent per character."""
     conditioning, latent = _glyph_conditioning(prompt, text)
     guider = prompt.add("BasicGuider", model=model, conditioning=conditioning)
     sampled = prompt.add(
@@ -98,14 +137,27 @@ def glyph_images(
         sigmas=_sigmas(prompt, model, steps),
         latent_image=latent,
     )
-    images = prompt.add("GlyphDecode", samples=link(sampled))
-    return prompt.add("PreviewImage", images=link(images))
+    return link(sampled)
 
 
 def kernel_benchmark(prompt: Prompt, *, tokens: int, model: Link | None = None) -> str:
     """Time the linears of ``model``, or of the default shapes; the id of the node whose ui result is the table."""
     inputs = {"tokens": tokens} if model is None else {"tokens": tokens, "model": model}
     return prompt.add("INT8KernelBenchmark", **inputs)
+
+
+def _quantize(prompt: Prompt, model: Link, alpha: float, protect_layers: int, kernel: str, **inputs: object) -> str:
+    defaults = {
+        "method": "smooth",
+        "alpha": alpha,
+        "search_alpha": False,
+        "protect": "number of layers",
+        "protect.layers": protect_layers,
+        "weight_scales": "absmax",
+        "smooth_only_foldable": False,
+        "kernel": kernel,
+    }
+    return prompt.add("QuantizeToINT8SmoothQuant", model=model, **defaults | inputs)
 
 
 def _glyph_conditioning(prompt: Prompt, text: str) -> tuple[Link, Link]:

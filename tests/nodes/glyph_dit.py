@@ -19,6 +19,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor, TensorWiseINT8Layout
 from glyphs import conditioning, latents
+from glyphs.alphabet import ALPHABET
 from int8_dit.nodes.file_format import MARK, SCALE, SMOOTH, encode_mark
 from int8_dit.nodes.int8_weight import is_int8
 from int8_dit.nodes.model_loading import load_int8_model
@@ -83,19 +84,35 @@ def stock(path: str | Path = FILE) -> ModelPatcher:
     return comfy.sd.load_diffusion_model(str(path))
 
 
-def quantize(
-    model: ModelPatcher, alpha: float = 0.5, protect_layers: int = 0, kernel: str = "fused int8", **calibration
-):
-    """The MODEL of the quantize node."""
-    (quantized,) = QuantizeToINT8SmoothQuant.execute(model, alpha, protect_layers, kernel, **calibration).result
-    return quantized
+def run_node(model: ModelPatcher, **inputs: object) -> tuple:
+    """All outputs of the quantize node, whose inputs are the defaults of these tests unless given."""
+    defaults = {
+        "method": "smooth",
+        "alpha": 0.5,
+        "search_alpha": False,
+        "protect": protect_layers(0),
+        "weight_scales": "absmax",
+        "smooth_only_foldable": False,
+        "kernel": "fused int8",
+    }
+    return QuantizeToINT8SmoothQuant.execute(model, **defaults | inputs).result
+
+
+def protect_layers(number: int) -> dict[str, object]:
+    """The value of the widget `protect` that protects a number of layers."""
+    return {"protect": "number of layers", "layers": number}
+
+
+def quantize(model: ModelPatcher, protect: int = 0, **inputs: object) -> ModelPatcher:
+    """The MODEL of the quantize node with a number of protected layers."""
+    return run_node(model, protect=protect_layers(protect), **inputs)[0]
 
 
 def calibration(model: ModelPatcher, text: str = "INT8", steps: int = 2, seed: int = 0) -> dict[str, object]:
     """Calibration inputs of the quantize node: a few Euler steps of `text`."""
     context, pooled = conditioning.encode(text)
     return {
-        "positive": [[context, {"pooled_output": pooled}]],
+        "positive": {"positive_0": [[context, {"pooled_output": pooled}]]},
         "sampler": comfy.samplers.sampler_object("euler"),
         "sigmas": comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps),
         "latent_image": {"samples": torch.zeros(len(text), latents.CHANNELS, latents.SIDE, latents.SIDE)},
@@ -124,6 +141,16 @@ def forward(model: ModelPatcher) -> torch.Tensor:
     x = torch.randn(2, latents.CHANNELS, latents.SIDE, latents.SIDE, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         return model.model.apply_model(x, torch.full((2,), 0.7), c_crossattn=context, y=pooled)
+
+
+def velocity(model: ModelPatcher, time: float) -> torch.Tensor:
+    """One forward on noise for all characters at a time of the schedule."""
+    comfy.model_management.load_models_gpu([model])
+    context, pooled = conditioning.encode(ALPHABET)
+    shape = (len(ALPHABET), latents.CHANNELS, latents.SIDE, latents.SIDE)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return model.model.apply_model(x, torch.full((len(ALPHABET),), time), c_crossattn=context, y=pooled)
 
 
 def module(model: ModelPatcher, layer: str) -> torch.nn.Module:

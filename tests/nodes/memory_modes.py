@@ -47,9 +47,10 @@ def import_pack() -> None:
 
 import_pack()
 import int8_dit.kernels.gemm as gemm  # noqa: E402
-from int8_dit.nodes.calibration import calibrate  # noqa: E402
+from int8_dit.kernels import Protection  # noqa: E402
+from int8_dit.nodes.calibration_run import calibrate  # noqa: E402
 from int8_dit.nodes.model_loading import load_int8_model  # noqa: E402
-from int8_dit.nodes.quantization import quantize_model  # noqa: E402
+from int8_dit.nodes.quantization import QuantizationSettings, quantize_model  # noqa: E402
 from int8_dit.nodes.save_int8_dit import save_int8_model  # noqa: E402
 
 launches = 0
@@ -116,8 +117,11 @@ def run() -> dict:
     report = {"patcher": type(base).__name__, "original": figures}
 
     user = sampling(base)
-    statistics = calibrate(base, user["positive"], None, 1.0, user["sampler"], user["sigmas"], user["latent"], seed=5)
-    quantized = quantize_model(base, 0.5, 2, "fused int8", statistics)
+    calibration = calibrate(
+        base, [user["positive"]], None, 1.0, user["sampler"], user["sigmas"], user["latent"], seed=5
+    )
+    settings = QuantizationSettings(protection=Protection("number", 2))
+    quantized, _ = quantize_model(base, settings, "fused int8", calibration)
     int8, report["int8"] = sample(quantized)
     report["int8"]["error"] = relative_error(int8, original)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,8 +15,8 @@ import comfy.supported_models
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
-from int8_dit.kernels import ActivationStatistics
-from int8_dit.nodes.calibration import calibrate
+from int8_dit.nodes.calibration import Calibration
+from int8_dit.nodes.calibration_run import calibrate
 
 TEXT = 4096  # ComfyUI takes no other width for Wan
 IDEOGRAM_SIZES = {
@@ -36,6 +36,12 @@ def ideogram4(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
     """Two blocks, each with w1 and w3 of one input. ComfyUI knows only its real size, so `monkeypatch` sets it."""
     monkeypatch.setattr(comfy.supported_models.Ideogram4, "unet_extra_config", IDEOGRAM_SIZES)
     return _load(comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel, num_layers=2, **IDEOGRAM_SIZES)
+
+
+def ideogram4_again(model: ModelPatcher) -> ModelPatcher:
+    """A second MODEL of the same weights, as Ideogram 4 has two of one architecture."""
+    tensors = {name: tensor.clone() for name, tensor in model.model.diffusion_model.state_dict().items()}
+    return comfy.sd.load_diffusion_model_state_dict(tensors)
 
 
 def wan() -> ModelPatcher:
@@ -62,7 +68,7 @@ def calibration(model: ModelPatcher) -> dict[str, object]:
     latents = model.model.latent_format
     frames = (1,) * (latents.latent_dimensions - 2)
     return {
-        "positive": [[_randn(1, 6, TEXT, seed=1), {}]],
+        "positive": {"positive_0": [[_randn(1, 6, TEXT, seed=1), {}]]},
         "sampler": comfy.samplers.sampler_object("euler"),
         "sigmas": comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 2),
         "latent_image": {"samples": torch.zeros(1, latents.latent_channels, *frames, 4, 4)},
@@ -70,11 +76,11 @@ def calibration(model: ModelPatcher) -> dict[str, object]:
     }
 
 
-def statistics(model: ModelPatcher) -> dict[str, ActivationStatistics]:
-    """What the quantize node sees in its calibration with these inputs, by layer."""
+def recorded(model: ModelPatcher) -> Calibration:
+    """What the quantize node sees in its calibration with these inputs."""
     inputs = calibration(model)
-    latent = inputs.pop("latent_image")
-    return calibrate(model, negative=None, cfg=1.0, latent=latent, **inputs)
+    inputs |= {"prompts": list(inputs.pop("positive").values()), "latent": inputs.pop("latent_image")}
+    return calibrate(model, negative=None, cfg=1.0, **inputs)
 
 
 def output(model: ModelPatcher) -> torch.Tensor:
@@ -83,7 +89,7 @@ def output(model: ModelPatcher) -> torch.Tensor:
     comfy.model_management.load_models_gpu([model])
     x = _randn(*inputs["latent_image"]["samples"].shape, seed=2)
     with torch.inference_mode():
-        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=inputs["positive"][0][0])
+        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=inputs["positive"]["positive_0"][0][0])
 
 
 def _randn(*shape: int, seed: int) -> torch.Tensor:

@@ -15,73 +15,23 @@ def model(dit):
     return dit.stock()
 
 
-def sample_as_the_user_would(model, inputs, negative=None, cfg=1.0):
-    """The graph RandomNoise + BasicGuider or CFGGuider + SamplerCustomAdvanced, on the calibration inputs."""
-    from comfy_extras import nodes_custom_sampler as sampling
-
-    if negative is None:
-        (guider,) = sampling.BasicGuider.execute(model, inputs["positive"]).result
-    else:
-        (guider,) = sampling.CFGGuider.execute(model, inputs["positive"], negative, cfg).result
-    (noise,) = sampling.RandomNoise.execute(inputs["seed"]).result
-    sampling.SamplerCustomAdvanced.execute(noise, guider, inputs["sampler"], inputs["sigmas"], inputs["latent_image"])
-
-
-def record(dit, model, inputs, **guidance):
-    """What every quantizable linear gets in one such sampling: absmax per channel of each call, by layer."""
-    seen = {layer: [] for layer in dit.LINEARS}
-    handles = [
-        dit.module(model, layer).register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args[0].clone()))
-        for layer, calls in seen.items()
-    ]
-    sample_as_the_user_would(model, inputs, **guidance)
-    for handle in handles:
-        handle.remove()
-    return {layer: torch.stack([x.abs().flatten(0, -2).amax(0) for x in calls]) for layer, calls in seen.items()}
-
-
-def spikiness(calls):
-    """max / median over the channels, averaged over the calls. calls: [calls, channels]"""
-    return float((calls.amax(1) / calls.median(1).values).mean())
-
-
-@pytest.mark.parametrize("guided", (False, True), ids=("no negative", "CFG"))
-def test_statistics_are_those_of_the_users_own_sampling(dit, model, guided):
-    from int8_dit.nodes.calibration import calibrate
-
-    inputs = dit.calibration(model)
-    guidance = {"negative": dit.calibration(model, text="XXXX")["positive"], "cfg": 3.0} if guided else {}
-    expected = record(dit, model, inputs, **guidance)
-    arguments = {"negative": None, "cfg": 1.0} | inputs | guidance
-    arguments["latent"] = arguments.pop("latent_image")
-    statistics = calibrate(model, **arguments)
-
-    assert statistics.keys() == expected.keys()
-    for layer, calls in expected.items():
-        assert statistics[layer].calls == len(calls)
-        assert torch.equal(statistics[layer].absmax, calls.amax(0))
-        assert statistics[layer].spikiness == pytest.approx(spikiness(calls), rel=1e-5)  # float32 sums
-
-
-def test_the_spikiest_layers_are_protected(dit, model):
-    inputs = dit.calibration(model)
-    recorded = record(dit, model, inputs)
-    spikiest = sorted(dit.LINEARS, key=lambda layer: spikiness(recorded[layer]), reverse=True)[:3]
-
-    quantized = dit.quantize(model, protect_layers=3, **inputs)
-    assert set(dit.LINEARS) - set(dit.int8_weights(quantized)) == set(spikiest)
-    for layer in spikiest:
-        assert torch.equal(dit.module(quantized, layer).weight, dit.module(model, layer).weight)
+def relative_output_error(x, weight, held):
+    """What an INT8 weight makes of inputs, written out here, against the float weight."""
+    params = held._params
+    exact = x.double() @ weight.double().t()
+    x = x.double() / (1 if params.smooth is None else params.smooth.double())
+    step = x.abs().amax(1, keepdim=True) / 127
+    product = ((x / step).round() * step) @ (held._qdata.double() * params.scale.double()).t()
+    return float((product - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("alpha", (0.0, 0.5, 1.0))
 def test_smoothing_factors(dit, model, alpha):
     """s = max|X|^alpha / max|W|^(1 - alpha), and the dequantized weight is the original one."""
-    inputs = dit.calibration(model)
-    recorded = record(dit, model, inputs)
-    for layer, weight in dit.int8_weights(dit.quantize(model, alpha, **inputs)).items():
+    quantized, _, _, calibration = dit.run_node(model, alpha=alpha, **dit.calibration(model))
+    for layer, weight in dit.int8_weights(quantized).items():
         original = dit.module(model, layer).weight
-        smooth = recorded[layer].amax(0) ** alpha / original.abs().amax(0) ** (1 - alpha)
+        smooth = calibration.statistics[layer].absmax ** alpha / original.abs().amax(0) ** (1 - alpha)
         torch.testing.assert_close(weight._params.smooth, smooth, rtol=1e-5, atol=0)
         # Half an int8 step of the smoothed weight, and a little for float32 arithmetic.
         bound = (original * smooth).abs().amax(1, keepdim=True) / 127 / 2 / smooth
@@ -89,7 +39,7 @@ def test_smoothing_factors(dit, model, alpha):
 
 
 def test_quantized_model_computes_nearly_the_same(dit, model):
-    quantized = dit.quantize(model, protect_layers=2, **dit.calibration(model))
+    quantized = dit.quantize(model, protect=2, **dit.calibration(model))
     # INT8 noise of 19 linears is a few percent; a layer without its smoothing would be over 50 %.
     assert 0 < dit.relative_error(dit.output(quantized), dit.output(model)) < 0.08
 
@@ -109,8 +59,185 @@ def test_without_calibration_the_weights_that_round_worst_are_protected(dit, mod
         return float(((weight / step).round() * step - weight).norm() / weight.norm())
 
     worst = sorted(dit.LINEARS, key=rounding_error, reverse=True)[:2]
-    quantized = dit.quantize(model, protect_layers=2)
+    quantized = dit.quantize(model, protect=2)
     assert set(dit.LINEARS) - set(dit.int8_weights(quantized)) == set(worst)
+
+
+def recipe(model):
+    """What a MODEL says of how it was quantized."""
+    from int8_dit.nodes.model_loading import recipe_of
+
+    return recipe_of(model)
+
+
+def protected(dit, model):
+    return set(dit.LINEARS) - set(dit.int8_weights(model))
+
+
+@pytest.fixture
+def calibration(dit, model):
+    return dit.run_node(model, **dit.calibration(model))[3]
+
+
+def test_the_most_fragile_layers_are_protected(dit, model, calibration):
+    """Those whose output suffers most by plain INT8, on the recorded rows."""
+    plain = dit.int8_weights(dit.quantize(model, method="none", calibration=calibration))
+
+    def fragility(layer):
+        rows = calibration.statistics[layer].sample.rows
+        return relative_output_error(rows, dit.module(model, layer).weight, plain[layer])
+
+    fragile = sorted(dit.LINEARS, key=fragility, reverse=True)[:3]
+    quantized = dit.quantize(model, 3, calibration=calibration)
+    assert recipe(quantized)["protected"] == fragile
+    assert protected(dit, quantized) == set(fragile)
+    for layer in fragile:
+        assert torch.equal(dit.module(quantized, layer).weight, dit.module(model, layer).weight)
+    for layer, figures in recipe(quantized)["layers"].items():
+        assert figures["fragility"] == pytest.approx(fragility(layer), rel=2e-3)
+
+
+def test_the_report_tells_what_the_layers_lose(dit, model, calibration):
+    quantized = dit.quantize(model, calibration=calibration)
+    for layer, weight in dit.int8_weights(quantized).items():
+        rows = calibration.statistics[layer].sample.rows
+        expected = relative_output_error(rows, dit.module(model, layer).weight, weight)
+        assert recipe(quantized)["layers"][layer]["error"] == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "rule, count",
+    (
+        ({"protect": "share of all linears", "percent": 8.0}, 3),  # of 34
+        ({"protect": "share of all linears", "percent": 0.0}, 0),
+        ({"protect": "number of layers", "layers": 5}, 5),
+        ({"protect": "error budget", "percent": 50.0}, 0),
+    ),
+)
+def test_how_many_are_protected(dit, model, calibration, rule, count):
+    quantized, *_ = dit.run_node(model, protect=rule, calibration=calibration)
+    assert len(protected(dit, quantized)) == len(recipe(quantized)["protected"]) == count
+
+
+def test_an_error_budget_holds(dit, model, calibration):
+    errors = {layer: figures["error"] for layer, figures in layers_of(dit, model, calibration).items()}
+    budget = sorted(errors.values())[-4] + 1e-6
+    rule = {"protect": "error budget", "percent": 100 * budget}
+    quantized, *_ = dit.run_node(model, protect=rule, calibration=calibration)
+    assert protected(dit, quantized) == {layer for layer, error in errors.items() if error > budget}
+    assert len(protected(dit, quantized)) == 3
+
+
+def layers_of(dit, model, calibration, **settings):
+    return recipe(dit.quantize(model, calibration=calibration, **settings))["layers"]
+
+
+@pytest.mark.parametrize("alpha", (0.5, 0.2))
+def test_a_searched_alpha_is_never_worse(dit, model, calibration, alpha):
+    given, searched = (layers_of(dit, model, calibration, alpha=alpha, search_alpha=search) for search in (False, True))
+    assert all(searched[layer]["error"] <= given[layer]["error"] for layer in dit.LINEARS)
+    assert any(searched[layer]["transform"] != given[layer]["transform"] for layer in dit.LINEARS)
+
+
+METHODS = ("none", "smooth", "rotate", "smooth + rotate")
+
+
+def test_best_per_layer_is_the_best_of_all_methods(dit, model, calibration):
+    errors = {method: layers_of(dit, model, calibration, method=method) for method in METHODS}
+    best = layers_of(dit, model, calibration, method="best per layer")
+    for layer in dit.LINEARS:
+        assert best[layer]["error"] == min(errors[method][layer]["error"] for method in METHODS)
+    assert len({figures["transform"] for figures in best.values()}) > 1
+
+
+@pytest.mark.parametrize("method", (*METHODS, "best per layer"))
+@pytest.mark.parametrize("weight_scales", ("absmax", "least error"))
+def test_every_method_computes_nearly_the_same(dit, model, calibration, method, weight_scales):
+    quantized = dit.quantize(model, method=method, weight_scales=weight_scales, calibration=calibration)
+    transforms = {recipe(quantized)["layers"][layer]["transform"] for layer in dit.LINEARS}
+    for layer, weight in dit.int8_weights(quantized).items():
+        transform = recipe(quantized)["layers"][layer]["transform"]
+        assert (weight._params.smooth is not None) == ("smooth" in transform)
+        assert weight._params.rotation_group == ((256 if "fc2" in layer else 64) if "rotate" in transform else None)
+    if method in METHODS:
+        assert transforms == {method.replace("smooth", "smooth 0.5")}
+    assert 0 < dit.relative_error(dit.output(quantized), dit.output(model)) < 0.08
+
+
+def test_rotation_needs_no_calibration(dit, model, caplog):
+    quantized = dit.quantize(model, method="rotate")
+    assert all(weight._params.rotation_group for weight in dit.int8_weights(quantized).values())
+    assert not [r for r in caplog.records if "without smoothing" in r.getMessage()]
+
+
+def test_best_per_layer_needs_calibration(dit, model):
+    with pytest.raises(ValueError, match="'best per layer' measures layers on recorded inputs: calibrate"):
+        dit.quantize(model, method="best per layer")
+
+
+def test_a_calibration_and_a_calibration_run(dit, model, calibration):
+    with pytest.raises(ValueError, match="a calibration is connected, and so are inputs of a calibration run"):
+        dit.run_node(model, calibration=calibration, **dit.calibration(model))
+
+
+def test_a_layer_that_was_never_called_is_not_smoothed_and_not_protected(dit, model, calibration):
+    from int8_dit.nodes.calibration import Calibration
+
+    statistics = {name: seen for name, seen in calibration.statistics.items() if name != dit.LAYER}
+    quantized, _, table, _ = dit.run_node(
+        model, protect=dit.protect_layers(20), calibration=Calibration(calibration.shapes, statistics)
+    )
+    (left,) = dit.int8_weights(quantized).items()
+    assert left[0] == dit.LAYER and left[1]._params.smooth is None
+    assert f"| {dit.LAYER} | never called | never called |" in table
+    assert recipe(quantized)["layers"][dit.LAYER]["error"] is None
+
+
+def fp8_scaled(state_dict, layers):
+    """The FP8 files that users have: float8_e4m3fn with a scale per tensor, in ComfyUI's format."""
+    import json
+
+    changed = dict(state_dict)
+    for layer in layers:
+        weight = state_dict[f"{layer}.weight"].float()
+        scale = weight.abs().max() / 448
+        changed[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+        changed[f"{layer}.weight_scale"] = scale
+        mark = json.dumps({"format": "float8_e4m3fn"}).encode()
+        changed[f"{layer}.comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
+    return changed
+
+
+SOURCES = {
+    "bf16": (lambda dit, tensors: tensors, 0.0),
+    "fp16": (lambda dit, tensors: {name: tensor.half() for name, tensor in tensors.items()}, 1e-3),
+    "fp32": (lambda dit, tensors: {name: tensor.float() for name, tensor in tensors.items()}, 0.0),
+    "FP8": (lambda dit, tensors: {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}, 0.05),
+    # The modulation too, which stays as it is.
+    "FP8 scaled": (
+        lambda dit, tensors: fp8_scaled(tensors, (*dit.LINEARS, "joint_blocks.0.x_block.adaLN_modulation.1")),
+        0.05,
+    ),
+    "native INT8": (lambda dit, tensors: dit.native_int8(), 0.05),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("calibrated", (False, True))
+def test_sources(dit, tmp_path, source, calibrated):
+    """The INT8 weights stand for those of the source, whatever its format."""
+    make, distance = SOURCES[source]
+    model = dit.stock(dit.write(tmp_path / "source.safetensors", make(dit, dit.tensors())))
+    quantized = dit.quantize(model, 2, **dit.calibration(model) if calibrated else {})
+    assert len(protected(dit, quantized)) == 2
+    original = dit.tensors()
+    for layer, weight in dit.int8_weights(quantized).items():
+        step = weight._params.scale / (1 if weight._params.smooth is None else weight._params.smooth)
+        expected = original[f"{layer}.weight"].float()
+        off = (weight.dequantize() - expected).abs() - step / 2 * (1 + 1e-3)
+        # Half a step, and what the source itself is off.
+        assert float(off.clamp(min=0).norm() / expected.norm()) <= distance
+    assert dit.relative_error(dit.output(quantized), dit.output(model)) < 0.08
 
 
 @pytest.mark.parametrize(
@@ -136,20 +263,22 @@ def test_sigmas_without_a_step(dit, model):
 @pytest.mark.parametrize("alpha", (-0.1, 1.5, math.nan))
 def test_alpha_outside_its_range(dit, model, alpha):
     with pytest.raises(ValueError, match=f"alpha must be between 0 and 1, got {alpha}"):
-        dit.quantize(model, alpha)
+        dit.quantize(model, alpha=alpha)
 
 
-@pytest.mark.parametrize("protect_layers", (21, 22))
-def test_nothing_left_to_quantize(dit, model, protect_layers):
-    with pytest.raises(ValueError, match=f"protect_layers is {protect_layers}.* 21 quantizable layers"):
-        dit.quantize(model, protect_layers=protect_layers)
+@pytest.mark.parametrize("number", (21, 22))
+def test_nothing_left_to_quantize(dit, model, number):
+    with pytest.raises(
+        ValueError, match=f"protecting {number} layers leaves none of the model's 21 quantizable layers"
+    ):
+        dit.quantize(model, protect=number)
 
 
 @pytest.mark.parametrize("calibrated", (False, True))
 def test_the_input_model_is_untouched(dit, model, calibrated):
     inputs = dit.calibration(model) if calibrated else {}
     with dit.untouched(model):
-        quantized = dit.quantize(model, protect_layers=2, **inputs)
+        quantized = dit.quantize(model, protect=2, **inputs)
         dit.output(quantized)
 
 
@@ -180,14 +309,14 @@ def test_no_memory_is_shared_with_the_input_model(dit, model):
     def addresses(patcher):
         return {tensor.data_ptr() for tensor in patcher.model.diffusion_model.state_dict().values()}
 
-    assert not addresses(model) & addresses(dit.quantize(model, protect_layers=2))
+    assert not addresses(model) & addresses(dit.quantize(model, protect=2))
 
 
 def test_the_input_model_can_be_forgotten(dit):
     """Or a bf16 model would stay in memory as long as its INT8 copy is in use."""
     model = dit.stock()
     source = weakref.ref(model.model)
-    quantized = dit.quantize(model, protect_layers=2)
+    quantized = dit.quantize(model, protect=2)
     del model
     gc.collect()
     assert source() is None
@@ -203,7 +332,7 @@ def test_comfyui_counts_on_the_smaller_size(dit, model):
 
 def test_same_inputs_and_seed_give_identical_weights(dit, model):
     first, again, other = (
-        dit.snapshot(dit.quantize(model, protect_layers=2, **dit.calibration(model, seed=seed))) for seed in (5, 5, 6)
+        dit.snapshot(dit.quantize(model, protect=2, **dit.calibration(model, seed=seed))) for seed in (5, 5, 6)
     )
     dit.assert_same_tensors(again, first)
     assert not torch.equal(other[f"{dit.LAYER}.weight"], first[f"{dit.LAYER}.weight"])
@@ -230,7 +359,7 @@ def test_a_lora_is_baked_in(dit, model, tmp_path, loaded):
 
 
 def test_a_lora_is_baked_into_protected_layers(dit, model):
-    quantized = dit.quantize(dit.with_lora(model, dit.lora(dit.LINEARS)), protect_layers=20)
+    quantized = dit.quantize(dit.with_lora(model, dit.lora(dit.LINEARS)), protect=20)
     merged = dit.with_delta(dit.tensors(), dit.lora(dit.LINEARS))
     for layer in set(dit.LINEARS) - set(dit.int8_weights(quantized)):
         torch.testing.assert_close(dit.module(quantized, layer).weight, merged[f"{layer}.weight"], rtol=1e-5, atol=1e-6)
@@ -260,13 +389,12 @@ def test_what_is_attached_for_sampling_survives(dit, model):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("protect_layers", (0, 2))
-def test_a_nan_weight_names_its_layer(dit, tmp_path, protect_layers):
+def test_a_nan_weight_names_its_layer(dit, tmp_path):
     weights = dit.tensors()
     weights[f"{dit.LAYER}.weight"][3, 5] = math.nan
     broken = dit.stock(dit.write(tmp_path / "nan.safetensors", weights))
     with pytest.raises(ValueError, match=rf"{dit.LAYER}.*NaN or Inf in output channel 3"):
-        dit.quantize(broken, protect_layers=protect_layers)
+        dit.quantize(broken)
 
 
 def test_a_nan_activation_names_the_first_layer_that_gets_it(dit, tmp_path):
@@ -298,7 +426,7 @@ def test_an_int8_model_is_quantized_again(dit, tmp_path):
     model = dit.load(dit.write(tmp_path / "native.safetensors", dit.native_int8()))
     inputs = dit.calibration(model)
     with dit.untouched(model):
-        again = dit.quantize(model, protect_layers=2, **inputs)
+        again = dit.quantize(model, protect=2, **inputs)
     old, new = dit.int8_weights(model), dit.int8_weights(again)
     assert len(new) == len(dit.LINEARS) - 2
     for layer in dit.LINEARS:
@@ -329,7 +457,7 @@ def test_quantizing_again_with_another_kernel_does_not_warn(dit, model, caplog):
 
 def test_a_second_copy_for_another_gpu(dit, model):
     """ComfyUI rebuilds a MODEL through its `cached_patcher_init`; there is no file to load it from."""
-    quantized = dit.quantize(model, protect_layers=2, **dit.calibration(model))
+    quantized = dit.quantize(model, protect=2, **dit.calibration(model))
     twin = quantized.deepclone_multigpu()
     assert twin.model is not quantized.model
     dit.assert_same_tensors(dit.snapshot(twin), dit.snapshot(quantized))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 def smoothed(dit):
     """A MODEL with smoothed INT8 layers and two protected ones."""
     model = dit.stock()
-    return dit.quantize(model, protect_layers=2, **dit.calibration(model))
+    return dit.quantize(model, protect=2, **dit.calibration(model))
 
 
 @pytest.fixture
@@ -87,7 +87,31 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
     recipe = json.loads(metadata(save(smoothed))["int8_dit_recipe"])
     protected = set(dit.LINEARS) - set(dit.int8_weights(smoothed))
     assert set(recipe.pop("protected")) == protected
-    assert recipe == {"alpha": 0.5, "quantized": len(dit.LINEARS) - 2}
+    layers = recipe.pop("layers")
+    assert set(layers) == set(dit.LINEARS)
+    assert {layer["transform"] for layer in layers.values()} == {"smooth 0.5"}
+    assert recipe == {
+        "method": "smooth",
+        "alpha": 0.5,
+        "search_alpha": False,
+        "protect": {"number": 2},
+        "weight_scales": "absmax",
+        "smooth_only_foldable": False,
+        "linears": 34,
+        "quantized": len(dit.LINEARS) - 2,
+        "calibration": {"calls": 2, "rows": 8},
+        "error_of": "output",
+        "folded": False,
+    }
+
+
+def test_a_recipe_that_is_none_is_ignored(dit, smoothed, tmp_path):
+    """Whoever wrote it."""
+    from int8_dit.nodes.model_loading import recipe_of
+
+    for text in ("[1]", "{", "7"):
+        path = dit.write(tmp_path / "other.safetensors", dit.native_int8(), {"int8_dit_recipe": text})
+        assert recipe_of(dit.load(path)) == {}
 
 
 def test_the_recipe_survives_loading_and_saving_again(dit, smoothed, save):

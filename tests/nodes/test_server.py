@@ -59,6 +59,123 @@ def test_glyphs_from_the_saved_int8_file_read_as_well_as_bf16(server, int8_file)
     assert int8 >= bf16 - 2
 
 
+def saved_file(server, prompt, node):
+    """Run a prompt and return the path of the file that a saving node wrote."""
+    (saved,) = server.queue(prompt)[node]["saved"]
+    return server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+
+
+def tensors_of(path):
+    with safe_open(path, framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}
+
+
+def assert_same_weights(path, expected):
+    own, others = tensors_of(path), tensors_of(expected)
+    assert own.keys() == others.keys()
+    assert not [key for key in own if not torch.equal(own[key], others[key])]
+
+
+def test_the_recorder_sees_the_users_own_sampling(server, tmp_path):
+    """A sampler under the recorder, and the same sampling run by Quantize to INT8 itself, give the same INT8 model; so does
+    the calibration, saved, loaded and merged with a copy of itself where that changes nothing."""
+    prompt = Prompt()
+    stock = workflows.stock_model(prompt)
+    recorded, calibration = workflows.recorded_model(prompt, stock, text="INT8", steps=3)
+    model, kept = workflows.save_model(prompt, recorded), workflows.save_calibration(prompt, calibration)
+    results = server.queue(prompt)
+    paths = {}
+    for node in (model, kept):
+        (saved,) = results[node]["saved"]
+        paths[node] = server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+
+    prompt = Prompt()
+    own_run = workflows.calibrated_model(prompt, workflows.stock_model(prompt), text="INT8", steps=3)
+    assert_same_weights(saved_file(server, prompt, workflows.save_model(prompt, own_run)), paths[model])
+
+    prompt = Prompt()
+    loaded = link(prompt.add("LoadINT8Calibration", calibration_name=paths[kept].name))
+    again = workflows.quantized_model(prompt, workflows.stock_model(prompt), calibration=loaded)
+    assert_same_weights(saved_file(server, prompt, workflows.save_model(prompt, again)), paths[model])
+
+    prompt = Prompt()
+    loaded = link(prompt.add("LoadINT8Calibration", calibration_name=paths[kept].name))
+    merged = link(
+        prompt.add(
+            "MergeINT8Calibrations",
+            **{"calibrations.calibration_0": loaded, "calibrations.calibration_1": loaded},
+        )
+    )
+    assert saved_file(server, prompt, workflows.save_calibration(prompt, merged)).stat().st_size > 0
+
+
+def test_every_run_records_anew(server):
+    """Two samplers under one recorder: nothing of them is missing or left over when a prompt runs again, changed or not."""
+    calls = []
+    for seed, steps in ((1, 3), (1, 3), (2, 3), (2, 4)):
+        prompt = Prompt()
+        recorder = prompt.add("RecordINT8Calibration", model=workflows.stock_model(prompt))
+        first = workflows.glyph_latents(prompt, link(recorder), text="A", steps=2, seed=0)
+        second = workflows.glyph_latents(prompt, link(recorder), text="B", steps=steps, seed=seed)
+        both = link(prompt.add("LatentAdd", samples1=first, samples2=second))
+        calibration = link(prompt.add("CollectINT8Calibration", recording=link(recorder, 1), after=both))
+        path = saved_file(server, prompt, workflows.save_calibration(prompt, calibration))
+        with safe_open(path, framework="pt") as file:
+            layers = json.loads(file.metadata()["int8_dit_calibration"])
+        calls.append({layer["calls"] for layer in layers.values()})
+    assert calls == [{5}, {5}, {5}, {6}]
+
+
+def test_a_sampler_without_the_recorder_says_what_to_connect(server):
+    from comfy_server import ExecutionFailed
+
+    prompt = Prompt()
+    stock = workflows.stock_model(prompt)
+    recorder = prompt.add("RecordINT8Calibration", model=stock)
+    sampled = workflows.glyph_latents(prompt, stock, text="A", steps=1)
+    calibration = link(prompt.add("CollectINT8Calibration", recording=link(recorder, 1), after=sampled))
+    workflows.save_calibration(prompt, calibration)
+    with pytest.raises(
+        ExecutionFailed, match="no sampling was recorded: connect the MODEL output of Record Calibration"
+    ):
+        server.queue(prompt)
+
+
+def test_the_same_prompt_gives_the_same_file_byte_for_byte(server):
+    prompt = Prompt()
+    model = workflows.calibrated_model(prompt, workflows.stock_model(prompt), text="DIT", steps=2, seed=7)
+    save = workflows.save_model(prompt, model, "diffusion_models/same")
+    first = saved_file(server, prompt, save)
+    server.forget()
+    second = saved_file(server, prompt, save)
+    assert first != second
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_report_can_be_looked_at(server, tmp_path):
+    prompt = Prompt()
+    quantize, _ = workflows.calibrated_model(prompt, workflows.stock_model(prompt), text="INT8", steps=3)
+    picture = prompt.add("PreviewImage", images=link(quantize, 1))
+    text = prompt.add("PreviewAny", source=link(quantize, 2))
+    results = server.queue(prompt)
+    (table,) = results[text]["text"]
+    assert table.startswith("19 of 34 linears are INT8, 2 fragile ones are protected.")
+    assert table.count("| protected |") == 2
+    image = Image.open(io.BytesIO(server.view(**results[picture]["images"][0])))
+    image.save(tmp_path / "report.png")
+    colors = {color for _, color in image.convert("RGB").getcolors(1 << 16)}
+    assert {(0x2F, 0x6F, 0xD0), (0xD0, 0x3B, 0x3B), (0x9A, 0xA5, 0xB1)} <= colors
+
+
+def test_a_folded_file_draws_in_comfyuis_own_loader(server):
+    prompt = Prompt()
+    model = workflows.calibrated_model(
+        prompt, workflows.stock_model(prompt), text=ALPHABET, steps=4, smooth_only_foldable=True
+    )
+    path = saved_file(server, prompt, workflows.save_model(prompt, model, "diffusion_models/folded", fold=True))
+    assert correct(draw(server, lambda prompt: workflows.stock_model(prompt, path.name), ALPHABET), ALPHABET) >= 35
+
+
 def test_benchmark_of_a_model(server, int8_file):
     """A table in the node, the same table as a string, and a picture of it."""
     prompt = Prompt()

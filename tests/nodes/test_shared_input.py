@@ -278,8 +278,8 @@ def sharing(dit, model):
 
 @pytest.mark.parametrize("alpha", (0.0, 0.5, 1.0))
 def test_w1_and_w3_are_smoothed_by_their_joint_absmax(dit, small, swiglu, alpha):
-    quantized = dit.quantize(swiglu, alpha, **small.calibration(swiglu))
-    statistics = small.statistics(swiglu)
+    quantized = dit.quantize(swiglu, alpha=alpha, **small.calibration(swiglu))
+    statistics = small.recorded(swiglu).statistics
     for block in ("layers.0", "layers.1"):
         for layers in (("feed_forward.w1", "feed_forward.w3"), ("feed_forward.w2",), ("attention.qkv",)):
             members = [f"{block}.{layer}" for layer in layers]
@@ -289,7 +289,7 @@ def test_w1_and_w3_are_smoothed_by_their_joint_absmax(dit, small, swiglu, alpha)
 def test_only_linears_of_the_same_tensor_are_smoothed_alike(dit, small, attention):
     """The q of a cross attention has factors of its own."""
     quantized = dit.quantize(attention, **small.calibration(attention))
-    statistics = small.statistics(attention)
+    statistics = small.recorded(attention).statistics
     shared = []
     for block in ("blocks.0", "blocks.1"):
         for parent, names in (("self_attn", "qkv"), ("cross_attn", "kv"), ("cross_attn", "q")):
@@ -300,17 +300,18 @@ def test_only_linears_of_the_same_tensor_are_smoothed_alike(dit, small, attentio
     assert sharing(dit, quantized) == shared
 
 
-def test_a_protected_member_takes_no_part(dit, small, swiglu):
-    """Of two equally fragile layers the first by name is protected."""
-    from int8_dit.nodes.quantization import quantize_model
-
-    w1, w3 = f"{FEED_FORWARD}.w1", f"{FEED_FORWARD}.w3"
-    statistics = small.statistics(swiglu)
-    ranking = sorted(statistics, key=lambda layer: (-statistics[layer].spikiness, layer))
-    quantized = quantize_model(swiglu, 0.5, ranking.index(w1) + 1, "fused int8", statistics)
-    assert w1 not in dit.int8_weights(quantized)
-    assert_factors(dit, quantized, swiglu, statistics, [w3])
-    assert not [group for group in sharing(dit, quantized) if w3 in group]
+def test_a_protected_member_is_not_quantized_with_the_others(dit, small, swiglu):
+    """Its weight had a say in the factors, though: it was found fragile with them."""
+    calibration = small.recorded(swiglu)
+    _, _, table, _ = dit.run_node(swiglu, calibration=calibration)
+    ranking = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[6:]]
+    fragile, other = sorted((f"{FEED_FORWARD}.w1", f"{FEED_FORWARD}.w3"), key=ranking.index)
+    quantized = dit.quantize(swiglu, ranking.index(fragile) + 1, calibration=calibration)
+    assert fragile not in dit.int8_weights(quantized)
+    weight = torch.cat([dit.module(swiglu, layer).weight for layer in (fragile, other)]).abs().amax(0)
+    expected = (calibration.statistics[other].absmax / weight) ** 0.5
+    torch.testing.assert_close(factors(dit, quantized, other), expected, rtol=1e-5, atol=0)
+    assert not [group for group in sharing(dit, quantized) if other in group]
 
 
 def test_a_calibrated_model_quantizes_the_input_of_w1_and_w3_once(dit, small, swiglu, quantizations, tmp_path):
@@ -363,15 +364,11 @@ def test_the_weights_of_a_group_are_looked_at_one_by_one(dit, small, attention, 
 
 
 def test_a_nan_weight_of_a_group_names_its_layer(dit, small, swiglu):
-    from int8_dit.kernels import ActivationStatistics
-    from int8_dit.nodes.quantization import quantize_model
-
-    seen = ActivationStatistics()
-    seen.update(torch.ones(1, 128))
+    calibration = small.recorded(swiglu)
     with torch.no_grad():
         dit.module(swiglu, f"{FEED_FORWARD}.w3").weight[3, 5] = float("nan")
     with pytest.raises(ValueError, match=rf"{FEED_FORWARD}.w3 cannot be quantized.*NaN or Inf in input channel 5"):
-        quantize_model(swiglu, 0.5, 0, "fused int8", {f"{FEED_FORWARD}.{name}": seen for name in ("w1", "w3")})
+        dit.quantize(swiglu, calibration=calibration)
 
 
 def test_groups_go_by_the_names_under_one_parent(pack):

@@ -1,0 +1,65 @@
+"""A calibration run: the user's own sampling, with what enters the linears recorded."""
+
+from collections.abc import Sequence
+
+import comfy.sample
+import comfy.samplers
+import latent_preview
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from .calibration import Calibration
+from .recorder import Recording, armed
+
+
+def calibrate(
+    model: ModelPatcher,
+    prompts: Sequence[list],
+    negative: list | None,
+    cfg: float,
+    sampler: object,
+    sigmas: torch.Tensor,
+    latent: dict,
+    seed: int,
+) -> Calibration:
+    """Sample every prompt once, as the user would, and return what the linears got to see.
+
+    The n-th prompt, a conditioning, is sampled with the noise of `seed` + n. Nothing of it stays in `model`, also when it
+    is cancelled or fails. Raises ValueError naming the layer that was the first to get a NaN or Inf, after the step in which
+    it did.
+    """
+    recording = Recording()
+    observed = armed(model, recording)
+    samples = comfy.sample.fix_empty_latent_channels(
+        observed, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
+    )
+    preview = latent_preview.prepare_callback(observed, sigmas.shape[-1] - 1)
+
+    def after_step(*args):
+        recording.check_latest()
+        preview(*args)
+
+    for index, positive in enumerate(prompts):
+        _guider(observed, positive, negative, cfg).sample(
+            comfy.sample.prepare_noise(samples, seed + index, latent.get("batch_index")),
+            samples,
+            sampler,
+            sigmas,
+            denoise_mask=latent.get("noise_mask"),
+            callback=after_step,
+            disable_pbar=True,
+            seed=seed + index,
+        )
+    return recording.calibration()
+
+
+def _guider(model: ModelPatcher, positive: list, negative: list | None, cfg: float) -> comfy.samplers.CFGGuider:
+    """ComfyUI's ordinary guidance, or none without a negative conditioning."""
+    guider = comfy.samplers.CFGGuider(model)
+    if negative is None:
+        guider.inner_set_conds({"positive": positive})
+        guider.set_cfg(1.0)
+    else:
+        guider.set_conds(positive, negative)
+        guider.set_cfg(cfg)
+    return guider

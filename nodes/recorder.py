@@ -1,0 +1,97 @@
+"""Recording what enters a model's linears while anything samples with it."""
+
+from collections.abc import Container
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+from comfy_execution.utils import get_executing_context
+
+from ..kernels import ActivationStatistics
+from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
+from .layer_selection import quantizable_linears, refuse_replaced_layers
+
+CALLBACK_KEY = "int8_dit_recorder"
+
+
+class Recording:
+    """The samplings of an armed MODEL, by the node of the graph that sampled."""
+
+    def __init__(self) -> None:
+        self._samplings: dict[str | None, list[Calibration]] = {}
+        self._latest: Calibration | None = None
+
+    def begin(self, shapes: Shapes) -> dict[str, ActivationStatistics]:
+        """Statistics to fill, of a sampling that begins; the executing node is the one that samples."""
+        context = get_executing_context()
+        self._latest = Calibration(shapes, {})
+        self._samplings.setdefault(None if context is None else context.node_id, []).append(self._latest)
+        return self._latest.statistics
+
+    def check_latest(self) -> None:
+        """Raise ValueError naming the layer that was the first to get a NaN or Inf, if one did in the latest calls; one wait
+        for the device."""
+        peaks = [seen.latest_peak for seen in self._latest.statistics.values() if seen.calls]
+        if peaks and not bool(torch.isfinite(torch.stack(peaks)).all()):
+            self._latest.check_finite()
+
+    def calibration(self, nodes: Container[str] | None = None) -> Calibration:
+        """What was recorded, by these nodes of the graph (None: by all). Raises ValueError if that is nothing, or naming
+        the layer that was the first to get a NaN or Inf."""
+        recorded = [
+            calibration
+            for node, calibrations in self._samplings.items()
+            # A node that expands into others runs them under its own id and a suffix.
+            if nodes is None or node is None or node.partition(".")[0] in nodes
+            for calibration in calibrations
+        ]
+        if not any(seen.calls for calibration in recorded for seen in calibration.statistics.values()):
+            raise ValueError(
+                "no sampling was recorded: connect the MODEL output of Record Calibration to the sampler or guider, and an "
+                "output of that sampler to this node"
+            )
+        for calibration in recorded:
+            calibration.check_finite()
+        return merge_calibrations(recorded)
+
+
+def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
+    """A clone of `model` that records whenever it samples, alone or beside another model (DualModelGuider).
+
+    The observers are in place only between ComfyUI's calls that begin and end a sampling with the MODEL, so that a cancel
+    or an error takes them away too. When such a sampling begins it raises ValueError for a MODEL whose layers are replaced
+    (torch.compile), because nothing could be seen there.
+    """
+    observing: dict[int, tuple[list, dict[str, ActivationStatistics]]] = {}
+
+    def begin(patcher: ModelPatcher) -> None:
+        refuse_replaced_layers(patcher, "take that node out while you calibrate")
+        end(patcher)
+        linears = quantizable_linears(patcher)
+        statistics = recording.begin(shapes_of(linears))
+        handles: list = []
+        observing[id(patcher)] = handles, statistics
+        for name, module in linears.items():
+            seen = statistics[name] = ActivationStatistics()
+            handles.append(module.register_forward_pre_hook(lambda _, args, seen=seen: seen.update(args[0])))
+
+    def end(patcher: ModelPatcher) -> None:
+        handles, statistics = observing.pop(id(patcher), ((), {}))
+        for handle in handles:
+            handle.remove()
+        for name in list(statistics):
+            if statistics[name].calls:
+                statistics[name].to_host()
+            else:
+                del statistics[name]
+
+    clone = model.clone()
+    clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, begin)
+    clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, CALLBACK_KEY, end)
+    return clone
+
+
+def disarm(model: ModelPatcher) -> None:
+    """Take the recorder out of a MODEL, in place."""
+    for moment in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_CLEANUP):
+        model.remove_callbacks_with_key(moment, CALLBACK_KEY)

@@ -1,0 +1,433 @@
+"""Calibration: what the recorder sees of real sampling, that nothing of it stays, and calibrations kept and merged."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture
+def model(dit):
+    """A bf16 MODEL of ComfyUI's own loader."""
+    return dit.stock()
+
+
+@pytest.fixture
+def recorder(pack):
+    from int8_dit.nodes import recorder
+
+    return recorder
+
+
+def prompts_of(inputs):
+    return list(inputs["positive"].values())
+
+
+def sample_as_the_user_would(model, inputs, negative=None, cfg=1.0):
+    """The graph RandomNoise + BasicGuider or CFGGuider + SamplerCustomAdvanced, on the calibration inputs."""
+    from comfy_extras import nodes_custom_sampler as sampling
+
+    for index, positive in enumerate(prompts_of(inputs)):
+        if negative is None:
+            (guider,) = sampling.BasicGuider.execute(model, positive).result
+        else:
+            (guider,) = sampling.CFGGuider.execute(model, positive, negative, cfg).result
+        (noise,) = sampling.RandomNoise.execute(inputs["seed"] + index).result
+        sampling.SamplerCustomAdvanced.execute(
+            noise, guider, inputs["sampler"], inputs["sigmas"], inputs["latent_image"]
+        )
+
+
+def record(dit, model, sample):
+    """What every quantizable linear gets while `sample()` runs: its inputs [calls, tokens, channels], by layer."""
+    seen = {layer: [] for layer in dit.LINEARS}
+    handles = [
+        dit.module(model, layer).register_forward_pre_hook(
+            lambda _, args, calls=calls: calls.append(args[0].flatten(0, -2).clone())
+        )
+        for layer, calls in seen.items()
+    ]
+    sample()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def assert_statistics(calibration, recorded):
+    """Absmax, spikiness and sampled rows are those of the recorded inputs."""
+    assert calibration.statistics.keys() == recorded.keys()
+    for layer, calls in recorded.items():
+        seen = calibration.statistics[layer]
+        magnitudes = torch.stack([x.abs().amax(0) for x in calls])
+        assert seen.calls == len(calls)
+        assert torch.equal(seen.absmax, magnitudes.amax(0))
+        spikiness = float((magnitudes.amax(1) / magnitudes.median(1).values).mean())
+        assert seen.spikiness == pytest.approx(spikiness, rel=1e-5)  # float32 sums
+        known = {tuple(row) for x in calls for row in x.tolist()}
+        assert {tuple(row) for row in seen.sample.rows.tolist()} <= known
+        assert len(seen.sample.parts) == min(16, len(calls))
+
+
+def calibration_of(dit, model, inputs):
+    """The calibration that the quantize node runs itself."""
+    return dit.run_node(model, **inputs)[3]
+
+
+@pytest.mark.parametrize("guided", (False, True), ids=("no negative", "CFG"))
+def test_the_nodes_own_run_is_the_users_sampling(dit, model, guided):
+    inputs = dit.calibration(model)
+    guidance = {"negative": prompts_of(dit.calibration(model, text="XXXX"))[0], "cfg": 3.0} if guided else {}
+    recorded = record(dit, model, lambda: sample_as_the_user_would(model, inputs, **guidance))
+    assert_statistics(calibration_of(dit, model, inputs | guidance), recorded)
+
+
+def test_several_prompts_are_sampled_one_after_the_other(dit, model):
+    inputs = dit.calibration(model)
+    other = prompts_of(dit.calibration(model, text="DIT3"))[0]
+    inputs["positive"] = {"positive_0": prompts_of(inputs)[0], "positive_1": other}
+    recorded = record(dit, model, lambda: sample_as_the_user_would(model, inputs))
+    assert all(len(calls) == 4 for calls in recorded.values())  # two steps each
+    assert_statistics(calibration_of(dit, model, inputs), recorded)
+
+
+def test_without_a_prompt_the_model_runs_unconditionally(dit, small_ideogram):
+    inputs = small_ideogram.inputs
+    del inputs["positive"]
+    calibration = calibration_of(dit, small_ideogram.model, inputs)
+    text, image = "llm_cond_proj", "layers.0.attention.qkv"
+    assert text in calibration.shapes and text not in calibration.statistics  # never called without text
+    assert calibration.statistics[image].calls == 2
+
+
+@pytest.fixture
+def small_ideogram(pack, monkeypatch):
+    """A small Ideogram 4 and calibration inputs for it."""
+    from types import SimpleNamespace
+
+    import comfy.supported_models
+    import small_models
+
+    # Its text projection then is as large a part of the model as in the real one, and quantized.
+    from int8_dit.nodes import layer_selection
+
+    monkeypatch.setattr(layer_selection, "_LARGE_PROJECTION", 1 << 18)
+    model = small_models.ideogram4(monkeypatch)
+    return SimpleNamespace(model=model, inputs=small_models.calibration(model), module=small_models)
+
+
+def test_the_recorder_sees_what_any_sampler_does(dit, model, recorder):
+    inputs = dit.calibration(model)
+    recording = recorder.Recording()
+    armed = recorder.armed(model, recording)
+    recorded = record(dit, model, lambda: sample_as_the_user_would(armed, inputs))
+    assert_statistics(recording.calibration(), recorded)
+
+
+def test_recording_changes_no_result(dit, model, recorder):
+    expected = dit.sample(model, "INT8", steps=2)
+    armed = recorder.armed(model, recorder.Recording())
+    assert torch.equal(dit.sample(armed, "INT8", steps=2), expected)
+
+
+def test_a_node_that_clones_the_armed_model_keeps_it_armed(dit, model, recorder):
+    recording = recorder.Recording()
+    dit.sample(dit.with_lora(recorder.armed(model, recording), dit.lora(dit.LINEARS)))
+    assert recording.calibration().statistics.keys() == set(dit.LINEARS)
+
+
+def test_two_models_of_one_guider_have_statistics_of_their_own(dit, small_ideogram, recorder):
+    """DualModelGuider, as Ideogram 4 is sampled: text reaches the one, none the other."""
+    from comfy_extras import nodes_custom_sampler as sampling
+
+    conditional, inputs = small_ideogram.model, small_ideogram.inputs
+    unconditional = small_ideogram.module.ideogram4_again(conditional)
+    recordings = recorder.Recording(), recorder.Recording()
+    armed = [recorder.armed(m, r) for m, r in zip((conditional, unconditional), recordings, strict=True)]
+    (guider,) = sampling.DualModelGuider.execute(armed[0], prompts_of(inputs)[0], 4.0, armed[1], None).result
+    (noise,) = sampling.RandomNoise.execute(0).result
+    sampling.SamplerCustomAdvanced.execute(noise, guider, inputs["sampler"], inputs["sigmas"], inputs["latent_image"])
+
+    positive, negative = (recording.calibration() for recording in recordings)
+    assert "llm_cond_proj" in positive.statistics and "llm_cond_proj" not in negative.statistics
+    layer = "layers.1.feed_forward.w2"
+    assert positive.statistics[layer].calls == negative.statistics[layer].calls == 2
+    assert not torch.equal(positive.statistics[layer].absmax, negative.statistics[layer].absmax)
+    hooked = [m for p in (conditional, unconditional) for m in p.model.modules() if m._forward_pre_hooks]
+    assert not hooked
+
+
+def test_samplings_are_told_apart_by_the_node_that_samples(dit, model, recorder):
+    """Collect Calibration takes those that come before it, whatever else has run by then."""
+    from comfy_execution.utils import CurrentNodeContext
+
+    recording = recorder.Recording()
+    armed = recorder.armed(model, recording)
+    for node, steps in (("1", 1), ("2", 2), ("2", 3)):
+        with CurrentNodeContext("prompt", node):
+            dit.sample(armed, steps=steps)
+    calls = {nodes: recording.calibration(set(nodes)).statistics[dit.LAYER].calls for nodes in ("1", "2", "12")}
+    assert calls == {"1": 1, "2": 5, "12": 6}
+    with pytest.raises(ValueError, match="no sampling was recorded"):
+        recording.calibration({"3"})
+
+
+def test_nodes_upstream_of_a_node(pack):
+    from comfy_execution.graph import DynamicPrompt
+    from int8_dit.nodes.record_calibration import _upstream
+
+    def node(**inputs):
+        return {"class_type": "Any", "inputs": inputs}
+
+    graph = {
+        "arm": node(seed=3, sizes=[1, 2]),
+        "sampler": node(model=["arm", 0], text="x"),
+        "decode": node(samples=["sampler", 0]),
+        "collect": node(recording=["arm", 1], after=["decode", 0]),
+        "other": node(model=["arm", 0], mark=["collect", 0]),
+    }
+    assert _upstream(DynamicPrompt(graph), "collect") == {"arm", "sampler", "decode"}
+
+
+def test_a_sampler_that_expands_counts_as_itself(dit, model, recorder):
+    from comfy_execution.utils import CurrentNodeContext
+
+    recording = recorder.Recording()
+    with CurrentNodeContext("a", "7.0.0.3"):
+        dit.sample(recorder.armed(model, recording))
+    assert recording.calibration({"7"}).statistics
+
+
+def test_nothing_recorded_says_what_to_connect(recorder):
+    with pytest.raises(ValueError, match="MODEL output of Record Calibration to the sampler"):
+        recorder.Recording().calibration()
+
+
+def test_an_error_while_recording_leaves_no_observer(dit, model, recorder):
+    def fail(apply_model, arguments):
+        raise ArithmeticError("out of luck")
+
+    armed = recorder.armed(model, recorder.Recording())
+    armed.set_model_unet_function_wrapper(fail)
+    with dit.untouched(model), pytest.raises(ArithmeticError, match="out of luck"):
+        dit.sample(armed)
+
+
+def test_a_compiled_model_cannot_be_recorded(dit, model, recorder):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    armed = recorder.armed(model, recorder.Recording())
+    set_torch_compile_wrapper(armed, backend="eager")
+    with pytest.raises(ValueError, match="torch.compile.*take that node out while you calibrate"):
+        dit.sample(armed)
+
+
+def nan_model(dit, tmp_path):
+    """Its attention in the second block puts out a NaN, which the MLP behind it is the first to get."""
+    weights = dit.tensors()
+    weights["joint_blocks.1.x_block.attn.proj.bias"][0] = math.nan
+    return dit.stock(dit.write(tmp_path / "nan.safetensors", weights))
+
+
+FIRST_WITH_NAN = r"layer joint_blocks\.1\.x_block\.mlp\.fc1 held a NaN or Inf"
+
+
+def test_a_nan_ends_the_nodes_own_run_and_names_the_first_layer_that_gets_it(dit, tmp_path, interrupt_in_job):
+    broken = nan_model(dit, tmp_path)
+    interrupt_in_job(50)  # pressed after the first step, it must not be reached
+    with pytest.raises(ValueError, match=FIRST_WITH_NAN):
+        dit.run_node(broken, **dit.calibration(broken, steps=50))
+
+
+def test_a_nan_in_a_recording_names_the_first_layer_that_gets_it(dit, tmp_path, recorder):
+    recording = recorder.Recording()
+    dit.sample(recorder.armed(nan_model(dit, tmp_path), recording), steps=2)
+    with pytest.raises(ValueError, match=FIRST_WITH_NAN):
+        recording.calibration()
+
+
+def test_quantizing_the_armed_model_records_no_more(dit, model, recorder):
+    recording = recorder.Recording()
+    quantized = dit.quantize(recorder.armed(model, recording))
+    dit.sample(quantized)
+    with pytest.raises(ValueError, match="no sampling was recorded"):
+        recording.calibration()
+
+
+# Kept in files.
+
+
+@pytest.fixture
+def calibration(dit, model):
+    return calibration_of(dit, model, dit.calibration(model))
+
+
+@pytest.fixture
+def files(pack):
+    from int8_dit.nodes import calibration_file
+
+    return calibration_file
+
+
+def save(files, calibration, path, on_tensor=lambda: None):
+    files.save_calibration(calibration, str(path), {}, on_tensor)
+    return str(path)
+
+
+def assert_same(a, b):
+    assert a.shapes == b.shapes and list(a.shapes) == list(b.shapes)
+    assert a.statistics.keys() == b.statistics.keys()
+    for name, seen in a.statistics.items():
+        other = b.statistics[name]
+        assert seen.calls == other.calls and seen.spikiness == pytest.approx(other.spikiness, rel=1e-9)
+        assert torch.equal(seen.absmax, other.absmax)
+        assert [part.tolist() for part in seen.sample.parts] == [part.tolist() for part in other.sample.parts]
+
+
+def test_a_calibration_comes_back_from_its_file(dit, model, calibration, files, tmp_path):
+    loaded = files.load_calibration(save(files, calibration, tmp_path / "c.safetensors"))
+    assert_same(loaded, calibration)
+    dit.assert_same_tensors(
+        dit.snapshot(dit.quantize(model, 2, calibration=loaded)),
+        dit.snapshot(dit.quantize(model, 2, **dit.calibration(model))),
+    )
+
+
+def test_the_file_is_the_same_every_time(dit, model, calibration, files, tmp_path):
+    again = calibration_of(dit, model, dit.calibration(model))
+    first, second = (save(files, c, tmp_path / f"{i}.safetensors") for i, c in enumerate((calibration, again)))
+    with open(first, "rb") as a, open(second, "rb") as b:
+        assert a.read() == b.read()
+
+
+def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, monkeypatch):
+    import folder_paths
+    from int8_dit.nodes.calibration_nodes import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
+
+    from int8_dit.nodes import calibration_file
+
+    assert [folder_paths.models_dir, folder_paths.get_output_directory()] == [
+        str(place).removesuffix(f"/{FOLDER}") for place in folder_paths.get_folder_paths(FOLDER)
+    ]
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, FOLDER, ([str(tmp_path)], {".safetensors"}))
+    save(calibration_file, calibration, tmp_path / "mine.safetensors")
+    (loaded,) = LoadINT8Calibration.execute("mine.safetensors").result
+    assert_same(loaded, calibration)
+    (merged,) = MergeINT8Calibrations.execute({"calibration_0": loaded, "calibration_1": loaded}).result
+    assert merged.statistics[dit.LAYER].calls == 2 * loaded.statistics[dit.LAYER].calls
+
+
+def test_a_quantization_without_calibration_has_none_to_keep(dit, model):
+    from int8_dit.nodes.calibration_nodes import MergeINT8Calibrations, SaveINT8Calibration
+
+    nothing = dit.run_node(model)[3]
+    with pytest.raises(ValueError, match="there is no calibration: Quantize to INT8 had no calibration inputs"):
+        SaveINT8Calibration.execute(nothing, "int8_calibrations/none")
+    with pytest.raises(ValueError, match="there is no calibration"):
+        MergeINT8Calibrations.execute({"calibration_0": nothing, "calibration_1": nothing})
+
+
+def test_a_cancel_while_saving_leaves_no_file(calibration, files, tmp_path):
+    from comfy.model_management import InterruptProcessingException
+
+    def cancel():
+        raise InterruptProcessingException
+
+    with pytest.raises(InterruptProcessingException):
+        save(files, calibration, tmp_path / "c.safetensors", cancel)
+    assert not list(tmp_path.iterdir())
+
+
+def break_file(path, change_metadata=lambda layers: None, change_tensors=lambda tensors: None):
+    import json
+
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        layers = json.loads(file.metadata()["int8_dit_calibration"])
+    tensors = load_file(path)
+    change_metadata(layers)
+    change_tensors(tensors)
+    save_file(tensors, path, {"int8_dit_calibration": json.dumps(layers)})
+
+
+LAYER = "joint_blocks.1.x_block.mlp.fc1"
+
+
+@pytest.mark.parametrize(
+    "metadata, tensors, message",
+    (
+        (lambda layers: layers[LAYER].pop("shape"), None, rf"at layer {LAYER} \('shape'\)"),
+        (lambda layers: layers[LAYER].update(sampled=[3]), None, rf"at layer {LAYER} .*split"),
+        (None, lambda tensors: tensors.pop(f"{LAYER}.rows"), rf"at layer {LAYER} .*rows"),
+        (None, lambda t: t.update({f"{LAYER}.absmax": torch.ones(3)}), r"absmax must be float32 \[192\], not .*\[3\]"),
+        (None, lambda t: t.update({f"{LAYER}.rows": torch.ones(16, 5)}), r"rows must be floating point \[rows, 192\]"),
+        (None, lambda t: t[f"{LAYER}.absmax"].fill_(math.nan), rf"at layer {LAYER} .*absmax holds a NaN"),
+    ),
+)
+def test_a_damaged_calibration_names_file_and_layer(dit, calibration, files, tmp_path, metadata, tensors, message):
+    path = save(files, calibration, tmp_path / "broken.safetensors")
+    break_file(path, metadata or (lambda _: None), tensors or (lambda _: None))
+    with pytest.raises(ValueError, match=rf"^broken\.safetensors: .*{message}"):
+        files.load_calibration(path)
+
+
+def test_another_file_is_not_a_calibration(dit, files):
+    with pytest.raises(ValueError, match=r"^glyph_dit\.safetensors is not a calibration"):
+        files.load_calibration(str(dit.FILE))
+
+
+def test_a_truncated_calibration(calibration, files, tmp_path):
+    path = tmp_path / "c.safetensors"
+    save(files, calibration, path)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"^c\.safetensors is damaged or incomplete"):
+        files.load_calibration(str(path))
+
+
+# Merged, and refused where they do not belong.
+
+
+def test_merged_calibrations_are_as_recorded_together(dit, model):
+    from int8_dit.nodes.calibration import merge_calibrations
+
+    inputs = [dit.calibration(model), dit.calibration(model, text="DIT3") | {"seed": 1}]
+    both = inputs[0] | {"positive": {f"positive_{i}": prompts_of(one)[0] for i, one in enumerate(inputs)}}
+    merged = merge_calibrations([calibration_of(dit, model, one) for one in inputs])
+    assert_same(merged, calibration_of(dit, model, both))
+
+
+def without(calibration, layer):
+    from int8_dit.nodes.calibration import Calibration
+
+    return Calibration(
+        {name: shape for name, shape in calibration.shapes.items() if name != layer}, calibration.statistics
+    )
+
+
+def reshaped(calibration, layer):
+    from int8_dit.nodes.calibration import Calibration
+
+    return Calibration({**calibration.shapes, layer: (3, 5)}, calibration.statistics)
+
+
+@pytest.mark.parametrize("change, found", ((without, "missing"), (reshaped, r"\[3, 5\]")))
+def test_a_calibration_of_another_model_is_refused_with_the_first_layer_that_differs(
+    dit, model, calibration, change, found
+):
+    other = change(change(calibration, dit.LINEARS[9]), dit.LINEARS[4])
+    first = min(dit.LINEARS[9], dit.LINEARS[4], key=list(calibration.shapes).index)
+    shape = r"\[" + ", ".join(map(str, calibration.shapes[first])) + r"\]"
+    if change is reshaped:  # a missing layer is found where the model has it
+        with pytest.raises(ValueError, match=rf"layer {first} is {found} in the calibration and {shape} in the MODEL"):
+            dit.run_node(model, calibration=other)
+    with pytest.raises(ValueError, match=f"layer .* is {found} in the calibration"):
+        dit.run_node(model, calibration=other)
+
+
+def test_calibrations_of_different_models_are_not_merged(dit, calibration):
+    from int8_dit.nodes.calibration import merge_calibrations
+
+    other = reshaped(calibration, dit.LAYER)
+    with pytest.raises(ValueError, match=rf"layer {dit.LAYER} is \[768, 192\] in the first and \[3, 5\] in number 2"):
+        merge_calibrations([calibration, other])

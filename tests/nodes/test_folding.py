@@ -1,0 +1,263 @@
+"""Folded smoothing factors: every rule on ComfyUI's own class, whole files in the stock loader, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+
+@pytest.fixture
+def blocks(pack):
+    import foldable_blocks
+
+    return foldable_blocks
+
+
+@pytest.fixture
+def folding(pack):
+    from int8_dit.nodes import folding
+
+    return folding
+
+
+BLOCKS = (
+    "Lumina",
+    "Lumina, grouped queries",
+    "Lumina, unmodulated",
+    "Z-Image",
+    "SD3",
+    "SD3, last context block",
+    "SD3.5 medium",
+    "Flux",
+    "Qwen-Image",
+)
+
+
+def factors(blocks, folding, name, int8):
+    """Seeded factors for each layer, the same for those that read one input."""
+    model = blocks.build(name, lambda layer: None, ())
+    groups = folding.foldable_groups(model, blocks.readers_of(name))
+    vectors = {}
+    for seed, group in enumerate(sorted(map(sorted, groups))):
+        channels = model.model.diffusion_model.get_submodule(group[0]).in_features
+        smooth = blocks.randn(channels, seed=100 + seed).exp()
+        vectors |= dict.fromkeys(group, smooth)
+    return {layer: vectors[layer] for layer in int8}
+
+
+def written(tensors):
+    return {key: tensor.to("cpu") for key, tensor in tensors.items()}
+
+
+def cosine(a, b):
+    return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_foldable_groups_of_a_class(blocks, folding, name):
+    model = blocks.build(name, lambda layer: None, ())
+    readers = blocks.readers_of(name)
+    everything = [key.removesuffix(".weight") for key in model.model.diffusion_model.state_dict()]
+    found = folding.foldable_groups(model, everything)
+    assert sorted(layer for group in found for layer in group) == sorted(readers)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_folded_block_computes_the_same_in_stock_layers(blocks, folding, name):
+    readers = blocks.readers_of(name)
+    smooth = factors(blocks, folding, name, readers)
+    model = blocks.build(name, smooth.get, readers)
+    block = model.model.diffusion_model
+    folded = written(folding.fold(model, block.state_dict()))
+    assert not [key for key in folded if key.endswith("smooth")]
+    with torch.inference_mode():
+        expected = block()
+        result = blocks.stock(name, folded)()
+        # The same factors simply forgotten come out wrong, so that the comparison means something.
+        plain = {key: tensor for key, tensor in block.state_dict().items() if not key.endswith("smooth")}
+        marks = {key: folded[key] for key in plain if key.endswith("comfy_quant")}
+        forgotten = blocks.stock(name, plain | marks)()
+    assert cosine(result, expected) >= 0.9999
+    assert cosine(forgotten, expected) < 0.999
+
+
+@pytest.mark.parametrize("name", ("Z-Image", "Qwen-Image"))
+def test_a_protected_layer_reads_the_divided_input_too(blocks, folding, name):
+    """It is multiplied by the factors that its input was divided by; a producer that is protected takes them in its rows."""
+    readers = blocks.readers_of(name)
+    protected = {"block.feed_forward.w3", "block.attn.to_k"}
+    int8 = tuple(layer for layer in readers if layer not in protected)
+    smooth = factors(blocks, folding, name, int8)
+    model = blocks.build(name, smooth.get, int8)
+    block = model.model.diffusion_model
+    with torch.inference_mode():
+        folded = blocks.stock(name, written(folding.fold(model, block.state_dict())))
+        assert cosine(folded(), block()) >= 0.9999
+
+
+def test_layers_that_share_an_input_but_not_its_factors_are_not_folded(blocks, folding):
+    readers = blocks.readers_of("Z-Image")
+    smooth = factors(blocks, folding, "Z-Image", readers)
+    smooth["block.feed_forward.w3"] = smooth["block.feed_forward.w3"] * 2
+    model = blocks.build("Z-Image", smooth.get, readers)
+    with pytest.raises(ValueError, match="factors of 2 layers, block.feed_forward.w1 first, cannot be folded"):
+        folding.fold(model, model.model.diffusion_model.state_dict())
+
+
+def test_one_of_them_that_is_not_smoothed_at_all(blocks, folding):
+    readers = blocks.readers_of("Z-Image")
+    smooth = factors(blocks, folding, "Z-Image", readers)
+    del smooth["block.feed_forward.w3"]
+    model = blocks.build("Z-Image", smooth.get, readers)
+    with pytest.raises(ValueError, match="block.feed_forward.w1 first, cannot be folded"):
+        folding.fold(model, model.model.diffusion_model.state_dict())
+
+
+def test_a_producer_in_fp8_takes_no_factors(blocks, folding):
+    readers = blocks.readers_of("SD3")
+    model = blocks.build("SD3", factors(blocks, folding, "SD3", readers).get, readers)
+    modulation = model.model.diffusion_model.get_submodule("block.adaLN_modulation.1")
+    modulation.weight = torch.nn.Parameter(modulation.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    assert not folding.foldable_groups(model, readers)
+    with pytest.raises(ValueError, match="cannot be folded"):
+        folding.fold(model, model.model.diffusion_model.state_dict())
+
+
+# Whole models: quantized, saved folded and not, and loaded by ComfyUI's own loader and by this pack's.
+
+
+def save(model, path, fold):
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    save_int8_model(model, str(path), {}, fold)
+    return str(path)
+
+
+def formats(path):
+    from int8_dit.nodes.file_format import decode_mark
+
+    with safe_open(path, framework="pt") as file:
+        return {decode_mark(file.get_tensor(key))["format"] for key in file.keys() if key.endswith("comfy_quant")}
+
+
+@pytest.fixture
+def ideogram(pack, monkeypatch):
+    """A small Ideogram 4 with all its kinds of linears quantized, and what samples it."""
+    import small_models
+    from int8_dit.nodes import layer_selection
+
+    monkeypatch.setattr(layer_selection, "_LARGE_PROJECTION", 1 << 18)
+    return small_models, small_models.ideogram4(monkeypatch)
+
+
+@pytest.mark.parametrize("protect", (0, 3))
+def test_ideogram_4_folds_wholly(dit, ideogram, tmp_path, protect):
+    import comfy.sd
+
+    small, model = ideogram
+    quantized = dit.quantize(model, protect, **small.calibration(model))
+    assert all(weight._params.smooth is not None for weight in dit.int8_weights(quantized).values())
+    own, folded = (save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
+    assert formats(own) == {"int8_smoothquant"} and formats(folded) == {"int8_tensorwise"}
+
+    unfolded = small.output(dit.load(own))
+    stock = comfy.sd.load_diffusion_model(folded)
+    assert cosine(small.output(stock), unfolded) >= 0.9999
+    assert cosine(small.output(dit.load(folded)), unfolded) >= 0.9999
+
+
+@pytest.mark.parametrize("protect", (0, 3))
+def test_the_glyph_model_folds_where_its_modulation_feeds_one_layer(dit, tmp_path, protect):
+    model = dit.stock()
+    inputs = dit.calibration(model)
+    quantized = dit.quantize(model, protect, smooth_only_foldable=True, **inputs)
+    smoothed = {layer for layer, w in dit.int8_weights(quantized).items() if w._params.smooth is not None}
+    assert smoothed == {layer for layer in dit.int8_weights(quantized) if layer.endswith(("qkv", "fc1"))}
+    own, folded = (save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
+    assert formats(folded) == {"int8_tensorwise"}
+    own, stock = dit.load(own), dit.stock(folded)
+    for time in (0.95, 0.7, 0.4, 0.1):
+        assert cosine(dit.velocity(stock, time), dit.velocity(own, time)) >= 0.9999
+
+
+def test_rotated_layers_stay_rotated(dit, tmp_path):
+    model = dit.stock()
+    quantized = dit.quantize(model, method="smooth + rotate", smooth_only_foldable=True, **dit.calibration(model))
+    folded = dit.load(save(quantized, tmp_path / "folded.safetensors", fold=True))
+    for layer, weight in dit.int8_weights(quantized).items():
+        held = dit.int8_weights(folded)[layer]
+        assert held._params.rotation_group == weight._params.rotation_group is not None
+        assert torch.equal(held._qdata, weight._qdata)
+    assert cosine(dit.output(folded), dit.output(quantized)) >= 0.9999
+
+
+def test_what_cannot_be_folded_is_named_and_leaves_no_file(dit, tmp_path):
+    model = dit.stock()
+    quantized = dit.quantize(model, **dit.calibration(model))
+    first = "joint_blocks.0.context_block.attn.proj"
+    message = f"factors of 10 layers, {first} first, cannot be folded.*smooth_only_foldable"
+    with pytest.raises(ValueError, match=message):
+        save(quantized, tmp_path / "folded.safetensors", fold=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lora_is_baked_in_before_folding(dit, tmp_path):
+    model = dit.stock()
+    quantized = dit.quantize(model, 3, smooth_only_foldable=True, **dit.calibration(model))
+    modulation = "joint_blocks.0.x_block.adaLN_modulation.1"
+    patched = dit.with_lora(quantized, dit.lora([*dit.LINEARS, modulation]))
+    own, folded = (save(patched, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
+    result, expected = dit.output(dit.stock(folded)), dit.output(dit.load(own))
+    assert cosine(result, expected) >= 0.9999
+    assert dit.relative_error(expected, dit.output(quantized)) > 0.05  # it had an effect
+
+
+def test_a_file_that_was_loaded_can_be_folded(dit, ideogram, tmp_path):
+    small, model = ideogram
+    quantized = dit.quantize(model, **small.calibration(model))
+    direct = save(quantized, tmp_path / "direct.safetensors", fold=True)
+    loaded = dit.load(save(quantized, tmp_path / "own.safetensors", fold=False))
+    again = save(loaded, tmp_path / "again.safetensors", fold=True)
+    with safe_open(direct, framework="pt") as a, safe_open(again, framework="pt") as b:
+        assert set(a.keys()) == set(b.keys())
+        assert all(torch.equal(a.get_tensor(key), b.get_tensor(key)) for key in a.keys())
+
+
+def folded_glyphs(dit, tmp_path):
+    model = dit.stock()
+    quantized = dit.quantize(model, smooth_only_foldable=True, **dit.calibration(model))
+    return save(quantized, tmp_path / "folded.safetensors", fold=True)
+
+
+def warnings(caplog):
+    return [record for record in caplog.records if "LoRA on a folded INT8 file" in record.getMessage()]
+
+
+def test_a_lora_on_a_folded_file_warns(dit, tmp_path, caplog):
+    """Its weights are in another basis than the LoRA's, which nobody could see in the image."""
+    path = folded_glyphs(dit, tmp_path)
+    with safe_open(path, framework="pt") as file:
+        assert json.loads(file.metadata()["int8_dit_recipe"])["folded"] is True
+    model = dit.load(path)
+    dit.sample(model)
+    assert not warnings(caplog)
+    patched = dit.with_lora(model, dit.lora([dit.LAYER]))
+    dit.sample(patched)
+    assert len(warnings(caplog)) == 1
+    save(patched, tmp_path / "baked.safetensors", fold=False)
+    assert len(warnings(caplog)) == 2
+
+
+def test_what_is_made_of_a_folded_file_stays_folded(dit, tmp_path, caplog):
+    model = dit.load(folded_glyphs(dit, tmp_path))
+    again = save(dit.quantize(model), tmp_path / "again.safetensors", fold=False)
+    dit.sample(dit.with_lora(dit.load(again), dit.lora([dit.LAYER])))
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_lora_on_an_ordinary_file_does_not_warn(dit, tmp_path, caplog):
+    model = dit.stock()
+    path = save(dit.quantize(model, **dit.calibration(model)), tmp_path / "own.safetensors", fold=False)
+    dit.sample(dit.with_lora(dit.load(path), dit.lora([dit.LAYER])))
+    assert not warnings(caplog)

@@ -1,0 +1,94 @@
+"""The quantization report: layers by kind and block, the table, the picture."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def report_of(pack):
+    """A report on layers given as name: (fragility, error)."""
+    from int8_dit.kernels import Transform
+    from int8_dit.nodes.quantization_report import LayerReport, QuantizationReport
+
+    def make(errors, protected=(), calibration=None):
+        layers = tuple(
+            LayerReport(name, Transform(0.5), fragility, error, name in protected)
+            for name, (fragility, error) in errors.items()
+        )
+        return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(protected))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "name, block, kind",
+    (
+        ("layers.3.attention.qkv", "layers.3", "attention.qkv"),
+        ("double_blocks.12.img_mlp.0", "double_blocks.12", "img_mlp.0"),
+        ("joint_blocks.0.x_block.mlp.fc1", "joint_blocks.0", "x_block.mlp.fc1"),
+        ("llm_cond_proj", "llm_cond_proj", "llm_cond_proj"),
+    ),
+)
+def test_the_block_and_kind_of_a_layer(report_of, name, block, kind):
+    (layer,) = report_of({name: (0.01, 0.01)}).layers
+    assert (layer.block, layer.kind) == (block, kind)
+
+
+ERRORS = {
+    "layers.0.w1": (0.012, 0.011),
+    "layers.0.w2": (0.2, 0.03),
+    "layers.1.w1": (0.012, 0.0100004),
+    "layers.1.w2": (0.05, 0.02),
+    "proj": (None, None),
+}
+
+
+def test_the_table_has_the_most_fragile_first(report_of):
+    table = report_of(ERRORS, ("layers.0.w2",), {"calls": 3, "rows": 12}).markdown()
+    assert table.startswith("4 of 211 linears are INT8, 1 fragile ones are protected.")
+    assert "relative to the layer's output" in table
+    assert table.splitlines()[6:] == [
+        "| layers.0.w2 | 20.00 % |  | protected |",
+        "| layers.1.w2 | 5.00 % | 2.00 % | smooth 0.5 |",
+        "| layers.0.w1 | 1.20 % | 1.10 % | smooth 0.5 |",
+        "| layers.1.w1 | 1.20 % | 1.00 % | smooth 0.5 |",
+        "| proj | never called | never called | smooth 0.5 |",
+    ]
+
+
+def test_the_recipe(report_of):
+    recipe = report_of(ERRORS, ("layers.0.w2",)).recipe()
+    assert (recipe["method"], recipe["linears"], recipe["quantized"]) == ("smooth", 211, 4)
+    assert (recipe["protected"], recipe["error_of"], recipe["calibration"]) == (["layers.0.w2"], "weight", None)
+    assert recipe["layers"]["layers.1.w1"] == {"transform": "smooth 0.5", "fragility": 0.012, "error": 0.01}
+    assert recipe["layers"]["proj"]["error"] is None
+
+
+def pixels(image, color):
+    """Where a colour is, as rows of y, x."""
+    wanted = torch.tensor([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return (image[0] - wanted).abs().amax(-1).lt(1e-3).nonzero()
+
+
+def test_the_picture(report_of):
+    from int8_dit.nodes import report_plot
+
+    image = report_plot.plot(report_of(ERRORS, ("layers.0.w2",)))
+    assert image.ndim == 4 and image.shape[-1] == 3 and 0 <= image.min() and image.max() <= 1
+    chart = image[:, report_plot._HEADER :]
+    blue, red = pixels(chart, report_plot._INT8), pixels(chart, report_plot._PROTECTED)
+    # Blocks are columns from left to right: the protected layer is in the first, another of its kind in the second.
+    second = blue[blue[:, 1] > red[:, 1].max() + 20]
+    assert len(red) and len(second) and len(blue) > len(second)
+    # In its row the larger error is higher up.
+    same_row = second[(second[:, 0] - red[:, 0].float().mean()).abs() < report_plot._ROW]
+    assert red[:, 0].max() < same_row[:, 0].max()
+
+
+@pytest.mark.parametrize(
+    "errors", ({"a": (0.0, 0.0)}, {"a": (None, None)}, {f"b.{i}.c": (9.0, 1e-9) for i in range(90)})
+)
+def test_odd_reports_can_be_drawn(report_of, errors):
+    from int8_dit.nodes.report_plot import plot
+
+    assert plot(report_of(errors)).shape[2] == 1100
