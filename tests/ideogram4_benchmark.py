@@ -1,6 +1,7 @@
-"""A full Ideogram 4 with random weights in ComfyUI: milliseconds per step and memory in bf16, native INT8 and this pack's.
+"""A full Ideogram 4 with random weights in ComfyUI: milliseconds per step and memory in bf16, native INT8 and this pack's,
+and what it takes to calibrate and quantize it.
 
-    python tests/ideogram4_benchmark.py --comfyui PATH [--json FILE]
+    python tests/ideogram4_benchmark.py --comfyui PATH [--only steps|quantization] [--json FILE]
 
 Needs an NVIDIA card with about 40 GB of memory; `--blocks 1 --pixels 64` tries the script out on a CPU. One step is one
 conditional forward (256 text tokens) and one unconditional one, as DualModelGuider runs them. Every variant goes through
@@ -13,9 +14,11 @@ import json
 import logging
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -113,12 +116,149 @@ def measure(name: str, model, steps: dict[int, Step], expected: dict[int, torch.
     return figures
 
 
+def measure_steps(bf16, state_dict: dict[str, torch.Tensor], pixels: list[int], repetitions: int) -> list[dict]:
+    """Every variant, loaded as a user loads it, at each resolution."""
+    import comfy.model_management
+    import comfy.sd
+    from int8_dit.kernels import Protection
+    from int8_dit.nodes.model_loading import load_int8_model
+    from int8_dit.nodes.quantization import QuantizationSettings, quantize_model
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    device = comfy.model_management.get_torch_device()
+    steps = {side: Step(side, device, bf16.model.get_dtype_inference()) for side in pixels}
+    expected: dict[int, torch.Tensor] = {}
+    results = [measure("bf16", bf16, steps, expected, repetitions)]
+    native = comfy.sd.load_diffusion_model_state_dict(native_int8(state_dict, device))
+    results.append(measure("native INT8", native, steps, expected, repetitions))
+    del native
+    for settings in (QuantizationSettings(protection=Protection("number", 0)), QuantizationSettings()):
+        quantized, report = quantize_model(bf16, settings, "fused int8", None)
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "ideogram4-int8.safetensors")
+            save_int8_model(quantized, path, {})
+            size = Path(path).stat().st_size / 1e9
+            del quantized
+            loaded = load_int8_model(path, "fused int8")
+            name = f"fused INT8, {len(report.protected)} protected"
+            results.append({**measure(name, loaded, steps, expected, repetitions), "file_gb": size})
+            del loaded
+    return results
+
+
+def print_steps(results: list[dict], pixels: list[int]) -> None:
+    """The table of `measure_steps`."""
+    columns = [
+        "variant",
+        *(f"{p} px ms (vs bf16)" for p in pixels),
+        *(f"{p} px peak GB" for p in pixels),
+        "weights GB",
+        "rel. error",
+    ]
+    print("\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    for row in results:
+        times = [f"{row[f'ms_{p}']:.1f} ({results[0][f'ms_{p}'] / row[f'ms_{p}']:.2f} x)" for p in pixels]
+        peaks = [f"{row.get(f'peak_gb_{p}', 0):.1f}" for p in pixels]
+        error = f"{max(row[f'error_{p}'] for p in pixels):.3f}"
+        print("| " + " | ".join([row["variant"], *times, *peaks, f"{row['weights_gb']:.1f}", error]) + " |")
+
+
+class PeakMemory:
+    """Device and host memory that a block of code takes beyond what is taken when it begins, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+        self.host = self.device = 0
+
+    def __enter__(self) -> "PeakMemory":
+        self._host_before = self._process.memory_info().rss
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self._device_before = torch.cuda.memory_allocated()
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.02):
+            self.host = max(self.host, self._process.memory_info().rss - self._host_before)
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._watcher.join()
+        if self._device.type == "cuda":
+            self.device = torch.cuda.max_memory_allocated() - self._device_before
+
+
+def sampling_seconds(model, pixels: int, steps: int) -> float:
+    """One conditional sampling."""
+    import comfy.samplers
+
+    generator = torch.Generator().manual_seed(2)
+    guider = comfy.samplers.CFGGuider(model)
+    guider.inner_set_conds({"positive": [[torch.randn(1, TEXT_TOKENS, TEXT_FEATURES, generator=generator), {}]]})
+    empty = torch.zeros(1, 128, pixels // 16, pixels // 16)
+    noise = torch.randn(empty.shape, generator=generator)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
+    begin = time.perf_counter()
+    guider.sample(noise, empty, comfy.samplers.sampler_object("euler"), sigmas, disable_pbar=True, seed=0)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict[str, object]:
+    """What recording costs the sampling it rides on, and time and memory of quantizing with and without calibration."""
+    import comfy.model_management
+    from int8_dit.nodes.quantization import QuantizationSettings, quantize_model
+    from int8_dit.nodes.recorder import Recording, armed
+
+    device = comfy.model_management.get_torch_device()
+    comfy.model_management.load_models_gpu([bf16], force_full_load=True)
+    sampling_seconds(bf16, pixels, 1)  # what is compiled or chosen once
+    plain, recorded = [], []
+    for _ in range(rounds):
+        recording = Recording()
+        plain.append(sampling_seconds(bf16, pixels, steps))
+        recorded.append(sampling_seconds(armed(bf16, recording), pixels, steps))
+    figures: dict[str, object] = {
+        "sampling_s": plain,
+        "recorded_sampling_s": recorded,
+        "recording_adds": sorted(recorded)[rounds // 2] / sorted(plain)[rounds // 2] - 1,
+        "bf16_weights_gb": comfy.model_management.module_size(bf16.model) / 1e9,
+    }
+    variants = {
+        "uncalibrated": (QuantizationSettings(), None),
+        "calibrated": (QuantizationSettings(), recording.calibration()),
+        "calibrated, alpha searched": (QuantizationSettings(search_alpha=True), recording.calibration()),
+    }
+    for name, (settings, calibration) in variants.items():
+        with PeakMemory(device) as peak:
+            begin = time.perf_counter()
+            quantized, report = quantize_model(bf16, settings, "fused int8", calibration)
+            seconds = time.perf_counter() - begin
+        figures[name] = {
+            "seconds": seconds,
+            "device_peak_gb": peak.device / 1e9,
+            "host_peak_gb": peak.host / 1e9,
+            "result_gb": comfy.model_management.module_size(quantized.model) / 1e9,
+            "protected": len(report.protected),
+        }
+        print(name, json.dumps(figures[name]), flush=True)
+        del quantized
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--blocks", type=int, default=34)
     parser.add_argument("--pixels", type=int, nargs="+", default=[768, 1024])
     parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=20, help="of the samplings that are recorded")
+    parser.add_argument("--only", choices=("steps", "quantization"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -128,55 +268,21 @@ def main() -> None:
     from comfyui_version import __version__ as comfyui_version
     from int8_dit.kernels.benchmark import environment
     from int8_dit.kernels.benchmark_report import title
-    from int8_dit.nodes.model_loading import load_int8_model
-    from int8_dit.nodes.quantization import quantize_model
-    from int8_dit.nodes.save_int8_dit import save_int8_model
 
     device = comfy.model_management.get_torch_device()
     state_dict = random_state_dict(arguments.blocks, device)
     bf16 = comfy.sd.load_diffusion_model_state_dict(dict(state_dict))
-    dtype = bf16.model.get_dtype_inference()
-    steps = {pixels: Step(pixels, device, dtype) for pixels in arguments.pixels}
-    expected: dict[int, torch.Tensor] = {}
-    results = [measure("bf16", bf16, steps, expected, arguments.repetitions)]
-
-    native = comfy.sd.load_diffusion_model_state_dict(native_int8(state_dict, device))
-    results.append(measure("native INT8", native, steps, expected, arguments.repetitions))
-    del native, state_dict
-
-    for protect in (0, 17 if arguments.blocks > 17 else 1):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        quantized = quantize_model(bf16, 0.5, protect, "fused int8", None)
-        seconds = time.perf_counter() - begin
-        peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder) / "ideogram4-int8.safetensors")
-            save_int8_model(quantized, path, {})
-            size = Path(path).stat().st_size / 1e9
-            del quantized
-            loaded = load_int8_model(path, "fused int8")
-            figures = measure(f"fused INT8, {protect} protected", loaded, steps, expected, arguments.repetitions)
-            del loaded
-        results.append({**figures, "quantize_s": seconds, "quantize_peak_gb": peak, "file_gb": size})
-
-    print(f"\n{title(environment(device))}, ComfyUI {comfyui_version}, {arguments.blocks} blocks\n")
-    columns = [
-        "variant",
-        *(f"{p} px ms (vs bf16)" for p in steps),
-        *(f"{p} px peak GB" for p in steps),
-        "weights GB",
-        "rel. error",
-    ]
-    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
-    for row in results:
-        times = [f"{row[f'ms_{p}']:.1f} ({results[0][f'ms_{p}'] / row[f'ms_{p}']:.2f} x)" for p in steps]
-        peaks = [f"{row.get(f'peak_gb_{p}', 0):.1f}" for p in steps]
-        error = f"{max(row[f'error_{p}'] for p in steps):.3f}"
-        print("| " + " | ".join([row["variant"], *times, *peaks, f"{row['weights_gb']:.1f}", error]) + " |")
+    print(f"{title(environment(device))}, ComfyUI {comfyui_version}, {arguments.blocks} blocks\n", flush=True)
+    results: dict[str, object] = {}
+    if arguments.only != "steps":
+        results["quantization"] = measure_quantization(bf16, max(arguments.pixels), arguments.steps)
+        print(json.dumps(results["quantization"], indent=1), flush=True)
+        comfy.model_management.unload_all_models()
+    if arguments.only != "quantization":
+        results["steps"] = measure_steps(bf16, state_dict, arguments.pixels, arguments.repetitions)
+        print_steps(results["steps"], arguments.pixels)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(device), "results": results}, indent=1))
+        arguments.json.write_text(json.dumps({"environment": environment(device), **results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""The ablation command, small: that it runs, that its figures are figures, and what full-width Ideogram 4 blocks must show."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parent
+
+
+def test_outliers_change_no_result(comfyui):
+    """In float32; the bf16 file then rounds other products."""
+    import comfy.sd
+    from glyphs import conditioning, latents
+    from glyphs.outliers import FACTORS, plant
+    from safetensors.torch import load_file
+
+    trained = {name: tensor.float() for name, tensor in load_file(TESTS / "data" / "glyph_dit.safetensors").items()}
+    context, pooled = conditioning.encode("R2")
+    noise = torch.randn(2, latents.CHANNELS, latents.SIDE, latents.SIDE, generator=torch.Generator().manual_seed(0))
+    outputs, inputs = [], []
+    for tensors in (trained, plant(trained)):
+        model = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
+        module = model.model.diffusion_model.get_submodule("joint_blocks.1.x_block.mlp.fc1")
+        handle = module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2)))
+        with torch.inference_mode():
+            outputs.append(model.model.apply_model(noise, torch.full((2,), 0.7), c_crossattn=context, y=pooled))
+        handle.remove()
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
+    grown = (inputs[1].norm(dim=0) / inputs[0].norm(dim=0)).sort(descending=True).values
+    torch.testing.assert_close(grown[: len(FACTORS)], torch.tensor(FACTORS[::-1]), rtol=1e-3, atol=0)
+    torch.testing.assert_close(grown[len(FACTORS) :], torch.ones(192 - len(FACTORS)), rtol=1e-3, atol=0)
+
+
+def test_the_command_leaves_data_tables_and_a_picture(comfyui, tmp_path):
+    command = [sys.executable, str(TESTS / "ablation.py"), "--comfyui", str(comfyui), "--out", str(tmp_path)]
+    # The kernel tests' setting, under which a model would sample for hours.
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([*command, "--subjects", "outliers", "--pairs", "6"], check=True, env=variables, timeout=600)
+    results = json.loads((tmp_path / "ablation.json").read_text())["subjects"]["outliers"]
+    figures = results["figures"]
+    assert len(results["errors"]["recipe"]) == len(results["read"]["recipe"]) == 6
+    assert figures["recipe"]["protected"] == 3 and figures["naive W8A8"]["protected"] == 0
+    for name, figure in figures.items():
+        middle, low, high = figure["error"]
+        assert low <= middle <= high
+        assert middle == pytest.approx(np.mean(results["errors"][name]), rel=1e-3)
+    # So much more than chance that six images are enough.
+    assert figures["recipe"]["ratio to naive W8A8"][2] < 0.5
+    assert figures["recipe"]["error_minus_fp8"][2] < 0
+    assert figures["recipe"]["error_minus_convrot"][2] < 0
+    table = (tmp_path / "ablation.md").read_text()
+    assert all(f"| {name} |" in table for name in figures)
+    assert (tmp_path / "glyphs.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("spread", (0.1, 1.0))
+def test_bootstrap_intervals(spread):
+    import ablation
+
+    values = np.random.default_rng(1).normal(3.0, spread, 200)
+    middle, low, high = ablation.interval(values)
+    assert middle == pytest.approx(values.mean())
+    standard_error = values.std() / 200**0.5
+    assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
+    pairs = np.stack([2 * values, values])
+    assert ablation.interval(pairs, ablation._ratio) == pytest.approx([2, 2, 2])
+
+
+def test_full_width_blocks(pack, tmp_path, monkeypatch):
+    """Two Ideogram 4 blocks of the real size, outliers at the w2 input of one: found, no worse than FP8, and folded into a
+    file that the stock loader runs alike."""
+    import ablation
+    import comfy.sd
+    from int8_dit.kernels import Protection
+    from int8_dit.nodes.quantization import QuantizationSettings, quantize_model
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    blocks = ablation.Blocks(blocks=2, planted=1, pixels=32)
+    model = ablation.stock(blocks.state_dict)
+    blocks.evaluate(model)
+    fp8 = blocks.evaluate(ablation.stock(blocks.state_dict, dtype=torch.float8_e4m3fn)).errors
+
+    settings = QuantizationSettings(protection=Protection("number", 1))
+    quantized, report = quantize_model(model, settings, "fused int8", blocks.calibrate(model))
+    del model
+    blocks.state_dict.clear()
+    assert list(report.protected) == blocks.planted
+    int8 = blocks.evaluate(quantized).errors
+    assert all(own <= 1.1 * other for own, other in zip(int8, fp8, strict=True))
+
+    save_int8_model(quantized, str(tmp_path / "folded.safetensors"), {}, fold_factors=True)
+    latent, context = blocks.inputs()
+    outputs = []
+    for make in (lambda: quantized, lambda: comfy.sd.load_diffusion_model(str(tmp_path / "folded.safetensors"))):
+        diffusion_model = make().model.diffusion_model
+        with torch.inference_mode():
+            outputs.append(diffusion_model(latent, torch.full((1,), 0.5), context=context).double().flatten())
+    (tmp_path / "folded.safetensors").unlink()
+    assert float(torch.nn.functional.cosine_similarity(*outputs, dim=0)) >= 0.9999
