@@ -19,9 +19,21 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 EXAMPLES = sorted(path.stem for path in (PROJECT / "example_workflows").glob("*.json"))
-NODES = ("LoadINT8DiT", "QuantizeToINT8SmoothQuant", "SaveINT8DiT", "INT8KernelBenchmark")
+NODES = (
+    "LoadINT8DiT",
+    "QuantizeToINT8SmoothQuant",
+    "SaveINT8DiT",
+    "RecordINT8Calibration",
+    "CollectINT8Calibration",
+    "SaveINT8Calibration",
+    "LoadINT8Calibration",
+    "MergeINT8Calibrations",
+    "INT8KernelBenchmark",
+)
 SAVED_MODEL = "INT8_00001_.safetensors"  # what the first run of int8_glyphs.json saves and then loads
 IDEOGRAM_FILES = (
+    "diffusion_models/ideogram4_fp8_scaled.safetensors",
+    "diffusion_models/ideogram4_unconditional_fp8_scaled.safetensors",
     "diffusion_models/ideogram4_int8_convrot.safetensors",
     "diffusion_models/ideogram4_unconditional_int8_convrot.safetensors",
     "text_encoders/qwen3vl_8b_fp8_scaled.safetensors",
@@ -165,12 +177,13 @@ def test_glyph_workflow_runs_and_warns(page: Page, server: ComfyServer, tmp_path
     assert page.locator(".p-toast-message").count() == 1
 
 
-def test_ideogram_workflow_is_accepted(page: Page, server: ComfyServer) -> None:
-    _load(page, _template(server, "ideogram4_int8"))
+@pytest.mark.parametrize("name", ("ideogram4_int8", "ideogram4_calibrate"))
+def test_ideogram_workflow_is_accepted(page: Page, server: ComfyServer, name: str) -> None:
+    _load(page, _template(server, name))
     # Past validation, it can only fail at reading the empty files.
     with pytest.raises(ExecutionFailed) as failure:
         _run(page, server)
-    assert failure.value.node_type in {"LoadINT8DiT", "CLIPLoader", "VAELoader"}
+    assert failure.value.node_type in {"LoadINT8DiT", "UNETLoader", "CLIPLoader", "VAELoader"}
 
 
 def test_benchmark_table_is_drawn_and_redrawn(page: Page, server: ComfyServer, tmp_path: Path) -> None:
