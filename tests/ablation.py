@@ -9,7 +9,6 @@ Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 1
 """
 
 import argparse
-import datetime
 import gc
 import json
 import logging
@@ -30,6 +29,11 @@ STEPS = 12
 PICTURED = ("bf16", "FP8", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 14
 RESAMPLES = 10_000
+COLUMNS = {
+    "trained": "glyph model as trained",
+    "outliers": "glyph model, outlier channels planted",
+    "blocks": "Ideogram 4 blocks, outliers planted at some w2",
+}
 
 TensorDict = dict[str, torch.Tensor]
 
@@ -296,21 +300,42 @@ def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
     return figures
 
 
-def markdown(title: str, figures: dict[str, dict]) -> str:
-    """The table of one subject."""
-    glyphs = "read" in figures["bf16"]
-    columns = ["variant", "protected", "error vs bf16 [95 %]", "ratio to FP8 [95 %]", "ratio to naive [95 %]"]
-    lines = [f"### {title}", "", "| " + " | ".join([*columns, *(["read"] if glyphs else [])]) + " |"]
-    lines.append("| --- " * (len(columns) + glyphs) + "|")
-    for name, figure in figures.items():
-        if name == "bf16":
-            cells = [name, "", "", "", ""]
-        else:
-            cells = [name, str(figure["protected"] or "")]
-            cells.append("{:.2f} % [{:.2f}, {:.2f}]".format(*(100 * value for value in figure["error"])))
-            cells += ["{:.2f} [{:.2f}, {:.2f}]".format(*figure[f"ratio to {other}"]) for other in ("FP8", "naive W8A8")]
-        lines.append("| " + " | ".join([*cells, *([str(figure["read"])] if glyphs else [])]) + " |")
+def _percent(error: list[float]) -> str:
+    return "{:.2f} % [{:.2f}, {:.2f}]".format(*(100 * value for value in error))
+
+
+def overview(subjects: dict[str, dict[str, dict]]) -> str:
+    """One table of all subjects' figures: the error of every variant."""
+    columns = [COLUMNS[key] for key in subjects]
+    lines = ["| variant | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    names = dict.fromkeys(name for figures in subjects.values() for name in figures if name != "bf16")
+    for name in names:
+        cells = []
+        for figures in subjects.values():
+            figure = figures.get(name)
+            text = "" if figure is None else _percent(figure["error"])
+            cells.append(text if figure is None or "read" not in figure else f"{text}, {figure['read']} read")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def comparison(title: str, figures: dict[str, dict]) -> str:
+    """One subject: the error of every variant relative to that of others."""
+    others = ("FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "naive W8A8")
+    lines = [f"### {title}", "", "| error relative to that of | protected | " + " | ".join(others) + " |"]
+    lines.append("| --- " * (2 + len(others)) + "|")
+    for name, figure in figures.items():
+        if name != "bf16":
+            cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*figure[f"ratio to {other}"]) for other in others]
+            lines.append(f"| {name} | {figure['protected']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def report(heading: str, subjects: dict[str, dict[str, dict]]) -> str:
+    """All tables."""
+    tables = [comparison(COLUMNS[key], figures) for key, figures in subjects.items()]
+    note = "Errors relative to bf16, and in brackets 95 % bootstrap intervals."
+    return "\n\n".join([heading, note, overview(subjects), *tables]) + "\n"
 
 
 def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
@@ -354,20 +379,15 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     arguments.out.mkdir(parents=True, exist_ok=True)
     trained = load_file(GLYPH_MODEL)
-    subjects = {
-        "trained": ("Glyph model as trained", lambda: Glyphs(trained, arguments.pairs)),
-        "outliers": ("Glyph model, outlier channels planted", lambda: Glyphs(plant(trained), arguments.pairs)),
-        "blocks": (
-            f"{arguments.blocks} Ideogram 4 blocks, outliers at the w2 input of {arguments.planted}",
-            lambda: Blocks(arguments.blocks, arguments.planted, arguments.pixels),
-        ),
+    makers = {
+        "trained": lambda: Glyphs(trained, arguments.pairs),
+        "outliers": lambda: Glyphs(plant(trained), arguments.pairs),
+        "blocks": lambda: Blocks(arguments.blocks, arguments.planted, arguments.pixels),
     }
-    heading = f"{title(environment(device))}, ComfyUI {comfyui_version}, {datetime.date.today().isoformat()}"
-    results, tables = {}, [heading]
+    results = {}
     for key in arguments.subjects:
-        name, make = subjects[key]
-        print(name, flush=True)
-        subject = make()
+        print(COLUMNS[key], flush=True)
+        subject = makers[key]()
         outcomes = run(subject)
         figures = summary(outcomes)
         results[key] = {
@@ -381,13 +401,13 @@ def main() -> None:
             results[key]["read"] = {v: "".join("01"[r] for r in outcome.read) for v, outcome in outcomes.items()}
         if key == "outliers":
             save_picture(outcomes, arguments.out / "glyphs.png")
-        tables.append(markdown(name, figures))
         del subject, outcomes
-    text = "\n\n".join(tables) + "\n"
+    heading = f"{title(environment(device))}, ComfyUI {comfyui_version}"
+    text = report(heading, {key: result["figures"] for key, result in results.items()})
     print("\n" + text)
     (arguments.out / "ablation.md").write_text(text)
-    data = {"environment": environment(device), "comfyui": comfyui_version, "date": datetime.date.today().isoformat()}
-    (arguments.out / "ablation.json").write_text(json.dumps({**data, "subjects": results}) + "\n")
+    data = {"environment": environment(device), "comfyui": comfyui_version, "subjects": results}
+    (arguments.out / "ablation.json").write_text(json.dumps(data) + "\n")
 
 
 if __name__ == "__main__":

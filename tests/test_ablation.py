@@ -55,7 +55,7 @@ def test_the_command_leaves_data_tables_and_a_picture(comfyui, tmp_path):
     assert figures["recipe"]["error_minus_fp8"][2] < 0
     assert figures["recipe"]["error_minus_convrot"][2] < 0
     table = (tmp_path / "ablation.md").read_text()
-    assert all(f"| {name} |" in table for name in figures)
+    assert all(f"| {name} |" in table for name in figures if name != "bf16")
     assert (tmp_path / "glyphs.png").stat().st_size > 1000
 
 
