@@ -52,8 +52,6 @@ def quantizable_linears(model: ModelPatcher) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in linears(model).items() if is_quantizable(name, tuple(module.weight.shape))}
 
 
-def refuse_replaced_layers(model: ModelPatcher, advice: str) -> None:
-    """Raise ValueError with `advice` if the layers of a MODEL are not the ones that it runs."""
-    compiled = model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY)
-    if compiled or any(key.partition(".")[0] == "diffusion_model" for key in model.object_patches):
-        raise ValueError(f"the layers of this MODEL are already replaced (torch.compile or a similar node); {advice}")
+def is_compiled(model: ModelPatcher) -> bool:
+    """Whether a MODEL runs compiled layers in place of its own (torch.compile)."""
+    return bool(model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY))

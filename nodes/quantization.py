@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from comfy.quant_ops import QuantizedTensor
 from ..kernels import (
     ALPHAS,
     ActivationStatistics,
+    ComputePath,
     Protection,
     QuantizedLinear,
     check_alpha,
@@ -24,7 +25,7 @@ from ..kernels import (
 from .calibration import Calibration
 from .folding import foldable_groups
 from .int8_weight import int8_weight
-from .layer_selection import linears, quantizable_linears, refuse_replaced_layers
+from .layer_selection import is_compiled, linears, quantizable_linears
 from .model_loading import (
     CALLBACK_KEY,
     FOLDED,
@@ -102,48 +103,68 @@ def quantize_model(
     replaced (torch.compile); ComfyUI's interrupt exception on cancel.
     """
     compute = choose_path(model.load_device, kernel)
-    refuse_replaced_layers(model, "connect that node after Quantize to INT8")
-    warn_of_patches_on_folded(model)
-    targets = quantizable_linears(model)
-    if not targets:
-        raise ValueError("this MODEL has no linear layers in repeated blocks, so there is nothing to quantize")
+    targets = _targets(model)
+    number_of_linears = len(linears(model))
+    # What is certain to be refused is refused before the work.
     if calibration is not None:
         calibration.check_fits(targets)
     elif settings.method == "best per layer":
         raise ValueError(
             "method 'best per layer' measures layers on recorded inputs: calibrate, or choose another method"
         )
-    number_of_linears = len(linears(model))
-    # What is certain to be refused is refused before the work.
     nothing_lost = dict.fromkeys(targets, 0.0)
     settings.protection.choose(nothing_lost, nothing_lost, number_of_linears)
+    warn_of_patches_on_folded(model)
 
     statistics = {} if calibration is None else calibration.statistics
     results = _quantize_layers(model, settings, targets, statistics)
-    # A layer that was never called cannot be told from others by its output, and loses nothing.
+    # A layer that was never called loses nothing.
     called = [name for name in targets if calibration is None or name in statistics]
-    fragility = nothing_lost | {name: results[name].plain_error for name in called}
-    errors = nothing_lost | {name: results[name].error for name in called}
-    protected = settings.protection.choose(fragility, errors, number_of_linears)
+    fragility = {name: results[name].plain_error for name in called}
+    errors = {name: results[name].error for name in called}
+    protected = settings.protection.choose(nothing_lost | fragility, nothing_lost | errors, number_of_linears)
     report = QuantizationReport(
         settings.described(),
         number_of_linears,
         _size_of(calibration),
         tuple(
-            LayerReport(
-                name,
-                results[name].transform,
-                fragility[name] if name in called else None,
-                errors[name] if name in called else None,
-                name in protected,
-            )
+            LayerReport(name, results[name].transform, fragility.get(name), errors.get(name), name in protected)
             for name in targets
         ),
         protected,
     )
 
-    compute_dtype = model.model.get_dtype_inference()
+    quantized = _with_layers(model, results, protected, compute, kernel)
+    recipe = {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))}
+    quantized.set_attachments(RECIPE_KEY, json.dumps(recipe))
+    kept = len(protected)
+    logger.info("INT8: %d layers quantized, %d protected: %s", len(targets) - kept, kept, ", ".join(protected))
+    return quantized, report
 
+
+def _targets(model: ModelPatcher) -> dict[str, torch.nn.Module]:
+    """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
+    if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in model.object_patches):
+        raise ValueError(
+            "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
+            "Quantize to INT8"
+        )
+    targets = quantizable_linears(model)
+    if not targets:
+        raise ValueError("this MODEL has no linear layers in repeated blocks, so there is nothing to quantize")
+    return targets
+
+
+def _with_layers(
+    model: ModelPatcher,
+    results: dict[str, QuantizedLinear],
+    protected: Collection[str],
+    compute: ComputePath,
+    kernel: str,
+) -> ModelPatcher:
+    """A MODEL as `model` with its quantized layers, which are taken out of `results`, and the protected ones."""
+    compute_dtype = model.model.get_dtype_inference()
+    targets = set(results)
     for name in protected:
         del results[name]
 
@@ -156,15 +177,9 @@ def quantize_model(
         return int8_weight(result.q, result.scale, compute_dtype, result.smooth, result.transform.rotation_group)
 
     operations = int8_operations(compute, compute_dtype, convert)
-    state_dict = as_file(model.model, _state_dict_with_placeholders(model, set(targets)))
+    state_dict = as_file(model.model, _state_dict_with_placeholders(model, targets))
     built = build_model(state_dict, {}, operations, compute_dtype, compute)
-
-    quantized = _with_patches_of(model, built, kernel)
-    recipe = {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))}
-    quantized.set_attachments(RECIPE_KEY, json.dumps(recipe))
-    kept = len(protected)
-    logger.info("INT8: %d layers quantized, %d protected: %s", len(targets) - kept, kept, ", ".join(protected))
-    return quantized, report
+    return _with_patches_of(model, built, kernel)
 
 
 def _source(model: ModelPatcher, name: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from comfy_execution.utils import get_executing_context
 
 from ..kernels import ActivationStatistics
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
-from .layer_selection import quantizable_linears, refuse_replaced_layers
+from .layer_selection import is_compiled, quantizable_linears
 
 CALLBACK_KEY = "int8_dit_recorder"
 
@@ -59,13 +59,14 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
     """A clone of `model` that records whenever it samples, alone or beside another model (DualModelGuider).
 
     The observers are in place only between ComfyUI's calls that begin and end a sampling with the MODEL, so that a cancel
-    or an error takes them away too. When such a sampling begins it raises ValueError for a MODEL whose layers are replaced
-    (torch.compile), because nothing could be seen there.
+    or an error takes them away too. When such a sampling begins it raises ValueError for a compiled MODEL, inside which
+    nothing could be seen.
     """
     observing: dict[int, tuple[list, dict[str, ActivationStatistics]]] = {}
 
     def begin(patcher: ModelPatcher) -> None:
-        refuse_replaced_layers(patcher, "take that node out while you calibrate")
+        if is_compiled(patcher):
+            raise ValueError("a MODEL under torch.compile cannot be recorded; take that node out while you calibrate")
         end(patcher)
         linears = quantizable_linears(patcher)
         statistics = recording.begin(shapes_of(linears))

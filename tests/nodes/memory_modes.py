@@ -126,6 +126,9 @@ def run() -> dict:
     report["int8"]["error"] = relative_error(int8, original)
     with tempfile.TemporaryDirectory() as folder:
         save_int8_model(quantized, f"{folder}/int8.safetensors", {})
+        save_int8_model(quantize(), f"{folder}/again.safetensors", {})
+        files = [Path(folder, f"{name}.safetensors").read_bytes() for name in ("int8", "again")]
+        report["same_file"] = files[0] == files[1]
         loaded = load_int8_model(f"{folder}/int8.safetensors", "fused int8")
         report["reloaded_equal"] = torch.equal(sample(loaded)[0], int8)
         patched = with_lora(loaded)

@@ -59,3 +59,8 @@ def test_errors_are_those_of_int8(report):
 
 def test_saved_copied_and_unpatched_models_are_equal(report):
     assert report["reloaded_equal"] and report["removed_equal"] and report["copy_equal"]
+
+
+def test_the_same_inputs_give_the_same_file(report):
+    """Calibrated, quantized and saved twice: equal in every byte."""
+    assert report["same_file"]
