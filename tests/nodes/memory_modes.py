@@ -117,11 +117,16 @@ def run() -> dict:
     report = {"patcher": type(base).__name__, "original": figures}
 
     user = sampling(base)
-    calibration = calibrate(
-        base, [user["positive"]], None, 1.0, user["sampler"], user["sigmas"], user["latent"], seed=5
-    )
-    settings = QuantizationSettings(protection=Protection("number", 2))
-    quantized, _ = quantize_model(base, settings, "fused int8", calibration)
+
+    def quantize():
+        """As the user would, calibration included."""
+        calibration = calibrate(
+            base, [user["positive"]], None, 1.0, user["sampler"], user["sigmas"], user["latent"], seed=5
+        )
+        settings = QuantizationSettings(protection=Protection("number", 2))
+        return quantize_model(base, settings, "fused int8", calibration)[0]
+
+    quantized = quantize()
     int8, report["int8"] = sample(quantized)
     report["int8"]["error"] = relative_error(int8, original)
     with tempfile.TemporaryDirectory() as folder:
