@@ -13,6 +13,7 @@ import gc
 import json
 import logging
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,6 +96,24 @@ class Glyphs:
         read = [seen == asked for seen, asked in zip(recognise(images), self._text, strict=True)]
         return Outcome(errors.tolist(), read, images=images[:PICTURE_COLUMNS])
 
+    def outputs(self, model) -> list[torch.Tensor]:
+        """What the model makes of noise, for all characters, at some times of the schedule."""
+        import comfy.model_management
+        from glyphs.alphabet import ALPHABET
+        from glyphs.conditioning import encode
+
+        comfy.model_management.load_models_gpu([model])
+        device = comfy.model_management.get_torch_device()
+        context, pooled = (tensor.to(device) for tensor in encode(ALPHABET))
+        noise = torch.randn(self._empty(len(ALPHABET)).shape, generator=torch.Generator().manual_seed(1)).to(device)
+        with torch.inference_mode():
+            return [
+                model.model.apply_model(
+                    noise, noise.new_full((len(noise),), time), c_crossattn=context, y=pooled
+                ).float()
+                for time in (0.95, 0.7, 0.4, 0.1)
+            ]
+
 
 class Blocks:
     """Full-width Ideogram 4 blocks. An item is a block, which every variant runs on the inputs it has in bf16."""
@@ -125,18 +144,21 @@ class Blocks:
         return _calibrate(model, [[context, {}]], torch.zeros(1, 128, self._side, self._side), steps=4, seed=1000)
 
     def evaluate(self, model) -> Outcome:
+        outputs = self.outputs(model)
+        pairs = zip(outputs, (expected for _, _, expected in self._calls), strict=True)
+        return Outcome([float((output - expected).norm() / expected.norm()) for output, expected in pairs])
+
+    def outputs(self, model) -> list[torch.Tensor]:
+        """What each block makes of the inputs it has in bf16."""
         import comfy.model_management
 
         comfy.model_management.load_models_gpu([model], force_full_load=True)
         diffusion_model = model.model.diffusion_model
-        errors = []
         with torch.inference_mode():
             if not self._calls:
                 self._record(diffusion_model, model.model.get_dtype_inference())
-            for block, (args, kwargs, expected) in zip(diffusion_model.layers, self._calls, strict=True):
-                output = block(*args, **kwargs).float()
-                errors.append(float((output - expected).norm() / expected.norm()))
-        return Outcome(errors)
+            blocks = zip(diffusion_model.layers, self._calls, strict=True)
+            return [block(*args, **kwargs).float() for block, (args, kwargs, _) in blocks]
 
     def _record(self, diffusion_model: torch.nn.Module, dtype: torch.dtype) -> None:
         def keep(block, args, kwargs, output):
@@ -232,8 +254,8 @@ def pack_variants(layers: int) -> dict[str, dict[str, object]]:
     }
 
 
-def run(subject: Glyphs | Blocks) -> dict[str, Outcome]:
-    """Every variant of a subject."""
+def run(subject: Glyphs | Blocks) -> tuple[dict[str, Outcome], dict[str, list[float]]]:
+    """Every variant of a subject, and its `folded_cosines`."""
     from int8_dit.nodes.layer_selection import quantizable_linears
     from int8_dit.nodes.quantization import QuantizationSettings, quantize_model
 
@@ -252,7 +274,33 @@ def run(subject: Glyphs | Blocks) -> dict[str, Outcome]:
         outcomes[name] = _evaluated(name, subject, model)
         outcomes[name].protected = list(report.protected)
         del model
-    return outcomes
+    return outcomes, folded_cosines(subject, base, calibration)
+
+
+def folded_cosines(subject: Glyphs | Blocks, base, calibration) -> dict[str, list[float]]:
+    """Cosines of outputs: of the stock loader on a folded file with this pack's on the unfolded one, and of that with bf16."""
+    import comfy.sd
+    from int8_dit.nodes.model_loading import load_int8_model
+    from int8_dit.nodes.quantization import QuantizationSettings, quantize_model
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    quantized, _ = quantize_model(base, QuantizationSettings(smooth_only_foldable=True), "fused int8", calibration)
+    with tempfile.TemporaryDirectory() as folder:
+        own, folded = (str(Path(folder, f"{name}.safetensors")) for name in ("own", "folded"))
+        save_int8_model(quantized, own, {})
+        save_int8_model(quantized, folded, {}, fold_factors=True)
+        unfolded = subject.outputs(load_int8_model(own, "fused int8"))
+        stock_outputs = subject.outputs(comfy.sd.load_diffusion_model(folded))
+    exact = subject.outputs(base)
+
+    def cosines(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[float]:
+        pairs = zip(a, b, strict=True)
+        return [float(torch.nn.functional.cosine_similarity(*(t.double().flatten() for t in p), dim=0)) for p in pairs]
+
+    return {
+        "stock folded with own unfolded": cosines(stock_outputs, unfolded),
+        "INT8 with bf16": cosines(unfolded, exact),
+    }
 
 
 def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
@@ -331,11 +379,20 @@ def comparison(title: str, figures: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def report(heading: str, subjects: dict[str, dict[str, dict]]) -> str:
+def folding(key: str, folded: dict[str, list[float]]) -> str:
+    """The smallest cosines of one subject."""
+    smallest = ", ".join(f"{name} {min(cosines):.6f}" for name, cosines in folded.items())
+    return f"- {COLUMNS[key]}: {smallest}"
+
+
+def report(heading: str, results: dict[str, dict]) -> str:
     """All tables."""
+    subjects = {key: result["figures"] for key, result in results.items()}
     tables = [comparison(COLUMNS[key], figures) for key, figures in subjects.items()]
     note = "Errors relative to bf16, and in brackets 95 % bootstrap intervals."
-    return "\n\n".join([heading, note, overview(subjects), *tables]) + "\n"
+    cosines = [folding(key, result["folded"]) for key, result in results.items()]
+    title = "Cosines of outputs, the smallest of all blocks or times, of a folded file in the stock loader:"
+    return "\n\n".join([heading, note, overview(subjects), title, "\n".join(cosines), *tables]) + "\n"
 
 
 def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
@@ -388,10 +445,10 @@ def main() -> None:
     for key in arguments.subjects:
         print(COLUMNS[key], flush=True)
         subject = makers[key]()
-        outcomes = run(subject)
-        figures = summary(outcomes)
+        outcomes, folded = run(subject)
         results[key] = {
-            "figures": figures,
+            "figures": summary(outcomes),
+            "folded": folded,
             "errors": {variant: [float(f"{e:.4g}") for e in outcome.errors] for variant, outcome in outcomes.items()},
         }
         if key == "blocks":
@@ -403,7 +460,7 @@ def main() -> None:
             save_picture(outcomes, arguments.out / "glyphs.png")
         del subject, outcomes
     heading = f"{title(environment(device))}, ComfyUI {comfyui_version}"
-    text = report(heading, {key: result["figures"] for key, result in results.items()})
+    text = report(heading, results)
     print("\n" + text)
     (arguments.out / "ablation.md").write_text(text)
     data = {"environment": environment(device), "comfyui": comfyui_version, "subjects": results}
