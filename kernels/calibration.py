@@ -9,10 +9,13 @@ from .row_sample import RowSample
 
 # Calls whose channel magnitudes are kept back to be summed up together: fewer, larger operations on the device.
 _CALLS_TOGETHER = 16
+# Where more than half of the channels are zero in a call, no channel can be said to stand out by any number.
+_LARGEST_SPIKINESS = 1e6
 
 
 class ActivationStatistics:
-    """Statistics of one linear's input, gathered call by call on the device the input lives on.
+    """Statistics of one linear's input, gathered call by call on the device the input lives on, which is the same until they
+    are taken to the host.
 
     Attributes:
         calls: number of inputs seen.
@@ -45,13 +48,14 @@ class ActivationStatistics:
         self._recent = []
         tiny = torch.finfo(torch.float32).tiny
         peak = magnitudes.amax(dim=1)
-        self._spikiness = self._spikiness + (peak / magnitudes.median(dim=1).values.clamp(min=tiny)).sum()
+        spikiness = peak / magnitudes.median(dim=1).values.clamp(min=tiny)
+        self._spikiness = self._spikiness + spikiness.clamp(max=_LARGEST_SPIKINESS).sum()
         # As long as all calls before these were finite, those of these before the first that is not count too.
         finite = torch.isfinite(peak).cumprod(dim=0).sum()
         all_before = self._finite_calls == self.calls - len(peak)
         self._finite_calls = self._finite_calls + finite * all_before
         absmax = magnitudes.amax(dim=0)
-        self._absmax = absmax if self._absmax is None else torch.maximum(self._absmax, absmax)
+        self._absmax = absmax if self._absmax is None else torch.maximum(self._absmax.to(absmax.device), absmax)
 
     @property
     def absmax(self) -> torch.Tensor | None:
@@ -82,7 +86,7 @@ class ActivationStatistics:
         return float(self._spikiness) / max(1, self.calls)
 
     def to_host(self) -> None:
-        """Move everything to host memory, in place."""
+        """Move everything to host memory, in place. More calls can follow, from any device."""
         self._settle()
         if self._absmax is not None:
             self._absmax = self._absmax.cpu()
@@ -92,12 +96,16 @@ class ActivationStatistics:
 
     @classmethod
     def restored(
-        cls, calls: int, spikiness: float, absmax: torch.Tensor | None, parts: Sequence[torch.Tensor]
+        cls, calls: int, spikiness: float, absmax: torch.Tensor, parts: Sequence[torch.Tensor]
     ) -> "ActivationStatistics":
-        """Statistics from the values of another object's attributes, `parts` being its sample's. Raises ValueError for an
-        absmax that is not finite."""
-        if absmax is not None and not bool(torch.isfinite(absmax).all()):
-            raise ValueError("the absmax holds a NaN or Inf")
+        """Statistics from the values of another object's attributes, `parts` being its sample's. Raises ValueError for what
+        no calls could have left behind."""
+        if calls < 1 or not math.isfinite(spikiness):
+            raise ValueError(f"{calls} calls with a spikiness of {spikiness}")
+        if not bool((torch.isfinite(absmax) & (absmax >= 0)).all()):
+            raise ValueError("the absmax holds a value that is negative, NaN or Inf")
+        if not parts or not all(part.numel() and bool(torch.isfinite(part).all()) for part in parts):
+            raise ValueError("the sampled rows are empty or hold a NaN or Inf")
         statistics = cls()
         statistics.calls = calls
         statistics.sample = RowSample(calls, parts)

@@ -30,8 +30,11 @@ class OutputError:
     ) -> float:
         """||Y' - Y|| / ||Y||, Y = rows . w^T and Y' what the INT8 linear makes of the rows; 0 where Y is zero.
 
-        q [N, K] and scale [N] are `quantize_weight`'s for this `smooth` [K] and `rotation_group`.
+        q [N, K] and scale [N] are `quantize_weight`'s for this `smooth` [K] and `rotation_group`. Raises ValueError where Y
+        holds a NaN or Inf.
         """
+        if not bool(torch.isfinite(self._norm)):
+            raise ValueError("its output on the recorded inputs is not finite")
         x, x_scale = quantize_activations_reference(self._rows, smooth, rotation_group)
         # A float product of the rounded values: every card can do it, and what it rounds itself is far below their error.
         x = x.float() * x_scale[:, None]

@@ -43,8 +43,11 @@ class RowSample:
 
     def to_host(self) -> None:
         """Move the rows to host memory, in place: all in one copy, since many small ones take as long as the sampling."""
-        if self.parts and self.parts[0].device.type != "cpu":
-            self.parts = list(self.rows.cpu().split([part.shape[0] for part in self.parts]))
+        slots = [slot for slot, part in enumerate(self.parts) if part.device.type != "cpu"]
+        if slots:
+            moved = torch.cat([self.parts[slot] for slot in slots]).cpu()
+            for slot, part in zip(slots, moved.split([self.parts[slot].shape[0] for slot in slots]), strict=True):
+                self.parts[slot] = part.clone()  # of its own: a view would keep those alive that are replaced later
 
     @property
     def rows(self) -> torch.Tensor:
@@ -58,14 +61,18 @@ class RowSample:
         """One sample for all calls that went into several, each with a share by its number of calls; not to be offered
         more."""
         total = sum(sample.calls for sample in samples)
-        room, calls, parts = SAMPLED_CALLS, total, []
         draw = random.Random(0)
+        # Systematic sampling: at equal steps through all calls from a random start, so that of many that are merged none
+        # comes first.
+        step = max(1.0, total / SAMPLED_CALLS)
+        position = step * draw.random()
+        end, parts = 0, []
         for sample in samples:
-            if not calls:
-                break
-            # What one cannot fill, having too few calls, is left to those that follow.
-            share = min(len(sample.parts), round(room * sample.calls / calls))
-            parts += [sample.parts[index] for index in sorted(draw.sample(range(len(sample.parts)), share))]
-            room -= share
-            calls -= sample.calls
+            end += sample.calls
+            share = 0
+            while position < end:
+                share += 1
+                position += step
+            chosen = draw.sample(range(len(sample.parts)), min(share, len(sample.parts)))
+            parts += [sample.parts[index].clone() for index in sorted(chosen)]
         return cls(total, parts)

@@ -35,8 +35,9 @@ def smoothing_factors(activation_absmax: torch.Tensor, weight_absmax: torch.Tens
     """Per-channel factors s_j = max|X_j|^alpha / max|W_j|^(1 - alpha).
 
     Activations are divided by s and weight columns multiplied by it. alpha = 1 makes every activation channel equally
-    large and leaves the outliers to the weight; alpha = 0 does the opposite. A channel that is zero in the activations
-    or in the weight gets the factor 1, since nothing can be balanced there.
+    large and leaves the outliers to the weight; alpha = 0 does the opposite. A channel that is zero in the weight gets the
+    factor that makes its activations as large as those of the others are in the median, so that they do not widen the range
+    that all are rounded in; one that is zero in the activations, the same for its weights; one that is zero in both, 1.
 
     Args:
         activation_absmax: [K] largest magnitude of each input channel seen in calibration.
@@ -61,5 +62,12 @@ def smoothing_factors(activation_absmax: torch.Tensor, weight_absmax: torch.Tens
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"{name} holds a NaN or Inf")
     factors = activation.pow(alpha) / weight.pow(1.0 - alpha)
-    factors = torch.where((activation > 0) & (weight > 0), factors, 1.0)
+    active, weighted = activation > 0, weight > 0
+    alive = active & weighted
+    factors = torch.where(alive, factors, 1.0)
+    if bool(alive.any()):
+        smoothed_activation = (activation / factors)[alive].median()
+        smoothed_weight = (weight * factors)[alive].median()
+        factors = torch.where(active & ~weighted, activation / smoothed_activation, factors)
+        factors = torch.where(weighted & ~active, smoothed_weight / weight, factors)
     return factors.clamp(1e-6, 1e6).float()

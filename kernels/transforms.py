@@ -50,5 +50,5 @@ def transforms(method: str, alphas: Sequence[float], channels: int) -> list[Tran
         return both or [Transform(None, group)]
     if method == "best per layer":
         # Without a group, `both` is `smoothed` again.
-        return list(dict.fromkeys([Transform(), *smoothed, Transform(None, group), *both]))
+        return list(dict.fromkeys([*smoothed[:1], Transform(), *smoothed, Transform(None, group), *both]))
     return [Transform()]
