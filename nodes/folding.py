@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
 
 from ..kernels import divide_modulation_scale, divide_rows, multiply_columns
 from ..kernels.validation import FLOAT_DTYPES
@@ -38,9 +39,9 @@ class _Site:
         """Whether a producer of this many output channels can be the one of readers with this many input channels."""
         return width == channels
 
-    def divisor(self, smooth: torch.Tensor) -> torch.Tensor:
-        """What the producer's channels are divided by: the smoothing factors up to a common factor, which the readers'
-        weights take."""
+    def divisor(self, smooth: torch.Tensor, produced: torch.Tensor) -> torch.Tensor:
+        """What the channels of the producer, whose weight is given, are divided by: the smoothing factors up to a common
+        factor, which the readers' weights take."""
         return smooth
 
     def changes(self, divisor: torch.Tensor, int8: bool) -> Iterator[_Change]:
@@ -51,6 +52,12 @@ class _Site:
 @dataclass(frozen=True)
 class _Norm(_Site):
     """A norm with a weight, behind which channels are scaled, if anything."""
+
+    def divisor(self, smooth: torch.Tensor, produced: torch.Tensor) -> torch.Tensor:
+        # The norm's weight keeps its spread: ComfyUI tells by that of a Z-Image whether it may run in fp16.
+        weight = produced.detach().float().to(smooth.device)
+        before, after = weight.std(), (weight / smooth).std()
+        return smooth * (after / before) if before > 0 and after > 0 else smooth
 
     def changes(self, divisor: torch.Tensor, int8: bool) -> Iterator[_Change]:
         for name in ("weight", "bias"):
@@ -76,7 +83,7 @@ class _Rows(_Site):
 
 @dataclass(frozen=True)
 class _Modulation(_Site):
-    """A float linear with a bias whose parts number `shift` and `scale` make x (1 + scale) + shift of a tensor x."""
+    """A linear with a bias whose parts number `shift` and `scale` make x (1 + scale) + shift of a tensor x."""
 
     shift: int = 0
     scale: int = 1
@@ -84,14 +91,18 @@ class _Modulation(_Site):
     def fits(self, width: int, channels: int) -> bool:
         return width % channels == 0 and width >= (self.scale + 1) * channels
 
-    def divisor(self, smooth: torch.Tensor) -> torch.Tensor:
+    def divisor(self, smooth: torch.Tensor, produced: torch.Tensor) -> torch.Tensor:
         # At most 1, or (1 + scale) / s - 1 would lie so close to -1 that bf16 loses what is left of it.
         return smooth / smooth.max()
 
     def changes(self, divisor: torch.Tensor, int8: bool) -> Iterator[_Change]:
         shift, scale = (slice(part * len(divisor), (part + 1) * len(divisor)) for part in (self.shift, self.scale))
         for rows in (shift, scale):
-            yield f"{self.producer}.weight", rows, lambda tensor: divide_rows(tensor, divisor)
+            yield (
+                f"{self.producer}.{file_format.SCALE if int8 else 'weight'}",
+                rows,
+                lambda tensor: divide_rows(tensor, divisor),
+            )
         yield f"{self.producer}.bias", shift, lambda tensor: divide_rows(tensor, divisor)
         yield f"{self.producer}.bias", scale, lambda tensor: divide_modulation_scale(tensor, divisor)
 
@@ -153,12 +164,14 @@ def _can_be_divided(weight: torch.Tensor) -> bool:
 
 
 def foldable_groups(model: ModelPatcher, quantizable: Collection[str]) -> list[set[str]]:
-    """The sets of quantizable linears that could be smoothed by one vector of factors each and have it folded."""
+    """The sets of quantizable linears that could be smoothed by one vector of factors each and have it folded, once the
+    MODEL is quantized."""
     return [
         {name for name in site.readers if name in quantizable}
         for site in _sites(model)
         if site.producer in quantizable
-        or _can_be_divided(stored_weight(model, f"{DIFFUSION_MODEL}{site.producer}.weight"))
+        # A raw float8 weight will be one of the compute dtype.
+        or not isinstance(stored_weight(model, f"{DIFFUSION_MODEL}{site.producer}.weight"), QuantizedTensor)
     ]
 
 
@@ -175,11 +188,11 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
         smooth = _common_factors(stored.values())
         if smooth is None or not _can_be_divided(producer):
             continue
-        divisor = site.divisor(smooth)
+        divisor = site.divisor(smooth, producer)
         common = float(smooth[0] / divisor[0])
         for key, rows, change in site.changes(divisor, is_int8(producer)):
             if key in folded:
-                folded[key] = MappedTensor(folded[key], _on_rows(rows, change))
+                folded[key] = MappedTensor(folded[key], _on_rows(key, rows, change))
         for name, weight in stored.items():
             if is_int8(weight):
                 del folded[f"{name}.{file_format.SMOOTH}"]
@@ -209,13 +222,18 @@ def _common_factors(weights: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _on_rows(
-    rows: slice | None, change: Callable[[torch.Tensor], torch.Tensor]
+    key: str, rows: slice | None, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`change` for these rows of the tensor `key` (None: for all). It raises ValueError where fp16 overflows."""
+
     def changed(tensor: torch.Tensor) -> torch.Tensor:
-        if rows is None:
-            return change(tensor)
         tensor = tensor.clone()
-        tensor[rows] = change(tensor[rows])
+        part = slice(None) if rows is None else rows
+        tensor[part] = change(tensor[part])
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(
+                f"with the smoothing factors folded into it, {key} leaves the range of {tensor.dtype}; save without folding"
+            )
         return tensor
 
     return changed

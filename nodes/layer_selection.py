@@ -52,6 +52,16 @@ def quantizable_linears(model: ModelPatcher) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in linears(model).items() if is_quantizable(name, tuple(module.weight.shape))}
 
 
+def check_runs_as_stored(model: ModelPatcher) -> None:
+    """Raise ValueError for a MODEL with injections (a bypass LoRA): they act on its modules when it samples, and are in no
+    weight that could be quantized or saved."""
+    if model.injections:
+        raise ValueError(
+            f"this MODEL carries something that is not in its weights ({', '.join(model.injections)}) and would be lost. Load "
+            "a bypass LoRA with the ordinary LoRA loader, or connect that node after this one"
+        )
+
+
 def is_compiled(model: ModelPatcher) -> bool:
     """Whether a MODEL runs compiled layers in place of its own (torch.compile)."""
     return bool(model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY))

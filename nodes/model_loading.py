@@ -27,6 +27,8 @@ QUANTIZATION_BYTES = 12
 is patched into it."""
 RECIPE_KEY = "int8_dit_recipe"
 """How a model was quantized, as JSON: an attachment of the MODEL and an entry of the file's metadata."""
+_PREFIXES = ("model.diffusion_model.", "model.model.", "model.", "")
+"""What ComfyUI puts before the names of a diffusion model's tensors in a checkpoint, by kind of model."""
 FOLDED = "folded"
 """The entry of a saved recipe that says whether smoothing factors were folded into the layers before."""
 
@@ -86,18 +88,71 @@ def build_model(
 
 
 def as_file(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of `model.diffusion_model`, a ComfyUI BaseModel's, under the names a checkpoint file gives them."""
-    state_dict = model.model_config.process_unet_state_dict_for_saving(state_dict)
-    return comfy.utils.state_dict_prefix_replace(state_dict, {"model.diffusion_model.": ""})
+    """A diffusion model file's tensors, made of those of `model.diffusion_model`, a ComfyUI BaseModel's.
+
+    Beside them are the marks of how the model predicts, and the few conditioners that ComfyUI loads with it.
+    """
+    tensors = model.state_dict_for_saving(state_dict)
+    if model.model_config.sampling_settings.get("zsnr"):
+        tensors["ztsnr"] = torch.tensor([])
+    prefix = next(prefix for prefix in _PREFIXES if any(key.startswith(prefix) for key in tensors))
+    return comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""})
+
+
+def file_metadata(model: torch.nn.Module) -> dict[str, str]:
+    """What ComfyUI needs to know of a BaseModel's architecture and cannot see in its tensors, as metadata of its file.
+
+    Some families (LTX-Video, Wan) have it in a "config" there, which ComfyUI does not keep: this is what it made of it.
+    """
+    config = {}
+    for name, value in model.model_config.unet_config.items():
+        try:
+            if json.loads(json.dumps(value)) == value:
+                config[name] = value
+        except TypeError:  # a dtype
+            pass
+    return {"config": json.dumps({"transformer": config})}
+
+
+def build_like(
+    model: torch.nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    operations: type,
+    compute: ComputePath,
+    disable_dynamic: bool = False,
+) -> ModelPatcher:
+    """A MODEL of the same kind as `model`, a BaseModel, from tensors named as its diffusion model's.
+
+    Raises ValueError if ComfyUI takes those for another kind: it may have read from other parts of a checkpoint how the
+    model predicts.
+    """
+    tensors, dtype = as_file(model, state_dict), model.get_dtype_inference()
+    built = build_model(tensors, file_metadata(model), operations, dtype, compute, disable_dynamic)
+    for before, after in zip(_kind(model), _kind(built.model), strict=True):
+        if before != after:
+            raise ValueError(
+                f"the diffusion model by itself would be taken for another kind of model ({after} instead of {before}), and "
+                "its images would be wrong"
+            )
+    return built
+
+
+def _kind(model: torch.nn.Module) -> tuple[object, ...]:
+    """What decides how a BaseModel is sampled, apart from its weights."""
+    return (
+        type(model).__name__,
+        model.model_type,
+        model.model_config.sampling_settings,
+        type(model.latent_format).__name__,
+    )
 
 
 def rebuild_int8_model(model: torch.nn.Module, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
     """A second MODEL with weights of its own, equal to those of `model`, a BaseModel this pack built (multi-GPU clones)."""
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
     compute = choose_path(comfy.model_management.get_torch_device(), kernel)
-    compute_dtype = model.get_dtype_inference()
-    operations = int8_operations(compute, compute_dtype)
-    rebuilt = build_model(as_file(model, tensors), {}, operations, compute_dtype, compute, disable_dynamic)
+    operations = int8_operations(compute, model.get_dtype_inference())
+    rebuilt = build_like(model, tensors, operations, compute, disable_dynamic)
     rebuilt.cached_patcher_init = (rebuild_int8_model, (model, kernel))
     return rebuilt
 
@@ -180,11 +235,11 @@ class LayerProgress:
 def _quantizing_converter(device: torch.device, dtype: torch.dtype, progress: LayerProgress) -> ConvertLayer:
     """Plain per-channel quantization of every layer the rule selects, computed on `device`, kept in host memory."""
 
-    def convert(name: str, weight: torch.Tensor) -> torch.Tensor | None:
+    def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
         if not is_quantizable(name, weight.shape):
             return None
         with naming_layer(name):
-            q, scale = quantize_weight(float_weight(weight.to(device=device)))
+            q, scale = quantize_weight(float_weight(weight.to(device=device), pre_quant_scale))
         progress.step()
         return int8_weight(q.cpu(), scale.cpu(), dtype)
 

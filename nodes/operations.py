@@ -14,12 +14,12 @@ from ..kernels import ComputePath, InputReader, int8_linear
 from . import file_format
 from .int8_weight import LAYOUT, format_name, int8_weight, is_int8
 
-ConvertLayer = Callable[[str, torch.Tensor], torch.Tensor | None]
-"""(layer name, its weight as stored: float, meta, or in another quantized format) -> the weight to hold instead, or None
-to leave the layer as it is."""
+ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+"""(layer name, its weight as stored: float, meta, or in another quantized format; what its input is multiplied by, if
+anything) -> the weight to hold instead, or None to leave the layer as it is."""
 
 
-def leave_layer(name: str, weight: torch.Tensor) -> None:
+def leave_layer(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> None:
     """The ConvertLayer that converts nothing."""
 
 
@@ -72,8 +72,11 @@ def int8_operations(
                     self._hold(held.dequantize() if dequantize_once else held)
                 else:
                     stored = held if isinstance(held, QuantizedTensor) else original
-                    converted = INT8Operations.convert_layer(prefix.removesuffix("."), stored)
+                    input_scale = getattr(self, "pre_quant_scale", None)
+                    converted = INT8Operations.convert_layer(prefix.removesuffix("."), stored, input_scale)
                     if converted is not None:
+                        if input_scale is not None:
+                            self.pre_quant_scale = None  # it is in the weight now
                         self._hold(converted)
 
             def _hold(self, weight: torch.Tensor) -> None:

@@ -22,15 +22,33 @@ def stored_weight(model: ModelPatcher, key: str) -> torch.Tensor:
     return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
 
 
-def float_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A stored weight as the float tensor it stands for, in a dtype that can be computed with, where it is."""
+def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """A stored weight as the float tensor it stands for, in a dtype that can be computed with, where it is.
+
+    `pre_quant_scale` [K] is what a layer in ModelOpt's AWQ form multiplies its input by; the result has it in its columns.
+    Raises ValueError for a weight whose values are packed in a way ComfyUI's own loaders do not know.
+    """
     if isinstance(weight, QuantizedTensor):
-        return weight.dequantize()
+        weight = weight.dequantize()
+    elif not weight.is_floating_point():
+        raise ValueError(
+            f"its weight is stored as {weight.dtype}, in a format that cannot be read (GGUF, perhaps); load the model from a "
+            "bf16, fp16, FP8 or INT8 file"
+        )
+    if pre_quant_scale is not None:
+        return weight.float() * pre_quant_scale.to(device=weight.device, dtype=torch.float32)
     return weight if weight.dtype in (torch.bfloat16, torch.float16, torch.float32) else weight.float()  # raw float8
 
 
 def patched_weight(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
-    """A weight with patches applied, as a float tensor of its own on `device`."""
+    """What a layer multiplies its input by, patches applied, as a float tensor of its own on `device`."""
+    weight = _patched_as_stored(model, key, device)
+    layer = comfy.utils.get_attr(model.model, key.rpartition(".")[0])
+    return float_weight(weight, getattr(layer, "pre_quant_scale", None) if key.endswith(".weight") else None)
+
+
+def _patched_as_stored(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
+    """A stored weight with patches applied, as a float tensor of its own on `device`."""
     weight = comfy.model_management.cast_to_device(stored_weight(model, key), device, None, copy=True)
     weight = float_weight(weight)
     if key in model.patches:
@@ -49,7 +67,7 @@ class _PatchedEntry:
         if self._tensors is None:
             stored = stored_weight(self._model, self._key)
             seed = comfy.utils.string_to_seed(self._key)
-            patched = patched_weight(self._model, self._key, self._model.load_device)
+            patched = _patched_as_stored(self._model, self._key, self._model.load_device)
             if isinstance(stored, QuantizedTensor):
                 requantized = stored.requantize_from_float(patched, scale="recalculate", stochastic_rounding=seed)
                 self._tensors = {k: t.to("cpu") for k, t in requantized.state_dict(self._key).items()}

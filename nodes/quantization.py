@@ -25,15 +25,14 @@ from ..kernels import (
 from .calibration import Calibration
 from .folding import foldable_groups
 from .int8_weight import int8_weight
-from .layer_selection import is_compiled, linears, quantizable_linears
+from .layer_selection import check_runs_as_stored, is_compiled, linears, quantizable_linears
 from .model_loading import (
     CALLBACK_KEY,
     FOLDED,
     QUANTIZATION_BYTES,
     RECIPE_KEY,
     LayerProgress,
-    as_file,
-    build_model,
+    build_like,
     make_room,
     rebuild_int8_model,
     recipe_of,
@@ -103,7 +102,7 @@ def quantize_model(
     replaced (torch.compile); ComfyUI's interrupt exception on cancel.
     """
     compute = choose_path(model.load_device, kernel)
-    targets = _targets(model)
+    targets = quantization_targets(model)
     number_of_linears = len(linears(model))
     # What is certain to be refused is refused before the work.
     if calibration is not None:
@@ -142,8 +141,9 @@ def quantize_model(
     return quantized, report
 
 
-def _targets(model: ModelPatcher) -> dict[str, torch.nn.Module]:
+def quantization_targets(model: ModelPatcher) -> dict[str, torch.nn.Module]:
     """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
+    check_runs_as_stored(model)
     if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in model.object_patches):
         raise ValueError(
             "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
@@ -168,7 +168,7 @@ def _with_layers(
     for name in protected:
         del results[name]
 
-    def convert(name: str, weight: torch.Tensor) -> torch.Tensor | None:
+    def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
         if name in protected:
             return _source(model, name).to(device="cpu", dtype=compute_dtype, copy=True)
         if name not in results:
@@ -177,8 +177,7 @@ def _with_layers(
         return int8_weight(result.q, result.scale, compute_dtype, result.smooth, result.transform.rotation_group)
 
     operations = int8_operations(compute, compute_dtype, convert)
-    state_dict = as_file(model.model, _state_dict_with_placeholders(model, targets))
-    built = build_model(state_dict, {}, operations, compute_dtype, compute)
+    built = build_like(model.model, _state_dict_with_placeholders(model, targets), operations, compute)
     return _with_patches_of(model, built, kernel)
 
 

@@ -6,7 +6,7 @@ from ..kernels import KERNEL_CHOICES, METHODS, Protection
 from . import notices
 from .calibration_run import calibrate
 from .load_int8_dit import KERNEL_TOOLTIP
-from .quantization import QuantizationSettings, quantize_model
+from .quantization import QuantizationSettings, quantization_targets, quantize_model
 from .record_calibration import CalibrationType
 from .report_plot import plot
 
@@ -51,7 +51,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 io.Boolean.Input(
                     "search_alpha",
                     default=False,
-                    tooltip="Try 11 values of alpha for each layer and take the best; never worse than alpha.",
+                    tooltip="Try alphas from 0 to 1 for each layer and take the best; never worse than alpha.",
                 ),
                 io.DynamicCombo.Input(
                     "protect",
@@ -119,7 +119,9 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     ),
                     optional=True,
                 ),
-                io.Conditioning.Input("negative", optional=True, tooltip="Calibrates with CFG when connected."),
+                io.Conditioning.Input(
+                    "negative", optional=True, tooltip="Calibrates on what the model does with this conditioning too."
+                ),
                 io.Sampler.Input("sampler", optional=True),
                 io.Sigmas.Input("sigmas", optional=True),
                 io.Latent.Input("latent_image", optional=True, tooltip="An empty latent of the size you generate."),
@@ -131,7 +133,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     step=0.1,
                     round=0.01,
                     optional=True,
-                    tooltip="CFG of the calibration run; used only with negative.",
+                    tooltip="CFG of the calibration run: what you sample with; used only with negative.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -191,6 +193,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         if sampling:
             if len(sigmas) < 2:
                 raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
+            quantization_targets(model)  # what cannot be quantized is refused before it is sampled
             calibration = calibrate(
                 model, prompts or [_NULL_CONDITIONING], negative, cfg, sampler, sigmas, latent_image, seed
             )

@@ -9,7 +9,16 @@ from comfy_api.latest import io
 from . import file_format
 from .checkpoint import holds_int8
 from .folding import fold
-from .model_loading import FOLDED, RECIPE_KEY, LayerProgress, as_file, recipe_of, warn_of_patches_on_folded
+from .layer_selection import check_runs_as_stored
+from .model_loading import (
+    FOLDED,
+    RECIPE_KEY,
+    LayerProgress,
+    as_file,
+    file_metadata,
+    recipe_of,
+    warn_of_patches_on_folded,
+)
 from .output_files import output_path, workflow_metadata
 from .patched_weights import PendingTensor, state_dict_for_saving
 from .safetensors_writer import write_safetensors
@@ -20,11 +29,13 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fo
 
     With `fold_factors` smoothing factors go into the layers before, and the file is a plain native one.
 
-    Raises ValueError if the MODEL holds no INT8 weight, or naming a layer whose factors cannot be folded; OSError when the
+    Raises ValueError if the MODEL holds no INT8 weight, or something that is in none, or naming a layer whose factors cannot be folded; OSError when the
     disk is full; ComfyUI's interrupt exception on cancel. The file is then not there.
     """
+    check_runs_as_stored(model)
     tensors = state_dict_for_saving(model)
-    if fold_factors:
+    folded = fold_factors and any(key.endswith(f".{file_format.SMOOTH}") for key in tensors)
+    if folded:
         tensors = fold(model, tensors)
     tensors = {key: _narrowed(key, tensor) for key, tensor in as_file(model.model, tensors).items()}
     if not holds_int8(tensors):
@@ -34,8 +45,8 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fo
         )
     warn_of_patches_on_folded(model)
     recipe = recipe_of(model)
-    recipe[FOLDED] = fold_factors or bool(recipe.get(FOLDED))
-    metadata = {RECIPE_KEY: json.dumps(recipe), **metadata}
+    recipe[FOLDED] = folded or bool(recipe.get(FOLDED))
+    metadata = {RECIPE_KEY: json.dumps(recipe), **file_metadata(model.model), **metadata}
     write_safetensors(path, tensors, metadata, LayerProgress(len(tensors)).step)
 
 

@@ -153,7 +153,7 @@ def readers_of(name: str) -> tuple[str, ...]:
 def build(name: str, smooth_of: Callable[[str], torch.Tensor | None], int8: tuple[str, ...]) -> SimpleNamespace:
     """A block with seeded weights and its `int8` linears smoothed, as what `folding` takes a MODEL for."""
 
-    def convert(layer: str, weight: torch.Tensor) -> torch.Tensor | None:
+    def convert(layer: str, weight: torch.Tensor, _: None) -> torch.Tensor | None:
         if layer not in int8:
             return None
         smooth = smooth_of(layer)

@@ -24,7 +24,7 @@ Smoothing = Callable[[str, int], torch.Tensor | None]
 def block(smoothing: Smoothing = lambda name, channels: None, sharing: bool = True) -> torch.nn.Module:
     """The block with seeded weights; `smoothing` gives a linear's factors by its name and number of input channels."""
 
-    def convert(name: str, weight: torch.Tensor) -> torch.Tensor | None:
+    def convert(name: str, weight: torch.Tensor, _: None) -> torch.Tensor | None:
         if name not in INT8_LINEARS:
             return None
         smooth = smoothing(name, weight.shape[1])

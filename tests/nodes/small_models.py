@@ -5,8 +5,16 @@ Imported only once ComfyUI and the pack can be. Everything is float32 on the CPU
 
 from __future__ import annotations
 
+import json
+
+import comfy.ldm.audio.dit
+import comfy.ldm.audio.embedders
 import comfy.ldm.ideogram4.model
+import comfy.ldm.lightricks.model
+import comfy.ldm.lumina.model
+import comfy.ldm.modules.diffusionmodules.openaimodel
 import comfy.ldm.wan.model
+import comfy.model_detection
 import comfy.model_management
 import comfy.ops
 import comfy.samplers
@@ -49,18 +57,109 @@ def wan() -> ModelPatcher:
     return _load(comfy.ldm.wan.model.WanModel, **WAN_SIZES)
 
 
-def _load(model_class: type, **sizes: object) -> ModelPatcher:
-    model = model_class(**sizes, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
-    generator = torch.Generator().manual_seed(0)
-    return comfy.sd.load_diffusion_model_state_dict(
-        {
-            # Columns of different size, so that every layer has smoothing factors of its own.
-            name: torch.randn(tensor.shape, generator=generator)
-            / max(1, tensor[0].numel()) ** 0.5
-            * (0.25 + torch.rand(tensor.shape[-1], generator=generator))
-            for name, tensor in model.state_dict().items()
-        }
+def ltx_video(**config: object) -> ModelPatcher:
+    """An LTX-Video whose file says in its metadata how its positions are embedded, which is in no tensor."""
+    metadata = {"config": json.dumps({"transformer": config})}
+    sizes = {"num_layers": 2, "attention_head_dim": 8, "cross_attention_dim": 256, "caption_channels": TEXT}
+    # Large queries and keys, so that attention depends on positions.
+    sharp = {
+        f"transformer_blocks.{block}.attn1.{part}_norm.weight": torch.full((256,), 3.0)
+        for block in range(2)
+        for part in "qk"
+    }
+    return _load(comfy.ldm.lightricks.model.LTXVModel, metadata, sharp, **sizes)
+
+
+def z_image(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
+    """Four blocks of Z-Image's kind, whose norms' weights spread so far that ComfyUI does not let it run in fp16."""
+    sizes = {
+        "patch_size": 2,
+        "in_channels": 16,
+        "dim": 256,
+        "cap_feat_dim": 128,
+        "n_layers": 4,
+        "qk_norm": True,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "axes_dims": [32, 48, 48],
+        "axes_lens": [1536, 512, 512],
+        "rope_theta": 256.0,
+        "ffn_dim_multiplier": 8 / 3,
+        "z_image_modulation": True,
+        "time_scale": 1000.0,
+        "pad_tokens_multiple": 32,
+    }
+    detect = comfy.model_detection.detect_unet_config
+    # ComfyUI knows only its real size, and looks for that of the norms there.
+    monkeypatch.setattr(comfy.supported_models.ZImage, "unet_config", {"image_model": "lumina2", "dim": 256})
+    monkeypatch.setattr(
+        comfy.model_detection, "detect_unet_config", lambda *args, **options: {**detect(*args, **options), **sizes}
     )
+    model = comfy.ldm.lumina.model.NextDiT(
+        **sizes, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init
+    )
+    tensors = _random_tensors(model)
+    for index, name in enumerate(name for name in tensors if name.endswith("norm1.weight")):
+        tensors[name] = 1 + 0.6 * _randn(*tensors[name].shape, seed=index)
+    return comfy.sd.load_diffusion_model_state_dict(tensors)
+
+
+def v_prediction_unet(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
+    """A narrow SDXL whose checkpoint says by two marks, beside the UNet's tensors, how it predicts."""
+    sizes = comfy.supported_models.SDXL.unet_config | {"model_channels": 32, "transformer_depth": [0, 0, 1, 1, 1, 1]}
+    monkeypatch.setattr(comfy.supported_models.SDXL, "unet_config", sizes)
+    return _load(
+        comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel,
+        extra={"v_pred": torch.tensor([]), "ztsnr": torch.tensor([])},
+        image_size=32,
+        in_channels=4,
+        model_channels=32,
+        out_channels=4,
+        num_res_blocks=[2, 2, 2],
+        channel_mult=[1, 2, 4],
+        num_head_channels=32,
+        use_spatial_transformer=True,
+        transformer_depth=[0, 0, 1, 1, 1, 1],
+        transformer_depth_output=[0, 0, 0, 1, 1, 1, 1, 1, 1],
+        transformer_depth_middle=1,
+        context_dim=2048,
+        num_classes="sequential",
+        adm_in_channels=2816,
+        use_linear_in_transformer=True,
+        legacy=False,
+    )
+
+
+def stable_audio() -> ModelPatcher:
+    """One block of Stable Audio's width, which comes with two embedders of its conditioning."""
+    embedder = comfy.ldm.audio.embedders.NumberConditioner(768, min_val=0, max_val=512).state_dict()
+    embedders = {
+        f"conditioner.conditioners.seconds_{part}.{name}": _randn(*tensor.shape, seed=index)
+        for part in ("start", "total")
+        for index, (name, tensor) in enumerate(embedder.items())
+    }
+    return _load(comfy.ldm.audio.dit.AudioDiffusionTransformer, extra=embedders, depth=1)
+
+
+def _load(
+    model_class: type,
+    metadata: dict[str, str] | None = None,
+    extra: dict[str, torch.Tensor] | None = None,
+    **sizes: object,
+) -> ModelPatcher:
+    model = model_class(**sizes, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
+    return comfy.sd.load_diffusion_model_state_dict(_random_tensors(model) | (extra or {}), metadata=metadata)
+
+
+def _random_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        # Columns of different size, so that every layer has smoothing factors of its own.
+        name: torch.randn(tensor.shape, generator=generator)
+        / max(1, tensor[0].numel()) ** 0.5
+        * (0.25 + torch.rand(tensor.shape[-1], generator=generator))
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def calibration(model: ModelPatcher) -> dict[str, object]:

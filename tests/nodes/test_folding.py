@@ -86,7 +86,7 @@ def test_a_folded_block_computes_the_same_in_stock_layers(blocks, folding, name)
 def test_a_protected_layer_reads_the_divided_input_too(blocks, folding, name):
     """It is multiplied by the factors that its input was divided by; a producer that is protected takes them in its rows."""
     readers = blocks.readers_of(name)
-    protected = {"block.feed_forward.w3", "block.attn.to_k"}
+    protected = {"block.feed_forward.w3", "block.attn.to_v"}
     int8 = tuple(layer for layer in readers if layer not in protected)
     smooth = factors(blocks, folding, name, int8)
     model = blocks.build(name, smooth.get, int8)
@@ -114,11 +114,28 @@ def test_one_of_them_that_is_not_smoothed_at_all(blocks, folding):
         folding.fold(model, model.model.diffusion_model.state_dict())
 
 
+@pytest.mark.parametrize(
+    "name, modulations", (("SD3", ("adaLN_modulation.1",)), ("Qwen-Image", ("img_mod.1", "txt_mod.1")))
+)
+def test_an_int8_modulation_takes_the_factors_in_its_scales(blocks, folding, name, modulations):
+    """Of a file that others made: this pack leaves modulation in high precision."""
+    readers = blocks.readers_of(name)
+    smooth = factors(blocks, folding, name, readers)
+    model = blocks.build(name, smooth.get, (*readers, *(f"block.{modulation}" for modulation in modulations)))
+    block = model.model.diffusion_model
+    with torch.inference_mode():
+        folded = blocks.stock(name, written(folding.fold(model, block.state_dict())))
+        assert cosine(folded(), block()) >= 0.9999
+
+
 def test_a_producer_in_fp8_takes_no_factors(blocks, folding):
+    from comfy.quant_ops import QuantizedTensor
+
     readers = blocks.readers_of("SD3")
     model = blocks.build("SD3", factors(blocks, folding, "SD3", readers).get, readers)
     modulation = model.model.diffusion_model.get_submodule("block.adaLN_modulation.1")
-    modulation.weight = torch.nn.Parameter(modulation.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    fp8 = QuantizedTensor.from_float(modulation.weight.detach(), "TensorCoreFP8E4M3Layout")
+    modulation.weight, modulation.quant_format = torch.nn.Parameter(fp8, requires_grad=False), "float8_e4m3fn"
     assert not folding.foldable_groups(model, readers)
     with pytest.raises(ValueError, match="cannot be folded"):
         folding.fold(model, model.model.diffusion_model.state_dict())
@@ -179,6 +196,35 @@ def test_the_glyph_model_folds_where_its_modulation_feeds_one_layer(dit, tmp_pat
     own, stock = dit.load(own), dit.stock(folded)
     for time in (0.95, 0.7, 0.4, 0.1):
         assert cosine(dit.velocity(stock, time), dit.velocity(own, time)) >= 0.9999
+
+
+def test_a_raw_fp8_source_is_smoothed_where_its_quantized_model_folds(dit, tmp_path):
+    """Its modulation is float8 and could not be divided; what it becomes can."""
+    import comfy.sd
+
+    model = comfy.sd.load_diffusion_model(str(dit.FILE), model_options={"dtype": torch.float8_e4m3fn})
+    quantized = dit.quantize(model, smooth_only_foldable=True, **dit.calibration(model))
+    smoothed = {layer for layer, w in dit.int8_weights(quantized).items() if w._params.smooth is not None}
+    assert smoothed == {layer for layer in dit.LINEARS if layer.endswith(("qkv", "fc1"))}
+    own, folded = (save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
+    assert cosine(dit.output(dit.stock(folded)), dit.output(dit.load(own))) >= 0.9999
+
+
+def test_nothing_smoothed_is_nothing_folded(dit, tmp_path, caplog):
+    """A LoRA fits such a file."""
+    path = save(dit.quantize(dit.stock(), method="rotate"), tmp_path / "rotated.safetensors", fold=True)
+    dit.sample(dit.with_lora(dit.load(path), dit.lora([dit.LAYER])))
+    assert not warnings(caplog)
+
+
+def test_what_leaves_the_range_of_fp16_is_not_written(dit, tmp_path):
+    model = dit.stock()
+    quantized = dit.quantize(model, smooth_only_foldable=True, **dit.calibration(model))
+    modulation = dit.module(quantized, "joint_blocks.1.x_block.adaLN_modulation.1")
+    modulation.weight = torch.nn.Parameter(torch.full_like(modulation.weight, 6e4).half(), requires_grad=False)
+    with pytest.raises(ValueError, match=r"1\.x_block\.adaLN_modulation\.1\.weight leaves the range of torch\.float16"):
+        save(quantized, tmp_path / "folded.safetensors", fold=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_rotated_layers_stay_rotated(dit, tmp_path):

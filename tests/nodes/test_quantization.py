@@ -132,7 +132,7 @@ def layers_of(dit, model, calibration, **settings):
     return recipe(dit.quantize(model, calibration=calibration, **settings))["layers"]
 
 
-@pytest.mark.parametrize("alpha", (0.5, 0.2))
+@pytest.mark.parametrize("alpha", (0.5, 0.45))
 def test_a_searched_alpha_is_never_worse(dit, model, calibration, alpha):
     given, searched = (layers_of(dit, model, calibration, alpha=alpha, search_alpha=search) for search in (False, True))
     assert all(searched[layer]["error"] <= given[layer]["error"] for layer in dit.LINEARS)
@@ -469,3 +469,81 @@ def test_a_model_without_linears_in_blocks(dit, model):
     empty.model = SimpleNamespace(diffusion_model=torch.nn.Module())
     with pytest.raises(ValueError, match="no linear layers in repeated blocks"):
         dit.quantize(empty)
+
+
+def test_the_defaults_are_the_recipe(pack):
+    """SmoothQuant with alpha 0.5, 17 of Ideogram 4's 211 linears protected (arXiv 2606.12280), nothing else."""
+    from int8_dit.kernels import Protection
+    from int8_dit.nodes.quantization import QuantizationSettings
+    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant, _protection
+
+    schema = QuantizeToINT8SmoothQuant.define_schema()
+    widgets = {widget.id: widget for widget in schema.inputs}
+    defaults = {name: widgets[name].default for name in ("method", "alpha", "search_alpha", "weight_scales")}
+    assert defaults == {"method": "smooth", "alpha": 0.5, "search_alpha": False, "weight_scales": "absmax"}
+    assert widgets["smooth_only_foldable"].default is False and widgets["kernel"].default == "auto"
+    first = widgets["protect"].options[0]
+    protection = _protection({"protect": first.key, "percent": first.inputs[0].default})
+    assert QuantizationSettings() == QuantizationSettings("smooth", 0.5, False, protection, False, False)
+    layers = {f"{index:03}": float(index) for index in range(171)}
+    assert len(protection.choose(layers, layers, 211)) == 17
+    assert protection == Protection("share", 0.08)
+
+
+def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path):
+    """It is in no weight: it would be gone from the quantized model and from a file, and nobody could see it."""
+    import comfy.sd
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    def with_bypass(model):
+        return comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)[0]
+
+    with pytest.raises(ValueError, match="not in its weights .bypass_lora. and would be lost. Load a bypass LoRA with"):
+        dit.quantize(with_bypass(model), **dit.calibration(model))
+    with pytest.raises(ValueError, match="bypass_lora"):
+        save_int8_model(with_bypass(dit.quantize(model)), str(tmp_path / "x.safetensors"), {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_quantized_is_refused_before_it_is_sampled(dit, model, interrupt_in_job):
+    import comfy.sd
+
+    bypassed, _ = comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)
+    interrupt_in_job(50)  # pressed after the first step, it must not be reached
+    with pytest.raises(ValueError, match="bypass_lora"):
+        dit.quantize(bypassed, **dit.calibration(model, steps=50))
+
+
+def test_a_weight_packed_in_an_unknown_way_is_refused(dit, model):
+    packed = torch.zeros(dit.module(model, dit.LAYER).weight.shape, dtype=torch.uint8)
+    dit.module(model, dit.LAYER).weight = torch.nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(ValueError, match=rf"layer {dit.LAYER} cannot be quantized: .*torch.uint8.*GGUF"):
+        dit.quantize(model)
+
+
+@pytest.mark.parametrize("scaled", (False, True))
+def test_an_nvfp4_source(dit, model, tmp_path, scaled):
+    """With and without ModelOpt's AWQ scales, by which its layers multiply their input."""
+    import json
+
+    from comfy.quant_ops import QuantizedTensor
+    from int8_dit.nodes.file_format import MARK
+
+    tensors = dit.tensors()
+    for seed, layer in enumerate(dit.LINEARS):
+        weight = tensors[f"{layer}.weight"].float()
+        spread = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(seed)).mul(0.7).exp()
+        scale = spread if scaled else torch.ones_like(spread)
+        packed = QuantizedTensor.from_float((weight / scale).bfloat16(), "TensorCoreNVFP4Layout")
+        tensors |= packed.state_dict(f"{layer}.weight")
+        tensors[f"{layer}.{MARK}"] = torch.tensor(list(json.dumps({"format": "nvfp4"}).encode()), dtype=torch.uint8)
+        if scaled:
+            tensors[f"{layer}.pre_quant_scale"] = scale
+    path = dit.write(tmp_path / "nvfp4.safetensors", tensors)
+    source = dit.stock(path)
+    expected = dit.output(source)
+    for made in (dit.quantize(source, **dit.calibration(source)), dit.load(path)):
+        assert set(dit.int8_weights(made)) == set(dit.LINEARS)
+        assert not [name for name in dit.snapshot(made) if name.endswith("pre_quant_scale")]
+        # FP4 products round the inputs, too, which INT8 does not: as far apart as the source is from bf16, at most.
+        assert dit.relative_error(dit.output(made), expected) < dit.relative_error(expected, dit.output(model)) + 0.05

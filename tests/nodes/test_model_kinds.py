@@ -1,0 +1,102 @@
+"""Models of which ComfyUI reads something beside the diffusion model's tensors: it is kept, in memory and in files."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def small(pack):
+    import small_models
+
+    return small_models
+
+
+@pytest.fixture
+def after(dit, tmp_path):
+    """A MODEL as it comes out of the quantizer, of this pack's loader, and of ComfyUI's own."""
+    import comfy.sd
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    def make(model):
+        quantized = dit.quantize(model, method="none")
+        path = str(tmp_path / "saved.safetensors")
+        save_int8_model(quantized, path, {})
+        again = dit.load(path)
+        save_int8_model(again, path, {})
+        return {"quantized": quantized, "loaded": again, "stock": comfy.sd.load_diffusion_model(path)}
+
+    return make
+
+
+def video_output(small, model):
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([model])
+    x, text = small._randn(1, 128, 3, 4, 4, seed=1), small._randn(1, 8, small.TEXT, seed=2)
+    with torch.inference_mode():
+        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, attention_mask=None, frame_rate=25)
+
+
+CONFIG = {"causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split"}
+
+
+def test_the_config_of_an_ltx_video(dit, small, after):
+    model = small.ltx_video(**CONFIG)
+    expected = video_output(small, model)
+    assert dit.relative_error(video_output(small, small.ltx_video()), expected) > 0.05  # it makes a difference
+    for name, made in after(model).items():
+        assert dit.relative_error(video_output(small, made), expected) < 0.02, name
+
+
+def test_a_config_that_comes_from_tensors_alone_is_not_changed(dit, after):
+    model = dit.stock()
+    for made in after(model).values():
+        own, other = (m.model.model_config.unet_config for m in (model, made))
+        assert {k: v for k, v in own.items() if k != "dtype"} == {k: v for k, v in other.items() if k != "dtype"}
+
+
+def test_how_a_model_predicts(small, after, monkeypatch):
+    from comfy.model_base import ModelType
+
+    model = small.v_prediction_unet(monkeypatch)
+    sigma_max = float(model.get_model_object("model_sampling").sigma_max)
+    assert sigma_max > 1000  # zero terminal SNR
+    for name, made in after(model).items():
+        assert made.model.model_type == ModelType.V_PREDICTION, name
+        assert float(made.get_model_object("model_sampling").sigma_max) == sigma_max, name
+
+
+def test_embedders_that_belong_to_the_model(dit, small, after):
+    model = small.stable_audio()
+    expected = dict(model.model.seconds_total_embedder.state_dict())
+    for made in after(model).values():
+        dit.assert_same_tensors(dict(made.model.seconds_total_embedder.state_dict()), expected)
+
+
+def test_a_kind_that_cannot_be_kept_is_refused(dit):
+    """As of a checkpoint whose sampling ComfyUI reads from marks that it does not write again."""
+    from comfy.model_base import ModelType
+
+    model = dit.stock()
+    model.model.model_type = ModelType.EDM
+    with pytest.raises(ValueError, match="another kind of model .*FLOW instead of .*EDM.*images would be wrong"):
+        dit.quantize(model)
+
+
+def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path, monkeypatch):
+    """ComfyUI tells by the spread of a norm's weight whether a Z-Image can run in fp16; folding divides just that."""
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+    from safetensors.torch import load_file
+
+    model = small.z_image(monkeypatch)
+    inputs = small.calibration(model)
+    inputs["positive"] = {"positive_0": [[small._randn(1, 7, 128, seed=5), {}]]}
+    inputs["latent_image"] = {"samples": torch.zeros(1, 16, 8, 8)}
+    quantized = dit.quantize(model, **inputs)
+    path = str(tmp_path / "folded.safetensors")
+    save_int8_model(quantized, path, {}, fold_factors=True)
+    before = model.model.diffusion_model.state_dict()
+    for name, folded in load_file(path).items():
+        if name.endswith("norm1.weight") and name.startswith("layers."):
+            assert not torch.equal(folded.float(), before[name].float())
+            assert float(folded.float().std()) == pytest.approx(float(before[name].std()), rel=0.01)
