@@ -58,9 +58,11 @@ def load_calibration(path: str) -> Calibration:
             shapes[name] = (int(rows), int(columns))
             if layer["calls"]:
                 statistics[name] = _statistics(layer, tensors[f"{name}.{_ABSMAX}"], tensors[f"{name}.{_ROWS}"], columns)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:
         where = "" if name is None else f" at layer {name}"
         raise ValueError(f"{file}: the calibration cannot be read{where} ({error})") from error
+    if not statistics:
+        raise ValueError(f"{file}: no layer was called while this calibration was recorded; record it again")
     return Calibration(shapes, statistics)
 
 

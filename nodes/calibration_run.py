@@ -11,6 +11,8 @@ from comfy.model_patcher import ModelPatcher
 from .calibration import Calibration
 from .recorder import Recording, armed
 
+_SEEDS = 1 << 64
+
 
 def calibrate(
     model: ModelPatcher,
@@ -40,15 +42,16 @@ def calibrate(
         preview(*args)
 
     for index, positive in enumerate(prompts):
+        noise_seed = (seed + index) % _SEEDS
         _guider(observed, positive, negative, cfg).sample(
-            comfy.sample.prepare_noise(samples, seed + index, latent.get("batch_index")),
+            comfy.sample.prepare_noise(samples, noise_seed, latent.get("batch_index")),
             samples,
             sampler,
             sigmas,
             denoise_mask=latent.get("noise_mask"),
             callback=after_step,
             disable_pbar=True,
-            seed=seed + index,
+            seed=noise_seed,
         )
     return recording.calibration()
 
@@ -60,6 +63,8 @@ def _guider(model: ModelPatcher, positive: list, negative: list | None, cfg: flo
         guider.inner_set_conds({"positive": positive})
         guider.set_cfg(1.0)
     else:
+        # At a CFG of 1 ComfyUI would leave out what is asked for here.
+        model.disable_model_cfg1_optimization()
         guider.set_conds(positive, negative)
         guider.set_cfg(cfg)
     return guider

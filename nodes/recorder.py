@@ -1,6 +1,6 @@
 """Recording what enters a model's linears while anything samples with it."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -15,35 +15,36 @@ CALLBACK_KEY = "int8_dit_recorder"
 
 
 class Recording:
-    """The samplings of an armed MODEL, by the node of the graph that sampled."""
+    """What an armed MODEL showed, by the node of the graph that sampled and the device it sampled on."""
 
     def __init__(self) -> None:
-        self._samplings: dict[str | None, list[Calibration]] = {}
+        self._recorded: dict[tuple[str | None, torch.device], Calibration] = {}
         self._latest: Calibration | None = None
 
-    def begin(self, shapes: Shapes) -> dict[str, ActivationStatistics]:
-        """Statistics to fill, of a sampling that begins; the executing node is the one that samples."""
+    def begin(self, shapes: Shapes, device: torch.device) -> dict[str, ActivationStatistics]:
+        """Statistics to fill, of a sampling that begins; the executing node is the one that samples. All samplings of a node
+        fill the same, so that the many of a tiled upscaler take no more memory than one."""
         context = get_executing_context()
-        self._latest = Calibration(shapes, {})
-        self._samplings.setdefault(None if context is None else context.node_id, []).append(self._latest)
+        node = None if context is None else context.node_id
+        self._latest = self._recorded.setdefault((node, device), Calibration(shapes, {}))
         return self._latest.statistics
 
     def check_latest(self) -> None:
         """Raise ValueError naming the layer that was the first to get a NaN or Inf, if one did in the latest calls; one wait
         for the device."""
         peaks = [seen.latest_peak for seen in self._latest.statistics.values() if seen.calls]
-        if peaks and not bool(torch.isfinite(torch.stack(peaks)).all()):
-            self._latest.check_finite()
+        # What an earlier sampling left in host memory lies beside what this one has on its device.
+        for device in {peak.device for peak in peaks}:
+            if not bool(torch.isfinite(torch.stack([peak for peak in peaks if peak.device == device])).all()):
+                self._latest.check_finite()
 
     def calibration(self, nodes: Container[str] | None = None) -> Calibration:
         """What was recorded, by these nodes of the graph (None: by all). Raises ValueError if that is nothing, or naming
         the layer that was the first to get a NaN or Inf."""
         recorded = [
             calibration
-            for node, calibrations in self._samplings.items()
-            # A node that expands into others runs them under its own id and a suffix.
-            if nodes is None or node is None or node.partition(".")[0] in nodes
-            for calibration in calibrations
+            for (node, _), calibration in self._recorded.items()
+            if nodes is None or node is None or any(name in nodes for name in _with_ancestors(node))
         ]
         if not any(seen.calls for calibration in recorded for seen in calibration.statistics.values()):
             raise ValueError(
@@ -53,6 +54,12 @@ class Recording:
         for calibration in recorded:
             calibration.check_finite()
         return merge_calibrations(recorded)
+
+
+def _with_ancestors(node: str) -> Iterator[str]:
+    """The id of a node and of those it was expanded from: they are what it has before its dots."""
+    parts = node.split(".")
+    return (".".join(parts[: length + 1]) for length in range(len(parts)))
 
 
 def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
@@ -69,11 +76,11 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
             raise ValueError("a MODEL under torch.compile cannot be recorded; take that node out while you calibrate")
         end(patcher)
         linears = quantizable_linears(patcher)
-        statistics = recording.begin(shapes_of(linears))
+        statistics = recording.begin(shapes_of(linears), patcher.load_device)
         handles: list = []
         observing[id(patcher)] = handles, statistics
         for name, module in linears.items():
-            seen = statistics[name] = ActivationStatistics()
+            seen = statistics.setdefault(name, ActivationStatistics())
             handles.append(module.register_forward_pre_hook(lambda _, args, seen=seen: seen.update(args[0])))
 
     def end(patcher: ModelPatcher) -> None:

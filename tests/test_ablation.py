@@ -73,6 +73,51 @@ def test_bootstrap_intervals(spread):
     assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
     pairs = np.stack([2 * values, values])
     assert ablation.interval(pairs, ablation._ratio) == pytest.approx([2, 2, 2])
+    assert ablation._ratio(np.array([[1.0, 5.0], [1.0, 2.0]])) == 2  # of means, and not the mean of ratios
+
+
+def test_gains_have_their_signs():
+    import ablation
+
+    outcome = ablation.Outcome
+    base = {name: outcome([0.4, 0.2], [True, True]) for name in ("FP8 scaled", "naive W8A8", "ComfyUI ConvRot INT8")}
+    figures = ablation.summary(
+        {**base, "FP8": outcome([0.4, 0.2], [True, False]), "recipe": outcome([0.2, 0.1], [True, True])}
+    )
+    assert figures["recipe"]["error_minus_fp8"][0] == pytest.approx(-0.15)
+    assert figures["recipe"]["read_minus_fp8"][0] == pytest.approx(0.5)
+    assert figures["recipe"]["ratio to FP8"][0] == pytest.approx(0.5)
+
+
+@pytest.fixture(scope="module")
+def stored():
+    """The results in the repository, of the command's last run in full."""
+    return json.loads((TESTS / "data" / "ablation" / "ablation.json").read_text())["subjects"]
+
+
+@pytest.mark.parametrize("subject", ("trained", "outliers"))
+def test_the_stored_results_hold_what_is_claimed_of_the_recipe(stored, subject):
+    """Against FP8, naive INT8 and ConvRot, on 200 pairs; naive INT8 suffers where outliers are planted."""
+    figures = stored[subject]["figures"]
+    recipe = figures["recipe"]
+    assert len(stored[subject]["errors"]["recipe"]) == 200
+    assert recipe["error_minus_fp8"][1] <= 0 and recipe["read_minus_fp8"][2] >= 0
+    assert recipe["error_minus_convrot"][1] <= 0
+    if subject == "outliers":
+        assert recipe["ratio to naive W8A8"][2] <= 0.5
+
+
+def test_the_stored_results_of_ideogram_4_blocks(stored):
+    blocks = stored["blocks"]
+    assert max(np.divide(blocks["errors"]["recipe"], blocks["errors"]["FP8"])) <= 1.1
+    assert len(blocks["planted"]) == 4 and all(blocks["planted"].values())  # were they among the protected?
+
+
+def test_the_readme_shows_the_stored_results(stored):
+    table = (TESTS / "data" / "ablation" / "ablation.md").read_text()
+    readme = (TESTS.parent / "README.md").read_text()
+    rows = [line for line in table.split("\n\n### ")[0].splitlines() if line.startswith("|")]
+    assert len(rows) > 15 and all(row in readme for row in rows)
 
 
 def test_full_width_blocks(pack, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """The quantization report: layers by kind and block, the table, the picture."""
 
+import math
+
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ ERRORS = {
     "layers.0.w1": (0.012, 0.011),
     "layers.0.w2": (0.2, 0.03),
     "layers.1.w1": (0.012, 0.0100004),
-    "layers.1.w2": (0.05, 0.02),
+    "layers.1.w2": (0.05, 0.005),
     "proj": (None, None),
 }
 
@@ -49,7 +51,7 @@ def test_the_table_has_the_most_fragile_first(report_of):
     assert "relative to the layer's output" in table
     assert table.splitlines()[6:] == [
         "| layers.0.w2 | 20.00 % |  | protected |",
-        "| layers.1.w2 | 5.00 % | 2.00 % | smooth 0.5 |",
+        "| layers.1.w2 | 5.00 % | 0.50 % | smooth 0.5 |",
         "| layers.0.w1 | 1.20 % | 1.10 % | smooth 0.5 |",
         "| layers.1.w1 | 1.20 % | 1.00 % | smooth 0.5 |",
         "| proj | never called | never called | smooth 0.5 |",
@@ -83,6 +85,20 @@ def test_the_picture(report_of):
     # In its row the larger error is higher up.
     same_row = second[(second[:, 0] - red[:, 0].float().mean()).abs() < report_plot._ROW]
     assert red[:, 0].max() < same_row[:, 0].max()
+
+
+def test_the_marks_are_where_their_figures_are(report_of):
+    """Fragility in grey, and as a red square where it was protected; the error as quantized in blue, a decade below."""
+    from int8_dit.nodes import report_plot
+
+    image = report_plot.plot(report_of({"b.0.k": (0.1, 0.02), "b.1.k": (0.1, 0.01)}, ("b.0.k",)))
+    chart = image[:, report_plot._HEADER :]
+    red, grey, blue = (
+        pixels(chart, color)[:, 0].float() for color in (report_plot._PROTECTED, report_plot._PLAIN, report_plot._INT8)
+    )
+    assert float(red.mean()) == pytest.approx(float(grey.min()) + report_plot._RADIUS, abs=1)
+    decade = report_plot._ROW / math.log10(10 * 1.3**2)
+    assert float(blue.mean() - red.mean()) == pytest.approx(decade, abs=1)
 
 
 @pytest.mark.parametrize(
