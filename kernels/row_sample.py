@@ -44,10 +44,14 @@ class RowSample:
     def to_host(self) -> None:
         """Move the rows to host memory, in place: all in one copy, since many small ones take as long as the sampling."""
         slots = [slot for slot, part in enumerate(self.parts) if part.device.type != "cpu"]
-        if slots:
-            moved = torch.cat([self.parts[slot] for slot in slots]).cpu()
-            for slot, part in zip(slots, moved.split([self.parts[slot].shape[0] for slot in slots]), strict=True):
-                self.parts[slot] = part.clone()  # of its own: a view would keep those alive that are replaced later
+        if not slots:
+            return
+        moved = torch.cat([self.parts[slot] for slot in slots]).cpu()
+        for slot, part in zip(slots, moved.split([self.parts[slot].shape[0] for slot in slots]), strict=True):
+            self.parts[slot] = part
+        if len(slots) < len(self.parts):
+            # Into one block with those that were there: their own block holds rows, too, that have been replaced.
+            self.parts = list(self.rows.split([part.shape[0] for part in self.parts]))
 
     @property
     def rows(self) -> torch.Tensor:

@@ -233,6 +233,8 @@ def test_statistics_go_on_after_they_were_taken_to_the_host():
     at_once = statistics_of(inputs)
     taken.to_host()
     at_once.to_host()
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in taken.sample.parts}
+    assert sum(storages.values()) == taken.sample.rows.nbytes  # nothing is held of rows that were replaced
     assert (taken.calls, taken.finite_calls) == (40, 40)
     assert taken.spikiness == pytest.approx(at_once.spikiness, rel=1e-6)
     assert torch.equal(taken.absmax, at_once.absmax) and torch.equal(taken.sample.rows, at_once.sample.rows)
