@@ -1,5 +1,7 @@
 """How much of a linear's output is lost to INT8: measured on sampled inputs, or bounded by its weights alone."""
 
+import math
+
 import torch
 
 from .reference import quantize_activations_reference
@@ -19,7 +21,7 @@ class OutputError:
         self._exact = torch.empty((rows.shape[0], w.shape[0]), dtype=torch.float32, device=w.device)
         for channels in row_slices(w):
             self._exact[:, channels] = self._rows @ w[channels].float().t()
-        self._norm = torch.linalg.vector_norm(self._exact, dtype=torch.float64)
+        self._norm = float(torch.linalg.vector_norm(self._exact, dtype=torch.float64))
 
     def of(
         self,
@@ -33,7 +35,7 @@ class OutputError:
         q [N, K] and scale [N] are `quantize_weight`'s for this `smooth` [K] and `rotation_group`. Raises ValueError where Y
         holds a NaN or Inf.
         """
-        if not bool(torch.isfinite(self._norm)):
+        if not math.isfinite(self._norm):
             raise ValueError("its output on the recorded inputs is not finite")
         x, x_scale = quantize_activations_reference(self._rows, smooth, rotation_group)
         # A float product of the rounded values: every card can do it, and what it rounds itself is far below their error.
@@ -42,7 +44,7 @@ class OutputError:
         for channels in row_slices(q):
             output = x @ (q[channels].float() * scale[channels, None]).t()
             squares += output.sub_(self._exact[:, channels]).square().sum(dtype=torch.float64)
-        return float(squares.sqrt() / self._norm) if self._norm > 0 else 0.0
+        return float(squares.sqrt()) / self._norm if self._norm > 0 else 0.0
 
 
 def relative_rounding_error(

@@ -44,8 +44,8 @@ class _Site:
         factor, which the readers' weights take."""
         return smooth
 
-    def changes(self, divisor: torch.Tensor, int8: bool) -> Iterator[_Change]:
-        """What happens to the producer, which is an INT8 linear or not."""
+    def changes(self, divisor: torch.Tensor, rows_in: str) -> Iterator[_Change]:
+        """What happens to the producer; its rows are divided in its tensor of the name `rows_in`: weight, or INT8 scale."""
         raise NotImplementedError
 
 
@@ -59,8 +59,8 @@ class _Norm(_Site):
         before, after = weight.std(), (weight / smooth).std()
         return smooth * (after / before) if before > 0 and after > 0 else smooth
 
-    def changes(self, divisor: torch.Tensor, int8: bool) -> Iterator[_Change]:
-        for name in ("weight", "bias"):
+    def changes(self, divisor: torch.Tensor, rows_in: str) -> Iterator[_Change]:
+        for name in (rows_in, "bias"):
             yield f"{self.producer}.{name}", None, lambda tensor: divide_rows(tensor, divisor)
 
 
@@ -75,9 +75,9 @@ class _Rows(_Site):
     def fits(self, width: int, channels: int) -> bool:
         return width == self.parts * channels
 
-    def changes(self, divisor: torch.Tensor, int8: bool) -> Iterator[_Change]:
+    def changes(self, divisor: torch.Tensor, rows_in: str) -> Iterator[_Change]:
         rows = slice(self.part * len(divisor), (self.part + 1) * len(divisor))
-        for name in (file_format.SCALE if int8 else "weight", "bias"):
+        for name in (rows_in, "bias"):
             yield f"{self.producer}.{name}", rows, lambda tensor: divide_rows(tensor, divisor)
 
 
@@ -95,14 +95,10 @@ class _Modulation(_Site):
         # At most 1, or (1 + scale) / s - 1 would lie so close to -1 that bf16 loses what is left of it.
         return smooth / smooth.max()
 
-    def changes(self, divisor: torch.Tensor, int8: bool) -> Iterator[_Change]:
+    def changes(self, divisor: torch.Tensor, rows_in: str) -> Iterator[_Change]:
         shift, scale = (slice(part * len(divisor), (part + 1) * len(divisor)) for part in (self.shift, self.scale))
         for rows in (shift, scale):
-            yield (
-                f"{self.producer}.{file_format.SCALE if int8 else 'weight'}",
-                rows,
-                lambda tensor: divide_rows(tensor, divisor),
-            )
+            yield f"{self.producer}.{rows_in}", rows, lambda tensor: divide_rows(tensor, divisor)
         yield f"{self.producer}.bias", shift, lambda tensor: divide_rows(tensor, divisor)
         yield f"{self.producer}.bias", scale, lambda tensor: divide_modulation_scale(tensor, divisor)
 
@@ -190,7 +186,8 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
             continue
         divisor = site.divisor(smooth, producer)
         common = float(smooth[0] / divisor[0])
-        for key, rows, change in site.changes(divisor, is_int8(producer)):
+        rows_in = file_format.SCALE if is_int8(producer) else "weight"
+        for key, rows, change in site.changes(divisor, rows_in):
             if key in folded:
                 folded[key] = MappedTensor(folded[key], _on_rows(key, rows, change))
         for name, weight in stored.items():

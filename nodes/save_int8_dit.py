@@ -29,8 +29,8 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fo
 
     With `fold_factors` smoothing factors go into the layers before, and the file is a plain native one.
 
-    Raises ValueError if the MODEL holds no INT8 weight, or something that is in none, or naming a layer whose factors cannot be folded; OSError when the
-    disk is full; ComfyUI's interrupt exception on cancel. The file is then not there.
+    Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or naming a layer whose factors
+    cannot be folded; OSError when the disk is full; ComfyUI's interrupt exception on cancel. The file is then not there.
     """
     check_runs_as_stored(model)
     tensors = state_dict_for_saving(model)

@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import logging
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,12 +20,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS, import_pack, random_state_dict
+from ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS, import_pack, quantized_natively, random_state_dict
+from tensors import cosine
 
 TESTS = Path(__file__).resolve().parent
 GLYPH_MODEL = TESTS / "data" / "glyph_dit.safetensors"
 LADDER = (0, 4, 8, 17, 34)
 STEPS = 12
+PEERS = ("FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "naive W8A8")
+"""What variants are compared with, beside bf16."""
 PICTURED = ("bf16", "FP8", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 14
 RESAMPLES = 10_000
@@ -196,16 +198,10 @@ def stock(state_dict: TensorDict, **options: object):
 
 
 def native(state_dict: TensorDict, quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]]):
-    """ComfyUI's own loader on a file in which the layers that this pack quantizes are in a quantized format of ComfyUI's."""
-    from int8_dit.nodes.layer_selection import is_quantizable
+    """ComfyUI's own loader on a file in a quantized format of its own."""
+    import comfy.model_management
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    quantized = dict(state_dict)
-    for key, weight in state_dict.items():
-        name = key.removesuffix(".weight")
-        if key != name and is_quantizable(name, tuple(weight.shape)):
-            quantized |= {f"{name}.{part}": tensor.cpu() for part, tensor in quantize(weight.to(device)).items()}
-    return stock(quantized)
+    return stock(quantized_natively(state_dict, comfy.model_management.get_torch_device(), quantize))
 
 
 def fp8_scaled(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -293,13 +289,9 @@ def folded_cosines(subject: Glyphs | Blocks, base, calibration) -> dict[str, lis
         stock_outputs = subject.outputs(comfy.sd.load_diffusion_model(folded))
     exact = subject.outputs(base)
 
-    def cosines(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[float]:
-        pairs = zip(a, b, strict=True)
-        return [float(torch.nn.functional.cosine_similarity(*(t.double().flatten() for t in p), dim=0)) for p in pairs]
-
     return {
-        "stock folded with own unfolded": cosines(stock_outputs, unfolded),
-        "INT8 with bf16": cosines(unfolded, exact),
+        "stock folded with own unfolded": [cosine(*pair) for pair in zip(stock_outputs, unfolded, strict=True)],
+        "INT8 with bf16": [cosine(*pair) for pair in zip(unfolded, exact, strict=True)],
     }
 
 
@@ -343,7 +335,7 @@ def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
         if name != "bf16":
             figures[name]["error_minus_fp8"] = interval(errors[name] - errors["FP8"])
             figures[name]["error_minus_convrot"] = interval(errors[name] - errors["ComfyUI ConvRot INT8"])
-            for other in ("FP8", "FP8 scaled", "naive W8A8", "ComfyUI ConvRot INT8"):
+            for other in PEERS:
                 figures[name][f"ratio to {other}"] = interval(np.stack([errors[name], errors[other]]), _ratio)
     return figures
 
@@ -369,12 +361,11 @@ def overview(subjects: dict[str, dict[str, dict]]) -> str:
 
 def comparison(title: str, figures: dict[str, dict]) -> str:
     """One subject: the error of every variant relative to that of others."""
-    others = ("FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "naive W8A8")
-    lines = [f"### {title}", "", "| error relative to that of | protected | " + " | ".join(others) + " |"]
-    lines.append("| --- " * (2 + len(others)) + "|")
+    lines = [f"### {title}", "", "| error relative to that of | protected | " + " | ".join(PEERS) + " |"]
+    lines.append("| --- " * (2 + len(PEERS)) + "|")
     for name, figure in figures.items():
         if name != "bf16":
-            cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*figure[f"ratio to {other}"]) for other in others]
+            cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*figure[f"ratio to {other}"]) for other in PEERS]
             lines.append(f"| {name} | {figure['protected']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -399,9 +390,9 @@ def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
     """The same seeds in several variants, one row each."""
     from PIL import Image, ImageDraw, ImageFont
 
-    label, scale = 150, 1
+    label = 150
     rows = [outcomes[name].images for name in PICTURED]
-    height, width = rows[0].shape[1] * scale, rows[0].shape[2] * scale
+    _, height, width = rows[0].shape
     picture = Image.new("L", (label + width * len(rows[0]), (height + 4) * len(rows)), 255)
     draw = ImageDraw.Draw(picture)
     for index, (name, images) in enumerate(zip(PICTURED, rows, strict=True)):
@@ -424,8 +415,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TESTS / "data" / "ablation")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    sys.path.insert(0, str(TESTS))
     import_pack(arguments.comfyui)
+    import comfy.model_management
     import int8_dit.nodes  # noqa: F401  (ComfyUI's modules in the order that its server imports them)
     from comfyui_version import __version__ as comfyui_version
     from glyphs.outliers import plant
@@ -433,7 +424,6 @@ def main() -> None:
     from int8_dit.kernels.benchmark_report import title
     from safetensors.torch import load_file
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     arguments.out.mkdir(parents=True, exist_ok=True)
     trained = load_file(GLYPH_MODEL)
     makers = {
@@ -459,11 +449,12 @@ def main() -> None:
         if key == "outliers":
             save_picture(outcomes, arguments.out / "glyphs.png")
         del subject, outcomes
-    heading = f"{title(environment(device))}, ComfyUI {comfyui_version}"
+    machine = environment(comfy.model_management.get_torch_device())
+    heading = f"{title(machine)}, ComfyUI {comfyui_version}"
     text = report(heading, results)
     print("\n" + text)
     (arguments.out / "ablation.md").write_text(text)
-    data = {"environment": environment(device), "comfyui": comfyui_version, "subjects": results}
+    data = {"environment": machine, "comfyui": comfyui_version, "subjects": results}
     (arguments.out / "ablation.json").write_text(json.dumps(data) + "\n")
 
 

@@ -119,6 +119,11 @@ class ComfyServer:
         """Stop the prompt that is running."""
         self._request("/interrupt", {})
 
+    def saved_path(self, result: dict) -> Path:
+        """The file that a saving node names in its ui result."""
+        (saved,) = result["saved"]
+        return self.base / saved["type"] / saved["subfolder"] / saved["filename"]
+
     def forget(self) -> None:
         """Drop all cached results and loaded models, so that the next prompt runs as the first did."""
         self._request("/free", {"unload_models": True, "free_memory": True})

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -59,20 +60,30 @@ def random_state_dict(blocks: int, device: torch.device) -> dict[str, torch.Tens
     return state_dict
 
 
-def native_int8(state_dict: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The same model in ComfyUI's native INT8 format, on the layers this pack quantizes."""
-    from int8_dit.kernels import quantize_weight
-    from int8_dit.nodes import file_format
+def quantized_natively(
+    state_dict: dict[str, torch.Tensor],
+    device: torch.device,
+    quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """The same model with the layers that this pack quantizes in a quantized format of ComfyUI's: `quantize` makes of a
+    weight the tensors that its layer has then."""
     from int8_dit.nodes.layer_selection import is_quantizable
 
-    native = dict(state_dict)
+    quantized = dict(state_dict)
     for key, weight in state_dict.items():
         name = key.removesuffix(".weight")
         if key != name and is_quantizable(name, tuple(weight.shape)):
-            q, scale = quantize_weight(weight.to(device))
-            native[key], native[f"{name}.{file_format.SCALE}"] = q.cpu(), scale.cpu()[:, None]
-            native[f"{name}.{file_format.MARK}"] = file_format.encode_mark(False, None)
-    return native
+            quantized |= {f"{name}.{part}": tensor.cpu() for part, tensor in quantize(weight.to(device)).items()}
+    return quantized
+
+
+def plain_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """ComfyUI's native INT8, one scale per output channel."""
+    from int8_dit.kernels import quantize_weight
+    from int8_dit.nodes import file_format
+
+    q, scale = quantize_weight(weight)
+    return {"weight": q, file_format.SCALE: scale[:, None], file_format.MARK: file_format.encode_mark(False, None)}
 
 
 class Step:
@@ -129,7 +140,7 @@ def measure_steps(bf16, state_dict: dict[str, torch.Tensor], pixels: list[int], 
     steps = {side: Step(side, device, bf16.model.get_dtype_inference()) for side in pixels}
     expected: dict[int, torch.Tensor] = {}
     results = [measure("bf16", bf16, steps, expected, repetitions)]
-    native = comfy.sd.load_diffusion_model_state_dict(native_int8(state_dict, device))
+    native = comfy.sd.load_diffusion_model_state_dict(quantized_natively(state_dict, device, plain_int8))
     results.append(measure("native INT8", native, steps, expected, repetitions))
     del native
     for settings in (QuantizationSettings(protection=Protection("number", 0)), QuantizationSettings()):

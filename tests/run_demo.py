@@ -56,8 +56,8 @@ def run(environment: Environment, server: ComfyServer, output: Path) -> None:
     say("calibrating, quantizing to INT8, saving")
     prompt = Prompt()
     save = workflows.save_model(prompt, workflows.calibrated_model(prompt, workflows.stock_model(prompt)))
-    (saved,) = server.queue(prompt)[save]["saved"]
-    int8_name, int8_file = saved["filename"], server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+    int8_file = server.saved_path(server.queue(prompt)[save])
+    int8_name = int8_file.name
 
     say(f"drawing it again, same seed, with {int8_name} in INT8")
     prompt = Prompt()

@@ -1,4 +1,4 @@
-"""Seeded tensors for the kernel tests, on the GPU where there is one."""
+"""Seeded tensors for the tests, on the GPU where there is one, and how alike two tensors are."""
 
 import torch
 
@@ -24,3 +24,8 @@ def rotation_matrix(group):
     while matrix.shape[0] < group:
         matrix = torch.kron(matrix, base)
     return (matrix / group**0.5).to(DEVICE)
+
+
+def cosine(a, b):
+    """Cosine of the angle between two tensors of any shape."""
+    return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))

@@ -137,20 +137,21 @@ def output(model: ModelPatcher) -> torch.Tensor:
 
 def forward(model: ModelPatcher) -> torch.Tensor:
     """`output` of a MODEL that is loaded already, however it is."""
-    context, pooled = conditioning.encode("R2")
-    x = torch.randn(2, latents.CHANNELS, latents.SIDE, latents.SIDE, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        return model.model.apply_model(x, torch.full((2,), 0.7), c_crossattn=context, y=pooled)
+    return _apply(model, "R2", 0.7, seed=0)
 
 
 def velocity(model: ModelPatcher, time: float) -> torch.Tensor:
     """One forward on noise for all characters at a time of the schedule."""
     comfy.model_management.load_models_gpu([model])
-    context, pooled = conditioning.encode(ALPHABET)
-    shape = (len(ALPHABET), latents.CHANNELS, latents.SIDE, latents.SIDE)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return _apply(model, ALPHABET, time, seed=1)
+
+
+def _apply(model: ModelPatcher, text: str, time: float, seed: int) -> torch.Tensor:
+    context, pooled = conditioning.encode(text)
+    shape = (len(text), latents.CHANNELS, latents.SIDE, latents.SIDE)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode():
-        return model.model.apply_model(x, torch.full((len(ALPHABET),), time), c_crossattn=context, y=pooled)
+        return model.model.apply_model(x, torch.full((len(text),), time), c_crossattn=context, y=pooled)
 
 
 def module(model: ModelPatcher, layer: str) -> torch.nn.Module:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from tensors import cosine
 
 
 @pytest.fixture
@@ -48,10 +49,6 @@ def factors(blocks, folding, name, int8):
 
 def written(tensors):
     return {key: tensor.to("cpu") for key, tensor in tensors.items()}
-
-
-def cosine(a, b):
-    return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -23,8 +23,7 @@ def saving(server):
     prompt = Prompt()
     model = workflows.calibrated_model(prompt, workflows.stock_model(prompt), text=ALPHABET, steps=4)
     save = workflows.save_model(prompt, model)
-    (saved,) = server.queue(prompt)[save]["saved"]
-    return prompt, server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+    return prompt, saved_file(server, prompt, save)
 
 
 @pytest.fixture
@@ -61,8 +60,7 @@ def test_glyphs_from_the_saved_int8_file_read_as_well_as_bf16(server, int8_file)
 
 def saved_file(server, prompt, node):
     """Run a prompt and return the path of the file that a saving node wrote."""
-    (saved,) = server.queue(prompt)[node]["saved"]
-    return server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+    return server.saved_path(server.queue(prompt)[node])
 
 
 def tensors_of(path):
@@ -84,10 +82,7 @@ def test_the_recorder_sees_the_users_own_sampling(server, tmp_path):
     recorded, calibration = workflows.recorded_model(prompt, stock, text="INT8", steps=3)
     model, kept = workflows.save_model(prompt, recorded), workflows.save_calibration(prompt, calibration)
     results = server.queue(prompt)
-    paths = {}
-    for node in (model, kept):
-        (saved,) = results[node]["saved"]
-        paths[node] = server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+    paths = {node: server.saved_path(results[node]) for node in (model, kept)}
 
     prompt = Prompt()
     own_run = workflows.calibrated_model(prompt, workflows.stock_model(prompt), text="INT8", steps=3)
