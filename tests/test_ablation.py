@@ -122,8 +122,8 @@ def test_the_readme_shows_the_stored_results(stored):
 
 
 def test_full_width_blocks(pack, tmp_path, monkeypatch):
-    """Two Ideogram 4 blocks of the real size, outliers at the w2 input of one: found, no worse than FP8, and folded into a
-    file that the stock loader runs alike."""
+    """Two Ideogram 4 blocks of the real size, outliers at the w2 input of one: found, no worse than FP8, and folded into
+    a file that the stock loader runs alike."""
     import ablation
     import comfy.sd
     from int8_dit.kernels import Protection
