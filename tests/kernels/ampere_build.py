@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.gemm import _int8_gemm_kernel, kernel_constants
+from kernels.gemm_kernel import int8_gemm_kernel, kernel_constants
 from kernels.tile_configs import AMPERE_CONFIGS, GemmConfig
 
 POINTERS = {
@@ -38,12 +38,12 @@ SIZES = ("M", "N", "K", "stride_am", "stride_bn", "stride_om")
 
 def build(config: GemmConfig, even_k: bool, capability: int = 86):
     """Compile one configuration as the launcher would for any M, with N, K and the strides multiples of 16."""
-    constants = kernel_constants(config, scalar_scale=False, has_bias=True, raw=False, own={"EVEN_K": even_k})
+    constants = kernel_constants(config, has_bias=True, even_k=even_k)
     signature = {**POINTERS, **dict.fromkeys(SIZES, "i32"), **dict.fromkeys(constants, "constexpr")}
-    names = _int8_gemm_kernel.arg_names
+    names = int8_gemm_kernel.arg_names
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in (*POINTERS, *SIZES) if name != "M"}
     source = ASTSource(
-        _int8_gemm_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, divisible
+        int8_gemm_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, divisible
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
