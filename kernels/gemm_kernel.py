@@ -58,7 +58,8 @@ def int8_gemm_kernel(
 ):
     """out[m, n] = (sum_k a[m, k] b[n, k]) a_scale[m] b_scale[n] + bias[n]; an int32 `out` gets the sums themselves.
 
-    Both operands are K-major, which is what `mma.s8` and int8 `wgmma` want, so neither is ever transposed.
+    Both operands are K-major, which is what `mma.s8` and int8 `wgmma` want: neither is ever transposed in memory. `b` is
+    loaded as it lies and transposed in the dot, since Triton 3.8 spills where its addresses are transposed.
 
     With DESCRIPTORS `a` and `b` are tensor descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] blocks: Hopper's copy
     engine computes the addresses and fills what lies outside with zeros. With STORE_BLOCKS `out` is one too, of
@@ -84,7 +85,7 @@ def int8_gemm_kernel(
         b_rows = tl.minimum(tl.arange(0, BLOCK_N), N - 1 - first_column)
         k_offsets = tl.arange(0, BLOCK_K)
         a_tile = a + first_row.to(tl.int64) * stride_am + (a_rows[:, None] * stride_am + k_offsets[None, :])
-        b_tile = b + first_column.to(tl.int64) * stride_bn + (b_rows[None, :] * stride_bn + k_offsets[:, None])
+        b_tile = b + first_column.to(tl.int64) * stride_bn + (b_rows[:, None] * stride_bn + k_offsets[None, :])
 
     begin = 0
     end = K
@@ -100,14 +101,15 @@ def int8_gemm_kernel(
     for start in range(begin, end, BLOCK_K):
         if DESCRIPTORS:
             a_values = a.load([first_row, start])
-            b_values = b.load([first_column, start]).T
+            b_values = b.load([first_column, start])
         elif EVEN_K:
             a_values = tl.load(a_tile)
             b_values = tl.load(b_tile)
         else:
-            a_values = tl.load(a_tile, mask=k_offsets[None, :] < K - start, other=0)
-            b_values = tl.load(b_tile, mask=k_offsets[:, None] < K - start, other=0)
-        sums = tl.dot(a_values, b_values, acc=sums, out_dtype=tl.int32)
+            in_row = k_offsets[None, :] < K - start
+            a_values = tl.load(a_tile, mask=in_row, other=0)
+            b_values = tl.load(b_tile, mask=in_row, other=0)
+        sums = tl.dot(a_values, b_values.T, acc=sums, out_dtype=tl.int32)
         if not DESCRIPTORS:
             a_tile += BLOCK_K
             b_tile += BLOCK_K
