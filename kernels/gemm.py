@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from .gemm_kernel import int8_gemm_kernel, kernel_constants
+from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from .launching import RepeatedLaunch, on_device, remembered
 from .tile_configs import GemmConfig, candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
@@ -63,8 +63,7 @@ def _prepare(config: GemmConfig, out: torch.Tensor, q: torch.Tensor, weight: tor
     large = m * n * k >= _STORE_BLOCKS_FROM
     store_blocks = descriptors and large and config.split_k == 1 and _fits_descriptors(out)
     constants = kernel_constants(config, has_bias, k % config.block_k == 0, descriptors, store_blocks)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    launch = RepeatedLaunch(int8_gemm_kernel, (tiles, config.split_k), constants, options)
+    launch = RepeatedLaunch(int8_gemm_kernel, (tiles, config.split_k), constants, compile_options(config))
     return _Launch(launch, tiles, descriptors, store_blocks)
 
 

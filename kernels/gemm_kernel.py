@@ -160,3 +160,8 @@ def kernel_constants(
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
     }
+
+
+def compile_options(config: GemmConfig) -> dict[str, bool | int]:
+    """What Triton is told beside the constants. Fusion is asked for by name, since Triton 3.10 changes its default."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.gemm_kernel import int8_gemm_kernel, kernel_constants
+from kernels.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from kernels.tile_configs import AMPERE_CONFIGS, GemmConfig
 
 POINTERS = {
@@ -45,8 +45,7 @@ def build(config: GemmConfig, even_k: bool, capability: int = 86):
     source = ASTSource(
         int8_gemm_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, divisible
     )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compile_options(config))
 
 
 def _tool(name: str) -> str:
