@@ -3,9 +3,9 @@
 import torch
 
 from . import operators
+from .checks import check_rotation_group_type, check_same_device
 from .device import uses_triton
 from .reference import int8_accumulate_reference
-from .validation import check_rotation_group_type, check_same_device
 
 
 def quantize_activations(
@@ -43,7 +43,7 @@ def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if q.numel() == 0 or weight.numel() == 0:
         return torch.zeros((q.shape[0], weight.shape[0]), dtype=torch.int32, device=q.device)
     if uses_triton(q):
-        from .gemm import launch_gemm
+        from .fused.gemm import launch_gemm
 
         return launch_gemm(q, None, weight, None, None, torch.int32)
     return int8_accumulate_reference(q, weight)

@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from .device import uses_triton
-from .reference import int8_gemm_reference, quantize_activations_reference
-from .validation import (
+from .checks import (
     check_float_matrix,
     check_int8_matrix,
     check_out_dtype,
@@ -19,6 +17,8 @@ from .validation import (
     check_vector,
     check_weight_scale,
 )
+from .device import uses_triton
+from .reference import int8_gemm_reference, quantize_activations_reference
 
 _NAMESPACE = "int8_dit"
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library
@@ -54,7 +54,7 @@ def _quantize_activations(
     if x.numel() == 0:
         return x.new_zeros(x.shape, dtype=torch.int8), x.new_zeros(x.shape[:1], dtype=torch.float32)
     if uses_triton(x):
-        from .activations import launch_activation_quantizer
+        from .fused.activations import launch_activation_quantizer
 
         return launch_activation_quantizer(x, smooth, rotation_group)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def _int8_gemm(
         empty_sum = torch.zeros((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
         return empty_sum if bias is None else empty_sum.add_(bias.detach().to(out_dtype))
     if uses_triton(q):
-        from .gemm import launch_gemm
+        from .fused.gemm import launch_gemm
 
         return launch_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 import torch
 
-from .validation import check_rotation_group
+from .checks import check_rotation_group
 
 
 def rotation_digits(group: int) -> int:

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import ComfyExtension, io
 
-from .calibration_nodes import LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration, register_folder
+from .calibration_files import LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration, register_folder
 from .kernel_benchmark import INT8KernelBenchmark
 from .load_int8_dit import LoadINT8DiT
 from .quantize_to_int8 import QuantizeToINT8SmoothQuant

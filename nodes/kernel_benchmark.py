@@ -4,11 +4,11 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..kernels.benchmark import IDEOGRAM4_SHAPES, benchmark_shape, environment, working_memory
-from ..kernels.benchmark_report import LinearShape, markdown, notes, table, title
-from .benchmark_plot import METHODS, plot
-from .layer_selection import quantizable_linears
-from .model_loading import LayerProgress, make_room
+from ..kernels.benchmark.report import LinearShape, markdown, notes, table, title
+from ..kernels.benchmark.run import IDEOGRAM4_SHAPES, benchmark_shape, environment, working_memory
+from .model.layer_selection import quantizable_linears
+from .model.load import LayerProgress, make_room
+from .pictures.benchmark_plot import METHODS, plot
 
 _METHODS_NOTE = (
     "Median times on a busy device, weights not in cache; the quantization of the activations is included except in "

@@ -4,7 +4,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..kernels import KERNEL_CHOICES
-from .model_loading import load_int8_model
+from .model.load import load_int8_model
 
 KERNEL_TOOLTIP = (
     "auto: fused INT8 on consumer Ampere (RTX 30), bf16 with a warning on other cards. "

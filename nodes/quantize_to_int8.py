@@ -3,12 +3,12 @@
 from comfy_api.latest import io
 
 from ..kernels import KERNEL_CHOICES, METHODS, Protection
-from . import notices
-from .calibration_run import calibrate
+from .calibration.run import calibrate
+from .host import notices
 from .load_int8_dit import KERNEL_TOOLTIP
-from .quantization import QuantizationSettings, quantization_targets, quantize_model
+from .pictures.quantization_plot import plot
+from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
 from .record_calibration import CalibrationType
-from .report_plot import plot
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]

@@ -4,7 +4,7 @@ from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
 from comfy_execution.graph_utils import is_link
 
-from .recorder import Recording, armed
+from .calibration.recorder import Recording, armed
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
 RecordingType = io.Custom("INT8_RECORDING")

@@ -6,11 +6,13 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from . import file_format
-from .checkpoint import holds_int8
-from .folding import fold
-from .layer_selection import check_runs_as_stored
-from .model_loading import (
+from .files import int8_mark
+from .files.checkpoint import holds_int8
+from .files.safetensors_writer import write_safetensors
+from .host.output_files import output_path, workflow_metadata
+from .model.folding import fold
+from .model.layer_selection import check_runs_as_stored
+from .model.load import (
     FOLDED,
     RECIPE_KEY,
     LayerProgress,
@@ -19,9 +21,7 @@ from .model_loading import (
     recipe_of,
     warn_of_patches_on_folded,
 )
-from .output_files import output_path, workflow_metadata
-from .patched_weights import PendingTensor, state_dict_for_saving
-from .safetensors_writer import write_safetensors
+from .model.patched_weights import PendingTensor, state_dict_for_saving
 
 
 def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fold_factors: bool = False) -> None:
@@ -34,7 +34,7 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fo
     """
     check_runs_as_stored(model)
     tensors = state_dict_for_saving(model)
-    folded = fold_factors and any(key.endswith(f".{file_format.SMOOTH}") for key in tensors)
+    folded = fold_factors and any(key.endswith(f".{int8_mark.SMOOTH}") for key in tensors)
     if folded:
         tensors = fold(model, tensors)
     tensors = {key: _narrowed(key, tensor) for key, tensor in as_file(model.model, tensors).items()}
@@ -52,7 +52,7 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fo
 
 def _narrowed(key: str, tensor: torch.Tensor | PendingTensor) -> torch.Tensor | PendingTensor:
     """Half the size where that loses nothing: on a CPU, ComfyUI holds what came from a bf16 file as float32."""
-    is_parameter_of_int8 = key.endswith((f".{file_format.SCALE}", f".{file_format.SMOOTH}"))
+    is_parameter_of_int8 = key.endswith((f".{int8_mark.SCALE}", f".{int8_mark.SMOOTH}"))
     if isinstance(tensor, PendingTensor) or tensor.dtype != torch.float32 or is_parameter_of_int8:
         return tensor
     narrow = tensor.bfloat16()

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from comfy_server import ComfyServer
+    from support.server import ComfyServer
 
 TESTS = Path(__file__).resolve().parent
 PROJECT = TESTS.parent
@@ -77,8 +77,8 @@ def pack(comfyui: Path) -> ModuleType:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     """A real ComfyUI server on the CPU with this pack, shared by all tests."""
-    from comfy_server import serve
-    from environment import Environment
+    from support.server import serve
+    from support.environment import Environment
 
     environment = Environment(python=Path(sys.executable), comfyui=comfyui_path())
     with serve(environment, tmp_path_factory.mktemp("comfyui")) as running:

@@ -14,10 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import workflows
-from comfy_server import GLYPH_MODEL, TESTS, ComfyServer, ExecutionFailed, PromptRejected, ServerError, serve
-from environment import Environment, PrepareError, prepare, say
-from workflows import GLYPH_TEXT, Prompt, link
+from support import workflows
+from support.server import GLYPH_MODEL, TESTS, ComfyServer, ExecutionFailed, PromptRejected, ServerError, serve
+from support.environment import Environment, PrepareError, prepare, say
+from support.workflows import GLYPH_TEXT, Prompt, link
 
 BENCHMARK_TOKENS = 256
 WORKFLOW = "int8_glyphs"
@@ -86,7 +86,7 @@ def read(environment: Environment, server: ComfyServer, images: list[dict], stri
         files = [Path(folder, image["filename"]) for image in images]
         for file, image in zip(files, images):
             file.write_bytes(server.view(**image))
-        reader = [environment.python, TESTS / "read_glyphs.py", strip, *files]
+        reader = [environment.python, TESTS / "glyphs" / "read.py", strip, *files]
         return subprocess.run(reader, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from environment import PrepareError, prepare
+from support.environment import PrepareError, prepare
 
 PROJECT = Path(__file__).resolve().parent.parent
 

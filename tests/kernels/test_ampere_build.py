@@ -14,7 +14,7 @@ REGISTER_FILE = 64 * 1024
 
 @pytest.fixture(scope="module")
 def builds():
-    script = Path(__file__).with_name("ampere_build.py")
+    script = Path(__file__).resolve().parents[1] / "support" / "machine_code.py"
     finished = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
@@ -22,7 +22,7 @@ def builds():
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_is_built(builds, capability):
-    from kernels.tile_configs import AMPERE_CONFIGS
+    from kernels.fused.tiles import AMPERE_CONFIGS
 
     built = [build for build in builds if build["capability"] == capability]
     assert {repr(config) for config in AMPERE_CONFIGS} <= {build["config"] for build in built}

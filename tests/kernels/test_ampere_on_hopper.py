@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tensors import random_float, random_int8
+from support.tensors import random_float, random_int8
 
 from kernels import int8_accumulate_reference
-from kernels.tile_configs import AMPERE_CONFIGS
+from kernels.fused.tiles import AMPERE_CONFIGS
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
 @pytest.mark.parametrize("config", AMPERE_CONFIGS, ids=repr)
 def test_bit_exact(config, split_k):
     pytest.importorskip("cupy")
-    from tests.kernels.ampere_on_hopper import AmpereKernel
+    from studies.ampere_on_hopper import AmpereKernel
 
     kernel = AmpereKernel(replace(config, split_k=split_k))
     for m, n, k in ((4352, 4608, 4608), (77, 4608, 12288), (301, 1008, 1280), (1, 16, 256 * split_k)):

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from kernels import benchmark, peers
-from kernels.benchmark import benchmark_shape, weight_copies
-from kernels.benchmark_report import (
+from kernels.benchmark import peers
+from kernels.benchmark import run as benchmark
+from kernels.benchmark.run import benchmark_shape, weight_copies
+from kernels.benchmark.report import (
     BF16,
     BIAS,
     COPY,

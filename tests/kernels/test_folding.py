@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tensors import random_float
+from support.tensors import random_float
 
 from kernels import divide_modulation_scale, divide_rows, multiply_columns
 

@@ -11,7 +11,7 @@ from kernels import (
     quantize_activations,
     quantize_weight,
 )
-from kernels.benchmark import IDEOGRAM4_SHAPES
+from kernels.benchmark.run import IDEOGRAM4_SHAPES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tensors import DEVICE, random_float, random_int8, rotation_matrix
+from support.tensors import DEVICE, random_float, random_int8, rotation_matrix
 
 import kernels
 from kernels import int8_accumulate, int8_gemm, int8_linear, quantize_activations, quantize_weight

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tensors import DEVICE, random_float, rotation_matrix
+from support.tensors import DEVICE, random_float, rotation_matrix
 
 from kernels import (
     channel_absmax,
@@ -113,11 +113,11 @@ def test_weight_round_trip(dtype, group, with_smooth):
 
 
 def test_weight_slices_agree_with_one_pass(monkeypatch):
-    import kernels.weights
+    import kernels.numerics.weights
 
     w = random_float(37, 64, seed=1)
     whole = quantize_weight(w, rotation_group=16)
-    monkeypatch.setattr(kernels.weights, "_SLICE_ELEMENTS", 5 * 64)
+    monkeypatch.setattr(kernels.numerics.weights, "_SLICE_ELEMENTS", 5 * 64)
     sliced = quantize_weight(w, rotation_group=16)
     assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
     assert torch.equal(dequantize_weight(*whole), dequantize_weight(*sliced))

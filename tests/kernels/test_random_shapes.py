@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tensors import random_int8
+from support.tensors import random_int8
 
 from kernels import int8_accumulate, int8_accumulate_reference, int8_gemm
-from kernels.tile_configs import AMPERE_CONFIGS, HOPPER_CONFIGS
+from kernels.fused.tiles import AMPERE_CONFIGS, HOPPER_CONFIGS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -30,7 +30,7 @@ def random_config(seed: int):
 
 @pytest.mark.parametrize("seed", range(320))
 def test_accumulator_is_bit_exact(seed):
-    from kernels.gemm import launch_config
+    from kernels.fused.gemm import launch_config
 
     m, n, k = random_shape(seed)
     config = random_config(seed)

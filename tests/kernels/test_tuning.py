@@ -15,11 +15,11 @@ import triton
 from triton.compiler.errors import CompilationError
 from triton.runtime import errors as runtime_errors
 
-import kernels.tuning
-import kernels.tuning_cache
-from kernels.tile_configs import AMPERE_CONFIGS, GemmConfig
-from kernels.tuning import Tuner, TuningKey, m_bucket
-from kernels.tuning_cache import TuningCache
+import kernels.fused.tuning
+import kernels.fused.tuning_cache
+from kernels.fused.tiles import AMPERE_CONFIGS, GemmConfig
+from kernels.fused.tuning import Tuner, TuningKey, m_bucket
+from kernels.fused.tuning_cache import TuningCache
 
 CONFIGS = tuple(AMPERE_CONFIGS)
 CARD = "NVIDIA GeForce RTX 3090"
@@ -56,8 +56,8 @@ class Card:
 def card(monkeypatch, tmp_path):
     """A card on which the second of three candidates wins, and a cache folder of its own."""
     card = Card(dict(zip(CONFIGS, (3.0, 1.0, 2.0))))
-    monkeypatch.setattr(kernels.tuning, "median_milliseconds", card.median_milliseconds)
-    monkeypatch.setattr(kernels.tuning, "monotonic", lambda: card.now)
+    monkeypatch.setattr(kernels.fused.tuning, "median_milliseconds", card.median_milliseconds)
+    monkeypatch.setattr(kernels.fused.tuning, "monotonic", lambda: card.now)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which raises where no driver is
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("INT8_DIT_TUNING", raising=False)
@@ -108,7 +108,7 @@ def test_the_closer_look_decides(card, monkeypatch):
         noise = 0.1 if repetitions == 3 and card.launched == CONFIGS[1] else 0.0
         return card.times[card.launched] - noise
 
-    monkeypatch.setattr(kernels.tuning, "median_milliseconds", median_milliseconds)
+    monkeypatch.setattr(kernels.fused.tuning, "median_milliseconds", median_milliseconds)
     assert card.choose() == CONFIGS[0]
 
 
@@ -153,18 +153,18 @@ def test_another_triton_does_not_reuse(card, monkeypatch):
 
 def test_other_kernel_sources_do_not_reuse(card, monkeypatch):
     card.choose()
-    monkeypatch.setattr(kernels.tuning_cache, "kernel_source_hash", lambda: "0" * 64)
+    monkeypatch.setattr(kernels.fused.tuning_cache, "kernel_source_hash", lambda: "0" * 64)
     other = Tuner()
     card.choose(tuner=other)
     assert other.measured == 1
 
 
 def test_the_source_hash_follows_the_gemm_sources(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels.tuning_cache, "__file__", str(tmp_path / "tuning_cache.py"))
+    monkeypatch.setattr(kernels.fused.tuning_cache, "__file__", str(tmp_path / "tuning_cache.py"))
     hashes = set()
     for name, text in {"gemm.py": "a = 1", "gemm_split.py": "b = 1", "linear.py": "c = 1"}.items():
         (tmp_path / name).write_text(text)
-        hashes.add(kernels.tuning_cache.kernel_source_hash.__wrapped__())
+        hashes.add(kernels.fused.tuning_cache.kernel_source_hash.__wrapped__())
     assert len(hashes) == 2
 
 
@@ -280,7 +280,7 @@ def test_a_folder_that_cannot_be_written_gives_one_warning(card, tmp_path, caplo
         monkeypatch.setattr(Path, "write_text", refuse(OSError(28, "No space left on device")))
     else:
         monkeypatch.setattr(os, "replace", refuse(PermissionError(13, "used by another process")))
-        monkeypatch.setattr(kernels.tuning_cache, "_PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(kernels.fused.tuning_cache, "_PAUSE_SECONDS", 0.0)
 
     tuner = Tuner()
     for k in (64, 128, 64, 128):
@@ -340,7 +340,7 @@ def test_turned_off_the_first_that_runs_is_taken(card, monkeypatch):
 
 
 def test_a_shipped_configuration_saves_measuring(card, monkeypatch):
-    monkeypatch.setitem(kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
+    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
     tuner = Tuner()
     assert card.choose(tuner=tuner) == CONFIGS[2]
     assert tuner.measured == 0
@@ -348,12 +348,12 @@ def test_a_shipped_configuration_saves_measuring(card, monkeypatch):
 
 def test_what_was_measured_here_comes_before_what_was_shipped(card, monkeypatch):
     card.choose()
-    monkeypatch.setitem(kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
+    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
     assert card.choose() == CONFIGS[1]
 
 
 def test_a_shipped_configuration_that_does_not_run_here_is_measured_anew(card, monkeypatch):
-    monkeypatch.setitem(kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
+    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
     card.times[CONFIGS[2]] = runtime_errors.OutOfResources(200, 100, "shared memory")
     assert card.choose() == CONFIGS[1]
 
@@ -389,7 +389,7 @@ def test_an_error_of_the_launch_is_not_swallowed(card):
 
 
 def test_no_memory_to_measure_in(card, monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels.tuning, "median_milliseconds", refuse(torch.cuda.OutOfMemoryError("out of memory")))
+    monkeypatch.setattr(kernels.fused.tuning, "median_milliseconds", refuse(torch.cuda.OutOfMemoryError("out of memory")))
     tuner = Tuner()
     assert card.choose(tuner=tuner) == CONFIGS[0]
     assert tuner.measured == 0 and not (tmp_path / "cache").exists()
@@ -420,7 +420,7 @@ def test_progress_is_told(card, tmp_path, caplog):
     tuner = Tuner()
     for n in (64, 128):
         card.choose(dataclasses.replace(KEY, n=n), tuner)
-    first, *shapes = [record.getMessage() for record in caplog.records if record.name == "kernels.tuning"]
+    first, *shapes = [record.getMessage() for record in caplog.records if record.name == "kernels.fused.tuning"]
     assert "once per card and shape" in first and str(cache_file(tmp_path)) in first
     for index, (shape, n) in enumerate(zip(shapes, (64, 128), strict=True), start=1):
         assert f"shape {index}, M <= 1024, N = {n}, K = 18432" in shape and repr(CONFIGS[1]) in shape
@@ -456,7 +456,7 @@ def test_where_results_are_kept(monkeypatch, environment, folder, knobs):
         monkeypatch.setenv(name, value)
     if not knobs:
         monkeypatch.delattr(triton, "knobs", raising=False)
-    assert kernels.tuning_cache.cache_folder() == folder
+    assert kernels.fused.tuning_cache.cache_folder() == folder
 
 
 def start(code, *arguments, folder):
@@ -470,8 +470,8 @@ def start(code, *arguments, folder):
 TUNE_MANY = """
 import sys
 import torch
-from kernels import tuning
-from kernels.tile_configs import AMPERE_CONFIGS
+from kernels.fused import tuning
+from kernels.fused.tiles import AMPERE_CONFIGS
 
 torch.cuda.is_current_stream_capturing = lambda: False
 tuning.median_milliseconds = lambda run, device, repetitions: 1.0
@@ -505,7 +505,7 @@ def test_processes_that_tune_at_once_lose_nothing(tmp_path):
 TUNE_ON_THE_GPU = """
 import torch
 from kernels import int8_accumulate
-from kernels.tuning import tuner
+from kernels.fused.tuning import tuner
 
 q, weight = (torch.ones(size, 256, dtype=torch.int8, device="cuda") for size in (64, 128))
 assert (int8_accumulate(q, weight) == 256).all()

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE))
-
 
 @pytest.fixture(autouse=True)
 def eager_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,8 +15,8 @@ def eager_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def dit(pack: ModuleType) -> ModuleType:
-    """tests/nodes/glyph_dit.py, which can be imported only once ComfyUI and the pack can."""
-    import glyph_dit
+    """tests/support/glyph_dit.py, which can be imported only once ComfyUI and the pack can."""
+    from support import glyph_dit
 
     return glyph_dit
 

@@ -15,7 +15,7 @@ def model(dit):
 
 @pytest.fixture
 def recorder(pack):
-    from int8_dit.nodes import recorder
+    from int8_dit.nodes.calibration import recorder
 
     return recorder
 
@@ -105,10 +105,10 @@ def small_ideogram(pack, monkeypatch):
     """A small Ideogram 4 and calibration inputs for it."""
     from types import SimpleNamespace
 
-    import small_models
+    from support import small_models
 
     # Its text projection then is as large a part of the model as in the real one, and quantized.
-    from int8_dit.nodes import layer_selection
+    from int8_dit.nodes.model import layer_selection
 
     monkeypatch.setattr(layer_selection, "_LARGE_PROJECTION", 1 << 18)
     model = small_models.ideogram4(monkeypatch)
@@ -307,7 +307,7 @@ def calibration(dit, model):
 
 @pytest.fixture
 def files(pack):
-    from int8_dit.nodes import calibration_file
+    from int8_dit.nodes.calibration import file as calibration_file
 
     return calibration_file
 
@@ -345,9 +345,9 @@ def test_the_file_is_the_same_every_time(dit, model, calibration, files, tmp_pat
 
 def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, monkeypatch):
     import folder_paths
-    from int8_dit.nodes.calibration_nodes import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
+    from int8_dit.nodes.calibration_files import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
 
-    from int8_dit.nodes import calibration_file
+    from int8_dit.nodes.calibration import file as calibration_file
 
     assert [folder_paths.models_dir, folder_paths.get_output_directory()] == [
         str(place).removesuffix(f"/{FOLDER}") for place in folder_paths.get_folder_paths(FOLDER)
@@ -361,7 +361,7 @@ def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, m
 
 
 def test_a_quantization_without_calibration_has_none_to_keep(dit, model):
-    from int8_dit.nodes.calibration_nodes import MergeINT8Calibrations, SaveINT8Calibration
+    from int8_dit.nodes.calibration_files import MergeINT8Calibrations, SaveINT8Calibration
 
     nothing = dit.run_node(model)[3]
     with pytest.raises(ValueError, match="there is no calibration: Quantize to INT8 had no calibration inputs"):
@@ -443,7 +443,7 @@ def test_a_truncated_calibration(calibration, files, tmp_path):
 
 
 def test_merged_calibrations_are_as_recorded_together(dit, model):
-    from int8_dit.nodes.calibration import merge_calibrations
+    from int8_dit.nodes.calibration.calibration import merge_calibrations
 
     inputs = [dit.calibration(model), dit.calibration(model, text="DIT3") | {"seed": 1}]
     both = inputs[0] | {"positive": {f"positive_{i}": prompts_of(one)[0] for i, one in enumerate(inputs)}}
@@ -458,7 +458,7 @@ def test_merged_calibrations_are_as_recorded_together(dit, model):
 
 
 def without(calibration, layer):
-    from int8_dit.nodes.calibration import Calibration
+    from int8_dit.nodes.calibration.calibration import Calibration
 
     return Calibration(
         {name: shape for name, shape in calibration.shapes.items() if name != layer}, calibration.statistics
@@ -466,7 +466,7 @@ def without(calibration, layer):
 
 
 def reshaped(calibration, layer):
-    from int8_dit.nodes.calibration import Calibration
+    from int8_dit.nodes.calibration.calibration import Calibration
 
     return Calibration({**calibration.shapes, layer: (3, 5)}, calibration.statistics)
 
@@ -486,7 +486,7 @@ def test_a_calibration_of_another_model_is_refused_with_the_first_layer_that_dif
 
 
 def test_calibrations_of_different_models_are_not_merged(dit, calibration):
-    from int8_dit.nodes.calibration import merge_calibrations
+    from int8_dit.nodes.calibration.calibration import merge_calibrations
 
     other = reshaped(calibration, dit.LAYER)
     with pytest.raises(ValueError, match=rf"layer {dit.LAYER} is \[768, 192\] in the first and \[3, 5\] in number 2"):

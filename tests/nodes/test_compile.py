@@ -9,7 +9,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 @pytest.fixture
 def ideogram(pack, monkeypatch):
     import comfy.ldm.modules.attention
-    import ideogram_block
+    from support import ideogram_block
 
     torch._dynamo.reset()
     # What ComfyUI picks on a GPU. Its choice for a CPU asks for the free memory in every call, which no compiler traces.

@@ -5,19 +5,19 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from tensors import cosine
+from support.tensors import cosine
 
 
 @pytest.fixture
 def blocks(pack):
-    import foldable_blocks
+    from support import foldable_blocks
 
     return foldable_blocks
 
 
 @pytest.fixture
 def folding(pack):
-    from int8_dit.nodes import folding
+    from int8_dit.nodes.model import folding
 
     return folding
 
@@ -149,7 +149,7 @@ def save(model, path, fold):
 
 
 def formats(path):
-    from int8_dit.nodes.file_format import decode_mark
+    from int8_dit.nodes.files.int8_mark import decode_mark
 
     with safe_open(path, framework="pt") as file:
         return {decode_mark(file.get_tensor(key))["format"] for key in file.keys() if key.endswith("comfy_quant")}
@@ -158,8 +158,8 @@ def formats(path):
 @pytest.fixture
 def ideogram(pack, monkeypatch):
     """A small Ideogram 4 with all its kinds of linears quantized, and what samples it."""
-    import small_models
-    from int8_dit.nodes import layer_selection
+    from support import small_models
+    from int8_dit.nodes.model import layer_selection
 
     monkeypatch.setattr(layer_selection, "_LARGE_PROJECTION", 1 << 18)
     return small_models, small_models.ideogram4(monkeypatch)

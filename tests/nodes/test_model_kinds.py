@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def small(pack):
-    import small_models
+    from support import small_models
 
     return small_models
 

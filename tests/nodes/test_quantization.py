@@ -65,7 +65,7 @@ def test_without_calibration_the_weights_that_round_worst_are_protected(dit, mod
 
 def recipe(model):
     """What a MODEL says of how it was quantized."""
-    from int8_dit.nodes.model_loading import recipe_of
+    from int8_dit.nodes.model.load import recipe_of
 
     return recipe_of(model)
 
@@ -181,7 +181,7 @@ def test_a_calibration_and_a_calibration_run(dit, model, calibration):
 
 
 def test_a_layer_that_was_never_called_is_not_smoothed_and_not_protected(dit, model, calibration):
-    from int8_dit.nodes.calibration import Calibration
+    from int8_dit.nodes.calibration.calibration import Calibration
 
     statistics = {name: seen for name, seen in calibration.statistics.items() if name != dit.LAYER}
     quantized, _, table, _ = dit.run_node(
@@ -474,7 +474,7 @@ def test_a_model_without_linears_in_blocks(dit, model):
 def test_the_defaults_are_the_recipe(pack):
     """SmoothQuant with alpha 0.5, 17 of Ideogram 4's 211 linears protected (arXiv 2606.12280), nothing else."""
     from int8_dit.kernels import Protection
-    from int8_dit.nodes.quantization import QuantizationSettings
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings
     from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant, _protection
 
     schema = QuantizeToINT8SmoothQuant.define_schema()
@@ -527,7 +527,7 @@ def test_an_nvfp4_source(dit, model, tmp_path, scaled):
     import json
 
     from comfy.quant_ops import QuantizedTensor
-    from int8_dit.nodes.file_format import MARK
+    from int8_dit.nodes.files.int8_mark import MARK
 
     tensors = dit.tensors()
     for seed, layer in enumerate(dit.LINEARS):

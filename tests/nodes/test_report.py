@@ -10,7 +10,7 @@ import torch
 def report_of(pack):
     """A report on layers given as name: (fragility, error)."""
     from int8_dit.kernels import Transform
-    from int8_dit.nodes.quantization_report import LayerReport, QuantizationReport
+    from int8_dit.nodes.quantization.report import LayerReport, QuantizationReport
 
     def make(errors, protected=(), calibration=None):
         layers = tuple(
@@ -73,31 +73,31 @@ def pixels(image, color):
 
 
 def test_the_picture(report_of):
-    from int8_dit.nodes import report_plot
+    from int8_dit.nodes.pictures import quantization_plot
 
-    image = report_plot.plot(report_of(ERRORS, ("layers.0.w2",)))
+    image = quantization_plot.plot(report_of(ERRORS, ("layers.0.w2",)))
     assert image.ndim == 4 and image.shape[-1] == 3 and 0 <= image.min() and image.max() <= 1
-    chart = image[:, report_plot._HEADER :]
-    blue, red = pixels(chart, report_plot._INT8), pixels(chart, report_plot._PROTECTED)
+    chart = image[:, quantization_plot._HEADER :]
+    blue, red = pixels(chart, quantization_plot._INT8), pixels(chart, quantization_plot._PROTECTED)
     # Blocks are columns from left to right: the protected layer is in the first, another of its kind in the second.
     second = blue[blue[:, 1] > red[:, 1].max() + 20]
     assert len(red) and len(second) and len(blue) > len(second)
     # In its row the larger error is higher up.
-    same_row = second[(second[:, 0] - red[:, 0].float().mean()).abs() < report_plot._ROW]
+    same_row = second[(second[:, 0] - red[:, 0].float().mean()).abs() < quantization_plot._ROW]
     assert red[:, 0].max() < same_row[:, 0].max()
 
 
 def test_the_marks_are_where_their_figures_are(report_of):
     """Fragility in grey, and as a red square where it was protected; the error as quantized in blue, a decade below."""
-    from int8_dit.nodes import report_plot
+    from int8_dit.nodes.pictures import quantization_plot
 
-    image = report_plot.plot(report_of({"b.0.k": (0.1, 0.02), "b.1.k": (0.1, 0.01)}, ("b.0.k",)))
-    chart = image[:, report_plot._HEADER :]
+    image = quantization_plot.plot(report_of({"b.0.k": (0.1, 0.02), "b.1.k": (0.1, 0.01)}, ("b.0.k",)))
+    chart = image[:, quantization_plot._HEADER :]
     red, grey, blue = (
-        pixels(chart, color)[:, 0].float() for color in (report_plot._PROTECTED, report_plot._PLAIN, report_plot._INT8)
+        pixels(chart, color)[:, 0].float() for color in (quantization_plot._PROTECTED, quantization_plot._PLAIN, quantization_plot._INT8)
     )
-    assert float(red.mean()) == pytest.approx(float(grey.min()) + report_plot._RADIUS, abs=1)
-    decade = report_plot._ROW / math.log10(10 * 1.3**2)
+    assert float(red.mean()) == pytest.approx(float(grey.min()) + quantization_plot._RADIUS, abs=1)
+    decade = quantization_plot._ROW / math.log10(10 * 1.3**2)
     assert float(blue.mean() - red.mean()) == pytest.approx(decade, abs=1)
 
 
@@ -105,6 +105,6 @@ def test_the_marks_are_where_their_figures_are(report_of):
     "errors", ({"a": (0.0, 0.0)}, {"a": (None, None)}, {f"b.{i}.c": (9.0, 1e-9) for i in range(90)})
 )
 def test_odd_reports_can_be_drawn(report_of, errors):
-    from int8_dit.nodes.report_plot import plot
+    from int8_dit.nodes.pictures.quantization_plot import plot
 
     assert plot(report_of(errors)).shape[2] == 1100

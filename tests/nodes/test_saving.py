@@ -107,7 +107,7 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
 
 def test_a_recipe_that_is_none_is_ignored(dit, smoothed, tmp_path):
     """Whoever wrote it."""
-    from int8_dit.nodes.model_loading import recipe_of
+    from int8_dit.nodes.model.load import recipe_of
 
     for text in ("[1]", "{", "7"):
         path = dit.write(tmp_path / "other.safetensors", dit.native_int8(), {"int8_dit_recipe": text})
@@ -278,7 +278,7 @@ TENSORS = {
 @pytest.fixture
 def write(pack, tmp_path):
     """Write a file and return its path; `on_tensor` is optional."""
-    from int8_dit.nodes.safetensors_writer import write_safetensors
+    from int8_dit.nodes.files.safetensors_writer import write_safetensors
 
     def run(tensors, metadata=None, on_tensor=lambda: None):
         path = tmp_path / "written.safetensors"

@@ -7,12 +7,12 @@ import json
 import numpy
 import pytest
 import torch
-import workflows
+from support import workflows
 from glyphs.alphabet import ALPHABET
 from glyphs.matching import recognise
 from PIL import Image
 from safetensors import safe_open
-from workflows import Prompt, link
+from support.workflows import Prompt, link
 
 HUNDRED = (ALPHABET * 3)[:100]
 
@@ -122,7 +122,7 @@ def test_every_run_records_anew(server):
 
 
 def test_a_sampler_without_the_recorder_says_what_to_connect(server):
-    from comfy_server import ExecutionFailed
+    from support.server import ExecutionFailed
 
     prompt = Prompt()
     stock = workflows.stock_model(prompt)
@@ -190,7 +190,7 @@ def test_benchmark_of_a_model(server, int8_file):
 
 
 def test_a_truncated_file_ends_in_one_clear_error(server, int8_file):
-    from comfy_server import ExecutionFailed
+    from support.server import ExecutionFailed
 
     broken = server.base / "models" / "diffusion_models" / "truncated.safetensors"
     broken.write_bytes(int8_file.read_bytes()[:-1000])
@@ -203,7 +203,7 @@ def test_a_truncated_file_ends_in_one_clear_error(server, int8_file):
 
 
 def test_alpha_outside_its_range_is_refused_before_anything_runs(server):
-    from comfy_server import PromptRejected
+    from support.server import PromptRejected
 
     prompt = Prompt()
     workflows.save_model(prompt, workflows.calibrated_model(prompt, workflows.stock_model(prompt), alpha=1.5))
@@ -212,7 +212,7 @@ def test_alpha_outside_its_range_is_refused_before_anything_runs(server):
 
 
 def test_half_connected_calibration_says_what_is_missing(server):
-    from comfy_server import ExecutionFailed
+    from support.server import ExecutionFailed
 
     prompt = Prompt()
     model = workflows.calibrated_model(prompt, workflows.stock_model(prompt))
@@ -248,7 +248,7 @@ def is_progress_of(node_id):
 
 def assert_stops_and_goes_on(server, prompt, node_id):
     """Cancel a prompt while that node shows progress; the server must then run the next one."""
-    from comfy_server import ExecutionInterrupted
+    from support.server import ExecutionInterrupted
 
     prompt_id, _ = listen(server, prompt, is_progress_of(node_id))
     server.interrupt()

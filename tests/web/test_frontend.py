@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import workflows
-from comfy_server import PROJECT, ComfyServer, ExecutionFailed
-from workflows import Prompt
+from support import workflows
+from support.server import PROJECT, ComfyServer, ExecutionFailed
+from support.workflows import Prompt
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -1,0 +1,1 @@
+"""Times the ways to compute a linear layer side by side: `python -m kernels.benchmark`."""

@@ -1,0 +1,5 @@
+"""Command line of the benchmark."""
+
+from .run import main
+
+main()

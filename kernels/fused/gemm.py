@@ -1,0 +1,143 @@
+"""Launching the fused INT8 GEMM: the configuration tuned for a shape, its workspace, its tensor descriptors."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
+from .launching import RepeatedLaunch, on_device, remembered
+from .tiles import GemmConfig, candidates
+from .tuning import TuningKey, device_name, m_bucket, tuner
+
+try:  # Triton 3.4 and newer
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
+# Multiply-adds from which on it pays to write the result with the copy engine: one more descriptor takes the host longer.
+_STORE_BLOCKS_FROM = 2**36
+
+_arrivals_of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
+    """Zeros, int32 [at least tiles], for one launch. Kernels of a stream follow one another and leave the zeros behind.
+
+    So each stream keeps its own, which saves filling them for each launch; a CUDA graph, which may be replayed on any
+    stream, fills its own. The interpreter gets new ones too.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(tiles, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    kept = _arrivals_of_streams.get(key)
+    if kept is None or kept.numel() < tiles:
+        kept = _arrivals_of_streams[key] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
+    return kept
+
+
+def _fits_descriptors(operand: torch.Tensor) -> bool:
+    """Whether the copy engine can address the matrix: base and rows on 16 bytes."""
+    row_bytes = operand.stride(0) * operand.element_size()
+    return TensorDescriptor is not None and operand.data_ptr() % 16 == 0 and row_bytes % 16 == 0
+
+
+@dataclass
+class _Launch:
+    """How one configuration is launched for one shape."""
+
+    launch: RepeatedLaunch
+    tiles: int
+    descriptors: bool
+    store_blocks: bool
+
+
+# By all that Triton compiles for and all that the grid depends on.
+_launches: dict[tuple, _Launch] = {}
+
+
+def _prepare(config: GemmConfig, out: torch.Tensor, q: torch.Tensor, weight: torch.Tensor, has_bias: bool) -> _Launch:
+    (m, k), n = q.shape, weight.shape[0]
+    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    descriptors = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
+    large = m * n * k >= _STORE_BLOCKS_FROM
+    store_blocks = descriptors and large and config.split_k == 1 and _fits_descriptors(out)
+    constants = kernel_constants(config, has_bias, k % config.block_k == 0, descriptors, store_blocks)
+    launch = RepeatedLaunch(int8_gemm_kernel, (tiles, config.split_k), constants, compile_options(config))
+    return _Launch(launch, tiles, descriptors, store_blocks)
+
+
+def launch_config(
+    config: GemmConfig,
+    out: torch.Tensor,
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:
+    """Launch one configuration into `out` [M, N], with the operands of `launch_gemm` and contiguous scales [M], [N] and bias."""
+    (m, k), n = q.shape, weight.shape[0]
+    strides = (q.stride(0), weight.stride(0), out.stride(0))
+    # What the kernel does not read is `out` again: a pointer like any other.
+    q_scale = out if q_scale is None else q_scale
+    weight_scale = out if weight_scale is None else weight_scale
+    bias_or_out = out if bias is None else bias
+    key = (config, q.device, m, n, k, strides, out.dtype, None if bias is None else bias.dtype)
+    prepared = remembered(
+        _launches,
+        key,
+        (q, weight, out, q_scale, weight_scale, bias_or_out),
+        lambda: _prepare(config, out, q, weight, bias is not None),
+    )
+
+    partial_sums = arrivals = out
+    if config.split_k > 1:
+        sums = prepared.tiles * config.split_k * config.block_m * config.block_n
+        partial_sums = torch.empty(sums, dtype=torch.int32, device=q.device)
+        arrivals = _arrivals(q.device, prepared.tiles)
+    a, b, written = q, weight, out
+    if prepared.descriptors:
+        a = TensorDescriptor(q, q.shape, q.stride(), [config.block_m, config.block_k])
+        b = TensorDescriptor(weight, weight.shape, weight.stride(), [config.block_n, config.block_k])
+    if prepared.store_blocks:
+        written = TensorDescriptor(out, out.shape, out.stride(), [config.block_m, config.block_n])
+    prepared.launch(a, b, q_scale, weight_scale, bias_or_out, written, partial_sums, arrivals, m, n, k, *strides)
+
+
+def _candidates(device: torch.device, m: int, n: int, k: int) -> list[GemmConfig]:
+    properties = torch.cuda.get_device_properties(device)
+    return candidates((properties.major, properties.minor), properties.multi_processor_count, m, n, k)
+
+
+def launch_gemm(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Launch the kernel on checked, non-empty arguments with the configuration tuned for their shape.
+
+    q int8 [M, K], weight int8 [N, K] -> `out_dtype` [M, N]. For torch.int32 that is the accumulator itself, and scales and
+    bias are None.
+    """
+    q = q if q.stride(1) == 1 else q.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    q_scale = None if q_scale is None else q_scale.contiguous()
+    weight_scale = None if weight_scale is None else weight_scale.reshape(-1).expand(weight.shape[0]).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    (m, k), n = q.shape, weight.shape[0]
+    out = torch.empty((m, n), dtype=out_dtype, device=q.device)
+
+    def launch(config: GemmConfig) -> None:
+        launch_config(config, out, q, q_scale, weight, weight_scale, bias)
+
+    if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
+        launch(GemmConfig(32, 32, 64, 4, 4, 1))
+        return out
+    with on_device(q.device):
+        key = TuningKey(device_name(q.device.index), m_bucket(m), n, k)
+        launch(tuner.choose(key, lambda: _candidates(q.device, m, n, k), launch))
+    return out

@@ -1,0 +1,139 @@
+"""Tile configurations of the fused GEMM: what is worth trying on a card for a shape, likely winners first."""
+
+from dataclasses import dataclass, fields, replace
+
+PIPELINES = ("pointers", "descriptors")
+_PARTIAL_SUMS_PER_THREAD = 128
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile sizes in elements, tile-order group, warps per program, software pipeline stages, how operands are fetched
+    (one of PIPELINES), and how many programs share the K of one tile.
+
+    Raises ValueError for what no kernel can be launched with.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    pipeline: str = "pointers"
+    split_k: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not field.type or (field.type is int and value < 1):
+                raise ValueError(f"{field.name} must be a positive {field.type.__name__}; got {value!r}")
+        for name in ("block_m", "block_n", "block_k", "num_warps"):
+            if getattr(self, name).bit_count() != 1:
+                raise ValueError(f"{name} must be a power of two; got {getattr(self, name)}")
+        if self.pipeline not in PIPELINES:
+            raise ValueError(f"pipeline must be one of {', '.join(PIPELINES)}; got {self.pipeline!r}")
+
+    @property
+    def part_n(self) -> int:
+        """Columns of a tile that the last of `split_k` programs sums at a time: as many as its registers hold."""
+        columns = _PARTIAL_SUMS_PER_THREAD * 32 * self.num_warps // (self.split_k * self.block_m)
+        return max(16, min(self.block_n, 1 << (max(1, columns).bit_length() - 1)))
+
+
+# Configurations and the share of the best one's rate that each reaches on large matrices.
+#
+# `mma.s8` with a cp.async pipeline, for Ampere and Ada; every entry fits the 99 KB a block may use on sm_86. The rates are
+# those of the sm_80 build on an H200 with as many blocks per multiprocessor as the shared memory of sm_86 holds, the
+# geometric mean over Ideogram 4's block shapes (tests/studies/ampere_on_hopper.py).
+AMPERE_CONFIGS = {
+    GemmConfig(64, 256, 64, 16, 4, 3): 0.99,
+    GemmConfig(256, 64, 64, 16, 4, 3): 0.98,
+    GemmConfig(128, 128, 128, 16, 4, 2): 0.95,
+    GemmConfig(128, 128, 64, 16, 4, 4): 0.95,
+    GemmConfig(128, 128, 64, 8, 4, 3): 0.93,
+    GemmConfig(128, 64, 128, 16, 4, 3): 0.93,
+    GemmConfig(128, 128, 128, 16, 4, 3): 0.92,
+    GemmConfig(64, 128, 128, 16, 4, 3): 0.92,
+    GemmConfig(128, 256, 64, 8, 8, 3): 0.88,
+    GemmConfig(64, 64, 128, 8, 4, 3): 0.76,
+    GemmConfig(32, 64, 256, 4, 4, 3): 0.48,
+    GemmConfig(32, 128, 128, 4, 4, 4): 0.47,
+    GemmConfig(16, 128, 128, 1, 4, 4): 0.23,
+    GemmConfig(16, 64, 256, 1, 4, 4): 0.21,
+}
+
+# `wgmma` on Hopper, operands fetched by its copy engine. With three stages two blocks share a multiprocessor, so that one
+# computes while the other is in its epilogue. Rates from an H200.
+HOPPER_CONFIGS = {
+    GemmConfig(128, 128, 128, 24, 4, 3, "descriptors"): 1.0,
+    GemmConfig(128, 128, 128, 32, 4, 3, "descriptors"): 0.99,
+    GemmConfig(128, 128, 128, 16, 4, 3, "descriptors"): 0.98,
+    GemmConfig(128, 128, 128, 8, 4, 3, "descriptors"): 0.97,
+    GemmConfig(128, 256, 128, 16, 8, 4, "descriptors"): 0.93,
+    GemmConfig(128, 128, 128, 4, 8, 3, "descriptors"): 0.92,
+    GemmConfig(128, 64, 128, 8, 4, 3, "descriptors"): 0.9,
+    GemmConfig(128, 64, 128, 8, 4, 4, "descriptors"): 0.88,
+    GemmConfig(128, 128, 128, 1, 8, 4, "descriptors"): 0.8,
+    GemmConfig(128, 128, 128, 1, 4, 4, "descriptors"): 0.8,
+    GemmConfig(64, 128, 256, 1, 4, 4, "descriptors"): 0.7,
+    GemmConfig(64, 64, 256, 1, 4, 4, "descriptors"): 0.6,
+    GemmConfig(16, 128, 256, 1, 4, 4): 0.2,
+}
+
+# Multiply-adds that a multiprocessor's tensor cores do in the time in which one byte of an operand reaches it.
+_AMPERE_BALANCE, _HOPPER_BALANCE = 32, 50
+# Channels whose multiplication takes as long as starting a tile and its epilogue, and as long as summing its splits.
+_TILE_OVERHEAD, _SPLIT_OVERHEAD = 512, 1024
+_SPLITS = (1, 2, 3, 5)
+_CHANNELS_PER_SPLIT = 1024
+_MOST_CANDIDATES = 10
+
+
+def candidates(capability: tuple[int, int], multiprocessors: int, m: int, n: int, k: int) -> list[GemmConfig]:
+    """The configurations worth trying for [m, k] x [n, k] on a card of this compute capability, likely winners first.
+
+    Ordered by an estimate of their time: the rounds in which the multiprocessors work off the tiles, each as long as its
+    multiplications or its loads take. Where nothing can be measured, the first is what runs.
+    """
+    hopper = capability[0] == 9
+    rates, balance = (HOPPER_CONFIGS, _HOPPER_BALANCE) if hopper else (AMPERE_CONFIGS, _AMPERE_BALANCE)
+
+    def estimate(config: GemmConfig, rate: float) -> float:
+        tiles = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
+        multiplications = config.block_m * config.block_n / rate
+        loads = (min(config.block_m, m) + min(config.block_n, n)) * balance
+        overhead = _TILE_OVERHEAD + (_SPLIT_OVERHEAD if config.split_k > 1 else 0)
+        rounds = -(-tiles // multiprocessors)
+        return rounds * (k / config.split_k * max(multiplications, loads) + overhead * multiplications)
+
+    estimates: dict[GemmConfig, float] = {}
+    for config, rate in rates.items():
+        # Groups of more tile rows than there are differ in nothing.
+        fitted = replace(config, group_m=min(config.group_m, -(-m // config.block_m)))
+        if k % 16:  # the copy engine wants rows on 16 bytes
+            fitted = replace(fitted, pipeline="pointers")
+        for splits in _SPLITS:
+            if splits == 1 or k >= splits * _CHANNELS_PER_SPLIT:
+                split = replace(fitted, split_k=splits)
+                estimates.setdefault(split, estimate(split, rate))
+    return sorted(estimates, key=estimates.__getitem__)[:_MOST_CANDIDATES]
+
+
+def _shipped_for_h200() -> dict[tuple[str, int, int, int], GemmConfig]:
+    """Ideogram 4's linears at 768 and 1024 px, at 77 tokens, and its text projection at 512."""
+    large = GemmConfig(128, 128, 128, 24, 4, 3, "descriptors")
+    small = {
+        (128, 13824, 4608): GemmConfig(128, 128, 128, 1, 4, 4, "descriptors"),
+        (128, 4608, 4608): GemmConfig(64, 128, 256, 1, 4, 4, "descriptors"),
+        (128, 12288, 4608): GemmConfig(128, 128, 128, 1, 4, 4, "descriptors"),
+        (128, 4608, 12288): GemmConfig(128, 128, 128, 1, 8, 4, "descriptors", 3),
+        (512, 4608, 53248): GemmConfig(128, 128, 128, 4, 8, 3, "descriptors", 3),
+    }
+    blocks = [(13824, 4608), (4608, 4608), (12288, 4608), (4608, 12288)]
+    measured = {(bucket, n, k): large for bucket in (3072, 4096, 6144) for n, k in blocks} | small
+    return {("NVIDIA H200", *shape): config for shape, config in measured.items()}
+
+
+# Configurations measured on a card, by its name, M bucket, N and K: they come with the pack, and nothing is tuned there.
+SHIPPED: dict[tuple[str, int, int, int], GemmConfig] = _shipped_for_h200()

@@ -1,0 +1,175 @@
+"""Tuning results and where they outlive the process: one JSON file per card, kernel sources and Triton version."""
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+import triton
+from filelock import FileLock
+
+from .tiles import GemmConfig
+
+logger = logging.getLogger(__name__)
+
+# Each write takes milliseconds; whoever waits longer than this waits for a process that hangs.
+_LOCK_SECONDS = 5
+# Windows refuses to replace or open a file in the instant another process opens or replaces it.
+_ATTEMPTS = 10
+_PAUSE_SECONDS = 0.02
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class TuningKey:
+    """What a measurement is valid for. M is bucketed, so that a new resolution does not tune again."""
+
+    device: str
+    m_bucket: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The fastest configuration of a key and the time of its launch."""
+
+    config: GemmConfig
+    milliseconds: float
+
+
+def cache_folder() -> Path:
+    """Where results are kept: INT8_DIT_TUNING_CACHE, or else `int8-dit` in the folder where Triton keeps compiled kernels."""
+    named = os.environ.get("INT8_DIT_TUNING_CACHE", "").strip()
+    return Path(named).expanduser() if named else Path(_triton_cache_folder()) / "int8-dit"
+
+
+def _triton_cache_folder() -> str:
+    if hasattr(triton, "knobs"):
+        return triton.knobs.cache.dir
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return os.environ.get("TRITON_CACHE_DIR", "").strip() or os.path.join(home, ".triton", "cache")
+
+
+@functools.cache
+def kernel_source_hash() -> str:
+    """SHA-256 over the sources of the GEMM kernels: what was measured with others says nothing about these."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("gemm*.py")):
+        digest.update(f"{source.name}\n{source.read_text(encoding='utf-8')}\n".encode())
+    return digest.hexdigest()
+
+
+class TuningCache:
+    """The results of one card with the kernels and the Triton of this process, shared with other processes.
+
+    Nothing here raises for the state of the disk: what cannot be read or written is said once and then only missing.
+    """
+
+    def __init__(self, card: str) -> None:
+        self._header = {"card": card, "triton": triton.__version__, "kernel_source": kernel_source_hash()}
+        slug = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")[:60]
+        digest = hashlib.sha256("\n".join(self._header.values()).encode()).hexdigest()[:16]
+        self.path = cache_folder() / f"{slug}-{digest}.json"
+        self._measured: dict[TuningKey, Measurement] = {}
+        self._said: set[str] = set()
+
+    def read(self) -> dict[TuningKey, Measurement]:
+        """What all processes have measured so far."""
+        try:
+            return self._load()
+        except OSError as error:
+            self._say_unavailable(error)
+            return {}
+
+    def add(self, key: TuningKey, measurement: Measurement) -> None:
+        """Keep a measurement of this process, along with earlier ones that could not be written in their turn."""
+        self._measured[key] = measurement
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS):
+                self._replace(self._load() | self._measured)
+        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+            self._say_unavailable(error)
+
+    def _load(self) -> dict[TuningKey, Measurement]:
+        """The file's valid entries; none where there is no file or not one of ours. Raises OSError."""
+        try:
+            content = json.loads(_patiently(lambda: self.path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, RecursionError):
+            content = None
+        ours = isinstance(content, dict) and all(content.get(name) == value for name, value in self._header.items())
+        if not ours or not isinstance(content.get("entries"), list):
+            self._warn_once(f"{self.path} is damaged or not a tuning file: it is ignored and written anew")
+            return {}
+        entries = (_parse(entry, self._header["card"]) for entry in content["entries"])
+        return dict(entry for entry in entries if entry is not None)
+
+    def _replace(self, results: dict[TuningKey, Measurement]) -> None:
+        """Write the whole file so that a reader sees the old or the new one. Call with the lock held; raises OSError."""
+        entries = [
+            {
+                "m_bucket": key.m_bucket,
+                "n": key.n,
+                "k": key.k,
+                "config": asdict(result.config),
+                "milliseconds": round(result.milliseconds, 6),
+            }
+            for key, result in results.items()
+        ]
+        temporary = self.path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps({**self._header, "entries": entries}, indent=2), encoding="utf-8")
+            _patiently(lambda: os.replace(temporary, self.path))
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _say_unavailable(self, error: Exception) -> None:
+        self._warn_once(
+            f"INT8 GEMM tuning results cannot be kept in {self.path.parent} and are measured again at every start; "
+            "set INT8_DIT_TUNING_CACHE to a folder that can be written",
+            detail=f" ({error})",
+        )
+
+    def _warn_once(self, message: str, detail: str = "") -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning("%s%s", message, detail)
+
+
+def _parse(entry: object, card: str) -> tuple[TuningKey, Measurement] | None:
+    """An entry of the file, or None unless it is one that this version could have written."""
+    try:
+        sizes = [entry[name] for name in ("m_bucket", "n", "k")]
+        values, milliseconds = entry["config"], entry["milliseconds"]
+        if values.keys() != {field.name for field in fields(GemmConfig)}:
+            return None
+        config = GemmConfig(**values)
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return None
+    numbers_fit = all(type(size) is int and size > 0 for size in sizes) and type(milliseconds) in (int, float)
+    if not numbers_fit or not math.isfinite(milliseconds):
+        return None
+    return TuningKey(card, *sizes), Measurement(config, milliseconds)
+
+
+def _patiently(action: Callable[[], _Result]) -> _Result:
+    """`action()`, tried again for a moment while access is denied."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return action()
+        except PermissionError:
+            time.sleep(_PAUSE_SECONDS)
+    return action()

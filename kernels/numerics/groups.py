@@ -1,0 +1,159 @@
+"""Quantizing the linears that read one input: the transform that loses least is found by trying, and used for all."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from .candidates import Transform
+from .output_error import OutputError, relative_rounding_error
+from .smoothing import channel_absmax, smoothing_factors
+from .statistics import ActivationStatistics
+from .weights import quantize_weight
+
+Weight = Callable[[], torch.Tensor]
+"""Puts a weight [N, K], bf16, fp16 or fp32, on the device that shall do the work; called when it is needed."""
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """A linear in INT8, in host memory.
+
+    Attributes:
+        q: int8 [N, K].
+        scale: float32 [N].
+        smooth: smoothing factors, float32 [K], or None.
+        transform: what was done to the channels.
+        error: relative error of the linear's output on the sampled rows; without statistics, of its weight.
+        plain_error: what `error` would be with neither smoothing nor rotation, nor clipping: how fragile the layer is.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    smooth: torch.Tensor | None
+    transform: Transform
+    error: float
+    plain_error: float
+
+
+@contextmanager
+def naming_layer(name: str) -> Iterator[None]:
+    """Let a ValueError about a weight say whose it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"layer {name} cannot be quantized: {error}") from error
+
+
+def quantize_group(
+    weights: Mapping[str, Weight],
+    candidates: Sequence[Transform],
+    statistics: ActivationStatistics | None,
+    clip: bool = False,
+) -> dict[str, QuantizedLinear]:
+    """Quantize linears that read the same input, all with the same transform and the same smoothing factors.
+
+    Of several candidates the one is taken whose worst ratio to the first candidate's error, over the linears, is
+    smallest: no linear loses more than with the first candidate. One weight is on the device at a time.
+
+    Args:
+        weights: the linears by name.
+        candidates: the transforms to choose from.
+        statistics: of their common input; None where nothing was recorded. Then no candidate may smooth, and errors are
+            those of the weights.
+        clip: as in `quantize_weight`.
+
+    Raises ValueError naming the linear whose weight holds a NaN or Inf.
+    """
+    if len(weights) == 1:
+        ((name, load),) = weights.items()
+        with naming_layer(name):
+            only = load()
+        weights = {name: lambda: only}
+    factors = _factors(weights, candidates, statistics)
+
+    results: dict[str, QuantizedLinear] = {}
+    plain_errors: dict[str, float] = {}
+    errors: dict[str, list[float]] = {}
+    for name, load in weights.items():
+        with naming_layer(name):
+            weight = load()
+            error_of = _error_measure(weight, statistics)
+            q, scale = quantize_weight(weight)
+            plain_errors[name] = error_of(q, scale)
+            errors[name] = []
+            for candidate in candidates:
+                smooth, group = factors.get(candidate.alpha), candidate.rotation_group
+                if clip or candidate != Transform():
+                    q, scale = quantize_weight(weight, smooth, group, clip=clip)
+                    errors[name].append(error_of(q, scale, smooth, group))
+                else:
+                    errors[name].append(plain_errors[name])
+            if len(candidates) == 1:
+                results[name] = _in_host_memory(q, scale, smooth, candidates[0], errors[name][0], plain_errors[name])
+            del weight, error_of, q, scale  # before the next is loaded
+    if results:
+        return results
+
+    chosen = least_worst(list(errors.values()))
+    transform = candidates[chosen]
+    smooth = factors.get(transform.alpha)
+    for name, load in weights.items():
+        q, scale = quantize_weight(load(), smooth, transform.rotation_group, clip=clip)
+        results[name] = _in_host_memory(q, scale, smooth, transform, errors[name][chosen], plain_errors[name])
+    return results
+
+
+def least_worst(errors: Sequence[Sequence[float]]) -> int:
+    """The candidate whose largest ratio to the first candidate's error, over the members of a group, is smallest; the
+    earlier one of two equals. errors[member][candidate] >= 0."""
+
+    def worst_ratio(candidate: int) -> float:
+        if any(own[0] == 0 < own[candidate] for own in errors):
+            return torch.inf  # what is lossless must stay so
+        return max((own[candidate] / own[0] for own in errors if own[0] > 0), default=1.0)
+
+    return min(range(len(errors[0])), key=worst_ratio)
+
+
+def _factors(
+    weights: Mapping[str, Weight], candidates: Sequence[Transform], statistics: ActivationStatistics | None
+) -> dict[float | None, torch.Tensor]:
+    """The smoothing factors [K] by alpha, with the largest weights of the whole group."""
+    alphas = {candidate.alpha for candidate in candidates} - {None}
+    if not alphas:
+        return {}
+    largest = []
+    for name, load in weights.items():
+        with naming_layer(name):
+            largest.append(channel_absmax(load()))
+    weight_absmax = torch.stack(largest).amax(dim=0)
+    absmax = statistics.absmax.to(weight_absmax.device)
+    return {alpha: smoothing_factors(absmax, weight_absmax, alpha) for alpha in alphas}
+
+
+def _error_measure(weight: torch.Tensor, statistics: ActivationStatistics | None) -> Callable[..., float]:
+    """(q, scale, smoothing factors or None, rotation group or None) -> relative error."""
+    if statistics is not None:
+        return OutputError(statistics.sample.rows, weight).of
+
+    def rounding_error(
+        q: torch.Tensor, scale: torch.Tensor, smooth: None = None, rotation_group: int | None = None
+    ) -> float:
+        return relative_rounding_error(weight, q, scale, rotation_group)
+
+    return rounding_error
+
+
+def _in_host_memory(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    smooth: torch.Tensor | None,
+    transform: Transform,
+    error: float,
+    plain_error: float,
+) -> QuantizedLinear:
+    # A copy for each: linears of a group must not hold one and the same vector.
+    smooth = None if smooth is None else smooth.to("cpu", copy=True)
+    return QuantizedLinear(q.cpu(), scale.cpu(), smooth, transform, error, plain_error)

@@ -1,0 +1,127 @@
+"""Per-output-channel INT8 quantization of weights and its inverse."""
+
+from collections.abc import Iterator
+
+import torch
+
+from ..checks import check_float_matrix, check_int8_matrix, check_rotation_group, check_vector, check_weight_scale
+from ..rotation import rotate
+
+# Rows are independent, so a large weight is processed in slices: the float32 working copies stay this small.
+_SLICE_ELEMENTS = 1 << 24
+# What a clipped channel's scale can be, relative to absmax / 127; the first, no clipping, wins ties.
+_CLIPPING = tuple(1.0 - step / 50 for step in range(26))
+
+
+def row_slices(weight: torch.Tensor) -> Iterator[slice]:
+    """Slices over the rows of a weight [N, K] that are few enough to be worked on in float32."""
+    rows = max(1, _SLICE_ELEMENTS // max(1, weight.shape[1]))
+    return (slice(start, start + rows) for start in range(0, weight.shape[0], rows))
+
+
+def _least_error_scale(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The multiple of `scale` [N] in _CLIPPING under which rounding float32 values [N, K] loses least, row by row."""
+    best, least = scale, torch.full_like(scale, torch.inf)
+    for ratio in _CLIPPING:
+        candidate = scale * ratio
+        steps = (values / candidate[:, None]).round_().clamp_(-127, 127)
+        squares = steps.mul_(candidate[:, None]).sub_(values).square_().sum(dim=1)
+        best = torch.where(squares < least, candidate, best)
+        least = torch.minimum(squares, least)
+    return best
+
+
+def quantize_weight(
+    w: torch.Tensor,
+    smooth: torch.Tensor | None = None,
+    rotation_group: int | None = None,
+    generator: torch.Generator | None = None,
+    clip: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize a weight symmetrically to INT8 with one scale per output channel.
+
+    The quantized matrix is w . diag(smooth), then rotated per group, so that its product with activations prepared by
+    `quantize_activations` with the same `smooth` and `rotation_group` is unchanged in real arithmetic.
+
+    Args:
+        w: [N, K] bf16, fp16 or fp32.
+        smooth: smoothing factors [K], floating point, or None.
+        rotation_group: channels per Hadamard group, a power of 4 that divides K, or None.
+        generator: rounds stochastically with it, so that a change smaller than a step survives on average; None rounds
+            half to even.
+        clip: choose each channel's scale, from half of absmax / 127 to the whole, by the least squared rounding error,
+            which clips the channel's largest weights where that pays.
+
+    Returns:
+        int8 [N, K] in -127..127 and float32 per-channel scale [N], absmax / 127 unless clipped.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or group; NaN or Inf in the weight.
+    """
+    check_float_matrix("w", w)
+    check_rotation_group(rotation_group, w.shape[1])
+    if smooth is not None:
+        check_vector("smooth", smooth, w.shape[1], "K")
+        smooth = smooth.to(device=w.device, dtype=torch.float32)
+
+    q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
+    scale = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
+    for rows in row_slices(w):
+        values = w[rows].float()
+        if smooth is not None:
+            values = values * smooth
+        if rotation_group is not None:
+            values = rotate(values, rotation_group)
+        absmax = values.abs().amax(dim=1) if w.shape[1] else values.new_zeros(values.shape[0])
+        scale[rows] = absmax / torch.full_like(absmax, 127)
+        divisor = torch.where(scale[rows] > 0, scale[rows], 1.0)
+        if clip:
+            divisor = _least_error_scale(values, divisor)
+            scale[rows] = torch.where(scale[rows] > 0, divisor, scale[rows])
+        steps = values / divisor[:, None]
+        if generator is None:
+            steps = steps.round()
+        else:
+            steps = (steps + torch.rand(steps.shape, generator=generator, device=steps.device)).floor()
+        q[rows] = steps.clamp(-127, 127).to(torch.int8)
+    if not bool(torch.isfinite(scale).all()):
+        channel = int((~torch.isfinite(scale)).nonzero()[0])
+        raise ValueError(f"weight has a NaN or Inf in output channel {channel}")
+    return q, scale
+
+
+def dequantize_weight(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    smooth: torch.Tensor | None = None,
+    rotation_group: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """The float weight [N, K] in the original basis: q . scale, rotated back, divided by `smooth`.
+
+    Args:
+        q: int8 [N, K].
+        scale: float32, scalar or per-channel [N] or [N, 1].
+        smooth, rotation_group: as given to `quantize_weight`.
+        dtype: dtype of the result.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or group.
+    """
+    check_int8_matrix("q", q)
+    check_weight_scale(scale, q.shape[0])
+    check_rotation_group(rotation_group, q.shape[1])
+    if smooth is not None:
+        check_vector("smooth", smooth, q.shape[1], "K")
+        smooth = smooth.float()
+
+    per_channel = scale.reshape(-1, 1).expand(q.shape[0], 1)
+    weight = torch.empty(q.shape, dtype=dtype, device=q.device)
+    for rows in row_slices(q):
+        values = q[rows].float() * per_channel[rows]
+        if rotation_group is not None:
+            values = rotate(values, rotation_group)
+        if smooth is not None:
+            values = values / smooth
+        weight[rows] = values.to(dtype)
+    return weight

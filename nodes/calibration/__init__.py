@@ -1,0 +1,1 @@
+"""What the linears of a model get to see while it samples: recorded, kept in files."""

@@ -1,0 +1,77 @@
+"""A calibration: what the linears of a model got to see while it sampled."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels import ActivationStatistics
+
+Shapes = Mapping[str, tuple[int, int]]
+"""[N, K] of linears by name."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Statistics of a model's linears.
+
+    Attributes:
+        shapes: of every linear that can be quantized, in the order of the model.
+        statistics: of those that were called, in host memory.
+    """
+
+    shapes: Shapes
+    statistics: Mapping[str, ActivationStatistics]
+
+    def check_finite(self) -> None:
+        """Raise ValueError naming the layer that was the first to get a NaN or Inf: in the earliest call, and there the
+        first in the order of the model."""
+        names = [name for name in self.shapes if name in self.statistics]
+        broken = [name for name in names if self.statistics[name].finite_calls < self.statistics[name].calls]
+        if broken:
+            first = min(broken, key=lambda name: self.statistics[name].finite_calls)
+            raise ValueError(
+                f"calibration: the input of layer {first} held a NaN or Inf; the model does not sample cleanly with these "
+                "inputs"
+            )
+
+    def check_fits(self, linears: Mapping[str, torch.nn.Module]) -> None:
+        """Raise ValueError naming the first layer in which these quantizable linears of a model are others."""
+        difference = _first_difference(self.shapes, shapes_of(linears))
+        if difference is not None:
+            name, own, model = difference
+            raise ValueError(
+                f"the calibration does not fit this MODEL: layer {name} is {own} in the calibration and {model} in the "
+                "MODEL. Record it again with this MODEL"
+            )
+
+
+def shapes_of(linears: Mapping[str, torch.nn.Module]) -> Shapes:
+    """The shapes of modules' weights."""
+    return {name: tuple(module.weight.shape) for name, module in linears.items()}
+
+
+def _first_difference(a: Shapes, b: Shapes) -> tuple[str, str, str] | None:
+    """The first layer that two models do not have alike, and what it is in each; None where all are alike."""
+    for name in dict.fromkeys([*a, *b]):
+        if a.get(name) != b.get(name):
+            first, second = (f"{list(shapes[name])}" if name in shapes else "missing" for shapes in (a, b))
+            return name, first, second
+    return None
+
+
+def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
+    """One calibration of all the calls that went into several. Raises ValueError if they are of different models."""
+    shapes = calibrations[0].shapes
+    for index, other in enumerate(calibrations[1:], start=2):
+        difference = _first_difference(shapes, other.shapes)
+        if difference is not None:
+            name, first, second = difference
+            raise ValueError(
+                f"calibrations of different models cannot be merged: layer {name} is {first} in the first and {second} in "
+                f"number {index}"
+            )
+    seen = {name: [c.statistics[name] for c in calibrations if name in c.statistics] for name in shapes}
+    return Calibration(
+        shapes, {name: ActivationStatistics.merged(several) for name, several in seen.items() if several}
+    )

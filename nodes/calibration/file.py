@@ -1,0 +1,75 @@
+"""Calibrations as safetensors files.
+
+A layer X is `X.absmax` (float32 [K]) and `X.rows` (its sampled rows [R, K] in the dtype of the activations), both only
+where X was called. The metadata entry `int8_dit_calibration` is JSON: for each layer that can be quantized, in the order of
+the model, its shape [N, K], its number of calls, its spikiness, and how many of the rows are of each sampled call.
+"""
+
+import json
+import os
+from collections.abc import Callable
+
+import safetensors
+import torch
+
+from ...kernels import ActivationStatistics
+from ..files.safetensors_writer import write_safetensors
+from .calibration import Calibration
+
+_KEY = "int8_dit_calibration"
+_ABSMAX, _ROWS = "absmax", "rows"
+
+
+def save_calibration(
+    calibration: Calibration, path: str, metadata: dict[str, str], on_tensor: Callable[[], None]
+) -> None:
+    """Write a calibration; `on_tensor` and the errors are `write_safetensors`'."""
+    layers, tensors = {}, {}
+    for name, shape in calibration.shapes.items():
+        layers[name] = {"shape": list(shape), "calls": 0}
+        seen = calibration.statistics.get(name)
+        if seen is not None:
+            parts = seen.sample.parts
+            layers[name] |= {
+                "calls": seen.calls,
+                "spikiness": seen.spikiness,
+                "sampled": [part.shape[0] for part in parts],
+            }
+            tensors |= {f"{name}.{_ABSMAX}": seen.absmax, f"{name}.{_ROWS}": seen.sample.rows}
+    write_safetensors(path, tensors, {_KEY: json.dumps(layers), **metadata}, on_tensor)
+
+
+def load_calibration(path: str) -> Calibration:
+    """Read a calibration. Raises ValueError naming the file, and the layer where there is one, if it is none."""
+    file = os.path.basename(path)
+    try:
+        with safetensors.safe_open(path, framework="pt") as opened:
+            text = (opened.metadata() or {}).get(_KEY)
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()} if text is not None else {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file} is damaged or incomplete ({error}); save the calibration again") from error
+    if text is None:
+        raise ValueError(f"{file} is not a calibration: Save Calibration did not write it")
+    name = None
+    shapes, statistics = {}, {}
+    try:
+        for name, layer in json.loads(text).items():
+            rows, columns = layer["shape"]
+            shapes[name] = (int(rows), int(columns))
+            if layer["calls"]:
+                statistics[name] = _statistics(layer, tensors[f"{name}.{_ABSMAX}"], tensors[f"{name}.{_ROWS}"], columns)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:
+        where = "" if name is None else f" at layer {name}"
+        raise ValueError(f"{file}: the calibration cannot be read{where} ({error})") from error
+    if not statistics:
+        raise ValueError(f"{file}: no layer was called while this calibration was recorded; record it again")
+    return Calibration(shapes, statistics)
+
+
+def _statistics(layer: dict, absmax: torch.Tensor, rows: torch.Tensor, columns: int) -> ActivationStatistics:
+    if absmax.shape != (columns,) or absmax.dtype != torch.float32:
+        raise ValueError(f"{_ABSMAX} must be float32 [{columns}], not {absmax.dtype} {list(absmax.shape)}")
+    if rows.ndim != 2 or rows.shape[1] != columns or not rows.is_floating_point():
+        raise ValueError(f"{_ROWS} must be floating point [rows, {columns}], not {rows.dtype} {list(rows.shape)}")
+    parts = rows.split([int(count) for count in layer["sampled"]])
+    return ActivationStatistics.restored(int(layer["calls"]), float(layer["spikiness"]), absmax, parts)

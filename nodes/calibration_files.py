@@ -1,0 +1,110 @@
+"""The nodes that keep calibrations: "Save Calibration", "Load Calibration" and "Merge Calibrations"."""
+
+import os
+
+import folder_paths
+from comfy_api.latest import io
+
+from .calibration.calibration import Calibration, merge_calibrations
+from .calibration.file import load_calibration, save_calibration
+from .host.output_files import output_path, workflow_metadata
+from .model.load import LayerProgress
+from .record_calibration import CalibrationType
+
+FOLDER = "int8_calibrations"
+
+
+def register_folder() -> None:
+    """Let ComfyUI look for calibrations where models are, and where Save Calibration puts them."""
+    for base in (folder_paths.models_dir, folder_paths.get_output_directory()):
+        folder_paths.add_model_folder_path(FOLDER, os.path.join(base, FOLDER))
+    places, _ = folder_paths.folder_names_and_paths[FOLDER]
+    folder_paths.folder_names_and_paths[FOLDER] = (places, {".safetensors"})
+
+
+def _given(calibration: Calibration | None) -> Calibration:
+    """A connected calibration. Raises ValueError for the one that a quantization without any has put out."""
+    if calibration is None:
+        raise ValueError(
+            "there is no calibration: Quantize to INT8 had no calibration inputs connected, and so nothing was recorded"
+        )
+    return calibration
+
+
+class SaveINT8Calibration(io.ComfyNode):
+    """CALIBRATION -> a safetensors file in the output folder."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SaveINT8Calibration",
+            display_name="Save Calibration",
+            category="model/quantization",
+            description="Saves a calibration, so that a model can be quantized again without sampling again.",
+            inputs=[
+                CalibrationType.Input("calibration"),
+                io.String.Input("filename_prefix", default=f"{FOLDER}/calibration"),
+            ],
+            outputs=[],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, calibration, filename_prefix) -> io.NodeOutput:
+        calibration = _given(calibration)
+        path, ui = output_path(filename_prefix)
+        progress = LayerProgress(2 * len(calibration.statistics))  # two tensors of each layer
+        save_calibration(calibration, path, workflow_metadata(cls.hidden), progress.step)
+        return io.NodeOutput(ui=ui)
+
+
+class LoadINT8Calibration(io.ComfyNode):
+    """A file that Save Calibration wrote -> CALIBRATION."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LoadINT8Calibration",
+            display_name="Load Calibration",
+            category="model/quantization",
+            description="Loads a calibration that Save Calibration wrote.",
+            inputs=[
+                io.Combo.Input(
+                    "calibration_name",
+                    options=folder_paths.get_filename_list(FOLDER),
+                    tooltip=f"A .safetensors file in output/{FOLDER} or models/{FOLDER}.",
+                )
+            ],
+            outputs=[CalibrationType.Output(display_name="calibration")],
+        )
+
+    @classmethod
+    def execute(cls, calibration_name: str) -> io.NodeOutput:
+        return io.NodeOutput(load_calibration(folder_paths.get_full_path_or_raise(FOLDER, calibration_name)))
+
+
+class MergeINT8Calibrations(io.ComfyNode):
+    """Several CALIBRATIONs of one model -> one, as if all had been recorded together."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="MergeINT8Calibrations",
+            display_name="Merge Calibrations",
+            category="model/quantization",
+            description="Makes one calibration of several of the same model: of other prompts, sizes or samplers.",
+            inputs=[
+                io.Autogrow.Input(
+                    "calibrations",
+                    template=io.Autogrow.TemplatePrefix(
+                        CalibrationType.Input("calibration"), "calibration_", min=2, max=32
+                    ),
+                )
+            ],
+            outputs=[CalibrationType.Output(display_name="calibration")],
+        )
+
+    @classmethod
+    def execute(cls, calibrations: io.Autogrow.Type) -> io.NodeOutput:
+        return io.NodeOutput(merge_calibrations([_given(calibration) for calibration in calibrations.values()]))

@@ -1,0 +1,91 @@
+"""Writing a safetensors file tensor by tensor: bounded memory, a cancel between tensors, and never half a file.
+
+The safetensors package serializes all tensors at once, which for a model means a second copy in memory and no moment at
+which the user's cancel could be heard.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+
+import torch
+
+from ..model.patched_weights import PendingTensor
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_safetensors(
+    path: str, tensors: dict[str, torch.Tensor | PendingTensor], metadata: dict[str, str], on_tensor: Callable[[], None]
+) -> None:
+    """Write `tensors` to `path` in the safetensors format, one at a time, through a temporary file beside it.
+
+    Each tensor is moved to host memory only when its turn comes (a lazily patched one is computed then). `on_tensor` is
+    called after each and may raise to stop. Whatever happens, `path` is either the complete file or untouched, and the
+    temporary file is gone.
+
+    Raises OSError naming the file and what to do when the disk is full; ValueError for a dtype the format lacks.
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors files cannot hold")
+        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+
+    free = shutil.disk_usage(os.path.dirname(path)).free
+    if free < 8 + len(encoded) + end:
+        raise _disk_full(path, end, free)
+    temporary = f"{path}.partial"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(len(encoded).to_bytes(8, "little"))
+            file.write(encoded)
+            for name, tensor in tensors.items():
+                file.write(_bytes(tensor.to("cpu"), header[name]))
+                on_tensor()
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _disk_full(path, end, shutil.disk_usage(os.path.dirname(path)).free) from error
+        raise
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+
+
+def _bytes(tensor: torch.Tensor, entry: dict) -> memoryview:
+    begin, end = entry["data_offsets"]
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.numel() != end - begin:  # a lazily computed tensor that is not what its placeholder promised
+        raise ValueError(f"a tensor of {flat.numel()} bytes was announced with {end - begin}")
+    return memoryview(flat.numpy())
+
+
+def _disk_full(path: str, needed: int, free: int) -> OSError:
+    return OSError(
+        errno.ENOSPC,
+        f"not enough disk space for {os.path.basename(path)}: it needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are "
+        "free; free some space or choose another output directory. Nothing was saved",
+    )

@@ -1,0 +1,1 @@
+"""What the pack uses of the ComfyUI around it: memory, progress, messages, the output folder."""

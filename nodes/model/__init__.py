@@ -1,0 +1,1 @@
+"""MODELs with INT8 linears: built, loaded, patched, folded, saved."""

@@ -1,0 +1,88 @@
+"""The INT8 weight as ComfyUI carries it: a layout of its QuantizedTensor.
+
+ComfyUI moves, offloads, patches and saves the weight through this layout. Its dequantized value is always the original
+weight, free of smoothing and rotation, so that a LoRA made for the original model is right in every memory mode.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
+from comfy_kitchen.tensor import BaseLayoutParams
+
+from ...kernels import dequantize_weight, quantize_weight
+from ..files.int8_mark import NATIVE_FORMAT, SMOOTHED_FORMAT
+
+LAYOUT = "PerChannelINT8Layout"
+
+
+class PerChannelINT8Layout(QuantizedLayout):
+    """int8 [N, K] with a per-channel scale [N, 1], optional smoothing factors [K] and an optional rotation group."""
+
+    @dataclass(frozen=True)
+    class Params(BaseLayoutParams):
+        smooth: torch.Tensor | None = None
+        rotation_group: int | None = None
+
+        def _tensor_fields(self) -> list[str]:
+            return ["scale"] if self.smooth is None else ["scale", "smooth"]
+
+    @classmethod
+    def quantize(
+        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, smooth=None, rotation_group=None
+    ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
+        """Float weight -> int8 and parameters. The scale is always computed anew; `stochastic_rounding` is a seed or 0."""
+        generator = None
+        if stochastic_rounding:
+            generator = torch.Generator(tensor.device).manual_seed(stochastic_rounding)
+        if smooth is not None:
+            smooth = smooth.to(tensor.device)
+        q, channel_scale = quantize_weight(tensor, smooth, rotation_group, generator)
+        return q, cls.Params(channel_scale[:, None], tensor.dtype, tuple(tensor.shape), smooth, rotation_group)
+
+    @classmethod
+    def dequantize(cls, qdata, params) -> torch.Tensor:
+        """The original weight in `params.orig_dtype`."""
+        return dequantize_weight(qdata, params.scale, params.smooth, params.rotation_group, params.orig_dtype)
+
+    @classmethod
+    def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return qtensor._qdata, qtensor._params.scale
+
+    @classmethod
+    def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
+        tensors = {"": qdata, "_scale": params.scale}
+        if params.smooth is not None:
+            tensors["_smooth"] = params.smooth
+        return tensors
+
+    @classmethod
+    def requantize_kwargs(cls, qtensor) -> dict:
+        return {"smooth": qtensor._params.smooth, "rotation_group": qtensor._params.rotation_group}
+
+
+register_layout_class(LAYOUT, PerChannelINT8Layout)
+
+
+def int8_weight(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    smooth: torch.Tensor | None = None,
+    rotation_group: int | None = None,
+) -> QuantizedTensor:
+    """Wrap int8 [N, K] and its scale (scalar, [N] or [N, 1]) for ComfyUI; `dtype` is that of the dequantized weight."""
+    # One shape for all, because ComfyUI copies requantized parameters over the ones it holds.
+    scale = scale.float().reshape(-1, 1).expand(q.shape[0], 1).contiguous()
+    smooth = None if smooth is None else smooth.float().contiguous()
+    return QuantizedTensor(q, LAYOUT, PerChannelINT8Layout.Params(scale, dtype, tuple(q.shape), smooth, rotation_group))
+
+
+def is_int8(weight: object) -> bool:
+    """Whether a module's weight is one of ours."""
+    return isinstance(weight, QuantizedTensor) and weight._layout_cls == LAYOUT
+
+
+def format_name(weight: QuantizedTensor) -> str:
+    """The format a weight is marked with in files."""
+    return NATIVE_FORMAT if weight._params.smooth is None else SMOOTHED_FORMAT

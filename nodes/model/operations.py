@@ -1,0 +1,138 @@
+"""The layer classes a model is built with (ComfyUI's `custom_operations`): its own, with the product of linears replaced.
+
+ComfyUI keeps owning the weight: loading, offloading, dynamic VRAM, LoRA and saving all see its QuantizedTensor. This
+module only decides what a linear holds after loading and how it multiplies.
+"""
+
+from collections.abc import Callable
+
+import comfy.ops
+import torch
+from comfy.quant_ops import QuantizedTensor
+
+from ...kernels import ComputePath, InputReader, int8_linear
+from ..files import int8_mark
+from .int8_weight import LAYOUT, format_name, int8_weight, is_int8
+
+ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+"""(layer name, its weight as stored: float, meta, or in another quantized format; what its input is multiplied by, if
+anything) -> the weight to hold instead, or None to leave the layer as it is."""
+
+
+def leave_layer(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> None:
+    """The ConvertLayer that converts nothing."""
+
+
+_UNPACKED = ("float8_e4m3fn", "float8_e5m2", int8_mark.NATIVE_FORMAT)
+
+
+def int8_operations(
+    path: ComputePath,
+    compute_dtype: torch.dtype,
+    convert_layer: ConvertLayer = leave_layer,
+    dequantize_once: bool = False,
+) -> type:
+    """An operations class for one model.
+
+    Args:
+        path: what INT8 linears compute with.
+        compute_dtype: dtype of everything that is not INT8. Loading raises ValueError for a weight of another shape
+            than its layer's.
+        convert_layer: called for each linear that is not INT8 in the state dict.
+        dequantize_once: hold INT8 linears of the state dict as `compute_dtype` weights instead.
+    """
+    base = comfy.ops.mixed_precision_ops(compute_dtype=compute_dtype)
+
+    class INT8Operations(base):
+        convert_layer: ConvertLayer  # until the model is loaded
+
+        class Linear(base.Linear):
+            input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
+
+            def _load_from_state_dict(self, state_dict, prefix, *args):
+                self.input_reader = None
+                smooth = _take_smoothing_factors(state_dict, prefix)
+                original = state_dict.get(f"{prefix}weight")
+                super()._load_from_state_dict(state_dict, prefix, *args)
+                if self.weight is None:
+                    return
+                held = self.weight.data
+                # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it. (Of the formats
+                # that pack several values into one element, the shape says nothing.)
+                needed = (self.out_features, self.in_features)
+                if (
+                    not isinstance(held, QuantizedTensor) or self.quant_format in _UNPACKED
+                ) and original.shape != needed:
+                    raise ValueError(
+                        f"{prefix}weight has shape {list(original.shape)}, but the model needs {list(needed)}"
+                    )
+                if isinstance(held, QuantizedTensor) and self.quant_format == int8_mark.NATIVE_FORMAT:
+                    group = held._params.convrot_groupsize if held._params.convrot else None
+                    held = int8_weight(held._qdata, held._params.scale, compute_dtype, smooth, group)
+                    self._hold(held.dequantize() if dequantize_once else held)
+                else:
+                    stored = held if isinstance(held, QuantizedTensor) else original
+                    input_scale = getattr(self, "pre_quant_scale", None)
+                    converted = INT8Operations.convert_layer(prefix.removesuffix("."), stored, input_scale)
+                    if converted is not None:
+                        if input_scale is not None:
+                            self.pre_quant_scale = None  # it is in the weight now
+                        self._hold(converted)
+
+            def _hold(self, weight: torch.Tensor) -> None:
+                if is_int8(weight):
+                    self.layout_type, self.quant_format = LAYOUT, format_name(weight)
+                else:
+                    self.layout_type = self.quant_format = None
+                    weight = weight.to(compute_dtype)
+                self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+            def state_dict(self, *args, destination=None, prefix="", **kwargs):
+                tensors = super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)
+                if is_int8(self.weight):
+                    params = self.weight._params
+                    tensors[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(
+                        params.smooth is not None, params.rotation_group
+                    )
+                return tensors
+
+            def forward(self, input, *args, **kwargs):
+                if not is_int8(self.weight):
+                    return super().forward(input, *args, **kwargs)
+                comfy.ops.run_every_op()
+                if isinstance(input, QuantizedTensor):
+                    input = input.dequantize()
+                if path.kind == "bf16" or (input.requires_grad and torch.is_grad_enabled()):
+                    return self.forward_comfy_cast_weights(input)
+                return self._forward_int8(input)
+
+            def _forward_int8(self, input: torch.Tensor) -> torch.Tensor:
+                # want_requant: a LoRA applied while streaming is folded back into an INT8 weight.
+                weight, bias, stream = comfy.ops.cast_bias_weight(
+                    self,
+                    dtype=self.weight.dtype,
+                    device=input.device,
+                    bias_dtype=input.dtype,
+                    offloadable=True,
+                    compute_dtype=input.dtype,
+                    want_requant=True,
+                )
+                # Outside dynamic VRAM a partially loaded model's LoRA arrives as a float weight all the same.
+                int8 = weight if is_int8(weight) else self.weight.requantize_from_float(weight)
+                params = int8._params
+                linear = int8_linear if self.input_reader is None else self.input_reader.int8_linear
+                output = linear(input, int8._qdata, params.scale, bias, params.smooth, params.rotation_group)
+                comfy.ops.uncast_bias_weight(self, weight, bias, stream)
+                return output
+
+    INT8Operations.convert_layer = staticmethod(convert_layer)
+    return INT8Operations
+
+
+def _take_smoothing_factors(state_dict: dict, prefix: str) -> torch.Tensor | None:
+    """Remove a smoothed layer's factors from the state dict and mark the rest as the native format it otherwise is."""
+    smooth = state_dict.pop(f"{prefix}{int8_mark.SMOOTH}", None)
+    if smooth is not None:
+        mark = int8_mark.decode_mark(state_dict[f"{prefix}{int8_mark.MARK}"])
+        state_dict[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(False, int8_mark.rotation_group(mark))
+    return smooth

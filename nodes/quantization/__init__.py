@@ -1,0 +1,1 @@
+"""Quantizing a MODEL that is already loaded."""

@@ -1,0 +1,117 @@
+"""What a quantization did, layer by layer: a table for the user, JSON for the file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...kernels import Transform
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One quantizable linear.
+
+    Attributes:
+        transform: what was done to its channels.
+        fragility: what plain INT8 costs, relative to the layer's output (without calibration, to its weight); None for a
+            layer that was never called.
+        error: what INT8 with the transform costs.
+        protected: whether it stayed in high precision instead.
+    """
+
+    name: str
+    transform: Transform
+    fragility: float | None
+    error: float | None
+    protected: bool
+
+    @property
+    def block(self) -> str:
+        """The repeated block it is in, as the model names it ("layers.7"), or its whole name."""
+        return self._parts[0]
+
+    @property
+    def kind(self) -> str:
+        """Its name inside the block."""
+        return self._parts[1]
+
+    @property
+    def _parts(self) -> tuple[str, str]:
+        path = self.name.split(".")
+        for index, part in enumerate(path[:-1]):
+            if part.isdigit():
+                return ".".join(path[: index + 1]), ".".join(path[index + 1 :])
+        return self.name, self.name
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """A quantization.
+
+    Attributes:
+        settings: its settings, in words and numbers that JSON has.
+        linears: number of all linears of the model.
+        calibration: number of recorded calls and sampled rows; None without calibration.
+        layers: in the order of the model.
+        protected: the names of the protected layers, the most fragile first.
+    """
+
+    settings: Mapping[str, object]
+    linears: int
+    calibration: Mapping[str, int] | None
+    layers: tuple[LayerReport, ...]
+    protected: tuple[str, ...]
+
+    @property
+    def error_of(self) -> str:
+        """What the errors are relative to."""
+        return "output" if self.calibration is not None else "weight"
+
+    def ranked(self) -> list[LayerReport]:
+        """The layers, the most fragile first, those that were never called last."""
+        return sorted(self.layers, key=lambda layer: (layer.fragility is None, -(layer.fragility or 0.0), layer.name))
+
+    def recipe(self) -> dict[str, object]:
+        """How the model was made, as it is kept in a file: values that JSON has."""
+        layers = {
+            layer.name: {
+                "transform": str(layer.transform),
+                "fragility": _rounded(layer.fragility),
+                "error": _rounded(layer.error),
+            }
+            for layer in self.layers
+        }
+        return {
+            **self.settings,
+            "linears": self.linears,
+            "quantized": len(self.layers) - len(self.protected),
+            "protected": list(self.protected),
+            "calibration": self.calibration,
+            "error_of": self.error_of,
+            "layers": layers,
+        }
+
+    def markdown(self) -> str:
+        """A summary and a table of all layers, the most fragile first."""
+        kept = len(self.protected)
+        lines = [
+            f"{len(self.layers) - kept} of {self.linears} linears are INT8, {kept} fragile ones are protected.",
+            "",
+            f"Fragility is the error of plain INT8, relative to the layer's {self.error_of}; the error is what is left of it "
+            "as the layer was quantized.",
+            "",
+            "| layer | fragility | error | transform |",
+            "| --- | --- | --- | --- |",
+        ]
+        for layer in self.ranked():
+            done = "protected" if layer.protected else str(layer.transform)
+            error = "" if layer.protected else _percent(layer.error)
+            lines.append(f"| {layer.name} | {_percent(layer.fragility)} | {error} | {done} |")
+        return "\n".join(lines)
+
+
+def _rounded(error: float | None) -> float | None:
+    return None if error is None else float(f"{error:.4g}")
+
+
+def _percent(error: float | None) -> str:
+    return "never called" if error is None else f"{100 * error:.2f} %"

@@ -1,0 +1,107 @@
+"""The glyph model's surroundings, and the shipped model itself in stock ComfyUI."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from glyphs import conditioning, latents
+from glyphs.alphabet import ALPHABET
+from glyphs.drawing import draw, templates
+from glyphs.matching import UNREADABLE, correlations, recognise
+
+MODEL = Path(__file__).resolve().parents[1] / "data" / "glyph_dit.safetensors"
+
+
+def drawn(copies: int, seed: int = 0) -> tuple[torch.Tensor, str]:
+    """Every character `copies` times with variation: images [36 * copies, 64, 64] and the text they show."""
+    classes = torch.arange(len(ALPHABET)).repeat(copies)
+    return draw(classes, torch.Generator().manual_seed(seed)), ALPHABET * copies
+
+
+def share(read: list[str], text: str) -> float:
+    return sum(a == b for a, b in zip(read, text, strict=True)) / len(text)
+
+
+def test_matcher_reads_fresh_glyphs():
+    images, text = drawn(10)
+    assert share(recognise(images), text) >= 0.99
+
+
+def test_matcher_rejects_what_is_no_character():
+    noise = torch.rand(8, 64, 64, generator=torch.Generator().manual_seed(0))
+    blank = torch.zeros(1, 64, 64)
+    assert recognise(torch.cat([noise, blank])) == [UNREADABLE] * 9
+
+
+def test_templates_are_distinct():
+    scores = correlations(templates()).fill_diagonal_(0)
+    assert scores.max() < 0.92
+
+
+def test_drawing_depends_on_the_seed_alone():
+    first, _ = drawn(1, seed=3)
+    torch.rand(5)  # the global generator plays no part
+    again, _ = drawn(1, seed=3)
+    other, _ = drawn(1, seed=4)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_drawn_glyphs_fit_the_image():
+    images, _ = drawn(10)
+    assert images.min() == 0 and images.max() == 1
+    # An empty border: no stroke is cut off.
+    assert images[:, [0, -1]].max() == 0 and images[:, :, [0, -1]].max() == 0
+
+
+def test_latents_round_trip():
+    images, _ = drawn(2)
+    model = latents.image_to_model(images)
+    assert model.shape == (72, latents.CHANNELS, latents.SIDE, latents.SIDE)
+    # What the flow's noise level assumes.
+    assert abs(model.mean()) < 0.1 and abs(model.std() - 1) < 0.1
+    torch.testing.assert_close(latents.model_to_image(model), images, rtol=0, atol=1e-6)
+    torch.testing.assert_close(latents.node_to_model(latents.model_to_node(model)), model, rtol=0, atol=1e-5)
+
+
+def test_a_latent_pixel_is_a_block_of_image_pixels():
+    image = torch.zeros(1, 64, 64)
+    image[0, 4:8, 8:12] = 1
+    changed = latents.image_to_model(image) != latents.image_to_model(torch.zeros(1, 64, 64))
+    assert changed[0, :, 1, 2].all() and changed.sum() == latents.CHANNELS
+
+
+def test_conditioning_of_a_text():
+    context, pooled = conditioning.encode("A0A")
+    assert context.shape == (3, conditioning.TOKENS, conditioning.WIDTH)
+    assert pooled.shape == (3, conditioning.WIDTH) and not pooled.any()
+    assert torch.equal(context[0], context[2]) and not torch.equal(context[0], context[1])
+
+
+def test_class_codes_are_nearly_orthogonal():
+    codes = conditioning.CLASS_CODES.flatten(1)
+    overlap = (codes @ codes.T / codes.shape[1]).fill_diagonal_(0)
+    assert codes.abs().eq(1).all() and overlap.abs().max() < 0.25
+
+
+def test_unknown_character_is_named():
+    with pytest.raises(ValueError, match="'é'.*" + ALPHABET):
+        conditioning.encode("INTé")
+    with pytest.raises(ValueError, match="empty"):
+        conditioning.encode("")
+
+
+@pytest.mark.skipif(not MODEL.exists(), reason="tests/data/glyph_dit.safetensors is not trained yet")
+def test_stock_comfyui_samples_legible_glyphs(comfyui):
+    import comfy.sample
+    import comfy.sd
+
+    model = comfy.sd.load_diffusion_model(str(MODEL))
+    context, pooled = conditioning.encode(ALPHABET)
+    cond = [[context, {"pooled_output": pooled}]]
+    empty = torch.zeros(len(ALPHABET), latents.CHANNELS, latents.SIDE, latents.SIDE)
+    sampled = comfy.sample.sample(
+        model, comfy.sample.prepare_noise(empty, 0), 12, 1.0, "euler", "simple", cond, cond, empty, seed=0
+    )
+    images = latents.model_to_image(latents.node_to_model(sampled))
+    assert share(recognise(images), ALPHABET) >= 0.95

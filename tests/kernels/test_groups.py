@@ -1,0 +1,336 @@
+"""Choosing what is done to a layer by the error it brings: measured right, never worse, and the fragile layers found."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from support.tensors import DEVICE, random_float, rotation_matrix
+
+from kernels import (
+    ALPHAS,
+    METHODS,
+    ActivationStatistics,
+    OutputError,
+    Protection,
+    Transform,
+    dequantize_weight,
+    quantize_group,
+    quantize_weight,
+    relative_rounding_error,
+    rotation_group_of,
+    smoothing_factors,
+    transforms,
+)
+from kernels.numerics.groups import least_worst
+
+
+def outlier_inputs(tokens=64, channels=128, seed=0, factor=60.0, outliers=(7, 100)):
+    x = random_float(tokens, channels, seed=seed)
+    x[:, list(outliers)] *= factor
+    return x
+
+
+def statistics_of(x):
+    statistics = ActivationStatistics()
+    for rows in x.split(4):
+        statistics.update(rows)
+    return statistics
+
+
+def exact_error(x, w, smooth=None, group=None, clip=False):
+    """||Y' - Y|| / ||Y|| in float64, written out apart from the code under test."""
+    q, scale = quantize_weight(w, smooth, group, clip=clip)
+    exact = x.double() @ w.double().t()
+    x = x.double() if smooth is None else x.double() / smooth.double()
+    if group is not None:
+        x = (x.reshape(len(x), -1, group) @ rotation_matrix(group)).reshape(x.shape)
+    step = x.abs().amax(1, keepdim=True) / 127
+    product = ((x / step).round() * step) @ (q.double() * scale.double()[:, None]).t()
+    return float((product - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("group", (None, 64))
+@pytest.mark.parametrize("smoothed", (False, True))
+def test_output_error(dtype, group, smoothed):
+    x, w = outlier_inputs().to(dtype), random_float(40, 128, seed=1, dtype=dtype)
+    smooth = smoothing_factors(x.abs().amax(0), w.abs().amax(0), 0.5) if smoothed else None
+    q, scale = quantize_weight(w, smooth, group)
+    expected = exact_error(x.float(), w.float(), smooth, group)
+    assert OutputError(x, w).of(q, scale, smooth, group) == pytest.approx(expected, rel=0.02)
+
+
+def test_output_error_is_the_same_in_slices(monkeypatch):
+    import kernels.numerics.weights
+
+    x, w = outlier_inputs(), random_float(37, 128, seed=1)
+    q, scale = quantize_weight(w)
+    whole = OutputError(x, w).of(q, scale)
+    monkeypatch.setattr(kernels.numerics.weights, "_SLICE_ELEMENTS", 5 * 128)
+    assert OutputError(x, w).of(q, scale) == pytest.approx(whole, rel=1e-5)
+
+
+def test_nothing_lost_where_there_is_no_output():
+    w = torch.zeros(8, 64, device=DEVICE)
+    assert OutputError(random_float(4, 64), w).of(*quantize_weight(w)) == 0
+    assert relative_rounding_error(w, *quantize_weight(w)) == 0
+
+
+def test_an_output_that_is_not_finite_is_no_lossless_one():
+    w = random_float(8, 64, seed=1)
+    with pytest.raises(ValueError, match="not finite"):
+        OutputError(random_float(4, 64) * 1e38, w * 1e30).of(*quantize_weight(w))
+
+
+@pytest.mark.parametrize("group", (None, 64))
+def test_rounding_error_of_a_weight(group):
+    w = random_float(40, 128, seed=1)
+    q, scale = quantize_weight(w, None, group)
+    restored = dequantize_weight(q, scale, None, group, torch.float32)
+    expected = float((restored - w).norm() / w.norm())
+    assert relative_rounding_error(w, q, scale, group) == pytest.approx(expected, rel=1e-4)
+
+
+def test_least_error_scales_lose_less():
+    w = random_float(30, 4096, seed=1)
+    plain, clipped = quantize_weight(w), quantize_weight(w, clip=True)
+
+    def squares(q, scale):
+        return (dequantize_weight(q, scale, dtype=torch.float32) - w).square().sum(1)
+
+    narrower = clipped[1] < plain[1]
+    assert narrower.any() and (clipped[1] >= plain[1] * 0.499).all()
+    assert (squares(*clipped)[narrower] < squares(*plain)[narrower]).all()
+    assert torch.equal(clipped[0][~narrower], plain[0][~narrower])
+
+
+@pytest.mark.parametrize("columns", (200, 1 << 16))
+def test_a_clipped_scale_is_the_best_of_its_grid(columns):
+    w = torch.distributions.StudentT(3.0).sample((6, columns)).clamp(-40, 40).to(DEVICE)
+    if columns > 200:
+        w.clamp_(-5, 5)[:, 0] = 20  # so many others gain that it is clipped far
+    _, scale = quantize_weight(w, clip=True)
+    full = w.abs().amax(1) / 127
+
+    def squares(candidate):
+        return ((w / candidate[:, None]).round().clamp(-127, 127) * candidate[:, None] - w).square().sum(1)
+
+    best = torch.stack([squares(full * ratio) for ratio in torch.linspace(1, 0.5, 26).tolist()]).amin(0)
+    torch.testing.assert_close(squares(scale), best, rtol=1e-4, atol=0)
+    assert columns == 200 or (scale < 0.8 * full).all()
+
+
+def test_clipping_leaves_zero_rows_and_names_bad_ones():
+    w = random_float(4, 64, seed=1)
+    w[2] = 0
+    q, scale = quantize_weight(w, clip=True)
+    assert scale[2] == 0 and not q[2].any()
+    w[3, 1] = math.inf
+    with pytest.raises(ValueError, match="output channel 3"):
+        quantize_weight(w, clip=True)
+
+
+@pytest.mark.parametrize("channels, group", ((4608, 256), (768, 256), (192, 64), (100, None)))
+def test_rotation_groups(channels, group):
+    assert rotation_group_of(channels) == group
+
+
+def test_what_methods_try():
+    smooth, rotate, both = Transform(0.5), Transform(None, 256), Transform(0.5, 256)
+    assert transforms("none", [0.5], 256) == [Transform()]
+    assert transforms("smooth", [0.5], 256) == [smooth]
+    assert transforms("smooth", [], 256) == [Transform()]
+    assert transforms("rotate", [0.5], 256) == [rotate]
+    assert transforms("smooth + rotate", [0.5], 256) == [both]
+    assert transforms("smooth + rotate", [], 256) == [rotate]
+    assert transforms("best per layer", [0.5], 256) == [smooth, Transform(), rotate, both]
+    assert transforms("best per layer", [0.5], 100) == [smooth, Transform()]  # nothing can be rotated
+    assert transforms("best per layer", [], 256) == [Transform(), rotate]
+    with pytest.raises(ValueError, match="method must be one of smooth, .* got 'other'"):
+        transforms("other", [0.5], 256)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_result_is_what_its_transform_says(method):
+    x, w = outlier_inputs(), random_float(48, 128, seed=1)
+    result = quantize_group({"layer": lambda: w}, transforms(method, [0.5], 128), statistics_of(x))["layer"]
+    smooth = None
+    if result.transform.alpha is not None:
+        smooth = smoothing_factors(x.abs().amax(0), w.abs().amax(0), result.transform.alpha)
+        torch.testing.assert_close(result.smooth, smooth.cpu(), rtol=1e-5, atol=0)
+    else:
+        assert result.smooth is None
+    q, scale = quantize_weight(w, smooth, result.transform.rotation_group)
+    assert torch.equal(result.q, q.cpu()) and torch.equal(result.scale, scale.cpu())
+    assert result.error == pytest.approx(exact_error(x, w, smooth, result.transform.rotation_group), rel=0.02)
+    assert result.plain_error == pytest.approx(exact_error(x, w), rel=0.02)
+
+
+@pytest.mark.parametrize("alpha", (0.5, 0.0, 0.85))
+@pytest.mark.parametrize("seed", range(6))
+def test_a_searched_alpha_is_never_worse(seed, alpha):
+    x, w = outlier_inputs(seed=seed, factor=3.0 ** (seed + 1)), random_float(48, 128, seed=seed + 1)
+    alphas = list(dict.fromkeys([alpha, *ALPHAS]))
+    given, searched = (
+        quantize_group({"layer": lambda: w}, transforms("smooth", tried, 128), statistics_of(x))["layer"]
+        for tried in ([alpha], alphas)
+    )
+    assert searched.error <= given.error
+    errors = [exact_error(x, w, smoothing_factors(x.abs().amax(0), w.abs().amax(0), tried)) for tried in alphas]
+    assert searched.error == pytest.approx(min(errors), rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_per_layer_is_no_worse_than_any_method(seed):
+    x, w = outlier_inputs(seed=seed, factor=1 + 20.0 * seed), random_float(48, 128, seed=seed + 1)
+    errors = {
+        method: quantize_group({"layer": lambda: w}, transforms(method, [0.5], 128), statistics_of(x))["layer"].error
+        for method in METHODS
+    }
+    assert errors["best per layer"] == min(errors.values())
+
+
+@pytest.mark.parametrize("method", ("smooth", "best per layer"))
+@pytest.mark.parametrize("seed", range(4))
+def test_no_member_of_a_group_loses_by_the_search(method, seed):
+    """The members of a group would choose differently alone."""
+    x = outlier_inputs(seed=seed, factor=2.0 + 20 * seed)
+    weights = {"a": random_float(48, 128, seed=1), "b": random_float(48, 128, seed=2)}
+    weights["b"][:, 7] *= 30
+    group = {name: (lambda w=w: w) for name, w in weights.items()}
+    given, searched = (
+        quantize_group(group, candidates, statistics_of(x))
+        for candidates in (transforms("smooth", [0.5], 128), transforms(method, [0.5, *ALPHAS], 128))
+    )
+    assert searched["a"].transform == searched["b"].transform
+    if searched["a"].smooth is not None:
+        assert torch.equal(searched["a"].smooth, searched["b"].smooth)
+        assert searched["a"].smooth.data_ptr() != searched["b"].smooth.data_ptr()
+    for name in weights:
+        assert searched[name].error <= given[name].error
+    largest = torch.cat(list(weights.values())).abs().amax(0)
+    expected = smoothing_factors(x.abs().amax(0), largest, given["a"].transform.alpha)
+    torch.testing.assert_close(given["a"].smooth, expected.cpu(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("alphas", ([0.5], [0.5, 0.6]))
+@pytest.mark.parametrize("names", ("a", "ab"))
+def test_least_error_scales_are_used_where_they_are_asked_for(names, alphas):
+    x = outlier_inputs(channels=4096)
+    weights = {name: random_float(48, 4096, seed=ord(name)) for name in names}
+    group = {name: (lambda w=w: w) for name, w in weights.items()}
+    for candidates in (transforms("smooth", alphas, 4096), transforms("none", alphas, 4096)):
+        plain, clipped = (quantize_group(group, candidates, statistics_of(x), clip) for clip in (False, True))
+        for name, w in weights.items():
+            result = clipped[name]
+            smooth = None if result.smooth is None else result.smooth.to(DEVICE)
+            q, scale = quantize_weight(w, smooth, clip=True)
+            assert torch.equal(result.q, q.cpu()) and torch.equal(result.scale, scale.cpu())
+            assert not torch.equal(scale, quantize_weight(w, smooth)[1])
+            assert result.error == pytest.approx(exact_error(x, w, smooth, clip=True), rel=0.02)
+            assert result.plain_error == plain[name].plain_error == pytest.approx(exact_error(x, w), rel=0.02)
+
+
+def test_the_least_worst_candidate():
+    assert least_worst([[1.0, 0.5, 0.9], [1.0, 1.1, 0.8]]) == 2  # the second would cost a member
+    assert least_worst([[1.0, 1.0]]) == 0  # the first of equals
+    assert least_worst([[0.0, 0.1], [1.0, 0.5]]) == 0  # what is lossless must stay so
+    assert least_worst([[0.0, 0.0], [1.0, 0.5]]) == 1
+
+
+@pytest.mark.parametrize("alphas, loads", (([0.5], 2), ([0.5, 0.6], 3)))
+def test_weights_of_a_group_are_loaded_one_at_a_time(alphas, loads):
+    import gc
+    import weakref
+
+    given, alive = Counter(), []
+
+    def load(name):
+        gc.collect()
+        assert not [other for other in alive if other() is not None]
+        given[name] += 1
+        w = random_float(48, 128, seed=ord(name))
+        alive.append(weakref.ref(w))
+        return w
+
+    group = {name: (lambda name=name: load(name)) for name in "qkv"}
+    quantize_group(group, transforms("smooth", alphas, 128), statistics_of(outlier_inputs()))
+    assert given == dict.fromkeys("qkv", loads)
+
+
+def test_without_statistics_errors_are_those_of_the_weight():
+    w = random_float(48, 128, seed=1)
+    result = quantize_group({"layer": lambda: w}, transforms("rotate", [], 128), None)["layer"]
+    assert result.plain_error == pytest.approx(relative_rounding_error(w, *quantize_weight(w)))
+    assert result.error == pytest.approx(relative_rounding_error(w, *quantize_weight(w, None, 64), 64))
+
+
+@pytest.mark.parametrize("method", ("none", "smooth", "best per layer"))
+def test_a_bad_weight_is_named(method):
+    weights = {name: random_float(8, 64, seed=1) for name in ("good", "bad")}
+    weights["bad"][2, 3] = math.nan
+    group = {name: (lambda w=w: w) for name, w in weights.items()}
+    with pytest.raises(ValueError, match="layer bad cannot be quantized: .*NaN or Inf"):
+        quantize_group(group, transforms(method, [0.5], 64), statistics_of(outlier_inputs(channels=64, outliers=(7,))))
+
+
+# Which layers to protect.
+
+
+@pytest.mark.parametrize("method", ("none", "smooth"))
+def test_planted_outliers_are_found(method):
+    """Of 24 layers those are most fragile in whose input a few channels are 20 to 100 times the median, also where smoothing
+    cures them."""
+    planted = {3, 11, 20}
+    fragility = {}
+    for layer in range(24):
+        x = random_float(64, 512, seed=layer)
+        if layer in planted:
+            x[:, random_float(512, seed=layer).argsort()[:4]] *= torch.tensor([20.0, 35.0, 60.0, 100.0], device=DEVICE)
+        w = random_float(96, 512, seed=100 + layer) / 512**0.5
+        result = quantize_group({"": lambda w=w: w}, transforms(method, [0.5], 512), statistics_of(x))[""]
+        fragility[f"{layer:02}"] = result.plain_error
+        assert method != "smooth" or result.error < 0.02
+    found = Protection("number", len(planted)).choose(fragility, fragility, linears=30)
+    assert {int(name) for name in found} == planted
+
+
+FRAGILITY = {"d": 0.01, "a": 0.04, "c": 0.04, "b": 0.02, "e": 0.005}
+ERRORS = {"d": 0.009, "a": 0.008, "c": 0.011, "b": 0.012, "e": 0.004}
+
+
+def choose(kind, value, linears=7):
+    return Protection(kind, value).choose(FRAGILITY, ERRORS, linears)
+
+
+def test_a_number_of_layers():
+    assert choose("number", 0) == ()
+    assert choose("number", 3) == ("a", "c", "b")  # equals by name
+
+
+def test_a_share_of_all_linears():
+    assert choose("share", 0.3) == ("a", "c")  # 2.1 of 7
+    assert choose("share", 0.0) == ()
+    many = {f"{index:03}": float(index) for index in range(171)}
+    assert len(Protection("share", 0.08).choose(many, many, 211)) == 17  # Ideogram 4, arXiv 2606.12280
+
+
+def test_an_error_budget_is_for_layers_as_they_are_quantized():
+    assert choose("error", 0.01) == ("c", "b")
+    assert choose("error", 0.012) == ()
+
+
+@pytest.mark.parametrize(
+    "kind, value, rule",
+    (("number", 5, "5 layers"), ("share", 1.0, "1 of 7 linears"), ("error", 0.0, "layers with .* above 0")),
+)
+def test_something_must_be_left(kind, value, rule):
+    with pytest.raises(ValueError, match=f"protecting {rule} leaves none of the model's 5 quantizable layers"):
+        choose(kind, value)
+
+
+@pytest.mark.parametrize("kind, value", (("share", 1.01), ("share", -0.1), ("number", -1), ("error", math.nan)))
+def test_a_protection_that_makes_no_sense(kind, value):
+    with pytest.raises(ValueError, match=f"the {kind} to protect must be between"):
+        Protection(kind, value)

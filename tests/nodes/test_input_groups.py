@@ -1,0 +1,380 @@
+"""Linears that read the same input: smoothed alike, quantized once, the same bits, nothing shared that is not the same,
+nothing kept."""
+
+import gc
+import threading
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def ideogram(pack):
+    from support import ideogram_block
+
+    return ideogram_block
+
+
+@pytest.fixture
+def quantizations(pack, monkeypatch):
+    """The inputs of all quantizations of activations so far."""
+    from int8_dit.kernels import operators
+
+    calls, original = [], operators.quantize_activations_reference
+
+    def counting(x, *options):
+        calls.append(tuple(x.shape))
+        return original(x, *options)
+
+    monkeypatch.setattr(operators, "quantize_activations_reference", counting)
+    return calls
+
+
+def hidden(ideogram, seed=0):
+    return torch.randn(1, 6, ideogram.HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def kept(linear):
+    return linear.input_reader.group.place.kept
+
+
+@pytest.mark.parametrize("context", (torch.inference_mode, torch.no_grad))
+def test_a_swiglu_quantizes_its_input_once(ideogram, quantizations, context):
+    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
+    with context():
+        for step in range(2):
+            x = hidden(ideogram, step)
+            expected = alone(x)
+            assert len(quantizations) == 3
+            quantizations.clear()
+            assert torch.equal(shared(x), expected)
+            assert len(quantizations) == 2  # of w1 and w3 together, and of w2
+            quantizations.clear()
+
+
+def test_a_block_has_the_same_bits(ideogram, quantizations):
+    with torch.inference_mode():
+        inputs = ideogram.inputs()
+        expected = ideogram.block(sharing=False)(*inputs)
+        assert len(quantizations) == 5
+        assert torch.equal(ideogram.block()(*inputs), expected)
+        assert len(quantizations) == 5 + 4
+
+
+def test_equal_factors_are_shared_and_different_ones_are_not(ideogram, quantizations):
+    def different(name, channels):
+        return torch.linspace(0.5, 3.0 if name.endswith("w3") else 2.0, channels)
+
+    def partly(name, channels):
+        return None if name.endswith("w3") else torch.linspace(0.5, 2.0, channels)
+
+    def alike(name, channels):
+        return torch.linspace(0.5, 2.0, channels)
+
+    for smoothing, expected in ((different, 3), (partly, 3), (alike, 2)):
+        x = hidden(ideogram)
+        with torch.inference_mode():
+            reference = ideogram.block(smoothing, sharing=False).feed_forward(x)
+            quantizations.clear()
+            assert torch.equal(ideogram.block(smoothing).feed_forward(x), reference)
+        assert len(quantizations) == expected
+
+
+def test_a_change_in_place_is_seen_outside_inference_mode(ideogram):
+    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
+    with torch.no_grad():
+        x = hidden(ideogram)
+        shared.w1(x)
+        x.mul_(-3)
+        assert torch.equal(shared.w3(x), alone.w3(x))
+
+
+def test_a_member_that_comes_again_starts_anew(ideogram):
+    """Also in inference mode, where nobody counts the changes."""
+    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
+    with torch.inference_mode():
+        x = hidden(ideogram)
+        shared.w1(x)
+        x.mul_(-3)
+        assert torch.equal(shared.w1(x), alone.w1(x))
+        assert torch.equal(shared.w3(x), alone.w3(x))
+
+
+def test_an_equal_tensor_or_a_view_is_not_the_same(ideogram, quantizations):
+    shared = ideogram.block().feed_forward
+    with torch.inference_mode():
+        x = hidden(ideogram)
+        shared.w1(x)
+        shared.w3(x.clone())
+        shared.w1(x)
+        shared.w3(x[:])
+    assert len(quantizations) == 4
+
+
+def test_nothing_is_kept_after_the_last_member(ideogram):
+    shared = ideogram.block().feed_forward
+    with torch.inference_mode():
+        x = hidden(ideogram)
+        shared.w1(x)
+        quantized = weakref.ref(kept(shared.w1).quantized[0])
+        shared.w3(x)
+    assert kept(shared.w1) is None and quantized() is None
+
+
+def test_nothing_is_kept_longer_than_the_input(ideogram):
+    shared = ideogram.block().feed_forward
+    gc.disable()  # counting references has to be enough
+    try:
+        with torch.inference_mode():
+            x = hidden(ideogram)
+            shared.w1(x)
+            quantized = weakref.ref(kept(shared.w1).quantized[0])
+            assert quantized() is not None
+            del x
+        assert kept(shared.w1) is None and quantized() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_keeps_one_input_at_a_time(ideogram):
+    """A cross attention may leave its k and v waiting for a q that reads something else."""
+    from int8_dit.nodes.model.input_groups import share_inputs
+
+    blocks = torch.nn.ModuleList(ideogram.block(sharing=False) for _ in range(3))
+    share_inputs(blocks)
+    inputs, results = [hidden(ideogram, seed) for seed in range(3)], []
+    with torch.inference_mode():
+        for block, x in zip(blocks, inputs, strict=True):
+            block.feed_forward.w1(x)
+            results.append(weakref.ref(kept(block.feed_forward.w1).quantized[0]))
+    assert [result() is None for result in results] == [True, True, False]
+
+
+def test_a_lora_on_one_member_stays_right(ideogram, quantizations):
+    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
+    for feed_forward in (shared, alone):
+        feed_forward.w3.weight_function = [lambda weight: weight + 0.1]
+    with torch.inference_mode():
+        x = hidden(ideogram)
+        expected = alone(x)
+        quantizations.clear()
+        assert torch.equal(shared(x), expected)
+        assert len(quantizations) == 2
+        shared.w3.weight_function = []
+        assert not torch.allclose(shared(x), expected, rtol=0.05)
+
+
+def test_weights_loaded_anew_are_no_longer_shared(ideogram):
+    shared = ideogram.block().feed_forward
+    weight = torch.randn(ideogram.INTERMEDIATE, ideogram.HIDDEN, generator=torch.Generator().manual_seed(9))
+    shared.w3.load_state_dict({"weight": weight})
+    assert shared.w3.input_reader is None
+
+
+def test_threads_do_not_disturb_each_other(ideogram):
+    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
+    inputs = [hidden(ideogram, seed) for seed in range(4)]
+    with torch.inference_mode():
+        expected = [alone(x) for x in inputs]
+    wrong = []
+
+    def work(index):
+        with torch.inference_mode():
+            for _ in range(40):
+                if not torch.equal(shared(inputs[index]), expected[index]):
+                    wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    inputs.clear()  # threads that took each other's place may have left one behind, which goes with its input
+    assert kept(shared.w1) is None
+
+
+def test_the_loader_lets_linears_share(pack):
+    """Names decide, and only INT8 linears count."""
+    from int8_dit.kernels import quantize_weight
+    from int8_dit.nodes.model.int8_weight import int8_weight
+    from int8_dit.nodes.model.input_groups import share_inputs
+
+    def linear(int8=True, group=None):
+        module = torch.nn.Module()
+        weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        if int8:
+            weight = int8_weight(*quantize_weight(weight, None, group), torch.float32, None, group)
+        module.weight, module.input_reader = torch.nn.Parameter(weight, requires_grad=False), None
+        return module
+
+    attention = torch.nn.ModuleDict(
+        {"to_q": linear(), "to_k": linear(int8=False), "to_v": linear(), "to_out": linear()}
+    )
+    rotated = torch.nn.ModuleDict({"q": linear(group=16), "k": linear(), "v": linear(), "o": linear()})
+    lone = torch.nn.ModuleDict({"w1": linear(), "w2": linear(), "w3": linear(int8=False)})
+    share_inputs(torch.nn.ModuleList((attention, rotated, lone)))
+    groups = {
+        name: None if module.input_reader is None else module.input_reader.group
+        for parent in (attention, rotated, lone)
+        for name, module in parent.items()
+    }
+    assert groups["to_q"] is groups["to_v"] is not None
+    assert groups["k"] is groups["v"] is not None and groups["k"] is not groups["to_q"]
+    assert groups["to_q"].place is groups["k"].place
+    assert all(groups[name] is None for name in ("to_k", "to_out", "q", "o", "w1", "w2", "w3"))
+
+
+# What the quantizer does so that a calibrated model shares: one vector of smoothing factors per group.
+
+
+@pytest.fixture
+def small(pack):
+    from support import small_models
+
+    return small_models
+
+
+@pytest.fixture
+def swiglu(small, monkeypatch):
+    """A float MODEL with w1 and w3."""
+    return small.ideogram4(monkeypatch)
+
+
+@pytest.fixture
+def attention(small):
+    """A float MODEL with q, k and v, of one tensor and of two."""
+    return small.wan()
+
+
+FEED_FORWARD = "layers.1.feed_forward"
+
+
+def factors(dit, model, layer):
+    return dit.int8_weights(model)[layer]._params.smooth
+
+
+def assert_factors(dit, quantized, model, statistics, members, alpha=0.5):
+    """s = max|X|^alpha / max|W|^(1 - alpha) with the largest weight of all members, the same bits in each."""
+    weight = torch.cat([dit.module(model, layer).weight for layer in members]).abs().amax(0)
+    expected = (statistics[members[0]].absmax.double() ** alpha / weight.double() ** (1 - alpha)).float()
+    vectors = [factors(dit, quantized, layer) for layer in members]
+    torch.testing.assert_close(vectors[0], expected, rtol=1e-6, atol=0)
+    assert all(torch.equal(vector, vectors[0]) for vector in vectors)
+    assert len({vector.data_ptr() for vector in vectors}) == len(vectors)
+
+
+def sharing(dit, model):
+    """The layers that share a quantization, as sets."""
+    groups = {}
+    for layer in dit.int8_weights(model):
+        reader = dit.module(model, layer).input_reader
+        if reader is not None:
+            groups.setdefault(reader.group, set()).add(layer)
+    return list(groups.values())
+
+
+@pytest.mark.parametrize("alpha", (0.0, 0.5, 1.0))
+def test_w1_and_w3_are_smoothed_by_their_joint_absmax(dit, small, swiglu, alpha):
+    quantized = dit.quantize(swiglu, alpha=alpha, **small.calibration(swiglu))
+    statistics = small.recorded(swiglu).statistics
+    for block in ("layers.0", "layers.1"):
+        for layers in (("feed_forward.w1", "feed_forward.w3"), ("feed_forward.w2",), ("attention.qkv",)):
+            members = [f"{block}.{layer}" for layer in layers]
+            assert_factors(dit, quantized, swiglu, statistics, members, alpha)
+
+
+def test_only_linears_of_the_same_tensor_are_smoothed_alike(dit, small, attention):
+    """The q of a cross attention has factors of its own."""
+    quantized = dit.quantize(attention, **small.calibration(attention))
+    statistics = small.recorded(attention).statistics
+    shared = []
+    for block in ("blocks.0", "blocks.1"):
+        for parent, names in (("self_attn", "qkv"), ("cross_attn", "kv"), ("cross_attn", "q")):
+            members = [f"{block}.{parent}.{name}" for name in names]
+            assert_factors(dit, quantized, attention, statistics, members)
+            if len(members) > 1:
+                shared.append(set(members))
+    assert sharing(dit, quantized) == shared
+
+
+def test_a_protected_member_is_not_quantized_with_the_others(dit, small, swiglu):
+    """Its weight had a say in the factors, though: it was found fragile with them."""
+    calibration = small.recorded(swiglu)
+    _, _, table, _ = dit.run_node(swiglu, calibration=calibration)
+    ranking = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[6:]]
+    fragile, other = sorted((f"{FEED_FORWARD}.w1", f"{FEED_FORWARD}.w3"), key=ranking.index)
+    quantized = dit.quantize(swiglu, ranking.index(fragile) + 1, calibration=calibration)
+    assert fragile not in dit.int8_weights(quantized)
+    weight = torch.cat([dit.module(swiglu, layer).weight for layer in (fragile, other)]).abs().amax(0)
+    expected = (calibration.statistics[other].absmax / weight) ** 0.5
+    torch.testing.assert_close(factors(dit, quantized, other), expected, rtol=1e-5, atol=0)
+    assert not [group for group in sharing(dit, quantized) if other in group]
+
+
+def test_a_calibrated_model_quantizes_the_input_of_w1_and_w3_once(dit, small, swiglu, quantizations, tmp_path):
+    """Out of the quantizer, and loaded from the file that ComfyUI's own node writes of it."""
+    import comfy.sd
+
+    quantized = dit.quantize(swiglu, **small.calibration(swiglu))
+    path = str(tmp_path / "saved.safetensors")
+    comfy.sd.save_checkpoint(path, quantized)
+    results = []
+    for model in (quantized, dit.load(path)):
+        assert sharing(dit, model) == [{f"layers.{block}.feed_forward.{w}" for w in ("w1", "w3")} for block in range(2)]
+        quantizations.clear()
+        results.append(small.output(model))
+        assert len(quantizations) == 2 * 4  # qkv, o, w1 with w3, w2
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", ("swiglu", "attention"))
+def test_joint_factors_are_as_good_as_separate_ones(dit, small, request, monkeypatch, kind):
+    from int8_dit.nodes.quantization import quantize
+
+    model = request.getfixturevalue(kind)
+    exact = small.output(model)
+    joint = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
+    monkeypatch.setattr(quantize, "same_input_groups", lambda names, alike: [])
+    separate = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
+    assert 0 < joint < 1.2 * separate
+
+
+def test_the_weights_of_a_group_are_looked_at_one_by_one(dit, small, attention, monkeypatch):
+    """Never two weights at a time, and each no more than twice: for the joint absmax, and to be quantized."""
+    from int8_dit.nodes.quantization import quantize
+
+    original, given = quantize.patched_weight, []
+    keys = {f"diffusion_model.{layer}.weight" for layer in quantize.quantizable_linears(attention)}
+
+    def watching(model, key, device):
+        weight = original(model, key, device)
+        if key in keys:
+            assert all(other() is None for _, other in given)
+            given.append((key, weakref.ref(weight)))
+        return weight
+
+    monkeypatch.setattr(quantize, "patched_weight", watching)
+    dit.quantize(attention, **small.calibration(attention))
+    looks = Counter(key for key, _ in given)
+    assert looks.keys() == keys
+    assert sorted(looks.values()) == [1] * 10 + [2] * 10  # in each block o, o, q, ffn.0, ffn.2 and q, k, v, k, v
+
+
+def test_a_nan_weight_of_a_group_names_its_layer(dit, small, swiglu):
+    calibration = small.recorded(swiglu)
+    with torch.no_grad():
+        dit.module(swiglu, f"{FEED_FORWARD}.w3").weight[3, 5] = float("nan")
+    with pytest.raises(ValueError, match=rf"{FEED_FORWARD}.w3 cannot be quantized.*NaN or Inf in input channel 5"):
+        dit.quantize(swiglu, calibration=calibration)
+
+
+def test_groups_go_by_the_names_under_one_parent(pack):
+    from int8_dit.nodes.model.input_groups import same_input_groups
+
+    names = ["b.10.w3", "b.1.w2", "b.1.w1", "b.1.w3", "b.10.w1", "v", "k", "other.q", "x.y.to_k", "x.to_v", "x.to_q"]
+    always = same_input_groups(names, lambda a, b: True)
+    assert always == [["b.10.w1", "b.10.w3"], ["b.1.w1", "b.1.w3"], ["k", "v"], ["x.to_q", "x.to_v"]]
+    assert same_input_groups(names, lambda a, b: a == b) == []

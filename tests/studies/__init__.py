@@ -1,0 +1,1 @@
+"""Scripts that measure. What they measured lies in results/."""

@@ -1,0 +1,472 @@
+"""What each part of the recipe is worth: images and block outputs under INT8 variants, FP8 and ComfyUI's own INT8.
+
+    python tests/studies/ablation.py --comfyui PATH [--subjects trained outliers blocks] [--out DIR]
+
+Three subjects: the glyph model as it was trained; the same with outlier channels planted (tests/glyphs/outliers.py), which
+change no result in bf16; and full-width Ideogram 4 blocks with random weights and outlier channels planted at the inputs of
+some feed_forward.w2. All comparisons are paired, same seed and inputs, against bf16; intervals are 95 % bootstrap intervals.
+Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 1 --pixels 64` tries it out on a CPU.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS))  # as a script, only this folder is there
+
+from studies.ideogram4_benchmark import (  # noqa: E402
+    TEXT_FEATURES,
+    TEXT_TOKENS,
+    import_pack,
+    quantized_natively,
+    random_state_dict,
+)
+from support.tensors import cosine  # noqa: E402
+
+GLYPH_MODEL = TESTS / "data" / "glyph_dit.safetensors"
+LADDER = (0, 4, 8, 17, 34)
+STEPS = 12
+PEERS = ("FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "naive W8A8")
+"""What variants are compared with, beside bf16."""
+PICTURED = ("bf16", "FP8", "naive W8A8", "recipe")
+PICTURE_COLUMNS = 14
+RESAMPLES = 10_000
+COLUMNS = {
+    "trained": "glyph model as trained",
+    "outliers": "glyph model, outlier channels planted",
+    "blocks": "Ideogram 4 blocks, outliers planted at some w2",
+}
+
+TensorDict = dict[str, torch.Tensor]
+
+
+@dataclass
+class Outcome:
+    """What a variant brings, compared with bf16 item by item: pairs of images, or blocks."""
+
+    errors: list[float]
+    """Relative error of each item."""
+    read: list[bool] | None = None
+    """Whether each glyph can be read."""
+    protected: list[str] = field(default_factory=list)
+    images: torch.Tensor | None = None
+
+
+class Glyphs:
+    """Sampled glyphs. An item is one image of a seed: the error is that of its latent."""
+
+    def __init__(self, state_dict: TensorDict, pairs: int) -> None:
+        from glyphs.alphabet import ALPHABET
+
+        self.state_dict = state_dict
+        self._text = (ALPHABET * (pairs // len(ALPHABET) + 1))[:pairs]
+        self._expected: torch.Tensor | None = None
+
+    def calibrate(self, model):
+        from glyphs.alphabet import ALPHABET
+        from glyphs.conditioning import encode
+
+        context, pooled = encode(ALPHABET)
+        # Another seed than that of the pairs.
+        return _calibrate(model, [[context, {"pooled_output": pooled}]], self._empty(len(ALPHABET)), STEPS, seed=1000)
+
+    @staticmethod
+    def _empty(count: int) -> torch.Tensor:
+        from glyphs import latents
+
+        return torch.zeros(count, latents.CHANNELS, latents.SIDE, latents.SIDE)
+
+    def evaluate(self, model) -> Outcome:
+        import comfy.sample
+        from glyphs import latents
+        from glyphs.conditioning import encode
+        from glyphs.matching import recognise
+
+        context, pooled = encode(self._text)
+        condition = [[context, {"pooled_output": pooled}]]
+        empty = self._empty(len(self._text))
+        noise = comfy.sample.prepare_noise(empty, 0)
+        latent = comfy.sample.sample(
+            model, noise, STEPS, 1.0, "euler", "simple", condition, condition, empty, disable_pbar=True, seed=0
+        )
+        latent = latents.node_to_model(latent.float().cpu())
+        if self._expected is None:
+            self._expected = latent
+        errors = (latent - self._expected).flatten(1).norm(dim=1) / self._expected.flatten(1).norm(dim=1)
+        images = latents.model_to_image(latent).clamp(0, 1)
+        read = [seen == asked for seen, asked in zip(recognise(images), self._text, strict=True)]
+        return Outcome(errors.tolist(), read, images=images[:PICTURE_COLUMNS])
+
+    def outputs(self, model) -> list[torch.Tensor]:
+        """What the model makes of noise, for all characters, at some times of the schedule."""
+        import comfy.model_management
+        from glyphs.alphabet import ALPHABET
+        from glyphs.conditioning import encode
+
+        comfy.model_management.load_models_gpu([model])
+        device = comfy.model_management.get_torch_device()
+        context, pooled = (tensor.to(device) for tensor in encode(ALPHABET))
+        noise = torch.randn(self._empty(len(ALPHABET)).shape, generator=torch.Generator().manual_seed(1)).to(device)
+        with torch.inference_mode():
+            return [
+                model.model.apply_model(
+                    noise, noise.new_full((len(noise),), time), c_crossattn=context, y=pooled
+                ).float()
+                for time in (0.95, 0.7, 0.4, 0.1)
+            ]
+
+
+class Blocks:
+    """Full-width Ideogram 4 blocks. An item is a block, which every variant runs on the inputs it has in bf16."""
+
+    def __init__(self, blocks: int, planted: int, pixels: int) -> None:
+        import comfy.model_management
+
+        self._device = comfy.model_management.get_torch_device()
+        self.state_dict = random_state_dict(blocks, self._device)
+        self.planted = [f"layers.{block}.feed_forward.w2" for block in range(0, blocks, max(1, blocks // planted))][
+            :planted
+        ]
+        channels = torch.randperm(12288, generator=torch.Generator().manual_seed(0))[:16]
+        factors = torch.logspace(0, 1, len(channels), base=5) * 20  # 20 to 100
+        for layer in self.planted:
+            rows = self.state_dict[layer.replace("w2", "w3") + ".weight"]
+            rows[channels] = (rows[channels].float() * factors[:, None]).to(rows.dtype)
+        self._side = pixels // 16
+        self._calls: list[tuple[tuple, dict, torch.Tensor]] = []
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        latent = torch.randn(1, 128, self._side, self._side, generator=generator)
+        return latent, torch.randn(1, TEXT_TOKENS, TEXT_FEATURES, generator=generator)
+
+    def calibrate(self, model):
+        context = torch.randn(1, TEXT_TOKENS, TEXT_FEATURES, generator=torch.Generator().manual_seed(2))
+        return _calibrate(model, [[context, {}]], torch.zeros(1, 128, self._side, self._side), steps=4, seed=1000)
+
+    def evaluate(self, model) -> Outcome:
+        outputs = self.outputs(model)
+        pairs = zip(outputs, (expected for _, _, expected in self._calls), strict=True)
+        return Outcome([float((output - expected).norm() / expected.norm()) for output, expected in pairs])
+
+    def outputs(self, model) -> list[torch.Tensor]:
+        """What each block makes of the inputs it has in bf16."""
+        import comfy.model_management
+
+        comfy.model_management.load_models_gpu([model], force_full_load=True)
+        diffusion_model = model.model.diffusion_model
+        with torch.inference_mode():
+            if not self._calls:
+                self._record(diffusion_model, model.model.get_dtype_inference())
+            blocks = zip(diffusion_model.layers, self._calls, strict=True)
+            return [block(*args, **kwargs).float() for block, (args, kwargs, _) in blocks]
+
+    def _record(self, diffusion_model: torch.nn.Module, dtype: torch.dtype) -> None:
+        def keep(block, args, kwargs, output):
+            self._calls.append((args, kwargs, output.float()))
+
+        hooks = [block.register_forward_hook(keep, with_kwargs=True) for block in diffusion_model.layers]
+        latent, context = (tensor.to(self._device, dtype) for tensor in self.inputs())
+        diffusion_model(latent, torch.full((1,), 0.5, device=self._device), context=context)
+        for hook in hooks:
+            hook.remove()
+
+
+def _calibrate(model, condition: list, empty: torch.Tensor, steps: int, seed: int):
+    import comfy.samplers
+    from int8_dit.nodes.calibration.run import calibrate
+
+    sampling = model.get_model_object("model_sampling")
+    return calibrate(
+        model,
+        [condition],
+        None,
+        1.0,
+        comfy.samplers.sampler_object("euler"),
+        comfy.samplers.calculate_sigmas(sampling, "simple", steps),
+        {"samples": empty},
+        seed,
+    )
+
+
+def stock(state_dict: TensorDict, **options: object):
+    """ComfyUI's own loader."""
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model_state_dict(dict(state_dict), model_options=options)
+
+
+def native(state_dict: TensorDict, quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]]):
+    """ComfyUI's own loader on a file in a quantized format of its own."""
+    import comfy.model_management
+
+    return stock(quantized_natively(state_dict, comfy.model_management.get_torch_device(), quantize))
+
+
+def fp8_scaled(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """float8_e4m3fn with one scale per tensor, as the FP8 files that users have."""
+    scale = weight.float().abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    mark = json.dumps({"format": "float8_e4m3fn"}).encode()
+    return {
+        "weight": (weight.float() / scale).to(torch.float8_e4m3fn),
+        "weight_scale": scale,
+        "comfy_quant": torch.tensor(list(mark), dtype=torch.uint8),
+    }
+
+
+def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """comfy-kitchen's ConvRot INT8."""
+    from comfy.quant_ops import TensorWiseINT8Layout
+    from int8_dit.kernels import rotation_group_of
+    from int8_dit.nodes.files.int8_mark import encode_mark
+
+    group = rotation_group_of(weight.shape[1])
+    options = {} if group is None else {"convrot": True, "convrot_groupsize": group}
+    q, params = TensorWiseINT8Layout.quantize(weight, per_channel=True, **options)
+    return {"weight": q, "weight_scale": params.scale, "comfy_quant": encode_mark(False, group)}
+
+
+def pack_variants(layers: int) -> dict[str, dict[str, object]]:
+    """This pack's variants: quantization settings by name."""
+    from int8_dit.kernels import Protection
+
+    none, share = Protection("number", 0), Protection("share", 0.08)
+    ladder = {f"smooth, {number} protected": number for number in LADDER if number < layers}
+    return {
+        "naive W8A8": {"method": "none", "protection": none},
+        "smoothing only": {"protection": none},
+        "protection only": {"method": "none", "protection": share},
+        "recipe": {"protection": share},
+        **{name: {"protection": Protection("number", number)} for name, number in ladder.items() if number},
+        "rotation": {"method": "rotate", "protection": none},
+        "rotation, protected": {"method": "rotate", "protection": share},
+        "smooth + rotate": {"method": "smooth + rotate", "protection": none},
+        "best per layer": {"method": "best per layer", "search_alpha": True, "protection": none},
+        "best per layer, protected": {"method": "best per layer", "search_alpha": True, "protection": share},
+        "searched alpha": {"search_alpha": True, "protection": share},
+        "least error scales": {"clip": True, "protection": share},
+        "only foldable smoothed": {"smooth_only_foldable": True, "protection": share},
+    }
+
+
+def run(subject: Glyphs | Blocks) -> tuple[dict[str, Outcome], dict[str, list[float]]]:
+    """Every variant of a subject, and its `folded_cosines`."""
+    from int8_dit.nodes.model.layer_selection import quantizable_linears
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+
+    base = stock(subject.state_dict)
+    outcomes = {"bf16": subject.evaluate(base)}
+    calibration = subject.calibrate(base)
+    makers = {
+        "FP8": partial(stock, subject.state_dict, dtype=torch.float8_e4m3fn),
+        "FP8 scaled": partial(native, subject.state_dict, fp8_scaled),
+        "ComfyUI ConvRot INT8": partial(native, subject.state_dict, convrot_int8),
+    }
+    for name, make in makers.items():
+        outcomes[name] = _evaluated(name, subject, make())
+    for name, settings in pack_variants(len(quantizable_linears(base))).items():
+        model, report = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
+        outcomes[name] = _evaluated(name, subject, model)
+        outcomes[name].protected = list(report.protected)
+        del model
+    return outcomes, folded_cosines(subject, base, calibration)
+
+
+def folded_cosines(subject: Glyphs | Blocks, base, calibration) -> dict[str, list[float]]:
+    """Cosines of outputs: of the stock loader on a folded file with this pack's on the unfolded one, and of that with bf16."""
+    import comfy.sd
+    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    quantized, _ = quantize_model(base, QuantizationSettings(smooth_only_foldable=True), "fused int8", calibration)
+    with tempfile.TemporaryDirectory() as folder:
+        own, folded = (str(Path(folder, f"{name}.safetensors")) for name in ("own", "folded"))
+        save_int8_model(quantized, own, {})
+        save_int8_model(quantized, folded, {}, fold_factors=True)
+        unfolded = subject.outputs(load_int8_model(own, "fused int8"))
+        stock_outputs = subject.outputs(comfy.sd.load_diffusion_model(folded))
+    exact = subject.outputs(base)
+
+    return {
+        "stock folded with own unfolded": [cosine(*pair) for pair in zip(stock_outputs, unfolded, strict=True)],
+        "INT8 with bf16": [cosine(*pair) for pair in zip(unfolded, exact, strict=True)],
+    }
+
+
+def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
+    import comfy.model_management
+
+    outcome = subject.evaluate(model)
+    comfy.model_management.unload_all_models()
+    del model
+    gc.collect()
+    comfy.model_management.soft_empty_cache()
+    print(f"  {name}: {np.mean(outcome.errors):.4f}", flush=True)
+    return outcome
+
+
+def interval(
+    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = partial(np.mean, axis=-1)
+) -> list[float]:
+    """The statistic of items and its 95 % percentile bootstrap interval. values: [..., items], resampled along items."""
+    random = np.random.default_rng(0)
+    draws = random.integers(values.shape[-1], size=(RESAMPLES, values.shape[-1]))
+    resampled = statistic(values[..., draws])
+    return [float(statistic(values)), *(float(bound) for bound in np.percentile(resampled, (2.5, 97.5)))]
+
+
+def _ratio(values: np.ndarray) -> np.ndarray:
+    return values[0].mean(axis=-1) / values[1].mean(axis=-1)
+
+
+def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
+    """Figures of all variants, each with its 95 % interval."""
+    errors = {name: np.array(outcome.errors) for name, outcome in outcomes.items()}
+    figures: dict[str, dict] = {}
+    for name, outcome in outcomes.items():
+        figures[name] = {"error": interval(errors[name]), "protected": len(outcome.protected)}
+        if outcome.read is not None:
+            figures[name]["read"] = sum(outcome.read)
+            figures[name]["read_minus_fp8"] = interval(
+                np.array(outcome.read, dtype=float) - np.array(outcomes["FP8"].read, dtype=float)
+            )
+        if name != "bf16":
+            figures[name]["error_minus_fp8"] = interval(errors[name] - errors["FP8"])
+            figures[name]["error_minus_convrot"] = interval(errors[name] - errors["ComfyUI ConvRot INT8"])
+            for other in PEERS:
+                figures[name][f"ratio to {other}"] = interval(np.stack([errors[name], errors[other]]), _ratio)
+    return figures
+
+
+def _percent(error: list[float]) -> str:
+    return "{:.2f} % [{:.2f}, {:.2f}]".format(*(100 * value for value in error))
+
+
+def overview(subjects: dict[str, dict[str, dict]]) -> str:
+    """One table of all subjects' figures: the error of every variant."""
+    columns = [COLUMNS[key] for key in subjects]
+    lines = ["| variant | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    names = dict.fromkeys(name for figures in subjects.values() for name in figures if name != "bf16")
+    for name in names:
+        cells = []
+        for figures in subjects.values():
+            figure = figures.get(name)
+            text = "" if figure is None else _percent(figure["error"])
+            cells.append(text if figure is None or "read" not in figure else f"{text}, {figure['read']} read")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def comparison(title: str, figures: dict[str, dict]) -> str:
+    """One subject: the error of every variant relative to that of others."""
+    lines = [f"### {title}", "", "| error relative to that of | protected | " + " | ".join(PEERS) + " |"]
+    lines.append("| --- " * (2 + len(PEERS)) + "|")
+    for name, figure in figures.items():
+        if name != "bf16":
+            cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*figure[f"ratio to {other}"]) for other in PEERS]
+            lines.append(f"| {name} | {figure['protected']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def folding(key: str, folded: dict[str, list[float]]) -> str:
+    """The smallest cosines of one subject."""
+    smallest = ", ".join(f"{name} {min(cosines):.6f}" for name, cosines in folded.items())
+    return f"- {COLUMNS[key]}: {smallest}"
+
+
+def report(heading: str, results: dict[str, dict]) -> str:
+    """All tables."""
+    subjects = {key: result["figures"] for key, result in results.items()}
+    tables = [comparison(COLUMNS[key], figures) for key, figures in subjects.items()]
+    note = "Errors relative to bf16, and in brackets 95 % bootstrap intervals."
+    cosines = [folding(key, result["folded"]) for key, result in results.items()]
+    title = "Cosines of outputs, the smallest of all blocks or times, of a folded file in the stock loader:"
+    return "\n\n".join([heading, note, overview(subjects), title, "\n".join(cosines), *tables]) + "\n"
+
+
+def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
+    """The same seeds in several variants, one row each."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    label = 150
+    rows = [outcomes[name].images for name in PICTURED]
+    _, height, width = rows[0].shape
+    picture = Image.new("L", (label + width * len(rows[0]), (height + 4) * len(rows)), 255)
+    draw = ImageDraw.Draw(picture)
+    for index, (name, images) in enumerate(zip(PICTURED, rows, strict=True)):
+        top = index * (height + 4)
+        draw.text((8, top + height / 2), name, fill=0, font=ImageFont.load_default(16), anchor="lm")
+        for column, image in enumerate(images):
+            tile = Image.fromarray((image * 255).round().byte().numpy())
+            picture.paste(tile, (label + column * width, top))
+    picture.save(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--subjects", nargs="+", default=["trained", "outliers", "blocks"])
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--planted", type=int, default=4)
+    parser.add_argument("--pixels", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results" / "ablation")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    import_pack(arguments.comfyui)
+    import comfy.model_management
+    import int8_dit.nodes  # noqa: F401  (ComfyUI's modules in the order that its server imports them)
+    from comfyui_version import __version__ as comfyui_version
+    from glyphs.outliers import plant
+    from int8_dit.kernels.benchmark.run import environment
+    from int8_dit.kernels.benchmark.report import title
+    from safetensors.torch import load_file
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    trained = load_file(GLYPH_MODEL)
+    makers = {
+        "trained": lambda: Glyphs(trained, arguments.pairs),
+        "outliers": lambda: Glyphs(plant(trained), arguments.pairs),
+        "blocks": lambda: Blocks(arguments.blocks, arguments.planted, arguments.pixels),
+    }
+    results = {}
+    for key in arguments.subjects:
+        print(COLUMNS[key], flush=True)
+        subject = makers[key]()
+        outcomes, folded = run(subject)
+        results[key] = {
+            "figures": summary(outcomes),
+            "folded": folded,
+            "errors": {variant: [float(f"{e:.4g}") for e in outcome.errors] for variant, outcome in outcomes.items()},
+        }
+        if key == "blocks":
+            found = set(outcomes["recipe"].protected)
+            results[key]["planted"] = {layer: layer in found for layer in subject.planted}
+        else:
+            results[key]["read"] = {v: "".join("01"[r] for r in outcome.read) for v, outcome in outcomes.items()}
+        if key == "outliers":
+            save_picture(outcomes, arguments.out / "glyphs.png")
+        del subject, outcomes
+    machine = environment(comfy.model_management.get_torch_device())
+    heading = f"{title(machine)}, ComfyUI {comfyui_version}"
+    text = report(heading, results)
+    print("\n" + text)
+    (arguments.out / "ablation.md").write_text(text)
+    data = {"environment": machine, "comfyui": comfyui_version, "subjects": results}
+    (arguments.out / "ablation.json").write_text(json.dumps(data) + "\n")
+
+
+if __name__ == "__main__":
+    main()

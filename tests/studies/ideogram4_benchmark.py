@@ -1,0 +1,300 @@
+"""A full Ideogram 4 with random weights in ComfyUI: milliseconds per step and memory in bf16, native INT8 and this pack's,
+and what it takes to calibrate and quantize it.
+
+    python tests/studies/ideogram4_benchmark.py --comfyui PATH [--only steps|quantization] [--json FILE]
+
+Needs an NVIDIA card with about 40 GB of memory; `--blocks 1 --pixels 64` tries the script out on a CPU. One step is one
+conditional forward (256 text tokens) and one unconditional one, as DualModelGuider runs them. Every variant goes through
+ComfyUI's own model loading, and all figures come from one process.
+"""
+
+import argparse
+import importlib.util
+import json
+import logging
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+PROJECT = Path(__file__).resolve().parents[2]
+TEXT_TOKENS = 256
+TEXT_FEATURES = 53248
+
+
+def import_pack(comfyui: Path) -> None:
+    """Make ComfyUI and this pack (as `int8_dit`) importable, on the CPU where there is no GPU."""
+    sys.path.insert(0, str(comfyui))
+    from comfy.cli_args import args
+
+    args.cpu = not torch.cuda.is_available()
+    spec = importlib.util.spec_from_file_location(
+        "int8_dit", PROJECT / "__init__.py", submodule_search_locations=[str(PROJECT)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["int8_dit"] = module
+    spec.loader.exec_module(module)
+
+
+def random_state_dict(blocks: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """bf16 tensors of an Ideogram 4 in host memory: norms are ones, the rest is scaled so that activations stay finite."""
+    import comfy.ldm.ideogram4.model
+    import comfy.ops
+
+    skeleton = comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel(
+        num_layers=blocks, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init
+    )
+    generator = torch.Generator(device).manual_seed(0)
+    state_dict = {}
+    for name, tensor in skeleton.state_dict().items():
+        if tensor.ndim == 1 and "norm" in name:
+            state_dict[name] = torch.ones(tensor.shape, dtype=torch.bfloat16)
+            continue
+        values = torch.randn(tensor.shape, generator=generator, device=device, dtype=torch.bfloat16)
+        state_dict[name] = (values * (tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.01)).cpu()
+    return state_dict
+
+
+def quantized_natively(
+    state_dict: dict[str, torch.Tensor],
+    device: torch.device,
+    quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """The same model with the layers that this pack quantizes in a quantized format of ComfyUI's: `quantize` makes of a
+    weight the tensors that its layer has then."""
+    from int8_dit.nodes.model.layer_selection import is_quantizable
+
+    quantized = dict(state_dict)
+    for key, weight in state_dict.items():
+        name = key.removesuffix(".weight")
+        if key != name and is_quantizable(name, tuple(weight.shape)):
+            quantized |= {f"{name}.{part}": tensor.cpu() for part, tensor in quantize(weight.to(device)).items()}
+    return quantized
+
+
+def plain_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """ComfyUI's native INT8, one scale per output channel."""
+    from int8_dit.kernels import quantize_weight
+    from int8_dit.nodes.files import int8_mark
+
+    q, scale = quantize_weight(weight)
+    return {"weight": q, int8_mark.SCALE: scale[:, None], int8_mark.MARK: int8_mark.encode_mark(False, None)}
+
+
+class Step:
+    """One conditional and one unconditional forward at a resolution, with fixed random inputs."""
+
+    def __init__(self, pixels: int, device: torch.device, dtype: torch.dtype) -> None:
+        generator = torch.Generator(device).manual_seed(1)
+        side = pixels // 16
+        self.latent = torch.randn(1, 128, side, side, generator=generator, device=device).to(dtype)
+        self.context = torch.randn(1, TEXT_TOKENS, TEXT_FEATURES, generator=generator, device=device).to(dtype)
+        self.timestep = torch.full((1,), 0.5, device=device)
+
+    @torch.inference_mode()
+    def run(self, diffusion_model: torch.nn.Module) -> torch.Tensor:
+        """Both outputs, stacked."""
+        conditional = diffusion_model(self.latent, self.timestep, context=self.context)
+        return torch.cat([conditional, diffusion_model(self.latent, self.timestep, context=None)])
+
+
+def measure(name: str, model, steps: dict[int, Step], expected: dict[int, torch.Tensor], repetitions: int) -> dict:
+    """Load a MODEL onto the device, time it at each resolution, unload it."""
+    import comfy.model_management
+    from int8_dit.kernels.timing import median_milliseconds
+
+    device = comfy.model_management.get_torch_device()
+    comfy.model_management.load_models_gpu([model], force_full_load=True)
+    figures = {"variant": name, "weights_gb": comfy.model_management.module_size(model.model) / 1e9}
+    for pixels, step in steps.items():
+        diffusion_model = model.model.diffusion_model
+        output = step.run(diffusion_model).float()
+        expected.setdefault(pixels, output)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        figures[f"ms_{pixels}"] = median_milliseconds(lambda: step.run(diffusion_model), device, repetitions)
+        if device.type == "cuda":
+            figures[f"peak_gb_{pixels}"] = torch.cuda.max_memory_allocated() / 1e9
+        figures[f"error_{pixels}"] = float((output - expected[pixels]).norm() / expected[pixels].norm())
+    comfy.model_management.unload_all_models()
+    comfy.model_management.soft_empty_cache()
+    print(json.dumps(figures), flush=True)
+    return figures
+
+
+def measure_steps(bf16, state_dict: dict[str, torch.Tensor], pixels: list[int], repetitions: int) -> list[dict]:
+    """Every variant, loaded as a user loads it, at each resolution."""
+    import comfy.model_management
+    import comfy.sd
+    from int8_dit.kernels import Protection
+    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+    from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    device = comfy.model_management.get_torch_device()
+    steps = {side: Step(side, device, bf16.model.get_dtype_inference()) for side in pixels}
+    expected: dict[int, torch.Tensor] = {}
+    results = [measure("bf16", bf16, steps, expected, repetitions)]
+    native = comfy.sd.load_diffusion_model_state_dict(quantized_natively(state_dict, device, plain_int8))
+    results.append(measure("native INT8", native, steps, expected, repetitions))
+    del native
+    for settings in (QuantizationSettings(protection=Protection("number", 0)), QuantizationSettings()):
+        quantized, report = quantize_model(bf16, settings, "fused int8", None)
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "ideogram4-int8.safetensors")
+            save_int8_model(quantized, path, {})
+            size = Path(path).stat().st_size / 1e9
+            del quantized
+            loaded = load_int8_model(path, "fused int8")
+            name = f"fused INT8, {len(report.protected)} protected"
+            results.append({**measure(name, loaded, steps, expected, repetitions), "file_gb": size})
+            del loaded
+    return results
+
+
+def print_steps(results: list[dict], pixels: list[int]) -> None:
+    """The table of `measure_steps`."""
+    columns = [
+        "variant",
+        *(f"{p} px ms (vs bf16)" for p in pixels),
+        *(f"{p} px peak GB" for p in pixels),
+        "weights GB",
+        "rel. error",
+    ]
+    print("\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    for row in results:
+        times = [f"{row[f'ms_{p}']:.1f} ({results[0][f'ms_{p}'] / row[f'ms_{p}']:.2f} x)" for p in pixels]
+        peaks = [f"{row.get(f'peak_gb_{p}', 0):.1f}" for p in pixels]
+        error = f"{max(row[f'error_{p}'] for p in pixels):.3f}"
+        print("| " + " | ".join([row["variant"], *times, *peaks, f"{row['weights_gb']:.1f}", error]) + " |")
+
+
+class PeakMemory:
+    """Device and host memory that a block of code takes beyond what is taken when it begins, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+        self.host = self.device = 0
+
+    def __enter__(self) -> "PeakMemory":
+        self._host_before = self._process.memory_info().rss
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self._device_before = torch.cuda.memory_allocated()
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.02):
+            self.host = max(self.host, self._process.memory_info().rss - self._host_before)
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._watcher.join()
+        if self._device.type == "cuda":
+            self.device = torch.cuda.max_memory_allocated() - self._device_before
+
+
+def sampling_seconds(model, pixels: int, steps: int) -> float:
+    """One conditional sampling."""
+    import comfy.samplers
+
+    generator = torch.Generator().manual_seed(2)
+    guider = comfy.samplers.CFGGuider(model)
+    guider.inner_set_conds({"positive": [[torch.randn(1, TEXT_TOKENS, TEXT_FEATURES, generator=generator), {}]]})
+    empty = torch.zeros(1, 128, pixels // 16, pixels // 16)
+    noise = torch.randn(empty.shape, generator=generator)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
+    begin = time.perf_counter()
+    guider.sample(noise, empty, comfy.samplers.sampler_object("euler"), sigmas, disable_pbar=True, seed=0)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict[str, object]:
+    """What recording costs the sampling it rides on, and time and memory of quantizing with and without calibration."""
+    import comfy.model_management
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+    from int8_dit.nodes.calibration.recorder import Recording, armed
+
+    device = comfy.model_management.get_torch_device()
+    comfy.model_management.load_models_gpu([bf16], force_full_load=True)
+    sampling_seconds(bf16, pixels, 1)  # what is compiled or chosen once
+    plain, recorded = [], []
+    for _ in range(rounds):
+        recording = Recording()
+        plain.append(sampling_seconds(bf16, pixels, steps))
+        recorded.append(sampling_seconds(armed(bf16, recording), pixels, steps))
+    figures: dict[str, object] = {
+        "sampling_s": plain,
+        "recorded_sampling_s": recorded,
+        "recording_adds": sorted(recorded)[rounds // 2] / sorted(plain)[rounds // 2] - 1,
+        "bf16_weights_gb": comfy.model_management.module_size(bf16.model) / 1e9,
+    }
+    variants = {
+        "uncalibrated": (QuantizationSettings(), None),
+        "calibrated": (QuantizationSettings(), recording.calibration()),
+        "calibrated, alpha searched": (QuantizationSettings(search_alpha=True), recording.calibration()),
+    }
+    for name, (settings, calibration) in variants.items():
+        with PeakMemory(device) as peak:
+            begin = time.perf_counter()
+            quantized, report = quantize_model(bf16, settings, "fused int8", calibration)
+            seconds = time.perf_counter() - begin
+        figures[name] = {
+            "seconds": seconds,
+            "device_peak_gb": peak.device / 1e9,
+            "host_peak_gb": peak.host / 1e9,
+            "result_gb": comfy.model_management.module_size(quantized.model) / 1e9,
+            "protected": len(report.protected),
+        }
+        print(name, json.dumps(figures[name]), flush=True)
+        del quantized
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--blocks", type=int, default=34)
+    parser.add_argument("--pixels", type=int, nargs="+", default=[768, 1024])
+    parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=20, help="of the samplings that are recorded")
+    parser.add_argument("--only", choices=("steps", "quantization"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    import_pack(arguments.comfyui)
+    import comfy.model_management
+    import comfy.sd
+    from comfyui_version import __version__ as comfyui_version
+    from int8_dit.kernels.benchmark.run import environment
+    from int8_dit.kernels.benchmark.report import title
+
+    device = comfy.model_management.get_torch_device()
+    state_dict = random_state_dict(arguments.blocks, device)
+    bf16 = comfy.sd.load_diffusion_model_state_dict(dict(state_dict))
+    print(f"{title(environment(device))}, ComfyUI {comfyui_version}, {arguments.blocks} blocks\n", flush=True)
+    results: dict[str, object] = {}
+    if arguments.only != "steps":
+        results["quantization"] = measure_quantization(bf16, max(arguments.pixels), arguments.steps)
+        print(json.dumps(results["quantization"], indent=1), flush=True)
+        comfy.model_management.unload_all_models()
+    if arguments.only != "quantization":
+        results["steps"] = measure_steps(bf16, state_dict, arguments.pixels, arguments.repetitions)
+        print_steps(results["steps"], arguments.pixels)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"environment": environment(device), **results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The glyph model in the hands of the node tests: files made of it, loaded, run once and looked at.
+
+Tests get this module through the fixture `dit`. Everything computes in float32 on a CPU, since ComfyUI picks that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor, TensorWiseINT8Layout
+from glyphs import conditioning, latents
+from glyphs.alphabet import ALPHABET
+from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
+from int8_dit.nodes.model.int8_weight import is_int8
+from int8_dit.nodes.model.load import load_int8_model
+from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
+from safetensors.torch import load_file, save_file
+
+FILE = Path(__file__).resolve().parents[1] / "data" / "glyph_dit.safetensors"
+
+# What the pack makes INT8: the attention and MLP linears of the three blocks. The last block's context stream ends
+# after its qkv.
+LINEARS = tuple(
+    f"joint_blocks.{block}.{stream}_block.{layer}"
+    for block in range(3)
+    for stream in ("context", "x")
+    for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    if (block, stream) != (2, "context") or layer == "attn.qkv"
+)
+LAYER = "joint_blocks.1.x_block.mlp.fc1"  # one of them, [768, 192]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """The tensors of the bf16 file."""
+    return load_file(FILE)
+
+
+def write(path: Path, state_dict: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> str:
+    """Write a safetensors file and return its path as the loaders want it."""
+    save_file({key: tensor.contiguous() for key, tensor in state_dict.items()}, path, metadata)
+    return str(path)
+
+
+def native_int8(per_channel: bool = True, rotation_group: int | None = None) -> dict[str, torch.Tensor]:
+    """The model in ComfyUI's native INT8 format, quantized by comfy-kitchen and not by this pack."""
+    state_dict = tensors()
+    for layer in LINEARS:
+        options = {} if rotation_group is None else {"convrot": True, "convrot_groupsize": rotation_group}
+        weight = state_dict[f"{layer}.weight"].float()
+        q, params = TensorWiseINT8Layout.quantize(weight, per_channel=per_channel, **options)
+        state_dict[f"{layer}.weight"] = q
+        state_dict[f"{layer}.{SCALE}"] = params.scale
+        state_dict[f"{layer}.{MARK}"] = encode_mark(False, rotation_group)
+    return state_dict
+
+
+def smoothed_int8() -> dict[str, torch.Tensor]:
+    """A native file made this pack's own: every layer with (arbitrary) smoothing factors."""
+    state_dict = native_int8()
+    for layer in LINEARS:
+        channels = state_dict[f"{layer}.weight"].shape[1]
+        state_dict[f"{layer}.{SMOOTH}"] = torch.linspace(0.5, 2.0, channels)
+        state_dict[f"{layer}.{MARK}"] = encode_mark(True, None)
+    return state_dict
+
+
+def load(path: str | Path = FILE, kernel: str = "fused int8") -> ModelPatcher:
+    """The MODEL of this pack's loader."""
+    return load_int8_model(str(path), kernel)
+
+
+def stock(path: str | Path = FILE) -> ModelPatcher:
+    """The MODEL of ComfyUI's own loader."""
+    return comfy.sd.load_diffusion_model(str(path))
+
+
+def run_node(model: ModelPatcher, **inputs: object) -> tuple:
+    """All outputs of the quantize node, whose inputs are the defaults of these tests unless given."""
+    defaults = {
+        "method": "smooth",
+        "alpha": 0.5,
+        "search_alpha": False,
+        "protect": protect_layers(0),
+        "weight_scales": "absmax",
+        "smooth_only_foldable": False,
+        "kernel": "fused int8",
+    }
+    return QuantizeToINT8SmoothQuant.execute(model, **defaults | inputs).result
+
+
+def protect_layers(number: int) -> dict[str, object]:
+    """The value of the widget `protect` that protects a number of layers."""
+    return {"protect": "number of layers", "layers": number}
+
+
+def quantize(model: ModelPatcher, protect: int = 0, **inputs: object) -> ModelPatcher:
+    """The MODEL of the quantize node with a number of protected layers."""
+    return run_node(model, protect=protect_layers(protect), **inputs)[0]
+
+
+def calibration(model: ModelPatcher, text: str = "INT8", steps: int = 2, seed: int = 0) -> dict[str, object]:
+    """Calibration inputs of the quantize node: a few Euler steps of `text`."""
+    context, pooled = conditioning.encode(text)
+    return {
+        "positive": {"positive_0": [[context, {"pooled_output": pooled}]]},
+        "sampler": comfy.samplers.sampler_object("euler"),
+        "sigmas": comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps),
+        "latent_image": {"samples": torch.zeros(len(text), latents.CHANNELS, latents.SIDE, latents.SIDE)},
+        "seed": seed,
+    }
+
+
+def sample(model: ModelPatcher, text: str = "A", steps: int = 1, seed: int = 0) -> torch.Tensor:
+    """Sample as a KSampler node does, through everything that is attached to the MODEL."""
+    context, pooled = conditioning.encode(text)
+    cond = [[context, {"pooled_output": pooled}]]
+    empty = torch.zeros(len(text), latents.CHANNELS, latents.SIDE, latents.SIDE)
+    noise = comfy.sample.prepare_noise(empty, seed)
+    return comfy.sample.sample(model, noise, steps, 1.0, "euler", "simple", cond, cond, empty, seed=seed)
+
+
+def output(model: ModelPatcher) -> torch.Tensor:
+    """One forward of the diffusion model on fixed inputs, with the MODEL's weight patches applied."""
+    comfy.model_management.load_models_gpu([model])
+    return forward(model)
+
+
+def forward(model: ModelPatcher) -> torch.Tensor:
+    """`output` of a MODEL that is loaded already, however it is."""
+    return _apply(model, "R2", 0.7, seed=0)
+
+
+def velocity(model: ModelPatcher, time: float) -> torch.Tensor:
+    """One forward on noise for all characters at a time of the schedule."""
+    comfy.model_management.load_models_gpu([model])
+    return _apply(model, ALPHABET, time, seed=1)
+
+
+def _apply(model: ModelPatcher, text: str, time: float, seed: int) -> torch.Tensor:
+    context, pooled = conditioning.encode(text)
+    shape = (len(text), latents.CHANNELS, latents.SIDE, latents.SIDE)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    with torch.inference_mode():
+        return model.model.apply_model(x, torch.full((len(text),), time), c_crossattn=context, y=pooled)
+
+
+def module(model: ModelPatcher, layer: str) -> torch.nn.Module:
+    """A layer of the diffusion model."""
+    return model.model.diffusion_model.get_submodule(layer)
+
+
+def int8_weights(model: ModelPatcher) -> dict[str, QuantizedTensor]:
+    """The INT8 weights a MODEL holds right now, by layer."""
+    weights = {name: getattr(layer, "weight", None) for name, layer in model.model.diffusion_model.named_modules()}
+    return {name: weight for name, weight in weights.items() if is_int8(weight)}
+
+
+def snapshot(model: ModelPatcher) -> dict[str, torch.Tensor]:
+    """A copy of every tensor the diffusion model holds; INT8 layers as the tensors they are saved as."""
+    return {key: tensor.clone() for key, tensor in model.model.diffusion_model.state_dict().items()}
+
+
+def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names, and equal bits under each."""
+    assert actual.keys() == expected.keys()
+    different = [key for key in expected if not torch.equal(actual[key], expected[key])]
+    assert not different
+
+
+@contextmanager
+def untouched(model: ModelPatcher) -> Iterator[None]:
+    """Assert that what happens inside leaves a MODEL as it was: weights, patches, hooks, and what it computes."""
+    before, result = snapshot(model), output(model)
+    attached = {name: str(getattr(model, name)) for name in ("patches", "object_patches", "wrappers", "callbacks")}
+    yield
+    assert {name: str(getattr(model, name)) for name in attached} == attached
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in model.model.modules())
+    assert torch.equal(output(model), result)
+    assert_same_tensors(snapshot(model), before)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square difference relative to the root mean square of `expected`."""
+    return float((actual - expected).norm() / expected.norm())
+
+
+def lora(layers: Iterable[str], scale: float = 0.05, rank: int = 4) -> dict[str, torch.Tensor]:
+    """A LoRA file's tensors for some linears: random, `scale` relative to the weights it changes."""
+    generator = torch.Generator().manual_seed(1)
+    weights, state_dict = tensors(), {}
+    for layer in layers:
+        weight = weights[f"{layer}.weight"].float()
+        up = torch.randn(weight.shape[0], rank, generator=generator)
+        down = torch.randn(rank, weight.shape[1], generator=generator)
+        up *= scale * weight.norm() / (up @ down).norm()
+        state_dict[f"diffusion_model.{layer}.lora_up.weight"] = up
+        state_dict[f"diffusion_model.{layer}.lora_down.weight"] = down
+    return state_dict
+
+
+def with_lora(model: ModelPatcher, state_dict: dict[str, torch.Tensor]) -> ModelPatcher:
+    """The MODEL of ComfyUI's LoRA loader node."""
+    patched, _ = comfy.sd.load_lora_for_models(model, None, state_dict, 1.0, 0.0)
+    return patched
+
+
+def with_delta(state_dict: dict[str, torch.Tensor], lora_tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights a LoRA makes, computed here and in float32."""
+    changed = dict(state_dict)
+    for key, up in lora_tensors.items():
+        match = re.fullmatch(r"diffusion_model\.(.*)\.lora_up\.weight", key)
+        if match:
+            weight, down = f"{match[1]}.weight", lora_tensors[key.replace("lora_up", "lora_down")]
+            changed[weight] = state_dict[weight].float() + up @ down
+    return changed

@@ -1,0 +1,67 @@
+"""A small transformer block of ComfyUI's Ideogram 4 with this pack's operations, in the hands of the node tests.
+
+Imported only once ComfyUI and the pack can be. Everything is float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import comfy.ldm.ideogram4.model as ideogram4
+import torch
+from comfy.text_encoders.llama import precompute_freqs_cis
+from int8_dit.kernels import ComputePath, quantize_weight
+from int8_dit.nodes.model.int8_weight import int8_weight
+from int8_dit.nodes.model.operations import int8_operations
+from int8_dit.nodes.model.input_groups import share_inputs
+
+HIDDEN, INTERMEDIATE, HEADS, ADALN = 128, 256, 2, 64
+INT8_LINEARS = ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+
+Smoothing = Callable[[str, int], torch.Tensor | None]
+
+
+def block(smoothing: Smoothing = lambda name, channels: None, sharing: bool = True) -> torch.nn.Module:
+    """The block with seeded weights; `smoothing` gives a linear's factors by its name and number of input channels."""
+
+    def convert(name: str, weight: torch.Tensor, _: None) -> torch.Tensor | None:
+        if name not in INT8_LINEARS:
+            return None
+        smooth = smoothing(name, weight.shape[1])
+        return int8_weight(*quantize_weight(weight, smooth), torch.float32, smooth)
+
+    operations = int8_operations(ComputePath("fused int8", "a test"), torch.float32, convert)
+    built = ideogram4.Ideogram4TransformerBlock(
+        HIDDEN, INTERMEDIATE, HEADS, 1e-5, ADALN, dtype=torch.float32, device="cpu", operations=operations
+    )
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "attention.qkv.weight": (3 * HIDDEN, HIDDEN),
+        "attention.o.weight": (HIDDEN, HIDDEN),
+        "feed_forward.w1.weight": (INTERMEDIATE, HIDDEN),
+        "feed_forward.w3.weight": (INTERMEDIATE, HIDDEN),
+        "feed_forward.w2.weight": (HIDDEN, INTERMEDIATE),
+        "adaln_modulation.weight": (4 * HIDDEN, ADALN),
+        "adaln_modulation.bias": (4 * HIDDEN,),
+        **{f"attention.norm_{name}.weight": (HIDDEN // HEADS,) for name in "qk"},
+        **{f"{name}.weight": (HIDDEN,) for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")},
+    }
+    built.load_state_dict(
+        {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    )
+    if sharing:
+        share_inputs(built)
+    return built
+
+
+def inputs(tokens: int = 8, seed: int = 0) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
+    """The block's arguments: hidden states, no mask, rotary embeddings, modulation."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.arange(tokens)[None].expand(3, tokens)
+    angles = precompute_freqs_cis(HIDDEN // HEADS, positions, 1e4, rope_dims=(16, 8, 8), interleaved_mrope=True)
+    return (
+        torch.randn(1, tokens, HIDDEN, generator=generator),
+        None,
+        ideogram4._split_half_rope_matrix(angles),
+        torch.randn(1, 1, ADALN, generator=generator),
+    )

@@ -1,0 +1,195 @@
+"""Small MODELs of ComfyUI's own classes and loader in which several linears read the same input.
+
+Imported only once ComfyUI and the pack can be. Everything is float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+
+import comfy.ldm.audio.dit
+import comfy.ldm.audio.embedders
+import comfy.ldm.ideogram4.model
+import comfy.ldm.lightricks.model
+import comfy.ldm.lumina.model
+import comfy.ldm.modules.diffusionmodules.openaimodel
+import comfy.ldm.wan.model
+import comfy.model_detection
+import comfy.model_management
+import comfy.ops
+import comfy.samplers
+import comfy.sd
+import comfy.supported_models
+import pytest
+import torch
+from comfy.model_patcher import ModelPatcher
+from int8_dit.nodes.calibration.calibration import Calibration
+from int8_dit.nodes.calibration.run import calibrate
+
+TEXT = 4096  # ComfyUI takes no other width for Wan
+IDEOGRAM_SIZES = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 64,
+    "intermediate_size": 256,
+    "adaln_dim": 64,
+    "llm_features_dim": TEXT,
+    "rope_theta": 10000,
+    "mrope_section": (16, 8, 8),
+    "norm_eps": 1e-5,
+}
+WAN_SIZES = {"dim": 128, "ffn_dim": 256, "num_heads": 1, "num_layers": 2, "model_type": "t2v"}
+
+
+def ideogram4(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
+    """Two blocks, each with w1 and w3 of one input. ComfyUI knows only its real size, so `monkeypatch` sets it."""
+    monkeypatch.setattr(comfy.supported_models.Ideogram4, "unet_extra_config", IDEOGRAM_SIZES)
+    return _load(comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel, num_layers=2, **IDEOGRAM_SIZES)
+
+
+def ideogram4_again(model: ModelPatcher) -> ModelPatcher:
+    """A second MODEL of the same weights, as Ideogram 4 has two of one architecture."""
+    tensors = {name: tensor.clone() for name, tensor in model.model.diffusion_model.state_dict().items()}
+    return comfy.sd.load_diffusion_model_state_dict(tensors)
+
+
+def wan() -> ModelPatcher:
+    """Two blocks with separate q, k and v: of one tensor in self_attn, of two in cross_attn."""
+    return _load(comfy.ldm.wan.model.WanModel, **WAN_SIZES)
+
+
+def ltx_video(**config: object) -> ModelPatcher:
+    """An LTX-Video whose file says in its metadata how its positions are embedded, which is in no tensor."""
+    metadata = {"config": json.dumps({"transformer": config})}
+    sizes = {"num_layers": 2, "attention_head_dim": 8, "cross_attention_dim": 256, "caption_channels": TEXT}
+    # Large queries and keys, so that attention depends on positions.
+    sharp = {
+        f"transformer_blocks.{block}.attn1.{part}_norm.weight": torch.full((256,), 3.0)
+        for block in range(2)
+        for part in "qk"
+    }
+    return _load(comfy.ldm.lightricks.model.LTXVModel, metadata, sharp, **sizes)
+
+
+def z_image(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
+    """Four blocks of Z-Image's kind, whose norms' weights spread so far that ComfyUI does not let it run in fp16."""
+    sizes = {
+        "patch_size": 2,
+        "in_channels": 16,
+        "dim": 256,
+        "cap_feat_dim": 128,
+        "n_layers": 4,
+        "qk_norm": True,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "axes_dims": [32, 48, 48],
+        "axes_lens": [1536, 512, 512],
+        "rope_theta": 256.0,
+        "ffn_dim_multiplier": 8 / 3,
+        "z_image_modulation": True,
+        "time_scale": 1000.0,
+        "pad_tokens_multiple": 32,
+    }
+    detect = comfy.model_detection.detect_unet_config
+    # ComfyUI knows only its real size, and looks for that of the norms there.
+    monkeypatch.setattr(comfy.supported_models.ZImage, "unet_config", {"image_model": "lumina2", "dim": 256})
+    monkeypatch.setattr(
+        comfy.model_detection, "detect_unet_config", lambda *args, **options: {**detect(*args, **options), **sizes}
+    )
+    model = comfy.ldm.lumina.model.NextDiT(
+        **sizes, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init
+    )
+    tensors = _random_tensors(model)
+    for index, name in enumerate(name for name in tensors if name.endswith("norm1.weight")):
+        tensors[name] = 1 + 0.6 * _randn(*tensors[name].shape, seed=index)
+    return comfy.sd.load_diffusion_model_state_dict(tensors)
+
+
+def v_prediction_unet(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
+    """A narrow SDXL whose checkpoint says by two marks, beside the UNet's tensors, how it predicts."""
+    sizes = comfy.supported_models.SDXL.unet_config | {"model_channels": 32, "transformer_depth": [0, 0, 1, 1, 1, 1]}
+    monkeypatch.setattr(comfy.supported_models.SDXL, "unet_config", sizes)
+    return _load(
+        comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel,
+        extra={"v_pred": torch.tensor([]), "ztsnr": torch.tensor([])},
+        image_size=32,
+        in_channels=4,
+        model_channels=32,
+        out_channels=4,
+        num_res_blocks=[2, 2, 2],
+        channel_mult=[1, 2, 4],
+        num_head_channels=32,
+        use_spatial_transformer=True,
+        transformer_depth=[0, 0, 1, 1, 1, 1],
+        transformer_depth_output=[0, 0, 0, 1, 1, 1, 1, 1, 1],
+        transformer_depth_middle=1,
+        context_dim=2048,
+        num_classes="sequential",
+        adm_in_channels=2816,
+        use_linear_in_transformer=True,
+        legacy=False,
+    )
+
+
+def stable_audio() -> ModelPatcher:
+    """One block of Stable Audio's width, which comes with two embedders of its conditioning."""
+    embedder = comfy.ldm.audio.embedders.NumberConditioner(768, min_val=0, max_val=512).state_dict()
+    embedders = {
+        f"conditioner.conditioners.seconds_{part}.{name}": _randn(*tensor.shape, seed=index)
+        for part in ("start", "total")
+        for index, (name, tensor) in enumerate(embedder.items())
+    }
+    return _load(comfy.ldm.audio.dit.AudioDiffusionTransformer, extra=embedders, depth=1)
+
+
+def _load(
+    model_class: type,
+    metadata: dict[str, str] | None = None,
+    extra: dict[str, torch.Tensor] | None = None,
+    **sizes: object,
+) -> ModelPatcher:
+    model = model_class(**sizes, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
+    return comfy.sd.load_diffusion_model_state_dict(_random_tensors(model) | (extra or {}), metadata=metadata)
+
+
+def _random_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        # Columns of different size, so that every layer has smoothing factors of its own.
+        name: torch.randn(tensor.shape, generator=generator)
+        / max(1, tensor[0].numel()) ** 0.5
+        * (0.25 + torch.rand(tensor.shape[-1], generator=generator))
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def calibration(model: ModelPatcher) -> dict[str, object]:
+    """Calibration inputs of the quantize node: two Euler steps on a latent of 4 x 4, or a video of one such frame."""
+    latents = model.model.latent_format
+    frames = (1,) * (latents.latent_dimensions - 2)
+    return {
+        "positive": {"positive_0": [[_randn(1, 6, TEXT, seed=1), {}]]},
+        "sampler": comfy.samplers.sampler_object("euler"),
+        "sigmas": comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 2),
+        "latent_image": {"samples": torch.zeros(1, latents.latent_channels, *frames, 4, 4)},
+        "seed": 0,
+    }
+
+
+def recorded(model: ModelPatcher) -> Calibration:
+    """What the quantize node sees in its calibration with these inputs."""
+    inputs = calibration(model)
+    inputs |= {"prompts": list(inputs.pop("positive").values()), "latent": inputs.pop("latent_image")}
+    return calibrate(model, negative=None, cfg=1.0, **inputs)
+
+
+def output(model: ModelPatcher) -> torch.Tensor:
+    """One forward of the diffusion model on fixed inputs."""
+    inputs = calibration(model)
+    comfy.model_management.load_models_gpu([model])
+    x = _randn(*inputs["latent_image"]["samples"].shape, seed=2)
+    with torch.inference_mode():
+        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=inputs["positive"]["positive_0"][0][0])
+
+
+def _randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
