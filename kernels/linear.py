@@ -3,24 +3,20 @@
 import torch
 
 from . import operators
-from .checks import check_rotation_group_type, check_same_device
+from .checks import check_same_device
 from .device import uses_triton
 from .reference import int8_accumulate_reference
+from .transform import UNCHANGED, ChannelTransform
 
 
-def quantize_activations(
-    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_activations(x: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token symmetric INT8 quantization: scale = absmax / 127, q = round(x 127 / absmax), halves to even.
 
-    `x` is divided by `smooth` first (times its reciprocal, that is), then each group of `rotation_group` channels is
-    multiplied by the regular Hadamard matrix. All arithmetic is float32. A row that holds a NaN or Inf gets the scale NaN
-    (and q = 0); a row of zeros the scale 0.
+    All arithmetic is float32. A row that holds a NaN or Inf gets the scale NaN (and q = 0); a row of zeros the scale 0.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
-        smooth: smoothing factors [K], floating point, or None.
-        rotation_group: a power of 4 that divides K, or None.
+        transform: what is done to the channels first.
 
     Returns:
         int8 [M, K] and float32 per-token scale [M].
@@ -29,8 +25,7 @@ def quantize_activations(
         TypeError, ValueError: wrong dtype, shape, device or group.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    check_rotation_group_type(rotation_group)
-    return operators.quantize_activations(x, smooth, rotation_group)
+    return operators.quantize_activations(x, transform.smooth, transform.rotation_group)
 
 
 def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -82,19 +77,17 @@ def int8_linear(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
-    smooth: torch.Tensor | None = None,
-    rotation_group: int | None = None,
+    transform: ChannelTransform = UNCHANGED,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """A linear layer on INT8 tensor cores: quantize the activations per token, then the fused GEMM.
 
     Args:
         x: [..., K] bf16, fp16 or fp32, any leading dimensions, none and empty ones included.
-        weight: int8 [N, K] from `quantize_weight` with the same `smooth` and `rotation_group`.
+        weight: int8 [N, K] from `quantize_weight` with the same `transform`.
         weight_scale: float32 per-channel scale [N] or [N, 1], or a scalar.
         bias: [N] floating point, or None.
-        smooth: smoothing factors [K], or None.
-        rotation_group: a power of 4 that divides K, or None.
+        transform: what is done to the channels of `x` first.
         out_dtype: dtype of the result; that of `x` when None.
 
     Returns:
@@ -104,5 +97,4 @@ def int8_linear(
         TypeError, ValueError: wrong dtype, shape, device or group.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    check_rotation_group_type(rotation_group)
-    return operators.int8_linear(x, weight, weight_scale, bias, smooth, rotation_group, out_dtype)
+    return operators.int8_linear(x, weight, weight_scale, bias, transform.smooth, transform.rotation_group, out_dtype)

@@ -12,13 +12,13 @@ from .checks import (
     check_float_matrix,
     check_int8_matrix,
     check_out_dtype,
-    check_rotation_group,
     check_same_device,
     check_vector,
     check_weight_scale,
 )
 from .device import uses_triton
 from .reference import int8_gemm_reference, quantize_activations_reference
+from .transform import ChannelTransform
 
 _NAMESPACE = "int8_dit"
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library
@@ -38,33 +38,32 @@ def check_operands(q: torch.Tensor, weight: torch.Tensor) -> None:
         raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
 
 
-def _check_quantization(x: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None) -> None:
+def _check_quantization(x: torch.Tensor, transform: ChannelTransform) -> None:
     _refuse_gradient("quantize_activations", x)
     check_float_matrix("x", x)
-    check_rotation_group(rotation_group, x.shape[1])
-    if smooth is not None:
-        check_vector("smooth", smooth, x.shape[1], "K")
-        check_same_device(x=x, smooth=smooth)
+    transform.check(x.shape[1])
+    check_same_device(x=x, smooth=transform.smooth)
 
 
 def _quantize_activations(
     x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_quantization(x, smooth, rotation_group)
+    transform = ChannelTransform(smooth, rotation_group)
+    _check_quantization(x, transform)
     if x.numel() == 0:
         return x.new_zeros(x.shape, dtype=torch.int8), x.new_zeros(x.shape[:1], dtype=torch.float32)
     if uses_triton(x):
         from .fused.activations import launch_activation_quantizer
 
-        return launch_activation_quantizer(x, smooth, rotation_group)
+        return launch_activation_quantizer(x, transform)
     with torch.no_grad():
-        return quantize_activations_reference(x, smooth, rotation_group)
+        return quantize_activations_reference(x, transform)
 
 
 def _fake_quantize_activations(
     x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_quantization(x, smooth, rotation_group)
+    _check_quantization(x, ChannelTransform(smooth, rotation_group))
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 

@@ -3,20 +3,16 @@
 import torch
 import torch.nn.functional as F
 
-from .rotation import rotate
+from .transform import UNCHANGED, ChannelTransform
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def quantize_activations_reference(
-    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
+    x: torch.Tensor, transform: ChannelTransform = UNCHANGED
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_activations` in plain PyTorch, any device. Arguments are taken as already checked."""
-    values = x.float()
-    if smooth is not None:
-        values = values * smooth.float().reciprocal()
-    if rotation_group is not None:
-        values = rotate(values, rotation_group)
+    values = transform.to_activations(x)
     absmax = values.abs().amax(dim=1)
     finite = torch.isfinite(absmax)
     # A tensor divisor: PyTorch turns a division by a Python number into a multiplication on a GPU.

@@ -5,6 +5,7 @@ import weakref
 import torch
 
 from .operators import composed_linear, quantize_activations
+from .transform import ChannelTransform
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
@@ -88,36 +89,29 @@ class InputReader:
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
         bias: torch.Tensor | None,
-        smooth: torch.Tensor | None,
-        rotation_group: int | None,
+        transform: ChannelTransform,
     ) -> torch.Tensor:
         """`linear.int8_linear`, with the quantization of `x` shared by the group; the same bits and the same errors.
 
-        `smooth` (by value) and `rotation_group` must be the same for all members.
+        `transform` must be the same for all members, its factors by value.
         """
         quantize = self._quantize_traced if torch.compiler.is_compiling() else self._quantize
-        return composed_linear(
-            x, weight, weight_scale, bias, None, lambda rows: quantize(x, rows, smooth, rotation_group)
-        )
+        return composed_linear(x, weight, weight_scale, bias, None, lambda rows: quantize(x, rows, transform))
 
-    def _quantize(
-        self, x: torch.Tensor, rows: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None
-    ) -> Quantized:
+    def _quantize(self, x: torch.Tensor, rows: torch.Tensor, transform: ChannelTransform) -> Quantized:
         # Threads may overwrite each other's `kept`: that costs a quantization, and the one in hand stays right.
         place = self.group.place
         kept = place.kept
         if kept is None or not kept.serves(self, x):
             place.kept = None  # its memory can be had for the new one
-            kept = _KeptInput(self.group, x, quantize_activations(rows, smooth, rotation_group))
+            kept = _KeptInput(self.group, x, quantize_activations(rows, transform.smooth, transform.rotation_group))
             place.kept = kept
         kept.readers.add(self)
         if len(kept.readers) == self.group.size and place.kept is kept:
             place.kept = None
         return kept.quantized
 
-    def _quantize_traced(
-        self, x: torch.Tensor, rows: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None
-    ) -> Quantized:
+    def _quantize_traced(self, x: torch.Tensor, rows: torch.Tensor, transform: ChannelTransform) -> Quantized:
         """The same for a compiler, since none merges equal operators in a graph without gradients (torch 2.11).
 
         Nothing is kept beyond the last member, so that no graph returns the quantized input.
@@ -126,6 +120,6 @@ class InputReader:
         if traced is not None and traced[0] is x:
             quantized = traced[1]
         else:
-            quantized = quantize_activations(rows, smooth, rotation_group)
+            quantized = quantize_activations(rows, transform.smooth, transform.rotation_group)
         self.group.traced = None if self._last else (x, quantized)
         return quantized

@@ -77,8 +77,8 @@ def pack(comfyui: Path) -> ModuleType:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     """A real ComfyUI server on the CPU with this pack, shared by all tests."""
-    from support.server import serve
     from support.environment import Environment
+    from support.server import serve
 
     environment = Environment(python=Path(sys.executable), comfyui=comfyui_path())
     with serve(environment, tmp_path_factory.mktemp("comfyui")) as running:

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 from support import workflows
-from support.server import GLYPH_MODEL, TESTS, ComfyServer, ExecutionFailed, PromptRejected, ServerError, serve
 from support.environment import Environment, PrepareError, prepare, say
+from support.server import GLYPH_MODEL, TESTS, ComfyServer, ExecutionFailed, PromptRejected, ServerError, serve
 from support.workflows import GLYPH_TEXT, Prompt, link
 
 BENCHMARK_TOKENS = 256

@@ -22,6 +22,7 @@ from ..linear import int8_gemm, int8_linear, quantize_activations
 from ..numerics.weights import quantize_weight
 from ..reference import int8_accumulate_reference
 from ..timing import CallSeries, GraphPool, sustained_milliseconds
+from ..transform import ChannelTransform
 from . import peers
 from .report import (
     BF16,
@@ -95,14 +96,16 @@ class Operands:
         self.float_weights = self._copied(w)
         self._int8_weights: dict[tuple[bool, bool], tuple[list[torch.Tensor], torch.Tensor]] = {}
 
+    def transform(self, smooth: bool, rotate: bool) -> ChannelTransform:
+        """What a variant of the linear does to the channels."""
+        return ChannelTransform(self.smooth if smooth else None, _ROTATION_GROUP if rotate else None)
+
     def int8_weights(self, smooth: bool = False, rotate: bool = False) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Copies of the int8 weight [N, K], made at the first request, and their float32 scale [N]."""
         if (smooth, rotate) not in self._int8_weights:
             if rotate and self.x.shape[1] % _ROTATION_GROUP:
                 raise peers.Unavailable(f"K is not a multiple of {_ROTATION_GROUP}")
-            weight, scale = quantize_weight(
-                self.float_weights[0], self.smooth if smooth else None, _ROTATION_GROUP if rotate else None
-            )
+            weight, scale = quantize_weight(self.float_weights[0], self.transform(smooth, rotate))
             self._int8_weights[smooth, rotate] = self._copied(weight), scale
         return self._int8_weights[smooth, rotate]
 
@@ -184,12 +187,9 @@ def _fused(bias: bool = False, smooth: bool = False, rotate: bool = False) -> Ca
     def prepare(operands: Operands) -> Method:
         _require_fused(operands.device)
         weights, scale = operands.int8_weights(smooth, rotate)
-        extras = {
-            "bias": operands.bias if bias else None,
-            "smooth": operands.smooth if smooth else None,
-            "rotation_group": _ROTATION_GROUP if rotate else None,
-        }
-        return lambda copy: int8_linear(operands.x, weights[copy], scale, **extras)
+        added = operands.bias if bias else None
+        transform = operands.transform(smooth, rotate)
+        return lambda copy: int8_linear(operands.x, weights[copy], scale, added, transform)
 
     return prepare
 
@@ -290,15 +290,16 @@ def benchmark_quantization(m: int, k: int, device: torch.device, rounds: int = 3
     """Time the quantization of bf16 activations [M, K] alone, and for comparison a copy of them."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(m, k, device=device, generator=generator).bfloat16()
-    smooth = torch.rand(k, device=device, generator=generator) + 0.5
+    smoothing = ChannelTransform(torch.rand(k, device=device, generator=generator) + 0.5)
     target = torch.empty_like(x)
     runs = {
         COPY: lambda _: target.copy_(x),
         QUANTIZE: lambda _: quantize_activations(x),
-        QUANTIZE_SMOOTHING: lambda _: quantize_activations(x, smooth),
+        QUANTIZE_SMOOTHING: lambda _: quantize_activations(x, smoothing),
     }
     if k % _ROTATION_GROUP == 0:
-        runs[QUANTIZE_ROTATION] = lambda _: quantize_activations(x, rotation_group=_ROTATION_GROUP)
+        rotation = ChannelTransform(None, _ROTATION_GROUP)
+        runs[QUANTIZE_ROTATION] = lambda _: quantize_activations(x, rotation)
     for run in runs.values():
         run(0)
     times = sustained_milliseconds({name: CallSeries(run, 1, device) for name, run in runs.items()}, rounds)
@@ -394,4 +395,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.markdown.write_text(text + "\n", encoding="utf-8")
     if options.json:
         options.json.write_text(json.dumps(report.as_json(), indent=1, allow_nan=False), encoding="utf-8")
-

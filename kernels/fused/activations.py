@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ..reference import quantize_activations_reference
+from ..transform import ChannelTransform
 from .launching import RepeatedLaunch, on_device, remembered
 
 # 1.5 * 2^23: added to |v| < 2^22 in float32 it rounds v to the nearest integer, ties to even, and leaves that integer in
@@ -225,17 +226,15 @@ def _prepare(rows: int, channels: int, has_smooth: bool, group: int, interpreted
     return RepeatedLaunch(_quantize_rows_kernel, (rows, 1), constants, options)
 
 
-def launch_activation_quantizer(
-    x: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_activation_quantizer(x: torch.Tensor, transform: ChannelTransform) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel on checked, non-empty arguments: x [M, K] -> int8 [M, K], float32 scale [M]."""
-    group = rotation_group or 1
+    group = transform.rotation_group or 1
     if group not in _FACTORS:
-        return quantize_activations_reference(x, smooth, rotation_group)
+        return quantize_activations_reference(x, transform)
     rows, channels = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
-    smooth = None if smooth is None else smooth.float().contiguous()
+    smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
     q = torch.empty((rows, channels), dtype=torch.int8, device=x.device)
     scale = torch.empty((rows,), dtype=torch.float32, device=x.device)
     key = (x.device, rows, channels, x.stride(0), x.dtype, smooth is not None, group)

@@ -1,7 +1,11 @@
-"""What can be done to a linear's input channels before they are rounded: smoothing, rotation, both or neither."""
+"""Which transforms of a linear's input channels are worth trying: smoothing, rotation, both or neither."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+
+from ..transform import ChannelTransform
 
 METHODS = ("smooth", "rotate", "smooth + rotate", "best per layer", "none")
 ALPHAS = tuple(step / 10 for step in range(11))
@@ -11,8 +15,9 @@ _ROTATION_GROUPS = (256, 64)
 
 
 @dataclass(frozen=True)
-class Transform:
-    """Smoothing by `alpha` (None: none), then rotation of `rotation_group` channels at a time (None: none)."""
+class TransformPlan:
+    """A `ChannelTransform` whose factors are not known yet: smoothing by `alpha` (None: none), then rotation of
+    `rotation_group` channels at a time (None: none)."""
 
     alpha: float | None = None
     rotation_group: int | None = None
@@ -21,13 +26,17 @@ class Transform:
         smooth = [] if self.alpha is None else [f"smooth {self.alpha:g}"]
         return " + ".join([*smooth, *([] if self.rotation_group is None else ["rotate"])]) or "none"
 
+    def with_factors(self, factors: Mapping[float, torch.Tensor]) -> ChannelTransform:
+        """The transform with its smoothing factors [K], which are given by alpha. Raises KeyError where they are missing."""
+        return ChannelTransform(None if self.alpha is None else factors[self.alpha], self.rotation_group)
+
 
 def rotation_group_of(channels: int) -> int | None:
     """Channels per Hadamard group for a linear with this many input channels; None where no usual group divides them."""
     return next((group for group in _ROTATION_GROUPS if channels % group == 0), None)
 
 
-def transforms(method: str, alphas: Sequence[float], channels: int) -> list[Transform]:
+def candidates(method: str, alphas: Sequence[float], channels: int) -> list[TransformPlan]:
     """The transforms among which a method chooses for a linear, the one to be at least as good as first.
 
     Args:
@@ -40,15 +49,15 @@ def transforms(method: str, alphas: Sequence[float], channels: int) -> list[Tran
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     group = rotation_group_of(channels)
-    smoothed = [Transform(alpha) for alpha in alphas]
-    both = [Transform(alpha, group) for alpha in alphas]
+    smoothed = [TransformPlan(alpha) for alpha in alphas]
+    both = [TransformPlan(alpha, group) for alpha in alphas]
     if method == "smooth":
-        return smoothed or [Transform()]
+        return smoothed or [TransformPlan()]
     if method == "rotate":
-        return [Transform(None, group)]
+        return [TransformPlan(None, group)]
     if method == "smooth + rotate":
-        return both or [Transform(None, group)]
+        return both or [TransformPlan(None, group)]
     if method == "best per layer":
         # Without a group, `both` is `smoothed` again.
-        return list(dict.fromkeys([*smoothed[:1], Transform(), *smoothed, Transform(None, group), *both]))
-    return [Transform()]
+        return list(dict.fromkeys([*smoothed[:1], TransformPlan(), *smoothed, TransformPlan(None, group), *both]))
+    return [TransformPlan()]

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from .candidates import Transform
+from ..transform import ChannelTransform
+from .candidates import TransformPlan
 from .output_error import OutputError, relative_rounding_error
 from .smoothing import channel_absmax, smoothing_factors
 from .statistics import ActivationStatistics
@@ -23,16 +25,16 @@ class QuantizedLinear:
     Attributes:
         q: int8 [N, K].
         scale: float32 [N].
-        smooth: smoothing factors, float32 [K], or None.
-        transform: what was done to the channels.
+        transform: what was done to the channels; smoothing factors are float32.
+        plan: the candidate that the transform was made of.
         error: relative error of the linear's output on the sampled rows; without statistics, of its weight.
         plain_error: what `error` would be with neither smoothing nor rotation, nor clipping: how fragile the layer is.
     """
 
     q: torch.Tensor
     scale: torch.Tensor
-    smooth: torch.Tensor | None
-    transform: Transform
+    transform: ChannelTransform
+    plan: TransformPlan
     error: float
     plain_error: float
 
@@ -48,7 +50,7 @@ def naming_layer(name: str) -> Iterator[None]:
 
 def quantize_group(
     weights: Mapping[str, Weight],
-    candidates: Sequence[Transform],
+    candidates: Sequence[TransformPlan],
     statistics: ActivationStatistics | None,
     clip: bool = False,
 ) -> dict[str, QuantizedLinear]:
@@ -84,24 +86,24 @@ def quantize_group(
             plain_errors[name] = error_of(q, scale)
             errors[name] = []
             for candidate in candidates:
-                smooth, group = factors.get(candidate.alpha), candidate.rotation_group
-                if clip or candidate != Transform():
-                    q, scale = quantize_weight(weight, smooth, group, clip=clip)
-                    errors[name].append(error_of(q, scale, smooth, group))
+                transform = candidate.with_factors(factors)
+                if clip or candidate != TransformPlan():
+                    q, scale = quantize_weight(weight, transform, clip=clip)
+                    errors[name].append(error_of(q, scale, transform))
                 else:
                     errors[name].append(plain_errors[name])
             if len(candidates) == 1:
-                results[name] = _in_host_memory(q, scale, smooth, candidates[0], errors[name][0], plain_errors[name])
+                results[name] = _in_host_memory(q, scale, transform, candidates[0], errors[name][0], plain_errors[name])
             del weight, error_of, q, scale  # before the next is loaded
     if results:
         return results
 
     chosen = least_worst(list(errors.values()))
-    transform = candidates[chosen]
-    smooth = factors.get(transform.alpha)
+    plan = candidates[chosen]
+    transform = plan.with_factors(factors)
     for name, load in weights.items():
-        q, scale = quantize_weight(load(), smooth, transform.rotation_group, clip=clip)
-        results[name] = _in_host_memory(q, scale, smooth, transform, errors[name][chosen], plain_errors[name])
+        q, scale = quantize_weight(load(), transform, clip=clip)
+        results[name] = _in_host_memory(q, scale, transform, plan, errors[name][chosen], plain_errors[name])
     return results
 
 
@@ -118,10 +120,10 @@ def least_worst(errors: Sequence[Sequence[float]]) -> int:
 
 
 def _factors(
-    weights: Mapping[str, Weight], candidates: Sequence[Transform], statistics: ActivationStatistics | None
-) -> dict[float | None, torch.Tensor]:
+    weights: Mapping[str, Weight], candidates: Sequence[TransformPlan], statistics: ActivationStatistics | None
+) -> dict[float, torch.Tensor]:
     """The smoothing factors [K] by alpha, with the largest weights of the whole group."""
-    alphas = {candidate.alpha for candidate in candidates} - {None}
+    alphas = {candidate.alpha for candidate in candidates if candidate.alpha is not None}
     if not alphas:
         return {}
     largest = []
@@ -134,26 +136,21 @@ def _factors(
 
 
 def _error_measure(weight: torch.Tensor, statistics: ActivationStatistics | None) -> Callable[..., float]:
-    """(q, scale, smoothing factors or None, rotation group or None) -> relative error."""
+    """(q, scale, transform) -> relative error of the output; without statistics, of the weight."""
     if statistics is not None:
         return OutputError(statistics.sample.rows, weight).of
-
-    def rounding_error(
-        q: torch.Tensor, scale: torch.Tensor, smooth: None = None, rotation_group: int | None = None
-    ) -> float:
-        return relative_rounding_error(weight, q, scale, rotation_group)
-
-    return rounding_error
+    return partial(relative_rounding_error, weight)
 
 
 def _in_host_memory(
     q: torch.Tensor,
     scale: torch.Tensor,
-    smooth: torch.Tensor | None,
-    transform: Transform,
+    transform: ChannelTransform,
+    plan: TransformPlan,
     error: float,
     plain_error: float,
 ) -> QuantizedLinear:
     # A copy for each: linears of a group must not hold one and the same vector.
-    smooth = None if smooth is None else smooth.to("cpu", copy=True)
-    return QuantizedLinear(q.cpu(), scale.cpu(), smooth, transform, error, plain_error)
+    smooth = None if transform.smooth is None else transform.smooth.to("cpu", copy=True)
+    transform = ChannelTransform(smooth, transform.rotation_group)
+    return QuantizedLinear(q.cpu(), scale.cpu(), transform, plan, error, plain_error)

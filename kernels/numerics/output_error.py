@@ -5,6 +5,7 @@ import math
 import torch
 
 from ..reference import quantize_activations_reference
+from ..transform import UNCHANGED, ChannelTransform
 from .weights import dequantize_weight, row_slices
 
 
@@ -23,21 +24,14 @@ class OutputError:
             self._exact[:, channels] = self._rows @ w[channels].float().t()
         self._norm = float(torch.linalg.vector_norm(self._exact, dtype=torch.float64))
 
-    def of(
-        self,
-        q: torch.Tensor,
-        scale: torch.Tensor,
-        smooth: torch.Tensor | None = None,
-        rotation_group: int | None = None,
-    ) -> float:
+    def of(self, q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> float:
         """||Y' - Y|| / ||Y||, Y = rows . w^T and Y' what the INT8 linear makes of the rows; 0 where Y is zero.
 
-        q [N, K] and scale [N] are `quantize_weight`'s for this `smooth` [K] and `rotation_group`. Raises ValueError where Y
-        holds a NaN or Inf.
+        q [N, K] and scale [N] are `quantize_weight`'s for this `transform`. Raises ValueError where Y holds a NaN or Inf.
         """
         if not math.isfinite(self._norm):
             raise ValueError("its output on the recorded inputs is not finite")
-        x, x_scale = quantize_activations_reference(self._rows, smooth, rotation_group)
+        x, x_scale = quantize_activations_reference(self._rows, transform)
         # A float product of the rounded values: every card can do it, and what it rounds itself is far below their error.
         x = x.float() * x_scale[:, None]
         squares = torch.zeros((), dtype=torch.float64, device=q.device)
@@ -48,10 +42,7 @@ class OutputError:
 
 
 def relative_rounding_error(
-    w: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    rotation_group: int | None = None,
+    w: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform = UNCHANGED
 ) -> float:
     """||W - Q(W)|| / ||W|| of a weight [N, K] and its INT8 form; 0 for a weight of zeros.
 
@@ -59,7 +50,7 @@ def relative_rounding_error(
     """
     squares = torch.zeros((), dtype=torch.float64, device=w.device)
     for channels in row_slices(w):
-        restored = dequantize_weight(q[channels], scale[channels], None, rotation_group, torch.float32)
+        restored = dequantize_weight(q[channels], scale[channels], transform, torch.float32)
         squares += restored.sub_(w[channels]).square().sum(dtype=torch.float64)
     norm = torch.linalg.vector_norm(w, dtype=torch.float32).double()
     return float(squares.sqrt() / norm) if norm > 0 else 0.0

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ..checks import check_float_matrix, check_int8_matrix, check_rotation_group, check_vector, check_weight_scale
-from ..rotation import rotate
+from ..checks import check_float_matrix, check_int8_matrix, check_weight_scale
+from ..transform import UNCHANGED, ChannelTransform
 
 # Rows are independent, so a large weight is processed in slices: the float32 working copies stay this small.
 _SLICE_ELEMENTS = 1 << 24
@@ -33,20 +33,15 @@ def _least_error_scale(values: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 
 def quantize_weight(
     w: torch.Tensor,
-    smooth: torch.Tensor | None = None,
-    rotation_group: int | None = None,
+    transform: ChannelTransform = UNCHANGED,
     generator: torch.Generator | None = None,
     clip: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight symmetrically to INT8 with one scale per output channel.
 
-    The quantized matrix is w . diag(smooth), then rotated per group, so that its product with activations prepared by
-    `quantize_activations` with the same `smooth` and `rotation_group` is unchanged in real arithmetic.
-
     Args:
         w: [N, K] bf16, fp16 or fp32.
-        smooth: smoothing factors [K], floating point, or None.
-        rotation_group: channels per Hadamard group, a power of 4 that divides K, or None.
+        transform: what `quantize_activations` does to the channels that meet this weight; w takes its other half.
         generator: rounds stochastically with it, so that a change smaller than a step survives on average; None rounds
             half to even.
         clip: choose each channel's scale, from half of absmax / 127 to the whole, by the least squared rounding error,
@@ -59,19 +54,13 @@ def quantize_weight(
         TypeError, ValueError: wrong dtype, shape or group; NaN or Inf in the weight.
     """
     check_float_matrix("w", w)
-    check_rotation_group(rotation_group, w.shape[1])
-    if smooth is not None:
-        check_vector("smooth", smooth, w.shape[1], "K")
-        smooth = smooth.to(device=w.device, dtype=torch.float32)
+    transform.check(w.shape[1])
+    transform = transform.on(w.device)
 
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     scale = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
     for rows in row_slices(w):
-        values = w[rows].float()
-        if smooth is not None:
-            values = values * smooth
-        if rotation_group is not None:
-            values = rotate(values, rotation_group)
+        values = transform.to_weight(w[rows])
         absmax = values.abs().amax(dim=1) if w.shape[1] else values.new_zeros(values.shape[0])
         scale[rows] = absmax / torch.full_like(absmax, 127)
         divisor = torch.where(scale[rows] > 0, scale[rows], 1.0)
@@ -93,16 +82,15 @@ def quantize_weight(
 def dequantize_weight(
     q: torch.Tensor,
     scale: torch.Tensor,
-    smooth: torch.Tensor | None = None,
-    rotation_group: int | None = None,
+    transform: ChannelTransform = UNCHANGED,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The float weight [N, K] in the original basis: q . scale, rotated back, divided by `smooth`.
+    """The float weight [N, K] in the original basis: q . scale with `transform` undone.
 
     Args:
         q: int8 [N, K].
         scale: float32, scalar or per-channel [N] or [N, 1].
-        smooth, rotation_group: as given to `quantize_weight`.
+        transform: as given to `quantize_weight`.
         dtype: dtype of the result.
 
     Raises:
@@ -110,18 +98,11 @@ def dequantize_weight(
     """
     check_int8_matrix("q", q)
     check_weight_scale(scale, q.shape[0])
-    check_rotation_group(rotation_group, q.shape[1])
-    if smooth is not None:
-        check_vector("smooth", smooth, q.shape[1], "K")
-        smooth = smooth.float()
+    transform.check(q.shape[1])
+    transform = transform.on(q.device)
 
     per_channel = scale.reshape(-1, 1).expand(q.shape[0], 1)
     weight = torch.empty(q.shape, dtype=dtype, device=q.device)
     for rows in row_slices(q):
-        values = q[rows].float() * per_channel[rows]
-        if rotation_group is not None:
-            values = rotate(values, rotation_group)
-        if smooth is not None:
-            values = values / smooth
-        weight[rows] = values.to(dtype)
+        weight[rows] = transform.from_weight(q[rows].float() * per_channel[rows]).to(dtype)
     return weight

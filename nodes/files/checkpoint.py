@@ -8,7 +8,7 @@ import safetensors
 import torch
 from comfy.quant_ops import QUANT_ALGOS
 
-from ...kernels.checks import check_rotation_group
+from ...kernels import ChannelTransform
 from . import int8_mark
 
 
@@ -67,7 +67,7 @@ def _mark_unmarked_int8(state_dict: dict[str, torch.Tensor], name: str) -> None:
             state_dict.setdefault(f"{layer}.{int8_mark.SCALE}", scale)
         if f"{layer}.{int8_mark.SCALE}" not in state_dict:
             raise ValueError(f"{name}: the int8 weight {key} has no scale ({layer}.{int8_mark.SCALE} is missing)")
-        state_dict[f"{layer}.{int8_mark.MARK}"] = int8_mark.encode_mark(False, None)
+        state_dict[f"{layer}.{int8_mark.MARK}"] = int8_mark.encode_mark()
 
 
 def _check_marks(state_dict: dict[str, torch.Tensor], name: str) -> None:
@@ -115,6 +115,6 @@ def _check_int8_layer(state_dict: dict[str, torch.Tensor], layer: str, mark: dic
     if smooth is not None and not bool((smooth > 0).all()):
         raise ValueError(f"{name}: {layer}.{int8_mark.SMOOTH} holds a value that is not positive")
     try:
-        check_rotation_group(int8_mark.rotation_group(mark), inputs)
+        ChannelTransform(None, int8_mark.rotation_group(mark)).check(inputs)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {layer}: {error}") from error

@@ -10,6 +10,8 @@ import json
 
 import torch
 
+from ...kernels import UNCHANGED, ChannelTransform
+
 NATIVE_FORMAT = "int8_tensorwise"
 SMOOTHED_FORMAT = "int8_smoothquant"
 INT8_FORMATS = (NATIVE_FORMAT, SMOOTHED_FORMAT)
@@ -20,11 +22,11 @@ SCALE = "weight_scale"
 SMOOTH = "weight_smooth"
 
 
-def encode_mark(smoothed: bool, rotation_group: int | None) -> torch.Tensor:
+def encode_mark(transform: ChannelTransform = UNCHANGED) -> torch.Tensor:
     """The mark of an INT8 layer as uint8 bytes."""
-    mark: dict[str, object] = {"format": SMOOTHED_FORMAT if smoothed else NATIVE_FORMAT}
-    if rotation_group is not None:
-        mark.update(convrot=True, convrot_groupsize=rotation_group)
+    mark: dict[str, object] = {"format": NATIVE_FORMAT if transform.smooth is None else SMOOTHED_FORMAT}
+    if transform.rotation_group is not None:
+        mark.update(convrot=True, convrot_groupsize=transform.rotation_group)
     return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
 
 

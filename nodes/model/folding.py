@@ -12,7 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import divide_modulation_scale, divide_rows, multiply_columns
+from ...kernels import ChannelTransform, divide_modulation_scale, divide_rows, multiply_columns
 from ...kernels.checks import FLOAT_DTYPES
 from ..files import int8_mark
 from .int8_weight import is_int8
@@ -193,7 +193,9 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
         for name, weight in stored.items():
             if is_int8(weight):
                 del folded[f"{name}.{int8_mark.SMOOTH}"]
-                folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(False, weight._params.rotation_group)
+                folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(
+                    ChannelTransform(None, weight._params.rotation_group)
+                )
                 key, change = f"{name}.{int8_mark.SCALE}", partial(torch.div, other=common)
             else:
                 key, change = f"{name}.weight", partial(multiply_columns, smooth=divisor)

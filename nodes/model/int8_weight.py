@@ -10,7 +10,7 @@ import torch
 from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
 from comfy_kitchen.tensor import BaseLayoutParams
 
-from ...kernels import dequantize_weight, quantize_weight
+from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, quantize_weight
 from ..files.int8_mark import NATIVE_FORMAT, SMOOTHED_FORMAT
 
 LAYOUT = "PerChannelINT8Layout"
@@ -24,26 +24,31 @@ class PerChannelINT8Layout(QuantizedLayout):
         smooth: torch.Tensor | None = None
         rotation_group: int | None = None
 
+        @property
+        def transform(self) -> ChannelTransform:
+            """What is done to the channels of the input."""
+            return ChannelTransform(self.smooth, self.rotation_group)
+
         def _tensor_fields(self) -> list[str]:
             return ["scale"] if self.smooth is None else ["scale", "smooth"]
 
     @classmethod
     def quantize(
-        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, smooth=None, rotation_group=None
+        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, transform=UNCHANGED
     ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
         """Float weight -> int8 and parameters. The scale is always computed anew; `stochastic_rounding` is a seed or 0."""
         generator = None
         if stochastic_rounding:
             generator = torch.Generator(tensor.device).manual_seed(stochastic_rounding)
-        if smooth is not None:
-            smooth = smooth.to(tensor.device)
-        q, channel_scale = quantize_weight(tensor, smooth, rotation_group, generator)
-        return q, cls.Params(channel_scale[:, None], tensor.dtype, tuple(tensor.shape), smooth, rotation_group)
+        transform = transform.on(tensor.device)
+        q, channel_scale = quantize_weight(tensor, transform, generator)
+        shape = tuple(tensor.shape)
+        return q, cls.Params(channel_scale[:, None], tensor.dtype, shape, transform.smooth, transform.rotation_group)
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
         """The original weight in `params.orig_dtype`."""
-        return dequantize_weight(qdata, params.scale, params.smooth, params.rotation_group, params.orig_dtype)
+        return dequantize_weight(qdata, params.scale, params.transform, params.orig_dtype)
 
     @classmethod
     def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,24 +63,21 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        return {"smooth": qtensor._params.smooth, "rotation_group": qtensor._params.rotation_group}
+        return {"transform": qtensor._params.transform}
 
 
 register_layout_class(LAYOUT, PerChannelINT8Layout)
 
 
 def int8_weight(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-    smooth: torch.Tensor | None = None,
-    rotation_group: int | None = None,
+    q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transform: ChannelTransform = UNCHANGED
 ) -> QuantizedTensor:
     """Wrap int8 [N, K] and its scale (scalar, [N] or [N, 1]) for ComfyUI; `dtype` is that of the dequantized weight."""
     # One shape for all, because ComfyUI copies requantized parameters over the ones it holds.
     scale = scale.float().reshape(-1, 1).expand(q.shape[0], 1).contiguous()
-    smooth = None if smooth is None else smooth.float().contiguous()
-    return QuantizedTensor(q, LAYOUT, PerChannelINT8Layout.Params(scale, dtype, tuple(q.shape), smooth, rotation_group))
+    smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
+    params = PerChannelINT8Layout.Params(scale, dtype, tuple(q.shape), smooth, transform.rotation_group)
+    return QuantizedTensor(q, LAYOUT, params)
 
 
 def is_int8(weight: object) -> bool:

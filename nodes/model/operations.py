@@ -10,7 +10,7 @@ import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ComputePath, InputReader, int8_linear
+from ...kernels import ChannelTransform, ComputePath, InputReader, int8_linear
 from ..files import int8_mark
 from .int8_weight import LAYOUT, format_name, int8_weight, is_int8
 
@@ -68,7 +68,8 @@ def int8_operations(
                     )
                 if isinstance(held, QuantizedTensor) and self.quant_format == int8_mark.NATIVE_FORMAT:
                     group = held._params.convrot_groupsize if held._params.convrot else None
-                    held = int8_weight(held._qdata, held._params.scale, compute_dtype, smooth, group)
+                    transform = ChannelTransform(smooth, group)
+                    held = int8_weight(held._qdata, held._params.scale, compute_dtype, transform)
                     self._hold(held.dequantize() if dequantize_once else held)
                 else:
                     stored = held if isinstance(held, QuantizedTensor) else original
@@ -90,10 +91,7 @@ def int8_operations(
             def state_dict(self, *args, destination=None, prefix="", **kwargs):
                 tensors = super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)
                 if is_int8(self.weight):
-                    params = self.weight._params
-                    tensors[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(
-                        params.smooth is not None, params.rotation_group
-                    )
+                    tensors[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(self.weight._params.transform)
                 return tensors
 
             def forward(self, input, *args, **kwargs):
@@ -121,7 +119,7 @@ def int8_operations(
                 int8 = weight if is_int8(weight) else self.weight.requantize_from_float(weight)
                 params = int8._params
                 linear = int8_linear if self.input_reader is None else self.input_reader.int8_linear
-                output = linear(input, int8._qdata, params.scale, bias, params.smooth, params.rotation_group)
+                output = linear(input, int8._qdata, params.scale, bias, params.transform)
                 comfy.ops.uncast_bias_weight(self, weight, bias, stream)
                 return output
 
@@ -134,5 +132,7 @@ def _take_smoothing_factors(state_dict: dict, prefix: str) -> torch.Tensor | Non
     smooth = state_dict.pop(f"{prefix}{int8_mark.SMOOTH}", None)
     if smooth is not None:
         mark = int8_mark.decode_mark(state_dict[f"{prefix}{int8_mark.MARK}"])
-        state_dict[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(False, int8_mark.rotation_group(mark))
+        state_dict[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(
+            ChannelTransform(None, int8_mark.rotation_group(mark))
+        )
     return smooth

@@ -17,10 +17,10 @@ from ...kernels import (
     ComputePath,
     Protection,
     QuantizedLinear,
+    candidates,
     check_alpha,
     choose_path,
     quantize_group,
-    transforms,
 )
 from ..calibration.calibration import Calibration
 from ..calibration.recorder import disarm
@@ -127,7 +127,7 @@ def quantize_model(
         number_of_linears,
         _size_of(calibration),
         tuple(
-            LayerReport(name, results[name].transform, fragility.get(name), errors.get(name), name in protected)
+            LayerReport(name, results[name].plan, fragility.get(name), errors.get(name), name in protected)
             for name in targets
         ),
         protected,
@@ -174,7 +174,7 @@ def _with_layers(
         if name not in results:
             return None
         result = results.pop(name)
-        return int8_weight(result.q, result.scale, compute_dtype, result.smooth, result.transform.rotation_group)
+        return int8_weight(result.q, result.scale, compute_dtype, result.transform)
 
     operations = int8_operations(compute, compute_dtype, convert)
     built = build_like(model.model, _state_dict_with_placeholders(model, targets), operations, compute)
@@ -210,9 +210,9 @@ def _quantize_layers(
             continue
         group = group_of.get(name, [name])
         smoothable = name in statistics and (foldable is None or set(group) in foldable)
-        candidates = transforms(settings.method, settings.alphas if smoothable else [], targets[name].weight.shape[1])
+        plans = candidates(settings.method, settings.alphas if smoothable else [], targets[name].weight.shape[1])
         sources = {member: partial(_source, model, member) for member in group}
-        results |= quantize_group(sources, candidates, statistics.get(name), settings.clip)
+        results |= quantize_group(sources, plans, statistics.get(name), settings.clip)
         for _ in group:
             progress.step()
     return results

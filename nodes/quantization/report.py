@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...kernels import Transform
+from ...kernels import TransformPlan
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LayerReport:
     """
 
     name: str
-    transform: Transform
+    transform: TransformPlan
     fragility: float | None
     error: float | None
     protected: bool

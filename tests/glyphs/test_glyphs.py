@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from glyphs.drawing import draw, templates

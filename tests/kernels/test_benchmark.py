@@ -8,7 +8,6 @@ import torch
 
 from kernels.benchmark import peers
 from kernels.benchmark import run as benchmark
-from kernels.benchmark.run import benchmark_shape, weight_copies
 from kernels.benchmark.report import (
     BF16,
     BIAS,
@@ -35,6 +34,7 @@ from kernels.benchmark.report import (
     title,
     variant_table,
 )
+from kernels.benchmark.run import benchmark_shape, weight_copies
 from kernels.timing import CallSeries, GraphPool, sustained_milliseconds
 
 CPU = torch.device("cpu")

@@ -10,17 +10,19 @@ from support.tensors import DEVICE, random_float, rotation_matrix
 from kernels import (
     ALPHAS,
     METHODS,
+    UNCHANGED,
     ActivationStatistics,
+    ChannelTransform,
     OutputError,
     Protection,
-    Transform,
+    TransformPlan,
+    candidates,
     dequantize_weight,
     quantize_group,
     quantize_weight,
     relative_rounding_error,
     rotation_group_of,
     smoothing_factors,
-    transforms,
 )
 from kernels.numerics.groups import least_worst
 
@@ -38,12 +40,12 @@ def statistics_of(x):
     return statistics
 
 
-def exact_error(x, w, smooth=None, group=None, clip=False):
+def exact_error(x, w, transform=UNCHANGED, clip=False):
     """||Y' - Y|| / ||Y|| in float64, written out apart from the code under test."""
-    q, scale = quantize_weight(w, smooth, group, clip=clip)
+    q, scale = quantize_weight(w, transform, clip=clip)
     exact = x.double() @ w.double().t()
-    x = x.double() if smooth is None else x.double() / smooth.double()
-    if group is not None:
+    x = x.double() if transform.smooth is None else x.double() / transform.smooth.double()
+    if (group := transform.rotation_group) is not None:
         x = (x.reshape(len(x), -1, group) @ rotation_matrix(group)).reshape(x.shape)
     step = x.abs().amax(1, keepdim=True) / 127
     product = ((x / step).round() * step) @ (q.double() * scale.double()[:, None]).t()
@@ -56,9 +58,10 @@ def exact_error(x, w, smooth=None, group=None, clip=False):
 def test_output_error(dtype, group, smoothed):
     x, w = outlier_inputs().to(dtype), random_float(40, 128, seed=1, dtype=dtype)
     smooth = smoothing_factors(x.abs().amax(0), w.abs().amax(0), 0.5) if smoothed else None
-    q, scale = quantize_weight(w, smooth, group)
-    expected = exact_error(x.float(), w.float(), smooth, group)
-    assert OutputError(x, w).of(q, scale, smooth, group) == pytest.approx(expected, rel=0.02)
+    transform = ChannelTransform(smooth, group)
+    q, scale = quantize_weight(w, transform)
+    expected = exact_error(x.float(), w.float(), transform)
+    assert OutputError(x, w).of(q, scale, transform) == pytest.approx(expected, rel=0.02)
 
 
 def test_output_error_is_the_same_in_slices(monkeypatch):
@@ -86,10 +89,11 @@ def test_an_output_that_is_not_finite_is_no_lossless_one():
 @pytest.mark.parametrize("group", (None, 64))
 def test_rounding_error_of_a_weight(group):
     w = random_float(40, 128, seed=1)
-    q, scale = quantize_weight(w, None, group)
-    restored = dequantize_weight(q, scale, None, group, torch.float32)
+    transform = ChannelTransform(None, group)
+    q, scale = quantize_weight(w, transform)
+    restored = dequantize_weight(q, scale, transform, torch.float32)
     expected = float((restored - w).norm() / w.norm())
-    assert relative_rounding_error(w, q, scale, group) == pytest.approx(expected, rel=1e-4)
+    assert relative_rounding_error(w, q, scale, transform) == pytest.approx(expected, rel=1e-4)
 
 
 def test_least_error_scales_lose_less():
@@ -137,33 +141,34 @@ def test_rotation_groups(channels, group):
 
 
 def test_what_methods_try():
-    smooth, rotate, both = Transform(0.5), Transform(None, 256), Transform(0.5, 256)
-    assert transforms("none", [0.5], 256) == [Transform()]
-    assert transforms("smooth", [0.5], 256) == [smooth]
-    assert transforms("smooth", [], 256) == [Transform()]
-    assert transforms("rotate", [0.5], 256) == [rotate]
-    assert transforms("smooth + rotate", [0.5], 256) == [both]
-    assert transforms("smooth + rotate", [], 256) == [rotate]
-    assert transforms("best per layer", [0.5], 256) == [smooth, Transform(), rotate, both]
-    assert transforms("best per layer", [0.5], 100) == [smooth, Transform()]  # nothing can be rotated
-    assert transforms("best per layer", [], 256) == [Transform(), rotate]
+    smooth, rotate, both = TransformPlan(0.5), TransformPlan(None, 256), TransformPlan(0.5, 256)
+    assert candidates("none", [0.5], 256) == [TransformPlan()]
+    assert candidates("smooth", [0.5], 256) == [smooth]
+    assert candidates("smooth", [], 256) == [TransformPlan()]
+    assert candidates("rotate", [0.5], 256) == [rotate]
+    assert candidates("smooth + rotate", [0.5], 256) == [both]
+    assert candidates("smooth + rotate", [], 256) == [rotate]
+    assert candidates("best per layer", [0.5], 256) == [smooth, TransformPlan(), rotate, both]
+    assert candidates("best per layer", [0.5], 100) == [smooth, TransformPlan()]  # nothing can be rotated
+    assert candidates("best per layer", [], 256) == [TransformPlan(), rotate]
     with pytest.raises(ValueError, match="method must be one of smooth, .* got 'other'"):
-        transforms("other", [0.5], 256)
+        candidates("other", [0.5], 256)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_result_is_what_its_transform_says(method):
     x, w = outlier_inputs(), random_float(48, 128, seed=1)
-    result = quantize_group({"layer": lambda: w}, transforms(method, [0.5], 128), statistics_of(x))["layer"]
+    result = quantize_group({"layer": lambda: w}, candidates(method, [0.5], 128), statistics_of(x))["layer"]
     smooth = None
-    if result.transform.alpha is not None:
-        smooth = smoothing_factors(x.abs().amax(0), w.abs().amax(0), result.transform.alpha)
-        torch.testing.assert_close(result.smooth, smooth.cpu(), rtol=1e-5, atol=0)
+    if result.plan.alpha is not None:
+        smooth = smoothing_factors(x.abs().amax(0), w.abs().amax(0), result.plan.alpha)
+        torch.testing.assert_close(result.transform.smooth, smooth.cpu(), rtol=1e-5, atol=0)
     else:
-        assert result.smooth is None
-    q, scale = quantize_weight(w, smooth, result.transform.rotation_group)
+        assert result.transform.smooth is None
+    transform = ChannelTransform(smooth, result.plan.rotation_group)
+    q, scale = quantize_weight(w, transform)
     assert torch.equal(result.q, q.cpu()) and torch.equal(result.scale, scale.cpu())
-    assert result.error == pytest.approx(exact_error(x, w, smooth, result.transform.rotation_group), rel=0.02)
+    assert result.error == pytest.approx(exact_error(x, w, transform), rel=0.02)
     assert result.plain_error == pytest.approx(exact_error(x, w), rel=0.02)
 
 
@@ -173,11 +178,14 @@ def test_a_searched_alpha_is_never_worse(seed, alpha):
     x, w = outlier_inputs(seed=seed, factor=3.0 ** (seed + 1)), random_float(48, 128, seed=seed + 1)
     alphas = list(dict.fromkeys([alpha, *ALPHAS]))
     given, searched = (
-        quantize_group({"layer": lambda: w}, transforms("smooth", tried, 128), statistics_of(x))["layer"]
+        quantize_group({"layer": lambda: w}, candidates("smooth", tried, 128), statistics_of(x))["layer"]
         for tried in ([alpha], alphas)
     )
     assert searched.error <= given.error
-    errors = [exact_error(x, w, smoothing_factors(x.abs().amax(0), w.abs().amax(0), tried)) for tried in alphas]
+    errors = [
+        exact_error(x, w, ChannelTransform(smoothing_factors(x.abs().amax(0), w.abs().amax(0), tried)))
+        for tried in alphas
+    ]
     assert searched.error == pytest.approx(min(errors), rel=0.02)
 
 
@@ -185,7 +193,7 @@ def test_a_searched_alpha_is_never_worse(seed, alpha):
 def test_best_per_layer_is_no_worse_than_any_method(seed):
     x, w = outlier_inputs(seed=seed, factor=1 + 20.0 * seed), random_float(48, 128, seed=seed + 1)
     errors = {
-        method: quantize_group({"layer": lambda: w}, transforms(method, [0.5], 128), statistics_of(x))["layer"].error
+        method: quantize_group({"layer": lambda: w}, candidates(method, [0.5], 128), statistics_of(x))["layer"].error
         for method in METHODS
     }
     assert errors["best per layer"] == min(errors.values())
@@ -200,18 +208,18 @@ def test_no_member_of_a_group_loses_by_the_search(method, seed):
     weights["b"][:, 7] *= 30
     group = {name: (lambda w=w: w) for name, w in weights.items()}
     given, searched = (
-        quantize_group(group, candidates, statistics_of(x))
-        for candidates in (transforms("smooth", [0.5], 128), transforms(method, [0.5, *ALPHAS], 128))
+        quantize_group(group, plans, statistics_of(x))
+        for plans in (candidates("smooth", [0.5], 128), candidates(method, [0.5, *ALPHAS], 128))
     )
-    assert searched["a"].transform == searched["b"].transform
-    if searched["a"].smooth is not None:
-        assert torch.equal(searched["a"].smooth, searched["b"].smooth)
-        assert searched["a"].smooth.data_ptr() != searched["b"].smooth.data_ptr()
+    assert searched["a"].plan == searched["b"].plan
+    if searched["a"].transform.smooth is not None:
+        assert torch.equal(searched["a"].transform.smooth, searched["b"].transform.smooth)
+        assert searched["a"].transform.smooth.data_ptr() != searched["b"].transform.smooth.data_ptr()
     for name in weights:
         assert searched[name].error <= given[name].error
     largest = torch.cat(list(weights.values())).abs().amax(0)
-    expected = smoothing_factors(x.abs().amax(0), largest, given["a"].transform.alpha)
-    torch.testing.assert_close(given["a"].smooth, expected.cpu(), rtol=1e-5, atol=0)
+    expected = smoothing_factors(x.abs().amax(0), largest, given["a"].plan.alpha)
+    torch.testing.assert_close(given["a"].transform.smooth, expected.cpu(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("alphas", ([0.5], [0.5, 0.6]))
@@ -220,15 +228,15 @@ def test_least_error_scales_are_used_where_they_are_asked_for(names, alphas):
     x = outlier_inputs(channels=4096)
     weights = {name: random_float(48, 4096, seed=ord(name)) for name in names}
     group = {name: (lambda w=w: w) for name, w in weights.items()}
-    for candidates in (transforms("smooth", alphas, 4096), transforms("none", alphas, 4096)):
-        plain, clipped = (quantize_group(group, candidates, statistics_of(x), clip) for clip in (False, True))
+    for plans in (candidates("smooth", alphas, 4096), candidates("none", alphas, 4096)):
+        plain, clipped = (quantize_group(group, plans, statistics_of(x), clip) for clip in (False, True))
         for name, w in weights.items():
             result = clipped[name]
-            smooth = None if result.smooth is None else result.smooth.to(DEVICE)
-            q, scale = quantize_weight(w, smooth, clip=True)
+            transform = result.transform.on(torch.device(DEVICE))
+            q, scale = quantize_weight(w, transform, clip=True)
             assert torch.equal(result.q, q.cpu()) and torch.equal(result.scale, scale.cpu())
-            assert not torch.equal(scale, quantize_weight(w, smooth)[1])
-            assert result.error == pytest.approx(exact_error(x, w, smooth, clip=True), rel=0.02)
+            assert not torch.equal(scale, quantize_weight(w, transform)[1])
+            assert result.error == pytest.approx(exact_error(x, w, transform, clip=True), rel=0.02)
             assert result.plain_error == plain[name].plain_error == pytest.approx(exact_error(x, w), rel=0.02)
 
 
@@ -255,15 +263,16 @@ def test_weights_of_a_group_are_loaded_one_at_a_time(alphas, loads):
         return w
 
     group = {name: (lambda name=name: load(name)) for name in "qkv"}
-    quantize_group(group, transforms("smooth", alphas, 128), statistics_of(outlier_inputs()))
+    quantize_group(group, candidates("smooth", alphas, 128), statistics_of(outlier_inputs()))
     assert given == dict.fromkeys("qkv", loads)
 
 
 def test_without_statistics_errors_are_those_of_the_weight():
     w = random_float(48, 128, seed=1)
-    result = quantize_group({"layer": lambda: w}, transforms("rotate", [], 128), None)["layer"]
+    result = quantize_group({"layer": lambda: w}, candidates("rotate", [], 128), None)["layer"]
     assert result.plain_error == pytest.approx(relative_rounding_error(w, *quantize_weight(w)))
-    assert result.error == pytest.approx(relative_rounding_error(w, *quantize_weight(w, None, 64), 64))
+    rotation = ChannelTransform(None, 64)
+    assert result.error == pytest.approx(relative_rounding_error(w, *quantize_weight(w, rotation), rotation))
 
 
 @pytest.mark.parametrize("method", ("none", "smooth", "best per layer"))
@@ -272,7 +281,7 @@ def test_a_bad_weight_is_named(method):
     weights["bad"][2, 3] = math.nan
     group = {name: (lambda w=w: w) for name, w in weights.items()}
     with pytest.raises(ValueError, match="layer bad cannot be quantized: .*NaN or Inf"):
-        quantize_group(group, transforms(method, [0.5], 64), statistics_of(outlier_inputs(channels=64, outliers=(7,))))
+        quantize_group(group, candidates(method, [0.5], 64), statistics_of(outlier_inputs(channels=64, outliers=(7,))))
 
 
 # Which layers to protect.
@@ -289,7 +298,7 @@ def test_planted_outliers_are_found(method):
         if layer in planted:
             x[:, random_float(512, seed=layer).argsort()[:4]] *= torch.tensor([20.0, 35.0, 60.0, 100.0], device=DEVICE)
         w = random_float(96, 512, seed=100 + layer) / 512**0.5
-        result = quantize_group({"": lambda w=w: w}, transforms(method, [0.5], 512), statistics_of(x))[""]
+        result = quantize_group({"": lambda w=w: w}, candidates(method, [0.5], 512), statistics_of(x))[""]
         fragility[f"{layer:02}"] = result.plain_error
         assert method != "smooth" or result.error < 0.02
     found = Protection("number", len(planted)).choose(fragility, fragility, linears=30)

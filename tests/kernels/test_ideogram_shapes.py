@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import (
+    ChannelTransform,
     int8_accumulate,
     int8_accumulate_reference,
     int8_gemm,
@@ -50,8 +51,9 @@ def test_output_is_one_rounding_from_float64(m, n, k, out_dtype):
 @pytest.mark.parametrize("m, n, k", SHAPES)
 def test_linear_is_close_to_bf16(m, n, k, group):
     x, w, bias = operands(m, n, k)
-    weight, weight_scale = quantize_weight(w, rotation_group=group)
-    out = int8_linear(x, weight, weight_scale, bias, rotation_group=group).float()
+    transform = ChannelTransform(None, group)
+    weight, weight_scale = quantize_weight(w, transform)
+    out = int8_linear(x, weight, weight_scale, bias, transform).float()
     expected = torch.nn.functional.linear(x.float(), w.float(), bias.float())
     assert ((out - expected).norm() / expected.norm()) < 0.02
     assert torch.nn.functional.cosine_similarity(out.flatten(), expected.flatten(), dim=0) > 0.9998

@@ -5,7 +5,7 @@ import torch
 from support.tensors import DEVICE, random_float, random_int8, rotation_matrix
 
 import kernels
-from kernels import int8_accumulate, int8_gemm, int8_linear, quantize_activations, quantize_weight
+from kernels import ChannelTransform, int8_accumulate, int8_gemm, int8_linear, quantize_activations, quantize_weight
 
 # One row, one column, sizes around and between the tile sizes, primes, K below one tile and far above it.
 SHAPES = [
@@ -91,8 +91,9 @@ def test_linear_against_float64(dtype, with_bias, with_smooth, group):
     x, w = random_float(tokens, k, seed=1, dtype=dtype), random_float(n, k, seed=2, dtype=dtype)
     smooth = random_float(k, seed=3).abs() + 0.5 if with_smooth else None
     bias = random_float(n, seed=4, dtype=dtype) if with_bias else None
-    weight, weight_scale = quantize_weight(w, smooth, group)
-    out = int8_linear(x, weight, weight_scale, bias, smooth, group)
+    transform = ChannelTransform(smooth, group)
+    weight, weight_scale = quantize_weight(w, transform)
+    out = int8_linear(x, weight, weight_scale, bias, transform)
     expected = x.double() @ w.double().t() + (0 if bias is None else bias.double())
     assert out.dtype == dtype
     error = (out.double() - expected).norm() / expected.norm()
@@ -102,7 +103,7 @@ def test_linear_against_float64(dtype, with_bias, with_smooth, group):
     prepared = x.double() if smooth is None else x.double() / smooth.double()
     if group:
         prepared = (prepared.reshape(tokens, -1, group) @ rotation_matrix(group)).reshape(tokens, k)
-    q, q_scale = quantize_activations(x, smooth, group)
+    q, q_scale = quantize_activations(x, transform)
     assert ((q.double() * q_scale.double()[:, None] - prepared).abs() <= 0.501 * q_scale.double()[:, None]).all()
     exact = (q.double() * q_scale.double()[:, None]) @ (weight.double() * weight_scale.double()[:, None]).t()
     terms = exact.abs() + (0 if bias is None else bias.double().abs())
@@ -129,10 +130,11 @@ def test_non_finite_row_stays_in_its_row(bad, group):
     x = random_float(6, 64, seed=1)
     clean = x.clone()
     x[2, 5] = bad
-    weight, scale = quantize_weight(random_float(20, 64, seed=2), rotation_group=group)
+    transform = ChannelTransform(None, group)
+    weight, scale = quantize_weight(random_float(20, 64, seed=2), transform)
     bias = random_float(20, seed=3)
-    out = int8_linear(x, weight, scale, bias, rotation_group=group)
-    expected = int8_linear(clean, weight, scale, bias, rotation_group=group)
+    out = int8_linear(x, weight, scale, bias, transform)
+    expected = int8_linear(clean, weight, scale, bias, transform)
     others = [0, 1, 3, 4, 5]
     assert out[2].isnan().all()
     assert torch.equal(out[others], expected[others])
@@ -204,7 +206,7 @@ def test_bad_arguments_are_named(changes, error, message):
 )
 def test_bad_activations_are_named(x, options, error, message):
     with pytest.raises(error, match=message):
-        quantize_activations(x, **options)
+        quantize_activations(x, ChannelTransform(**options))
 
 
 def test_linear_names_its_own_arguments():

@@ -16,15 +16,16 @@ pytestmark = pytest.mark.skipif(
 
 PROGRAM = """
 import torch
-from kernels import int8_linear, quantize_weight
+from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.fused.gemm import launch_config
 from kernels.fused.tiles import AMPERE_CONFIGS, GemmConfig
 
 for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 2064, None)):
     x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda")
     smooth, bias = torch.rand(k, device="cuda") + 0.5, torch.randn(n, device="cuda")
-    weight, scale = quantize_weight(w, smooth, group)
-    int8_linear(x, weight, scale, bias, smooth, group)
+    transform = ChannelTransform(smooth, group)
+    weight, scale = quantize_weight(w, transform)
+    int8_linear(x, weight, scale, bias, transform)
     out = torch.empty(m, n, dtype=torch.int32, device="cuda")
     q = torch.ones(m, k, dtype=torch.int8, device="cuda")
     configs = [GemmConfig(128, 128, 64, 8, 4, 3, split_k=3), GemmConfig(64, 64, 128, 8, 4, 3)]

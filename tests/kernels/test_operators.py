@@ -12,7 +12,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 
 import kernels
-from kernels import InputPlace, InputReader, int8_gemm, int8_linear, quantize_activations, quantize_weight
+from kernels import (
+    UNCHANGED,
+    ChannelTransform,
+    InputPlace,
+    InputReader,
+    int8_gemm,
+    int8_linear,
+    quantize_activations,
+    quantize_weight,
+)
 
 OPERATORS = torch.ops.int8_dit
 BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
@@ -57,21 +66,22 @@ def test_opcheck_of_the_linear(leading, dtype, out_dtype, options):
     with_bias, with_smooth, group = options
     smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
     bias = random_float(8, seed=3) if with_bias else None
-    weight, scale = quantize_weight(random_float(8, 64, seed=2), smooth, group)
+    weight, scale = quantize_weight(random_float(8, 64, seed=2), ChannelTransform(smooth, group))
     arguments = (random_float(*leading, 64, dtype=dtype), weight, scale, bias, smooth, group, out_dtype)
     torch.library.opcheck(OPERATORS.int8_linear.default, arguments)
 
 
 def test_functions_and_operators_agree():
     x, smooth = random_float(2, 3, 64), random_float(64, seed=1).abs() + 0.5
-    weight, scale = quantize_weight(random_float(8, 64, seed=2), smooth, 16)
-    q, q_scale = quantize_activations(x[0], smooth, 16)
+    transform = ChannelTransform(smooth, 16)
+    weight, scale = quantize_weight(random_float(8, 64, seed=2), transform)
+    q, q_scale = quantize_activations(x[0], transform)
     quantized = OPERATORS.quantize_activations(x[0], smooth, 16)
     assert torch.equal(quantized[0], q) and torch.equal(quantized[1], q_scale)
     out = int8_gemm(q, q_scale, weight, scale, None, torch.float32)
     assert torch.equal(OPERATORS.int8_gemm(q, q_scale, weight, scale, None, torch.float32), out)
     assert torch.equal(OPERATORS.int8_linear(x, weight, scale, None, smooth, 16)[0], out)
-    assert torch.equal(int8_linear(x, weight, scale, None, smooth, 16)[0], out)
+    assert torch.equal(int8_linear(x, weight, scale, None, transform)[0], out)
 
 
 def test_a_dispatch_mode_sees_the_operators():
@@ -99,7 +109,7 @@ class INT8Linear(torch.nn.Module):
 
     def forward(self, x):
         if self.reader is not None:
-            return self.reader.int8_linear(x, self.weight, self.scale, self.bias, None, None)
+            return self.reader.int8_linear(x, self.weight, self.scale, self.bias, UNCHANGED)
         return int8_linear(x, self.weight, self.scale, self.bias)
 
 

@@ -5,14 +5,15 @@ import torch
 from support.tensors import DEVICE, random_float, rotation_matrix
 
 from kernels import (
+    ChannelTransform,
     channel_absmax,
     dequantize_weight,
     quantize_activations,
     quantize_activations_reference,
     quantize_weight,
-    rotate,
     smoothing_factors,
 )
+from kernels.transform import rotate
 
 
 def assert_same_quantization(result, expected):
@@ -44,14 +45,16 @@ def test_against_the_reference(m, k, dtype):
 def test_rotation_and_smoothing_against_the_reference(m, k, group, with_smooth, dtype):
     x = random_float(m, k, seed=k, dtype=dtype)
     smooth = random_float(k, seed=1).abs() + 0.1 if with_smooth else None
-    result = quantize_activations(x, smooth, group)
-    assert_same_quantization(result, quantize_activations_reference(x, smooth, group))
+    transform = ChannelTransform(smooth, group)
+    result = quantize_activations(x, transform)
+    assert_same_quantization(result, quantize_activations_reference(x, transform))
 
 
 @pytest.mark.parametrize("k", (200, 5000, 40000))
 def test_smoothing_alone(k):
     x, smooth = random_float(9, k, seed=1, dtype=torch.bfloat16), random_float(k, seed=2).abs() + 0.1
-    result, expected = quantize_activations(x, smooth), quantize_activations_reference(x, smooth)
+    transform = ChannelTransform(smooth)
+    result, expected = quantize_activations(x, transform), quantize_activations_reference(x, transform)
     assert_same_quantization(result, expected)
     if DEVICE == "cpu":  # the GPU's reciprocal may be off in its last bit
         assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
@@ -102,9 +105,10 @@ def test_rotation_is_the_regular_hadamard_matrix(group):
 def test_weight_round_trip(dtype, group, with_smooth):
     w = random_float(30, 64, seed=1, dtype=dtype)
     smooth = random_float(64, seed=2).abs() + 0.5 if with_smooth else None
-    q, scale = quantize_weight(w, smooth, group)
+    transform = ChannelTransform(smooth, group)
+    q, scale = quantize_weight(w, transform)
     assert q.dtype == torch.int8 and scale.shape == (30,) and q.abs().max() == 127
-    back = dequantize_weight(q, scale, smooth, group, torch.float32)
+    back = dequantize_weight(q, scale, transform, torch.float32)
     error = (back - w.float()).norm() / w.float().norm()
     assert error < 0.02
     if group is None:  # without rotation each element is off by at most half a step of its own row
@@ -116,9 +120,9 @@ def test_weight_slices_agree_with_one_pass(monkeypatch):
     import kernels.numerics.weights
 
     w = random_float(37, 64, seed=1)
-    whole = quantize_weight(w, rotation_group=16)
+    whole = quantize_weight(w, ChannelTransform(None, 16))
     monkeypatch.setattr(kernels.numerics.weights, "_SLICE_ELEMENTS", 5 * 64)
-    sliced = quantize_weight(w, rotation_group=16)
+    sliced = quantize_weight(w, ChannelTransform(None, 16))
     assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
     assert torch.equal(dequantize_weight(*whole), dequantize_weight(*sliced))
 
@@ -197,8 +201,9 @@ def test_alpha_outside_its_range_is_refused(alpha):
 def linear_error(x, w, smooth):
     """The relative error of the INT8 product."""
     exact = x.double() @ w.double().t()
-    weight, weight_scale = quantize_weight(w, smooth)
-    q, q_scale = quantize_activations(x.contiguous(), smooth)
+    transform = ChannelTransform(smooth)
+    weight, weight_scale = quantize_weight(w, transform)
+    q, q_scale = quantize_activations(x.contiguous(), transform)
     product = (q.double() * q_scale.double()[:, None]) @ (weight.double() * weight_scale.double()[:, None]).t()
     return ((product - exact).norm() / exact.norm()).item()
 

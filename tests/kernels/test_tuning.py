@@ -389,7 +389,9 @@ def test_an_error_of_the_launch_is_not_swallowed(card):
 
 
 def test_no_memory_to_measure_in(card, monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels.fused.tuning, "median_milliseconds", refuse(torch.cuda.OutOfMemoryError("out of memory")))
+    monkeypatch.setattr(
+        kernels.fused.tuning, "median_milliseconds", refuse(torch.cuda.OutOfMemoryError("out of memory"))
+    )
     tuner = Tuner()
     assert card.choose(tuner=tuner) == CONFIGS[0]
     assert tuner.measured == 0 and not (tmp_path / "cache").exists()

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+
 @pytest.fixture(autouse=True)
 def eager_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo what the kernel tests ask for: a whole model under Triton's interpreter would take hours."""

@@ -105,10 +105,9 @@ def small_ideogram(pack, monkeypatch):
     """A small Ideogram 4 and calibration inputs for it."""
     from types import SimpleNamespace
 
-    from support import small_models
-
     # Its text projection then is as large a part of the model as in the real one, and quantized.
     from int8_dit.nodes.model import layer_selection
+    from support import small_models
 
     monkeypatch.setattr(layer_selection, "_LARGE_PROJECTION", 1 << 18)
     model = small_models.ideogram4(monkeypatch)
@@ -345,9 +344,8 @@ def test_the_file_is_the_same_every_time(dit, model, calibration, files, tmp_pat
 
 def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, monkeypatch):
     import folder_paths
-    from int8_dit.nodes.calibration_files import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
-
     from int8_dit.nodes.calibration import file as calibration_file
+    from int8_dit.nodes.calibration_files import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
 
     assert [folder_paths.models_dir, folder_paths.get_output_directory()] == [
         str(place).removesuffix(f"/{FOLDER}") for place in folder_paths.get_folder_paths(FOLDER)

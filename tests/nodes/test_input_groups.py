@@ -198,15 +198,16 @@ def test_threads_do_not_disturb_each_other(ideogram):
 
 def test_the_loader_lets_linears_share(pack):
     """Names decide, and only INT8 linears count."""
-    from int8_dit.kernels import quantize_weight
-    from int8_dit.nodes.model.int8_weight import int8_weight
+    from int8_dit.kernels import ChannelTransform, quantize_weight
     from int8_dit.nodes.model.input_groups import share_inputs
+    from int8_dit.nodes.model.int8_weight import int8_weight
 
     def linear(int8=True, group=None):
         module = torch.nn.Module()
         weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        transform = ChannelTransform(None, group)
         if int8:
-            weight = int8_weight(*quantize_weight(weight, None, group), torch.float32, None, group)
+            weight = int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
         module.weight, module.input_reader = torch.nn.Parameter(weight, requires_grad=False), None
         return module
 

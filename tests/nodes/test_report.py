@@ -9,12 +9,12 @@ import torch
 @pytest.fixture
 def report_of(pack):
     """A report on layers given as name: (fragility, error)."""
-    from int8_dit.kernels import Transform
+    from int8_dit.kernels import TransformPlan
     from int8_dit.nodes.quantization.report import LayerReport, QuantizationReport
 
     def make(errors, protected=(), calibration=None):
         layers = tuple(
-            LayerReport(name, Transform(0.5), fragility, error, name in protected)
+            LayerReport(name, TransformPlan(0.5), fragility, error, name in protected)
             for name, (fragility, error) in errors.items()
         )
         return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(protected))
@@ -94,7 +94,8 @@ def test_the_marks_are_where_their_figures_are(report_of):
     image = quantization_plot.plot(report_of({"b.0.k": (0.1, 0.02), "b.1.k": (0.1, 0.01)}, ("b.0.k",)))
     chart = image[:, quantization_plot._HEADER :]
     red, grey, blue = (
-        pixels(chart, color)[:, 0].float() for color in (quantization_plot._PROTECTED, quantization_plot._PLAIN, quantization_plot._INT8)
+        pixels(chart, color)[:, 0].float()
+        for color in (quantization_plot._PROTECTED, quantization_plot._PLAIN, quantization_plot._INT8)
     )
     assert float(red.mean()) == pytest.approx(float(grey.min()) + quantization_plot._RADIUS, abs=1)
     decade = quantization_plot._ROW / math.log10(10 * 1.3**2)

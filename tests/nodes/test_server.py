@@ -7,11 +7,11 @@ import json
 import numpy
 import pytest
 import torch
-from support import workflows
 from glyphs.alphabet import ALPHABET
 from glyphs.matching import recognise
 from PIL import Image
 from safetensors import safe_open
+from support import workflows
 from support.workflows import Prompt, link
 
 HUNDRED = (ALPHABET * 3)[:100]

@@ -25,6 +25,8 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
+from support.tensors import cosine  # noqa: E402
+
 from studies.ideogram4_benchmark import (  # noqa: E402
     TEXT_FEATURES,
     TEXT_TOKENS,
@@ -32,7 +34,6 @@ from studies.ideogram4_benchmark import (  # noqa: E402
     quantized_natively,
     random_state_dict,
 )
-from support.tensors import cosine  # noqa: E402
 
 GLYPH_MODEL = TESTS / "data" / "glyph_dit.safetensors"
 LADDER = (0, 4, 8, 17, 34)
@@ -228,13 +229,13 @@ def fp8_scaled(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """comfy-kitchen's ConvRot INT8."""
     from comfy.quant_ops import TensorWiseINT8Layout
-    from int8_dit.kernels import rotation_group_of
+    from int8_dit.kernels import ChannelTransform, rotation_group_of
     from int8_dit.nodes.files.int8_mark import encode_mark
 
     group = rotation_group_of(weight.shape[1])
     options = {} if group is None else {"convrot": True, "convrot_groupsize": group}
     q, params = TensorWiseINT8Layout.quantize(weight, per_channel=True, **options)
-    return {"weight": q, "weight_scale": params.scale, "comfy_quant": encode_mark(False, group)}
+    return {"weight": q, "weight_scale": params.scale, "comfy_quant": encode_mark(ChannelTransform(None, group))}
 
 
 def pack_variants(layers: int) -> dict[str, dict[str, object]]:
@@ -430,8 +431,8 @@ def main() -> None:
     import int8_dit.nodes  # noqa: F401  (ComfyUI's modules in the order that its server imports them)
     from comfyui_version import __version__ as comfyui_version
     from glyphs.outliers import plant
-    from int8_dit.kernels.benchmark.run import environment
     from int8_dit.kernels.benchmark.report import title
+    from int8_dit.kernels.benchmark.run import environment
     from safetensors.torch import load_file
 
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ def plain_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     from int8_dit.nodes.files import int8_mark
 
     q, scale = quantize_weight(weight)
-    return {"weight": q, int8_mark.SCALE: scale[:, None], int8_mark.MARK: int8_mark.encode_mark(False, None)}
+    return {"weight": q, int8_mark.SCALE: scale[:, None], int8_mark.MARK: int8_mark.encode_mark()}
 
 
 class Step:
@@ -223,8 +223,8 @@ def sampling_seconds(model, pixels: int, steps: int) -> float:
 def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict[str, object]:
     """What recording costs the sampling it rides on, and time and memory of quantizing with and without calibration."""
     import comfy.model_management
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
     from int8_dit.nodes.calibration.recorder import Recording, armed
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
     device = comfy.model_management.get_torch_device()
     comfy.model_management.load_models_gpu([bf16], force_full_load=True)
@@ -277,8 +277,8 @@ def main() -> None:
     import comfy.model_management
     import comfy.sd
     from comfyui_version import __version__ as comfyui_version
-    from int8_dit.kernels.benchmark.run import environment
     from int8_dit.kernels.benchmark.report import title
+    from int8_dit.kernels.benchmark.run import environment
 
     device = comfy.model_management.get_torch_device()
     state_dict = random_state_dict(arguments.blocks, device)

@@ -125,11 +125,12 @@ def test_the_readme_shows_the_stored_results(stored):
 def test_full_width_blocks(pack, tmp_path, monkeypatch):
     """Two Ideogram 4 blocks of the real size, outliers at the w2 input of one: found, no worse than FP8, and folded into
     a file that the stock loader runs alike."""
-    from studies import ablation
     import comfy.sd
     from int8_dit.kernels import Protection
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
     from int8_dit.nodes.save_int8_dit import save_int8_model
+
+    from studies import ablation
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     blocks = ablation.Blocks(blocks=2, planted=1, pixels=32)

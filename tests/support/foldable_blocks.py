@@ -14,7 +14,7 @@ from comfy.ldm.flux.layers import DoubleStreamBlock, EmbedND, SingleStreamBlock
 from comfy.ldm.lumina.model import JointTransformerBlock
 from comfy.ldm.modules.diffusionmodules.mmdit import DismantledBlock
 from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
-from int8_dit.kernels import ComputePath, quantize_weight
+from int8_dit.kernels import ChannelTransform, ComputePath, quantize_weight
 from int8_dit.nodes.model.int8_weight import int8_weight
 from int8_dit.nodes.model.operations import int8_operations
 
@@ -157,7 +157,8 @@ def build(name: str, smooth_of: Callable[[str], torch.Tensor | None], int8: tupl
         if layer not in int8:
             return None
         smooth = smooth_of(layer)
-        return int8_weight(*quantize_weight(weight, smooth), torch.float32, smooth)
+        transform = ChannelTransform(smooth)
+        return int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
 
     operations = int8_operations(ComputePath("fused int8", "a test"), torch.float32, convert)
     model = BLOCKS[name][0](operations)

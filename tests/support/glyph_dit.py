@@ -20,6 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor, TensorWiseINT8Layout
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
+from int8_dit.kernels import ChannelTransform
 from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
 from int8_dit.nodes.model.int8_weight import is_int8
 from int8_dit.nodes.model.load import load_int8_model
@@ -60,7 +61,7 @@ def native_int8(per_channel: bool = True, rotation_group: int | None = None) -> 
         q, params = TensorWiseINT8Layout.quantize(weight, per_channel=per_channel, **options)
         state_dict[f"{layer}.weight"] = q
         state_dict[f"{layer}.{SCALE}"] = params.scale
-        state_dict[f"{layer}.{MARK}"] = encode_mark(False, rotation_group)
+        state_dict[f"{layer}.{MARK}"] = encode_mark(ChannelTransform(None, rotation_group))
     return state_dict
 
 
@@ -69,8 +70,9 @@ def smoothed_int8() -> dict[str, torch.Tensor]:
     state_dict = native_int8()
     for layer in LINEARS:
         channels = state_dict[f"{layer}.weight"].shape[1]
-        state_dict[f"{layer}.{SMOOTH}"] = torch.linspace(0.5, 2.0, channels)
-        state_dict[f"{layer}.{MARK}"] = encode_mark(True, None)
+        smooth = torch.linspace(0.5, 2.0, channels)
+        state_dict[f"{layer}.{SMOOTH}"] = smooth
+        state_dict[f"{layer}.{MARK}"] = encode_mark(ChannelTransform(smooth))
     return state_dict
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import comfy.ldm.ideogram4.model as ideogram4
 import torch
 from comfy.text_encoders.llama import precompute_freqs_cis
-from int8_dit.kernels import ComputePath, quantize_weight
+from int8_dit.kernels import ChannelTransform, ComputePath, quantize_weight
+from int8_dit.nodes.model.input_groups import share_inputs
 from int8_dit.nodes.model.int8_weight import int8_weight
 from int8_dit.nodes.model.operations import int8_operations
-from int8_dit.nodes.model.input_groups import share_inputs
 
 HIDDEN, INTERMEDIATE, HEADS, ADALN = 128, 256, 2, 64
 INT8_LINEARS = ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
@@ -28,7 +28,8 @@ def block(smoothing: Smoothing = lambda name, channels: None, sharing: bool = Tr
         if name not in INT8_LINEARS:
             return None
         smooth = smoothing(name, weight.shape[1])
-        return int8_weight(*quantize_weight(weight, smooth), torch.float32, smooth)
+        transform = ChannelTransform(smooth)
+        return int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
 
     operations = int8_operations(ComputePath("fused int8", "a test"), torch.float32, convert)
     built = ideogram4.Ideogram4TransformerBlock(

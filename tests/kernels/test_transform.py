@@ -1,0 +1,75 @@
+"""A transform of the input channels: what it does to activations it undoes in the weight, and what it refuses."""
+
+import pytest
+import torch
+from kernels.transform import UNCHANGED, ChannelTransform
+from support.tensors import DEVICE, random_float, rotation_matrix
+
+CHANNELS, GROUP = 64, 16
+
+
+def factors(seed=1):
+    return random_float(CHANNELS, seed=seed).abs() + 0.5
+
+
+def transforms():
+    return [UNCHANGED, ChannelTransform(factors()), ChannelTransform(None, GROUP), ChannelTransform(factors(), GROUP)]
+
+
+@pytest.mark.parametrize("transform", transforms(), ids=("unchanged", "smoothed", "rotated", "both"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_the_product_is_unchanged(transform, dtype):
+    x, w = random_float(5, CHANNELS, dtype=dtype), random_float(7, CHANNELS, seed=2, dtype=dtype)
+    activations, weight = transform.to_activations(x), transform.to_weight(w)
+    assert activations.dtype == weight.dtype == torch.float32
+    expected = x.double() @ w.double().t()
+    torch.testing.assert_close(activations.double() @ weight.double().t(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(transform.from_weight(weight), w.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_smoothing_comes_before_rotation():
+    x, smooth = random_float(3, CHANNELS), factors()
+    groups = (x.double() / smooth.double()).reshape(3, -1, GROUP) @ rotation_matrix(GROUP)
+    actual = ChannelTransform(smooth, GROUP).to_activations(x)
+    torch.testing.assert_close(actual.double(), groups.reshape(3, CHANNELS), rtol=0, atol=1e-5)
+
+
+def test_equal_by_value_not_by_object():
+    smooth = factors()
+    assert ChannelTransform(smooth, GROUP).same_as(ChannelTransform(smooth.clone(), GROUP))
+    for other in (
+        UNCHANGED,
+        ChannelTransform(smooth),
+        ChannelTransform(None, GROUP),
+        ChannelTransform(factors(2), GROUP),
+    ):
+        assert not ChannelTransform(smooth, GROUP).same_as(other)
+        assert not other.same_as(ChannelTransform(smooth, GROUP))
+
+
+def test_factors_move_and_become_float32():
+    moved = ChannelTransform(factors().double().cpu(), GROUP).on(torch.device(DEVICE))
+    assert (moved.smooth.dtype, moved.smooth.device.type, moved.rotation_group) == (torch.float32, DEVICE, GROUP)
+    assert UNCHANGED.on(torch.device(DEVICE)).smooth is None
+
+
+@pytest.mark.parametrize("group", (16.0, "16", True))
+def test_a_group_of_the_wrong_type_is_no_transform(group):
+    with pytest.raises(TypeError, match="rotation_group must be an int or None"):
+        ChannelTransform(None, group)
+
+
+@pytest.mark.parametrize(
+    "smooth, group, error, message",
+    [
+        (torch.ones(CHANNELS - 1), None, ValueError, "smooth must have shape"),
+        (torch.ones(CHANNELS, 1), None, ValueError, "smooth must have shape"),
+        (torch.ones(CHANNELS, dtype=torch.int32), None, TypeError, "smooth must be a floating point tensor"),
+        (None, 8, ValueError, "power of 4, got 8"),
+        (None, -4, ValueError, "power of 4, got -4"),
+        (None, 256, ValueError, "does not divide K = 64"),
+    ],
+)
+def test_what_does_not_fit_the_channels_is_named(smooth, group, error, message):
+    with pytest.raises(error, match=message):
+        ChannelTransform(smooth, group).check(CHANNELS)
