@@ -1,12 +1,26 @@
-"""The INT8 linear and its two halves: what the rest of the pack calls. All are operators to a compiler."""
+"""The INT8 linear and its two halves, and the operators of PyTorch (`torch.ops.int8_dit`) that a compiler sees of them.
+
+`quantize_activations` and `int8_gemm` are opaque to a compiler; `int8_linear` is composed of the two.
+"""
+
+import math
 
 import torch
 
-from . import operators
-from .checks import check_same_device
+from .checks import (
+    check_float_matrix,
+    check_int8_matrix,
+    check_out_dtype,
+    check_same_device,
+    check_vector,
+    check_weight_scale,
+)
 from .device import uses_triton
-from .reference import int8_accumulate_reference
+from .reference import int8_accumulate_reference, int8_gemm_reference, quantize_activations_reference
 from .transform import UNCHANGED, ChannelTransform
+
+_NAMESPACE = "int8_dit"
+_libraries: list[torch.library.Library] = []  # an operator lives as long as its library
 
 
 def quantize_activations(x: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,23 +39,9 @@ def quantize_activations(x: torch.Tensor, transform: ChannelTransform = UNCHANGE
         TypeError, ValueError: wrong dtype, shape, device or group.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    return operators.quantize_activations(x, transform.smooth, transform.rotation_group)
-
-
-def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The bare accumulator of `int8_gemm`: int8 [M, K] x int8 [N, K] -> int32 [M, N], exact below K = 133152.
-
-    Raises TypeError or ValueError for wrong dtypes, shapes or devices.
-    """
-    operators.check_operands(q, weight)
-    check_same_device(q=q, weight=weight)
-    if q.numel() == 0 or weight.numel() == 0:
-        return torch.zeros((q.shape[0], weight.shape[0]), dtype=torch.int32, device=q.device)
-    if uses_triton(q):
-        from .fused.gemm import launch_gemm
-
-        return launch_gemm(q, None, weight, None, None, torch.int32)
-    return int8_accumulate_reference(q, weight)
+    if _watched(x):
+        return torch.ops.int8_dit.quantize_activations.default(x, transform.smooth, transform.rotation_group)
+    return _quantize(x, transform)
 
 
 def int8_gemm(
@@ -69,7 +69,8 @@ def int8_gemm(
         TypeError, ValueError: wrong dtype, shape or device.
         RuntimeError: `q_scale` needs a gradient, which rounding does not have.
     """
-    return operators.int8_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
+    gemm = torch.ops.int8_dit.int8_gemm.default if _watched(q) else _gemm
+    return gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
 
 
 def int8_linear(
@@ -97,4 +98,209 @@ def int8_linear(
         TypeError, ValueError: wrong dtype, shape, device or group.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    return operators.int8_linear(x, weight, weight_scale, bias, transform.smooth, transform.rotation_group, out_dtype)
+    if _watched(x):
+        flat = (transform.smooth, transform.rotation_group)
+        return torch.ops.int8_dit.int8_linear.default(x, weight, weight_scale, bias, *flat, out_dtype)
+    return _linear(x, weight, weight_scale, bias, transform, out_dtype)
+
+
+def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The bare accumulator of `int8_gemm`: int8 [M, K] x int8 [N, K] -> int32 [M, N], exact below K = 133152.
+
+    Raises TypeError or ValueError for wrong dtypes, shapes or devices.
+    """
+    _check_operands(q, weight)
+    check_same_device(q=q, weight=weight)
+    if q.numel() == 0 or weight.numel() == 0:
+        return torch.zeros((q.shape[0], weight.shape[0]), dtype=torch.int32, device=q.device)
+    if uses_triton(q):
+        from .fused.gemm import launch_gemm
+
+        return launch_gemm(q, None, weight, None, None, torch.int32)
+    return int8_accumulate_reference(q, weight)
+
+
+def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The input [..., K] of a linear as a matrix. Raises what `int8_linear` does for a bad `x` or `weight`."""
+    if x.ndim == 0:
+        raise ValueError("x must have at least one dimension")
+    check_int8_matrix("weight", weight)
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x has K = {x.shape[-1]} but weight has K = {weight.shape[1]}")
+    _refuse_gradient("int8_linear", x)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _watched(x: torch.Tensor) -> bool:
+    """Whether someone wants to see operators: a compiler, a tensor subclass or a dispatch mode.
+
+    Plain eager calls go straight to the implementations: dispatching to Python takes longer than the checks do.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _refuse_gradient(name: str, activations: torch.Tensor) -> None:
+    """Raise RuntimeError where a gradient is asked to pass the rounding.
+
+    Weights, scales and biases are constants here.
+    """
+    if activations.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name} has no gradient: run it under torch.no_grad() or use the bf16 kernel")
+
+
+def _check_quantization(x: torch.Tensor, transform: ChannelTransform) -> None:
+    _refuse_gradient("quantize_activations", x)
+    check_float_matrix("x", x)
+    transform.check(x.shape[1])
+    check_same_device(x=x, smooth=transform.smooth)
+
+
+def _check_operands(q: torch.Tensor, weight: torch.Tensor) -> None:
+    check_int8_matrix("q", q)
+    check_int8_matrix("weight", weight)
+    if q.shape[1] != weight.shape[1]:
+        raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
+
+
+def _check_gemm(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    _refuse_gradient("int8_gemm", q_scale)
+    _check_operands(q, weight)
+    if q_scale.dtype != torch.float32:
+        raise TypeError(f"q_scale must be float32, got {q_scale.dtype}")
+    check_vector("q_scale", q_scale, q.shape[0], "the rows of q")
+    check_weight_scale(weight_scale, weight.shape[0])
+    if bias is not None:
+        check_vector("bias", bias, weight.shape[0], "the rows of weight")
+    check_out_dtype(out_dtype)
+    check_same_device(q=q, q_scale=q_scale, weight=weight, weight_scale=weight_scale, bias=bias)
+
+
+def _quantize(x: torch.Tensor, transform: ChannelTransform) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_quantization(x, transform)
+    if x.numel() == 0:
+        return x.new_zeros(x.shape, dtype=torch.int8), x.new_zeros(x.shape[:1], dtype=torch.float32)
+    if uses_triton(x):
+        from .fused.activations import launch_activation_quantizer
+
+        return launch_activation_quantizer(x, transform)
+    with torch.no_grad():
+        return quantize_activations_reference(x, transform)
+
+
+def _gemm(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    _check_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
+    if q.numel() == 0 or weight.numel() == 0:
+        empty_sum = torch.zeros((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
+        return empty_sum if bias is None else empty_sum.add_(bias.detach().to(out_dtype))
+    if uses_triton(q):
+        from .fused.gemm import launch_gemm
+
+        return launch_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
+    with torch.no_grad():
+        return int8_gemm_reference(q, q_scale, weight, weight_scale, bias, out_dtype)
+
+
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    transform: ChannelTransform,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    q, q_scale = quantize_activations(linear_rows(x, weight), transform)
+    out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+# What a compiler calls: the same with flat arguments, and what their results look like.
+
+
+def _quantize_operator(
+    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quantize(x, ChannelTransform(smooth, rotation_group))
+
+
+def _fake_quantize_operator(
+    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_quantization(x, ChannelTransform(smooth, rotation_group))
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+def _fake_gemm(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    _check_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
+    return q.new_empty((q.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+def _linear_operator(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    smooth: torch.Tensor | None = None,
+    rotation_group: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return _linear(x, weight, weight_scale, bias, ChannelTransform(smooth, rotation_group), out_dtype)
+
+
+def _register_operators() -> None:
+    """Define the operators, once per process.
+
+    The pack can be imported twice in one process under different names (as ComfyUI's custom node and as plain
+    `kernels`), but operators belong to the process: the first import registers them, and the second uses those.
+    """
+    if hasattr(getattr(torch.ops, _NAMESPACE), "int8_linear"):
+        return
+    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    _libraries.append(library)
+    opaque = {
+        "quantize_activations(Tensor x, Tensor? smooth=None, int? rotation_group=None) -> (Tensor, Tensor)": (
+            _quantize_operator,
+            _fake_quantize_operator,
+        ),
+        "int8_gemm(Tensor q, Tensor q_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype)"
+        " -> Tensor": (_gemm, _fake_gemm),
+    }
+    for schema, (implementation, fake) in opaque.items():
+        name = library.define(schema, tags=torch.Tag.pt2_compliant_tag)
+        library.impl(name, implementation, "CompositeExplicitAutograd")
+        # Both refuse gradients themselves, where that costs least.
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
+    name = library.define(
+        "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, Tensor? smooth=None, "
+        "int? rotation_group=None, ScalarType? out_dtype=None) -> Tensor",
+        tags=torch.Tag.pt2_compliant_tag,
+    )
+    library.impl(name, _linear_operator, "CompositeImplicitAutograd")
+
+
+_register_operators()

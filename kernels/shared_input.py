@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from .operators import composed_linear, quantize_activations
+from .linear import int8_gemm, linear_rows, quantize_activations
 from .transform import ChannelTransform
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
@@ -91,12 +91,15 @@ class InputReader:
         bias: torch.Tensor | None,
         transform: ChannelTransform,
     ) -> torch.Tensor:
-        """`linear.int8_linear`, with the quantization of `x` shared by the group; the same bits and the same errors.
+        """`int8_linear`, with the quantization of `x` shared by the group; the same bits and the same errors.
 
         `transform` must be the same for all members, its factors by value.
         """
+        rows = linear_rows(x, weight)
         quantize = self._quantize_traced if torch.compiler.is_compiling() else self._quantize
-        return composed_linear(x, weight, weight_scale, bias, None, lambda rows: quantize(x, rows, transform))
+        q, q_scale = quantize(x, rows, transform)
+        out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype)
+        return out.reshape(*x.shape[:-1], weight.shape[0])
 
     def _quantize(self, x: torch.Tensor, rows: torch.Tensor, transform: ChannelTransform) -> Quantized:
         # Threads may overwrite each other's `kept`: that costs a quantization, and the one in hand stays right.
@@ -104,7 +107,7 @@ class InputReader:
         kept = place.kept
         if kept is None or not kept.serves(self, x):
             place.kept = None  # its memory can be had for the new one
-            kept = _KeptInput(self.group, x, quantize_activations(rows, transform.smooth, transform.rotation_group))
+            kept = _KeptInput(self.group, x, quantize_activations(rows, transform))
             place.kept = kept
         kept.readers.add(self)
         if len(kept.readers) == self.group.size and place.kept is kept:
@@ -120,6 +123,6 @@ class InputReader:
         if traced is not None and traced[0] is x:
             quantized = traced[1]
         else:
-            quantized = quantize_activations(rows, transform.smooth, transform.rotation_group)
+            quantized = quantize_activations(rows, transform)
         self.group.traced = None if self._last else (x, quantized)
         return quantized

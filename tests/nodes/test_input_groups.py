@@ -20,15 +20,15 @@ def ideogram(pack):
 @pytest.fixture
 def quantizations(pack, monkeypatch):
     """The inputs of all quantizations of activations so far."""
-    from int8_dit.kernels import operators
+    from int8_dit.kernels import linear
 
-    calls, original = [], operators.quantize_activations_reference
+    calls, original = [], linear.quantize_activations_reference
 
     def counting(x, *options):
         calls.append(tuple(x.shape))
         return original(x, *options)
 
-    monkeypatch.setattr(operators, "quantize_activations_reference", counting)
+    monkeypatch.setattr(linear, "quantize_activations_reference", counting)
     return calls
 
 
