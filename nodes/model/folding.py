@@ -12,8 +12,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ChannelTransform, divide_modulation_scale, divide_rows, multiply_columns
-from ...kernels.checks import FLOAT_DTYPES
+from ...kernels import FLOAT_DTYPES, ChannelTransform, divide_modulation_scale, divide_rows, multiply_columns
 from ..files import int8_mark
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL, MappedTensor, PendingTensor, stored_weight

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.tensors import random_float, random_int8
 
-from kernels import int8_accumulate_reference
 from kernels.fused.tiles import AMPERE_CONFIGS
+from kernels.reference import int8_accumulate_reference
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")

@@ -13,18 +13,17 @@ from kernels import (
     UNCHANGED,
     ActivationStatistics,
     ChannelTransform,
-    OutputError,
     Protection,
     TransformPlan,
     candidates,
     dequantize_weight,
     quantize_group,
     quantize_weight,
-    relative_rounding_error,
-    rotation_group_of,
-    smoothing_factors,
 )
+from kernels.numerics.candidates import rotation_group_of
 from kernels.numerics.groups import least_worst
+from kernels.numerics.output_error import OutputError, relative_rounding_error
+from kernels.numerics.smoothing import smoothing_factors
 
 
 def outlier_inputs(tokens=64, channels=128, seed=0, factor=60.0, outliers=(7, 100)):

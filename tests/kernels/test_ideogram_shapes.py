@@ -3,16 +3,10 @@
 import pytest
 import torch
 
-from kernels import (
-    ChannelTransform,
-    int8_accumulate,
-    int8_accumulate_reference,
-    int8_gemm,
-    int8_linear,
-    quantize_activations,
-    quantize_weight,
-)
+from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.benchmark.run import IDEOGRAM4_SHAPES
+from kernels.linear import int8_accumulate, int8_gemm, quantize_activations
+from kernels.reference import int8_accumulate_reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

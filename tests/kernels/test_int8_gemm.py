@@ -5,7 +5,8 @@ import torch
 from support.tensors import DEVICE, random_float, random_int8, rotation_matrix
 
 import kernels
-from kernels import ChannelTransform, int8_accumulate, int8_gemm, int8_linear, quantize_activations, quantize_weight
+from kernels import ChannelTransform, int8_linear, quantize_weight
+from kernels.linear import int8_accumulate, int8_gemm, quantize_activations
 
 # One row, one column, sizes around and between the tile sizes, primes, K below one tile and far above it.
 SHAPES = [

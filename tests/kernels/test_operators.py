@@ -12,16 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 
 import kernels
-from kernels import (
-    UNCHANGED,
-    ChannelTransform,
-    InputPlace,
-    InputReader,
-    int8_gemm,
-    int8_linear,
-    quantize_activations,
-    quantize_weight,
-)
+from kernels import UNCHANGED, ChannelTransform, InputPlace, InputReader, int8_linear, quantize_weight
+from kernels.linear import int8_gemm, quantize_activations
 
 OPERATORS = torch.ops.int8_dit
 BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
@@ -229,7 +221,7 @@ def test_gradients_are_refused():
         "int8_linear": (x, weight, scale),
     }
     for name, arguments in calls.items():
-        for function in (getattr(kernels, name), getattr(OPERATORS, name)):
+        for function in (getattr(kernels.linear, name), getattr(OPERATORS, name)):
             with pytest.raises(RuntimeError, match=f"{name} has no gradient"):
                 function(*arguments)
             with pytest.raises(RuntimeError, match=f"{name} has no gradient"):

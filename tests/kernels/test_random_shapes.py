@@ -7,8 +7,9 @@ import pytest
 import torch
 from support.tensors import random_int8
 
-from kernels import int8_accumulate, int8_accumulate_reference, int8_gemm
 from kernels.fused.tiles import AMPERE_CONFIGS, HOPPER_CONFIGS
+from kernels.linear import int8_accumulate, int8_gemm
+from kernels.reference import int8_accumulate_reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.tensors import DEVICE, random_float
 
-from kernels import ActivationStatistics, RowSample
-from kernels.numerics.row_sample import ROWS_PER_CALL, SAMPLED_CALLS
+from kernels import ActivationStatistics
+from kernels.numerics.row_sample import ROWS_PER_CALL, SAMPLED_CALLS, RowSample
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from kernels.transform import UNCHANGED, ChannelTransform
 from support.tensors import DEVICE, random_float, rotation_matrix
+
+from kernels.transform import UNCHANGED, ChannelTransform
 
 CHANNELS, GROUP = 64, 16
 

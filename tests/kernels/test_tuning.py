@@ -506,7 +506,7 @@ def test_processes_that_tune_at_once_lose_nothing(tmp_path):
 
 TUNE_ON_THE_GPU = """
 import torch
-from kernels import int8_accumulate
+from kernels.linear import int8_accumulate
 from kernels.fused.tuning import tuner
 
 q, weight = (torch.ones(size, 256, dtype=torch.int8, device="cuda") for size in (64, 128))

@@ -229,7 +229,8 @@ def fp8_scaled(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """comfy-kitchen's ConvRot INT8."""
     from comfy.quant_ops import TensorWiseINT8Layout
-    from int8_dit.kernels import ChannelTransform, rotation_group_of
+    from int8_dit.kernels import ChannelTransform
+    from int8_dit.kernels.numerics.candidates import rotation_group_of
     from int8_dit.nodes.files.int8_mark import encode_mark
 
     group = rotation_group_of(weight.shape[1])
