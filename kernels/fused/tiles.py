@@ -1,5 +1,6 @@
-"""Tile configurations of the fused GEMM: what is worth trying on a card for a shape, likely winners first."""
+"""Tile configurations of the fused GEMM: a table of architectures, and what is worth trying on a card for a shape."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 PIPELINES = ("pointers", "descriptors")
@@ -41,12 +42,26 @@ class GemmConfig:
         return max(16, min(self.block_n, 1 << (max(1, columns).bit_length() - 1)))
 
 
-# Configurations and the share of the best one's rate that each reaches on large matrices.
-#
-# `mma.s8` with a cp.async pipeline, for Ampere and Ada; every entry fits the 99 KB a block may use on sm_86. The rates are
-# those of the sm_80 build on an H200 with as many blocks per multiprocessor as the shared memory of sm_86 holds, the
-# geometric mean over Ideogram 4's block shapes (tests/studies/ampere_on_hopper.py).
-AMPERE_CONFIGS = {
+@dataclass(frozen=True)
+class Architecture:
+    """A family of cards that run the same configurations.
+
+    Attributes:
+        capabilities: the compute capabilities of its cards.
+        rates: its configurations, and the share of the best one's rate that each reaches on large matrices.
+        balance: multiply-adds that a multiprocessor's tensor cores do in the time in which one byte of an operand
+            reaches it.
+    """
+
+    capabilities: tuple[tuple[int, int], ...]
+    rates: Mapping[GemmConfig, float]
+    balance: int
+
+
+# `mma.s8` with a cp.async pipeline. Every entry fits the 99 KB that a block may use on sm_86. The rates are those of the
+# sm_80 build on an H200 with as many blocks per multiprocessor as the shared memory of sm_86 holds: the geometric mean
+# over Ideogram 4's block shapes (tests/studies/ampere_on_hopper.py).
+_MMA_RATES = {
     GemmConfig(64, 256, 64, 16, 4, 3): 0.99,
     GemmConfig(256, 64, 64, 16, 4, 3): 0.98,
     GemmConfig(128, 128, 128, 16, 4, 2): 0.95,
@@ -63,9 +78,9 @@ AMPERE_CONFIGS = {
     GemmConfig(16, 64, 256, 1, 4, 4): 0.21,
 }
 
-# `wgmma` on Hopper, operands fetched by its copy engine. With three stages two blocks share a multiprocessor, so that one
+# `wgmma`, operands fetched by Hopper's copy engine. With three stages two blocks share a multiprocessor, so that one
 # computes while the other is in its epilogue. Rates from an H200.
-HOPPER_CONFIGS = {
+_WGMMA_RATES = {
     GemmConfig(128, 128, 128, 24, 4, 3, "descriptors"): 1.0,
     GemmConfig(128, 128, 128, 32, 4, 3, "descriptors"): 0.99,
     GemmConfig(128, 128, 128, 16, 4, 3, "descriptors"): 0.98,
@@ -81,8 +96,21 @@ HOPPER_CONFIGS = {
     GemmConfig(16, 128, 256, 1, 4, 4): 0.2,
 }
 
-# Multiply-adds that a multiprocessor's tensor cores do in the time in which one byte of an operand reaches it.
-_AMPERE_BALANCE, _HOPPER_BALANCE = 32, 50
+ARCHITECTURES = {
+    # And Ada, whose tensor cores take the same instructions.
+    "Ampere": Architecture(((8, 0), (8, 6), (8, 7), (8, 9)), _MMA_RATES, balance=32),
+    "Hopper": Architecture(((9, 0),), _WGMMA_RATES, balance=50),
+    # These run `mma.s8` too. Nothing was measured on them.
+    "Blackwell": Architecture(((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)), _MMA_RATES, balance=32),
+}
+_ELSEWHERE = ARCHITECTURES["Ampere"]
+
+
+def architecture_of(capability: tuple[int, int]) -> Architecture:
+    """The architecture of a card by its compute capability. A card of none gets Ampere's, which all later ones can run."""
+    return next((known for known in ARCHITECTURES.values() if capability in known.capabilities), _ELSEWHERE)
+
+
 # Channels whose multiplication takes as long as starting a tile and its epilogue, and as long as summing its splits.
 _TILE_OVERHEAD, _SPLIT_OVERHEAD = 512, 1024
 _SPLITS = (1, 2, 3, 5)
@@ -96,19 +124,18 @@ def candidates(capability: tuple[int, int], multiprocessors: int, m: int, n: int
     Ordered by an estimate of their time: the rounds in which the multiprocessors work off the tiles, each as long as its
     multiplications or its loads take. Where nothing can be measured, the first is what runs.
     """
-    hopper = capability[0] == 9
-    rates, balance = (HOPPER_CONFIGS, _HOPPER_BALANCE) if hopper else (AMPERE_CONFIGS, _AMPERE_BALANCE)
+    architecture = architecture_of(capability)
 
     def estimate(config: GemmConfig, rate: float) -> float:
         tiles = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
         multiplications = config.block_m * config.block_n / rate
-        loads = (min(config.block_m, m) + min(config.block_n, n)) * balance
+        loads = (min(config.block_m, m) + min(config.block_n, n)) * architecture.balance
         overhead = _TILE_OVERHEAD + (_SPLIT_OVERHEAD if config.split_k > 1 else 0)
         rounds = -(-tiles // multiprocessors)
         return rounds * (k / config.split_k * max(multiplications, loads) + overhead * multiplications)
 
     estimates: dict[GemmConfig, float] = {}
-    for config, rate in rates.items():
+    for config, rate in architecture.rates.items():
         # Groups of more tile rows than there are differ in nothing.
         fitted = replace(config, group_m=min(config.group_m, -(-m // config.block_m)))
         if k % 16:  # the copy engine wants rows on 16 bytes

@@ -22,10 +22,10 @@ def builds():
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_is_built(builds, capability):
-    from kernels.fused.tiles import AMPERE_CONFIGS
+    from kernels.fused.tiles import ARCHITECTURES
 
     built = [build for build in builds if build["capability"] == capability]
-    assert {repr(config) for config in AMPERE_CONFIGS} <= {build["config"] for build in built}
+    assert {repr(config) for config in ARCHITECTURES["Ampere"].rates} <= {build["config"] for build in built}
     assert {build["target"] for build in built} == {f"sm_{capability}"}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tensors import random_float, random_int8
 
-from kernels.fused.tiles import AMPERE_CONFIGS
+from kernels.fused.tiles import ARCHITECTURES
 from kernels.reference import int8_accumulate_reference
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
 
 
 @pytest.mark.parametrize("split_k", (1, 3))
-@pytest.mark.parametrize("config", AMPERE_CONFIGS, ids=repr)
+@pytest.mark.parametrize("config", ARCHITECTURES["Ampere"].rates, ids=repr)
 def test_bit_exact(config, split_k):
     pytest.importorskip("cupy")
     from studies.ampere_on_hopper import AmpereKernel

@@ -18,7 +18,7 @@ PROGRAM = """
 import torch
 from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.fused.gemm import launch_config
-from kernels.fused.tiles import AMPERE_CONFIGS, GemmConfig
+from kernels.fused.tiles import GemmConfig
 
 for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 2064, None)):
     x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.tensors import random_int8
 
-from kernels.fused.tiles import AMPERE_CONFIGS, HOPPER_CONFIGS
+from kernels.fused.tiles import ARCHITECTURES, architecture_of
 from kernels.linear import int8_accumulate, int8_gemm
 from kernels.reference import int8_accumulate_reference
 
@@ -22,10 +22,10 @@ def random_shape(seed: int) -> tuple[int, int, int]:
 
 
 def random_config(seed: int):
-    """Any configuration of any list, K split among several programs or not."""
+    """Any configuration that the card can run, K split among several programs or not."""
     generator = random.Random(seed)
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    configs = [*AMPERE_CONFIGS, *(HOPPER_CONFIGS if hopper else ())]
+    own = architecture_of(torch.cuda.get_device_capability())
+    configs = list(dict.fromkeys([*ARCHITECTURES["Ampere"].rates, *own.rates]))
     return replace(generator.choice(configs), split_k=generator.choice((1, 1, 2, 3, 5)))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.fused.tiles import AMPERE_CONFIGS, HOPPER_CONFIGS, SHIPPED, GemmConfig, candidates
+from kernels.fused.tiles import ARCHITECTURES, SHIPPED, GemmConfig, architecture_of, candidates
 from kernels.fused.tuning import m_bucket
 
 CARDS = {(8, 6): 82, (8, 0): 108, (8, 9): 128, (9, 0): 132, (12, 0): 170}
@@ -26,9 +26,23 @@ def test_a_few_different_ones_for_every_shape(capability):
 @pytest.mark.parametrize("m", (2560, 4352))
 @pytest.mark.parametrize("n, k", ((13824, 4608), (4608, 4608), (12288, 4608), (4608, 12288)))
 def test_the_best_ranked_come_first_on_large_matrices(m, n, k):
-    assert AMPERE_CONFIGS[candidates((8, 6), 82, m, n, k)[0]] >= 0.98
+    assert ARCHITECTURES["Ampere"].rates[candidates((8, 6), 82, m, n, k)[0]] >= 0.98
     first = candidates((9, 0), 132, m, n, k)[0]
-    assert HOPPER_CONFIGS[replace(first, group_m=24)] == 1.0  # no more rows of tiles than there are form a group
+    assert ARCHITECTURES["Hopper"].rates[replace(first, group_m=24)] == 1.0  # no more rows of tiles than there are form a group
+
+
+def test_every_capability_has_one_architecture():
+    capabilities = [capability for known in ARCHITECTURES.values() for capability in known.capabilities]
+    assert len(capabilities) == len(set(capabilities))
+    for known in ARCHITECTURES.values():
+        assert all(architecture_of(capability) is known for capability in known.capabilities)
+        assert max(known.rates.values()) <= 1.0 and min(known.rates.values()) > 0.0
+
+
+@pytest.mark.parametrize("capability", ((8, 8), (13, 0)))
+def test_an_unknown_card_gets_what_every_card_from_ampere_on_can_run(capability):
+    assert architecture_of(capability) is ARCHITECTURES["Ampere"]
+    assert all(config.pipeline == "pointers" for config in architecture_of(capability).rates)
 
 
 def test_few_tiles_and_many_channels_split_them():

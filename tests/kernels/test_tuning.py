@@ -17,11 +17,11 @@ from triton.runtime import errors as runtime_errors
 
 import kernels.fused.tuning
 import kernels.fused.tuning_cache
-from kernels.fused.tiles import AMPERE_CONFIGS, GemmConfig
+from kernels.fused.tiles import ARCHITECTURES, GemmConfig
 from kernels.fused.tuning import Tuner, TuningKey, m_bucket
 from kernels.fused.tuning_cache import TuningCache
 
-CONFIGS = tuple(AMPERE_CONFIGS)
+CONFIGS = tuple(ARCHITECTURES["Ampere"].rates)
 CARD = "NVIDIA GeForce RTX 3090"
 KEY = TuningKey(CARD, 1024, 4608, 18432)
 PROJECT = Path(__file__).resolve().parents[2]
@@ -473,7 +473,7 @@ TUNE_MANY = """
 import sys
 import torch
 from kernels.fused import tuning
-from kernels.fused.tiles import AMPERE_CONFIGS
+from kernels.fused.tiles import ARCHITECTURES
 
 torch.cuda.is_current_stream_capturing = lambda: False
 tuning.median_milliseconds = lambda run, device, repetitions: 1.0
@@ -482,7 +482,7 @@ input()
 measured = 0
 for n in range(int(sys.argv[1]), int(sys.argv[2])):
     tuner = tuning.Tuner()  # a new one each time, which cannot make up later for what was lost
-    tuner.choose(tuning.TuningKey("card", 16, n, 64), lambda: list(AMPERE_CONFIGS), lambda config: None)
+    tuner.choose(tuning.TuningKey("card", 16, n, 64), lambda: list(ARCHITECTURES["Ampere"].rates), lambda config: None)
     measured += tuner.measured
 print(measured)
 """

@@ -21,9 +21,10 @@ sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is 
 import torch
 import triton
 
-from kernels.fused.tiles import AMPERE_CONFIGS, GemmConfig
+from kernels.fused.tiles import ARCHITECTURES, GemmConfig
 from support.machine_code import build
 
+SHIPPED = tuple(ARCHITECTURES["Ampere"].rates)
 HOPPER = "sm_90"
 # Bytes of shared memory of a multiprocessor, and what each block takes of it beyond what it asks for.
 _HOPPER_SHARED, _SM86_SHARED, _RESERVED_SHARED = 228 << 10, 100 << 10, 1 << 10
@@ -99,7 +100,7 @@ def _try_prebuild(config: GemmConfig):
 
 def explored() -> list[GemmConfig]:
     """The shipped configurations and their neighbours, as far as the shared memory of sm_86 allows."""
-    configs = list(AMPERE_CONFIGS)
+    configs = list(SHIPPED)
     for block_m, block_n in ((128, 128), (128, 256), (256, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64)):
         for block_k in (64, 128):
             for stages in (2, 3, 4, 5):
@@ -161,8 +162,8 @@ def main() -> None:
             best = min(times.values())
             print(f"{m} x {n} x {k}: best {best:.4f} ms, {2 * m * n * k / best / 1e9:.0f} TOPS; times over it")
             ranked = sorted(times, key=times.__getitem__)
-            for config in ranked[:6] + [config for config in ranked[6:] if config in AMPERE_CONFIGS]:
-                mark = "*" if config in AMPERE_CONFIGS else " "
+            for config in ranked[:6] + [config for config in ranked[6:] if config in SHIPPED]:
+                mark = "*" if config in SHIPPED else " "
                 sizes = "x".join(str(size) for size in (config.block_m, config.block_n, config.block_k))
                 warps = f"{config.num_warps} warps, {config.num_stages} stages, groups of {config.group_m}"
                 print(f" {mark} {times[config] / best:.3f}  {sizes}, {warps}")

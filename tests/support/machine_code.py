@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.fused.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
-from kernels.fused.tiles import AMPERE_CONFIGS, GemmConfig
+from kernels.fused.tiles import ARCHITECTURES, GemmConfig
 
 POINTERS = {
     "a": "*i8",
@@ -77,9 +77,10 @@ def report(compiled) -> dict:
 
 def variants() -> list[tuple[GemmConfig, bool, int]]:
     """(configuration, whether K is a multiple of its block, compute capability) of everything that is built."""
-    everywhere = [(config, True, capability) for capability in (86, 80, 89) for config in AMPERE_CONFIGS]
-    ragged = [(config, False, 86) for config in AMPERE_CONFIGS]
-    split = [(replace(config, split_k=3), True, 86) for config in AMPERE_CONFIGS]
+    configs = list(ARCHITECTURES["Ampere"].rates)
+    everywhere = [(config, True, capability) for capability in (86, 80, 89) for config in configs]
+    ragged = [(config, False, 86) for config in configs]
+    split = [(replace(config, split_k=3), True, 86) for config in configs]
     return everywhere + ragged + split
 
 
