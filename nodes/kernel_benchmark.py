@@ -4,11 +4,21 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..kernels.benchmark.report import LinearShape, markdown, notes, table, title
-from ..kernels.benchmark.run import IDEOGRAM4_SHAPES, benchmark_shape, environment, working_memory
+from ..kernels.benchmark import (
+    IDEOGRAM4_SHAPES,
+    SHOWN,
+    LinearShape,
+    benchmark_shape,
+    environment,
+    markdown,
+    notes,
+    table,
+    title,
+    working_memory,
+)
 from .model.layer_selection import quantizable_linears
 from .model.load import LayerProgress, make_room
-from .pictures.benchmark_plot import METHODS, plot
+from .pictures.benchmark_plot import plot
 
 _METHODS_NOTE = (
     "Median times on a busy device, weights not in cache; the quantization of the activations is included except in "
@@ -55,13 +65,13 @@ class INT8KernelBenchmark(io.ComfyNode):
                     shape,
                     tokens,
                     device,
-                    METHODS,
+                    SHOWN,
                     check=comfy.model_management.throw_exception_if_processing_interrupted,
                 )
             )
             progress.step()
         heading = title(environment(device))
-        columns, rows = table(results, METHODS)
+        columns, rows = table(results, SHOWN)
         remarks = [_METHODS_NOTE, *([] if device.type == "cuda" else [_CPU_NOTE]), *notes(results)]
         text = "\n\n".join([heading, markdown(columns, rows), *remarks])
         ui = {"int8_benchmark": [{"title": heading, "columns": columns, "rows": rows, "notes": remarks}]}

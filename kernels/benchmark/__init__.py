@@ -1,1 +1,22 @@
-"""Times the ways to compute a linear layer side by side: `python -m kernels.benchmark`."""
+"""Times the ways to compute a linear layer side by side; `python -m kernels.benchmark` is its command line."""
+
+from .environment import environment, title
+from .methods import BF16, SHOWN
+from .report import ShapeResult, markdown, notes, table
+from .run import benchmark_shape, working_memory
+from .shapes import IDEOGRAM4_SHAPES, LinearShape
+
+__all__ = [
+    "BF16",
+    "IDEOGRAM4_SHAPES",
+    "SHOWN",
+    "LinearShape",
+    "ShapeResult",
+    "benchmark_shape",
+    "environment",
+    "markdown",
+    "notes",
+    "table",
+    "title",
+    "working_memory",
+]

@@ -5,36 +5,9 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-BF16 = "bf16"
-FP8_GEMM = "fp8 _scaled_mm GEMM alone"
-FP8 = "fp8 _scaled_mm"
-KITCHEN_CUDA = "comfy-kitchen cuda"
-KITCHEN_CONVROT = "comfy-kitchen cuda ConvRot"
-KITCHEN_TRITON = "comfy-kitchen triton"
-FAKE_QUANT = "fake-quant"
-UNFUSED = "unfused _int_mm"
-FUSED_GEMM = "fused GEMM alone"
-FUSED = "fused int8"
-METHODS = (
-    BF16,
-    FP8_GEMM,
-    FP8,
-    KITCHEN_CUDA,
-    KITCHEN_CONVROT,
-    KITCHEN_TRITON,
-    FAKE_QUANT,
-    UNFUSED,
-    FUSED_GEMM,
-    FUSED,
-)
-"""The columns of the table of methods."""
-
-BIAS = "fused + bias"
-SMOOTHING = "fused + smoothing"
-ROTATION = "fused + rotation"
-SMOOTHING_ROTATION = "fused + smoothing + rotation"
-VARIANTS = (BIAS, SMOOTHING, ROTATION, SMOOTHING_ROTATION)
-"""What the fused linear can do besides; compared with `FUSED`."""
+from .environment import title
+from .methods import BF16, FUSED, METHODS, UNFUSED, VARIANTS, Method
+from .shapes import LinearShape
 
 QUANTIZE = "plain"
 QUANTIZE_SMOOTHING = "smoothing"
@@ -42,28 +15,9 @@ QUANTIZE_ROTATION = "rotation"
 COPY = "copy"
 QUANTIZATIONS = (QUANTIZE, QUANTIZE_SMOOTHING, QUANTIZE_ROTATION)
 
-_COMPARISONS = (
-    (FUSED_GEMM, BF16),
-    (FUSED, BF16),
-    (FUSED, FP8),
-    (FUSED, KITCHEN_CUDA),
-    (FUSED, KITCHEN_TRITON),
-    (FUSED, UNFUSED),
-    (ROTATION, KITCHEN_CONVROT),
-)
 LOOPED_NOTE = "\\* not captured in a CUDA graph: a loop of calls, the host's launches included."
 _UNSTEADY = 0.1
 _WRONG = 0.1
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """A linear layer of N output and K input channels; `tokens` overrides the run's M for a layer with its own."""
-
-    name: str
-    n: int
-    k: int
-    tokens: int | None = None
 
 
 @dataclass
@@ -152,8 +106,11 @@ class Report:
 
     def as_markdown(self) -> str:
         """All tables and notes."""
-        parts = [f"**{title(self.environment)}**", markdown(*table(self.shapes, METHODS))]
-        if any(set(result.rounds) & set(VARIANTS) for result in self.shapes):
+        parts = [
+            f"**{title(self.environment)}**",
+            markdown(*table(self.shapes, [method for method in METHODS if not method.variant])),
+        ]
+        if any(variant.name in result.rounds for result in self.shapes for variant in VARIANTS):
             parts += [
                 "Fused linear with bias, smoothing, rotation (group 256); in brackets what it costs:",
                 markdown(*variant_table(self.shapes)),
@@ -178,14 +135,15 @@ def geometric_mean(values: Collection[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def table(results: Sequence[ShapeResult], methods: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+def table(results: Sequence[ShapeResult], methods: Sequence[Method]) -> tuple[list[str], list[list[str]]]:
     """Column headings and rows of text: milliseconds per method, the fused linear's speed, bf16's rate, the error.
 
     A method that ran on no shape has no column. The error is the fused linear's, or unfused INT8's where that one is
     missing.
     """
-    ran = [method for method in methods if any(method in result.rounds for result in results)]
-    references = [m for m in (BF16, KITCHEN_CUDA) if m in ran and FUSED in ran]
+    shown = [method for method in methods if any(method.name in result.rounds for result in results)]
+    ran = [method.name for method in shown]
+    references = [method.name for method in shown if method.in_tables and FUSED in ran]
     columns = ["linear", "M x N x K", *(f"{method} ms" for method in ran)]
     columns += [*(f"fused vs {reference}" for reference in references), "bf16 TFLOPS", "rel. error"]
     rows = []
@@ -206,14 +164,19 @@ def table(results: Sequence[ShapeResult], methods: Sequence[str]) -> tuple[list[
 
 def variant_table(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]:
     """Column headings and rows: milliseconds of the fused linear, then with each extra, and its cost in percent."""
-    columns = ["linear", "M x N x K", f"{FUSED} ms", *(f"{variant.removeprefix('fused ')} ms" for variant in VARIANTS)]
+    columns = [
+        "linear",
+        "M x N x K",
+        f"{FUSED} ms",
+        *(f"{variant.name.removeprefix('fused ')} ms" for variant in VARIANTS),
+    ]
     rows = []
     for result in results:
         cells = []
         for variant in VARIANTS:
-            ratio = result.time_ratio(variant, FUSED)
+            ratio = result.time_ratio(variant.name, FUSED)
             cost = "" if ratio is None else f" ({_percent(ratio)})"
-            cells.append(_milliseconds(result, variant) + cost)
+            cells.append(_milliseconds(result, variant.name) + cost)
         rows.append([result.shape.name, result.place(), _milliseconds(result, FUSED), *cells])
     return columns, rows
 
@@ -236,19 +199,26 @@ def summary(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]
     """Geometric mean and worst case over the shapes that take the benchmark's M: speeds, then what the extras cost."""
     blocks = [result for result in results if result.shape.tokens is None]
     rows = []
-    for method, reference in _COMPARISONS:
+    compared = [(own.name, other.name) for own in METHODS for other in METHODS if own.name in other.compared]
+    for method, reference in compared:
         speeds = {r: speed for r in range(len(blocks)) if (speed := blocks[r].speedup(method, reference)) is not None}
         if speeds:
             worst = min(speeds, key=speeds.__getitem__)
             mean = f"{geometric_mean(speeds.values()):.3f} x"
             rows.append([f"{method} vs {reference}", mean, f"{speeds[worst]:.3f} x", _where(blocks[worst])])
     for variant in VARIANTS:
-        ratios = {r: ratio for r in range(len(blocks)) if (ratio := blocks[r].time_ratio(variant, FUSED)) is not None}
+        costs = ((r, blocks[r].time_ratio(variant.name, FUSED)) for r in range(len(blocks)))
+        ratios = {r: ratio for r, ratio in costs if ratio is not None}
         if ratios:
             worst = max(ratios, key=ratios.__getitem__)
             mean = _percent(geometric_mean(ratios.values()))
             rows.append(
-                [f"cost of {variant.removeprefix('fused + ')}", mean, _percent(ratios[worst]), _where(blocks[worst])]
+                [
+                    f"cost of {variant.name.removeprefix('fused + ')}",
+                    mean,
+                    _percent(ratios[worst]),
+                    _where(blocks[worst]),
+                ]
             )
     return ["", "geometric mean", "worst", "at"], rows
 
@@ -279,12 +249,6 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """The table as GitHub markdown."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def title(environment: Mapping[str, str]) -> str:
-    """The environment in one line: the card first, each version after its name."""
-    named = [f"{name} {value}" for name, value in environment.items() if name not in ("card", "date")]
-    return ", ".join([environment["card"], *named, environment["date"]])
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -1,217 +1,30 @@
-"""Times the ways to compute a linear layer side by side: bf16, FP8, the INT8 detours, comfy-kitchen, the fused kernel.
+"""Timing methods side by side on one shape or on all of them, and the command line.
 
 `python -m kernels.benchmark` prints the tables for the card at hand, with comfy-kitchen in them where it is installed.
 """
 
 import argparse
-import datetime
 import json
-import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from ..device import fused_obstacle, triton_available
-from ..linear import int8_gemm, int8_linear, quantize_activations
-from ..numerics.weights import quantize_weight
-from ..reference import int8_accumulate_reference
+from ..linear import quantize_activations
 from ..timing import CallSeries, GraphPool, sustained_milliseconds
 from ..transform import ChannelTransform
-from . import peers
-from .report import (
-    BF16,
-    BIAS,
-    COPY,
-    FAKE_QUANT,
-    FP8,
-    FP8_GEMM,
-    FUSED,
-    FUSED_GEMM,
-    KITCHEN_CONVROT,
-    KITCHEN_CUDA,
-    KITCHEN_TRITON,
-    METHODS,
-    QUANTIZE,
-    QUANTIZE_ROTATION,
-    QUANTIZE_SMOOTHING,
-    ROTATION,
-    SMOOTHING,
-    SMOOTHING_ROTATION,
-    UNFUSED,
-    VARIANTS,
-    LinearShape,
-    QuantizationResult,
-    Report,
-    ShapeResult,
-)
+from .environment import environment
+from .methods import METHODS, ROTATION_GROUP, Method, Operands, Unavailable, bytes_per_copy, first_line
+from .report import COPY, QUANTIZE, QUANTIZE_ROTATION, QUANTIZE_SMOOTHING, QuantizationResult, Report, ShapeResult
+from .shapes import TOKENS, LinearShape, planned_shapes
 
-BLOCK_SHAPES = (
-    LinearShape("qkv", 13824, 4608),
-    LinearShape("attention out", 4608, 4608),
-    LinearShape("ffn up", 12288, 4608),
-    LinearShape("ffn down", 4608, 12288),
-)
-LLM_SHAPE = LinearShape("llm projection", 4608, 53248, tokens=512)
-IDEOGRAM4_SHAPES = (*BLOCK_SHAPES, LLM_SHAPE)
-FEW_TOKENS = 77
-TALL_SHAPE = LinearShape("video", 21504, 5376, tokens=80661)
-MODEL_SHAPES = (
-    LinearShape("Flux, Qwen-Image attention out", 3072, 3072, tokens=4608),
-    LinearShape("Flux, Qwen-Image ffn up", 12288, 3072, tokens=4608),
-    LinearShape("Flux, Qwen-Image ffn down", 3072, 12288, tokens=4608),
-    LinearShape("Z-Image ffn up", 10240, 3840, tokens=4608),
-    LinearShape("Z-Image ffn down", 3840, 10240, tokens=4608),
-    LinearShape("Wan attention out", 5120, 5120, tokens=32760),
-    LinearShape("Wan ffn up", 13824, 5120, tokens=32760),
-    LinearShape("Wan ffn down", 5120, 13824, tokens=32760),
-)
-TOKENS = (2560, 4352)
-
-_ROTATION_GROUP = 256
-# Of a copy of the weight: bf16, e4m3, and INT8 four times, plain, smoothed, rotated and both.
-_BYTES_PER_WEIGHT = 2 + 1 + 4
 _MOST_COPIES = 64
 _ERROR_ROWS = 256
 _LARGE_COPY_BYTES = 1 << 30
 _LARGE_COPY_BYTES_ON_CPU = 1 << 24
-
-
-class Operands:
-    """What the methods compute with: random x [M, K], bias [N], smoothing factors [K], copies of weights [N, K]."""
-
-    def __init__(self, m: int, n: int, k: int, copies: int, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        self.device = device
-        self.copies = copies
-        self.x = torch.randn(m, k, device=device, generator=generator).bfloat16()
-        self.bias = torch.randn(n, device=device, generator=generator).bfloat16()
-        self.smooth = torch.rand(k, device=device, generator=generator) + 0.5
-        w = torch.randn(n, k, device=device, generator=generator).bfloat16() / k**0.5
-        self.float_weights = self._copied(w)
-        self._int8_weights: dict[tuple[bool, bool], tuple[list[torch.Tensor], torch.Tensor]] = {}
-
-    def transform(self, smooth: bool, rotate: bool) -> ChannelTransform:
-        """What a variant of the linear does to the channels."""
-        return ChannelTransform(self.smooth if smooth else None, _ROTATION_GROUP if rotate else None)
-
-    def int8_weights(self, smooth: bool = False, rotate: bool = False) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Copies of the int8 weight [N, K], made at the first request, and their float32 scale [N]."""
-        if (smooth, rotate) not in self._int8_weights:
-            if rotate and self.x.shape[1] % _ROTATION_GROUP:
-                raise peers.Unavailable(f"K is not a multiple of {_ROTATION_GROUP}")
-            weight, scale = quantize_weight(self.float_weights[0], self.transform(smooth, rotate))
-            self._int8_weights[smooth, rotate] = self._copied(weight), scale
-        return self._int8_weights[smooth, rotate]
-
-    def fp8_weights(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Copies of the e4m3 weight [N, K] and their scale (0-dim). Raises Unavailable without FP8 tensor cores."""
-        peers.require_fp8(self.device)
-        weight, scale = peers.quantize_fp8(self.float_weights[0])
-        return self._copied(weight), scale
-
-    def _copied(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        return [weight, *(weight.clone() for _ in range(self.copies - 1))]
-
-
-Method = Callable[[int], torch.Tensor]
-"""One call of a method with the copy of the weight at this index: [M, N] in bf16."""
-
-
-def _bf16(operands: Operands) -> Method:
-    return lambda copy: F.linear(operands.x, operands.float_weights[copy])
-
-
-def _fp8_gemm(operands: Operands) -> Method:
-    weights, scale = operands.fp8_weights()
-    q, q_scale = peers.quantize_fp8(operands.x)
-    return lambda copy: peers.fp8_gemm(q, q_scale, weights[copy], scale)
-
-
-def _fp8(operands: Operands) -> Method:
-    weights, scale = operands.fp8_weights()
-    return lambda copy: peers.fp8_gemm(*peers.quantize_fp8(operands.x), weights[copy], scale)
-
-
-def _kitchen(backend: str, rotate: bool = False) -> Callable[[Operands], Method]:
-    options = {"convrot": True, "convrot_groupsize": _ROTATION_GROUP} if rotate else {}
-
-    def prepare(operands: Operands) -> Method:
-        linear = peers.kitchen_int8_linear(backend, operands.device)
-        weights, scale = operands.int8_weights(rotate=rotate)
-        return lambda copy: linear(operands.x, weights[copy], scale, out_dtype=torch.bfloat16, **options)
-
-    return prepare
-
-
-def _fake_quant(operands: Operands) -> Method:
-    weights, scale = operands.int8_weights()
-    scale_column = scale[:, None].bfloat16()
-
-    def run(copy: int) -> torch.Tensor:
-        q, q_scale = quantize_activations(operands.x)
-        return F.linear(q.bfloat16() * q_scale[:, None].bfloat16(), weights[copy].bfloat16() * scale_column)
-
-    return run
-
-
-def _unfused(operands: Operands) -> Method:
-    weights, scale = operands.int8_weights()
-
-    def run(copy: int) -> torch.Tensor:
-        q, q_scale = quantize_activations(operands.x)
-        return (int8_accumulate_reference(q, weights[copy]).float() * q_scale[:, None] * scale).bfloat16()
-
-    return run
-
-
-def _require_fused(device: torch.device) -> None:
-    obstacle = "no GPU" if device.type != "cuda" else fused_obstacle(device)
-    if obstacle is not None:
-        raise peers.Unavailable(obstacle)
-
-
-def _fused_gemm(operands: Operands) -> Method:
-    _require_fused(operands.device)
-    weights, scale = operands.int8_weights()
-    q, q_scale = quantize_activations(operands.x)
-    return lambda copy: int8_gemm(q, q_scale, weights[copy], scale)
-
-
-def _fused(bias: bool = False, smooth: bool = False, rotate: bool = False) -> Callable[[Operands], Method]:
-    def prepare(operands: Operands) -> Method:
-        _require_fused(operands.device)
-        weights, scale = operands.int8_weights(smooth, rotate)
-        added = operands.bias if bias else None
-        transform = operands.transform(smooth, rotate)
-        return lambda copy: int8_linear(operands.x, weights[copy], scale, added, transform)
-
-    return prepare
-
-
-# In the order in which they are prepared: those that need most memory come when all else is in place.
-_PREPARE: dict[str, Callable[[Operands], Method]] = {
-    BF16: _bf16,
-    FP8_GEMM: _fp8_gemm,
-    FP8: _fp8,
-    FUSED_GEMM: _fused_gemm,
-    FUSED: _fused(),
-    BIAS: _fused(bias=True),
-    SMOOTHING: _fused(smooth=True),
-    ROTATION: _fused(rotate=True),
-    SMOOTHING_ROTATION: _fused(smooth=True, rotate=True),
-    KITCHEN_CUDA: _kitchen("cuda"),
-    KITCHEN_CONVROT: _kitchen("cuda", rotate=True),
-    KITCHEN_TRITON: _kitchen("triton"),
-    FAKE_QUANT: _fake_quant,
-    UNFUSED: _unfused,
-}
-_PEERS = (FP8_GEMM, FP8, KITCHEN_CUDA, KITCHEN_CONVROT, KITCHEN_TRITON)
 
 
 def working_memory(shape: LinearShape, tokens: int) -> int:
@@ -235,7 +48,7 @@ def benchmark_shape(
     shape: LinearShape,
     tokens: int,
     device: torch.device,
-    methods: Sequence[str] = (*METHODS, *VARIANTS),
+    methods: Sequence[Method] = METHODS,
     rounds: int = 3,
     check: Callable[[], None] = lambda: None,
 ) -> ShapeResult:
@@ -249,24 +62,24 @@ def benchmark_shape(
     operands = Operands(m, shape.n, shape.k, _copies(shape, device) if on_gpu else 1, device)
     result = ShapeResult(shape, m, operands.copies)
     rows = torch.arange(0, m, max(1, m // _ERROR_ROWS), device=device)
-    expected = F.linear(operands.x[rows].float(), operands.float_weights[0].float())
+    expected = F.linear(operands.x[rows].float(), operands.weight.float())
     pool = GraphPool() if on_gpu else None
     series = {}
-    for name in (name for name in _PREPARE if name in methods):
+    for method in sorted(methods, key=lambda method: method.large):
         check()
         try:
-            run = _PREPARE[name](operands)
-            exact = expected + operands.bias.float() if name == BIAS else expected
-            result.relative_errors[name] = ((run(0)[rows].float() - exact).norm() / exact.norm()).item()
-            series[name] = CallSeries(run, operands.copies, device, pool)
-        except peers.Unavailable as reason:
-            result.absent[name] = str(reason)
+            call = method.call(operands)
+            exact = expected + operands.bias.float() if method.with_bias else expected
+            result.relative_errors[method.name] = ((call(0)[rows].float() - exact).norm() / exact.norm()).item()
+            series[method.name] = CallSeries(call, operands.copies, device, pool)
+        except Unavailable as reason:
+            result.absent[method.name] = str(reason)
         except torch.cuda.OutOfMemoryError:
-            result.absent[name] = "not enough memory"
+            result.absent[method.name] = "not enough memory"
         except Exception as error:
-            if name not in _PEERS:
+            if not method.foreign:
                 raise
-            result.absent[name] = peers.first_line(error)
+            result.absent[method.name] = first_line(error)
     result.rounds = sustained_milliseconds(series, rounds, check)
     result.looped = [name for name, calls in series.items() if calls.looped]
     del series, operands
@@ -278,7 +91,7 @@ def benchmark_shape(
 def _copies(shape: LinearShape, device: torch.device) -> int:
     weights = shape.n * shape.k
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return weight_copies(weights, cache_bytes, _BYTES_PER_WEIGHT * weights, _free_bytes(device))
+    return weight_copies(weights, cache_bytes, int(bytes_per_copy() * weights), _free_bytes(device))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -297,8 +110,8 @@ def benchmark_quantization(m: int, k: int, device: torch.device, rounds: int = 3
         QUANTIZE: lambda _: quantize_activations(x),
         QUANTIZE_SMOOTHING: lambda _: quantize_activations(x, smoothing),
     }
-    if k % _ROTATION_GROUP == 0:
-        rotation = ChannelTransform(None, _ROTATION_GROUP)
+    if k % ROTATION_GROUP == 0:
+        rotation = ChannelTransform(None, ROTATION_GROUP)
         runs[QUANTIZE_ROTATION] = lambda _: quantize_activations(x, rotation)
     for run in runs.values():
         run(0)
@@ -316,43 +129,6 @@ def copy_bandwidth(device: torch.device, rounds: int = 3) -> float:
     target = torch.zeros_like(source)
     times = sustained_milliseconds({COPY: CallSeries(lambda _: target.copy_(source), 1, device)}, rounds)
     return 2 * size / statistics.median(times[COPY]) / 1e6
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """Card, driver, versions and date, without which a figure means nothing; what is not there is left out."""
-    found = {"card": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
-    found |= _driver(device) if device.type == "cuda" else {}
-    found["torch"] = str(torch.__version__)
-    if triton_available():
-        import triton
-
-        found["triton"] = triton.__version__
-    kitchen = peers.kitchen_version()
-    if kitchen is not None:
-        found["comfy-kitchen"] = kitchen
-    return found | {"date": datetime.date.today().isoformat()}
-
-
-def _driver(device: torch.device) -> dict[str, str]:
-    """The driver's version and the card's power limit as nvidia-smi gives them; empty where it does not."""
-    program = shutil.which("nvidia-smi")
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if program is None or uuid is None:
-        return {}
-    command = [program, f"--id=GPU-{uuid}", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(("driver", "power limit"), (value.strip() for value in answer.split(",")), strict=False))
-
-
-def planned_shapes(tokens: Sequence[int], tall: bool, models: bool) -> list[tuple[LinearShape, int]]:
-    """The shapes of one run, each with the M it is timed at."""
-    blocks = [(shape, m) for m in tokens for shape in BLOCK_SHAPES]
-    few = [replace(shape, tokens=FEW_TOKENS) for shape in BLOCK_SHAPES]
-    others = [LLM_SHAPE, *few, *([TALL_SHAPE] if tall else []), *(MODEL_SHAPES if models else [])]
-    return blocks + [(shape, shape.tokens) for shape in others]
 
 
 def run_benchmark(plan: Sequence[tuple[LinearShape, int]], device: torch.device, rounds: int) -> Report:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ...kernels.benchmark.report import BF16, FAKE_QUANT, FUSED, FUSED_GEMM, KITCHEN_CUDA, UNFUSED, ShapeResult
+from ...kernels.benchmark import BF16, SHOWN, ShapeResult
 from .drawing import INK, MUTED, as_comfyui_image
 
 _WIDTH = 1100
@@ -13,16 +13,6 @@ _MARGIN = 24
 _LABEL_WIDTH = 250
 _BAR_HEIGHT = 20
 _GROUP_GAP = 18
-_COLORS = {
-    BF16: "#7f8c9b",
-    KITCHEN_CUDA: "#9a6fb0",
-    FAKE_QUANT: "#d98841",
-    UNFUSED: "#c4a83a",
-    FUSED_GEMM: "#4a9d8f",
-    FUSED: "#2f6fd0",
-}
-METHODS = tuple(_COLORS)
-"""What the node times and draws, in the order of the table and of the bars."""
 
 
 def plot(results: Sequence[ShapeResult], title: str) -> torch.Tensor:
@@ -47,11 +37,11 @@ def plot(results: Sequence[ShapeResult], title: str) -> torch.Tensor:
         draw.text((_MARGIN, y), result.shape.name, fill=INK, font=text)
         draw.text((_MARGIN, y + 20), f"{result.m} x {result.shape.n} x {result.shape.k}", fill=MUTED, font=text)
         times = result.milliseconds
-        for method in (method for method in METHODS if method in times):
-            ratio = times[method] / times[BF16]
+        for method in (method for method in SHOWN if method.name in times):
+            ratio = times[method.name] / times[BF16]
             x = _MARGIN + _LABEL_WIDTH
-            draw.rectangle((x, y, x + ratio * scale, y + _BAR_HEIGHT - 2), fill=_COLORS[method])
-            label = f"{method}  {times[method]:.3f} ms"
+            draw.rectangle((x, y, x + ratio * scale, y + _BAR_HEIGHT - 2), fill=method.color)
+            label = f"{method.name}  {times[method.name]:.3f} ms"
             draw.text((x + ratio * scale + 8, y), label, fill=INK, font=text)
             y += _BAR_HEIGHT + 3
         y += _GROUP_GAP

@@ -1,28 +1,21 @@
 """The benchmark: its arithmetic on made-up figures, what it leaves out, and one run of the command."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 import torch
 
-from kernels.benchmark import peers
+from kernels.benchmark import methods as methods_table
 from kernels.benchmark import run as benchmark
+from kernels.benchmark import shapes
+from kernels.benchmark.environment import title
+from kernels.benchmark.methods import BF16, FUSED, FUSED_GEMM, METHODS, SHOWN, UNFUSED, VARIANTS, Unavailable
 from kernels.benchmark.report import (
-    BF16,
-    BIAS,
     COPY,
-    FP8,
-    FUSED,
-    FUSED_GEMM,
-    KITCHEN_CUDA,
-    METHODS,
     QUANTIZE,
     QUANTIZE_ROTATION,
-    SMOOTHING,
-    UNFUSED,
-    VARIANTS,
-    LinearShape,
     QuantizationResult,
     Report,
     ShapeResult,
@@ -31,12 +24,14 @@ from kernels.benchmark.report import (
     quantization_table,
     summary,
     table,
-    title,
     variant_table,
 )
 from kernels.benchmark.run import benchmark_shape, weight_copies
+from kernels.benchmark.shapes import LinearShape, planned_shapes
 from kernels.timing import CallSeries, GraphPool, sustained_milliseconds
 
+BIAS, SMOOTHING = "fused + bias", "fused + smoothing"
+FP8, KITCHEN_CUDA = "fp8 _scaled_mm", "comfy-kitchen cuda"
 CPU = torch.device("cpu")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -45,6 +40,13 @@ def made_up(milliseconds, name="qkv", m=100, tokens=None):
     """A result whose methods take these times in all three rounds."""
     rounds = {method: [time, time, time] for method, time in milliseconds.items()}
     return ShapeResult(LinearShape(name, 1000, 2000, tokens), m, rounds=rounds)
+
+
+def methods(*names, **changes):
+    """Entries of the table by name, some of their attributes replaced."""
+    chosen = [method for method in METHODS if method.name in names]
+    assert len(chosen) == len(names)
+    return [dataclasses.replace(method, **changes) for method in chosen]
 
 
 def cells(columns, row):
@@ -61,6 +63,15 @@ def test_medians_speeds_and_rates():
     assert result.teraflops(BF16) == pytest.approx(2 * 100 * 1000 * 2000 / 8e-3 / 1e12)
     assert result.teraflops(FP8) is None
     assert geometric_mean([1.0, 8.0]) == pytest.approx(math.sqrt(8))
+
+
+def test_the_table_of_methods_is_consistent():
+    names = [method.name for method in METHODS]
+    assert len(set(names)) == len(names)
+    for method in METHODS:
+        assert set(method.compared) <= set(names) - {method.name}
+    assert {BF16, FUSED} <= {method.name for method in SHOWN} and not set(SHOWN) & set(VARIANTS)
+    assert methods_table.bytes_per_copy() == 2 + 1 + 4  # bf16, e4m3, and INT8 plain, smoothed, rotated and both
 
 
 def test_table_has_the_methods_that_ran_somewhere():
@@ -166,26 +177,33 @@ def test_rounds_alternate_between_the_methods():
 
 
 def test_peers_are_unavailable_on_a_cpu():
-    with pytest.raises(peers.Unavailable, match="no GPU"):
-        peers.require_fp8(CPU)
-    with pytest.raises(peers.Unavailable, match="no GPU"):
-        peers.kitchen_int8_linear("cuda", CPU)
+    for method in METHODS:
+        if method.foreign or method.variant or method.name in (FUSED, FUSED_GEMM):
+            with pytest.raises(Unavailable, match="no GPU"):
+                method.require(CPU)
+        else:
+            method.require(CPU)
 
 
-def test_a_peer_that_fails_is_left_out_and_our_own_method_is_not(monkeypatch):
-    def failing(operands):
-        def run(copy):
+def test_a_peer_that_fails_is_left_out_and_our_own_method_is_not():
+    def failing(operands, weights, scale):
+        def call(copy):
             raise RuntimeError("first line\nsecond line")
 
-        return run
+        return call
 
     shape = LinearShape("tiny", 32, 64)
-    monkeypatch.setitem(benchmark._PREPARE, KITCHEN_CUDA, failing)
-    result = benchmark_shape(shape, 4, CPU, (BF16, KITCHEN_CUDA), rounds=1)
+    (peer,) = methods(KITCHEN_CUDA, prepare=failing, require=lambda device: None)
+    result = benchmark_shape(shape, 4, CPU, [*methods(BF16), peer], rounds=1)
     assert set(result.rounds) == {BF16} and result.absent == {KITCHEN_CUDA: "first line"}
-    monkeypatch.setitem(benchmark._PREPARE, UNFUSED, failing)
     with pytest.raises(RuntimeError, match="first line"):
-        benchmark_shape(shape, 4, CPU, (BF16, UNFUSED), rounds=1)
+        benchmark_shape(shape, 4, CPU, [*methods(BF16), *methods(UNFUSED, prepare=failing)], rounds=1)
+
+
+def test_what_does_not_fit_the_shape_is_left_out():
+    rotated = methods("fused + rotation", require=lambda device: None)
+    result = benchmark_shape(LinearShape("tiny", 32, 64), 4, CPU, [*methods(BF16), *rotated], rounds=1)
+    assert result.absent == {"fused + rotation": "K is not a multiple of 256"}
 
 
 def test_check_can_stop_the_benchmark():
@@ -200,18 +218,18 @@ def test_check_can_stop_the_benchmark():
 
 
 def test_plan():
-    plan = benchmark.planned_shapes((10, 20), tall=False, models=False)
+    plan = planned_shapes((10, 20), tall=False, models=False)
     blocks = [(shape, m) for shape, m in plan if shape.tokens is None]
     assert [m for _, m in blocks] == [10] * 4 + [20] * 4
     assert [m for shape, m in plan if shape.tokens] == [512, 77, 77, 77, 77]
-    extended = benchmark.planned_shapes((10, 20), tall=True, models=True)
+    extended = planned_shapes((10, 20), tall=True, models=True)
     assert {(21504, 5376), (5120, 13824)} <= {(shape.n, shape.k) for shape, _ in extended}
 
 
 def test_command_writes_what_it_prints(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(benchmark, "BLOCK_SHAPES", (LinearShape("qkv", 96, 64), LinearShape("ffn down", 32, 256)))
-    monkeypatch.setattr(benchmark, "LLM_SHAPE", LinearShape("llm projection", 32, 512, tokens=3))
-    monkeypatch.setattr(benchmark, "FEW_TOKENS", 2)
+    monkeypatch.setattr(shapes, "BLOCK_SHAPES", (LinearShape("qkv", 96, 64), LinearShape("ffn down", 32, 256)))
+    monkeypatch.setattr(shapes, "LLM_SHAPE", LinearShape("llm projection", 32, 512, tokens=3))
+    monkeypatch.setattr(shapes, "FEW_TOKENS", 2)
     monkeypatch.setattr(benchmark, "_LARGE_COPY_BYTES_ON_CPU", 1 << 10)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     files = tmp_path / "figures.json", tmp_path / "tables.md"
@@ -236,7 +254,7 @@ def test_command_writes_what_it_prints(monkeypatch, capsys, tmp_path):
 def test_own_methods_are_captured_and_right():
     device = torch.device("cuda")
     result = benchmark_shape(LinearShape("small", 512, 768), 256, device, rounds=1)
-    own = {BF16, FUSED_GEMM, FUSED, *VARIANTS}
+    own = {BF16, FUSED_GEMM, FUSED, *(variant.name for variant in VARIANTS)}
     assert own <= set(result.rounds)
     assert not own & set(result.looped)
     assert result.copies > 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import ChannelTransform, int8_linear, quantize_weight
-from kernels.benchmark.run import IDEOGRAM4_SHAPES
+from kernels.benchmark import IDEOGRAM4_SHAPES
 from kernels.linear import int8_accumulate, int8_gemm, quantize_activations
 from kernels.reference import int8_accumulate_reference
 

@@ -28,7 +28,9 @@ def test_a_few_different_ones_for_every_shape(capability):
 def test_the_best_ranked_come_first_on_large_matrices(m, n, k):
     assert ARCHITECTURES["Ampere"].rates[candidates((8, 6), 82, m, n, k)[0]] >= 0.98
     first = candidates((9, 0), 132, m, n, k)[0]
-    assert ARCHITECTURES["Hopper"].rates[replace(first, group_m=24)] == 1.0  # no more rows of tiles than there are form a group
+    assert (
+        ARCHITECTURES["Hopper"].rates[replace(first, group_m=24)] == 1.0
+    )  # no more rows of tiles than there are form a group
 
 
 def test_every_capability_has_one_architecture():

@@ -432,8 +432,7 @@ def main() -> None:
     import int8_dit.nodes  # noqa: F401  (ComfyUI's modules in the order that its server imports them)
     from comfyui_version import __version__ as comfyui_version
     from glyphs.outliers import plant
-    from int8_dit.kernels.benchmark.report import title
-    from int8_dit.kernels.benchmark.run import environment
+    from int8_dit.kernels.benchmark import environment, title
     from safetensors.torch import load_file
 
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -277,8 +277,7 @@ def main() -> None:
     import comfy.model_management
     import comfy.sd
     from comfyui_version import __version__ as comfyui_version
-    from int8_dit.kernels.benchmark.report import title
-    from int8_dit.kernels.benchmark.run import environment
+    from int8_dit.kernels.benchmark import environment, title
 
     device = comfy.model_management.get_torch_device()
     state_dict = random_state_dict(arguments.blocks, device)
