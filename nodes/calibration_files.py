@@ -8,8 +8,8 @@ from comfy_api.latest import io
 from .calibration.calibration import Calibration, merge_calibrations
 from .calibration.file import load_calibration, save_calibration
 from .host.output_files import output_path, workflow_metadata
-from .model.load import LayerProgress
-from .record_calibration import CalibrationType
+from .host.work import LayerProgress
+from .sockets import CalibrationType
 
 FOLDER = "int8_calibrations"
 

@@ -16,8 +16,8 @@ from ..kernels.benchmark import (
     title,
     working_memory,
 )
+from .host.work import LayerProgress, make_room
 from .model.layer_selection import quantizable_linears
-from .model.load import LayerProgress, make_room
 from .pictures.benchmark_plot import plot
 
 _METHODS_NOTE = (

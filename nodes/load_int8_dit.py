@@ -3,13 +3,8 @@
 import folder_paths
 from comfy_api.latest import io
 
-from ..kernels import KERNEL_CHOICES
 from .model.load import load_int8_model
-
-KERNEL_TOOLTIP = (
-    "auto: fused INT8 on consumer Ampere (RTX 30), bf16 with a warning on other cards. "
-    "fused int8: the INT8 kernel on any card from Ampere on (on a CPU, its slow reference). bf16: never INT8."
-)
+from .sockets import kernel_input
 
 
 class LoadINT8DiT(io.ComfyNode):
@@ -31,7 +26,7 @@ class LoadINT8DiT(io.ComfyNode):
                     options=folder_paths.get_filename_list("diffusion_models"),
                     tooltip="A .safetensors file in models/diffusion_models.",
                 ),
-                io.Combo.Input("kernel", options=list(KERNEL_CHOICES), default="auto", tooltip=KERNEL_TOOLTIP),
+                kernel_input(),
             ],
             outputs=[io.Model.Output()],
         )

@@ -2,13 +2,12 @@
 
 from comfy_api.latest import io
 
-from ..kernels import KERNEL_CHOICES, METHODS, Protection
+from ..kernels import METHODS, Protection
 from .calibration.run import calibrate
 from .host import notices
-from .load_int8_dit import KERNEL_TOOLTIP
 from .pictures.quantization_plot import plot
 from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
-from .record_calibration import CalibrationType
+from .sockets import CalibrationType, kernel_input
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]
@@ -100,7 +99,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     tooltip="Smooth only where the factors fold into the layer before, so that Save INT8 DiT can write a file "
                     "for every loader.",
                 ),
-                io.Combo.Input("kernel", options=list(KERNEL_CHOICES), default="auto", tooltip=KERNEL_TOOLTIP),
+                kernel_input(),
                 CalibrationType.Input(
                     "calibration",
                     optional=True,

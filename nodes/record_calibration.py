@@ -5,9 +5,7 @@ from comfy_execution.graph import DynamicPrompt
 from comfy_execution.graph_utils import is_link
 
 from .calibration.recorder import Recording, armed
-
-CalibrationType = io.Custom("INT8_CALIBRATION")
-RecordingType = io.Custom("INT8_RECORDING")
+from .sockets import CalibrationType, RecordingType
 
 
 class RecordINT8Calibration(io.ComfyNode):

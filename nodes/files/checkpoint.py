@@ -1,8 +1,8 @@
-"""Reading checkpoints: one file in, a state dict in ComfyUI's own conventions out, or one clear error."""
+"""Reading checkpoints: one file in, tensors in ComfyUI's own conventions out, or one clear error."""
 
 import os
+from collections.abc import Mapping
 
-import comfy.model_detection
 import comfy.utils
 import safetensors
 import torch
@@ -10,10 +10,11 @@ from comfy.quant_ops import QUANT_ALGOS
 
 from ...kernels import ChannelTransform
 from . import int8_mark
+from .dialects import Checkpoint, translated
 
 
-def read_checkpoint(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors and metadata of a diffusion model file, with plain module names and a mark on every quantized layer.
+def read_checkpoint(path: str) -> Checkpoint:
+    """A diffusion model file with plain module names and a mark on every quantized layer.
 
     Raises ValueError naming the file, and the tensor where there is one, for anything that cannot be loaded.
     """
@@ -26,67 +27,37 @@ def read_checkpoint(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     except safetensors.SafetensorError as error:
         raise ValueError(f"{name} is damaged or incomplete ({error}); download or copy it again") from error
 
-    state_dict, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    metadata = metadata or {}
-    try:
-        # Once before and once after the prefix is gone, since the metadata may name layers either way.
-        state_dict, metadata = comfy.utils.convert_old_quants(state_dict, "", metadata=metadata)
-        prefix = comfy.model_detection.unet_prefix_from_state_dict(state_dict)
-        without_prefix = comfy.utils.state_dict_prefix_replace(dict(state_dict), {prefix: ""}, filter_keys=True)
-        if without_prefix:
-            in_file = set(without_prefix)
-            state_dict, metadata = comfy.utils.convert_old_quants(without_prefix, "", metadata=metadata)
-            state_dict = {k: t for k, t in state_dict.items() if k in in_file or _layer_is_here(k, state_dict)}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: the quantization metadata cannot be read ({error!r})") from error
-    _mark_unmarked_int8(state_dict, name)
-    _check_marks(state_dict, name)
-    return state_dict, metadata
+    tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    checkpoint = translated(Checkpoint(name, tensors, metadata or {}))
+    _check_marks(checkpoint)
+    return checkpoint
 
 
-def _layer_is_here(key: str, state_dict: dict[str, torch.Tensor]) -> bool:
-    """False for the mark of a layer that the metadata names but that lies in another part of the checkpoint."""
-    suffix = f".{int8_mark.MARK}"
-    return not key.endswith(suffix) or f"{key.removesuffix(suffix)}.weight" in state_dict
-
-
-def holds_int8(state_dict: dict[str, torch.Tensor]) -> bool:
+def holds_int8(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether any layer is INT8 already."""
-    marks = (tensor for key, tensor in state_dict.items() if key.endswith(f".{int8_mark.MARK}"))
+    marks = (tensor for key, tensor in tensors.items() if key.endswith(f".{int8_mark.MARK}"))
     return any(int8_mark.decode_mark(mark).get("format") in int8_mark.INT8_FORMATS for mark in marks)
 
 
-def _mark_unmarked_int8(state_dict: dict[str, torch.Tensor], name: str) -> None:
-    """Older node packs wrote int8 weights and a scale with no mark."""
-    for key in [key for key, tensor in state_dict.items() if key.endswith(".weight") and tensor.dtype == torch.int8]:
-        layer = key.removesuffix(".weight")
-        if f"{layer}.{int8_mark.MARK}" in state_dict:
-            continue
-        scale = state_dict.pop(f"{layer}.scale_weight", None)
-        if scale is not None:
-            state_dict.setdefault(f"{layer}.{int8_mark.SCALE}", scale)
-        if f"{layer}.{int8_mark.SCALE}" not in state_dict:
-            raise ValueError(f"{name}: the int8 weight {key} has no scale ({layer}.{int8_mark.SCALE} is missing)")
-        state_dict[f"{layer}.{int8_mark.MARK}"] = int8_mark.encode_mark()
-
-
-def _check_marks(state_dict: dict[str, torch.Tensor], name: str) -> None:
+def _check_marks(checkpoint: Checkpoint) -> None:
+    name, tensors = checkpoint.name, checkpoint.tensors
     known = {*QUANT_ALGOS, *int8_mark.INT8_FORMATS}
-    for key in [key for key in state_dict if key.endswith(f".{int8_mark.MARK}")]:
+    for key in [key for key in tensors if key.endswith(f".{int8_mark.MARK}")]:
         try:
-            mark = int8_mark.decode_mark(state_dict[key])
+            mark = int8_mark.decode_mark(tensors[key])
         except ValueError as error:
             raise ValueError(f"{name}: {key} is {error}") from error
         if not isinstance(mark.get("format"), str) or mark["format"] not in known:
             raise ValueError(f"{name}: {key} names the quantization format {mark.get('format')!r}, which is unknown")
         if mark["format"] in int8_mark.INT8_FORMATS:
-            _check_int8_layer(state_dict, key.removesuffix(f".{int8_mark.MARK}"), mark, name)
+            _check_int8_layer(checkpoint, key.removesuffix(f".{int8_mark.MARK}"), mark)
 
 
-def _check_int8_layer(state_dict: dict[str, torch.Tensor], layer: str, mark: dict, name: str) -> None:
-    weight = state_dict.get(f"{layer}.weight")
-    scale = state_dict.get(f"{layer}.{int8_mark.SCALE}")
-    smooth = state_dict.get(f"{layer}.{int8_mark.SMOOTH}")
+def _check_int8_layer(checkpoint: Checkpoint, layer: str, mark: dict) -> None:
+    name, tensors = checkpoint.name, checkpoint.tensors
+    weight = tensors.get(f"{layer}.weight")
+    scale = tensors.get(f"{layer}.{int8_mark.SCALE}")
+    smooth = tensors.get(f"{layer}.{int8_mark.SMOOTH}")
     if weight is None:
         raise ValueError(f"{name}: {layer}.weight is missing although {layer} is marked as INT8")
     if weight.dtype != torch.int8:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-from ..model.patched_weights import PendingTensor
-
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -29,6 +27,20 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+class PendingTensor:
+    """Stands in for a tensor in a state dict that is about to be written: shape and dtype now, values when asked."""
+
+    def __init__(self, like: "torch.Tensor | PendingTensor") -> None:
+        self.shape, self.dtype = like.shape, like.dtype
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def to(self, device: str) -> torch.Tensor:
+        """The tensor itself; can be asked for once."""
+        raise NotImplementedError
 
 
 def write_safetensors(

@@ -14,8 +14,9 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, divide_modulation_scale, divide_rows, multiply_columns
 from ..files import int8_mark
+from ..files.safetensors_writer import PendingTensor
 from .int8_weight import is_int8
-from .patched_weights import DIFFUSION_MODEL, MappedTensor, PendingTensor, stored_weight
+from .patched_weights import DIFFUSION_MODEL, MappedTensor, stored_weight
 
 Tensors = dict[str, torch.Tensor | PendingTensor]
 _Change = tuple[str, slice | None, Callable[[torch.Tensor], torch.Tensor]]

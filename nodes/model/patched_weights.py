@@ -14,6 +14,8 @@ import torch
 from comfy.model_patcher import ModelPatcher, get_key_weight
 from comfy.quant_ops import QuantizedTensor
 
+from ..files.safetensors_writer import PendingTensor
+
 DIFFUSION_MODEL = "diffusion_model."
 
 
@@ -74,20 +76,6 @@ class _PatchedEntry:
             else:
                 self._tensors = {self._key: comfy.float.stochastic_rounding(patched, stored.dtype, seed=seed).to("cpu")}
         return self._tensors.pop(key)
-
-
-class PendingTensor:
-    """Stands in for a tensor in a state dict that is about to be written: shape and dtype now, values when asked."""
-
-    def __init__(self, like: "torch.Tensor | PendingTensor") -> None:
-        self.shape, self.dtype = like.shape, like.dtype
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def to(self, device: str) -> torch.Tensor:
-        """The tensor itself; can be asked for once."""
-        raise NotImplementedError
 
 
 class _PatchedTensor(PendingTensor):

@@ -1,20 +1,16 @@
 """Quantizing a MODEL that is already loaded: every layer tried and measured, the fragile ones protected, the rest INT8."""
 
-import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import (
     ALPHAS,
     ActivationStatistics,
-    ComputePath,
     Protection,
     QuantizedLinear,
     candidates,
@@ -23,25 +19,12 @@ from ...kernels import (
     quantize_group,
 )
 from ..calibration.calibration import Calibration
-from ..calibration.recorder import disarm
+from ..host.work import LayerProgress, make_room_to_quantize
 from ..model.folding import foldable_groups
 from ..model.input_groups import same_input_groups
-from ..model.int8_weight import int8_weight
 from ..model.layer_selection import check_runs_as_stored, is_compiled, linears, quantizable_linears
-from ..model.load import (
-    CALLBACK_KEY,
-    FOLDED,
-    QUANTIZATION_BYTES,
-    RECIPE_KEY,
-    LayerProgress,
-    build_like,
-    make_room,
-    rebuild_int8_model,
-    recipe_of,
-    warn_of_patches_on_folded,
-)
-from ..model.operations import int8_operations
-from ..model.patched_weights import DIFFUSION_MODEL, patched_weight, stored_weight
+from ..model.recipe import FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
+from .rebuild import source_weight, with_quantized_layers
 from .report import LayerReport, QuantizationReport
 
 logger = logging.getLogger(__name__)
@@ -133,9 +116,8 @@ def quantize_model(
         protected,
     )
 
-    quantized = _with_layers(model, results, protected, compute, kernel)
-    recipe = {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))}
-    quantized.set_attachments(RECIPE_KEY, json.dumps(recipe))
+    quantized = with_quantized_layers(model, results, protected, compute, kernel)
+    keep_recipe(quantized, {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))})
     kept = len(protected)
     logger.info("INT8: %d layers quantized, %d protected: %s", len(targets) - kept, kept, ", ".join(protected))
     return quantized, report
@@ -155,37 +137,6 @@ def quantization_targets(model: ModelPatcher) -> dict[str, torch.nn.Module]:
     return targets
 
 
-def _with_layers(
-    model: ModelPatcher,
-    results: dict[str, QuantizedLinear],
-    protected: Collection[str],
-    compute: ComputePath,
-    kernel: str,
-) -> ModelPatcher:
-    """A MODEL as `model` with its quantized layers, which are taken out of `results`, and the protected ones."""
-    compute_dtype = model.model.get_dtype_inference()
-    targets = set(results)
-    for name in protected:
-        del results[name]
-
-    def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
-        if name in protected:
-            return _source(model, name).to(device="cpu", dtype=compute_dtype, copy=True)
-        if name not in results:
-            return None
-        result = results.pop(name)
-        return int8_weight(result.q, result.scale, compute_dtype, result.transform)
-
-    operations = int8_operations(compute, compute_dtype, convert)
-    built = build_like(model.model, _state_dict_with_placeholders(model, targets), operations, compute)
-    return _with_patches_of(model, built, kernel)
-
-
-def _source(model: ModelPatcher, name: str) -> torch.Tensor:
-    """A layer's float weight with patches applied, on the device."""
-    return patched_weight(model, f"{DIFFUSION_MODEL}{name}.weight", model.load_device)
-
-
 def _quantize_layers(
     model: ModelPatcher,
     settings: QuantizationSettings,
@@ -193,7 +144,7 @@ def _quantize_layers(
     statistics: Mapping[str, ActivationStatistics],
 ) -> dict[str, QuantizedLinear]:
     """Every target in INT8, those that will be protected too: how fragile they are is known only then."""
-    make_room(model.load_device, QUANTIZATION_BYTES * max(linear.weight.numel() for linear in targets.values()))
+    make_room_to_quantize(model.load_device, max(linear.weight.numel() for linear in targets.values()))
     progress = LayerProgress(len(targets))
     foldable = foldable_groups(model, targets) if settings.smooth_only_foldable else None
     # Layers that read the same input are those whose names say so and whose statistics agree in every bit: the q of a
@@ -211,7 +162,7 @@ def _quantize_layers(
         group = group_of.get(name, [name])
         smoothable = name in statistics and (foldable is None or set(group) in foldable)
         plans = candidates(settings.method, settings.alphas if smoothable else [], targets[name].weight.shape[1])
-        sources = {member: partial(_source, model, member) for member in group}
+        sources = {member: partial(source_weight, model, member) for member in group}
         results |= quantize_group(sources, plans, statistics.get(name), settings.clip)
         for _ in group:
             progress.step()
@@ -224,51 +175,3 @@ def _size_of(calibration: Calibration | None) -> dict[str, int] | None:
         return None
     busiest = max(calibration.statistics.values(), key=lambda seen: seen.calls)
     return {"calls": busiest.calls, "rows": len(busiest.sample.rows)}
-
-
-def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dict[str, torch.Tensor]:
-    """The diffusion model's tensors under its own names, patches applied, with placeholders for the weights of `targets`.
-
-    A placeholder has a shape and dtype but no data: it lets the loader recognise the model, and each real weight is
-    made only when its layer is loaded.
-    """
-    diffusion_model = model.model.diffusion_model
-    changed = {
-        key.removeprefix(DIFFUSION_MODEL) for key in {*model.patches, *model.backup} if key.startswith(DIFFUSION_MODEL)
-    }
-    float_weights = {f"{name}.weight" for name in targets}
-    for key in changed:
-        if key not in float_weights and isinstance(stored_weight(model, DIFFUSION_MODEL + key), QuantizedTensor):
-            float_weights.add(key)  # the patched weight of a layer that is left alone stays a float
-
-    state_dict = {}
-    for key, tensor in diffusion_model.state_dict().items():
-        layer, _, tensor_name = key.rpartition(".")
-        if f"{layer}.weight" in float_weights and tensor_name != "bias":
-            continue  # the weight, and what belongs to its quantized form
-        if key in changed:
-            tensor = patched_weight(model, DIFFUSION_MODEL + key, model.load_device).to(tensor.dtype)
-        # A copy, because a loader may adopt the tensors it is given, and these belong to the original model.
-        state_dict[key] = tensor.to(device="cpu", copy=True)
-    for key in float_weights:
-        weight = stored_weight(model, DIFFUSION_MODEL + key)
-        if key.removesuffix(".weight") in targets:
-            state_dict[key] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        else:
-            state_dict[key] = patched_weight(model, DIFFUSION_MODEL + key, model.load_device).to("cpu", weight.dtype)
-    return state_dict
-
-
-def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> ModelPatcher:
-    """A clone of `model` (its sampling settings, wrappers, hooks) around the freshly built INT8 model."""
-    clone = model.clone(model_override=(built.model, ({}, {}, {}, set())))
-    clone.size = 0  # measured again: INT8 is smaller
-    clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
-    clone.patches = {}  # the weight patches are in the weights now
-    clone.patches_uuid = built.patches_uuid
-    clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY)  # of an earlier quantization
-    disarm(clone)  # a recorder was for the MODEL that was quantized
-    for function in built.get_callbacks(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY):
-        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, function)
-    clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
-    return clone

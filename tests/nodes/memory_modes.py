@@ -50,8 +50,8 @@ import int8_dit.kernels.fused.gemm as gemm  # noqa: E402
 from int8_dit.kernels import Protection  # noqa: E402
 from int8_dit.nodes.calibration.run import calibrate  # noqa: E402
 from int8_dit.nodes.model.load import load_int8_model  # noqa: E402
+from int8_dit.nodes.model.save import save_int8_model  # noqa: E402
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model  # noqa: E402
-from int8_dit.nodes.save_int8_dit import save_int8_model  # noqa: E402
 
 launches = 0
 _launch_gemm = gemm.launch_gemm

@@ -142,7 +142,7 @@ def test_a_producer_in_fp8_takes_no_factors(blocks, folding):
 
 
 def save(model, path, fold):
-    from int8_dit.nodes.save_int8_dit import save_int8_model
+    from int8_dit.nodes.model.save import save_int8_model
 
     save_int8_model(model, str(path), {}, fold)
     return str(path)

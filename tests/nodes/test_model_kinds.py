@@ -15,7 +15,7 @@ def small(pack):
 def after(dit, tmp_path):
     """A MODEL as it comes out of the quantizer, of this pack's loader, and of ComfyUI's own."""
     import comfy.sd
-    from int8_dit.nodes.save_int8_dit import save_int8_model
+    from int8_dit.nodes.model.save import save_int8_model
 
     def make(model):
         quantized = dit.quantize(model, method="none")
@@ -85,7 +85,7 @@ def test_a_kind_that_cannot_be_kept_is_refused(dit):
 
 def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path, monkeypatch):
     """ComfyUI tells by the spread of a norm's weight whether a Z-Image can run in fp16; folding divides just that."""
-    from int8_dit.nodes.save_int8_dit import save_int8_model
+    from int8_dit.nodes.model.save import save_int8_model
     from safetensors.torch import load_file
 
     model = small.z_image(monkeypatch)

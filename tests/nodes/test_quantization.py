@@ -65,7 +65,7 @@ def test_without_calibration_the_weights_that_round_worst_are_protected(dit, mod
 
 def recipe(model):
     """What a MODEL says of how it was quantized."""
-    from int8_dit.nodes.model.load import recipe_of
+    from int8_dit.nodes.model.recipe import recipe_of
 
     return recipe_of(model)
 
@@ -493,7 +493,7 @@ def test_the_defaults_are_the_recipe(pack):
 def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path):
     """It is in no weight: it would be gone from the quantized model and from a file, and nobody could see it."""
     import comfy.sd
-    from int8_dit.nodes.save_int8_dit import save_int8_model
+    from int8_dit.nodes.model.save import save_int8_model
 
     def with_bypass(model):
         return comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)[0]

@@ -107,7 +107,7 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
 
 def test_a_recipe_that_is_none_is_ignored(dit, smoothed, tmp_path):
     """Whoever wrote it."""
-    from int8_dit.nodes.model.load import recipe_of
+    from int8_dit.nodes.model.recipe import recipe_of
 
     for text in ("[1]", "{", "7"):
         path = dit.write(tmp_path / "other.safetensors", dit.native_int8(), {"int8_dit_recipe": text})
@@ -204,7 +204,7 @@ def target(request, tmp_path):
 
 
 def save_to(model, path):
-    from int8_dit.nodes.save_int8_dit import save_int8_model
+    from int8_dit.nodes.model.save import save_int8_model
 
     save_int8_model(model, str(path), {})
 

@@ -289,8 +289,8 @@ def folded_cosines(subject: Glyphs | Blocks, base, calibration) -> dict[str, lis
     """Cosines of outputs: of the stock loader on a folded file with this pack's on the unfolded one, and of that with bf16."""
     import comfy.sd
     from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.model.save import save_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
-    from int8_dit.nodes.save_int8_dit import save_int8_model
 
     quantized, _ = quantize_model(base, QuantizationSettings(smooth_only_foldable=True), "fused int8", calibration)
     with tempfile.TemporaryDirectory() as folder:

@@ -133,8 +133,8 @@ def measure_steps(bf16, state_dict: dict[str, torch.Tensor], pixels: list[int], 
     import comfy.sd
     from int8_dit.kernels import Protection
     from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.model.save import save_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
-    from int8_dit.nodes.save_int8_dit import save_int8_model
 
     device = comfy.model_management.get_torch_device()
     steps = {side: Step(side, device, bf16.model.get_dtype_inference()) for side in pixels}

@@ -127,8 +127,8 @@ def test_full_width_blocks(pack, tmp_path, monkeypatch):
     a file that the stock loader runs alike."""
     import comfy.sd
     from int8_dit.kernels import Protection
+    from int8_dit.nodes.model.save import save_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
-    from int8_dit.nodes.save_int8_dit import save_int8_model
 
     from studies import ablation
 

@@ -1,0 +1,124 @@
+"""Building a MODEL whose linears run INT8 out of tensors, with ComfyUI's own loader."""
+
+import json
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+
+from ...kernels import ComputePath, choose_path
+from ..host import notices
+from .input_groups import share_inputs
+from .operations import int8_operations, leave_layer
+
+CALLBACK_KEY = "int8_dit"
+_PREFIXES = ("model.diffusion_model.", "model.model.", "model.", "")
+"""What ComfyUI puts before the names of a diffusion model's tensors in a checkpoint, by kind of model."""
+
+
+def build_model(
+    state_dict: dict[str, torch.Tensor],
+    metadata: dict[str, str],
+    operations: type,
+    compute_dtype: torch.dtype,
+    compute: ComputePath,
+    disable_dynamic: bool = False,
+) -> ModelPatcher:
+    """ComfyUI's loader, plus the warning for a bf16 fallback. Raises ValueError for tensors it does not recognise."""
+    options = {"custom_operations": operations, "dtype": compute_dtype}
+    model = comfy.sd.load_diffusion_model_state_dict(
+        state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
+    )
+    # A conversion may hold the model it reads from, which need not live as long as this one.
+    operations.convert_layer = staticmethod(leave_layer)
+    if model is None:
+        raise ValueError("this is not a diffusion model that this ComfyUI can load")
+    share_inputs(model.model.diffusion_model)
+    if compute.fallback:
+        add_fallback_warning(model, compute)
+    return model
+
+
+def as_file(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A diffusion model file's tensors, made of those of `model.diffusion_model`, a ComfyUI BaseModel's.
+
+    Beside them are the marks of how the model predicts, and the few conditioners that ComfyUI loads with it.
+    """
+    tensors = model.state_dict_for_saving(state_dict)
+    if model.model_config.sampling_settings.get("zsnr"):
+        tensors["ztsnr"] = torch.tensor([])
+    prefix = next(prefix for prefix in _PREFIXES if any(key.startswith(prefix) for key in tensors))
+    return comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""})
+
+
+def file_metadata(model: torch.nn.Module) -> dict[str, str]:
+    """What ComfyUI needs to know of a BaseModel's architecture and cannot see in its tensors, as metadata of its file.
+
+    Some families (LTX-Video, Wan) have it in a "config" there, which ComfyUI does not keep: this is what it made of it.
+    """
+    config = {}
+    for name, value in model.model_config.unet_config.items():
+        try:
+            if json.loads(json.dumps(value)) == value:
+                config[name] = value
+        except TypeError:  # a dtype
+            pass
+    return {"config": json.dumps({"transformer": config})}
+
+
+def build_like(
+    model: torch.nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    operations: type,
+    compute: ComputePath,
+    disable_dynamic: bool = False,
+) -> ModelPatcher:
+    """A MODEL of the same kind as `model`, a BaseModel, from tensors named as its diffusion model's.
+
+    Raises ValueError if ComfyUI takes those for another kind: it may have read from other parts of a checkpoint how the
+    model predicts.
+    """
+    tensors, dtype = as_file(model, state_dict), model.get_dtype_inference()
+    built = build_model(tensors, file_metadata(model), operations, dtype, compute, disable_dynamic)
+    for before, after in zip(_kind(model), _kind(built.model), strict=True):
+        if before != after:
+            raise ValueError(
+                f"the diffusion model by itself would be taken for another kind of model ({after} instead of {before}), and "
+                "its images would be wrong"
+            )
+    return built
+
+
+def _kind(model: torch.nn.Module) -> tuple[object, ...]:
+    """What decides how a BaseModel is sampled, apart from its weights."""
+    return (
+        type(model).__name__,
+        model.model_type,
+        model.model_config.sampling_settings,
+        type(model.latent_format).__name__,
+    )
+
+
+def rebuild_int8_model(model: torch.nn.Module, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
+    """A second MODEL with weights of its own, equal to those of `model`, a BaseModel this pack built (multi-GPU clones)."""
+    tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
+    compute = choose_path(comfy.model_management.get_torch_device(), kernel)
+    operations = int8_operations(compute, model.get_dtype_inference())
+    rebuilt = build_like(model, tensors, operations, compute, disable_dynamic)
+    rebuilt.cached_patcher_init = (rebuild_int8_model, (model, kernel))
+    return rebuilt
+
+
+def add_fallback_warning(model: ModelPatcher, compute: ComputePath) -> None:
+    """Warn once per run, when the model first samples, that it runs in bf16 and why."""
+
+    def warn(patcher: ModelPatcher) -> None:
+        notices.warn_once_per_run(
+            "INT8 DiT runs in bf16",
+            f"{compute.reason}. Set the node's kernel widget to 'fused int8' to use INT8 all the same.",
+        )
+
+    model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)

@@ -1,0 +1,47 @@
+"""How a MODEL was quantized: an attachment of the MODEL and an entry of the metadata of its file."""
+
+import json
+from collections.abc import Mapping
+
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+
+from ..host import notices
+
+RECIPE_KEY = "int8_dit_recipe"
+FOLDED = "folded"
+"""The entry of a recipe that says whether smoothing factors were folded into the layers before."""
+_FOLDED_CALLBACK_KEY = "int8_dit_folded"
+
+
+def keep_recipe(model: ModelPatcher, recipe: Mapping[str, object]) -> None:
+    """Let a MODEL know how it was quantized, in values that JSON has."""
+    model.set_attachments(RECIPE_KEY, json.dumps(recipe))
+
+
+def recipe_of(model: ModelPatcher) -> dict[str, object]:
+    """How a MODEL was quantized; empty where it is not known."""
+    return json.loads(model.get_attachment(RECIPE_KEY) or "{}")
+
+
+def keep_recipe_of_file(model: ModelPatcher, metadata: Mapping[str, str]) -> None:
+    """Let a loaded MODEL know how it was quantized. What is no JSON object is not a recipe."""
+    try:
+        recipe = json.loads(metadata.get(RECIPE_KEY, "null"))
+    except ValueError:
+        return
+    if not isinstance(recipe, dict):
+        return
+    keep_recipe(model, recipe)
+    if recipe.get(FOLDED):
+        model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _FOLDED_CALLBACK_KEY, warn_of_patches_on_folded)
+
+
+def warn_of_patches_on_folded(model: ModelPatcher) -> None:
+    """Warn, once per run, if weights are patched (LoRA) in a MODEL whose weights are not in the original's basis."""
+    if model.patches and recipe_of(model).get(FOLDED):
+        notices.warn_once_per_run(
+            "LoRA on a folded INT8 file",
+            "the smoothing factors of this file are folded into its weights, so that a LoRA made for the original model comes "
+            "out wrong. Use an INT8 file saved with fold switched off.",
+        )

@@ -1,0 +1,94 @@
+"""A MODEL built anew around quantized layers: all else of it as it was."""
+
+from collections.abc import Collection
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+from comfy.quant_ops import QuantizedTensor
+
+from ...kernels import ComputePath, QuantizedLinear
+from ..calibration.recorder import disarm
+from ..model.build import CALLBACK_KEY, build_like, rebuild_int8_model
+from ..model.int8_weight import int8_weight
+from ..model.operations import int8_operations
+from ..model.patched_weights import DIFFUSION_MODEL, patched_weight, stored_weight
+
+
+def with_quantized_layers(
+    model: ModelPatcher,
+    results: dict[str, QuantizedLinear],
+    protected: Collection[str],
+    compute: ComputePath,
+    kernel: str,
+) -> ModelPatcher:
+    """A MODEL as `model` with its quantized layers, which are taken out of `results`, and the protected ones."""
+    compute_dtype = model.model.get_dtype_inference()
+    targets = set(results)
+    for name in protected:
+        del results[name]
+
+    def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
+        if name in protected:
+            return source_weight(model, name).to(device="cpu", dtype=compute_dtype, copy=True)
+        if name not in results:
+            return None
+        result = results.pop(name)
+        return int8_weight(result.q, result.scale, compute_dtype, result.transform)
+
+    operations = int8_operations(compute, compute_dtype, convert)
+    built = build_like(model.model, _state_dict_with_placeholders(model, targets), operations, compute)
+    return _with_patches_of(model, built, kernel)
+
+
+def source_weight(model: ModelPatcher, name: str) -> torch.Tensor:
+    """A layer's float weight with patches applied, on the MODEL's device."""
+    return patched_weight(model, f"{DIFFUSION_MODEL}{name}.weight", model.load_device)
+
+
+def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dict[str, torch.Tensor]:
+    """The diffusion model's tensors under its own names, patches applied, with placeholders for the weights of `targets`.
+
+    A placeholder has a shape and dtype but no data: it lets the loader recognise the model, and each real weight is
+    made only when its layer is loaded.
+    """
+    diffusion_model = model.model.diffusion_model
+    changed = {
+        key.removeprefix(DIFFUSION_MODEL) for key in {*model.patches, *model.backup} if key.startswith(DIFFUSION_MODEL)
+    }
+    float_weights = {f"{name}.weight" for name in targets}
+    for key in changed:
+        if key not in float_weights and isinstance(stored_weight(model, DIFFUSION_MODEL + key), QuantizedTensor):
+            float_weights.add(key)  # the patched weight of a layer that is left alone stays a float
+
+    state_dict = {}
+    for key, tensor in diffusion_model.state_dict().items():
+        layer, _, tensor_name = key.rpartition(".")
+        if f"{layer}.weight" in float_weights and tensor_name != "bias":
+            continue  # the weight, and what belongs to its quantized form
+        if key in changed:
+            tensor = patched_weight(model, DIFFUSION_MODEL + key, model.load_device).to(tensor.dtype)
+        # A copy, because a loader may adopt the tensors it is given, and these belong to the original model.
+        state_dict[key] = tensor.to(device="cpu", copy=True)
+    for key in float_weights:
+        weight = stored_weight(model, DIFFUSION_MODEL + key)
+        if key.removesuffix(".weight") in targets:
+            state_dict[key] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        else:
+            state_dict[key] = patched_weight(model, DIFFUSION_MODEL + key, model.load_device).to("cpu", weight.dtype)
+    return state_dict
+
+
+def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> ModelPatcher:
+    """A clone of `model` (its sampling settings, wrappers, hooks) around the freshly built INT8 model."""
+    clone = model.clone(model_override=(built.model, ({}, {}, {}, set())))
+    clone.size = 0  # measured again: INT8 is smaller
+    clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
+    clone.patches = {}  # the weight patches are in the weights now
+    clone.patches_uuid = built.patches_uuid
+    clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY)  # of an earlier quantization
+    disarm(clone)  # a recorder was for the MODEL that was quantized
+    for function in built.get_callbacks(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY):
+        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, function)
+    clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
+    return clone
