@@ -6,6 +6,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy_execution.utils import get_executing_context
+from torch.utils.hooks import RemovableHandle
 
 from ...kernels import ActivationStatistics
 from ..model.layer_selection import is_compiled, quantizable_linears
@@ -14,39 +15,78 @@ from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 CALLBACK_KEY = "int8_dit_recorder"
 
 
+class Record:
+    """What one sampler shows of a MODEL's linears, filled call by call.
+
+    Attributes:
+        shapes: of every linear that can be quantized.
+        statistics: of the linears that are observed, or were called.
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.statistics: dict[str, ActivationStatistics] = {}
+
+    def observe(self, name: str, module: torch.nn.Module) -> RemovableHandle:
+        """Fill the statistics of a linear from its inputs, until the handle is removed."""
+        seen = self.statistics.setdefault(name, ActivationStatistics())
+        return module.register_forward_pre_hook(lambda _, args: seen.update(args[0]))
+
+    def settle(self) -> None:
+        """A sampling has ended: move what it showed to host memory, and forget the linears that were never called."""
+        for name in list(self.statistics):
+            if self.statistics[name].calls:
+                self.statistics[name].to_host()
+            else:
+                del self.statistics[name]
+
+    def calibration(self) -> Calibration:
+        """What was shown so far."""
+        return Calibration(self.shapes, {name: seen for name, seen in self.statistics.items() if seen.calls})
+
+
 class Recording:
     """What an armed MODEL showed, by the node of the graph that sampled and the device it sampled on."""
 
     def __init__(self) -> None:
-        self._recorded: dict[tuple[str | None, torch.device], Calibration] = {}
-        self._latest: Calibration | None = None
+        self._records: dict[tuple[str | None, torch.device], Record] = {}
+        self._latest: Record | None = None
 
-    def begin(self, shapes: Shapes, device: torch.device) -> dict[str, ActivationStatistics]:
-        """Statistics to fill, of a sampling that begins; the executing node is the one that samples. All samplings of a node
-        fill the same, so that the many of a tiled upscaler take no more memory than one."""
+    def begin(self, shapes: Shapes, device: torch.device) -> Record:
+        """The record of a sampling that begins; the executing node is the one that samples.
+
+        All samplings of a node fill the same, so that the many of a tiled upscaler take no more memory than one.
+        """
         context = get_executing_context()
         node = None if context is None else context.node_id
-        self._latest = self._recorded.setdefault((node, device), Calibration(shapes, {}))
-        return self._latest.statistics
+        self._latest = self._records.setdefault((node, device), Record(shapes))
+        return self._latest
 
     def check_latest(self) -> None:
-        """Raise ValueError naming the layer that was the first to get a NaN or Inf, if one did in the latest calls; one wait
-        for the device."""
-        peaks = [seen.latest_peak for seen in self._latest.statistics.values() if seen.calls]
+        """Raise ValueError naming the layer that was the first to get a NaN or Inf, if one did in the latest calls.
+
+        It waits for the device once.
+        """
+        if self._latest is None:
+            return
+        seen = (seen for seen in self._latest.statistics.values() if seen.calls)
+        peaks = [peak for peak in (s.latest_peak for s in seen) if peak is not None]
         # What an earlier sampling left in host memory lies beside what this one has on its device.
         for device in {peak.device for peak in peaks}:
             if not bool(torch.isfinite(torch.stack([peak for peak in peaks if peak.device == device])).all()):
-                self._latest.check_finite()
+                self._latest.calibration().check_finite()
 
     def calibration(self, nodes: Container[str] | None = None) -> Calibration:
-        """What was recorded, by these nodes of the graph (None: by all). Raises ValueError if that is nothing, or naming
-        the layer that was the first to get a NaN or Inf."""
+        """What was recorded, by these nodes of the graph (None: by all).
+
+        Raises ValueError if that is nothing, or naming the layer that was the first to get a NaN or Inf.
+        """
         recorded = [
-            calibration
-            for (node, _), calibration in self._recorded.items()
+            record.calibration()
+            for (node, _), record in self._records.items()
             if nodes is None or node is None or any(name in nodes for name in _with_ancestors(node))
         ]
-        if not any(seen.calls for calibration in recorded for seen in calibration.statistics.values()):
+        if not any(calibration.statistics for calibration in recorded):
             raise ValueError(
                 "no sampling was recorded: connect the MODEL output of Record Calibration to the sampler or guider, and an "
                 "output of that sampler to this node"
@@ -69,29 +109,26 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
     or an error takes them away too. When such a sampling begins it raises ValueError for a compiled MODEL, inside which
     nothing could be seen.
     """
-    observing: dict[int, tuple[list, dict[str, ActivationStatistics]]] = {}
+    observing: dict[int, tuple[Record, list[RemovableHandle]]] = {}
 
     def begin(patcher: ModelPatcher) -> None:
         if is_compiled(patcher):
             raise ValueError("a MODEL under torch.compile cannot be recorded; take that node out while you calibrate")
         end(patcher)
         linears = quantizable_linears(patcher)
-        statistics = recording.begin(shapes_of(linears), patcher.load_device)
-        handles: list = []
-        observing[id(patcher)] = handles, statistics
+        record = recording.begin(shapes_of(linears), patcher.load_device)
+        handles: list[RemovableHandle] = []
+        observing[id(patcher)] = record, handles
         for name, module in linears.items():
-            seen = statistics.setdefault(name, ActivationStatistics())
-            handles.append(module.register_forward_pre_hook(lambda _, args, seen=seen: seen.update(args[0])))
+            handles.append(record.observe(name, module))
 
     def end(patcher: ModelPatcher) -> None:
-        handles, statistics = observing.pop(id(patcher), ((), {}))
+        if id(patcher) not in observing:
+            return
+        record, handles = observing.pop(id(patcher))
         for handle in handles:
             handle.remove()
-        for name in list(statistics):
-            if statistics[name].calls:
-                statistics[name].to_host()
-            else:
-                del statistics[name]
+        record.settle()
 
     clone = model.clone()
     clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, begin)

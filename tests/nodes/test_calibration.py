@@ -205,7 +205,7 @@ def test_many_samplings_take_no_more_memory_than_one(dit, model, recorder):
         armed = recorder.armed(model, recording)
         for seed in range(samplings):
             dit.sample(armed, steps=8, seed=seed)
-        held = [part for c in recording._recorded.values() for s in c.statistics.values() for part in s.sample.parts]
+        held = [part for c in recording._records.values() for s in c.statistics.values() for part in s.sample.parts]
         assert recording.calibration().statistics[dit.LAYER].calls == 8 * samplings
         return sum(part.untyped_storage().nbytes() for part in held)
 
