@@ -20,6 +20,9 @@ from .tiles import GemmConfig
 
 logger = logging.getLogger(__name__)
 
+# Named one by one: a file that moves away is an error here, and not a hash that no longer follows it.
+MEASURED_SOURCES = tuple(Path(__file__).with_name(name) for name in ("gemm_kernel.py", "gemm.py"))
+
 # Each write takes milliseconds; whoever waits longer than this waits for a process that hangs.
 _LOCK_SECONDS = 5
 # Windows refuses to replace or open a file in the instant another process opens or replaces it.
@@ -62,9 +65,9 @@ def _triton_cache_folder() -> str:
 
 @functools.cache
 def kernel_source_hash() -> str:
-    """SHA-256 over the sources of the GEMM kernels: what was measured with others says nothing about these."""
+    """SHA-256 over the GEMM's kernel and its launcher: what was measured with others says nothing about these."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("gemm*.py")):
+    for source in MEASURED_SOURCES:
         digest.update(f"{source.name}\n{source.read_text(encoding='utf-8')}\n".encode())
     return digest.hexdigest()
 

@@ -17,6 +17,8 @@ from triton.runtime import errors as runtime_errors
 
 import kernels.fused.tuning
 import kernels.fused.tuning_cache
+from kernels.fused.gemm import launch_gemm
+from kernels.fused.gemm_kernel import int8_gemm_kernel
 from kernels.fused.tiles import ARCHITECTURES, GemmConfig
 from kernels.fused.tuning import Tuner, TuningKey, m_bucket
 from kernels.fused.tuning_cache import TuningCache
@@ -159,13 +161,21 @@ def test_other_kernel_sources_do_not_reuse(card, monkeypatch):
     assert other.measured == 1
 
 
-def test_the_source_hash_follows_the_gemm_sources(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels.fused.tuning_cache, "__file__", str(tmp_path / "tuning_cache.py"))
-    hashes = set()
-    for name, text in {"gemm.py": "a = 1", "gemm_split.py": "b = 1", "linear.py": "c = 1"}.items():
-        (tmp_path / name).write_text(text)
+def test_the_source_hash_follows_the_kernel_and_its_launcher(monkeypatch, tmp_path):
+    defined = {Path(function.__code__.co_filename) for function in (int8_gemm_kernel.fn, launch_gemm)}
+    assert defined == set(kernels.fused.tuning_cache.MEASURED_SOURCES)
+    copies = tuple(tmp_path / source.name for source in kernels.fused.tuning_cache.MEASURED_SOURCES)
+    monkeypatch.setattr(kernels.fused.tuning_cache, "MEASURED_SOURCES", copies)
+    for copy in copies:
+        copy.write_text("a = 1")
+    hashes = {kernels.fused.tuning_cache.kernel_source_hash.__wrapped__()}
+    for copy in copies:
+        copy.write_text("a = 2")
         hashes.add(kernels.fused.tuning_cache.kernel_source_hash.__wrapped__())
-    assert len(hashes) == 2
+    assert len(hashes) == 3
+    copies[0].unlink()
+    with pytest.raises(FileNotFoundError):
+        kernels.fused.tuning_cache.kernel_source_hash.__wrapped__()
 
 
 def test_the_file_can_be_read_by_people_and_named_on_windows(card, tmp_path):
