@@ -6,8 +6,6 @@ no ComfyUI, and the kernel tests there must not need one.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -51,27 +49,19 @@ def comfyui() -> Path:
     On the CPU also where there is a GPU, so that tolerances are float32's everywhere. What needs the GPU has a process of
     its own (tests/nodes/memory_modes.py).
     """
+    from support.pack import import_comfyui
+
     path = comfyui_path()
-    sys.path.insert(0, str(path))
-
-    from comfy.cli_args import args
-
-    # Read by comfy.model_management when it is first imported, so it comes before anything else of ComfyUI.
-    args.cpu = True
+    import_comfyui(path, cpu=True)
     return path
 
 
 @pytest.fixture(scope="session")
 def pack(comfyui: Path) -> ModuleType:
-    """This pack, imported the way ComfyUI does it: from its folder, under a name of its own (`int8_dit`)."""
-    spec = importlib.util.spec_from_file_location(
-        "int8_dit", PROJECT / "__init__.py", submodule_search_locations=[str(PROJECT)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["int8_dit"] = module
-    spec.loader.exec_module(module)
-    importlib.import_module("int8_dit.nodes")
-    return module
+    """This pack, imported the way ComfyUI does it (`int8_dit`)."""
+    from support.pack import import_pack
+
+    return import_pack()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ Run as a script with ComfyUI's folder as its argument: the mode is chosen for a 
 run on the CPU. The steps are those of a user: quantize, save, load, sample, with and without a LoRA.
 """
 
-import importlib.util
 import json
 import sys
 import tempfile
@@ -13,7 +12,6 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).resolve().parents[1]
-PROJECT = TESTS.parent
 sys.path[:0] = [sys.argv[1], str(TESTS)]
 
 import comfy_aimdo.control  # noqa: E402  (wants to be there before CUDA is, as in ComfyUI's main.py)
@@ -30,19 +28,11 @@ import comfy.sd  # noqa: E402
 from glyphs import conditioning, latents  # noqa: E402
 from glyphs.alphabet import ALPHABET  # noqa: E402
 from glyphs.matching import recognise  # noqa: E402
+from support.pack import import_pack  # noqa: E402
 
 MODEL = str(TESTS / "data" / "glyph_dit.safetensors")
 TEXT = ALPHABET * 2
 STEPS = 12
-
-
-def import_pack() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "int8_dit", PROJECT / "__init__.py", submodule_search_locations=[str(PROJECT)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["int8_dit"] = module
-    spec.loader.exec_module(module)
 
 
 import_pack()

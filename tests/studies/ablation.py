@@ -27,13 +27,8 @@ sys.path.append(str(TESTS))  # as a script, only this folder is there
 
 from support.tensors import cosine  # noqa: E402
 
-from studies.ideogram4_benchmark import (  # noqa: E402
-    TEXT_FEATURES,
-    TEXT_TOKENS,
-    import_pack,
-    quantized_natively,
-    random_state_dict,
-)
+from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS, quantized_natively, random_state_dict  # noqa: E402
+from support.pack import import_comfyui, import_pack  # noqa: E402
 
 GLYPH_MODEL = TESTS / "data" / "glyph_dit.safetensors"
 LADDER = (0, 4, 8, 17, 34)
@@ -427,9 +422,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results" / "ablation")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    import_pack(arguments.comfyui)
+    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
+    import_pack()
     import comfy.model_management
-    import int8_dit.nodes  # noqa: F401  (ComfyUI's modules in the order that its server imports them)
     from comfyui_version import __version__ as comfyui_version
     from glyphs.outliers import plant
     from int8_dit.kernels.benchmark import environment, title

@@ -9,7 +9,6 @@ ComfyUI's own model loading, and all figures come from one process.
 """
 
 import argparse
-import importlib.util
 import json
 import logging
 import sys
@@ -22,23 +21,12 @@ from pathlib import Path
 import psutil
 import torch
 
-PROJECT = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
+
+from support.pack import import_comfyui, import_pack  # noqa: E402
+
 TEXT_TOKENS = 256
 TEXT_FEATURES = 53248
-
-
-def import_pack(comfyui: Path) -> None:
-    """Make ComfyUI and this pack (as `int8_dit`) importable, on the CPU where there is no GPU."""
-    sys.path.insert(0, str(comfyui))
-    from comfy.cli_args import args
-
-    args.cpu = not torch.cuda.is_available()
-    spec = importlib.util.spec_from_file_location(
-        "int8_dit", PROJECT / "__init__.py", submodule_search_locations=[str(PROJECT)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["int8_dit"] = module
-    spec.loader.exec_module(module)
 
 
 def random_state_dict(blocks: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -273,7 +261,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    import_pack(arguments.comfyui)
+    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
+    import_pack()
     import comfy.model_management
     import comfy.sd
     from comfyui_version import __version__ as comfyui_version

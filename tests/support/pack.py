@@ -1,0 +1,33 @@
+"""The one place where tests and studies import ComfyUI and this pack as ComfyUI does."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def import_comfyui(path: Path, cpu: bool) -> None:
+    """Make ComfyUI's modules importable in this process, computing on the CPU or on the GPU."""
+    sys.path.insert(0, str(path))
+    from comfy.cli_args import args
+
+    # Read by comfy.model_management when it is first imported, so it comes before anything else of ComfyUI.
+    args.cpu = cpu
+
+
+def import_pack() -> ModuleType:
+    """This pack with its nodes, from its folder and under a name of its own: `int8_dit`. ComfyUI must be importable."""
+    spec = importlib.util.spec_from_file_location(
+        "int8_dit", PROJECT / "__init__.py", submodule_search_locations=[str(PROJECT)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["int8_dit"] = module
+    spec.loader.exec_module(module)
+    importlib.import_module("int8_dit.nodes")
+    return module
