@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
 @pytest.mark.parametrize("config", ARCHITECTURES["Ampere"].rates, ids=repr)
 def test_bit_exact(config, split_k):
     pytest.importorskip("cupy")
-    from studies.ampere_on_hopper import AmpereKernel
+    from support.ampere_kernel import AmpereKernel
 
     kernel = AmpereKernel(replace(config, split_k=split_k))
     for m, n, k in ((4352, 4608, 4608), (77, 4608, 12288), (301, 1008, 1280), (1, 16, 256 * split_k)):
