@@ -9,19 +9,19 @@ import triton
 
 from kernels.fused.tiles import GemmConfig
 
-from .machine_code import build
+from .machine_code import Build, compiled
 
 HOPPER = "sm_90"
 # Bytes of shared memory of a multiprocessor, and what each block takes of it beyond what it asks for.
 HOPPER_SHARED, RESERVED_SHARED = 228 << 10, 1 << 10
 
 
-def assemble(compiled) -> bytes:
+def assemble(kernel) -> bytes:
     """The PTX of a build as a cubin for this card."""
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        ptx.write_text(compiled.asm["ptx"])
+        ptx.write_text(kernel.asm["ptx"])
         subprocess.run([ptxas, f"-arch={HOPPER}", "-o", cubin, ptx], check=True, capture_output=True)
         return cubin.read_bytes()
 
@@ -73,5 +73,5 @@ class AmpereKernel:
 
 def prebuild(config: GemmConfig, even_k: bool = True) -> tuple[bytes, str, int]:
     """The cubin of a configuration, the kernel's name in it, and the shared memory it needs in bytes."""
-    compiled = build(config, even_k, capability=80)
-    return assemble(compiled), compiled.metadata.name, compiled.metadata.shared
+    kernel = compiled(Build(config, 80, even_k))
+    return assemble(kernel), kernel.metadata.name, kernel.metadata.shared

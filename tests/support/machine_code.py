@@ -1,4 +1,4 @@
-"""Builds the fused GEMM for Ampere and Ada without a GPU and reports what is in the machine code, as JSON.
+"""Builds the fused GEMM without a GPU and reports what is in the machine code, as JSON.
 
 Run as a script, in a process of its own: the tests' process may run Triton's interpreter, which cannot compile.
 """
@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,39 +23,68 @@ from triton.compiler import ASTSource
 from kernels.fused.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from kernels.fused.tiles import ARCHITECTURES, GemmConfig
 
-POINTERS = {
-    "a": "*i8",
-    "b": "*i8",
-    "a_scale": "*fp32",
-    "b_scale": "*fp32",
-    "bias": "*bf16",
-    "out": "*bf16",
-    "partial_sums": "*i32",
-    "arrivals": "*i32",
-}
+# INT8 and fp16 tensor cores of Ampere and of Hopper, copies into shared memory of both, loads from it, spills.
+COUNTED = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "LDL", "STL")
 SIZES = ("M", "N", "K", "stride_am", "stride_bn", "stride_om")
 
 
-def build(config: GemmConfig, even_k: bool, capability: int = 86):
-    """Compile one configuration as the launcher would for any M, with N, K and the strides multiples of 16."""
-    constants = kernel_constants(config, has_bias=True, even_k=even_k)
-    signature = {**POINTERS, **dict.fromkeys(SIZES, "i32"), **dict.fromkeys(constants, "constexpr")}
+@dataclass(frozen=True)
+class Build:
+    """What is compiled.
+
+    Attributes:
+        config: the configuration.
+        capability: compute capability of the card, as in sm_86.
+        even_k: whether K is a multiple of the configuration's block.
+        store_blocks: whether Hopper's copy engine writes the output.
+        out: dtype of the output in Triton's words; i32 is the accumulator.
+    """
+
+    config: GemmConfig
+    capability: int = 86
+    even_k: bool = True
+    store_blocks: bool = False
+    out: str = "bf16"
+
+
+def compiled(build: Build):
+    """One build as the launcher would make it for any M, with a bias, and with N, K and the strides multiples of 16."""
+    config, descriptors = build.config, build.config.pipeline == "descriptors"
+
+    def operand(dtype: str, rows: int, columns: int, described: bool) -> str:
+        return f"tensordesc<{dtype}[{rows}, {columns}]>" if described else f"*{dtype}"
+
+    types = {
+        "a": operand("i8", config.block_m, config.block_k, descriptors),
+        "b": operand("i8", config.block_n, config.block_k, descriptors),
+        "a_scale": "*fp32",
+        "b_scale": "*fp32",
+        "bias": "*bf16",
+        "out": operand(build.out, config.block_m, config.block_n, build.store_blocks),
+        "partial_sums": "*i32",
+        "arrivals": "*i32",
+        **dict.fromkeys(SIZES, "i32"),
+    }
+    constants = kernel_constants(config, True, build.even_k, descriptors, build.store_blocks)
     names = int8_gemm_kernel.arg_names
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in (*POINTERS, *SIZES) if name != "M"}
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or (name in SIZES and name != "M")]
     source = ASTSource(
-        int8_gemm_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, divisible
+        int8_gemm_kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compile_options(config))
+    return triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=compile_options(config))
 
 
 def _tool(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
-def report(compiled) -> dict:
+def report(kernel) -> dict:
     """Instruction counts of the SASS, and the resources the assembler recorded."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(kernel.asm["cubin"])
         file.flush()
         sass = subprocess.run(
             [_tool("cuobjdump"), "-sass", file.name], capture_output=True, text=True, check=True
@@ -64,32 +93,41 @@ def report(compiled) -> dict:
             [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     mnemonics = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", sass)
-    count = {name: mnemonics.count(name) for name in ("IMMA", "HMMA", "LDGSTS", "LDSM", "LDL", "STL")}
     return {
-        **count,
+        **{name: mnemonics.count(name) for name in COUNTED},
+        "instructions": len(mnemonics) - mnemonics.count("NOP"),
         "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
         "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
         "local": int(re.search(r"LOCAL:(\d+)", usage).group(1)),
-        "shared": compiled.metadata.shared,
-        "target": re.search(r"\.target\s+(\w+)", compiled.asm["ptx"]).group(1),
+        "shared": kernel.metadata.shared,
+        "target": re.search(r"\.target\s+(\w+)", kernel.asm["ptx"]).group(1),
     }
 
 
-def variants() -> list[tuple[GemmConfig, bool, int]]:
-    """(configuration, whether K is a multiple of its block, compute capability) of everything that is built."""
-    configs = list(ARCHITECTURES["Ampere"].rates)
-    everywhere = [(config, True, capability) for capability in (86, 80, 89) for config in configs]
-    ragged = [(config, False, 86) for config in configs]
-    split = [(replace(config, split_k=3), True, 86) for config in configs]
-    return everywhere + ragged + split
+def builds() -> list[Build]:
+    """Every shipped configuration on every card that it is shipped for and that can be built for here; on the consumer
+    Ampere card also with a ragged K and with K split, on Hopper also with K split and with blocks stored."""
+    ampere, hopper = (list(ARCHITECTURES[name].rates) for name in ("Ampere", "Hopper"))
+    return [
+        *(Build(config, capability) for capability in (86, 80, 89) for config in ampere),
+        *(Build(config, even_k=False) for config in ampere),
+        *(Build(replace(config, split_k=3)) for config in ampere),
+        *(Build(config, 90) for config in hopper),
+        *(Build(replace(config, split_k=3), 90) for config in hopper),
+        *(Build(config, 90, store_blocks=True) for config in hopper if config.pipeline == "descriptors"),
+    ]
 
 
-def _build_and_report(variant: tuple[GemmConfig, bool, int]) -> dict:
-    config, even_k, capability = variant
-    described = {"config": repr(config), "warps": config.num_warps, "even_k": even_k, "capability": capability}
-    return {**described, **report(build(config, even_k, capability))}
+def _build_and_report(build: Build) -> dict:
+    described = {**asdict(build), "config": repr(build.config), "warps": build.config.num_warps}
+    return {**described, **report(compiled(build))}
+
+
+def all_reports() -> list[dict]:
+    """What `report` says of all builds, each beside a description of its build."""
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        return pool.map(_build_and_report, builds(), chunksize=1)
 
 
 if __name__ == "__main__":
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        json.dump(pool.map(_build_and_report, variants(), chunksize=1), sys.stdout)
+    json.dump(all_reports(), sys.stdout)

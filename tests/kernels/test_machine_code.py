@@ -1,4 +1,4 @@
-"""The machine code of the fused GEMM for Ampere and Ada: on the INT8 tensor cores, nothing spilled, fits the card."""
+"""The machine code of the fused GEMM for every card: on the INT8 tensor cores, nothing spilled, fits the card."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # Opt-in shared memory of one block in bytes, by compute capability, and registers of a multiprocessor.
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 REGISTER_FILE = 64 * 1024
 
 
@@ -22,21 +22,26 @@ def builds():
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_is_built(builds, capability):
-    from kernels.fused.tiles import ARCHITECTURES
+    from kernels.fused.tiles import architecture_of
 
+    configs = architecture_of(divmod(capability, 10)).rates
     built = [build for build in builds if build["capability"] == capability]
-    assert {repr(config) for config in ARCHITECTURES["Ampere"].rates} <= {build["config"] for build in built}
-    assert {build["target"] for build in built} == {f"sm_{capability}"}
+    assert {repr(config) for config in configs} <= {build["config"] for build in built}
+    assert {build["target"].removesuffix("a") for build in built} == {f"sm_{capability}"}
 
 
 def test_int8_tensor_cores_only(builds):
     for build in builds:
-        assert build["IMMA"] > 0 and build["HMMA"] == 0, build
+        assert build["IMMA"] + build["IGMMA"] > 0 and build["HMMA"] == build["HGMMA"] == 0, build
+        assert build["capability"] == 90 or build["IGMMA"] == 0, build
 
 
 def test_asynchronous_copies_and_matrix_loads(builds):
     for build in builds:
-        assert build["LDGSTS"] > 0 and build["LDSM"] > 0, build
+        if "descriptors" in build["config"]:
+            assert build["UTMALDG"] > 0 and build["IGMMA"] > 0, build
+        else:
+            assert build["LDGSTS"] > 0 and build["LDSM"] > 0, build
 
 
 def test_nothing_is_spilled(builds):
