@@ -322,13 +322,14 @@ def test_a_calibrated_model_quantizes_the_input_of_w1_and_w3_once(dit, small, sw
     quantized = dit.quantize(swiglu, **small.calibration(swiglu))
     path = str(tmp_path / "saved.safetensors")
     comfy.sd.save_checkpoint(path, quantized)
-    results = []
-    for model in (quantized, dit.load(path)):
+    loaded = dit.load(path)
+    for model in (quantized, loaded):
         assert sharing(dit, model) == [{f"layers.{block}.feed_forward.{w}" for w in ("w1", "w3")} for block in range(2)]
         quantizations.clear()
-        results.append(small.output(model))
+        small.output(model)
         assert len(quantizations) == 2 * 4  # qkv, o, w1 with w3, w2
-    assert torch.equal(*results)
+    # Their outputs can differ: where a tensor begins in memory decides how a CPU adds its products up.
+    dit.assert_same_tensors(dit.snapshot(loaded), dit.snapshot(quantized))
 
 
 @pytest.mark.parametrize("kind", ("swiglu", "attention"))

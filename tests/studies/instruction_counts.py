@@ -48,7 +48,9 @@ def differences(before: list[dict], after: list[dict]) -> tuple[list[str], bool]
         old = known.get(tuple(build[name] for name in key))
         if old is None:
             continue
-        changes = [f"{n} {old[n]} -> {build[n]}" for n in ("instructions", "registers", "LDL", "STL") if old[n] != build[n]]
+        changes = [
+            f"{n} {old[n]} -> {build[n]}" for n in ("instructions", "registers", "LDL", "STL") if old[n] != build[n]
+        ]
         if changes:
             lines.append(f"{build['config']}, {kind(build)}: {', '.join(changes)}")
         worse |= build["instructions"] > MOST_GROWTH * old["instructions"] or build["registers"] > old["registers"]
