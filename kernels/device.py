@@ -60,17 +60,17 @@ def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath
     """
     if kernel not in KERNEL_CHOICES:
         raise ValueError(f"kernel must be one of {', '.join(KERNEL_CHOICES)}; got {kernel!r}")
-    device = torch.device(device)
+    place = torch.device(device)
     if kernel == "bf16":
         return ComputePath("bf16", "bf16 was chosen")
-    if device.type != "cuda":
+    if place.type != "cuda":
         if kernel == "fused int8":
-            return ComputePath("fused int8", f"no GPU: the eager INT8 reference runs on {device.type}")
-        return ComputePath("bf16", f"the model runs on {device.type}, and INT8 tensor cores need a GPU", fallback=True)
+            return ComputePath("fused int8", f"no GPU: the eager INT8 reference runs on {place.type}")
+        return ComputePath("bf16", f"the model runs on {place.type}, and INT8 tensor cores need a GPU", fallback=True)
 
-    name = torch.cuda.get_device_name(device)
-    major, minor = capability = torch.cuda.get_device_capability(device)
-    obstacle = fused_obstacle(device)
+    name = torch.cuda.get_device_name(place)
+    major, minor = capability = torch.cuda.get_device_capability(place)
+    obstacle = fused_obstacle(place)
     if kernel == "fused int8":
         if obstacle is not None:
             raise RuntimeError(f"kernel is set to fused int8, but {obstacle}. The alternative is kernel set to bf16")

@@ -42,7 +42,8 @@ def int8_accumulate_reference(q: torch.Tensor, weight: torch.Tensor) -> torch.Te
     pad_k = -q.shape[1] % 32
     q = F.pad(q, (0, pad_k, 0, -rows % 32))
     weight = F.pad(weight, (0, pad_k, 0, -channels % 32))
-    return torch._int_mm(q, weight.t())[:rows, :channels]
+    int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
+    return int_mm(q, weight.t())[:rows, :channels]
 
 
 def int8_gemm_reference(

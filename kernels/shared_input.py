@@ -26,19 +26,25 @@ class _KeptInput:
         self.readers: set[InputReader] = set()
         self._version = _version(x)
         self._stream = _stream(x)
-        # The place must not be kept alive by the callback, nor this object, whose memory is to go when the place drops it.
+        # The place must not be kept alive by the callback, nor this object, whose memory is to go when the place drops
+        # it.
         place = weakref.ref(group.place)
 
         def drop(dead: weakref.ref) -> None:
             holder = place()
-            kept = None if holder is None else holder.kept
+            if holder is None:
+                return
+            kept = holder.kept  # read once: other threads change it
             if kept is not None and kept._x is dead:
                 holder.kept = None
 
         self._x = weakref.ref(x, drop)
 
     def serves(self, reader: "InputReader", x: torch.Tensor) -> bool:
-        """Whether `reader` may use it for `x`. Who has used it before starts a new round, which `x` may be changed in."""
+        """Whether `reader` may use it for `x`.
+
+        Who has used it before starts a new round, which `x` may be changed in.
+        """
         return (
             self.group is reader.group
             and reader not in self.readers
@@ -68,9 +74,9 @@ class _Group:
 class InputReader:
     """A linear's membership in a group whose members quantize alike and read the same tensor, one after the other.
 
-    Shared is only what cannot be mistaken: the very same tensor object, unchanged as far as its version counter says, on
-    the same stream, by each member once. Any other call quantizes anew. The int8 tensor is given up when the last member
-    has used it, when another group's takes its place, or when the input dies, whichever comes first.
+    Shared is only what cannot be mistaken: the very same tensor object, unchanged as far as its version counter says,
+    on the same stream, by each member once. Any other call quantizes anew. The int8 tensor is given up when the last
+    member has used it, when another group's takes its place, or when the input dies, whichever comes first.
     """
 
     def __init__(self, group: _Group, last: bool) -> None:
@@ -120,9 +126,8 @@ class InputReader:
         Nothing is kept beyond the last member, so that no graph returns the quantized input.
         """
         traced = self.group.traced
-        if traced is not None and traced[0] is x:
-            quantized = traced[1]
-        else:
+        quantized = None if traced is None or traced[0] is not x else traced[1]
+        if quantized is None:
             quantized = quantize_activations(rows, transform)
         self.group.traced = None if self._last else (x, quantized)
         return quantized

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-# Larger than any card's L2: reading it before each run leaves no operand in cache and nothing to write back, and keeps the
-# device busy while the host queues the run, so that launch latency stays out of the figure.
+# Larger than any card's L2: reading it before each run leaves no operand in cache and nothing to write back, and keeps
+# the device busy while the host queues the run, so that launch latency stays out of the figure.
 _FLUSH_BYTES = 256 << 20
 
 

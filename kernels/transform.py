@@ -1,4 +1,4 @@
-"""What is done to a linear's input channels before they are rounded, and to its weight so that the product stays the same."""
+"""What is done to a linear's input channels before they are rounded, and to its weight so that the product stays."""
 
 from dataclasses import dataclass
 
@@ -31,8 +31,8 @@ def rotate(x: torch.Tensor, group: int) -> torch.Tensor:
 class ChannelTransform:
     """Smoothing of a linear's input channels, then rotation of groups of them.
 
-    Activations become x' = rotate(x / smooth) and the weight W' = rotate(W . diag(smooth)), so that x' . W'^T = x . W^T in
-    real arithmetic. All arithmetic is float32.
+    Activations become x' = rotate(x / smooth) and the weight W' = rotate(W . diag(smooth)), so that x' . W'^T = x . W^T
+    in real arithmetic. All arithmetic is float32.
 
     Attributes:
         smooth: smoothing factors [K], floating point; None for no smoothing.

@@ -9,7 +9,7 @@ from ..kernels.benchmark import (
     SHOWN,
     LinearShape,
     benchmark_shape,
-    environment,
+    describe_machine,
     markdown,
     notes,
     table,
@@ -37,7 +37,8 @@ class INT8KernelBenchmark(io.ComfyNode):
             node_id="INT8KernelBenchmark",
             display_name="Kernel Benchmark",
             category="model/quantization",
-            description="Times each linear shape of the connected model (Ideogram 4 without one) in bf16 and in INT8 on this card.",
+            description="Times each linear shape of the connected model (Ideogram 4 without one) in bf16 and in INT8 "
+            "on this card.",
             inputs=[
                 io.Model.Input("model", optional=True),
                 io.Int.Input(
@@ -70,7 +71,7 @@ class INT8KernelBenchmark(io.ComfyNode):
                 )
             )
             progress.step()
-        heading = title(environment(device))
+        heading = title(describe_machine(device))
         columns, rows = table(results, SHOWN)
         remarks = [_METHODS_NOTE, *([] if device.type == "cuda" else [_CPU_NOTE]), *notes(results)]
         text = "\n\n".join([heading, markdown(columns, rows), *remarks])

@@ -17,8 +17,9 @@ class LoadINT8DiT(io.ComfyNode):
             display_name="Load INT8 DiT",
             category="model/loaders",
             description=(
-                "Loads a diffusion transformer whose linear layers run on INT8 tensor cores. Reads INT8 files (ComfyUI's "
-                "native format, with or without ConvRot, and this pack's) and quantizes bf16, fp16 and FP8 files while loading."
+                "Loads a diffusion transformer whose linear layers run on INT8 tensor cores. Reads INT8 files "
+                "(ComfyUI's native format, with or without ConvRot, and this pack's) and quantizes bf16, fp16 and FP8 "
+                "files while loading."
             ),
             inputs=[
                 io.Combo.Input(

@@ -16,7 +16,7 @@ _ABSMAX, _LEAST_ERROR = "absmax", "least error"
 
 
 class QuantizeToINT8SmoothQuant(io.ComfyNode):
-    """MODEL -> MODEL with INT8 linears, smoothed and protected by what a calibration of the user's own sampling showed."""
+    """MODEL -> MODEL with INT8 linears, smoothed and protected by what a calibration showed."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -25,9 +25,9 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             display_name="Quantize to INT8 (SmoothQuant)",
             category="model/quantization",
             description=(
-                "Quantizes a diffusion transformer to INT8: per-channel weights, per-token activations, SmoothQuant from a "
-                "calibration, the most fragile layers kept in high precision. Connect a calibration, or sampler, sigmas, "
-                "latent_image and prompts to calibrate here; without them nothing is smoothed."
+                "Quantizes a diffusion transformer to INT8: per-channel weights, per-token activations, SmoothQuant "
+                "from a calibration, the most fragile layers kept in high precision. Connect a calibration, or "
+                "sampler, sigmas, latent_image and prompts to calibrate here; without them nothing is smoothed."
             ),
             inputs=[
                 io.Model.Input("model"),
@@ -35,8 +35,8 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     "method",
                     options=list(METHODS),
                     default=METHODS[0],
-                    tooltip="What is done against outlier channels. 'rotate' is ComfyUI's ConvRot. 'best per layer' tries "
-                    "none, smooth, rotate and both on the recorded inputs.",
+                    tooltip="What is done against outlier channels. 'rotate' is ComfyUI's ConvRot. 'best per layer' "
+                    "tries none, smooth, rotate and both on the recorded inputs.",
                 ),
                 io.Float.Input(
                     "alpha",
@@ -96,8 +96,8 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 io.Boolean.Input(
                     "smooth_only_foldable",
                     default=False,
-                    tooltip="Smooth only where the factors fold into the layer before, so that Save INT8 DiT can write a file "
-                    "for every loader.",
+                    tooltip="Smooth only where the factors fold into the layer before, so that Save INT8 DiT can write "
+                    "a file for every loader.",
                 ),
                 kernel_input(),
                 CalibrationType.Input(
@@ -110,7 +110,8 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     template=io.Autogrow.TemplatePrefix(
                         io.Conditioning.Input(
                             "positive",
-                            tooltip="A prompt to calibrate with; each is sampled once. None for an unconditional model.",
+                            tooltip="A prompt to calibrate with; each is sampled once. None for an unconditional "
+                            "model.",
                         ),
                         prefix="positive_",
                         min=0,
@@ -181,8 +182,8 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         sampling = len(missing) < len(needed) or prompts or negative is not None
         if calibration is not None and sampling:
             raise ValueError(
-                "a calibration is connected, and so are inputs of a calibration run: disconnect the calibration, or positive, "
-                "negative, sampler, sigmas and latent_image"
+                "a calibration is connected, and so are inputs of a calibration run: disconnect the calibration, or "
+                "positive, negative, sampler, sigmas and latent_image"
             )
         if sampling and missing:
             raise ValueError(
@@ -190,6 +191,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 "disconnect all calibration inputs to quantize without smoothing"
             )
         if sampling:
+            assert sigmas is not None and latent_image is not None  # or they were missing
             if len(sigmas) < 2:
                 raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
             quantization_targets(model)  # what cannot be quantized is refused before it is sampled
@@ -199,8 +201,8 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         if calibration is None and method not in ("none", "rotate"):
             notices.warn(
                 "Quantized to INT8 without smoothing",
-                "no calibration inputs are connected. Connect sampler, sigmas, latent_image and conditioning, or a calibration, "
-                "to Quantize to INT8 for SmoothQuant.",
+                "no calibration inputs are connected. Connect sampler, sigmas, latent_image and conditioning, or a "
+                "calibration, to Quantize to INT8 for SmoothQuant.",
             )
         quantized, report = quantize_model(model, settings, kernel, calibration)
         return io.NodeOutput(quantized, plot(report), report.markdown(), calibration)

@@ -1,4 +1,4 @@
-"""The nodes "Record Calibration" and "Collect Calibration": one arms a MODEL, the other takes what samplers showed of it."""
+"""The nodes "Record Calibration", which arms a MODEL, and "Collect Calibration", which takes what samplers showed."""
 
 from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
@@ -18,10 +18,10 @@ class RecordINT8Calibration(io.ComfyNode):
             display_name="Record Calibration",
             category="model/quantization",
             description=(
-                "Records what enters the linear layers of a model while your own workflow samples with it, for Quantize to "
-                "INT8. Sample with the MODEL of this node, then take the result with Collect Calibration. For two models in "
-                "one guider, use one pair of nodes for each. Every run samples and records anew: save the calibration to "
-                "quantize with it more than once."
+                "Records what enters the linear layers of a model while your own workflow samples with it, for "
+                "Quantize to INT8. Sample with the MODEL of this node, then take the result with Collect Calibration. "
+                "For two models in one guider, use one pair of nodes for each. Every run samples and records anew: "
+                "save the calibration to quantize with it more than once."
             ),
             inputs=[io.Model.Input("model")],
             outputs=[io.Model.Output(), RecordingType.Output(display_name="recording")],
@@ -29,7 +29,7 @@ class RecordINT8Calibration(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs) -> float:
-        """Never equal to itself: every run records anew, so that nothing is left of samplers that have changed since."""
+        """Never equal to itself: every run records anew, and nothing is left of samplers that have changed since."""
         return float("nan")
 
     @classmethod
@@ -52,8 +52,8 @@ class CollectINT8Calibration(io.ComfyNode):
                 RecordingType.Input("recording"),
                 io.AnyType.Input(
                     "after",
-                    tooltip="The sampler's output, or anything made of it: this node waits for it, and takes what the samplers "
-                    "behind it recorded.",
+                    tooltip="The sampler's output, or anything made of it: this node waits for it, and takes what the "
+                    "samplers behind it recorded.",
                 ),
             ],
             outputs=[CalibrationType.Output(display_name="calibration")],

@@ -46,8 +46,8 @@ def comfyui_path() -> Path:
 def comfyui() -> Path:
     """ComfyUI's modules, importable in this process and computing on the CPU; the value is their folder.
 
-    On the CPU also where there is a GPU, so that tolerances are float32's everywhere. What needs the GPU has a process of
-    its own (tests/nodes/memory_modes.py).
+    On the CPU also where there is a GPU, so that tolerances are float32's everywhere. What needs the GPU has a process
+    of its own (tests/nodes/memory_modes.py).
     """
     from support.pack import import_comfyui
 

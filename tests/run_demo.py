@@ -84,7 +84,7 @@ def read(environment: Environment, server: ComfyServer, images: list[dict], stri
     """Save the images of an output node as one strip, and return the characters that can be read from it."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, image["filename"]) for image in images]
-        for file, image in zip(files, images):
+        for file, image in zip(files, images, strict=True):
             file.write_bytes(server.view(**image))
         reader = [environment.python, TESTS / "glyphs" / "read.py", strip, *files]
         return subprocess.run(reader, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
@@ -92,18 +92,16 @@ def read(environment: Environment, server: ComfyServer, images: list[dict], stri
 
 def report(text: str, file: Path) -> None:
     """Say what a model drew, and how large its file is."""
-    right = sum(drawn == wanted for drawn, wanted in zip(text, GLYPH_TEXT))
+    right = sum(drawn == wanted for drawn, wanted in zip(text, GLYPH_TEXT, strict=False))
     say(f"  reads {text}: {right} of {len(GLYPH_TEXT)} glyphs right, model file {file.stat().st_size / 1e6:.1f} MB")
 
 
 def table_text(table: dict) -> str:
     """A benchmark result as aligned plain text."""
     lines = [table["columns"], *table["rows"]]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
-    aligned = [
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-        for line in lines
-    ]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    numbers = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)][1:] for line in lines]
+    aligned = ["  ".join([line[0].ljust(widths[0]), *cells]) for line, cells in zip(lines, numbers, strict=True)]
     return "\n".join([table["title"], *aligned, *table["notes"]])
 
 

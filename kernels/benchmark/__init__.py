@@ -1,6 +1,6 @@
 """Times the ways to compute a linear layer side by side; `python -m kernels.benchmark` is its command line."""
 
-from .environment import environment, title
+from .environment import describe_machine, title
 from .methods import BF16, SHOWN
 from .report import ShapeResult, markdown, notes, table
 from .run import benchmark_shape, working_memory
@@ -13,7 +13,7 @@ __all__ = [
     "LinearShape",
     "ShapeResult",
     "benchmark_shape",
-    "environment",
+    "describe_machine",
     "markdown",
     "notes",
     "table",

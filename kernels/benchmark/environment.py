@@ -12,7 +12,7 @@ import torch
 from ..device import triton_available
 
 
-def environment(device: torch.device) -> dict[str, str]:
+def describe_machine(device: torch.device) -> dict[str, str]:
     """Card, driver, versions and date; what is not there is left out."""
     found = {"card": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
     found |= _driver(device) if device.type == "cuda" else {}

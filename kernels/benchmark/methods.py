@@ -143,7 +143,8 @@ def _fp8(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -
 
 
 def _scaled_mm(q: torch.Tensor, q_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch._scaled_mm(q, weight.t(), q_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return scaled_mm(q, weight.t(), q_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def _kitchen(backend: str, **options: object) -> Prepare:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..linear import quantize_activations
 from ..timing import CallSeries, GraphPool, sustained_milliseconds
 from ..transform import ChannelTransform
-from .environment import environment
+from .environment import describe_machine
 from .methods import METHODS, ROTATION_GROUP, Method, Operands, Unavailable, bytes_per_copy, first_line
 from .report import COPY, QUANTIZE, QUANTIZE_ROTATION, QUANTIZE_SMOOTHING, QuantizationResult, Report, ShapeResult
 from .shapes import TOKENS, LinearShape, planned_shapes
@@ -121,10 +121,8 @@ def benchmark_quantization(m: int, k: int, device: torch.device, rounds: int = 3
 
 def copy_bandwidth(device: torch.device, rounds: int = 3) -> float:
     """GB/s, read and written, of a copy that no cache holds any of."""
-    if device.type == "cuda":
-        size = min(_LARGE_COPY_BYTES, _free_bytes(device) // 4)
-    else:
-        size = _LARGE_COPY_BYTES_ON_CPU
+    on_gpu = device.type == "cuda"
+    size = min(_LARGE_COPY_BYTES, _free_bytes(device) // 4) if on_gpu else _LARGE_COPY_BYTES_ON_CPU
     source = torch.zeros(size, dtype=torch.int8, device=device)
     target = torch.zeros_like(source)
     times = sustained_milliseconds({COPY: CallSeries(lambda _: target.copy_(source), 1, device)}, rounds)
@@ -133,7 +131,7 @@ def copy_bandwidth(device: torch.device, rounds: int = 3) -> float:
 
 def run_benchmark(plan: Sequence[tuple[LinearShape, int]], device: torch.device, rounds: int) -> Report:
     """Time everything on the planned shapes, with a line of progress to stderr for each."""
-    report = Report(environment(device))
+    report = Report(describe_machine(device))
     report.copy_gigabytes_per_second = copy_bandwidth(device, rounds)
     for number, (shape, m) in enumerate(plan, 1):
         result = benchmark_shape(shape, m, device, rounds=rounds)

@@ -8,8 +8,8 @@ from ..reference import quantize_activations_reference
 from ..transform import ChannelTransform
 from .launching import RepeatedLaunch, on_device, remembered
 
-# 1.5 * 2^23: added to |v| < 2^22 in float32 it rounds v to the nearest integer, ties to even, and leaves that integer in
-# the low bits of the sum.
+# 1.5 * 2^23: added to |v| < 2^22 in float32 it rounds v to the nearest integer, ties to even, and leaves that integer
+# in the low bits of the sum.
 _ROUND_TO_EVEN = tl.constexpr(12582912.0)
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 # Without the sign, float32 bits order like the numbers, with Inf and then the NaNs above them all.
@@ -80,11 +80,11 @@ def _times_hadamard(values, BATCH: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.c
 def _rotate(values, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, INTERPRETED: tl.constexpr):
     """Regular Hadamard rotation of each LEFT * RIGHT neighbours of `values` [BLOCK], in float32.
 
-    A group X [LEFT, RIGHT] becomes H_LEFT X H_RIGHT, computed as H_LEFT (H_RIGHT X^T)^T: so the first product leaves the
-    tensor cores in the layout in which the second one enters them.
+    A group X [LEFT, RIGHT] becomes H_LEFT X H_RIGHT, computed as H_LEFT (H_RIGHT X^T)^T: so the first product leaves
+    the tensor cores in the layout in which the second one enters them.
     """
     if LEFT == 1:
-        SIZE: tl.constexpr = 16 if RIGHT == 4 else RIGHT
+        SIZE: tl.constexpr = 16 if RIGHT == 4 else RIGHT  # pyright: ignore[reportAssignmentType]
         columns = tl.reshape(values, (1, BLOCK // SIZE, SIZE))
         rotated = tl.permute(_times_hadamard(tl.permute(columns, (0, 2, 1)), 1, SIZE, RIGHT, INTERPRETED), (0, 2, 1))
     else:
@@ -155,8 +155,8 @@ def _quantize_rows_kernel(
     """One program quantizes one token: scale = absmax / 127, q = round(x' 127 / absmax), x' = rotate(x / smooth).
 
     A token with a NaN or Inf gets the scale NaN and q = 0, so that its whole output row is NaN and no other row is
-    touched. A row in registers is a HEAD and a TAIL of powers of two, which wastes fewer lanes than the next power of two
-    above K would; a longer row is walked in chunks of HEAD, once for absmax and once to quantize.
+    touched. A row in registers is a HEAD and a TAIL of powers of two, which wastes fewer lanes than the next power of
+    two above K would; a longer row is walked in chunks of HEAD, once for absmax and once to quantize.
     """
     row = tl.program_id(0).to(tl.int64)
     x_row = x + row * stride_x
@@ -200,7 +200,7 @@ def _blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
     if channels > _LONGEST_ROW_IN_REGISTERS:
         return max(_CHUNK, smallest), 0, False, _CHUNK_WARPS
     head = max(smallest, 1 << (channels.bit_length() - 1))
-    tail = max(smallest, triton.next_power_of_2(channels - head)) if channels > head else 0
+    tail = max(smallest, 1 << (channels - head - 1).bit_length()) if channels > head else 0
     return head, tail, True, max(1, min(16, head // 1024))
 
 
@@ -220,8 +220,8 @@ def _prepare(rows: int, channels: int, has_smooth: bool, group: int, interpreted
         "LEFT": left,
         "RIGHT": right,
     }
-    # Without fusion there is one rounding after a product and one after a sum, as in the reference. With one more stage a
-    # long row, smoothed and rotated, would need more shared memory than Ampere's and Ada's smaller cards have.
+    # Without fusion there is one rounding after a product and one after a sum, as in the reference. With one more stage
+    # a long row, smoothed and rotated, would need more shared memory than Ampere's and Ada's smaller cards have.
     options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
     return RepeatedLaunch(_quantize_rows_kernel, (rows, 1), constants, options)
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from .launching import RepeatedLaunch, on_device, remembered
@@ -11,11 +10,12 @@ from .tiles import GemmConfig, candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
 try:  # Triton 3.4 and newer
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    from triton.tools import tensor_descriptor
 except ImportError:
-    TensorDescriptor = None
+    tensor_descriptor = None
 
-# Multiply-adds from which on it pays to write the result with the copy engine: one more descriptor takes the host longer.
+# Multiply-adds from which on it pays to write the result with the copy engine: one more descriptor takes the host
+# longer.
 _STORE_BLOCKS_FROM = 2**36
 
 _arrivals_of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -39,7 +39,13 @@ def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
 def _fits_descriptors(operand: torch.Tensor) -> bool:
     """Whether the copy engine can address the matrix: base and rows on 16 bytes."""
     row_bytes = operand.stride(0) * operand.element_size()
-    return TensorDescriptor is not None and operand.data_ptr() % 16 == 0 and row_bytes % 16 == 0
+    return tensor_descriptor is not None and operand.data_ptr() % 16 == 0 and row_bytes % 16 == 0
+
+
+def _descriptor(operand: torch.Tensor, rows: int, columns: int) -> object:
+    """What the copy engine is given of a matrix that fits: blocks of [rows, columns]."""
+    assert tensor_descriptor is not None
+    return tensor_descriptor.TensorDescriptor.from_tensor(operand, [rows, columns])
 
 
 @dataclass
@@ -58,7 +64,7 @@ _launches: dict[tuple, _Launch] = {}
 
 def _prepare(config: GemmConfig, out: torch.Tensor, q: torch.Tensor, weight: torch.Tensor, has_bias: bool) -> _Launch:
     (m, k), n = q.shape, weight.shape[0]
-    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    tiles = config.tiles(m, n)
     descriptors = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
     large = m * n * k >= _STORE_BLOCKS_FROM
     store_blocks = descriptors and large and config.split_k == 1 and _fits_descriptors(out)
@@ -76,7 +82,7 @@ def launch_config(
     weight_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> None:
-    """Launch one configuration into `out` [M, N], with the operands of `launch_gemm` and contiguous scales [M], [N] and bias."""
+    """Launch one configuration into `out` [M, N] with the operands of `launch_gemm`, scales [M], [N] contiguous."""
     (m, k), n = q.shape, weight.shape[0]
     strides = (q.stride(0), weight.stride(0), out.stride(0))
     # What the kernel does not read is `out` again: a pointer like any other.
@@ -98,10 +104,10 @@ def launch_config(
         arrivals = _arrivals(q.device, prepared.tiles)
     a, b, written = q, weight, out
     if prepared.descriptors:
-        a = TensorDescriptor(q, q.shape, q.stride(), [config.block_m, config.block_k])
-        b = TensorDescriptor(weight, weight.shape, weight.stride(), [config.block_n, config.block_k])
+        a = _descriptor(q, config.block_m, config.block_k)
+        b = _descriptor(weight, config.block_n, config.block_k)
     if prepared.store_blocks:
-        written = TensorDescriptor(out, out.shape, out.stride(), [config.block_m, config.block_n])
+        written = _descriptor(out, config.block_m, config.block_n)
     prepared.launch(a, b, q_scale, weight_scale, bias_or_out, written, partial_sums, arrivals, m, n, k, *strides)
 
 
@@ -120,8 +126,8 @@ def launch_gemm(
 ) -> torch.Tensor:
     """Launch the kernel on checked, non-empty arguments with the configuration tuned for their shape.
 
-    q int8 [M, K], weight int8 [N, K] -> `out_dtype` [M, N]. For torch.int32 that is the accumulator itself, and scales and
-    bias are None.
+    q int8 [M, K], weight int8 [N, K] -> `out_dtype` [M, N]. For torch.int32 that is the accumulator itself, and scales
+    and bias are None.
     """
     q = q if q.stride(1) == 1 else q.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()

@@ -1,4 +1,4 @@
-"""The fused INT8 GEMM's Triton kernel: int8 x int8 -> int32 on the tensor cores, dequantization and bias in the epilogue."""
+"""The Triton kernel of the fused INT8 GEMM: int8 x int8 -> int32, then dequantization and bias in the epilogue."""
 
 import triton
 import triton.language as tl
@@ -58,15 +58,15 @@ def int8_gemm_kernel(
 ):
     """out[m, n] = (sum_k a[m, k] b[n, k]) a_scale[m] b_scale[n] + bias[n]; an int32 `out` gets the sums themselves.
 
-    Both operands are K-major, which is what `mma.s8` and int8 `wgmma` want: neither is ever transposed in memory. `b` is
-    loaded as it lies and transposed in the dot, since Triton 3.8 spills where its addresses are transposed.
+    Both operands are K-major, which is what `mma.s8` and int8 `wgmma` want: neither is ever transposed in memory. `b`
+    is loaded as it lies and transposed in the dot, since Triton 3.8 spills where its addresses are transposed.
 
-    With DESCRIPTORS `a` and `b` are tensor descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] blocks: Hopper's copy
-    engine computes the addresses and fills what lies outside with zeros. With STORE_BLOCKS `out` is one too, of
+    With DESCRIPTORS `a` and `b` are tensor descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] blocks: Hopper's
+    copy engine computes the addresses and fills what lies outside with zeros. With STORE_BLOCKS `out` is one too, of
     [BLOCK_M, BLOCK_N], and no edge needs a mask.
 
-    With SPLIT_K several programs share a tile's K range: `partial_sums` int32 [tiles, SPLIT_K, BLOCK_M, BLOCK_N] is their
-    workspace, `arrivals` int32 [tiles] is zero before and after.
+    With SPLIT_K several programs share a tile's K range: `partial_sums` int32 [tiles, SPLIT_K, BLOCK_M, BLOCK_N] is
+    their workspace, `arrivals` int32 [tiles] is zero before and after.
     """
     # Tiles are walked in groups of GROUP_M rows, so that those in flight share L2.
     tile = tl.program_id(0)
@@ -79,8 +79,8 @@ def int8_gemm_kernel(
     first_column = (tile % tiles_in_group) // group_rows * BLOCK_N
 
     if not DESCRIPTORS:
-        # Rows past the edge repeat the last one; the masked store drops what they computed. Only the tile's origin needs
-        # 64 bits, which halves the registers that hold addresses.
+        # Rows past the edge repeat the last one; the masked store drops what they computed. Only the tile's origin
+        # needs 64 bits, which halves the registers that hold addresses.
         a_rows = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - first_row)
         b_rows = tl.minimum(tl.arange(0, BLOCK_N), N - 1 - first_column)
         k_offsets = tl.arange(0, BLOCK_K)
@@ -116,8 +116,8 @@ def int8_gemm_kernel(
 
     rows = first_row + tl.arange(0, BLOCK_M)
     if SPLIT_K > 1:
-        # Each split leaves its sums in the workspace. Who comes last at the tile adds them up, which is exact in any order
-        # since they are integers, and runs the epilogue.
+        # Each split leaves its sums in the workspace. Who comes last at the tile adds them up, which is exact in any
+        # order since they are integers, and runs the epilogue.
         tile_rows = tl.arange(0, BLOCK_M)[:, None]
         inside = tile_rows < M - first_row
         tile_sums = partial_sums + tile.to(tl.int64) * (SPLIT_K * BLOCK_M * BLOCK_N) + tile_rows * BLOCK_N

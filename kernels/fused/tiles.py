@@ -27,13 +27,17 @@ class GemmConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) is not field.type or (field.type is int and value < 1):
-                raise ValueError(f"{field.name} must be a positive {field.type.__name__}; got {value!r}")
+            if field.name != "pipeline" and (type(value) is not int or value < 1):
+                raise ValueError(f"{field.name} must be a positive int; got {value!r}")
         for name in ("block_m", "block_n", "block_k", "num_warps"):
             if getattr(self, name).bit_count() != 1:
                 raise ValueError(f"{name} must be a power of two; got {getattr(self, name)}")
         if self.pipeline not in PIPELINES:
             raise ValueError(f"pipeline must be one of {', '.join(PIPELINES)}; got {self.pipeline!r}")
+
+    def tiles(self, m: int, n: int) -> int:
+        """The number of tiles of an [m, n] output."""
+        return -(-m // self.block_m) * -(-n // self.block_n)
 
     @property
     def part_n(self) -> int:
@@ -58,9 +62,9 @@ class Architecture:
     balance: int
 
 
-# `mma.s8` with a cp.async pipeline. Every entry fits the 99 KB that a block may use on sm_86. The rates are those of the
-# sm_80 build on an H200 with as many blocks per multiprocessor as the shared memory of sm_86 holds: the geometric mean
-# over Ideogram 4's block shapes (tests/studies/ampere_on_hopper.py).
+# `mma.s8` with a cp.async pipeline. Every entry fits the 99 KB that a block may use on sm_86. The rates are those of
+# the sm_80 build on an H200 with as many blocks per multiprocessor as the shared memory of sm_86 holds: the geometric
+# mean over Ideogram 4's block shapes (tests/studies/ampere_on_hopper.py).
 _MMA_RATES = {
     GemmConfig(64, 256, 64, 16, 4, 3): 0.99,
     GemmConfig(256, 64, 64, 16, 4, 3): 0.98,
@@ -107,7 +111,10 @@ _ELSEWHERE = ARCHITECTURES["Ampere"]
 
 
 def architecture_of(capability: tuple[int, int]) -> Architecture:
-    """The architecture of a card by its compute capability. A card of none gets Ampere's, which all later ones can run."""
+    """The architecture of a card by its compute capability.
+
+    A card of none gets Ampere's, which all later ones can run.
+    """
     return next((known for known in ARCHITECTURES.values() if capability in known.capabilities), _ELSEWHERE)
 
 
@@ -121,17 +128,17 @@ _MOST_CANDIDATES = 10
 def candidates(capability: tuple[int, int], multiprocessors: int, m: int, n: int, k: int) -> list[GemmConfig]:
     """The configurations worth trying for [m, k] x [n, k] on a card of this compute capability, likely winners first.
 
-    Ordered by an estimate of their time: the rounds in which the multiprocessors work off the tiles, each as long as its
-    multiplications or its loads take. Where nothing can be measured, the first is what runs.
+    Ordered by an estimate of their time: the rounds in which the multiprocessors work off the tiles, each as long as
+    its multiplications or its loads take. Where nothing can be measured, the first is what runs.
     """
     architecture = architecture_of(capability)
 
     def estimate(config: GemmConfig, rate: float) -> float:
-        tiles = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
+        programs = config.tiles(m, n) * config.split_k
         multiplications = config.block_m * config.block_n / rate
         loads = (min(config.block_m, m) + min(config.block_n, n)) * architecture.balance
         overhead = _TILE_OVERHEAD + (_SPLIT_OVERHEAD if config.split_k > 1 else 0)
-        rounds = -(-tiles // multiprocessors)
+        rounds = -(-programs // multiprocessors)
         return rounds * (k / config.split_k * max(multiplications, loads) + overhead * multiplications)
 
     estimates: dict[GemmConfig, float] = {}
@@ -162,5 +169,6 @@ def _shipped_for_h200() -> dict[tuple[str, int, int, int], GemmConfig]:
     return {("NVIDIA H200", *shape): config for shape, config in measured.items()}
 
 
-# Configurations measured on a card, by its name, M bucket, N and K: they come with the pack, and nothing is tuned there.
+# Configurations measured on a card, by its name, M bucket, N and K: they come with the pack, and nothing is tuned
+# there.
 SHIPPED: dict[tuple[str, int, int, int], GemmConfig] = _shipped_for_h200()

@@ -25,8 +25,8 @@ _WITHIN_REACH = 1.15
 # Wall clock for one shape. Nearly all of it is compilation, which is why the likely winners come first in the lists.
 _SECONDS_PER_SHAPE = 10.0
 
-# What keeps a candidate from running on a card. Triton before 3.3 raises plain RuntimeErrors for ptxas, and all versions
-# do so for failed compiler passes; those are told apart from errors of the launch by their text.
+# What keeps a candidate from running on a card. Triton before 3.3 raises plain RuntimeErrors for ptxas, and all
+# versions do so for failed compiler passes; those are told apart from errors of the launch by their text.
 _UNFIT_ERRORS = (
     runtime_errors.OutOfResources,
     CompilationError,
@@ -71,8 +71,8 @@ class Tuner:
 
         `launch(config)` runs the GEMM once on the current device.
 
-        While a CUDA graph is being captured nothing can be measured: a key that neither the disk nor the pack knows then
-        gets the first candidate. With INT8_DIT_TUNING set to 0 or off nothing is measured ever.
+        While a CUDA graph is being captured nothing can be measured: a key that neither the disk nor the pack knows
+        then gets the first candidate. With INT8_DIT_TUNING set to 0 or off nothing is measured ever.
         Raises RuntimeError when no candidate runs on this card.
         """
         chosen = self._chosen.get(key)
@@ -99,7 +99,10 @@ class Tuner:
         return config
 
     def _known(self, key: TuningKey) -> GemmConfig | None:
-        """The configuration of `key` on disk or in the pack. The file is read again for a key it did not have before."""
+        """The configuration of `key` on disk or in the pack.
+
+        The file is read again for a key it did not have before.
+        """
         if key not in self._kept:
             self._kept |= self._cache(key.device).read()
         kept = self._kept.get(key)

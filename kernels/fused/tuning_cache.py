@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import triton
 from filelock import FileLock
@@ -51,14 +51,15 @@ class Measurement:
 
 
 def cache_folder() -> Path:
-    """Where results are kept: INT8_DIT_TUNING_CACHE, or else `int8-dit` in the folder where Triton keeps compiled kernels."""
+    """Where results are kept: INT8_DIT_TUNING_CACHE, or else `int8-dit` where Triton keeps compiled kernels."""
     named = os.environ.get("INT8_DIT_TUNING_CACHE", "").strip()
     return Path(named).expanduser() if named else Path(_triton_cache_folder()) / "int8-dit"
 
 
 def _triton_cache_folder() -> str:
-    if hasattr(triton, "knobs"):
-        return triton.knobs.cache.dir
+    knobs = getattr(triton, "knobs", None)
+    if knobs is not None:
+        return knobs.cache.dir
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return os.environ.get("TRITON_CACHE_DIR", "").strip() or os.path.join(home, ".triton", "cache")
 
@@ -112,15 +113,21 @@ class TuningCache:
             return {}
         except (ValueError, RecursionError):
             content = None
-        ours = isinstance(content, dict) and all(content.get(name) == value for name, value in self._header.items())
-        if not ours or not isinstance(content.get("entries"), list):
+        if not isinstance(content, dict):
+            content = {}
+        ours = all(content.get(name) == value for name, value in self._header.items())
+        stored = content.get("entries")
+        if not ours or not isinstance(stored, list):
             self._warn_once(f"{self.path} is damaged or not a tuning file: it is ignored and written anew")
             return {}
-        entries = (_parse(entry, self._header["card"]) for entry in content["entries"])
+        entries = (_parse(entry, self._header["card"]) for entry in stored)
         return dict(entry for entry in entries if entry is not None)
 
     def _replace(self, results: dict[TuningKey, Measurement]) -> None:
-        """Write the whole file so that a reader sees the old or the new one. Call with the lock held; raises OSError."""
+        """Write the whole file so that a reader sees the old or the new one.
+
+        Call with the lock held; raises OSError.
+        """
         entries = [
             {
                 "m_bucket": key.m_bucket,
@@ -152,7 +159,7 @@ class TuningCache:
             logger.warning("%s%s", message, detail)
 
 
-def _parse(entry: object, card: str) -> tuple[TuningKey, Measurement] | None:
+def _parse(entry: Any, card: str) -> tuple[TuningKey, Measurement] | None:
     """An entry of the file, or None unless it is one that this version could have written."""
     try:
         sizes = [entry[name] for name in ("m_bucket", "n", "k")]

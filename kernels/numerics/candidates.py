@@ -27,12 +27,15 @@ class TransformPlan:
         return " + ".join([*smooth, *([] if self.rotation_group is None else ["rotate"])]) or "none"
 
     def with_factors(self, factors: Mapping[float, torch.Tensor]) -> ChannelTransform:
-        """The transform with its smoothing factors [K], which are given by alpha. Raises KeyError where they are missing."""
+        """The transform with its smoothing factors [K], which are given by alpha.
+
+        Raises KeyError where they are missing.
+        """
         return ChannelTransform(None if self.alpha is None else factors[self.alpha], self.rotation_group)
 
 
 def rotation_group_of(channels: int) -> int | None:
-    """Channels per Hadamard group for a linear with this many input channels; None where no usual group divides them."""
+    """Channels per Hadamard group for a linear with this many input channels; None where no usual group fits."""
     return next((group for group in _ROTATION_GROUPS if channels % group == 0), None)
 
 

@@ -66,7 +66,8 @@ def quantize_group(
             those of the weights.
         clip: as in `quantize_weight`.
 
-    Raises ValueError naming the linear whose weight holds a NaN or Inf.
+    Raises ValueError naming the linear whose weight holds a NaN or Inf, or if a candidate smooths and nothing was
+    recorded.
     """
     if len(weights) == 1:
         ((name, load),) = weights.items()
@@ -126,13 +127,15 @@ def _factors(
     alphas = {candidate.alpha for candidate in candidates if candidate.alpha is not None}
     if not alphas:
         return {}
+    absmax = None if statistics is None else statistics.absmax
+    if absmax is None:
+        raise ValueError("no input was recorded, and without one nothing can be smoothed")
     largest = []
     for name, load in weights.items():
         with naming_layer(name):
             largest.append(channel_absmax(load()))
     weight_absmax = torch.stack(largest).amax(dim=0)
-    absmax = statistics.absmax.to(weight_absmax.device)
-    return {alpha: smoothing_factors(absmax, weight_absmax, alpha) for alpha in alphas}
+    return {alpha: smoothing_factors(absmax.to(weight_absmax.device), weight_absmax, alpha) for alpha in alphas}
 
 
 def _error_measure(weight: torch.Tensor, statistics: ActivationStatistics | None) -> Callable[..., float]:

@@ -27,12 +27,14 @@ class OutputError:
     def of(self, q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> float:
         """||Y' - Y|| / ||Y||, Y = rows . w^T and Y' what the INT8 linear makes of the rows; 0 where Y is zero.
 
-        q [N, K] and scale [N] are `quantize_weight`'s for this `transform`. Raises ValueError where Y holds a NaN or Inf.
+        q [N, K] and scale [N] are `quantize_weight`'s for this `transform`. Raises ValueError where Y holds a NaN or
+        Inf.
         """
         if not math.isfinite(self._norm):
             raise ValueError("its output on the recorded inputs is not finite")
         x, x_scale = quantize_activations_reference(self._rows, transform)
-        # A float product of the rounded values: every card can do it, and what it rounds itself is far below their error.
+        # A float product of the rounded values: every card can do it, and what it rounds itself is far below their
+        # error.
         x = x.float() * x_scale[:, None]
         squares = torch.zeros((), dtype=torch.float64, device=q.device)
         for channels in row_slices(q):

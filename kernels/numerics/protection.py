@@ -1,7 +1,8 @@
 """Which layers stay in high precision: the most fragile ones, as many as a rule asks for.
 
 A layer's fragility is the error that plain INT8, without smoothing or rotation, brings to its output. What smoothing
-leaves of it is measured on the same inputs that the smoothing was fitted to, so it says less about a layer that lives by it.
+leaves of it is measured on the same inputs that the smoothing was fitted to, so it says less about a layer that lives
+by it.
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,8 @@ class Protection:
     """A rule for the number of layers to protect.
 
     Attributes:
-        kind: "share" of all linears of the model, "number" of layers, or "error": protect those to which INT8, as they are
-            quantized, brings a larger relative error.
+        kind: "share" of all linears of the model, "number" of layers, or "error": protect those to which INT8, as they
+            are quantized, brings a larger relative error.
         value: a share in 0..1, a count, or a relative error.
 
     Raises ValueError for a value that is negative, not a number, or a share above 1.
@@ -53,6 +54,7 @@ class Protection:
             rule = f"{self.value:g} layers"
         if len(chosen) == len(ranking):
             raise ValueError(
-                f"protecting {rule} leaves none of the model's {len(ranking)} quantizable layers to be INT8; protect fewer"
+                f"protecting {rule} leaves none of the model's {len(ranking)} quantizable layers to be INT8; protect "
+                "fewer"
             )
         return tuple(chosen)

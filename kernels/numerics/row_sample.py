@@ -42,7 +42,7 @@ class RowSample:
         self.parts[slot : slot + 1] = [rows[start : start + span : step].clone()]
 
     def to_host(self) -> None:
-        """Move the rows to host memory, in place: all in one copy, since many small ones take as long as the sampling."""
+        """Move the rows to host memory, in place, in one copy: many small ones take as long as the sampling."""
         slots = [slot for slot, part in enumerate(self.parts) if part.device.type != "cpu"]
         if not slots:
             return
@@ -66,8 +66,8 @@ class RowSample:
         more."""
         total = sum(sample.calls for sample in samples)
         draw = random.Random(0)
-        # Systematic sampling: at equal steps through all calls from a random start, so that of many that are merged none
-        # comes first.
+        # Systematic sampling: at equal steps through all calls from a random start, so that of many that are merged
+        # none comes first.
         step = max(1.0, total / SAMPLED_CALLS)
         position = step * draw.random()
         end, parts = 0, []

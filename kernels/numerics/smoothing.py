@@ -1,7 +1,7 @@
 """SmoothQuant smoothing factors (Xiao et al. 2023, arXiv 2211.10438), and folding them into what produces the input.
 
-Folding is exact in real arithmetic. Where x / s is wanted and x = P u + p with rows P_j, (P u + p) / s has the rows P_j / s_j.
-Folded tensors keep their dtype; the arithmetic is float32.
+Folding is exact in real arithmetic. Where x / s is wanted and x = P u + p with rows P_j, (P u + p) / s has the rows
+P_j / s_j. Folded tensors keep their dtype; the arithmetic is float32.
 """
 
 import torch
@@ -39,9 +39,10 @@ def smoothing_factors(activation_absmax: torch.Tensor, weight_absmax: torch.Tens
     """Per-channel factors s_j = max|X_j|^alpha / max|W_j|^(1 - alpha).
 
     Activations are divided by s and weight columns multiplied by it. alpha = 1 makes every activation channel equally
-    large and leaves the outliers to the weight; alpha = 0 does the opposite. A channel that is zero in the weight gets the
-    factor that makes its activations as large as those of the others are in the median, so that they do not widen the range
-    that all are rounded in; one that is zero in the activations, the same for its weights; one that is zero in both, 1.
+    large and leaves the outliers to the weight; alpha = 0 does the opposite. A channel that is zero in the weight gets
+    the factor that makes its activations as large as those of the others are in the median, so that they do not widen
+    the range that all are rounded in; one that is zero in the activations, the same for its weights; one that is zero
+    in both, 1.
 
     Args:
         activation_absmax: [K] largest magnitude of each input channel seen in calibration.

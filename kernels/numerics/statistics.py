@@ -14,8 +14,8 @@ _LARGEST_SPIKINESS = 1e6
 
 
 class ActivationStatistics:
-    """Statistics of one linear's input, gathered call by call on the device the input lives on, which is the same until they
-    are taken to the host.
+    """Statistics of one linear's input, gathered call by call on the device the input lives on, which is the same until
+    they are taken to the host.
 
     Attributes:
         calls: number of inputs seen.
@@ -31,7 +31,10 @@ class ActivationStatistics:
         self._recent: list[torch.Tensor] = []  # channel magnitudes of calls that are not in the two above yet
 
     def update(self, x: torch.Tensor) -> None:
-        """Take in one input [..., K] of any floating dtype. Nothing is copied to the host, so the device never waits."""
+        """Take in one input [..., K] of any floating dtype.
+
+        Nothing is copied to the host, so the device never waits.
+        """
         if x.numel() == 0:
             return
         rows = x.detach().reshape(-1, x.shape[-1])
@@ -63,6 +66,11 @@ class ActivationStatistics:
         self._settle()
         return self._absmax
 
+    def same_range_as(self, other: "ActivationStatistics") -> bool:
+        """Whether the largest magnitudes of all channels agree in every bit: two linears that read the same tensor."""
+        own, others = self.absmax, other.absmax
+        return own is not None and others is not None and torch.equal(own, others)
+
     @property
     def finite_calls(self) -> int:
         """How many calls came before the first whose input held a NaN or Inf; all of them where none did."""
@@ -79,9 +87,9 @@ class ActivationStatistics:
 
     @property
     def spikiness(self) -> float:
-        """How far the largest channel stands out: max_j a_j / median_j a_j of a call's channel magnitudes a, averaged over
-        the calls, which are the denoising steps. 1 is flat; the larger, the more of the int8 range one channel takes
-        from all others (the fragility of arXiv 2606.12280)."""
+        """How far the largest channel stands out: max_j a_j / median_j a_j of a call's channel magnitudes a, averaged
+        over the calls, which are the denoising steps. 1 is flat; the larger, the more of the int8 range one channel
+        takes from all others (the fragility of arXiv 2606.12280)."""
         self._settle()
         return float(self._spikiness) / max(1, self.calls)
 
@@ -98,8 +106,8 @@ class ActivationStatistics:
     def restored(
         cls, calls: int, spikiness: float, absmax: torch.Tensor, parts: Sequence[torch.Tensor]
     ) -> "ActivationStatistics":
-        """Statistics from the values of another object's attributes, `parts` being its sample's. Raises ValueError for what
-        no calls could have left behind."""
+        """Statistics from the values of another object's attributes, `parts` being its sample's. Raises ValueError for
+        what no calls could have left behind."""
         if calls < 1 or not math.isfinite(spikiness):
             raise ValueError(f"{calls} calls with a spikiness of {spikiness}")
         if not bool((torch.isfinite(absmax) & (absmax >= 0)).all()):
@@ -121,13 +129,14 @@ class ActivationStatistics:
         several = [statistics for statistics in several if statistics.calls]
         for statistics in several:
             statistics.to_host()
-        widths = {statistics.absmax.numel() for statistics in several}
+        absmaxes = [absmax for absmax in (statistics.absmax for statistics in several) if absmax is not None]
+        widths = {absmax.numel() for absmax in absmaxes}
         if len(widths) > 1:
             raise ValueError(f"statistics of {' and '.join(map(str, sorted(widths)))} channels cannot be merged")
         merged = cls()
         merged.calls = merged._finite_calls = sum(statistics.calls for statistics in several)
         merged.sample = RowSample.merged([statistics.sample for statistics in several])
         if several:
-            merged._absmax = torch.stack([statistics.absmax for statistics in several]).amax(dim=0)
+            merged._absmax = torch.stack(absmaxes).amax(dim=0)
             merged._spikiness = sum(statistics._spikiness for statistics in several)
         return merged

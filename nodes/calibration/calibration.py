@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from comfy.ops import CastWeightBiasOp
 
 from ...kernels import ActivationStatistics
 
@@ -31,11 +31,11 @@ class Calibration:
         if broken:
             first = min(broken, key=lambda name: self.statistics[name].finite_calls)
             raise ValueError(
-                f"calibration: the input of layer {first} held a NaN or Inf; the model does not sample cleanly with these "
-                "inputs"
+                f"calibration: the input of layer {first} held a NaN or Inf; the model does not sample cleanly with "
+                "these inputs"
             )
 
-    def check_fits(self, linears: Mapping[str, torch.nn.Module]) -> None:
+    def check_fits(self, linears: Mapping[str, CastWeightBiasOp]) -> None:
         """Raise ValueError naming the first layer in which these quantizable linears of a model are others."""
         difference = _first_difference(self.shapes, shapes_of(linears))
         if difference is not None:
@@ -46,7 +46,7 @@ class Calibration:
             )
 
 
-def shapes_of(linears: Mapping[str, torch.nn.Module]) -> Shapes:
+def shapes_of(linears: Mapping[str, CastWeightBiasOp]) -> Shapes:
     """The shapes of modules' weights."""
     return {name: tuple(module.weight.shape) for name, module in linears.items()}
 
@@ -68,8 +68,8 @@ def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
         if difference is not None:
             name, first, second = difference
             raise ValueError(
-                f"calibrations of different models cannot be merged: layer {name} is {first} in the first and {second} in "
-                f"number {index}"
+                f"calibrations of different models cannot be merged: layer {name} is {first} in the first and {second} "
+                f"in number {index}"
             )
     seen = {name: [c.statistics[name] for c in calibrations if name in c.statistics] for name in shapes}
     return Calibration(

@@ -1,8 +1,9 @@
 """Calibrations as safetensors files.
 
 A layer X is `X.absmax` (float32 [K]) and `X.rows` (its sampled rows [R, K] in the dtype of the activations), both only
-where X was called. The metadata entry `int8_dit_calibration` is JSON: for each layer that can be quantized, in the order of
-the model, its shape [N, K], its number of calls, its spikiness, and how many of the rows are of each sampled call.
+where X was called. The metadata entry `int8_dit_calibration` is JSON. It has for each layer that can be quantized, in
+the order of the model, its shape [N, K], its number of calls, its spikiness, and how many rows are of each sampled
+call.
 """
 
 import json

@@ -4,6 +4,7 @@ from collections.abc import Container, Iterator
 
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.ops import CastWeightBiasOp
 from comfy.patcher_extension import CallbacksMP
 from comfy_execution.utils import get_executing_context
 from torch.utils.hooks import RemovableHandle
@@ -27,7 +28,7 @@ class Record:
         self.shapes = shapes
         self.statistics: dict[str, ActivationStatistics] = {}
 
-    def observe(self, name: str, module: torch.nn.Module) -> RemovableHandle:
+    def observe(self, name: str, module: CastWeightBiasOp) -> RemovableHandle:
         """Fill the statistics of a linear from its inputs, until the handle is removed."""
         seen = self.statistics.setdefault(name, ActivationStatistics())
         return module.register_forward_pre_hook(lambda _, args: seen.update(args[0]))
@@ -88,8 +89,8 @@ class Recording:
         ]
         if not any(calibration.statistics for calibration in recorded):
             raise ValueError(
-                "no sampling was recorded: connect the MODEL output of Record Calibration to the sampler or guider, and an "
-                "output of that sampler to this node"
+                "no sampling was recorded: connect the MODEL output of Record Calibration to the sampler or guider, "
+                "and an output of that sampler to this node"
             )
         for calibration in recorded:
             calibration.check_finite()
@@ -105,9 +106,9 @@ def _with_ancestors(node: str) -> Iterator[str]:
 def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
     """A clone of `model` that records whenever it samples, alone or beside another model (DualModelGuider).
 
-    The observers are in place only between ComfyUI's calls that begin and end a sampling with the MODEL, so that a cancel
-    or an error takes them away too. When such a sampling begins it raises ValueError for a compiled MODEL, inside which
-    nothing could be seen.
+    The observers are in place only between ComfyUI's calls that begin and end a sampling with the MODEL, so that a
+    cancel or an error takes them away too. When such a sampling begins it raises ValueError for a compiled MODEL,
+    inside which nothing could be seen.
     """
     observing: dict[int, tuple[Record, list[RemovableHandle]]] = {}
 

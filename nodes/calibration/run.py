@@ -26,9 +26,9 @@ def calibrate(
 ) -> Calibration:
     """Sample every prompt once, as the user would, and return what the linears got to see.
 
-    The n-th prompt, a conditioning, is sampled with the noise of `seed` + n. Nothing of it stays in `model`, also when it
-    is cancelled or fails. Raises ValueError naming the layer that was the first to get a NaN or Inf, after the step in which
-    it did.
+    The n-th prompt, a conditioning, is sampled with the noise of `seed` + n. Nothing of it stays in `model`, also when
+    it is cancelled or fails. Raises ValueError naming the layer that was the first to get a NaN or Inf, after the step
+    in which it did.
     """
     recording = Recording()
     observed = armed(model, recording)

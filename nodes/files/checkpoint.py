@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import comfy.utils
 import safetensors
@@ -33,8 +34,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     return checkpoint
 
 
-def holds_int8(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether any layer is INT8 already."""
+def holds_int8(tensors: Mapping[str, Any]) -> bool:
+    """Whether any layer is INT8 already. Of the tensors only the marks are looked at."""
     marks = (tensor for key, tensor in tensors.items() if key.endswith(f".{int8_mark.MARK}"))
     return any(int8_mark.decode_mark(mark).get("format") in int8_mark.INT8_FORMATS for mark in marks)
 

@@ -1,7 +1,7 @@
 """How files of different origin hold a diffusion model: a table, an entry a dialect.
 
-ComfyUI's own conventions are what the rest of the pack reads: plain module names, and for a quantized layer X a weight, a
-scale and a mark `X.comfy_quant` (int8_mark.py). Each entry brings one dialect to them. A file can speak several.
+ComfyUI's own conventions are what the rest of the pack reads: plain module names, and for a quantized layer X a weight,
+a scale and a mark `X.comfy_quant` (int8_mark.py). Each entry brings one dialect to them. A file can speak several.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ class Dialect:
 
     Attributes:
         speaks: whether a checkpoint does.
-        translate: the checkpoint in ComfyUI's own conventions, as far as this dialect goes. Raises ValueError naming the
-            file, and the tensor where there is one.
+        translate: the checkpoint in ComfyUI's own conventions, as far as this dialect goes. Raises ValueError naming
+            the file, and the tensor where there is one.
     """
 
     speaks: Callable[[Checkpoint], bool]
@@ -44,7 +44,10 @@ class Dialect:
 
 
 def translated(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint in ComfyUI's own conventions. Raises ValueError naming the file, and the tensor where there is one."""
+    """A checkpoint in ComfyUI's own conventions.
+
+    Raises ValueError naming the file, and the tensor where there is one.
+    """
     for dialect in DIALECTS.values():
         if dialect.speaks(checkpoint):
             checkpoint = dialect.translate(checkpoint)

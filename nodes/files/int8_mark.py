@@ -1,9 +1,9 @@
 """How an INT8 layer is marked in a file: the JSON that ComfyUI keeps per layer under `X.comfy_quant`.
 
 A layer of name X is `X.weight` (int8 [N, K]), `X.weight_scale` (float32) and `X.comfy_quant` (the bytes of the JSON). A
-layer that nothing has to be divided for carries ComfyUI's own format name, so stock loaders run it. A layer with smoothing
-factors `X.weight_smooth` (float32 [K]) would come out wrong where they are unknown: it carries a name of its own, which
-stock loaders refuse.
+layer that nothing has to be divided for carries ComfyUI's own format name, so stock loaders run it. A layer with
+smoothing factors `X.weight_smooth` (float32 [K]) would come out wrong where they are unknown: it carries a name of its
+own, which stock loaders refuse.
 """
 
 import json

@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -43,8 +43,15 @@ class PendingTensor:
         raise NotImplementedError
 
 
+Tensors = dict[str, torch.Tensor | PendingTensor]
+"""A state dict that is about to be written."""
+
+
 def write_safetensors(
-    path: str, tensors: dict[str, torch.Tensor | PendingTensor], metadata: dict[str, str], on_tensor: Callable[[], None]
+    path: str,
+    tensors: Mapping[str, torch.Tensor | PendingTensor],
+    metadata: dict[str, str],
+    on_tensor: Callable[[], None],
 ) -> None:
     """Write `tensors` to `path` in the safetensors format, one at a time, through a temporary file beside it.
 
@@ -54,7 +61,7 @@ def write_safetensors(
 
     Raises OSError naming the file and what to do when the disk is full; ValueError for a dtype the format lacks.
     """
-    header: dict[str, object] = {"__metadata__": metadata}
+    header: dict[str, dict] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPE_NAMES:
@@ -92,12 +99,12 @@ def _bytes(tensor: torch.Tensor, entry: dict) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() != end - begin:  # a lazily computed tensor that is not what its placeholder promised
         raise ValueError(f"a tensor of {flat.numel()} bytes was announced with {end - begin}")
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 def _disk_full(path: str, needed: int, free: int) -> OSError:
     return OSError(
         errno.ENOSPC,
-        f"not enough disk space for {os.path.basename(path)}: it needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are "
-        "free; free some space or choose another output directory. Nothing was saved",
+        f"not enough disk space for {os.path.basename(path)}: it needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB "
+        "are free; free some space or choose another output directory. Nothing was saved",
     )

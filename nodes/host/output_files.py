@@ -9,8 +9,8 @@ from comfy_api.latest import io
 
 
 def output_path(filename_prefix: str) -> tuple[str, dict]:
-    """The path of a new safetensors file, numbered as ComfyUI's own save nodes number theirs, and the node's ui result that
-    names it."""
+    """The path of a new safetensors file, numbered as ComfyUI's own save nodes number theirs, and the node's ui result
+    that names it."""
     folder, filename, counter, subfolder, _ = folder_paths.get_save_image_path(
         filename_prefix, folder_paths.get_output_directory()
     )

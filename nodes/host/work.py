@@ -4,8 +4,8 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-# What quantizing a layer takes, per weight: 5 bytes measured for the largest of Ideogram 4, and twice that while a LoRA is
-# patched into it.
+# What quantizing a layer takes, per weight: 5 bytes measured for the largest of Ideogram 4, and twice that while a LoRA
+# is patched into it.
 _QUANTIZATION_BYTES = 12
 
 

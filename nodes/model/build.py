@@ -1,11 +1,13 @@
 """Building a MODEL whose linears run INT8 out of tensors, with ComfyUI's own loader."""
 
 import json
+from typing import Any
 
 import comfy.model_management
 import comfy.sd
 import comfy.utils
 import torch
+from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
@@ -42,7 +44,7 @@ def build_model(
     return model
 
 
-def as_file(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_file(model: BaseModel, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A diffusion model file's tensors, made of those of `model.diffusion_model`, a ComfyUI BaseModel's.
 
     Beside them are the marks of how the model predicts, and the few conditioners that ComfyUI loads with it.
@@ -54,7 +56,7 @@ def as_file(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> dict
     return comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""})
 
 
-def file_metadata(model: torch.nn.Module) -> dict[str, str]:
+def file_metadata(model: BaseModel) -> dict[str, str]:
     """What ComfyUI needs to know of a BaseModel's architecture and cannot see in its tensors, as metadata of its file.
 
     Some families (LTX-Video, Wan) have it in a "config" there, which ComfyUI does not keep: this is what it made of it.
@@ -70,7 +72,7 @@ def file_metadata(model: torch.nn.Module) -> dict[str, str]:
 
 
 def build_like(
-    model: torch.nn.Module,
+    model: BaseModel,
     state_dict: dict[str, torch.Tensor],
     operations: type,
     compute: ComputePath,
@@ -86,13 +88,13 @@ def build_like(
     for before, after in zip(_kind(model), _kind(built.model), strict=True):
         if before != after:
             raise ValueError(
-                f"the diffusion model by itself would be taken for another kind of model ({after} instead of {before}), and "
-                "its images would be wrong"
+                f"the diffusion model by itself would be taken for another kind of model ({after} instead of "
+                f"{before}), and its images would be wrong"
             )
     return built
 
 
-def _kind(model: torch.nn.Module) -> tuple[object, ...]:
+def _kind(model: BaseModel) -> tuple[object, ...]:
     """What decides how a BaseModel is sampled, apart from its weights."""
     return (
         type(model).__name__,
@@ -102,8 +104,8 @@ def _kind(model: torch.nn.Module) -> tuple[object, ...]:
     )
 
 
-def rebuild_int8_model(model: torch.nn.Module, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
-    """A second MODEL with weights of its own, equal to those of `model`, a BaseModel this pack built (multi-GPU clones)."""
+def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
+    """A second MODEL with weights of its own, equal to those of `model`, a BaseModel of this pack (multi-GPU)."""
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
     compute = choose_path(comfy.model_management.get_torch_device(), kernel)
     operations = int8_operations(compute, model.get_dtype_inference())

@@ -1,7 +1,7 @@
 """Smoothing factors folded into what produces a layer's input: a smoothed model as a file that every loader runs.
 
-Where ComfyUI's models let that happen is known per block class, since names alone do not say what feeds a layer. Every rule
-is checked against the class itself in the tests.
+Where ComfyUI's models let that happen is known per block class, since names alone do not say what feeds a layer. Every
+rule is checked against the class itself in the tests.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -14,11 +14,10 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, divide_modulation_scale, divide_rows, multiply_columns
 from ..files import int8_mark
-from ..files.safetensors_writer import PendingTensor
+from ..files.safetensors_writer import Tensors
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL, MappedTensor, stored_weight
 
-Tensors = dict[str, torch.Tensor | PendingTensor]
 _Change = tuple[str, slice | None, Callable[[torch.Tensor], torch.Tensor]]
 """A tensor's name, the rows of it that change (None: all), and what becomes of them."""
 
@@ -40,12 +39,12 @@ class _Site:
         return width == channels
 
     def divisor(self, smooth: torch.Tensor, produced: torch.Tensor) -> torch.Tensor:
-        """What the channels of the producer, whose weight is given, are divided by: the smoothing factors up to a common
-        factor, which the readers' weights take."""
+        """What the channels of the producer, whose weight is given, are divided by: the smoothing factors up to a
+        common factor, which the readers' weights take."""
         return smooth
 
     def changes(self, divisor: torch.Tensor, rows_in: str) -> Iterator[_Change]:
-        """What happens to the producer; its rows are divided in its tensor of the name `rows_in`: weight, or INT8 scale."""
+        """What happens to the producer, whose rows are divided in its tensor `rows_in`: weight, or INT8 scale."""
         raise NotImplementedError
 
 
@@ -138,7 +137,7 @@ _SITES: dict[str, tuple[_Site, ...]] = {
 
 
 def _sites(model: ModelPatcher) -> Iterator[_Site]:
-    """The sites of a MODEL whose modules are there, fit together and can be divided, by names in the diffusion model."""
+    """The sites of a MODEL whose modules are there and fit together, by names in the diffusion model."""
     modules = dict(model.model.diffusion_model.named_modules())
     for prefix, block in modules.items():
         for site in _SITES.get(f"{type(block).__module__}.{type(block).__qualname__}", ()):
@@ -204,15 +203,15 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
     left = [key.removesuffix(f".{int8_mark.SMOOTH}") for key in folded if key.endswith(f".{int8_mark.SMOOTH}")]
     if left:
         raise ValueError(
-            f"the smoothing factors of {len(left)} layers, {left[0]} first, cannot be folded into the layer before them. "
-            "Quantize with smooth_only_foldable switched on, or save without folding"
+            f"the smoothing factors of {len(left)} layers, {left[0]} first, cannot be folded into the layer before "
+            "them. Quantize with smooth_only_foldable switched on, or save without folding"
         )
     return folded
 
 
 def _common_factors(weights: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The smoothing factors that all INT8 weights of a site's readers share; None where there are none, where they differ,
-    or where a weight that is not INT8 could not take its share."""
+    """The smoothing factors that all INT8 weights of a site's readers share; None where there are none, where they
+    differ, or where a weight that is not INT8 could not take its share."""
     weights = list(weights)
     factors = [weight._params.smooth for weight in weights if is_int8(weight)]
     if not factors or any(smooth is None for smooth in factors) or not all(map(_can_be_divided, weights)):
@@ -231,7 +230,8 @@ def _on_rows(
         tensor[part] = change(tensor[part])
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(
-                f"with the smoothing factors folded into it, {key} leaves the range of {tensor.dtype}; save without folding"
+                f"with the smoothing factors folded into it, {key} leaves the range of {tensor.dtype}; save without "
+                "folding"
             )
         return tensor
 

@@ -1,8 +1,10 @@
 """Which linears of a diffusion model read the same input, so that it is smoothed alike and quantized once for all."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import InputPlace, InputReader
 from .int8_weight import is_int8
@@ -64,13 +66,14 @@ def share_inputs(model: torch.nn.Module) -> None:
     To be called when all weights are loaded, since only linears that quantize alike can share.
     """
     place = InputPlace()
-    linears = {name: module for name, module in model.named_modules() if is_int8(getattr(module, "weight", None))}
-    for names in same_input_groups(linears, lambda a, b: _quantize_alike(linears[a], linears[b])):
+    linears: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if is_int8(getattr(module, "weight", None))
+    }
+    for names in same_input_groups(linears, lambda a, b: _quantize_alike(linears[a].weight, linears[b].weight)):
         for name, reader in zip(names, InputReader.group_of(place, len(names)), strict=True):
             linears[name].input_reader = reader
 
 
-def _quantize_alike(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    """Whether two INT8 linears turn the same input into the same int8 tensor."""
-    a, b = a.weight._params, b.weight._params
-    return a.orig_shape[1] == b.orig_shape[1] and a.transform.same_as(b.transform)
+def _quantize_alike(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether linears with these INT8 weights turn the same input into the same int8 tensor."""
+    return a.shape[1] == b.shape[1] and a._params.transform.same_as(b._params.transform)

@@ -5,6 +5,7 @@ weight, free of smoothing and rotation, so that a LoRA made for the original mod
 """
 
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
@@ -36,7 +37,10 @@ class PerChannelINT8Layout(QuantizedLayout):
     def quantize(
         cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, transform=UNCHANGED
     ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
-        """Float weight -> int8 and parameters. The scale is always computed anew; `stochastic_rounding` is a seed or 0."""
+        """Float weight -> int8 and parameters.
+
+        The scale is always computed anew; `stochastic_rounding` is a seed or 0.
+        """
         generator = None
         if stochastic_rounding:
             generator = torch.Generator(tensor.device).manual_seed(stochastic_rounding)
@@ -80,7 +84,7 @@ def int8_weight(
     return QuantizedTensor(q, LAYOUT, params)
 
 
-def is_int8(weight: object) -> bool:
+def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
     """Whether a module's weight is one of ours."""
     return isinstance(weight, QuantizedTensor) and weight._layout_cls == LAYOUT
 

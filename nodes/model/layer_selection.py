@@ -1,8 +1,7 @@
-"""Which linears of a diffusion transformer are quantized: a rule by name and size, for every architecture, on a MODEL."""
+"""Which linears of a diffusion transformer are quantized: one rule by name and size, for every architecture."""
 
 import re
 
-import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 from comfy.patcher_extension import WrappersMP
@@ -33,7 +32,7 @@ def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
     return in_a_block or shape[0] * shape[1] >= _LARGE_PROJECTION
 
 
-def linears(model: ModelPatcher) -> dict[str, torch.nn.Module]:
+def linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """All linears of a MODEL, by module path inside the diffusion model."""
     return {
         name: module
@@ -47,18 +46,18 @@ def linears(model: ModelPatcher) -> dict[str, torch.nn.Module]:
     }
 
 
-def quantizable_linears(model: ModelPatcher) -> dict[str, torch.nn.Module]:
+def quantizable_linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """Those of a MODEL's linears that would become INT8, by module path inside the diffusion model."""
     return {name: module for name, module in linears(model).items() if is_quantizable(name, tuple(module.weight.shape))}
 
 
 def check_runs_as_stored(model: ModelPatcher) -> None:
-    """Raise ValueError for a MODEL with injections (a bypass LoRA): they act on its modules when it samples, and are in no
-    weight that could be quantized or saved."""
+    """Raise ValueError for a MODEL with injections (a bypass LoRA): they act on its modules when it samples, and are in
+    no weight that could be quantized or saved."""
     if model.injections:
         raise ValueError(
-            f"this MODEL carries something that is not in its weights ({', '.join(model.injections)}) and would be lost. Load "
-            "a bypass LoRA with the ordinary LoRA loader, or connect that node after this one"
+            f"this MODEL carries something that is not in its weights ({', '.join(model.injections)}) and would be "
+            "lost. Load a bypass LoRA with the ordinary LoRA loader, or connect that node after this one"
         )
 
 

@@ -51,7 +51,10 @@ def load_int8_model(path: str, kernel: str = "auto", disable_dynamic: bool = Fal
 
 
 def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype ComfyUI computes this model in on this device. Raises ValueError if it is no diffusion model it knows."""
+    """The dtype ComfyUI computes this model in on this device.
+
+    Raises ValueError if it is no diffusion model it knows.
+    """
     state_dict = checkpoint.tensors
     config = comfy.model_detection.model_config_from_unet(state_dict, "", metadata=checkpoint.metadata)
     if config is None:
@@ -62,7 +65,8 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
             config = comfy.model_detection.model_config_from_diffusers_unet(state_dict)
     if config is None:
         raise ValueError(
-            f"{checkpoint.name} is not a diffusion model that this ComfyUI knows (a text encoder, VAE or LoRA, perhaps?)"
+            f"{checkpoint.name} is not a diffusion model that this ComfyUI knows (a text encoder, VAE or LoRA, "
+            "perhaps?)"
         )
     device = comfy.model_management.get_torch_device()
     return comfy.model_management.unet_manual_cast(None, device, config.supported_inference_dtypes)

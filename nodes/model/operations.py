@@ -1,10 +1,12 @@
-"""The layer classes a model is built with (ComfyUI's `custom_operations`): its own, with the product of linears replaced.
+"""The layer classes a model is built with (ComfyUI's `custom_operations`): its own, with the product of linears
+replaced.
 
 ComfyUI keeps owning the weight: loading, offloading, dynamic VRAM, LoRA and saving all see its QuantizedTensor. This
 module only decides what a linear holds after loading and how it multiplies.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import comfy.ops
 import torch
@@ -56,7 +58,7 @@ def int8_operations(
                 super()._load_from_state_dict(state_dict, prefix, *args)
                 if self.weight is None:
                     return
-                held = self.weight.data
+                held: Any = self.weight.data
                 # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it. (Of the formats
                 # that pack several values into one element, the shape says nothing.)
                 needed = (self.out_features, self.in_features)
@@ -116,7 +118,8 @@ def int8_operations(
                     want_requant=True,
                 )
                 # Outside dynamic VRAM a partially loaded model's LoRA arrives as a float weight all the same.
-                int8 = weight if is_int8(weight) else self.weight.requantize_from_float(weight)
+                held: Any = self.weight
+                int8 = weight if is_int8(weight) else held.requantize_from_float(weight)
                 params = int8._params
                 linear = int8_linear if self.input_reader is None else self.input_reader.int8_linear
                 output = linear(input, int8._qdata, params.scale, bias, params.transform)

@@ -5,6 +5,7 @@ MODEL inside the very same weights, or apply them only while it streams.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import comfy.float
 import comfy.lora
@@ -14,7 +15,7 @@ import torch
 from comfy.model_patcher import ModelPatcher, get_key_weight
 from comfy.quant_ops import QuantizedTensor
 
-from ..files.safetensors_writer import PendingTensor
+from ..files.safetensors_writer import PendingTensor, Tensors
 
 DIFFUSION_MODEL = "diffusion_model."
 
@@ -27,15 +28,15 @@ def stored_weight(model: ModelPatcher, key: str) -> torch.Tensor:
 def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = None) -> torch.Tensor:
     """A stored weight as the float tensor it stands for, in a dtype that can be computed with, where it is.
 
-    `pre_quant_scale` [K] is what a layer in ModelOpt's AWQ form multiplies its input by; the result has it in its columns.
-    Raises ValueError for a weight whose values are packed in a way ComfyUI's own loaders do not know.
+    `pre_quant_scale` [K] is what a layer in ModelOpt's AWQ form multiplies its input by; the result has it in its
+    columns. Raises ValueError for a weight whose values are packed in a way ComfyUI's own loaders do not know.
     """
     if isinstance(weight, QuantizedTensor):
         weight = weight.dequantize()
     elif not weight.is_floating_point():
         raise ValueError(
-            f"its weight is stored as {weight.dtype}, in a format that cannot be read (GGUF, perhaps); load the model from a "
-            "bf16, fp16, FP8 or INT8 file"
+            f"its weight is stored as {weight.dtype}, in a format that cannot be read (GGUF, perhaps); load the model "
+            "from a bf16, fp16, FP8 or INT8 file"
         )
     if pre_quant_scale is not None:
         return weight.float() * pre_quant_scale.to(device=weight.device, dtype=torch.float32)
@@ -67,7 +68,7 @@ class _PatchedEntry:
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._tensors is None:
-            stored = stored_weight(self._model, self._key)
+            stored: Any = stored_weight(self._model, self._key)
             seed = comfy.utils.string_to_seed(self._key)
             patched = _patched_as_stored(self._model, self._key, self._model.load_device)
             if isinstance(stored, QuantizedTensor):
@@ -100,12 +101,12 @@ class MappedTensor(PendingTensor):
         return self._function(self._source.to(device))
 
 
-def state_dict_for_saving(model: ModelPatcher) -> dict[str, torch.Tensor | PendingTensor]:
+def state_dict_for_saving(model: ModelPatcher) -> Tensors:
     """The diffusion model's tensors under its own names, patches applied (those lazily)."""
     changed = {k for k in {*model.patches, *model.backup} if k.startswith(DIFFUSION_MODEL)}
     entries = {}
     for key in changed:
-        stored = stored_weight(model, key)
+        stored: Any = stored_weight(model, key)
         pieces = stored.state_dict(key) if isinstance(stored, QuantizedTensor) else {key: stored}
         if key in model.patches:
             entry = _PatchedEntry(model, key)

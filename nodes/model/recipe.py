@@ -42,6 +42,6 @@ def warn_of_patches_on_folded(model: ModelPatcher) -> None:
     if model.patches and recipe_of(model).get(FOLDED):
         notices.warn_once_per_run(
             "LoRA on a folded INT8 file",
-            "the smoothing factors of this file are folded into its weights, so that a LoRA made for the original model comes "
-            "out wrong. Use an INT8 file saved with fold switched off.",
+            "the smoothing factors of this file are folded into its weights, so that a LoRA made for the original "
+            "model comes out wrong. Use an INT8 file saved with fold switched off.",
         )

@@ -21,8 +21,9 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fo
 
     With `fold_factors` smoothing factors go into the layers before, and the file is a plain native one.
 
-    Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or naming a layer whose factors
-    cannot be folded; OSError when the disk is full; ComfyUI's interrupt exception on cancel. The file is then not there.
+    Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or naming a layer whose
+    factors cannot be folded; OSError when the disk is full; ComfyUI's interrupt exception on cancel. The file is then
+    not there.
     """
     check_runs_as_stored(model)
     tensors = state_dict_for_saving(model)
@@ -32,8 +33,8 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fo
     tensors = {key: _narrowed(key, tensor) for key, tensor in as_file(model.model, tensors).items()}
     if not holds_int8(tensors):
         raise ValueError(
-            "this MODEL holds no INT8 weights. Connect Quantize to INT8, or Load INT8 DiT with kernel set to 'fused int8' "
-            "(where bf16 is used instead, the weights are loaded as bf16)"
+            "this MODEL holds no INT8 weights. Connect Quantize to INT8, or Load INT8 DiT with kernel set to 'fused "
+            "int8' (where bf16 is used instead, the weights are loaded as bf16)"
         )
     warn_of_patches_on_folded(model)
     recipe = recipe_of(model)

@@ -17,8 +17,8 @@ _LOWEST = 1e-4  # an error of zero has no place on a logarithmic scale
 
 
 def plot(report: QuantizationReport) -> torch.Tensor:
-    """One row per kind of layer, one column per block: on a logarithmic scale the layer's fragility in grey and its error as
-    it was quantized in blue, or its fragility as a red square where it was protected instead.
+    """One row per kind of layer, one column per block: on a logarithmic scale the layer's fragility in grey and its
+    error as it was quantized in blue, or its fragility as a red square where it was protected instead.
 
     Returns a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1.
     """
@@ -66,7 +66,7 @@ def plot(report: QuantizationReport) -> torch.Tensor:
             # What is in no block has no depth: in the middle.
             place = (blocks.index(layer.block) + 0.5) / len(blocks) if layer.block in blocks else 0.5
             x = left + place * (right - left)
-            if layer.error is None:
+            if layer.error is None or layer.fragility is None:
                 draw.text((x, top + _ROW - 10), "never called", fill=MUTED, font=text, anchor="mm")
                 continue
             if layer.protected:
@@ -79,7 +79,7 @@ def plot(report: QuantizationReport) -> torch.Tensor:
     return as_comfyui_image(image)
 
 
-def _legend(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, title: str) -> None:
+def _legend(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, title: str) -> None:
     x, y = _MARGIN, _MARGIN + 40
     draw.text((x, y), title, fill=MUTED, font=font, anchor="lm")
     x += draw.textlength(title, font) + 20

@@ -1,12 +1,12 @@
-"""Quantizing a MODEL that is already loaded: every layer tried and measured, the fragile ones protected, the rest INT8."""
+"""Quantizing a loaded MODEL: every layer tried and measured, the fragile ones protected, the rest INT8."""
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.ops import CastWeightBiasOp
 
 from ...kernels import (
     ALPHAS,
@@ -29,6 +29,8 @@ from .report import LayerReport, QuantizationReport
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_PROTECTION = Protection("share", 0.08)
+
 
 @dataclass(frozen=True)
 class QuantizationSettings:
@@ -48,7 +50,7 @@ class QuantizationSettings:
     method: str = "smooth"
     alpha: float = 0.5
     search_alpha: bool = False
-    protection: Protection = Protection("share", 0.08)
+    protection: Protection = _DEFAULT_PROTECTION
     clip: bool = False
     smooth_only_foldable: bool = False
 
@@ -77,12 +79,12 @@ def quantize_model(
 ) -> tuple[ModelPatcher, QuantizationReport]:
     """A new MODEL with INT8 linears, and what was done; `model` and its weights stay as they are.
 
-    Patches of `model` that change weights (LoRAs) are part of what is quantized. Without `calibration` nothing is smoothed
-    and errors are those of the weights.
+    Patches of `model` that change weights (LoRAs) are part of what is quantized. Without `calibration` nothing is
+    smoothed and errors are those of the weights.
 
     Raises ValueError for a calibration that does not fit the model or that a method needs and lacks, a protection that
-    leaves nothing to quantize, a weight with NaN or Inf, a model without quantizable linears or whose layers are already
-    replaced (torch.compile); ComfyUI's interrupt exception on cancel.
+    leaves nothing to quantize, a weight with NaN or Inf, a model without quantizable linears or whose layers are
+    already replaced (torch.compile); ComfyUI's interrupt exception on cancel.
     """
     compute = choose_path(model.load_device, kernel)
     targets = quantization_targets(model)
@@ -123,7 +125,7 @@ def quantize_model(
     return quantized, report
 
 
-def quantization_targets(model: ModelPatcher) -> dict[str, torch.nn.Module]:
+def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
     check_runs_as_stored(model)
     if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in model.object_patches):
@@ -140,7 +142,7 @@ def quantization_targets(model: ModelPatcher) -> dict[str, torch.nn.Module]:
 def _quantize_layers(
     model: ModelPatcher,
     settings: QuantizationSettings,
-    targets: Mapping[str, torch.nn.Module],
+    targets: Mapping[str, CastWeightBiasOp],
     statistics: Mapping[str, ActivationStatistics],
 ) -> dict[str, QuantizedLinear]:
     """Every target in INT8, those that will be protected too: how fragile they are is known only then."""
@@ -151,7 +153,7 @@ def _quantize_layers(
     # cross attention reads another tensor than its k and v.
     groups = same_input_groups(
         [name for name in targets if name in statistics],
-        lambda a, b: torch.equal(statistics[a].absmax, statistics[b].absmax),
+        lambda a, b: statistics[a].same_range_as(statistics[b]),
     )
     group_of = {name: group for group in groups for name in group}
 

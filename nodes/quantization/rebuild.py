@@ -47,7 +47,8 @@ def source_weight(model: ModelPatcher, name: str) -> torch.Tensor:
 
 
 def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dict[str, torch.Tensor]:
-    """The diffusion model's tensors under its own names, patches applied, with placeholders for the weights of `targets`.
+    """The diffusion model's tensors under its own names, patches applied, with placeholders for the weights of
+    `targets`.
 
     A placeholder has a shape and dtype but no data: it lets the loader recognise the model, and each real weight is
     made only when its layer is loaded.

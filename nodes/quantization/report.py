@@ -12,8 +12,8 @@ class LayerReport:
 
     Attributes:
         transform: what was done to its channels.
-        fragility: what plain INT8 costs, relative to the layer's output (without calibration, to its weight); None for a
-            layer that was never called.
+        fragility: what plain INT8 costs, relative to the layer's output (without calibration, to its weight); None for
+            a layer that was never called.
         error: what INT8 with the transform costs.
         protected: whether it stayed in high precision instead.
     """
@@ -96,8 +96,8 @@ class QuantizationReport:
         lines = [
             f"{len(self.layers) - kept} of {self.linears} linears are INT8, {kept} fragile ones are protected.",
             "",
-            f"Fragility is the error of plain INT8, relative to the layer's {self.error_of}; the error is what is left of it "
-            "as the layer was quantized.",
+            f"Fragility is the error of plain INT8, relative to the layer's {self.error_of}; the error is what is left "
+            "of it as the layer was quantized.",
             "",
             "| layer | fragility | error | transform |",
             "| --- | --- | --- | --- |",

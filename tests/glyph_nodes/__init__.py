@@ -23,7 +23,7 @@ def _load_glyphs() -> None:
 
 
 _load_glyphs()
-from int8_dit_test_glyphs import conditioning, latents  # noqa: E402
+from int8_dit_test_glyphs import conditioning, latents
 
 
 class GlyphConditioning(io.ComfyNode):

@@ -6,6 +6,7 @@ antialiased, keeps their thickness independent of the transform, and is one batc
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import cos, pi, radians, sin
 
 import torch
@@ -94,7 +95,7 @@ def _segments() -> torch.Tensor:
     """
     characters = []
     for character in ALPHABET:
-        pairs = [pair for stroke in _STROKES[character] for pair in zip(stroke, stroke[1:])]
+        pairs = [pair for stroke in _STROKES[character] for pair in pairwise(stroke)]
         ends = torch.tensor(pairs, dtype=torch.float32)
         corners = ends.flatten(0, 1)
         characters.append(ends - (corners.amin(0) + corners.amax(0)) / 2)

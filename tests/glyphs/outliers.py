@@ -1,8 +1,8 @@
 """The glyph model made hard to quantize: outlier channels, as large diffusion transformers have, that change no result.
 
-A channel of a linear's input is multiplied where it is made and divided in the linear's weight. That is exact for what a
-modulation feeds, x (1 + scale) + shift, and for what attention passes on from v. The trained model's own activations are
-mild: plain INT8 loses so little on them that no recipe could tell.
+A channel of a linear's input is multiplied where it is made and divided in the linear's weight. That is exact for what
+a modulation feeds, x (1 + scale) + shift, and for what attention passes on from v. The trained model's own activations
+are mild: plain INT8 loses so little on them that no recipe could tell.
 """
 
 import torch
@@ -13,7 +13,7 @@ STREAMS = ("context_block", "x_block")
 
 
 def plant(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of the glyph model with outlier channels at the inputs of qkv, fc1 and proj, in the dtype they have."""
+    """The glyph model's tensors with outlier channels at the inputs of qkv, fc1 and proj, in the dtype they have."""
     planted = {name: tensor.to(torch.float32, copy=True) for name, tensor in state_dict.items()}
     for block in range(BLOCKS):
         prefix = f"joint_blocks.{block}"

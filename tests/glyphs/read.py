@@ -15,7 +15,7 @@ from PIL import Image
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # as a script, this folder would be there: `glyphs` must be
 
-from glyphs.matching import recognise  # noqa: E402
+from glyphs.matching import recognise
 
 
 def main(strip_path: str, *image_paths: str) -> None:

@@ -16,6 +16,7 @@ import json
 import math
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -24,10 +25,10 @@ from safetensors.torch import save_file
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # as a script, this folder would be there: `glyphs` must be
 
-from glyphs import conditioning, latents  # noqa: E402
-from glyphs.alphabet import ALPHABET  # noqa: E402
-from glyphs.drawing import draw  # noqa: E402
-from glyphs.matching import recognise  # noqa: E402
+from glyphs import conditioning, latents
+from glyphs.alphabet import ALPHABET
+from glyphs.drawing import draw
+from glyphs.matching import recognise
 
 DEPTH = 3  # blocks and heads; the width is 64 per head
 SHIFT = 3.0  # sampling shift of ComfyUI's SD3
@@ -120,7 +121,7 @@ def sample(
     count = len(context)
     x = torch.randn(count, latents.CHANNELS, latents.SIDE, latents.SIDE, generator=generator, device=context.device)
     sigmas = shifted(torch.linspace(1, 0, SAMPLING_STEPS + 1)).tolist()
-    for sigma, following in zip(sigmas, sigmas[1:]):
+    for sigma, following in pairwise(sigmas):
         x += (following - sigma) * velocity(model, weights, x, x.new_full((count,), sigma), context)
     return latents.model_to_image(x)
 

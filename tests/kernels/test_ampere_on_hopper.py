@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tensors import random_float, random_int8
 
 from kernels.fused.tiles import ARCHITECTURES
 from kernels.reference import int8_accumulate_reference
+from support.tensors import random_float, random_int8
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.tensors import random_float
 
 from kernels import divide_modulation_scale, divide_rows, multiply_columns
+from support.tensors import random_float
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
-"""Choosing what is done to a layer by the error it brings: measured right, never worse, and the fragile layers found."""
+"""Choosing what is done to a layer by the error it brings: measured right, never worse, fragile layers found."""
 
 import math
 from collections import Counter
 
 import pytest
 import torch
-from support.tensors import DEVICE, random_float, rotation_matrix
 
 from kernels import (
     ALPHAS,
@@ -24,6 +23,7 @@ from kernels.numerics.candidates import rotation_group_of
 from kernels.numerics.groups import least_worst
 from kernels.numerics.output_error import OutputError, relative_rounding_error
 from kernels.numerics.smoothing import smoothing_factors
+from support.tensors import DEVICE, random_float, rotation_matrix
 
 
 def outlier_inputs(tokens=64, channels=128, seed=0, factor=60.0, outliers=(7, 100)):
@@ -150,7 +150,7 @@ def test_what_methods_try():
     assert candidates("best per layer", [0.5], 256) == [smooth, TransformPlan(), rotate, both]
     assert candidates("best per layer", [0.5], 100) == [smooth, TransformPlan()]  # nothing can be rotated
     assert candidates("best per layer", [], 256) == [TransformPlan(), rotate]
-    with pytest.raises(ValueError, match="method must be one of smooth, .* got 'other'"):
+    with pytest.raises(ValueError, match=r"method must be one of smooth, .* got 'other'"):
         candidates("other", [0.5], 256)
 
 
@@ -279,7 +279,7 @@ def test_a_bad_weight_is_named(method):
     weights = {name: random_float(8, 64, seed=1) for name in ("good", "bad")}
     weights["bad"][2, 3] = math.nan
     group = {name: (lambda w=w: w) for name, w in weights.items()}
-    with pytest.raises(ValueError, match="layer bad cannot be quantized: .*NaN or Inf"):
+    with pytest.raises(ValueError, match=r"layer bad cannot be quantized: .*NaN or Inf"):
         quantize_group(group, candidates(method, [0.5], 64), statistics_of(outlier_inputs(channels=64, outliers=(7,))))
 
 
@@ -288,8 +288,8 @@ def test_a_bad_weight_is_named(method):
 
 @pytest.mark.parametrize("method", ("none", "smooth"))
 def test_planted_outliers_are_found(method):
-    """Of 24 layers those are most fragile in whose input a few channels are 20 to 100 times the median, also where smoothing
-    cures them."""
+    """Of 24 layers those are most fragile in whose input a few channels are 20 to 100 times the median, also where
+    smoothing cures them."""
     planted = {3, 11, 20}
     fragility = {}
     for layer in range(24):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support.tensors import DEVICE, random_float, random_int8, rotation_matrix
 
 import kernels
 from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.linear import int8_accumulate, int8_gemm, quantize_activations
+from support.tensors import DEVICE, random_float, random_int8, rotation_matrix
 
 # One row, one column, sizes around and between the tile sizes, primes, K below one tile and far above it.
 SHAPES = [
@@ -23,7 +23,7 @@ SHAPES = [
         64: (64, 40, 96),
         77: (56, 121, 32),
     }.items()
-    for n, k in zip(ns, (64, 123, 200, 17)[: len(ns)])
+    for n, k in zip(ns, (64, 123, 200, 17), strict=False)
 ] + [(m, n, k) for m, n in ((1, 1), (4, 9), (32, 32), (65, 70), (96, 33)) for k in (1, 15, 63, 129)]
 
 

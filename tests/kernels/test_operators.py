@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tensors import DEVICE, random_float, random_int8
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 
 import kernels
 from kernels import UNCHANGED, ChannelTransform, InputPlace, InputReader, int8_linear, quantize_weight
 from kernels.linear import int8_gemm, quantize_activations
+from support.tensors import DEVICE, random_float, random_int8
 
 OPERATORS = torch.ops.int8_dit
 BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
@@ -21,7 +21,10 @@ BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The eager reference on a CPU: what runs inside the operators is another test's subject. And no compiled leftovers."""
+    """The eager reference on a CPU: what runs inside the operators is another test's subject.
+
+    And no compiled leftovers.
+    """
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     torch._dynamo.reset()
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.tensors import DEVICE, random_float, rotation_matrix
 
 from kernels import ChannelTransform, dequantize_weight, quantize_weight
 from kernels.linear import quantize_activations
 from kernels.numerics.smoothing import channel_absmax, smoothing_factors
 from kernels.reference import quantize_activations_reference
 from kernels.transform import rotate
+from support.tensors import DEVICE, random_float, rotation_matrix
 
 
 def assert_same_quantization(result, expected):

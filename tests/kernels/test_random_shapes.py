@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tensors import random_int8
 
 from kernels.fused.tiles import ARCHITECTURES, architecture_of
 from kernels.linear import int8_accumulate, int8_gemm
 from kernels.reference import int8_accumulate_reference
+from support.tensors import random_int8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -5,10 +5,10 @@ import random
 
 import pytest
 import torch
-from support.tensors import DEVICE, random_float
 
 from kernels import ActivationStatistics
 from kernels.numerics.row_sample import ROWS_PER_CALL, SAMPLED_CALLS, RowSample
+from support.tensors import DEVICE, random_float
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.tensors import DEVICE, random_float, rotation_matrix
 
 from kernels.transform import UNCHANGED, ChannelTransform
+from support.tensors import DEVICE, random_float, rotation_matrix
 
 CHANNELS, GROUP = 64, 16
 

@@ -1,4 +1,5 @@
-"""Samples the glyph model on a GPU in ComfyUI's ordinary and in its dynamic VRAM mode and prints what came out, as JSON.
+"""Samples the glyph model on a GPU in ComfyUI's ordinary and in its dynamic VRAM mode and prints what came out, as
+JSON.
 
 Run as a script with ComfyUI's folder as its argument: the mode is chosen for a whole process, and the other node tests
 run on the CPU. The steps are those of a user: quantize, save, load, sample, with and without a LoRA.
@@ -14,21 +15,22 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [sys.argv[1], str(TESTS)]
 
-import comfy_aimdo.control  # noqa: E402  (wants to be there before CUDA is, as in ComfyUI's main.py)
+import comfy_aimdo.control
 
 comfy_aimdo.control.init()
 
-import comfy.lora  # noqa: E402
-import comfy.memory_management  # noqa: E402
-import comfy.model_management  # noqa: E402
-import comfy.model_patcher  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.samplers  # noqa: E402
-import comfy.sd  # noqa: E402
-from glyphs import conditioning, latents  # noqa: E402
-from glyphs.alphabet import ALPHABET  # noqa: E402
-from glyphs.matching import recognise  # noqa: E402
-from support.pack import import_pack  # noqa: E402
+import comfy.lora
+import comfy.memory_management
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+
+from glyphs import conditioning, latents
+from glyphs.alphabet import ALPHABET
+from glyphs.matching import recognise
+from support.pack import import_pack
 
 MODEL = str(TESTS / "data" / "glyph_dit.safetensors")
 TEXT = ALPHABET * 2
@@ -36,12 +38,12 @@ STEPS = 12
 
 
 import_pack()
-import int8_dit.kernels.fused.gemm as gemm  # noqa: E402
-from int8_dit.kernels import Protection  # noqa: E402
-from int8_dit.nodes.calibration.run import calibrate  # noqa: E402
-from int8_dit.nodes.model.load import load_int8_model  # noqa: E402
-from int8_dit.nodes.model.save import save_int8_model  # noqa: E402
-from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model  # noqa: E402
+import int8_dit.kernels.fused.gemm as gemm
+from int8_dit.kernels import Protection
+from int8_dit.nodes.calibration.run import calibrate
+from int8_dit.nodes.model.load import load_int8_model
+from int8_dit.nodes.model.save import save_int8_model
+from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
 launches = 0
 _launch_gemm = gemm.launch_gemm

@@ -172,6 +172,7 @@ def test_samplings_are_told_apart_by_the_node_that_samples(dit, model, recorder)
 
 def test_nodes_upstream_of_a_node(pack):
     from comfy_execution.graph import DynamicPrompt
+
     from int8_dit.nodes.record_calibration import _upstream
 
     def node(**inputs):
@@ -260,7 +261,7 @@ def test_a_compiled_model_cannot_be_recorded(dit, model, recorder):
 
     armed = recorder.armed(model, recorder.Recording())
     set_torch_compile_wrapper(armed, backend="eager")
-    with pytest.raises(ValueError, match="torch.compile cannot be recorded; take that node out"):
+    with pytest.raises(ValueError, match=r"torch.compile cannot be recorded; take that node out"):
         dit.sample(armed)
 
 
@@ -344,6 +345,7 @@ def test_the_file_is_the_same_every_time(dit, model, calibration, files, tmp_pat
 
 def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, monkeypatch):
     import folder_paths
+
     from int8_dit.nodes.calibration import file as calibration_file
     from int8_dit.nodes.calibration_files import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
 

@@ -9,10 +9,12 @@ from torch._functorch.aot_autograd import make_boxed_func
 @pytest.fixture
 def ideogram(pack, monkeypatch):
     import comfy.ldm.modules.attention
+
     from support import ideogram_block
 
     torch._dynamo.reset()
-    # What ComfyUI picks on a GPU. Its choice for a CPU asks for the free memory in every call, which no compiler traces.
+    # What ComfyUI picks on a GPU. Its choice for a CPU asks for the free memory in every call, which no compiler
+    # traces.
     monkeypatch.setattr(
         ideogram_block.ideogram4, "optimized_attention_masked", comfy.ldm.modules.attention.attention_pytorch
     )

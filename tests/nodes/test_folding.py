@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+
 from support.tensors import cosine
 
 # Float32's own rounding, through a whole model; and how much more INT8 may lose, since it rounds other numbers.
@@ -107,7 +108,7 @@ def test_a_folded_block_computes_the_same_in_stock_layers(blocks, folding, name)
 
 @pytest.mark.parametrize("name", ("Z-Image", "Qwen-Image"))
 def test_a_protected_layer_reads_the_divided_input_too(blocks, folding, name):
-    """It is multiplied by the factors that its input was divided by; a producer that is protected takes them in its rows."""
+    """It is multiplied by the factors that its input was divided by. A protected producer takes them in its rows."""
     readers = blocks.readers_of(name)
     protected = {"block.feed_forward.w3", "block.attn.to_v"}
     int8 = tuple(layer for layer in readers if layer not in protected)
@@ -123,7 +124,7 @@ def test_layers_that_share_an_input_but_not_its_factors_are_not_folded(blocks, f
     smooth = factors(blocks, folding, "Z-Image", readers)
     smooth["block.feed_forward.w3"] = smooth["block.feed_forward.w3"] * 2
     model = blocks.build("Z-Image", smooth.get, readers)
-    with pytest.raises(ValueError, match="factors of 2 layers, block.feed_forward.w1 first, cannot be folded"):
+    with pytest.raises(ValueError, match=r"factors of 2 layers, block.feed_forward.w1 first, cannot be folded"):
         folding.fold(model, model.model.diffusion_model.state_dict())
 
 
@@ -132,7 +133,7 @@ def test_one_of_them_that_is_not_smoothed_at_all(blocks, folding):
     smooth = factors(blocks, folding, "Z-Image", readers)
     del smooth["block.feed_forward.w3"]
     model = blocks.build("Z-Image", smooth.get, readers)
-    with pytest.raises(ValueError, match="block.feed_forward.w1 first, cannot be folded"):
+    with pytest.raises(ValueError, match=r"block.feed_forward.w1 first, cannot be folded"):
         folding.fold(model, model.model.diffusion_model.state_dict())
 
 

@@ -247,7 +247,7 @@ def test_bf16_leaves_a_float_file_as_it_is(dit):
 
 
 def test_unknown_kernel(dit):
-    with pytest.raises(ValueError, match="auto, fused int8, bf16.*'int4'"):
+    with pytest.raises(ValueError, match=r"auto, fused int8, bf16.*'int4'"):
         dit.load(kernel="int4")
 
 
@@ -271,6 +271,7 @@ def test_rebuilt_without_dynamic_vram(dit):
 
 def test_the_node_loads_from_the_models_folder(dit, tmp_path, monkeypatch):
     import folder_paths
+
     from int8_dit.nodes import LoadINT8DiT
 
     monkeypatch.setitem(folder_paths.folder_names_and_paths, "diffusion_models", ([str(tmp_path)], {".safetensors"}))

@@ -15,6 +15,7 @@ def small(pack):
 def after(dit, tmp_path):
     """A MODEL as it comes out of the quantizer, of this pack's loader, and of ComfyUI's own."""
     import comfy.sd
+
     from int8_dit.nodes.model.save import save_int8_model
 
     def make(model):
@@ -79,14 +80,15 @@ def test_a_kind_that_cannot_be_kept_is_refused(dit):
 
     model = dit.stock()
     model.model.model_type = ModelType.EDM
-    with pytest.raises(ValueError, match="another kind of model .*FLOW instead of .*EDM.*images would be wrong"):
+    with pytest.raises(ValueError, match=r"another kind of model .*FLOW instead of .*EDM.*images would be wrong"):
         dit.quantize(model)
 
 
 def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path, monkeypatch):
     """ComfyUI tells by the spread of a norm's weight whether a Z-Image can run in fp16; folding divides just that."""
-    from int8_dit.nodes.model.save import save_int8_model
     from safetensors.torch import load_file
+
+    from int8_dit.nodes.model.save import save_int8_model
 
     model = small.z_image(monkeypatch)
     inputs = small.calibration(model)

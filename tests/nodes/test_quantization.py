@@ -410,7 +410,7 @@ def test_a_compiled_model_is_refused(dit, model):
 
     compiled = model.clone()
     set_torch_compile_wrapper(compiled, backend="eager")
-    with pytest.raises(ValueError, match="torch.compile.*after Quantize to INT8"):
+    with pytest.raises(ValueError, match=r"torch.compile.*after Quantize to INT8"):
         dit.quantize(compiled)
 
 
@@ -493,12 +493,14 @@ def test_the_defaults_are_the_recipe(pack):
 def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path):
     """It is in no weight: it would be gone from the quantized model and from a file, and nobody could see it."""
     import comfy.sd
+
     from int8_dit.nodes.model.save import save_int8_model
 
     def with_bypass(model):
         return comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)[0]
 
-    with pytest.raises(ValueError, match="not in its weights .bypass_lora. and would be lost. Load a bypass LoRA with"):
+    message = r"not in its weights .bypass_lora. and would be lost. Load a bypass LoRA with"
+    with pytest.raises(ValueError, match=message):
         dit.quantize(with_bypass(model), **dit.calibration(model))
     with pytest.raises(ValueError, match="bypass_lora"):
         save_int8_model(with_bypass(dit.quantize(model)), str(tmp_path / "x.safetensors"), {})
@@ -527,6 +529,7 @@ def test_an_nvfp4_source(dit, model, tmp_path, scaled):
     import json
 
     from comfy.quant_ops import QuantizedTensor
+
     from int8_dit.nodes.files.int8_mark import MARK
 
     tensors = dit.tensors()

@@ -76,7 +76,7 @@ def test_the_picture(report_of):
     from int8_dit.nodes.pictures import quantization_plot
 
     image = quantization_plot.plot(report_of(ERRORS, ("layers.0.w2",)))
-    assert image.ndim == 4 and image.shape[-1] == 3 and 0 <= image.min() and image.max() <= 1
+    assert image.ndim == 4 and image.shape[-1] == 3 and image.min() >= 0 and image.max() <= 1
     chart = image[:, quantization_plot._HEADER :]
     blue, red = pixels(chart, quantization_plot._INT8), pixels(chart, quantization_plot._PROTECTED)
     # Blocks are columns from left to right: the protected layer is in the first, another of its kind in the second.

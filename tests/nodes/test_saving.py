@@ -31,6 +31,7 @@ def save(pack, tmp_path, monkeypatch):
     """The node, run as ComfyUI runs it, with an output folder of its own; returns the path of the new file."""
     import folder_paths
     from comfy_api.latest import io
+
     from int8_dit.nodes import SaveINT8DiT
 
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
@@ -171,7 +172,7 @@ def test_saving_leaves_the_model_as_it_was(dit, smoothed, save):
 
 
 def test_a_model_without_int8_is_refused(dit, save, tmp_path):
-    with pytest.raises(ValueError, match="holds no INT8 weights. Connect Quantize to INT8"):
+    with pytest.raises(ValueError, match=r"holds no INT8 weights. Connect Quantize to INT8"):
         save(dit.stock())
     assert not files(tmp_path)
 
@@ -313,7 +314,7 @@ def test_each_tensor_is_announced(write):
 
 
 def test_a_dtype_that_the_format_lacks(write, tmp_path):
-    with pytest.raises(ValueError, match="wave is torch.complex64"):
+    with pytest.raises(ValueError, match=r"wave is torch.complex64"):
         write({"fine": torch.ones(1), "wave": torch.ones(1, dtype=torch.complex64)})
     assert not files(tmp_path)
 

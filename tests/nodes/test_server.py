@@ -7,10 +7,11 @@ import json
 import numpy
 import pytest
 import torch
-from glyphs.alphabet import ALPHABET
-from glyphs.matching import recognise
 from PIL import Image
 from safetensors import safe_open
+
+from glyphs.alphabet import ALPHABET
+from glyphs.matching import recognise
 from support import workflows
 from support.workflows import Prompt, link
 
@@ -75,8 +76,8 @@ def assert_same_weights(path, expected):
 
 
 def test_the_recorder_sees_the_users_own_sampling(server, tmp_path):
-    """A sampler under the recorder, and the same sampling run by Quantize to INT8 itself, give the same INT8 model; so does
-    the calibration, saved, loaded and merged with a copy of itself where that changes nothing."""
+    """A sampler under the recorder, and the same sampling run by Quantize to INT8 itself, give the same INT8 model; so
+    does the calibration, saved, loaded and merged with a copy of itself where that changes nothing."""
     prompt = Prompt()
     stock = workflows.stock_model(prompt)
     recorded, calibration = workflows.recorded_model(prompt, stock, text="INT8", steps=3)
@@ -105,7 +106,7 @@ def test_the_recorder_sees_the_users_own_sampling(server, tmp_path):
 
 
 def test_every_run_records_anew(server):
-    """Two samplers under one recorder: nothing of them is missing or left over when a prompt runs again, changed or not."""
+    """Two samplers under one recorder: nothing is missing or left over when a prompt runs again, changed or not."""
     calls = []
     for seed, steps in ((1, 3), (1, 3), (2, 3), (2, 4)):
         prompt = Prompt()
@@ -207,7 +208,7 @@ def test_alpha_outside_its_range_is_refused_before_anything_runs(server):
 
     prompt = Prompt()
     workflows.save_model(prompt, workflows.calibrated_model(prompt, workflows.stock_model(prompt), alpha=1.5))
-    with pytest.raises(PromptRejected, match="QuantizeToINT8SmoothQuant.*alpha"):
+    with pytest.raises(PromptRejected, match=r"QuantizeToINT8SmoothQuant.*alpha"):
         server.submit(prompt)
 
 

@@ -2,10 +2,11 @@
 
     python tests/studies/ablation.py --comfyui PATH [--subjects trained outliers blocks] [--out DIR]
 
-Three subjects: the glyph model as it was trained; the same with outlier channels planted (tests/glyphs/outliers.py), which
-change no result in bf16; and full-width Ideogram 4 blocks with random weights and outlier channels planted at the inputs of
-some feed_forward.w2. All comparisons are paired, same seed and inputs, against bf16; intervals are 95 % bootstrap intervals.
-Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 1 --pixels 64` tries it out on a CPU.
+Three subjects: the glyph model as it was trained; the same with outlier channels planted (tests/glyphs/outliers.py),
+which change no result in bf16; and full-width Ideogram 4 blocks with random weights and outlier channels planted at the
+inputs of some feed_forward.w2. All comparisons are paired, same seed and inputs, against bf16; intervals are 95 %
+bootstrap intervals. Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 1 --pixels 64` tries
+it out on a CPU.
 """
 
 import argparse
@@ -25,10 +26,9 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
-from support.tensors import cosine  # noqa: E402
-
-from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS, quantized_natively, random_state_dict  # noqa: E402
-from support.pack import import_comfyui, import_pack  # noqa: E402
+from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS, quantized_natively, random_state_dict
+from support.pack import import_comfyui, import_pack
+from support.tensors import cosine
 
 GLYPH_MODEL = TESTS / "data" / "glyph_dit.safetensors"
 LADDER = (0, 4, 8, 17, 34)
@@ -85,6 +85,7 @@ class Glyphs:
 
     def evaluate(self, model) -> Outcome:
         import comfy.sample
+
         from glyphs import latents
         from glyphs.conditioning import encode
         from glyphs.matching import recognise
@@ -107,6 +108,7 @@ class Glyphs:
     def outputs(self, model) -> list[torch.Tensor]:
         """What the model makes of noise, for all characters, at some times of the schedule."""
         import comfy.model_management
+
         from glyphs.alphabet import ALPHABET
         from glyphs.conditioning import encode
 
@@ -181,6 +183,7 @@ class Blocks:
 
 def _calibrate(model, condition: list, empty: torch.Tensor, steps: int, seed: int):
     import comfy.samplers
+
     from int8_dit.nodes.calibration.run import calibrate
 
     sampling = model.get_model_object("model_sampling")
@@ -224,6 +227,7 @@ def fp8_scaled(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """comfy-kitchen's ConvRot INT8."""
     from comfy.quant_ops import TensorWiseINT8Layout
+
     from int8_dit.kernels import ChannelTransform
     from int8_dit.kernels.numerics.candidates import rotation_group_of
     from int8_dit.nodes.files.int8_mark import encode_mark
@@ -281,8 +285,9 @@ def run(subject: Glyphs | Blocks) -> tuple[dict[str, Outcome], dict[str, list[fl
 
 
 def folded_cosines(subject: Glyphs | Blocks, base, calibration) -> dict[str, list[float]]:
-    """Cosines of outputs: of the stock loader on a folded file with this pack's on the unfolded one, and of that with bf16."""
+    """Cosines of outputs: the stock loader on a folded file with this pack on the unfolded one, and that with bf16."""
     import comfy.sd
+
     from int8_dit.nodes.model.load import load_int8_model
     from int8_dit.nodes.model.save import save_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
@@ -314,10 +319,11 @@ def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
     return outcome
 
 
-def interval(
-    values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = partial(np.mean, axis=-1)
-) -> list[float]:
-    """The statistic of items and its 95 % percentile bootstrap interval. values: [..., items], resampled along items."""
+_mean = partial(np.mean, axis=-1)
+
+
+def interval(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = _mean) -> list[float]:
+    """The statistic of values [..., items] and its 95 % percentile bootstrap interval, resampled along the items."""
     random = np.random.default_rng(0)
     draws = random.integers(values.shape[-1], size=(RESAMPLES, values.shape[-1]))
     resampled = statistic(values[..., draws])
@@ -426,9 +432,10 @@ def main() -> None:
     import_pack()
     import comfy.model_management
     from comfyui_version import __version__ as comfyui_version
-    from glyphs.outliers import plant
-    from int8_dit.kernels.benchmark import environment, title
     from safetensors.torch import load_file
+
+    from glyphs.outliers import plant
+    from int8_dit.kernels.benchmark import describe_machine, title
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     trained = load_file(GLYPH_MODEL)
@@ -455,7 +462,7 @@ def main() -> None:
         if key == "outliers":
             save_picture(outcomes, arguments.out / "glyphs.png")
         del subject, outcomes
-    machine = environment(comfy.model_management.get_torch_device())
+    machine = describe_machine(comfy.model_management.get_torch_device())
     heading = f"{title(machine)}, ComfyUI {comfyui_version}"
     text = report(heading, results)
     print("\n" + text)

@@ -17,8 +17,8 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
-from kernels.fused.tiles import ARCHITECTURES, GemmConfig  # noqa: E402
-from support.ampere_kernel import RESERVED_SHARED, AmpereKernel, prebuild  # noqa: E402
+from kernels.fused.tiles import ARCHITECTURES, GemmConfig
+from support.ampere_kernel import RESERVED_SHARED, AmpereKernel, prebuild
 
 SHIPPED = tuple(ARCHITECTURES["Ampere"].rates)
 _SM86_SHARED = 100 << 10

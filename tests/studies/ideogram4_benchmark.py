@@ -1,11 +1,11 @@
-"""A full Ideogram 4 with random weights in ComfyUI: milliseconds per step and memory in bf16, native INT8 and this pack's,
-and what it takes to calibrate and quantize it.
+"""A full Ideogram 4 with random weights in ComfyUI: milliseconds per step and memory in bf16, native INT8 and this
+pack's, and what it takes to calibrate and quantize it.
 
     python tests/studies/ideogram4_benchmark.py --comfyui PATH [--only steps|quantization] [--json FILE]
 
 Needs an NVIDIA card with about 40 GB of memory; `--blocks 1 --pixels 64` tries the script out on a CPU. One step is one
-conditional forward (256 text tokens) and one unconditional one, as DualModelGuider runs them. Every variant goes through
-ComfyUI's own model loading, and all figures come from one process.
+conditional forward (256 text tokens) and one unconditional one, as DualModelGuider runs them. Every variant goes
+through ComfyUI's own model loading, and all figures come from one process.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,14 +24,14 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from support.pack import import_comfyui, import_pack  # noqa: E402
+from support.pack import import_comfyui, import_pack
 
 TEXT_TOKENS = 256
 TEXT_FEATURES = 53248
 
 
 def random_state_dict(blocks: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """bf16 tensors of an Ideogram 4 in host memory: norms are ones, the rest is scaled so that activations stay finite."""
+    """bf16 tensors of an Ideogram 4 in host memory: norms are ones, the rest keeps activations finite."""
     import comfy.ldm.ideogram4.model
     import comfy.ops
 
@@ -94,6 +95,7 @@ class Step:
 def measure(name: str, model, steps: dict[int, Step], expected: dict[int, torch.Tensor], repetitions: int) -> dict:
     """Load a MODEL onto the device, time it at each resolution, unload it."""
     import comfy.model_management
+
     from int8_dit.kernels.timing import median_milliseconds
 
     device = comfy.model_management.get_torch_device()
@@ -105,7 +107,8 @@ def measure(name: str, model, steps: dict[int, Step], expected: dict[int, torch.
         expected.setdefault(pixels, output)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        figures[f"ms_{pixels}"] = median_milliseconds(lambda: step.run(diffusion_model), device, repetitions)
+        run = partial(step.run, diffusion_model)
+        figures[f"ms_{pixels}"] = median_milliseconds(run, device, repetitions)
         if device.type == "cuda":
             figures[f"peak_gb_{pixels}"] = torch.cuda.max_memory_allocated() / 1e9
         figures[f"error_{pixels}"] = float((output - expected[pixels]).norm() / expected[pixels].norm())
@@ -119,6 +122,7 @@ def measure_steps(bf16, state_dict: dict[str, torch.Tensor], pixels: list[int], 
     """Every variant, loaded as a user loads it, at each resolution."""
     import comfy.model_management
     import comfy.sd
+
     from int8_dit.kernels import Protection
     from int8_dit.nodes.model.load import load_int8_model
     from int8_dit.nodes.model.save import save_int8_model
@@ -211,6 +215,7 @@ def sampling_seconds(model, pixels: int, steps: int) -> float:
 def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict[str, object]:
     """What recording costs the sampling it rides on, and time and memory of quantizing with and without calibration."""
     import comfy.model_management
+
     from int8_dit.nodes.calibration.recorder import Recording, armed
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
@@ -266,12 +271,13 @@ def main() -> None:
     import comfy.model_management
     import comfy.sd
     from comfyui_version import __version__ as comfyui_version
-    from int8_dit.kernels.benchmark import environment, title
+
+    from int8_dit.kernels.benchmark import describe_machine, title
 
     device = comfy.model_management.get_torch_device()
     state_dict = random_state_dict(arguments.blocks, device)
     bf16 = comfy.sd.load_diffusion_model_state_dict(dict(state_dict))
-    print(f"{title(environment(device))}, ComfyUI {comfyui_version}, {arguments.blocks} blocks\n", flush=True)
+    print(f"{title(describe_machine(device))}, ComfyUI {comfyui_version}, {arguments.blocks} blocks\n", flush=True)
     results: dict[str, object] = {}
     if arguments.only != "steps":
         results["quantization"] = measure_quantization(bf16, max(arguments.pixels), arguments.steps)
@@ -281,7 +287,7 @@ def main() -> None:
         results["steps"] = measure_steps(bf16, state_dict, arguments.pixels, arguments.repetitions)
         print_steps(results["steps"], arguments.pixels)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(device), **results}, indent=1))
+        arguments.json.write_text(json.dumps({"environment": describe_machine(device), **results}, indent=1))
 
 
 if __name__ == "__main__":

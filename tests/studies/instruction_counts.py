@@ -2,8 +2,8 @@
 
     python tests/studies/instruction_counts.py [--json FILE] [--before FILE]
 
-Leaves the table in tests/studies/results/instruction_counts.md. With the --json of an earlier tree as --before it prints
-which builds differ, and fails if one has more than 1 % more instructions, more registers, or spills.
+Leaves the table in tests/studies/results/instruction_counts.md. With the --json of an earlier tree as --before it
+prints which builds differ, and fails if one has more than 1 % more instructions, more registers, or spills.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def table(builds: list[dict]) -> str:
 
 def differences(before: list[dict], after: list[dict]) -> tuple[list[str], bool]:
     """A line for each build that differs, and whether one has become worse."""
-    key = "config capability even_k store_blocks".split()
+    key = ("config", "capability", "even_k", "store_blocks")
     known = {tuple(build[name] for name in key): build for build in before}
     lines, worse = [], False
     for build in after:
@@ -65,7 +65,8 @@ def main() -> int:
     arguments = parser.parse_args()
     script = TESTS / "support" / "machine_code.py"
     builds = json.loads(subprocess.run([sys.executable, script], check=True, stdout=subprocess.PIPE).stdout)
-    heading = f"triton {triton.__version__}, {datetime.date.today().isoformat()}, `python tests/studies/instruction_counts.py`"
+    heading = f"triton {triton.__version__}, {datetime.date.today().isoformat()}, `python "
+    "tests/studies/instruction_counts.py`"
     text = f"# The fused GEMM's machine code\n\n{heading}\n\nWithout NOPs; shared memory in bytes.\n\n{table(builds)}\n"
     RESULT.write_text(text)
     print(text)

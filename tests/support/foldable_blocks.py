@@ -14,6 +14,7 @@ from comfy.ldm.flux.layers import DoubleStreamBlock, EmbedND, SingleStreamBlock
 from comfy.ldm.lumina.model import JointTransformerBlock
 from comfy.ldm.modules.diffusionmodules.mmdit import DismantledBlock
 from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
+
 from int8_dit.kernels import ChannelTransform, ComputePath, quantize_weight
 from int8_dit.nodes.model.int8_weight import int8_weight
 from int8_dit.nodes.model.operations import int8_operations

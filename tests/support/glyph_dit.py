@@ -18,6 +18,8 @@ import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor, TensorWiseINT8Layout
+from safetensors.torch import load_file, save_file
+
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from int8_dit.kernels import ChannelTransform
@@ -25,7 +27,6 @@ from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
 from int8_dit.nodes.model.int8_weight import is_int8
 from int8_dit.nodes.model.load import load_int8_model
 from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
-from safetensors.torch import load_file, save_file
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "glyph_dit.safetensors"
 

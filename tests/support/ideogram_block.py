@@ -10,6 +10,7 @@ from collections.abc import Callable
 import comfy.ldm.ideogram4.model as ideogram4
 import torch
 from comfy.text_encoders.llama import precompute_freqs_cis
+
 from int8_dit.kernels import ChannelTransform, ComputePath, quantize_weight
 from int8_dit.nodes.model.input_groups import share_inputs
 from int8_dit.nodes.model.int8_weight import int8_weight

@@ -1,7 +1,7 @@
 """A model without the rounding of its activations: what it computes but for INT8, the same on every CPU.
 
-One value that lies halfway between two INT8 steps is rounded up by one CPU and down by another, and the layers behind it
-carry that on. So a test that two models are the same model compares them here, up to float32's own rounding.
+One value that lies halfway between two INT8 steps is rounded up by one CPU and down by another, and the layers behind
+it carry that on. So a test that two models are the same model compares them here, up to float32's own rounding.
 """
 
 from __future__ import annotations

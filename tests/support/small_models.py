@@ -23,6 +23,7 @@ import comfy.supported_models
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
+
 from int8_dit.nodes.calibration.calibration import Calibration
 from int8_dit.nodes.calibration.run import calibrate
 

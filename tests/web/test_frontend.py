@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
 from support import workflows
 from support.server import PROJECT, ComfyServer, ExecutionFailed
 from support.workflows import Prompt

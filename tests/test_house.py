@@ -1,0 +1,132 @@
+"""What keeps the house in order: who may import whom, how large a room gets, and files that must say the same."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
+
+PROJECT = Path(__file__).resolve().parents[1]
+MOST_LINES = 400
+# From the ground up: a room imports what stands before it. In nodes/ what is above the rooms is the nodes themselves.
+KERNEL_ROOMS = ("numerics", "fused", "benchmark")
+NODE_ROOMS = ("host", "files", "model", "calibration", "quantization", "pictures")
+
+FILES = {path: ast.parse(path.read_text()) for room in ("kernels", "nodes") for path in (PROJECT / room).rglob("*.py")}
+
+
+def module_of(path):
+    """`kernels.fused.gemm` for kernels/fused/gemm.py; a folder for its __init__.py."""
+    parts = path.relative_to(PROJECT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path) for path in FILES}
+
+
+def imports_of(path):
+    """(module of the pack, name taken of it) and all other packages that a file imports, also inside functions."""
+    own, others = [], set()
+    package = path.relative_to(PROJECT).parts[:-1]
+    for node in ast.walk(FILES[path]):
+        if isinstance(node, ast.Import):
+            others |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            others.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                own.append((inner, None) if inner in MODULES else (base, alias.name))
+    return own, others
+
+
+OWN_IMPORTS = {module_of(path): {module for module, _ in imports_of(path)[0]} for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_no_file_is_a_second_subject_large(path):
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+def test_imports_run_in_no_circle():
+    waiting, free = dict(OWN_IMPORTS), set()
+    while ready := {module for module, imported in waiting.items() if imported <= free | {module}}:
+        free |= ready
+        waiting = {module: imported for module, imported in waiting.items() if module not in ready}
+    assert not waiting
+
+
+def test_kernels_know_no_comfyui():
+    for path in FILES:
+        if path.is_relative_to(PROJECT / "kernels"):
+            own, others = imports_of(path)
+            assert all(module.startswith("kernels") for module, _ in own), path
+            assert not others & {"comfy", "comfy_api", "comfy_execution", "folder_paths", "nodes", "server"}, path
+
+
+def room_of(module, rooms):
+    """The place of a module's room in their order; None for a file that stands in no room."""
+    parts = module.split(".")
+    return rooms.index(parts[1]) if len(parts) > 1 and parts[1] in rooms else None
+
+
+@pytest.mark.parametrize("package, rooms", (("kernels", KERNEL_ROOMS), ("nodes", NODE_ROOMS)))
+def test_no_room_imports_one_above_it(package, rooms):
+    folders = {path.name for path in (PROJECT / package).iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(rooms)
+    for module, imported in OWN_IMPORTS.items():
+        own = room_of(module, rooms) if module.startswith(package) else None
+        above = [other for other in imported if own is not None and other.startswith(package)]
+        assert all((room_of(other, rooms) or 0) <= (own or 0) for other in above), module
+
+
+def test_nodes_import_no_other_node():
+    """They stand side by side in nodes/, and what they share is sockets.py or lies in the rooms below."""
+    standing = {module for module in MODULES if re.fullmatch(r"nodes\.\w+", module) and "." in module}
+    nodes = {module for module in standing if module not in {f"nodes.{room}" for room in NODE_ROOMS}} - {
+        "nodes.sockets"
+    }
+    assert len(nodes) == 6
+    for module in MODULES - {"nodes"}:
+        assert not OWN_IMPORTS[module] & nodes, module
+
+
+@pytest.mark.parametrize("face", ("kernels", "kernels.benchmark"))
+def test_a_face_shows_what_nodes_use_and_nothing_else(face):
+    used = set()
+    for path in FILES:
+        if path.is_relative_to(PROJECT / "nodes"):
+            own, _ = imports_of(path)
+            reached = {(module, name) for module, name in own if module.startswith("kernels")}
+            assert {module for module, _ in reached} <= {"kernels", "kernels.benchmark"}, path
+            used |= {name for module, name in reached if module == face}
+    (assigned,) = (
+        node.value
+        for node in FILES[PROJECT / face.replace(".", "/") / "__init__.py"].body
+        if isinstance(node, ast.Assign)
+    )
+    assert set(ast.literal_eval(assigned)) == used
+
+
+def pyproject():
+    return tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def requirements(lines):
+    return {str(Requirement(line)) for line in lines if line.strip() and not line.startswith("#")}
+
+
+def test_requirements_are_those_of_pyproject():
+    in_file = requirements((PROJECT / "requirements.txt").read_text().splitlines())
+    assert in_file == requirements(pyproject()["project"]["dependencies"])
+
+
+def test_the_hooks_run_the_versions_that_ci_runs():
+    hooks = set(re.findall(r'additional_dependencies: \["(.*?)"\]', (PROJECT / ".pre-commit-config.yaml").read_text()))
+    dev = {entry for entry in pyproject()["dependency-groups"]["dev"] if isinstance(entry, str)}
+    assert {name.partition("==")[0] for name in hooks} == {"ruff", "pyright[nodejs]"}
+    assert hooks <= dev
