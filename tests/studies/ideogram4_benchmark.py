@@ -1,7 +1,7 @@
 """A full Ideogram 4 with random weights in ComfyUI: milliseconds per step and memory in bf16, native INT8 and this
 pack's, and what it takes to calibrate and quantize it.
 
-    python tests/studies/ideogram4_benchmark.py --comfyui PATH [--only steps|quantization] [--json FILE]
+    python tests/studies/ideogram4_benchmark.py --comfyui PATH [--only steps|quantization] [--out DIR]
 
 Needs an NVIDIA card with about 40 GB of memory; `--blocks 1 --pixels 64` tries the script out on a CPU. One step is one
 conditional forward (256 text tokens) and one unconditional one, as DualModelGuider runs them. Every variant goes
@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only t
 
 from support.pack import import_comfyui, import_pack
 
+RESULTS = Path(__file__).resolve().parent / "results" / "ideogram4"
 TEXT_TOKENS = 256
 TEXT_FEATURES = 53248
 
@@ -149,7 +150,12 @@ def measure_steps(bf16, state_dict: dict[str, torch.Tensor], pixels: list[int], 
     return results
 
 
-def print_steps(results: list[dict], pixels: list[int]) -> None:
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def steps_table(results: list[dict], pixels: list[int]) -> str:
     """The table of `measure_steps`."""
     columns = [
         "variant",
@@ -158,12 +164,28 @@ def print_steps(results: list[dict], pixels: list[int]) -> None:
         "weights GB",
         "rel. error",
     ]
-    print("\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    rows = []
     for row in results:
         times = [f"{row[f'ms_{p}']:.1f} ({results[0][f'ms_{p}'] / row[f'ms_{p}']:.2f} x)" for p in pixels]
         peaks = [f"{row.get(f'peak_gb_{p}', 0):.1f}" for p in pixels]
         error = f"{max(row[f'error_{p}'] for p in pixels):.3f}"
-        print("| " + " | ".join([row["variant"], *times, *peaks, f"{row['weights_gb']:.1f}", error]) + " |")
+        rows.append([row["variant"], *times, *peaks, f"{row['weights_gb']:.1f}", error])
+    return markdown(columns, rows)
+
+
+def quantization_table(figures: dict[str, dict]) -> str:
+    """The table of `measure_quantization`'s variants."""
+    columns = ["quantization", "seconds", "GPU memory beyond bf16, GB", "host memory, GB", "result, GB", "protected"]
+    rows = [
+        [
+            name,
+            f"{figure['seconds']:.1f}",
+            *(f"{figure[key]:.1f}" for key in ("device_peak_gb", "host_peak_gb", "result_gb")),
+            str(figure["protected"]),
+        ]
+        for name, figure in figures.items()
+    ]
+    return markdown(columns, rows)
 
 
 class PeakMemory:
@@ -227,12 +249,7 @@ def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict
         recording = Recording()
         plain.append(sampling_seconds(bf16, pixels, steps))
         recorded.append(sampling_seconds(armed(bf16, recording), pixels, steps))
-    figures: dict[str, object] = {
-        "sampling_s": plain,
-        "recorded_sampling_s": recorded,
-        "recording_adds": sorted(recorded)[rounds // 2] / sorted(plain)[rounds // 2] - 1,
-        "bf16_weights_gb": comfy.model_management.module_size(bf16.model) / 1e9,
-    }
+    figures = {}
     variants = {
         "uncalibrated": (QuantizationSettings(), None),
         "calibrated": (QuantizationSettings(), recording.calibration()),
@@ -252,7 +269,13 @@ def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict
         }
         print(name, json.dumps(figures[name]), flush=True)
         del quantized
-    return figures
+    return {
+        "sampling_s": plain,
+        "recorded_sampling_s": recorded,
+        "recording_adds": sorted(recorded)[rounds // 2] / sorted(plain)[rounds // 2] - 1,
+        "bf16_weights_gb": comfy.model_management.module_size(bf16.model) / 1e9,
+        "variants": figures,
+    }
 
 
 def main() -> None:
@@ -263,7 +286,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=11)
     parser.add_argument("--steps", type=int, default=20, help="of the samplings that are recorded")
     parser.add_argument("--only", choices=("steps", "quantization"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for ideogram4.md and ideogram4.json")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
@@ -277,17 +300,27 @@ def main() -> None:
     device = comfy.model_management.get_torch_device()
     state_dict = random_state_dict(arguments.blocks, device)
     bf16 = comfy.sd.load_diffusion_model_state_dict(dict(state_dict))
-    print(f"{title(describe_machine(device))}, ComfyUI {comfyui_version}, {arguments.blocks} blocks\n", flush=True)
+    machine = describe_machine(device)
+    parts = [f"{title(machine)}, ComfyUI {comfyui_version}, {arguments.blocks} blocks with random weights."]
     results: dict[str, object] = {}
     if arguments.only != "steps":
-        results["quantization"] = measure_quantization(bf16, max(arguments.pixels), arguments.steps)
-        print(json.dumps(results["quantization"], indent=1), flush=True)
+        results["quantization"] = measured = measure_quantization(bf16, max(arguments.pixels), arguments.steps)
+        added = 100 * measured["recording_adds"]
+        parts.append(
+            f"Recording adds {added:.1f} % to a sampling of {arguments.steps} steps, {max(arguments.pixels)} px."
+        )
+        parts.append(quantization_table(measured["variants"]))
         comfy.model_management.unload_all_models()
     if arguments.only != "quantization":
-        results["steps"] = measure_steps(bf16, state_dict, arguments.pixels, arguments.repetitions)
-        print_steps(results["steps"], arguments.pixels)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": describe_machine(device), **results}, indent=1))
+        results["steps"] = measured = measure_steps(bf16, state_dict, arguments.pixels, arguments.repetitions)
+        parts.append("A step is one conditional and one unconditional forward. Errors are relative to bf16's outputs.")
+        parts.append(steps_table(measured, arguments.pixels))
+    text = "\n\n".join(parts) + "\n"
+    print(text)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "ideogram4.md").write_text(text)
+    data = {"environment": machine, "comfyui": comfyui_version, **results}
+    (arguments.out / "ideogram4.json").write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":
