@@ -130,3 +130,16 @@ def test_the_hooks_run_the_versions_that_ci_runs():
     dev = {entry for entry in pyproject()["dependency-groups"]["dev"] if isinstance(entry, str)}
     assert {name.partition("==")[0] for name in hooks} == {"ruff", "pyright[nodejs]"}
     assert hooks <= dev
+
+
+def test_the_map_names_every_room_and_no_other():
+    text = (PROJECT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:kernels|nodes|tests|web)/[\w/.]+\.(?:py|md))`", text)
+    assert len(named) > 15 and not [path for path in named if not (PROJECT / path).exists()]
+    drawn = set(re.findall(r"[\w/]+(?:\.py|/)(?=\s)", text.partition("```")[2].partition("```")[0]))
+    rooms = {f"{folder.name}/" for package in ("kernels", "nodes") for folder in (PROJECT / package).iterdir()}
+    assert {room for room in rooms if (PROJECT / "kernels" / room).is_dir()} - {"__pycache__/"} <= drawn
+    assert {room for room in rooms if (PROJECT / "nodes" / room).is_dir()} - {"__pycache__/"} <= drawn
+    shown = [path for path in FILES if path.parent.name in ("kernels", "fused", "numerics", "nodes")]
+    assert {path.name for path in shown} - {"__init__.py"} <= drawn
+    assert not {name for name in drawn if name.endswith(".py")} - {path.name for path in PROJECT.rglob("*.py")}

@@ -2,14 +2,16 @@
 
 How fast a consumer Ampere card is cannot be told from it.
 
-    python tests/studies/ampere_on_hopper.py [--json FILE]
+    python tests/studies/ampere_on_hopper.py [--json FILE] [--out DIR]
+
+Leaves the table in ampere_on_hopper.md.
 """
 
 import argparse
 import json
 import multiprocessing
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +19,8 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
-from kernels.fused.tiles import ARCHITECTURES, GemmConfig
+from kernels.benchmark import describe_machine, title
+from kernels.fused.tiles import ARCHITECTURES, GemmConfig, candidates
 from support.ampere_kernel import RESERVED_SHARED, AmpereKernel, prebuild
 
 SHIPPED = tuple(ARCHITECTURES["Ampere"].rates)
@@ -50,6 +53,13 @@ def residency_on_sm86(prebuilt: tuple[bytes, str, int], config: GemmConfig) -> i
     return max(1, min(by_shared, 48 // config.num_warps))
 
 
+def short(config: GemmConfig) -> str:
+    """A configuration in one word."""
+    return (
+        f"{config.block_m}x{config.block_n}x{config.block_k}/{config.num_warps}w/{config.num_stages}s/g{config.group_m}"
+    )
+
+
 def milliseconds(kernel: AmpereKernel, m: int, n: int, k: int, weights: list[torch.Tensor]) -> float:
     """Time of one launch, from many in a row over weights that do not fit the L2 together."""
     q = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
@@ -72,14 +82,14 @@ def main() -> None:
     """Command line of the ranking."""
     parser = argparse.ArgumentParser(description="Ranks configurations of the Ampere path on a Hopper card.")
     parser.add_argument("--json", help="write all times to this file")
+    parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results")
     arguments = parser.parse_args()
     shapes = [(m, n, k) for m in (2560, 4352) for n, k in ((13824, 4608), (4608, 4608), (12288, 4608), (4608, 12288))]
     with multiprocessing.get_context("spawn").Pool() as pool:
         prebuilt = dict(pool.imap_unordered(_try_prebuild, explored()))
     prebuilt = {config: result for config, result in prebuilt.items() if not isinstance(result, str)}
-    results = []
+    results, rows = [], []
     for limited in (False, True):
-        print("blocks per multiprocessor as on sm_86" if limited else "as many blocks per multiprocessor as fit")
         kernels = {
             config: AmpereKernel(
                 config,
@@ -92,18 +102,39 @@ def main() -> None:
             copies = max(4, -(-(200 << 20) // (n * k)))
             weights = [torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda") for _ in range(copies)]
             times = {config: milliseconds(kernel, m, n, k, weights) for config, kernel in kernels.items()}
-            best = min(times.values())
-            print(f"{m} x {n} x {k}: best {best:.4f} ms, {2 * m * n * k / best / 1e9:.0f} TOPS; times over it")
             ranked = sorted(times, key=times.__getitem__)
-            for config in ranked[:6] + [config for config in ranked[6:] if config in SHIPPED]:
-                mark = "*" if config in SHIPPED else " "
-                sizes = "x".join(str(size) for size in (config.block_m, config.block_n, config.block_k))
-                warps = f"{config.num_warps} warps, {config.num_stages} stages, groups of {config.group_m}"
-                print(f" {mark} {times[config] / best:.3f}  {sizes}, {warps}")
+            best = times[ranked[0]]
+            shipped = next(config for config in ranked if config in SHIPPED)
+            first = replace(candidates((8, 6), 82, m, n, k)[0], group_m=16)
+            offered = min((times[c] for c in times if replace(c, group_m=16) == first), default=float("nan"))
+            rows.append(
+                [
+                    "as on sm_86" if limited else "as many as fit",
+                    f"{m} x {n} x {k}",
+                    f"{best:.4f} ms, {2 * m * n * k / best / 1e9:.0f} TOPS",
+                    short(ranked[0]),
+                    f"{times[shipped] / best:.3f} ({short(shipped)})",
+                    f"{offered / best:.3f} ({short(first)})",
+                ]
+            )
+            print(*rows[-1], sep=" | ", flush=True)
             results += [
                 {"m": m, "n": n, "k": k, "limited": limited, "config": asdict(config), "milliseconds": time}
                 for config, time in times.items()
             ]
+    columns = [
+        "blocks per multiprocessor",
+        "M x N x K",
+        "best of all",
+        "which",
+        "best shipped",
+        "first that is offered",
+    ]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows])
+    note = f"Of {len(prebuilt)} configurations: time of the best, and of others relative to it."
+    heading = f"{title(describe_machine(torch.device('cuda')))}. sm_80 code, assembled for this card."
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "ampere_on_hopper.md").write_text(f"{heading}\n\n{note}\n\n{table}\n")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results))
 

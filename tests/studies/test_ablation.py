@@ -115,13 +115,6 @@ def test_the_stored_results_of_ideogram_4_blocks(stored):
     assert len(blocks["planted"]) == 4 and all(blocks["planted"].values())  # were they among the protected?
 
 
-def test_the_readme_shows_the_stored_results(stored):
-    table = (STUDIES / "results" / "ablation" / "ablation.md").read_text()
-    readme = (TESTS.parent / "README.md").read_text()
-    rows = [line for line in table.split("\n\n### ")[0].splitlines() if line.startswith("|")]
-    assert len(rows) > 15 and all(row in readme for row in rows)
-
-
 def test_full_width_blocks(pack, tmp_path, monkeypatch):
     """Two Ideogram 4 blocks of the real size, outliers at the w2 input of one: found, no worse than FP8, and folded
     into a file that the stock loader runs alike."""

@@ -1,0 +1,47 @@
+"""What documents say is what the studies measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PROJECT = RESULTS.parents[2]
+
+
+def words(path):
+    """A document without its line breaks."""
+    return " ".join(path.read_text().split())
+
+
+def test_the_readme_shows_the_stored_ideogram_4_table():
+    rows = [line for line in (RESULTS / "ideogram4" / "ideogram4.md").read_text().splitlines() if "px" in line]
+    rows += [line for line in (RESULTS / "ideogram4" / "ideogram4.md").read_text().splitlines() if " x) |" in line]
+    readme = (PROJECT / "README.md").read_text().splitlines()
+    assert len(rows) >= 5
+    assert all(row in readme for row in rows if row.startswith("|"))
+    stored = json.loads((RESULTS / "ideogram4" / "ideogram4.json").read_text())
+    machine = stored["environment"]
+    for value in (machine["driver"], machine["torch"], machine["triton"], machine["comfy-kitchen"], machine["date"]):
+        assert value in words(PROJECT / "README.md")
+    assert f"ComfyUI {stored['comfyui']}" in words(PROJECT / "README.md")
+
+
+@pytest.mark.parametrize(
+    "subject, other, sentence",
+    [
+        ("outliers", "FP8", "The recipe's error is {} × FP8's [{}, {}] on the planted outliers"),
+        ("trained", "FP8", "and {} × [{}, {}] on the model as trained"),
+        ("outliers", "naive W8A8", "It is {} × [{}, {}] naive INT8's on the planted outliers"),
+    ],
+)
+def test_sentences_about_the_ablation(subject, other, sentence):
+    stored = json.loads((RESULTS / "ablation" / "ablation.json").read_text())["subjects"]
+    ratio = stored[subject]["figures"]["recipe"][f"ratio to {other}"]
+    assert sentence.format(*(f"{value:.2f}" for value in ratio)) in words(RESULTS / "README.md")
+
+
+def test_every_result_is_listed():
+    listed = (RESULTS / "README.md").read_text()
+    for path in RESULTS.iterdir():
+        assert path.name == "README.md" or f"]({path.name}" in listed, path
