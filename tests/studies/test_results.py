@@ -1,6 +1,7 @@
 """What documents say is what the studies measured."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,5 @@ def test_every_result_is_listed():
     listed = (RESULTS / "README.md").read_text()
     for path in RESULTS.iterdir():
         assert path.name == "README.md" or f"]({path.name}" in listed, path
+    for link in re.findall(r"\]\((.*?)\)", listed):
+        assert (RESULTS / link).is_file(), link
