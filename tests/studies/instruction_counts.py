@@ -39,6 +39,13 @@ def table(builds: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def document(builds: list[dict]) -> str:
+    """The table with what it was made of and by what."""
+    run = f"triton {triton.__version__}, {datetime.date.today().isoformat()}"
+    heading = f"{run}, `python tests/studies/instruction_counts.py`"
+    return f"# The fused GEMM's machine code\n\n{heading}\n\nWithout NOPs; shared memory in bytes.\n\n{table(builds)}\n"
+
+
 def differences(before: list[dict], after: list[dict]) -> tuple[list[str], bool]:
     """A line for each build that differs, and whether one has become worse."""
     key = ("config", "capability", "even_k", "store_blocks")
@@ -65,9 +72,7 @@ def main() -> int:
     arguments = parser.parse_args()
     script = TESTS / "support" / "machine_code.py"
     builds = json.loads(subprocess.run([sys.executable, script], check=True, stdout=subprocess.PIPE).stdout)
-    heading = f"triton {triton.__version__}, {datetime.date.today().isoformat()}, `python "
-    "tests/studies/instruction_counts.py`"
-    text = f"# The fused GEMM's machine code\n\n{heading}\n\nWithout NOPs; shared memory in bytes.\n\n{table(builds)}\n"
+    text = document(builds)
     RESULT.write_text(text)
     print(text)
     if arguments.json:

@@ -42,6 +42,17 @@ def test_sentences_about_the_ablation(subject, other, sentence):
     assert sentence.format(*(f"{value:.2f}" for value in ratio)) in words(RESULTS / "README.md")
 
 
+def test_the_machine_codes_table_is_what_its_study_writes():
+    """All but the version, the day and the rows, which are those of one run."""
+    from studies.instruction_counts import document
+
+    def without_run(text):
+        return re.sub(r"triton \S+, \d{4}-\d\d-\d\d", "", text)
+
+    stored = (RESULTS / "instruction_counts.md").read_text()
+    assert without_run(stored).startswith(without_run(document([])))
+
+
 def test_every_result_is_listed():
     listed = (RESULTS / "README.md").read_text()
     for path in RESULTS.iterdir():
