@@ -31,6 +31,7 @@ from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from glyphs.matching import recognise
 from support.pack import import_pack
+from support.tensors import relative_error
 
 MODEL = str(TESTS / "data" / "glyph_dit.safetensors")
 TEXT = ALPHABET * 2
@@ -95,10 +96,6 @@ def with_lora(model):
     patched = model.clone()
     patched.add_patches(comfy.lora.load_lora(factors, comfy.lora.model_lora_keys_unet(model.model, {})), 1.0)
     return patched
-
-
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def run() -> dict:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from support.tensors import cosine
+from support.tensors import cosine, relative_error
 
 # Float32's own rounding, through a whole model; and how much more INT8 may lose, since it rounds other numbers.
 FLOAT_ROUNDING = 1e-4
@@ -57,7 +57,7 @@ def assert_same_but_for_rounding(folded, unfolded, run):
 
     `run` gives the output of one. Leaves them without INT8.
     """
-    from support.real_arithmetic import relative_error, use_float_weights
+    from support.real_arithmetic import use_float_weights
 
     with torch.no_grad():
         folded_int8, unfolded_int8 = run(folded), run(unfolded)

@@ -124,7 +124,8 @@ def test_full_width_blocks(pack, tmp_path, monkeypatch):
     from int8_dit.nodes.model.save import save_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
     from studies import ablation
-    from support.real_arithmetic import relative_error, use_float_weights
+    from support.real_arithmetic import use_float_weights
+    from support.tensors import relative_error
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     blocks = ablation.Blocks(blocks=2, planted=1, pixels=32)

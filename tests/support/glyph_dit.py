@@ -27,6 +27,7 @@ from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
 from int8_dit.nodes.model.int8_weight import is_int8
 from int8_dit.nodes.model.load import load_int8_model
 from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
+from support.tensors import relative_error as relative_error  # tests have it as `dit.relative_error`
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "glyph_dit.safetensors"
 
@@ -190,11 +191,6 @@ def untouched(model: ModelPatcher) -> Iterator[None]:
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in model.model.modules())
     assert torch.equal(output(model), result)
     assert_same_tensors(snapshot(model), before)
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square difference relative to the root mean square of `expected`."""
-    return float((actual - expected).norm() / expected.norm())
 
 
 def lora(layers: Iterable[str], scale: float = 0.05, rank: int = 4) -> dict[str, torch.Tensor]:

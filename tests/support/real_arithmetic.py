@@ -24,8 +24,3 @@ def use_float_weights(module: torch.nn.Module) -> torch.nn.Module:
             replaced += 1
     assert replaced, "no layer is quantized"
     return module
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference relative to the norm of `expected`."""
-    return float((actual - expected).norm() / expected.norm())

@@ -26,6 +26,11 @@ def rotation_matrix(group):
     return (matrix / group**0.5).to(DEVICE)
 
 
+def relative_error(actual, expected):
+    """Norm of the difference relative to the norm of `expected`."""
+    return float((actual - expected).norm() / expected.norm())
+
+
 def cosine(a, b):
     """Cosine of the angle between two tensors of any shape."""
     return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
