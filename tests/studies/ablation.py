@@ -28,7 +28,7 @@ sys.path.append(str(TESTS))  # as a script, only this folder is there
 
 from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS, quantized_natively, random_state_dict
 from support.pack import import_comfyui, import_pack
-from support.tensors import cosine
+from support.tensors import cosine, relative_error
 
 GLYPH_MODEL = TESTS / "data" / "glyph_dit.safetensors"
 LADDER = (0, 4, 8, 17, 34)
@@ -156,7 +156,7 @@ class Blocks:
     def evaluate(self, model) -> Outcome:
         outputs = self.outputs(model)
         pairs = zip(outputs, (expected for _, _, expected in self._calls), strict=True)
-        return Outcome([float((output - expected).norm() / expected.norm()) for output, expected in pairs])
+        return Outcome([relative_error(output, expected) for output, expected in pairs])
 
     def outputs(self, model) -> list[torch.Tensor]:
         """What each block makes of the inputs it has in bf16."""
@@ -359,8 +359,9 @@ def _percent(error: list[float]) -> str:
 
 def overview(subjects: dict[str, dict[str, dict]]) -> str:
     """One table of all subjects' figures: the error of every variant."""
-    columns = [COLUMNS[key] for key in subjects]
-    lines = ["| variant | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    from int8_dit.kernels.benchmark import markdown
+
+    rows = []
     names = dict.fromkeys(name for figures in subjects.values() for name in figures if name != "bf16")
     for name in names:
         cells = []
@@ -368,19 +369,20 @@ def overview(subjects: dict[str, dict[str, dict]]) -> str:
             figure = figures.get(name)
             text = "" if figure is None else _percent(figure["error"])
             cells.append(text if figure is None or "read" not in figure else f"{text}, {figure['read']} read")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([name, *cells])
+    return markdown(["variant", *(COLUMNS[key] for key in subjects)], rows)
 
 
 def comparison(title: str, figures: dict[str, dict]) -> str:
     """One subject: the error of every variant relative to that of others."""
-    lines = [f"### {title}", "", "| error relative to that of | protected | " + " | ".join(PEERS) + " |"]
-    lines.append("| --- " * (2 + len(PEERS)) + "|")
+    from int8_dit.kernels.benchmark import markdown
+
+    rows = []
     for name, figure in figures.items():
         if name != "bf16":
             cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*figure[f"ratio to {other}"]) for other in PEERS]
-            lines.append(f"| {name} | {figure['protected']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append([name, str(figure["protected"]), *cells])
+    return f"### {title}\n\n" + markdown(["error relative to that of", "protected", *PEERS], rows)
 
 
 def folding(key: str, folded: dict[str, list[float]]) -> str:

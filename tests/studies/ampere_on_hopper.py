@@ -19,7 +19,7 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
-from kernels.benchmark import describe_machine, title
+from kernels.benchmark import describe_machine, markdown, title
 from kernels.fused.tiles import ARCHITECTURES, GemmConfig, candidates
 from support.ampere_kernel import RESERVED_SHARED, AmpereKernel, prebuild
 
@@ -130,11 +130,10 @@ def main() -> None:
         "best shipped",
         "first that is offered",
     ]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows])
     note = f"Of {len(prebuilt)} configurations: time of the best, and of others relative to it."
     heading = f"{title(describe_machine(torch.device('cuda')))}. sm_80 code, assembled for this card."
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "ampere_on_hopper.md").write_text(f"{heading}\n\n{note}\n\n{table}\n")
+    (arguments.out / "ampere_on_hopper.md").write_text(f"{heading}\n\n{note}\n\n{markdown(columns, rows)}\n")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results))
 

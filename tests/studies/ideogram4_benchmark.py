@@ -25,6 +25,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
 from support.pack import import_comfyui, import_pack
+from support.tensors import relative_error
 
 RESULTS = Path(__file__).resolve().parent / "results" / "ideogram4"
 TEXT_TOKENS = 256
@@ -112,7 +113,7 @@ def measure(name: str, model, steps: dict[int, Step], expected: dict[int, torch.
         figures[f"ms_{pixels}"] = median_milliseconds(run, device, repetitions)
         if device.type == "cuda":
             figures[f"peak_gb_{pixels}"] = torch.cuda.max_memory_allocated() / 1e9
-        figures[f"error_{pixels}"] = float((output - expected[pixels]).norm() / expected[pixels].norm())
+        figures[f"error_{pixels}"] = relative_error(output, expected[pixels])
     comfy.model_management.unload_all_models()
     comfy.model_management.soft_empty_cache()
     print(json.dumps(figures), flush=True)
@@ -150,13 +151,10 @@ def measure_steps(bf16, state_dict: dict[str, torch.Tensor], pixels: list[int], 
     return results
 
 
-def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    """A table."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows])
-
-
 def steps_table(results: list[dict], pixels: list[int]) -> str:
     """The table of `measure_steps`."""
+    from int8_dit.kernels.benchmark import markdown
+
     columns = [
         "variant",
         *(f"{p} px ms (vs bf16)" for p in pixels),
@@ -175,6 +173,8 @@ def steps_table(results: list[dict], pixels: list[int]) -> str:
 
 def quantization_table(figures: dict[str, dict]) -> str:
     """The table of `measure_quantization`'s variants."""
+    from int8_dit.kernels.benchmark import markdown
+
     columns = ["quantization", "seconds", "GPU memory beyond bf16, GB", "host memory, GB", "result, GB", "protected"]
     rows = [
         [

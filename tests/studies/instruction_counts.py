@@ -16,6 +16,10 @@ from pathlib import Path
 import triton
 
 TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS.parent))  # as a script, only this folder is there
+
+from kernels.benchmark import markdown
+
 RESULT = TESTS / "studies" / "results" / "instruction_counts.md"
 MOST_GROWTH = 1.01
 
@@ -30,13 +34,12 @@ def kind(build: dict) -> str:
 
 def table(builds: list[dict]) -> str:
     """One row a build."""
-    lines = ["| configuration | build | instructions | tensor core | registers | shared memory | spills |"]
-    lines.append("| --- " * 7 + "|")
+    columns = ["configuration", "build", "instructions", "tensor core", "registers", "shared memory", "spills"]
+    rows = []
     for build in builds:
         counts = [build["instructions"], build["IMMA"] + build["IGMMA"], build["registers"], build["shared"]]
-        cells = [build["config"], kind(build), *map(str, counts), str(build["LDL"] + build["STL"])]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([build["config"], kind(build), *map(str, counts), str(build["LDL"] + build["STL"])])
+    return markdown(columns, rows)
 
 
 def document(builds: list[dict]) -> str:
