@@ -7,10 +7,9 @@ prepares the environment at the first run (see support/environment.py). The exit
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
-from support.environment import PrepareError, prepare, say
+from support.environment import prepare, run_script, say
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -32,9 +31,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except PrepareError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from support import workflows
-from support.environment import Environment, PrepareError, prepare, say
+from support.environment import Environment, prepare, run_script, say
 from support.server import GLYPH_MODEL, TESTS, ComfyServer, ExecutionFailed, PromptRejected, ServerError, serve
 from support.workflows import GLYPH_TEXT, Prompt, link
 
@@ -117,9 +117,4 @@ def keep_open(server: ComfyServer) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (PrepareError, ServerError, PromptRejected, ExecutionFailed) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main, ServerError, PromptRejected, ExecutionFailed)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.environment import PrepareError, prepare
+from support.environment import prepare, run_script
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -26,9 +26,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except PrepareError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

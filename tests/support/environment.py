@@ -22,9 +22,10 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 GROUP = "dev"
@@ -64,6 +65,16 @@ def prepare() -> Environment:
 def cache_folder() -> Path:
     """The folder that holds the environment."""
     return Path(os.environ.get("INT8_DIT_CACHE") or Path.home() / ".cache" / "int8-dit").expanduser().resolve()
+
+
+def run_script(main: Callable[[], int | None], *errors: type[Exception]) -> NoReturn:
+    """Run a command of tests/ and exit with its code; PrepareError and `errors` end it with their message."""
+    try:
+        sys.exit(main())
+    except (PrepareError, *errors) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def say(message: str) -> None:
