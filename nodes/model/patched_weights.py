@@ -25,6 +25,12 @@ def stored_weight(model: ModelPatcher, key: str) -> torch.Tensor:
     return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
 
 
+def possibly_patched(model: ModelPatcher) -> set[str]:
+    """The names in the diffusion model of all that patches may change, or have changed."""
+    keys = {*model.patches, *model.backup}
+    return {key.removeprefix(DIFFUSION_MODEL) for key in keys if key.startswith(DIFFUSION_MODEL)}
+
+
 def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = None) -> torch.Tensor:
     """A stored weight as the float tensor it stands for, in a dtype that can be computed with, where it is.
 
@@ -103,9 +109,8 @@ class MappedTensor(PendingTensor):
 
 def state_dict_for_saving(model: ModelPatcher) -> Tensors:
     """The diffusion model's tensors under its own names, patches applied (those lazily)."""
-    changed = {k for k in {*model.patches, *model.backup} if k.startswith(DIFFUSION_MODEL)}
     entries = {}
-    for key in changed:
+    for key in (DIFFUSION_MODEL + name for name in possibly_patched(model)):
         stored: Any = stored_weight(model, key)
         pieces = stored.state_dict(key) if isinstance(stored, QuantizedTensor) else {key: stored}
         if key in model.patches:

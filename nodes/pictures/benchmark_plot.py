@@ -35,7 +35,7 @@ def plot(results: Sequence[ShapeResult], title: str) -> torch.Tensor:
     y = 2 * _MARGIN + 54
     for result in results:
         draw.text((_MARGIN, y), result.shape.name, fill=INK, font=text)
-        draw.text((_MARGIN, y + 20), f"{result.m} x {result.shape.n} x {result.shape.k}", fill=MUTED, font=text)
+        draw.text((_MARGIN, y + 20), result.place(), fill=MUTED, font=text)
         times = result.milliseconds
         for method in (method for method in SHOWN if method.name in times):
             ratio = times[method.name] / times[BF16]

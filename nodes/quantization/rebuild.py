@@ -12,7 +12,7 @@ from ..calibration.recorder import disarm
 from ..model.build import CALLBACK_KEY, build_like, rebuild_int8_model
 from ..model.int8_weight import int8_weight
 from ..model.operations import int8_operations
-from ..model.patched_weights import DIFFUSION_MODEL, patched_weight, stored_weight
+from ..model.patched_weights import DIFFUSION_MODEL, patched_weight, possibly_patched, stored_weight
 
 
 def with_quantized_layers(
@@ -54,9 +54,7 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
     made only when its layer is loaded.
     """
     diffusion_model = model.model.diffusion_model
-    changed = {
-        key.removeprefix(DIFFUSION_MODEL) for key in {*model.patches, *model.backup} if key.startswith(DIFFUSION_MODEL)
-    }
+    changed = possibly_patched(model)
     float_weights = {f"{name}.weight" for name in targets}
     for key in changed:
         if key not in float_weights and isinstance(stored_weight(model, DIFFUSION_MODEL + key), QuantizedTensor):
