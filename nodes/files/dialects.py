@@ -12,6 +12,7 @@ import comfy.utils
 import torch
 
 from . import int8_mark
+from .diffusers_names import is_named_by_diffusers, with_native_names
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,19 @@ def _marked(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
+def _named_by_diffusers(checkpoint: Checkpoint) -> Checkpoint:
+    try:
+        return replace(checkpoint, tensors=with_native_names(checkpoint.tensors))
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.name}: {error}") from error
+
+
 DIALECTS = {
     "marks in the metadata": Dialect(
         lambda checkpoint: True, _marked_by_comfyui
     ),  # ComfyUI knows whether there are any
     "all models in one file": Dialect(lambda checkpoint: bool(_without_prefix(checkpoint)), _diffusion_model),
     "int8 without marks, of older node packs": Dialect(lambda checkpoint: bool(_unmarked_int8(checkpoint)), _marked),
+    "diffusers": Dialect(lambda it: is_named_by_diffusers(it.tensors, it.metadata), _named_by_diffusers),
 }
 """In the order in which they are translated."""

@@ -58,11 +58,7 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
     state_dict = checkpoint.tensors
     config = comfy.model_detection.model_config_from_unet(state_dict, "", metadata=checkpoint.metadata)
     if config is None:
-        converted = comfy.model_detection.convert_diffusers_mmdit(dict(state_dict), "")
-        if converted is not None:
-            config = comfy.model_detection.model_config_from_unet(converted, "")
-        else:
-            config = comfy.model_detection.model_config_from_diffusers_unet(state_dict)
+        config = comfy.model_detection.model_config_from_diffusers_unet(state_dict)
     if config is None:
         raise ValueError(
             f"{checkpoint.name} is not a diffusion model that this ComfyUI knows (a text encoder, VAE or LoRA, "

@@ -1,0 +1,69 @@
+"""Diffusion transformers under the names that the diffusers library gives their tensors.
+
+ComfyUI renames them, joins what it holds in one tensor (q, k and v) and swaps the halves of some. Of a quantized layer
+it would keep the weight and lose the scale, so the scales take the same way here as the rows that they belong to.
+"""
+
+import comfy.model_detection
+import torch
+
+from ...kernels import ChannelTransform
+from . import int8_mark
+
+
+def is_named_by_diffusers(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bool:
+    """Whether ComfyUI has to rename these tensors before it knows their model."""
+    return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata) is None
+
+
+def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a diffusion transformer under ComfyUI's own names; of anything else, as they are.
+
+    Tensors may be changed in place. Raises ValueError naming a layer whose quantization cannot follow.
+    """
+    suffix = f".{int8_mark.MARK}"
+    marks = {key.removesuffix(suffix): int8_mark.decode_mark(t) for key, t in tensors.items() if key.endswith(suffix)}
+    for layer, mark in marks.items():
+        if mark.get("format") != int8_mark.NATIVE_FORMAT:
+            raise ValueError(
+                f"{layer} is quantized ({mark.get('format')}) under the name that diffusers gives it, which can be "
+                "read of INT8 only; convert the file to ComfyUI's names"
+            )
+    quantization = {
+        f"{layer}.weight": (tensors.get(f"{layer}.{int8_mark.SCALE}"), mark) for layer, mark in marks.items()
+    }
+    pieces = {f"{layer}.{piece}" for layer in marks for piece in (int8_mark.MARK, int8_mark.SCALE)}
+    plain = {key: tensor for key, tensor in tensors.items() if key not in pieces}
+    # Two columns in place of each tensor: what every row of it is scaled by, and in what groups it is rotated.
+    columns = {
+        key: _columns(tensor, *quantization.get(key, (None, {}))) for key, tensor in plain.items() if tensor.ndim
+    }
+
+    renamed = comfy.model_detection.convert_diffusers_mmdit(plain, "")
+    if renamed is None:
+        if marks and comfy.model_detection.model_config_from_diffusers_unet(tensors) is not None:
+            raise ValueError("this is a quantized UNet under the names of diffusers; convert it to ComfyUI's names")
+        return tensors
+    if marks:
+        for key, rows in (comfy.model_detection.convert_diffusers_mmdit(columns, "") or {}).items():
+            scale, group = rows.unbind(1)
+            if scale.isnan().all():
+                continue
+            layer = key.removesuffix(".weight")
+            if scale.isnan().any() or group.unique().numel() > 1:
+                raise ValueError(
+                    f"{layer} is made of several layers of the file that are not quantized alike; convert the file to "
+                    "ComfyUI's names"
+                )
+            renamed[f"{layer}.{int8_mark.SCALE}"] = scale[:, None].contiguous()
+            renamed[f"{layer}.{int8_mark.MARK}"] = int8_mark.encode_mark(ChannelTransform(None, int(group[0]) or None))
+    return renamed
+
+
+def _columns(tensor: torch.Tensor, scale: torch.Tensor | None, mark: dict) -> torch.Tensor:
+    """[N, 2] for a tensor of N rows: the scale and the rotation group (or 0); NaN where it is not quantized."""
+    columns = torch.full((tensor.shape[0], 2), torch.nan)
+    if scale is not None:
+        columns[:, 0] = scale.float().flatten()
+        columns[:, 1] = int8_mark.rotation_group(mark) or 0
+    return columns

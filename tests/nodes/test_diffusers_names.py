@@ -1,0 +1,68 @@
+"""Files under the names that the diffusers library gives tensors: the same model as under ComfyUI's own."""
+
+import json
+
+import pytest
+import torch
+
+
+def under_diffusers_names(tensors):
+    """The glyph model's tensors, and the scales and marks of its layers, as diffusers would name and cut them."""
+    from comfy.utils import mmdit_to_diffusers
+
+    renamed = {}
+    for theirs, ours in mmdit_to_diffusers({"depth": 3, "num_blocks": 3}).items():
+        name, offset, change = (ours, None, None) if isinstance(ours, str) else (*ours, None)[:3]
+        if name not in tensors:
+            continue
+        rows = slice(None) if offset is None else slice(offset[1], offset[1] + offset[2])
+        value = tensors[name][rows]
+        renamed[theirs] = (value if change is None else change(value)).contiguous()
+        for piece in ("weight_scale", "comfy_quant"):
+            stored = tensors.get(f"{name.removesuffix('.weight')}.{piece}") if name.endswith(".weight") else None
+            if stored is not None:
+                by_row = piece == "weight_scale" and stored.ndim
+                renamed[f"{theirs.removesuffix('.weight')}.{piece}"] = (stored[rows] if by_row else stored).clone()
+    return renamed
+
+
+def write(dit, tmp_path, tensors):
+    return dit.write(tmp_path / "diffusers.safetensors", under_diffusers_names(tensors))
+
+
+def test_a_float_file_computes_what_the_stock_loader_computes(dit, tmp_path):
+    path = write(dit, tmp_path, dit.tensors())
+    assert torch.equal(dit.output(dit.load(path, "bf16")), dit.output(dit.stock(path)))
+    assert torch.equal(dit.output(dit.load(path)), dit.output(dit.load()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    ({"per_channel": False}, {"per_channel": True}, {"rotation_group": 64}),
+    ids=("scalar", "rows", "ConvRot"),
+)
+def test_an_int8_file_is_loaded_as_int8(dit, tmp_path, options):
+    native = dit.native_int8(**options)
+    model = dit.load(write(dit, tmp_path, native))
+    assert set(dit.int8_weights(model)) == set(dit.LINEARS)
+    assert torch.equal(dit.output(model), dit.output(dit.load(dit.write(tmp_path / "native.safetensors", native))))
+
+
+def test_parts_that_are_not_quantized_alike_are_refused(dit, tmp_path):
+    renamed = under_diffusers_names(dit.native_int8())
+    for piece in ("weight_scale", "comfy_quant"):
+        del renamed[f"transformer_blocks.1.attn.to_k.{piece}"]
+    renamed["transformer_blocks.1.attn.to_k.weight"] = renamed["transformer_blocks.1.attn.to_k.weight"].bfloat16()
+    with pytest.raises(ValueError, match=r"mixed.safetensors: joint_blocks.1.x_block.attn.qkv is made of several"):
+        dit.load(dit.write(tmp_path / "mixed.safetensors", renamed))
+
+
+def test_other_formats_under_these_names_are_refused(dit, tmp_path):
+    renamed = under_diffusers_names(dit.tensors())
+    layer = "transformer_blocks.1.attn.to_k"
+    renamed[f"{layer}.weight"] = renamed[f"{layer}.weight"].to(torch.float8_e4m3fn)
+    renamed[f"{layer}.weight_scale"] = torch.ones(())
+    mark = json.dumps({"format": "float8_e4m3fn"}).encode()
+    renamed[f"{layer}.comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=rf"fp8.safetensors: {layer} is quantized \(float8_e4m3fn\)"):
+        dit.load(dit.write(tmp_path / "fp8.safetensors", renamed))
