@@ -6,8 +6,10 @@ module only decides what a linear holds after loading and how it multiplies.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import comfy.model_management
 import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
@@ -43,7 +45,11 @@ def int8_operations(
         convert_layer: called for each linear that is not INT8 in the state dict.
         dequantize_once: hold INT8 linears of the state dict as `compute_dtype` weights instead.
     """
-    base = comfy.ops.mixed_precision_ops(compute_dtype=compute_dtype)
+    # ComfyUI chooses the class of a quantized model: where a card lacks FP8, NVFP4 or MXFP8, layers in those formats
+    # must not round their inputs to them.
+    device = comfy.model_management.get_torch_device()
+    quantized = SimpleNamespace(quant_config={"mixed_ops": True})
+    base = comfy.ops.pick_operations(None, compute_dtype, load_device=device, model_config=quantized)
 
     class INT8Operations(base):
         convert_layer: ConvertLayer  # until the model is loaded

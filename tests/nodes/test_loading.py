@@ -246,6 +246,22 @@ def test_bf16_leaves_a_float_file_as_it_is(dit):
     assert torch.equal(dit.output(model), dit.output(dit.stock()))
 
 
+@pytest.mark.parametrize("kernel", ("auto", "fused int8", "bf16"))
+def test_fp8_layers_compute_as_in_the_stock_loader(dit, tmp_path, kernel):
+    """This device has no FP8: the input of an FP8 layer is not rounded to it, however wide its channels spread."""
+    layer = "joint_blocks.0.x_block.adaLN_modulation.1"  # one that the pack leaves as it is
+    weights = dit.tensors()
+    scale = weights[f"{layer}.weight"].float().abs().max() / 448
+    weights[f"{layer}.weight"] = (weights[f"{layer}.weight"].float() / scale).to(torch.float8_e4m3fn)
+    weights[f"{layer}.weight_scale"] = scale
+    weights[f"{layer}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+    path = dit.write(tmp_path / "fp8.safetensors", weights)
+    ours, stock = (dit.module(model, layer) for model in (dit.load(path, kernel), dit.stock(path)))
+    x = torch.randn(4, ours.in_features, generator=torch.Generator().manual_seed(0))
+    x[:, 5] *= 1000
+    assert torch.equal(ours(x), stock(x))
+
+
 def test_unknown_kernel(dit):
     with pytest.raises(ValueError, match=r"auto, fused int8, bf16.*'int4'"):
         dit.load(kernel="int4")
