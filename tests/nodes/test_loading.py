@@ -288,7 +288,7 @@ def test_rebuilt_without_dynamic_vram(dit):
 def test_the_node_loads_from_the_models_folder(dit, tmp_path, monkeypatch):
     import folder_paths
 
-    from int8_dit.nodes import LoadINT8DiT
+    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
 
     monkeypatch.setitem(folder_paths.folder_names_and_paths, "diffusion_models", ([str(tmp_path)], {".safetensors"}))
     dit.write(tmp_path / "some name.safetensors", dit.native_int8())

@@ -1,0 +1,29 @@
+"""What ComfyUI sees of the pack: the list of its nodes."""
+
+from comfy_api.latest import ComfyExtension, io
+
+from .calibration_files import LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration, register_folder
+from .kernel_benchmark import INT8KernelBenchmark
+from .load_int8_dit import LoadINT8DiT
+from .quantize_to_int8 import QuantizeToINT8SmoothQuant
+from .record_calibration import CollectINT8Calibration, RecordINT8Calibration
+from .save_int8_dit import SaveINT8DiT
+
+register_folder()
+
+
+class INT8DiTExtension(ComfyExtension):
+    """Lists the pack's nodes for ComfyUI."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [
+            LoadINT8DiT,
+            QuantizeToINT8SmoothQuant,
+            SaveINT8DiT,
+            RecordINT8Calibration,
+            CollectINT8Calibration,
+            SaveINT8Calibration,
+            LoadINT8Calibration,
+            MergeINT8Calibrations,
+            INT8KernelBenchmark,
+        ]
