@@ -7,11 +7,14 @@ import comfy.model_management
 import comfy.sd
 import comfy.utils
 import torch
+from comfy.hooks import EnumHookMode
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import ComputePath, choose_path
+from ..files import int8_mark
 from ..host import notices
 from .input_groups import share_inputs
 from .operations import int8_operations, leave_layer
@@ -39,9 +42,29 @@ def build_model(
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
     share_inputs(model.model.diffusion_model)
+    _let_comfyui_patch(model)
     if compute.fallback:
         add_fallback_warning(model, compute)
     return model
+
+
+def _let_comfyui_patch(model: ModelPatcher) -> None:
+    """Let merges and hooks work on quantized weights, as they do on float ones."""
+    # They look up everything that a BaseModel's state dict names, and add what it holds to other weights.
+    model.model.register_state_dict_post_hook(_whole_weights)
+    # The other mode keeps patched weights as floats, and cannot put those back into quantized ones.
+    model.hook_mode = EnumHookMode.MinVram
+
+
+def _whole_weights(model: BaseModel, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: object) -> None:
+    """Put each quantized weight into a BaseModel's state dict as what it is, in place of the pieces a file has."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, QuantizedTensor) and f"{prefix}{name}.{int8_mark.MARK}" in state_dict:
+            key = f"{prefix}{name}.weight"
+            for piece in (f"{prefix}{name}.{int8_mark.MARK}", *weight.state_dict(key)):
+                state_dict.pop(piece)
+            state_dict[key] = weight
 
 
 def as_file(model: BaseModel, state_dict: dict[str, Any]) -> dict[str, Any]:

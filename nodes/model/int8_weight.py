@@ -73,6 +73,22 @@ class PerChannelINT8Layout(QuantizedLayout):
 register_layout_class(LAYOUT, PerChannelINT8Layout)
 
 
+class HeldWeight(QuantizedTensor):
+    """A module's quantized weight, whose `data` is itself.
+
+    ComfyUI's hooks put a weight back by copying into its `data`. Of a plain QuantizedTensor that has copies of the
+    scales, so the weight would keep the scales of its patched self.
+    """
+
+    @property
+    def data(self) -> "HeldWeight":
+        return HeldWeight(self._qdata, self._layout_cls, self._params)
+
+    def _copy_with(self, *args, **kwargs) -> "HeldWeight":
+        copied = super()._copy_with(*args, **kwargs)
+        return HeldWeight(copied._qdata, copied._layout_cls, copied._params)
+
+
 def int8_weight(
     q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transform: ChannelTransform = UNCHANGED
 ) -> QuantizedTensor:
@@ -81,7 +97,7 @@ def int8_weight(
     scale = scale.float().reshape(-1, 1).expand(q.shape[0], 1).contiguous()
     smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
     params = PerChannelINT8Layout.Params(scale, dtype, tuple(q.shape), smooth, transform.rotation_group)
-    return QuantizedTensor(q, LAYOUT, params)
+    return HeldWeight(q, LAYOUT, params)
 
 
 def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:

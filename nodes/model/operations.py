@@ -16,7 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import ChannelTransform, ComputePath, InputReader, int8_linear
 from ..files import int8_mark
-from .int8_weight import LAYOUT, format_name, int8_weight, is_int8
+from .int8_weight import LAYOUT, HeldWeight, format_name, int8_weight, is_int8
 
 ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 """(layer name, its weight as stored: float, meta, or in another quantized format; what its input is multiplied by, if
@@ -87,6 +87,9 @@ def int8_operations(
                         if input_scale is not None:
                             self.pre_quant_scale = None  # it is in the weight now
                         self._hold(converted)
+                    elif isinstance(held, QuantizedTensor):
+                        held = HeldWeight(held._qdata, held._layout_cls, held._params)
+                        self.weight = torch.nn.Parameter(held, requires_grad=False)
 
             def _hold(self, weight: torch.Tensor) -> None:
                 if is_int8(weight):
@@ -95,6 +98,11 @@ def int8_operations(
                     self.layout_type = self.quant_format = None
                     weight = weight.to(compute_dtype)
                 self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+            def set_weight(self, weight, inplace_update=False, return_weight=False, **kwargs):
+                if not inplace_update:
+                    return super().set_weight(weight, return_weight=return_weight, **kwargs)
+                self.weight.copy_(super().set_weight(weight, return_weight=True, **kwargs))  # by a hook
 
             def state_dict(self, *args, destination=None, prefix="", **kwargs):
                 tensors = super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)

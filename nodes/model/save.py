@@ -6,11 +6,11 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..files import int8_mark
-from ..files.checkpoint import holds_int8
 from ..files.safetensors_writer import PendingTensor, write_safetensors
 from ..host.work import LayerProgress
 from .build import as_file, file_metadata
 from .folding import fold
+from .int8_weight import is_int8
 from .layer_selection import check_runs_as_stored
 from .patched_weights import state_dict_for_saving
 from .recipe import FOLDED, RECIPE_KEY, recipe_of, warn_of_patches_on_folded
@@ -25,17 +25,18 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fo
     factors cannot be folded; OSError when the disk is full; ComfyUI's interrupt exception on cancel. The file is then
     not there.
     """
+    # Before anything else is touched: the weights of other packs need not be tensors that can be read.
+    if not any(is_int8(getattr(module, "weight", None)) for module in model.model.diffusion_model.modules()):
+        raise ValueError(
+            "this MODEL holds no INT8 weights. Connect Quantize to INT8, or Load INT8 DiT with kernel set to 'fused "
+            "int8' (where bf16 is used instead, the weights are loaded as bf16)"
+        )
     check_runs_as_stored(model)
     tensors = state_dict_for_saving(model)
     folded = fold_factors and any(key.endswith(f".{int8_mark.SMOOTH}") for key in tensors)
     if folded:
         tensors = fold(model, tensors)
     tensors = {key: _narrowed(key, tensor) for key, tensor in as_file(model.model, tensors).items()}
-    if not holds_int8(tensors):
-        raise ValueError(
-            "this MODEL holds no INT8 weights. Connect Quantize to INT8, or Load INT8 DiT with kernel set to 'fused "
-            "int8' (where bf16 is used instead, the weights are loaded as bf16)"
-        )
     warn_of_patches_on_folded(model)
     recipe = recipe_of(model)
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))

@@ -85,6 +85,7 @@ def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> M
     clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
     clone.patches = {}  # the weight patches are in the weights now
     clone.patches_uuid = built.patches_uuid
+    clone.hook_mode = built.hook_mode
     clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY)  # of an earlier quantization
     disarm(clone)  # a recorder was for the MODEL that was quantized
     for function in built.get_callbacks(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY):

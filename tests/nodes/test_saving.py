@@ -177,6 +177,14 @@ def test_a_model_without_int8_is_refused(dit, save, tmp_path):
     assert not files(tmp_path)
 
 
+def test_a_gguf_model_is_refused(dit, save):
+    """Its pack names tensors without values in its state dict."""
+    model = dit.stock()
+    dit.module(model, dit.LAYER).register_parameter("weight", torch.nn.Parameter(torch.empty(8, 8, device="meta")))
+    with pytest.raises(ValueError, match=r"holds no INT8 weights"):
+        save(model)
+
+
 def test_comfyuis_own_save_node_writes_what_this_pack_loads(dit, smoothed, tmp_path):
     import comfy.sd
 

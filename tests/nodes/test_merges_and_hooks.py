@@ -1,0 +1,123 @@
+"""ComfyUI's merge nodes and hooks on INT8 MODELs: what they do to float MODELs, and gone without a trace."""
+
+import pytest
+import torch
+
+SCALE = 0.5  # of the changes against the weights
+NOISE = 0.1  # INT8's own is a few percent; a merge or a hook that is lost moves the output by over 40 %
+
+
+@pytest.fixture
+def lora(dit):
+    return dit.lora(dit.LINEARS, SCALE)
+
+
+@pytest.fixture
+def smoothed(dit):
+    model = dit.stock()
+    return dit.quantize(model, **dit.calibration(model))
+
+
+@pytest.fixture
+def other_file(dit, lora, tmp_path):
+    """A second model of the same architecture."""
+    return dit.write(tmp_path / "other.safetensors", dit.with_delta(dit.tensors(), lora))
+
+
+def merged(node, *inputs):
+    import comfy_extras.nodes_model_merging as merging
+
+    return getattr(merging, node)().merge(*inputs)[0]
+
+
+MERGES = {
+    "simple": lambda a, b: merged("ModelMergeSimple", a, b, 0.3),
+    "subtracted and added again": lambda a, b: merged("ModelAdd", merged("ModelSubtract", b, a, 1.0), a),
+}
+
+
+@pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
+def test_merging_two_int8_models(dit, smoothed, other_file, merge):
+    expected = dit.output(merge(dit.stock(), dit.stock(other_file)))
+    assert dit.relative_error(expected, dit.output(dit.stock())) > 3 * NOISE
+    with dit.untouched(smoothed):
+        result = merge(smoothed, dit.load(other_file))
+        assert dit.relative_error(dit.output(result), expected) < NOISE
+        assert set(dit.int8_weights(result)) == set(dit.LINEARS)
+
+
+def test_merging_with_a_float_model(dit, smoothed, other_file):
+    merge, other = MERGES["simple"], dit.stock(other_file)
+    expected = dit.output(merge(dit.stock(), other))
+    assert dit.relative_error(dit.output(merge(smoothed, other)), expected) < NOISE
+    # An INT8 MODEL merged into a float one.
+    expected = dit.output(merge(dit.stock(other_file), dit.stock()))
+    assert dit.relative_error(dit.output(merge(other, smoothed)), expected) < NOISE
+
+
+def test_a_merged_model_is_saved_as_it_computes(dit, smoothed, other_file, tmp_path):
+    from int8_dit.nodes.model.save import save_int8_model
+
+    result = MERGES["simple"](smoothed, dit.load(other_file))
+    save_int8_model(result, str(tmp_path / "merged.safetensors"), {})
+    saved = dit.load(tmp_path / "merged.safetensors")
+    assert dit.relative_error(dit.output(saved), dit.output(result)) < NOISE / 2
+
+
+def hooked(dit, model, hooks, steps=1):
+    """Sample with hooks on the positive conditioning alone, so that they come and go within a step."""
+    import comfy.sample
+
+    from glyphs import conditioning, latents
+
+    context, pooled = conditioning.encode("A")
+    empty = torch.zeros(1, latents.CHANNELS, latents.SIDE, latents.SIDE)
+    noise = comfy.sample.prepare_noise(empty, 0)
+    positive = [[context, {"pooled_output": pooled, **({"hooks": hooks} if hooks else {})}]]
+    negative = [[context * 0, {"pooled_output": pooled * 0}]]
+    return comfy.sample.sample(model, noise, steps, 2.0, "euler", "simple", positive, negative, empty, seed=0)
+
+
+def lora_hook(dit, lora, other_file):
+    import comfy.hooks
+
+    return comfy.hooks.create_hook_lora(lora, 1.0, 0.0)
+
+
+def model_hook(dit, lora, other_file):
+    import comfy.hooks
+
+    weights = comfy.hooks.get_patch_weights_from_model(dit.stock(other_file))
+    return comfy.hooks.create_hook_model_as_lora(weights, None, 1.0, 0.0)
+
+
+def int8_model_hook(dit, lora, other_file):
+    import comfy.hooks
+
+    weights = comfy.hooks.get_patch_weights_from_model(dit.load(other_file))
+    return comfy.hooks.create_hook_model_as_lora(weights, None, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("make", (lora_hook, model_hook, int8_model_hook))
+@pytest.mark.parametrize("steps", (1, 2))
+def test_hooks(dit, smoothed, lora, other_file, make, steps):
+    float_hook = lora_hook(dit, lora, other_file)
+    expected = hooked(dit, dit.stock(), float_hook, steps)
+    assert dit.relative_error(expected, hooked(dit, dit.stock(), None, steps)) > 3 * NOISE
+    with dit.untouched(smoothed):
+        first = hooked(dit, smoothed, make(dit, lora, other_file), steps)
+        assert dit.relative_error(first, expected) < NOISE
+        assert torch.equal(hooked(dit, smoothed, make(dit, lora, other_file), steps), first)
+
+
+def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
+    """Their weights take other scales under a hook, and have their own again after it."""
+    layer = "joint_blocks.0.x_block.adaLN_modulation.1"
+    weights = dit.tensors()
+    scale = weights[f"{layer}.weight"].float().abs().max() / 448
+    weights[f"{layer}.weight"] = (weights[f"{layer}.weight"].float() / scale).to(torch.float8_e4m3fn)
+    weights[f"{layer}.weight_scale"] = scale
+    weights[f"{layer}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+    model = dit.load(dit.write(tmp_path / "fp8.safetensors", weights))
+    with dit.untouched(model):
+        hooked(dit, model, lora_hook(dit, dit.lora([layer], SCALE), None))
