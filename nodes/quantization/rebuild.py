@@ -86,9 +86,10 @@ def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> M
     clone.patches = {}  # the weight patches are in the weights now
     clone.patches_uuid = built.patches_uuid
     clone.hook_mode = built.hook_mode
-    clone.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY)  # of an earlier quantization
     disarm(clone)  # a recorder was for the MODEL that was quantized
-    for function in built.get_callbacks(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY):
-        clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, function)
+    for kind in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_LOAD):
+        clone.remove_callbacks_with_key(kind, CALLBACK_KEY)  # of an earlier quantization
+        for function in built.get_callbacks(kind, CALLBACK_KEY):
+            clone.add_callback_with_key(kind, CALLBACK_KEY, function)
     clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
     return clone

@@ -62,6 +62,19 @@ def test_partially_loaded(dit, smoothed, lora, expected):
     assert set(dit.int8_weights(patched)) == set(dit.LINEARS)
 
 
+@pytest.mark.parametrize("quantized_here", (False, True))
+def test_loaded_again_with_less_room(dit, smoothed, lora, expected, tmp_path, quantized_here):
+    """Models that take turns on a small card: weights that are patched and stay there are not patched again."""
+    model = smoothed if quantized_here else dit.load(dit.write(tmp_path / "native.safetensors", dit.native_int8()))
+    patched = dit.with_lora(model, lora)
+    device, size = patched.load_device, patched.model_size()
+    patched.partially_load(device, 2 * size)
+    for unloaded, room in ((0.5, 0.0), (0.0, 0.1), (0.3, 0.0)):
+        patched.partially_unload(patched.offload_device, unloaded * size)
+        patched.partially_load(device, room * size)
+        assert dit.relative_error(dit.forward(patched), expected) < NOISE
+
+
 def test_partially_loaded_without_a_lora(dit, smoothed):
     expected = dit.output(smoothed)
     partial = smoothed.clone()
