@@ -8,9 +8,10 @@ from .numerics.groups import QuantizedLinear, naming_layer, quantize_group
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
-from .numerics.weights import dequantize_weight, quantize_weight
+from .numerics.weights import quantize_weight
 from .shared_input import InputPlace, InputReader
 from .transform import UNCHANGED, ChannelTransform
+from .weights import dequantize_weight, requantize_weight
 
 __all__ = [
     "ALPHAS",
@@ -37,4 +38,5 @@ __all__ = [
     "naming_layer",
     "quantize_group",
     "quantize_weight",
+    "requantize_weight",
 ]

@@ -1,5 +1,6 @@
 """Where the fused kernel runs: what can launch it, and whether a card should."""
 
+import functools
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -33,6 +34,28 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return triton_available() and (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
 
 
+@functools.cache
+def triton_error() -> str | None:
+    """Why the installed Triton cannot build kernels (it needs a C compiler for its launcher), or None where it can."""
+    try:
+        import triton
+
+        triton.runtime.driver.active.get_current_device()
+    except Exception as error:  # whatever it is, there will be no kernel
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return None
+
+
+def weights_use_triton(tensor: torch.Tensor) -> bool:
+    """Whether conversions of a weight launch Triton kernels: they also run where the INT8 linear does not."""
+    return uses_triton(tensor) and (not tensor.is_cuda or _builds_kernels(tensor.device))
+
+
+@functools.cache
+def _builds_kernels(device: torch.device) -> bool:
+    return fused_obstacle(device) is None
+
+
 def fused_obstacle(device: torch.device) -> str | None:
     """Why the fused kernel cannot run on a GPU, in words and with what to do, or None where it can."""
     name = torch.cuda.get_device_name(device)
@@ -41,7 +64,8 @@ def fused_obstacle(device: torch.device) -> str | None:
         return f"{name} (sm_{major}{minor}) lacks what the fused INT8 kernel needs, an NVIDIA card from Ampere on"
     if not triton_available():
         return "Triton is not installed; run `pip install triton` (`pip install triton-windows` on Windows)"
-    return None
+    error = triton_error()
+    return None if error is None else f"Triton does not work here ({error}); install a C compiler, or Triton anew"
 
 
 def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath:

@@ -20,7 +20,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 _LONGEST_ROW_IN_REGISTERS = 32768
 _CHUNK, _CHUNK_WARPS = 8192, 32
 # A rotation is one or two Hadamard matrices of sizes that the tensor cores multiply with.
-_FACTORS = {1: (1, 1), 4: (1, 4), 16: (1, 16), 64: (1, 64), 256: (16, 16), 1024: (16, 64), 4096: (64, 64)}
+HADAMARD_FACTORS = {1: (1, 1), 4: (1, 4), 16: (1, 16), 64: (1, 64), 256: (16, 16), 1024: (16, 64), 4096: (64, 64)}
 
 
 @triton.jit
@@ -193,10 +193,15 @@ def _quantize_rows_kernel(
             _store_quantized(q_row, values, inverse_scale, broken, start + head_offsets, K)
 
 
-def _blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
-    """HEAD, TAIL, IN_REGISTERS and the number of warps for rows of this length (measured on an H200)."""
+def smallest_block(group: int) -> int:
+    """The fewest values that can be rotated in groups of this size at once."""
     # A rotation by one factor multiplies a matrix of at least 16 columns.
-    smallest = max(16 * max(16, group), 1024) if 1 < group <= 64 else group
+    return max(16 * max(16, group), 1024) if 1 < group <= 64 else group
+
+
+def row_blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
+    """HEAD, TAIL, IN_REGISTERS and the number of warps for rows of this length (measured on an H200)."""
+    smallest = smallest_block(group)
     if channels > _LONGEST_ROW_IN_REGISTERS:
         return max(_CHUNK, smallest), 0, False, _CHUNK_WARPS
     head = max(smallest, 1 << (channels.bit_length() - 1))
@@ -209,8 +214,8 @@ _launches: dict[tuple, RepeatedLaunch] = {}
 
 
 def _prepare(rows: int, channels: int, has_smooth: bool, group: int, interpreted: bool) -> RepeatedLaunch:
-    left, right = _FACTORS[group]
-    head, tail, in_registers, warps = _blocks(channels, group)
+    left, right = HADAMARD_FACTORS[group]
+    head, tail, in_registers, warps = row_blocks(channels, group)
     constants = {
         "HAS_SMOOTH": has_smooth,
         "INTERPRETED": interpreted,
@@ -229,7 +234,7 @@ def _prepare(rows: int, channels: int, has_smooth: bool, group: int, interpreted
 def launch_activation_quantizer(x: torch.Tensor, transform: ChannelTransform) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel on checked, non-empty arguments: x [M, K] -> int8 [M, K], float32 scale [M]."""
     group = transform.rotation_group or 1
-    if group not in _FACTORS:
+    if group not in HADAMARD_FACTORS:
         return quantize_activations_reference(x, transform)
     rows, channels = x.shape
     if x.stride(1) != 1:

@@ -6,7 +6,8 @@ import torch
 
 from ..reference import quantize_activations_reference
 from ..transform import UNCHANGED, ChannelTransform
-from .weights import dequantize_weight, row_slices
+from ..weights import dequantize_weight
+from .weights import row_slices
 
 
 class OutputError:

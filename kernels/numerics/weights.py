@@ -1,10 +1,10 @@
-"""Per-output-channel INT8 quantization of weights and its inverse."""
+"""Per-output-channel INT8 quantization of weights and its inverse, in plain PyTorch."""
 
 from collections.abc import Iterator
 
 import torch
 
-from ..checks import check_float_matrix, check_int8_matrix, check_weight_scale
+from ..checks import check_float_matrix
 from ..transform import UNCHANGED, ChannelTransform
 
 # Rows are independent, so a large weight is processed in slices: the float32 working copies stay this small.
@@ -34,7 +34,6 @@ def _least_error_scale(values: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 def quantize_weight(
     w: torch.Tensor,
     transform: ChannelTransform = UNCHANGED,
-    generator: torch.Generator | None = None,
     clip: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight symmetrically to INT8 with one scale per output channel.
@@ -42,8 +41,6 @@ def quantize_weight(
     Args:
         w: [N, K] bf16, fp16 or fp32.
         transform: what `quantize_activations` does to the channels that meet this weight; w takes its other half.
-        generator: rounds stochastically with it, so that a change smaller than a step survives on average; None rounds
-            half to even.
         clip: choose each channel's scale, from half of absmax / 127 to the whole, by the least squared rounding error,
             which clips the channel's largest weights where that pays.
 
@@ -55,8 +52,17 @@ def quantize_weight(
     """
     check_float_matrix("w", w)
     transform.check(w.shape[1])
-    transform = transform.on(w.device)
+    q, scale = quantize_rows(w, transform.on(w.device), clip=clip)
+    if not bool(torch.isfinite(scale).all()):
+        channel = int((~torch.isfinite(scale)).nonzero()[0])
+        raise ValueError(f"weight has a NaN or Inf in output channel {channel}")
+    return q, scale
 
+
+def quantize_rows(
+    w: torch.Tensor, transform: ChannelTransform, generator: torch.Generator | None = None, clip: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_weight` of checked arguments, in plain PyTorch; a NaN or Inf gives its channel the scale NaN."""
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     scale = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
     for rows in row_slices(w):
@@ -73,34 +79,13 @@ def quantize_weight(
         else:
             steps = (steps + torch.rand(steps.shape, generator=generator, device=steps.device)).floor()
         q[rows] = steps.clamp(-127, 127).to(torch.int8)
-    if not bool(torch.isfinite(scale).all()):
-        channel = int((~torch.isfinite(scale)).nonzero()[0])
-        raise ValueError(f"weight has a NaN or Inf in output channel {channel}")
-    return q, scale
+    return q, torch.where(torch.isfinite(scale), scale, torch.nan)
 
 
-def dequantize_weight(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    transform: ChannelTransform = UNCHANGED,
-    dtype: torch.dtype = torch.bfloat16,
+def dequantize_rows(
+    q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The float weight [N, K] in the original basis: q . scale with `transform` undone.
-
-    Args:
-        q: int8 [N, K].
-        scale: float32, scalar or per-channel [N] or [N, 1].
-        transform: as given to `quantize_weight`.
-        dtype: dtype of the result.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or group.
-    """
-    check_int8_matrix("q", q)
-    check_weight_scale(scale, q.shape[0])
-    transform.check(q.shape[1])
-    transform = transform.on(q.device)
-
+    """`dequantize_weight` of checked arguments, in plain PyTorch."""
     per_channel = scale.reshape(-1, 1).expand(q.shape[0], 1)
     weight = torch.empty(q.shape, dtype=dtype, device=q.device)
     for rows in row_slices(q):

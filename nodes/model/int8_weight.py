@@ -11,7 +11,7 @@ import torch
 from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
 from comfy_kitchen.tensor import BaseLayoutParams
 
-from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, quantize_weight
+from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, requantize_weight
 from ..files.int8_mark import NATIVE_FORMAT, SMOOTHED_FORMAT
 
 LAYOUT = "PerChannelINT8Layout"
@@ -41,11 +41,8 @@ class PerChannelINT8Layout(QuantizedLayout):
 
         The scale is always computed anew; `stochastic_rounding` is a seed or 0.
         """
-        generator = None
-        if stochastic_rounding:
-            generator = torch.Generator(tensor.device).manual_seed(stochastic_rounding)
         transform = transform.on(tensor.device)
-        q, channel_scale = quantize_weight(tensor, transform, generator)
+        q, channel_scale = requantize_weight(tensor, transform, stochastic_rounding or None)
         shape = tuple(tensor.shape)
         return q, cls.Params(channel_scale[:, None], tensor.dtype, shape, transform.smooth, transform.rotation_group)
 

@@ -79,6 +79,8 @@ class _PatchedEntry:
             patched = _patched_as_stored(self._model, self._key, self._model.load_device)
             if isinstance(stored, QuantizedTensor):
                 requantized = stored.requantize_from_float(patched, scale="recalculate", stochastic_rounding=seed)
+                if not bool(torch.isfinite(requantized._params.scale).all()):
+                    raise ValueError(f"{self._key}: its patches (a LoRA?) make a NaN or Inf of it; it cannot be saved")
                 self._tensors = {k: t.to("cpu") for k, t in requantized.state_dict(self._key).items()}
             else:
                 self._tensors = {self._key: comfy.float.stochastic_rounding(patched, stored.dtype, seed=seed).to("cpu")}

@@ -11,11 +11,12 @@ from kernels import choose_path
 def card(monkeypatch):
     """Pretend that cuda:0 is a card of this name and compute capability, with or without Triton."""
 
-    def pretend(name, capability, triton=True, hip=None):
+    def pretend(name, capability, triton=True, hip=None, error=None):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(kernels.device, "triton_available", lambda: triton)
+        monkeypatch.setattr(kernels.device, "triton_error", lambda: error)
 
     return pretend
 
@@ -51,6 +52,13 @@ def test_no_triton_falls_back_and_says_how_to_get_it(card):
     assert "pip install triton" in path.reason
 
 
+def test_a_triton_that_builds_nothing_falls_back_and_says_why(card):
+    card("NVIDIA GeForce RTX 3090", (8, 6), error="Failed to find C compiler")
+    path = choose_path("cuda:0")
+    assert (path.kind, path.fallback) == ("bf16", True)
+    assert "Failed to find C compiler" in path.reason and "install a C compiler" in path.reason
+
+
 def test_an_amd_card_that_claims_the_capability_falls_back(card):
     card("AMD Radeon", (8, 6), hip="6.4")
     assert choose_path("cuda:0").kind == "bf16"
@@ -83,6 +91,7 @@ def test_fused_int8_can_be_chosen_on_a_cpu():
     [
         ({"name": "RTX 2080", "capability": (7, 5)}, "RTX 2080"),
         ({"name": "RTX 3090", "capability": (8, 6), "triton": False}, "pip install triton"),
+        ({"name": "RTX 3090", "capability": (8, 6), "error": "no compiler"}, "no compiler"),
     ],
 )
 def test_fused_int8_where_it_cannot_run_is_refused(card, arguments, says):

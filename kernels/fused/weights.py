@@ -1,0 +1,217 @@
+"""Weights from INT8 to floats and back, one Triton kernel each way: what a patch (LoRA) of a streamed weight takes."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..transform import ChannelTransform
+from .activations import (
+    _INFINITY_BITS,
+    _ROUND_TO_EVEN,
+    HADAMARD_FACTORS,
+    _magnitude_bits,
+    _rotate,
+    row_blocks,
+    smallest_block,
+)
+from .launching import RepeatedLaunch, on_device, remembered
+
+_DEQUANTIZED_BLOCK = 4096
+# Seven rounds of Philox pass the statistical tests that its authors ran (Salmon et al. 2011); the default is ten.
+_PHILOX_ROUNDS = tl.constexpr(7)
+
+
+@triton.jit
+def _dequantize_kernel(
+    q,
+    scale,
+    smooth,
+    out,
+    K,
+    stride_scale,
+    HAS_SMOOTH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """One program makes BLOCK values of a row: rotate(q) scale / smooth, in float32."""
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < K
+    values = tl.load(q + row * K + offsets, mask=inside, other=0)
+    if RIGHT > 1:
+        values = _rotate(values.to(tl.float16), BLOCK, LEFT, RIGHT, INTERPRETED)
+    values = values.to(tl.float32) * tl.load(scale + row * stride_scale)
+    if HAS_SMOOTH:
+        values = tl.div_rn(values, tl.load(smooth + offsets, mask=inside, other=1.0))
+    tl.store(out + row * K + offsets, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_transformed(
+    w_row,
+    smooth,
+    offsets,
+    K,
+    HAS_SMOOTH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """A part of one row in float32, times its smoothing factors and rotated; zeros beyond K."""
+    inside = offsets < K
+    values = tl.load(w_row + offsets, mask=inside, other=0.0)
+    if HAS_SMOOTH:
+        values = values.to(tl.float32) * tl.load(smooth + offsets, mask=inside, other=1.0)
+    if RIGHT > 1:
+        values = _rotate(values, BLOCK, LEFT, RIGHT, INTERPRETED)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _store_rounded(q, first, values, divisor, broken, offsets, seed, K, STOCHASTIC: tl.constexpr):
+    """Round values / divisor and store them; `first` is the index of the row's first value."""
+    if STOCHASTIC:
+        steps = tl.floor(values * tl.div_rn(1.0, divisor) + tl.rand(seed, first + offsets, n_rounds=_PHILOX_ROUNDS))
+        rounded = tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int32)
+    else:
+        rounded = (tl.div_rn(values, divisor) + _ROUND_TO_EVEN).to(tl.int32, bitcast=True)
+    tl.store(q + first + offsets, tl.where(broken, 0, rounded).to(tl.int8), mask=offsets < K)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _quantize_kernel(
+    w,
+    smooth,
+    q,
+    scale,
+    seed,
+    K,
+    stride_w,
+    HAS_SMOOTH: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """One program quantizes one output channel: scale = absmax / 127, q = round(w' / scale), w' = rotate(w smooth).
+
+    A channel with a NaN or Inf gets the scale NaN. Rows are held and walked as in the quantizer of activations.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    w_row = w + row * stride_w
+    first = row * K
+    head_offsets = tl.arange(0, HEAD)
+
+    if IN_REGISTERS:
+        head = _load_transformed(w_row, smooth, head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+        largest = tl.max(_magnitude_bits(head), axis=0)
+        if TAIL > 0:
+            tail_offsets = HEAD + tl.arange(0, TAIL)
+            tail = _load_transformed(w_row, smooth, tail_offsets, K, HAS_SMOOTH, INTERPRETED, TAIL, LEFT, RIGHT)
+            largest = tl.maximum(largest, tl.max(_magnitude_bits(tail), axis=0))
+    else:
+        bits = tl.zeros((HEAD,), dtype=tl.int32)
+        for start in range(0, K, HEAD):
+            offsets = start + head_offsets
+            values = _load_transformed(w_row, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+            bits = tl.maximum(bits, _magnitude_bits(values))
+        largest = tl.max(bits, axis=0)
+
+    broken = largest >= _INFINITY_BITS
+    channel_scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
+    tl.store(scale + row, tl.where(broken, float("nan"), channel_scale))
+    divisor = tl.where(channel_scale > 0, channel_scale, 1.0)
+
+    if IN_REGISTERS:
+        _store_rounded(q, first, head, divisor, broken, head_offsets, seed, K, STOCHASTIC)
+        if TAIL > 0:
+            _store_rounded(q, first, tail, divisor, broken, tail_offsets, seed, K, STOCHASTIC)
+    else:
+        for start in range(0, K, HEAD):
+            offsets = start + head_offsets
+            values = _load_transformed(w_row, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+            _store_rounded(q, first, values, divisor, broken, offsets, seed, K, STOCHASTIC)
+
+
+# By all that Triton compiles for and the grid.
+_launches: dict[tuple, RepeatedLaunch] = {}
+
+
+def can_launch(transform: ChannelTransform) -> bool:
+    """Whether the kernels know the transform's rotation."""
+    return (transform.rotation_group or 1) in HADAMARD_FACTORS
+
+
+def launch_weight_dequantizer(
+    q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform, dtype: torch.dtype
+) -> torch.Tensor:
+    """Launch the kernel on checked, non-empty arguments: contiguous q [N, K], scale of 1 or N values -> [N, K]."""
+    rows, channels = q.shape
+    group = transform.rotation_group or 1
+    smooth = transform.smooth
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    stride = 0 if scale.numel() == 1 else 1
+
+    def prepare() -> RepeatedLaunch:
+        left, right = HADAMARD_FACTORS[group]
+        block = max(smallest_block(group), min(_DEQUANTIZED_BLOCK, triton.next_power_of_2(channels)))
+        constants = {
+            "HAS_SMOOTH": smooth is not None,
+            "INTERPRETED": not q.is_cuda,
+            "BLOCK": block,
+            "LEFT": left,
+            "RIGHT": right,
+        }
+        options = {"num_warps": max(1, min(8, block // 512)), "num_stages": 2, "enable_fp_fusion": False}
+        return RepeatedLaunch(_dequantize_kernel, (rows, triton.cdiv(channels, block)), constants, options)
+
+    key = ("dequantize", q.device, rows, channels, stride, smooth is not None, group, dtype)
+    tensors = (q, scale, scale if smooth is None else smooth, out)
+    with on_device(q.device):
+        remembered(_launches, key, tensors, prepare)(*tensors, channels, stride)
+    return out
+
+
+def launch_weight_quantizer(
+    w: torch.Tensor, transform: ChannelTransform, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernel on checked, non-empty arguments: w [N, K] -> int8 [N, K], float32 scale [N].
+
+    `seed` rounds stochastically; None rounds half to even.
+    """
+    rows, channels = w.shape
+    group = transform.rotation_group or 1
+    smooth = transform.smooth
+    if w.stride(1) != 1:
+        w = w.contiguous()
+    q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=w.device)
+
+    def prepare() -> RepeatedLaunch:
+        left, right = HADAMARD_FACTORS[group]
+        head, tail, in_registers, warps = row_blocks(channels, group)
+        constants = {
+            "HAS_SMOOTH": smooth is not None,
+            "STOCHASTIC": seed is not None,
+            "INTERPRETED": not w.is_cuda,
+            "HEAD": head,
+            "TAIL": tail,
+            "IN_REGISTERS": in_registers,
+            "LEFT": left,
+            "RIGHT": right,
+        }
+        options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
+        return RepeatedLaunch(_quantize_kernel, (rows, 1), constants, options)
+
+    key = ("quantize", w.device, rows, channels, w.stride(0), w.dtype, smooth is not None, group, seed is None)
+    tensors = (w, w if smooth is None else smooth, q, scale)
+    with on_device(w.device):
+        # 31 bits, so that all seeds are one type to Triton.
+        remembered(_launches, key, tensors, prepare)(*tensors, (seed or 0) & 0x7FFFFFFF, channels, w.stride(0))
+    return q, scale
