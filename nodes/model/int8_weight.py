@@ -71,19 +71,26 @@ register_layout_class(LAYOUT, PerChannelINT8Layout)
 
 
 class HeldWeight(QuantizedTensor):
-    """A module's quantized weight, whose `data` is itself.
+    """A module's quantized weight as ComfyUI's hooks need it: they copy it, change it, and copy back into its `data`.
 
-    ComfyUI's hooks put a weight back by copying into its `data`. Of a plain QuantizedTensor that has copies of the
-    scales, so the weight would keep the scales of its patched self.
+    Of a plain QuantizedTensor `data` has copies of the scales, so the weight would keep the scales of its patched self;
+    and in inference mode `to` gives the tensor itself where a copy is asked for.
     """
 
     @property
     def data(self) -> "HeldWeight":
         return HeldWeight(self._qdata, self._layout_cls, self._params)
 
+    def to(self, *args, copy: bool = False, **kwargs) -> QuantizedTensor:
+        moved = super().to(*args, **kwargs)
+        return moved.clone() if copy and moved.data_ptr() == self.data_ptr() else moved
+
     def _copy_with(self, *args, **kwargs) -> "HeldWeight":
         copied = super()._copy_with(*args, **kwargs)
         return HeldWeight(copied._qdata, copied._layout_cls, copied._params)
+
+
+HeldWeight.__name__ = QuantizedTensor.__name__  # ComfyUI knows by this name whose memory it can pin
 
 
 def int8_weight(
