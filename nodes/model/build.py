@@ -18,8 +18,8 @@ from ..files import int8_mark
 from ..host import notices
 from .input_groups import share_inputs
 from .operations import int8_operations, leave_layer
+from .residency import CALLBACK_KEY, keep_patched
 
-CALLBACK_KEY = "int8_dit"
 _PREFIXES = ("model.diffusion_model.", "model.model.", "model.", "")
 """What ComfyUI puts before the names of a diffusion model's tensors in a checkpoint, by kind of model."""
 
@@ -54,18 +54,7 @@ def _let_comfyui_patch(model: ModelPatcher) -> None:
     model.model.register_state_dict_post_hook(_whole_weights)
     # The other mode keeps patched weights as floats, and cannot put those back into quantized ones.
     model.hook_mode = EnumHookMode.MinVram
-    model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, _patch_once)
-
-
-def _patch_once(model: ModelPatcher, *_: object) -> None:
-    """Where a MODEL is loaded again with less room, ComfyUI (0.30 to 0.33) also lets the weights be patched in use that
-    stay on the device and are patched already: a LoRA then acts twice."""
-    for module in model.model.modules():
-        if getattr(module, "comfy_patched_weights", False):
-            for name in ("weight_function", "bias_function"):
-                functions = getattr(module, name, [])
-                if any(getattr(function, "is_lowvram_patch", False) for function in functions):
-                    setattr(module, name, [f for f in functions if not getattr(f, "is_lowvram_patch", False)])
+    keep_patched(model)
 
 
 def _whole_weights(model: BaseModel, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: object) -> None:

@@ -4,15 +4,15 @@ from collections.abc import Collection
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import ComputePath, QuantizedLinear
 from ..calibration.recorder import disarm
-from ..model.build import CALLBACK_KEY, build_like, rebuild_int8_model
+from ..model.build import build_like, rebuild_int8_model
 from ..model.int8_weight import int8_weight
 from ..model.operations import int8_operations
 from ..model.patched_weights import DIFFUSION_MODEL, patched_weight, possibly_patched, stored_weight
+from ..model.residency import CALLBACK_KEY
 
 
 def with_quantized_layers(
@@ -87,7 +87,7 @@ def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> M
     clone.patches_uuid = built.patches_uuid
     clone.hook_mode = built.hook_mode
     disarm(clone)  # a recorder was for the MODEL that was quantized
-    for kind in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_LOAD):
+    for kind in {*clone.callbacks, *built.callbacks}:
         clone.remove_callbacks_with_key(kind, CALLBACK_KEY)  # of an earlier quantization
         for function in built.get_callbacks(kind, CALLBACK_KEY):
             clone.add_callback_with_key(kind, CALLBACK_KEY, function)

@@ -75,6 +75,17 @@ def test_loaded_again_with_less_room(dit, smoothed, lora, expected, tmp_path, qu
         assert dit.relative_error(dit.forward(patched), expected) < NOISE
 
 
+def test_computing_on_after_being_unloaded(dit, smoothed, lora, expected):
+    """What DualModelGuider does to its first model where the second takes all room."""
+    patched = dit.with_lora(smoothed, lora)
+    dit.output(patched)
+    patched.detach()
+    patched.pre_run()
+    patched.prepare_state(torch.ones(1), {})
+    assert dit.module(patched, dit.LAYER).weight_function  # ComfyUI's LowVramPatch
+    assert dit.relative_error(dit.forward(patched), expected) < NOISE
+
+
 def test_partially_loaded_without_a_lora(dit, smoothed):
     expected = dit.output(smoothed)
     partial = smoothed.clone()
