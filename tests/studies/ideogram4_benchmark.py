@@ -32,7 +32,7 @@ TEXT_TOKENS = 256
 TEXT_FEATURES = 53248
 
 
-def random_state_dict(blocks: int, device: torch.device) -> dict[str, torch.Tensor]:
+def random_state_dict(blocks: int, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
     """bf16 tensors of an Ideogram 4 in host memory: norms are ones, the rest keeps activations finite."""
     import comfy.ldm.ideogram4.model
     import comfy.ops
@@ -40,7 +40,7 @@ def random_state_dict(blocks: int, device: torch.device) -> dict[str, torch.Tens
     skeleton = comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel(
         num_layers=blocks, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init
     )
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     state_dict = {}
     for name, tensor in skeleton.state_dict().items():
         if tensor.ndim == 1 and "norm" in name:

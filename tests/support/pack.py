@@ -29,5 +29,5 @@ def import_pack() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["int8_dit"] = module
     spec.loader.exec_module(module)
-    importlib.import_module("int8_dit.nodes")
+    importlib.import_module("int8_dit.nodes.extension")
     return module
