@@ -3,8 +3,11 @@
 import folder_paths
 from comfy_api.latest import io
 
+from .files.contents import BRANCHES
 from .model.load import load_int8_model
 from .sockets import kernel_input
+
+NO_BASE = "none"
 
 
 class LoadINT8DiT(io.ComfyNode):
@@ -12,6 +15,7 @@ class LoadINT8DiT(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        files = folder_paths.get_filename_list("diffusion_models")
         return io.Schema(
             node_id="LoadINT8DiT",
             display_name="Load INT8 DiT",
@@ -24,15 +28,37 @@ class LoadINT8DiT(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=folder_paths.get_filename_list("diffusion_models"),
+                    options=files,
                     tooltip="A .safetensors file in models/diffusion_models.",
                 ),
                 kernel_input(),
+                io.Combo.Input(
+                    "branch",
+                    options=list(BRANCHES),
+                    default=BRANCHES[0],
+                    optional=True,
+                    tooltip="Which model to load from a file that holds both models of Ideogram 4. A file with one "
+                    "model is loaded as it is.",
+                ),
+                io.Combo.Input(
+                    "base_checkpoint",
+                    options=[NO_BASE, *files],
+                    default=NO_BASE,
+                    optional=True,
+                    tooltip="For files that hold only linear layers (Transformer Lab's ideogram4-int8-w8a8): a file "
+                    "with the whole model of the same branch, in bf16, FP8 or INT8. Only what is missing is taken from "
+                    "it. A complete file is loaded without it.",
+                ),
             ],
             outputs=[io.Model.Output()],
         )
 
     @classmethod
-    def execute(cls, model_name: str, kernel: str) -> io.NodeOutput:
+    def execute(
+        cls, model_name: str, kernel: str, branch: str = BRANCHES[0], base_checkpoint: str = NO_BASE
+    ) -> io.NodeOutput:
         path = folder_paths.get_full_path_or_raise("diffusion_models", model_name)
-        return io.NodeOutput(load_int8_model(path, kernel))
+        base = None
+        if base_checkpoint != NO_BASE:
+            base = folder_paths.get_full_path_or_raise("diffusion_models", base_checkpoint)
+        return io.NodeOutput(load_int8_model(path, kernel, branch, base))

@@ -1,7 +1,7 @@
 """Reading checkpoints: one file in, tensors in ComfyUI's own conventions out, or one clear error."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import comfy.utils
@@ -11,11 +11,14 @@ from comfy.quant_ops import QUANT_ALGOS
 
 from ...kernels import ChannelTransform
 from . import int8_mark
-from .dialects import Checkpoint, translated
+from .contents import BRANCHES, Checkpoint
+from .dialects import translated
 
 
-def read_checkpoint(path: str) -> Checkpoint:
+def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Checkpoint] | None = None) -> Checkpoint:
     """A diffusion model file with plain module names and a mark on every quantized layer.
+
+    `branch` and `base` are Checkpoint's, for files that hold two models or a part of one.
 
     Raises ValueError naming the file, and the tensor where there is one, for anything that cannot be loaded.
     """
@@ -29,7 +32,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         raise ValueError(f"{name} is damaged or incomplete ({error}); download or copy it again") from error
 
     tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    checkpoint = translated(Checkpoint(name, tensors, metadata or {}))
+    checkpoint = translated(Checkpoint(name, tensors, metadata or {}, branch, base))
     _check_marks(checkpoint)
     return checkpoint
 

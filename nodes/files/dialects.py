@@ -11,23 +11,9 @@ import comfy.model_detection
 import comfy.utils
 import torch
 
-from . import int8_mark
+from . import int8_mark, transformer_lab
+from .contents import Checkpoint
 from .diffusers_names import is_named_by_diffusers, with_native_names
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What was read of a file.
-
-    Attributes:
-        name: of the file, for messages.
-        tensors: by name; nobody else holds this dict.
-        metadata: the file's, in strings.
-    """
-
-    name: str
-    tensors: dict[str, torch.Tensor]
-    metadata: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -114,6 +100,7 @@ def _named_by_diffusers(checkpoint: Checkpoint) -> Checkpoint:
 
 
 DIALECTS = {
+    "both models of Ideogram 4 in one file": Dialect(transformer_lab.holds_branches, transformer_lab.one_branch),
     "marks in the metadata": Dialect(
         lambda checkpoint: True, _marked_by_comfyui
     ),  # ComfyUI knows whether there are any

@@ -1,5 +1,7 @@
 """Loading a MODEL whose linears run INT8 from a diffusion model file."""
 
+from functools import partial
+
 import comfy.model_detection
 import comfy.model_management
 import comfy.utils
@@ -8,28 +10,35 @@ from comfy.model_patcher import ModelPatcher
 
 from ...kernels import choose_path, naming_layer, quantize_weight
 from ..files.checkpoint import holds_int8, read_checkpoint
-from ..files.dialects import Checkpoint
+from ..files.contents import BRANCHES, Checkpoint
 from ..host.work import LayerProgress, make_room_to_quantize
 from .build import build_model
 from .int8_weight import int8_weight
 from .layer_selection import is_quantizable
 from .operations import ConvertLayer, int8_operations, leave_layer
 from .patched_weights import float_weight
-from .recipe import keep_recipe_of_file
+from .recipe import FOLDED, keep_recipe_of_file, recipe_in
 
 
-def load_int8_model(path: str, kernel: str = "auto", disable_dynamic: bool = False) -> ModelPatcher:
+def load_int8_model(
+    path: str,
+    kernel: str = "auto",
+    branch: str = BRANCHES[0],
+    base_path: str | None = None,
+    disable_dynamic: bool = False,
+) -> ModelPatcher:
     """A MODEL from a diffusion model file: INT8 files as they are, float and FP8 files quantized while loading.
 
     `kernel` is one of kernels.KERNEL_CHOICES; `disable_dynamic` is ComfyUI's, for loads without dynamic VRAM. Where the
-    path is bf16 and the whole model fits the device in bf16, no weight is INT8.
+    path is bf16 and the whole model fits the device in bf16, no weight is INT8. `branch` chooses of a file with two
+    models, and the file at `base_path` completes one with a part of a model; other files are read without them.
 
     Raises ValueError naming the file for anything that cannot be loaded, RuntimeError where `kernel` demands what the
     card cannot do.
     """
     device = comfy.model_management.get_torch_device()
     compute = choose_path(device, kernel)
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     tensors = checkpoint.tensors
     compute_dtype = detect_compute_dtype(checkpoint)
     once = compute.kind == "bf16" and _fits(tensors, compute_dtype, device)
@@ -45,9 +54,19 @@ def load_int8_model(path: str, kernel: str = "auto", disable_dynamic: bool = Fal
         model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, compute, disable_dynamic)
     except ValueError as error:
         raise ValueError(f"{checkpoint.name}: {error}") from error
-    model.cached_patcher_init = (load_int8_model, (path, kernel))
+    model.cached_patcher_init = (load_int8_model, (path, kernel, branch, base_path))
     keep_recipe_of_file(model, checkpoint.metadata)
     return model
+
+
+def _read_base(path: str) -> Checkpoint:
+    base = read_checkpoint(path)
+    if recipe_in(base.metadata).get(FOLDED):
+        raise ValueError(
+            f"base_checkpoint {base.name} cannot complete another file: smoothing factors are folded into its layers. "
+            "Name one that was saved with fold switched off"
+        )
+    return base
 
 
 def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -24,15 +24,20 @@ def recipe_of(model: ModelPatcher) -> dict[str, object]:
     return json.loads(model.get_attachment(RECIPE_KEY) or "{}")
 
 
-def keep_recipe_of_file(model: ModelPatcher, metadata: Mapping[str, str]) -> None:
-    """Let a loaded MODEL know how it was quantized. What is no JSON object is not a recipe."""
+def recipe_in(metadata: Mapping[str, str]) -> dict[str, object]:
+    """How the weights of a file were quantized; empty where it is not known. What is no JSON object is not a recipe."""
     try:
         recipe = json.loads(metadata.get(RECIPE_KEY, "null"))
     except ValueError:
-        return
-    if not isinstance(recipe, dict):
-        return
-    keep_recipe(model, recipe)
+        return {}
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def keep_recipe_of_file(model: ModelPatcher, metadata: Mapping[str, str]) -> None:
+    """Let a loaded MODEL know how it was quantized."""
+    recipe = recipe_in(metadata)
+    if recipe:
+        keep_recipe(model, recipe)
     if recipe.get(FOLDED):
         model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _FOLDED_CALLBACK_KEY, warn_of_patches_on_folded)
 

@@ -59,6 +59,19 @@ def test_glyphs_from_the_saved_int8_file_read_as_well_as_bf16(server, int8_file)
     assert int8 >= bf16 - 2
 
 
+@pytest.mark.parametrize(
+    "widgets", ({}, {"branch": "unconditional", "base_checkpoint": workflows.GLYPH_MODEL}), ids=("old", "ignored")
+)
+def test_workflows_from_before_branch_and_base_checkpoint(server, widgets):
+    """They run without these widgets, which a file with one whole model ignores."""
+
+    def model_of(prompt):
+        inputs = {"model_name": workflows.GLYPH_MODEL, "kernel": "fused int8"}
+        return link(prompt.add("LoadINT8DiT", **inputs | widgets))
+
+    assert draw(server, model_of, text="8", steps=4) == ["8"]
+
+
 def saved_file(server, prompt, node):
     """Run a prompt and return the path of the file that a saving node wrote."""
     return server.saved_path(server.queue(prompt)[node])
