@@ -7,7 +7,7 @@ from comfy_api.latest import io
 
 from .calibration.calibration import Calibration, merge_calibrations
 from .calibration.file import load_calibration, save_calibration
-from .host.output_files import output_path, workflow_metadata
+from .host.output_files import output_paths, saved_file, workflow_metadata
 from .host.work import LayerProgress
 from .sockets import CalibrationType
 
@@ -53,10 +53,10 @@ class SaveINT8Calibration(io.ComfyNode):
     @classmethod
     def execute(cls, calibration, filename_prefix) -> io.NodeOutput:
         calibration = _given(calibration)
-        path, ui = output_path(filename_prefix)
+        paths = output_paths(filename_prefix)
         progress = LayerProgress(2 * len(calibration.statistics))  # two tensors of each layer
-        save_calibration(calibration, path, workflow_metadata(cls.hidden), progress.step)
-        return io.NodeOutput(ui=ui)
+        path = save_calibration(calibration, paths, workflow_metadata(cls.hidden), progress.step)
+        return io.NodeOutput(ui=saved_file(path))
 
 
 class LoadINT8Calibration(io.ComfyNode):

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from .host.output_files import output_path, workflow_metadata
+from .host.output_files import output_paths, saved_file, workflow_metadata
 from .model.save import save_int8_model
 
 
@@ -37,6 +37,5 @@ class SaveINT8DiT(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, filename_prefix, fold=False) -> io.NodeOutput:
-        path, ui = output_path(filename_prefix)
-        save_int8_model(model, path, workflow_metadata(cls.hidden), fold)
-        return io.NodeOutput(ui=ui)
+        path = save_int8_model(model, output_paths(filename_prefix), workflow_metadata(cls.hidden), fold)
+        return io.NodeOutput(ui=saved_file(path))

@@ -8,7 +8,7 @@ call.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import safetensors
 import torch
@@ -22,9 +22,9 @@ _ABSMAX, _ROWS = "absmax", "rows"
 
 
 def save_calibration(
-    calibration: Calibration, path: str, metadata: dict[str, str], on_tensor: Callable[[], None]
-) -> None:
-    """Write a calibration; `on_tensor` and the errors are `write_safetensors`'."""
+    calibration: Calibration, destination: str | Iterable[str], metadata: dict[str, str], on_tensor: Callable[[], None]
+) -> str:
+    """Write a calibration; all but the calibration, also the errors, is `write_safetensors`'."""
     layers, tensors = {}, {}
     for name, shape in calibration.shapes.items():
         layers[name] = {"shape": list(shape), "calls": 0}
@@ -37,7 +37,7 @@ def save_calibration(
                 "sampled": [part.shape[0] for part in parts],
             }
             tensors |= {f"{name}.{_ABSMAX}": seen.absmax, f"{name}.{_ROWS}": seen.sample.rows}
-    write_safetensors(path, tensors, {_KEY: json.dumps(layers), **metadata}, on_tensor)
+    return write_safetensors(destination, tensors, {_KEY: json.dumps(layers), **metadata}, on_tensor)
 
 
 def load_calibration(path: str) -> Calibration:

@@ -1,17 +1,15 @@
-"""Writing a safetensors file tensor by tensor: bounded memory, a cancel between tensors, and never half a file.
+"""Writing a safetensors file tensor by tensor: bounded memory, a cancel between tensors, and a new file or none.
 
 The safetensors package serializes all tensors at once, which for a model means a second copy in memory and no moment at
 which the user's cancel could be heard.
 """
 
-import contextlib
-import errno
 import json
-import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+
+from .new_file import write_new_file
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -48,18 +46,17 @@ Tensors = dict[str, torch.Tensor | PendingTensor]
 
 
 def write_safetensors(
-    path: str,
+    destination: str | Iterable[str],
     tensors: Mapping[str, torch.Tensor | PendingTensor],
     metadata: dict[str, str],
     on_tensor: Callable[[], None],
-) -> None:
-    """Write `tensors` to `path` in the safetensors format, one at a time, through a temporary file beside it.
+) -> str:
+    """Write `tensors` to a new file in the safetensors format, one at a time, and return its path.
 
     Each tensor is moved to host memory only when its turn comes (a lazily patched one is computed then). `on_tensor` is
-    called after each and may raise to stop. Whatever happens, `path` is either the complete file or untouched, and the
-    temporary file is gone.
+    called after each and may raise to stop. `destination` and the OSErrors are `write_new_file`'s.
 
-    Raises OSError naming the file and what to do when the disk is full; ValueError for a dtype the format lacks.
+    Raises ValueError for a dtype the format lacks.
     """
     header: dict[str, dict] = {"__metadata__": metadata}
     end = 0
@@ -71,27 +68,14 @@ def write_safetensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
 
-    free = shutil.disk_usage(os.path.dirname(path)).free
-    if free < 8 + len(encoded) + end:
-        raise _disk_full(path, end, free)
-    temporary = f"{path}.partial"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(len(encoded).to_bytes(8, "little"))
-            file.write(encoded)
-            for name, tensor in tensors.items():
-                file.write(_bytes(tensor.to("cpu"), header[name]))
-                on_tensor()
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise _disk_full(path, end, shutil.disk_usage(os.path.dirname(path)).free) from error
-        raise
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
+    def chunks() -> Iterator[memoryview | bytes]:
+        yield len(encoded).to_bytes(8, "little")
+        yield encoded
+        for name, tensor in tensors.items():
+            yield _bytes(tensor.to("cpu"), header[name])
+            on_tensor()
+
+    return write_new_file(destination, 8 + len(encoded) + end, chunks())
 
 
 def _bytes(tensor: torch.Tensor, entry: dict) -> memoryview:
@@ -100,11 +84,3 @@ def _bytes(tensor: torch.Tensor, entry: dict) -> memoryview:
     if flat.numel() != end - begin:  # a lazily computed tensor that is not what its placeholder promised
         raise ValueError(f"a tensor of {flat.numel()} bytes was announced with {end - begin}")
     return flat.numpy().data
-
-
-def _disk_full(path: str, needed: int, free: int) -> OSError:
-    return OSError(
-        errno.ENOSPC,
-        f"not enough disk space for {os.path.basename(path)}: it needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB "
-        "are free; free some space or choose another output directory. Nothing was saved",
-    )

@@ -1,21 +1,35 @@
 """Files that nodes write into ComfyUI's output folder."""
 
+import itertools
 import json
 import os
+import re
+from collections.abc import Iterator
 
 import folder_paths
 from comfy.cli_args import args
 from comfy_api.latest import io
 
 
-def output_path(filename_prefix: str) -> tuple[str, dict]:
-    """The path of a new safetensors file, numbered as ComfyUI's own save nodes number theirs, and the node's ui result
-    that names it."""
-    folder, filename, counter, subfolder, _ = folder_paths.get_save_image_path(
-        filename_prefix, folder_paths.get_output_directory()
-    )
-    filename = f"{filename}_{counter:05}_.safetensors"
-    return os.path.join(folder, filename), {"saved": [{"filename": filename, "subfolder": subfolder, "type": "output"}]}
+def output_paths(filename_prefix: str) -> Iterator[str]:
+    """The paths a new safetensors file may get, numbered as ComfyUI's own save nodes number theirs: from the first
+    number after those in the folder.
+
+    ComfyUI's own count is not used. It looks for another name than the file gets where a prefix is no plain path, such
+    as `foo/`, and is then always 1.
+    """
+    output = folder_paths.get_output_directory()
+    folder, filename, _, _, _ = folder_paths.get_save_image_path(filename_prefix, output)
+    numbered = re.compile(re.escape(os.path.normcase(filename)) + r"_(\d+)(?![^._])")
+    names = (numbered.match(os.path.normcase(name)) for name in os.listdir(folder))
+    first = 1 + max((int(name[1]) for name in names if name), default=0)
+    return (os.path.join(folder, f"{filename}_{number:05}_.safetensors") for number in itertools.count(first))
+
+
+def saved_file(path: str) -> dict:
+    """The ui result of a node that saved a file in the output folder."""
+    subfolder, filename = os.path.split(os.path.relpath(path, folder_paths.get_output_directory()))
+    return {"saved": [{"filename": filename, "subfolder": subfolder, "type": "output"}]}
 
 
 def workflow_metadata(hidden: io.HiddenHolder) -> dict[str, str]:

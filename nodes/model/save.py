@@ -1,6 +1,7 @@
 """Saving a MODEL with INT8 linears as one file."""
 
 import json
+from collections.abc import Iterable
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -16,14 +17,18 @@ from .patched_weights import state_dict_for_saving
 from .recipe import FOLDED, RECIPE_KEY, recipe_of, warn_of_patches_on_folded
 
 
-def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fold_factors: bool = False) -> None:
+def save_int8_model(
+    model: ModelPatcher, destination: str | Iterable[str], metadata: dict[str, str], fold_factors: bool = False
+) -> str:
     """Write a MODEL with INT8 linears, its patches applied, as one safetensors file with plain module names.
+
+    `destination` is a new file's path, or several of which the first free one is taken. Returns the file's path.
 
     With `fold_factors` smoothing factors go into the layers before, and the file is a plain native one.
 
     Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or naming a layer whose
-    factors cannot be folded; OSError when the disk is full; ComfyUI's interrupt exception on cancel. The file is then
-    not there.
+    factors cannot be folded; `write_new_file`'s OSErrors; ComfyUI's interrupt exception on cancel. The file is then not
+    there.
     """
     # Before anything else is touched: the weights of other packs need not be tensors that can be read.
     if not any(is_int8(getattr(module, "weight", None)) for module in model.model.diffusion_model.modules()):
@@ -41,7 +46,7 @@ def save_int8_model(model: ModelPatcher, path: str, metadata: dict[str, str], fo
     recipe = recipe_of(model)
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))
     metadata = {RECIPE_KEY: json.dumps(recipe), **file_metadata(model.model), **metadata}
-    write_safetensors(path, tensors, metadata, LayerProgress(len(tensors)).step)
+    return write_safetensors(destination, tensors, metadata, LayerProgress(len(tensors)).step)
 
 
 def _narrowed(key: str, tensor: torch.Tensor | PendingTensor) -> torch.Tensor | PendingTensor:

@@ -20,10 +20,8 @@ def after(dit, tmp_path):
 
     def make(model):
         quantized = dit.quantize(model, method="none")
-        path = str(tmp_path / "saved.safetensors")
-        save_int8_model(quantized, path, {})
-        again = dit.load(path)
-        save_int8_model(again, path, {})
+        again = dit.load(save_int8_model(quantized, str(tmp_path / "saved.safetensors"), {}))
+        path = save_int8_model(again, str(tmp_path / "again.safetensors"), {})
         return {"quantized": quantized, "loaded": again, "stock": comfy.sd.load_diffusion_model(path)}
 
     return make

@@ -130,9 +130,11 @@ def test_prompt_and_workflow_are_in_the_metadata_unless_disabled(dit, plain, sav
     assert not metadata(save(plain, **graphs)).keys() & graphs.keys()
 
 
-def test_files_are_numbered_as_comfyui_does(plain, save):
-    names = [save(plain, "some/where/name").name for _ in range(2)]
-    assert names == ["name_00001_.safetensors", "name_00002_.safetensors"]
+@pytest.mark.parametrize("prefix, name", [("some/where/name", "name"), ("folder/", "folder"), ("", ".")])
+def test_files_are_numbered(plain, save, prefix, name):
+    paths = [save(plain, prefix) for _ in range(2)]
+    assert [path.name for path in paths] == [f"{name}_0000{number}_.safetensors" for number in (1, 2)]
+    assert all(path.is_file() for path in paths)
 
 
 def load_partially(model):
@@ -193,73 +195,120 @@ def test_comfyuis_own_save_node_writes_what_this_pack_loads(dit, smoothed, tmp_p
     assert torch.equal(dit.output(dit.load(path)), dit.output(smoothed))
 
 
-# What goes wrong while writing: nothing may be left, and a file of that name stays what it was.
+# What goes wrong while writing: nothing may be left, and an earlier file stays what it was.
 
 
-@pytest.fixture(params=(False, True), ids=("new file", "existing file"))
-def target(request, tmp_path):
-    """Where to save, and a check that a failure left nothing there."""
+@pytest.fixture
+def target(tmp_path):
+    """Where to save, after an earlier file, and a check that a failure left only that."""
     folder = tmp_path / "target"
     folder.mkdir()
-    path = folder / "model.safetensors"
-    if request.param:
-        path.write_bytes(b"the previous model")
+    earlier, path = folder / "model_00001_.safetensors", folder / "model_00002_.safetensors"
+    earlier.write_bytes(b"the previous model")
 
     def assert_untouched():
-        assert [file.name for file in folder.iterdir()] == (["model.safetensors"] if request.param else [])
-        assert not request.param or path.read_bytes() == b"the previous model"
+        assert files(folder) == [earlier]
+        assert earlier.read_bytes() == b"the previous model"
 
-    return path, assert_untouched
+    return (str(earlier), str(path)), assert_untouched
 
 
-def save_to(model, path):
+def save_to(model, destination):
     from int8_dit.nodes.model.save import save_int8_model
 
-    save_int8_model(model, str(path), {})
+    return save_int8_model(model, destination, {})
 
 
-def assert_says_disk_full(error, path):
-    assert error.value.errno == errno.ENOSPC
-    assert f"not enough disk space for {path.name}" in str(error.value) and "Nothing was saved" in str(error.value)
+def assert_explains(error, number, text):
+    assert error.value.errno == number
+    message = str(error.value)
+    assert "model_00002_.safetensors" in message and text in message and "Nothing was saved" in message
 
 
 def test_a_disk_that_is_too_small_is_seen_before_writing(plain, target, monkeypatch):
-    path, assert_untouched = target
+    paths, assert_untouched = target
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 20, 1 << 20, 1000))
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("something was written"))
     with pytest.raises(OSError) as error:
-        save_to(plain, path)
-    assert_says_disk_full(error, path)
+        save_to(plain, paths)
+    assert_explains(error, errno.ENOSPC, "not enough disk space: 0.00 GB are free")
     assert_untouched()
 
 
 @pytest.mark.skipif(
     not os.path.exists("/dev/full"), reason="needs Linux's /dev/full, where every write finds the disk full"
 )
-def test_a_disk_that_becomes_full(plain, target):
-    path, assert_untouched = target
-    Path(f"{path}.partial").symlink_to("/dev/full")
+def test_a_disk_that_becomes_full(plain, target, monkeypatch):
+    from int8_dit.nodes.files import new_file
+
+    def open_full(path, mode, **options):
+        return open("/dev/full" if mode == "r+b" else path, mode, **options)
+
+    paths, assert_untouched = target
+    monkeypatch.setattr(new_file, "open", open_full, raising=False)
     with pytest.raises(OSError) as error:
-        save_to(plain, path)
-    assert_says_disk_full(error, path)
+        save_to(plain, paths)
+    assert_explains(error, errno.ENOSPC, "not enough disk space")
     assert_untouched()
+
+
+def test_a_file_larger_than_allowed(plain, target):
+    resource = pytest.importorskip("resource")
+    paths, assert_untouched = target
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            save_to(plain, paths)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_explains(error, errno.EFBIG, "allows no file of that size; raise it, or choose another output directory")
+    assert_untouched()
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [
+        (errno.EDQUOT, "your disk quota is exceeded; delete some of your files, or choose another"),
+        (errno.EIO, "the disk reports an error; check it, or choose another output directory"),
+        (errno.EROFS, f"{os.strerror(errno.EROFS)}; check its name and its folder, or choose another"),
+    ],
+)
+def test_other_errors_of_a_disk_name_the_file(plain, target, monkeypatch, number, text):
+    def fail(_):
+        raise OSError(number, os.strerror(number))
+
+    paths, assert_untouched = target
+    monkeypatch.setattr(os, "fsync", fail)  # where a network share tells them
+    with pytest.raises(OSError) as error:
+        save_to(plain, paths)
+    assert_explains(error, number, text)
+    assert_untouched()
+
+
+def test_a_name_that_is_too_long_is_seen_before_writing(plain, save, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("something was written"))
+    with pytest.raises(OSError, match=r"x_00001_.safetensors .*could not be written: .*check its name"):
+        save(plain, "x" * 250)
+    assert not files(tmp_path)
 
 
 def test_a_cancel_while_saving(dit, plain, target, interrupt_in_job):
     from comfy.model_management import InterruptProcessingException
 
-    path, assert_untouched = target
+    paths, assert_untouched = target
     interrupt_in_job(len(dit.snapshot(plain)))  # the job has a step per tensor
     with pytest.raises(InterruptProcessingException):
-        save_to(plain, path)
+        save_to(plain, paths)
     assert_untouched()
 
 
-def test_an_existing_file_is_replaced(dit, plain, target):
-    path, _ = target
-    save_to(plain, path)
-    assert torch.equal(dit.output(dit.load(path)), dit.output(plain))
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
+def test_an_existing_file_is_never_replaced(plain, target):
+    (earlier, _), assert_untouched = target
+    with pytest.raises(FileExistsError, match=r"model_00001_.safetensors exists already and is not overwritten"):
+        save_to(plain, earlier)
+    assert_untouched()
 
 
 # The writer alone, read back by the safetensors package.
@@ -290,9 +339,8 @@ def write(pack, tmp_path):
     from int8_dit.nodes.files.safetensors_writer import write_safetensors
 
     def run(tensors, metadata=None, on_tensor=lambda: None):
-        path = tmp_path / "written.safetensors"
-        write_safetensors(str(path), tensors, metadata or {}, on_tensor)
-        return path
+        paths = (str(tmp_path / f"written_{number}.safetensors") for number in (1, 2))
+        return Path(write_safetensors(paths, tensors, metadata or {}, on_tensor))
 
     return run
 
