@@ -154,6 +154,19 @@ def candidates(capability: tuple[int, int], multiprocessors: int, m: int, n: int
     return sorted(estimates, key=estimates.__getitem__)[:_MOST_CANDIDATES]
 
 
+def is_offered(config: GemmConfig) -> bool:
+    """Whether `candidates` can have offered a configuration, on any card and for any shape."""
+    if config.split_k not in _SPLITS:
+        return False
+    return any(
+        config.group_m <= known.group_m
+        and config.pipeline in (known.pipeline, "pointers")
+        and config == replace(known, group_m=config.group_m, pipeline=config.pipeline, split_k=config.split_k)
+        for architecture in ARCHITECTURES.values()
+        for known in architecture.rates
+    )
+
+
 def _shipped_for_h200() -> dict[tuple[str, int, int, int], GemmConfig]:
     """Ideogram 4's linears at 768 and 1024 px, at 77 tokens, and its text projection at 512."""
     large = GemmConfig(128, 128, 128, 24, 4, 3, "descriptors")

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import time
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import triton
 from filelock import FileLock
 
-from .tiles import GemmConfig
+from .tiles import GemmConfig, is_offered
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +27,7 @@ _LOCK_SECONDS = 5
 # Windows refuses to replace or open a file in the instant another process opens or replaces it.
 _ATTEMPTS = 10
 _PAUSE_SECONDS = 0.02
+_MOST_MILLISECONDS = 1e7  # hours for a single product
 
 _Result = TypeVar("_Result")
 
@@ -170,7 +170,8 @@ def _parse(entry: Any, card: str) -> tuple[TuningKey, Measurement] | None:
     except (TypeError, KeyError, AttributeError, ValueError):
         return None
     numbers_fit = all(type(size) is int and size > 0 for size in sizes) and type(milliseconds) in (int, float)
-    if not numbers_fit or not math.isfinite(milliseconds):
+    # Comparing needs no conversion: JSON's whole numbers have any size.
+    if not numbers_fit or not 0 < milliseconds < _MOST_MILLISECONDS or not is_offered(config):
         return None
     return TuningKey(card, *sizes), Measurement(config, milliseconds)
 

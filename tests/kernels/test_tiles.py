@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.fused.tiles import ARCHITECTURES, SHIPPED, GemmConfig, architecture_of, candidates
+from kernels.fused.tiles import ARCHITECTURES, SHIPPED, GemmConfig, architecture_of, candidates, is_offered
 from kernels.fused.tuning import m_bucket
 
 CARDS = {(8, 6): 82, (8, 0): 108, (8, 9): 128, (9, 0): 132, (12, 0): 170}
@@ -21,6 +21,7 @@ def test_a_few_different_ones_for_every_shape(capability):
         for config in offered:
             assert config.pipeline == "pointers" or (capability == (9, 0) and k % 16 == 0)
             assert config.split_k == 1 or k >= config.split_k * config.block_k
+            assert is_offered(config)
 
 
 @pytest.mark.parametrize("m", (2560, 4352))
