@@ -79,6 +79,15 @@ def test_tiny_and_huge_rows():
     torch.testing.assert_close(scale, torch.tensor([1e-36, 3e38, 1.0], device=DEVICE) / 127, rtol=1e-5, atol=0)
 
 
+def test_weights_too_small_for_a_scale_are_zeros():
+    """A scale that float32 holds with fewer bits would be refused when its file is loaded."""
+    w = torch.ones(4, 32, device=DEVICE) * torch.tensor([[1e-37], [1e-40], [0.0], [1.0]], device=DEVICE)
+    for clip in (False, True):
+        q, scale = quantize_weight(w, clip=clip)
+        assert scale[:3].tolist() == [0, 0, 0] and scale[3] >= torch.finfo(torch.float32).tiny
+        assert not q[:3].any() and q[3].all()
+
+
 def test_strided_rows():
     x = random_float(20, 96, seed=1)[::2, 8:72]
     q, scale = quantize_activations(x)
