@@ -16,6 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import ComputePath, choose_path
 from ..files import int8_mark
 from ..host import notices
+from .completeness import check_complete
 from .input_groups import share_inputs
 from .operations import int8_operations, leave_layer
 from .residency import CALLBACK_KEY, keep_patched
@@ -32,7 +33,11 @@ def build_model(
     compute: ComputePath,
     disable_dynamic: bool = False,
 ) -> ModelPatcher:
-    """ComfyUI's loader, plus the warning for a bf16 fallback. Raises ValueError for tensors it does not recognise."""
+    """ComfyUI's loader, plus the warning for a bf16 fallback.
+
+    Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
+    """
+    names = list(state_dict)  # the loader empties it
     options = {"custom_operations": operations, "dtype": compute_dtype}
     model = comfy.sd.load_diffusion_model_state_dict(
         state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
@@ -41,6 +46,7 @@ def build_model(
     operations.convert_layer = staticmethod(leave_layer)
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
+    check_complete(model.model.diffusion_model, names, operations)
     share_inputs(model.model.diffusion_model)
     _let_comfyui_patch(model)
     if compute.fallback:

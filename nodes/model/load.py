@@ -11,6 +11,7 @@ from comfy.model_patcher import ModelPatcher
 from ...kernels import choose_path, naming_layer, quantize_weight
 from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
+from ..files.faults import naming_file
 from ..host.work import LayerProgress, make_room_to_quantize
 from .build import build_model
 from .int8_weight import int8_weight
@@ -50,10 +51,8 @@ def load_int8_model(
         make_room_to_quantize(device, max(sizes, default=0))
         converter = _quantizing_converter(device, compute_dtype, LayerProgress(len(sizes)))
     operations = int8_operations(compute, compute_dtype, converter, dequantize_once=once)
-    try:
+    with naming_file(checkpoint.name):
         model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, compute, disable_dynamic)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.name}: {error}") from error
     model.cached_patcher_init = (load_int8_model, (path, kernel, branch, base_path))
     keep_recipe_of_file(model, checkpoint.metadata)
     return model
@@ -74,10 +73,10 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
     Raises ValueError if it is no diffusion model it knows.
     """
-    state_dict = checkpoint.tensors
-    config = comfy.model_detection.model_config_from_unet(state_dict, "", metadata=checkpoint.metadata)
-    if config is None:
-        config = comfy.model_detection.model_config_from_diffusers_unet(state_dict)
+    with naming_file(checkpoint.name):
+        config = comfy.model_detection.model_config_from_unet(checkpoint.tensors, "", metadata=checkpoint.metadata)
+        if config is None:
+            config = comfy.model_detection.model_config_from_diffusers_unet(checkpoint.tensors)
     if config is None:
         raise ValueError(
             f"{checkpoint.name} is not a diffusion model that this ComfyUI knows (a text encoder, VAE or LoRA, "

@@ -5,7 +5,7 @@ ComfyUI keeps owning the weight: loading, offloading, dynamic VRAM, LoRA and sav
 module only decides what a linear holds after loading and how it multiplies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,12 @@ def leave_layer(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor |
     """The ConvertLayer that converts nothing."""
 
 
-_UNPACKED = ("float8_e4m3fn", "float8_e5m2", int8_mark.NATIVE_FORMAT)
+# [N, K] as it lies in a file, of the formats that pack or pad it.
+_STORED_SHAPES: dict[str | None, Callable[[int, int], tuple[int, int]]] = {
+    "nvfp4": lambda n, k: (-(-n // 16) * 16, -(-k // 16) * 8),
+    "mxfp8": lambda n, k: (-(-n // 32) * 32, -(-k // 32) * 32),
+    "convrot_w4a4": lambda n, k: (n, k // 2),
+}
 
 
 def int8_operations(
@@ -53,24 +58,27 @@ def int8_operations(
 
     class INT8Operations(base):
         convert_layer: ConvertLayer  # until the model is loaded
+        # Once it is loaded: what of the whole model the state dict lacks, and what it holds beside it.
+        missing: Sequence[str] = ()
+        unexpected: Sequence[str] = ()
 
         class Linear(base.Linear):
             input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
 
             def _load_from_state_dict(self, state_dict, prefix, *args):
                 self.input_reader = None
+                INT8Operations.missing, INT8Operations.unexpected = args[2:4]  # PyTorch's: one list for all modules
                 smooth = _take_smoothing_factors(state_dict, prefix)
                 original = state_dict.get(f"{prefix}weight")
                 super()._load_from_state_dict(state_dict, prefix, *args)
                 if self.weight is None:
                     return
                 held: Any = self.weight.data
-                # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it. (Of the formats
-                # that pack several values into one element, the shape says nothing.)
+                # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it.
                 needed = (self.out_features, self.in_features)
-                if (
-                    not isinstance(held, QuantizedTensor) or self.quant_format in _UNPACKED
-                ) and original.shape != needed:
+                if isinstance(held, QuantizedTensor):
+                    needed = _STORED_SHAPES.get(self.quant_format, lambda *shape: shape)(*needed)
+                if original.shape != needed:
                     raise ValueError(
                         f"{prefix}weight has shape {list(original.shape)}, but the model needs {list(needed)}"
                     )
@@ -148,7 +156,10 @@ def _take_smoothing_factors(state_dict: dict, prefix: str) -> torch.Tensor | Non
     """Remove a smoothed layer's factors from the state dict and mark the rest as the native format it otherwise is."""
     smooth = state_dict.pop(f"{prefix}{int8_mark.SMOOTH}", None)
     if smooth is not None:
-        mark = int8_mark.decode_mark(state_dict[f"{prefix}{int8_mark.MARK}"])
+        encoded = state_dict.get(f"{prefix}{int8_mark.MARK}")
+        mark = {} if encoded is None else int8_mark.decode_mark(encoded)
+        if mark.get("format") != int8_mark.SMOOTHED_FORMAT:
+            raise ValueError(f"{prefix}{int8_mark.SMOOTH} is there although the layer is not marked as smoothed")
         state_dict[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(
             ChannelTransform(None, int8_mark.rotation_group(mark))
         )
