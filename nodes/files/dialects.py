@@ -14,6 +14,9 @@ import torch
 from . import int8_mark, transformer_lab
 from .contents import Checkpoint
 from .diffusers_names import is_named_by_diffusers, with_native_names
+from .faults import json_object, naming_file
+
+_MOST_METADATA = 1 << 22  # characters; a thousand layers have about 100,000
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,12 @@ class Dialect:
     translate: Callable[[Checkpoint], Checkpoint]
 
 
-def translated(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint in ComfyUI's own conventions.
+def translated(checkpoint: Checkpoint, dialects: dict[str, Dialect]) -> Checkpoint:
+    """A checkpoint with these dialects brought to ComfyUI's own conventions.
 
     Raises ValueError naming the file, and the tensor where there is one.
     """
-    for dialect in DIALECTS.values():
+    for dialect in dialects.values():
         if dialect.speaks(checkpoint):
             checkpoint = dialect.translate(checkpoint)
     return checkpoint
@@ -44,8 +47,9 @@ def translated(checkpoint: Checkpoint) -> Checkpoint:
 def _marked_by_comfyui(checkpoint: Checkpoint) -> Checkpoint:
     """With the marks that ComfyUI itself makes of what its older files have in their metadata or in other tensors."""
     try:
+        json_object(checkpoint.metadata.get("_quantization_metadata", "{}"), _MOST_METADATA)
         tensors, metadata = comfy.utils.convert_old_quants(checkpoint.tensors, "", metadata=checkpoint.metadata)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{checkpoint.name}: the quantization metadata cannot be read ({error!r})") from error
     return replace(checkpoint, tensors=tensors, metadata=metadata)
 
@@ -72,10 +76,11 @@ def _layer_is_here(key: str, tensors: dict[str, torch.Tensor]) -> bool:
 
 
 def _unmarked_int8(checkpoint: Checkpoint) -> list[str]:
-    """The layers with an int8 weight and no mark."""
+    """The layers with an int8 weight in a file that marks none: where one is marked, another lost its mark."""
+    if any(key.endswith(f".{int8_mark.MARK}") for key in checkpoint.tensors):
+        return []
     weights = (key for key, tensor in checkpoint.tensors.items() if tensor.dtype == torch.int8)
-    layers = (key.removesuffix(".weight") for key in weights if key.endswith(".weight"))
-    return [layer for layer in layers if f"{layer}.{int8_mark.MARK}" not in checkpoint.tensors]
+    return [key.removesuffix(".weight") for key in weights if key.endswith(".weight")]
 
 
 def _marked(checkpoint: Checkpoint) -> Checkpoint:
@@ -92,11 +97,14 @@ def _marked(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
+def _is_named_by_diffusers(checkpoint: Checkpoint) -> bool:
+    with naming_file(checkpoint.name):
+        return is_named_by_diffusers(checkpoint.tensors, checkpoint.metadata)
+
+
 def _named_by_diffusers(checkpoint: Checkpoint) -> Checkpoint:
-    try:
+    with naming_file(checkpoint.name):
         return replace(checkpoint, tensors=with_native_names(checkpoint.tensors))
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.name}: {error}") from error
 
 
 DIALECTS = {
@@ -106,6 +114,8 @@ DIALECTS = {
     ),  # ComfyUI knows whether there are any
     "all models in one file": Dialect(lambda checkpoint: bool(_without_prefix(checkpoint)), _diffusion_model),
     "int8 without marks, of older node packs": Dialect(lambda checkpoint: bool(_unmarked_int8(checkpoint)), _marked),
-    "diffusers": Dialect(lambda it: is_named_by_diffusers(it.tensors, it.metadata), _named_by_diffusers),
 }
-"""In the order in which they are translated."""
+"""How layers are stored, in the order in which they are translated."""
+
+NAMINGS = {"diffusers": Dialect(_is_named_by_diffusers, _named_by_diffusers)}
+"""How layers are named: translated once the layers, which may be joined by it, were checked."""

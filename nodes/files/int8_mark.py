@@ -11,6 +11,7 @@ import json
 import torch
 
 from ...kernels import UNCHANGED, ChannelTransform
+from .faults import json_object
 
 NATIVE_FORMAT = "int8_tensorwise"
 SMOOTHED_FORMAT = "int8_smoothquant"
@@ -20,6 +21,8 @@ DEFAULT_ROTATION_GROUP = 256
 MARK = "comfy_quant"
 SCALE = "weight_scale"
 SMOOTH = "weight_smooth"
+
+_MOST_BYTES = 4096  # marks have about 70
 
 
 def encode_mark(transform: ChannelTransform = UNCHANGED) -> torch.Tensor:
@@ -32,17 +35,36 @@ def encode_mark(transform: ChannelTransform = UNCHANGED) -> torch.Tensor:
 
 def decode_mark(mark: torch.Tensor) -> dict:
     """The JSON object of a mark. Raises ValueError where it is none."""
-    try:
-        decoded = json.loads(bytes(mark.flatten().tolist()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"not the bytes of a JSON object ({error})") from error
-    if not isinstance(decoded, dict):
-        raise ValueError("not a JSON object")
-    return decoded
+    if mark.dtype != torch.uint8 or mark.ndim != 1:
+        raise ValueError(f"not the bytes of a JSON object (it is {mark.dtype} of shape {tuple(mark.shape)})")
+    if mark.numel() > _MOST_BYTES:  # before they are copied
+        raise ValueError(f"not a mark: it has {mark.numel()} bytes, and at most {_MOST_BYTES} are expected")
+    return json_object(mark.cpu().numpy().tobytes(), _MOST_BYTES)
 
 
 def rotation_group(mark: dict) -> int | None:
-    """Channels per Hadamard group of a decoded mark, or None. Older files keep the options under "params"."""
+    """Channels per Hadamard group of a decoded mark, or None. Older files keep the options under "params".
+
+    Raises ValueError for options that do not say it clearly.
+    """
+    options = mark_options(mark)
+    rotated = options.get("convrot")
+    if rotated is None and "convrot_groupsize" in options:
+        raise ValueError("its mark names a convrot_groupsize and not whether it is rotated (convrot)")
+    if not isinstance(rotated, bool | None):
+        raise ValueError(f"its mark has convrot = {rotated!r}, which is neither true nor false")
+    return group_size(options) if rotated else None
+
+
+def mark_options(mark: dict) -> dict:
+    """The options of a decoded mark; older files keep them under "params"."""
     nested = mark.get("params")
-    options = {**(nested if isinstance(nested, dict) else {}), **mark}
-    return int(options.get("convrot_groupsize", DEFAULT_ROTATION_GROUP)) if options.get("convrot") else None
+    return {**(nested if isinstance(nested, dict) else {}), **mark}
+
+
+def group_size(options: dict) -> int:
+    """The rotation group that options name. Raises ValueError where it is no whole number."""
+    group = options.get("convrot_groupsize", DEFAULT_ROTATION_GROUP)
+    if type(group) is not int:
+        raise ValueError(f"its mark has convrot_groupsize = {group!r}, which is no whole number")
+    return group

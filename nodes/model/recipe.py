@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
+from ..files.faults import json_object
 from ..host import notices
 
 RECIPE_KEY = "int8_dit_recipe"
 FOLDED = "folded"
 """The entry of a recipe that says whether smoothing factors were folded into the layers before."""
 _FOLDED_CALLBACK_KEY = "int8_dit_folded"
+_MOST = 1 << 22  # characters of a recipe; that of a thousand layers has about 200,000
 
 
 def keep_recipe(model: ModelPatcher, recipe: Mapping[str, object]) -> None:
@@ -27,10 +29,9 @@ def recipe_of(model: ModelPatcher) -> dict[str, object]:
 def recipe_in(metadata: Mapping[str, str]) -> dict[str, object]:
     """How the weights of a file were quantized; empty where it is not known. What is no JSON object is not a recipe."""
     try:
-        recipe = json.loads(metadata.get(RECIPE_KEY, "null"))
+        return json_object(metadata.get(RECIPE_KEY, ""), _MOST)
     except ValueError:
         return {}
-    return recipe if isinstance(recipe, dict) else {}
 
 
 def keep_recipe_of_file(model: ModelPatcher, metadata: Mapping[str, str]) -> None:

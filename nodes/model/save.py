@@ -7,6 +7,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..files import int8_mark
+from ..files.mark_record import marks_as_metadata
 from ..files.safetensors_writer import PendingTensor, write_safetensors
 from ..host.work import LayerProgress
 from .build import as_file, file_metadata
@@ -45,7 +46,8 @@ def save_int8_model(
     warn_of_patches_on_folded(model)
     recipe = recipe_of(model)
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))
-    metadata = {RECIPE_KEY: json.dumps(recipe), **file_metadata(model.model), **metadata}
+    about = {RECIPE_KEY: json.dumps(recipe), **marks_as_metadata(tensors), **file_metadata(model.model)}
+    metadata = {**about, **metadata}
     return write_safetensors(destination, tensors, metadata, LayerProgress(len(tensors)).step)
 
 

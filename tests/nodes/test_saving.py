@@ -106,6 +106,12 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
     }
 
 
+def test_the_marks_are_in_the_metadata_too(dit, smoothed, save):
+    """A mark that is damaged later is told from one that was meant so."""
+    marks = json.loads(metadata(save(smoothed))["int8_dit_marks"])
+    assert marks == {layer: {"format": "int8_smoothquant"} for layer in dit.int8_weights(smoothed)}
+
+
 def test_a_recipe_that_is_none_is_ignored(dit, smoothed, tmp_path):
     """Whoever wrote it."""
     from int8_dit.nodes.model.recipe import recipe_of
