@@ -11,8 +11,11 @@ from . import int8_mark
 from .contents import BRANCHES, Checkpoint
 from .dialects import DIALECTS, NAMINGS, translated
 from .faults import naming_file
+from .kinds import kind_of_bytes, kind_of_tensors
 from .layer_checks import check_layers
 from .mark_record import check_marks_as_written
+
+_BEGINNING = 64  # bytes that tell a kind of file
 
 
 def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Checkpoint] | None = None) -> Checkpoint:
@@ -25,6 +28,9 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
     name = os.path.basename(path)
     _check_safetensors(path, name)
     tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    kind = kind_of_tensors(tensors, packed=True)
+    if kind is not None:
+        raise ValueError(f"{name} is {kind.name}; {kind.advice}")
     checkpoint = translated(Checkpoint(name, tensors, metadata or {}, branch, base), DIALECTS)
     with naming_file(name):
         check_layers(checkpoint.tensors)
@@ -39,10 +45,16 @@ def holds_int8(tensors: Mapping[str, Any]) -> bool:
 
 
 def _check_safetensors(path: str, name: str) -> None:
-    if not path.lower().endswith((".safetensors", ".sft")):
-        raise ValueError(f"{name} is not a safetensors file; other formats can run code when loaded and are not read")
+    with open(path, "rb") as file:
+        kind = kind_of_bytes(file.read(_BEGINNING))
+    is_named_so = path.lower().endswith((".safetensors", ".sft"))
     try:
-        with safetensors.safe_open(path, framework="pt"):
-            pass
+        if is_named_so:
+            with safetensors.safe_open(path, framework="pt"):
+                return
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{name} is damaged or incomplete ({error}); download or copy it again") from error
+        # Only now: the length of a header can be any bytes.
+        if kind is None:
+            raise ValueError(f"{name} is damaged or incomplete ({error}); download or copy it again") from error
+    what = "; other formats are not read" if kind is None else f", but {kind.name}; {kind.advice}"
+    raise ValueError(f"{name} is not a safetensors file{what}")

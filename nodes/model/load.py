@@ -12,6 +12,7 @@ from ...kernels import choose_path, naming_layer, quantize_weight
 from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
+from ..files.kinds import kind_of_tensors
 from ..host.work import LayerProgress, make_room_to_quantize
 from .build import build_model
 from .int8_weight import int8_weight
@@ -78,10 +79,9 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
         if config is None:
             config = comfy.model_detection.model_config_from_diffusers_unet(checkpoint.tensors)
     if config is None:
-        raise ValueError(
-            f"{checkpoint.name} is not a diffusion model that this ComfyUI knows (a text encoder, VAE or LoRA, "
-            "perhaps?)"
-        )
+        kind = kind_of_tensors(checkpoint.tensors, packed=False)
+        what = "" if kind is None else f"; it seems to be {kind.name}: {kind.advice}"
+        raise ValueError(f"{checkpoint.name} is not a diffusion model that this ComfyUI knows{what}")
     device = comfy.model_management.get_torch_device()
     return comfy.model_management.unet_manual_cast(None, device, config.supported_inference_dtypes)
 
