@@ -14,11 +14,13 @@ import safetensors
 import torch
 
 from ...kernels import ActivationStatistics
+from ..files.faults import json_object
 from ..files.safetensors_writer import write_safetensors
 from .calibration import Calibration
 
 _KEY = "int8_dit_calibration"
 _ABSMAX, _ROWS = "absmax", "rows"
+_MOST = 1 << 26  # characters; a thousand layers that were called a thousand times have about 10 million
 
 
 def save_calibration(
@@ -54,10 +56,10 @@ def load_calibration(path: str) -> Calibration:
     name = None
     shapes, statistics = {}, {}
     try:
-        for name, layer in json.loads(text).items():
+        for name, layer in json_object(text, _MOST).items():
             rows, columns = layer["shape"]
             shapes[name] = (int(rows), int(columns))
-            if layer["calls"]:
+            if _calls(layer, f"{name}.{_ABSMAX}" in tensors or f"{name}.{_ROWS}" in tensors):
                 statistics[name] = _statistics(layer, tensors[f"{name}.{_ABSMAX}"], tensors[f"{name}.{_ROWS}"], columns)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:
         where = "" if name is None else f" at layer {name}"
@@ -65,6 +67,15 @@ def load_calibration(path: str) -> Calibration:
     if not statistics:
         raise ValueError(f"{file}: no layer was called while this calibration was recorded; record it again")
     return Calibration(shapes, statistics)
+
+
+def _calls(layer: dict, has_tensors: bool) -> int:
+    calls = layer["calls"]
+    if type(calls) is not int or calls < 0:
+        raise ValueError(f"calls must be a whole number from 0 on, not {calls!r}")
+    if has_tensors != (calls > 0):
+        raise ValueError(f"it has {'' if has_tensors else 'no '}statistics, and calls is {calls}")
+    return calls
 
 
 def _statistics(layer: dict, absmax: torch.Tensor, rows: torch.Tensor, columns: int) -> ActivationStatistics:

@@ -413,10 +413,17 @@ LAYER = "joint_blocks.1.x_block.mlp.fc1"
             lambda t: t.update({f"{LAYER}.rows": torch.ones(0, 192)}),
             rf"at layer {LAYER} .*rows are empty or hold",
         ),
-        (lambda layers: layers[LAYER].update(calls=-5), None, rf"at layer {LAYER} .*-5 calls"),
-        (lambda layers: layers[LAYER].update(calls=math.inf), None, f"at layer {LAYER} .*infinity"),
+        (lambda layers: layers[LAYER].update(calls=-5), None, rf"at layer {LAYER} .*whole number .*-5"),
+        (lambda layers: layers[LAYER].update(calls=math.inf), None, f"at layer {LAYER} .*whole number .*inf"),
+        (lambda layers: layers[LAYER].update(calls=2.0), None, f"at layer {LAYER} .*whole number"),
+        (lambda layers: layers[LAYER].update(calls=True), None, f"at layer {LAYER} .*whole number"),
+        (lambda layers: layers[LAYER].update(calls=0), None, rf"at layer {LAYER} .*it has statistics, and calls is 0"),
         (lambda layers: layers[LAYER].update(spikiness=math.nan), None, rf"at layer {LAYER} .*spikiness of nan"),
-        (lambda layers: [layer.update(calls=0) for layer in layers.values()], None, "no layer was called"),
+        (
+            lambda layers: [layer.update(calls=0) for layer in layers.values()],
+            lambda t: t.clear(),
+            "no layer was called",
+        ),
     ),
 )
 def test_a_damaged_calibration_names_file_and_layer(dit, calibration, files, tmp_path, metadata, tensors, message):
