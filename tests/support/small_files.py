@@ -1,0 +1,74 @@
+"""Small model files of six kinds, in bytes, which the tests damage.
+
+Imported only once ComfyUI and the pack can be.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from comfy.quant_ops import TensorWiseINT8Layout
+from safetensors.torch import save
+
+from int8_dit.kernels import ChannelTransform
+from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
+from int8_dit.nodes.files.mark_record import marks_as_metadata
+from support import glyph_dit
+
+
+def _layers(tensors: dict[str, torch.Tensor]) -> list[str]:
+    names = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
+    return [key.removesuffix(".weight") for key in tensors if key.endswith(names)]
+
+
+def _int8(group: int | None = None) -> dict[str, torch.Tensor]:
+    tensors = glyph_dit.tensors()
+    for layer in _layers(tensors):
+        options = {} if group is None else {"convrot": True, "convrot_groupsize": group}
+        q, params = TensorWiseINT8Layout.quantize(tensors[f"{layer}.weight"].float(), per_channel=True, **options)
+        mark = encode_mark(ChannelTransform(None, group))
+        tensors |= {f"{layer}.weight": q, f"{layer}.{SCALE}": params.scale, f"{layer}.{MARK}": mark}
+    return tensors
+
+
+def _own() -> dict[str, torch.Tensor]:
+    """Smoothed, and every other layer rotated too."""
+    tensors = glyph_dit.tensors()
+    for number, layer in enumerate(_layers(tensors)):
+        weight = tensors[f"{layer}.weight"].float()
+        smooth = torch.linspace(0.5, 2.0, weight.shape[1])
+        options = {"convrot": True, "convrot_groupsize": 64} if number % 2 else {}
+        q, params = TensorWiseINT8Layout.quantize(weight * smooth, per_channel=True, **options)
+        mark = encode_mark(ChannelTransform(smooth, 64 if number % 2 else None))
+        tensors |= {f"{layer}.weight": q, f"{layer}.{SCALE}": params.scale, f"{layer}.{MARK}": mark}
+        tensors[f"{layer}.{SMOOTH}"] = smooth
+    return tensors
+
+
+def _fp8() -> dict[str, torch.Tensor]:
+    tensors = glyph_dit.tensors()
+    mark = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
+    for layer in _layers(tensors):
+        weight = tensors[f"{layer}.weight"].float()
+        scale = weight.abs().max() / 448
+        quantized = (weight / scale).to(torch.float8_e4m3fn)
+        tensors |= {f"{layer}.weight": quantized, f"{layer}.{SCALE}": scale, f"{layer}.{MARK}": mark.clone()}
+    return tensors
+
+
+def _unmarked() -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in _int8().items() if not key.endswith(f".{MARK}")}
+
+
+def base_files() -> dict[str, bytes]:
+    """Small files of six kinds."""
+    own = _own()
+    return {
+        "native INT8": save(_int8()),
+        "ConvRot": save(_int8(64)),
+        "this pack's": save(own, {"int8_dit_recipe": '{"method": "smooth"}', **marks_as_metadata(own)}),
+        "FP8 scaled": save(_fp8()),
+        "bf16": save(glyph_dit.tensors()),
+        "older pack's": save(_unmarked()),
+    }
