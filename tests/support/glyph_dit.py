@@ -5,7 +5,6 @@ Tests get this module through the fixture `dit`. Everything computes in float32 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,9 @@ from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
 from int8_dit.nodes.model.int8_weight import is_int8
 from int8_dit.nodes.model.load import load_int8_model
 from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
-from support.tensors import relative_error as relative_error  # tests have it as `dit.relative_error`
+from support import adapters
+from support.adapters import with_delta as with_delta  # tests have these two as `dit.…`
+from support.tensors import relative_error as relative_error
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "glyph_dit.safetensors"
 
@@ -193,32 +194,13 @@ def untouched(model: ModelPatcher) -> Iterator[None]:
     assert_same_tensors(snapshot(model), before)
 
 
-def lora(layers: Iterable[str], scale: float = 0.05, rank: int = 4) -> dict[str, torch.Tensor]:
+def lora(layers: Iterable[str], scale: float = 0.05) -> dict[str, torch.Tensor]:
     """A LoRA file's tensors for some linears: random, `scale` relative to the weights it changes."""
-    generator = torch.Generator().manual_seed(1)
-    weights, state_dict = tensors(), {}
-    for layer in layers:
-        weight = weights[f"{layer}.weight"].float()
-        up = torch.randn(weight.shape[0], rank, generator=generator)
-        down = torch.randn(rank, weight.shape[1], generator=generator)
-        up *= scale * weight.norm() / (up @ down).norm()
-        state_dict[f"diffusion_model.{layer}.lora_up.weight"] = up
-        state_dict[f"diffusion_model.{layer}.lora_down.weight"] = down
-    return state_dict
+    weights = tensors()
+    return adapters.lora({layer: weights[f"{layer}.weight"] for layer in layers}, scale)
 
 
 def with_lora(model: ModelPatcher, state_dict: dict[str, torch.Tensor]) -> ModelPatcher:
     """The MODEL of ComfyUI's LoRA loader node."""
     patched, _ = comfy.sd.load_lora_for_models(model, None, state_dict, 1.0, 0.0)
     return patched
-
-
-def with_delta(state_dict: dict[str, torch.Tensor], lora_tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights a LoRA makes, computed here and in float32."""
-    changed = dict(state_dict)
-    for key, up in lora_tensors.items():
-        match = re.fullmatch(r"diffusion_model\.(.*)\.lora_up\.weight", key)
-        if match:
-            weight, down = f"{match[1]}.weight", lora_tensors[key.replace("lora_up", "lora_down")]
-            changed[weight] = state_dict[weight].float() + up @ down
-    return changed
