@@ -1,4 +1,4 @@
-"""Run a real ComfyUI server on the CPU with this pack in it, and talk to it over HTTP.
+"""Run a real ComfyUI server with this pack in it, and talk to it over HTTP.
 
 Used by the tests and by the demo, so the standard library only: the demo starts on a bare Python. The server gets a
 base directory of its own; nothing of an installed ComfyUI is read or written.
@@ -119,9 +119,9 @@ class ComfyServer:
         """Stop the prompt that is running."""
         self._request("/interrupt", {})
 
-    def saved_path(self, result: dict) -> Path:
-        """The file that a saving node names in its ui result."""
-        (saved,) = result["saved"]
+    def saved_path(self, result: dict, kind: str = "saved") -> Path:
+        """The file that a saving node names in its ui result: ``kind`` is "latents" for latents."""
+        (saved,) = result[kind]
         return self.base / saved["type"] / saved["subfolder"] / saved["filename"]
 
     def forget(self) -> None:
@@ -129,9 +129,17 @@ class ComfyServer:
         self._request("/free", {"unload_models": True, "free_memory": True})
         time.sleep(2 * POLL_SECONDS)  # the queue's thread does it when it finds the request
 
+    def clear_history(self) -> None:
+        """Drop what the server remembers of the prompts that it ran."""
+        self._request("/history", {"clear": True})
+
     def object_info(self, node: str) -> dict:
         """What the server tells the frontend about a node type; empty when it has none of that name."""
         return self._json(f"/object_info/{urllib.parse.quote(node)}").get(node, {})
+
+    def system_stats(self) -> dict:
+        """What the server says of its versions and of its devices' memory, in bytes."""
+        return self._json("/system_stats")
 
     def log_tail(self) -> str:
         """The end of the log, for error messages."""
@@ -163,8 +171,8 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @contextmanager
-def serve(environment: Environment, base: Path) -> Iterator[ComfyServer]:
-    """Run a server in the directory ``base`` and stop it at the end, whatever happens.
+def serve(environment: Environment, base: Path, cpu: bool = True) -> Iterator[ComfyServer]:
+    """Run a server in the directory ``base``, on the CPU or on the GPU, and stop it at the end, whatever happens.
 
     This pack, the glyph nodes and the glyph model are linked into it. More models can be put under ``base / "models"``
     at any time: ComfyUI looks again.
@@ -172,7 +180,7 @@ def serve(environment: Environment, base: Path) -> Iterator[ComfyServer]:
     _lay_out(base)
     port = _free_port()
     command = [
-        str(environment.python), "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(port),
+        str(environment.python), "main.py", *(["--cpu"] if cpu else []), "--listen", "127.0.0.1", "--port", str(port),
         "--base-directory", str(base),
         # By default the database lies beside ComfyUI's sources, where two servers would fight for it.
         "--database-url", f"sqlite:///{base / 'user' / 'comfyui.db'}",

@@ -49,7 +49,7 @@ def calibrated_model(
     **widgets: object,
 ) -> Link:
     """``model`` quantized after a calibration run that samples ``text`` with it; more widgets by name."""
-    conditioning, latent = _glyph_conditioning(prompt, text)
+    conditioning, latent = glyph_conditioning(prompt, text)
     quantize = _quantize(
         prompt,
         model,
@@ -127,17 +127,33 @@ def glyph_latents(
     prompt: Prompt, model: Link, *, text: str = GLYPH_TEXT, steps: int = GLYPH_STEPS, seed: int = 0
 ) -> Link:
     """Sample one latent per character."""
-    conditioning, latent = _glyph_conditioning(prompt, text)
-    guider = prompt.add("BasicGuider", model=model, conditioning=conditioning)
+    conditioning, latent = glyph_conditioning(prompt, text)
+    guider = link(prompt.add("BasicGuider", model=model, conditioning=conditioning))
+    return sampled(prompt, model, guider, latent, steps=steps, seed=seed)
+
+
+def sampled(prompt: Prompt, model: Link, guider: Link, latent: Link, *, steps: int, seed: int) -> Link:
+    """Euler steps with a guider, on the schedule of ``model``."""
     sampled = prompt.add(
         "SamplerCustomAdvanced",
         noise=link(prompt.add("RandomNoise", noise_seed=seed)),
-        guider=link(guider),
+        guider=guider,
         sampler=_euler(prompt),
         sigmas=_sigmas(prompt, model, steps),
         latent_image=latent,
     )
     return link(sampled)
+
+
+def save_latents(prompt: Prompt, samples: Link) -> str:
+    """Write latents; the id of the node, whose ui result names the file under "latents"."""
+    return prompt.add("SaveLatent", samples=samples, filename_prefix="latents/latents")
+
+
+def glyph_conditioning(prompt: Prompt, text: str) -> tuple[Link, Link]:
+    """The conditioning for one image per character, and an empty latent of that batch size."""
+    node = prompt.add("GlyphConditioning", text=text)
+    return link(node, 0), link(node, 1)
 
 
 def kernel_benchmark(prompt: Prompt, *, tokens: int, model: Link | None = None) -> str:
@@ -158,11 +174,6 @@ def _quantize(prompt: Prompt, model: Link, alpha: float, protect_layers: int, ke
         "kernel": kernel,
     }
     return prompt.add("QuantizeToINT8SmoothQuant", model=model, **defaults | inputs)
-
-
-def _glyph_conditioning(prompt: Prompt, text: str) -> tuple[Link, Link]:
-    node = prompt.add("GlyphConditioning", text=text)
-    return link(node, 0), link(node, 1)
 
 
 def _euler(prompt: Prompt) -> Link:

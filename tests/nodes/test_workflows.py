@@ -1,0 +1,264 @@
+"""Workflows of ComfyUI's own nodes with INT8 models in a real server: each result is checked against the float model's
+in the same workflow, and each node must leave the INT8 model as it found it."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from support import workflows
+from support.server import ExecutionFailed
+from support.tensors import relative_error
+from support.workflow_bench import (
+    CFG,
+    FIRST,
+    OTHER_TEXT,
+    SECOND,
+    SECOND_FILE,
+    TEXT,
+    Guider,
+    plain,
+    prepare,
+    sampled,
+    sampled_after,
+)  # fmt: skip
+
+EMPTY_TEXT = "0000"
+
+
+@pytest.fixture(scope="module")
+def bench(server):
+    return prepare(server)
+
+
+def plain_second(graph):
+    return graph.basic(graph.second)
+
+
+def plain_cfg(graph):
+    return graph.cfg(graph.first)
+
+
+def two_loras(graph):
+    return graph.basic(graph.lora(graph.lora(graph.first, "lora", 0.7), "other_lora", -0.4))
+
+
+def bypassed_lora(graph):
+    model = graph.node("LoraLoaderBypassModelOnly", model=graph.first, lora_name="lora.safetensors", strength_model=0.7)
+    return graph.basic(model)
+
+
+def keyframed_hook(graph):
+    """The LoRA at its full strength in the first step, at half of it later."""
+    frames = graph.node("CreateHookKeyframe", strength_mult=1.0, start_percent=0.0)
+    frames = graph.node("CreateHookKeyframe", strength_mult=0.5, start_percent=0.4, prev_hook_kf=frames)
+    hooks = graph.node("SetHookKeyframes", hooks=graph.hook_lora(), hook_kf=frames)
+    return graph.basic(graph.first, graph.hooked(hooks))
+
+
+def model_as_lora(graph):
+    hooks = graph.node("CreateHookModelAsLoraModelOnly", ckpt_name=SECOND_FILE, strength_model=0.7)
+    return graph.basic(graph.first, graph.hooked(hooks))
+
+
+def merged(graph):
+    return graph.basic(graph.node("ModelMergeSimple", model1=graph.first, model2=graph.second, ratio=0.4))
+
+
+def difference_added(graph):
+    difference = graph.node("ModelMergeSubtract", model1=graph.second, model2=graph.first, multiplier=1.0)
+    return graph.basic(graph.node("ModelMergeAdd", model1=graph.first, model2=difference))
+
+
+def merged_with_lora(graph):
+    model2 = graph.lora(graph.second)
+    return graph.basic(graph.node("ModelMergeSimple", model1=graph.first, model2=model2, ratio=0.4))
+
+
+def dual_model(graph):
+    return graph.node(
+        "DualModelGuider",
+        model=graph.first,
+        model_negative=graph.second,
+        positive=graph.text(TEXT),
+        negative=graph.text(OTHER_TEXT),
+        cfg=CFG,
+    )
+
+
+def dual_cfg(graph):
+    return graph.node(
+        "DualCFGGuider",
+        model=graph.first,
+        cond1=graph.text(TEXT),
+        cond2=graph.text(OTHER_TEXT),
+        negative=graph.text(EMPTY_TEXT),
+        cfg_conds=CFG,
+        cfg_cond2_negative=2.0,
+        style="regular",
+    )
+
+
+def perpendicular_negative(graph):
+    return graph.node(
+        "PerpNegGuider",
+        model=graph.first,
+        positive=graph.text(TEXT),
+        negative=graph.text(OTHER_TEXT),
+        empty_conditioning=graph.text(EMPTY_TEXT),
+        cfg=CFG,
+        neg_scale=1.0,
+    )
+
+
+def skipped_layer(graph):
+    model = graph.node(
+        "SkipLayerGuidanceSD3", model=graph.first, layers="1", scale=1.0, start_percent=0.0, end_percent=1.0
+    )
+    return graph.cfg(model)
+
+
+def compiled_lora(graph):
+    return graph.basic(graph.node("GlyphCompile", model=graph.lora(graph.first)))
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """A guider, and the one without what is tested here: what INT8 costs there, it may cost here."""
+
+    guider: Guider
+    without: Guider = plain
+
+
+WORKFLOWS = {
+    "LoRA": Workflow(lambda graph: graph.basic(graph.lora(graph.first))),
+    "two LoRAs": Workflow(two_loras),
+    "LoKr": Workflow(lambda graph: graph.basic(graph.lora(graph.first, "lokr"))),
+    "LoHa": Workflow(lambda graph: graph.basic(graph.lora(graph.first, "loha"))),
+    "bypassed LoRA": Workflow(bypassed_lora),
+    "LoRA of the second model": Workflow(lambda graph: graph.basic(graph.lora(graph.second)), plain_second),
+    "hook": Workflow(lambda graph: graph.basic(graph.first, graph.hooked(graph.hook_lora()))),
+    "hook with keyframes": Workflow(keyframed_hook),
+    "hook of one conditioning": Workflow(
+        lambda graph: graph.cfg(graph.first, graph.hooked(graph.hook_lora())), plain_cfg
+    ),
+    "hook on a LoRA": Workflow(
+        lambda graph: graph.basic(graph.lora(graph.first, "other_lora"), graph.hooked(graph.hook_lora())),
+        lambda graph: graph.basic(graph.lora(graph.first, "other_lora")),
+    ),
+    "model as LoRA": Workflow(model_as_lora),
+    "merge": Workflow(merged),
+    "merge with a LoRA": Workflow(merged_with_lora, merged),
+    "difference added": Workflow(difference_added),
+    "CFG": Workflow(plain_cfg),
+    "two models": Workflow(dual_model, plain_cfg),
+    "two conditionings": Workflow(dual_cfg, plain_cfg),
+    "perpendicular negative": Workflow(perpendicular_negative, plain_cfg),
+    "skipped layer": Workflow(skipped_layer, plain_cfg),
+    "CFG-Zero*": Workflow(lambda graph: graph.cfg(graph.node("CFGZeroStar", model=graph.first)), plain_cfg),
+    "rescaled CFG": Workflow(
+        lambda graph: graph.cfg(graph.node("RescaleCFG", model=graph.first, multiplier=0.7)), plain_cfg
+    ),
+}
+
+# ComfyUI runs nodes in inference mode. There a quantized tensor's `to(device, copy=True)` is the tensor itself, so that
+# the weights which a hook keeps are overwritten together with those that it patches.
+UNRESTORED = "a hook's changes stay in the weights"
+BROKEN = ("hook", "hook with keyframes", "hook of one conditioning", "model as LoRA")
+
+
+def bound(usual: float) -> float:
+    """The most that INT8 may cost where it usually costs `usual`: patched weights are rounded once more."""
+    return 2 * usual + 0.01
+
+
+every_workflow = pytest.mark.parametrize(
+    "workflow",
+    [
+        pytest.param(workflow, id=name, marks=[pytest.mark.xfail(reason=UNRESTORED)] if name in BROKEN else [])
+        for name, workflow in WORKFLOWS.items()
+    ],
+)
+
+
+@every_workflow
+def test_int8_costs_no_more_than_without_the_node(bench, workflow):
+    expected = bench.sample("float", workflow.guider)
+    effect = relative_error(expected, bench.sample("float", workflow.without))
+    error, usual = bench.error(workflow.guider), bench.error(workflow.without)
+    assert error < bound(usual)
+    assert effect > 4 * error
+
+
+@every_workflow
+def test_the_model_is_left_as_it_was(bench, workflow):
+    assert torch.equal(bench.plain_afterwards(workflow.guider), bench.sample("INT8", plain))
+
+
+def test_two_models_take_turns(bench):
+    """In one prompt, and each in a prompt of its own: the same latents."""
+    turns = (
+        plain,
+        plain_second,
+        WORKFLOWS["LoRA"].guider,
+        plain,
+        WORKFLOWS["LoRA of the second model"].guider,
+        plain_second,
+    )
+    graph = bench.graph("INT8")
+    latents = [sampled(graph, turns[0](graph))]
+    for guider in turns[1:]:
+        latents.append(sampled_after(graph, latents[-1], guider(graph)))
+    together = bench.run(graph, *latents)
+    for guider, expected in zip(turns, together, strict=True):
+        graph = bench.graph("INT8")
+        (alone,) = bench.run(graph, sampled(graph, guider(graph)))
+        assert torch.equal(alone, expected)
+
+
+def test_a_batch_of_16(bench):
+    text = "ABCDEFGH01234567"
+    latents = {}
+    for kind in ("float", "INT8"):
+        graph = bench.graph(kind)
+        (latents[kind],) = bench.run(graph, sampled(graph, graph.basic(graph.first, graph.text(text)), text=text))
+    assert latents["float"].shape[0] == 16
+    assert relative_error(latents["INT8"], latents["float"]) < bound(bench.error(plain))
+
+
+def test_a_compiled_model_with_a_lora(bench):
+    lora = WORKFLOWS["LoRA"].guider
+    compiled = bench.sample("INT8", compiled_lora)
+    assert relative_error(compiled, bench.sample("float", lora)) < bound(bench.error(lora))
+    assert torch.equal(bench.plain_afterwards(compiled_lora), bench.sample("INT8", plain))
+
+
+@pytest.fixture(scope="module")
+def stock_files(bench):
+    """The names of the files that ComfyUI's own node makes of the two INT8 MODELs."""
+    graph, prefix = bench.graph("INT8"), "diffusion_models/stock_"
+    for name in (FIRST, SECOND):
+        graph.add("ModelSave", model=graph.model(name), filename_prefix=prefix + name)
+    bench.server.queue(graph)
+    return {name: next((bench.server.base / "output").glob(f"{prefix}{name}_*")).name for name in (FIRST, SECOND)}
+
+
+def reloaded(bench, load, file):
+    """The latents of a file."""
+    graph = bench.graph("INT8")
+    return bench.run(graph, sampled(graph, graph.basic(load(graph, file))))[0]
+
+
+@pytest.mark.parametrize("name, guider", ((FIRST, plain), (SECOND, plain_second)))
+def test_this_pack_reads_what_comfyuis_node_saves(bench, stock_files, name, guider):
+    assert torch.equal(reloaded(bench, workflows.int8_model, stock_files[name]), bench.sample("INT8", guider))
+
+
+def test_comfyuis_own_nodes_save_and_load_int8(bench, stock_files):
+    latents = reloaded(bench, workflows.stock_model, stock_files[SECOND])
+    assert relative_error(latents, bench.sample("float", plain_second)) < bound(bench.error(plain_second))
+
+
+def test_comfyuis_loader_refuses_the_smoothed_weights_of_its_save_node(bench, stock_files):
+    with pytest.raises(ExecutionFailed, match="int8"):
+        reloaded(bench, workflows.stock_model, stock_files[FIRST])
