@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..numerics.weights import SMALLEST_SCALE
 from ..transform import ChannelTransform
 from .activations import (
     _INFINITY_BITS,
@@ -19,6 +20,7 @@ from .launching import RepeatedLaunch, on_device, remembered
 _DEQUANTIZED_BLOCK = 4096
 # Seven rounds of Philox pass the statistical tests that its authors ran (Salmon et al. 2011); the default is ten.
 _PHILOX_ROUNDS = tl.constexpr(7)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
@@ -71,10 +73,12 @@ def _load_transformed(
 
 
 @triton.jit
-def _store_rounded(q, first, values, divisor, broken, offsets, seed, K, STOCHASTIC: tl.constexpr):
-    """Round values / divisor and store them; `first` is the index of the row's first value."""
+def _store_rounded(q, first, values, scale, broken, offsets, seed, K, STOCHASTIC: tl.constexpr):
+    """Round values / scale and store them, zeros for a scale of 0; `first` is the index of the row's first value."""
+    divisor = tl.where(scale > 0, scale, 1.0)
     if STOCHASTIC:
-        steps = tl.floor(values * tl.div_rn(1.0, divisor) + tl.rand(seed, first + offsets, n_rounds=_PHILOX_ROUNDS))
+        inverse = tl.where(scale > 0, tl.div_rn(1.0, divisor), 0.0)
+        steps = tl.floor(values * inverse + tl.rand(seed, first + offsets, n_rounds=_PHILOX_ROUNDS))
         rounded = tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int32)
     else:
         rounded = (tl.div_rn(values, divisor) + _ROUND_TO_EVEN).to(tl.int32, bitcast=True)
@@ -125,18 +129,18 @@ def _quantize_kernel(
 
     broken = largest >= _INFINITY_BITS
     channel_scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
+    channel_scale = tl.where(channel_scale < _SMALLEST_SCALE, 0.0, channel_scale)
     tl.store(scale + row, tl.where(broken, float("nan"), channel_scale))
-    divisor = tl.where(channel_scale > 0, channel_scale, 1.0)
 
     if IN_REGISTERS:
-        _store_rounded(q, first, head, divisor, broken, head_offsets, seed, K, STOCHASTIC)
+        _store_rounded(q, first, head, channel_scale, broken, head_offsets, seed, K, STOCHASTIC)
         if TAIL > 0:
-            _store_rounded(q, first, tail, divisor, broken, tail_offsets, seed, K, STOCHASTIC)
+            _store_rounded(q, first, tail, channel_scale, broken, tail_offsets, seed, K, STOCHASTIC)
     else:
         for start in range(0, K, HEAD):
             offsets = start + head_offsets
             values = _load_transformed(w_row, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
-            _store_rounded(q, first, values, divisor, broken, offsets, seed, K, STOCHASTIC)
+            _store_rounded(q, first, values, channel_scale, broken, offsets, seed, K, STOCHASTIC)
 
 
 # By all that Triton compiles for and the grid.

@@ -12,7 +12,7 @@ _SLICE_ELEMENTS = 1 << 24
 # What a clipped channel's scale can be, relative to absmax / 127; the first, no clipping, wins ties.
 _CLIPPING = tuple(1.0 - step / 50 for step in range(26))
 # Half of it, the most that clipping leaves, is the smallest that float32 holds with all its bits.
-_SMALLEST_SCALE = 2 * torch.finfo(torch.float32).tiny
+SMALLEST_SCALE = 2 * torch.finfo(torch.float32).tiny
 
 
 def row_slices(weight: torch.Tensor) -> Iterator[slice]:
@@ -72,7 +72,7 @@ def quantize_rows(
         values = transform.to_weight(w[rows])
         absmax = values.abs().amax(dim=1) if w.shape[1] else values.new_zeros(values.shape[0])
         scale[rows] = absmax / torch.full_like(absmax, 127)
-        scale[rows] = torch.where(scale[rows] < _SMALLEST_SCALE, 0.0, scale[rows])  # NaN stays
+        scale[rows] = torch.where(scale[rows] < SMALLEST_SCALE, 0.0, scale[rows])  # NaN stays
         divisor = torch.where(scale[rows] > 0, scale[rows], 1.0)
         if clip:
             divisor = _least_error_scale(values, divisor)

@@ -161,24 +161,13 @@ WORKFLOWS = {
     ),
 }
 
-# ComfyUI runs nodes in inference mode. There a quantized tensor's `to(device, copy=True)` is the tensor itself, so that
-# the weights which a hook keeps are overwritten together with those that it patches.
-UNRESTORED = "a hook's changes stay in the weights"
-BROKEN = ("hook", "hook with keyframes", "hook of one conditioning", "model as LoRA")
-
 
 def bound(usual: float) -> float:
     """The most that INT8 may cost where it usually costs `usual`: patched weights are rounded once more."""
     return 2 * usual + 0.01
 
 
-every_workflow = pytest.mark.parametrize(
-    "workflow",
-    [
-        pytest.param(workflow, id=name, marks=[pytest.mark.xfail(reason=UNRESTORED)] if name in BROKEN else [])
-        for name, workflow in WORKFLOWS.items()
-    ],
-)
+every_workflow = pytest.mark.parametrize("workflow", WORKFLOWS.values(), ids=WORKFLOWS)
 
 
 @every_workflow
