@@ -1,4 +1,4 @@
-"""Small MODELs of ComfyUI's own classes and loader in which several linears read the same input.
+"""Small MODELs of ComfyUI's own classes and loader: each of architectures.py, and some to calibrate and sample.
 
 Imported only once ComfyUI and the pack can be. Everything is float32 on the CPU.
 """
@@ -6,7 +6,11 @@ Imported only once ComfyUI and the pack can be. Everything is float32 on the CPU
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
+import comfy.ldm.anima.model
 import comfy.ldm.audio.dit
 import comfy.ldm.audio.embedders
 import comfy.ldm.ideogram4.model
@@ -20,12 +24,15 @@ import comfy.ops
 import comfy.samplers
 import comfy.sd
 import comfy.supported_models
+import comfy.utils
 import pytest
 import torch
+from comfy.ldm.anima.model import LLMAdapter
 from comfy.model_patcher import ModelPatcher
 
 from int8_dit.nodes.calibration.calibration import Calibration
 from int8_dit.nodes.calibration.run import calibrate
+from support.architectures import Architecture
 
 TEXT = 4096  # ComfyUI takes no other width for Wan
 IDEOGRAM_SIZES = {
@@ -190,6 +197,56 @@ def output(model: ModelPatcher) -> torch.Tensor:
     x = _randn(*inputs["latent_image"]["samples"].shape, seed=2)
     with torch.inference_mode():
         return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=inputs["positive"]["positive_0"][0][0])
+
+
+@contextmanager
+def known_to_comfyui(architecture: Architecture) -> Iterator[None]:
+    """Let ComfyUI know its small sizes. Most it reads from the tensors, the others it takes from tables."""
+    kind, sizes = _kind(architecture), architecture.sizes
+    detect = comfy.model_detection.detect_unet_config
+
+    def detect_small(*args: object, **options: object) -> dict[str, object] | None:
+        detected = detect(*args, **options)
+        return None if detected is None else {**detected, **sizes}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comfy.model_detection, "detect_unet_config", detect_small)
+        for table in ("unet_config", "unet_extra_config"):
+            patch.setattr(kind, table, {name: sizes.get(name, value) for name, value in getattr(kind, table).items()})
+        if architecture.diffusers:
+            names = getattr(comfy.utils, architecture.diffusers)
+            patch.setattr(
+                comfy.utils, architecture.diffusers, lambda config, **options: names({**sizes, **config}, **options)
+            )
+        # The one part whose sizes are no arguments of its diffusion model.
+        adapter = {"source_dim": 64, "target_dim": 64, "model_dim": 64, "num_layers": 1, "num_heads": 1}
+        patch.setattr(comfy.ldm.anima.model, "LLMAdapter", partial(LLMAdapter, **adapter))
+        yield
+
+
+def tensors_of(architecture: Architecture) -> dict[str, torch.Tensor]:
+    """Random tensors of a file of it, the same at each call."""
+    beside = {name: _randn(*shape, seed=index) for index, (name, shape) in enumerate(architecture.beside.items())}
+    with known_to_comfyui(architecture):
+        kind = _kind(architecture)
+        config = kind({**kind.unet_config, **architecture.sizes})
+        config.set_inference_dtype(torch.float32, None)
+        model = config.get_model(dict(beside), "", device="cpu")
+    return _random_tensors(model.diffusion_model) | beside
+
+
+def output_of(architecture: Architecture, model: ModelPatcher) -> torch.Tensor:
+    """One forward of its diffusion model, which has no patches, on fixed inputs."""
+    inputs = {
+        name: _randn(*value, seed=index) if isinstance(value, tuple) else value
+        for index, (name, value) in enumerate(architecture.inputs.items())
+    }
+    with torch.inference_mode():
+        return model.model.diffusion_model(inputs.pop("x"), torch.full((1,), 0.7), **inputs)
+
+
+def _kind(architecture: Architecture) -> type:
+    return getattr(comfy.supported_models, architecture.kind)
 
 
 def _randn(*shape: int, seed: int) -> torch.Tensor:

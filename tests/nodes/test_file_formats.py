@@ -1,0 +1,155 @@
+"""Every file format with every architecture: what is loaded computes what the file stands for, and is saved whole.
+
+The architectures are small ones of ComfyUI's own classes, the files are made by other code than this pack's.
+"""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.architectures import ARCHITECTURES
+from support.file_formats import FORMATS
+
+SMOOTHED = [name for name in FORMATS if name.startswith("smoothed")]
+
+# INT8's noise in one linear with normal input is 1 to 2 %.
+LAYER_ERROR = 0.03
+# A whole model's error in units of what rounding its weights to INT8 does; its activations are rounded too. Layers have
+# the bound above: many a one hardly reaches the output of a model with random weights.
+OUTPUT_NOISES = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """These models are so small that a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def small(pack):
+    from support import small_models
+
+    return small_models
+
+
+@pytest.fixture(scope="module")
+def original(small, dit):
+    """A small model by its architecture's name: its float tensors, which linears become INT8, what that costs."""
+    from int8_dit.nodes.model.layer_selection import quantizable_linears
+
+    def computed(architecture, tensors):
+        model = stock_of_tensors(small, architecture, tensors)
+        return model, small.output_of(architecture, model)
+
+    @cache
+    def make(name):
+        architecture = ARCHITECTURES[name]
+        tensors = small.tensors_of(architecture)
+        model, output = computed(architecture, tensors)
+        layers = list(quantizable_linears(model))
+        assert layers
+        rounded = dict(tensors)
+        for layer in layers:
+            weight = tensors[f"{layer}.weight"]
+            step = weight.abs().amax(dim=1, keepdim=True) / 127
+            rounded[f"{layer}.weight"] = (weight / step).round() * step
+        noise = dit.relative_error(computed(architecture, rounded)[1], output)
+        return SimpleNamespace(architecture=architecture, tensors=tensors, layers=layers, noise=noise)
+
+    return make
+
+
+def stock_of_tensors(small, architecture, tensors):
+    import comfy.sd
+
+    with small.known_to_comfyui(architecture):
+        return comfy.sd.load_diffusion_model_state_dict({name: tensor.clone() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_comfyui_takes_a_small_model_for_what_it_is(small, name):
+    architecture = ARCHITECTURES[name]
+    model = stock_of_tensors(small, architecture, small.tensors_of(architecture))
+    assert type(model.model.model_config).__name__ == architecture.kind
+    assert torch.isfinite(small.output_of(architecture, model)).all()
+
+
+def layer_error(dit, model, file, layer):
+    """The error of a linear of a MODEL on normal input, against the weights that the file stands for."""
+    weight, bias = file.values[f"{layer}.weight"], file.values.get(f"{layer}.bias")
+    x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    return dit.relative_error(dit.module(model, layer)(x), torch.nn.functional.linear(x, weight, bias))
+
+
+def take_scales_of_other_rows(tensors, layer):
+    tensors[f"{layer}.weight_scale"] = tensors[f"{layer}.weight_scale"].roll(1, 0)
+    return True
+
+
+def forget_the_transform(tensors, layer):
+    """False for a layer without one: ConvRot's groups do not divide every width."""
+    plain = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
+    forgotten = not torch.equal(tensors[f"{layer}.comfy_quant"], plain)
+    tensors[f"{layer}.comfy_quant"] = plain
+    tensors.pop(f"{layer}.weight_smooth", None)
+    return forgotten
+
+
+@pytest.mark.parametrize(
+    "format_name, damage",
+    (
+        ("native", take_scales_of_other_rows),
+        ("native, ConvRot", forget_the_transform),
+        ("smoothed", forget_the_transform),
+    ),
+    ids=("scales of other rows", "not rotated", "not smoothed"),
+)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_bound_sees_each_wrong_layer(small, dit, original, tmp_path, name, format_name, damage):
+    it = original(name)
+    file = FORMATS[format_name](it.tensors, it.layers)
+    wrong = [layer for layer in it.layers if damage(file.tensors, layer)]
+    path = dit.write(tmp_path / "wrong.safetensors", file.tensors)
+    with small.known_to_comfyui(it.architecture):
+        model = dit.load(path)
+    assert min(layer_error(dit, model, file, layer) for layer in wrong) > LAYER_ERROR
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_file_of_an_architecture(small, dit, original, tmp_path, name, format_name):
+    from int8_dit.nodes.model.save import save_int8_model
+
+    it = original(name)
+    file = FORMATS[format_name](it.tensors, it.layers)
+    path, saved = (tmp_path / f"{which}.safetensors" for which in ("file", "saved"))
+    dit.write(path, file.tensors, file.metadata)
+    allowed = OUTPUT_NOISES * it.noise
+
+    # Loaded, it computes what the file stands for.
+    with small.known_to_comfyui(it.architecture):
+        model = dit.load(path)
+    assert set(dit.int8_weights(model)) == set(it.layers)
+    assert max(layer_error(dit, model, file, layer) for layer in it.layers) < LAYER_ERROR
+    output = small.output_of(it.architecture, model)
+    expected = small.output_of(it.architecture, stock_of_tensors(small, it.architecture, file.values))
+    assert dit.relative_error(output, expected) < allowed
+
+    # Saved, it comes back. (Where tensors lie in memory changes the order of float32 sums.)
+    save_int8_model(model, str(saved), {})
+    with small.known_to_comfyui(it.architecture):
+        again = dit.load(saved)
+        dit.assert_same_tensors(dit.snapshot(again), dit.snapshot(model))
+        assert dit.relative_error(small.output_of(it.architecture, again), output) < allowed
+
+        # Other loaders read it, unless they would get it wrong.
+        if format_name in SMOOTHED:
+            with pytest.raises(Exception, match="int8_smoothquant"):
+                dit.stock(saved)
+        else:
+            assert dit.relative_error(small.output_of(it.architecture, dit.stock(saved)), output) < allowed

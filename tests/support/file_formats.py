@@ -1,0 +1,137 @@
+"""The formats in which files hold a diffusion model: a table, an entry a format.
+
+Quantized by comfy-kitchen or by plain arithmetic here, and never by this pack. The table needs no ComfyUI, so that
+tests can be named after its entries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from support.tensors import rotation_matrix
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class File:
+    """What is in a file, and the float32 tensors that it stands for."""
+
+    tensors: Tensors
+    values: Tensors
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+Format = Callable[[Mapping[str, torch.Tensor], Collection[str]], File]
+"""(float32 tensors of a model, names of the linears to quantize) -> its file."""
+
+
+def _mark(**options: object) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8)
+
+
+def _rotation_group(channels: int) -> int | None:
+    """ConvRot's own 256 where it divides, and otherwise the next that does; None if none."""
+    return next((group for group in (256, 64, 16) if channels % group == 0), None)
+
+
+def _unrotated(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """The rotation is its own inverse."""
+    return (weight.double().unflatten(1, (-1, group)) @ rotation_matrix(group).cpu()).flatten(1).float()
+
+
+def _int8(tensors, layers, per_channel=True, rotate=False, smooth=False) -> File:
+    """Marked as ComfyUI does it; with smoothing factors as this pack does."""
+    from comfy.quant_ops import TensorWiseINT8Layout
+
+    made, values = dict(tensors), dict(tensors)
+    for layer in layers:
+        weight = made[f"{layer}.weight"]
+        channels = weight.shape[1]
+        mark, options = {"format": "int8_tensorwise"}, {}
+        factors = torch.linspace(0.5, 2.0, channels) if smooth else torch.ones(channels)
+        if smooth:
+            mark["format"] = "int8_smoothquant"
+            made[f"{layer}.weight_smooth"] = factors
+        if rotate and (group := _rotation_group(channels)):
+            options = {"convrot": True, "convrot_groupsize": group}
+        q, parameters = TensorWiseINT8Layout.quantize(weight * factors, per_channel=per_channel, **options)
+        made[f"{layer}.weight"], made[f"{layer}.weight_scale"] = q, parameters.scale
+        made[f"{layer}.comfy_quant"] = _mark(**mark, **options)
+        dequantized = q * parameters.scale
+        values[f"{layer}.weight"] = (_unrotated(dequantized, group) if options else dequantized) / factors
+    return File(made, values)
+
+
+def _marked_in_metadata(tensors, layers) -> File:
+    file = _int8(tensors, layers)
+    marks = {layer: json.loads(bytes(file.tensors.pop(f"{layer}.comfy_quant").tolist())) for layer in layers}
+    return replace(file, metadata={"_quantization_metadata": json.dumps({"layers": marks})})
+
+
+def _unmarked(tensors, layers, scale) -> File:
+    file = _int8(tensors, layers)
+    for layer in layers:
+        del file.tensors[f"{layer}.comfy_quant"]
+        file.tensors[f"{layer}.{scale}"] = file.tensors.pop(f"{layer}.weight_scale")
+    return file
+
+
+def _fp8(tensors, layers, marked=True) -> File:
+    """With a scalar scale per layer, marked as ComfyUI does now or once for the file as it did first."""
+    made, values = dict(tensors), dict(tensors)
+    for layer in layers:
+        weight = made[f"{layer}.weight"]
+        scale = weight.abs().max() / 448
+        q = (weight / scale).to(torch.float8_e4m3fn)
+        made[f"{layer}.weight"], values[f"{layer}.weight"] = q, q.float() * scale
+        made[f"{layer}.{'weight_scale' if marked else 'scale_weight'}"] = scale
+        if marked:
+            made[f"{layer}.comfy_quant"] = _mark(format="float8_e4m3fn")
+    if not marked:
+        made["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
+    return File(made, values)
+
+
+def _unscaled_fp8(tensors, layers) -> File:
+    made = dict(tensors) | {f"{layer}.weight": tensors[f"{layer}.weight"].to(torch.float8_e4m3fn) for layer in layers}
+    return File(made, {name: tensor.float() for name, tensor in made.items()})
+
+
+def _float(tensors, layers, dtype) -> File:
+    made = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    return File(made, {name: tensor.float() for name, tensor in made.items()})
+
+
+def _checkpoint(tensors, layers, made_by: Format) -> File:
+    """Beside a text encoder and a VAE."""
+    file = made_by(tensors, layers)
+    made = {f"model.diffusion_model.{name}": tensor for name, tensor in file.tensors.items()}
+    made["first_stage_model.decoder.conv_in.weight"] = torch.zeros(1)
+    made["text_encoders.t5.layer.weight"] = torch.zeros(8, 8, dtype=torch.bfloat16)
+    return replace(file, tensors=made)
+
+
+FORMATS: dict[str, Format] = {
+    "native": _int8,
+    "native, scalar scale": partial(_int8, per_channel=False),
+    "native, marks in metadata": _marked_in_metadata,
+    "native, ConvRot": partial(_int8, rotate=True),
+    "smoothed": partial(_int8, smooth=True),
+    "smoothed, ConvRot": partial(_int8, smooth=True, rotate=True),
+    "unmarked, weight_scale": partial(_unmarked, scale="weight_scale"),
+    "unmarked, scale_weight": partial(_unmarked, scale="scale_weight"),
+    "FP8 scaled": _fp8,
+    "FP8 scaled, old": partial(_fp8, marked=False),
+    "FP8": _unscaled_fp8,
+    "bf16": partial(_float, dtype=torch.bfloat16),
+    "fp16": partial(_float, dtype=torch.float16),
+    "fp32": partial(_float, dtype=torch.float32),
+    "checkpoint, native": partial(_checkpoint, made_by=_int8),
+    "checkpoint, bf16": partial(_checkpoint, made_by=partial(_float, dtype=torch.bfloat16)),
+}
