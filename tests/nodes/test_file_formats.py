@@ -12,7 +12,9 @@ import torch
 from support.architectures import ARCHITECTURES
 from support.file_formats import FORMATS
 
+FLOAT = ["bf16", "fp16", "fp32", "checkpoint, bf16"]
 SMOOTHED = [name for name in FORMATS if name.startswith("smoothed")]
+DIFFUSERS = [name for name, architecture in ARCHITECTURES.items() if architecture.diffusers]
 
 # INT8's noise in one linear with normal input is 1 to 2 %.
 LAYER_ERROR = 0.03
@@ -153,3 +155,47 @@ def test_a_file_of_an_architecture(small, dit, original, tmp_path, name, format_
                 dit.stock(saved)
         else:
             assert dit.relative_error(small.output_of(it.architecture, dit.stock(saved)), output) < allowed
+
+
+def write_with_diffusers_names(small, dit, it, path, format_name):
+    """A file whose tensors are named, fused and swapped as Diffusers does; returns its path and what it stands for."""
+    file = FORMATS[format_name](*small.named_by_diffusers(it.architecture, it.tensors, it.layers))
+    return dit.write(path, file.tensors, file.metadata), file.values
+
+
+@pytest.mark.parametrize("format_name", FLOAT)
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_a_float_file_with_diffusers_names(small, dit, original, tmp_path, name, format_name):
+    it = original(name)
+    path, _ = write_with_diffusers_names(small, dit, it, tmp_path / "file.safetensors", format_name)
+    with small.known_to_comfyui(it.architecture):
+        expected = small.output_of(it.architecture, dit.stock(path))
+        model = dit.load(path)
+    assert set(dit.int8_weights(model)) == set(it.layers)
+    assert dit.relative_error(small.output_of(it.architecture, model), expected) < OUTPUT_NOISES * it.noise
+
+
+@pytest.mark.parametrize("format_name", [name for name in FORMATS if name not in FLOAT])
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_a_quantized_file_with_diffusers_names(small, dit, original, tmp_path, name, format_name):
+    """Read right or refused."""
+    it = original(name)
+    path, values = write_with_diffusers_names(small, dit, it, tmp_path / "named so.safetensors", format_name)
+    with small.known_to_comfyui(it.architecture):
+        try:
+            model = dit.load(path)
+        except ValueError as error:
+            assert "named so.safetensors" in str(error)
+            return
+        expected = small.output_of(it.architecture, stock_of_tensors(small, it.architecture, values))
+    assert set(dit.int8_weights(model)) == set(it.layers)
+    assert dit.relative_error(small.output_of(it.architecture, model), expected) < OUTPUT_NOISES * it.noise
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_diffusers_names_in_stock_comfyui(small, dit, original, name):
+    """What the tests above rely on: these names are what ComfyUI makes of them."""
+    it = original(name)
+    named, _ = small.named_by_diffusers(it.architecture, it.tensors, it.layers)
+    own, other = (stock_of_tensors(small, it.architecture, tensors) for tensors in (it.tensors, named))
+    dit.assert_same_tensors(dit.snapshot(other), dit.snapshot(own))

@@ -6,7 +6,7 @@ Imported only once ComfyUI and the pack can be. Everything is float32 on the CPU
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -243,6 +243,22 @@ def output_of(architecture: Architecture, model: ModelPatcher) -> torch.Tensor:
     }
     with torch.inference_mode():
         return model.model.diffusion_model(inputs.pop("x"), torch.full((1,), 0.7), **inputs)
+
+
+def named_by_diffusers(
+    architecture: Architecture, tensors: dict[str, torch.Tensor], layers: Collection[str]
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors, and the names of these linears, as Diffusers has them: fused ones in parts, swapped ones swapped."""
+    named, targets = {}, {}
+    for name, place in getattr(comfy.utils, architecture.diffusers)(architecture.sizes).items():
+        target, part, function = (place, None, None) if isinstance(place, str) else (*place, torch.clone)[:3]
+        # Of several names for one tensor the first is Diffusers' own.
+        if target in tensors and (part or target not in targets.values()):
+            tensor = tensors[target].narrow(*part) if part else tensors[target]
+            named[name], targets[name] = (function or torch.clone)(tensor), target
+    assert set(targets.values()) == tensors.keys()
+    weights = {f"{layer}.weight" for layer in layers}
+    return named, [name.removesuffix(".weight") for name, target in targets.items() if target in weights]
 
 
 def _kind(architecture: Architecture) -> type:
