@@ -2,6 +2,7 @@
 
 from comfy_api.latest import ComfyExtension, io
 
+from .apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from .calibration_files import LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration, register_folder
 from .kernel_benchmark import INT8KernelBenchmark
 from .load_int8_dit import LoadINT8DiT
@@ -18,6 +19,7 @@ class INT8DiTExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
             LoadINT8DiT,
+            ApplyFusedINT8Kernel,
             QuantizeToINT8SmoothQuant,
             SaveINT8DiT,
             RecordINT8Calibration,

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import InputPlace, InputReader
-from .int8_weight import is_int8
+from .fused_forward import int8_parts
 
 # Attribute names under one parent, in the order of the calls, as in ComfyUI's models. The q of a cross attention reads
 # another tensor than k and v. That does no harm: only the very same tensor is shared, and calibration tells them apart.
@@ -66,14 +65,17 @@ def share_inputs(model: torch.nn.Module) -> None:
     To be called when all weights are loaded, since only linears that quantize alike can share.
     """
     place = InputPlace()
-    linears: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if is_int8(getattr(module, "weight", None))
+    readers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if hasattr(module, "input_reader")
     }
-    for names in same_input_groups(linears, lambda a, b: _quantize_alike(linears[a].weight, linears[b].weight)):
+    parts = {name: int8_parts(module.weight) for name, module in readers.items()}
+    transforms = {name: (part[0].shape[1], part[2]) for name, part in parts.items() if part is not None}
+
+    def alike(a: str, b: str) -> bool:
+        """Whether two linears turn the same input into the same int8 tensor."""
+        (inputs, transform), (others_inputs, others_transform) = transforms[a], transforms[b]
+        return inputs == others_inputs and transform.same_as(others_transform)
+
+    for names in same_input_groups(transforms, alike):
         for name, reader in zip(names, InputReader.group_of(place, len(names)), strict=True):
-            linears[name].input_reader = reader
-
-
-def _quantize_alike(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether linears with these INT8 weights turn the same input into the same int8 tensor."""
-    return a.shape[1] == b.shape[1] and a._params.transform.same_as(b._params.transform)
+            readers[name].input_reader = reader

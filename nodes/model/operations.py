@@ -14,8 +14,9 @@ import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ChannelTransform, ComputePath, InputReader, int8_linear
+from ...kernels import ChannelTransform, ComputePath, InputReader
 from ..files import int8_mark
+from .fused_forward import fused_forward
 from .int8_weight import LAYOUT, HeldWeight, format_name, int8_weight, is_int8
 
 ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
@@ -126,27 +127,7 @@ def int8_operations(
                     input = input.dequantize()
                 if path.kind == "bf16" or (input.requires_grad and torch.is_grad_enabled()):
                     return self.forward_comfy_cast_weights(input)
-                return self._forward_int8(input)
-
-            def _forward_int8(self, input: torch.Tensor) -> torch.Tensor:
-                # want_requant: a LoRA applied while streaming is folded back into an INT8 weight.
-                weight, bias, stream = comfy.ops.cast_bias_weight(
-                    self,
-                    dtype=self.weight.dtype,
-                    device=input.device,
-                    bias_dtype=input.dtype,
-                    offloadable=True,
-                    compute_dtype=input.dtype,
-                    want_requant=True,
-                )
-                # Outside dynamic VRAM a partially loaded model's LoRA arrives as a float weight all the same.
-                held: Any = self.weight
-                int8 = weight if is_int8(weight) else held.requantize_from_float(weight)
-                params = int8._params
-                linear = int8_linear if self.input_reader is None else self.input_reader.int8_linear
-                output = linear(input, int8._qdata, params.scale, bias, params.transform)
-                comfy.ops.uncast_bias_weight(self, weight, bias, stream)
-                return output
+                return fused_forward(self, input)
 
     INT8Operations.convert_layer = staticmethod(convert_layer)
     return INT8Operations

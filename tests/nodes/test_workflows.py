@@ -251,3 +251,21 @@ def test_comfyuis_own_nodes_save_and_load_int8(bench, stock_files):
 def test_comfyuis_loader_refuses_the_smoothed_weights_of_its_save_node(bench, stock_files):
     with pytest.raises(ExecutionFailed, match="int8"):
         reloaded(bench, workflows.stock_model, stock_files[FIRST])
+
+
+def test_the_fused_kernel_under_a_model_of_comfyuis_loader(bench, stock_files):
+    """What Load INT8 DiT draws of the same file; with a LoRA; and ComfyUI's own bits when the node is taken out."""
+
+    def fused(graph, file):
+        model = workflows.stock_model(graph, file)
+        return workflows.link(graph.add("ApplyFusedINT8Kernel", model=model, kernel="fused int8"))
+
+    stock = reloaded(bench, workflows.stock_model, stock_files[SECOND])
+    expected = bench.sample("INT8", plain_second)
+    assert torch.equal(reloaded(bench, fused, stock_files[SECOND]), expected)
+    lora = WORKFLOWS["LoRA of the second model"].guider
+    graph = bench.graph("INT8")
+    model = graph.lora(fused(graph, stock_files[SECOND]), "lora", 0.7)
+    (patched,) = bench.run(graph, sampled(graph, graph.basic(model)))
+    assert relative_error(patched, bench.sample("float", lora)) < bound(bench.error(lora))
+    assert torch.equal(reloaded(bench, workflows.stock_model, stock_files[SECOND]), stock)

@@ -1,0 +1,37 @@
+"""The node "Apply Fused INT8 Kernel"."""
+
+from comfy_api.latest import io
+
+from .model.apply_kernel import apply_fused_kernel
+
+
+class ApplyFusedINT8Kernel(io.ComfyNode):
+    """MODEL -> the same MODEL, its native INT8 linears on the fused kernel."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ApplyFusedINT8Kernel",
+            display_name="Apply Fused INT8 Kernel",
+            category="model/quantization",
+            description=(
+                "Runs a model that any loader has loaded as native INT8, with or without ConvRot, on this pack's fused "
+                "INT8 kernel. LoRA loaders can stand before or after it."
+            ),
+            inputs=[
+                io.Model.Input("model"),
+                io.Combo.Input(
+                    "kernel",
+                    options=["auto", "fused int8"],
+                    default="auto",
+                    optional=True,
+                    tooltip="auto: on consumer Ampere (RTX 30); on other cards the model runs as before, with a "
+                    "warning. fused int8: on any card from Ampere on (on a CPU, its slow reference).",
+                ),
+            ],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model, kernel: str = "auto") -> io.NodeOutput:
+        return io.NodeOutput(apply_fused_kernel(model, kernel))

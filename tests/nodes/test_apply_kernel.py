@@ -1,0 +1,113 @@
+"""Apply Fused INT8 Kernel: the pack's arithmetic under a MODEL of ComfyUI's own loader, and nothing left behind."""
+
+import pytest
+import torch
+
+NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotation_group": 64}}
+NOISE = 0.1
+
+
+@pytest.fixture
+def apply(pack):
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+
+    return lambda model, **inputs: ApplyFusedINT8Kernel.execute(model, **({"kernel": "fused int8"} | inputs)).result[0]
+
+
+@pytest.fixture
+def native(dit, tmp_path):
+    return dit.write(tmp_path / "native.safetensors", dit.native_int8())
+
+
+@pytest.mark.parametrize("options", NATIVE.values(), ids=NATIVE)
+def test_computes_what_load_int8_dit_computes(dit, apply, tmp_path, options):
+    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(**options))
+    assert torch.equal(dit.output(apply(dit.stock(path))), dit.output(dit.load(path)))
+
+
+def test_every_int8_linear_runs_the_kernel(dit, apply, native, monkeypatch):
+    import int8_dit.nodes.model.fused_forward as fused
+
+    calls = []
+    run = fused.int8_linear
+    monkeypatch.setattr(fused, "int8_linear", lambda *args: calls.append(1) or run(*args))
+    dit.output(apply(dit.stock(native)))
+    assert len(calls) == len(dit.LINEARS)
+
+
+def test_bypassed_it_leaves_nothing_behind(dit, apply, native):
+    model = dit.stock(native)
+    before, tensors = dit.output(model), dit.snapshot(model)
+    assert not torch.equal(dit.output(apply(model)), before)
+    assert torch.equal(dit.output(model), before)
+    dit.assert_same_tensors(dit.snapshot(model), tensors)
+    assert not model.object_patches and not model.get_all_callbacks("on_load_after")
+    assert "Fused" not in type(dit.module(model, dit.LAYER)).__name__
+
+
+@pytest.mark.parametrize("first", (False, True), ids=("LoRA after it", "LoRA before it"))
+def test_loras(dit, apply, native, first):
+    lora = dit.lora(dit.LINEARS, 0.5)
+    expected = dit.output(dit.with_lora(dit.stock(), lora))
+    model = dit.stock(native)
+    patched = apply(dit.with_lora(model, lora)) if first else dit.with_lora(apply(model), lora)
+    assert dit.relative_error(dit.output(patched), expected) < NOISE
+    # With little room, each weight is patched when it is used.
+    patched.unpatch_model(patched.offload_device)
+    patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
+    assert dit.module(patched, dit.LAYER).weight_function
+    assert dit.relative_error(dit.forward(patched), expected) < NOISE
+
+
+def test_linears_of_one_input_quantize_it_once(dit, apply, monkeypatch, tmp_path):
+    from safetensors.torch import save_file
+
+    from support.small_models import wan
+
+    source = dit.quantize(wan())
+    tensors = {key: tensor.clone() for key, tensor in source.model.diffusion_model.state_dict().items()}
+    save_file(tensors, tmp_path / "wan.safetensors")
+    model = apply(dit.stock(tmp_path / "wan.safetensors"))
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([model])
+    attention = model.model.diffusion_model.blocks[0].self_attn
+    assert attention.q.input_reader.group is attention.k.input_reader.group is attention.v.input_reader.group
+
+
+def test_a_saved_model_is_the_stock_one(dit, apply, native, tmp_path):
+    """ComfyUI's own save node sees the same weights."""
+    import comfy.sd
+    from safetensors.torch import load_file
+
+    comfy.sd.save_checkpoint(str(tmp_path / "saved.safetensors"), apply(dit.stock(native)), metadata={})
+    saved = load_file(tmp_path / "saved.safetensors")
+    for key, tensor in load_file(native).items():
+        assert torch.equal(saved[f"model.diffusion_model.{key}"].to(tensor.dtype), tensor), key
+
+
+def test_auto_without_a_gpu_leaves_the_model_and_warns(dit, apply, native, caplog):
+    model = dit.stock(native)
+    patched = apply(model, kernel="auto")
+    assert torch.equal(dit.output(patched), dit.output(model))
+    dit.sample(patched)
+    assert [r for r in caplog.records if "The fused INT8 kernel is not applied" in r.getMessage()]
+
+
+def test_a_model_without_int8_is_refused(dit, apply):
+    with pytest.raises(ValueError, match=r"this MODEL holds no INT8 linears.*use Load INT8 DiT"):
+        apply(dit.stock())
+
+
+def test_a_model_of_this_pack_passes_through(dit, apply, native):
+    model = dit.load(native)
+    assert torch.equal(dit.output(apply(model)), dit.output(model)) and not apply(model).object_patches
+
+
+def test_a_copy_for_another_gpu(dit, apply, native):
+    """ComfyUI loads the file again for each GPU; the patch must act on the copy's own layers."""
+    patched = apply(dit.stock(native))
+    expected = dit.output(patched)
+    copy = patched.deepclone_multigpu()
+    assert copy.model is not patched.model
+    assert torch.equal(dit.output(copy), expected)
