@@ -1,12 +1,16 @@
 """An INT8 linear of a model computed by the fused kernel, whoever loaded its weight and whatever patches it."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.ops
 import comfy.utils
 import torch
+from comfy.model_management import cast_to_device
+from comfy.model_patcher import LowVramPatch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+from comfy.weight_adapter.lora import LoRAAdapter
 
 from ...kernels import ChannelTransform, int8_linear, requantize_weight
 from ..files.int8_mark import NATIVE_FORMAT
@@ -32,13 +36,73 @@ def int8_parts(weight: Any) -> Parts | None:
     return None
 
 
+@dataclass(frozen=True)
+class _LoRA:
+    """What a patch adds to a linear's weight: factor up @ down, [N, rank] @ [rank, K]."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    factor: float
+
+    def add_to(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Add input @ (factor up @ down)^T to the output, where it is: two thin products."""
+        up, down = (cast_to_device(t, input.device, input.dtype) for t in (self.up, self.down))
+        rows = torch.nn.functional.linear(input, down).flatten(0, -2)
+        output.view(-1, output.shape[-1]).addmm_(rows, up.t(), alpha=self.factor)
+
+
+def _loras_of(functions: list) -> list[_LoRA]:
+    """The patches of a partially loaded weight where all are plain LoRAs, which need no new weight; else nothing."""
+    loras = []
+    for function in functions:
+        patches = function.patches[function.key] if isinstance(function, LowVramPatch) else [None]
+        for patch in patches:
+            if patch is None:
+                return []
+            strength, adapter, strength_model, offset, change = patch
+            if type(adapter) is not LoRAAdapter or strength_model != 1.0 or offset is not None or change is not None:
+                return []
+            up, down, alpha, *others = adapter.weights  # others: of convolutions, DoRA, and another shape
+            if any(other is not None for other in others):
+                return []
+            factor = 1.0 if alpha is None else float(alpha) / down.shape[0]
+            loras.append(_LoRA(up.flatten(1), down.flatten(1), strength * factor))
+    return loras
+
+
 def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """The output of a ComfyUI linear with an INT8 weight, in any memory mode; `input` is floating point [..., K].
 
     `layer.input_reader` is an InputReader or None.
     """
-    # want_requant: a LoRA applied while streaming is folded back into an INT8 weight.
-    weight, bias, stream = comfy.ops.cast_bias_weight(
+    functions = layer.weight_function
+    loras = _loras_of(functions) if functions else []
+    if loras:
+        layer.weight_function = []
+        try:
+            weight, bias, stream = _cast(layer, input)
+        finally:
+            layer.weight_function = functions
+    else:
+        weight, bias, stream = _cast(layer, input)
+    parts = int8_parts(weight)
+    if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
+        _, _, transform = _known_parts(layer.weight)
+        q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
+    else:
+        q, scale, transform = parts
+    linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
+    output = linear(input, q, scale, bias, transform)
+    for lora in loras:
+        lora.add_to(output, input)
+    comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
+    return output
+
+
+def _cast(layer: Any, input: torch.Tensor) -> tuple[Any, torch.Tensor | None, Any]:
+    """Weight and bias where `input` is, and what ComfyUI wants back after their use."""
+    # want_requant: a patch applied while streaming is folded back into an INT8 weight.
+    return comfy.ops.cast_bias_weight(
         layer,
         dtype=layer.weight.dtype,
         device=input.device,
@@ -47,16 +111,6 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         compute_dtype=input.dtype,
         want_requant=True,
     )
-    parts = int8_parts(weight)
-    if parts is None:  # outside dynamic VRAM the LoRA of a partially loaded model makes a float weight all the same
-        _, _, transform = _known_parts(layer.weight)
-        q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
-    else:
-        q, scale, transform = parts
-    linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
-    output = linear(input, q, scale, bias, transform)
-    comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
-    return output
 
 
 def _known_parts(weight: Any) -> Parts:
@@ -67,7 +121,7 @@ def _known_parts(weight: Any) -> Parts:
 
 def _seed_of_patches(layer: Any) -> int | None:
     """The seed with which ComfyUI rounds a patched weight; None where what changes the weight is no patch."""
-    keys = [function.key for function in layer.weight_function if getattr(function, "is_lowvram_patch", False)]
+    keys = [function.key for function in layer.weight_function if isinstance(function, LowVramPatch)]
     return _seed(keys[0]) if keys else None
 
 

@@ -62,6 +62,38 @@ def test_partially_loaded(dit, smoothed, lora, expected):
     assert set(dit.int8_weights(patched)) == set(dit.LINEARS)
 
 
+def test_partially_loaded_a_lora_costs_no_second_rounding(dit, smoothed, lora, expected):
+    """It is added to the output; the weight stays as it is stored."""
+    patched = dit.with_lora(smoothed, lora)
+    load_partially(patched)
+    streamed = dit.forward(patched)
+    layer = dit.module(patched, dit.LAYER)
+    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(0))
+    up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
+    with torch.inference_mode():
+        with_it = layer(x)
+        layer.weight_function, functions = [], layer.weight_function
+        without = layer(x)
+        layer.weight_function = functions
+    torch.testing.assert_close(with_it, without + x @ (up @ down).t(), rtol=1e-4, atol=1e-4)
+    dit.output(patched)
+    assert dit.relative_error(streamed, expected) < NOISE
+
+
+def test_partially_loaded_with_another_kind_of_patch(dit, smoothed, lora):
+    """A merged difference becomes part of an INT8 weight."""
+    patches = {}
+    for layer in dit.LINEARS:
+        up, down = (lora[f"diffusion_model.{layer}.lora_{end}.weight"] for end in ("up", "down"))
+        patches[f"diffusion_model.{layer}.weight"] = (up @ down,)
+    expected = dit.stock()
+    expected.add_patches(patches)
+    patched = smoothed.clone()
+    patched.add_patches(patches)
+    load_partially(patched)
+    assert dit.relative_error(dit.forward(patched), dit.output(expected)) < NOISE
+
+
 @pytest.mark.parametrize("quantized_here", (False, True))
 def test_loaded_again_with_less_room(dit, smoothed, lora, expected, tmp_path, quantized_here):
     """Models that take turns on a small card: weights that are patched and stay there are not patched again."""
