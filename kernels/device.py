@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -38,9 +38,10 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 def triton_error() -> str | None:
     """Why the installed Triton cannot build kernels (it needs a C compiler for its launcher), or None where it can."""
     try:
-        import triton
+        import triton.runtime
 
-        triton.runtime.driver.active.get_current_device()
+        driver: Any = triton.runtime.driver.active
+        driver.get_current_device()
     except Exception as error:  # whatever it is, there will be no kernel
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return None

@@ -164,7 +164,7 @@ def launch_weight_dequantizer(
 
     def prepare() -> RepeatedLaunch:
         left, right = HADAMARD_FACTORS[group]
-        block = max(smallest_block(group), min(_DEQUANTIZED_BLOCK, triton.next_power_of_2(channels)))
+        block = max(smallest_block(group), min(_DEQUANTIZED_BLOCK, 1 << (channels - 1).bit_length()))
         constants = {
             "HAS_SMOOTH": smooth is not None,
             "INTERPRETED": not q.is_cuda,
@@ -173,7 +173,7 @@ def launch_weight_dequantizer(
             "RIGHT": right,
         }
         options = {"num_warps": max(1, min(8, block // 512)), "num_stages": 2, "enable_fp_fusion": False}
-        return RepeatedLaunch(_dequantize_kernel, (rows, triton.cdiv(channels, block)), constants, options)
+        return RepeatedLaunch(_dequantize_kernel, (rows, -(-channels // block)), constants, options)
 
     key = ("dequantize", q.device, rows, channels, stride, smooth is not None, group, dtype)
     tensors = (q, scale, scale if smooth is None else smooth, out)

@@ -12,7 +12,7 @@ def check_comfy_kitchen() -> None:
         from comfy.quant_ops import QUANT_ALGOS, QuantizedLayout, QuantizedTensor, register_layout_class  # noqa: F401
         from comfy_kitchen.tensor import BaseLayoutParams  # noqa: F401
 
-        QuantizedTensor.requantize_from_float, QUANT_ALGOS["int8_tensorwise"]
+        _ = QuantizedTensor.requantize_from_float, QUANT_ALGOS["int8_tensorwise"]
     except (ImportError, AttributeError, KeyError) as error:
         try:
             found = f"{importlib.metadata.version('comfy-kitchen')} is installed"

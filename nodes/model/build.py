@@ -66,7 +66,7 @@ def _let_comfyui_patch(model: ModelPatcher) -> None:
 def _whole_weights(model: BaseModel, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: object) -> None:
     """Put each quantized weight into a BaseModel's state dict as what it is, in place of the pieces a file has."""
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if isinstance(weight, QuantizedTensor) and f"{prefix}{name}.{int8_mark.MARK}" in state_dict:
             key = f"{prefix}{name}.weight"
             for piece in (f"{prefix}{name}.{int8_mark.MARK}", *weight.state_dict(key)):
