@@ -108,3 +108,15 @@ def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath
     if obstacle is not None:
         return ComputePath("bf16", obstacle, fallback=True)
     return ComputePath("fused int8", f"{name} is a consumer Ampere card (sm_86)")
+
+
+_path_on = functools.cache(choose_path)
+
+
+@torch.compiler.assume_constant_result
+def runs_fused(device: torch.device, kernel: str) -> bool:
+    """Whether `choose_path` is fused INT8: what a linear asks in each call, because cards of one machine may differ.
+
+    The answer for a device is kept. A compiler takes it for a constant. Raises what `choose_path` does.
+    """
+    return _path_on(device, kernel).kind == "fused int8"

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import comfy.model_management
 import comfy.sd
 import comfy.utils
 import torch
@@ -13,7 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ComputePath, choose_path
+from ...kernels import choose_path
 from ..files import int8_mark
 from ..host import notices
 from .completeness import check_complete
@@ -30,10 +29,9 @@ def build_model(
     metadata: dict[str, str],
     operations: type,
     compute_dtype: torch.dtype,
-    compute: ComputePath,
     disable_dynamic: bool = False,
 ) -> ModelPatcher:
-    """ComfyUI's loader, plus the warning for a bf16 fallback.
+    """ComfyUI's loader, plus the warning for a bf16 fallback. `operations` are those of `int8_operations`.
 
     Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
     """
@@ -49,8 +47,7 @@ def build_model(
     check_complete(model.model.diffusion_model, names, operations)
     share_inputs(model.model.diffusion_model)
     _let_comfyui_patch(model)
-    if compute.fallback:
-        add_fallback_warning(model, compute)
+    add_fallback_warning(model, operations.int8_kernel)
     return model
 
 
@@ -105,7 +102,6 @@ def build_like(
     model: BaseModel,
     state_dict: dict[str, torch.Tensor],
     operations: type,
-    compute: ComputePath,
     disable_dynamic: bool = False,
 ) -> ModelPatcher:
     """A MODEL of the same kind as `model`, a BaseModel, from tensors named as its diffusion model's.
@@ -114,7 +110,7 @@ def build_like(
     model predicts.
     """
     tensors, dtype = as_file(model, state_dict), model.get_dtype_inference()
-    built = build_model(tensors, file_metadata(model), operations, dtype, compute, disable_dynamic)
+    built = build_model(tensors, file_metadata(model), operations, dtype, disable_dynamic)
     for before, after in zip(_kind(model), _kind(built.model), strict=True):
         if before != after:
             raise ValueError(
@@ -137,20 +133,24 @@ def _kind(model: BaseModel) -> tuple[object, ...]:
 def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
     """A second MODEL with weights of its own, equal to those of `model`, a BaseModel of this pack (multi-GPU)."""
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
-    compute = choose_path(comfy.model_management.get_torch_device(), kernel)
-    operations = int8_operations(compute, model.get_dtype_inference())
-    rebuilt = build_like(model, tensors, operations, compute, disable_dynamic)
+    operations = int8_operations(kernel, model.get_dtype_inference())
+    rebuilt = build_like(model, tensors, operations, disable_dynamic)
     rebuilt.cached_patcher_init = (rebuild_int8_model, (model, kernel))
     return rebuilt
 
 
-def add_fallback_warning(model: ModelPatcher, compute: ComputePath) -> None:
-    """Warn once per run, when the model first samples, that it runs in bf16 and why."""
+def add_fallback_warning(model: ModelPatcher, kernel: str) -> None:
+    """Warn once per run and card, when a sampling begins there, that the model runs in bf16 and why.
+
+    The sampling raises RuntimeError instead where `kernel` demands what the card cannot do.
+    """
 
     def warn(patcher: ModelPatcher) -> None:
-        notices.warn_once_per_run(
-            "INT8 DiT runs in bf16",
-            f"{compute.reason}. Set the node's kernel widget to 'fused int8' to use INT8 all the same.",
-        )
+        compute = choose_path(patcher.load_device, kernel)
+        if compute.fallback:
+            notices.warn_once_per_run(
+                "INT8 DiT runs in bf16",
+                f"{compute.reason}. Set the node's kernel widget to 'fused int8' to use INT8 all the same.",
+            )
 
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)

@@ -8,7 +8,7 @@ import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ...kernels import choose_path, naming_layer, quantize_weight
+from ...kernels import naming_layer, quantize_weight, runs_fused
 from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
@@ -28,22 +28,25 @@ def load_int8_model(
     branch: str = BRANCHES[0],
     base_path: str | None = None,
     disable_dynamic: bool = False,
+    anywhere: bool = False,
 ) -> ModelPatcher:
     """A MODEL from a diffusion model file: INT8 files as they are, float and FP8 files quantized while loading.
 
     `kernel` is one of kernels.KERNEL_CHOICES; `disable_dynamic` is ComfyUI's, for loads without dynamic VRAM. Where the
-    path is bf16 and the whole model fits the device in bf16, no weight is INT8. `branch` chooses of a file with two
-    models, and the file at `base_path` completes one with a part of a model; other files are read without them.
+    path is bf16 and the whole model fits the device in bf16, no weight is INT8: the device is ComfyUI's default, or
+    with `anywhere` each that the machine has. `branch` chooses of a file with two models, and the file at `base_path`
+    completes one with a part of a model; other files are read without them.
 
     Raises ValueError naming the file for anything that cannot be loaded, RuntimeError where `kernel` demands what the
     card cannot do.
     """
     device = comfy.model_management.get_torch_device()
-    compute = choose_path(device, kernel)
+    devices = [device, *(comfy.model_management.get_all_torch_devices() if anywhere else [])]
+    fused = any(runs_fused(place, kernel) for place in devices)
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     tensors = checkpoint.tensors
     compute_dtype = detect_compute_dtype(checkpoint)
-    once = compute.kind == "bf16" and _fits(tensors, compute_dtype, device)
+    once = not fused and all(_fits(tensors, compute_dtype, place) for place in devices)
 
     converter: ConvertLayer = leave_layer
     if not holds_int8(tensors) and not once:
@@ -51,10 +54,11 @@ def load_int8_model(
         sizes = [w.numel() for name in names if is_quantizable(name, (w := tensors[f"{name}.weight"]).shape)]
         make_room_to_quantize(device, max(sizes, default=0))
         converter = _quantizing_converter(device, compute_dtype, LayerProgress(len(sizes)))
-    operations = int8_operations(compute, compute_dtype, converter, dequantize_once=once)
+    operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=once)
     with naming_file(checkpoint.name):
-        model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, compute, disable_dynamic)
-    model.cached_patcher_init = (load_int8_model, (path, kernel, branch, base_path))
+        model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, disable_dynamic)
+    # ComfyUI says only afterwards which device it wants a second MODEL for.
+    model.cached_patcher_init = (partial(load_int8_model, anywhere=True), (path, kernel, branch, base_path))
     keep_recipe_of_file(model, checkpoint.metadata)
     return model
 

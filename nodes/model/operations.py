@@ -14,7 +14,7 @@ import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ChannelTransform, ComputePath, InputReader
+from ...kernels import ChannelTransform, InputReader, runs_fused
 from ..files import int8_mark
 from .fused_forward import fused_forward
 from .int8_weight import LAYOUT, HeldWeight, format_name, int8_weight, is_int8
@@ -37,7 +37,7 @@ _STORED_SHAPES: dict[str | None, Callable[[int, int], tuple[int, int]]] = {
 
 
 def int8_operations(
-    path: ComputePath,
+    kernel: str,
     compute_dtype: torch.dtype,
     convert_layer: ConvertLayer = leave_layer,
     dequantize_once: bool = False,
@@ -45,7 +45,7 @@ def int8_operations(
     """An operations class for one model.
 
     Args:
-        path: what INT8 linears compute with.
+        kernel: one of kernels.KERNEL_CHOICES: what INT8 linears compute with, decided for the device of each input.
         compute_dtype: dtype of everything that is not INT8. Loading raises ValueError for a weight of another shape
             than its layer's.
         convert_layer: called for each linear that is not INT8 in the state dict.
@@ -58,6 +58,7 @@ def int8_operations(
     base = comfy.ops.pick_operations(None, compute_dtype, load_device=device, model_config=quantized)
 
     class INT8Operations(base):
+        int8_kernel = kernel
         convert_layer: ConvertLayer  # until the model is loaded
         # Once it is loaded: what of the whole model the state dict lacks, and what it holds beside it.
         missing: Sequence[str] = ()
@@ -125,7 +126,7 @@ def int8_operations(
                 comfy.ops.run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
-                if path.kind == "bf16" or (input.requires_grad and torch.is_grad_enabled()):
+                if not runs_fused(input.device, kernel) or (input.requires_grad and torch.is_grad_enabled()):
                     return self.forward_comfy_cast_weights(input)
                 return fused_forward(self, input)
 

@@ -86,10 +86,10 @@ def quantize_model(
     leaves nothing to quantize, a weight with NaN or Inf, a model without quantizable linears or whose layers are
     already replaced (torch.compile); ComfyUI's interrupt exception on cancel.
     """
-    compute = choose_path(model.load_device, kernel)
     targets = quantization_targets(model)
     number_of_linears = len(linears(model))
     # What is certain to be refused is refused before the work.
+    choose_path(model.load_device, kernel)
     if calibration is not None:
         calibration.check_fits(targets)
     elif settings.method == "best per layer":
@@ -118,7 +118,7 @@ def quantize_model(
         protected,
     )
 
-    quantized = with_quantized_layers(model, results, protected, compute, kernel)
+    quantized = with_quantized_layers(model, results, protected, kernel)
     keep_recipe(quantized, {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))})
     kept = len(protected)
     logger.info("INT8: %d layers quantized, %d protected: %s", len(targets) - kept, kept, ", ".join(protected))

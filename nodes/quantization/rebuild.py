@@ -6,7 +6,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ComputePath, QuantizedLinear
+from ...kernels import QuantizedLinear
 from ..calibration.recorder import disarm
 from ..model.build import build_like, rebuild_int8_model
 from ..model.int8_weight import int8_weight
@@ -19,7 +19,6 @@ def with_quantized_layers(
     model: ModelPatcher,
     results: dict[str, QuantizedLinear],
     protected: Collection[str],
-    compute: ComputePath,
     kernel: str,
 ) -> ModelPatcher:
     """A MODEL as `model` with its quantized layers, which are taken out of `results`, and the protected ones."""
@@ -36,8 +35,8 @@ def with_quantized_layers(
         result = results.pop(name)
         return int8_weight(result.q, result.scale, compute_dtype, result.transform)
 
-    operations = int8_operations(compute, compute_dtype, convert)
-    built = build_like(model.model, _state_dict_with_placeholders(model, targets), operations, compute)
+    operations = int8_operations(kernel, compute_dtype, convert)
+    built = build_like(model.model, _state_dict_with_placeholders(model, targets), operations)
     return _with_patches_of(model, built, kernel)
 
 

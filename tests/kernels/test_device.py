@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernels.device
-from kernels import choose_path
+from kernels import choose_path, runs_fused
 
 
 @pytest.fixture
@@ -103,3 +103,23 @@ def test_fused_int8_where_it_cannot_run_is_refused(card, arguments, says):
 def test_an_unknown_kernel_is_refused():
     with pytest.raises(ValueError, match="kernel must be one of auto, fused int8, bf16"):
         choose_path("cpu", "int4")
+
+
+def test_each_card_of_a_machine_is_asked(card, monkeypatch):
+    card("a card", (8, 9))
+    names = {0: ("NVIDIA GeForce RTX 4090", (8, 9)), 1: ("NVIDIA GeForce RTX 3090", (8, 6))}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: names[device.index][1])
+    monkeypatch.setattr(kernels.device, "_path_on", choose_path)
+    devices = [torch.device("cuda", index) for index in names]
+    assert [runs_fused(device, "auto") for device in devices] == [False, True]
+    assert [runs_fused(device, "fused int8") for device in devices] == [True, True]
+    assert [runs_fused(device, "bf16") for device in devices] == [False, False]
+
+
+def test_a_compiler_takes_the_answer_for_a_constant():
+    @torch.compile(backend="eager", fullgraph=True)
+    def chosen(x, kernel):
+        return x + 1 if runs_fused(x.device, kernel) else x - 1
+
+    assert [float(chosen(torch.zeros(()), kernel)) for kernel in ("fused int8", "bf16")] == [1.0, -1.0]

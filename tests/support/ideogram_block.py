@@ -11,7 +11,7 @@ import comfy.ldm.ideogram4.model as ideogram4
 import torch
 from comfy.text_encoders.llama import precompute_freqs_cis
 
-from int8_dit.kernels import ChannelTransform, ComputePath, quantize_weight
+from int8_dit.kernels import ChannelTransform, quantize_weight
 from int8_dit.nodes.model.input_groups import share_inputs
 from int8_dit.nodes.model.int8_weight import int8_weight
 from int8_dit.nodes.model.operations import int8_operations
@@ -32,7 +32,7 @@ def block(smoothing: Smoothing = lambda name, channels: None, sharing: bool = Tr
         transform = ChannelTransform(smooth)
         return int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
 
-    operations = int8_operations(ComputePath("fused int8", "a test"), torch.float32, convert)
+    operations = int8_operations("fused int8", torch.float32, convert)
     built = ideogram4.Ideogram4TransformerBlock(
         HIDDEN, INTERMEDIATE, HEADS, 1e-5, ADALN, dtype=torch.float32, device="cpu", operations=operations
     )

@@ -1,0 +1,87 @@
+"""A machine with two cards: what each computes with, and a MODEL on the second or on both.
+
+What is decided is tested with cards that only say that they are there.
+"""
+
+import pytest
+import torch
+
+DEFAULT, SECOND = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def second_card(pack, monkeypatch):
+    """Pretend that beside ComfyUI's default device, the CPU, there is a card of this capability, with this memory."""
+    import comfy.model_management
+
+    from int8_dit.kernels import device
+
+    def pretend(name, capability, memory=1 << 40):
+        sizes = {DEFAULT: 1 << 40, SECOND: memory}
+        monkeypatch.setattr(comfy.model_management, "get_all_torch_devices", lambda *args, **kwargs: list(sizes))
+        monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda place, *args, **kwargs: sizes[place])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: capability)
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(device, "triton_available", lambda: True)
+        monkeypatch.setattr(device, "triton_error", lambda: None)
+
+    device._path_on.cache_clear()
+    yield pretend
+    device._path_on.cache_clear()
+
+
+def fallbacks(model, caplog):
+    """What the user is told when a sampling begins; nothing is sampled."""
+    caplog.clear()
+    model.pre_run()
+    return [record.getMessage() for record in caplog.records if "runs in bf16" in record.getMessage()]
+
+
+def test_auto_decides_by_the_card_that_computes(dit, second_card, caplog):
+    second_card("NVIDIA GeForce RTX 3090", (8, 6))
+    model = dit.load(kernel="auto")
+    assert not dit.int8_weights(model)  # the default device computes in bf16, and has memory for it
+    (warning,) = fallbacks(model, caplog)
+    assert "cpu" in warning
+    moved = model.deepclone_multigpu(SECOND)
+    assert set(dit.int8_weights(moved)) == set(dit.LINEARS)
+    assert not fallbacks(moved, caplog)
+
+
+def test_the_warning_names_the_card_that_computes(dit, second_card, caplog):
+    second_card("NVIDIA GeForce RTX 4090", (8, 9))
+    moved = dit.load(kernel="auto").deepclone_multigpu(SECOND)
+    assert not dit.int8_weights(moved)
+    (warning,) = fallbacks(moved, caplog)
+    assert "RTX 4090" in warning and "cpu" not in warning
+
+
+def test_weights_stay_int8_where_one_of_the_cards_cannot_hold_them_in_bf16(dit, second_card):
+    second_card("NVIDIA GeForce RTX 4060", (8, 9), memory=0)
+    model = dit.load(kernel="auto")
+    assert not dit.int8_weights(model)
+    assert set(dit.int8_weights(model.deepclone_multigpu(SECOND))) == set(dit.LINEARS)
+
+
+def test_a_card_that_cannot_do_what_was_chosen_is_refused_before_it_samples(dit, second_card):
+    second_card("Tesla P40", (6, 1))
+    moved = dit.load(kernel="fused int8").deepclone_multigpu(SECOND)
+    with pytest.raises(RuntimeError, match="fused int8, but Tesla P40"):
+        moved.pre_run()
+
+
+def test_a_quantized_model_asks_the_card_that_computes(dit, second_card, caplog):
+    second_card("NVIDIA GeForce RTX 3090", (8, 6))
+    quantized = dit.quantize(dit.stock(), kernel="auto")
+    assert fallbacks(quantized, caplog)
+    assert not fallbacks(quantized.deepclone_multigpu(SECOND), caplog)
+
+
+def test_each_linear_asks_for_the_device_of_its_input(dit, monkeypatch):
+    from int8_dit.nodes.model import operations
+
+    asked = []
+    monkeypatch.setattr(operations, "runs_fused", lambda *question: asked.append(question) or True)
+    dit.output(dit.quantize(dit.stock(), kernel="auto"))
+    assert asked == [(DEFAULT, "auto")] * len(dit.LINEARS)
