@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.multigpu import create_multigpu_deepclones
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import QuantizedLinear
@@ -85,10 +86,16 @@ def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> M
     clone.patches = {}  # the weight patches are in the weights now
     clone.patches_uuid = built.patches_uuid
     clone.hook_mode = built.hook_mode
+    # By this ComfyUI finds the copies of a MODEL on other GPUs, and those of the original are none of this one.
+    clone.clone_base_uuid = built.clone_base_uuid
     disarm(clone)  # a recorder was for the MODEL that was quantized
     for kind in {*clone.callbacks, *built.callbacks}:
         clone.remove_callbacks_with_key(kind, CALLBACK_KEY)  # of an earlier quantization
         for function in built.get_callbacks(kind, CALLBACK_KEY):
             clone.add_callback_with_key(kind, CALLBACK_KEY, function)
     clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
-    return clone
+    copies = clone.get_additional_models_with_key("multigpu")
+    if not copies:
+        return clone
+    clone.remove_additional_models("multigpu")
+    return create_multigpu_deepclones(clone, 1 + len(copies))

@@ -85,3 +85,22 @@ def test_each_linear_asks_for_the_device_of_its_input(dit, monkeypatch):
     monkeypatch.setattr(operations, "runs_fused", lambda *question: asked.append(question) or True)
     dit.output(dit.quantize(dit.stock(), kernel="auto"))
     assert asked == [(DEFAULT, "auto")] * len(dit.LINEARS)
+
+
+def test_a_model_that_was_split_before_it_was_quantized(dit, second_card, monkeypatch):
+    """Its copy for the second card must be quantized too, and have the LoRA that is in the weights now."""
+    import comfy.multigpu
+
+    second_card("NVIDIA GeForce RTX 3090", (8, 6))
+    split = comfy.multigpu.create_multigpu_deepclones(dit.with_lora(dit.stock(), dit.lora(dit.LINEARS)), 2)
+    assert len(split.get_additional_models_with_key("multigpu")) == 1
+    quantized = dit.quantize(split)
+    (copy,) = quantized.get_additional_models_with_key("multigpu")
+    assert (copy.load_device, copy.is_multigpu_base_clone) == (SECOND, True)
+    dit.assert_same_tensors(dit.snapshot(copy), dit.snapshot(quantized))
+
+
+def test_copies_of_the_original_are_not_taken_for_those_of_the_quantized_model(dit):
+    """ComfyUI looks among the loaded models for one that is already on the other card, by this mark."""
+    model = dit.stock()
+    assert dit.quantize(model).clone_base_uuid != model.clone_base_uuid
