@@ -14,7 +14,8 @@ _FLUSH_BYTES = 256 << 20
 def median_milliseconds(run: Callable[[], object], device: torch.device, repetitions: int) -> float:
     """Median time of one `run()` in milliseconds, after one call that compiles and warms up.
 
-    On a GPU the time between device events, each run starting with a cold L2; on a CPU wall clock.
+    On a GPU, which must be the current one, the time between device events, each run starting with a cold L2; on a CPU
+    wall clock.
     """
     run()
     if device.type != "cuda":
@@ -63,7 +64,7 @@ class CallSeries:
     Args:
         run: called with the index of its operand; must have run once before.
         operands: how many operands there are.
-        device: where the method runs.
+        device: where the method runs; a GPU must be the current one whenever this is called.
         pool: memory that several series share; None gives this one its own.
     """
 

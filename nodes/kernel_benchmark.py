@@ -55,22 +55,16 @@ class INT8KernelBenchmark(io.ComfyNode):
 
     @classmethod
     def execute(cls, tokens, model=None) -> io.NodeOutput:
-        device = comfy.model_management.get_torch_device()
+        device = comfy.model_management.get_torch_device() if model is None else model.load_device
         shapes = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
         progress = LayerProgress(len(shapes))
         make_room(device, max(working_memory(shape, tokens) for shape in shapes))
         results = []
-        for shape in shapes:
-            results.append(
-                benchmark_shape(
-                    shape,
-                    tokens,
-                    device,
-                    SHOWN,
-                    check=comfy.model_management.throw_exception_if_processing_interrupted,
-                )
-            )
-            progress.step()
+        check = comfy.model_management.throw_exception_if_processing_interrupted
+        with comfy.model_management.cuda_device_context(device):
+            for shape in shapes:
+                results.append(benchmark_shape(shape, tokens, device, SHOWN, check=check))
+                progress.step()
         heading = title(describe_machine(device))
         columns, rows = table(results, SHOWN)
         remarks = [_METHODS_NOTE, *([] if device.type == "cuda" else [_CPU_NOTE]), *notes(results)]

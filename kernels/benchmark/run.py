@@ -55,7 +55,7 @@ def benchmark_shape(
     """Time `methods` on one shape with random bf16 data; `check` runs between them and may raise to stop.
 
     The quantization of the activations is part of every INT8 and FP8 method's time except of those called "GEMM alone".
-    What this machine does not have, or has no memory for, is left out.
+    What this machine does not have, or has no memory for, is left out. A GPU must be the current one.
     """
     m = shape.tokens or tokens
     on_gpu = device.type == "cuda"

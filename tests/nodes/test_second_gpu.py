@@ -104,3 +104,27 @@ def test_copies_of_the_original_are_not_taken_for_those_of_the_quantized_model(d
     """ComfyUI looks among the loaded models for one that is already on the other card, by this mark."""
     model = dit.stock()
     assert dit.quantize(model).clone_base_uuid != model.clone_base_uuid
+
+
+def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
+    from int8_dit.nodes import kernel_benchmark
+
+    class Measured(Exception):
+        pass
+
+    def benchmark_shape(shape, tokens, device, *args, **kwargs):
+        raise Measured(device, torch.cuda.current_device())
+
+    current = [torch.device("cuda", 0)]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1].index)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda place: current.append(torch.device("cuda", getattr(place, "index", place)))
+    )
+    monkeypatch.setattr(kernel_benchmark, "make_room", lambda device, needed: None)
+    monkeypatch.setattr(kernel_benchmark, "benchmark_shape", benchmark_shape)
+    model = dit.stock()
+    model.load_device = SECOND
+    with pytest.raises(Measured) as measured:
+        kernel_benchmark.INT8KernelBenchmark.execute(4, model)
+    assert measured.value.args == (SECOND, SECOND.index)
+    assert torch.cuda.current_device() == 0
