@@ -1,7 +1,13 @@
 """A machine with two cards: what each computes with, and a MODEL on the second or on both.
 
-What is decided is tested with cards that only say that they are there.
+What is decided is tested with cards that only say that they are there; what is computed needs two GPUs.
 """
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +134,58 @@ def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
         kernel_benchmark.INT8KernelBenchmark.execute(4, model)
     assert measured.value.args == (SECOND, SECOND.index)
     assert torch.cuda.current_device() == 0
+
+
+INT8_LAYERS, CALLS = 21, 2 * 4  # two prompts, four steps
+ON_FIRST = ("first, turn 0", "first, turn 1", "LoRA on the first")
+ON_SECOND = (
+    "second, turn 0",
+    "second, turn 1",
+    "LoRA on the second",
+    "second without LoRA",
+    "quantized on the second",
+)
+ON_BOTH = (
+    "split",
+    "LoRA on split",
+    "split without LoRA",
+    "quantized on the second, then split",
+    "split, then quantized",
+)
+CONTROL = "ComfyUI's own, split"
+
+
+@pytest.fixture(scope="module")
+def reports():
+    if torch.cuda.device_count() < 2 or "COMFYUI_PATH" not in os.environ:
+        pytest.skip("needs two GPUs and COMFYUI_PATH")
+    script = Path(__file__).with_name("second_gpu.py")
+    command = [sys.executable, str(script), os.environ["COMFYUI_PATH"]]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.fixture(params=("ordinary", "dynamic"))
+def report(request, reports):
+    return reports[request.param]
+
+
+def test_both_memory_modes_ran(reports):
+    assert {mode: report["patcher"] for mode, report in reports.items()} == {
+        "ordinary": "ModelPatcher",
+        "dynamic": "ModelPatcherDynamic",
+    }
+
+
+@pytest.mark.parametrize("variant", (CONTROL, *ON_FIRST, *ON_SECOND, *ON_BOTH))
+def test_where_it_runs_makes_no_difference(report, variant):
+    assert report["finite"] and report["lora_effect"] > 0.05
+    assert report[variant].get("equal"), report[variant].get("failed", report[variant])
+    assert report[variant]["current"] == 0
+
+
+def test_the_kernel_ran_where_it_should(report):
+    for variants, share in ((ON_FIRST, {"0": 1}), (ON_SECOND, {"1": 1}), (ON_BOTH, {"0": 0.5, "1": 0.5})):
+        expected = {index: INT8_LAYERS * CALLS * part for index, part in share.items()}
+        assert {variant: report[variant].get("launches") for variant in variants} == dict.fromkeys(variants, expected)

@@ -1,0 +1,167 @@
+"""Tensors on the second GPU while the first is the current one: the same bits, and the current device stays."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import kernels.fused.activations
+import kernels.fused.gemm
+import kernels.fused.weights
+from kernels import ChannelTransform, InputPlace, InputReader, dequantize_weight, int8_linear, requantize_weight
+from kernels.fused.gemm import _candidates
+from kernels.fused.tuning import Tuner
+from kernels.linear import int8_accumulate, quantize_activations
+from kernels.timing import _FLUSH_BYTES
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+# Few tiles and a long K, which is split; and a shape that is not.
+SPLIT, WHOLE = (16, 64, 16384), (300, 512, 768)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """Nothing is known of any card, and the first GPU is the current one before and after."""
+    monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernels.fused.gemm, "tuner", Tuner())
+    monkeypatch.setattr(kernels.fused.gemm, "_arrivals_of_streams", {})
+    for module in (kernels.fused.gemm, kernels.fused.activations, kernels.fused.weights):
+        monkeypatch.setattr(module, "_launches", {})
+    torch.cuda.set_device(FIRST)
+    yield
+    assert torch.cuda.current_device() == FIRST.index
+
+
+def values(*shape, seed, device):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def operands(shape, device):
+    """x bf16 [M, K], weight int8 [N, K], its scale, and a bias, the same on each device."""
+    m, n, k = shape
+    q, scale = requantize_weight(values(n, k, seed=1, device=device))
+    return values(m, k, seed=0, device=device).bfloat16(), q, scale, values(n, seed=2, device=device)
+
+
+def linear(shape, device):
+    return (int8_linear(*operands(shape, device)),)
+
+
+def transformed(device):
+    transform = ChannelTransform(torch.linspace(0.5, 2, 768, device=device), 256)
+    x, q, scale, bias = operands(WHOLE, device)
+    return int8_linear(x, q, scale, bias, transform), *quantize_activations(x, transform)
+
+
+def accumulated(device):
+    x, q, _, _ = operands(WHOLE, device)
+    return (int8_accumulate(quantize_activations(x)[0], q),)
+
+
+def weights(device):
+    transform = ChannelTransform(torch.linspace(0.5, 2, 768, device=device), 256)
+    q, scale = requantize_weight(values(512, 768, seed=1, device=device), transform, seed=7)
+    return q, scale, dequantize_weight(q, scale, transform)
+
+
+def shared(device):
+    x, q, scale, bias = operands(WHOLE, device)
+    readers = InputReader.group_of(InputPlace(), 2)
+    return tuple(reader.int8_linear(x, q, scale, bias, ChannelTransform()) for reader in readers)
+
+
+def unaligned(device):
+    """Begins beside 16 bytes: a launch that is prepared each time."""
+    x, q, scale, bias = operands(WHOLE, device)
+    return (int8_linear(x[:, 1:], q[:, 1:], scale, bias),)
+
+
+COMPUTATIONS = {
+    "split": lambda device: linear(SPLIT, device),
+    "whole": lambda device: linear(WHOLE, device),
+    "transformed": transformed,
+    "accumulated": accumulated,
+    "weights": weights,
+    "shared": shared,
+    "unaligned": unaligned,
+}
+
+
+def on_host(results):
+    return [result.cpu() for result in results]
+
+
+def assert_equal(actual, expected):
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("compute", COMPUTATIONS.values(), ids=COMPUTATIONS)
+def test_the_second_gpu_computes_what_the_first_does(compute):
+    expected = on_host(compute(FIRST))
+    for _ in range(2):  # launched for the first time, and again
+        results = compute(SECOND)
+        assert all(result.device == SECOND for result in results)
+        assert torch.cuda.current_device() == FIRST.index
+        assert_equal(on_host(results), expected)
+    with torch.cuda.device(SECOND):
+        assert_equal(on_host(compute(FIRST)), expected)
+        assert torch.cuda.current_device() == SECOND.index
+
+
+def test_the_split_shape_is_split():
+    assert _candidates(SECOND, *SPLIT)[0].split_k > 1
+    assert _candidates(SECOND, *WHOLE)[0].split_k == 1
+
+
+def test_each_gpu_and_stream_counts_arrivals_in_memory_of_its_own():
+    expected = on_host(linear(SPLIT, FIRST))
+    assert_equal(on_host(linear(SPLIT, SECOND)), expected)
+    stream = torch.cuda.Stream(SECOND)
+    stream.wait_stream(torch.cuda.current_stream(SECOND))
+    with torch.cuda.stream(stream):
+        assert_equal(on_host(linear(SPLIT, SECOND)), expected)
+    kept = kernels.fused.gemm._arrivals_of_streams
+    assert sorted(device.index for device, _ in kept) == [0, 1, 1]
+    for (device, _), arrivals in kept.items():
+        assert arrivals.device == device and not arrivals.any()
+
+
+def test_tuning_measures_on_the_gpu_of_the_tensors(monkeypatch):
+    monkeypatch.setenv("INT8_DIT_TUNING", "on")
+    inputs = operands(WHOLE, SECOND)
+    for device in (FIRST, SECOND):
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(FIRST)
+    (tuned,) = on_host([int8_linear(*inputs)])
+    tuner = kernels.fused.gemm.tuner
+    assert tuner.measured == 1
+    assert torch.cuda.max_memory_allocated(FIRST) == before
+    assert torch.cuda.max_memory_allocated(SECOND) >= _FLUSH_BYTES
+    assert_equal([tuned], on_host(linear(WHOLE, FIRST)))
+    alike = torch.cuda.get_device_name(FIRST) == torch.cuda.get_device_name(SECOND)
+    assert tuner.measured == (1 if alike else 2)
+
+
+@pytest.mark.parametrize("sets_device", (True, False), ids=("sets its device", "does not"))
+def test_a_thread_for_each_gpu(sets_device):
+    """As ComfyUI samples on two GPUs at once, from the first launches on."""
+
+    def work(device):
+        if sets_device:
+            torch.cuda.set_device(device)
+        current = torch.cuda.current_device()
+        results = [on_host(compute(device)) for _ in range(5) for compute in COMPUTATIONS.values()]
+        assert torch.cuda.current_device() == current
+        return results
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(work, (FIRST, SECOND))
+    expected = [on_host(compute(FIRST)) for compute in COMPUTATIONS.values()] * 5
+    for results in (first, second):
+        for actual, alone in zip(results, expected, strict=True):
+            assert_equal(actual, alone)
