@@ -1,11 +1,13 @@
 """The node "Load INT8 DiT"."""
 
+import comfy.model_management
 import folder_paths
 from comfy_api.latest import io
 
 from .files.contents import BRANCHES
+from .model.attention import AS_COMFYUI, check_attention, set_attention
 from .model.load import load_int8_model
-from .sockets import kernel_input
+from .sockets import attention_input, kernel_input
 
 NO_BASE = "none"
 
@@ -49,16 +51,25 @@ class LoadINT8DiT(io.ComfyNode):
                     "with the whole model of the same branch, in bf16, FP8 or INT8. Only what is missing is taken from "
                     "it. A complete file is loaded without it.",
                 ),
+                attention_input(),
             ],
             outputs=[io.Model.Output()],
         )
 
     @classmethod
     def execute(
-        cls, model_name: str, kernel: str, branch: str = BRANCHES[0], base_checkpoint: str = NO_BASE
+        cls,
+        model_name: str,
+        kernel: str,
+        branch: str = BRANCHES[0],
+        base_checkpoint: str = NO_BASE,
+        attention: str = AS_COMFYUI,
     ) -> io.NodeOutput:
+        check_attention(attention, comfy.model_management.get_torch_device())  # before a file is read for nothing
         path = folder_paths.get_full_path_or_raise("diffusion_models", model_name)
         base = None
         if base_checkpoint != NO_BASE:
             base = folder_paths.get_full_path_or_raise("diffusion_models", base_checkpoint)
-        return io.NodeOutput(load_int8_model(path, kernel, branch, base))
+        model = load_int8_model(path, kernel, branch, base)
+        set_attention(model, attention)
+        return io.NodeOutput(model)

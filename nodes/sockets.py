@@ -3,6 +3,7 @@
 from comfy_api.latest import io
 
 from ..kernels import KERNEL_CHOICES
+from .model.attention import AS_COMFYUI, ATTENTION_CHOICES
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
 RecordingType = io.Custom("INT8_RECORDING")
@@ -16,4 +17,17 @@ def kernel_input() -> io.Combo.Input:
         default="auto",
         tooltip="auto: fused INT8 on consumer Ampere (RTX 30), bf16 with a warning on other cards. "
         "fused int8: the INT8 kernel on any card from Ampere on (on a CPU, its slow reference). bf16: never INT8.",
+    )
+
+
+def attention_input() -> io.Combo.Input:
+    """The widget that chooses what a MODEL's attention computes with."""
+    return io.Combo.Input(
+        "attention",
+        options=list(ATTENTION_CHOICES),
+        default=AS_COMFYUI,
+        optional=True,
+        tooltip="INT8 (comfy-kitchen): attention in INT8 too where a call has no mask and heads of at most 256; the "
+        "other calls run as ComfyUI's. Needs comfy-kitchen 0.2.40 and an RTX 20 card or newer. Check your images: it "
+        "rounds more than the linears do.",
     )

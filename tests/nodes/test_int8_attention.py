@@ -1,0 +1,295 @@
+"""comfy-kitchen's INT8 attention under a MODEL: which calls it gets and how, against ComfyUI's own; what is refused.
+
+Where the installed comfy-kitchen lacks it, or there is no GPU, a float function with its rules stands in.
+"""
+
+import logging
+
+import pytest
+import torch
+
+BATCH, HEADS, TOKENS, WIDTH = 2, 4, 10, 16
+INT8 = "INT8 (comfy-kitchen)"
+NOTICE = "INT8 attention did not run"
+
+
+@pytest.fixture
+def attention(pack):
+    from int8_dit.nodes.model import attention
+
+    return attention
+
+
+@pytest.fixture
+def comfyui_attention(pack):
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    return attention_pytorch
+
+
+class StandIn:
+    """int8_attention's signature and its demands on its inputs, computing in floats."""
+
+    def __init__(self):
+        self.scales = []
+
+    def __call__(self, q, k, v, *, scale=None, attn_mask=None):
+        assert q.ndim == 4 and k.shape == v.shape and attn_mask is None
+        assert q.dtype == k.dtype == v.dtype
+        assert q.shape[0] == k.shape[0] and q.shape[1] % k.shape[1] == 0 and q.shape[3] == k.shape[3] <= 256
+        assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
+        self.scales.append(scale)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+
+    @property
+    def calls(self):
+        return len(self.scales)
+
+
+@pytest.fixture
+def kernel(pack, monkeypatch):
+    """A comfy-kitchen whose INT8 attention runs on the CPU."""
+    import comfy_kitchen
+
+    kernel = StandIn()
+    monkeypatch.setattr(comfy_kitchen, "int8_attention", kernel, raising=False)
+    monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: True, raising=False)
+    return kernel
+
+
+def tensors(kv_heads=HEADS, kv_tokens=TOKENS, by_head=False, dtype=torch.float32, width=WIDTH):
+    """q, k, v as models give them: [b, n, heads * width], or by head [b, heads, n, width]."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for heads, tokens in ((HEADS, TOKENS), (kv_heads, kv_tokens), (kv_heads, kv_tokens)):
+        tensor = torch.randn(BATCH, tokens, heads, width, generator=generator).to(dtype)
+        made.append(tensor.transpose(1, 2) if by_head else tensor.flatten(2))
+    return made
+
+
+def on_cpu(attention, kernel, outer=None):
+    return attention.INT8Attention(kernel, torch.device("cpu"), outer)
+
+
+def run(function, override, qkv, **keywords):
+    return function(*qkv, HEADS, transformer_options={"optimized_attention_override": override}, **keywords)
+
+
+@pytest.mark.parametrize("kv_tokens", (TOKENS, 3))
+@pytest.mark.parametrize("scale", ({}, {"scale": 0.3}, {"scale": None}))
+@pytest.mark.parametrize("kv_heads", (HEADS, 2, 1))
+@pytest.mark.parametrize("flat_output", (True, False))
+@pytest.mark.parametrize("by_head", (True, False))
+def test_calls_that_fit_equal_comfyuis(
+    attention, comfyui_attention, kernel, by_head, flat_output, kv_heads, scale, kv_tokens
+):
+    qkv = tensors(kv_heads, kv_tokens, by_head)
+    options = {"skip_reshape": by_head, "skip_output_reshape": not flat_output, **scale}
+    if kv_heads != HEADS:
+        options["enable_gqa"] = True
+    expected = comfyui_attention(*qkv, HEADS, **options)
+    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, low_precision_attention=True, **options)
+    torch.testing.assert_close(actual, expected)
+    assert kernel.scales == [scale.get("scale")]
+
+
+def test_scattered_channels_are_gathered(attention, comfyui_attention, kernel):
+    q, k, v = tensors(by_head=True)
+    q = q.transpose(2, 3).contiguous().transpose(2, 3)
+    assert q.stride(-1) != 1
+    actual = run(comfyui_attention, on_cpu(attention, kernel), (q, k, v), skip_reshape=True)
+    torch.testing.assert_close(actual, comfyui_attention(q, k, v, HEADS, skip_reshape=True))
+    assert kernel.calls == 1
+
+
+def test_keys_and_values_may_come_by_head(attention, comfyui_attention, kernel):
+    """As MMDiTs give them."""
+    q, k, v = tensors()
+    expected = comfyui_attention(q, k, v, HEADS)
+    actual = run(comfyui_attention, on_cpu(attention, kernel), (q, k, v.unflatten(-1, (HEADS, WIDTH))))
+    torch.testing.assert_close(actual, expected)
+    assert kernel.calls == 1
+
+
+MISFITS = {
+    "a mask": ({}, {"mask": torch.eye(TOKENS, dtype=torch.bool)}),
+    "a mask by position": ({}, {"mask": torch.eye(TOKENS)}),
+    "full precision": ({}, {"low_precision_attention": False}),
+    "float32 scores": ({"dtype": torch.bfloat16}, {"attn_precision": torch.float32}),
+    "float64": ({"dtype": torch.float64}, {}),
+    "wide heads": ({"width": 264}, {}),
+    "an option of tomorrow": ({}, {"tomorrow": 1}),
+}
+
+
+@pytest.mark.parametrize("by_head", (True, False))
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_other_calls_get_comfyuis(attention, comfyui_attention, kernel, misfit, by_head):
+    shape, options = MISFITS[misfit]
+    qkv = tensors(by_head=by_head, **shape)
+    options = {"skip_reshape": by_head, **options}
+    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, **options)
+    assert torch.equal(actual, comfyui_attention(*qkv, HEADS, **options))
+    assert kernel.calls == 0
+
+
+def test_a_positional_mask_is_seen(attention, comfyui_attention, kernel):
+    qkv, mask = tensors(), torch.eye(TOKENS, dtype=torch.bool)
+    options = {"optimized_attention_override": on_cpu(attention, kernel)}
+    actual = comfyui_attention(*qkv, HEADS, mask, transformer_options=options)
+    assert torch.equal(actual, comfyui_attention(*qkv, HEADS, mask)) and kernel.calls == 0
+
+
+def test_keys_for_all_samples_at_once_get_comfyuis(attention, comfyui_attention, kernel):
+    q, k, v = tensors(by_head=True)
+    qkv = (q, k[:1], v[:1])
+    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, skip_reshape=True)
+    assert torch.equal(actual, comfyui_attention(*qkv, HEADS, skip_reshape=True)) and kernel.calls == 0
+
+
+def test_gradients_get_comfyuis(attention, comfyui_attention, kernel):
+    q, k, v = tensors()
+    q.requires_grad_()
+    run(comfyui_attention, on_cpu(attention, kernel), (q, k, v)).sum().backward()
+    assert q.grad.abs().sum() > 0 and kernel.calls == 0
+    with torch.no_grad():
+        run(comfyui_attention, on_cpu(attention, kernel), (q, k, v))
+    assert kernel.calls == 1
+
+
+def test_an_override_that_was_there_still_acts(attention, comfyui_attention, kernel):
+    names = []
+
+    def doubling(func, q, *args, **kwargs):
+        names.append(func.__name__)
+        return func(2 * q, *args, **kwargs)
+
+    q, k, v = tensors()
+    actual = run(comfyui_attention, on_cpu(attention, kernel, doubling), (q, k, v))
+    torch.testing.assert_close(actual, comfyui_attention(2 * q, k, v, HEADS))
+    assert kernel.calls == 1 and names == ["attention_pytorch"]
+
+
+@pytest.mark.parametrize("mask", (None, torch.eye(TOKENS)), ids=("fits", "mask"))
+def test_compiles_into_one_graph(attention, comfyui_attention, mask):
+    calls = []
+
+    @torch.library.custom_op("int8_dit_tests::attention", mutates_args=())
+    def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+        calls.append(scale)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).contiguous()
+
+    op.register_fake(lambda q, k, v, scale: q.new_empty(q.shape))
+    override = on_cpu(attention, lambda q, k, v, *, scale=None: op(q, k, v, scale))
+    qkv = tensors()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *qkv: run(comfyui_attention, override, qkv, mask=mask), backend="aot_eager", fullgraph=True
+    )
+    seen = set()
+    token = attention._notes.set(seen)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*qkv), comfyui_attention(*qkv, HEADS, mask))
+    attention._notes.reset(token)
+    assert seen == ({None} if mask is None else {"it has a mask"})
+    assert len(calls) == (2 if mask is None else 0)
+
+
+# The whole way: a node, its MODEL, a sampling
+
+
+@pytest.fixture
+def warnings(caplog):
+    """Summaries of the pack's warnings so far."""
+    caplog.set_level(logging.INFO, "int8_dit")
+    return lambda: [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and NOTICE in r.getMessage()]
+
+
+@pytest.fixture
+def load(dit, monkeypatch):
+    """The MODEL of Load INT8 DiT."""
+    import folder_paths
+
+    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
+
+    monkeypatch.setattr(folder_paths, "get_full_path_or_raise", lambda folder, name: name)
+    return lambda *args, **widgets: LoadINT8DiT.execute(str(dit.FILE), "fused int8", *args, **widgets)[0]
+
+
+def test_a_sampling_runs_it(dit, load, kernel, warnings):
+    expected = dit.sample(load())
+    assert kernel.calls == 0
+    model = load(attention=INT8)
+    assert dit.relative_error(dit.sample(model), expected) < 0.02  # other float sums, which INT8 linears round
+    assert kernel.calls == 3 and not warnings()  # one in each block
+    dit.sample(model.clone())
+    assert kernel.calls == 6
+
+
+def test_old_workflows_have_comfyuis_attention(load, attention):
+    assert "optimized_attention_override" not in load().model_options["transformer_options"]
+    assert attention.describe_attention(load("conditional", "none")) == "as ComfyUI"
+
+
+def test_what_no_call_fits_says_so(dit, load, kernel, warnings, monkeypatch):
+    model = load(attention=INT8)
+    monkeypatch.setattr("int8_dit.nodes.model.attention._WIDEST_HEAD", 8)
+    dit.sample(model)
+    assert kernel.calls == 0
+    (warning,) = warnings()
+    assert "its heads are wider than 8" in warning
+
+
+def test_an_override_that_bypasses_it_is_told(dit, load, kernel, warnings):
+    model = load(attention=INT8)
+    model.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *a, **k: func(*a, **k)
+    dit.sample(model)
+    (warning,) = warnings()
+    assert kernel.calls == 0 and "no call reached it" in warning
+
+
+def test_setting_it_twice_changes_nothing(dit, load, kernel, attention):
+    model = load(attention=INT8)
+    override = model.model_options["transformer_options"]["optimized_attention_override"]
+    for choice in attention.ATTENTION_CHOICES:
+        attention.set_attention(model, choice)
+    assert model.model_options["transformer_options"]["optimized_attention_override"] is override
+    dit.sample(model)
+    assert kernel.calls == 3
+
+
+# What is refused
+
+
+def test_a_comfy_kitchen_without_it(load, monkeypatch):
+    import comfy_kitchen
+
+    monkeypatch.delattr(comfy_kitchen, "int8_attention", raising=False)
+    with pytest.raises(RuntimeError, match=r"no INT8 attention. 0.2.40 has it: run `pip install .*set to as ComfyUI"):
+        load(attention=INT8)
+
+
+def test_a_machine_without_a_gpu(load, kernel, monkeypatch):
+    import comfy_kitchen
+
+    monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: False)
+    with pytest.raises(RuntimeError, match="runs on cpu, and INT8 attention needs a GPU"):
+        load(attention=INT8)
+
+
+@pytest.mark.parametrize(
+    "capability, reason", (((7, 0), r"A Card \(sm_70\) is too old"), ((8, 6), "install a PyTorch"))
+)
+def test_a_card_without_it(attention, kernel, monkeypatch, capability, reason):
+    import comfy_kitchen
+
+    monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(RuntimeError, match=reason):
+        attention.check_attention(INT8, torch.device("cuda"))
+
+
+def test_an_unknown_choice(attention):
+    with pytest.raises(ValueError, match="attention must be one of as ComfyUI, INT8"):
+        attention.check_attention("sage", torch.device("cpu"))

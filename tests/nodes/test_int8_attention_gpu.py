@@ -1,0 +1,98 @@
+"""comfy-kitchen's real INT8 attention on this GPU, against ComfyUI's attention in float."""
+
+import pytest
+import torch
+
+from support.tensors import relative_error
+
+comfy_kitchen = pytest.importorskip("comfy_kitchen")
+GPU = torch.device("cuda")
+
+if not (
+    torch.cuda.is_available()
+    and hasattr(comfy_kitchen, "int8_attention")
+    and comfy_kitchen.int8_attention_is_available(GPU)
+):
+    pytest.skip("comfy-kitchen has no INT8 attention here", allow_module_level=True)
+
+HEADS = 18
+# batch, heads of keys and values, queries, keys, width of a head
+SHAPES = {
+    "Ideogram 4 at 1024 px": (1, HEADS, 4352, 4352, 256),
+    "two samples": (2, HEADS, 1100, 1100, 256),
+    "GQA": (1, 6, 1100, 1100, 128),
+    "narrow heads": (2, HEADS, 300, 300, 64),
+    "padded heads": (1, HEADS, 300, 300, 72),
+    "text": (1, HEADS, 1100, 77, 128),
+}
+
+
+@pytest.fixture
+def attention(pack):
+    from int8_dit.nodes.model import attention
+
+    return attention
+
+
+class Counting:
+    """comfy-kitchen's function, and how often it was called."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return comfy_kitchen.int8_attention(*args, **kwargs)
+
+
+def tensors(batch, kv_heads, queries, keys, width, dtype, by_head):
+    generator = torch.Generator(GPU).manual_seed(0)
+    made = []
+    for heads, tokens in ((HEADS, queries), (kv_heads, keys), (kv_heads, keys)):
+        tensor = torch.randn(batch, tokens, heads, width, generator=generator, device=GPU).to(dtype)
+        made.append(tensor.transpose(1, 2) if by_head else tensor.flatten(2))
+    return made
+
+
+def both(attention, qkv, **options):
+    """ComfyUI's attention, the same with the override, and how many calls INT8 attention got."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    kernel = Counting()
+    chosen = {"optimized_attention_override": attention.INT8Attention(kernel, GPU)}
+    with torch.inference_mode():
+        expected = attention_pytorch(*qkv, HEADS, **options)
+        return expected, attention_pytorch(*qkv, HEADS, transformer_options=chosen, **options), kernel.calls
+
+
+@pytest.mark.parametrize("by_head", (True, False))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_attention_is_near_comfyuis(attention, shape, dtype, by_head):
+    qkv = tensors(*SHAPES[shape], dtype, by_head)
+    options = {"skip_reshape": by_head, **({"enable_gqa": True} if SHAPES[shape][1] != HEADS else {})}
+    expected, actual, calls = both(attention, qkv, **options)
+    assert calls == 1 and actual.shape == expected.shape and actual.dtype == dtype
+    assert 0 < relative_error(actual.float(), expected.float()) < 0.05
+
+
+@pytest.mark.parametrize("scale", (0.02, 0.2))
+def test_the_scale_is_used(attention, scale):
+    qkv = tensors(*SHAPES["narrow heads"], torch.bfloat16, True)
+    expected, actual, calls = both(attention, qkv, skip_reshape=True, skip_output_reshape=True, scale=scale)
+    assert calls == 1 and relative_error(actual.float(), expected.float()) < 0.05
+
+
+def test_masks_go_to_comfyuis(attention):
+    qkv = tensors(*SHAPES["narrow heads"], torch.bfloat16, True)
+    mask = torch.ones(300, 300, dtype=torch.bool, device=GPU).tril()
+    expected, actual, calls = both(attention, qkv, skip_reshape=True, mask=mask)
+    assert calls == 0 and torch.equal(actual, expected)
+
+
+def test_slices_of_one_projection(attention):
+    """q, k and v as views into the output of one linear, which is how most models make them."""
+    joint = torch.randn(1, 300, 3, HEADS, 128, device=GPU, dtype=torch.bfloat16)
+    qkv = [joint[:, :, index].transpose(1, 2) for index in range(3)]
+    expected, actual, calls = both(attention, qkv, skip_reshape=True)
+    assert calls == 1 and relative_error(actual.float(), expected.float()) < 0.05
