@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from .files.contents import BRANCHES
 from .model.attention import AS_COMFYUI, check_attention, set_attention
 from .model.load import load_int8_model
-from .sockets import attention_input, kernel_input
+from .sockets import attention_input, kernel_input, model_outputs, shown_model
 
 NO_BASE = "none"
 
@@ -53,7 +53,8 @@ class LoadINT8DiT(io.ComfyNode):
                 ),
                 attention_input(),
             ],
-            outputs=[io.Model.Output()],
+            outputs=model_outputs(),
+            has_intermediate_output=True,  # the line on the node comes back where the MODEL comes out of the cache
         )
 
     @classmethod
@@ -72,4 +73,4 @@ class LoadINT8DiT(io.ComfyNode):
             base = folder_paths.get_full_path_or_raise("diffusion_models", base_checkpoint)
         model = load_int8_model(path, kernel, branch, base)
         set_attention(model, attention)
-        return io.NodeOutput(model)
+        return shown_model(model)

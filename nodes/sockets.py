@@ -1,9 +1,13 @@
 """Types and inputs that several nodes have."""
 
+from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ..kernels import KERNEL_CHOICES
 from .model.attention import AS_COMFYUI, ATTENTION_CHOICES
+from .model.summary import summarize
+
+_SUMMARY_RESULT = "int8_dit_summary"  # web/int8_dit.js shows it on the node
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
 RecordingType = io.Custom("INT8_RECORDING")
@@ -31,3 +35,20 @@ def attention_input() -> io.Combo.Input:
         "other calls run as ComfyUI's. Needs comfy-kitchen 0.2.40 and an RTX 20 card or newer. Check your images: it "
         "rounds more than the linears do.",
     )
+
+
+def model_outputs() -> list[io.Output]:
+    """The outputs of a node that ends in `shown_model`."""
+    return [
+        io.Model.Output(),
+        io.String.Output(
+            display_name="what runs where",
+            tooltip="How many linear layers compute in INT8, what the others and the attention compute with, and why.",
+        ),
+    ]
+
+
+def shown_model(model: ModelPatcher) -> io.NodeOutput:
+    """A MODEL, what of it runs where in words, and the same words on the node."""
+    text = str(summarize(model))
+    return io.NodeOutput(model, text, ui={_SUMMARY_RESULT: [text]})

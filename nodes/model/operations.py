@@ -66,9 +66,11 @@ def int8_operations(
 
         class Linear(base.Linear):
             input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
+            compute = path
+            dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
 
             def _load_from_state_dict(self, state_dict, prefix, *args):
-                self.input_reader = None
+                self.input_reader, self.dequantized = None, False
                 INT8Operations.missing, INT8Operations.unexpected = args[2:4]  # PyTorch's: one list for all modules
                 smooth = _take_smoothing_factors(state_dict, prefix)
                 original = state_dict.get(f"{prefix}weight")
@@ -88,6 +90,7 @@ def int8_operations(
                     group = held._params.convrot_groupsize if held._params.convrot else None
                     transform = ChannelTransform(smooth, group)
                     held = int8_weight(held._qdata, held._params.scale, compute_dtype, transform)
+                    self.dequantized = dequantize_once
                     self._hold(held.dequantize() if dequantize_once else held)
                 else:
                     stored = held if isinstance(held, QuantizedTensor) else original

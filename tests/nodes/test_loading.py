@@ -292,5 +292,5 @@ def test_the_node_loads_from_the_models_folder(dit, tmp_path, monkeypatch):
 
     monkeypatch.setitem(folder_paths.folder_names_and_paths, "diffusion_models", ([str(tmp_path)], {".safetensors"}))
     dit.write(tmp_path / "some name.safetensors", dit.native_int8())
-    (model,) = LoadINT8DiT.execute("some name.safetensors", "fused int8").result
+    model, _ = LoadINT8DiT.execute("some name.safetensors", "fused int8").result
     assert len(dit.int8_weights(model)) == len(dit.LINEARS)

@@ -214,7 +214,7 @@ def test_the_widgets_of_the_node(dit, models, file, tmp_path, monkeypatch):
     assert list(inputs)[:4] == ["model_name", "kernel", "branch", "base_checkpoint"]  # in the order of old workflows
     assert inputs["branch"].optional and inputs["base_checkpoint"].optional
     assert inputs["base_checkpoint"].options == ["none", BASE, NAME]
-    (model,) = LoadINT8DiT.execute(NAME, "fused int8", "unconditional", BASE).result
+    model, _ = LoadINT8DiT.execute(NAME, "fused int8", "unconditional", BASE).result
     assert torch.equal(dit.snapshot(model)[NORM], models["unconditional"][NORM])
     with pytest.raises(ValueError, match="Set base_checkpoint"):
         LoadINT8DiT.execute(NAME, "fused int8")

@@ -122,7 +122,7 @@ def _drawn_table(page: Page) -> dict:
     return page.evaluate(
         """() => {
             const texts = (root, selector) => [...root.querySelectorAll(selector)].map((e) => e.textContent);
-            const sections = [...document.querySelectorAll(".int8-benchmark section")];
+            const sections = [...document.querySelectorAll(".int8-result section")];
             return sections.map((section) => ({
                 title: section.querySelector("h4").textContent,
                 columns: texts(section, "th"),
@@ -167,7 +167,7 @@ def test_example_workflow_opens_whole(page: Page, server: ComfyServer, name: str
 def test_glyph_workflow_runs_and_warns(page: Page, server: ComfyServer, tmp_path: Path) -> None:
     _load(page, _template(server, "int8_glyphs"))
     outputs = _run(page, server)
-    page.wait_for_selector(".int8-benchmark td")
+    page.wait_for_selector(".int8-result td")
     page.screenshot(path=tmp_path / "int8_glyphs.png")
 
     kinds = {kind for output in outputs.values() for kind in output}
@@ -202,7 +202,7 @@ def test_benchmark_table_is_drawn_and_redrawn(page: Page, server: ComfyServer, t
         }""",
         [workflows.GLYPH_MODEL, SMALL_TOKENS],
     )
-    assert page.locator(".int8-benchmark").count() == 0  # nothing is shown before there is a result
+    assert page.locator(".int8-result").count() == 0  # nothing is shown before there is a result
 
     for tokens in (SMALL_TOKENS, 2 * SMALL_TOKENS):
         page.evaluate(
@@ -214,16 +214,16 @@ def test_benchmark_table_is_drawn_and_redrawn(page: Page, server: ComfyServer, t
         )
         (result,) = [output["int8_benchmark"] for output in _run(page, server).values() if "int8_benchmark" in output]
         page.wait_for_function(
-            "title => document.querySelector('.int8-benchmark h4')?.textContent === title", arg=result[0]["title"]
+            "title => document.querySelector('.int8-result h4')?.textContent === title", arg=result[0]["title"]
         )
         assert _drawn_table(page) == result
-        assert page.locator(".int8-benchmark").count() == 1
+        assert page.locator(".int8-result").count() == 1
 
     page.wait_for_timeout(500)  # the node grows in the frames after the result
     page.screenshot(path=tmp_path / "benchmark.png")
     sizes = page.evaluate(
         """() => {
-            const box = document.querySelector(".int8-benchmark");
+            const box = document.querySelector(".int8-result");
             return { inside: box.clientWidth, content: box.scrollWidth, height: box.clientHeight };
         }"""
     )
@@ -232,7 +232,7 @@ def test_benchmark_table_is_drawn_and_redrawn(page: Page, server: ComfyServer, t
     workflow = page.evaluate("() => JSON.stringify(app.graph.serialize())")
     assert result[0]["title"] not in workflow  # a table that is not measured anew must not come back from a file
     _load(page, json.loads(workflow))
-    assert page.locator(".int8-benchmark").count() == 0
+    assert page.locator(".int8-result").count() == 0
 
 
 def test_a_repeated_warning_is_one_toast(page: Page) -> None:
@@ -252,3 +252,40 @@ def test_help_page_is_served_and_names_every_input(server: ComfyServer, node: st
     documented = {name for bold in re.findall(r"\*\*([^*]+)\*\*", help_page) for name in bold.split(", ")}
     inputs = {name for group in ("required", "optional") for name in info["input"].get(group, {})}
     assert inputs <= documented
+
+
+def test_what_runs_where_is_shown_on_the_node(page: Page, server: ComfyServer, tmp_path: Path) -> None:
+    """Also on a page that is opened after the MODEL was loaded, when it comes out of the cache."""
+    add_nodes = """model => {
+        const [loader, text] = ["LoadINT8DiT", "PreviewAny"].map((type) => LiteGraph.createNode(type));
+        app.graph.add(loader);
+        app.graph.add(text);
+        [loader.pos, text.pos] = [[100, 150], [600, 150]];
+        loader.widgets.find((widget) => widget.name === "model_name").value = model;
+        loader.widgets.find((widget) => widget.name === "kernel").value = "fused int8";
+        loader.connect(1, text, 0);
+        Object.assign(app.canvas.ds, { scale: 1, offset: [0, 0] });
+    }"""
+    for opened in ("first", "reloaded"):
+        page.evaluate(add_nodes, workflows.GLYPH_MODEL)
+        outputs = _run(page, server)
+        (shown,) = [output["int8_dit_summary"] for output in outputs.values() if "int8_dit_summary" in output]
+        page.wait_for_selector(".int8-result p")
+        page.wait_for_timeout(500)  # the node grows in the frames after the result
+        page.screenshot(path=tmp_path / f"{opened}.png")
+        assert page.locator(".int8-result p").all_text_contents() == shown
+        assert shown[0].startswith("21 of 34 linears INT8")
+        box = page.evaluate(
+            """() => {
+                const { clientWidth, scrollWidth, clientHeight, scrollHeight } = document.querySelector(".int8-result");
+                return { clientWidth, scrollWidth, clientHeight, scrollHeight };
+            }"""
+        )
+        assert box["scrollWidth"] <= box["clientWidth"] and 0 < box["scrollHeight"] <= box["clientHeight"]
+        workflow = page.evaluate("() => JSON.stringify(app.graph.serialize())")
+        assert shown[0] not in workflow
+        page.reload()
+        page.wait_for_function(
+            "!!(window.app?.extensionManager && window.LiteGraph?.registered_node_types.LoadINT8DiT)"
+        )
+        page.evaluate("app.graph.clear()")

@@ -1,0 +1,77 @@
+"""What the parts of a MODEL compute with, counted and in one line for the user."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.ops import CastWeightBiasOp
+from comfy.quant_ops import QuantizedTensor
+
+from .attention import describe_attention
+from .int8_weight import is_int8
+from .layer_selection import is_quantizable, linears
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_FORMATS = {
+    "float8_e4m3fn": "FP8",
+    "float8_e5m2": "FP8",
+    "nvfp4": "NVFP4",
+    "mxfp8": "MXFP8",
+    "int8_tensorwise": "ComfyUI's INT8",
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a MODEL runs.
+
+    Attributes:
+        linears: the number of its linears by what they compute with, the INT8 ones first.
+        attention: what its attention computes with.
+    """
+
+    linears: dict[str, int]
+    attention: str
+
+    def __str__(self) -> str:
+        (kind, count), *others = self.linears.items() or [("in this model", 0)]
+        parts = [f"{count} of {sum(self.linears.values())} linears {kind}"]
+        return ", ".join([*parts, *(f"{count} {kind}" for kind, count in others), f"attention {self.attention}"])
+
+
+def summarize(model: ModelPatcher) -> Summary:
+    """What the linears of a MODEL hold now, and what they and its attention will compute with."""
+    modules = linears(model)
+    beside_int8 = any(is_int8(module.weight) or _dequantized(module) for module in modules.values())
+    on_gpu = model.load_device.type == "cuda"
+    kinds = Counter(_kind(name, module, beside_int8, on_gpu) for name, module in modules.items())
+    return Summary({text: kinds[rank, text] for rank, text in sorted(kinds)}, describe_attention(model))
+
+
+def _kind(name: str, module: CastWeightBiasOp, beside_int8: bool, on_gpu: bool) -> tuple[int, str]:
+    """What a linear computes with, in words, after its place in the line. `beside_int8`: some are, or were, INT8."""
+    weight, path = module.weight, getattr(module, "compute", None)
+    why = "" if path is None or path.kind != "bf16" else f" ({path.reason})"
+    if is_int8(weight):
+        if path is not None and path.kind == "fused int8":
+            return 0, "fused INT8" if on_gpu else "INT8 in plain PyTorch (no GPU)"
+        return 1, f"INT8 in memory but computed in {_name(weight._params.orig_dtype)}{why}"
+    if isinstance(weight, QuantizedTensor):
+        stored = getattr(module, "quant_format", None) or weight._layout_cls
+        return 3, f"{_FORMATS.get(stored, stored)} as in the file"
+    dtype = _name(weight.dtype)
+    if _dequantized(module):
+        return 2, f"{dtype} instead of the file's INT8{why}"
+    if not is_quantizable(name, tuple(weight.shape)):
+        return 5, f"{dtype} (small or sensitive)"
+    return 4, f"{dtype} (protected)" if beside_int8 else f"{dtype}{why}"
+
+
+def _dequantized(module: CastWeightBiasOp) -> bool:
+    """Whether a linear of this pack was INT8 in the file and is held in floats."""
+    return getattr(module, "dequantized", False)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
