@@ -1,7 +1,7 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
 from .checks import FLOAT_DTYPES
-from .device import KERNEL_CHOICES, choose_path, runs_fused
+from .device import KERNEL_CHOICES, ComputePath, choose_path, runs_fused
 from .linear import int8_linear
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, candidates
 from .numerics.groups import QuantizedLinear, naming_layer, quantize_group
@@ -21,6 +21,7 @@ __all__ = [
     "UNCHANGED",
     "ActivationStatistics",
     "ChannelTransform",
+    "ComputePath",
     "InputPlace",
     "InputReader",
     "Protection",

@@ -3,6 +3,8 @@
 from comfy_api.latest import io
 
 from .model.apply_kernel import apply_fused_kernel
+from .model.attention import AS_COMFYUI, check_attention, set_attention
+from .sockets import attention_input, model_outputs, shown_model
 
 
 class ApplyFusedINT8Kernel(io.ComfyNode):
@@ -28,10 +30,15 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
                     tooltip="auto: on consumer Ampere (RTX 30); on other cards the model runs as before, with a "
                     "warning. fused int8: on any card from Ampere on (on a CPU, its slow reference).",
                 ),
+                attention_input(),
             ],
-            outputs=[io.Model.Output()],
+            outputs=model_outputs(),
+            has_intermediate_output=True,
         )
 
     @classmethod
-    def execute(cls, model, kernel: str = "auto") -> io.NodeOutput:
-        return io.NodeOutput(apply_fused_kernel(model, kernel))
+    def execute(cls, model, kernel: str = "auto", attention: str = AS_COMFYUI) -> io.NodeOutput:
+        check_attention(attention, model.load_device)
+        patched = apply_fused_kernel(model, kernel)
+        set_attention(patched, attention)
+        return shown_model(patched)

@@ -8,7 +8,7 @@ const RESULTS = {
   int8_benchmark: benchmarkSection,
   int8_dit_summary: (text) => element("p", { text }),
 };
-const RESULT_NODES = new Set(["INT8KernelBenchmark", "LoadINT8DiT"]);
+const RESULT_NODES = new Set(["ApplyFusedINT8Kernel", "INT8KernelBenchmark", "LoadINT8DiT"]);
 const RESULT_WIDGET = "int8_dit_result";
 const WARNING_EVENT = "int8_dit.warning";
 const WARNING_LIFE_MS = 15000;

@@ -1,5 +1,6 @@
 """The fused kernel under a MODEL that one of ComfyUI's own loaders has loaded as native INT8."""
 
+from functools import partial
 from typing import Any
 
 import comfy.ops
@@ -8,9 +9,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import choose_path
+from ...kernels import choose_path, runs_fused
 from ..host import notices
-from .fused_forward import fused_forward, is_native_int8
+from .fused_forward import class_patch, fused_forward, is_native_int8
 from .input_groups import share_inputs
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL
@@ -36,46 +37,45 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
             "this MODEL holds no INT8 linears. Load a native INT8 file before this node, or use Load INT8 DiT, which "
             "quantizes other files while loading"
         )
-    compute = choose_path(model.load_device, kernel)
+    choose_path(model.load_device, kernel)  # raises where it cannot be
     patched = model.clone()
-    if not names:
-        return patched
-    if compute.kind == "bf16":
-
-        def warn(_model: ModelPatcher) -> None:
-            notices.warn_once_per_run(
-                "The fused INT8 kernel is not applied",
-                f"{compute.reason}. The model runs as ComfyUI runs it. Set the node's kernel widget to 'fused int8' to "
-                "apply it all the same.",
-            )
-
-        patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, warn)
-        return patched
-
     # ComfyUI puts a patched attribute in place when it loads the MODEL, and the old one back with the next MODEL: the
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
     for name in names:
         own = type(model.get_model_object(DIFFUSION_MODEL + name))
-        fused = classes.setdefault(own, _running_fused(own))
-        patched.add_object_patch(f"{DIFFUSION_MODEL}{name}.__class__", fused)
-    patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _share_inputs)
-    keep_patched(patched)
+        patched.add_object_patch(class_patch(name), classes.setdefault(own, _running_fused(own, kernel)))
+    if names:
+        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _share_inputs)
+        patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, partial(_warn_of_fallback, kernel))
+        keep_patched(patched)
     return patched
+
+
+def _warn_of_fallback(kernel: str, model: ModelPatcher) -> None:
+    compute = choose_path(model.load_device, kernel)
+    if compute.fallback:
+        notices.warn_once_per_run(
+            "The fused INT8 kernel is not applied",
+            f"{compute.reason}. The model runs as ComfyUI runs it. Set the node's kernel widget to 'fused int8' to "
+            "apply it all the same.",
+        )
 
 
 def _share_inputs(model: ModelPatcher, *_: object) -> None:
     share_inputs(model.model.diffusion_model)
 
 
-def _running_fused(own: Any) -> type:
+def _running_fused(own: Any, kernel: str) -> type:
     """A class of linears like `own`, one of ComfyUI's, with the product of INT8 weights replaced."""
 
     class FusedINT8Linear(own):
+        int8_kernel = kernel
         input_reader = None
 
         def forward(self, input, *args, **kwargs):
-            if not is_native_int8(self.weight) or (input.requires_grad and torch.is_grad_enabled()):
+            fused = is_native_int8(self.weight) and runs_fused(input.device, kernel)
+            if not fused or (input.requires_grad and torch.is_grad_enabled()):
                 return super().forward(input, *args, **kwargs)
             comfy.ops.run_every_op()
             return fused_forward(self, input.dequantize() if isinstance(input, QuantizedTensor) else input)

@@ -15,6 +15,7 @@ from comfy.weight_adapter.lora import LoRAAdapter
 from ...kernels import ChannelTransform, int8_linear, requantize_weight
 from ..files.int8_mark import NATIVE_FORMAT
 from .int8_weight import is_int8
+from .patched_weights import DIFFUSION_MODEL
 
 _NATIVE_LAYOUT = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
 Parts = tuple[torch.Tensor, torch.Tensor, ChannelTransform]
@@ -23,6 +24,11 @@ Parts = tuple[torch.Tensor, torch.Tensor, ChannelTransform]
 def is_native_int8(weight: Any) -> bool:
     """Whether a module's weight is a linear's in ComfyUI's own INT8 format, as its own loaders hold it."""
     return isinstance(weight, QuantizedTensor) and weight._layout_cls == _NATIVE_LAYOUT and weight.ndim == 2
+
+
+def class_patch(name: str) -> str:
+    """Under which name a ModelPatcher patches the class of a linear, given its module path in the diffusion model."""
+    return f"{DIFFUSION_MODEL}{name}.__class__"
 
 
 def int8_parts(weight: Any) -> Parts | None:

@@ -66,7 +66,7 @@ def int8_operations(
 
         class Linear(base.Linear):
             input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
-            compute = path
+            int8_kernel = kernel
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
 
             def _load_from_state_dict(self, state_dict, prefix, *args):

@@ -8,7 +8,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 from comfy.quant_ops import QuantizedTensor
 
+from ...kernels import ComputePath, choose_path
 from .attention import describe_attention
+from .fused_forward import class_patch, int8_parts, is_native_int8
 from .int8_weight import is_int8
 from .layer_selection import is_quantizable, linears
 
@@ -43,23 +45,33 @@ class Summary:
 def summarize(model: ModelPatcher) -> Summary:
     """What the linears of a MODEL hold now, and what they and its attention will compute with."""
     modules = linears(model)
-    beside_int8 = any(is_int8(module.weight) or _dequantized(module) for module in modules.values())
+    paths = {name: _path(model, name, module) for name, module in modules.items()}
+    beside_int8 = any(int8_parts(module.weight) is not None or _dequantized(module) for module in modules.values())
     on_gpu = model.load_device.type == "cuda"
-    kinds = Counter(_kind(name, module, beside_int8, on_gpu) for name, module in modules.items())
+    kinds = Counter(_kind(name, module, paths[name], beside_int8, on_gpu) for name, module in modules.items())
     return Summary({text: kinds[rank, text] for rank, text in sorted(kinds)}, describe_attention(model))
 
 
-def _kind(name: str, module: CastWeightBiasOp, beside_int8: bool, on_gpu: bool) -> tuple[int, str]:
+def _path(model: ModelPatcher, name: str, module: CastWeightBiasOp) -> ComputePath | None:
+    """What this pack lets a linear compute with; None for one that it has nothing to do with."""
+    own = model.object_patches.get(class_patch(name), type(module))
+    kernel = getattr(own, "int8_kernel", None)
+    return None if kernel is None else choose_path(model.load_device, kernel)
+
+
+def _kind(
+    name: str, module: CastWeightBiasOp, path: ComputePath | None, beside_int8: bool, on_gpu: bool
+) -> tuple[int, str]:
     """What a linear computes with, in words, after its place in the line. `beside_int8`: some are, or were, INT8."""
-    weight, path = module.weight, getattr(module, "compute", None)
+    weight = module.weight
     why = "" if path is None or path.kind != "bf16" else f" ({path.reason})"
+    if path is not None and path.kind == "fused int8" and int8_parts(weight) is not None:
+        return 0, "fused INT8" if on_gpu else "INT8 in plain PyTorch (no GPU)"
     if is_int8(weight):
-        if path is not None and path.kind == "fused int8":
-            return 0, "fused INT8" if on_gpu else "INT8 in plain PyTorch (no GPU)"
         return 1, f"INT8 in memory but computed in {_name(weight._params.orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
         stored = getattr(module, "quant_format", None) or weight._layout_cls
-        return 3, f"{_FORMATS.get(stored, stored)} as in the file"
+        return 3, f"{_FORMATS.get(stored, stored)} as in the file{why if is_native_int8(weight) else ''}"
     dtype = _name(weight.dtype)
     if _dequantized(module):
         return 2, f"{dtype} instead of the file's INT8{why}"

@@ -104,6 +104,21 @@ def test_a_model_of_this_pack_passes_through(dit, apply, native):
     assert torch.equal(dit.output(apply(model)), dit.output(model)) and not apply(model).object_patches
 
 
+def test_what_runs_where(pack, dit, native):
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+
+    model = dit.stock(native)
+    text = ApplyFusedINT8Kernel.execute(model, "fused int8").result[1]
+    assert text.startswith(f"{len(dit.LINEARS)} of 34 linears INT8 in plain PyTorch (no GPU), ")
+    text = ApplyFusedINT8Kernel.execute(model, "auto").result[1]
+    assert f"{len(dit.LINEARS)} of 34 linears ComfyUI's INT8 as in the file (the model runs on cpu" in text
+
+
+def test_attention_that_comfy_kitchen_lacks_is_refused(apply, dit, native):
+    with pytest.raises(RuntimeError, match=r"attention is set to INT8 \(comfy-kitchen\), but"):
+        apply(dit.stock(native), attention="INT8 (comfy-kitchen)")
+
+
 def test_a_copy_for_another_gpu(dit, apply, native):
     """ComfyUI loads the file again for each GPU; the patch must act on the copy's own layers."""
     patched = apply(dit.stock(native))
