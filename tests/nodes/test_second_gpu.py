@@ -137,7 +137,7 @@ def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
 
 
 INT8_LAYERS, CALLS = 21, 2 * 4  # two prompts, four steps
-ON_FIRST = ("first, turn 0", "first, turn 1", "LoRA on the first")
+ON_FIRST = ("first, again", "first, turn 0", "first, turn 1", "LoRA on the first")
 ON_SECOND = (
     "second, turn 0",
     "second, turn 1",
