@@ -56,17 +56,20 @@ def keyframed_hook(graph):
     return graph.basic(graph.first, graph.hooked(hooks))
 
 
+# Mixes of two models hold more of the first, because the bound is what INT8 costs the first.
+
+
 def model_as_lora(graph):
-    hooks = graph.node("CreateHookModelAsLoraModelOnly", ckpt_name=SECOND_FILE, strength_model=0.7)
+    hooks = graph.node("CreateHookModelAsLoraModelOnly", ckpt_name=SECOND_FILE, strength_model=0.4)
     return graph.basic(graph.first, graph.hooked(hooks))
 
 
 def merged(graph):
-    return graph.basic(graph.node("ModelMergeSimple", model1=graph.first, model2=graph.second, ratio=0.4))
+    return graph.basic(graph.node("ModelMergeSimple", model1=graph.first, model2=graph.second, ratio=0.7))
 
 
 def difference_added(graph):
-    difference = graph.node("ModelMergeSubtract", model1=graph.second, model2=graph.first, multiplier=1.0)
+    difference = graph.node("ModelMergeSubtract", model1=graph.second, model2=graph.first, multiplier=0.4)
     return graph.basic(graph.node("ModelMergeAdd", model1=graph.first, model2=difference))
 
 
