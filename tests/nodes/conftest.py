@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +24,19 @@ def dit(pack: ModuleType) -> ModuleType:
     from support import glyph_dit
 
     return glyph_dit
+
+
+@pytest.fixture
+def lora(dit: ModuleType) -> dict:
+    """One that changes each layer by half of its size, which moves the output by far more than INT8 noise."""
+    return dit.lora(dit.LINEARS, 0.5)
+
+
+@pytest.fixture
+def smoothed(dit: ModuleType) -> ModelPatcher:
+    """A MODEL with every layer INT8 and smoothed."""
+    model = dit.stock()
+    return dit.quantize(model, **dit.calibration(model))
 
 
 @pytest.fixture

@@ -19,16 +19,14 @@ import comfy_aimdo.control
 
 comfy_aimdo.control.init()
 
-import comfy.memory_management
 import comfy.model_management
-import comfy.model_patcher
 import comfy.sample
 import comfy.samplers
 from comfy_extras.nodes_multigpu import MultiGPUCFGSplitNode, SelectModelDeviceNode
 
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
-from support.pack import import_pack
+from support.pack import import_pack, use_dynamic_vram
 
 import_pack()
 import int8_dit.kernels.fused.gemm as gemm
@@ -127,11 +125,6 @@ def run() -> dict:
 
 
 reports = {"ordinary": run()}
-devices = [device.index for device in comfy.model_management.get_all_torch_devices()]
-if not comfy_aimdo.control.init_devices(devices):
-    sys.exit("comfy-aimdo does not work here")
-comfy_aimdo.control.set_log_warning()
-comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
-comfy.memory_management.aimdo_enabled = True
+use_dynamic_vram()
 reports["dynamic"] = run()
 print(json.dumps(reports))

@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 
+from support.file_formats import fp8_scaled
+
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
 NAME = "the model.safetensors"
 KERNELS = ("auto", "fused int8", "bf16")
@@ -32,12 +34,7 @@ def refuse(dit, tmp_path):
 
 def fp8(dit):
     """A file whose one layer is FP8 with a scale."""
-    weights = dit.tensors()
-    weight = weights[f"{LAYER}.weight"].float()
-    scale = weight.abs().max() / 448
-    quantized = (weight / scale).to(torch.float8_e4m3fn)
-    mark = encoded({"format": "float8_e4m3fn"})
-    return weights | {f"{LAYER}.weight": quantized, f"{LAYER}.weight_scale": scale, f"{LAYER}.comfy_quant": mark}
+    return fp8_scaled(dit.tensors(), [LAYER])
 
 
 def nvfp4(dit):

@@ -6,6 +6,8 @@ import uuid
 import pytest
 import torch
 
+from support.file_formats import fp8_scaled
+
 NATIVE = {
     "scalar scale": {"per_channel": False},
     "per-channel scale": {"per_channel": True},
@@ -109,23 +111,8 @@ def to_raw_fp8(dit, weights):
     return {key: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for key, t in weights.items()}
 
 
-def to_scaled_fp8(scale_name, with_mark):
-    """A scalar float32 scale per layer; marked as ComfyUI does now, or once for the file as it did first."""
-
-    def convert(dit, weights):
-        for layer in dit.LINEARS:
-            weight = weights[f"{layer}.weight"].float()
-            scale = weight.abs().max() / 448
-            weights[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
-            weights[f"{layer}.{scale_name}"] = scale
-            if with_mark:
-                mark = json.dumps({"format": "float8_e4m3fn"}).encode()
-                weights[f"{layer}.comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
-        if not with_mark:
-            weights["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
-        return weights
-
-    return convert
+def to_scaled_fp8(marked):
+    return lambda dit, weights: fp8_scaled(weights, dit.LINEARS, marked)
 
 
 FLOAT_FILES = {
@@ -133,8 +120,8 @@ FLOAT_FILES = {
     "fp16": to_dtype(torch.float16),
     "fp32": to_dtype(torch.float32),
     "fp8": to_raw_fp8,
-    "fp8 scaled": to_scaled_fp8("weight_scale", with_mark=True),
-    "fp8 scaled, old": to_scaled_fp8("scale_weight", with_mark=False),
+    "fp8 scaled": to_scaled_fp8(marked=True),
+    "fp8 scaled, old": to_scaled_fp8(marked=False),
 }
 
 
@@ -250,12 +237,7 @@ def test_bf16_leaves_a_float_file_as_it_is(dit):
 def test_fp8_layers_compute_as_in_the_stock_loader(dit, tmp_path, kernel):
     """This device has no FP8: the input of an FP8 layer is not rounded to it, however wide its channels spread."""
     layer = "joint_blocks.0.x_block.adaLN_modulation.1"  # one that the pack leaves as it is
-    weights = dit.tensors()
-    scale = weights[f"{layer}.weight"].float().abs().max() / 448
-    weights[f"{layer}.weight"] = (weights[f"{layer}.weight"].float() / scale).to(torch.float8_e4m3fn)
-    weights[f"{layer}.weight_scale"] = scale
-    weights[f"{layer}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
-    path = dit.write(tmp_path / "fp8.safetensors", weights)
+    path = dit.write(tmp_path / "fp8.safetensors", fp8_scaled(dit.tensors(), [layer]))
     ours, stock = (dit.module(model, layer) for model in (dit.load(path, kernel), dit.stock(path)))
     x = torch.randn(4, ours.in_features, generator=torch.Generator().manual_seed(0))
     x[:, 5] *= 1000

@@ -3,22 +3,8 @@
 import pytest
 import torch
 
-# The LoRA changes each layer by half of its size, which moves the output by far more than INT8 noise.
-SCALE = 0.5
 # INT8 noise of 21 linears is a few percent of the output; a LoRA in the smoothed basis or not applied is over 50 %.
 NOISE = 0.1
-
-
-@pytest.fixture
-def lora(dit):
-    return dit.lora(dit.LINEARS, SCALE)
-
-
-@pytest.fixture
-def smoothed(dit):
-    """A MODEL with every layer INT8 and smoothed."""
-    model = dit.stock()
-    return dit.quantize(model, **dit.calibration(model))
 
 
 @pytest.fixture

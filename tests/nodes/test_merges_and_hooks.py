@@ -3,19 +3,9 @@
 import pytest
 import torch
 
-SCALE = 0.5  # of the changes against the weights
+from support.file_formats import fp8_scaled
+
 NOISE = 0.1  # INT8's own is a few percent; a merge or a hook that is lost moves the output by over 40 %
-
-
-@pytest.fixture
-def lora(dit):
-    return dit.lora(dit.LINEARS, SCALE)
-
-
-@pytest.fixture
-def smoothed(dit):
-    model = dit.stock()
-    return dit.quantize(model, **dit.calibration(model))
 
 
 @pytest.fixture
@@ -117,11 +107,6 @@ def test_hooks(dit, lora, other_file, make, steps, mode):
 def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
     """Their weights take other scales under a hook, and have their own again after it."""
     layer = "joint_blocks.0.x_block.adaLN_modulation.1"
-    weights = dit.tensors()
-    scale = weights[f"{layer}.weight"].float().abs().max() / 448
-    weights[f"{layer}.weight"] = (weights[f"{layer}.weight"].float() / scale).to(torch.float8_e4m3fn)
-    weights[f"{layer}.weight_scale"] = scale
-    weights[f"{layer}.comfy_quant"] = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
-    model = dit.load(dit.write(tmp_path / "fp8.safetensors", weights))
+    model = dit.load(dit.write(tmp_path / "fp8.safetensors", fp8_scaled(dit.tensors(), [layer])))
     with dit.untouched(model):
-        hooked(dit, model, lora_hook(dit, dit.lora([layer], SCALE), None))
+        hooked(dit, model, lora_hook(dit, dit.lora([layer], 0.5), None))

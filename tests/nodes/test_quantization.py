@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.file_formats import fp8_scaled
+
 
 @pytest.fixture
 def model(dit):
@@ -191,21 +193,6 @@ def test_a_layer_that_was_never_called_is_not_smoothed_and_not_protected(dit, mo
     assert left[0] == dit.LAYER and left[1]._params.smooth is None
     assert f"| {dit.LAYER} | never called | never called |" in table
     assert recipe(quantized)["layers"][dit.LAYER]["error"] is None
-
-
-def fp8_scaled(state_dict, layers):
-    """The FP8 files that users have: float8_e4m3fn with a scale per tensor, in ComfyUI's format."""
-    import json
-
-    changed = dict(state_dict)
-    for layer in layers:
-        weight = state_dict[f"{layer}.weight"].float()
-        scale = weight.abs().max() / 448
-        changed[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
-        changed[f"{layer}.weight_scale"] = scale
-        mark = json.dumps({"format": "float8_e4m3fn"}).encode()
-        changed[f"{layer}.comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
-    return changed
 
 
 SOURCES = {

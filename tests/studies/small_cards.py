@@ -23,7 +23,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
 from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS, plain_int8, quantized_natively, random_state_dict
-from support.pack import import_comfyui, import_pack
+from support.pack import import_comfyui, import_pack, use_dynamic_vram
 from support.tensors import relative_error
 
 RANK = 16
@@ -44,17 +44,8 @@ def start_comfyui(path: Path, mode: str) -> None:
     comfy_aimdo.control.init()
     import_comfyui(path, cpu=not torch.cuda.is_available())
     import_pack()
-    import comfy.memory_management
-    import comfy.model_management
-    import comfy.model_patcher
-
     if mode == "dynamic":
-        devices = [device.index for device in comfy.model_management.get_all_torch_devices()]
-        if not comfy_aimdo.control.init_devices(devices):
-            sys.exit("comfy-aimdo does not work here")
-        comfy_aimdo.control.set_log_warning()
-        comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
-        comfy.memory_management.aimdo_enabled = True
+        use_dynamic_vram()
 
 
 def sample(models: list, steps: int, pixels: int) -> tuple[torch.Tensor, list[float]]:

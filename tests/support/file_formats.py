@@ -82,19 +82,27 @@ def _unmarked(tensors, layers, scale) -> File:
     return file
 
 
-def _fp8(tensors, layers, marked=True) -> File:
-    """With a scalar scale per layer, marked as ComfyUI does now or once for the file as it did first."""
-    made, values = dict(tensors), dict(tensors)
+def fp8_scaled(tensors: Mapping[str, torch.Tensor], layers: Collection[str], marked: bool = True) -> Tensors:
+    """A file's tensors with some linears in FP8 with a scalar float32 scale each, marked as ComfyUI does now or once
+    for the file as it did first."""
+    made = dict(tensors)
     for layer in layers:
-        weight = made[f"{layer}.weight"]
+        weight = made[f"{layer}.weight"].float()
         scale = weight.abs().max() / 448
-        q = (weight / scale).to(torch.float8_e4m3fn)
-        made[f"{layer}.weight"], values[f"{layer}.weight"] = q, q.float() * scale
+        made[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
         made[f"{layer}.{'weight_scale' if marked else 'scale_weight'}"] = scale
         if marked:
             made[f"{layer}.comfy_quant"] = _mark(format="float8_e4m3fn")
     if not marked:
         made["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
+    return made
+
+
+def _fp8(tensors, layers, marked=True) -> File:
+    made, values = fp8_scaled(tensors, layers, marked), dict(tensors)
+    for layer in layers:
+        scale = made[f"{layer}.{'weight_scale' if marked else 'scale_weight'}"]
+        values[f"{layer}.weight"] = made[f"{layer}.weight"].float() * scale
     return File(made, values)
 
 

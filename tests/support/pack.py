@@ -20,6 +20,24 @@ def import_comfyui(path: Path, cpu: bool) -> None:
     args.cpu = cpu
 
 
+def use_dynamic_vram() -> None:
+    """Let ComfyUI load models with dynamic VRAM from now on, as its main.py does. It holds for the whole process.
+
+    `comfy_aimdo.control.init()` must have been called before ComfyUI was imported.
+    """
+    import comfy.memory_management
+    import comfy.model_management
+    import comfy.model_patcher
+    import comfy_aimdo.control
+
+    devices = [device.index for device in comfy.model_management.get_all_torch_devices()]
+    if not comfy_aimdo.control.init_devices(devices):
+        sys.exit("comfy-aimdo does not work here")
+    comfy_aimdo.control.set_log_warning()
+    comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+    comfy.memory_management.aimdo_enabled = True
+
+
 def import_pack() -> ModuleType:
     """This pack with its nodes, from its folder and under a name of its own: `int8_dit`. ComfyUI must be importable."""
     spec = importlib.util.spec_from_file_location(

@@ -5,8 +5,6 @@ Imported only once ComfyUI and the pack can be.
 
 from __future__ import annotations
 
-import json
-
 import torch
 from comfy.quant_ops import TensorWiseINT8Layout
 from safetensors.torch import save
@@ -15,6 +13,7 @@ from int8_dit.kernels import ChannelTransform
 from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
 from int8_dit.nodes.files.mark_record import marks_as_metadata
 from support import glyph_dit
+from support.file_formats import fp8_scaled
 
 
 def _layers(tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -48,13 +47,7 @@ def _own() -> dict[str, torch.Tensor]:
 
 def _fp8() -> dict[str, torch.Tensor]:
     tensors = glyph_dit.tensors()
-    mark = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
-    for layer in _layers(tensors):
-        weight = tensors[f"{layer}.weight"].float()
-        scale = weight.abs().max() / 448
-        quantized = (weight / scale).to(torch.float8_e4m3fn)
-        tensors |= {f"{layer}.weight": quantized, f"{layer}.{SCALE}": scale, f"{layer}.{MARK}": mark.clone()}
-    return tensors
+    return fp8_scaled(tensors, _layers(tensors))
 
 
 def _unmarked() -> dict[str, torch.Tensor]:
