@@ -3,6 +3,7 @@
 import torch
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ACTIVATION_BITS = (8, 16)
 
 
 def check_float_matrix(name: str, tensor: torch.Tensor) -> None:
@@ -43,6 +44,12 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
     """Raise TypeError unless `out_dtype` is one the epilogue can write."""
     if out_dtype not in FLOAT_DTYPES:
         raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+
+
+def check_activation_bits(activation_bits: int) -> None:
+    """Raise ValueError unless activations can be quantized to so many bits."""
+    if activation_bits not in ACTIVATION_BITS:
+        raise ValueError(f"activation_bits must be 8 or 16, got {activation_bits!r}")
 
 
 def check_rotation_group_type(group: int | None) -> None:

@@ -8,6 +8,7 @@ import math
 import torch
 
 from .checks import (
+    check_activation_bits,
     check_float_matrix,
     check_int8_matrix,
     check_out_dtype,
@@ -23,25 +24,32 @@ _NAMESPACE = "int8_dit"
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library
 
 
-def quantize_activations(x: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token symmetric INT8 quantization: scale = absmax / 127, q = round(x 127 / absmax), halves to even.
+def quantize_activations(
+    x: torch.Tensor, transform: ChannelTransform = UNCHANGED, activation_bits: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token symmetric quantization: scale = absmax / 127, q = round(x 127 / absmax), halves to even.
+
+    With 16 bits a second int8 number r = round(254 (x / scale - q)) holds what the first one rounded away, so that
+    x = scale (q + r / 254) to within 1 / 508 of a step.
 
     All arithmetic is float32. A row that holds a NaN or Inf gets the scale NaN (and q = 0); a row of zeros the scale 0.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
         transform: what is done to the channels first.
+        activation_bits: 8 or 16.
 
     Returns:
-        int8 [M, K] and float32 per-token scale [M].
+        int8 [M, K], or [M, 2K] with q beside r for 16 bits, and float32 per-token scale [M].
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or group.
+        TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
     if _watched(x):
-        return torch.ops.int8_dit.quantize_activations.default(x, transform.smooth, transform.rotation_group)
-    return _quantize(x, transform)
+        flat = (transform.smooth, transform.rotation_group, activation_bits)
+        return torch.ops.int8_dit.quantize_activations.default(x, *flat)
+    return _quantize(x, transform, activation_bits)
 
 
 def int8_gemm(
@@ -55,7 +63,7 @@ def int8_gemm(
     """The fused GEMM: (q . weight^T) in int32, then x q_scale x weight_scale + bias in float32, in one launch.
 
     Args:
-        q: int8 [M, K] activations.
+        q: int8 [M, K] activations, or [M, 2K] of 16 bits from `quantize_activations`: their K is walked twice.
         q_scale: float32 [M] per-token scale.
         weight: int8 [N, K].
         weight_scale: float32 per-channel scale [N] or [N, 1], or a scalar.
@@ -80,6 +88,7 @@ def int8_linear(
     bias: torch.Tensor | None = None,
     transform: ChannelTransform = UNCHANGED,
     out_dtype: torch.dtype | None = None,
+    activation_bits: int = 8,
 ) -> torch.Tensor:
     """A linear layer on INT8 tensor cores: quantize the activations per token, then the fused GEMM.
 
@@ -90,22 +99,25 @@ def int8_linear(
         bias: [N] floating point, or None.
         transform: what is done to the channels of `x` first.
         out_dtype: dtype of the result; that of `x` when None.
+        activation_bits: 8, or 16 for layers whose inputs 8 bits round too much: twice the multiplications.
 
     Returns:
         [..., N] in `out_dtype`.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, device or group.
+        TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
     if _watched(x):
-        flat = (transform.smooth, transform.rotation_group)
-        return torch.ops.int8_dit.int8_linear.default(x, weight, weight_scale, bias, *flat, out_dtype)
-    return _linear(x, weight, weight_scale, bias, transform, out_dtype)
+        flat = (transform.smooth, transform.rotation_group, out_dtype, activation_bits)
+        return torch.ops.int8_dit.int8_linear.default(x, weight, weight_scale, bias, *flat)
+    return _linear(x, weight, weight_scale, bias, transform, out_dtype, activation_bits)
 
 
 def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The bare accumulator of `int8_gemm`: int8 [M, K] x int8 [N, K] -> int32 [M, N], exact below K = 133152.
+
+    Of 16-bit activations [M, 2K] the sums over the remainders are rounded to steps, halves away from zero.
 
     Raises TypeError or ValueError for wrong dtypes, shapes or devices.
     """
@@ -113,7 +125,7 @@ def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check_same_device(q=q, weight=weight)
     if q.numel() == 0 or weight.numel() == 0:
         return torch.zeros((q.shape[0], weight.shape[0]), dtype=torch.int32, device=q.device)
-    if uses_triton(q):
+    if _gemm_uses_triton(q, weight):
         from .fused.gemm import launch_gemm
 
         return launch_gemm(q, None, weight, None, None, torch.int32)
@@ -152,9 +164,10 @@ def _refuse_gradient(name: str, activations: torch.Tensor) -> None:
         raise RuntimeError(f"{name} has no gradient: run it under torch.no_grad() or use the bf16 kernel")
 
 
-def _check_quantization(x: torch.Tensor, transform: ChannelTransform) -> None:
+def _check_quantization(x: torch.Tensor, transform: ChannelTransform, activation_bits: int) -> None:
     _refuse_gradient("quantize_activations", x)
     check_float_matrix("x", x)
+    check_activation_bits(activation_bits)
     transform.check(x.shape[1])
     check_same_device(x=x, smooth=transform.smooth)
 
@@ -162,8 +175,12 @@ def _check_quantization(x: torch.Tensor, transform: ChannelTransform) -> None:
 def _check_operands(q: torch.Tensor, weight: torch.Tensor) -> None:
     check_int8_matrix("q", q)
     check_int8_matrix("weight", weight)
-    if q.shape[1] != weight.shape[1]:
+    if q.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
         raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
+
+
+def _gemm_uses_triton(q: torch.Tensor, weight: torch.Tensor) -> bool:
+    return uses_triton(q) and q.shape[1] == weight.shape[1]
 
 
 def _check_gemm(
@@ -186,16 +203,23 @@ def _check_gemm(
     check_same_device(q=q, q_scale=q_scale, weight=weight, weight_scale=weight_scale, bias=bias)
 
 
-def _quantize(x: torch.Tensor, transform: ChannelTransform) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_quantization(x, transform)
+def _empty_quantized(x: torch.Tensor, activation_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, channels = x.shape
+    q = x.new_empty((rows, channels * (activation_bits // 8)), dtype=torch.int8)
+    return q, x.new_empty((rows,), dtype=torch.float32)
+
+
+def _quantize(x: torch.Tensor, transform: ChannelTransform, activation_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_quantization(x, transform, activation_bits)
     if x.numel() == 0:
-        return x.new_zeros(x.shape, dtype=torch.int8), x.new_zeros(x.shape[:1], dtype=torch.float32)
-    if uses_triton(x):
+        q, scale = _empty_quantized(x, activation_bits)
+        return q, scale.zero_()
+    if uses_triton(x) and activation_bits == 8:
         from .fused.activations import launch_activation_quantizer
 
         return launch_activation_quantizer(x, transform)
     with torch.no_grad():
-        return quantize_activations_reference(x, transform)
+        return quantize_activations_reference(x, transform, activation_bits)
 
 
 def _gemm(
@@ -210,7 +234,7 @@ def _gemm(
     if q.numel() == 0 or weight.numel() == 0:
         empty_sum = torch.zeros((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
         return empty_sum if bias is None else empty_sum.add_(bias.detach().to(out_dtype))
-    if uses_triton(q):
+    if _gemm_uses_triton(q, weight):
         from .fused.gemm import launch_gemm
 
         return launch_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
@@ -225,8 +249,9 @@ def _linear(
     bias: torch.Tensor | None,
     transform: ChannelTransform,
     out_dtype: torch.dtype | None,
+    activation_bits: int,
 ) -> torch.Tensor:
-    q, q_scale = quantize_activations(linear_rows(x, weight), transform)
+    q, q_scale = quantize_activations(linear_rows(x, weight), transform, activation_bits)
     out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -235,16 +260,16 @@ def _linear(
 
 
 def _quantize_operator(
-    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
+    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None, activation_bits: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _quantize(x, ChannelTransform(smooth, rotation_group))
+    return _quantize(x, ChannelTransform(smooth, rotation_group), activation_bits)
 
 
 def _fake_quantize_operator(
-    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None
+    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None, activation_bits: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_quantization(x, ChannelTransform(smooth, rotation_group))
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
+    _check_quantization(x, ChannelTransform(smooth, rotation_group), activation_bits)
+    return _empty_quantized(x, activation_bits)
 
 
 def _fake_gemm(
@@ -267,8 +292,10 @@ def _linear_operator(
     smooth: torch.Tensor | None = None,
     rotation_group: int | None = None,
     out_dtype: torch.dtype | None = None,
+    activation_bits: int = 8,
 ) -> torch.Tensor:
-    return _linear(x, weight, weight_scale, bias, ChannelTransform(smooth, rotation_group), out_dtype)
+    transform = ChannelTransform(smooth, rotation_group)
+    return _linear(x, weight, weight_scale, bias, transform, out_dtype, activation_bits)
 
 
 def _register_operators() -> None:
@@ -282,7 +309,8 @@ def _register_operators() -> None:
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")
     _libraries.append(library)
     opaque = {
-        "quantize_activations(Tensor x, Tensor? smooth=None, int? rotation_group=None) -> (Tensor, Tensor)": (
+        "quantize_activations(Tensor x, Tensor? smooth=None, int? rotation_group=None, int activation_bits=8)"
+        " -> (Tensor, Tensor)": (
             _quantize_operator,
             _fake_quantize_operator,
         ),
@@ -297,7 +325,7 @@ def _register_operators() -> None:
         torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
     name = library.define(
         "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, Tensor? smooth=None, "
-        "int? rotation_group=None, ScalarType? out_dtype=None) -> Tensor",
+        "int? rotation_group=None, ScalarType? out_dtype=None, int activation_bits=8) -> Tensor",
         tags=torch.Tag.pt2_compliant_tag,
     )
     library.impl(name, _linear_operator, "CompositeImplicitAutograd")
