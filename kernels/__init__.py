@@ -9,6 +9,7 @@ from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
 from .numerics.weights import quantize_weight
+from .repeated_linear import RepeatedLinear
 from .shared_input import InputPlace, InputReader
 from .transform import UNCHANGED, ChannelTransform
 from .weights import dequantize_weight, requantize_weight
@@ -26,6 +27,7 @@ __all__ = [
     "InputReader",
     "Protection",
     "QuantizedLinear",
+    "RepeatedLinear",
     "TransformPlan",
     "candidates",
     "check_alpha",

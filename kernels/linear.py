@@ -46,7 +46,7 @@ def quantize_activations(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    if _watched(x):
+    if is_watched(x):
         flat = (transform.smooth, transform.rotation_group, activation_bits)
         return torch.ops.int8_dit.quantize_activations.default(x, *flat)
     return _quantize(x, transform, activation_bits)
@@ -77,7 +77,7 @@ def int8_gemm(
         TypeError, ValueError: wrong dtype, shape or device.
         RuntimeError: `q_scale` needs a gradient, which rounding does not have.
     """
-    gemm = torch.ops.int8_dit.int8_gemm.default if _watched(q) else _gemm
+    gemm = torch.ops.int8_dit.int8_gemm.default if is_watched(q) else _gemm
     return gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
 
 
@@ -108,7 +108,7 @@ def int8_linear(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    if _watched(x):
+    if is_watched(x):
         flat = (transform.smooth, transform.rotation_group, out_dtype, activation_bits)
         return torch.ops.int8_dit.int8_linear.default(x, weight, weight_scale, bias, *flat)
     return _linear(x, weight, weight_scale, bias, transform, out_dtype, activation_bits)
@@ -143,7 +143,7 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _watched(x: torch.Tensor) -> bool:
+def is_watched(x: torch.Tensor) -> bool:
     """Whether someone wants to see operators: a compiler, a tensor subclass or a dispatch mode.
 
     Plain eager calls go straight to the implementations: dispatching to Python takes longer than the checks do.

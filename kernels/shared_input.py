@@ -1,6 +1,7 @@
 """One quantization of an input that several INT8 linears of a block read: q, k, v, or the two branches of a SwiGLU."""
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -103,29 +104,26 @@ class InputReader:
         `transform` and `activation_bits` must be the same for all members, its factors by value.
         """
         rows = linear_rows(x, weight)
-        quantize = self._quantize_traced if torch.compiler.is_compiling() else self._quantize
-        q, q_scale = quantize(x, rows, transform, activation_bits)
+        shared = self._shared_traced if torch.compiler.is_compiling() else self.shared
+        q, q_scale = shared(x, lambda: quantize_activations(rows, transform, activation_bits))
         out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype)
         return out.reshape(*x.shape[:-1], weight.shape[0])
 
-    def _quantize(
-        self, x: torch.Tensor, rows: torch.Tensor, transform: ChannelTransform, activation_bits: int
-    ) -> Quantized:
+    def shared(self, x: torch.Tensor, quantize: Callable[[], Quantized]) -> Quantized:
+        """What `quantize` makes of `x`, or has made of it for another member."""
         # Threads may overwrite each other's `kept`: that costs a quantization, and the one in hand stays right.
         place = self.group.place
         kept = place.kept
         if kept is None or not kept.serves(self, x):
             place.kept = None  # its memory can be had for the new one
-            kept = _KeptInput(self.group, x, quantize_activations(rows, transform, activation_bits))
+            kept = _KeptInput(self.group, x, quantize())
             place.kept = kept
         kept.readers.add(self)
         if len(kept.readers) == self.group.size and place.kept is kept:
             place.kept = None
         return kept.quantized
 
-    def _quantize_traced(
-        self, x: torch.Tensor, rows: torch.Tensor, transform: ChannelTransform, activation_bits: int
-    ) -> Quantized:
+    def _shared_traced(self, x: torch.Tensor, quantize: Callable[[], Quantized]) -> Quantized:
         """The same for a compiler, since none merges equal operators in a graph without gradients (torch 2.11).
 
         Nothing is kept beyond the last member, so that no graph returns the quantized input.
@@ -133,6 +131,6 @@ class InputReader:
         traced = self.group.traced
         quantized = None if traced is None or traced[0] is not x else traced[1]
         if quantized is None:
-            quantized = quantize_activations(rows, transform, activation_bits)
+            quantized = quantize()
         self.group.traced = None if self._last else (x, quantized)
         return quantized

@@ -1,5 +1,7 @@
 """Per-token dynamic INT8 quantization of activations: one Triton kernel, one pass over memory."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -209,16 +211,34 @@ def row_blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
     return head, tail, True, max(1, min(16, head // 1024))
 
 
+@dataclass(frozen=True)
+class PreparedQuantizer:
+    """The quantization of rows of one shape, stride and dtype on one device."""
+
+    launch: RepeatedLaunch
+    rows: int
+    channels: int
+    stride: int
+
+    def __call__(self, x: torch.Tensor, smooth: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x with `rows` rows of `channels` -> int8 [M, K], float32 scale [M]. `smooth` is float32 and contiguous."""
+        q = torch.empty((self.rows, self.channels), dtype=torch.int8, device=x.device)
+        scale = torch.empty(self.rows, dtype=torch.float32, device=x.device)
+        self.launch(x, x if smooth is None else smooth, q, scale, self.channels, self.stride)
+        return q, scale
+
+
 # By all that Triton compiles for and the grid.
-_launches: dict[tuple, RepeatedLaunch] = {}
+_launches: dict[tuple, PreparedQuantizer] = {}
 
 
-def _prepare(rows: int, channels: int, has_smooth: bool, group: int, interpreted: bool) -> RepeatedLaunch:
+def _prepare(x: torch.Tensor, has_smooth: bool, group: int) -> PreparedQuantizer:
+    rows, channels = x.shape
     left, right = HADAMARD_FACTORS[group]
     head, tail, in_registers, warps = row_blocks(channels, group)
     constants = {
         "HAS_SMOOTH": has_smooth,
-        "INTERPRETED": interpreted,
+        "INTERPRETED": not x.is_cuda,
         "HEAD": head,
         "TAIL": tail,
         "IN_REGISTERS": in_registers,
@@ -228,28 +248,29 @@ def _prepare(rows: int, channels: int, has_smooth: bool, group: int, interpreted
     # Without fusion there is one rounding after a product and one after a sum, as in the reference. With one more stage
     # a long row, smoothed and rotated, would need more shared memory than Ampere's and Ada's smaller cards have.
     options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
-    return RepeatedLaunch(_quantize_rows_kernel, (rows, 1), constants, options)
+    launch = RepeatedLaunch(_quantize_rows_kernel, (rows, 1), constants, options)
+    return PreparedQuantizer(launch, rows, channels, x.stride(0))
+
+
+def prepared_quantizer(
+    x: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None
+) -> PreparedQuantizer | None:
+    """What quantizes x [M, K], its rows contiguous; `smooth` is float32. None for a group that no kernel rotates."""
+    group = rotation_group or 1
+    if group not in HADAMARD_FACTORS:
+        return None
+    key = (x.device, *x.shape, x.stride(0), x.dtype, smooth is not None, group)
+    tensors = (x,) if smooth is None else (x, smooth)
+    return remembered(_launches, key, tensors, lambda: _prepare(x, smooth is not None, group))
 
 
 def launch_activation_quantizer(x: torch.Tensor, transform: ChannelTransform) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel on checked, non-empty arguments: x [M, K] -> int8 [M, K], float32 scale [M]."""
-    group = transform.rotation_group or 1
-    if group not in HADAMARD_FACTORS:
-        return quantize_activations_reference(x, transform)
-    rows, channels = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
     smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
-    q = torch.empty((rows, channels), dtype=torch.int8, device=x.device)
-    scale = torch.empty((rows,), dtype=torch.float32, device=x.device)
-    key = (x.device, rows, channels, x.stride(0), x.dtype, smooth is not None, group)
-    smooth_or_x = x if smooth is None else smooth
-    launch = remembered(
-        _launches,
-        key,
-        (x, smooth_or_x),
-        lambda: _prepare(rows, channels, smooth is not None, group, interpreted=not x.is_cuda),
-    )
+    prepared = prepared_quantizer(x, smooth, transform.rotation_group)
+    if prepared is None:
+        return quantize_activations_reference(x, transform)
     with on_device(x.device):
-        launch(x, smooth_or_x, q, scale, channels, x.stride(0))
-    return q, scale
+        return prepared(x, smooth)

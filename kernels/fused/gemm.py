@@ -1,6 +1,8 @@
 """Launching the fused INT8 GEMM: the configuration tuned for a shape, its workspace, its tensor descriptors."""
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,27 +44,72 @@ def _fits_descriptors(operand: torch.Tensor) -> bool:
     return tensor_descriptor is not None and operand.data_ptr() % 16 == 0 and row_bytes % 16 == 0
 
 
-def _descriptor(operand: torch.Tensor, rows: int, columns: int) -> object:
-    """What the copy engine is given of a matrix that fits: blocks of [rows, columns]."""
+def _blocks(operand: torch.Tensor, rows: int, columns: int) -> object:
+    """What the copy engine is told of matrices like this, which fits: blocks of [rows, columns]. It keeps no tensor."""
     assert tensor_descriptor is not None
-    return tensor_descriptor.TensorDescriptor.from_tensor(operand, [rows, columns])
+    blocks = tensor_descriptor.TensorDescriptor.from_tensor(operand, [rows, columns])
+    blocks.base = None
+    return blocks
 
 
-@dataclass
-class _Launch:
-    """How one configuration is launched for one shape."""
+@dataclass(frozen=True)
+class PreparedGemm:
+    """The launch of one configuration for one shape, with all that repeats from call to call."""
 
+    config: GemmConfig
     launch: RepeatedLaunch
+    sizes: tuple[int, int, int]
+    strides: tuple[int, int, int]
     tiles: int
-    descriptors: bool
-    store_blocks: bool
+    # What describes a matrix to the copy engine, but for its address; None where pointers are used.
+    a_blocks: object
+    b_blocks: object
+    out_blocks: object
+
+    def __call__(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        q_scale: torch.Tensor | None,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> None:
+        """Launch into `out`, on operands like those that it was prepared for."""
+        partial_sums = arrivals = out
+        if self.config.split_k > 1:
+            sums = self.tiles * self.config.split_k * self.config.block_m * self.config.block_n
+            partial_sums = torch.empty(sums, dtype=torch.int32, device=q.device)
+            arrivals = _arrivals(q.device, self.tiles)
+        self.launch(
+            q if self.a_blocks is None else _described(self.a_blocks, q),
+            weight if self.b_blocks is None else _described(self.b_blocks, weight),
+            # What the kernel does not read is `out` again: a pointer like any other.
+            out if q_scale is None else q_scale,
+            out if weight_scale is None else weight_scale,
+            out if bias is None else bias,
+            out if self.out_blocks is None else _described(self.out_blocks, out),
+            partial_sums,
+            arrivals,
+            *self.sizes,
+            *self.strides,
+        )
+
+
+def _described(blocks: Any, operand: torch.Tensor) -> object:
+    """A descriptor like `blocks` of another matrix of the same shape: without all that Triton checks of a new one."""
+    described = copy.copy(blocks)
+    described.base = operand
+    return described
 
 
 # By all that Triton compiles for and all that the grid depends on.
-_launches: dict[tuple, _Launch] = {}
+_launches: dict[tuple, PreparedGemm] = {}
 
 
-def _prepare(config: GemmConfig, out: torch.Tensor, q: torch.Tensor, weight: torch.Tensor, has_bias: bool) -> _Launch:
+def _prepare(
+    config: GemmConfig, out: torch.Tensor, q: torch.Tensor, weight: torch.Tensor, has_bias: bool
+) -> PreparedGemm:
     (m, k), n = q.shape, weight.shape[0]
     tiles = config.tiles(m, n)
     descriptors = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
@@ -70,7 +117,37 @@ def _prepare(config: GemmConfig, out: torch.Tensor, q: torch.Tensor, weight: tor
     store_blocks = descriptors and large and config.split_k == 1 and _fits_descriptors(out)
     constants = kernel_constants(config, has_bias, k % config.block_k == 0, descriptors, store_blocks)
     launch = RepeatedLaunch(int8_gemm_kernel, (tiles, config.split_k), constants, compile_options(config))
-    return _Launch(launch, tiles, descriptors, store_blocks)
+    return PreparedGemm(
+        config,
+        launch,
+        (m, n, k),
+        (q.stride(0), weight.stride(0), out.stride(0)),
+        tiles,
+        _blocks(q, config.block_m, config.block_k) if descriptors else None,
+        _blocks(weight, config.block_n, config.block_k) if descriptors else None,
+        _blocks(out, config.block_m, config.block_n) if store_blocks else None,
+    )
+
+
+def prepared_gemm(
+    config: GemmConfig,
+    out: torch.Tensor,
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> PreparedGemm:
+    """What launches a configuration on operands like these of `launch_gemm`, scales [M], [N] contiguous."""
+    strides = (q.stride(0), weight.stride(0), out.stride(0))
+    key = (config, q.device, *q.shape, weight.shape[0], strides, out.dtype, None if bias is None else bias.dtype)
+    tensors = [tensor for tensor in (out, q, q_scale, weight, weight_scale, bias) if tensor is not None]
+    return remembered(_launches, key, tensors, lambda: _prepare(config, out, q, weight, bias is not None))
+
+
+def _candidates(device: torch.device, m: int, n: int, k: int) -> list[GemmConfig]:
+    properties = torch.cuda.get_device_properties(device)
+    return candidates((properties.major, properties.minor), properties.multi_processor_count, m, n, k)
 
 
 def launch_config(
@@ -83,37 +160,29 @@ def launch_config(
     bias: torch.Tensor | None,
 ) -> None:
     """Launch one configuration into `out` [M, N] with the operands of `launch_gemm`, scales [M], [N] contiguous."""
+    prepared = prepared_gemm(config, out, q, q_scale, weight, weight_scale, bias)
+    prepared(out, q, q_scale, weight, weight_scale, bias)
+
+
+def tuned_gemm(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> PreparedGemm:
+    """What launches the configuration tuned for operands like these on the current device; measures an unknown one."""
+    if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
+        return prepared_gemm(GemmConfig(32, 32, 64, 4, 4, 1), out, q, q_scale, weight, weight_scale, bias)
     (m, k), n = q.shape, weight.shape[0]
-    strides = (q.stride(0), weight.stride(0), out.stride(0))
-    # What the kernel does not read is `out` again: a pointer like any other.
-    q_scale = out if q_scale is None else q_scale
-    weight_scale = out if weight_scale is None else weight_scale
-    bias_or_out = out if bias is None else bias
-    key = (config, q.device, m, n, k, strides, out.dtype, None if bias is None else bias.dtype)
-    prepared = remembered(
-        _launches,
-        key,
-        (q, weight, out, q_scale, weight_scale, bias_or_out),
-        lambda: _prepare(config, out, q, weight, bias is not None),
-    )
 
-    partial_sums = arrivals = out
-    if config.split_k > 1:
-        sums = prepared.tiles * config.split_k * config.block_m * config.block_n
-        partial_sums = torch.empty(sums, dtype=torch.int32, device=q.device)
-        arrivals = _arrivals(q.device, prepared.tiles)
-    a, b, written = q, weight, out
-    if prepared.descriptors:
-        a = _descriptor(q, config.block_m, config.block_k)
-        b = _descriptor(weight, config.block_n, config.block_k)
-    if prepared.store_blocks:
-        written = _descriptor(out, config.block_m, config.block_n)
-    prepared.launch(a, b, q_scale, weight_scale, bias_or_out, written, partial_sums, arrivals, m, n, k, *strides)
+    def launch(config: GemmConfig) -> None:
+        launch_config(config, out, q, q_scale, weight, weight_scale, bias)
 
-
-def _candidates(device: torch.device, m: int, n: int, k: int) -> list[GemmConfig]:
-    properties = torch.cuda.get_device_properties(device)
-    return candidates((properties.major, properties.minor), properties.multi_processor_count, m, n, k)
+    key = TuningKey(device_name(q.device.index), m_bucket(m), n, k)
+    config = tuner.choose(key, lambda: _candidates(q.device, m, n, k), launch)
+    return prepared_gemm(config, out, q, q_scale, weight, weight_scale, bias)
 
 
 def launch_gemm(
@@ -134,16 +203,8 @@ def launch_gemm(
     q_scale = None if q_scale is None else q_scale.contiguous()
     weight_scale = None if weight_scale is None else weight_scale.reshape(-1).expand(weight.shape[0]).contiguous()
     bias = None if bias is None else bias.contiguous()
-    (m, k), n = q.shape, weight.shape[0]
-    out = torch.empty((m, n), dtype=out_dtype, device=q.device)
-
-    def launch(config: GemmConfig) -> None:
-        launch_config(config, out, q, q_scale, weight, weight_scale, bias)
-
-    if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
-        launch(GemmConfig(32, 32, 64, 4, 4, 1))
-        return out
+    out = torch.empty((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
     with on_device(q.device):
-        key = TuningKey(device_name(q.device.index), m_bucket(m), n, k)
-        launch(tuner.choose(key, lambda: _candidates(q.device, m, n, k), launch))
+        prepared = tuned_gemm(out, q, q_scale, weight, weight_scale, bias)
+        prepared(out, q, q_scale, weight, weight_scale, bias)
     return out

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
+import triton
 from triton.compiler import CompiledKernel
 
 Prepared = TypeVar("Prepared")
@@ -29,13 +30,13 @@ class RepeatedLaunch:
         self._grid = grid
         self._constants = dict(constants)
         self._options = dict(options)
-        self._again = None
+        self._launch = None
         self._appended = ()
 
     def __call__(self, *arguments: object) -> None:
         """Launch on the current device and stream; `arguments` are the parameters before the constants."""
-        if self._again is not None:
-            self._again(*arguments, *self._appended)
+        if self._launch is not None:
+            self._launch(*arguments, *self._appended)
             return
         compiled = self._kernel[self._grid](*arguments, **self._constants, **self._options)
         if isinstance(compiled, CompiledKernel):  # not so under the interpreter, or while compiling in the background
@@ -43,7 +44,20 @@ class RepeatedLaunch:
             # error in all versions, so the number of parameters decides.
             takes_constants = len(compiled.src.signature) > len(arguments)
             self._appended = tuple(self._constants.values()) if takes_constants else ()
-            self._again = compiled[(*self._grid, 1)]
+            self._launch = _direct_launch(compiled, self._grid)
+
+
+def _direct_launch(compiled: CompiledKernel, grid: tuple[int, int]) -> Callable[..., None]:
+    """A compiled kernel's launch on the device on which it was launched first, without the hooks of Triton's profiler:
+    asking for them takes longer than the launch."""
+    driver = triton.runtime.driver.active
+    device, stream_of = driver.get_current_device(), driver.get_current_stream
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch(*arguments: object) -> None:
+        run(*grid, 1, stream_of(device), function, metadata, None, None, None, *arguments)
+
+    return launch
 
 
 def on_device(device: torch.device) -> AbstractContextManager:

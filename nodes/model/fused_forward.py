@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.ops
 import comfy.utils
@@ -12,13 +12,21 @@ from comfy.model_patcher import LowVramPatch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy.weight_adapter.lora import LoRAAdapter
 
-from ...kernels import ChannelTransform, int8_linear, requantize_weight
+from ...kernels import UNCHANGED, ChannelTransform, RepeatedLinear, int8_linear, requantize_weight
 from ..files.int8_mark import NATIVE_FORMAT
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL
 
 _NATIVE_LAYOUT = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
-Parts = tuple[torch.Tensor, torch.Tensor, ChannelTransform]
+
+
+class INT8Parts(NamedTuple):
+    """What an INT8 weight consists of: int8 [N, K], its float32 scale, and how its input is quantized."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    transform: ChannelTransform
+    activation_bits: int = 8
 
 
 def is_native_int8(weight: Any) -> bool:
@@ -31,15 +39,19 @@ def class_patch(name: str) -> str:
     return f"{DIFFUSION_MODEL}{name}.__class__"
 
 
-def int8_parts(weight: Any) -> Parts | None:
-    """int8 [N, K], its float32 scale and what is done to its input, of a weight of either kind; None of any other."""
+def int8_parts(weight: Any) -> INT8Parts | None:
+    """The parts of a weight of either kind; None of any other."""
     if is_int8(weight):
-        return weight._qdata, weight._params.scale, weight._params.transform
+        return INT8Parts(weight._qdata, weight._params.scale, weight._params.transform)
     if is_native_int8(weight):
         params = weight._params
-        transform = ChannelTransform(None, params.convrot_groupsize if params.convrot else None)
-        return weight._qdata, params.scale.float(), transform
+        return INT8Parts(weight._qdata, params.scale.float(), _rotation(params.convrot_groupsize, params.convrot))
     return None
+
+
+@functools.cache
+def _rotation(group: int, rotated: bool) -> ChannelTransform:
+    return ChannelTransform(None, group) if rotated else UNCHANGED
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,16 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
 
     `layer.input_reader` is an InputReader or None.
     """
+    resident = resident_parts(layer, input)
+    if resident is not None:
+        reader, repeated = layer.input_reader, _repeated(layer, resident)
+        smooth = resident.transform.smooth
+        if reader is None:
+            quantized = repeated.quantize(input, resident.q, smooth)
+        else:
+            quantized = reader.shared(input, lambda: repeated.quantize(input, resident.q, smooth))
+        bias = layer._parameters["bias"]
+        return repeated.multiply(quantized, resident.q, resident.scale, bias, input.shape[:-1], input.dtype)
     functions = layer.weight_function
     loras = _loras_of(functions) if functions else []
     if loras:
@@ -93,16 +115,38 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         weight, bias, stream = _cast(layer, input)
     parts = int8_parts(weight)
     if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
-        _, _, transform = _known_parts(layer.weight)
-        q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
+        known = int8_parts(layer.weight)
+        assert known is not None
+        parts = INT8Parts(*requantize_weight(weight, known.transform, _seed_of_patches(layer)), *known[2:])
+    q, scale, transform, activation_bits = parts
+    if layer.input_reader is None:
+        output = int8_linear(input, q, scale, bias, transform, activation_bits=activation_bits)
     else:
-        q, scale, transform = parts
-    linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
-    output = linear(input, q, scale, bias, transform)
+        output = layer.input_reader.int8_linear(input, q, scale, bias, transform, activation_bits)
     for lora in loras:
         lora.add_to(output, input)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output
+
+
+def resident_parts(layer: Any, input: torch.Tensor) -> INT8Parts | None:
+    """The weight of a linear that lies where `input` does and has nothing to be done to it, nor its bias; else None."""
+    if torch.compiler.is_compiling() or layer.weight_function or layer.bias_function:
+        return None
+    parts = int8_parts(layer._parameters["weight"])
+    if parts is None or parts.q.device != input.device:
+        return None
+    bias = layer._parameters["bias"]
+    return parts if bias is None or (bias.device == input.device and bias.dtype == input.dtype) else None
+
+
+def _repeated(layer: Any, parts: INT8Parts) -> RepeatedLinear:
+    """What a layer keeps of its earlier calls."""
+    form = (parts.transform.rotation_group, parts.activation_bits)
+    kept = layer.__dict__.get("repeated_linear")
+    if kept is None or kept[0] != form:
+        kept = layer.__dict__["repeated_linear"] = (form, RepeatedLinear(*form))
+    return kept[1]
 
 
 def _cast(layer: Any, input: torch.Tensor) -> tuple[Any, torch.Tensor | None, Any]:
@@ -117,12 +161,6 @@ def _cast(layer: Any, input: torch.Tensor) -> tuple[Any, torch.Tensor | None, An
         compute_dtype=input.dtype,
         want_requant=True,
     )
-
-
-def _known_parts(weight: Any) -> Parts:
-    parts = int8_parts(weight)
-    assert parts is not None
-    return parts
 
 
 def _seed_of_patches(layer: Any) -> int | None:

@@ -1,0 +1,110 @@
+"""An INT8 linear that is called many times over: what its first call found out is not asked again."""
+
+from typing import Any
+
+import torch
+
+from .device import uses_triton
+from .linear import int8_gemm, is_watched, linear_rows, quantize_activations
+from .transform import ChannelTransform
+
+# Shapes that a layer remembers: prompts of all lengths would otherwise add up.
+_MOST_SHAPES = 64
+
+
+class RepeatedLinear:
+    """The calls of one INT8 linear, which cost the host as little as two launches can.
+
+    Each call brings the tensors, and none is held: only how operands of these shapes are launched. A call unlike all
+    before is checked as `int8_linear` checks it.
+
+    Args:
+        rotation_group, activation_bits: how the linear wants its input, as in `int8_linear`.
+    """
+
+    def __init__(self, rotation_group: int | None, activation_bits: int = 8) -> None:
+        self._rotation_group = rotation_group
+        self._activation_bits = activation_bits
+        self._quantizers: dict[tuple, Any] = {}
+        self._gemms: dict[tuple, Any] = {}
+
+    def __deepcopy__(self, memo: dict) -> "RepeatedLinear":
+        return RepeatedLinear(self._rotation_group, self._activation_bits)
+
+    def quantize(
+        self, x: torch.Tensor, weight: torch.Tensor, smooth: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of x [..., K] quantized for an int8 weight [N, K]: what `quantize_activations` gives.
+
+        `smooth` is float32 [K] or None. Raises what `int8_linear` does.
+        """
+        key = (x.shape, x.dtype, x.device, None if smooth is None else smooth.shape)
+        prepared = self._quantizers.get(key)
+        if (
+            prepared is not None
+            and _is_plain(x, smooth)
+            and x.shape[-1] == weight.shape[1]
+            and torch.cuda.current_device() == x.device.index
+        ):
+            return prepared(x, smooth)
+        rows = linear_rows(x, weight)
+        quantized = quantize_activations(rows, ChannelTransform(smooth, self._rotation_group), self._activation_bits)
+        if _can_repeat(x) and _is_plain(x, smooth) and (smooth is None or smooth.dtype == torch.float32):
+            from .fused.activations import prepared_quantizer
+
+            _keep(self._quantizers, key, prepared_quantizer(rows, smooth, self._rotation_group))
+        return quantized
+
+    def multiply(
+        self,
+        quantized: tuple[torch.Tensor, torch.Tensor],
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        leading: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """[*leading, N] in `dtype`: what `int8_gemm` makes of quantized rows, of which `leading` are the dimensions."""
+        q, q_scale = quantized
+        key = (q.shape, q.device, weight.shape, weight_scale.shape, None if bias is None else bias.dtype, dtype)
+        prepared = self._gemms.get(key)
+        if (
+            prepared is not None
+            and _is_plain(q, weight, weight_scale, bias)
+            and torch.cuda.current_device() == q.device.index
+        ):
+            out = torch.empty((*leading, weight.shape[0]), dtype=dtype, device=q.device)
+            prepared(out, q, q_scale, weight, weight_scale, bias)
+            return out
+        out = int8_gemm(q, q_scale, weight, weight_scale, bias, dtype)
+        scales = weight_scale.numel() == weight.shape[0] and weight_scale.dtype == torch.float32
+        if _can_repeat(q) and _is_plain(q, q_scale, weight, weight_scale, bias) and scales:
+            from .fused.gemm import tuned_gemm
+
+            _keep(self._gemms, key, tuned_gemm(out, q, q_scale, weight, weight_scale.reshape(-1), bias))
+        return out.reshape(*leading, weight.shape[0])
+
+
+def _is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether tensors are as a kernel that was compiled for such takes them, and nobody wants to see operators."""
+    if is_watched(x) or (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    for tensor in (x, *others):
+        if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
+            return False
+    return True
+
+
+def _can_repeat(tensor: torch.Tensor) -> bool:
+    """Whether the call just made launched kernels that can be launched again: what is chosen during the capture of a
+    CUDA graph is not measured."""
+    launched = tensor.is_cuda and tensor.numel() > 0 and uses_triton(tensor)
+    return launched and not torch.cuda.is_current_stream_capturing()
+
+
+def _keep(prepared: dict[tuple, Any], key: tuple, launch: Any) -> None:
+    if launch is None:
+        return
+    if len(prepared) >= _MOST_SHAPES:
+        prepared.clear()
+    prepared[key] = launch
