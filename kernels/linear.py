@@ -214,10 +214,10 @@ def _quantize(x: torch.Tensor, transform: ChannelTransform, activation_bits: int
     if x.numel() == 0:
         q, scale = _empty_quantized(x, activation_bits)
         return q, scale.zero_()
-    if uses_triton(x) and activation_bits == 8:
+    if uses_triton(x):
         from .fused.activations import launch_activation_quantizer
 
-        return launch_activation_quantizer(x, transform)
+        return launch_activation_quantizer(x, transform, activation_bits)
     with torch.no_grad():
         return quantize_activations_reference(x, transform, activation_bits)
 

@@ -52,7 +52,8 @@ class RepeatedLinear:
         if _can_repeat(x) and _is_plain(x, smooth) and (smooth is None or smooth.dtype == torch.float32):
             from .fused.activations import prepared_quantizer
 
-            _keep(self._quantizers, key, prepared_quantizer(rows, smooth, self._rotation_group))
+            prepared = prepared_quantizer(rows, smooth, self._rotation_group, self._activation_bits)
+            _keep(self._quantizers, key, prepared)
         return quantized
 
     def multiply(

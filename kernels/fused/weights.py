@@ -6,16 +6,8 @@ import triton.language as tl
 
 from ..numerics.weights import SMALLEST_SCALE
 from ..transform import ChannelTransform
-from .activations import (
-    _INFINITY_BITS,
-    _ROUND_TO_EVEN,
-    HADAMARD_FACTORS,
-    _magnitude_bits,
-    _rotate,
-    row_blocks,
-    smallest_block,
-)
 from .launching import RepeatedLaunch, on_device, remembered
+from .rows import HADAMARD_FACTORS, INFINITY_BITS, ROUND_TO_EVEN, magnitude_bits, rotate, row_blocks, smallest_block
 
 _DEQUANTIZED_BLOCK = 4096
 # Seven rounds of Philox pass the statistical tests that its authors ran (Salmon et al. 2011); the default is ten.
@@ -43,7 +35,7 @@ def _dequantize_kernel(
     inside = offsets < K
     values = tl.load(q + row * K + offsets, mask=inside, other=0)
     if RIGHT > 1:
-        values = _rotate(values.to(tl.float16), BLOCK, LEFT, RIGHT, INTERPRETED)
+        values = rotate(values.to(tl.float16), BLOCK, LEFT, RIGHT, INTERPRETED)
     values = values.to(tl.float32) * tl.load(scale + row * stride_scale)
     if HAS_SMOOTH:
         values = tl.div_rn(values, tl.load(smooth + offsets, mask=inside, other=1.0))
@@ -68,7 +60,7 @@ def _load_transformed(
     if HAS_SMOOTH:
         values = values.to(tl.float32) * tl.load(smooth + offsets, mask=inside, other=1.0)
     if RIGHT > 1:
-        values = _rotate(values, BLOCK, LEFT, RIGHT, INTERPRETED)
+        values = rotate(values, BLOCK, LEFT, RIGHT, INTERPRETED)
     return values.to(tl.float32)
 
 
@@ -81,7 +73,7 @@ def _store_rounded(q, first, values, scale, broken, offsets, seed, K, STOCHASTIC
         steps = tl.floor(values * inverse + tl.rand(seed, first + offsets, n_rounds=_PHILOX_ROUNDS))
         rounded = tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int32)
     else:
-        rounded = (tl.div_rn(values, divisor) + _ROUND_TO_EVEN).to(tl.int32, bitcast=True)
+        rounded = (tl.div_rn(values, divisor) + ROUND_TO_EVEN).to(tl.int32, bitcast=True)
     tl.store(q + first + offsets, tl.where(broken, 0, rounded).to(tl.int8), mask=offsets < K)
 
 
@@ -114,20 +106,20 @@ def _quantize_kernel(
 
     if IN_REGISTERS:
         head = _load_transformed(w_row, smooth, head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
-        largest = tl.max(_magnitude_bits(head), axis=0)
+        largest = tl.max(magnitude_bits(head), axis=0)
         if TAIL > 0:
             tail_offsets = HEAD + tl.arange(0, TAIL)
             tail = _load_transformed(w_row, smooth, tail_offsets, K, HAS_SMOOTH, INTERPRETED, TAIL, LEFT, RIGHT)
-            largest = tl.maximum(largest, tl.max(_magnitude_bits(tail), axis=0))
+            largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
     else:
         bits = tl.zeros((HEAD,), dtype=tl.int32)
         for start in range(0, K, HEAD):
             offsets = start + head_offsets
             values = _load_transformed(w_row, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
-            bits = tl.maximum(bits, _magnitude_bits(values))
+            bits = tl.maximum(bits, magnitude_bits(values))
         largest = tl.max(bits, axis=0)
 
-    broken = largest >= _INFINITY_BITS
+    broken = largest >= INFINITY_BITS
     channel_scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
     channel_scale = tl.where(channel_scale < _SMALLEST_SCALE, 0.0, channel_scale)
     tl.store(scale + row, tl.where(broken, float("nan"), channel_scale))

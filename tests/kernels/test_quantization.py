@@ -45,6 +45,25 @@ def test_rotation_and_smoothing_against_the_reference(m, k, group, with_smooth, 
     assert_same_quantization(result, quantize_activations_reference(x, transform))
 
 
+@pytest.mark.parametrize("m, k, group", ((3, 5, None), (5, 123, None), (2, 40000, None), (3, 96, 16), (2, 768, 256)))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_sixteen_bits_against_the_reference(m, k, group, dtype):
+    x = random_float(m, k, seed=k, dtype=dtype) * 3
+    x[1, 2] = 300
+    x[-1, -1] = float("inf")
+    result = quantize_activations(x, ChannelTransform(None, group), 16)
+    expected = quantize_activations_reference(x, ChannelTransform(None, group), 16)
+    assert result[0].shape == (m, 2 * k) and result[0].is_contiguous()
+    assert not result[0][-1].any() and result[1][-1].isnan() and result[1][:-1].isfinite().all()
+    if group is None:
+        assert torch.equal(result[0], expected[0]) and torch.equal(result[1][:-1], expected[1][:-1])
+        return
+    # a step of q that falls aside comes back in r
+    steps, steps_expected = (q[:-1, :k].int() * 254 + q[:-1, k:].int() for q in (result[0], expected[0]))
+    assert (steps - steps_expected).abs().max() <= 1
+    torch.testing.assert_close(result[1][:-1], expected[1][:-1], rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("k", (200, 5000, 40000))
 def test_smoothing_alone(k):
     x, smooth = random_float(9, k, seed=1, dtype=torch.bfloat16), random_float(k, seed=2).abs() + 0.1
