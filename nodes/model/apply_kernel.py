@@ -10,8 +10,9 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path, runs_fused
+from ..blocks.install import fuse_blocks
 from ..host import notices
-from .fused_forward import class_patch, fused_forward, is_native_int8
+from .fused_forward import INT8Linear, class_patch, fused_forward, is_native_int8
 from .input_groups import share_inputs
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL
@@ -49,6 +50,7 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _share_inputs)
         patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, partial(_warn_of_fallback, kernel))
         keep_patched(patched)
+        fuse_blocks(patched)
     return patched
 
 
@@ -69,9 +71,8 @@ def _share_inputs(model: ModelPatcher, *_: object) -> None:
 def _running_fused(own: Any, kernel: str) -> type:
     """A class of linears like `own`, one of ComfyUI's, with the product of INT8 weights replaced."""
 
-    class FusedINT8Linear(own):
+    class FusedINT8Linear(INT8Linear, own):
         int8_kernel = kernel
-        input_reader = None
 
         def forward(self, input, *args, **kwargs):
             fused = is_native_int8(self.weight) and runs_fused(input.device, kernel)

@@ -13,6 +13,7 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path
+from ..blocks.install import fuse_blocks
 from ..files import int8_mark
 from ..host import notices
 from .completeness import check_complete
@@ -48,6 +49,7 @@ def build_model(
     share_inputs(model.model.diffusion_model)
     _let_comfyui_patch(model)
     add_fallback_warning(model, operations.int8_kernel)
+    fuse_blocks(model)
     return model
 
 

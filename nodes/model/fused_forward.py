@@ -1,6 +1,7 @@
 """An INT8 linear of a model computed by the fused kernel, whoever loaded its weight and whatever patches it."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,12 +13,22 @@ from comfy.model_patcher import LowVramPatch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy.weight_adapter.lora import LoRAAdapter
 
-from ...kernels import UNCHANGED, ChannelTransform, RepeatedLinear, int8_linear, requantize_weight
+from ...kernels import (
+    UNCHANGED,
+    ChannelTransform,
+    InputReader,
+    RepeatedLinear,
+    int8_gemm,
+    int8_linear,
+    requantize_weight,
+)
+from ..blocks.steps import InputForm
 from ..files.int8_mark import NATIVE_FORMAT
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL
 
 _NATIVE_LAYOUT = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
+Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
 class INT8Parts(NamedTuple):
@@ -93,7 +104,7 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
 
     `layer.input_reader` is an InputReader or None.
     """
-    resident = resident_parts(layer, input)
+    resident = _resident_parts(layer, input.device, input.dtype)
     if resident is not None:
         reader, repeated = layer.input_reader, _repeated(layer, resident)
         smooth = resident.transform.smooth
@@ -108,11 +119,11 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     if loras:
         layer.weight_function = []
         try:
-            weight, bias, stream = _cast(layer, input)
+            weight, bias, stream = _cast(layer, input.device, input.dtype)
         finally:
             layer.weight_function = functions
     else:
-        weight, bias, stream = _cast(layer, input)
+        weight, bias, stream = _cast(layer, input.device, input.dtype)
     parts = int8_parts(weight)
     if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
         known = int8_parts(layer.weight)
@@ -129,15 +140,56 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def resident_parts(layer: Any, input: torch.Tensor) -> INT8Parts | None:
-    """The weight of a linear that lies where `input` does and has nothing to be done to it, nor its bias; else None."""
+def project(layer: Any, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The output [*shape, N] in `dtype` of a ComfyUI linear with an INT8 weight, in any memory mode.
+
+    `quantized` is its input as int8 [rows, K or 2K] and a scale per row, of the form that `input_form_of` gives.
+    """
+    q, q_scale = quantized
+    resident = _resident_parts(layer, q.device, dtype)
+    if resident is not None:
+        bias = layer._parameters["bias"]
+        return _repeated(layer, resident).multiply(quantized, resident.q, resident.scale, bias, shape, dtype)
+    weight, bias, stream = _cast(layer, q.device, dtype)
+    parts = int8_parts(weight)
+    assert parts is not None
+    output = int8_gemm(q, q_scale, parts.q, parts.scale, bias, dtype)
+    comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
+    return output.view(*shape, -1)
+
+
+def input_form_of(layer: Any, device: torch.device) -> InputForm | None:
+    """How the input of a ComfyUI linear is to be quantized before `project`; None where `layer` needs its floats."""
+    if layer.weight_function:  # LoRAs of a partially loaded model
+        return None
+    parts = int8_parts(layer.weight)
+    return None if parts is None else InputForm(parts.transform.on(device), parts.activation_bits)
+
+
+class INT8Linear:
+    """What linears of this pack's classes have beside ComfyUI's own."""
+
+    int8_kernel: str
+    input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
+
+    def input_form(self, device: torch.device) -> InputForm | None:
+        return input_form_of(self, device)
+
+    def project(self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        comfy.ops.run_every_op()
+        return project(self, quantized, shape, dtype)
+
+
+def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT8Parts | None:
+    """The weight of a linear that lies on `device` and has nothing to be done to it, nor its bias of `dtype`; else
+    None."""
     if torch.compiler.is_compiling() or layer.weight_function or layer.bias_function:
         return None
     parts = int8_parts(layer._parameters["weight"])
-    if parts is None or parts.q.device != input.device:
+    if parts is None or parts.q.device != device:
         return None
     bias = layer._parameters["bias"]
-    return parts if bias is None or (bias.device == input.device and bias.dtype == input.dtype) else None
+    return parts if bias is None or (bias.device == device and bias.dtype == dtype) else None
 
 
 def _repeated(layer: Any, parts: INT8Parts) -> RepeatedLinear:
@@ -149,16 +201,16 @@ def _repeated(layer: Any, parts: INT8Parts) -> RepeatedLinear:
     return kept[1]
 
 
-def _cast(layer: Any, input: torch.Tensor) -> tuple[Any, torch.Tensor | None, Any]:
-    """Weight and bias where `input` is, and what ComfyUI wants back after their use."""
+def _cast(layer: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, torch.Tensor | None, Any]:
+    """Weight and bias on a device for an input of a dtype, and what ComfyUI wants back after their use."""
     # want_requant: a patch applied while streaming is folded back into an INT8 weight.
     return comfy.ops.cast_bias_weight(
         layer,
         dtype=layer.weight.dtype,
-        device=input.device,
-        bias_dtype=input.dtype,
+        device=device,
+        bias_dtype=dtype,
         offloadable=True,
-        compute_dtype=input.dtype,
+        compute_dtype=dtype,
         want_requant=True,
     )
 

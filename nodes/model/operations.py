@@ -14,9 +14,9 @@ import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ChannelTransform, InputReader, runs_fused
+from ...kernels import ChannelTransform, runs_fused
 from ..files import int8_mark
-from .fused_forward import fused_forward
+from .fused_forward import INT8Linear, fused_forward
 from .int8_weight import LAYOUT, HeldWeight, format_name, int8_weight, is_int8
 
 ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
@@ -64,8 +64,7 @@ def int8_operations(
         missing: Sequence[str] = ()
         unexpected: Sequence[str] = ()
 
-        class Linear(base.Linear):
-            input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
+        class Linear(INT8Linear, base.Linear):
             int8_kernel = kernel
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
 

@@ -18,6 +18,7 @@ from ...kernels import (
     choose_path,
     quantize_group,
 )
+from ..blocks.install import is_fused_block
 from ..calibration.calibration import Calibration
 from ..host.work import LayerProgress, make_room_to_quantize
 from ..model.folding import foldable_groups
@@ -128,7 +129,8 @@ def quantize_model(
 def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
     check_runs_as_stored(model)
-    if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in model.object_patches):
+    replaced = (key for key, patch in model.object_patches.items() if not is_fused_block(patch))
+    if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in replaced):
         raise ValueError(
             "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
             "Quantize to INT8"

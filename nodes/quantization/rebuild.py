@@ -84,6 +84,7 @@ def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> M
     clone.size = 0  # measured again: INT8 is smaller
     clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
     clone.patches = {}  # the weight patches are in the weights now
+    clone.object_patches |= built.object_patches
     clone.patches_uuid = built.patches_uuid
     clone.hook_mode = built.hook_mode
     # By this ComfyUI finds the copies of a MODEL on other GPUs, and those of the original are none of this one.

@@ -1,0 +1,26 @@
+"""The block of Ideogram 4."""
+
+from typing import Any
+
+from .steps import add, norm_and_rotate, project_normed, rotations, swiglu
+
+
+def forward(block: Any, core: Any, x, attn_mask, freqs_cis, adaln_input, *, transformer_options, **unknown):
+    attention, (samples, tokens, _) = block.attention, x.shape
+    matrices = rotations(freqs_cis, samples, tokens, attention.head_dim)
+    if unknown or matrices is None:
+        return NotImplemented
+    scale_attention, gate_attention, scale_mlp, gate_mlp = block.adaln_modulation(adaln_input).chunk(4, dim=-1)
+
+    (qkv,) = project_normed((attention.qkv,), x, block.attention_norm1, scale_attention)
+    q, k, v = qkv.view(samples, tokens, 3, attention.num_heads, attention.head_dim).unbind(2)
+    del qkv
+    q, k = norm_and_rotate(q, k, (attention.norm_q, attention.norm_k), matrices, "halves")
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    attended = core.optimized_attention_masked(
+        q, k, v, attention.num_heads, attn_mask, skip_reshape=True, transformer_options=transformer_options
+    )
+    del q, k, v
+    x = add(x, attention.o(attended), gate_attention, block.attention_norm2, tanh=True)
+    del attended
+    return add(x, swiglu(block.feed_forward, x, block.ffn_norm1, scale_mlp), gate_mlp, block.ffn_norm2, tanh=True)

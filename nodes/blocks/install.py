@@ -1,0 +1,182 @@
+"""Fused forwards under a MODEL's blocks: where they are put, and the calls in which they run.
+
+They run only where nothing asks for what the block's own forward does beside computing: hooks, patches, gradients, a
+compiler. Anywhere else, and for a block that turns out to compute something else, its own forward runs.
+"""
+
+import logging
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch.nn.modules import module as torch_module
+
+from ...kernels import FLOAT_DTYPES, runs_fused
+from .first_call import compare
+from .steps import input_form
+from .table import BLOCKS, BlockKind
+
+_DIFFUSION_MODEL = "diffusion_model"
+_ACTIVATIONS = (torch.nn.SiLU, torch.nn.GELU, torch.nn.Identity, torch.nn.Dropout)
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
+_NORMS = ("comfy.ops", "torch.nn.modules.normalization")
+
+logger = logging.getLogger(__name__)
+
+
+def fuse_blocks(model: ModelPatcher) -> None:
+    """Let the blocks of a MODEL that have a fused forward run it wherever it may stand for their own."""
+    classes: dict[type, type] = {}
+    for name, _ in model.model.diffusion_model.named_modules(prefix=_DIFFUSION_MODEL):
+        patch = f"{name}.__class__"
+        own: Any = model.get_model_object(patch)
+        kind = None if is_fused_block(own) else BLOCKS.get(_full_name(own))
+        if kind is not None:
+            # ComfyUI puts it in place with the MODEL and takes it away with it, as it does with any patch.
+            model.add_object_patch(patch, classes.get(own) or classes.setdefault(own, _fused_class(own, kind)))
+
+
+def is_fused_block(patch: Any) -> bool:
+    """Whether an object patch of a MODEL is the class of a fused block."""
+    return getattr(patch, "fuses_block", False) is True
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+Place = tuple[dict[str, Any], str, Any, type, Any]
+
+
+@dataclass
+class _Plan:
+    """What a block was when it was looked at, to be recognised in few microseconds.
+
+    Attributes:
+        places: for each submodule the dict and name that lead to it, itself, its class and that one's forward.
+        kernel: what its INT8 linears compute with; None where it has none, or is not what the table knows.
+        verdicts: by its own forward and the dtype whether the fused one agrees with it; one for all blocks like it.
+    """
+
+    places: list[Place]
+    kernel: str | None
+    verdicts: dict[tuple[Any, torch.dtype], bool]
+
+    def holds(self) -> bool:
+        """Whether the block is still made of the same parts."""
+        return all(
+            siblings.get(name) is module and module.__class__ is cls and cls.forward is forward
+            for siblings, name, module, cls, forward in self.places
+        )
+
+    def hooked(self) -> bool:
+        """Whether someone watches or replaces the call of a part."""
+        return any(
+            module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+            for _, _, module, _, _ in self.places
+        )
+
+
+@dataclass
+class _Memory:
+    """What the blocks of one class in one MODEL are known to be."""
+
+    plans: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)
+    verdicts: dict[tuple, dict[tuple[Any, torch.dtype], bool]] = field(default_factory=dict)
+
+    def plan(self, block: torch.nn.Module, kind: BlockKind, device: torch.device) -> _Plan:
+        plan = self.plans.get(block)
+        if plan is None or not plan.holds():
+            plan = self.plans[block] = self._look_at(block, kind, device)
+        return plan
+
+    def _look_at(self, block: torch.nn.Module, kind: BlockKind, device: torch.device) -> _Plan:
+        places, forms, kernel = list(_places(block)), [], None
+        known = True
+        for _, _, module, cls, _ in places:
+            if hasattr(module, "in_features"):
+                form = input_form(module, device)
+                if form is None:
+                    forms.append(None)
+                else:
+                    transform = form.transform
+                    forms.append((transform.smooth is not None, transform.rotation_group, form.activation_bits))
+                    kernel = module.int8_kernel
+            else:
+                known = known and _is_known(module, cls, kind)
+        return _Plan(places, kernel if known else None, self.verdicts.setdefault(tuple(forms), {}))
+
+
+def _places(module: torch.nn.Module) -> Iterator[Place]:
+    siblings: dict[str, Any] = module._modules
+    for name, child in siblings.items():
+        if child is not None:
+            yield siblings, name, child, type(child), type(child).forward
+            yield from _places(child)
+
+
+def _is_known(module: torch.nn.Module, cls: type, kind: BlockKind) -> bool:
+    if isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
+        return cls.forward.__module__ in _NORMS
+    return cls in _ACTIVATIONS or cls in _CONTAINERS or _full_name(cls) in kind.parts
+
+
+def _watched() -> bool:
+    """Whether something wants ComfyUI's own modules to be called, in whatever block."""
+    return (
+        torch.is_grad_enabled()
+        or comfy.model_management.in_training
+        or bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+    )
+
+
+def _patched(options: dict[str, Any]) -> bool:
+    """Whether a MODEL's options replace blocks, or change what attention reads or gives."""
+    patches = options.get("patches")
+    replaced = options.get("patches_replace")
+    return bool(patches and any(name.startswith("attn") for name in patches)) or bool(
+        replaced and any(replaced.values())
+    )
+
+
+def _fused_class(own: Any, kind: BlockKind) -> type:
+    """A class of blocks like `own`, one of ComfyUI's, that runs the fused forward where it may."""
+    memory, core, told = _Memory(), sys.modules[own.__module__], set()
+
+    class FusedBlock(own):
+        fuses_block = True
+
+        def forward(self, *args, **kwargs):
+            options = kwargs.get("transformer_options")
+            if torch.compiler.is_compiling() or _watched() or options is None or _patched(options):
+                return super().forward(*args, **kwargs)
+            x = args[0] if args else kwargs.get(kind.streams[-1])
+            if not isinstance(x, torch.Tensor) or x.ndim != 3 or x.dtype not in FLOAT_DTYPES:
+                return super().forward(*args, **kwargs)
+            plan = memory.plan(self, kind, x.device)
+            if plan.kernel is None or plan.hooked() or not runs_fused(x.device, plan.kernel):
+                return super().forward(*args, **kwargs)
+            agreed = plan.verdicts.get((own.forward, x.dtype))
+            if agreed:
+                output = kind.forward(self, core, *args, **kwargs)
+                return super().forward(*args, **kwargs) if output is NotImplemented else output
+            if agreed is False or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                return super().forward(*args, **kwargs)
+            fused = partial(kind.forward, self, core)
+            output, agreed = compare(super().forward, fused, kind.streams, (args, kwargs))
+            if agreed is not None:
+                plan.verdicts[own.forward, x.dtype] = agreed
+            if agreed is False and not told:
+                told.add(own)
+                logger.info("%s runs as ComfyUI has it: its fused form gives something else", own.__qualname__)
+            return output
+
+    # What asks for a block's class by name finds it.
+    FusedBlock.__name__, FusedBlock.__qualname__, FusedBlock.__module__ = own.__name__, own.__qualname__, own.__module__
+    return FusedBlock

@@ -1,0 +1,160 @@
+"""What the fused forwards of blocks share: a norm and the linears behind it, an activation and the linear behind it,
+rotary positions.
+
+A linear takes part in two ways. One that computes in INT8 has `input_form(device)` and `project(quantized, shape,
+dtype)`, and its producer quantizes for it. Any other one, such as a protected one, is called with floats.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import comfy.ops
+import torch
+
+from ...kernels import (
+    ACTIVATIONS,
+    ChannelTransform,
+    Norm,
+    activate_quantize,
+    gated_residual,
+    norm_quantize,
+    norm_rope,
+)
+
+
+class InputForm(NamedTuple):
+    """How a linear's input is to be quantized."""
+
+    transform: ChannelTransform
+    activation_bits: int
+
+
+def input_form(layer: Any, device: torch.device) -> InputForm | None:
+    """How a producer quantizes for a linear; None for one that must be given floats."""
+    form = getattr(type(layer), "input_form", None)
+    return None if form is None else form(layer, device)
+
+
+def _alike(layer: Any, form: InputForm, other: Any, others: InputForm) -> bool:
+    """Whether two linears quantize the same input alike, as far as the host knows without looking at factors."""
+    if (form.activation_bits, form.transform.rotation_group) != (
+        others.activation_bits,
+        others.transform.rotation_group,
+    ):
+        return False
+    if form.transform.smooth is None and others.transform.smooth is None:
+        return True
+    reader = layer.input_reader  # of linears whose factors were compared when they were loaded
+    return reader is not None and other.input_reader is not None and reader.group is other.input_reader.group
+
+
+def norm_of(module: Any, x: torch.Tensor) -> Norm | None:
+    """A norm of ComfyUI's as a value, with its weight where `x` is; None for the identity."""
+    if isinstance(module, torch.nn.Identity):
+        return None
+    kind = "layer" if isinstance(module, torch.nn.LayerNorm) else "rms"
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if weight is None:
+        return Norm(kind, eps)
+    if weight.device == x.device and not module.weight_function and not module.bias_function:
+        return Norm(kind, eps, weight, bias)
+    weight, bias, stream = comfy.ops.cast_bias_weight(module, x, offloadable=True)
+    # Copies, because the memory of a streamed weight is given back here.
+    norm = Norm(kind, eps, weight.clone(), None if bias is None else bias.clone())
+    comfy.ops.uncast_bias_weight(module, weight, bias, stream)
+    return norm
+
+
+def project_normed(
+    layers: Sequence[Any],
+    x: torch.Tensor,
+    norm: Any,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+) -> Iterator[torch.Tensor]:
+    """The products of norm(x) (1 + scale) + shift with each of `layers`, one at a time.
+
+    Args:
+        x: [B, T, K].
+        norm: one of ComfyUI's norms.
+        scale, shift: [B or 1, T or 1, K], or None.
+    """
+    forms = [input_form(layer, x.device) for layer in layers]
+    if None in forms:
+        values = norm(x)
+        if scale is not None:
+            values = values * (1 + scale) if shift is None else torch.addcmul(shift, values, 1 + scale)
+        for layer in layers:
+            yield layer(values)
+        return
+    shape, dtype, held = x.shape[:-1], x.dtype, norm_of(norm, x)
+    made_for = quantized = None
+    for reader in zip(layers, forms, strict=True):
+        layer, form = reader
+        if made_for is None or not _alike(*reader, *made_for):
+            quantized = None  # its memory can be had for the new one
+            quantized, made_for = norm_quantize(x, held, scale, shift, *form), reader
+        yield layer.project(quantized, shape, dtype)
+
+
+def project_activated(
+    layer: Any,
+    gate: torch.Tensor,
+    activation: str,
+    up: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product of a linear with activation(gate) up, behind the channels of `beside`; shapes as `activate_quantize`
+    has them."""
+    form = input_form(layer, gate.device)
+    if form is not None:
+        quantized = activate_quantize(gate, activation, up, beside, *form)
+        return layer.project(quantized, gate.shape[:-1], gate.dtype)
+    values = ACTIVATIONS[activation](gate)
+    if up is not None:
+        values *= up
+    return layer(values if beside is None else torch.cat((beside, values), dim=-1))
+
+
+def swiglu(feed_forward: Any, x: torch.Tensor, norm: Any, scale: torch.Tensor | None) -> torch.Tensor:
+    """w2(silu(w1(y)) w3(y)) of y = norm(x) (1 + scale)."""
+    gate, up = project_normed((feed_forward.w1, feed_forward.w3), x, norm, scale)
+    return project_activated(feed_forward.w2, gate, "silu", up)
+
+
+def rotations(freqs: torch.Tensor | None, samples: int, tokens: int, width: int) -> torch.Tensor | None:
+    """Rotary matrices of ComfyUI's as float32 [1 or B, T, D / 2, 2, 2]; None if they are of another form."""
+    if freqs is None or tuple(freqs.shape[-3:]) != (width // 2, 2, 2):
+        return None
+    given = [axis for axis in freqs.shape[:-3] if axis != 1]
+    for first in (1, samples):
+        if given == [axis for axis in (first, tokens) if axis != 1]:
+            return freqs.float().reshape(first, tokens, width // 2, 2, 2)
+    return None
+
+
+def norm_and_rotate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    norms: tuple[Any, Any],
+    matrices: torch.Tensor,
+    pairs: Literal["neighbours", "halves"],
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`norm_rope` with norms of ComfyUI's, and with `rotations`, which may differ between samples."""
+    q_norm, k_norm = norm_of(norms[0], q), norm_of(norms[1], k)
+    if len(matrices) == 1:
+        return norm_rope(q, k, q_norm, k_norm, matrices[0], pairs, out)
+    out = (q.new_empty(q.shape), k.new_empty(k.shape)) if out is None else out
+    for sample, matrix in enumerate(matrices):
+        one = slice(sample, sample + 1)
+        norm_rope(q[one], k[one], q_norm, k_norm, matrix, pairs, (out[0][one], out[1][one]))
+    return out
+
+
+def add(
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None = None, norm: Any = None, tanh: bool = False
+) -> torch.Tensor:
+    """`gated_residual` with a norm of ComfyUI's."""
+    return gated_residual(residual, x, gate, None if norm is None else norm_of(norm, x), tanh)
