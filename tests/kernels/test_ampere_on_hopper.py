@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
 @pytest.mark.parametrize("split_k", (1, 3))
 @pytest.mark.parametrize("config", ARCHITECTURES["Ampere"].rates, ids=repr)
 def test_bit_exact(config, split_k):
-    pytest.importorskip("cupy")
     from support.ampere_kernel import AmpereKernel
 
     kernel = AmpereKernel(replace(config, split_k=split_k))

@@ -1,5 +1,7 @@
 """The Ampere path of the fused GEMM on a Hopper card: the same source built for sm_80, assembled for sm_90."""
 
+import ctypes
+import functools
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,6 +16,7 @@ from .machine_code import Build, compiled
 HOPPER = "sm_90"
 # Bytes of shared memory of a multiprocessor, and what each block takes of it beyond what it asks for.
 HOPPER_SHARED, RESERVED_SHARED = 228 << 10, 1 << 10
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def assemble(kernel) -> bytes:
@@ -24,6 +27,18 @@ def assemble(kernel) -> bytes:
         ptx.write_text(kernel.asm["ptx"])
         subprocess.run([ptxas, f"-arch={HOPPER}", "-o", cubin, ptx], check=True, capture_output=True)
         return cubin.read_bytes()
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _driver(name: str, *arguments) -> None:
+    """Call a function of the CUDA driver; RuntimeError names it and its error code."""
+    error = getattr(_library(), name)(*arguments)
+    if error:
+        raise RuntimeError(f"{name} failed with CUDA error {error}")
 
 
 class AmpereKernel:
@@ -37,27 +52,21 @@ class AmpereKernel:
         blocks_per_multiprocessor: int | None = None,
     ) -> None:
         """With `blocks_per_multiprocessor` the kernel asks for so much shared memory that no more reside at once."""
-        import cupy
-
         self.config = config
         cubin, name, self._shared = prebuilt or prebuild(config, even_k)
         if blocks_per_multiprocessor is not None:
             self._shared = max(self._shared, HOPPER_SHARED // blocks_per_multiprocessor - RESERVED_SHARED)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(cubin)
-            file.flush()
-            module = cupy.RawModule(path=file.name)
-            self._kernel = module.get_function(name)
-        self._kernel.max_dynamic_shared_size_bytes = self._shared
+        torch.cuda.synchronize()  # which makes PyTorch's context the one that the driver loads into
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _driver("cuModuleLoadData", ctypes.byref(module), cubin)
+        _driver("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
+        _driver("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self._shared)
 
     def __call__(self, out, q, q_scale, weight, weight_scale, bias) -> None:
         """out bf16 [M, N] = epilogue(q int8 [M, K] . weight int8 [N, K]^T), N, K and row strides multiples of 16."""
-        import cupy
-        import numpy
-
         config = self.config
-        (m, k), n = q.shape, weight.shape[0]
-        tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+        m, (n, k) = q.shape[0], weight.shape
+        tiles = config.tiles(m, n)
         partial_sums = arrivals = out
         if config.split_k > 1:
             sums = tiles * config.split_k * config.block_m * config.block_n
@@ -65,10 +74,13 @@ class AmpereKernel:
             arrivals = torch.zeros(tiles, dtype=torch.int32, device=q.device)
         pointers = (q, weight, q_scale, weight_scale, bias, out, partial_sums, arrivals)
         sizes = (m, n, k, q.stride(0), weight.stride(0), out.stride(0))
-        scratch = (numpy.uint64(0), numpy.uint64(0))
-        arguments = (*(numpy.uint64(p.data_ptr()) for p in pointers), *(numpy.int32(s) for s in sizes), *scratch)
-        with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
-            self._kernel((tiles, config.split_k), (32 * config.num_warps,), arguments, shared_mem=self._shared)
+        # Triton's kernels end with two pointers to scratch memory, which this one does not use.
+        arguments = [*(ctypes.c_uint64(p.data_ptr()) for p in pointers), *map(ctypes.c_int32, sizes)]
+        arguments += [ctypes.c_uint64(), ctypes.c_uint64()]
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        grid, block = (tiles, config.split_k, 1), (32 * config.num_warps, 1, 1)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _driver("cuLaunchKernel", self._function, *grid, *block, self._shared, stream, addresses, None)
 
 
 def prebuild(config: GemmConfig, even_k: bool = True) -> tuple[bytes, str, int]:
