@@ -1,0 +1,295 @@
+"""The Ampere path of this pack's GEMM beside comfy-kitchen's CUTLASS kernels, on a Hopper card.
+
+    python tests/studies/ampere_beside_cutlass.py [--rounds 5] [--out DIR]
+
+Both get the same int8 operands, scales and bias. Needs comfy-kitchen with its CUDA kernels. Leaves
+ampere_beside_cutlass/. `--loops` needs no card: it prints the main loops.
+"""
+
+import argparse
+import ctypes
+import importlib
+import json
+import math
+import multiprocessing
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
+
+from kernels.benchmark import IDEOGRAM4_SHAPES, describe_machine, markdown, title
+from kernels.fused.tiles import GemmConfig, candidates
+from kernels.timing import CallSeries, GraphPool, sustained_milliseconds
+from studies.ampere_on_hopper import residency_on_sm86, short
+from support.ampere_kernel import AmpereKernel, prebuild
+from support.sass import MainLoop, cuobjdump, main_loops
+from support.tensors import relative_error
+
+TOKENS = (2560, 4352)
+BLOCK_SHAPES = [shape for shape in IDEOGRAM4_SHAPES if shape.tokens is None]
+TUNED, UNTUNED, LIKE_SM86, CUTLASS = "pack", "pack, untuned", "pack, blocks as on sm_86", "comfy-kitchen"
+# comfy-kitchen's own numbers of its tiles for K that 16 divides, in M x N x K; the last two share out K ("stream-K").
+CUTLASS_TILES = {
+    **dict(enumerate(("128x256x64", "128x128x64", "64x128x64", "64x256x64", "32x256x64", "32x128x64", "16x128x64"))),
+    **{7: "64x128x128", 8: "128x64x128", 12: "128x128x64 stream-K", 13: "128x256x64 stream-K"},
+}
+_BF16 = 2  # comfy-kitchen's code for it
+# Both sides multiply exactly and round to bf16 once; the one that fuses an addition may round the other way.
+_MOST_DIFFERENCE = 2.0**-8
+
+
+def cutlass_loops(library: Path, architecture: str) -> dict[str, MainLoop]:
+    """Main loops of comfy-kitchen's INT8 GEMM kernels with bf16 output for one architecture (sm_80), by tile."""
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cuobjdump("-xelf", architecture, library.resolve(), folder=folder)
+        for cubin in sorted(folder.glob("*.cubin")):
+            if b"DefaultGemmWithVisitorIa" not in cubin.read_bytes():
+                continue
+            for function, loop in main_loops(cuobjdump("-sass", cubin)):
+                tile = cutlass_tile(function)
+                if tile:
+                    found.setdefault(tile, loop)
+    return found
+
+
+def cutlass_tile(function: str) -> str | None:
+    """The tile of a kernel by its mangled name; None for another one than a plain int8 linear with bf16 output."""
+    is_linear = "DefaultGemmWithVisitorIa" in function and "E0ELi16Ea" in function and "bfloat16_t" in function
+    shape = re.search(r"GemmShapeILi(\d+)ELi(\d+)ELi(\d+)E", function)
+    if not is_linear or "AuxLoad" in function or shape is None:
+        return None
+    return "x".join(shape.groups()) + (" stream-K" if "StreamK" in function else "")
+
+
+def loops_table(library: Path) -> str:
+    """The main loops that the wheel holds for an RTX 30, and those that run on a Hopper card."""
+    ampere, hopper = (cutlass_loops(library, architecture) for architecture in ("sm_80", "sm_90"))
+    rows = [[tile, in_words(ampere[tile]), in_words(hopper[tile])] for tile in sorted(ampere)]
+    return markdown(["comfy-kitchen's tile", "IMMA of the main loop's instructions, sm_80", "sm_90"], rows)
+
+
+def in_words(loop: MainLoop) -> str:
+    """64 of 152."""
+    return f"{loop.tensor} of {loop.instructions}"
+
+
+def own_loop(prebuilt: tuple[bytes, str, int]) -> str:
+    """The main loop of one of this pack's kernels, in words."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(prebuilt[0])
+        file.flush()
+        ((_, loop),) = main_loops(cuobjdump("-sass", file.name))
+    return in_words(loop)
+
+
+class Operands:
+    """What both sides get: int8 operands, float32 scales and a bf16 bias, with copies of the weight that together do
+    not fit the L2."""
+
+    def __init__(self, m: int, n: int, k: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda", generator=generator)
+
+        self.m, self.n, self.k = m, n, k
+        self.q = integers(m, k)
+        self.weights = [integers(n, k) for _ in range(max(4, -(-(200 << 20) // (n * k))))]
+        self.q_scale = torch.rand(m, device="cuda", generator=generator) / 100
+        self.weight_scale = torch.rand(n, device="cuda", generator=generator) / 100
+        self.bias = torch.randn(n, device="cuda", generator=generator).bfloat16()
+        self.out = torch.empty((m, n), dtype=torch.bfloat16, device="cuda")
+
+    def pack(self, kernel: AmpereKernel) -> Callable[[int], torch.Tensor]:
+        """A call of this pack's kernel."""
+
+        def run(copy: int) -> torch.Tensor:
+            kernel(self.out, self.q, self.q_scale, self.weights[copy], self.weight_scale, self.bias)
+            return self.out
+
+        return run
+
+    def cutlass(self) -> Callable[[int], torch.Tensor]:
+        """A call of comfy-kitchen's kernel, on the tile that it chooses.
+
+        RuntimeError when it refuses the shape.
+        """
+        from comfy_kitchen.backends import cuda
+
+        def run(copy: int) -> torch.Tensor:
+            tensors = (self.q, self.weights[copy], self.q_scale[:, None], self.weight_scale, self.bias, self.out)
+            wrapped = map(cuda._wrap_for_dlpack, tensors)
+            if not cuda._C.cutlass_int8_dequant(*wrapped, _BF16, torch.cuda.current_stream().cuda_stream):
+                raise RuntimeError("comfy-kitchen has no CUTLASS kernel for this shape")
+            return self.out
+
+        return run
+
+    def cutlass_tiles(self) -> tuple[str, dict[str, float]]:
+        """The tile that comfy-kitchen chooses, and milliseconds of every tile by its own benchmark, without bias."""
+        from comfy_kitchen.backends import cuda
+
+        fixed = (self.q_scale[:, None], self.weight_scale, self.out)
+        times = {}
+        for number, tile in CUTLASS_TILES.items():
+            series = []
+            for weight in (self.weights[0], *self.weights):
+                wrapped = map(cuda._wrap_for_dlpack, (self.q, weight, *fixed))
+                stream = torch.cuda.current_stream().cuda_stream
+                series.append(cuda._C.benchmark_cutlass_int8_dequant_config(*wrapped, _BF16, number, 1, stream))
+            if min(series) > 0:
+                times[tile] = statistics.median(series[1:])
+        selected = ctypes.CDLL(cuda._C.__file__).cutlass_int8_selected_config
+        return CUTLASS_TILES[selected(*map(ctypes.c_int64, (self.m, self.n, self.k)))], times
+
+
+def quick_milliseconds(run: Callable[[int], torch.Tensor], copies: int) -> float:
+    """Time of one call among as many as there are weights, the better of two series."""
+    times = []
+    for _ in range(3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for copy in range(copies):
+            run(copy)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / copies)
+    return min(times[1:])
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def offered(m: int, n: int, k: int) -> list[GemmConfig]:
+    """What the pack's tuning would choose from on an Ampere card with as many multiprocessors as this one.
+
+    Without splits of K, which these shapes do not need.
+    """
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    return [config for config in candidates((8, 0), multiprocessors, m, n, k) if config.split_k == 1]
+
+
+def measure(operands: Operands, kernels: dict[tuple[GemmConfig, bool], AmpereKernel], rounds: int) -> dict:
+    """One shape: median milliseconds of each method, which configurations ran, and how far the results are apart."""
+    sizes = operands.m, operands.n, operands.k
+    configs = offered(*sizes)
+
+    def fastest(limited: bool) -> GemmConfig:
+        times = {c: quick_milliseconds(operands.pack(kernels[c, limited]), len(operands.weights)) for c in configs}
+        return min(times, key=times.__getitem__)
+
+    chosen = {TUNED: (fastest(False), False), UNTUNED: (configs[0], False), LIKE_SM86: (fastest(True), True)}
+    runs = {name: operands.pack(kernels[key]) for name, key in chosen.items()} | {CUTLASS: operands.cutlass()}
+    results = {name: run(0).float() for name, run in runs.items()}
+    differences = {name: relative_error(result, results[CUTLASS]) for name, result in results.items()}
+    if max(differences.values()) > _MOST_DIFFERENCE:
+        raise RuntimeError(f"the results for {sizes} differ: {differences}")
+    pool, device = GraphPool(), torch.device("cuda", 0)
+    series = {name: CallSeries(run, len(operands.weights), device, pool) for name, run in runs.items()}
+    times = sustained_milliseconds(series, rounds)
+    tile, tiles = operands.cutlass_tiles()
+    return {
+        "shape": sizes,
+        "milliseconds": {name: statistics.median(values) for name, values in times.items()},
+        "rounds": times,
+        "configurations": {name: short(config) for name, (config, _) in chosen.items()},
+        "looped": [name for name, calls in series.items() if calls.looped],
+        "difference": max(differences.values()),
+        "tile": tile,
+        "tiles": tiles,
+    }
+
+
+def best_tile(result: dict) -> tuple[str, float]:
+    """comfy-kitchen's fastest tile, and its time relative to the one it chooses, both by its own benchmark."""
+    tiles = result["tiles"]
+    fastest = min(tiles, key=tiles.__getitem__)
+    return fastest, tiles[fastest] / tiles[result["tile"]]
+
+
+def document(results: list[dict], heading: str) -> str:
+    """The table, its geometric means and how to read them."""
+    columns = ["M x N x K", CUTLASS, "its tile (IMMA of main loop)", TUNED, "its configuration (IMMA of main loop)"]
+    columns += [*(f"{name} is" for name in (TUNED, UNTUNED, LIKE_SM86)), "comfy-kitchen's best tile would be"]
+    rows = []
+    for result in results:
+        ms = result["milliseconds"]
+        tile, share = best_tile(result)
+        rows.append(
+            [
+                " x ".join(map(str, result["shape"])),
+                f"{ms[CUTLASS]:.4f} ms",
+                f"{result['tile']} ({result['loops'][CUTLASS]})",
+                f"{ms[TUNED]:.4f} ms",
+                f"{result['configurations'][TUNED]} ({result['loops'][TUNED]})",
+                *(f"{ms[CUTLASS] / ms[name]:.3f} x" for name in (TUNED, UNTUNED, LIKE_SM86)),
+                f"{1 / share:.3f} x ({tile})",
+            ]
+        )
+    ratios = {
+        name: geometric_mean([result["milliseconds"][CUTLASS] / result["milliseconds"][name] for result in results])
+        for name in (TUNED, UNTUNED, LIKE_SM86)
+    }
+    best = geometric_mean([1 / best_tile(result)[1] for result in results])
+    means = ", ".join(f"{name} {ratio:.3f} x" for name, ratio in ratios.items())
+    return (
+        f"{heading}\n\nGeometric mean of the speed relative to comfy-kitchen's: {means}; comfy-kitchen itself with its "
+        f"best tile {best:.3f} x.\n\n{markdown(columns, rows)}\n\n"
+        "The pack's kernels are its sm_80 builds, assembled for this card. comfy-kitchen's are the CUTLASS templates "
+        "that an RTX 30 runs as sm_80 code; on this card its library runs the same templates built for sm_90, since it "
+        "holds sm_80 machine code but no sm_80 PTX. Both sides use `IMMA` alone. Same int8 operands, scales and bias; "
+        "the weight is out of cache. *Untuned* is the first configuration that the pack offers. *As on sm_86* is the "
+        "pack alone, held to as many blocks per multiprocessor as an RTX 30 has room for. The last column is "
+        "comfy-kitchen's own benchmark, without bias.\n"
+    )
+
+
+def main() -> None:
+    """Command line of the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results" / "ampere_beside_cutlass")
+    parser.add_argument("--loops", type=Path, help="only print the main loops in this _C.abi3.so of comfy-kitchen")
+    arguments = parser.parse_args()
+    if arguments.loops:
+        print(loops_table(arguments.loops))
+        return
+    shapes = [(m, shape.n, shape.k) for m in TOKENS for shape in BLOCK_SHAPES]
+    configs = list(dict.fromkeys(config for shape in shapes for config in offered(*shape)))
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        prebuilt = dict(zip(configs, pool.map(prebuild, configs, chunksize=1), strict=True))
+    kernels = {}
+    for config, built in prebuilt.items():
+        for limited in (False, True):
+            blocks = residency_on_sm86(built, config) if limited else None
+            kernels[config, limited] = AmpereKernel(config, prebuilt=built, blocks_per_multiprocessor=blocks)
+    results = []
+    for shape in shapes:
+        results.append(measure(Operands(*shape), kernels, arguments.rounds))
+        print(json.dumps(results[-1]), flush=True)
+        torch.cuda.empty_cache()
+    own = {short(config): own_loop(built) for config, built in prebuilt.items()}
+    library = Path(importlib.import_module("comfy_kitchen.backends.cuda")._C.__file__)
+    theirs = {tile: in_words(loop) for tile, loop in cutlass_loops(library, "sm_90").items()}
+    for result in results:
+        result["loops"] = {TUNED: own[result["configurations"][TUNED]], CUTLASS: theirs[result["tile"]]}
+    text = document(results, title(describe_machine(torch.device("cuda", 0))))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "ampere_beside_cutlass.md").write_text(text)
+    (arguments.out / "ampere_beside_cutlass.json").write_text(json.dumps(results))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
