@@ -1,0 +1,466 @@
+"""A projection, not a measurement: Ideogram 4 on an RTX 3090, from compiled kernels and published rates.
+
+    python tests/studies/rtx3090_projection.py [--out DIR]
+
+Needs no GPU. The same model with an H200's constants is held against steps that were measured there (MEASURED), and its
+GEMM against INT8 times that others published of an sm_86 card. Leaves rtx3090_projection/.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
+
+from kernels.benchmark import markdown
+from kernels.fused.tiles import ARCHITECTURES, GemmConfig
+from support.sass import MainLoop, cuobjdump, main_loops
+
+RESULTS = TESTS / "studies" / "results" / "rtx3090_projection"
+PIXELS = (768, 1024)
+BLOCKS, WIDTH, FFN, TEXT_TOKENS = 34, 4608, 12288, 256
+PROTECTED = 17
+# N and K of a block's linears; the last is what the recipe protects.
+UNPROTECTED = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (FFN, WIDTH), (FFN, WIDTH))
+W2 = (WIDTH, FFN)
+
+BF16, NATIVE, SEPARATE, PROTOTYPE, FUSED, BF16_PROTECTED, ACT16_PROTECTED = (
+    "bf16",
+    "native INT8",
+    "this pack, separate passes",
+    "this pack, fused producers, ComfyUI's rope",
+    "this pack, fused producers",
+    f"fused producers, {PROTECTED} w2 in bf16",
+    f"fused producers, {PROTECTED} w2 with 16-bit activations",
+)
+# Milliseconds of a step on an H200 by variant and pixels: ComfyUI 0.33.0, comfy-kitchen 0.2.40, torch 2.11.0+cu130,
+# triton 3.6.0, 2026-11-21. New measurements go here; a variant without one is not checked.
+MEASURED: dict[str, dict[int, float]] = {
+    BF16: {768: 178.8, 1024: 333.5},
+    NATIVE: {768: 166.8, 1024: 312.4},
+    SEPARATE: {768: 125.0, 1024: 243.0},
+    PROTOTYPE: {768: 113.5, 1024: 221.6},
+}
+MEASURED_PARTS = {PROTOTYPE: {"GEMM": 108.0, "attention": 81.0, "rope": 8.6, "passes": 17.6, "other": 2.0}}  # 1024 px
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Tensor cores as one kind of int8 instruction drives them.
+
+    Attributes:
+        tops: peak of the card, 10^12 operations per second.
+        per_cycle: operations per cycle of what executes one instruction: a quarter of a multiprocessor for IMMA, a
+            whole one for IGMMA.
+        sustained: share of the peak that dense products keep up, clocks and power included.
+    """
+
+    tops: float
+    per_cycle: int
+    sustained: float
+
+    def efficiency(self, loop: MainLoop) -> float:
+        """Share of the main loop's time in which the tensor cores work, as if nothing else issued meanwhile."""
+        busy = loop.tensor * loop.operations / self.per_cycle
+        return busy / (busy + loop.instructions - loop.tensor)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A GEMM kernel: its output tile and its main loop."""
+
+    rows: int
+    columns: int
+    loop: MainLoop
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a step's time depends on.
+
+    Attributes:
+        engines: tensor cores by whose kernels run: this pack's or comfy-kitchen's.
+        bf16_tflops: what bf16 linears reach.
+        attention_tflops: what bf16 attention with heads of 256 reaches, by pixels.
+        bytes_per_second: what an elementwise pass over large tensors reaches.
+        launch_seconds: what each such pass takes beyond its bytes.
+        rope_share: share of that speed which ComfyUI's norm and rotation of q and k reach.
+        other_seconds: all else in a step.
+    """
+
+    name: str
+    multiprocessors: int
+    engines: Mapping[str, Engine]
+    bf16_tflops: float
+    attention_tflops: Mapping[int, float]
+    bytes_per_second: float
+    launch_seconds: float
+    rope_share: float
+    other_seconds: float
+
+
+PACK, KITCHEN = "this pack", "comfy-kitchen"
+_GA102 = Engine(284, 512, 0.92)
+RTX_3090 = Card(
+    "RTX 3090",
+    82,
+    {PACK: _GA102, KITCHEN: _GA102},
+    bf16_tflops=0.92 * 71,
+    attention_tflops=dict.fromkeys(PIXELS, 0.85 * 71),
+    bytes_per_second=0.9 * 936e9,
+    launch_seconds=9e-6,
+    rope_share=0.7,
+    other_seconds=10e-3,
+)
+H200 = Card(
+    "H200",
+    132,
+    {PACK: Engine(1979, 8192, 0.8), KITCHEN: Engine(1070, 1024, 1.0)},
+    bf16_tflops=0.7 * 989,
+    attention_tflops={768: 278, 1024: 293},
+    bytes_per_second=0.9 * 4.8e12,
+    launch_seconds=9e-6,
+    rope_share=0.31,
+    other_seconds=2e-3,
+)
+# Channels whose multiplication takes as long as starting a tile and its epilogue, as in kernels/fused/tiles.py.
+TILE_OVERHEAD = 512
+# comfy-kitchen 0.2.40's two large tiles, by `ampere_beside_cutlass.py --loops`: its sm_80 code, and what an H200 runs.
+_IMMA = 2 * 16 * 8 * 32
+CUTLASS = {
+    RTX_3090.name: [Tile(128, 256, MainLoop(64, 150, _IMMA)), Tile(128, 128, MainLoop(64, 162, _IMMA))],
+    H200.name: [Tile(128, 256, MainLoop(64, 152, _IMMA)), Tile(128, 128, MainLoop(64, 164, _IMMA))],
+}
+
+ASSUMPTIONS = (
+    "INT8 peak of the RTX 3090 284 TOPS, bf16 with float32 sums 71 TFLOPS, 936 GB/s, 82 multiprocessors; of the H200 "
+    "1979 TOPS for `IGMMA`, 1070 for `IMMA` (4096 operations per cycle and multiprocessor at 1980 MHz), bf16 989 "
+    "TFLOPS, 4.8 TB/s, 132 multiprocessors.",
+    "Dense products keep up 0.92 of the peak on an RTX 3090: its bf16 rate in arXiv 2606.14598, 65.5 of 71 TFLOPS. On "
+    "an H200 `IGMMA` keeps up 0.80 (bf16 8192 x 8192 x 8192: 0.80 of peak, limited by power), `IMMA`, half as fast, "
+    "all.",
+    "A GEMM takes as many rounds as its tiles need on all multiprocessors. A round lasts as long as the tile's "
+    "multiplications at that rate, the other instructions of its main loop one cycle each with the tensor cores idle, "
+    "and 512 channels more for start and epilogue. Of the configurations that the pack ships the fastest by this model "
+    "runs; K is not split. comfy-kitchen runs the faster of its 128 x 256 and 128 x 128 tiles.",
+    "bf16 linears reach 0.92 of the peak on an RTX 3090 and 0.70 on an H200 (682 to 700 TFLOPS in the three wide "
+    "shapes).",
+    "Attention, heads of 256: on an H200 FlashAttention-2's 278 and 293 TFLOPS at 2 k and 4 k tokens (arXiv "
+    "2407.08608, H100). On an RTX 3090 0.85 of 71 TFLOPS; no figure was found for that card and head size. "
+    "FlashAttention-2 reaches 0.95 of the peak on an RTX 4090 (heads of 256: 156 of 165 TFLOPS, TVM's flash_perf.md), "
+    "whose tensor cores also halve their rate for float32 sums. It reaches 0.74 on an RTX A5000, sm_86 at the full "
+    "rate (82 of 111 TFLOPS, heads of 64, gpu-mode/ring-attention issue 10).",
+    "Elementwise passes move their bytes once, at 0.9 of the memory's speed, plus 9 us each (the quantizer's times at "
+    "two widths on an H200). The L2 keeps nothing between passes.",
+    "ComfyUI's norm and rotation of q and k reach 0.31 of that speed on an H200 (8.6 ms, taken from the measured step) "
+    "and 0.7 on an RTX 3090, as if bound by instructions; in one pass they run like other passes.",
+    "All else takes 2 ms on an H200 (taken from the measured step) and 10 ms on an RTX 3090. The host never waits, and "
+    "all weights are resident.",
+    f"A step is one forward with {TEXT_TOKENS} text tokens and one without. Where w2 is protected in bf16, act(gate) * "
+    "up is one pass too.",
+)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """An elementwise kernel of a block: bytes per token in units of WIDTH and of FFN, and how many there are."""
+
+    width: float
+    ffn: float
+    times: int = 1
+
+
+SEPARATE_PASSES = {
+    "RMSNorm": Pass(4, 0, 4),
+    "modulation": Pass(4, 0, 2),
+    "gate": Pass(4, 0, 2),
+    "residual": Pass(6, 0, 2),
+    "SiLU": Pass(0, 4),
+    "up": Pass(0, 6),
+}
+QUANTIZERS = {"quantize": Pass(3, 0, 3), "quantize w2's input": Pass(0, 3)}
+FUSED_PASSES = {
+    "norm, modulation -> INT8": Pass(3, 0, 2),
+    "quantize attention": Pass(3, 0),
+    "act * up -> INT8": Pass(0, 5),
+    "gated residual": Pass(6, 0, 2),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a step runs.
+
+    Attributes:
+        gemm: whose INT8 kernels; None is bf16.
+        passes: the elementwise passes of a block.
+        fused_rope: q and k are normalized and rotated in one pass.
+        protected: blocks whose w2 is protected, in bf16 if `protected_bf16`, else with 16-bit activations.
+        protected_passes: what replaces passes of the same name in these blocks.
+    """
+
+    gemm: str | None
+    passes: Mapping[str, Pass]
+    fused_rope: bool = False
+    protected: int = 0
+    protected_bf16: bool = False
+    protected_passes: Mapping[str, Pass] = field(default_factory=dict)
+
+
+_WIDER_W2 = {"act * up -> INT8": Pass(0, 6)}
+VARIANTS = {
+    BF16: Variant(None, SEPARATE_PASSES),
+    NATIVE: Variant(KITCHEN, SEPARATE_PASSES | QUANTIZERS | {"quantize": Pass(3, 0, 4)}),
+    SEPARATE: Variant(PACK, SEPARATE_PASSES | QUANTIZERS),
+    PROTOTYPE: Variant(PACK, FUSED_PASSES),
+    FUSED: Variant(PACK, FUSED_PASSES, fused_rope=True),
+    BF16_PROTECTED: Variant(PACK, FUSED_PASSES, True, PROTECTED, True, _WIDER_W2),
+    ACT16_PROTECTED: Variant(PACK, FUSED_PASSES, True, PROTECTED, False, _WIDER_W2),
+}
+
+
+def tokens(pixels: int) -> tuple[int, int]:
+    """Tokens of the conditional and of the unconditional forward."""
+    image = (pixels // 16) ** 2
+    return image + TEXT_TOKENS, image
+
+
+def gemm_seconds(card: Card, engine: Engine, tiles: Iterable[Tile], m: int, n: int, k: int) -> float:
+    """Time of [m, k] x [n, k] on the fastest of `tiles`, worked off in rounds; two walks over K are a `k` twice as
+    long."""
+
+    def seconds(tile: Tile) -> float:
+        rounds = math.ceil(math.ceil(m / tile.rows) * math.ceil(n / tile.columns) / card.multiprocessors)
+        rate = engine.tops * 1e12 * engine.sustained * engine.efficiency(tile.loop) / card.multiprocessors
+        return rounds * 2 * tile.rows * tile.columns * (k + TILE_OVERHEAD) / rate
+
+    return min(map(seconds, tiles))
+
+
+def pass_seconds(card: Card, passes: Iterable[Pass], m: int) -> float:
+    """Time of a block's elementwise passes over m tokens."""
+    passes = list(passes)
+    moved = sum((one.width * WIDTH + one.ffn * FFN) * one.times for one in passes) * m
+    return moved / card.bytes_per_second + sum(one.times for one in passes) * card.launch_seconds
+
+
+def step(card: Card, variant: Variant, pixels: int, kernels: Mapping[str, Sequence[Tile]]) -> dict[str, float]:
+    """Milliseconds of a step by part; `kernels` are the tiles by whose they are."""
+    parts = dict.fromkeys(("GEMM", "attention", "rope", "passes"), 0.0)
+    protected = variant.protected
+    rope = replace(card, bytes_per_second=card.bytes_per_second * (1 if variant.fused_rope else card.rope_share))
+    for m in tokens(pixels):
+
+        def linear(n: int, k: int, gemm: str | None = variant.gemm, m: int = m) -> float:
+            if gemm is None:
+                return 2 * m * n * k / (card.bf16_tflops * 1e12)
+            return gemm_seconds(card, card.engines[gemm], kernels[gemm], m, n, k)
+
+        w2 = linear(*W2)
+        special = linear(*W2, gemm=None) if variant.protected_bf16 else linear(W2[0], 2 * W2[1])
+        parts["GEMM"] += BLOCKS * sum(linear(*shape) for shape in UNPROTECTED)
+        parts["GEMM"] += (BLOCKS - protected) * w2 + protected * special
+        parts["attention"] += BLOCKS * 4 * m * m * WIDTH / (card.attention_tflops[pixels] * 1e12)
+        parts["rope"] += BLOCKS * pass_seconds(rope, [Pass(8, 0)], m)
+        plain, other = variant.passes, {**variant.passes, **variant.protected_passes}
+        parts["passes"] += (BLOCKS - protected) * pass_seconds(card, plain.values(), m)
+        parts["passes"] += protected * pass_seconds(card, other.values(), m)
+    parts["other"] = card.other_seconds
+    return {name: seconds * 1e3 for name, seconds in parts.items()}
+
+
+def main_loop(config: GemmConfig, capability: int) -> MainLoop:
+    """The main loop of a configuration compiled for sm_<capability>."""
+    from support.machine_code import Build, compiled  # turns Triton's interpreter off, so not for a test's process
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(Build(config, capability)).asm["cubin"])
+        file.flush()
+        ((_, loop),) = main_loops(cuobjdump("-sass", file.name))
+    return loop
+
+
+def compiled_tiles() -> dict[str, list[Tile]]:
+    """The tiles of the configurations that the pack ships for each card, compiled."""
+    jobs = [
+        (card.name, config, capability)
+        for card, architecture, capability in ((RTX_3090, "Ampere", 86), (H200, "Hopper", 90))
+        for config in ARCHITECTURES[architecture].rates
+        if config.block_m >= 64
+    ]
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        loops = pool.starmap(main_loop, [job[1:] for job in jobs], chunksize=1)
+    found: dict[str, list[Tile]] = {}
+    for (card, config, _), loop in zip(jobs, loops, strict=True):
+        tile = Tile(config.block_m, config.block_n, loop)
+        if tile not in found.setdefault(card, []):
+            found[card].append(tile)
+    return found
+
+
+def stored_tiles(path: Path = RESULTS / "rtx3090_projection.json") -> dict[str, list[Tile]]:
+    """The tiles of the last run."""
+    stored = json.loads(path.read_text())["tiles"]
+    return {
+        card: [Tile(t["rows"], t["columns"], MainLoop(**t["loop"])) for t in tiles] for card, tiles in stored.items()
+    }
+
+
+def projection(card: Card, tiles: Mapping[str, list[Tile]]) -> dict[str, dict[int, dict[str, float]]]:
+    """Milliseconds by part, of every variant at every resolution."""
+    kernels = {PACK: tiles[card.name], KITCHEN: CUTLASS[card.name]}
+    return {name: {px: step(card, variant, px, kernels) for px in PIXELS} for name, variant in VARIANTS.items()}
+
+
+def total(parts: Mapping[str, float]) -> float:
+    """The whole step."""
+    return sum(parts.values())
+
+
+def protection_costs(steps: Mapping[str, Mapping[int, Mapping[str, float]]], pixels: int) -> tuple[float, float]:
+    """Milliseconds that protection adds with bf16 and with 16-bit activations."""
+    bare = total(steps[FUSED][pixels])
+    return total(steps[BF16_PROTECTED][pixels]) - bare, total(steps[ACT16_PROTECTED][pixels]) - bare
+
+
+def errors(steps: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[tuple[str, int], float]:
+    """Relative error of the H200's modelled steps where there is a measured one."""
+    return {
+        (name, px): total(steps[name][px]) / milliseconds - 1
+        for name, by_pixels in MEASURED.items()
+        for px, milliseconds in by_pixels.items()
+    }
+
+
+A6000 = replace(RTX_3090, name="RTX A6000", multiprocessors=84, engines={KITCHEN: replace(_GA102, tops=309.7)})
+# M, N, K and milliseconds of comfy-kitchen's 128 x 256 tile on that card, which is sm_86 and was held to 300 W:
+# comfy_kitchen/a6000_int8_cfg_table.json in the project's repository, commit 20769ed.
+A6000_TIMES = {
+    (1024, 4096, 4096): 0.1891,
+    (1024, 16384, 4096): 0.6386,
+    (1024, 4096, 16384): 0.6786,
+    (1797, 16384, 2048): 0.5980,
+    (25900, 4096, 4096): 4.0437,
+    (25900, 16384, 4096): 16.4923,
+    (25900, 4096, 16384): 16.4576,
+}
+
+
+def a6000_errors() -> dict[tuple[int, int, int], float]:
+    """Relative error of the modelled GEMM on each shape of A6000_TIMES."""
+    tile = CUTLASS[RTX_3090.name][:1]
+    return {
+        shape: gemm_seconds(A6000, A6000.engines[KITCHEN], tile, *shape) * 1e3 / milliseconds - 1
+        for shape, milliseconds in A6000_TIMES.items()
+    }
+
+
+def _steps_table(steps: Mapping[str, Mapping[int, Mapping[str, float]]], pixels: int) -> str:
+    bare = total(steps[BF16][pixels])
+    rows = [
+        [
+            name,
+            *(f"{part:.0f}" for part in by[pixels].values()),
+            f"**{total(by[pixels]):.0f}**",
+            f"{bare / total(by[pixels]):.2f} x",
+        ]
+        for name, by in steps.items()
+    ]
+    return markdown([f"{pixels} px, ms", *steps[BF16][pixels], "step", "bf16 / this"], rows)
+
+
+def _sensitivity(tiles: Mapping[str, list[Tile]]) -> str:
+    slow = {name: replace(engine, sustained=0.8) for name, engine in RTX_3090.engines.items()}
+    cards = {
+        "as assumed": RTX_3090,
+        "attention at 0.74 of the peak": replace(RTX_3090, attention_tflops=dict.fromkeys(PIXELS, 0.74 * 71)),
+        "attention at 0.95 of the peak": replace(RTX_3090, attention_tflops=dict.fromkeys(PIXELS, 0.95 * 71)),
+        "INT8 products at 0.8 of the peak, bf16 as before": replace(RTX_3090, engines=slow),
+        "passes at 0.75 of the memory's speed": replace(RTX_3090, bytes_per_second=0.75 * 936e9),
+    }
+    rows = []
+    for name, card in cards.items():
+        steps = projection(card, tiles)
+        in_bf16, in_16_bits = protection_costs(steps, 1024)
+        speeds = [total(steps[BF16][1024]) / total(steps[variant][1024]) for variant in (SEPARATE, FUSED)]
+        rows.append([name, *(f"{speed:.2f} x" for speed in speeds), f"{in_16_bits / in_bf16:.2f}"])
+    columns = ["1024 px", SEPARATE, FUSED, "16-bit protection's cost / bf16 protection's"]
+    return markdown(columns, rows)
+
+
+def document(tiles: Mapping[str, list[Tile]], heading: str) -> str:
+    """The projection, its checks and all that it assumes."""
+    steps, checked = projection(RTX_3090, tiles), projection(H200, tiles)
+    check_rows = [
+        [name, f"{px} px", f"{total(checked[name][px]):.1f}", f"{MEASURED[name][px]:.1f}", f"{error:+.1%}"]
+        for (name, px), error in errors(checked).items()
+    ]
+    part_rows = [
+        [name, part, f"{checked[name][1024][part]:.1f}", f"{milliseconds:.1f}"]
+        for name, parts in MEASURED_PARTS.items()
+        for part, milliseconds in parts.items()
+    ]
+    a6000_rows = [[" x ".join(map(str, shape)), f"{error:+.1%}"] for shape, error in a6000_errors().items()]
+    costs = []
+    for px in PIXELS:
+        in_bf16, in_16_bits = protection_costs(steps, px)
+        share = in_16_bits / in_bf16
+        costs.append(f"{px} px {in_16_bits:.0f} ms instead of {in_bf16:.0f} ({share:.2f} of it)")
+    loops = [
+        [card, f"{tile.rows} x {tile.columns}", f"{tile.loop.tensor} of {tile.loop.instructions}"]
+        for card, own in tiles.items()
+        for tile in own
+    ]
+    parts = [
+        "# Ideogram 4 on an RTX 3090: a projection",
+        f"**Nothing here was measured on an RTX 3090.** {heading}",
+        *(_steps_table(steps, px) for px in PIXELS),
+        f"What protecting {PROTECTED} w2 with 16-bit activations adds: {', '.join(costs)}.",
+        "## What it depends on",
+        _sensitivity(tiles),
+        "## The same model on an H200, where steps were measured",
+        markdown(["variant", "", "model, ms", "measured, ms", "error"], check_rows),
+        "The parts err more than their sum:",
+        markdown(["variant, 1024 px", "part", "model, ms", "measured, ms"], part_rows),
+        "## Its GEMM on an sm_86 card",
+        "INT8 times that comfy-kitchen's repository gives for its 128 x 256 tile on an RTX A6000, held to 300 W "
+        "(a6000_int8_cfg_table.json, commit 20769ed).",
+        markdown(["M x N x K", "error of the model"], a6000_rows),
+        "## Assumptions",
+        "\n".join(f"- {assumption}" for assumption in ASSUMPTIONS),
+        "## Main loops",
+        markdown(["card", "tile", "tensor core instructions of all"], loops),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Command line of the projection."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    import triton
+
+    tiles = compiled_tiles()
+    run = f"triton {triton.__version__}, {datetime.date.today().isoformat()}"
+    text = document(tiles, f"{run}, `python tests/studies/rtx3090_projection.py`.")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "rtx3090_projection.md").write_text(text)
+    stored = {
+        "tiles": {card: list(map(asdict, own)) for card, own in tiles.items()},
+        "steps": projection(RTX_3090, tiles),
+    }
+    (arguments.out / "rtx3090_projection.json").write_text(json.dumps(stored, indent=1))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
