@@ -1,8 +1,7 @@
 """Launching the fused INT8 GEMM: the configuration tuned for a shape, its workspace, its tensor descriptors."""
 
-import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -44,12 +43,22 @@ def _fits_descriptors(operand: torch.Tensor) -> bool:
     return tensor_descriptor is not None and operand.data_ptr() % 16 == 0 and row_bytes % 16 == 0
 
 
-def _blocks(operand: torch.Tensor, rows: int, columns: int) -> object:
-    """What the copy engine is told of matrices like this, which fits: blocks of [rows, columns]. It keeps no tensor."""
+class _Blocks(NamedTuple):
+    """What a launch reads of a tensor descriptor, without all that Triton checks of a new one."""
+
+    base: torch.Tensor
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    block_shape: tuple[int, int]
+    padding: str = "zero"
+
+
+def _new_descriptor(
+    base: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int], block_shape: tuple[int, int]
+) -> object:
+    """A descriptor as Triton wants it to compile a kernel."""
     assert tensor_descriptor is not None
-    blocks = tensor_descriptor.TensorDescriptor.from_tensor(operand, [rows, columns])
-    blocks.base = None
-    return blocks
+    return tensor_descriptor.TensorDescriptor(base, list(shape), list(strides), list(block_shape))
 
 
 @dataclass(frozen=True)
@@ -61,10 +70,11 @@ class PreparedGemm:
     sizes: tuple[int, int, int]
     strides: tuple[int, int, int]
     tiles: int
-    # What describes a matrix to the copy engine, but for its address; None where pointers are used.
-    a_blocks: object
-    b_blocks: object
-    out_blocks: object
+    # What the copy engine is told of a matrix beside its address: shape, strides, and the shape of the blocks that it
+    # copies. None where pointers are used.
+    a_blocks: tuple | None
+    b_blocks: tuple | None
+    out_blocks: tuple | None
 
     def __call__(
         self,
@@ -81,26 +91,20 @@ class PreparedGemm:
             sums = self.tiles * self.config.split_k * self.config.block_m * self.config.block_n
             partial_sums = torch.empty(sums, dtype=torch.int32, device=q.device)
             arrivals = _arrivals(q.device, self.tiles)
+        described = _new_descriptor if self.launch.is_new else _Blocks
         self.launch(
-            q if self.a_blocks is None else _described(self.a_blocks, q),
-            weight if self.b_blocks is None else _described(self.b_blocks, weight),
+            q if self.a_blocks is None else described(q, *self.a_blocks),
+            weight if self.b_blocks is None else described(weight, *self.b_blocks),
             # What the kernel does not read is `out` again: a pointer like any other.
             out if q_scale is None else q_scale,
             out if weight_scale is None else weight_scale,
             out if bias is None else bias,
-            out if self.out_blocks is None else _described(self.out_blocks, out),
+            out if self.out_blocks is None else described(out, *self.out_blocks),
             partial_sums,
             arrivals,
             *self.sizes,
             *self.strides,
         )
-
-
-def _described(blocks: Any, operand: torch.Tensor) -> object:
-    """A descriptor like `blocks` of another matrix of the same shape: without all that Triton checks of a new one."""
-    described = copy.copy(blocks)
-    described.base = operand
-    return described
 
 
 # By all that Triton compiles for and all that the grid depends on.
@@ -123,9 +127,9 @@ def _prepare(
         (m, n, k),
         (q.stride(0), weight.stride(0), out.stride(0)),
         tiles,
-        _blocks(q, config.block_m, config.block_k) if descriptors else None,
-        _blocks(weight, config.block_n, config.block_k) if descriptors else None,
-        _blocks(out, config.block_m, config.block_n) if store_blocks else None,
+        (q.shape, q.stride(), (config.block_m, config.block_k)) if descriptors else None,
+        (weight.shape, weight.stride(), (config.block_n, config.block_k)) if descriptors else None,
+        (out.shape, out.stride(), (config.block_m, config.block_n)) if store_blocks else None,
     )
 
 

@@ -33,6 +33,11 @@ class RepeatedLaunch:
         self._launch = None
         self._appended = ()
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the next launch is Triton's own, which looks at its arguments to compile for them."""
+        return self._launch is None
+
     def __call__(self, *arguments: object) -> None:
         """Launch on the current device and stream; `arguments` are the parameters before the constants."""
         if self._launch is not None:
