@@ -22,6 +22,33 @@ def check_int8_matrix(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} must be 2-D, got shape {tuple(tensor.shape)}")
 
 
+def check_float_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless `tensor` is bf16, fp16 or fp32 of shape [..., K]."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}")
+    if tensor.ndim < 2:
+        raise ValueError(f"{name} must have at least two dimensions, got shape {tuple(tensor.shape)}")
+
+
+def check_tokens(name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless `tensor` is bf16, fp16 or fp32 of shape [B, T, K] or [T, K]."""
+    check_float_rows(name, tensor)
+    if tensor.ndim not in (2, 3):
+        raise ValueError(f"{name} must be [B, T, K] or [T, K], got shape {tuple(tensor.shape)}")
+
+
+def check_modulation(name: str, tensor: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless `tensor` is None or has the axes of `x` [B, T, K], B and T possibly 1."""
+    if tensor is None:
+        return
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}")
+    fits = all(size in (1, whole) for size, whole in zip(tensor.shape[:-1], x.shape[:-1], strict=False))
+    if tensor.ndim != x.ndim or tensor.shape[-1] != x.shape[-1] or not fits:
+        axes = " x ".join([*(f"{size} or 1" for size in x.shape[:-1]), str(x.shape[-1])])
+        raise ValueError(f"{name} must have shape {axes} to match x, got {tuple(tensor.shape)}")
+
+
 def check_vector(name: str, tensor: torch.Tensor, length: int, axis: str) -> None:
     """Raise TypeError or ValueError unless `tensor` is a floating point vector of `length`, the size of `axis`."""
     if not tensor.is_floating_point():

@@ -10,8 +10,59 @@ from typing import Literal
 import torch
 
 from . import reference_producers as reference
+from .checks import (
+    check_activation_bits,
+    check_float_rows,
+    check_modulation,
+    check_same_device,
+    check_tokens,
+    check_vector,
+)
+from .device import uses_triton
 from .reference_producers import ACTIVATIONS, Norm
 from .transform import UNCHANGED, ChannelTransform
+
+# What was found to be well-formed: all of a call but its data. It is also what a kernel is prepared for.
+_checked: set[tuple] = set()
+
+
+def _layouts(*tensors: torch.Tensor | None) -> tuple:
+    """All of the tensors but their data."""
+    return tuple(
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+        for tensor in tensors
+    )
+
+
+def _differentiated(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _refuse_gradient(name: str, *tensors: torch.Tensor | None) -> None:
+    if _differentiated(*tensors):
+        raise RuntimeError(f"{name} has no gradient, as it rounds: run it under torch.no_grad()")
+
+
+def _runs_kernel(x: torch.Tensor, channels: int, transform: ChannelTransform = UNCHANGED) -> bool:
+    if not uses_triton(x):
+        return False
+    from .fused.rows import fits_registers
+
+    return fits_registers(channels, transform)
+
+
+def _empty_quantized(x: torch.Tensor, channels: int, activation_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.shape[:-1].numel()
+    q = torch.empty((rows, channels * (activation_bits // 8)), dtype=torch.int8, device=x.device)
+    return q, torch.zeros((rows,), dtype=torch.float32, device=x.device)
+
+
+def _check_norm(norm: Norm, channels: int) -> None:
+    if norm.kind not in ("rms", "layer"):
+        raise ValueError(f"a norm's kind must be rms or layer, got {norm.kind!r}")
+    for name, vector in (("the norm's weight", norm.weight), ("the norm's bias", norm.bias)):
+        if vector is not None:
+            check_vector(name, vector, channels, "K")
 
 
 def norm_quantize(
@@ -25,16 +76,39 @@ def norm_quantize(
     """norm(x) (1 + scale) + shift, quantized per token as `quantize_activations` does; float32 in between.
 
     Args:
-        x: [B, T, K] bf16, fp16 or fp32.
+        x: [B, T, K] or [T, K], bf16, fp16 or fp32.
         norm: the norm over K.
-        scale, shift: [B or 1, T or 1, K], or None.
+        scale, shift: [B or 1, T or 1, K], with as many axes as `x`, or None.
         transform: what is done to the channels before they are quantized.
         activation_bits: 8 or 16.
 
     Returns:
         int8 [B T, K], or [B T, 2K] for 16 bits, and float32 per-token scale [B T].
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
+        RuntimeError: an argument needs a gradient, which rounding does not have.
     """
-    return reference.norm_quantize_reference(x, norm, scale, shift, transform, activation_bits)
+    tensors = (x, norm.weight, norm.bias, scale, shift, transform.smooth)
+    key = (norm.kind, transform.rotation_group, activation_bits, *_layouts(*tensors))
+    if key not in _checked:
+        check_tokens("x", x)
+        _check_norm(norm, x.shape[-1])
+        check_modulation("scale", scale, x)
+        check_modulation("shift", shift, x)
+        check_activation_bits(activation_bits)
+        transform.check(x.shape[-1])
+        check_same_device(x=x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, smooth=transform.smooth)
+        _checked.add(key)
+    _refuse_gradient("norm_quantize", *tensors[:-1])
+    if not x.numel():
+        return _empty_quantized(x, x.shape[-1], activation_bits)
+    if _runs_kernel(x, x.shape[-1], transform):
+        from .fused.norms import launch_norm_quantizer
+
+        return launch_norm_quantizer(key, x, norm, scale, shift, transform, activation_bits)
+    with torch.no_grad():
+        return reference.norm_quantize_reference(x, norm, scale, shift, transform, activation_bits)
 
 
 def activate_quantize(
@@ -57,11 +131,36 @@ def activate_quantize(
     Returns:
         int8 [rows, K], or [rows, 2K] for 16 bits, and float32 per-token scale [rows].
 
-    Raises ValueError for an unknown activation.
+    Raises:
+        TypeError, ValueError: unknown activation; wrong dtype, shape, device, group or number of bits.
+        RuntimeError: an argument needs a gradient, which rounding does not have.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    return reference.activate_quantize_reference(gate, activation, up, beside, transform, activation_bits)
+    channels = gate.shape[-1] + (0 if beside is None else beside.shape[-1])
+    key = (activation, transform.rotation_group, activation_bits, *_layouts(gate, up, beside, transform.smooth))
+    if key not in _checked:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+        check_float_rows("gate", gate)
+        if not gate.shape[-1]:
+            raise ValueError(f"gate must have channels, got shape {tuple(gate.shape)}")
+        for name, part, shape in (("up", up, gate.shape), ("beside", beside, gate.shape[:-1])):
+            if part is not None:
+                check_float_rows(name, part)
+                if part.shape[: len(shape)] != shape or part.ndim != gate.ndim:
+                    raise ValueError(f"{name} must have the rows of gate {tuple(gate.shape)}, got {tuple(part.shape)}")
+        check_activation_bits(activation_bits)
+        transform.check(channels)
+        check_same_device(gate=gate, up=up, beside=beside, smooth=transform.smooth)
+        _checked.add(key)
+    _refuse_gradient("activate_quantize", gate, up, beside)
+    if not gate.numel():
+        return _empty_quantized(gate, channels, activation_bits)
+    if _runs_kernel(gate, channels, transform):
+        from .fused.gates import launch_activation_producer
+
+        return launch_activation_producer(key, gate, activation, up, beside, transform, activation_bits)
+    with torch.no_grad():
+        return reference.activate_quantize_reference(gate, activation, up, beside, transform, activation_bits)
 
 
 def gated_residual(
@@ -74,13 +173,32 @@ def gated_residual(
     """residual + gate norm(x), with the gate's tanh where `tanh` says so; float32 in between.
 
     Args:
-        residual, x: [B, T, K] bf16, fp16 or fp32.
-        gate: [B or 1, T or 1, K], or None for ones.
+        residual, x: [B, T, K] or [T, K], bf16, fp16 or fp32.
+        gate: [B or 1, T or 1, K], with as many axes as `x`, or None for ones.
         norm: the norm of `x`, or None.
 
     Returns:
         A new tensor like `residual`.
+
+    Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
+    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    tensors = (residual, x, gate, weight, bias)
+    key = (None if norm is None else norm.kind, tanh, *_layouts(*tensors))
+    if key not in _checked:
+        check_tokens("residual", residual)
+        check_tokens("x", x)
+        if residual.shape != x.shape:
+            raise ValueError(f"x must have the residual's shape {tuple(residual.shape)}, got {tuple(x.shape)}")
+        check_modulation("gate", gate, x)
+        if norm is not None:
+            _check_norm(norm, x.shape[-1])
+        check_same_device(residual=residual, x=x, gate=gate, weight=weight, bias=bias)
+        _checked.add(key)
+    if residual.numel() and _runs_kernel(x, x.shape[-1]) and not _differentiated(*tensors):
+        from .fused.norms import launch_gated_residual
+
+        return launch_gated_residual(key, residual, x, gate, norm, tanh)
     return reference.gated_residual_reference(residual, x, gate, norm, tanh)
 
 

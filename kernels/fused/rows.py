@@ -1,5 +1,6 @@
 """Rows of channels in a program's registers: smoothed, rotated, rounded to INT8. The kernels of this room share it."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -84,14 +85,23 @@ def rotate(values, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     """
     if LEFT == 1:
         SIZE: tl.constexpr = 16 if RIGHT == 4 else RIGHT  # pyright: ignore[reportAssignmentType]
-        columns = tl.reshape(values, (1, BLOCK // SIZE, SIZE))
-        rotated = tl.permute(_times_hadamard(tl.permute(columns, (0, 2, 1)), 1, SIZE, RIGHT, INTERPRETED), (0, 2, 1))
+        # The warps share a batch of products out among themselves, and each would compute all of a single product. Each
+        # product of a batch has a matrix of its own in shared memory; all together may take 64 KB.
+        BATCH: tl.constexpr = min(BLOCK // (16 * SIZE), 32768 // (SIZE * SIZE))  # pyright: ignore[reportAssignmentType]
+        columns = tl.permute(tl.reshape(values, (BATCH, BLOCK // (BATCH * SIZE), SIZE)), (0, 2, 1))
+        rotated = tl.permute(_times_hadamard(columns, BATCH, SIZE, RIGHT, INTERPRETED), (0, 2, 1))
     else:
         GROUPS: tl.constexpr = BLOCK // (LEFT * RIGHT)
         groups = tl.reshape(values, (GROUPS, LEFT, RIGHT))
         right = _times_hadamard(tl.permute(groups, (0, 2, 1)), GROUPS, RIGHT, RIGHT, INTERPRETED)
         rotated = _times_hadamard(tl.permute(right, (0, 2, 1)), GROUPS, LEFT, LEFT, INTERPRETED)
     return tl.reshape(rotated, (BLOCK,))
+
+
+@triton.jit
+def token_offset(row, T, sample_stride, token_stride):
+    """Where token `row` of [B, T, K] begins."""
+    return (row // T).to(tl.int64) * sample_stride + (row % T).to(tl.int64) * token_stride
 
 
 @triton.jit
@@ -181,3 +191,23 @@ def row_blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
 def fits_registers(channels: int, transform: ChannelTransform) -> bool:
     """Whether a program can hold rows of this length and rotate them so."""
     return channels <= LONGEST_ROW_IN_REGISTERS and (transform.rotation_group or 1) in HADAMARD_FACTORS
+
+
+def token_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """How far apart the samples and the tokens of [B, T, K] or [T, K] lie; 0 along an axis of size 1, and for None."""
+    if tensor is None:
+        return 0, 0
+    strides = [stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    return (0, strides[0]) if tensor.ndim == 2 else (strides[0], strides[1])
+
+
+def dense_channels(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with neighbouring channels side by side in memory, copied only where they are not."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def quantized_like(x: torch.Tensor, channels: int, activation_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised int8 [rows, K or 2K] and float32 scale [rows] for the rows of `x` [..., any]."""
+    rows = x.numel() // x.shape[-1]
+    q = torch.empty((rows, channels * (activation_bits // 8)), dtype=torch.int8, device=x.device)
+    return q, torch.empty((rows,), dtype=torch.float32, device=x.device)

@@ -1,0 +1,335 @@
+"""Norms, one program a token: modulated and quantized for the next linear, or gated and added to the residual."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..reference_producers import Norm
+from ..transform import ChannelTransform
+from .launching import RepeatedLaunch, on_device, remembered
+from .rows import (
+    HADAMARD_FACTORS,
+    dense_channels,
+    magnitude_bits,
+    quantized_like,
+    reciprocal,
+    row_blocks,
+    store_quantized,
+    store_scale,
+    token_offset,
+    token_strides,
+    transformed,
+)
+
+
+@triton.jit
+def _load_read_once(row, offsets, K):
+    """A part of one row in float32, zeros beyond K. It leaves the cache first."""
+    return tl.load(row + offsets, mask=offsets < K, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def _load_shared(row, offsets, K):
+    """The same of a row that other programs read too. It leaves the cache last."""
+    return tl.load(row + offsets, mask=offsets < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def _centered(values, mean, offsets, K):
+    return tl.where(offsets < K, values - mean, 0.0)
+
+
+@triton.jit
+def _normalized(x_row, K, eps, NORM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """HEAD and TAIL of a row divided by their root mean square, or by their deviation after the mean is subtracted.
+
+    NORM is "rms", "layer" or "none". Without a TAIL the second value is the first one again.
+    """
+    head_offsets = tl.arange(0, HEAD)
+    head = _load_read_once(x_row, head_offsets, K)
+    tail = head
+    if TAIL > 0:
+        tail_offsets = HEAD + tl.arange(0, TAIL)
+        tail = _load_read_once(x_row, tail_offsets, K)
+    if NORM == "layer":
+        total = tl.sum(head, axis=0)
+        if TAIL > 0:
+            total += tl.sum(tail, axis=0)
+        mean = total / K
+        head = _centered(head, mean, head_offsets, K)
+        if TAIL > 0:
+            tail = _centered(tail, mean, tail_offsets, K)
+    if NORM != "none":
+        squares = tl.sum(head * head, axis=0)
+        if TAIL > 0:
+            squares += tl.sum(tail * tail, axis=0)
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(squares / K + eps))
+        head *= inverse
+        if TAIL > 0:
+            tail *= inverse
+    return head, tail
+
+
+@triton.jit
+def _affine(values, weight, bias, offsets, K, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    if HAS_WEIGHT:
+        values *= _load_shared(weight, offsets, K)
+    if HAS_BIAS:
+        values += _load_shared(bias, offsets, K)
+    return values
+
+
+@triton.jit
+def _modulated(values, scale_row, shift_row, offsets, K, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr):
+    if HAS_SCALE and HAS_SHIFT:
+        values = tl.fma(values, 1.0 + _load_shared(scale_row, offsets, K), _load_shared(shift_row, offsets, K))
+    elif HAS_SCALE:
+        values *= 1.0 + _load_shared(scale_row, offsets, K)
+    elif HAS_SHIFT:
+        values += _load_shared(shift_row, offsets, K)
+    return values
+
+
+@triton.jit
+def norm_quantize_kernel(
+    x,
+    weight,
+    bias,
+    scale,
+    shift,
+    smooth,
+    q,
+    q_scale,
+    T,
+    K,
+    x_sample,
+    x_token,
+    scale_sample,
+    scale_token,
+    shift_sample,
+    shift_token,
+    eps,
+    NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """One program: norm(x) (1 + scale) + shift of one token, smoothed, rotated and quantized as activations are.
+
+    Of each tensor [B, T, K] the kernel knows how far apart samples and tokens lie: 0 where one row serves all.
+    """
+    row = tl.program_id(0)
+    x_row = x + token_offset(row, T, x_sample, x_token)
+    scale_row = scale + token_offset(row, T, scale_sample, scale_token)
+    shift_row = shift + token_offset(row, T, shift_sample, shift_token)
+    q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
+
+    head, tail = _normalized(x_row, K, eps, NORM, HEAD, TAIL)
+    head_offsets = tl.arange(0, HEAD)
+    head = _affine(head, weight, bias, head_offsets, K, HAS_WEIGHT, HAS_BIAS)
+    head = _modulated(head, scale_row, shift_row, head_offsets, K, HAS_SCALE, HAS_SHIFT)
+    head = transformed(head, smooth, head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+    largest = tl.max(magnitude_bits(head), axis=0)
+    if TAIL > 0:
+        tail_offsets = HEAD + tl.arange(0, TAIL)
+        tail = _affine(tail, weight, bias, tail_offsets, K, HAS_WEIGHT, HAS_BIAS)
+        tail = _modulated(tail, scale_row, shift_row, tail_offsets, K, HAS_SCALE, HAS_SHIFT)
+        tail = transformed(tail, smooth, tail_offsets, K, HAS_SMOOTH, INTERPRETED, TAIL, LEFT, RIGHT)
+        largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
+
+    inverse_scale, broken = store_scale(q_scale + row, largest)
+    store_quantized(q_row, head, inverse_scale, broken, head_offsets, K, REMAINDER)
+    if TAIL > 0:
+        store_quantized(q_row, tail, inverse_scale, broken, tail_offsets, K, REMAINDER)
+
+
+@triton.jit
+def _tanh(x, INTERPRETED: tl.constexpr):
+    """tanh to within 2^-23: what it is multiplied with is added to the residual, so relative exactness near 0 is lost
+    there anyhow."""
+    return 1.0 - 2.0 * reciprocal(1.0 + tl.exp(2.0 * x), INTERPRETED)
+
+
+@triton.jit
+def _store_sum(
+    out_row,
+    values,
+    residual_row,
+    gate_row,
+    weight,
+    bias,
+    offsets,
+    K,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    values = _affine(values, weight, bias, offsets, K, HAS_WEIGHT, HAS_BIAS)
+    residual = _load_read_once(residual_row, offsets, K)
+    if GATE == "none":
+        result = residual + values
+    else:
+        gate = _load_shared(gate_row, offsets, K)
+        if GATE == "tanh":
+            gate = _tanh(gate, INTERPRETED)
+        result = tl.fma(gate, values, residual)
+    tl.store(out_row + offsets, result.to(out_row.dtype.element_ty), mask=offsets < K)
+
+
+@triton.jit
+def gated_residual_kernel(
+    residual,
+    x,
+    gate,
+    weight,
+    bias,
+    out,
+    T,
+    K,
+    residual_sample,
+    residual_token,
+    x_sample,
+    x_token,
+    gate_sample,
+    gate_token,
+    eps,
+    NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """One program: residual + gate norm(x) of one token. GATE is "none", "plain" or "tanh"."""
+    row = tl.program_id(0)
+    x_row = x + token_offset(row, T, x_sample, x_token)
+    residual_row = residual + token_offset(row, T, residual_sample, residual_token)
+    gate_row = gate + token_offset(row, T, gate_sample, gate_token)
+    out_row = out + row.to(tl.int64) * K
+    head, tail = _normalized(x_row, K, eps, NORM, HEAD, TAIL)
+    offsets = tl.arange(0, HEAD)
+    _store_sum(out_row, head, residual_row, gate_row, weight, bias, offsets, K, HAS_WEIGHT, HAS_BIAS, GATE, INTERPRETED)
+    if TAIL > 0:
+        offsets = HEAD + tl.arange(0, TAIL)
+        _store_sum(
+            out_row, tail, residual_row, gate_row, weight, bias, offsets, K, HAS_WEIGHT, HAS_BIAS, GATE, INTERPRETED
+        )
+
+
+# Launches and the integers that go with their tensors, by the keys of `kernels/producers.py`.
+_launches: dict[tuple, tuple[RepeatedLaunch, tuple[int, ...]]] = {}
+
+
+def norm_quantize_constants(
+    channels: int,
+    kind: str,
+    group: int,
+    activation_bits: int,
+    interpreted: bool,
+    *given: bool,
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The kernel's constants and compilation options; `given` says of weight, bias, scale, shift and smoothing factors
+    which there are."""
+    head, tail, _, warps = row_blocks(channels, group)
+    left, right = HADAMARD_FACTORS[group]
+    names = ("HAS_WEIGHT", "HAS_BIAS", "HAS_SCALE", "HAS_SHIFT", "HAS_SMOOTH")
+    constants = {
+        "NORM": kind,
+        **dict(zip(names, given, strict=True)),
+        "REMAINDER": activation_bits == 16,
+        "INTERPRETED": interpreted,
+        "HEAD": head,
+        "TAIL": tail,
+        "LEFT": left,
+        "RIGHT": right,
+    }
+    return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
+
+
+def launch_norm_quantizer(
+    key: tuple,
+    x: torch.Tensor,
+    norm: Norm,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    transform: ChannelTransform,
+    activation_bits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernel on checked, non-empty arguments of which `key` holds all that is not data."""
+    x = dense_channels(x)
+    smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
+    optional = [
+        tensor if tensor is None else dense_channels(tensor) for tensor in (norm.weight, norm.bias, scale, shift)
+    ]
+    tensors = [x if tensor is None else tensor for tensor in (x, *optional, smooth)]
+
+    def prepare() -> tuple[RepeatedLaunch, tuple[int, ...]]:
+        given = [tensor is not None for tensor in (*optional, smooth)]
+        group = transform.rotation_group or 1
+        constants, options = norm_quantize_constants(
+            x.shape[-1], norm.kind, group, activation_bits, not x.is_cuda, *given
+        )
+        rows = x.numel() // x.shape[-1]
+        strides = (*token_strides(x), *token_strides(optional[2]), *token_strides(optional[3]))
+        launch = RepeatedLaunch(norm_quantize_kernel, (rows, 1), constants, options)
+        return launch, (x.shape[-2], x.shape[-1], *strides)
+
+    launch, integers = remembered(_launches, ("quantize", key), tensors, prepare)
+    q, q_scale = quantized_like(x, x.shape[-1], activation_bits)
+    with on_device(x.device):
+        launch(*tensors, q, q_scale, *integers, norm.eps)
+    return q, q_scale
+
+
+def gated_residual_constants(
+    channels: int, kind: str, gate: str, has_weight: bool, has_bias: bool, interpreted: bool
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The kernel's constants and compilation options."""
+    head, tail, _, warps = row_blocks(channels, 1)
+    constants = {
+        "NORM": kind,
+        "HAS_WEIGHT": has_weight,
+        "HAS_BIAS": has_bias,
+        "GATE": gate,
+        "INTERPRETED": interpreted,
+        "HEAD": head,
+        "TAIL": tail,
+    }
+    return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
+
+
+def launch_gated_residual(
+    key: tuple, residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, norm: Norm | None, tanh: bool
+) -> torch.Tensor:
+    """Launch the kernel on checked, non-empty arguments of which `key` holds all that is not data."""
+    residual, x = dense_channels(residual), dense_channels(x)
+    gate = gate if gate is None else dense_channels(gate)
+    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    tensors = [x if tensor is None else tensor for tensor in (residual, x, gate, weight, bias)]
+
+    def prepare() -> tuple[RepeatedLaunch, tuple[int, ...]]:
+        kind = "none" if norm is None else norm.kind
+        gated = "none" if gate is None else "tanh" if tanh else "plain"
+        constants, options = gated_residual_constants(
+            x.shape[-1], kind, gated, weight is not None, bias is not None, not x.is_cuda
+        )
+        rows = x.numel() // x.shape[-1]
+        strides = (*token_strides(residual), *token_strides(x), *token_strides(gate))
+        launch = RepeatedLaunch(gated_residual_kernel, (rows, 1), constants, options)
+        return launch, (x.shape[-2], x.shape[-1], *strides)
+
+    launch, integers = remembered(_launches, ("residual", key), tensors, prepare)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    with on_device(x.device):
+        launch(*tensors, out, *integers, 0.0 if norm is None else norm.eps)
+    return out
