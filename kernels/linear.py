@@ -125,7 +125,7 @@ def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check_same_device(q=q, weight=weight)
     if q.numel() == 0 or weight.numel() == 0:
         return torch.zeros((q.shape[0], weight.shape[0]), dtype=torch.int32, device=q.device)
-    if _gemm_uses_triton(q, weight):
+    if uses_triton(q):
         from .fused.gemm import launch_gemm
 
         return launch_gemm(q, None, weight, None, None, torch.int32)
@@ -179,10 +179,6 @@ def _check_operands(q: torch.Tensor, weight: torch.Tensor) -> None:
         raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
 
 
-def _gemm_uses_triton(q: torch.Tensor, weight: torch.Tensor) -> bool:
-    return uses_triton(q) and q.shape[1] == weight.shape[1]
-
-
 def _check_gemm(
     q: torch.Tensor,
     q_scale: torch.Tensor,
@@ -234,7 +230,7 @@ def _gemm(
     if q.numel() == 0 or weight.numel() == 0:
         empty_sum = torch.zeros((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
         return empty_sum if bias is None else empty_sum.add_(bias.detach().to(out_dtype))
-    if _gemm_uses_triton(q, weight):
+    if uses_triton(q):
         from .fused.gemm import launch_gemm
 
         return launch_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)

@@ -61,6 +61,11 @@ def _new_descriptor(
     return tensor_descriptor.TensorDescriptor(base, list(shape), list(strides), list(block_shape))
 
 
+def _passes(q: torch.Tensor, weight: torch.Tensor) -> int:
+    """How often K is walked: twice for activations of 16 bits, [M, 2K]."""
+    return q.shape[1] // weight.shape[1]
+
+
 @dataclass(frozen=True)
 class PreparedGemm:
     """The launch of one configuration for one shape, with all that repeats from call to call."""
@@ -114,12 +119,12 @@ _launches: dict[tuple, PreparedGemm] = {}
 def _prepare(
     config: GemmConfig, out: torch.Tensor, q: torch.Tensor, weight: torch.Tensor, has_bias: bool
 ) -> PreparedGemm:
-    (m, k), n = q.shape, weight.shape[0]
+    m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
     tiles = config.tiles(m, n)
     descriptors = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
-    large = m * n * k >= _STORE_BLOCKS_FROM
+    large = m * n * k * passes >= _STORE_BLOCKS_FROM
     store_blocks = descriptors and large and config.split_k == 1 and _fits_descriptors(out)
-    constants = kernel_constants(config, has_bias, k % config.block_k == 0, descriptors, store_blocks)
+    constants = kernel_constants(config, has_bias, k % config.block_k == 0, descriptors, store_blocks, passes)
     launch = RepeatedLaunch(int8_gemm_kernel, (tiles, config.split_k), constants, compile_options(config))
     return PreparedGemm(
         config,
@@ -144,14 +149,14 @@ def prepared_gemm(
 ) -> PreparedGemm:
     """What launches a configuration on operands like these of `launch_gemm`, scales [M], [N] contiguous."""
     strides = (q.stride(0), weight.stride(0), out.stride(0))
-    key = (config, q.device, *q.shape, weight.shape[0], strides, out.dtype, None if bias is None else bias.dtype)
+    key = (config, q.device, q.shape, weight.shape, strides, out.dtype, None if bias is None else bias.dtype)
     tensors = [tensor for tensor in (out, q, q_scale, weight, weight_scale, bias) if tensor is not None]
     return remembered(_launches, key, tensors, lambda: _prepare(config, out, q, weight, bias is not None))
 
 
-def _candidates(device: torch.device, m: int, n: int, k: int) -> list[GemmConfig]:
+def _candidates(device: torch.device, m: int, n: int, k: int, passes: int) -> list[GemmConfig]:
     properties = torch.cuda.get_device_properties(device)
-    return candidates((properties.major, properties.minor), properties.multi_processor_count, m, n, k)
+    return candidates((properties.major, properties.minor), properties.multi_processor_count, m, n, k, passes)
 
 
 def launch_config(
@@ -163,7 +168,12 @@ def launch_config(
     weight_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> None:
-    """Launch one configuration into `out` [M, N] with the operands of `launch_gemm`, scales [M], [N] contiguous."""
+    """Launch one configuration into `out` [M, N] with the operands of `launch_gemm`, scales [M], [N] contiguous.
+
+    Raises ValueError for K split in a configuration that walks it twice.
+    """
+    if config.split_k > 1 and _passes(q, weight) == 2:
+        raise ValueError("K cannot be split with activations of 16 bits")
     prepared = prepared_gemm(config, out, q, q_scale, weight, weight_scale, bias)
     prepared(out, q, q_scale, weight, weight_scale, bias)
 
@@ -179,13 +189,13 @@ def tuned_gemm(
     """What launches the configuration tuned for operands like these on the current device; measures an unknown one."""
     if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
         return prepared_gemm(GemmConfig(32, 32, 64, 4, 4, 1), out, q, q_scale, weight, weight_scale, bias)
-    (m, k), n = q.shape, weight.shape[0]
+    m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
 
     def launch(config: GemmConfig) -> None:
         launch_config(config, out, q, q_scale, weight, weight_scale, bias)
 
-    key = TuningKey(device_name(q.device.index), m_bucket(m), n, k)
-    config = tuner.choose(key, lambda: _candidates(q.device, m, n, k), launch)
+    key = TuningKey(device_name(q.device.index), m_bucket(m), n, k, passes)
+    config = tuner.choose(key, lambda: _candidates(q.device, m, n, k, passes), launch)
     return prepared_gemm(config, out, q, q_scale, weight, weight_scale, bias)
 
 
@@ -199,8 +209,8 @@ def launch_gemm(
 ) -> torch.Tensor:
     """Launch the kernel on checked, non-empty arguments with the configuration tuned for their shape.
 
-    q int8 [M, K], weight int8 [N, K] -> `out_dtype` [M, N]. For torch.int32 that is the accumulator itself, and scales
-    and bias are None.
+    q int8 [M, K] or [M, 2K], weight int8 [N, K] -> `out_dtype` [M, N]. For torch.int32 that is the accumulator itself,
+    and scales and bias are None.
     """
     q = q if q.stride(1) == 1 else q.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()

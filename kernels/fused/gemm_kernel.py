@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
+from ..reference import REMAINDER_STEPS
 from .tiles import GemmConfig
+
+_REMAINDER_STEPS = tl.constexpr(REMAINDER_STEPS)
+
+
+@triton.jit
+def _rounded_to_steps(remainders):
+    """int32 sums over remainders -> the steps nearest to them, halves away from zero."""
+    halves = tl.where(remainders < 0, -(_REMAINDER_STEPS // 2), _REMAINDER_STEPS // 2)
+    return (remainders + halves) // _REMAINDER_STEPS  # towards zero
 
 
 @triton.jit
@@ -49,6 +59,7 @@ def int8_gemm_kernel(
     DESCRIPTORS: tl.constexpr,
     STORE_BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    PASSES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PART_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -64,6 +75,10 @@ def int8_gemm_kernel(
     With DESCRIPTORS `a` and `b` are tensor descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] blocks: Hopper's
     copy engine computes the addresses and fills what lies outside with zeros. With STORE_BLOCKS `out` is one too, of
     [BLOCK_M, BLOCK_N], and no edge needs a mask.
+
+    With two PASSES `a` is [M, 2K], activations of 16 bits. The loop walks K over the remainders in its right half,
+    rounds their sums to steps, and walks K again over the left half: one loop, whose pipeline never drains. Nothing is
+    split then.
 
     With SPLIT_K several programs share a tile's K range: `partial_sums` int32 [tiles, SPLIT_K, BLOCK_M, BLOCK_N] is
     their workspace, `arrivals` int32 [tiles] is zero before and after.
@@ -96,11 +111,28 @@ def int8_gemm_kernel(
         if not DESCRIPTORS:
             a_tile += begin
             b_tile += begin
+    if PASSES == 2:
+        pass_end = tl.cdiv(K, BLOCK_K) * BLOCK_K
+        end = 2 * pass_end
+        if not DESCRIPTORS:
+            a_tile += K
 
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-    for start in range(begin, end, BLOCK_K):
+    for walked in range(begin, end, BLOCK_K):
+        start = walked
+        a_start = walked
+        a_step = BLOCK_K
+        b_step = BLOCK_K
+        if PASSES == 2:
+            over_remainders = walked < pass_end
+            start = tl.where(over_remainders, walked, walked - pass_end)
+            a_start = tl.where(over_remainders, K + walked, walked - pass_end)
+            first_pass_ends = walked == pass_end - BLOCK_K
+            a_step = tl.where(first_pass_ends, BLOCK_K - pass_end - K, BLOCK_K)
+            b_step = tl.where(first_pass_ends, BLOCK_K - pass_end, BLOCK_K)
         if DESCRIPTORS:
-            a_values = a.load([first_row, start])
+            # What a block of `a` holds of the other half meets the zeros past the edge of `b`.
+            a_values = a.load([first_row, a_start])
             b_values = b.load([first_column, start])
         elif EVEN_K:
             a_values = tl.load(a_tile)
@@ -111,8 +143,11 @@ def int8_gemm_kernel(
             b_values = tl.load(b_tile, mask=in_row, other=0)
         sums = tl.dot(a_values, b_values.T, acc=sums, out_dtype=tl.int32)
         if not DESCRIPTORS:
-            a_tile += BLOCK_K
-            b_tile += BLOCK_K
+            a_tile += a_step
+            b_tile += b_step
+        if PASSES == 2:  # noqa: SIM102 - decided while compiling
+            if first_pass_ends:
+                sums = _rounded_to_steps(sums)
 
     rows = first_row + tl.arange(0, BLOCK_M)
     if SPLIT_K > 1:
@@ -145,14 +180,23 @@ def int8_gemm_kernel(
 
 
 def kernel_constants(
-    config: GemmConfig, has_bias: bool, even_k: bool, descriptors: bool = False, store_blocks: bool = False
+    config: GemmConfig,
+    has_bias: bool,
+    even_k: bool,
+    descriptors: bool = False,
+    store_blocks: bool = False,
+    passes: int = 1,
 ) -> dict[str, bool | int]:
-    """The kernel's constants in the order of its parameters; `even_k` is whether BLOCK_K divides K."""
+    """The kernel's constants in the order of its parameters; `even_k` is whether BLOCK_K divides K.
+
+    `passes` is how often K is walked: twice with activations of 16 bits.
+    """
     return {
         "HAS_BIAS": has_bias,
         "DESCRIPTORS": descriptors,
         "STORE_BLOCKS": store_blocks,
         "EVEN_K": even_k or descriptors,
+        "PASSES": passes,
         "SPLIT_K": config.split_k,
         "PART_N": config.part_n,
         "BLOCK_M": config.block_m,

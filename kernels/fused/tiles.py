@@ -109,6 +109,9 @@ ARCHITECTURES = {
 }
 _ELSEWHERE = ARCHITECTURES["Ampere"]
 
+# Where the second walk over K leaves ptxas no register for one number.
+_ONE_PASS_ONLY = frozenset({GemmConfig(128, 128, 128, 16, 4, 3)})
+
 
 def architecture_of(capability: tuple[int, int]) -> Architecture:
     """The architecture of a card by its compute capability.
@@ -118,6 +121,11 @@ def architecture_of(capability: tuple[int, int]) -> Architecture:
     return next((known for known in ARCHITECTURES.values() if capability in known.capabilities), _ELSEWHERE)
 
 
+def walks_twice(config: GemmConfig) -> bool:
+    """Whether a configuration can walk K twice, as activations of 16 bits want it."""
+    return config.split_k == 1 and replace(config, group_m=16) not in _ONE_PASS_ONLY
+
+
 # Channels whose multiplication takes as long as starting a tile and its epilogue, and as long as summing its splits.
 _TILE_OVERHEAD, _SPLIT_OVERHEAD = 512, 1024
 _SPLITS = (1, 2, 3, 5)
@@ -125,8 +133,12 @@ _CHANNELS_PER_SPLIT = 1024
 _MOST_CANDIDATES = 10
 
 
-def candidates(capability: tuple[int, int], multiprocessors: int, m: int, n: int, k: int) -> list[GemmConfig]:
+def candidates(
+    capability: tuple[int, int], multiprocessors: int, m: int, n: int, k: int, passes: int = 1
+) -> list[GemmConfig]:
     """The configurations worth trying for [m, k] x [n, k] on a card of this compute capability, likely winners first.
+
+    With two passes K is walked twice.
 
     Ordered by an estimate of their time: the rounds in which the multiprocessors work off the tiles, each as long as
     its multiplications or its loads take. Where nothing can be measured, the first is what runs.
@@ -139,7 +151,7 @@ def candidates(capability: tuple[int, int], multiprocessors: int, m: int, n: int
         loads = (min(config.block_m, m) + min(config.block_n, n)) * architecture.balance
         overhead = _TILE_OVERHEAD + (_SPLIT_OVERHEAD if config.split_k > 1 else 0)
         rounds = -(-programs // multiprocessors)
-        return rounds * (k / config.split_k * max(multiplications, loads) + overhead * multiplications)
+        return rounds * (passes * k / config.split_k * max(multiplications, loads) + overhead * multiplications)
 
     estimates: dict[GemmConfig, float] = {}
     for config, rate in architecture.rates.items():
@@ -148,15 +160,16 @@ def candidates(capability: tuple[int, int], multiprocessors: int, m: int, n: int
         if k % 16:  # the copy engine wants rows on 16 bytes
             fitted = replace(fitted, pipeline="pointers")
         for splits in _SPLITS:
-            if splits == 1 or k >= splits * _CHANNELS_PER_SPLIT:
-                split = replace(fitted, split_k=splits)
+            split = replace(fitted, split_k=splits)
+            long_enough = splits == 1 or k >= splits * _CHANNELS_PER_SPLIT
+            if long_enough and (passes == 1 or walks_twice(split)):
                 estimates.setdefault(split, estimate(split, rate))
     return sorted(estimates, key=estimates.__getitem__)[:_MOST_CANDIDATES]
 
 
-def is_offered(config: GemmConfig) -> bool:
+def is_offered(config: GemmConfig, passes: int = 1) -> bool:
     """Whether `candidates` can have offered a configuration, on any card and for any shape."""
-    if config.split_k not in _SPLITS:
+    if config.split_k not in _SPLITS or passes > 2 or (passes == 2 and not walks_twice(config)):
         return False
     return any(
         config.group_m <= known.group_m
@@ -167,8 +180,11 @@ def is_offered(config: GemmConfig) -> bool:
     )
 
 
-def _shipped_for_h200() -> dict[tuple[str, int, int, int], GemmConfig]:
-    """Ideogram 4's linears at 768 and 1024 px, at 77 tokens, and its text projection at 512."""
+def _shipped_for_h200() -> dict[tuple[str, int, int, int, int], GemmConfig]:
+    """Ideogram 4's linears at 768 and 1024 px, at 77 tokens, and its text projection at 512.
+
+    And the linear that it protects, with activations of 16 bits.
+    """
     large = GemmConfig(128, 128, 128, 24, 4, 3, "descriptors")
     small = {
         (128, 13824, 4608): GemmConfig(128, 128, 128, 1, 4, 4, "descriptors"),
@@ -178,10 +194,13 @@ def _shipped_for_h200() -> dict[tuple[str, int, int, int], GemmConfig]:
         (512, 4608, 53248): GemmConfig(128, 128, 128, 4, 8, 3, "descriptors", 3),
     }
     blocks = [(13824, 4608), (4608, 4608), (12288, 4608), (4608, 12288)]
-    measured = {(bucket, n, k): large for bucket in (3072, 4096, 6144) for n, k in blocks} | small
+    buckets = (3072, 4096, 6144)
+    measured = {(bucket, n, k, 1): large for bucket in buckets for n, k in blocks}
+    measured |= {(*shape, 1): config for shape, config in small.items()}
+    measured |= {(bucket, 4608, 12288, 2): large for bucket in buckets}
     return {("NVIDIA H200", *shape): config for shape, config in measured.items()}
 
 
-# Configurations measured on a card, by its name, M bucket, N and K: they come with the pack, and nothing is tuned
-# there.
-SHIPPED: dict[tuple[str, int, int, int], GemmConfig] = _shipped_for_h200()
+# Configurations measured on a card, by its name, M bucket, N, K and passes over K: they come with the pack, and
+# nothing is tuned there.
+SHIPPED: dict[tuple[str, int, int, int, int], GemmConfig] = _shipped_for_h200()

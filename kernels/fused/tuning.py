@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from time import monotonic
 
 import torch
@@ -106,7 +107,7 @@ class Tuner:
         if key not in self._kept:
             self._kept |= self._cache(key.device).read()
         kept = self._kept.get(key)
-        return kept.config if kept is not None else SHIPPED.get((key.device, key.m_bucket, key.n, key.k))
+        return kept.config if kept is not None else SHIPPED.get(astuple(key))
 
     def _measure(
         self, key: TuningKey, configs: list[GemmConfig], launch: Callable[[GemmConfig], None]
@@ -128,8 +129,9 @@ class Tuner:
         if fastest is None:
             return None
         self.measured += 1
-        text = "INT8 GEMM: shape %d, M <= %d, N = %d, K = %d, tuned in %.1f s: %s"
-        logger.info(text, self.measured, key.m_bucket, key.n, key.k, monotonic() - begin, fastest.config)
+        walked = f"{key.k}" if key.passes == 1 else f"{key.passes} x {key.k}"
+        text = "INT8 GEMM: shape %d, M <= %d, N = %d, K = %s, tuned in %.1f s: %s"
+        logger.info(text, self.measured, key.m_bucket, key.n, walked, monotonic() - begin, fastest.config)
         cache.add(key, fastest)
         return fastest.config
 

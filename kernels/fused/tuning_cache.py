@@ -34,12 +34,16 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class TuningKey:
-    """What a measurement is valid for. M is bucketed, so that a new resolution does not tune again."""
+    """What a measurement is valid for. M is bucketed, so that a new resolution does not tune again.
+
+    `passes` is how often K is walked: twice with activations of 16 bits.
+    """
 
     device: str
     m_bucket: int
     n: int
     k: int
+    passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class TuningCache:
                 "m_bucket": key.m_bucket,
                 "n": key.n,
                 "k": key.k,
+                "passes": key.passes,
                 "config": asdict(result.config),
                 "milliseconds": round(result.milliseconds, 6),
             }
@@ -162,7 +167,8 @@ class TuningCache:
 def _parse(entry: Any, card: str) -> tuple[TuningKey, Measurement] | None:
     """An entry of the file, or None unless it is one that this version could have written."""
     try:
-        sizes = [entry[name] for name in ("m_bucket", "n", "k")]
+        # Older files name no passes.
+        sizes = [entry["m_bucket"], entry["n"], entry["k"], entry.get("passes", 1)]
         values, milliseconds = entry["config"], entry["milliseconds"]
         if values.keys() != {field.name for field in fields(GemmConfig)}:
             return None
@@ -171,7 +177,7 @@ def _parse(entry: Any, card: str) -> tuple[TuningKey, Measurement] | None:
         return None
     numbers_fit = all(type(size) is int and size > 0 for size in sizes) and type(milliseconds) in (int, float)
     # Comparing needs no conversion: JSON's whole numbers have any size.
-    if not numbers_fit or not 0 < milliseconds < _MOST_MILLISECONDS or not is_offered(config):
+    if not numbers_fit or not 0 < milliseconds < _MOST_MILLISECONDS or not is_offered(config, sizes[3]):
         return None
     return TuningKey(card, *sizes), Measurement(config, milliseconds)
 

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = """
+from dataclasses import replace
+
 import torch
 from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.fused.gemm import launch_config
@@ -26,13 +28,15 @@ for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 206
     transform = ChannelTransform(smooth, group)
     weight, scale = quantize_weight(w, transform)
     int8_linear(x, weight, scale, bias, transform)
+    int8_linear(x, weight, scale, bias, transform, activation_bits=16)
     out = torch.empty(m, n, dtype=torch.int32, device="cuda")
-    q = torch.ones(m, k, dtype=torch.int8, device="cuda")
+    q, q16 = (torch.ones(m, columns, dtype=torch.int8, device="cuda") for columns in (k, 2 * k))
     configs = [GemmConfig(128, 128, 64, 8, 4, 3, split_k=3), GemmConfig(64, 64, 128, 8, 4, 3)]
     if torch.cuda.get_device_capability() == (9, 0):
         configs.append(GemmConfig(128, 128, 128, 8, 4, 3, "descriptors", 2))
     for config in configs:
         launch_config(config, out, q, None, weight, None, None)
+        launch_config(replace(config, split_k=1), out, q16, None, weight, None, None)
 torch.cuda.synchronize()
 print("finished")
 """

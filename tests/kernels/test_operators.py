@@ -36,47 +36,52 @@ def interpreted(monkeypatch, quick):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize("rows", (0, 1, 5))
+@pytest.mark.parametrize("bits", (8, 16))
 @pytest.mark.parametrize("with_smooth, group", ((False, None), (True, None), (False, 16), (True, 64)))
-def test_opcheck_of_the_quantization(dtype, rows, with_smooth, group):
+def test_opcheck_of_the_quantization(dtype, rows, bits, with_smooth, group):
     smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
-    torch.library.opcheck(OPERATORS.quantize_activations.default, (random_float(rows, 64, dtype=dtype), smooth, group))
+    arguments = (random_float(rows, 64, dtype=dtype), smooth, group, bits)
+    torch.library.opcheck(OPERATORS.quantize_activations.default, arguments)
 
 
 @pytest.mark.parametrize("out_dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize("bias_dtype", (None, torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("passes", (1, 2))
 @pytest.mark.parametrize(
     "rows, channels, scale_shape", ((5, 16, (8,)), (5, 16, (8, 1)), (1, 16, ()), (0, 16, (8,)), (5, 0, (8,)))
 )
-def test_opcheck_of_the_gemm(out_dtype, bias_dtype, rows, channels, scale_shape):
+def test_opcheck_of_the_gemm(out_dtype, bias_dtype, rows, channels, scale_shape, passes):
     bias = None if bias_dtype is None else random_float(8, seed=3, dtype=bias_dtype)
     weight_scale = torch.full(scale_shape, 0.01, device=DEVICE)
-    operands = random_int8(rows, channels), torch.ones(rows, device=DEVICE), random_int8(8, channels, seed=1)
+    operands = random_int8(rows, passes * channels), torch.ones(rows, device=DEVICE), random_int8(8, channels, seed=1)
     torch.library.opcheck(OPERATORS.int8_gemm.default, (*operands, weight_scale, bias, out_dtype))
 
 
 @pytest.mark.parametrize("leading", ((), (5,), (2, 3), (2, 0)))
 @pytest.mark.parametrize("dtype, out_dtype", ((torch.bfloat16, None), (torch.float32, torch.float16)))
 @pytest.mark.parametrize("options", ((False, False, None), (True, True, 16)))
-def test_opcheck_of_the_linear(leading, dtype, out_dtype, options):
+@pytest.mark.parametrize("bits", (8, 16))
+def test_opcheck_of_the_linear(leading, dtype, out_dtype, options, bits):
     with_bias, with_smooth, group = options
     smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
     bias = random_float(8, seed=3) if with_bias else None
     weight, scale = quantize_weight(random_float(8, 64, seed=2), ChannelTransform(smooth, group))
-    arguments = (random_float(*leading, 64, dtype=dtype), weight, scale, bias, smooth, group, out_dtype)
+    arguments = (random_float(*leading, 64, dtype=dtype), weight, scale, bias, smooth, group, out_dtype, bits)
     torch.library.opcheck(OPERATORS.int8_linear.default, arguments)
 
 
-def test_functions_and_operators_agree():
+@pytest.mark.parametrize("bits", (8, 16))
+def test_functions_and_operators_agree(bits):
     x, smooth = random_float(2, 3, 64), random_float(64, seed=1).abs() + 0.5
     transform = ChannelTransform(smooth, 16)
     weight, scale = quantize_weight(random_float(8, 64, seed=2), transform)
-    q, q_scale = quantize_activations(x[0], transform)
-    quantized = OPERATORS.quantize_activations(x[0], smooth, 16)
+    q, q_scale = quantize_activations(x[0], transform, bits)
+    quantized = OPERATORS.quantize_activations(x[0], smooth, 16, bits)
     assert torch.equal(quantized[0], q) and torch.equal(quantized[1], q_scale)
     out = int8_gemm(q, q_scale, weight, scale, None, torch.float32)
     assert torch.equal(OPERATORS.int8_gemm(q, q_scale, weight, scale, None, torch.float32), out)
-    assert torch.equal(OPERATORS.int8_linear(x, weight, scale, None, smooth, 16)[0], out)
-    assert torch.equal(int8_linear(x, weight, scale, None, transform)[0], out)
+    assert torch.equal(OPERATORS.int8_linear(x, weight, scale, None, smooth, 16, None, bits)[0], out)
+    assert torch.equal(int8_linear(x, weight, scale, None, transform, activation_bits=bits)[0], out)
 
 
 def test_a_dispatch_mode_sees_the_operators():
@@ -207,11 +212,16 @@ def test_a_shared_input_is_quantized_once_in_a_compiled_graph():
     assert targets.count(OPERATORS.int8_gemm.default) == 5
 
 
-def test_compiled_under_the_interpreter_or_on_the_gpu(interpreted):
+@pytest.mark.parametrize("bits", (8, 16))
+def test_compiled_under_the_interpreter_or_on_the_gpu(interpreted, bits):
     weight, scale = quantize_weight(random_float(24, 32, seed=2))
     x = random_float(5, 32)
-    compiled = torch.compile(lambda x: int8_linear(x, weight, scale), backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), int8_linear(x, weight, scale))
+
+    def linear(x):
+        return int8_linear(x, weight, scale, activation_bits=bits)
+
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), linear(x))
 
 
 def test_gradients_are_refused():

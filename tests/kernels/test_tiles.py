@@ -22,16 +22,19 @@ def test_a_few_different_ones_for_every_shape(capability):
             assert config.pipeline == "pointers" or (capability == (9, 0) and k % 16 == 0)
             assert config.split_k == 1 or k >= config.split_k * config.block_k
             assert is_offered(config)
+        twice = candidates(capability, CARDS[capability], m, n, k, passes=2)
+        assert 1 <= len(twice) == len(set(twice)) <= 10
+        assert all(config.split_k == 1 and is_offered(config, passes=2) for config in twice)
 
 
 @pytest.mark.parametrize("m", (2560, 4352))
 @pytest.mark.parametrize("n, k", ((13824, 4608), (4608, 4608), (12288, 4608), (4608, 12288)))
 def test_the_best_ranked_come_first_on_large_matrices(m, n, k):
     assert ARCHITECTURES["Ampere"].rates[candidates((8, 6), 82, m, n, k)[0]] >= 0.98
-    first = candidates((9, 0), 132, m, n, k)[0]
-    assert (
-        ARCHITECTURES["Hopper"].rates[replace(first, group_m=24)] == 1.0
-    )  # no more rows of tiles than there are form a group
+    for passes in (1, 2):
+        first = candidates((9, 0), 132, m, n, k, passes)[0]
+        # No more rows of tiles than there are form a group.
+        assert ARCHITECTURES["Hopper"].rates[replace(first, group_m=24)] == 1.0
 
 
 def test_every_capability_has_one_architecture():
@@ -58,8 +61,9 @@ def test_small_matrices_get_small_tiles():
 
 
 def test_shipped_ones_are_found_by_the_tuner():
-    for card, bucket, n, k in SHIPPED:
+    for (card, bucket, n, k, passes), config in SHIPPED.items():
         assert card and m_bucket(bucket) == bucket and n > 0 and k > 0
+        assert is_offered(config, passes)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,28 @@ def test_a_new_m_of_a_known_bucket_measures_nothing(card):
     assert tuner.measured == 1
 
 
+def test_k_walked_twice_is_measured_for_itself_and_kept(card):
+    tuner, twice = Tuner(), dataclasses.replace(KEY, passes=2)
+    card.choose(tuner=tuner)
+    card.times = dict(zip(CONFIGS[:3], (1.0, 2.0, 3.0), strict=True))
+    assert (card.choose(twice, tuner), card.choose(tuner=tuner)) == (CONFIGS[0], CONFIGS[1])
+    later = Tuner()
+    assert (card.choose(twice, later), card.choose(tuner=later)) == (CONFIGS[0], CONFIGS[1])
+    assert (tuner.measured, later.measured) == (2, 0)
+
+
+def test_a_file_that_names_no_passes_means_one(card, tmp_path):
+    card.choose()
+    path = cache_file(tmp_path)
+    content = json.loads(path.read_text())
+    assert content["entries"][0].pop("passes") == 1
+    path.write_text(json.dumps(content))
+    later = Tuner()
+    assert card.choose(tuner=later) == CONFIGS[1]
+    card.choose(dataclasses.replace(KEY, passes=2), later)
+    assert later.measured == 1
+
+
 def test_what_another_process_measured_meanwhile_is_found(card):
     tuner, other = Tuner(), Tuner()
     card.choose(tuner=tuner)
@@ -246,6 +268,10 @@ def config_with(**values):
         entry_with(n="4608"),
         entry_with(k=-1),
         entry_with(m_bucket=True),
+        entry_with(passes=3),
+        entry_with(passes=True),
+        entry_with(passes="2"),
+        lambda entry: config_with(split_k=3)(entry_with(passes=2)(entry)),
         entry_with(milliseconds="1"),
         entry_with(milliseconds=float("nan")),
         entry_with(milliseconds=10**400),
@@ -359,7 +385,7 @@ def test_turned_off_the_first_that_runs_is_taken(card, monkeypatch):
 
 
 def test_a_shipped_configuration_saves_measuring(card, monkeypatch):
-    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
+    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
     tuner = Tuner()
     assert card.choose(tuner=tuner) == CONFIGS[2]
     assert tuner.measured == 0
@@ -367,12 +393,12 @@ def test_a_shipped_configuration_saves_measuring(card, monkeypatch):
 
 def test_what_was_measured_here_comes_before_what_was_shipped(card, monkeypatch):
     card.choose()
-    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
+    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
     assert card.choose() == CONFIGS[1]
 
 
 def test_a_shipped_configuration_that_does_not_run_here_is_measured_anew(card, monkeypatch):
-    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432), CONFIGS[2])
+    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
     card.times[CONFIGS[2]] = runtime_errors.OutOfResources(200, 100, "shared memory")
     assert card.choose() == CONFIGS[1]
 
