@@ -178,11 +178,12 @@ def _fused_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Te
     return lambda copy: int8_gemm(q, q_scale, weights[copy], scale)
 
 
-def _fused(bias: bool = False, smooth: bool = False, rotate: bool = False) -> Prepare:
+def _fused(bias: bool = False, smooth: bool = False, rotate: bool = False, activation_bits: int = 8) -> Prepare:
     def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
         added = operands.bias if bias else None
         transform = operands.transform(smooth, rotate)
-        return lambda copy: int8_linear(operands.x, weights[copy], scale, added, transform)
+        options = {"bias": added, "transform": transform, "activation_bits": activation_bits}
+        return lambda copy: int8_linear(operands.x, weights[copy], scale, **options)
 
     return prepare
 
@@ -270,6 +271,7 @@ METHODS = (
     Method("fused + smoothing", _SMOOTHED, _fused(smooth=True), require_fused, variant=True),
     Method(ROTATION, _ROTATED, _fused(rotate=True), require_fused, variant=True),
     Method("fused + smoothing + rotation", _BOTH, _fused(smooth=True, rotate=True), require_fused, variant=True),
+    Method("fused + 16-bit activations", _PLAIN, _fused(activation_bits=16), require_fused, variant=True),
 )
 """In the order of the columns."""
 

@@ -206,6 +206,12 @@ def test_what_does_not_fit_the_shape_is_left_out():
     assert result.absent == {"fused + rotation": "K is not a multiple of 256"}
 
 
+def test_16_bit_activations_are_more_exact():
+    both = methods(FUSED, "fused + 16-bit activations", require=lambda device: None)
+    errors = benchmark_shape(LinearShape("tiny", 32, 64), 4, CPU, both, rounds=1).relative_errors
+    assert errors["fused + 16-bit activations"] < errors[FUSED] < 0.05
+
+
 def test_check_can_stop_the_benchmark():
     class Stopped(Exception):
         pass
