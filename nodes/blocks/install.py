@@ -39,7 +39,7 @@ def fuse_blocks(model: ModelPatcher) -> None:
         kind = None if is_fused_block(own) else BLOCKS.get(_full_name(own))
         if kind is not None:
             # ComfyUI puts it in place with the MODEL and takes it away with it, as it does with any patch.
-            model.add_object_patch(patch, classes.get(own) or classes.setdefault(own, _fused_class(own, kind)))
+            model.add_object_patch(patch, classes.get(own) or classes.setdefault(own, fused_class(own, kind)))
 
 
 def is_fused_block(patch: Any) -> bool:
@@ -145,7 +145,7 @@ def _patched(options: dict[str, Any]) -> bool:
     )
 
 
-def _fused_class(own: Any, kind: BlockKind) -> type:
+def fused_class(own: Any, kind: BlockKind) -> type:
     """A class of blocks like `own`, one of ComfyUI's, that runs the fused forward where it may."""
     memory, core, told = _Memory(), sys.modules[own.__module__], set()
 

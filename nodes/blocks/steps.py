@@ -22,6 +22,10 @@ from ...kernels import (
 )
 
 
+GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+"""torch.nn.GELU's `approximate` -> the name of the activation."""
+
+
 class InputForm(NamedTuple):
     """How a linear's input is to be quantized."""
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import ideogram4
+from . import flux, ideogram4, lumina, qwen_image, wan
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,28 @@ class BlockKind:
     parts: frozenset[str]
 
 
+def _parts(module: str, *classes: str) -> frozenset[str]:
+    return frozenset(f"comfy.ldm.{module}.{name}" for name in classes)
+
+
+_FLUX = ("Modulation", "SelfAttention", "QKNorm", "SiLUActivation", "YakMLP")
+_WAN = ("WanSelfAttention", "WanT2VCrossAttention", "WanI2VCrossAttention", "WanFeedForward")
+
 BLOCKS = {
     "comfy.ldm.ideogram4.model.Ideogram4TransformerBlock": BlockKind(
         ideogram4.forward,
         ("x",),
-        frozenset({"comfy.ldm.ideogram4.model.Ideogram4Attention", "comfy.ldm.lumina.model.FeedForward"}),
+        _parts("ideogram4.model", "Ideogram4Attention") | _parts("lumina.model", "FeedForward"),
     ),
+    "comfy.ldm.lumina.model.JointTransformerBlock": BlockKind(
+        lumina.forward, ("x",), _parts("lumina.model", "JointAttention", "FeedForward")
+    ),
+    "comfy.ldm.flux.layers.DoubleStreamBlock": BlockKind(flux.double, ("img", "txt"), _parts("flux.layers", *_FLUX)),
+    "comfy.ldm.flux.layers.SingleStreamBlock": BlockKind(flux.single, ("x",), _parts("flux.layers", *_FLUX)),
+    "comfy.ldm.qwen_image.model.QwenImageTransformerBlock": BlockKind(
+        qwen_image.forward,
+        ("encoder_hidden_states", "hidden_states"),
+        _parts("qwen_image.model", "Attention", "FeedForward", "GELU"),
+    ),
+    "comfy.ldm.wan.model.WanAttentionBlock": BlockKind(wan.forward, ("x",), _parts("wan.model", *_WAN)),
 }

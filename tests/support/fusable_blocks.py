@@ -1,0 +1,251 @@
+"""Small blocks of the families that have a fused forward, in the hands of the node tests.
+
+Imported only once ComfyUI and the pack can be. Everything is on the CPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import comfy.ops
+import torch
+from comfy.ldm.flux.layers import DoubleStreamBlock, EmbedND, ModulationOut, SingleStreamBlock
+from comfy.ldm.ideogram4.model import Ideogram4TransformerBlock, _split_half_rope_matrix
+from comfy.ldm.lumina.model import JointTransformerBlock
+from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
+from comfy.ldm.wan.model import WanAttentionBlock
+from comfy.text_encoders.llama import precompute_freqs_cis
+
+from int8_dit.kernels import ChannelTransform, quantize_weight
+from int8_dit.nodes.blocks.install import fused_class
+from int8_dit.nodes.blocks.table import BLOCKS
+from int8_dit.nodes.model.input_groups import share_inputs
+from int8_dit.nodes.model.int8_weight import int8_weight
+from int8_dit.nodes.model.operations import int8_operations
+
+WIDTH, HEADS = 128, 2
+HEAD = WIDTH // HEADS
+KINDS = ("plain", "smoothed", "rotated", "protected", "16 bits")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an input of a block is made of."""
+
+    samples: int = 1
+    tokens: int = 5
+    dtype: torch.dtype = torch.float32
+
+    def randn(self, *shape: int, seed: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+
+    def stream(self, seed: int = 1, tokens: int | None = None) -> torch.Tensor:
+        """[B, T, K], with a few large channels."""
+        x = self.randn(self.samples, tokens or self.tokens, WIDTH, seed=seed)
+        x[..., :3] *= 8
+        return x
+
+    def modulation(self, parts: int, seed: int) -> ModulationOut:
+        shift, scale, gate = (self.randn(self.samples, 1, WIDTH, seed=seed + part) for part in range(parts))
+        return ModulationOut(shift=shift, scale=scale, gate=gate)
+
+    def rope(self, tokens: int) -> torch.Tensor:
+        """[B, 1, T, D / 2, 2, 2]."""
+        ids = torch.arange(tokens, dtype=torch.float32)[None, :, None].repeat(self.samples, 1, 1)
+        return EmbedND(dim=HEAD, theta=10000, axes_dim=[HEAD])(ids)
+
+
+TEXT = 4
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a block of one class is built with ComfyUI's operations and a dtype, and what its call takes."""
+
+    build: Callable[..., torch.nn.Module]
+    arguments: Callable[[Call], tuple[tuple, dict]]
+
+
+def _settings(operations: type, dtype: torch.dtype) -> dict:
+    return {"operations": operations, "dtype": dtype, "device": "cpu"}
+
+
+def _ideogram(call: Call) -> tuple[tuple, dict]:
+    positions = torch.arange(call.tokens)[None].expand(3, call.tokens)
+    angles = precompute_freqs_cis(HEAD, positions, 1e4, rope_dims=(16, 8, 8), interleaved_mrope=True)
+    return (call.stream(), None, _split_half_rope_matrix(angles), call.randn(call.samples, 1, 64, seed=2)), {}
+
+
+def _lumina(call: Call) -> tuple[tuple, dict]:
+    return (call.stream(), None, call.rope(call.tokens).movedim(1, 2), call.randn(call.samples, WIDTH, seed=2)), {}
+
+
+def _refiner(call: Call) -> tuple[tuple, dict]:
+    return (call.stream(), None, call.rope(call.tokens).movedim(1, 2)), {}
+
+
+def _double(call: Call) -> tuple[tuple, dict]:
+    streams = {"img": call.stream(), "txt": call.stream(2, TEXT), "pe": call.rope(TEXT + call.tokens)}
+    return (), streams | {"vec": call.randn(call.samples, WIDTH, seed=3), "attn_mask": None}
+
+
+def _double2(call: Call) -> tuple[tuple, dict]:
+    vec = tuple(tuple(call.modulation(3, seed) for seed in seeds) for seeds in ((10, 20), (30, 40)))
+    return (), _double(call)[1] | {"vec": vec}
+
+
+def _single(call: Call) -> tuple[tuple, dict]:
+    vec = call.randn(call.samples, WIDTH, seed=3)
+    return (call.stream(),), {"vec": vec, "pe": call.rope(call.tokens), "attn_mask": None}
+
+
+def _single2(call: Call) -> tuple[tuple, dict]:
+    return (call.stream(),), _single(call)[1] | {"vec": call.modulation(3, 10)}
+
+
+def _qwen(call: Call, mask: torch.Tensor | None = None) -> tuple[tuple, dict]:
+    return (), {
+        "hidden_states": call.stream(),
+        "encoder_hidden_states": call.stream(2, TEXT),
+        "encoder_hidden_states_mask": mask,
+        "temb": call.randn(call.samples, WIDTH, seed=3),
+        "image_rotary_emb": call.rope(TEXT + call.tokens).to(call.dtype),
+        "timestep_zero_index": None,
+    }
+
+
+def _wan(call: Call, context: int = TEXT, image: int | None = None, e: tuple[int, ...] = (1,)) -> tuple[tuple, dict]:
+    return (call.stream(),), {
+        "e": call.randn(call.samples, *e, 6, WIDTH, seed=3),
+        "freqs": call.rope(call.tokens)[:1].movedim(1, 2),
+        "context": call.stream(4, context),
+        "context_img_len": image,
+    }
+
+
+def _flux(cls: type, *sizes: float, **options: bool) -> Callable[..., torch.nn.Module]:
+    return lambda operations, dtype: cls(WIDTH, HEADS, *sizes, **options, **_settings(operations, dtype))
+
+
+def _joint(kv_heads: int = HEADS, **options: bool) -> Callable[..., torch.nn.Module]:
+    return lambda operations, dtype: JointTransformerBlock(
+        0, WIDTH, HEADS, kv_heads, 64, 2.0, 1e-5, True, operation_settings=_settings(operations, dtype), **options
+    )
+
+
+def _wan_block(cross: str) -> Callable[..., torch.nn.Module]:
+    return lambda operations, dtype: WanAttentionBlock(
+        cross, WIDTH, 256, HEADS, cross_attn_norm=True, operation_settings=_settings(operations, dtype)
+    )
+
+
+FAMILIES = {
+    "Ideogram 4": Family(
+        lambda operations, dtype: Ideogram4TransformerBlock(
+            WIDTH, 256, HEADS, 1e-5, 64, **_settings(operations, dtype)
+        ),
+        _ideogram,
+    ),
+    "Lumina 2": Family(_joint(1), _lumina),
+    "Z-Image": Family(_joint(z_image_modulation=True), _lumina),
+    "context refiner": Family(_joint(modulation=False), _refiner),
+    "Flux.1 double": Family(_flux(DoubleStreamBlock, 4.0, qkv_bias=True), _double),
+    "Flux.1 single": Family(_flux(SingleStreamBlock, 4.0), _single),
+    "Flux.2 double": Family(
+        _flux(DoubleStreamBlock, 3.0, modulation=False, mlp_silu_act=True, proj_bias=False), _double2
+    ),
+    "Flux.2 single": Family(_flux(SingleStreamBlock, 3.0, modulation=False, mlp_silu_act=True, bias=False), _single2),
+    "yak double": Family(_flux(DoubleStreamBlock, 3.0, yak_mlp=True), _double),
+    "yak single": Family(_flux(SingleStreamBlock, 3.0, yak_mlp=True), _single),
+    "Qwen-Image": Family(
+        lambda operations, dtype: QwenImageTransformerBlock(WIDTH, HEADS, HEAD, **_settings(operations, dtype)), _qwen
+    ),
+    "Wan t2v": Family(_wan_block("t2v_cross_attn"), _wan),
+    "Wan i2v": Family(_wan_block("i2v_cross_attn"), lambda call: _wan(call, TEXT + 3, 3)),
+    "Wan 2.2": Family(_wan_block("t2v_cross_attn"), lambda call: _wan(call, e=(2,))),
+}
+
+
+def takes_activation_bits() -> bool:
+    """Whether a layer can have 16-bit activations yet."""
+    return "activation_bits" in inspect.signature(int8_weight).parameters
+
+
+def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, parameter in block.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        norm = parameter.ndim == 1 and name.endswith("weight")
+        tensors[name] = 1 + 0.1 * values if norm else values / parameter.shape[-1] ** 0.5
+    return tensors
+
+
+def _linears(block: torch.nn.Module) -> list[str]:
+    small = ("mod", "modulation", "adaLN_modulation")
+    return [
+        name
+        for name, module in block.named_modules()
+        if isinstance(module, torch.nn.Linear) and not any(part in name for part in small)
+    ]
+
+
+def exact(family: str) -> torch.nn.Module:
+    """A block with float32 weights."""
+    block = FAMILIES[family].build(comfy.ops.disable_weight_init, torch.float32)
+    block.load_state_dict(_tensors(block))
+    return block
+
+
+def unfused(
+    family: str, kind: str = "plain", dtype: torch.dtype = torch.float32, sharing: bool = True
+) -> torch.nn.Module:
+    """The same with INT8 linears, all of one of KINDS, or each third one left in floats ("protected")."""
+    source = FAMILIES[family].build(comfy.ops.disable_weight_init, torch.float32)
+    layers = _linears(source)
+    protected: Collection[str] = layers[::3] if kind == "protected" else ()
+
+    def convert(name: str, weight: torch.Tensor, _: object) -> torch.Tensor | None:
+        if name not in layers or name in protected:
+            return None
+        channels = weight.shape[1]
+        transform = ChannelTransform(
+            torch.linspace(0.5, 2.0, channels) if kind == "smoothed" else None, 64 if kind == "rotated" else None
+        )
+        options = {"activation_bits": 16} if kind == "16 bits" else {}
+        return int8_weight(*quantize_weight(weight.float(), transform), dtype, transform, **options)
+
+    block = FAMILIES[family].build(int8_operations("fused int8", dtype, convert), dtype)
+    block.load_state_dict({name: tensor.to(dtype) for name, tensor in _tensors(source).items()})
+    if sharing:
+        share_inputs(block)
+    return block
+
+
+def fused(
+    family: str, kind: str = "plain", dtype: torch.dtype = torch.float32, sharing: bool = True
+) -> torch.nn.Module:
+    """`unfused`, with its fused forward."""
+    block = unfused(family, kind, dtype, sharing)
+    fuse(block)
+    return block
+
+
+def fuse(block: torch.nn.Module) -> None:
+    """Give a block the class that a MODEL's patches give it."""
+    own = type(block)
+    block.__class__ = fused_class(own, BLOCKS[f"{own.__module__}.{own.__qualname__}"])
+
+
+def run(block: torch.nn.Module, family: str, call: Call | None = None, **options: object) -> tuple[torch.Tensor, ...]:
+    """What a block adds to its streams, in float64. `options` are transformer options."""
+    args, kwargs = FAMILIES[family].arguments(call or Call())
+    with torch.inference_mode():
+        outputs = block(*args, **kwargs, transformer_options=options)
+    streams = BLOCKS[f"{type(block).__module__}.{type(block).__qualname__}"].streams
+    again, again_by_name = FAMILIES[family].arguments(call or Call())  # Flux adds to its inputs in place
+    before = [again[0] if name not in again_by_name else again_by_name[name] for name in streams]
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return tuple(after.double() - x.double() for after, x in zip(outputs, before, strict=True))
