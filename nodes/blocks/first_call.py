@@ -28,10 +28,10 @@ def compare(
         this call does not tell.
     """
     args, kwargs = arguments
-    named = inspect.signature(own).bind(*args, **kwargs).arguments
-    inputs = [_rows(named[name]) for name in streams]
-    sampled, failed = None, False
+    inputs, sampled, failed = [], None, False
     try:
+        named = inspect.signature(own).bind(*args, **kwargs).arguments
+        inputs = [_rows(named[name]) for name in streams]
         outputs = fused(*args, **kwargs)
         if outputs is not NotImplemented:
             sampled = _sampled(outputs)

@@ -60,11 +60,13 @@ class _Plan:
 
     Attributes:
         places: for each submodule the dict and name that lead to it, itself, its class and that one's forward.
+        patched: for each linear whether its weight was patched in use.
         kernel: what its INT8 linears compute with; None where it has none, or is not what the table knows.
         verdicts: by its own forward and the dtype whether the fused one agrees with it; one for all blocks like it.
     """
 
     places: list[Place]
+    patched: list[tuple[Any, bool]]
     kernel: str | None
     verdicts: dict[tuple[Any, torch.dtype], bool]
 
@@ -73,7 +75,7 @@ class _Plan:
         return all(
             siblings.get(name) is module and module.__class__ is cls and cls.forward is forward
             for siblings, name, module, cls, forward in self.places
-        )
+        ) and all(bool(layer.weight_function) is patched for layer, patched in self.patched)
 
     def hooked(self) -> bool:
         """Whether someone watches or replaces the call of a part."""
@@ -90,27 +92,26 @@ class _Memory:
     plans: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)
     verdicts: dict[tuple, dict[tuple[Any, torch.dtype], bool]] = field(default_factory=dict)
 
-    def plan(self, block: torch.nn.Module, kind: BlockKind, device: torch.device) -> _Plan:
+    def plan(self, block: torch.nn.Module, kind: BlockKind) -> _Plan:
         plan = self.plans.get(block)
         if plan is None or not plan.holds():
-            plan = self.plans[block] = self._look_at(block, kind, device)
+            plan = self.plans[block] = self._look_at(block, kind)
         return plan
 
-    def _look_at(self, block: torch.nn.Module, kind: BlockKind, device: torch.device) -> _Plan:
-        places, forms, kernel = list(_places(block)), [], None
-        known = True
-        for _, _, module, cls, _ in places:
-            if hasattr(module, "in_features"):
-                form = input_form(module, device)
-                if form is None:
-                    forms.append(None)
-                else:
-                    transform = form.transform
-                    forms.append((transform.smooth is not None, transform.rotation_group, form.activation_bits))
-                    kernel = module.int8_kernel
-            else:
-                known = known and _is_known(module, cls, kind)
-        return _Plan(places, kernel if known else None, self.verdicts.setdefault(tuple(forms), {}))
+    def _look_at(self, block: torch.nn.Module, kind: BlockKind) -> _Plan:
+        places = list(_places(block))
+        linears = [module for _, _, module, _, _ in places if _is_linear(module)]
+        forms = [input_form(layer) for layer in linears]
+        kernels = [layer.int8_kernel for layer, form in zip(linears, forms, strict=True) if form is not None]
+        known = all(_is_linear(module) or _is_known(module, cls, kind) for _, _, module, cls, _ in places)
+        like = tuple(
+            None
+            if form is None
+            else (form.transform.smooth is None, form.transform.rotation_group, form.activation_bits)
+            for form in forms
+        )
+        patched = [(layer, bool(layer.weight_function)) for layer in linears]
+        return _Plan(places, patched, kernels[0] if known and kernels else None, self.verdicts.setdefault(like, {}))
 
 
 def _places(module: torch.nn.Module) -> Iterator[Place]:
@@ -119,6 +120,10 @@ def _places(module: torch.nn.Module) -> Iterator[Place]:
         if child is not None:
             yield siblings, name, child, type(child), type(child).forward
             yield from _places(child)
+
+
+def _is_linear(module: Any) -> bool:
+    return hasattr(module, "in_features") and hasattr(module, "weight_function")
 
 
 def _is_known(module: torch.nn.Module, cls: type, kind: BlockKind) -> bool:
@@ -159,7 +164,7 @@ def fused_class(own: Any, kind: BlockKind) -> type:
             x = args[0] if args else kwargs.get(kind.streams[-1])
             if not isinstance(x, torch.Tensor) or x.ndim != 3 or x.dtype not in FLOAT_DTYPES:
                 return super().forward(*args, **kwargs)
-            plan = memory.plan(self, kind, x.device)
+            plan = memory.plan(self, kind)
             if plan.kernel is None or plan.hooked() or not runs_fused(x.device, plan.kernel):
                 return super().forward(*args, **kwargs)
             agreed = plan.verdicts.get((own.forward, x.dtype))

@@ -1,8 +1,8 @@
 """What the fused forwards of blocks share: a norm and the linears behind it, an activation and the linear behind it,
 rotary positions.
 
-A linear takes part in two ways. One that computes in INT8 has `input_form(device)` and `project(quantized, shape,
-dtype)`, and its producer quantizes for it. Any other one, such as a protected one, is called with floats.
+A linear takes part in two ways. The producer quantizes for one that computes in INT8, which is an INT8Linear of
+nodes/model. Any other one, such as a protected one, is called with floats.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,22 +21,21 @@ from ...kernels import (
     norm_rope,
 )
 
-
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 """torch.nn.GELU's `approximate` -> the name of the activation."""
 
 
 class InputForm(NamedTuple):
-    """How a linear's input is to be quantized."""
+    """How a linear's input is to be quantized; smoothing factors may be on another device."""
 
     transform: ChannelTransform
     activation_bits: int
 
 
-def input_form(layer: Any, device: torch.device) -> InputForm | None:
+def input_form(layer: Any) -> InputForm | None:
     """How a producer quantizes for a linear; None for one that must be given floats."""
     form = getattr(type(layer), "input_form", None)
-    return None if form is None else form(layer, device)
+    return None if form is None else form(layer)
 
 
 def _alike(layer: Any, form: InputForm, other: Any, others: InputForm) -> bool:
@@ -84,7 +83,7 @@ def project_normed(
         norm: one of ComfyUI's norms.
         scale, shift: [B or 1, T or 1, K], or None.
     """
-    forms = [input_form(layer, x.device) for layer in layers]
+    forms = [input_form(layer) for layer in layers]
     if None in forms:
         values = norm(x)
         if scale is not None:
@@ -92,14 +91,16 @@ def project_normed(
         for layer in layers:
             yield layer(values)
         return
-    shape, dtype, held = x.shape[:-1], x.dtype, norm_of(norm, x)
+    shape, dtype, norm = x.shape[:-1], x.dtype, norm_of(norm, x)
     made_for = quantized = None
     for reader in zip(layers, forms, strict=True):
         layer, form = reader
+        held = None
         if made_for is None or not _alike(*reader, *made_for):
             quantized = None  # its memory can be had for the new one
-            quantized, made_for = norm_quantize(x, held, scale, shift, *form), reader
-        yield layer.project(quantized, shape, dtype)
+            transform, held = layer.open(x.device, dtype)
+            quantized, made_for = norm_quantize(x, norm, scale, shift, transform, form.activation_bits), reader
+        yield layer.project(quantized, shape, dtype, held)
 
 
 def project_activated(
@@ -111,10 +112,11 @@ def project_activated(
 ) -> torch.Tensor:
     """The product of a linear with activation(gate) up, behind the channels of `beside`; shapes as `activate_quantize`
     has them."""
-    form = input_form(layer, gate.device)
+    form = input_form(layer)
     if form is not None:
-        quantized = activate_quantize(gate, activation, up, beside, *form)
-        return layer.project(quantized, gate.shape[:-1], gate.dtype)
+        transform, held = layer.open(gate.device, gate.dtype)
+        quantized = activate_quantize(gate, activation, up, beside, transform, form.activation_bits)
+        return layer.project(quantized, gate.shape[:-1], gate.dtype, held)
     values = ACTIVATIONS[activation](gate)
     if up is not None:
         values *= up

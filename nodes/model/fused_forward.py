@@ -29,6 +29,7 @@ from .patched_weights import DIFFUSION_MODEL
 
 _NATIVE_LAYOUT = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
 Quantized = tuple[torch.Tensor, torch.Tensor]
+Cast = tuple[Any, torch.Tensor | None, Any]
 
 
 class INT8Parts(NamedTuple):
@@ -126,8 +127,7 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         weight, bias, stream = _cast(layer, input.device, input.dtype)
     parts = int8_parts(weight)
     if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
-        known = int8_parts(layer.weight)
-        assert known is not None
+        known = _known_parts(layer.weight)
         parts = INT8Parts(*requantize_weight(weight, known.transform, _seed_of_patches(layer)), *known[2:])
     q, scale, transform, activation_bits = parts
     if layer.input_reader is None:
@@ -140,44 +140,55 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def project(layer: Any, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def project(
+    layer: Any, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: Cast | None = None
+) -> torch.Tensor:
     """The output [*shape, N] in `dtype` of a ComfyUI linear with an INT8 weight, in any memory mode.
 
-    `quantized` is its input as int8 [rows, K or 2K] and a scale per row, of the form that `input_form_of` gives.
+    `quantized` is its input as int8 [rows, K or 2K] and a scale per row, as its weight wants it; `held` is its weight
+    where that was cast already.
     """
     q, q_scale = quantized
-    resident = _resident_parts(layer, q.device, dtype)
+    resident = None if held is not None else _resident_parts(layer, q.device, dtype)
     if resident is not None:
         bias = layer._parameters["bias"]
         return _repeated(layer, resident).multiply(quantized, resident.q, resident.scale, bias, shape, dtype)
-    weight, bias, stream = _cast(layer, q.device, dtype)
-    parts = int8_parts(weight)
-    assert parts is not None
+    weight, bias, stream = held or _cast(layer, q.device, dtype)
+    parts = _known_parts(weight)
     output = int8_gemm(q, q_scale, parts.q, parts.scale, bias, dtype)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output.view(*shape, -1)
 
 
-def input_form_of(layer: Any, device: torch.device) -> InputForm | None:
-    """How the input of a ComfyUI linear is to be quantized before `project`; None where `layer` needs its floats."""
-    if layer.weight_function:  # LoRAs of a partially loaded model
-        return None
-    parts = int8_parts(layer.weight)
-    return None if parts is None else InputForm(parts.transform.on(device), parts.activation_bits)
-
-
 class INT8Linear:
-    """What linears of this pack's classes have beside ComfyUI's own."""
+    """What linears of this pack's classes have beside ComfyUI's own: a producer may quantize their input for them."""
 
     int8_kernel: str
     input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
+    weight: Any
+    weight_function: list
 
-    def input_form(self, device: torch.device) -> InputForm | None:
-        return input_form_of(self, device)
+    def input_form(self) -> InputForm | None:
+        """How the input is to be quantized, with factors wherever they are; None where it must be given as floats."""
+        parts = None if self.weight_function else int8_parts(self.weight)  # a LoRA of a streamed weight reads floats
+        return None if parts is None else InputForm(parts.transform, parts.activation_bits)
 
-    def project(self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def open(self, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, Cast | None]:
+        """What is done to the input's channels, with factors on `device`, and what `project` is to be given.
+
+        Factors that are elsewhere come with the weight, which is then cast here.
+        """
+        transform = _known_parts(self.weight).transform
+        if transform.smooth is None or transform.smooth.device == device:
+            return transform, None
+        cast = _cast(self, device, dtype)
+        return _known_parts(cast[0]).transform, cast
+
+    def project(
+        self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: Cast | None = None
+    ) -> torch.Tensor:
         comfy.ops.run_every_op()
-        return project(self, quantized, shape, dtype)
+        return project(self, quantized, shape, dtype, held)
 
 
 def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT8Parts | None:
@@ -213,6 +224,12 @@ def _cast(layer: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, to
         compute_dtype=dtype,
         want_requant=True,
     )
+
+
+def _known_parts(weight: Any) -> INT8Parts:
+    parts = int8_parts(weight)
+    assert parts is not None
+    return parts
 
 
 def _seed_of_patches(layer: Any) -> int | None:
