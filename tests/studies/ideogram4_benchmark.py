@@ -1,22 +1,20 @@
 """A full Ideogram 4 with random weights in ComfyUI: milliseconds per step and memory in bf16, native INT8 and this
 pack's, and what it takes to calibrate and quantize it.
 
-    python tests/studies/ideogram4_benchmark.py --comfyui PATH [--only steps|quantization] [--out DIR]
+    python tests/studies/ideogram4_benchmark.py --comfyui PATH [--only steps|quantization] [--variants NAME ...]
 
-Needs an NVIDIA card with about 40 GB of memory; `--blocks 1 --pixels 64` tries the script out on a CPU. One step is one
+Needs an NVIDIA card with about 60 GB of memory; `--blocks 1 --pixels 64` tries the script out on a CPU. One step is one
 conditional forward (256 text tokens) and one unconditional one, as DualModelGuider runs them. Every variant goes
-through ComfyUI's own model loading, and all figures come from one process.
+through ComfyUI's own model loading, and all figures come from one process. The table of variants is
+ideogram4_steps.py's; the first of them is what errors are relative to.
 """
 
 import argparse
 import json
 import logging
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,150 +23,10 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
 from support.pack import import_comfyui, import_pack
-from support.tensors import relative_error
 
 RESULTS = Path(__file__).resolve().parent / "results" / "ideogram4"
 TEXT_TOKENS = 256
 TEXT_FEATURES = 53248
-
-
-def random_state_dict(blocks: int, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
-    """bf16 tensors of an Ideogram 4 in host memory: norms are ones, the rest keeps activations finite."""
-    import comfy.ldm.ideogram4.model
-    import comfy.ops
-
-    skeleton = comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel(
-        num_layers=blocks, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init
-    )
-    generator = torch.Generator(device).manual_seed(seed)
-    state_dict = {}
-    for name, tensor in skeleton.state_dict().items():
-        if tensor.ndim == 1 and "norm" in name:
-            state_dict[name] = torch.ones(tensor.shape, dtype=torch.bfloat16)
-            continue
-        values = torch.randn(tensor.shape, generator=generator, device=device, dtype=torch.bfloat16)
-        state_dict[name] = (values * (tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.01)).cpu()
-    return state_dict
-
-
-def quantized_natively(
-    state_dict: dict[str, torch.Tensor],
-    device: torch.device,
-    quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]],
-) -> dict[str, torch.Tensor]:
-    """The same model with the layers that this pack quantizes in a quantized format of ComfyUI's: `quantize` makes of a
-    weight the tensors that its layer has then."""
-    from int8_dit.nodes.model.layer_selection import is_quantizable
-
-    quantized = dict(state_dict)
-    for key, weight in state_dict.items():
-        name = key.removesuffix(".weight")
-        if key != name and is_quantizable(name, tuple(weight.shape)):
-            quantized |= {f"{name}.{part}": tensor.cpu() for part, tensor in quantize(weight.to(device)).items()}
-    return quantized
-
-
-def plain_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """ComfyUI's native INT8, one scale per output channel."""
-    from int8_dit.kernels import quantize_weight
-    from int8_dit.nodes.files import int8_mark
-
-    q, scale = quantize_weight(weight)
-    return {"weight": q, int8_mark.SCALE: scale[:, None], int8_mark.MARK: int8_mark.encode_mark()}
-
-
-class Step:
-    """One conditional and one unconditional forward at a resolution, with fixed random inputs."""
-
-    def __init__(self, pixels: int, device: torch.device, dtype: torch.dtype) -> None:
-        generator = torch.Generator(device).manual_seed(1)
-        side = pixels // 16
-        self.latent = torch.randn(1, 128, side, side, generator=generator, device=device).to(dtype)
-        self.context = torch.randn(1, TEXT_TOKENS, TEXT_FEATURES, generator=generator, device=device).to(dtype)
-        self.timestep = torch.full((1,), 0.5, device=device)
-
-    @torch.inference_mode()
-    def run(self, diffusion_model: torch.nn.Module) -> torch.Tensor:
-        """Both outputs, stacked."""
-        conditional = diffusion_model(self.latent, self.timestep, context=self.context)
-        return torch.cat([conditional, diffusion_model(self.latent, self.timestep, context=None)])
-
-
-def measure(name: str, model, steps: dict[int, Step], expected: dict[int, torch.Tensor], repetitions: int) -> dict:
-    """Load a MODEL onto the device, time it at each resolution, unload it."""
-    import comfy.model_management
-
-    from int8_dit.kernels.timing import median_milliseconds
-
-    device = comfy.model_management.get_torch_device()
-    comfy.model_management.load_models_gpu([model], force_full_load=True)
-    figures = {"variant": name, "weights_gb": comfy.model_management.module_size(model.model) / 1e9}
-    for pixels, step in steps.items():
-        diffusion_model = model.model.diffusion_model
-        output = step.run(diffusion_model).float()
-        expected.setdefault(pixels, output)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        run = partial(step.run, diffusion_model)
-        figures[f"ms_{pixels}"] = median_milliseconds(run, device, repetitions)
-        if device.type == "cuda":
-            figures[f"peak_gb_{pixels}"] = torch.cuda.max_memory_allocated() / 1e9
-        figures[f"error_{pixels}"] = relative_error(output, expected[pixels])
-    comfy.model_management.unload_all_models()
-    comfy.model_management.soft_empty_cache()
-    print(json.dumps(figures), flush=True)
-    return figures
-
-
-def measure_steps(bf16, state_dict: dict[str, torch.Tensor], pixels: list[int], repetitions: int) -> list[dict]:
-    """Every variant, loaded as a user loads it, at each resolution."""
-    import comfy.model_management
-    import comfy.sd
-
-    from int8_dit.kernels import Protection
-    from int8_dit.nodes.model.load import load_int8_model
-    from int8_dit.nodes.model.save import save_int8_model
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
-
-    device = comfy.model_management.get_torch_device()
-    steps = {side: Step(side, device, bf16.model.get_dtype_inference()) for side in pixels}
-    expected: dict[int, torch.Tensor] = {}
-    results = [measure("bf16", bf16, steps, expected, repetitions)]
-    native = comfy.sd.load_diffusion_model_state_dict(quantized_natively(state_dict, device, plain_int8))
-    results.append(measure("native INT8", native, steps, expected, repetitions))
-    del native
-    for settings in (QuantizationSettings(protection=Protection("number", 0)), QuantizationSettings()):
-        quantized, report = quantize_model(bf16, settings, "fused int8", None)
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder) / "ideogram4-int8.safetensors")
-            save_int8_model(quantized, path, {})
-            size = Path(path).stat().st_size / 1e9
-            del quantized
-            loaded = load_int8_model(path, "fused int8")
-            name = f"fused INT8, {len(report.protected)} protected"
-            results.append({**measure(name, loaded, steps, expected, repetitions), "file_gb": size})
-            del loaded
-    return results
-
-
-def steps_table(results: list[dict], pixels: list[int]) -> str:
-    """The table of `measure_steps`."""
-    from int8_dit.kernels.benchmark import markdown
-
-    columns = [
-        "variant",
-        *(f"{p} px ms (vs bf16)" for p in pixels),
-        *(f"{p} px peak GB" for p in pixels),
-        "weights GB",
-        "rel. error",
-    ]
-    rows = []
-    for row in results:
-        times = [f"{row[f'ms_{p}']:.1f} ({results[0][f'ms_{p}'] / row[f'ms_{p}']:.2f} x)" for p in pixels]
-        peaks = [f"{row.get(f'peak_gb_{p}', 0):.1f}" for p in pixels]
-        error = f"{max(row[f'error_{p}'] for p in pixels):.3f}"
-        rows.append([row["variant"], *times, *peaks, f"{row['weights_gb']:.1f}", error])
-    return markdown(columns, rows)
 
 
 def quantization_table(figures: dict[str, dict]) -> str:
@@ -283,9 +141,13 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--blocks", type=int, default=34)
     parser.add_argument("--pixels", type=int, nargs="+", default=[768, 1024])
-    parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="of the samplings that are recorded")
     parser.add_argument("--only", choices=("steps", "quantization"))
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="of the steps; all of ideogram4_steps.py's")
+    parser.add_argument("--profile", nargs="*", default=["bf16", "kitchen", "pack"], metavar="NAME", help="by kernel")
+    parser.add_argument("--row-seconds", type=float, default=90.0, help="the most for a variant; twice if it compiles")
+    parser.add_argument("--tuning-seconds", type=float, default=2.0, help="for a shape of the GEMM; 0 for no tuning")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for ideogram4.md and ideogram4.json")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -296,14 +158,21 @@ def main() -> None:
     from comfyui_version import __version__ as comfyui_version
 
     from int8_dit.kernels.benchmark import describe_machine, title
+    from studies.ideogram4_steps import VARIANTS, measure_steps, parts_table, steps_table
+    from support.measuring import limit_tuning, write_results
+    from support.random_models import FAMILIES, RandomModel
 
+    names = arguments.variants or list(VARIANTS)
+    if unknown := set(names) - VARIANTS.keys():
+        parser.error(f"no variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+    limit_tuning(arguments.tuning_seconds)
     device = comfy.model_management.get_torch_device()
-    state_dict = random_state_dict(arguments.blocks, device)
-    bf16 = comfy.sd.load_diffusion_model_state_dict(dict(state_dict))
     machine = describe_machine(device)
     parts = [f"{title(machine)}, ComfyUI {comfyui_version}, {arguments.blocks} blocks with random weights."]
     results: dict[str, object] = {}
     if arguments.only != "steps":
+        random = RandomModel(FAMILIES["Ideogram 4"], device, {"num_layers": arguments.blocks})
+        bf16 = comfy.sd.load_diffusion_model_state_dict({name: random.tensor(name).cpu() for name in random.shapes})
         results["quantization"] = measured = measure_quantization(bf16, max(arguments.pixels), arguments.steps)
         added = 100 * measured["recording_adds"]
         parts.append(
@@ -311,16 +180,18 @@ def main() -> None:
         )
         parts.append(quantization_table(measured["variants"]))
         comfy.model_management.unload_all_models()
+        del bf16
     if arguments.only != "quantization":
-        results["steps"] = measured = measure_steps(bf16, state_dict, arguments.pixels, arguments.repetitions)
-        parts.append("A step is one conditional and one unconditional forward. Errors are relative to bf16's outputs.")
-        parts.append(steps_table(measured, arguments.pixels))
-    text = "\n\n".join(parts) + "\n"
-    print(text)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "ideogram4.md").write_text(text)
+        often, profiled, seconds = arguments.repetitions, arguments.profile, arguments.row_seconds
+        rows = measure_steps(arguments.blocks, arguments.pixels, often, names, profiled, seconds)
+        results["steps"] = rows
+        parts.append(
+            f"A step is one conditional and one unconditional forward. Errors are relative to {rows[0]['variant']}'s "
+            "outputs."
+        )
+        parts += [table for table in (steps_table(rows, arguments.pixels), parts_table(rows)) if table]
     data = {"environment": machine, "comfyui": comfyui_version, **results}
-    (arguments.out / "ideogram4.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_results(arguments.out, "ideogram4", "\n\n".join(parts) + "\n", data)
 
 
 if __name__ == "__main__":

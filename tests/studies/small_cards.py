@@ -22,7 +22,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS, plain_int8, quantized_natively, random_state_dict
+from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS
 from support.pack import import_comfyui, import_pack, use_dynamic_vram
 from support.tensors import relative_error
 
@@ -89,26 +89,24 @@ def prepare(folder: Path, blocks: int, steps: int, pixels: int) -> None:
     import comfy.sd
     from safetensors.torch import save_file
 
-    from int8_dit.nodes.model.layer_selection import is_quantizable
+    from support.random_models import FAMILIES, RandomModel
 
     device = comfy.model_management.get_torch_device()
     models = []
     for index, side in enumerate(SIDES):
-        tensors = random_state_dict(blocks, device, seed=index)
-        save_file(quantized_natively(tensors, device, plain_int8), folder / f"{side}.safetensors")
+        random = RandomModel(FAMILIES["Ideogram 4"], device, {"num_layers": blocks}, seed=index)
+        save_file({name: tensor.cpu() for name, tensor in random.native().items()}, folder / f"{side}.safetensors")
         lora = {}
         generator = torch.Generator(device).manual_seed(10 + index)
-        for key, weight in tensors.items():
-            name = key.removesuffix(".weight")
-            if key != name and is_quantizable(name, tuple(weight.shape)):
-                up = torch.randn(weight.shape[0], RANK, generator=generator, device=device)
-                down = torch.randn(RANK, weight.shape[1], generator=generator, device=device)
-                # |up down| is about sqrt(N K RANK), and |weight| sqrt(N): entries have a variance of 1 / K.
-                up *= LORA_SIZE / (RANK * weight.shape[1]) ** 0.5
-                lora |= {
-                    f"diffusion_model.{name}.lora_{end}.weight": t.cpu() for end, t in (("up", up), ("down", down))
-                }
+        for name in random.layers:
+            outputs, channels = random.shapes[f"{name}.weight"]
+            up = torch.randn(outputs, RANK, generator=generator, device=device)
+            down = torch.randn(RANK, channels, generator=generator, device=device)
+            # |up down| is about sqrt(N K RANK), and |weight| sqrt(N): entries have a variance of 1 / K.
+            up *= LORA_SIZE / (RANK * channels) ** 0.5
+            lora |= {f"diffusion_model.{name}.lora_{end}.weight": t.cpu() for end, t in (("up", up), ("down", down))}
         save_file(lora, folder / f"{side}-lora.safetensors")
+        tensors = {name: random.tensor(name).cpu() for name in random.shapes}
         models.append(comfy.sd.load_diffusion_model_state_dict(tensors))
     save_file(
         {"none": sample(models, steps, pixels)[0], "lora": sample(with_lora(models, folder), steps, pixels)[0]},

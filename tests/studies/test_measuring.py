@@ -1,0 +1,72 @@
+"""What the studies of whole models measure: the models they say, and a table that one failure does not end."""
+
+import pytest
+import torch
+
+FAMILIES = ("Ideogram 4", "Flux.1", "Qwen-Image", "Z-Image", "SD3.5 Large", "Wan 14 B")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_comfyui_takes_the_tensors_of_a_family_for_that_family(pack, name):
+    import comfy.model_detection
+
+    from support.random_models import FAMILIES as families
+    from support.random_models import RandomModel
+
+    assert tuple(families) == FAMILIES
+    model = RandomModel(families[name], torch.device("cpu"))
+    tensors = {key: torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in model.shapes.items()}
+    config = comfy.model_detection.model_config_from_unet(tensors, "")
+    assert type(config).__name__ == families[name].kind
+    config.set_inference_dtype(torch.bfloat16, None)
+    built = config.get_model({}, "", device="meta").diffusion_model.state_dict()
+    assert {key: tuple(tensor.shape) for key, tensor in built.items()} == model.shapes
+
+
+def test_layers_of_one_input_are_smoothed_alike(pack):
+    from support.random_models import FAMILIES as families
+    from support.random_models import RandomModel
+
+    model = RandomModel(families["Ideogram 4"], torch.device("cpu"), {"num_layers": 1})
+    w1, w3, qkv = (
+        model.factors(f"layers.0.{name}", 64) for name in ("feed_forward.w1", "feed_forward.w3", "attention.qkv")
+    )
+    assert torch.equal(w1, w3)
+    assert not torch.equal(w1, qkv)
+    assert 0.5 <= w1.min() < w1.max() <= 2
+
+
+def test_a_row_that_fails_says_why_and_the_next_one_is_measured(pack, capsys):
+    import time
+
+    from support.measuring import Rows
+
+    def fail():
+        raise ValueError("no such card\nmore")
+
+    rows = Rows()
+    rows.measure({"variant": "a"}, fail, seconds=60)
+    rows.measure({"variant": "b"}, lambda: time.sleep(60), seconds=0.1)
+    rows.measure({"variant": "c"}, lambda: {"ms": 1.0}, seconds=60)
+    assert [row.get("failed") for row in rows] == ["ValueError: no such card", "TimeoutError: more than 0.1 s", None]
+    assert rows[2]["ms"] == 1.0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "kernel, part",
+    (
+        ("int8_gemm_kernel", "GEMM"),
+        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "GEMM"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
+        ("rms_rope_split_half_kernel", "qk-norm and rope"),
+        ("_quantize_rows_kernel", "norms, activations, quantizer"),
+        ("void at::native::vectorized_elementwise_kernel<4, ...>", "other elementwise passes"),
+        ("something", "else"),
+    ),
+)
+def test_a_kernel_belongs_to_a_part(kernel, part):
+    from support.measuring import by_part
+
+    assert by_part({kernel: 2.0})[part] == 2.0

@@ -1,0 +1,169 @@
+"""What studies of whole models share: rows printed as they come, times on the clock and by kernel, memory released."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+Row = dict[str, object]
+
+# What a kernel's name says, the first that matches.
+_PARTS = {
+    "attention": r"flash|fmha|sdpa|attention|attn",
+    "qk-norm and rope": r"rope",
+    "GEMM": r"gemm|gemv|nvjet|cutlass|xmma|splitk",
+    "norms, activations, quantizer": r"quant|norm|rms|silu|swiglu|gelu|activat|residual|modul|convrot|hadamard",
+    "other elementwise passes": r"elementwise|reduce|cat|copy|memcpy|memset|triton_|fill",
+}
+PARTS = (*_PARTS, "else")
+
+
+class Rows(list):
+    """Rows of a table. Each is printed when it is there, and one that fails says why and stops no other."""
+
+    def measure(self, labels: Mapping[str, object], run: Callable[[], Mapping[str, object]], seconds: float) -> Row:
+        """Append `labels` and what `run` returns; `seconds` is the most that it may take."""
+        row, begin = dict(labels), time.perf_counter()
+        try:
+            with _at_most(seconds):
+                row |= run()
+        except Exception as error:  # whatever it is, the next row can be measured
+            traceback.print_exc(limit=-4)
+            row["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        row["took_s"] = round(time.perf_counter() - begin, 1)
+        release()
+        print(json.dumps({key: value for key, value in row.items() if key != "kernels"}, default=str), flush=True)
+        self.append(row)
+        return row
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread when time is over. Windows has no such signal."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def release() -> None:
+    """Give back all memory of MODELs that nobody holds any more, and what was compiled for them."""
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    comfy.model_management.soft_empty_cache()
+
+
+def limit_tuning(seconds: float) -> None:
+    """Let each shape of an INT8 GEMM be tuned for at most so long; not at all with 0."""
+    import os
+
+    from int8_dit.kernels.fused import tuning
+
+    if seconds:
+        tuning._SECONDS_PER_SHAPE = seconds
+    else:
+        os.environ["INT8_DIT_TUNING"] = "off"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_and_host(run: Callable[[], object], device: torch.device, repetitions: int) -> dict[str, float]:
+    """Median milliseconds of one `run()` on an idle device: until all is done, and until the last launch returns."""
+    for _ in range(2):
+        run()
+    walls, hosts = [], []
+    for _ in range(repetitions):
+        synchronize(device)
+        begin = time.perf_counter()
+        run()
+        hosts.append((time.perf_counter() - begin) * 1e3)
+        synchronize(device)
+        walls.append((time.perf_counter() - begin) * 1e3)
+    walls, hosts = sorted(walls), sorted(hosts)
+    return {"ms": walls[repetitions // 2], "fastest_ms": walls[0], "host_ms": hosts[repetitions // 2]}
+
+
+def kernel_times(run: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Milliseconds of every kernel in one `run()` by its name; on a CPU of PyTorch's operators."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        run()
+        synchronize(device)
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    times: Counter[str] = Counter()
+    for event in profiler.events():
+        if event.device_type == wanted and not getattr(event, "is_user_annotation", False):
+            spent = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+            times[event.name] += spent / 1e3
+    return dict(times.most_common())
+
+
+def by_part(times: Mapping[str, float]) -> dict[str, float]:
+    """Milliseconds by PARTS of a step."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    for name, milliseconds in times.items():
+        part = next((part for part, said in _PARTS.items() if re.search(said, name, re.IGNORECASE)), "else")
+        parts[part] += milliseconds
+    return parts
+
+
+def graph_counts() -> dict[str, int]:
+    """How many graphs were compiled since the last release, and how many breaks there were."""
+    from torch._dynamo.utils import counters
+
+    counts = {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}
+    counters.clear()
+    return counts
+
+
+def number(row: Mapping[str, object], key: str, form: str) -> str:
+    """A cell of a table; a dash where the row has no such value."""
+    value = row.get(key)
+    return "-" if value is None else f"{value:{form}}"
+
+
+def ratio(row: Mapping[str, object], base: Mapping[str, object] | None, key: str) -> str:
+    """How many times as fast a row is as `base`."""
+    mine, other = row.get(key), None if base is None else base.get(key)
+    return "-" if mine is None or other is None else f"{other / mine:.2f} x"
+
+
+def row_of(rows: Sequence[Mapping[str, object]], **labels: object) -> Mapping[str, object] | None:
+    """The first row with these labels."""
+    return next((row for row in rows if all(row.get(key) == value for key, value in labels.items())), None)
+
+
+def write_results(folder: Path, name: str, text: str, data: Mapping[str, object]) -> None:
+    """`name`.md and `name`.json, and the text on the screen."""
+    print(text, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text)
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1, default=str) + "\n")

@@ -1,0 +1,311 @@
+"""Models of ComfyUI's with full-width blocks and random weights, made where they compute: for studies that measure.
+
+A table of families, an entry a family. ComfyUI's own loader builds every MODEL, from tensors that are made and
+quantized on the device, so that no file of many gigabytes is written. Imported only once ComfyUI and the pack can be.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.sd
+import comfy.supported_models
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from int8_dit.kernels import UNCHANGED, ChannelTransform, quantize_weight
+from int8_dit.nodes.files import int8_mark
+from int8_dit.nodes.model.build import build_model
+from int8_dit.nodes.model.input_groups import same_input_groups
+from int8_dit.nodes.model.int8_weight import int8_weight
+from int8_dit.nodes.model.layer_selection import is_quantizable
+from int8_dit.nodes.model.operations import int8_operations
+
+Tensors = dict[str, torch.Tensor]
+SIGMA = 0.5
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture in full width.
+
+    Attributes:
+        kind: its class in comfy.supported_models.
+        sizes: arguments of its diffusion model beside those of that class's tables.
+        tiny: those of one block a kind, to try a study out.
+        latent: the shape of its latent at a number of pixels a side.
+        pixels: a side of the image that it is measured at.
+        context: shape of the text's features.
+        inputs: what else a forward takes; a tuple is the shape of a random tensor.
+    """
+
+    kind: str
+    sizes: Mapping[str, object]
+    tiny: Mapping[str, object]
+    latent: Callable[[int], tuple[int, ...]]
+    pixels: int
+    context: tuple[int, int, int]
+    inputs: Mapping[str, object] = field(default_factory=dict)
+
+
+def _mmdit(depth: int) -> dict[str, object]:
+    embedder = {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 64 * depth}}
+    return {"depth": depth, "context_embedder_config": embedder}
+
+
+def _image(channels: int, side: int) -> Callable[[int], tuple[int, ...]]:
+    """Latents of images, a value for `side` x `side` pixels."""
+    return lambda pixels: (1, channels, pixels // side, pixels // side)
+
+
+FAMILIES = {
+    "Ideogram 4": Family(
+        "Ideogram4",
+        {"in_channels": 128, "num_layers": 34},
+        {"num_layers": 1},
+        _image(128, 16),
+        1024,
+        (1, 256, 53248),
+    ),
+    "Flux.1": Family(
+        "Flux",
+        {
+            **{"in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 4096, "hidden_size": 3072},
+            **{"mlp_ratio": 4.0, "num_heads": 24, "depth": 3, "depth_single_blocks": 6, "axes_dim": [16, 56, 56]},
+            **{"theta": 10000, "patch_size": 2, "qkv_bias": True, "txt_ids_dims": []},
+        },
+        {"depth": 1, "depth_single_blocks": 1},
+        _image(16, 8),
+        1024,
+        (1, 512, 4096),
+        {"y": (1, 768), "guidance": (1,)},
+    ),
+    "Qwen-Image": Family(
+        "QwenImage",
+        {"in_channels": 64, "num_layers": 4},
+        {"num_layers": 1},
+        lambda pixels: (1, 16, 1, pixels // 8, pixels // 8),
+        1328,
+        (1, 256, 3584),
+    ),
+    "Z-Image": Family(
+        "ZImage",
+        {
+            **{"patch_size": 2, "in_channels": 16, "cap_feat_dim": 2560, "n_layers": 6, "n_refiner_layers": 2},
+            **{"qk_norm": True, "n_heads": 30, "n_kv_heads": 30, "axes_dims": [32, 48, 48], "rope_theta": 256.0},
+            **{"axes_lens": [1536, 512, 512], "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True},
+            **{"time_scale": 1000.0, "pad_tokens_multiple": 32},
+        },
+        {"n_layers": 2},
+        _image(16, 8),
+        1024,
+        (1, 256, 2560),
+        {"num_tokens": 256},
+    ),
+    "SD3.5 Large": Family(
+        "SD3",
+        {
+            **{"patch_size": 2, "out_channels": 16, "input_size": None, "adm_in_channels": 2048, "num_patches": 36864},
+            **{"pos_embed_max_size": 192, "qk_norm": "rms", "x_block_self_attn_layers": [], **_mmdit(38)},
+        },
+        _mmdit(4),
+        _image(16, 8),
+        1024,
+        (1, 154, 4096),
+        {"y": (1, 2048)},
+    ),
+    "Wan 14 B": Family(
+        "WAN21_T2V",
+        {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 3, "in_dim": 16, "out_dim": 16},
+        {"num_layers": 1},
+        lambda pixels: (1, 16, 21 if pixels >= 480 else 1, pixels // 8, 104 * pixels // 480 // 2 * 2),
+        480,  # 81 frames of 832 x 480: 32,760 tokens
+        (1, 512, 4096),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """How one INT8 layer of this pack's is held."""
+
+    transform: ChannelTransform = UNCHANGED
+    activation_bits: int = 8
+
+
+Plan = Callable[[str, int], Held | None]
+"""(layer name, input channels) -> how a quantizable layer is held; None for bf16."""
+
+
+def plain(name: str, channels: int) -> Held:
+    """Every layer in INT8, as in a native file."""
+    return Held()
+
+
+class RandomModel:
+    """The tensors of one family's model and the MODELs that can be built of them, the same weights in each.
+
+    Args:
+        family: an entry of FAMILIES.
+        device: where tensors are made and held.
+        sizes: arguments that replace those of the family, such as a number of blocks.
+        seed: other weights for another seed.
+    """
+
+    def __init__(self, family: Family, device: torch.device, sizes: Mapping[str, object] = {}, seed: int = 0) -> None:
+        self.family, self.device, self.seed = family, device, seed
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        kind = getattr(comfy.supported_models, family.kind)
+        config = kind({**kind.unet_config, **family.sizes, **sizes})
+        config.set_inference_dtype(torch.bfloat16, None)
+        skeleton = config.get_model({}, "", device="meta").diffusion_model.state_dict()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.items()}
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """The layers that become INT8."""
+        names = [key.removesuffix(".weight") for key in self.shapes if key.endswith(".weight")]
+        return [name for name in names if is_quantizable(name, self.shapes[f"{name}.weight"])]
+
+    @cached_property
+    def _first_reader(self) -> dict[str, str]:
+        """The first layer that reads the same input, by layer."""
+        groups = same_input_groups(self.layers, lambda a, b: True)
+        return {name: group[0] for group in groups for name in group}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the model in bf16: norms are ones, the rest keeps activations finite."""
+        shape = self.shapes[name]
+        if len(shape) == 1 and "norm" in name and not name.endswith("bias"):
+            return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self.seed)
+        values = torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16)
+        inputs = values[0].numel() if values.ndim > 1 else 10_000
+        return values.mul_(inputs**-0.5)
+
+    def tensors(self) -> Tensors:
+        """All tensors of the model in bf16."""
+        return {name: self.tensor(name) for name in self.shapes}
+
+    def native(self, rotation_group: int | None = None) -> Tensors:
+        """The same in ComfyUI's native INT8, a scale per output channel; ConvRot with a group."""
+        transform = ChannelTransform(None, rotation_group)
+        tensors = {}
+        for name in self.shapes:
+            tensors[name] = self.tensor(name)
+            layer = name.removesuffix(".weight")
+            if layer != name and layer in self.layers:
+                tensors |= {f"{layer}.{part}": t for part, t in native_layer(tensors[name], transform).items()}
+        return tensors
+
+    def factors(self, name: str, channels: int) -> torch.Tensor:
+        """Smoothing factors of a layer in [0.5, 2], the same for all that read one input."""
+        first = self._first_reader.get(name, name)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(first.encode()))
+        return 2 ** (2 * torch.rand(channels, generator=generator, device=self.device) - 1)
+
+    def bf16_model(self) -> ModelPatcher:
+        """The MODEL of ComfyUI's loader in bf16."""
+        return comfy.sd.load_diffusion_model_state_dict(self.tensors())
+
+    def native_model(self, rotation_group: int | None = None) -> ModelPatcher:
+        """The MODEL of ComfyUI's loader in native INT8."""
+        return comfy.sd.load_diffusion_model_state_dict(self.native(rotation_group))
+
+    def int8_model(self, plan: Plan = plain) -> ModelPatcher:
+        """The MODEL of this pack, its quantizable layers held as `plan` says."""
+
+        def convert(name: str, weight: torch.Tensor, _: object) -> torch.Tensor | None:
+            held = plan(name, weight.shape[1]) if is_quantizable(name, tuple(weight.shape)) else None
+            if held is None:
+                return None
+            q, scale = quantize_weight(weight, held.transform)
+            more = {} if held.activation_bits == 8 else {"activation_bits": held.activation_bits}
+            return int8_weight(q, scale, self.dtype, held.transform, **more)
+
+        operations = int8_operations("fused int8", self.dtype, convert)
+        return build_model(self.tensors(), {}, operations, self.dtype)
+
+    def inputs(self, pixels: int | None = None, text: bool = True) -> dict[str, object]:
+        """What BaseModel.apply_model takes beside its options: latents of a noisy image and the rest."""
+        generator = torch.Generator(self.device).manual_seed(1)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=self.device)
+
+        family = self.family
+        more = {name: randn(*v) if isinstance(v, tuple) else v for name, v in family.inputs.items()}
+        latent = randn(*family.latent(pixels or family.pixels))
+        sigma = torch.full((1,), SIGMA, device=self.device)
+        return {"x": latent, "t": sigma, "c_crossattn": randn(*family.context) if text else None, **more}
+
+
+def native_layer(weight: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> Tensors:
+    """The tensors of a layer in a native file."""
+    q, scale = quantize_weight(weight, transform)
+    return {"weight": q, int8_mark.SCALE: scale[:, None], int8_mark.MARK: int8_mark.encode_mark(transform)}
+
+
+@contextmanager
+def weights_on_device() -> Iterator[None]:
+    """Let ComfyUI build MODELs on the GPU, which has room: as its option --highvram does."""
+    management = comfy.model_management
+    before = management.vram_state
+    if management.get_torch_device().type == "cuda":
+        management.vram_state = management.VRAMState.HIGH_VRAM
+    try:
+        yield
+    finally:
+        management.vram_state = before
+
+
+class Forward:
+    """One call of a loaded MODEL as a sampler makes it, with the same inputs each time."""
+
+    def __init__(self, model: ModelPatcher, inputs: Mapping[str, object]) -> None:
+        model.pre_run()
+        options = comfy.model_patcher.create_model_options_clone(model.model_options)["transformer_options"]
+        for name in ("wrappers", "callbacks"):
+            added = getattr(model, name)
+            comfy.patcher_extension.merge_nested_dicts(options.setdefault(name, {}), added, copy_dict1=False)
+        options |= {"cond_or_uncond": [0], "sigmas": inputs["t"], "sample_sigmas": inputs["t"]}
+        self._model, self._inputs, self._options = model.model, inputs, options
+
+    @torch.inference_mode()
+    def __call__(self) -> torch.Tensor:
+        """The denoised latents."""
+        return self._model.apply_model(**self._inputs, transformer_options=self._options)
+
+    def velocity(self) -> torch.Tensor:
+        """What the diffusion model itself gives (of models of flows), in float32."""
+        latent = self._inputs["x"]
+        return (latent - self().float()) / SIGMA
+
+
+def load(model: ModelPatcher) -> None:
+    """Let ComfyUI load the whole MODEL, which also puts its object patches in place."""
+    comfy.model_management.load_models_gpu([model], force_full_load=True)
+
+
+def compiled(model: ModelPatcher) -> ModelPatcher:
+    """The MODEL of ComfyUI's node TorchCompileModel."""
+    from comfy_extras.nodes_torch_compile import TorchCompileModel
+
+    return TorchCompileModel.execute(model, "inductor").result[0]
+
+
+def unfused(model: ModelPatcher) -> ModelPatcher:
+    """The MODEL without this pack's own block forwards. Raises ValueError where it has none."""
+    names = [name for name in model.object_patches if name.endswith("__class__")]
+    if not names:
+        raise ValueError("no block of this MODEL runs a forward of this pack's")
+    for name in names:
+        del model.object_patches[name]
+    return model
