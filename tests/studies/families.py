@@ -1,0 +1,133 @@
+"""Wall clock of one forward of full-width blocks of other families, with random weights, in ComfyUI: bf16, native INT8
+and this pack's, eager and compiled.
+
+    python tests/studies/families.py --comfyui PATH [--families NAME ...] [--variants NAME ...] [--out DIR]
+
+Needs an NVIDIA card with 60 GB of memory; `--tiny --pixels 64` tries the script out on a CPU. "ms" is the clock from an
+idle GPU until all is done, "host" until the last launch returns, and "busy" the sum of all kernels.
+"""
+
+import argparse
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
+
+from support.pack import import_comfyui, import_pack
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# A name and whether torch.compile is in it.
+VARIANTS = {"bf16": False, "native": False, "pack": False, "compiled-bf16": True, "compiled-pack": True}
+TITLES = {
+    "bf16": "bf16",
+    "native": "native INT8",
+    "pack": "this pack",
+    "compiled-bf16": "bf16, torch.compile",
+    "compiled-pack": "this pack, torch.compile",
+}
+
+
+def measure(random, variant: str, pixels: int | None, repetitions: int, expected: dict) -> dict:
+    """The figures of a row."""
+    import comfy.model_management
+
+    from support.measuring import graph_counts, kernel_times, wall_and_host
+    from support.random_models import Forward, compiled, load, weights_on_device
+    from support.tensors import relative_error
+
+    builders = {"bf16": random.bf16_model, "native": random.native_model, "pack": random.int8_model}
+    with weights_on_device():
+        model = builders[variant.removeprefix("compiled-")]()
+        model = compiled(model) if VARIANTS[variant] else model
+        load(model)
+        figures = {
+            "weights_gb": comfy.model_management.module_size(model.model) / 1e9,
+            "dtype": str(model.model.get_dtype_inference()).removeprefix("torch."),
+            "fused_blocks": sum(key.endswith("__class__") for key in model.object_patches),
+        }
+        forward = Forward(model, random.inputs(pixels))
+        output = forward.velocity()
+        figures["error"] = relative_error(output, expected.setdefault("velocity", output))
+        figures |= wall_and_host(forward, random.device, repetitions)
+        figures |= graph_counts() if VARIANTS[variant] else {}
+        times = kernel_times(forward, random.device)
+        figures |= {"busy_ms": sum(times.values()), "kernels": times}
+    return figures
+
+
+def table(rows: list[dict]) -> str:
+    """A line a row."""
+    from int8_dit.kernels.benchmark import markdown
+    from support.measuring import number, ratio, row_of
+
+    columns = ["family", "variant", "ms", "vs bf16", "vs native INT8", "busy ms", "host ms", "rel. error"]
+    lines = []
+    for row in rows:
+        bases = [row_of(rows, family=row["family"], name=name) for name in ("bf16", "native")]
+        lines.append(
+            [
+                row["family"],
+                TITLES[row["name"]],
+                number(row, "ms", ".1f"),
+                *(ratio(row, base, "ms") for base in bases),
+                *(number(row, key, ".1f") for key in ("busy_ms", "host_ms")),
+                number(row, "error", ".3f"),
+            ]
+        )
+    notes = [f"- {row['family']}, {TITLES[row['name']]}: {row['failed']}" for row in rows if "failed" in row]
+    notes += [
+        f"- {row['family']}, {TITLES[row['name']]}: {row['graphs']} graphs, {row['graph_breaks']} graph breaks"
+        for row in rows
+        if "graphs" in row
+    ]
+    return "\n\n".join([markdown(columns, lines), *(["\n".join(notes)] if notes else [])])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--families", nargs="+", metavar="NAME", help="all but Ideogram 4 by default")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bf16", "native", "pack"])
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--row-seconds", type=float, default=120.0, help="the most for a row; twice if it compiles")
+    parser.add_argument("--tuning-seconds", type=float, default=1.5, help="for a shape of the GEMM; 0 for no tuning")
+    parser.add_argument("--tiny", action="store_true", help="one block of each kind")
+    parser.add_argument("--pixels", type=int, help="a side of the image, instead of each family's own")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for families.md and families.json")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("int8_dit").setLevel(logging.INFO)
+    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
+    import_pack()
+    import comfy.model_management
+    from comfyui_version import __version__ as comfyui_version
+
+    from int8_dit.kernels.benchmark import describe_machine, title
+    from support.measuring import Rows, limit_tuning, write_results
+    from support.random_models import FAMILIES, RandomModel
+
+    names = arguments.families or [name for name in FAMILIES if name != "Ideogram 4"]
+    if unknown := set(names) - FAMILIES.keys():
+        parser.error(f"no families: {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    limit_tuning(arguments.tuning_seconds)
+    device = comfy.model_management.get_torch_device()
+    machine = describe_machine(device)
+    rows = Rows()
+    for name in names:
+        family, expected = FAMILIES[name], {}
+        random = RandomModel(family, device, family.tiny if arguments.tiny else {})
+        for variant, compiles in ((variant, VARIANTS[variant]) for variant in arguments.variants):
+            run = partial(measure, random, variant, arguments.pixels, arguments.repetitions, expected)
+            rows.measure({"family": name, "name": variant}, run, arguments.row_seconds * (2 if compiles else 1))
+    text = (
+        f"{title(machine)}, ComfyUI {comfyui_version}, random weights. Milliseconds of one forward.\n\n{table(rows)}\n"
+    )
+    write_results(arguments.out, "families", text, {"environment": machine, "comfyui": comfyui_version, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
