@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for families.md and families.json")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("int8_dit").setLevel(logging.INFO)
+    logging.getLogger("int8_dit").setLevel(logging.INFO)  # says where a block does not run fused
     import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
     import_pack()
     import comfy.model_management
