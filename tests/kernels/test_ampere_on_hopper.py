@@ -13,14 +13,14 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper card")
 
 
-@pytest.mark.parametrize("split_k", (1, 3))
+@pytest.mark.parametrize("split_k, passes", ((1, 1), (3, 1), (1, 2)))
 @pytest.mark.parametrize("config", ARCHITECTURES["Ampere"].rates, ids=repr)
-def test_bit_exact(config, split_k):
+def test_bit_exact(config, split_k, passes):
     from support.ampere_kernel import AmpereKernel
 
-    kernel = AmpereKernel(replace(config, split_k=split_k))
+    kernel = AmpereKernel(replace(config, split_k=split_k), passes=passes)
     for m, n, k in ((4352, 4608, 4608), (77, 4608, 12288), (301, 1008, 1280), (1, 16, 256 * split_k)):
-        q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
+        q, weight = random_int8(m, passes * k, seed=1), random_int8(n, k, seed=2)
         q_scale, weight_scale = random_float(m, seed=3).abs() / 100, random_float(n, seed=4).abs() / 100
         bias = random_float(n, seed=5, dtype=torch.bfloat16)
         out = torch.empty((m, n), dtype=torch.bfloat16, device="cuda")
@@ -30,6 +30,6 @@ def test_bit_exact(config, split_k):
         # Scales of one leave the accumulator itself, where bf16 holds it.
         ones = torch.ones_like
         small_q, small_weight = q % 3 - 1, weight % 3 - 1
-        small_q[:, 128:] = 0
+        small_q[:, 128:k] = 0
         kernel(out, small_q, ones(q_scale), small_weight, ones(weight_scale), torch.zeros_like(bias))
         assert torch.equal(out.int(), int8_accumulate_reference(small_q, small_weight))

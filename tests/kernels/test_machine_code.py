@@ -30,6 +30,15 @@ def test_every_configuration_is_built(builds, capability):
     assert {build["target"].removesuffix("a") for build in built} == {f"sm_{capability}"}
 
 
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_every_configuration_that_can_walk_k_twice_is_built_so(builds, capability):
+    from kernels.fused.tiles import architecture_of, walks_twice
+
+    configs = architecture_of(divmod(capability, 10)).rates
+    built = {build["config"] for build in builds if build["capability"] == capability and build["passes"] == 2}
+    assert {repr(config) for config in configs if walks_twice(config)} == built and built
+
+
 def test_int8_tensor_cores_only(builds):
     for build in builds:
         assert build["IMMA"] + build["IGMMA"] > 0 and build["HMMA"] == build["HGMMA"] == 0, build

@@ -29,6 +29,7 @@ def kind(build: dict) -> str:
     extras = [f"sm_{build['capability']}"]
     extras += [] if build["even_k"] else ["ragged K"]
     extras += ["blocks stored"] if build["store_blocks"] else []
+    extras += ["K walked twice"] if build["passes"] == 2 else []
     return ", ".join(extras)
 
 
@@ -51,7 +52,7 @@ def document(builds: list[dict]) -> str:
 
 def differences(before: list[dict], after: list[dict]) -> tuple[list[str], bool]:
     """A line for each build that differs, and whether one has become worse."""
-    key = ("config", "capability", "even_k", "store_blocks")
+    key = ("config", "capability", "even_k", "store_blocks", "passes")
     known = {tuple(build[name] for name in key): build for build in before}
     lines, worse = [], False
     for build in after:

@@ -48,12 +48,13 @@ class AmpereKernel:
         self,
         config: GemmConfig,
         even_k: bool = True,
+        passes: int = 1,
         prebuilt: tuple[bytes, str, int] | None = None,
         blocks_per_multiprocessor: int | None = None,
     ) -> None:
         """With `blocks_per_multiprocessor` the kernel asks for so much shared memory that no more reside at once."""
         self.config = config
-        cubin, name, self._shared = prebuilt or prebuild(config, even_k)
+        cubin, name, self._shared = prebuilt or prebuild(config, even_k, passes)
         if blocks_per_multiprocessor is not None:
             self._shared = max(self._shared, HOPPER_SHARED // blocks_per_multiprocessor - RESERVED_SHARED)
         torch.cuda.synchronize()  # which makes PyTorch's context the one that the driver loads into
@@ -63,7 +64,10 @@ class AmpereKernel:
         _driver("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, self._shared)
 
     def __call__(self, out, q, q_scale, weight, weight_scale, bias) -> None:
-        """out bf16 [M, N] = epilogue(q int8 [M, K] . weight int8 [N, K]^T), N, K and row strides multiples of 16."""
+        """out bf16 [M, N] = epilogue(q int8 [M, K] . weight int8 [N, K]^T), N, K and row strides multiples of 16.
+
+        A kernel of two passes takes q [M, 2K].
+        """
         config = self.config
         m, (n, k) = q.shape[0], weight.shape
         tiles = config.tiles(m, n)
@@ -83,7 +87,7 @@ class AmpereKernel:
         _driver("cuLaunchKernel", self._function, *grid, *block, self._shared, stream, addresses, None)
 
 
-def prebuild(config: GemmConfig, even_k: bool = True) -> tuple[bytes, str, int]:
+def prebuild(config: GemmConfig, even_k: bool = True, passes: int = 1) -> tuple[bytes, str, int]:
     """The cubin of a configuration, the kernel's name in it, and the shared memory it needs in bytes."""
-    kernel = compiled(Build(config, 80, even_k))
+    kernel = compiled(Build(config, 80, even_k, passes=passes))
     return assemble(kernel), kernel.metadata.name, kernel.metadata.shared

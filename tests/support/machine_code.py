@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.fused.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
-from kernels.fused.tiles import ARCHITECTURES, GemmConfig
+from kernels.fused.tiles import ARCHITECTURES, GemmConfig, walks_twice
 
 # INT8 and fp16 tensor cores of Ampere and of Hopper, copies into shared memory of both, loads from it, spills.
 COUNTED = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "LDL", "STL")
@@ -38,6 +38,7 @@ class Build:
         even_k: whether K is a multiple of the configuration's block.
         store_blocks: whether Hopper's copy engine writes the output.
         out: dtype of the output in Triton's words; i32 is the accumulator.
+        passes: how often K is walked: twice for activations of 16 bits.
     """
 
     config: GemmConfig
@@ -45,6 +46,7 @@ class Build:
     even_k: bool = True
     store_blocks: bool = False
     out: str = "bf16"
+    passes: int = 1
 
 
 def compiled(build: Build):
@@ -65,7 +67,7 @@ def compiled(build: Build):
         "arrivals": "*i32",
         **dict.fromkeys(SIZES, "i32"),
     }
-    constants = kernel_constants(config, True, build.even_k, descriptors, build.store_blocks)
+    constants = kernel_constants(config, True, build.even_k, descriptors, build.store_blocks, build.passes)
     names = int8_gemm_kernel.arg_names
     aligned = [name for name, kind in types.items() if kind.startswith("*") or (name in SIZES and name != "M")]
     source = ASTSource(
@@ -106,8 +108,10 @@ def report(kernel) -> dict:
 
 def builds() -> list[Build]:
     """Every shipped configuration on every card that it is shipped for and that can be built for here; on the consumer
-    Ampere card also with a ragged K and with K split, on Hopper also with K split and with blocks stored."""
+    Ampere card also with a ragged K and with K split, on Hopper also with K split and with blocks stored; all that
+    can walk K twice also so."""
     ampere, hopper = (list(ARCHITECTURES[name].rates) for name in ("Ampere", "Hopper"))
+    twice = [config for config in ampere if walks_twice(config)]
     return [
         *(Build(config, capability) for capability in (86, 80, 89) for config in ampere),
         *(Build(config, even_k=False) for config in ampere),
@@ -115,6 +119,10 @@ def builds() -> list[Build]:
         *(Build(config, 90) for config in hopper),
         *(Build(replace(config, split_k=3), 90) for config in hopper),
         *(Build(config, 90, store_blocks=True) for config in hopper if config.pipeline == "descriptors"),
+        *(Build(config, capability, passes=2) for capability in (86, 80, 89) for config in twice),
+        *(Build(config, even_k=False, passes=2) for config in twice),
+        *(Build(config, 90, passes=2) for config in hopper),
+        *(Build(config, 90, store_blocks=True, passes=2) for config in hopper if config.pipeline == "descriptors"),
     ]
 
 
