@@ -223,5 +223,51 @@ def norm_rope(
 
     Returns:
         Both results, [B, T, H, D].
+
+    Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
+    weights = tuple(None if norm is None else norm.weight for norm in (q_norm, k_norm))
+    tensors = (q, k, *weights, freqs, *(out or ()))
+    key = (pairs, q_norm is None, k_norm is None, *_layouts(*tensors))
+    if key not in _checked:
+        _check_norm_rope(q, k, q_norm, k_norm, freqs, pairs, out)
+        _checked.add(key)
+    longest = max(q.shape[2], k.shape[2]) * q.shape[3]
+    writable = out is None or out[0].stride(-1) == out[1].stride(-1) == 1
+    if q.numel() and writable and _runs_kernel(q, longest) and not _differentiated(*tensors):
+        from .fused.rope import launch_norm_rope
+
+        return launch_norm_rope(key, q, k, q_norm, k_norm, freqs, pairs == "neighbours", out)
     return reference.norm_rope_reference(q, k, q_norm, k_norm, freqs, pairs, out)
+
+
+def _check_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    freqs: torch.Tensor,
+    pairs: str,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    if pairs not in ("neighbours", "halves"):
+        raise ValueError(f"pairs must be neighbours or halves, got {pairs!r}")
+    for name, x, norm in (("q", q, q_norm), ("k", k, k_norm)):
+        check_float_rows(name, x)
+        if x.ndim != 4 or x.shape[3] % 2 or (x.shape[:2], x.shape[3]) != (q.shape[:2], q.shape[3]):
+            shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
+            raise ValueError(f"q and k must be [B, T, H, D] of the same B, T and even D, got {shapes}")
+        if norm is not None and (norm.kind != "rms" or norm.bias is not None):
+            raise ValueError(f"the norm of {name} must be an rms norm without bias")
+        weight = None if norm is None else norm.weight
+        if weight is not None and weight.shape not in ((x.shape[3],), (x.shape[2] * x.shape[3],)):
+            sizes = f"({x.shape[3]},) or ({x.shape[2] * x.shape[3]},)"
+            raise ValueError(f"the weight of the norm of {name} must have shape {sizes}, got {tuple(weight.shape)}")
+        check_same_device(**{"q": q, name: x, "weight": weight, "freqs": freqs})
+    if not freqs.is_floating_point() or freqs.shape[-2:] != (2, 2) or freqs.numel() != q.shape[1] * q.shape[3] * 2:
+        wanted = f"[..., {q.shape[1]}, {q.shape[3] // 2}, 2, 2]"
+        raise ValueError(f"freqs must be floating point {wanted}, got {freqs.dtype} {tuple(freqs.shape)}")
+    for name, target, x in (("q", out[0], q), ("k", out[1], k)) if out else ():
+        if target.shape != x.shape:
+            raise ValueError(f"the output of {name} must have shape {tuple(x.shape)}, got {tuple(target.shape)}")
+        check_same_device(q=q, out=target)

@@ -30,7 +30,7 @@ def _load_prepared(
 
 
 @triton.jit
-def _quantize_rows_kernel(
+def quantize_rows_kernel(
     x,
     smooth,
     q,
@@ -106,8 +106,10 @@ class PreparedQuantizer:
 _launches: dict[tuple, PreparedQuantizer] = {}
 
 
-def _prepare(x: torch.Tensor, has_smooth: bool, group: int, activation_bits: int) -> PreparedQuantizer:
-    rows, channels = x.shape
+def quantize_rows_constants(
+    channels: int, has_smooth: bool, remainder: bool, group: int, interpreted: bool
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The kernel's constants and compilation options."""
     left, right = HADAMARD_FACTORS[group]
     head, tail, in_registers, warps = row_blocks(channels, group)
     constants = {
@@ -122,9 +124,7 @@ def _prepare(x: torch.Tensor, has_smooth: bool, group: int, activation_bits: int
     }
     # Without fusion there is one rounding after a product and one after a sum, as in the reference. With one more stage
     # a long row, smoothed and rotated, would need more shared memory than Ampere's and Ada's smaller cards have.
-    options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
-    launch = RepeatedLaunch(_quantize_rows_kernel, (rows, 1), constants, options)
-    return PreparedQuantizer(launch, rows, channels, x.stride(0), activation_bits)
+    return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
 
 
 def prepared_quantizer(
@@ -134,9 +134,17 @@ def prepared_quantizer(
     group = rotation_group or 1
     if group not in HADAMARD_FACTORS:
         return None
+
+    def prepare() -> PreparedQuantizer:
+        rows, channels = x.shape
+        constants, options = quantize_rows_constants(
+            channels, smooth is not None, activation_bits == 16, group, interpreted=not x.is_cuda
+        )
+        launch = RepeatedLaunch(quantize_rows_kernel, (rows, 1), constants, options)
+        return PreparedQuantizer(launch, rows, channels, x.stride(0), activation_bits)
+
     key = (x.device, *x.shape, x.stride(0), x.dtype, smooth is not None, group, activation_bits)
-    tensors = (x,) if smooth is None else (x, smooth)
-    return remembered(_launches, key, tensors, lambda: _prepare(x, smooth is not None, group, activation_bits))
+    return remembered(_launches, key, (x,) if smooth is None else (x, smooth), prepare)
 
 
 def launch_activation_quantizer(

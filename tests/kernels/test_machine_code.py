@@ -1,4 +1,4 @@
-"""The machine code of the fused GEMM for every card: on the INT8 tensor cores, nothing spilled, fits the card."""
+"""The machine code for every card: nothing spilled, fits the card, and the fused GEMM on the INT8 tensor cores."""
 
 import json
 import subprocess
@@ -12,12 +12,21 @@ SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 REGISTER_FILE = 64 * 1024
 
 
-@pytest.fixture(scope="module")
-def builds():
-    script = Path(__file__).resolve().parents[1] / "support" / "machine_code.py"
+def reports_of(name):
+    script = Path(__file__).resolve().parents[1] / "support" / name
     finished = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
+
+
+@pytest.fixture(scope="module")
+def builds():
+    return reports_of("machine_code.py")
+
+
+@pytest.fixture(scope="module")
+def producers():
+    return reports_of("producer_builds.py")
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -53,12 +62,20 @@ def test_asynchronous_copies_and_matrix_loads(builds):
             assert build["LDGSTS"] > 0 and build["LDSM"] > 0, build
 
 
-def test_nothing_is_spilled(builds):
-    for build in builds:
+def test_nothing_is_spilled(builds, producers):
+    for build in (*builds, *producers):
         assert build["LDL"] == build["STL"] == build["stack"] == build["local"] == 0, build
 
 
-def test_fits_the_card(builds):
-    for build in builds:
+def test_fits_the_card(builds, producers):
+    for build in (*builds, *producers):
         assert build["shared"] <= SHARED_MEMORY[build["capability"]], build
         assert build["registers"] * 32 * build["warps"] <= REGISTER_FILE, build
+
+
+def test_producers_use_tensor_cores_for_rotations_alone(producers):
+    assert {build["capability"] for build in producers} == set(SHARED_MEMORY)
+    for build in producers:
+        assert (build["HMMA"] > 0) == (build["group"] > 1), build
+        assert build["IMMA"] == build["IGMMA"] == build["HGMMA"] == 0, build
+        assert build["shared"] <= SHARED_MEMORY[86], build

@@ -5,12 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from kernels import ChannelTransform
-from kernels.producers import activate_quantize, gated_residual, norm_quantize
+from kernels.linear import quantize_activations
+from kernels.producers import activate_quantize, gated_residual, norm_quantize, norm_rope
 from kernels.reference_producers import (
     Norm,
     activate_quantize_reference,
     gated_residual_reference,
     norm_quantize_reference,
+    norm_rope_reference,
 )
 from support.tensors import DEVICE, random_float, relative_error, rotation_matrix
 
@@ -22,7 +24,7 @@ TRANSFORMS = (
     (301, True, None),
     (96, False, 16),
     (192, True, 64),
-    (768, True, 256),
+    (512, True, 256),
 )
 
 
@@ -76,10 +78,10 @@ def modulation(batch, tokens, channels, dtype, seed):
 
 
 @pytest.mark.parametrize("channels, smooth, group", TRANSFORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation_bits", (8, 16))
-def test_norm_quantize(channels, smooth, group, dtype, activation_bits):
-    x = random_float(3, 5, channels, seed=channels, dtype=dtype) * 4 + 1
+def test_norm_quantize(channels, smooth, group, activation_bits):
+    dtype = DTYPES[channels % 3]
+    x = random_float(3, 3, channels, seed=channels, dtype=dtype) * 4 + 1
     transform = transform_of(channels, smooth, group)
     kind = "layer" if channels % 2 == 0 else "rms"
     norm = Norm(kind, 1e-6, random_float(channels, seed=1, dtype=dtype) if group is None else None)
@@ -90,11 +92,11 @@ def test_norm_quantize(channels, smooth, group, dtype, activation_bits):
     assert_quantized(result, exact, expected, activation_bits)
 
 
-@pytest.mark.parametrize("batch, tokens", ((1, 1), (1, 7), (3, 1), (3, 7)))
+@pytest.mark.parametrize("batch, tokens", ((1, 1), (1, 3), (2, 1), (2, 3)))
 @pytest.mark.parametrize("given", ("scale", "shift", "both", "neither"))
 def test_modulations_of_every_shape(batch, tokens, given):
     """One row for all, one a sample, one a token, one of each."""
-    x = random_float(3, 7, 40, seed=1, dtype=torch.bfloat16)
+    x = random_float(2, 3, 40, seed=1, dtype=torch.bfloat16)
     scale, shift = modulation(batch, tokens, 40, torch.float32, seed=2)
     scale, shift = (scale if given in ("scale", "both") else None), (shift if given in ("shift", "both") else None)
     norm = Norm("rms", 1e-5, random_float(40, seed=3), random_float(40, seed=4, dtype=torch.bfloat16))
@@ -104,15 +106,15 @@ def test_modulations_of_every_shape(batch, tokens, given):
     exact = exact if shift is None else exact + shift.double()
     assert_quantized(result, exact, norm_quantize_reference(x, norm, scale, shift, ChannelTransform(), 8), 8)
 
-    residual, gate = random_float(3, 7, 40, seed=5), modulation(batch, tokens, 40, torch.bfloat16, seed=6)[0]
+    residual, gate = random_float(2, 3, 40, seed=5), modulation(batch, tokens, 40, torch.bfloat16, seed=6)[0]
     exact = residual.double() + gate.double() * norm_in_float64(x, norm)
     torch.testing.assert_close(gated_residual(residual, x, gate, norm).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_strided_tokens_of_a_norm():
     """Token slices of a joint sequence, and channels that do not lie side by side."""
-    joint = random_float(3, 9, 64, seed=1)
-    for x in (joint[:, 2:7], joint[:, ::2], joint[1], joint.transpose(0, 1)[:4], random_float(3, 64, 5).mT):
+    joint = random_float(2, 9, 64, seed=1)
+    for x in (joint[:, 2:4], joint[:, ::4], joint[1, :3], joint.transpose(0, 1)[:2], random_float(2, 64, 2).mT):
         norm = Norm("rms", 1e-6)
         result, expected = norm_quantize(x, norm), norm_quantize(x.contiguous(), norm)
         assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
@@ -127,7 +129,7 @@ def test_strided_tokens_of_a_norm():
 @pytest.mark.parametrize("activation_bits", (8, 16))
 def test_activate_quantize(channels, smooth, group, activation, activation_bits):
     dtype = DTYPES[channels % 3]
-    wide = random_float(3, 5, 2 * channels + 3, seed=channels, dtype=dtype) * 3
+    wide = random_float(1, 3, 2 * channels + 3, seed=channels, dtype=dtype) * 3
     gate, up = wide[..., :channels], wide[..., channels : 2 * channels]
     gate = gate.abs() if channels == 1 else gate
     transform = transform_of(channels, smooth, group)
@@ -137,10 +139,12 @@ def test_activate_quantize(channels, smooth, group, activation, activation_bits)
     assert_quantized(result, exact, expected, activation_bits)
 
 
-@pytest.mark.parametrize("first, channels, group", ((1, 7, None), (64, 128, 64), (100, 412, 256), (1025, 3, None)))
+@pytest.mark.parametrize(
+    "first, channels, group, leading",
+    ((1, 7, None, (3,)), (64, 128, 64, (2, 2)), (100, 156, 256, (2, 1, 2)), (1025, 3, None, (2, 2))),
+)
 @pytest.mark.parametrize("with_up", (False, True))
-@pytest.mark.parametrize("leading", ((6,), (2, 3), (2, 1, 3)))
-def test_two_parts_side_by_side(first, channels, group, with_up, leading):
+def test_two_parts_side_by_side(first, channels, group, leading, with_up):
     wide = random_float(*leading, first + 2 * channels, seed=channels, dtype=torch.bfloat16) * 3
     beside, gate, up = wide.split((first, channels, channels), dim=-1)
     up = up if with_up else None
@@ -164,7 +168,7 @@ def test_activations_far_from_zero(activation):
 @pytest.mark.parametrize("kind", (None, "rms", "layer"))
 @pytest.mark.parametrize("gated", (None, "plain", "tanh"))
 def test_gated_residual(dtype, kind, gated):
-    residual, x = (random_float(3, 5, 301, seed=seed, dtype=dtype) * 3 for seed in (1, 2))
+    residual, x = (random_float(3, 2, 301, seed=seed, dtype=dtype) * 3 for seed in (1, 2))
     norm = None if kind is None else Norm(kind, 1e-6, random_float(301, seed=3, dtype=dtype))
     gate = None if gated is None else random_float(3, 1, 301, seed=4, dtype=dtype) * 0.5
     result = gated_residual(residual, x, gate, norm, tanh=gated == "tanh")
@@ -179,12 +183,12 @@ def test_gated_residual(dtype, kind, gated):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("channels, smooth, group", TRANSFORMS[1:])
+@pytest.mark.parametrize("channels, smooth, group", ((77, False, None), (301, True, None), (512, True, 256)))
 @pytest.mark.parametrize("activation_bits", (8, 16))
 def test_no_further_from_the_truth_than_separate_passes(dtype, channels, smooth, group, activation_bits):
-    x, up = (random_float(3, 7, channels, seed=seed, dtype=dtype) * 2 for seed in (1, 2))
+    x, up = (random_float(1, 3, channels, seed=seed, dtype=dtype) * 2 for seed in (1, 2))
     transform = transform_of(channels, smooth, group)
-    scale, shift = modulation(3, 1, channels, dtype, seed=3)
+    scale, shift = modulation(1, 1, channels, dtype, seed=3)
     norm = Norm("rms", 1e-6, random_float(channels, seed=4, dtype=dtype))
 
     def error(result, exact):
@@ -193,8 +197,6 @@ def test_no_further_from_the_truth_than_separate_passes(dtype, channels, smooth,
         return relative_error(values * step, in_real_arithmetic(exact, transform).flatten(0, -2))
 
     def separate(values):
-        from kernels.linear import quantize_activations
-
         return quantize_activations(values.flatten(0, -2), transform, activation_bits)
 
     fused = norm_quantize(x, norm, scale, shift, transform, activation_bits)
@@ -211,17 +213,17 @@ def test_no_further_from_the_truth_than_separate_passes(dtype, channels, smooth,
 @pytest.mark.parametrize("group", (None, 64))
 @pytest.mark.parametrize("activation_bits", (8, 16))
 def test_a_broken_row_stays_one_row(bad, group, activation_bits):
-    x = random_float(2, 3, 192, seed=1)
+    x = random_float(2, 2, 192, seed=1)
     whole = x.clone()
-    x[1, 1, 100] = bad
-    transform, rows = ChannelTransform(None, group), [0, 1, 2, 3, 5]
+    x[1, 0, 100] = bad
+    transform, rows = ChannelTransform(None, group), [0, 1, 3]
     for kind in ("rms", "layer"):
         q, scale = norm_quantize(x, Norm(kind, 1e-6), transform=transform, activation_bits=activation_bits)
         expected = norm_quantize(whole, Norm(kind, 1e-6), transform=transform, activation_bits=activation_bits)
-        assert scale[4].isnan() and not q[4].any()
+        assert scale[2].isnan() and not q[2].any()
         assert torch.equal(q[rows], expected[0][rows]) and torch.equal(scale[rows], expected[1][rows])
     q, scale = activate_quantize(x.abs(), "silu", None, x, transform, activation_bits)
-    assert scale[4].isnan() and not q[4].any() and scale[rows].isfinite().all()
+    assert scale[2].isnan() and not q[2].any() and scale[rows].isfinite().all()
 
 
 @pytest.mark.parametrize("shape", ((0, 5, 64), (2, 0, 64)))
@@ -239,7 +241,62 @@ def test_rows_longer_than_registers():
     assert torch.equal(gated_residual(x, x, None, norm), gated_residual_reference(x, x, None, norm, False))
 
 
+def rope_in_float64(x, norm, freqs, pairs):
+    heads, width = x.shape[2:]
+    if norm is not None and norm.weight is not None and norm.weight.numel() != width:
+        x = norm_in_float64(x.flatten(2), norm).unflatten(-1, (heads, width))
+    elif norm is not None:
+        x = norm_in_float64(x, norm)
+    half = width // 2
+    first, second = (range(half), range(half, width)) if pairs == "halves" else (range(0, width, 2), range(1, width, 2))
+    out, x, matrix = torch.empty_like(x, dtype=torch.float64), x.double(), freqs.double().reshape(-1, 1, half, 2, 2)
+    out[..., first] = matrix[..., 0, 0] * x[..., first] + matrix[..., 0, 1] * x[..., second]
+    out[..., second] = matrix[..., 1, 0] * x[..., first] + matrix[..., 1, 1] * x[..., second]
+    return out
+
+
+@pytest.mark.parametrize("pairs", ("neighbours", "halves"))
+@pytest.mark.parametrize("heads, kv_heads, width", ((1, 1, 2), (5, 3, 8), (2, 2, 24)))
+@pytest.mark.parametrize("over", (None, "head", "head without weight", "all heads"))
+def test_norm_rope(pairs, heads, kv_heads, width, over):
+    """Slices of one projection into new tensors, and into slices of a joint sequence of another dtype."""
+    dtype = DTYPES[width % 3]
+    qkv = random_float(2, 3, heads + 2 * kv_heads, width, seed=width, dtype=dtype)
+    q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=2)
+    norms = [None, None]
+    if over is not None:
+        sizes = [width * (count if over == "all heads" else 1) for count in (heads, kv_heads)]
+        weights = [None if "without" in over else random_float(size, seed=size, dtype=dtype) for size in sizes]
+        norms = [Norm("rms", 1e-6, weight) for weight in weights]
+    freqs = random_float(1, 3, 1, width // 2, 2, 2, seed=3)
+    exact = [rope_in_float64(x, norm, freqs, pairs) for x, norm in zip((q, k), norms, strict=True)]
+    unit = torch.finfo(dtype).eps * (1.01 if DEVICE == "cpu" else 0.51)
+    for result, wanted in zip(norm_rope(q, k, *norms, freqs, pairs), exact, strict=True):
+        assert result.dtype == dtype and result.is_contiguous()
+        assert ((result.double() - wanted).abs() <= unit * wanted.abs() + 1e-5).all()
+    joint = random_float(2, heads + kv_heads, 9, width, seed=4).transpose(1, 2)
+    before = joint.clone()
+    out = (joint[:, 4:7, :heads], joint[:, 4:7, heads:])
+    norm_rope(q, k, *norms, freqs, pairs, out)
+    for result, wanted in zip(out, exact, strict=True):
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
+    untouched = [0, 1, 2, 3, 7, 8]
+    assert torch.equal(joint[:, untouched], before[:, untouched])
+    for result, wanted in zip(out, norm_rope_reference(q, k, *norms, freqs, pairs, None), strict=True):
+        torch.testing.assert_close(result.to(dtype), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+def test_norms_of_one_side_and_in_place():
+    q, k, freqs = random_float(1, 2, 3, 4, seed=1), random_float(1, 2, 3, 4, seed=2), random_float(2, 2, 2, 2, seed=3)
+    expected = norm_rope_reference(q, k, RMS, None, freqs, "halves", None)
+    result = norm_rope(q, k, RMS, None, freqs, "halves", (q, k))
+    assert result[0] is q and result[1] is k
+    for one, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 X = torch.zeros(2, 3, 8, device=DEVICE)
+Q, FREQS = torch.zeros(2, 3, 2, 4, device=DEVICE), torch.zeros(3, 2, 2, 2, device=DEVICE)
 RMS = Norm("rms", 1e-6)
 
 
@@ -261,6 +318,11 @@ RMS = Norm("rms", 1e-6)
         (lambda: activate_quantize(X, "silu", None, X[:1]), "beside must have the rows of gate"),
         (lambda: gated_residual(X, X[:1]), "x must have the residual's shape"),
         (lambda: gated_residual(X, X, X[0]), "gate must have shape"),
+        (lambda: norm_rope(Q, Q[:1], None, None, FREQS, "halves"), "q and k must be"),
+        (lambda: norm_rope(Q, Q, None, None, FREQS, "thirds"), "pairs must be neighbours or halves"),
+        (lambda: norm_rope(Q, Q, None, None, FREQS[:2], "halves"), "freqs must be floating point"),
+        (lambda: norm_rope(Q, Q, Norm("layer", 1e-6), None, FREQS, "halves"), "the norm of q must be an rms norm"),
+        (lambda: norm_rope(Q, Q, None, None, FREQS, "halves", (Q, Q[:1])), "the output of k must have shape"),
         (lambda: norm_quantize(X.clone().requires_grad_(), RMS), "no gradient"),
     ),
 )

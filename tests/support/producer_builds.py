@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
@@ -17,9 +17,12 @@ from machine_code import report
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.fused import norms
+from kernels.fused import activations, gates, norms, rope
 
-CAPABILITIES = (86, 80, 89, 90)
+# Hidden and inner widths: Flux and Qwen-Image, Z-Image, Ideogram 4, Wan.
+WIDTHS, INNER = (3072, 3840, 4608, 5120), (10240, 12288, 13824)
+HEADS = ((256, 18, "heads", "halves"), (128, 24, "heads", "neighbours"), (128, 30, "heads", "neighbours"))
+HEADS = (*HEADS, (128, 40, "all", "neighbours"))
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Build:
 
     Attributes:
         kernel: name of the kernel.
-        channels: length of the rows.
+        channels: length of the rows; of the rope kernel the head's.
         group: channels of a rotation, 1 for none.
         activation_bits: 8 or 16.
         dtype: of activations and modulations, in Triton's words.
@@ -46,21 +49,34 @@ class Build:
     options: dict = field(default_factory=dict)
 
 
-# Of each kernel: what it is, constants and options of a build, and the tensors that are not of its dtype.
-QUANTIZED = {"q": "*i8", "q_scale": "*fp32", "smooth": "*fp32"}
+# The tensors that are not of a build's dtype.
+TYPES = {"q": "*i8", "q_scale": "*fp32", "scale": "*fp32", "smooth": "*fp32", "freqs": "*fp32"}
+FLOATS = {("norm_quantize", "scale"), ("norm_rope", "q")}  # of a build's dtype all the same
 
 
 def _parts(build: Build):
-    channels, group, bits = build.channels, build.group, build.activation_bits
+    """The kernel, its constants and its options."""
+    channels, group, bits, kind = build.channels, build.group, build.activation_bits, build.kind
     if build.kernel == "norm_quantize":
-        layer = build.kind == "layer"
-        given = (not layer, False, True, layer, build.group > 1)
-        return norms.norm_quantize_kernel, norms.norm_quantize_constants(
-            channels, build.kind or "rms", group, bits, False, *given
+        layer = kind == "layer"
+        given = (not layer, False, True, layer, group > 1)
+        return norms.norm_quantize_kernel, norms.norm_quantize_constants(channels, kind, group, bits, False, *given)
+    if build.kernel == "gated_residual":
+        norm = "rms" if kind == "tanh" else "none"
+        constants = norms.gated_residual_constants(channels, norm, kind, kind == "tanh", False, False)
+        return norms.gated_residual_kernel, constants
+    if build.kernel == "activate_quantize":
+        activation, beside = kind.removesuffix(" beside"), kind.endswith(" beside")
+        given = (activation == "silu", beside, group > 1)
+        constants = gates.activate_quantize_constants(channels, activation, group, bits, False, *given)
+        return gates.activate_quantize_kernel, constants
+    if build.kernel == "quantize":
+        return activations.quantize_rows_kernel, activations.quantize_rows_constants(
+            channels, group > 1, bits == 16, group, False
         )
-    return norms.gated_residual_kernel, norms.gated_residual_constants(
-        channels, "rms" if build.kind else "none", build.kind or "plain", bool(build.kind), False, False
-    )
+    heads, extent, pairs = kind.split()
+    given = ((int(heads),) * 2, channels, (extent, extent), (True, True), pairs == "neighbours")
+    return rope.norm_rope_kernel, rope.norm_rope_constants(*given)
 
 
 def compiled(build: Build):
@@ -68,9 +84,10 @@ def compiled(build: Build):
     kernel, (constants, options) = _parts(build)
     names = kernel.arg_names
     types = dict.fromkeys(names, "i32")
-    tensors = names[: names.index("T")]
-    types |= {name: QUANTIZED.get(name, f"*{build.dtype}") for name in tensors}
-    types |= {"eps": "fp32"} if "eps" in names else {}
+    tensors = names[: names.index("K" if build.kernel == "quantize" else "T")]
+    types |= dict.fromkeys(tensors, f"*{build.dtype}")
+    types |= {name: TYPES[name] for name in tensors if name in TYPES and (build.kernel, name) not in FLOATS}
+    types |= {name: "fp32" for name in names if name.endswith("eps")}
     types |= dict.fromkeys(constants, "constexpr")
     aligned = [name for name in names if types[name] not in ("constexpr", "fp32") and name != "T"]
     source = ASTSource(
@@ -89,13 +106,21 @@ def _build_and_report(build: Build) -> dict:
 
 
 def builds() -> list[Build]:
-    """Each kernel at the row lengths of models, on the consumer Ampere card; the widest also on the other cards."""
-    made = []
-    for channels in (3072, 3840, 4608, 5120):
-        made += [Build("norm_quantize", channels, kind=kind) for kind in ("rms", "layer")]
-        made += [Build("norm_quantize", channels, 256, 16, "fp32"), Build("norm_quantize", channels, 64)]
-        made += [Build("gated_residual", channels, kind=kind) for kind in ("", "tanh")]
-    return made
+    """Each kernel at the row lengths of models on the consumer Ampere card, and some on the other cards."""
+    ampere = [
+        *(Build("norm_quantize", channels, kind=kind) for channels in WIDTHS for kind in ("rms", "layer")),
+        *(Build("norm_quantize", channels, group, 16, "fp32", "rms") for channels in WIDTHS for group in (1, 256)),
+        Build("norm_quantize", 4608, 64, kind="rms"),
+        *(Build("gated_residual", channels, kind=kind) for channels in WIDTHS for kind in ("plain", "tanh")),
+        *(Build("activate_quantize", channels, group, kind="silu") for channels in INNER for group in (1, 256)),
+        *(Build("activate_quantize", channels, 1, 16, kind="gelu_tanh beside") for channels in (15360,)),
+        *(Build("activate_quantize", 15360, group, kind="gelu_tanh beside") for group in (1, 256)),
+        *(Build("activate_quantize", channels, 256, 16, "fp32", "gelu") for channels in INNER),
+        *(Build("quantize", channels, group, 16) for channels in (4608, 12288) for group in (1, 256)),
+        *(Build("norm_rope", width, kind=f"{heads} {extent} {pairs}") for width, heads, extent, pairs in HEADS),
+    ]
+    elsewhere = [build for build in ampere if build.channels in (128, 4608, 12288) and build.activation_bits == 8]
+    return [*ampere, *(replace(build, capability=card) for card in (80, 89, 90) for build in elsewhere)]
 
 
 def all_reports() -> list[dict]:

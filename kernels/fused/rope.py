@@ -1,0 +1,235 @@
+"""Norms of queries and keys and their rotary positions, in one pass over both."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..reference_producers import Norm
+from .launching import RepeatedLaunch, on_device, remembered
+from .rows import dense_channels, token_offset
+
+
+@triton.jit
+def _load_pairs(
+    row, heads, stride, H, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr
+):
+    """First and second elements of the pairs of some heads [HEADS, 1], float32 [HEADS, HALF] each, zeros outside."""
+    if NEIGHBOURS:
+        element = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.load(row + heads * stride + element, mask=(heads < H) & (element < D), other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(both, (HEADS, HALF, 2)))
+    else:
+        element = tl.arange(0, HALF)[None, :]
+        inside = (heads < H) & (element < D // 2)
+        first = tl.load(row + heads * stride + element, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(row + heads * stride + element + D // 2, mask=inside, other=0.0).to(tl.float32)
+        return first, second
+
+
+@triton.jit
+def _store_pairs(
+    row, first, second, heads, stride, H, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
+    dtype = row.dtype.element_ty
+    if NEIGHBOURS:
+        element = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.reshape(tl.join(first.to(dtype), second.to(dtype)), (HEADS, 2 * HALF))
+        tl.store(row + heads * stride + element, both, mask=(heads < H) & (element < D))
+    else:
+        element = tl.arange(0, HALF)[None, :]
+        inside = (heads < H) & (element < D // 2)
+        tl.store(row + heads * stride + element, first.to(dtype), mask=inside)
+        tl.store(row + heads * stride + element + D // 2, second.to(dtype), mask=inside)
+
+
+@triton.jit
+def _load_matrix(freqs, row, D: tl.constexpr, HALF: tl.constexpr):
+    """The four elements [1, HALF] of a token's matrices [D / 2, 2, 2]."""
+    element = tl.arange(0, 4 * HALF)
+    values = tl.load(freqs + row.to(tl.int64) * (2 * D) + element, mask=element < 2 * D, other=0.0)
+    column_0, column_1 = tl.split(tl.reshape(values, (HALF, 2, 2)))
+    f00, f10 = tl.split(column_0)
+    f01, f11 = tl.split(column_1)
+    return f00[None, :], f01[None, :], f10[None, :], f11[None, :]
+
+
+@triton.jit
+def _finish(
+    first, second, inverse, weight, out_row, f00, f01, f10, f11, heads, out_head, H,
+    D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
+    """Some heads: norm and weight applied, rotated, stored."""
+    if NORM == "heads":
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(first * first + second * second, axis=1) / D + inverse))[:, None]
+    if NORM != "none":
+        first *= inverse
+        second *= inverse
+    if HAS_WEIGHT:
+        if NORM == "heads":
+            w_first, w_second = _load_pairs(weight, tl.zeros((1, 1), tl.int32), 0, H, D, 1, HALF, NEIGHBOURS)
+        else:
+            w_first, w_second = _load_pairs(weight, heads, D, H, D, HEADS, HALF, NEIGHBOURS)
+        first *= w_first
+        second *= w_second
+    turned_first = tl.fma(first, f00, second * f01)
+    turned_second = tl.fma(first, f10, second * f11)
+    _store_pairs(out_row, turned_first, turned_second, heads, out_head, H, D, HEADS, HALF, NEIGHBOURS)
+
+
+@triton.jit
+def _norm_rope_token(
+    x_row, weight, out_row, freqs, token, x_head, out_head, eps, H: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
+    """All H heads of one token, HEAD and TAIL of them. NORM is "heads", "all" or "none"."""
+    f00, f01, f10, f11 = _load_matrix(freqs, token, D, HALF)
+    heads = tl.arange(0, HEAD)[:, None]
+    first, second = _load_pairs(x_row, heads, x_head, H, D, HEAD, HALF, NEIGHBOURS)
+    if TAIL > 0:
+        tail_heads = HEAD + tl.arange(0, TAIL)[:, None]
+        tail_first, tail_second = _load_pairs(x_row, tail_heads, x_head, H, D, TAIL, HALF, NEIGHBOURS)
+    inverse = eps
+    if NORM == "all":
+        squares = tl.sum(tl.sum(first * first + second * second, axis=1), axis=0)
+        if TAIL > 0:
+            squares += tl.sum(tl.sum(tail_first * tail_first + tail_second * tail_second, axis=1), axis=0)
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(squares / (H * D) + eps))
+    _finish(
+        first, second, inverse, weight, out_row, f00, f01, f10, f11, heads, out_head, H,
+        D, HEAD, HALF, NORM, HAS_WEIGHT, NEIGHBOURS,
+    )  # fmt: skip
+    if TAIL > 0:
+        _finish(
+            tail_first, tail_second, inverse, weight, out_row, f00, f01, f10, f11, tail_heads, out_head, H,
+            D, TAIL, HALF, NORM, HAS_WEIGHT, NEIGHBOURS,
+        )  # fmt: skip
+
+
+@triton.jit
+def norm_rope_kernel(
+    q,
+    k,
+    q_weight,
+    k_weight,
+    freqs,
+    q_out,
+    k_out,
+    T,
+    q_sample,
+    q_token,
+    q_head,
+    k_sample,
+    k_token,
+    k_head,
+    q_out_sample,
+    q_out_token,
+    q_out_head,
+    k_out_sample,
+    k_out_token,
+    k_out_head,
+    q_eps,
+    k_eps,
+    Q_NORM: tl.constexpr,
+    Q_WEIGHT: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    Q_HEAD: tl.constexpr,
+    Q_TAIL: tl.constexpr,
+    K_NORM: tl.constexpr,
+    K_WEIGHT: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    K_TAIL: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """One program: the query or the key of one token. Both follow each other, so that one finds the other's matrices
+    in the cache."""
+    row = tl.program_id(0) // 2
+    if tl.program_id(0) % 2 == 0:
+        _norm_rope_token(
+            q + token_offset(row, T, q_sample, q_token), q_weight,
+            q_out + token_offset(row, T, q_out_sample, q_out_token), freqs, row % T, q_head, q_out_head, q_eps,
+            Q_HEADS, D, HALF, Q_HEAD, Q_TAIL, Q_NORM, Q_WEIGHT, NEIGHBOURS,
+        )  # fmt: skip
+    else:
+        _norm_rope_token(
+            k + token_offset(row, T, k_sample, k_token), k_weight,
+            k_out + token_offset(row, T, k_out_sample, k_out_token), freqs, row % T, k_head, k_out_head, k_eps,
+            K_HEADS, D, HALF, K_HEAD, K_TAIL, K_NORM, K_WEIGHT, NEIGHBOURS,
+        )  # fmt: skip
+
+
+# Launches and the integers that go with their tensors, by the keys of `kernels/producers.py`.
+_launches: dict[tuple, tuple[RepeatedLaunch, tuple[int, ...]]] = {}
+
+
+def _side(prefix: str, heads: int, width: int, norm: str, has_weight: bool) -> dict[str, object]:
+    head = 1 << (heads.bit_length() - 1)
+    tail = 1 << (heads - head - 1).bit_length() if heads > head else 0
+    names = ("NORM", "WEIGHT", "HEADS", "HEAD", "TAIL")
+    values = (norm, has_weight, heads, head, tail)
+    return {f"{prefix}_{name}": value for name, value in zip(names, values, strict=True)}
+
+
+def norm_rope_constants(
+    heads: tuple[int, int], width: int, norms: tuple[str, str], has_weight: tuple[bool, bool], neighbours: bool
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The kernel's constants and compilation options, of queries and keys."""
+    half = 1 << (width // 2 - 1).bit_length()
+    constants = {
+        **_side("Q", heads[0], width, norms[0], has_weight[0]),
+        **_side("K", heads[1], width, norms[1], has_weight[1]),
+        "NEIGHBOURS": neighbours,
+        "D": width,
+        "HALF": half,
+    }
+    values = (1 << (max(heads).bit_length() - 1)) * 2 * half
+    return constants, {"num_warps": max(1, min(16, values // 1024)), "num_stages": 2, "enable_fp_fusion": False}
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    """How far apart samples, tokens and heads of [B, T, H, D] lie; 0 along an axis of size 1."""
+    return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True))
+
+
+def _extent(norm: Norm | None, heads: int, width: int) -> str:
+    """What a norm goes over."""
+    if norm is None:
+        return "none"
+    return "all" if norm.weight is not None and norm.weight.numel() == heads * width != width else "heads"
+
+
+def launch_norm_rope(
+    key: tuple,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    freqs: torch.Tensor,
+    neighbours: bool,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernel on checked, non-empty arguments of which `key` holds all that is not data."""
+    q, k = dense_channels(q), dense_channels(k)
+    freqs = freqs.float().contiguous()
+    q_out, k_out = out or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
+    weights = (None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight)
+    tensors = (q, k, q if weights[0] is None else weights[0], k if weights[1] is None else weights[1], freqs)
+
+    def prepare() -> tuple[RepeatedLaunch, tuple[int, ...]]:
+        heads, width = (q.shape[2], k.shape[2]), q.shape[3]
+        extents = (_extent(q_norm, heads[0], width), _extent(k_norm, heads[1], width))
+        given = (weights[0] is not None, weights[1] is not None)
+        constants, options = norm_rope_constants(heads, width, extents, given, neighbours)
+        launch = RepeatedLaunch(norm_rope_kernel, (2 * q.shape[0] * q.shape[1], 1), constants, options)
+        return launch, (q.shape[1], *(stride for x in (q, k, q_out, k_out) for stride in _strides(x)))
+
+    launch, integers = remembered(_launches, key, (*tensors, q_out, k_out), prepare)
+    epsilons = (0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps)
+    with on_device(q.device):
+        launch(*tensors, q_out, k_out, *integers, *epsilons)
+    return q_out, k_out
