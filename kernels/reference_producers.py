@@ -93,7 +93,7 @@ def norm_rope_reference(
     out: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm_rope` in plain PyTorch, any device."""
-    results = tuple(_norm_rope(x, norm, freqs, pairs) for x, norm in ((q, q_norm), (k, k_norm)))
+    results = (_norm_rope(q, q_norm, freqs, pairs), _norm_rope(k, k_norm, freqs, pairs))
     if out is None:
         return results
     for target, result in zip(out, results, strict=True):

@@ -68,9 +68,9 @@ def _finish(
         second *= inverse
     if HAS_WEIGHT:
         if NORM == "heads":
-            w_first, w_second = _load_pairs(weight, tl.zeros((1, 1), tl.int32), 0, H, D, 1, HALF, NEIGHBOURS)
+            w_first, w_second = _load_pairs(weight, tl.zeros((1, 1), tl.int32), 0, H, D, 1, HALF, NEIGHBOURS)  # pyright: ignore[reportGeneralTypeIssues]
         else:
-            w_first, w_second = _load_pairs(weight, heads, D, H, D, HEADS, HALF, NEIGHBOURS)
+            w_first, w_second = _load_pairs(weight, heads, D, H, D, HEADS, HALF, NEIGHBOURS)  # pyright: ignore[reportGeneralTypeIssues]
         first *= w_first
         second *= w_second
     turned_first = tl.fma(first, f00, second * f01)
@@ -85,7 +85,7 @@ def _norm_rope_token(
     NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """All H heads of one token, HEAD and TAIL of them. NORM is "heads", "all" or "none"."""
-    f00, f01, f10, f11 = _load_matrix(freqs, token, D, HALF)
+    f00, f01, f10, f11 = _load_matrix(freqs, token, D, HALF)  # pyright: ignore[reportGeneralTypeIssues]
     heads = tl.arange(0, HEAD)[:, None]
     first, second = _load_pairs(x_row, heads, x_head, H, D, HEAD, HALF, NEIGHBOURS)
     if TAIL > 0:

@@ -1,4 +1,4 @@
-"""Hundreds of random shapes and the largest ones users bring, bit for bit, on a real GPU only."""
+"""Hundreds of random shapes and the largest ones users bring, on a real GPU only; sums of integers bit for bit."""
 
 import random
 from dataclasses import replace
@@ -8,8 +8,11 @@ import torch
 
 from kernels.fused.tiles import ARCHITECTURES, architecture_of
 from kernels.linear import int8_accumulate, int8_gemm
+from kernels.producers import activate_quantize, norm_quantize
 from kernels.reference import int8_accumulate_reference
-from support.tensors import random_int8
+from kernels.reference_producers import Norm, activate_quantize_reference, norm_quantize_reference
+from kernels.transform import UNCHANGED
+from support.tensors import random_float, random_int8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -57,3 +60,20 @@ def test_the_largest_shapes(m, n, k):
         assert torch.equal(accumulator[first:last], expected)
         scaled = expected.double() * q_scale[first:last, None].double() * weight_scale.double()
         assert ((out[first:last].double() - scaled).abs() <= 2.0**-8 * scaled.abs() + 2.0**-20).all()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_producers_agree_with_their_references(seed):
+    m, _, k = random_shape(seed)
+    generator = random.Random(seed)
+    batch, bits = generator.choice((1, 2, 3)), generator.choice((8, 16))
+    x, up = (random_float(batch, m, k, seed=seed + i, dtype=torch.bfloat16) for i in (0, 1))
+    scale, shift = random_float(batch, 1, 2 * k, seed=seed + 2).chunk(2, dim=-1)
+    norm, first = Norm("rms", 1e-6), generator.randrange(k)
+    parts = (x[..., first:], "silu", up[..., first:], up[..., :first], UNCHANGED, bits)
+    results = (norm_quantize(x, norm, scale, shift, UNCHANGED, bits), activate_quantize(*parts))
+    expected = (norm_quantize_reference(x, norm, scale, shift, UNCHANGED, bits), activate_quantize_reference(*parts))
+    for (q, q_scale), (q_expected, scale_expected) in zip(results, expected, strict=True):
+        torch.testing.assert_close(q_scale, scale_expected, rtol=1e-5, atol=1e-9)
+        difference = (q[:, :k].int() - q_expected[:, :k].int()).abs()
+        assert difference.max() <= 1 and (difference > 0).sum() <= 2 + 1e-3 * difference.numel()
