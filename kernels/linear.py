@@ -1,6 +1,7 @@
 """The INT8 linear and its two halves, and the operators of PyTorch (`torch.ops.int8_dit`) that a compiler sees of them.
 
-`quantize_activations` and `int8_gemm` are opaque to a compiler; `int8_linear` is composed of the two.
+`quantize_activations` and `int8_gemm` are opaque to a compiler, the quantizer not to Inductor (compilers.py);
+`int8_linear` is composed of the two.
 """
 
 import math
@@ -16,11 +17,11 @@ from .checks import (
     check_vector,
     check_weight_scale,
 )
+from .compilers import NAMESPACE, define_opaque, watched
 from .device import uses_triton
 from .reference import int8_accumulate_reference, int8_gemm_reference, quantize_activations_reference
 from .transform import UNCHANGED, ChannelTransform
 
-_NAMESPACE = "int8_dit"
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library
 
 
@@ -46,7 +47,7 @@ def quantize_activations(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    if is_watched(x):
+    if watched(x):
         flat = (transform.smooth, transform.rotation_group, activation_bits)
         return torch.ops.int8_dit.quantize_activations.default(x, *flat)
     return _quantize(x, transform, activation_bits)
@@ -77,7 +78,7 @@ def int8_gemm(
         TypeError, ValueError: wrong dtype, shape or device.
         RuntimeError: `q_scale` needs a gradient, which rounding does not have.
     """
-    gemm = torch.ops.int8_dit.int8_gemm.default if is_watched(q) else _gemm
+    gemm = torch.ops.int8_dit.int8_gemm.default if watched(q) else _gemm
     return gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
 
 
@@ -108,7 +109,7 @@ def int8_linear(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    if is_watched(x):
+    if watched(x):
         flat = (transform.smooth, transform.rotation_group, out_dtype, activation_bits)
         return torch.ops.int8_dit.int8_linear.default(x, weight, weight_scale, bias, *flat)
     return _linear(x, weight, weight_scale, bias, transform, out_dtype, activation_bits)
@@ -141,18 +142,6 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"x has K = {x.shape[-1]} but weight has K = {weight.shape[1]}")
     _refuse_gradient("int8_linear", x)
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def is_watched(x: torch.Tensor) -> bool:
-    """Whether someone wants to see operators: a compiler, a tensor subclass or a dispatch mode.
-
-    Plain eager calls go straight to the implementations: dispatching to Python takes longer than the checks do.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (torch.Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 def _refuse_gradient(name: str, activations: torch.Tensor) -> None:
@@ -300,9 +289,9 @@ def _register_operators() -> None:
     The pack can be imported twice in one process under different names (as ComfyUI's custom node and as plain
     `kernels`), but operators belong to the process: the first import registers them, and the second uses those.
     """
-    if hasattr(getattr(torch.ops, _NAMESPACE), "int8_linear"):
+    if hasattr(getattr(torch.ops, NAMESPACE), "int8_linear"):
         return
-    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
     _libraries.append(library)
     opaque = {
         "quantize_activations(Tensor x, Tensor? smooth=None, int? rotation_group=None, int activation_bits=8)"
@@ -314,11 +303,7 @@ def _register_operators() -> None:
         " -> Tensor": (_gemm, _fake_gemm),
     }
     for schema, (implementation, fake) in opaque.items():
-        name = library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        library.impl(name, implementation, "CompositeExplicitAutograd")
-        # Both refuse gradients themselves, where that costs least.
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
+        define_opaque(library, schema, implementation, fake)
     name = library.define(
         "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, Tensor? smooth=None, "
         "int? rotation_group=None, ScalarType? out_dtype=None, int activation_bits=8) -> Tensor",

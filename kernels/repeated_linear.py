@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from .compilers import watched
 from .device import uses_triton
-from .linear import int8_gemm, is_watched, linear_rows, quantize_activations
+from .linear import int8_gemm, linear_rows, quantize_activations
 from .transform import ChannelTransform
 
 # Shapes that a layer remembers: prompts of all lengths would otherwise add up.
@@ -88,7 +89,7 @@ class RepeatedLinear:
 
 def _is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether tensors are as a kernel that was compiled for such takes them, and nobody wants to see operators."""
-    if is_watched(x) or (x.requires_grad and torch.is_grad_enabled()):
+    if watched(x) or (x.requires_grad and torch.is_grad_enabled()):
         return False
     for tensor in (x, *others):
         if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):

@@ -114,8 +114,8 @@ def quantize_rows_constants(
     head, tail, in_registers, warps = row_blocks(channels, group)
     constants = {
         "HAS_SMOOTH": has_smooth,
-        "REMAINDER": activation_bits == 16,
-        "INTERPRETED": not x.is_cuda,
+        "REMAINDER": remainder,
+        "INTERPRETED": interpreted,
         "HEAD": head,
         "TAIL": tail,
         "IN_REGISTERS": in_registers,

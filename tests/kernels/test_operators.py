@@ -1,6 +1,7 @@
 """The registered operators: what PyTorch's own checks, torch.compile and CUDA graphs make of them."""
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 import kernels
 from kernels import UNCHANGED, ChannelTransform, InputPlace, InputReader, int8_linear, quantize_weight
 from kernels.linear import int8_gemm, quantize_activations
+from support import inductor_kernels
 from support.tensors import DEVICE, random_float, random_int8
 
 OPERATORS = torch.ops.int8_dit
@@ -210,6 +212,69 @@ def test_a_shared_input_is_quantized_once_in_a_compiled_graph():
     targets = targets_in_compiled_graph(Block(sharing=True), tokens(12))
     assert targets.count(OPERATORS.quantize_activations.default) == 4
     assert targets.count(OPERATORS.int8_gemm.default) == 5
+
+
+class Quantizer(torch.nn.Module):
+    """A modulated LayerNorm and the quantizer: as plain operations, Inductor would store the modulated rows."""
+
+    def __init__(self, transform=UNCHANGED, bits=8):
+        super().__init__()
+        self.transform, self.bits = transform, bits
+
+    def forward(self, x, scale, shift):
+        rows = F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+        return quantize_activations(rows, self.transform, self.bits)
+
+
+def rows_and_modulation(count, channels=96):
+    """Random ones; the first row has a NaN, the second an Inf."""
+    x = random_float(count, channels)
+    x[0, 3], x[1, 5] = torch.nan, torch.inf
+    return x, random_float(1, channels, seed=1), random_float(1, channels, seed=2)
+
+
+@pytest.mark.parametrize(
+    "transform, bits, kernels",
+    (
+        (UNCHANGED, 8, 1),
+        (ChannelTransform(torch.linspace(0.5, 2.0, 96, device=DEVICE)), 8, 1),
+        (ChannelTransform(None, 16), 8, 1),  # that of the norm; the rotating quantizer is an operator
+        (UNCHANGED, 16, 1),  # and so is that of 16 bits
+    ),
+)
+def test_inductor_makes_one_kernel_of_producer_and_quantizer(transform, bits, kernels):
+    quantizers = inductor_kernels.Quantizers()
+    compiled = torch.compile(Quantizer(transform, bits).cpu(), backend=quantizers.compiler(), fullgraph=True)
+    with torch.no_grad():
+        compiled(*(tensor.cpu() for tensor in rows_and_modulation(5)))
+    assert quantizers.total == {"producer": 1}
+    assert quantizers.folded == (transform.rotation_group is None and bits == 8)
+    assert quantizers.kernels == kernels
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="Inductor needs a compiler")
+def test_inductor_quantizes_like_the_kernel():
+    transform = ChannelTransform(torch.linspace(0.5, 2.0, 96, device=DEVICE))
+    compiled = torch.compile(Quantizer(transform), fullgraph=True)
+    with torch.no_grad():
+        for count in (5, 9, 11):  # the second one makes it dynamic
+            inputs = rows_and_modulation(count)
+            q, scale = compiled(*inputs)
+            expected_q, expected_scale = Quantizer(transform)(*inputs)
+            assert scale[:2].isnan().all() and not q[:2].any()
+            torch.testing.assert_close(scale, expected_scale, equal_nan=True)
+            # Another order of float additions may move a value across a rounding boundary.
+            assert (q.int() - expected_q.int()).abs().max() <= 1
+
+
+def test_where_inductor_is_made_otherwise_the_quantizer_stays_opaque(monkeypatch, caplog):
+    monkeypatch.setattr(kernels.compilers, "quantize_activations_reference", None)
+    quantizers = inductor_kernels.Quantizers()
+    compiled = torch.compile(Quantizer().cpu(), backend=quantizers.compiler(), fullgraph=True)
+    with torch.no_grad():
+        compiled(*(tensor.cpu() for tensor in rows_and_modulation(5)))
+    assert quantizers.total == {"producer": 1} and not quantizers.folded
+    assert "kernels of their own" in caplog.text
 
 
 @pytest.mark.parametrize("bits", (8, 16))

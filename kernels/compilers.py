@@ -1,0 +1,113 @@
+"""What a compiler sees of the kernels: operators, and of the quantizer, if it is Inductor, plain operations.
+
+As an operator the quantizer is opaque, so that its input goes through memory. As plain operations in the graph it would
+be two readers of its input, the largest magnitude and the rounding, and what two read from more than four tensors, such
+as any modulated LayerNorm, Inductor stores. So its operations enter below the graph, where each reader computes the
+input for itself, and all of it is one kernel.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .reference import quantize_activations_reference
+from .transform import ChannelTransform
+
+NAMESPACE = "int8_dit"
+_log = logging.getLogger(__name__)
+
+
+def watched(x: torch.Tensor) -> bool:
+    """Whether someone wants to see operators: a compiler, a tensor subclass or a dispatch mode.
+
+    Plain eager calls go straight to the implementations: dispatching to Python takes longer than the checks do.
+    """
+    return (
+        (torch.compiler.is_compiling() and _teach_inductor())
+        or type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def define_opaque(library: torch.library.Library, schema: str, implementation: Callable, fake: Callable) -> None:
+    """Define an operator that refuses gradients itself, where that costs least; `fake` says what its results are."""
+    name = library.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+
+
+@torch.compiler.assume_constant_result
+def _teach_inductor() -> bool:
+    """Tell Inductor, once per process, what the quantizer is. Always true.
+
+    That is when a compiler first meets the kernels: importing Inductor takes a second.
+    """
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    operator = torch.ops.int8_dit.quantize_activations.default
+    if operator not in lowerings:
+        register_lowering(operator, type_promotion_kind=None)(_lower_quantizer)
+    return True
+
+
+def _lower_quantizer(x: Any, smooth: Any = None, rotation_group: int | None = None, activation_bits: int = 8) -> Any:
+    """Inductor's nodes of the quantizer's results, for its nodes of `x` and `smooth`.
+
+    A rotation stays opaque: it would be a pass over memory for each base-4 digit of its group. So do 16 bits, whose two
+    halves Inductor would write in two kernels, and a matrix without columns.
+    """
+    from torch._inductor.lowering import fallback_handler
+    from torch._inductor.virtualized import V
+
+    fakes = [node.meta["val"] for node in V.graph.current_node.all_input_nodes]
+    if rotation_group is None and activation_bits == 8 and fakes[0].shape[1]:
+        try:
+            return _lower_reference([x] if smooth is None else [x, smooth], fakes)
+        except Exception as error:  # a PyTorch whose Inductor is made otherwise
+            _warn_of(repr(error))
+    operator = torch.ops.int8_dit.quantize_activations.default
+    return fallback_handler(operator, add_to_fallback_set=False)(x, smooth, rotation_group, activation_bits)
+
+
+@functools.cache
+def _warn_of(error: str) -> None:
+    _log.warning("Compiled models quantize in kernels of their own: this PyTorch's Inductor raised %s", error)
+
+
+def _lower_reference(inputs: list[Any], fakes: list[torch.Tensor]) -> Any:
+    """Inductor's nodes of the reference's results; `fakes` look like what `inputs`, x and perhaps smooth, stand for."""
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.node import map_arg
+
+    def reference(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_activations_reference(tensors[0], ChannelTransform(*tensors[1:2], rotation_group=None))
+
+    with V.fake_mode:
+        graph = make_fx(reference, decomposition_table=select_decomp_table())(*fakes).graph
+    nodes: dict[torch.fx.Node, Any] = {}
+    # A row is one program's: split among several, as Inductor likes where parts lie side by side, it is read twice.
+    with config.patch(split_reductions=False):
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                nodes[node] = inputs[len(nodes)]
+            elif isinstance(node.meta["val"], torch.SymInt):
+                nodes[node] = node.meta["val"].node.expr
+            else:
+                taken, options = map_arg((node.args, node.kwargs), nodes.__getitem__)
+                nodes[node] = lowerings[node.target](*taken, **options)
+            if node.target == torch.ops.aten.amax.default:
+                computed = nodes[node].data.data
+                computed.data = dataclasses.replace(computed.data, reduction_hint=ReductionHint.INNER)
+    return map_arg(graph.output_node().args[0], nodes.__getitem__)
