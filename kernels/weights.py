@@ -1,8 +1,10 @@
-"""INT8 weights while a model runs: to floats and, changed by a patch (LoRA), back. On a GPU each is one kernel."""
+"""INT8 weights while a model runs: to floats and, changed by a patch (LoRA), back. On a GPU each is one kernel, and to
+a compiler each is an opaque operator."""
 
 import torch
 
 from .checks import check_float_matrix, check_int8_matrix, check_same_device, check_weight_scale
+from .compilers import NAMESPACE, define_opaque, watched
 from .device import weights_use_triton
 from .numerics.weights import dequantize_rows, quantize_rows
 from .transform import UNCHANGED, ChannelTransform
@@ -25,6 +27,12 @@ def requantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or group.
     """
+    if watched(w):
+        return torch.ops.int8_dit.requantize_weight.default(w, transform.smooth, transform.rotation_group, seed)
+    return _requantize(w, transform, seed)
+
+
+def _requantize(w: torch.Tensor, transform: ChannelTransform, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     check_float_matrix("w", w)
     transform.check(w.shape[1])
     transform = transform.on(w.device)
@@ -54,6 +62,13 @@ def dequantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape or group.
     """
+    if watched(q):
+        flat = (transform.smooth, transform.rotation_group)
+        return torch.ops.int8_dit.dequantize_weight.default(q, scale, *flat, dtype)
+    return _dequantize(q, scale, transform, dtype)
+
+
+def _dequantize(q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform, dtype: torch.dtype) -> torch.Tensor:
     check_int8_matrix("q", q)
     check_weight_scale(scale, q.shape[0])
     transform.check(q.shape[1])
@@ -65,3 +80,47 @@ def dequantize_weight(
         if can_launch(transform):
             return launch_weight_dequantizer(q.contiguous(), scale.contiguous(), transform, dtype)
     return dequantize_rows(q, scale, transform, dtype)
+
+
+# What a compiler calls: the same with flat arguments, and what their results look like.
+
+
+def _requantize_operator(
+    w: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _requantize(w, ChannelTransform(smooth, rotation_group), seed)
+
+
+def _fake_requantize(
+    w: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return w.new_empty(w.shape, dtype=torch.int8), w.new_empty(w.shape[:1], dtype=torch.float32)
+
+
+def _dequantize_operator(
+    q: torch.Tensor, scale: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return _dequantize(q, scale, ChannelTransform(smooth, rotation_group), dtype)
+
+
+def _fake_dequantize(
+    q: torch.Tensor, scale: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return q.new_empty(q.shape, dtype=dtype)
+
+
+# Once per process, as in linear.py.
+if not hasattr(getattr(torch.ops, NAMESPACE), "requantize_weight"):
+    _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    define_opaque(
+        _library,
+        "requantize_weight(Tensor w, Tensor? smooth, int? rotation_group, int? seed) -> (Tensor, Tensor)",
+        _requantize_operator,
+        _fake_requantize,
+    )
+    define_opaque(
+        _library,
+        "dequantize_weight(Tensor q, Tensor scale, Tensor? smooth, int? rotation_group, ScalarType dtype) -> Tensor",
+        _dequantize_operator,
+        _fake_dequantize,
+    )

@@ -59,6 +59,14 @@ def test_opcheck_of_the_gemm(out_dtype, bias_dtype, rows, channels, scale_shape,
     torch.library.opcheck(OPERATORS.int8_gemm.default, (*operands, weight_scale, bias, out_dtype))
 
 
+@pytest.mark.parametrize("with_smooth, group", ((False, None), (True, 16)))
+def test_opcheck_of_weights(with_smooth, group):
+    smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
+    torch.library.opcheck(OPERATORS.requantize_weight.default, (random_float(8, 64), smooth, group, 3))
+    weight, scale = random_int8(8, 64), torch.full((8, 1), 0.01, device=DEVICE)
+    torch.library.opcheck(OPERATORS.dequantize_weight.default, (weight, scale, smooth, group, torch.bfloat16))
+
+
 @pytest.mark.parametrize("leading", ((), (5,), (2, 3), (2, 0)))
 @pytest.mark.parametrize("dtype, out_dtype", ((torch.bfloat16, None), (torch.float32, torch.float16)))
 @pytest.mark.parametrize("options", ((False, False, None), (True, True, 16)))

@@ -1,4 +1,4 @@
-"""torch.compile of a real block of ComfyUI with this pack's linears: one graph, the same result, no recompilation."""
+"""torch.compile of ComfyUI's blocks and models with INT8 linears: one graph, the same result, no recompilation."""
 
 import pytest
 import torch
@@ -66,16 +66,108 @@ def test_the_compiler_gets_the_operators(ideogram, sharing, quantizations):
     assert block.feed_forward.w1.input_reader is None or block.feed_forward.w1.input_reader.group.traced is None
 
 
-def test_a_weight_function_splits_the_graph_and_is_applied(ideogram):
-    """What ComfyUI attaches for a LoRA on streamed weights: requantizing looks for NaNs, which no graph can hold."""
-    block = ideogram.block()
+@pytest.mark.parametrize("name", ("Ideogram 4", "SD3"))
+def test_all_quantizers_with_a_producer_are_folded_into_it(pack, name):
+    """Those of a whole model, by what Inductor's scheduler would do on a GPU."""
+    from support.architectures import ARCHITECTURES
+    from support.inductor_kernels import quantizers_of
+
+    quantizers, error = quantizers_of(ARCHITECTURES[name])
+    assert quantizers.folded == quantizers.total["producer"] > 2 * quantizers.total["attention"]
+    assert quantizers.graphs == 1 and error < 1e-3
+
+
+def patched(patches):
+    """What ComfyUI attaches to a streamed weight for these patches of it."""
+    from comfy.model_patcher import LowVramPatch
+
+    key = "diffusion_model.layer.weight"
+    return [LowVramPatch(key, {key: [(0.5, patch, 1.0, None, None) for patch in patches]})]
+
+
+def lora(weight):
+    from comfy.weight_adapter.lora import LoRAAdapter
+
+    generator = torch.Generator().manual_seed(1)
+    up, down = (torch.randn(shape, generator=generator) for shape in ((weight.shape[0], 4), (4, weight.shape[1])))
+    return LoRAAdapter(set(), (up, down, 2.0, None, None, None))
+
+
+def difference(weight):
+    return "diff", (torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)) * 0.1,)
+
+
+STREAMED = {
+    "LoRA": lambda weight: patched([lora(weight)]),
+    "two LoRAs": lambda weight: patched([lora(weight), lora(weight)]),
+    "difference": lambda weight: patched([difference(weight)]),
+    "function": lambda weight: [lambda stored: stored * 2],
+}
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind):
+    """What ComfyUI attaches for a LoRA and the like: no break, no recompilation, and gone when it is taken away."""
+    block, counter = ideogram.block(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    layers = [block.get_submodule(name) for name in ideogram.INT8_LINEARS]
     inputs = ideogram.inputs()
     with torch.inference_mode():
         plain = block(*inputs)
-        block.feed_forward.w2.weight_function = [lambda weight: weight * 2]
-        expected = block(*inputs)
-        compiled = torch.compile(block, backend="aot_eager")
-        torch.testing.assert_close(compiled(*inputs), expected)
-        block.feed_forward.w2.weight_function = []
-        torch.testing.assert_close(compiled(*inputs), plain)
-    assert not torch.allclose(expected, plain, rtol=1e-2, atol=1e-2)
+        for layer in layers:
+            layer.weight_function = STREAMED[kind](layer.weight)
+        functions = [layer.weight_function for layer in layers]
+        assert not torch.allclose(block(*inputs), plain, rtol=1e-2, atol=1e-2)
+        for step in range(3):
+            inputs = ideogram.inputs(seed=step)
+            torch.testing.assert_close(compiled(*inputs), block(*inputs))
+        assert counter.frame_count == 1
+        for tokens in (12, 20, 28):
+            inputs = ideogram.inputs(tokens)
+            torch.testing.assert_close(compiled(*inputs), block(*inputs))
+        assert counter.frame_count == 2
+        assert all(layer.weight_function is kept for layer, kept in zip(layers, functions, strict=True))
+        for layer in layers:
+            layer.weight_function = []
+        torch.testing.assert_close(compiled(*ideogram.inputs()), plain)
+
+
+@pytest.mark.parametrize("streamed", (False, True))
+def test_a_model_with_a_lora_is_one_graph(pack, streamed):
+    """A whole one, as ComfyUI loads it onto a card with room for its weights or without."""
+    import comfy.lora
+    import comfy.model_management
+    import comfy.sd
+
+    from int8_dit.kernels import Protection
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+    from support import small_models
+    from support.architectures import ARCHITECTURES
+    from support.inductor_kernels import plain_attention
+
+    torch._dynamo.reset()
+    architecture = ARCHITECTURES["Ideogram 4"]
+    with small_models.known_to_comfyui(architecture):
+        stock = comfy.sd.load_diffusion_model_state_dict(small_models.tensors_of(architecture))
+        settings = QuantizationSettings(protection=Protection("number", 0))
+        model = quantize_model(stock, settings, "fused int8", None)[0].clone()
+    layer = "diffusion_model.layers.1.attention.qkv"
+    generator = torch.Generator().manual_seed(0)
+    ends = {"up": torch.randn(384, 4, generator=generator), "down": torch.randn(4, 128, generator=generator) / 4}
+    factors = {f"{layer}.lora_{end}.weight": tensor for end, tensor in ends.items()}
+    with plain_attention():
+        comfy.model_management.load_models_gpu([model])
+        plain = small_models.output_of(architecture, model)
+        keys = comfy.lora.model_lora_keys_unet(model.model, {})
+        assert model.add_patches(comfy.lora.load_lora(factors, keys), 1.0)
+        model.detach()
+        model.patch_model(device_to=model.load_device, lowvram_model_memory=int(streamed))
+        diffusion_model = model.model.diffusion_model
+        assert bool(diffusion_model.layers[1].attention.qkv.weight_function) == streamed
+        expected = small_models.output_of(architecture, model)
+        assert not torch.allclose(expected, plain, rtol=1e-2, atol=1e-2)
+        counter = CompileCounterWithBackend("aot_eager")
+        diffusion_model.compile(backend=counter, fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(small_models.output_of(architecture, model), expected)
+    assert counter.frame_count == 1
