@@ -4,10 +4,11 @@ They run only where nothing asks for what the block's own forward does beside co
 compiler. Anywhere else, and for a block that turns out to compute something else, its own forward runs.
 """
 
+import itertools
 import logging
+import operator
 import sys
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from torch.nn.modules import module as torch_module
 
 from ...kernels import FLOAT_DTYPES, runs_fused
-from .first_call import compare
+from .first_call import Failed, attempt, compare
 from .steps import input_form
 from .table import BLOCKS, BlockKind
 
@@ -51,38 +52,65 @@ def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-Place = tuple[dict[str, Any], str, Any, type, Any]
-
-
-@dataclass
 class _Plan:
-    """What a block was when it was looked at, to be recognised in few microseconds.
+    """What a block was when it was looked at, to be recognised in few microseconds: so all loops here run in C.
 
     Attributes:
-        places: for each submodule the dict and name that lead to it, itself, its class and that one's forward.
-        patched: for each linear whether its weight was patched in use.
         kernel: what its INT8 linears compute with; None where it has none, or is not what the table knows.
         verdicts: by its own forward and the dtype whether the fused one agrees with it; one for all blocks like it.
     """
 
-    places: list[Place]
-    patched: list[tuple[Any, bool]]
-    kernel: str | None
-    verdicts: dict[tuple[Any, torch.dtype], bool]
+    def __init__(self, block: torch.nn.Module, kind: BlockKind, memory: dict[tuple, dict[tuple, bool]]) -> None:
+        everything = list(block.modules())
+        parts = everything[1:]
+        self._families: list[dict[str, Any]] = [module._modules for module in everything]
+        self._children = self._children_now()
+        self._parts, self._classes = parts, list(map(type, parts))
+        self._dicts: list[dict[str, Any]] = [module.__dict__ for module in parts]
+        self._distinct = list(set(self._classes))
+        self._forwards = list(map(_forward_of, self._distinct))
+
+        self._linears: list[Any] = [module for module in parts if _is_linear(module)]
+        self._patched = self._patched_now()
+        forms = [input_form(layer) for layer in self._linears]
+        kernels = [layer.int8_kernel for layer, form in zip(self._linears, forms, strict=True) if form is not None]
+        known = all(_is_linear(module) or _is_known(module, kind) for module in parts)
+        like = tuple(
+            form and (form.transform.smooth is None, form.transform.rotation_group, form.activation_bits)
+            for form in forms
+        )
+        self.kernel: str | None = kernels[0] if known and kernels else None
+        self.verdicts = memory.setdefault(like, {})
+
+    def _children_now(self) -> list[tuple]:
+        return list(map(tuple, map(dict.values, self._families)))
+
+    def _patched_now(self) -> list[bool]:
+        """Of which linears the weight is patched in use."""
+        return list(map(bool, map(_patches_of, self._linears)))
 
     def holds(self) -> bool:
         """Whether the block is still made of the same parts."""
-        return all(
-            siblings.get(name) is module and module.__class__ is cls and cls.forward is forward
-            for siblings, name, module, cls, forward in self.places
-        ) and all(bool(layer.weight_function) is patched for layer, patched in self.patched)
+        return (
+            list(map(type, self._parts)) == self._classes
+            and self._children_now() == self._children
+            and list(map(_forward_of, self._distinct)) == self._forwards
+            and self._patched_now() == self._patched
+        )
 
     def hooked(self) -> bool:
         """Whether someone watches or replaces the call of a part."""
-        return any(
-            module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-            for _, _, module, _, _ in self.places
+        return (
+            any(map(_hooks_of, self._dicts))
+            or any(map(_pre_hooks_of, self._dicts))
+            or any(map(operator.contains, self._dicts, itertools.repeat("forward")))
         )
+
+
+_forward_of = operator.attrgetter("forward")
+_patches_of = operator.attrgetter("weight_function")
+_hooks_of = operator.itemgetter("_forward_hooks")
+_pre_hooks_of = operator.itemgetter("_forward_pre_hooks")
 
 
 @dataclass
@@ -90,43 +118,21 @@ class _Memory:
     """What the blocks of one class in one MODEL are known to be."""
 
     plans: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)
-    verdicts: dict[tuple, dict[tuple[Any, torch.dtype], bool]] = field(default_factory=dict)
+    verdicts: dict[tuple, dict[tuple, bool]] = field(default_factory=dict)
 
     def plan(self, block: torch.nn.Module, kind: BlockKind) -> _Plan:
         plan = self.plans.get(block)
         if plan is None or not plan.holds():
-            plan = self.plans[block] = self._look_at(block, kind)
+            plan = self.plans[block] = _Plan(block, kind, self.verdicts)
         return plan
-
-    def _look_at(self, block: torch.nn.Module, kind: BlockKind) -> _Plan:
-        places = list(_places(block))
-        linears = [module for _, _, module, _, _ in places if _is_linear(module)]
-        forms = [input_form(layer) for layer in linears]
-        kernels = [layer.int8_kernel for layer, form in zip(linears, forms, strict=True) if form is not None]
-        known = all(_is_linear(module) or _is_known(module, cls, kind) for _, _, module, cls, _ in places)
-        like = tuple(
-            None
-            if form is None
-            else (form.transform.smooth is None, form.transform.rotation_group, form.activation_bits)
-            for form in forms
-        )
-        patched = [(layer, bool(layer.weight_function)) for layer in linears]
-        return _Plan(places, patched, kernels[0] if known and kernels else None, self.verdicts.setdefault(like, {}))
-
-
-def _places(module: torch.nn.Module) -> Iterator[Place]:
-    siblings: dict[str, Any] = module._modules
-    for name, child in siblings.items():
-        if child is not None:
-            yield siblings, name, child, type(child), type(child).forward
-            yield from _places(child)
 
 
 def _is_linear(module: Any) -> bool:
     return hasattr(module, "in_features") and hasattr(module, "weight_function")
 
 
-def _is_known(module: torch.nn.Module, cls: type, kind: BlockKind) -> bool:
+def _is_known(module: torch.nn.Module, kind: BlockKind) -> bool:
+    cls = type(module)
     if isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
         return cls.forward.__module__ in _NORMS
     return cls in _ACTIVATIONS or cls in _CONTAINERS or _full_name(cls) in kind.parts
@@ -161,25 +167,29 @@ def fused_class(own: Any, kind: BlockKind) -> type:
             options = kwargs.get("transformer_options")
             if torch.compiler.is_compiling() or _watched() or options is None or _patched(options):
                 return super().forward(*args, **kwargs)
-            x = args[0] if args else kwargs.get(kind.streams[-1])
+            x: Any = args[0] if args else kwargs.get(kind.streams[-1])
             if not isinstance(x, torch.Tensor) or x.ndim != 3 or x.dtype not in FLOAT_DTYPES:
                 return super().forward(*args, **kwargs)
             plan = memory.plan(self, kind)
             if plan.kernel is None or plan.hooked() or not runs_fused(x.device, plan.kernel):
                 return super().forward(*args, **kwargs)
             agreed = plan.verdicts.get((own.forward, x.dtype))
-            if agreed:
-                output = kind.forward(self, core, *args, **kwargs)
-                return super().forward(*args, **kwargs) if output is NotImplemented else output
-            if agreed is False or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                return super().forward(*args, **kwargs)
             fused = partial(kind.forward, self, core)
-            output, agreed = compare(super().forward, fused, kind.streams, (args, kwargs))
+            if agreed:
+                try:
+                    output = attempt(fused, *args, **kwargs)
+                    return super().forward(*args, **kwargs) if output is NotImplemented else output
+                except Failed:
+                    agreed, output = False, super().forward(*args, **kwargs)
+            elif agreed is False or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                return super().forward(*args, **kwargs)
+            else:
+                output, agreed = compare(super().forward, fused, kind.streams, *args, **kwargs)
             if agreed is not None:
                 plan.verdicts[own.forward, x.dtype] = agreed
             if agreed is False and not told:
                 told.add(own)
-                logger.info("%s runs as ComfyUI has it: its fused form gives something else", own.__qualname__)
+                logger.info("%s runs as ComfyUI has it: its fused form does something else", own.__qualname__)
             return output
 
     # What asks for a block's class by name finds it.

@@ -83,8 +83,9 @@ def project_normed(
         norm: one of ComfyUI's norms.
         scale, shift: [B or 1, T or 1, K], or None.
     """
-    forms = [input_form(layer) for layer in layers]
-    if None in forms:
+    forms = ((layer, input_form(layer)) for layer in layers)
+    readers = [(layer, form) for layer, form in forms if form is not None]
+    if len(readers) < len(layers):
         values = norm(x)
         if scale is not None:
             values = values * (1 + scale) if shift is None else torch.addcmul(shift, values, 1 + scale)
@@ -93,13 +94,13 @@ def project_normed(
         return
     shape, dtype, norm = x.shape[:-1], x.dtype, norm_of(norm, x)
     made_for = quantized = None
-    for reader in zip(layers, forms, strict=True):
-        layer, form = reader
+    for layer, form in readers:
         held = None
-        if made_for is None or not _alike(*reader, *made_for):
+        if made_for is None or not _alike(layer, form, *made_for):
             quantized = None  # its memory can be had for the new one
-            transform, held = layer.open(x.device, dtype)
-            quantized, made_for = norm_quantize(x, norm, scale, shift, transform, form.activation_bits), reader
+            transform, held = layer.open(form, x.device, dtype)
+            quantized = norm_quantize(x, norm, scale, shift, transform, form.activation_bits)
+            made_for = layer, form
         yield layer.project(quantized, shape, dtype, held)
 
 
@@ -114,7 +115,7 @@ def project_activated(
     has them."""
     form = input_form(layer)
     if form is not None:
-        transform, held = layer.open(gate.device, gate.dtype)
+        transform, held = layer.open(form, gate.device, gate.dtype)
         quantized = activate_quantize(gate, activation, up, beside, transform, form.activation_bits)
         return layer.project(quantized, gate.shape[:-1], gate.dtype, held)
     values = ACTIVATIONS[activation](gate)
@@ -130,13 +131,13 @@ def swiglu(feed_forward: Any, x: torch.Tensor, norm: Any, scale: torch.Tensor | 
 
 
 def rotations(freqs: torch.Tensor | None, samples: int, tokens: int, width: int) -> torch.Tensor | None:
-    """Rotary matrices of ComfyUI's as float32 [1 or B, T, D / 2, 2, 2]; None if they are of another form."""
+    """Rotary matrices of ComfyUI's as [1 or B, T, D / 2, 2, 2]; None if they are of another form."""
     if freqs is None or tuple(freqs.shape[-3:]) != (width // 2, 2, 2):
         return None
     given = [axis for axis in freqs.shape[:-3] if axis != 1]
     for first in (1, samples):
         if given == [axis for axis in (first, tokens) if axis != 1]:
-            return freqs.float().reshape(first, tokens, width // 2, 2, 2)
+            return freqs.reshape(first, tokens, width // 2, 2, 2)
     return None
 
 

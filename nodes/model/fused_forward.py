@@ -173,14 +173,13 @@ class INT8Linear:
         parts = None if self.weight_function else int8_parts(self.weight)  # a LoRA of a streamed weight reads floats
         return None if parts is None else InputForm(parts.transform, parts.activation_bits)
 
-    def open(self, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, Cast | None]:
+    def open(self, form: InputForm, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, Cast | None]:
         """What is done to the input's channels, with factors on `device`, and what `project` is to be given.
 
         Factors that are elsewhere come with the weight, which is then cast here.
         """
-        transform = _known_parts(self.weight).transform
-        if transform.smooth is None or transform.smooth.device == device:
-            return transform, None
+        if form.transform.smooth is None or form.transform.smooth.device == device:
+            return form.transform, None
         cast = _cast(self, device, dtype)
         return _known_parts(cast[0]).transform, cast
 

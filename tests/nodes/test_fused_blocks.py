@@ -238,18 +238,39 @@ def test_a_core_that_changed_its_block_is_noticed(blocks, warm, fused_runs, monk
     assert "Ideogram4TransformerBlock" in line.getMessage()
 
 
-def test_a_fused_form_that_fails_is_noticed(blocks, fused_runs, monkeypatch, caplog):
+@pytest.mark.parametrize("when", ("at the first call", "later"))
+def test_a_fused_form_that_fails_is_noticed(blocks, warm, fused_runs, monkeypatch, caplog, when):
     from int8_dit.nodes.blocks import ideogram4
 
     def fail(*args, **kwargs):
         raise AttributeError("this core has no such part")
 
     caplog.set_level("INFO")
+    block = warm("Ideogram 4")[0] if when == "later" else blocks.fused("Ideogram 4")
+    own = blocks.run(blocks.unfused("Ideogram 4"), "Ideogram 4")
     monkeypatch.setattr(ideogram4, "rotations", fail)
-    block, own = blocks.fused("Ideogram 4"), blocks.run(blocks.unfused("Ideogram 4"), "Ideogram 4")
     for _ in range(2):
         assert equal(blocks.run(block, "Ideogram 4"), own) and not fused_runs
     assert sum("runs as ComfyUI has it" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_interrupted_block_is_not_at_fault(blocks, fused_runs, monkeypatch):
+    import comfy.model_management
+
+    from int8_dit.nodes.blocks import ideogram4
+
+    def interrupt(*args, **kwargs):
+        raise comfy.model_management.InterruptProcessingException
+
+    block = blocks.fused("Ideogram 4")
+    with monkeypatch.context() as patch:
+        patch.setattr(ideogram4, "add", interrupt)
+        with pytest.raises(comfy.model_management.InterruptProcessingException):
+            blocks.run(block, "Ideogram 4")
+    for _ in range(2):
+        fused_runs.clear()
+        blocks.run(block, "Ideogram 4")
+        assert fused_runs
 
 
 def test_attention_overrides_are_called_with_the_same(blocks, warm, fused_runs):
