@@ -1,5 +1,7 @@
 """The node "Quantize to INT8 (SmoothQuant)"."""
 
+from dataclasses import replace
+
 from comfy_api.latest import io
 
 from ..kernels import METHODS, Protection
@@ -7,6 +9,7 @@ from .calibration.run import calibrate
 from .host import notices
 from .pictures.quantization_plot import plot
 from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
+from .quantization.report import BF16, PROTECTED_IN
 from .sockets import CalibrationType, kernel_input
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
@@ -26,7 +29,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             category="model/quantization",
             description=(
                 "Quantizes a diffusion transformer to INT8: per-channel weights, per-token activations, SmoothQuant "
-                "from a calibration, the most fragile layers kept in high precision. Connect a calibration, or "
+                "from a calibration, the most fragile layers protected. Connect a calibration, or "
                 "sampler, sigmas, latent_image and prompts to calibrate here; without them nothing is smoothed."
             ),
             inputs=[
@@ -85,7 +88,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                             ],
                         ),
                     ],
-                    tooltip="How many of the most fragile layers stay in high precision.",
+                    tooltip="How many of the most fragile layers are protected; protected_in says how.",
                 ),
                 io.Combo.Input(
                     "weight_scales",
@@ -144,6 +147,15 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     optional=True,
                     tooltip="Noise seed of the calibration run; the next prompt takes the next seed.",
                 ),
+                # At the end, where workflows that were saved without it have no value of another widget.
+                io.Combo.Input(
+                    "protected_in",
+                    options=list(PROTECTED_IN),
+                    default=PROTECTED_IN[0],
+                    optional=True,
+                    tooltip="What protected layers are held in. 16-bit activations stay on INT8 tensor cores, and only "
+                    "this pack reads the file; bf16 is slower and larger. Without calibration it is bf16.",
+                ),
             ],
             outputs=[
                 io.Model.Output(),
@@ -172,9 +184,16 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         latent_image=None,
         cfg=1.0,
         seed=0,
+        protected_in=PROTECTED_IN[0],
     ) -> io.NodeOutput:
         settings = QuantizationSettings(
-            method, alpha, search_alpha, _protection(protect), weight_scales == _LEAST_ERROR, smooth_only_foldable
+            method,
+            alpha,
+            search_alpha,
+            _protection(protect),
+            weight_scales == _LEAST_ERROR,
+            smooth_only_foldable,
+            protected_in,
         )
         prompts = list((positive or {}).values())
         needed = {"sampler": sampler, "sigmas": sigmas, "latent_image": latent_image}
@@ -204,6 +223,8 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 "no calibration inputs are connected. Connect sampler, sigmas, latent_image and conditioning, or a "
                 "calibration, to Quantize to INT8 for SmoothQuant.",
             )
+        if calibration is None:  # fragile are then the layers whose weights round worst, which 16 bits do not change
+            settings = replace(settings, protected_in=BF16)
         quantized, report = quantize_model(model, settings, kernel, calibration)
         return io.NodeOutput(quantized, plot(report), report.markdown(), calibration)
 

@@ -39,18 +39,22 @@ def rotation_group_of(channels: int) -> int | None:
     return next((group for group in _ROTATION_GROUPS if channels % group == 0), None)
 
 
-def candidates(method: str, alphas: Sequence[float], channels: int) -> list[TransformPlan]:
+def candidates(method: str, alphas: Sequence[float], channels: int, activation_bits: int = 8) -> list[TransformPlan]:
     """The transforms among which a method chooses for a linear, the one to be at least as good as first.
 
     Args:
         method: one of METHODS.
         alphas: migration strengths to choose from, the preferred one first; empty where nothing can be smoothed.
         channels: K of the linear. Where it cannot be rotated, methods that rotate do what is left of them.
+        activation_bits: 8 or 16. With 16 all that is lost is the rounding of the weight, so that everything is a
+            candidate whatever the method, at every migration strength.
 
     Raises ValueError for an unknown method.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
+    if activation_bits == 16:
+        method, alphas = "best per layer", [*alphas, *ALPHAS] if alphas else []
     group = rotation_group_of(channels)
     smoothed = [TransformPlan(alpha) for alpha in alphas]
     both = [TransformPlan(alpha, group) for alpha in alphas]

@@ -29,6 +29,7 @@ class QuantizedLinear:
         plan: the candidate that the transform was made of.
         error: relative error of the linear's output on the sampled rows; without statistics, of its weight.
         plain_error: what `error` would be with neither smoothing nor rotation, nor clipping: how fragile the layer is.
+        activation_bits: to how many bits the linear's input is rounded.
     """
 
     q: torch.Tensor
@@ -37,6 +38,7 @@ class QuantizedLinear:
     plan: TransformPlan
     error: float
     plain_error: float
+    activation_bits: int = 8
 
 
 @contextmanager
@@ -53,6 +55,7 @@ def quantize_group(
     candidates: Sequence[TransformPlan],
     statistics: ActivationStatistics | None,
     clip: bool = False,
+    activation_bits: int = 8,
 ) -> dict[str, QuantizedLinear]:
     """Quantize linears that read the same input, all with the same transform and the same smoothing factors.
 
@@ -65,6 +68,7 @@ def quantize_group(
         statistics: of their common input; None where nothing was recorded. Then no candidate may smooth, and errors are
             those of the weights.
         clip: as in `quantize_weight`.
+        activation_bits: 8 or 16: to how many bits the input is rounded.
 
     Raises ValueError naming the linear whose weight holds a NaN or Inf, or if a candidate smooths and nothing was
     recorded.
@@ -82,7 +86,7 @@ def quantize_group(
     for name, load in weights.items():
         with naming_layer(name):
             weight = load()
-            error_of = _error_measure(weight, statistics)
+            error_of = _error_measure(weight, statistics, activation_bits)
             q, scale = quantize_weight(weight)
             plain_errors[name] = error_of(q, scale)
             errors[name] = []
@@ -94,7 +98,8 @@ def quantize_group(
                 else:
                     errors[name].append(plain_errors[name])
             if len(candidates) == 1:
-                results[name] = _in_host_memory(q, scale, transform, candidates[0], errors[name][0], plain_errors[name])
+                figures = (candidates[0], errors[name][0], plain_errors[name], activation_bits)
+                results[name] = _in_host_memory(q, scale, transform, *figures)
             del weight, error_of, q, scale  # before the next is loaded
     if results:
         return results
@@ -104,7 +109,8 @@ def quantize_group(
     transform = plan.with_factors(factors)
     for name, load in weights.items():
         q, scale = quantize_weight(load(), transform, clip=clip)
-        results[name] = _in_host_memory(q, scale, transform, plan, errors[name][chosen], plain_errors[name])
+        figures = (plan, errors[name][chosen], plain_errors[name], activation_bits)
+        results[name] = _in_host_memory(q, scale, transform, *figures)
     return results
 
 
@@ -138,10 +144,12 @@ def _factors(
     return {alpha: smoothing_factors(absmax.to(weight_absmax.device), weight_absmax, alpha) for alpha in alphas}
 
 
-def _error_measure(weight: torch.Tensor, statistics: ActivationStatistics | None) -> Callable[..., float]:
+def _error_measure(
+    weight: torch.Tensor, statistics: ActivationStatistics | None, activation_bits: int
+) -> Callable[..., float]:
     """(q, scale, transform) -> relative error of the output; without statistics, of the weight."""
     if statistics is not None:
-        return OutputError(statistics.sample.rows, weight).of
+        return partial(OutputError(statistics.sample.rows, weight).of, activation_bits=activation_bits)
     return partial(relative_rounding_error, weight)
 
 
@@ -152,8 +160,9 @@ def _in_host_memory(
     plan: TransformPlan,
     error: float,
     plain_error: float,
+    activation_bits: int,
 ) -> QuantizedLinear:
     # A copy for each: linears of a group must not hold one and the same vector.
     smooth = None if transform.smooth is None else transform.smooth.to("cpu", copy=True)
     transform = ChannelTransform(smooth, transform.rotation_group)
-    return QuantizedLinear(q.cpu(), scale.cpu(), transform, plan, error, plain_error)
+    return QuantizedLinear(q.cpu(), scale.cpu(), transform, plan, error, plain_error, activation_bits)

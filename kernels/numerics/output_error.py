@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..reference import quantize_activations_reference
+from ..reference import REMAINDER_STEPS, quantize_activations_reference
 from ..transform import UNCHANGED, ChannelTransform
 from ..weights import dequantize_weight
 from .weights import row_slices
@@ -25,18 +25,27 @@ class OutputError:
             self._exact[:, channels] = self._rows @ w[channels].float().t()
         self._norm = float(torch.linalg.vector_norm(self._exact, dtype=torch.float64))
 
-    def of(self, q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> float:
+    def of(
+        self,
+        q: torch.Tensor,
+        scale: torch.Tensor,
+        transform: ChannelTransform = UNCHANGED,
+        activation_bits: int = 8,
+    ) -> float:
         """||Y' - Y|| / ||Y||, Y = rows . w^T and Y' what the INT8 linear makes of the rows; 0 where Y is zero.
 
-        q [N, K] and scale [N] are `quantize_weight`'s for this `transform`. Raises ValueError where Y holds a NaN or
-        Inf.
+        q [N, K] and scale [N] are `quantize_weight`'s for this `transform`; `activation_bits` is 8 or 16. Raises
+        ValueError where Y holds a NaN or Inf.
         """
         if not math.isfinite(self._norm):
             raise ValueError("its output on the recorded inputs is not finite")
-        x, x_scale = quantize_activations_reference(self._rows, transform)
+        steps, x_scale = quantize_activations_reference(self._rows, transform, activation_bits)
         # A float product of the rounded values: every card can do it, and what it rounds itself is far below their
         # error.
-        x = x.float() * x_scale[:, None]
+        x = steps[:, : q.shape[1]].float()
+        if activation_bits == 16:
+            x += steps[:, q.shape[1] :].float() / REMAINDER_STEPS
+        x *= x_scale[:, None]
         squares = torch.zeros((), dtype=torch.float64, device=q.device)
         for channels in row_slices(q):
             output = x @ (q[channels].float() * scale[channels, None]).t()

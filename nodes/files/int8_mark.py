@@ -3,10 +3,12 @@
 A layer of name X is `X.weight` (int8 [N, K]), `X.weight_scale` (float32) and `X.comfy_quant` (the bytes of the JSON). A
 layer that nothing has to be divided for carries ComfyUI's own format name, so stock loaders run it. A layer with
 smoothing factors `X.weight_smooth` (float32 [K]) would come out wrong where they are unknown: it carries a name of its
-own, which stock loaders refuse.
+own, which stock loaders refuse. So does a layer that needs activations of 16 bits, with factors or without.
 """
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -15,7 +17,8 @@ from .faults import json_object
 
 NATIVE_FORMAT = "int8_tensorwise"
 SMOOTHED_FORMAT = "int8_smoothquant"
-INT8_FORMATS = (NATIVE_FORMAT, SMOOTHED_FORMAT)
+ACT16_FORMAT = "int8_act16"
+INT8_FORMATS = (NATIVE_FORMAT, SMOOTHED_FORMAT, ACT16_FORMAT)
 DEFAULT_ROTATION_GROUP = 256
 
 MARK = "comfy_quant"
@@ -25,9 +28,21 @@ SMOOTH = "weight_smooth"
 _MOST_BYTES = 4096  # marks have about 70
 
 
-def encode_mark(transform: ChannelTransform = UNCHANGED) -> torch.Tensor:
+def format_name(transform: ChannelTransform, activation_bits: int) -> str:
+    """The format that an INT8 layer is marked with."""
+    if activation_bits == 16:
+        return ACT16_FORMAT
+    return NATIVE_FORMAT if transform.smooth is None else SMOOTHED_FORMAT
+
+
+def activation_bits(mark: dict) -> int:
+    """The bits of an INT8 layer's activations by its decoded mark."""
+    return 16 if mark.get("format") == ACT16_FORMAT else 8
+
+
+def encode_mark(transform: ChannelTransform = UNCHANGED, activation_bits: int = 8) -> torch.Tensor:
     """The mark of an INT8 layer as uint8 bytes."""
-    mark: dict[str, object] = {"format": NATIVE_FORMAT if transform.smooth is None else SMOOTHED_FORMAT}
+    mark: dict[str, object] = {"format": format_name(transform, activation_bits)}
     if transform.rotation_group is not None:
         mark.update(convrot=True, convrot_groupsize=transform.rotation_group)
     return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
@@ -40,6 +55,13 @@ def decode_mark(mark: torch.Tensor) -> dict:
     if mark.numel() > _MOST_BYTES:  # before they are copied
         raise ValueError(f"not a mark: it has {mark.numel()} bytes, and at most {_MOST_BYTES} are expected")
     return json_object(mark.cpu().numpy().tobytes(), _MOST_BYTES)
+
+
+def layers_marked(tensors: Mapping[str, Any], format: str) -> list[str]:
+    """The layers of a state dict whose mark names this format."""
+    suffix = f".{MARK}"
+    marks = {key.removesuffix(suffix): decode_mark(t) for key, t in tensors.items() if key.endswith(suffix)}
+    return [layer for layer, mark in marks.items() if mark.get("format") == format]
 
 
 def rotation_group(mark: dict) -> int | None:

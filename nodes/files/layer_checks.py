@@ -141,6 +141,11 @@ def _check_smoothed(layer: _Layer) -> None:
     _check_int8(layer)
 
 
+def _check_act16(layer: _Layer) -> None:
+    """With smoothing factors or without."""
+    (_check_smoothed if int8_mark.SMOOTH in layer.parts else _check_int8)(layer)
+
+
 def _check_rotation(name: str, group_of: Callable[[dict], int | None], mark: dict, inputs: int) -> None:
     try:
         ChannelTransform(None, group_of(mark)).check(inputs)
@@ -228,6 +233,7 @@ _INT8_PARTS = _FP8_PARTS
 FORMATS: dict[str, _Format] = {
     int8_mark.NATIVE_FORMAT: _Format(torch.int8, _INT8_PARTS, _check_int8),
     int8_mark.SMOOTHED_FORMAT: _Format(torch.int8, _INT8_PARTS | {int8_mark.SMOOTH}, _check_smoothed),
+    int8_mark.ACT16_FORMAT: _Format(torch.int8, _INT8_PARTS | {int8_mark.SMOOTH}, _check_act16),
     "float8_e4m3fn": _Format(torch.float8_e4m3fn, _FP8_PARTS, _check_fp8),
     "float8_e5m2": _Format(torch.float8_e5m2, _FP8_PARTS, _check_fp8),
     "mxfp8": _Format(torch.float8_e4m3fn, _FP8_PARTS, _check_mxfp8),

@@ -7,6 +7,7 @@ rule is checked against the class itself in the tests.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -173,8 +174,9 @@ def foldable_groups(model: ModelPatcher, quantizable: Collection[str]) -> list[s
 def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
     """A state dict of a MODEL's diffusion model, by the names of its modules, with all smoothing factors folded away.
 
-    The result computes the same with plain INT8 layers. What changes is computed when the tensor is written. Raises
-    ValueError naming the first layer whose factors cannot be folded.
+    The result computes the same with plain INT8 layers. Those with activations of 16 bits stay what they are, since no
+    other loader reads them: where their input is divided for others, they multiply it back. What changes is computed
+    when the tensor is written. Raises ValueError naming the first layer whose factors cannot be folded.
     """
     folded = dict(tensors)
     for site in _sites(model):
@@ -190,6 +192,10 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
             if key in folded:
                 folded[key] = MappedTensor(folded[key], _on_rows(key, rows, change))
         for name, weight in stored.items():
+            if _has_16_bits(weight):
+                own = weight._params.smooth
+                folded[f"{name}.{int8_mark.SMOOTH}"] = (1.0 if own is None else own) / divisor
+                continue
             if is_int8(weight):
                 del folded[f"{name}.{int8_mark.SMOOTH}"]
                 folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(
@@ -200,7 +206,7 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
                 key, change = f"{name}.weight", partial(multiply_columns, smooth=divisor)
             folded[key] = MappedTensor(folded[key], change)
 
-    left = [key.removesuffix(f".{int8_mark.SMOOTH}") for key in folded if key.endswith(f".{int8_mark.SMOOTH}")]
+    left = int8_mark.layers_marked(folded, int8_mark.SMOOTHED_FORMAT)
     if left:
         raise ValueError(
             f"the smoothing factors of {len(left)} layers, {left[0]} first, cannot be folded into the layer before "
@@ -209,11 +215,16 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
     return folded
 
 
+def _has_16_bits(weight: torch.Tensor) -> TypeGuard[QuantizedTensor]:
+    """Whether a weight is INT8 and its input rounded to 16 bits."""
+    return is_int8(weight) and weight._params.activation_bits == 16
+
+
 def _common_factors(weights: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The smoothing factors that all INT8 weights of a site's readers share; None where there are none, where they
-    differ, or where a weight that is not INT8 could not take its share."""
+    """The smoothing factors that all plain INT8 weights of a site's readers share; None where there are none, where
+    they differ, or where another weight could not take its share."""
     weights = list(weights)
-    factors = [weight._params.smooth for weight in weights if is_int8(weight)]
+    factors = [weight._params.smooth for weight in weights if is_int8(weight) and not _has_16_bits(weight)]
     if not factors or any(smooth is None for smooth in factors) or not all(map(_can_be_divided, weights)):
         return None
     return factors[0] if all(torch.equal(smooth, factors[0]) for smooth in factors) else None

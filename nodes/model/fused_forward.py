@@ -33,12 +33,19 @@ Cast = tuple[Any, torch.Tensor | None, Any]
 
 
 class INT8Parts(NamedTuple):
-    """What an INT8 weight consists of: int8 [N, K], its float32 scale, and how its input is quantized."""
+    """An INT8 weight as the kernel takes it.
+
+    Attributes:
+        q: int8 [N, K].
+        scale: float32, one value or one per output channel.
+        transform: what is done to its input.
+        activation_bits: to how many bits its input is rounded.
+    """
 
     q: torch.Tensor
     scale: torch.Tensor
     transform: ChannelTransform
-    activation_bits: int = 8
+    activation_bits: int
 
 
 def is_native_int8(weight: Any) -> bool:
@@ -52,12 +59,14 @@ def class_patch(name: str) -> str:
 
 
 def int8_parts(weight: Any) -> INT8Parts | None:
-    """The parts of a weight of either kind; None of any other."""
+    """The parts of an INT8 weight of either kind; None of any other."""
     if is_int8(weight):
-        return INT8Parts(weight._qdata, weight._params.scale, weight._params.transform)
+        params = weight._params
+        return INT8Parts(weight._qdata, params.scale, params.transform, params.activation_bits)
     if is_native_int8(weight):
         params = weight._params
-        return INT8Parts(weight._qdata, params.scale.float(), _rotation(params.convrot_groupsize, params.convrot))
+        transform = _rotation(params.convrot_groupsize, params.convrot)
+        return INT8Parts(weight._qdata, params.scale.float(), transform, 8)
     return None
 
 
@@ -127,13 +136,12 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         weight, bias, stream = _cast(layer, input.device, input.dtype)
     parts = int8_parts(weight)
     if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
-        known = _known_parts(layer.weight)
-        parts = INT8Parts(*requantize_weight(weight, known.transform, _seed_of_patches(layer)), *known[2:])
-    q, scale, transform, activation_bits = parts
-    if layer.input_reader is None:
-        output = int8_linear(input, q, scale, bias, transform, activation_bits=activation_bits)
+        _, _, transform, bits = _known_parts(layer.weight)
+        q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
     else:
-        output = layer.input_reader.int8_linear(input, q, scale, bias, transform, activation_bits)
+        q, scale, transform, bits = parts
+    linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
+    output = linear(input, q, scale, bias, transform, activation_bits=bits)
     for lora in loras:
         lora.add_to(output, input)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)

@@ -68,14 +68,15 @@ def share_inputs(model: torch.nn.Module) -> None:
     readers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if hasattr(module, "input_reader")
     }
-    parts = {name: int8_parts(module.weight) for name, module in readers.items()}
-    transforms = {name: (part[0].shape[1], part[2]) for name, part in parts.items() if part is not None}
+    held = {name: int8_parts(module.weight) for name, module in readers.items()}
+    parts = {name: part for name, part in held.items() if part is not None}
 
     def alike(a: str, b: str) -> bool:
         """Whether two linears turn the same input into the same int8 tensor."""
-        (inputs, transform), (others_inputs, others_transform) = transforms[a], transforms[b]
-        return inputs == others_inputs and transform.same_as(others_transform)
+        one, other = parts[a], parts[b]
+        alike_at_all = one.q.shape[1] == other.q.shape[1] and one.activation_bits == other.activation_bits
+        return alike_at_all and one.transform.same_as(other.transform)
 
-    for names in same_input_groups(transforms, alike):
+    for names in same_input_groups(parts, alike):
         for name, reader in zip(names, InputReader.group_of(place, len(names)), strict=True):
             readers[name].input_reader = reader

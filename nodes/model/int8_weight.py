@@ -12,18 +12,20 @@ from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_cl
 from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, requantize_weight
-from ..files.int8_mark import NATIVE_FORMAT, SMOOTHED_FORMAT
+from ..files import int8_mark
 
 LAYOUT = "PerChannelINT8Layout"
 
 
 class PerChannelINT8Layout(QuantizedLayout):
-    """int8 [N, K] with a per-channel scale [N, 1], optional smoothing factors [K] and an optional rotation group."""
+    """int8 [N, K] with a per-channel scale [N, 1], optional smoothing factors [K], an optional rotation group, and to
+    how many bits its input is rounded."""
 
     @dataclass(frozen=True)
     class Params(BaseLayoutParams):
         smooth: torch.Tensor | None = None
         rotation_group: int | None = None
+        activation_bits: int = 8
 
         @property
         def transform(self) -> ChannelTransform:
@@ -35,7 +37,13 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def quantize(
-        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, transform=UNCHANGED
+        cls,
+        tensor,
+        scale=None,
+        stochastic_rounding=0,
+        inplace_ops=False,
+        transform=UNCHANGED,
+        activation_bits=8,
     ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
         """Float weight -> int8 and parameters.
 
@@ -43,8 +51,8 @@ class PerChannelINT8Layout(QuantizedLayout):
         """
         transform = transform.on(tensor.device)
         q, channel_scale = requantize_weight(tensor, transform, stochastic_rounding or None)
-        shape = tuple(tensor.shape)
-        return q, cls.Params(channel_scale[:, None], tensor.dtype, shape, transform.smooth, transform.rotation_group)
+        held = (channel_scale[:, None], tensor.dtype, tuple(tensor.shape))
+        return q, cls.Params(*held, transform.smooth, transform.rotation_group, activation_bits)
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
@@ -64,7 +72,7 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        return {"transform": qtensor._params.transform}
+        return {"transform": qtensor._params.transform, "activation_bits": qtensor._params.activation_bits}
 
 
 register_layout_class(LAYOUT, PerChannelINT8Layout)
@@ -94,13 +102,18 @@ HeldWeight.__name__ = QuantizedTensor.__name__  # ComfyUI knows by this name who
 
 
 def int8_weight(
-    q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transform: ChannelTransform = UNCHANGED
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    transform: ChannelTransform = UNCHANGED,
+    activation_bits: int = 8,
 ) -> QuantizedTensor:
     """Wrap int8 [N, K] and its scale (scalar, [N] or [N, 1]) for ComfyUI; `dtype` is that of the dequantized weight."""
     # One shape for all, because ComfyUI copies requantized parameters over the ones it holds.
     scale = scale.float().reshape(-1, 1).expand(q.shape[0], 1).contiguous()
     smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
-    params = PerChannelINT8Layout.Params(scale, dtype, tuple(q.shape), smooth, transform.rotation_group)
+    shape = tuple(q.shape)
+    params = PerChannelINT8Layout.Params(scale, dtype, shape, smooth, transform.rotation_group, activation_bits)
     return HeldWeight(q, LAYOUT, params)
 
 
@@ -111,4 +124,9 @@ def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
 
 def format_name(weight: QuantizedTensor) -> str:
     """The format a weight is marked with in files."""
-    return NATIVE_FORMAT if weight._params.smooth is None else SMOOTHED_FORMAT
+    return int8_mark.format_name(weight._params.transform, weight._params.activation_bits)
+
+
+def mark_of(weight: QuantizedTensor) -> torch.Tensor:
+    """The mark of a weight in files."""
+    return int8_mark.encode_mark(weight._params.transform, weight._params.activation_bits)

@@ -17,7 +17,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import ChannelTransform, runs_fused
 from ..files import int8_mark
 from .fused_forward import INT8Linear, fused_forward
-from .int8_weight import LAYOUT, HeldWeight, format_name, int8_weight, is_int8
+from .int8_weight import LAYOUT, HeldWeight, format_name, int8_weight, is_int8, mark_of
 
 ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 """(layer name, its weight as stored: float, meta, or in another quantized format; what its input is multiplied by, if
@@ -71,7 +71,7 @@ def int8_operations(
             def _load_from_state_dict(self, state_dict, prefix, *args):
                 self.input_reader, self.dequantized = None, False
                 INT8Operations.missing, INT8Operations.unexpected = args[2:4]  # PyTorch's: one list for all modules
-                smooth = _take_smoothing_factors(state_dict, prefix)
+                smooth, activation_bits = _take_own_form(state_dict, prefix)
                 original = state_dict.get(f"{prefix}weight")
                 super()._load_from_state_dict(state_dict, prefix, *args)
                 if self.weight is None:
@@ -88,7 +88,7 @@ def int8_operations(
                 if isinstance(held, QuantizedTensor) and self.quant_format == int8_mark.NATIVE_FORMAT:
                     group = held._params.convrot_groupsize if held._params.convrot else None
                     transform = ChannelTransform(smooth, group)
-                    held = int8_weight(held._qdata, held._params.scale, compute_dtype, transform)
+                    held = int8_weight(held._qdata, held._params.scale, compute_dtype, transform, activation_bits)
                     self.dequantized = dequantize_once
                     self._hold(held.dequantize() if dequantize_once else held)
                 else:
@@ -119,7 +119,7 @@ def int8_operations(
             def state_dict(self, *args, destination=None, prefix="", **kwargs):
                 tensors = super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)
                 if is_int8(self.weight):
-                    tensors[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(self.weight._params.transform)
+                    tensors[f"{prefix}{int8_mark.MARK}"] = mark_of(self.weight)
                 return tensors
 
             def forward(self, input, *args, **kwargs):
@@ -136,15 +136,18 @@ def int8_operations(
     return INT8Operations
 
 
-def _take_smoothing_factors(state_dict: dict, prefix: str) -> torch.Tensor | None:
-    """Remove a smoothed layer's factors from the state dict and mark the rest as the native format it otherwise is."""
+def _take_own_form(state_dict: dict, prefix: str) -> tuple[torch.Tensor | None, int]:
+    """A layer's smoothing factors, if any, and the bits of its activations, by a mark that only this pack knows.
+
+    The factors leave the state dict, and the mark becomes that of the native format which the rest is.
+    """
     smooth = state_dict.pop(f"{prefix}{int8_mark.SMOOTH}", None)
-    if smooth is not None:
-        encoded = state_dict.get(f"{prefix}{int8_mark.MARK}")
-        mark = {} if encoded is None else int8_mark.decode_mark(encoded)
-        if mark.get("format") != int8_mark.SMOOTHED_FORMAT:
-            raise ValueError(f"{prefix}{int8_mark.SMOOTH} is there although the layer is not marked as smoothed")
-        state_dict[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(
-            ChannelTransform(None, int8_mark.rotation_group(mark))
-        )
-    return smooth
+    encoded = state_dict.get(f"{prefix}{int8_mark.MARK}")
+    mark = {} if encoded is None else int8_mark.decode_mark(encoded)
+    activation_bits = int8_mark.activation_bits(mark)
+    if smooth is not None and activation_bits == 8 and mark.get("format") != int8_mark.SMOOTHED_FORMAT:
+        raise ValueError(f"{prefix}{int8_mark.SMOOTH} is there although the layer is not marked as smoothed")
+    if smooth is not None or activation_bits != 8:
+        native = ChannelTransform(None, int8_mark.rotation_group(mark))
+        state_dict[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(native)
+    return smooth, activation_bits

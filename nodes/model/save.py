@@ -9,6 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from ..files import int8_mark
 from ..files.mark_record import marks_as_metadata
 from ..files.safetensors_writer import PendingTensor, write_safetensors
+from ..host import notices
 from ..host.work import LayerProgress
 from .build import as_file, file_metadata
 from .folding import fold
@@ -25,7 +26,8 @@ def save_int8_model(
 
     `destination` is a new file's path, or several of which the first free one is taken. Returns the file's path.
 
-    With `fold_factors` smoothing factors go into the layers before, and the file is a plain native one.
+    With `fold_factors` smoothing factors go into the layers before, and the file is a plain native one, unless layers
+    have activations of 16 bits: then a warning says that other loaders refuse it.
 
     Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or naming a layer whose
     factors cannot be folded; `write_new_file`'s OSErrors; ComfyUI's interrupt exception on cancel. The file is then not
@@ -39,9 +41,16 @@ def save_int8_model(
         )
     check_runs_as_stored(model)
     tensors = state_dict_for_saving(model)
-    folded = fold_factors and any(key.endswith(f".{int8_mark.SMOOTH}") for key in tensors)
+    folded = fold_factors and bool(int8_mark.layers_marked(tensors, int8_mark.SMOOTHED_FORMAT))
     if folded:
         tensors = fold(model, tensors)
+    of_16_bits = int8_mark.layers_marked(tensors, int8_mark.ACT16_FORMAT)
+    if fold_factors and of_16_bits:
+        notices.warn(
+            "Other loaders refuse the folded file",
+            f"{len(of_16_bits)} of its layers need 16-bit activations, which they do not know. For a file that every "
+            "loader reads, set protected_in of Quantize to INT8 to bf16.",
+        )
     tensors = {key: _narrowed(key, tensor) for key, tensor in as_file(model.model, tensors).items()}
     warn_of_patches_on_folded(model)
     recipe = recipe_of(model)

@@ -65,8 +65,10 @@ def _kind(
     """What a linear computes with, in words, after its place in the line. `beside_int8`: some are, or were, INT8."""
     weight = module.weight
     why = "" if path is None or path.kind != "bf16" else f" ({path.reason})"
-    if path is not None and path.kind == "fused int8" and int8_parts(weight) is not None:
-        return 0, "fused INT8" if on_gpu else "INT8 in plain PyTorch (no GPU)"
+    parts = int8_parts(weight)
+    if path is not None and path.kind == "fused int8" and parts is not None:
+        bits = " with 16-bit activations" if parts.activation_bits == 16 else ""
+        return 0, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
     if is_int8(weight):
         return 1, f"INT8 in memory but computed in {_name(weight._params.orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):

@@ -5,7 +5,7 @@ import math
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ..quantization.report import LayerReport, QuantizationReport
+from ..quantization.report import ACT16, LayerReport, QuantizationReport
 from .drawing import INK, MUTED, as_comfyui_image
 
 _WIDTH, _MARGIN, _LABEL_WIDTH, _SCALE_WIDTH = 1100, 24, 190, 56
@@ -18,7 +18,8 @@ _LOWEST = 1e-4  # an error of zero has no place on a logarithmic scale
 
 def plot(report: QuantizationReport) -> torch.Tensor:
     """One row per kind of layer, one column per block: on a logarithmic scale the layer's fragility in grey and its
-    error as it was quantized in blue, or its fragility as a red square where it was protected instead.
+    error as it was quantized in blue. A protected layer's fragility is a red square; a red circle is what 16-bit
+    activations leave of it.
 
     Returns a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1.
     """
@@ -38,7 +39,7 @@ def plot(report: QuantizationReport) -> torch.Tensor:
     kept = len(report.protected)
     draw.text(
         (_MARGIN, _MARGIN),
-        f"{len(report.layers) - kept} layers in INT8, {kept} protected",
+        f"{len(report.layers) - kept} layers in plain INT8, {kept} protected",
         fill=INK,
         font=heading,
     )
@@ -70,6 +71,9 @@ def plot(report: QuantizationReport) -> torch.Tensor:
                 draw.text((x, top + _ROW - 10), "never called", fill=MUTED, font=text, anchor="mm")
                 continue
             if layer.protected:
+                if layer.held_in == ACT16:
+                    draw.line((x, y_of(layer.fragility), x, y_of(layer.error)), fill=_PROTECTED)
+                    _circle(draw, x, y_of(layer.error), _PROTECTED)
                 _square(draw, x, y_of(layer.fragility), _PROTECTED)
                 continue
             draw.line((x, y_of(layer.fragility), x, y_of(layer.error)), fill=_PLAIN)
@@ -87,6 +91,7 @@ def _legend(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.Fre
         (_circle, _PLAIN, "fragility: plain INT8"),
         (_circle, _INT8, "as quantized"),
         (_square, _PROTECTED, "fragile and protected"),
+        (_circle, _PROTECTED, "with 16-bit activations"),
     ):
         mark(draw, x, y, color)
         draw.text((x + 12, y), label, fill=INK, font=font, anchor="lm")

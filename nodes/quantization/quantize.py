@@ -26,7 +26,7 @@ from ..model.input_groups import same_input_groups
 from ..model.layer_selection import check_runs_as_stored, is_compiled, linears, quantizable_linears
 from ..model.recipe import FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
 from .rebuild import source_weight, with_quantized_layers
-from .report import LayerReport, QuantizationReport
+from .report import ACT16, BF16, INT8, PROTECTED_IN, LayerReport, QuantizationReport
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,12 @@ class QuantizationSettings:
         method: one of kernels.METHODS: what happens to the channels of INT8 layers.
         alpha: SmoothQuant migration strength in 0..1.
         search_alpha: choose each layer's own alpha by measured error, never worse than `alpha`.
-        protection: which layers stay in high precision.
+        protection: which layers are protected from 8-bit activations.
         clip: weight scales by the least rounding error instead of the largest weight.
         smooth_only_foldable: smooth only where the factors can be folded into the layer before.
+        protected_in: one of PROTECTED_IN: what protected layers are held in.
 
-    Raises ValueError for an alpha outside 0..1.
+    Raises ValueError for an alpha outside 0..1, or a `protected_in` that is none.
     """
 
     method: str = "smooth"
@@ -54,9 +55,12 @@ class QuantizationSettings:
     protection: Protection = _DEFAULT_PROTECTION
     clip: bool = False
     smooth_only_foldable: bool = False
+    protected_in: str = ACT16
 
     def __post_init__(self) -> None:
         check_alpha(self.alpha)
+        if self.protected_in not in PROTECTED_IN:
+            raise ValueError(f"protected_in must be one of {', '.join(PROTECTED_IN)}; got {self.protected_in!r}")
 
     @property
     def alphas(self) -> list[float]:
@@ -72,6 +76,7 @@ class QuantizationSettings:
             "protect": {self.protection.kind: self.protection.value},
             "weight_scales": "least error" if self.clip else "absmax",
             "smooth_only_foldable": self.smooth_only_foldable,
+            "protected_in": self.protected_in,
         }
 
 
@@ -108,18 +113,26 @@ def quantize_model(
     fragility = {name: results[name].plain_error for name in called}
     errors = {name: results[name].error for name in called}
     protected = settings.protection.choose(nothing_lost | fragility, nothing_lost | errors, number_of_linears)
+    held_in = dict.fromkeys(protected, BF16)
+    if protected and settings.protected_in == ACT16:
+        again = _quantize_layers(model, settings, {name: targets[name] for name in protected}, statistics, 16)
+        accepted = {name: result for name, result in again.items() if settings.protection.accepts(result.error)}
+        held_in |= dict.fromkeys(accepted, ACT16)
+        errors |= {name: result.error for name, result in accepted.items() if name in errors}
+        results |= accepted
     report = QuantizationReport(
         settings.described(),
         number_of_linears,
         _size_of(calibration),
         tuple(
-            LayerReport(name, results[name].plan, fragility.get(name), errors.get(name), name in protected)
+            LayerReport(name, results[name].plan, fragility.get(name), errors.get(name), held_in.get(name, INT8))
             for name in targets
         ),
         protected,
     )
 
-    quantized = with_quantized_layers(model, results, protected, kernel)
+    in_floats = [name for name, held in held_in.items() if held == BF16]
+    quantized = with_quantized_layers(model, results, in_floats, kernel)
     keep_recipe(quantized, {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))})
     kept = len(protected)
     logger.info("INT8: %d layers quantized, %d protected: %s", len(targets) - kept, kept, ", ".join(protected))
@@ -146,11 +159,16 @@ def _quantize_layers(
     settings: QuantizationSettings,
     targets: Mapping[str, CastWeightBiasOp],
     statistics: Mapping[str, ActivationStatistics],
+    activation_bits: int = 8,
 ) -> dict[str, QuantizedLinear]:
-    """Every target in INT8, those that will be protected too: how fragile they are is known only then."""
+    """Every target in INT8, those that will be protected too: how fragile they are is known only then.
+
+    With 16-bit activations no layer is kept from smoothing, since none has to be folded for other loaders.
+    """
     make_room_to_quantize(model.load_device, max(linear.weight.numel() for linear in targets.values()))
     progress = LayerProgress(len(targets))
-    foldable = foldable_groups(model, targets) if settings.smooth_only_foldable else None
+    only_foldable = settings.smooth_only_foldable and activation_bits == 8
+    foldable = foldable_groups(model, targets) if only_foldable else None
     # Layers that read the same input are those whose names say so and whose statistics agree in every bit: the q of a
     # cross attention reads another tensor than its k and v.
     groups = same_input_groups(
@@ -165,9 +183,10 @@ def _quantize_layers(
             continue
         group = group_of.get(name, [name])
         smoothable = name in statistics and (foldable is None or set(group) in foldable)
-        plans = candidates(settings.method, settings.alphas if smoothable else [], targets[name].weight.shape[1])
+        channels = targets[name].weight.shape[1]
+        plans = candidates(settings.method, settings.alphas if smoothable else [], channels, activation_bits)
         sources = {member: partial(source_weight, model, member) for member in group}
-        results |= quantize_group(sources, plans, statistics.get(name), settings.clip)
+        results |= quantize_group(sources, plans, statistics.get(name), settings.clip, activation_bits)
         for _ in group:
             progress.step()
     return results

@@ -19,22 +19,22 @@ from ..model.residency import CALLBACK_KEY
 def with_quantized_layers(
     model: ModelPatcher,
     results: dict[str, QuantizedLinear],
-    protected: Collection[str],
+    in_floats: Collection[str],
     kernel: str,
 ) -> ModelPatcher:
-    """A MODEL as `model` with its quantized layers, which are taken out of `results`, and the protected ones."""
+    """A MODEL as `model` with its quantized layers, which are taken out of `results`, but for those held in floats."""
     compute_dtype = model.model.get_dtype_inference()
     targets = set(results)
-    for name in protected:
+    for name in in_floats:
         del results[name]
 
     def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
-        if name in protected:
+        if name in in_floats:
             return source_weight(model, name).to(device="cpu", dtype=compute_dtype, copy=True)
         if name not in results:
             return None
         result = results.pop(name)
-        return int8_weight(result.q, result.scale, compute_dtype, result.transform)
+        return int8_weight(result.q, result.scale, compute_dtype, result.transform, result.activation_bits)
 
     operations = int8_operations(kernel, compute_dtype, convert)
     built = build_like(model.model, _state_dict_with_placeholders(model, targets), operations)

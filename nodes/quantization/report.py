@@ -1,9 +1,14 @@
 """What a quantization did, layer by layer: a table for the user, JSON for the file."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...kernels import TransformPlan
+
+INT8, ACT16, BF16 = "INT8", "INT8 with 16-bit activations", "bf16"
+PROTECTED_IN = (ACT16, BF16)
+"""What protected layers can be held in; bf16 stands for whatever the model computes in."""
 
 
 @dataclass(frozen=True)
@@ -14,15 +19,19 @@ class LayerReport:
         transform: what was done to its channels.
         fragility: what plain INT8 costs, relative to the layer's output (without calibration, to its weight); None for
             a layer that was never called.
-        error: what INT8 with the transform costs.
-        protected: whether it stayed in high precision instead.
+        error: what INT8 with the transform costs, with the layer's own bits of activations.
+        held_in: INT8, or one of PROTECTED_IN.
     """
 
     name: str
     transform: TransformPlan
     fragility: float | None
     error: float | None
-    protected: bool
+    held_in: str = INT8
+
+    @property
+    def protected(self) -> bool:
+        return self.held_in != INT8
 
     @property
     def block(self) -> str:
@@ -77,6 +86,7 @@ class QuantizationReport:
                 "transform": str(layer.transform),
                 "fragility": _rounded(layer.fragility),
                 "error": _rounded(layer.error),
+                **({"held_in": layer.held_in} if layer.protected else {}),
             }
             for layer in self.layers
         }
@@ -93,8 +103,11 @@ class QuantizationReport:
     def markdown(self) -> str:
         """A summary and a table of all layers, the most fragile first."""
         kept = len(self.protected)
+        held = Counter(layer.held_in for layer in self.layers)
+        ways = [f"{held[way]} in {way}" for way in PROTECTED_IN if held[way]]
+        protected = ": ".join(["protected", *([", ".join(ways)] if ways else [])])
         lines = [
-            f"{len(self.layers) - kept} of {self.linears} linears are INT8, {kept} fragile ones are protected.",
+            f"{held[INT8]} of {self.linears} linears are plain INT8, {kept} fragile ones are {protected}.",
             "",
             f"Fragility is the error of plain INT8, relative to the layer's {self.error_of}; the error is what is left "
             "of it as the layer was quantized.",
@@ -103,8 +116,10 @@ class QuantizationReport:
             "| --- | --- | --- | --- |",
         ]
         for layer in self.ranked():
-            done = "protected" if layer.protected else str(layer.transform)
-            error = "" if layer.protected else _percent(layer.error)
+            done = f"protected in {layer.held_in}" if layer.protected else str(layer.transform)
+            if layer.held_in == ACT16 and layer.transform != TransformPlan():
+                done += f", {layer.transform}"
+            error = "" if layer.held_in == BF16 else _percent(layer.error)
             lines.append(f"| {layer.name} | {_percent(layer.fragility)} | {error} | {done} |")
         return "\n".join(lines)
 

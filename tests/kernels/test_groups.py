@@ -304,6 +304,40 @@ def test_planted_outliers_are_found(method):
     assert {int(name) for name in found} == planted
 
 
+def test_with_16_bits_everything_is_a_candidate():
+    """What is lost is the rounding of the weight, whatever the method is against."""
+    for method in METHODS:
+        assert candidates(method, [0.55], 256, 16) == candidates("best per layer", [0.55, *ALPHAS], 256)
+        assert candidates(method, [], 256, 16) == [TransformPlan(), TransformPlan(None, 256)]
+
+
+@pytest.mark.parametrize("group", (None, 64))
+def test_output_error_with_16_bits(group):
+    """That of the weight alone: outliers of the input add nothing."""
+    x, w = outlier_inputs(factor=1000.0), random_float(40, 128, seed=1)
+    transform = ChannelTransform(None, group)
+    q, scale = quantize_weight(w, transform)
+    held = dequantize_weight(q, scale, transform, torch.float32)
+    expected = float((x.double() @ (held - w).double().t()).norm() / (x.double() @ w.double().t()).norm())
+    error = OutputError(x, w)
+    assert error.of(q, scale, transform, 16) == pytest.approx(expected, rel=0.05)
+    assert error.of(q, scale, transform, 8) > 0
+
+
+def test_a_group_with_16_bits_says_so():
+    x, w = outlier_inputs(), random_float(40, 128, seed=1)
+    tried = candidates("smooth", [0.5], 128, 16)
+    (result,) = quantize_group({"a": lambda: w}, tried, statistics_of(x), activation_bits=16).values()
+    (with_8,) = quantize_group({"a": lambda: w}, tried, statistics_of(x)).values()
+    assert (result.activation_bits, with_8.activation_bits) == (16, 8)
+    assert result.error < with_8.error
+
+
+def test_an_error_budget_holds_for_protected_layers_too():
+    assert Protection("error", 0.01).accepts(0.01) and not Protection("error", 0.01).accepts(0.011)
+    assert Protection("number", 3).accepts(1.0) and Protection("share", 0.1).accepts(1.0)
+
+
 FRAGILITY = {"d": 0.01, "a": 0.04, "c": 0.04, "b": 0.02, "e": 0.005}
 ERRORS = {"d": 0.009, "a": 0.008, "c": 0.011, "b": 0.012, "e": 0.004}
 

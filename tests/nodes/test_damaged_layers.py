@@ -71,6 +71,7 @@ def w4a4(dit):
 WHOLE = {
     "native": lambda dit: dit.native_int8(),
     "smoothed": lambda dit: dit.smoothed_int8(),
+    "act16": lambda dit: dit.native_int8() | {f"{LAYER}.comfy_quant": encoded({"format": "int8_act16"})},
     "fp8": fp8,
     "nvfp4": nvfp4,
     "mxfp8": mxfp8,
@@ -226,15 +227,20 @@ def test_smoothing_factors_beside_another_format(dit, refuse, kind):
 
 def test_smoothing_factors_never_change_another_layers_mark(dit):
     """What builds a model refuses them too."""
-    from int8_dit.nodes.model.operations import _take_smoothing_factors
+    from int8_dit.nodes.model.operations import _take_own_form
 
     mark = encoded({"format": "float8_e4m3fn"})
     for marks in ({}, {"x.comfy_quant": mark}):
         with pytest.raises(ValueError, match=r"x\.weight_smooth is there"):
-            _take_smoothing_factors({"x.weight_smooth": torch.ones(4), **marks}, "x.")
+            _take_own_form({"x.weight_smooth": torch.ones(4), **marks}, "x.")
 
 
-@pytest.mark.parametrize("kind", ("fp8", "nvfp4", "mxfp8", "w4a4"))
+@pytest.mark.parametrize("factors", (torch.ones(191), torch.full((192,), math.nan), torch.zeros(192)))
+def test_bad_smoothing_factors_of_a_layer_with_16_bit_activations(dit, refuse, factors):
+    refuse(WHOLE["act16"](dit) | {f"{LAYER}.weight_smooth": factors}, f"{LAYER}.weight_smooth")
+
+
+@pytest.mark.parametrize("kind", ("act16", "fp8", "nvfp4", "mxfp8", "w4a4"))
 def test_a_missing_scale_of_another_format(dit, refuse, kind):
     state_dict = WHOLE[kind](dit)
     del state_dict[f"{LAYER}.weight_scale"]

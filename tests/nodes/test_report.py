@@ -13,11 +13,12 @@ def report_of(pack):
     from int8_dit.nodes.quantization.report import LayerReport, QuantizationReport
 
     def make(errors, protected=(), calibration=None):
+        protected = [name if isinstance(name, tuple) else (name, "bf16") for name in protected]
         layers = tuple(
-            LayerReport(name, TransformPlan(0.5), fragility, error, name in protected)
+            LayerReport(name, TransformPlan(0.5), fragility, error, dict(protected).get(name, "INT8"))
             for name, (fragility, error) in errors.items()
         )
-        return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(protected))
+        return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(dict(protected)))
 
     return make
 
@@ -47,15 +48,26 @@ ERRORS = {
 
 def test_the_table_has_the_most_fragile_first(report_of):
     table = report_of(ERRORS, ("layers.0.w2",), {"calls": 3, "rows": 12}).markdown()
-    assert table.startswith("4 of 211 linears are INT8, 1 fragile ones are protected.")
+    assert table.startswith("4 of 211 linears are plain INT8, 1 fragile ones are protected: 1 in bf16.")
     assert "relative to the layer's output" in table
     assert table.splitlines()[6:] == [
-        "| layers.0.w2 | 20.00 % |  | protected |",
+        "| layers.0.w2 | 20.00 % |  | protected in bf16 |",
         "| layers.1.w2 | 5.00 % | 0.50 % | smooth 0.5 |",
         "| layers.0.w1 | 1.20 % | 1.10 % | smooth 0.5 |",
         "| layers.1.w1 | 1.20 % | 1.00 % | smooth 0.5 |",
         "| proj | never called | never called | smooth 0.5 |",
     ]
+
+
+def test_the_table_of_layers_with_16_bits(report_of):
+    """The error is what is left, unlike that of a layer in bf16, which is not known."""
+    protected = (("layers.0.w2", "INT8 with 16-bit activations"), ("layers.1.w2", "bf16"))
+    report = report_of(ERRORS, protected, {"calls": 3, "rows": 12})
+    lines = report.markdown().splitlines()
+    assert lines[0].endswith("2 fragile ones are protected: 1 in INT8 with 16-bit activations, 1 in bf16.")
+    assert lines[6] == "| layers.0.w2 | 20.00 % | 3.00 % | protected in INT8 with 16-bit activations, smooth 0.5 |"
+    layers = report.recipe()["layers"]
+    assert {name: layer["held_in"] for name, layer in layers.items() if "held_in" in layer} == dict(protected)
 
 
 def test_the_recipe(report_of):
@@ -100,6 +112,20 @@ def test_the_marks_are_where_their_figures_are(report_of):
     assert float(red.mean()) == pytest.approx(float(grey.min()) + quantization_plot._RADIUS, abs=1)
     decade = quantization_plot._ROW / math.log10(10 * 1.3**2)
     assert float(blue.mean() - red.mean()) == pytest.approx(decade, abs=1)
+
+
+def test_the_mark_of_what_16_bits_leave(report_of):
+    """A red circle, a decade below the red square of the same layer in bf16."""
+    from int8_dit.nodes.pictures import quantization_plot
+
+    def lowest_red(held_in):
+        errors = {"b.0.k": (0.1, 0.01), "b.1.k": (0.1, 0.01)}
+        image = quantization_plot.plot(report_of(errors, (("b.0.k", held_in),)))
+        return pixels(image[:, quantization_plot._HEADER :], quantization_plot._PROTECTED)[:, 0].max()
+
+    decade = quantization_plot._ROW / math.log10(10 * 1.3**2)
+    below = lowest_red("INT8 with 16-bit activations") - lowest_red("bf16")
+    assert float(below) == pytest.approx(decade, abs=2)
 
 
 @pytest.mark.parametrize(

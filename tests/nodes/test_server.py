@@ -168,8 +168,10 @@ def test_the_report_can_be_looked_at(server, tmp_path):
     text = prompt.add("PreviewAny", source=link(quantize, 2))
     results = server.queue(prompt)
     (table,) = results[text]["text"]
-    assert table.startswith("19 of 34 linears are INT8, 2 fragile ones are protected.")
-    assert table.count("| protected |") == 2
+    assert table.startswith(
+        "19 of 34 linears are plain INT8, 2 fragile ones are protected: 2 in INT8 with 16-bit activations."
+    )
+    assert table.count("| protected in INT8 with 16-bit activations") == 2
     image = Image.open(io.BytesIO(server.view(**results[picture]["images"][0])))
     image.save(tmp_path / "report.png")
     colors = {color for _, color in image.convert("RGB").getcolors(1 << 16)}

@@ -123,6 +123,7 @@ def test_full_width_blocks(pack, tmp_path, monkeypatch):
     from int8_dit.kernels import Protection
     from int8_dit.nodes.model.save import save_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+    from int8_dit.nodes.quantization.report import BF16
     from studies import ablation
     from support.real_arithmetic import use_float_weights
     from support.tensors import relative_error
@@ -133,7 +134,7 @@ def test_full_width_blocks(pack, tmp_path, monkeypatch):
     blocks.evaluate(model)
     fp8 = blocks.evaluate(ablation.stock(blocks.state_dict, dtype=torch.float8_e4m3fn)).errors
 
-    settings = QuantizationSettings(protection=Protection("number", 1))
+    settings = QuantizationSettings(protection=Protection("number", 1), protected_in=BF16)
     quantized, report = quantize_model(model, settings, "fused int8", blocks.calibrate(model))
     del model
     blocks.state_dict.clear()

@@ -45,8 +45,8 @@ def _unrotated(weight: torch.Tensor, group: int) -> torch.Tensor:
     return (weight.double().unflatten(1, (-1, group)) @ rotation_matrix(group).cpu()).flatten(1).float()
 
 
-def _int8(tensors, layers, per_channel=True, rotate=False, smooth=False) -> File:
-    """Marked as ComfyUI does it; with smoothing factors as this pack does."""
+def _int8(tensors, layers, per_channel=True, rotate=False, smooth=False, act16=False) -> File:
+    """Marked as ComfyUI does it; with smoothing factors or 16-bit activations as this pack does."""
     from comfy.quant_ops import TensorWiseINT8Layout
 
     made, values = dict(tensors), dict(tensors)
@@ -58,6 +58,8 @@ def _int8(tensors, layers, per_channel=True, rotate=False, smooth=False) -> File
         if smooth:
             mark["format"] = "int8_smoothquant"
             made[f"{layer}.weight_smooth"] = factors
+        if act16:
+            mark["format"] = "int8_act16"
         if rotate and (group := _rotation_group(channels)):
             options = {"convrot": True, "convrot_groupsize": group}
         q, parameters = TensorWiseINT8Layout.quantize(weight * factors, per_channel=per_channel, **options)
@@ -132,6 +134,8 @@ FORMATS: dict[str, Format] = {
     "native, ConvRot": partial(_int8, rotate=True),
     "smoothed": partial(_int8, smooth=True),
     "smoothed, ConvRot": partial(_int8, smooth=True, rotate=True),
+    "16-bit activations": partial(_int8, act16=True),
+    "16-bit activations, smoothed, ConvRot": partial(_int8, act16=True, smooth=True, rotate=True),
     "unmarked, weight_scale": partial(_unmarked, scale="weight_scale"),
     "unmarked, scale_weight": partial(_unmarked, scale="scale_weight"),
     "FP8 scaled": _fp8,

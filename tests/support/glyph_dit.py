@@ -99,6 +99,7 @@ def run_node(model: ModelPatcher, **inputs: object) -> tuple:
         "weight_scales": "absmax",
         "smooth_only_foldable": False,
         "kernel": "fused int8",
+        "protected_in": "bf16",
     }
     return QuantizeToINT8SmoothQuant.execute(model, **defaults | inputs).result
 

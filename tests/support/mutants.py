@@ -208,12 +208,24 @@ def _mark_text(rng: random.Random, file: _File) -> tuple[str, bool]:
     else:
         mark = json.loads(file.tensors[key][2])
     other = rng.choice(
-        ("int8_tensorwise", "int8_smoothquant", "float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8", "x", None)
+        (
+            "int8_tensorwise",
+            "int8_smoothquant",
+            "int8_act16",
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "nvfp4",
+            "mxfp8",
+            "x",
+            None,
+        )
     )
+    harmless = other == "int8_act16" and mark.get("format") == "int8_tensorwise"
     mark["format"] = other if other != mark.get("format") else "convrot_w4a4"
-    text = json.dumps(mark).encode() if rng.random() < 0.5 else rng.choice(_TEXTS).encode()[:100_000]
+    as_mark = rng.random() < 0.5
+    text = json.dumps(mark).encode() if as_mark else rng.choice(_TEXTS).encode()[:100_000]
     file.tensors[key] = "U8", [len(text)], text
-    return key, False
+    return key, as_mark and harmless  # a layer computes more exactly than it was meant to
 
 
 def _mark_option(rng: random.Random, file: _File) -> tuple[str, bool]:

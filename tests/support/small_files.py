@@ -32,14 +32,15 @@ def _int8(group: int | None = None) -> dict[str, torch.Tensor]:
 
 
 def _own() -> dict[str, torch.Tensor]:
-    """Smoothed, and every other layer rotated too."""
+    """Smoothed, every other layer rotated too, and every third with 16-bit activations."""
     tensors = glyph_dit.tensors()
     for number, layer in enumerate(_layers(tensors)):
         weight = tensors[f"{layer}.weight"].float()
         smooth = torch.linspace(0.5, 2.0, weight.shape[1])
         options = {"convrot": True, "convrot_groupsize": 64} if number % 2 else {}
         q, params = TensorWiseINT8Layout.quantize(weight * smooth, per_channel=True, **options)
-        mark = encode_mark(ChannelTransform(smooth, 64 if number % 2 else None))
+        transform = ChannelTransform(smooth, 64 if number % 2 else None)
+        mark = encode_mark(transform, 16 if number % 3 == 0 else 8)
         tensors |= {f"{layer}.weight": q, f"{layer}.{SCALE}": params.scale, f"{layer}.{MARK}": mark}
         tensors[f"{layer}.{SMOOTH}"] = smooth
     return tensors

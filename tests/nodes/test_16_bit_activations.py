@@ -1,0 +1,223 @@
+"""Layers whose input is rounded to 16 bits: chosen, computed, saved, loaded and patched with their bits."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+ACT16, BF16 = "INT8 with 16-bit activations", "bf16"
+
+
+@pytest.fixture
+def model(dit):
+    return dit.stock()
+
+
+@pytest.fixture
+def calibration(dit, model):
+    return dit.run_node(model, **dit.calibration(model))[3]
+
+
+@pytest.fixture
+def quantized(dit, model, calibration):
+    """A MODEL with every layer smoothed, three of them with 16-bit activations."""
+    return dit.quantize(model, 3, calibration=calibration, protected_in=ACT16)
+
+
+@pytest.fixture
+def uncalibrated(dit):
+    """The tensors of a file with 16-bit activations in every layer, made by comfy-kitchen but for the marks."""
+    from int8_dit.nodes.files.int8_mark import MARK, encode_mark
+
+    tensors = dit.native_int8()
+    return tensors | {key: encode_mark(activation_bits=16) for key in tensors if key.endswith(f".{MARK}")}
+
+
+def of_16_bits(dit, model):
+    return {layer for layer, weight in dit.int8_weights(model).items() if weight._params.activation_bits == 16}
+
+
+def recipe(model):
+    from int8_dit.nodes.model.recipe import recipe_of
+
+    return recipe_of(model)
+
+
+def save(model, path, fold=False):
+    from int8_dit.nodes.model.save import save_int8_model
+
+    return save_int8_model(model, str(path), {}, fold)
+
+
+def formats(path):
+    with safe_open(path, framework="pt") as file:
+        marks = {key: json.loads(bytes(file.get_tensor(key).tolist())) for key in file.keys() if "comfy_quant" in key}
+    return {key.removesuffix(".comfy_quant"): mark["format"] for key, mark in marks.items()}
+
+
+# Quantized
+
+
+def test_the_fragile_layers_get_them(dit, model, calibration, quantized):
+    in_bf16 = dit.quantize(model, 3, calibration=calibration)
+    assert of_16_bits(dit, quantized) == set(dit.LINEARS) - set(dit.int8_weights(in_bf16))
+    assert set(dit.int8_weights(quantized)) == set(dit.LINEARS)
+    assert recipe(quantized)["protected"] == recipe(in_bf16)["protected"]
+    expected = dit.output(model)
+    assert 0 < dit.relative_error(dit.output(quantized), expected) < 0.08
+
+
+def test_what_they_lose_is_the_rounding_of_the_weight(dit, model, calibration, quantized):
+    """It is in the report, and less than with 8 bits."""
+    with_8 = recipe(dit.quantize(model, calibration=calibration))["layers"]
+    for layer in of_16_bits(dit, quantized):
+        rows = calibration.statistics[layer].sample.rows.double()
+        exact = rows @ dit.module(model, layer).weight.double().t()
+        held = rows @ dit.module(quantized, layer).weight.dequantize().double().t()
+        reported = recipe(quantized)["layers"][layer]
+        assert reported["held_in"] == ACT16
+        assert reported["error"] == pytest.approx(float((held - exact).norm() / exact.norm()), rel=0.02)
+        assert reported["error"] < with_8[layer]["error"]
+
+
+def test_a_layer_computes_with_them(dit, quantized):
+    """An outlier in each token costs a layer with 8 bits a lot, and one with 16 nothing that can be seen."""
+    layers = {16: of_16_bits(dit, quantized)}
+    layers[8] = set(dit.LINEARS) - layers[16]
+    errors = {8: [], 16: []}
+    for bits, names in layers.items():
+        for layer in names:
+            module = dit.module(quantized, layer)
+            x = torch.randn(8, module.in_features, generator=torch.Generator().manual_seed(0))
+            x[:, 5] *= 1000
+            expected = torch.nn.functional.linear(x, module.weight.dequantize(), module.bias)
+            # The outlier's own part is exact either way.
+            part = torch.nn.functional.linear(x[:, 5:6], module.weight.dequantize()[:, 5:6])
+            errors[bits].append(float((module(x) - expected).norm() / (expected - part).norm()))
+    assert max(errors[16]) < 0.05 < 0.2 < min(errors[8])
+
+
+@pytest.mark.parametrize("between", (False, True), ids=("all by 16 bits", "some in bf16"))
+def test_an_error_budget_chooses_layer_by_layer(dit, model, calibration, between):
+    def errors(**settings):
+        layers = recipe(dit.quantize(model, calibration=calibration, **settings))["layers"]
+        return {
+            layer: figures["error"]
+            for layer, figures in layers.items()
+            if "protect" not in settings or "held_in" in figures
+        }
+
+    with_8, with_16 = errors(), errors(protect=20, protected_in=ACT16)
+    budget = sorted(with_16.values())[-3] + 1e-6 if between else max(with_16.values()) + 1e-6
+    rule = {"protect": "error budget", "percent": 100 * budget}
+    chosen, *_ = dit.run_node(model, protect=rule, calibration=calibration, protected_in=ACT16)
+    over = {layer for layer, error in with_8.items() if error > budget}
+    still_over = {layer for layer in over if with_16.get(layer, 1.0) > budget}
+    assert over - still_over and bool(still_over) == between
+    assert set(dit.LINEARS) - set(dit.int8_weights(chosen)) == still_over
+    assert of_16_bits(dit, chosen) == over - still_over
+    held = [f for f in recipe(chosen)["layers"].values() if f.get("held_in") != BF16]
+    assert max(figures["error"] for figures in held) <= budget
+
+
+def test_without_calibration_protected_layers_are_in_bf16(dit, model):
+    """They are those whose weights round worst, which 16 bits of the activations do not change."""
+    quantized = dit.quantize(model, 2, protected_in=ACT16)
+    assert not of_16_bits(dit, quantized)
+    assert len(dit.int8_weights(quantized)) == len(dit.LINEARS) - 2
+    assert recipe(quantized)["protected_in"] == BF16
+
+
+def test_the_widget_is_the_last_and_may_be_missing(pack):
+    """Workflows that were saved without it keep the values of the others."""
+    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
+
+    last = QuantizeToINT8SmoothQuant.define_schema().inputs[-1]
+    assert (last.id, last.optional, last.options, last.default) == ("protected_in", True, [ACT16, BF16], ACT16)
+
+
+def test_another_way_to_hold_them_is_refused(pack):
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings
+
+    with pytest.raises(ValueError, match="protected_in must be one of INT8 with 16-bit activations, bf16; got 'fp8'"):
+        QuantizationSettings(protected_in="fp8")
+
+
+# In files
+
+
+def test_a_file_comes_back_bit_equal(dit, quantized, tmp_path):
+    path = save(quantized, tmp_path / "x.safetensors")
+    loaded = dit.load(path)
+    dit.assert_same_tensors(dit.snapshot(loaded), dit.snapshot(quantized))
+    assert of_16_bits(dit, loaded) == of_16_bits(dit, quantized)
+    assert torch.equal(dit.output(loaded), dit.output(quantized))
+    marked = formats(path)
+    assert {layer for layer, name in marked.items() if name == "int8_act16"} == of_16_bits(dit, quantized)
+
+
+@pytest.mark.parametrize("smoothed", (False, True))
+def test_stock_comfyui_refuses_the_file(dit, uncalibrated, tmp_path, smoothed):
+    """It would round outliers to 8 bits, and an image would lose what the layer was protected for."""
+    if smoothed:
+        uncalibrated[f"{dit.LAYER}.weight_smooth"] = torch.linspace(0.5, 2.0, 192)
+    path = dit.write(tmp_path / "x.safetensors", uncalibrated)
+    with pytest.raises(Exception, match="int8_act16"):
+        dit.stock(path)
+    assert of_16_bits(dit, dit.load(path)) == set(dit.LINEARS)
+
+
+@pytest.mark.parametrize("kernel", ("bf16", "auto"))
+@pytest.mark.parametrize("room", (False, True))
+def test_a_fallback_computes_with_the_dequantized_weights(dit, uncalibrated, tmp_path, monkeypatch, kernel, room):
+    monkeypatch.setattr("int8_dit.nodes.model.load._fits", lambda *_: room)
+    int8 = dit.load(dit.write(tmp_path / "x.safetensors", uncalibrated))
+    fallback = dit.load(tmp_path / "x.safetensors", kernel)
+    assert bool(dit.int8_weights(fallback)) == (not room)
+    module, weight = dit.module(fallback, dit.LAYER), dit.module(int8, dit.LAYER).weight
+    x = torch.randn(4, 192, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(module(x), torch.nn.functional.linear(x, weight.dequantize(), module.bias))
+
+
+def test_the_summary_counts_them(dit, quantized):
+    from int8_dit.nodes.model.summary import summarize
+
+    on_cpu = "in plain PyTorch (no GPU)"
+    assert str(summarize(quantized)).startswith(
+        f"18 of 34 linears INT8 {on_cpu}, 3 INT8 with 16-bit activations {on_cpu}, 13 fp32 (small or sensitive)"
+    )
+
+
+# Patched
+
+
+@pytest.mark.parametrize("partly", (False, True), ids=("loaded", "partially loaded"))
+def test_a_lora_keeps_them(dit, model, quantized, lora, partly):
+    expected = dit.output(dit.with_lora(model, lora))
+    patched, before = dit.with_lora(quantized, lora), of_16_bits(dit, quantized)
+    if partly:
+        patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
+    output = dit.forward(patched) if partly else dit.output(patched)
+    assert dit.relative_error(output, expected) < 0.1
+    assert of_16_bits(dit, patched) == before
+    patched.detach()
+    assert of_16_bits(dit, quantized) == before
+
+
+def test_a_saved_lora_keeps_them(dit, quantized, lora, tmp_path):
+    before = of_16_bits(dit, quantized)
+    loaded = dit.load(save(dit.with_lora(quantized, lora), tmp_path / "x.safetensors"))
+    assert of_16_bits(dit, loaded) == before
+    assert torch.equal(dit.output(loaded), dit.output(dit.with_lora(quantized, lora)))
+
+
+def test_a_copy_for_another_gpu_keeps_them(dit, quantized):
+    twin = quantized.deepclone_multigpu()
+    assert of_16_bits(dit, twin) == of_16_bits(dit, quantized)
+    assert torch.equal(dit.output(twin), dit.output(quantized))
+
+
+def test_quantized_again_they_are_a_source_like_others(dit, quantized):
+    again = dit.quantize(quantized)
+    assert not of_16_bits(dit, again) and set(dit.int8_weights(again)) == set(dit.LINEARS)
