@@ -6,7 +6,7 @@ Three subjects: the glyph model as it was trained; the same with outlier channel
 which change no result in bf16; and full-width Ideogram 4 blocks with random weights and outlier channels planted at the
 inputs of some feed_forward.w2. All comparisons are paired, same seed and inputs, against bf16; intervals are 95 %
 bootstrap intervals. Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 1 --pixels 64` tries
-it out on a CPU.
+it out on a CPU. `--variants` takes some of the pack's variants alone, without the peers and the folding.
 """
 
 import argparse
@@ -35,6 +35,8 @@ LADDER = (0, 4, 8, 17, 34)
 STEPS = 12
 PEERS = ("FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "naive W8A8")
 """What variants are compared with, beside bf16."""
+IN_BF16 = ", bf16 protection"
+"""What a variant is called that is another one with its protected layers in bf16, not INT8 with 16-bit activations."""
 PICTURED = ("bf16", "FP8", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 14
 RESAMPLES = 10_000
@@ -241,10 +243,11 @@ def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def pack_variants(layers: int) -> dict[str, dict[str, object]]:
     """This pack's variants: quantization settings by name."""
     from int8_dit.kernels import Protection
+    from int8_dit.nodes.quantization.report import BF16
 
     none, share = Protection("number", 0), Protection("share", 0.08)
     ladder = {f"smooth, {number} protected": number for number in LADDER if number < layers}
-    return {
+    variants: dict[str, dict[str, object]] = {
         "naive W8A8": {"method": "none", "protection": none},
         "smoothing only": {"protection": none},
         "protection only": {"method": "none", "protection": share},
@@ -259,10 +262,12 @@ def pack_variants(layers: int) -> dict[str, dict[str, object]]:
         "least error scales": {"clip": True, "protection": share},
         "only foldable smoothed": {"smooth_only_foldable": True, "protection": share},
     }
+    again = [name for name in ("protection only", "recipe", "smooth, 17 protected") if name in variants]
+    return variants | {f"{name}{IN_BF16}": {**variants[name], "protected_in": BF16} for name in again}
 
 
-def run(subject: Glyphs | Blocks) -> tuple[dict[str, Outcome], dict[str, list[float]]]:
-    """Every variant of a subject, and its `folded_cosines`."""
+def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, Outcome], dict[str, list[float]]]:
+    """Every variant of a subject, and its `folded_cosines`; or only the wanted ones of this pack."""
     from int8_dit.nodes.model.layer_selection import quantizable_linears
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
@@ -274,14 +279,16 @@ def run(subject: Glyphs | Blocks) -> tuple[dict[str, Outcome], dict[str, list[fl
         "FP8 scaled": partial(native, subject.state_dict, fp8_scaled),
         "ComfyUI ConvRot INT8": partial(native, subject.state_dict, convrot_int8),
     }
-    for name, make in makers.items():
+    for name, make in makers.items() if wanted is None else ():
         outcomes[name] = _evaluated(name, subject, make())
     for name, settings in pack_variants(len(quantizable_linears(base))).items():
+        if wanted is not None and name not in wanted:
+            continue
         model, report = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
         outcomes[name] = _evaluated(name, subject, model)
         outcomes[name].protected = list(report.protected)
         del model
-    return outcomes, folded_cosines(subject, base, calibration)
+    return outcomes, folded_cosines(subject, base, calibration) if wanted is None else {}
 
 
 def folded_cosines(subject: Glyphs | Blocks, base, calibration) -> dict[str, list[float]]:
@@ -291,8 +298,10 @@ def folded_cosines(subject: Glyphs | Blocks, base, calibration) -> dict[str, lis
     from int8_dit.nodes.model.load import load_int8_model
     from int8_dit.nodes.model.save import save_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+    from int8_dit.nodes.quantization.report import BF16
 
-    quantized, _ = quantize_model(base, QuantizationSettings(smooth_only_foldable=True), "fused int8", calibration)
+    settings = QuantizationSettings(smooth_only_foldable=True, protected_in=BF16)
+    quantized, _ = quantize_model(base, settings, "fused int8", calibration)
     with tempfile.TemporaryDirectory() as folder:
         own, folded = (str(Path(folder, f"{name}.safetensors")) for name in ("own", "folded"))
         save_int8_model(quantized, own, {})
@@ -342,6 +351,12 @@ def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
         figures[name] = {"error": interval(errors[name]), "protected": len(outcome.protected)}
         if outcome.read is not None:
             figures[name]["read"] = sum(outcome.read)
+        in_bf16 = f"{name}{IN_BF16}"
+        if in_bf16 in errors:
+            figures[name]["ratio to bf16 protection"] = interval(np.stack([errors[name], errors[in_bf16]]), _ratio)
+        if "FP8" not in outcomes:
+            continue
+        if outcome.read is not None:
             figures[name]["read_minus_fp8"] = interval(
                 np.array(outcome.read, dtype=float) - np.array(outcomes["FP8"].read, dtype=float)
             )
@@ -385,6 +400,20 @@ def comparison(title: str, figures: dict[str, dict]) -> str:
     return f"### {title}\n\n" + markdown(["error relative to that of", "protected", *PEERS], rows)
 
 
+def protection(subjects: dict[str, dict[str, dict]]) -> str:
+    """The error with protected layers in INT8 with 16-bit activations relative to that with them in bf16."""
+    from int8_dit.kernels.benchmark import markdown
+
+    ratio = "ratio to bf16 protection"
+    rows = [
+        [COLUMNS[key], name, str(figure["protected"]), "{:.2f} [{:.2f}, {:.2f}]".format(*figure[ratio])]
+        for key, figures in subjects.items()
+        for name, figure in figures.items()
+        if ratio in figure
+    ]
+    return markdown(["subject", "variant", "protected", "error relative to that with bf16 protection"], rows)
+
+
 def folding(key: str, folded: dict[str, list[float]]) -> str:
     """The smallest cosines of one subject."""
     smallest = ", ".join(f"{name} {min(cosines):.6f}" for name, cosines in folded.items())
@@ -394,11 +423,12 @@ def folding(key: str, folded: dict[str, list[float]]) -> str:
 def report(heading: str, results: dict[str, dict]) -> str:
     """All tables."""
     subjects = {key: result["figures"] for key, result in results.items()}
-    tables = [comparison(COLUMNS[key], figures) for key, figures in subjects.items()]
+    tables = [comparison(COLUMNS[key], figures) for key, figures in subjects.items() if "FP8" in figures]
     note = "Errors relative to bf16, and in brackets 95 % bootstrap intervals."
-    cosines = [folding(key, result["folded"]) for key, result in results.items()]
+    cosines = [folding(key, result["folded"]) for key, result in results.items() if result["folded"]]
     title = "Cosines of outputs, the smallest of all blocks or times, of a folded file in the stock loader:"
-    return "\n\n".join([heading, note, overview(subjects), title, "\n".join(cosines), *tables]) + "\n"
+    folded = [title, "\n".join(cosines)] if cosines else []
+    return "\n\n".join([heading, note, overview(subjects), protection(subjects), *folded, *tables]) + "\n"
 
 
 def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
@@ -427,6 +457,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--planted", type=int, default=4)
     parser.add_argument("--pixels", type=int, default=512)
+    parser.add_argument("--variants", nargs="+")
     parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results" / "ablation")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
@@ -450,18 +481,18 @@ def main() -> None:
     for key in arguments.subjects:
         print(COLUMNS[key], flush=True)
         subject = makers[key]()
-        outcomes, folded = run(subject)
+        outcomes, folded = run(subject, arguments.variants)
         results[key] = {
             "figures": summary(outcomes),
             "folded": folded,
             "errors": {variant: [float(f"{e:.4g}") for e in outcome.errors] for variant, outcome in outcomes.items()},
         }
-        if key == "blocks":
+        if key == "blocks" and "recipe" in outcomes:
             found = set(outcomes["recipe"].protected)
             results[key]["planted"] = {layer: layer in found for layer in subject.planted}
-        else:
+        elif key != "blocks":
             results[key]["read"] = {v: "".join("01"[r] for r in outcome.read) for v, outcome in outcomes.items()}
-        if key == "outliers":
+        if key == "outliers" and arguments.variants is None:
             save_picture(outcomes, arguments.out / "glyphs.png")
         del subject, outcomes
     machine = describe_machine(comfy.model_management.get_torch_device())
