@@ -19,6 +19,7 @@ def _load_prepared(
     offsets,
     K,
     HAS_SMOOTH: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     LEFT: tl.constexpr,
@@ -26,7 +27,7 @@ def _load_prepared(
 ):
     """A part of one row in float32, smoothed and rotated; zeros beyond K."""
     values = tl.load(x_row + offsets, mask=offsets < K, other=0.0)
-    return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, LEFT, RIGHT)
+    return transformed(values, smooth, offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, BLOCK, LEFT, RIGHT)
 
 
 @triton.jit
@@ -57,18 +58,21 @@ def quantize_rows_kernel(
     x_row = x + row * stride_x
     q_row = q + row * (2 * K if REMAINDER else K)
     head_offsets = tl.arange(0, HEAD)
+    PARTS: tl.constexpr = 3 if REMAINDER or x.dtype.element_ty == tl.float32 else 2
 
     if IN_REGISTERS:
-        head = _load_prepared(x_row, smooth, head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+        head = _load_prepared(x_row, smooth, head_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT)
         largest = tl.max(magnitude_bits(head), axis=0)
         if TAIL > 0:
             tail_offsets = HEAD + tl.arange(0, TAIL)
-            tail = _load_prepared(x_row, smooth, tail_offsets, K, HAS_SMOOTH, INTERPRETED, TAIL, LEFT, RIGHT)
+            tail = _load_prepared(x_row, smooth, tail_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, TAIL, LEFT, RIGHT)
             largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
     else:
         bits = tl.zeros((HEAD,), dtype=tl.int32)
         for start in range(0, K, HEAD):
-            values = _load_prepared(x_row, smooth, start + head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+            values = _load_prepared(
+                x_row, smooth, start + head_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT
+            )
             bits = tl.maximum(bits, magnitude_bits(values))
         largest = tl.max(bits, axis=0)
 
@@ -79,7 +83,9 @@ def quantize_rows_kernel(
             store_quantized(q_row, tail, inverse_scale, broken, tail_offsets, K, REMAINDER)
     else:
         for start in range(0, K, HEAD):
-            values = _load_prepared(x_row, smooth, start + head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+            values = _load_prepared(
+                x_row, smooth, start + head_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT
+            )
             store_quantized(q_row, values, inverse_scale, broken, start + head_offsets, K, REMAINDER)
 
 

@@ -45,6 +45,7 @@ def _load_activated(
     HAS_UP: tl.constexpr,
     HAS_BESIDE: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     LEFT: tl.constexpr,
@@ -61,7 +62,7 @@ def _load_activated(
     if HAS_BESIDE:
         # activations are 0 where there is no gate
         values += tl.load(beside_row + offsets, mask=offsets < FIRST, other=0.0).to(tl.float32)
-    return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, LEFT, RIGHT)
+    return transformed(values, smooth, offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, BLOCK, LEFT, RIGHT)
 
 
 @triton.jit
@@ -99,17 +100,18 @@ def activate_quantize_kernel(
     beside_row = beside + token_offset(row, T, beside_sample, beside_token)
     q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
 
+    PARTS: tl.constexpr = 3 if REMAINDER or gate.dtype.element_ty == tl.float32 else 2
     head_offsets = tl.arange(0, HEAD)
     head = _load_activated(
         gate_row, up_row, beside_row, smooth, head_offsets, K, FIRST,
-        ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT,
+        ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT,
     )  # fmt: skip
     largest = tl.max(magnitude_bits(head), axis=0)
     if TAIL > 0:
         tail_offsets = HEAD + tl.arange(0, TAIL)
         tail = _load_activated(
             gate_row, up_row, beside_row, smooth, tail_offsets, K, FIRST,
-            ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, INTERPRETED, TAIL, LEFT, RIGHT,
+            ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, PARTS, INTERPRETED, TAIL, LEFT, RIGHT,
         )  # fmt: skip
         largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
 

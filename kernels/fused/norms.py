@@ -132,17 +132,18 @@ def norm_quantize_kernel(
     shift_row = shift + token_offset(row, T, shift_sample, shift_token)
     q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
 
+    PARTS: tl.constexpr = 3 if REMAINDER or x.dtype.element_ty == tl.float32 else 2
     head, tail = _normalized(x_row, K, eps, NORM, HEAD, TAIL)
     head_offsets = tl.arange(0, HEAD)
     head = _affine(head, weight, bias, head_offsets, K, HAS_WEIGHT, HAS_BIAS)
     head = _modulated(head, scale_row, shift_row, head_offsets, K, HAS_SCALE, HAS_SHIFT)
-    head = transformed(head, smooth, head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+    head = transformed(head, smooth, head_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT)
     largest = tl.max(magnitude_bits(head), axis=0)
     if TAIL > 0:
         tail_offsets = HEAD + tl.arange(0, TAIL)
         tail = _affine(tail, weight, bias, tail_offsets, K, HAS_WEIGHT, HAS_BIAS)
         tail = _modulated(tail, scale_row, shift_row, tail_offsets, K, HAS_SCALE, HAS_SHIFT)
-        tail = transformed(tail, smooth, tail_offsets, K, HAS_SMOOTH, INTERPRETED, TAIL, LEFT, RIGHT)
+        tail = transformed(tail, smooth, tail_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, TAIL, LEFT, RIGHT)
         largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
 
     inverse_scale, broken = store_scale(q_scale + row, largest)

@@ -57,19 +57,30 @@ def _exact_dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _times_hadamard(values, BATCH: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """H @ values for `values` [BATCH, SIZE, any], exact products summed in float32.
+def _times_hadamard(
+    values,
+    BATCH: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """H @ values for `values` [BATCH, SIZE, any], summed in float32.
 
-    bf16 and fp16 go to the tensor cores as they are; float32 as the three bf16 numbers it is the sum of.
+    bf16 and fp16 go to the tensor cores as they are; float32 as PARTS bf16 numbers. It is the sum of three. Two miss
+    2^-15 of it at most, which is finer than a 16-bit float that it was computed from, and than a step of INT8.
     """
     zeros = tl.zeros(values.shape, tl.float32)  # Triton 3.2 cannot hand None on to tl.dot
     if values.dtype == tl.float32:
         h = tl.broadcast_to(_hadamard(SIZE, GROUP, tl.bfloat16)[None, :, :], (BATCH, SIZE, SIZE))
         high, rest = _upper_half(values)
-        middle, rest = _upper_half(rest)
-        low, rest = _upper_half(rest)
-        product = _exact_dot(h, low, zeros, INTERPRETED)
-        product = _exact_dot(h, middle, product, INTERPRETED)
+        if PARTS == 3:
+            middle, rest = _upper_half(rest)
+            low, rest = _upper_half(rest)
+            product = _exact_dot(h, low, zeros, INTERPRETED)
+            product = _exact_dot(h, middle, product, INTERPRETED)
+        else:
+            product = _exact_dot(h, rest.to(tl.bfloat16), zeros, INTERPRETED)
         return _exact_dot(h, high, product, INTERPRETED)
     else:
         h = tl.broadcast_to(_hadamard(SIZE, GROUP, values.dtype)[None, :, :], (BATCH, SIZE, SIZE))
@@ -77,7 +88,14 @@ def _times_hadamard(values, BATCH: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.c
 
 
 @triton.jit
-def rotate(values, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, INTERPRETED: tl.constexpr):
+def rotate(
+    values,
+    BLOCK: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PARTS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Regular Hadamard rotation of each LEFT * RIGHT neighbours of `values` [BLOCK], in float32.
 
     A group X [LEFT, RIGHT] becomes H_LEFT X H_RIGHT, computed as H_LEFT (H_RIGHT X^T)^T: so the first product leaves
@@ -89,12 +107,12 @@ def rotate(values, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
         # product of a batch has a matrix of its own in shared memory; all together may take 64 KB.
         BATCH: tl.constexpr = min(BLOCK // (16 * SIZE), 32768 // (SIZE * SIZE))  # pyright: ignore[reportAssignmentType]
         columns = tl.permute(tl.reshape(values, (BATCH, BLOCK // (BATCH * SIZE), SIZE)), (0, 2, 1))
-        rotated = tl.permute(_times_hadamard(columns, BATCH, SIZE, RIGHT, INTERPRETED), (0, 2, 1))
+        rotated = tl.permute(_times_hadamard(columns, BATCH, SIZE, RIGHT, PARTS, INTERPRETED), (0, 2, 1))
     else:
         GROUPS: tl.constexpr = BLOCK // (LEFT * RIGHT)
         groups = tl.reshape(values, (GROUPS, LEFT, RIGHT))
-        right = _times_hadamard(tl.permute(groups, (0, 2, 1)), GROUPS, RIGHT, RIGHT, INTERPRETED)
-        rotated = _times_hadamard(tl.permute(right, (0, 2, 1)), GROUPS, LEFT, LEFT, INTERPRETED)
+        right = _times_hadamard(tl.permute(groups, (0, 2, 1)), GROUPS, RIGHT, RIGHT, PARTS, INTERPRETED)
+        rotated = _times_hadamard(tl.permute(right, (0, 2, 1)), GROUPS, LEFT, LEFT, PARTS, INTERPRETED)
     return tl.reshape(rotated, (BLOCK,))
 
 
@@ -122,6 +140,7 @@ def transformed(
     offsets,
     K,
     HAS_SMOOTH: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     LEFT: tl.constexpr,
@@ -132,7 +151,7 @@ def transformed(
         factors = tl.load(smooth + offsets, mask=offsets < K, other=1.0)
         values = values.to(tl.float32) * reciprocal(factors, INTERPRETED)
     if RIGHT > 1:
-        values = rotate(values, BLOCK, LEFT, RIGHT, INTERPRETED)
+        values = rotate(values, BLOCK, LEFT, RIGHT, PARTS, INTERPRETED)
     return values.to(tl.float32)
 
 
@@ -185,7 +204,8 @@ def row_blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
         return max(_CHUNK, smallest), 0, False, _CHUNK_WARPS
     head = max(smallest, 1 << (channels.bit_length() - 1))
     tail = max(smallest, 1 << (channels - head - 1).bit_length()) if channels > head else 0
-    return head, tail, True, max(1, min(16, head // 1024))
+    values = max(1, (head + tail) // 1024)
+    return head, tail, True, min(16, 1 << (values.bit_length() - 1))
 
 
 def fits_registers(channels: int, transform: ChannelTransform) -> bool:

@@ -35,7 +35,7 @@ def _dequantize_kernel(
     inside = offsets < K
     values = tl.load(q + row * K + offsets, mask=inside, other=0)
     if RIGHT > 1:
-        values = rotate(values.to(tl.float16), BLOCK, LEFT, RIGHT, INTERPRETED)
+        values = rotate(values.to(tl.float16), BLOCK, LEFT, RIGHT, 3, INTERPRETED)
     values = values.to(tl.float32) * tl.load(scale + row * stride_scale)
     if HAS_SMOOTH:
         values = tl.div_rn(values, tl.load(smooth + offsets, mask=inside, other=1.0))
@@ -60,7 +60,7 @@ def _load_transformed(
     if HAS_SMOOTH:
         values = values.to(tl.float32) * tl.load(smooth + offsets, mask=inside, other=1.0)
     if RIGHT > 1:
-        values = rotate(values, BLOCK, LEFT, RIGHT, INTERPRETED)
+        values = rotate(values, BLOCK, LEFT, RIGHT, 3, INTERPRETED)
     return values.to(tl.float32)
 
 

@@ -56,20 +56,25 @@ def activation_in_float64(x, activation):
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def assert_quantized(result, exact, expected, activation_bits):
+def assert_quantized(result, exact, expected, activation_bits, rounding=2e-6):
     """Within rounding of the exact values, and as the separate passes but for ties that fall aside."""
     q, scale = result
     exact = exact.flatten(0, -2)
     channels = exact.shape[-1]
     assert q.dtype == torch.int8 and scale.dtype == torch.float32 and scale.shape == q.shape[:1]
-    values, step = q[:, :channels].double(), 0.501
+    values, step = q[:, :channels].double(), 0.501 + 127 * rounding
     if activation_bits == 16:
         assert q.shape[1] == 2 * channels
         values, step = values + q[:, channels:].double() / 254, 0.501 / 254 + 1e-4
-    torch.testing.assert_close(scale.double(), exact.abs().amax(-1) / 127, rtol=2e-6, atol=1e-12)
+    torch.testing.assert_close(scale.double(), exact.abs().amax(-1) / 127, rtol=rounding, atol=1e-12)
     assert ((values * scale[:, None] - exact).abs() <= step * scale[:, None] + 1e-7).all()
     difference = (q[:, :channels].int() - expected[0][:, :channels].int()).abs()
-    assert difference.max() <= 1 and (difference > 0).sum() <= 1 + 1e-3 * difference.numel()
+    assert difference.max() <= 1 and (difference > 0).sum() <= 1 + max(1e-3, 127 * rounding) * difference.numel()
+
+
+def rounding_of(dtype, group, activation_bits):
+    """Relative: of what comes from 16-bit floats, and goes to 8 bits, the kernels rotate 16 bits."""
+    return 2.0**-15 if group and dtype != torch.float32 and activation_bits == 8 else 2e-6
 
 
 def modulation(batch, tokens, channels, dtype, seed):
@@ -89,7 +94,7 @@ def test_norm_quantize(channels, smooth, group, activation_bits):
     result = norm_quantize(x, norm, scale, shift, transform, activation_bits)
     exact = in_real_arithmetic(norm_in_float64(x, norm) * (1 + scale.double()) + shift.double(), transform)
     expected = norm_quantize_reference(x, norm, scale, shift, transform, activation_bits)
-    assert_quantized(result, exact, expected, activation_bits)
+    assert_quantized(result, exact, expected, activation_bits, rounding_of(dtype, group, activation_bits))
 
 
 @pytest.mark.parametrize("batch, tokens", ((1, 1), (1, 3), (2, 1), (2, 3)))
@@ -136,7 +141,7 @@ def test_activate_quantize(channels, smooth, group, activation, activation_bits)
     result = activate_quantize(gate, activation, up, None, transform, activation_bits)
     exact = in_real_arithmetic(activation_in_float64(gate, activation) * up.double(), transform)
     expected = activate_quantize_reference(gate, activation, up, None, transform, activation_bits)
-    assert_quantized(result, exact, expected, activation_bits)
+    assert_quantized(result, exact, expected, activation_bits, rounding_of(gate.dtype, group, activation_bits))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +158,8 @@ def test_two_parts_side_by_side(first, channels, group, leading, with_up):
     exact = activation_in_float64(gate, "gelu_tanh")
     exact = exact if up is None else exact * up.double()
     exact = in_real_arithmetic(torch.cat([beside.double(), exact], dim=-1), transform)
-    assert_quantized(result, exact, activate_quantize_reference(gate, "gelu_tanh", up, beside, transform, 8), 8)
+    expected = activate_quantize_reference(gate, "gelu_tanh", up, beside, transform, 8)
+    assert_quantized(result, exact, expected, 8, rounding_of(gate.dtype, group, 8))
 
 
 @pytest.mark.parametrize("activation", ("silu", "gelu_tanh", "gelu"))

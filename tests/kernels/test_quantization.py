@@ -11,13 +11,13 @@ from kernels.transform import rotate
 from support.tensors import DEVICE, random_float, rotation_matrix
 
 
-def assert_same_quantization(result, expected):
-    """Equal up to float32 summation order: a value on a rounding boundary may land one step aside."""
+def assert_same_quantization(result, expected, rounding=1e-6):
+    """Equal up to a relative rounding error: a value near a rounding boundary may land one step aside."""
     (q, scale), (q_expected, scale_expected) = result, expected
-    torch.testing.assert_close(scale, scale_expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scale, scale_expected, rtol=rounding, atol=0)
     difference = (q.int() - q_expected.int()).abs()
     assert difference.max() <= 1
-    assert (difference > 0).float().mean() < 1e-3
+    assert (difference > 0).float().mean() < max(1e-3, 127 * rounding)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
@@ -42,7 +42,9 @@ def test_rotation_and_smoothing_against_the_reference(m, k, group, with_smooth, 
     smooth = random_float(k, seed=1).abs() + 0.1 if with_smooth else None
     transform = ChannelTransform(smooth, group)
     result = quantize_activations(x, transform)
-    assert_same_quantization(result, quantize_activations_reference(x, transform))
+    # of what comes from 16-bit floats the kernel rotates 16 bits
+    rounding = 1e-6 if dtype == torch.float32 else 2.0**-15
+    assert_same_quantization(result, quantize_activations_reference(x, transform), rounding)
 
 
 @pytest.mark.parametrize("m, k, group", ((3, 5, None), (5, 123, None), (2, 40000, None), (3, 96, 16), (2, 768, 256)))
