@@ -3,7 +3,8 @@
 A layer of name X is `X.weight` (int8 [N, K]), `X.weight_scale` (float32) and `X.comfy_quant` (the bytes of the JSON). A
 layer that nothing has to be divided for carries ComfyUI's own format name, so stock loaders run it. A layer with
 smoothing factors `X.weight_smooth` (float32 [K]) would come out wrong where they are unknown: it carries a name of its
-own, which stock loaders refuse. So does a layer that needs activations of 16 bits, with factors or without.
+own, which stock loaders refuse. So does a layer that needs activations of 16 bits; its mark says whether it has factors
+(`smoothed`), so that lost ones are missed.
 """
 
 import json
@@ -24,6 +25,7 @@ DEFAULT_ROTATION_GROUP = 256
 MARK = "comfy_quant"
 SCALE = "weight_scale"
 SMOOTH = "weight_smooth"
+SMOOTHED = "smoothed"
 
 _MOST_BYTES = 4096  # marks have about 70
 
@@ -43,6 +45,8 @@ def activation_bits(mark: dict) -> int:
 def encode_mark(transform: ChannelTransform = UNCHANGED, activation_bits: int = 8) -> torch.Tensor:
     """The mark of an INT8 layer as uint8 bytes."""
     mark: dict[str, object] = {"format": format_name(transform, activation_bits)}
+    if activation_bits == 16 and transform.smooth is not None:
+        mark[SMOOTHED] = True
     if transform.rotation_group is not None:
         mark.update(convrot=True, convrot_groupsize=transform.rotation_group)
     return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)

@@ -142,8 +142,13 @@ def _check_smoothed(layer: _Layer) -> None:
 
 
 def _check_act16(layer: _Layer) -> None:
-    """With smoothing factors or without."""
-    (_check_smoothed if int8_mark.SMOOTH in layer.parts else _check_int8)(layer)
+    """With smoothing factors or without, as its mark says."""
+    smoothed = layer.mark.get(int8_mark.SMOOTHED, False)
+    if not isinstance(smoothed, bool):
+        raise ValueError(f"{layer.name}: its mark has smoothed = {smoothed!r}, which is neither true nor false")
+    if not smoothed and int8_mark.SMOOTH in layer.parts:
+        raise ValueError(f"{layer.name}.{int8_mark.SMOOTH} is there although the layer is not marked as smoothed")
+    (_check_smoothed if smoothed else _check_int8)(layer)
 
 
 def _check_rotation(name: str, group_of: Callable[[dict], int | None], mark: dict, inputs: int) -> None:

@@ -194,7 +194,9 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
         for name, weight in stored.items():
             if _has_16_bits(weight):
                 own = weight._params.smooth
-                folded[f"{name}.{int8_mark.SMOOTH}"] = (1.0 if own is None else own) / divisor
+                back = ChannelTransform((1.0 if own is None else own) / divisor, weight._params.rotation_group)
+                folded[f"{name}.{int8_mark.SMOOTH}"] = back.smooth
+                folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(back, 16)
                 continue
             if is_int8(weight):
                 del folded[f"{name}.{int8_mark.SMOOTH}"]

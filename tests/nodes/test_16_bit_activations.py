@@ -155,7 +155,12 @@ def test_a_file_comes_back_bit_equal(dit, quantized, tmp_path):
 def test_stock_comfyui_refuses_the_file(dit, uncalibrated, tmp_path, smoothed):
     """It would round outliers to 8 bits, and an image would lose what the layer was protected for."""
     if smoothed:
-        uncalibrated[f"{dit.LAYER}.weight_smooth"] = torch.linspace(0.5, 2.0, 192)
+        from int8_dit.kernels import ChannelTransform
+        from int8_dit.nodes.files.int8_mark import encode_mark
+
+        factors = torch.linspace(0.5, 2.0, 192)
+        uncalibrated[f"{dit.LAYER}.weight_smooth"] = factors
+        uncalibrated[f"{dit.LAYER}.comfy_quant"] = encode_mark(ChannelTransform(factors), 16)
     path = dit.write(tmp_path / "x.safetensors", uncalibrated)
     with pytest.raises(Exception, match="int8_act16"):
         dit.stock(path)

@@ -237,7 +237,18 @@ def test_smoothing_factors_never_change_another_layers_mark(dit):
 
 @pytest.mark.parametrize("factors", (torch.ones(191), torch.full((192,), math.nan), torch.zeros(192)))
 def test_bad_smoothing_factors_of_a_layer_with_16_bit_activations(dit, refuse, factors):
-    refuse(WHOLE["act16"](dit) | {f"{LAYER}.weight_smooth": factors}, f"{LAYER}.weight_smooth")
+    mark = encoded({"format": "int8_act16", "smoothed": True})
+    tensors = {f"{LAYER}.weight_smooth": factors, f"{LAYER}.comfy_quant": mark}
+    refuse(WHOLE["act16"](dit) | tensors, f"{LAYER}.weight_smooth")
+
+
+def test_lost_or_added_smoothing_factors_of_a_layer_with_16_bit_activations(dit, refuse):
+    """Both kinds are legitimate, so the mark says which it is."""
+    state_dict = WHOLE["act16"](dit)
+    refuse(state_dict | {f"{LAYER}.weight_smooth": torch.ones(192)}, f"{LAYER}.weight_smooth is there")
+    for smoothed, says in ((True, f"{LAYER}.weight_smooth is missing"), ("yes", "smoothed = 'yes'")):
+        mark = encoded({"format": "int8_act16", "smoothed": smoothed})
+        refuse(state_dict | {f"{LAYER}.comfy_quant": mark}, says)
 
 
 @pytest.mark.parametrize("kind", ("act16", "fp8", "nvfp4", "mxfp8", "w4a4"))

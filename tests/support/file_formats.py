@@ -59,7 +59,7 @@ def _int8(tensors, layers, per_channel=True, rotate=False, smooth=False, act16=F
             mark["format"] = "int8_smoothquant"
             made[f"{layer}.weight_smooth"] = factors
         if act16:
-            mark["format"] = "int8_act16"
+            mark = {"format": "int8_act16"} | ({"smoothed": True} if smooth else {})
         if rotate and (group := _rotation_group(channels)):
             options = {"convrot": True, "convrot_groupsize": group}
         q, parameters = TensorWiseINT8Layout.quantize(weight * factors, per_channel=per_channel, **options)
