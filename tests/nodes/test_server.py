@@ -181,7 +181,12 @@ def test_the_report_can_be_looked_at(server, tmp_path):
 def test_a_folded_file_draws_in_comfyuis_own_loader(server):
     prompt = Prompt()
     model = workflows.calibrated_model(
-        prompt, workflows.stock_model(prompt), text=ALPHABET, steps=4, smooth_only_foldable=True
+        prompt,
+        workflows.stock_model(prompt),
+        text=ALPHABET,
+        steps=4,
+        smooth_only_foldable=True,
+        protected_in="bf16",
     )
     path = saved_file(server, prompt, workflows.save_model(prompt, model, "diffusion_models/folded", fold=True))
     assert correct(draw(server, lambda prompt: workflows.stock_model(prompt, path.name), ALPHABET), ALPHABET) >= 35
