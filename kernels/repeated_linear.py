@@ -1,5 +1,6 @@
 """An INT8 linear that is called many times over: what its first call found out is not asked again."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class RepeatedLinear:
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
         bias: torch.Tensor | None,
-        leading: tuple[int, ...],
+        leading: Sequence[int],
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """[*leading, N] in `dtype`: what `int8_gemm` makes of quantized rows, of which `leading` are the dimensions."""

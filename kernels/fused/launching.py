@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -55,9 +55,10 @@ class RepeatedLaunch:
 def _direct_launch(compiled: CompiledKernel, grid: tuple[int, int]) -> Callable[..., None]:
     """A compiled kernel's launch on the device on which it was launched first, without the hooks of Triton's profiler:
     asking for them takes longer than the launch."""
-    driver = triton.runtime.driver.active
+    driver: Any = triton.runtime.driver.active
     device, stream_of = driver.get_current_device(), driver.get_current_stream
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    run: Any = compiled.run
+    function, metadata = compiled.function, compiled.packed_metadata
 
     def launch(*arguments: object) -> None:
         run(*grid, 1, stream_of(device), function, metadata, None, None, None, *arguments)

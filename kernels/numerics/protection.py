@@ -43,22 +43,22 @@ class Protection:
             fragility: of each layer that can be quantized.
             errors: the relative error of each as it is quantized.
             linears: number of all linears of the model, those that are never quantized included.
-
-        Raises ValueError if no layer is left to quantize.
         """
         ranking = sorted(fragility, key=lambda name: (-fragility[name], name))
         if self.kind == "error":
-            chosen = [name for name in ranking if errors[name] > self.value]
-            rule = f"layers with a relative error above {self.value:g}"
-        elif self.kind == "share":
-            chosen = ranking[: int(self.value * linears + 0.5)]
-            rule = f"{self.value:.3g} of {linears} linears"
-        else:
-            chosen = ranking[: int(self.value)]
-            rule = f"{self.value:g} layers"
-        if len(chosen) == len(ranking):
-            raise ValueError(
-                f"protecting {rule} leaves none of the model's {len(ranking)} quantizable layers to be INT8; protect "
-                "fewer"
-            )
-        return tuple(chosen)
+            return tuple(name for name in ranking if errors[name] > self.value)
+        count = self.value * linears + 0.5 if self.kind == "share" else self.value
+        return tuple(ranking[: int(min(count, len(ranking)))])
+
+    def check_left(self, quantizable: int, in_floats: int, linears: int) -> None:
+        """Raise ValueError if all of the layers that can be quantized are to be held in floats."""
+        if in_floats < quantizable:
+            return
+        rule = {
+            "error": f"layers with a relative error above {self.value:g}",
+            "share": f"{self.value:.3g} of {linears} linears",
+            "number": f"{self.value:g} layers",
+        }[self.kind]
+        raise ValueError(
+            f"protecting {rule} leaves none of the model's {quantizable} quantizable layers to be INT8; protect fewer"
+        )

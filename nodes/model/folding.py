@@ -194,9 +194,10 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
         for name, weight in stored.items():
             if _has_16_bits(weight):
                 own = weight._params.smooth
-                back = ChannelTransform((1.0 if own is None else own) / divisor, weight._params.rotation_group)
-                folded[f"{name}.{int8_mark.SMOOTH}"] = back.smooth
-                folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(back, 16)
+                back = divisor.reciprocal() if own is None else own / divisor
+                folded[f"{name}.{int8_mark.SMOOTH}"] = back
+                transform = ChannelTransform(back, weight._params.rotation_group)
+                folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(transform, 16)
                 continue
             if is_int8(weight):
                 del folded[f"{name}.{int8_mark.SMOOTH}"]

@@ -120,6 +120,8 @@ def quantize_model(
         held_in |= dict.fromkeys(accepted, ACT16)
         errors |= {name: result.error for name, result in accepted.items() if name in errors}
         results |= accepted
+    in_floats = [name for name, held in held_in.items() if held == BF16]
+    settings.protection.check_left(len(targets), len(in_floats), number_of_linears)
     report = QuantizationReport(
         settings.described(),
         number_of_linears,
@@ -131,7 +133,6 @@ def quantize_model(
         protected,
     )
 
-    in_floats = [name for name, held in held_in.items() if held == BF16]
     quantized = with_quantized_layers(model, results, in_floats, kernel)
     keep_recipe(quantized, {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))})
     kept = len(protected)

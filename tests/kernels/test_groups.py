@@ -368,8 +368,11 @@ def test_an_error_budget_is_for_layers_as_they_are_quantized():
     (("number", 5, "5 layers"), ("share", 1.0, "1 of 7 linears"), ("error", 0.0, "layers with .* above 0")),
 )
 def test_something_must_be_left(kind, value, rule):
+    protection, chosen = Protection(kind, value), choose(kind, value)
+    assert len(chosen) == 5
     with pytest.raises(ValueError, match=f"protecting {rule} leaves none of the model's 5 quantizable layers"):
-        choose(kind, value)
+        protection.check_left(5, len(chosen), 7)
+    protection.check_left(5, 4, 7)
 
 
 @pytest.mark.parametrize("kind, value", (("share", 1.01), ("share", -0.1), ("number", -1), ("error", math.nan)))

@@ -115,6 +115,13 @@ def test_an_error_budget_chooses_layer_by_layer(dit, model, calibration):
     assert max(figures["error"] for figures in held) <= budget
 
 
+def test_a_budget_that_no_layer_meets_with_8_bits(dit, model, calibration):
+    with_8 = recipe(dit.quantize(model, calibration=calibration))["layers"]
+    rule = {"protect": "error budget", "percent": 100 * min(figures["error"] for figures in with_8.values()) - 1e-6}
+    chosen, *_ = dit.run_node(model, protect=rule, calibration=calibration, protected_in=ACT16)
+    assert of_16_bits(dit, chosen) == set(dit.int8_weights(chosen)) != set()
+
+
 def test_without_calibration_protected_layers_are_in_bf16(dit, model):
     """They are those whose weights round worst, which 16 bits of the activations do not change."""
     quantized = dit.quantize(model, 2, protected_in=ACT16)
