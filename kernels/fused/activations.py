@@ -58,7 +58,7 @@ def quantize_rows_kernel(
     x_row = x + row * stride_x
     q_row = q + row * (2 * K if REMAINDER else K)
     head_offsets = tl.arange(0, HEAD)
-    PARTS: tl.constexpr = 3 if REMAINDER or x.dtype.element_ty == tl.float32 else 2
+    PARTS: tl.constexpr = 3 if REMAINDER or x.dtype.element_ty == tl.float32 else 2  # pyright: ignore[reportAssignmentType]
 
     if IN_REGISTERS:
         head = _load_prepared(x_row, smooth, head_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT)

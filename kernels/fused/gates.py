@@ -100,7 +100,7 @@ def activate_quantize_kernel(
     beside_row = beside + token_offset(row, T, beside_sample, beside_token)
     q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
 
-    PARTS: tl.constexpr = 3 if REMAINDER or gate.dtype.element_ty == tl.float32 else 2
+    PARTS: tl.constexpr = 3 if REMAINDER or gate.dtype.element_ty == tl.float32 else 2  # pyright: ignore[reportAssignmentType]
     head_offsets = tl.arange(0, HEAD)
     head = _load_activated(
         gate_row, up_row, beside_row, smooth, head_offsets, K, FIRST,

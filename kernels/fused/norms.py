@@ -132,7 +132,7 @@ def norm_quantize_kernel(
     shift_row = shift + token_offset(row, T, shift_sample, shift_token)
     q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
 
-    PARTS: tl.constexpr = 3 if REMAINDER or x.dtype.element_ty == tl.float32 else 2
+    PARTS: tl.constexpr = 3 if REMAINDER or x.dtype.element_ty == tl.float32 else 2  # pyright: ignore[reportAssignmentType]
     head, tail = _normalized(x_row, K, eps, NORM, HEAD, TAIL)
     head_offsets = tl.arange(0, HEAD)
     head = _affine(head, weight, bias, head_offsets, K, HAS_WEIGHT, HAS_BIAS)
