@@ -124,6 +124,9 @@ def int8_operations(
 
             def forward(self, input, *args, **kwargs):
                 if not is_int8(self.weight):
+                    if getattr(self, "pre_quant_scale", None) is None and _is_resident(self, input):
+                        comfy.ops.run_every_op()
+                        return torch.nn.functional.linear(input, self.weight, self.bias)
                     return super().forward(input, *args, **kwargs)
                 comfy.ops.run_every_op()
                 if isinstance(input, QuantizedTensor):
@@ -132,8 +135,34 @@ def int8_operations(
                     return self.forward_comfy_cast_weights(input)
                 return fused_forward(self, input)
 
+        class LayerNorm(base.LayerNorm):
+            def forward(self, input):
+                if not _is_resident(self, input):
+                    return super().forward(input)
+                comfy.ops.run_every_op()
+                return torch.nn.LayerNorm.forward(self, input)
+
+        class RMSNorm(base.RMSNorm):
+            def forward(self, input):
+                if not _is_resident(self, input):
+                    return super().forward(input)
+                comfy.ops.run_every_op()
+                return torch.nn.RMSNorm.forward(self, input)
+
     INT8Operations.convert_layer = staticmethod(convert_layer)
     return INT8Operations
+
+
+def _is_resident(layer: Any, input: Any) -> bool:
+    """Whether a layer in floats can multiply as it is: ComfyUI's operations for quantized models cast each weight in
+    each call, which keeps a fast card waiting.
+    """
+    if torch.compiler.is_compiling() or layer.weight_function or layer.bias_function:
+        return False
+    return type(input) is torch.Tensor and all(
+        held is None or (type(held) is torch.nn.Parameter and held.device == input.device and held.dtype == input.dtype)
+        for held in layer._parameters.values()
+    )
 
 
 def _take_own_form(state_dict: dict, prefix: str) -> tuple[torch.Tensor | None, int]:
