@@ -6,12 +6,16 @@ import pytest
 import torch
 
 import kernels.fused.activations
+import kernels.fused.gates
 import kernels.fused.gemm
+import kernels.fused.norms
+import kernels.fused.rope
 import kernels.fused.weights
 from kernels import ChannelTransform, InputPlace, InputReader, dequantize_weight, int8_linear, requantize_weight
 from kernels.fused.gemm import _candidates
 from kernels.fused.tuning import Tuner
 from kernels.linear import int8_accumulate, quantize_activations
+from kernels.producers import Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
 from kernels.timing import _FLUSH_BYTES
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -27,7 +31,8 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels.fused.gemm, "tuner", Tuner())
     monkeypatch.setattr(kernels.fused.gemm, "_arrivals_of_streams", {})
-    for module in (kernels.fused.gemm, kernels.fused.activations, kernels.fused.weights):
+    launching = ("activations", "gates", "gemm", "norms", "rope", "weights")
+    for module in (getattr(kernels.fused, name) for name in launching):
         monkeypatch.setattr(module, "_launches", {})
     torch.cuda.set_device(FIRST)
     yield
@@ -72,6 +77,24 @@ def shared(device):
     return tuple(reader.int8_linear(x, q, scale, bias, ChannelTransform()) for reader in readers)
 
 
+def produced(device):
+    """All producers of a block."""
+    x, other = (values(2, 10, 768, seed=seed, device=device).bfloat16() for seed in (0, 1))
+    norm, head_norm = Norm("rms", 1e-6, values(768, seed=2, device=device)), Norm("rms", 1e-6)
+    q, k = (tensor.view(2, 10, 6, 128) for tensor in (x, other))
+    freqs = values(10, 64, 2, 2, seed=3, device=device)
+    return (
+        *norm_quantize(x, norm, scale=other),
+        *activate_quantize(x, "silu", up=other),
+        gated_residual(x, other, norm=norm),
+        *norm_rope(q, k, head_norm, head_norm, freqs, "halves"),
+    )
+
+
+def of_16_bits(device):
+    return (int8_linear(*operands(WHOLE, device), activation_bits=16),)
+
+
 def unaligned(device):
     """Begins beside 16 bytes: a launch that is prepared each time."""
     x, q, scale, bias = operands(WHOLE, device)
@@ -85,6 +108,8 @@ COMPUTATIONS = {
     "accumulated": accumulated,
     "weights": weights,
     "shared": shared,
+    "produced": produced,
+    "16 bits": of_16_bits,
     "unaligned": unaligned,
 }
 
@@ -113,8 +138,8 @@ def test_the_second_gpu_computes_what_the_first_does(compute):
 
 
 def test_the_split_shape_is_split():
-    assert _candidates(SECOND, *SPLIT)[0].split_k > 1
-    assert _candidates(SECOND, *WHOLE)[0].split_k == 1
+    assert _candidates(SECOND, *SPLIT, passes=1)[0].split_k > 1
+    assert _candidates(SECOND, *WHOLE, passes=1)[0].split_k == 1
 
 
 def test_each_gpu_and_stream_counts_arrivals_in_memory_of_its_own():
