@@ -48,11 +48,14 @@ class AmpereKernel:
         self,
         config: GemmConfig,
         even_k: bool = True,
-        passes: int = 1,
         prebuilt: tuple[bytes, str, int] | None = None,
         blocks_per_multiprocessor: int | None = None,
+        passes: int = 1,
     ) -> None:
-        """With `blocks_per_multiprocessor` the kernel asks for so much shared memory that no more reside at once."""
+        """With `blocks_per_multiprocessor` the kernel asks for so much shared memory that no more reside at once.
+
+        `passes` is how often it walks K: twice for activations of 16 bits.
+        """
         self.config = config
         cubin, name, self._shared = prebuilt or prebuild(config, even_k, passes)
         if blocks_per_multiprocessor is not None:
