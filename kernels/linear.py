@@ -116,9 +116,10 @@ def int8_linear(
 
 
 def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The bare accumulator of `int8_gemm`: int8 [M, K] x int8 [N, K] -> int32 [M, N], exact below K = 133152.
+    """The bare accumulator of `int8_gemm`: int8 [M, K] x int8 [N, K] -> int32 [M, N].
 
-    Of 16-bit activations [M, 2K] the sums over the remainders are rounded to steps, halves away from zero.
+    It is exact for K up to 133,144, for which K 127^2 < 2^31: no int8 of this pack's is -128. Of 16-bit activations
+    [M, 2K] the sums over the remainders are rounded to steps first, halves away from zero; the limit is the same.
 
     Raises TypeError or ValueError for wrong dtypes, shapes or devices.
     """
