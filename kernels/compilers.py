@@ -7,7 +7,6 @@ input for itself, and all of it is one kernel.
 """
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from .transform import ChannelTransform
 
 NAMESPACE = "int8_dit"
 _log = logging.getLogger(__name__)
+_warned_of: set[type[Exception]] = set()
 
 
 def watched(x: torch.Tensor) -> bool:
@@ -69,14 +69,16 @@ def _lower_quantizer(x: Any, smooth: Any = None, rotation_group: int | None = No
         try:
             return _lower_reference([x] if smooth is None else [x, smooth], fakes)
         except Exception as error:  # a PyTorch whose Inductor is made otherwise
-            _warn_of(repr(error))
+            _warn_of(error)
     operator = torch.ops.int8_dit.quantize_activations.default
     return fallback_handler(operator, add_to_fallback_set=False)(x, smooth, rotation_group, activation_bits)
 
 
-@functools.cache
-def _warn_of(error: str) -> None:
-    _log.warning("Compiled models quantize in kernels of their own: this PyTorch's Inductor raised %s", error)
+def _warn_of(error: Exception) -> None:
+    """Once for errors of a kind, whatever shapes they name."""
+    if type(error) not in _warned_of:
+        _warned_of.add(type(error))
+        _log.warning("INT8: compiled models run slower than they could, as this PyTorch's Inductor raised %r", error)
 
 
 def _lower_reference(inputs: list[Any], fakes: list[torch.Tensor]) -> Any:

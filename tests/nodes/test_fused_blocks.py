@@ -234,7 +234,7 @@ def test_a_core_that_changed_its_block_is_noticed(blocks, warm, fused_runs, monk
         assert equal(blocks.run(block, "Ideogram 4"), own)
         assert bool(fused_runs) == (call == 0)
         fused_runs.clear()
-    (line,) = [record for record in caplog.records if "runs as ComfyUI has it" in record.getMessage()]
+    (line,) = [record for record in caplog.records if "runs ComfyUI's own forward" in record.getMessage()]
     assert "Ideogram4TransformerBlock" in line.getMessage()
 
 
@@ -251,7 +251,7 @@ def test_a_fused_form_that_fails_is_noticed(blocks, warm, fused_runs, monkeypatc
     monkeypatch.setattr(ideogram4, "rotations", fail)
     for _ in range(2):
         assert equal(blocks.run(block, "Ideogram 4"), own) and not fused_runs
-    assert sum("runs as ComfyUI has it" in record.getMessage() for record in caplog.records) == 1
+    assert sum("runs ComfyUI's own forward" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_an_interrupted_block_is_not_at_fault(blocks, fused_runs, monkeypatch):
