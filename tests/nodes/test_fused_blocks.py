@@ -51,8 +51,6 @@ def test_the_families_are_those_of_the_table(blocks):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_block_is_as_exact(blocks, fused_runs, family, kind):
-    if kind == "16 bits" and not blocks.takes_activation_bits():
-        pytest.skip("no layers with 16-bit activations yet")
     expected = blocks.run(blocks.exact(family), family)
     own = blocks.run(blocks.unfused(family, kind), family)
     block = blocks.fused(family, kind)

@@ -5,7 +5,6 @@ Imported only once ComfyUI and the pack can be. Everything is on the CPU.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -166,11 +165,6 @@ FAMILIES = {
     "Wan i2v": Family(_wan_block("i2v_cross_attn"), lambda call: _wan(call, TEXT + 3, 3)),
     "Wan 2.2": Family(_wan_block("t2v_cross_attn"), lambda call: _wan(call, e=(2,))),
 }
-
-
-def takes_activation_bits() -> bool:
-    """Whether a layer can have 16-bit activations yet."""
-    return "activation_bits" in inspect.signature(int8_weight).parameters
 
 
 def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:

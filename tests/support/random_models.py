@@ -227,8 +227,7 @@ class RandomModel:
             if held is None:
                 return None
             q, scale = quantize_weight(weight, held.transform)
-            more = {} if held.activation_bits == 8 else {"activation_bits": held.activation_bits}
-            return int8_weight(q, scale, self.dtype, held.transform, **more)
+            return int8_weight(q, scale, self.dtype, held.transform, held.activation_bits)
 
         operations = int8_operations("fused int8", self.dtype, convert)
         return build_model(self.tensors(), {}, operations, self.dtype)
