@@ -45,8 +45,8 @@ def check_modulation(name: str, tensor: torch.Tensor | None, x: torch.Tensor) ->
         raise TypeError(f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}")
     fits = all(size in (1, whole) for size, whole in zip(tensor.shape[:-1], x.shape[:-1], strict=False))
     if tensor.ndim != x.ndim or tensor.shape[-1] != x.shape[-1] or not fits:
-        axes = " x ".join([*(f"{size} or 1" for size in x.shape[:-1]), str(x.shape[-1])])
-        raise ValueError(f"{name} must have shape {axes} to match x, got {tuple(tensor.shape)}")
+        axes = ", ".join([*(f"1 or {size}" for size in x.shape[:-1]), str(x.shape[-1])])
+        raise ValueError(f"{name} must have shape ({axes}) to match x, got {tuple(tensor.shape)}")
 
 
 def check_vector(name: str, tensor: torch.Tensor, length: int, axis: str) -> None:

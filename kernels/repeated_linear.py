@@ -67,7 +67,10 @@ class RepeatedLinear:
         leading: Sequence[int],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """[*leading, N] in `dtype`: what `int8_gemm` makes of quantized rows, of which `leading` are the dimensions."""
+        """[*leading, N] in `dtype`: what `int8_gemm` makes of `quantize`'s rows, of which `leading` are the dimensions.
+
+        `weight` is int8 [N, K] and `weight_scale` float32 [N], [N, 1] or a scalar. Raises what `int8_gemm` does.
+        """
         q, q_scale = quantized
         key = (q.shape, q.device, weight.shape, weight_scale.shape, None if bias is None else bias.dtype, dtype)
         prepared = self._gemms.get(key)

@@ -154,7 +154,7 @@ def norm_quantize_kernel(
 
 @triton.jit
 def _tanh(x, INTERPRETED: tl.constexpr):
-    """tanh to within 2^-23: what it is multiplied with is added to the residual, so relative exactness near 0 is lost
+    """tanh to within 2^-22: what it is multiplied with is added to the residual, so relative exactness near 0 is lost
     there anyhow."""
     return 1.0 - 2.0 * reciprocal(1.0 + tl.exp(2.0 * x), INTERPRETED)
 

@@ -35,7 +35,7 @@ _DEFAULT_PROTECTION = Protection("share", 0.08)
 
 @dataclass(frozen=True)
 class QuantizationSettings:
-    """How to quantize a model; the defaults are the recipe of arXiv 2606.12280.
+    """How to quantize a model; the defaults are the recipe of arXiv 2606.12280, but for `protected_in`, bf16 there.
 
     Attributes:
         method: one of kernels.METHODS: what happens to the channels of INT8 layers.

@@ -310,7 +310,7 @@ RMS = Norm("rms", 1e-6)
     "call, message",
     (
         (lambda: norm_quantize(X.double(), RMS), "x must be bfloat16, float16 or float32"),
-        (lambda: norm_quantize(X, RMS, X[:, 0]), "scale must have shape 2 or 1 x 3 or 1 x 8"),
+        (lambda: norm_quantize(X, RMS, X[:, 0]), r"scale must have shape \(1 or 2, 1 or 3, 8\) to match x"),
         (lambda: norm_quantize(X, RMS, None, X[..., :4]), "shift must have shape"),
         (
             lambda: norm_quantize(X, Norm("rms", 1e-6, torch.ones(4, device=DEVICE))),
