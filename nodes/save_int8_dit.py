@@ -16,8 +16,9 @@ class SaveINT8DiT(io.ComfyNode):
             display_name="Save INT8 DiT",
             category="model/quantization",
             description=(
-                "Saves an INT8 model. Without smoothing factors, or with them folded, the file is in ComfyUI's native "
-                "INT8 format, which every loader reads; otherwise it needs Load INT8 DiT, and other loaders refuse it."
+                "Saves an INT8 model. Without smoothing factors, or with them folded, and without 16-bit layers the "
+                "file is in ComfyUI's native INT8 format, which every loader reads; otherwise it needs Load INT8 DiT, "
+                "and other loaders refuse it."
             ),
             inputs=[
                 io.Model.Input("model"),
@@ -26,8 +27,9 @@ class SaveINT8DiT(io.ComfyNode):
                     "fold",
                     default=False,
                     optional=True,
-                    tooltip="Fold the smoothing factors into the layers before, so that every loader reads the file. "
-                    "LoRAs made for the original model do not fit such a file: bake them in before.",
+                    tooltip="Fold the smoothing factors into the layers before, so that every loader reads the file, "
+                    "unless layers are protected with 16-bit activations. LoRAs made for the original model do not fit "
+                    "such a file: bake them in before.",
                 ),
             ],
             outputs=[],
