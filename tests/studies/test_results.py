@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from studies import rtx3090_projection as study
+
 RESULTS = Path(__file__).resolve().parent / "results"
 PROJECT = RESULTS.parents[2]
 
@@ -26,6 +28,16 @@ def test_the_readme_shows_the_stored_ideogram_4_table():
     for value in (machine["driver"], machine["torch"], machine["triton"], machine["comfy-kitchen"], machine["date"]):
         assert value in words(PROJECT / "README.md")
     assert f"ComfyUI {stored['comfyui']}" in words(PROJECT / "README.md")
+
+
+def test_the_readme_shows_the_stored_projection_as_one():
+    steps = study.projection(study.RTX_3090, study.stored_tiles())
+    bf16, fused = (study.total(steps[variant][1024]) for variant in ("bf16", "this pack, fused producers"))
+    in_bf16, in_16_bits = study.protection_costs(steps, 1024)
+    readme = words(PROJECT / "README.md")
+    assert f"at 1024 px at {fused:.0f} ms, {bf16 / fused:.2f} × bf16" in readme
+    assert f"adds {in_16_bits:.0f} ms to it, in bf16 {in_bf16:.0f} ms" in readme
+    assert "A [projection for the RTX 3090]" in readme and "**not a measurement**" in readme
 
 
 @pytest.mark.parametrize(
