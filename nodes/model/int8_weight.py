@@ -4,7 +4,7 @@ ComfyUI moves, offloads, patches and saves the weight through this layout. Its d
 weight, free of smoothing and rotation, so that a LoRA made for the original model is right in every memory mode.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -13,19 +13,21 @@ from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, requantize_weight
 from ..files import int8_mark
+from .layout_products import activated_product, modulated_product
 
 LAYOUT = "PerChannelINT8Layout"
 
 
 class PerChannelINT8Layout(QuantizedLayout):
-    """int8 [N, K] with a per-channel scale [N, 1], optional smoothing factors [K], an optional rotation group, and to
-    how many bits its input is rounded."""
+    """int8 [N, K] with a per-channel scale [N, 1], optional smoothing factors [K], an optional rotation group, to how
+    many bits its input is rounded, and what its linear is to compute with (one of kernels.KERNEL_CHOICES)."""
 
     @dataclass(frozen=True)
     class Params(BaseLayoutParams):
         smooth: torch.Tensor | None = None
         rotation_group: int | None = None
         activation_bits: int = 8
+        kernel: str = "auto"
 
         @property
         def transform(self) -> ChannelTransform:
@@ -44,6 +46,7 @@ class PerChannelINT8Layout(QuantizedLayout):
         inplace_ops=False,
         transform=UNCHANGED,
         activation_bits=8,
+        kernel="auto",
     ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
         """Float weight -> int8 and parameters.
 
@@ -52,7 +55,7 @@ class PerChannelINT8Layout(QuantizedLayout):
         transform = transform.on(tensor.device)
         q, channel_scale = requantize_weight(tensor, transform, stochastic_rounding or None)
         held = (channel_scale[:, None], tensor.dtype, tuple(tensor.shape))
-        return q, cls.Params(*held, transform.smooth, transform.rotation_group, activation_bits)
+        return q, cls.Params(*held, transform.smooth, transform.rotation_group, activation_bits, kernel)
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
@@ -72,7 +75,30 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        return {"transform": qtensor._params.transform, "activation_bits": qtensor._params.activation_bits}
+        params = qtensor._params
+        return {"transform": params.transform, "activation_bits": params.activation_bits, "kernel": params.kernel}
+
+    @classmethod
+    def linear_input_act(
+        cls,
+        weight,
+        x,
+        bias=None,
+        input_act=None,
+        input_act_weight=None,
+        input_act_eps=0.0,
+        residual=None,
+        residual_scale=None,
+    ) -> Any:
+        """linear(input_act(x)), then residual + residual_scale of it; or NotImplemented. See `activated_product`."""
+        act = input_act, input_act_weight, input_act_eps
+        return activated_product(weight, x, bias, *act, residual, residual_scale) if is_int8(weight) else NotImplemented
+
+    @classmethod
+    def fused_rms_modulated(cls, x, weight, bias, norm_weight, norm_eps, modulation_scale) -> Any:
+        """linear(rms_norm(x) (1 + modulation_scale)); or NotImplemented. See `modulated_product`."""
+        modulated = norm_weight, norm_eps, modulation_scale
+        return modulated_product(weight, x, bias, *modulated) if is_int8(weight) else NotImplemented
 
 
 register_layout_class(LAYOUT, PerChannelINT8Layout)
@@ -115,6 +141,11 @@ def int8_weight(
     shape = tuple(q.shape)
     params = PerChannelINT8Layout.Params(scale, dtype, shape, smooth, transform.rotation_group, activation_bits)
     return HeldWeight(q, LAYOUT, params)
+
+
+def computed_with(weight: QuantizedTensor, kernel: str) -> QuantizedTensor:
+    """One of our weights that knows what its linear is to compute with: its layout is asked for products, too."""
+    return HeldWeight(weight._qdata, LAYOUT, replace(weight._params, kernel=kernel))
 
 
 def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:

@@ -17,7 +17,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import ChannelTransform, runs_fused
 from ..files import int8_mark
 from .fused_forward import INT8Linear, fused_forward
-from .int8_weight import LAYOUT, HeldWeight, format_name, int8_weight, is_int8, mark_of
+from .int8_weight import LAYOUT, HeldWeight, computed_with, format_name, int8_weight, is_int8, mark_of
 
 ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 """(layer name, its weight as stored: float, meta, or in another quantized format; what its input is multiplied by, if
@@ -106,6 +106,7 @@ def int8_operations(
             def _hold(self, weight: torch.Tensor) -> None:
                 if is_int8(weight):
                     self.layout_type, self.quant_format = LAYOUT, format_name(weight)
+                    weight = computed_with(weight, kernel)
                 else:
                     self.layout_type = self.quant_format = None
                     weight = weight.to(compute_dtype)
