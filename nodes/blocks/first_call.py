@@ -40,8 +40,8 @@ def compare(
     """Run a fused forward, which leaves its arguments as they are, then the block's own, which may not.
 
     Returns:
-        What the own one returns, and whether what both add to their inputs is the same but for rounding. None where
-        this call does not tell.
+        What the own one returns, and whether what both add to their inputs, or return where `streams` is empty, is the
+        same but for rounding. None where this call does not tell.
     """
     named = inspect.signature(own).bind(*args, **kwargs).arguments
     if not all(name in named for name in streams):
@@ -56,7 +56,8 @@ def compare(
     sampled = _sampled(outputs)
     del outputs
     expected = own(*args, **kwargs)
-    return expected, _agree(inputs, sampled, _sampled(expected))
+    own_sampled = _sampled(expected)
+    return expected, _agree(inputs or list(map(torch.zeros_like, own_sampled)), sampled, own_sampled)
 
 
 def _sampled(outputs: Any) -> Rows:
@@ -64,8 +65,8 @@ def _sampled(outputs: Any) -> Rows:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Some tokens of [B, T, K], copied."""
-    return x[:, :: max(1, x.shape[1] // _ROWS)].clone()
+    """Some tokens of [B, T, K] or [T, K], copied."""
+    return x[..., :: max(1, x.shape[-2] // _ROWS), :].clone()
 
 
 def _agree(inputs: Rows, fused: Rows, own: Rows) -> bool | None:

@@ -159,16 +159,17 @@ def _patched(options: dict[str, Any]) -> bool:
 def fused_class(own: Any, kind: BlockKind) -> type:
     """A class of blocks like `own`, one of ComfyUI's, that runs the fused forward where it may."""
     memory, core, told = _Memory(), sys.modules[own.__module__], set()
+    axes = (3,) if kind.streams else (2, 3)
 
     class FusedBlock(own):
         fuses_block = True
 
         def forward(self, *args, **kwargs):
-            options = kwargs.get("transformer_options")
+            options = kwargs.get("transformer_options") if kind.streams else {}
             if torch.compiler.is_compiling() or _watched() or options is None or _patched(options):
                 return super().forward(*args, **kwargs)
-            x: Any = args[0] if args else kwargs.get(kind.streams[-1])
-            if not isinstance(x, torch.Tensor) or x.ndim != 3 or x.dtype not in FLOAT_DTYPES:
+            x: Any = args[0] if args else kwargs.get(kind.streams[-1] if kind.streams else "x")
+            if not isinstance(x, torch.Tensor) or x.ndim not in axes or x.dtype not in FLOAT_DTYPES:
                 return super().forward(*args, **kwargs)
             plan = memory.plan(self, kind)
             if plan.kernel is None or plan.hooked() or not runs_fused(x.device, plan.kernel):

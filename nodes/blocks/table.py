@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import flux, ideogram4, lumina, qwen_image, wan
+from . import feed_forward, flux, ideogram4, lumina, qwen_image, wan
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class BlockKind:
         forward: (block, the module of ComfyUI's that its class is of, its arguments) -> what its own forward returns,
             or NotImplemented, before anything is computed, for arguments that only its own forward knows. It leaves
             its arguments as they are.
-        streams: the names of the arguments that its outputs are sums with, in the order of the outputs.
+        streams: the names of the arguments that its outputs are sums with, in the order of the outputs. A feed-forward
+            has none: its output is no sum, and its only argument is x [B, T, K] or [T, K].
         parts: classes of the submodules whose forward is replaced, beside norms, linears and activations.
     """
 
@@ -48,4 +49,9 @@ BLOCKS = {
         _parts("qwen_image.model", "Attention", "FeedForward", "GELU"),
     ),
     "comfy.ldm.wan.model.WanAttentionBlock": BlockKind(wan.forward, ("x",), _parts("wan.model", *_WAN)),
+    "comfy.ldm.wan.model.WanFeedForward": BlockKind(feed_forward.wan, (), frozenset()),
+    "comfy.ldm.lightricks.model.FeedForward": BlockKind(
+        feed_forward.ltx_video, (), _parts("lightricks.model", "GELU_approx")
+    ),
+    "comfy.ldm.minimax.model.MLP": BlockKind(feed_forward.minimax, (), frozenset()),
 }

@@ -1,4 +1,4 @@
-"""Small blocks of the families that have a fused forward, in the hands of the node tests.
+"""Small blocks and feed-forwards of the families that have a fused forward, in the hands of the node tests.
 
 Imported only once ComfyUI and the pack can be. Everything is on the CPU.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import comfy.ldm.lightricks.model
+import comfy.ldm.minimax.model
+import comfy.ldm.wan.model
 import comfy.ops
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock, EmbedND, ModulationOut, SingleStreamBlock
 from comfy.ldm.ideogram4.model import Ideogram4TransformerBlock, _split_half_rope_matrix
 from comfy.ldm.lumina.model import JointTransformerBlock
 from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
-from comfy.ldm.wan.model import WanAttentionBlock
 from comfy.text_encoders.llama import precompute_freqs_cis
 
 from int8_dit.kernels import ChannelTransform, quantize_weight
@@ -135,7 +137,7 @@ def _joint(kv_heads: int = HEADS, **options: bool) -> Callable[..., torch.nn.Mod
 
 
 def _wan_block(cross: str) -> Callable[..., torch.nn.Module]:
-    return lambda operations, dtype: WanAttentionBlock(
+    return lambda operations, dtype: comfy.ldm.wan.model.WanAttentionBlock(
         cross, WIDTH, 256, HEADS, cross_attn_norm=True, operation_settings=_settings(operations, dtype)
     )
 
@@ -166,6 +168,31 @@ FAMILIES = {
     "Wan 2.2": Family(_wan_block("t2v_cross_attn"), lambda call: _wan(call, e=(2,))),
 }
 
+FEED_FORWARDS = {
+    "LTX-Video": Family(
+        lambda operations, dtype: comfy.ldm.lightricks.model.FeedForward(
+            WIDTH, WIDTH, 2, glu=True, **_settings(operations, dtype)
+        ),
+        lambda call: ((call.stream(),), {}),
+    ),
+    "MiniMax": Family(
+        lambda operations, dtype: comfy.ldm.minimax.model.MLP(WIDTH, 256, **_settings(operations, dtype)),
+        lambda call: ((call.stream().flatten(0, 1),), {}),
+    ),
+}
+if hasattr(comfy.ldm.wan.model, "WanFeedForward"):  # a torch.nn.Sequential in ComfyUI 0.30
+
+    def _wan_feed_forward(operations: type, dtype: torch.dtype) -> torch.nn.Module:
+        place = {"dtype": dtype, "device": "cpu"}
+        layers = (operations.Linear(WIDTH, 256, **place), operations.Linear(256, WIDTH, **place))
+        return comfy.ldm.wan.model.WanFeedForward(layers[0], torch.nn.GELU(approximate="tanh"), layers[1])
+
+    FEED_FORWARDS["Wan"] = Family(_wan_feed_forward, lambda call: ((call.stream(),), {}))
+
+
+def _family(name: str) -> Family:
+    return FAMILIES[name] if name in FAMILIES else FEED_FORWARDS[name]
+
 
 def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -188,7 +215,7 @@ def _linears(block: torch.nn.Module) -> list[str]:
 
 def exact(family: str) -> torch.nn.Module:
     """A block with float32 weights."""
-    block = FAMILIES[family].build(comfy.ops.disable_weight_init, torch.float32)
+    block = _family(family).build(comfy.ops.disable_weight_init, torch.float32)
     block.load_state_dict(_tensors(block))
     return block
 
@@ -197,7 +224,7 @@ def unfused(
     family: str, kind: str = "plain", dtype: torch.dtype = torch.float32, sharing: bool = True
 ) -> torch.nn.Module:
     """The same with INT8 linears, all of one of KINDS, or each third one left in floats ("protected")."""
-    source = FAMILIES[family].build(comfy.ops.disable_weight_init, torch.float32)
+    source = _family(family).build(comfy.ops.disable_weight_init, torch.float32)
     layers = _linears(source)
     protected: Collection[str] = layers[::3] if kind == "protected" else ()
 
@@ -211,7 +238,7 @@ def unfused(
         options = {"activation_bits": 16} if kind == "16 bits" else {}
         return int8_weight(*quantize_weight(weight.float(), transform), dtype, transform, **options)
 
-    block = FAMILIES[family].build(int8_operations("fused int8", dtype, convert), dtype)
+    block = _family(family).build(int8_operations("fused int8", dtype, convert), dtype)
     block.load_state_dict({name: tensor.to(dtype) for name, tensor in _tensors(source).items()})
     if sharing:
         share_inputs(block)
@@ -234,12 +261,16 @@ def fuse(block: torch.nn.Module) -> None:
 
 
 def run(block: torch.nn.Module, family: str, call: Call | None = None, **options: object) -> tuple[torch.Tensor, ...]:
-    """What a block adds to its streams, in float64. `options` are transformer options."""
-    args, kwargs = FAMILIES[family].arguments(call or Call())
+    """What a block adds to its streams, in float64, or what a feed-forward returns. `options` are transformer options,
+    which a feed-forward does not have."""
+    args, kwargs = _family(family).arguments(call or Call())
+    streams = BLOCKS[f"{type(block).__module__}.{type(block).__qualname__}"].streams
+    if not streams:
+        with torch.inference_mode():
+            return (block(*args, **kwargs).double(),)
     with torch.inference_mode():
         outputs = block(*args, **kwargs, transformer_options=options)
-    streams = BLOCKS[f"{type(block).__module__}.{type(block).__qualname__}"].streams
-    again, again_by_name = FAMILIES[family].arguments(call or Call())  # Flux adds to its inputs in place
+    again, again_by_name = _family(family).arguments(call or Call())  # Flux adds to its inputs in place
     before = [again[0] if name not in again_by_name else again_by_name[name] for name in streams]
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return tuple(after.double() - x.double() for after, x in zip(outputs, before, strict=True))
