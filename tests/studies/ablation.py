@@ -26,7 +26,7 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
-from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS, quantized_natively, random_state_dict
+from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS
 from support.pack import import_comfyui, import_pack
 from support.tensors import cosine, relative_error
 
@@ -134,7 +134,10 @@ class Blocks:
         import comfy.model_management
 
         self._device = comfy.model_management.get_torch_device()
-        self.state_dict = random_state_dict(blocks, self._device)
+        from support.random_models import FAMILIES, RandomModel
+
+        random = RandomModel(FAMILIES["Ideogram 4"], self._device, {"num_layers": blocks})
+        self.state_dict = {name: tensor.cpu() for name, tensor in random.tensors().items()}
         self.planted = [f"layers.{block}.feed_forward.w2" for block in range(0, blocks, max(1, blocks // planted))][
             :planted
         ]
@@ -212,7 +215,14 @@ def native(state_dict: TensorDict, quantize: Callable[[torch.Tensor], dict[str, 
     """ComfyUI's own loader on a file in a quantized format of its own."""
     import comfy.model_management
 
-    return stock(quantized_natively(state_dict, comfy.model_management.get_torch_device(), quantize))
+    from int8_dit.nodes.model.layer_selection import is_quantizable
+
+    device, quantized = comfy.model_management.get_torch_device(), dict(state_dict)
+    for key, weight in state_dict.items():
+        name = key.removesuffix(".weight")
+        if key != name and is_quantizable(name, tuple(weight.shape)):
+            quantized |= {f"{name}.{part}": tensor.cpu() for part, tensor in quantize(weight.to(device)).items()}
+    return stock(quantized)
 
 
 def fp8_scaled(weight: torch.Tensor) -> dict[str, torch.Tensor]:
