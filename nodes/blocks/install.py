@@ -26,7 +26,8 @@ from .table import BLOCKS, BlockKind
 _DIFFUSION_MODEL = "diffusion_model"
 _ACTIVATIONS = (torch.nn.SiLU, torch.nn.GELU, torch.nn.Identity, torch.nn.Dropout)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
-_NORMS = ("comfy.ops", "torch.nn.modules.normalization")
+_NODES = __name__.removesuffix(".blocks.install")
+_NORMS = ("comfy.ops", "torch.nn.modules.normalization", f"{_NODES}.model.operations")
 
 logger = logging.getLogger(__name__)
 

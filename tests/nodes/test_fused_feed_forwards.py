@@ -113,7 +113,7 @@ def test_a_core_that_changed_it_is_noticed(blocks, name, folded, monkeypatch, ca
     block, expected = blocks.fused(name), blocks.run(blocks.unfused(name), name)
     for call in range(2):
         assert torch.equal(blocks.run(block, name)[0], expected[0]) and len(folded) == 1, call
-    (line,) = [record for record in caplog.records if "runs as ComfyUI has it" in record.getMessage()]
+    (line,) = [record for record in caplog.records if "runs ComfyUI's own forward" in record.getMessage()]
     assert own.__qualname__ in line.getMessage()
 
 
