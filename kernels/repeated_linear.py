@@ -1,5 +1,6 @@
-"""An INT8 linear that is called many times over: what its first call found out is not asked again."""
+"""INT8 linears that are called many times over: what a first call found out is not asked again."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +11,15 @@ from .device import uses_triton
 from .linear import int8_gemm, linear_rows, quantize_activations
 from .transform import ChannelTransform
 
-# Shapes that a layer remembers: prompts of all lengths would otherwise add up.
-_MOST_SHAPES = 64
+# Prompts of all lengths would otherwise add up.
+_MOST_SHAPES = 1024
 
 
 class RepeatedLinear:
-    """The calls of one INT8 linear, which cost the host as little as two launches can.
+    """The calls of INT8 linears, which cost the host as little as two launches can.
 
     Each call brings the tensors, and none is held: only how operands of these shapes are launched. A call unlike all
-    before is checked as `int8_linear` checks it.
+    before is checked as `int8_linear` checks it. The linears of a model share one, which so stays in the host's caches.
 
     Args:
         rotation_group, activation_bits: how the linear wants its input, as in `int8_linear`.
@@ -30,8 +31,11 @@ class RepeatedLinear:
         self._quantizers: dict[tuple, Any] = {}
         self._gemms: dict[tuple, Any] = {}
 
-    def __deepcopy__(self, memo: dict) -> "RepeatedLinear":
-        return RepeatedLinear(self._rotation_group, self._activation_bits)
+    @classmethod
+    @functools.cache
+    def of(cls, rotation_group: int | None, activation_bits: int) -> "RepeatedLinear":
+        """The one for all linears that want their input so."""
+        return cls(rotation_group, activation_bits)
 
     def quantize(
         self, x: torch.Tensor, weight: torch.Tensor, smooth: torch.Tensor | None

@@ -242,6 +242,8 @@ def norm_quantize_constants(
     """The kernel's constants and compilation options; `given` says of weight, bias, scale, shift and smoothing factors
     which there are."""
     head, tail, _, warps = row_blocks(channels, group)
+    if group > 1 and activation_bits == 16:  # three numbers a value: with fewer values a thread nothing is spilled
+        warps = min(16, 2 * warps)
     left, right = HADAMARD_FACTORS[group]
     names = ("HAS_WEIGHT", "HAS_BIAS", "HAS_SCALE", "HAS_SHIFT", "HAS_SMOOTH")
     constants = {

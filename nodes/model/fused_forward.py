@@ -116,7 +116,7 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """
     resident = _resident_parts(layer, input.device, input.dtype)
     if resident is not None:
-        reader, repeated = layer.input_reader, _repeated(layer, resident)
+        reader, repeated = layer.input_reader, _repeated_linear(resident)
         smooth = resident.transform.smooth
         if reader is None:
             quantized = repeated.quantize(input, resident.q, smooth)
@@ -160,7 +160,7 @@ def project(
     resident = None if held is not None else _resident_parts(layer, q.device, dtype)
     if resident is not None:
         bias = layer._parameters["bias"]
-        return _repeated(layer, resident).multiply(quantized, resident.q, resident.scale, bias, shape, dtype)
+        return _repeated_linear(resident).multiply(quantized, resident.q, resident.scale, bias, shape, dtype)
     weight, bias, stream = held or _cast(layer, q.device, dtype)
     parts = _known_parts(weight)
     output = int8_gemm(q, q_scale, parts.q, parts.scale, bias, dtype)
@@ -210,13 +210,8 @@ def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT
     return parts if bias is None or (bias.device == device and bias.dtype == dtype) else None
 
 
-def _repeated(layer: Any, parts: INT8Parts) -> RepeatedLinear:
-    """What a layer keeps of its earlier calls."""
-    form = (parts.transform.rotation_group, parts.activation_bits)
-    kept = layer.__dict__.get("repeated_linear")
-    if kept is None or kept[0] != form:
-        kept = layer.__dict__["repeated_linear"] = (form, RepeatedLinear(*form))
-    return kept[1]
+def _repeated_linear(parts: INT8Parts) -> RepeatedLinear:
+    return RepeatedLinear.of(parts.transform.rotation_group, parts.activation_bits)
 
 
 def _cast(layer: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, torch.Tensor | None, Any]:
