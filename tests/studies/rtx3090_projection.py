@@ -42,12 +42,15 @@ BF16, NATIVE, SEPARATE, PROTOTYPE, FUSED, BF16_PROTECTED, ACT16_PROTECTED = (
     f"fused producers, {PROTECTED} w2 with 16-bit activations",
 )
 # Milliseconds of a step on an H200 by variant and pixels: ComfyUI 0.33.0, comfy-kitchen 0.2.40, torch 2.11.0+cu130,
-# triton 3.6.0, 2026-11-21. New measurements go here; a variant without one is not checked.
+# triton 3.6.0, 2026-11-21 and, from FUSED on, 2026-11-22. New measurements go here; a variant without one is not checked.
 MEASURED: dict[str, dict[int, float]] = {
     BF16: {768: 178.8, 1024: 333.5},
     NATIVE: {768: 166.8, 1024: 312.4},
     SEPARATE: {768: 125.0, 1024: 243.0},
     PROTOTYPE: {768: 113.5, 1024: 221.6},
+    FUSED: {768: 107.5, 1024: 212.7},
+    BF16_PROTECTED: {768: 114.2, 1024: 228.9},
+    ACT16_PROTECTED: {768: 114.0, 1024: 230.7},
 }
 MEASURED_PARTS = {PROTOTYPE: {"GEMM": 108.0, "attention": 81.0, "rope": 8.6, "passes": 17.6, "other": 2.0}}  # 1024 px
 
