@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only t
 
 from support.pack import import_comfyui, import_pack
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results" / "families"
 # A name and whether torch.compile is in it.
 VARIANTS = {"bf16": False, "native": False, "pack": False, "compiled-bf16": True, "compiled-pack": True}
 TITLES = {

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only t
 
 from support.pack import import_comfyui, import_pack
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results" / "linear_host_time"
 TOKENS = (77, 4352)
 PACK = "this pack, in ComfyUI"
 # The host issues so many before the GPU is waited for: fewer than a queue holds.

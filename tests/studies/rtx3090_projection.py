@@ -42,7 +42,8 @@ BF16, NATIVE, SEPARATE, PROTOTYPE, FUSED, BF16_PROTECTED, ACT16_PROTECTED = (
     f"fused producers, {PROTECTED} w2 with 16-bit activations",
 )
 # Milliseconds of a step on an H200 by variant and pixels: ComfyUI 0.33.0, comfy-kitchen 0.2.40, torch 2.11.0+cu130,
-# triton 3.6.0, 2026-11-21 and, from FUSED on, 2026-11-22. New measurements go here; a variant without one is not checked.
+# triton 3.6.0, 2026-11-21, and 2026-11-22 from FUSED on. New measurements go here; a variant without one is not
+# checked.
 MEASURED: dict[str, dict[int, float]] = {
     BF16: {768: 178.8, 1024: 333.5},
     NATIVE: {768: 166.8, 1024: 312.4},

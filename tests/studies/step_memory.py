@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only t
 
 from support.pack import import_comfyui, import_pack
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results" / "step_memory"
 ROUNDS_BEFORE = 3  # compile and tune
 ROUNDS_BETWEEN_STATES = 50
 
