@@ -44,14 +44,9 @@ class RepeatedLinear:
 
         `smooth` is float32 [K] or None. Raises what `int8_linear` does.
         """
-        key = (x.shape, x.dtype, x.device, None if smooth is None else smooth.shape)
+        key = (x.shape, x.dtype, x.device, None if smooth is None else _kind(smooth))
         prepared = self._quantizers.get(key)
-        if (
-            prepared is not None
-            and _is_plain(x, smooth)
-            and x.shape[-1] == weight.shape[1]
-            and torch.cuda.current_device() == x.device.index
-        ):
+        if prepared is not None and _is_plain(x, smooth) and x.shape[-1] == weight.shape[1] and _is_current(x.device):
             return prepared(x, smooth)
         rows = linear_rows(x, weight)
         quantized = quantize_activations(rows, ChannelTransform(smooth, self._rotation_group), self._activation_bits)
@@ -76,23 +71,27 @@ class RepeatedLinear:
         `weight` is int8 [N, K] and `weight_scale` float32 [N], [N, 1] or a scalar. Raises what `int8_gemm` does.
         """
         q, q_scale = quantized
-        key = (q.shape, q.device, weight.shape, weight_scale.shape, None if bias is None else bias.dtype, dtype)
+        key = (q.shape, q.device, dtype, *map(_kind, (weight, weight_scale)), None if bias is None else _kind(bias))
         prepared = self._gemms.get(key)
-        if (
-            prepared is not None
-            and _is_plain(q, weight, weight_scale, bias)
-            and torch.cuda.current_device() == q.device.index
-        ):
+        if prepared is not None and _is_plain(q, weight, weight_scale, bias) and _is_current(q.device):
             out = torch.empty((*leading, weight.shape[0]), dtype=dtype, device=q.device)
             prepared(out, q, q_scale, weight, weight_scale, bias)
             return out
         out = int8_gemm(q, q_scale, weight, weight_scale, bias, dtype)
         scales = weight_scale.numel() == weight.shape[0] and weight_scale.dtype == torch.float32
-        if _can_repeat(q) and _is_plain(q, q_scale, weight, weight_scale, bias) and scales:
+        if _can_repeat(q) and out.numel() > 0 and _is_plain(q, q_scale, weight, weight_scale, bias) and scales:
             from .fused.gemm import tuned_gemm
 
             _keep(self._gemms, key, tuned_gemm(out, q, q_scale, weight, weight_scale.reshape(-1), bias))
         return out.reshape(*leading, weight.shape[0])
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.current_device() == device.index
 
 
 def _is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -108,8 +107,8 @@ def _is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 def _can_repeat(tensor: torch.Tensor) -> bool:
     """Whether the call just made launched kernels that can be launched again: what is chosen during the capture of a
     CUDA graph is not measured."""
-    launched = tensor.is_cuda and tensor.numel() > 0 and uses_triton(tensor)
-    return launched and not torch.cuda.is_current_stream_capturing()
+    launched = tensor.numel() > 0 and uses_triton(tensor)
+    return launched and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _keep(prepared: dict[tuple, Any], key: tuple, launch: Any) -> None:
