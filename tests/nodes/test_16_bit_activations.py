@@ -117,7 +117,7 @@ def test_an_error_budget_chooses_layer_by_layer(dit, model, calibration):
 
 def test_a_budget_that_no_layer_meets_with_8_bits(dit, model, calibration):
     with_8 = recipe(dit.quantize(model, calibration=calibration))["layers"]
-    rule = {"protect": "error budget", "percent": 100 * min(figures["error"] for figures in with_8.values()) - 1e-6}
+    rule = {"protect": "error budget", "percent": 97 * min(figures["error"] for figures in with_8.values())}
     chosen, *_ = dit.run_node(model, protect=rule, calibration=calibration, protected_in=ACT16)
     assert of_16_bits(dit, chosen) == set(dit.int8_weights(chosen)) != set()
 
