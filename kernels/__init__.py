@@ -10,6 +10,7 @@ from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_row
 from .numerics.statistics import ActivationStatistics
 from .numerics.weights import quantize_weight
 from .producers import ACTIVATIONS, Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
+from .reference import Quantized
 from .repeated_linear import RepeatedLinear
 from .shared_input import InputPlace, InputReader
 from .transform import UNCHANGED, ChannelTransform
@@ -29,6 +30,7 @@ __all__ = [
     "InputReader",
     "Norm",
     "Protection",
+    "Quantized",
     "QuantizedLinear",
     "RepeatedLinear",
     "TransformPlan",

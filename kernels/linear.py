@@ -19,7 +19,12 @@ from .checks import (
 )
 from .compilers import NAMESPACE, define_opaque, watched
 from .device import uses_triton
-from .reference import int8_accumulate_reference, int8_gemm_reference, quantize_activations_reference
+from .reference import (
+    int8_accumulate_reference,
+    int8_gemm_reference,
+    new_quantized,
+    quantize_activations_reference,
+)
 from .transform import UNCHANGED, ChannelTransform
 
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library
@@ -189,16 +194,10 @@ def _check_gemm(
     check_same_device(q=q, q_scale=q_scale, weight=weight, weight_scale=weight_scale, bias=bias)
 
 
-def _empty_quantized(x: torch.Tensor, activation_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, channels = x.shape
-    q = x.new_empty((rows, channels * (activation_bits // 8)), dtype=torch.int8)
-    return q, x.new_empty((rows,), dtype=torch.float32)
-
-
 def _quantize(x: torch.Tensor, transform: ChannelTransform, activation_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     _check_quantization(x, transform, activation_bits)
     if x.numel() == 0:
-        q, scale = _empty_quantized(x, activation_bits)
+        q, scale = new_quantized(x, x.shape[1], activation_bits)
         return q, scale.zero_()
     if uses_triton(x):
         from .fused.activations import launch_activation_quantizer
@@ -255,7 +254,7 @@ def _fake_quantize_operator(
     x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None, activation_bits: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_quantization(x, ChannelTransform(smooth, rotation_group), activation_bits)
-    return _empty_quantized(x, activation_bits)
+    return new_quantized(x, x.shape[1], activation_bits)
 
 
 def _fake_gemm(

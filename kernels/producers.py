@@ -19,6 +19,7 @@ from .checks import (
     check_vector,
 )
 from .device import uses_triton
+from .reference import Quantized, new_quantized
 from .reference_producers import ACTIVATIONS, Norm
 from .transform import UNCHANGED, ChannelTransform
 
@@ -51,10 +52,9 @@ def _runs_kernel(x: torch.Tensor, channels: int, transform: ChannelTransform = U
     return fits_registers(channels, transform)
 
 
-def _empty_quantized(x: torch.Tensor, channels: int, activation_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = x.shape[:-1].numel()
-    q = torch.empty((rows, channels * (activation_bits // 8)), dtype=torch.int8, device=x.device)
-    return q, torch.zeros((rows,), dtype=torch.float32, device=x.device)
+def _no_rows(x: torch.Tensor, channels: int, activation_bits: int) -> Quantized:
+    q, scale = new_quantized(x, channels, activation_bits)
+    return q, scale.zero_()
 
 
 def _check_norm(norm: Norm, channels: int) -> None:
@@ -102,7 +102,7 @@ def norm_quantize(
         _checked.add(key)
     _refuse_gradient("norm_quantize", *tensors[:-1])
     if not x.numel():
-        return _empty_quantized(x, x.shape[-1], activation_bits)
+        return _no_rows(x, x.shape[-1], activation_bits)
     if _runs_kernel(x, x.shape[-1], transform):
         from .fused.norms import launch_norm_quantizer
 
@@ -154,7 +154,7 @@ def activate_quantize(
         _checked.add(key)
     _refuse_gradient("activate_quantize", gate, up, beside)
     if not gate.numel():
-        return _empty_quantized(gate, channels, activation_bits)
+        return _no_rows(gate, channels, activation_bits)
     if _runs_kernel(gate, channels, transform):
         from .fused.gates import launch_activation_producer
 

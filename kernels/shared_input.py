@@ -6,9 +6,8 @@ from collections.abc import Callable
 import torch
 
 from .linear import int8_gemm, linear_rows, quantize_activations
+from .reference import Quantized
 from .transform import ChannelTransform
-
-Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
 class InputPlace:

@@ -4,13 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference import new_quantized
 from ..transform import ChannelTransform
 from .launching import RepeatedLaunch, on_device, remembered
 from .rows import (
     HADAMARD_FACTORS,
     dense_channels,
     magnitude_bits,
-    quantized_like,
     reciprocal,
     row_blocks,
     store_quantized,
@@ -190,7 +190,7 @@ def launch_activation_producer(
         return launch, (x.shape[-2], channels, first, *strides)
 
     launch, integers = remembered(_launches, key, tensors, prepare)
-    q, q_scale = quantized_like(x, channels, activation_bits)
+    q, q_scale = new_quantized(x, channels, activation_bits)
     with on_device(x.device):
         launch(*tensors, q, q_scale, *integers)
     return q, q_scale

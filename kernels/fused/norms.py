@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference import new_quantized
 from ..reference_producers import Norm
 from ..transform import ChannelTransform
 from .launching import RepeatedLaunch, on_device, remembered
@@ -11,7 +12,6 @@ from .rows import (
     HADAMARD_FACTORS,
     dense_channels,
     magnitude_bits,
-    quantized_like,
     reciprocal,
     row_blocks,
     store_quantized,
@@ -288,7 +288,7 @@ def launch_norm_quantizer(
         return launch, (x.shape[-2], x.shape[-1], *strides)
 
     launch, integers = remembered(_launches, ("quantize", key), tensors, prepare)
-    q, q_scale = quantized_like(x, x.shape[-1], activation_bits)
+    q, q_scale = new_quantized(x, x.shape[-1], activation_bits)
     with on_device(x.device):
         launch(*tensors, q, q_scale, *integers, norm.eps)
     return q, q_scale

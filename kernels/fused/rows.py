@@ -224,10 +224,3 @@ def token_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
 def dense_channels(tensor: torch.Tensor) -> torch.Tensor:
     """The same with neighbouring channels side by side in memory, copied only where they are not."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def quantized_like(x: torch.Tensor, channels: int, activation_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised int8 [rows, K or 2K] and float32 scale [rows] for the rows of `x` [..., any]."""
-    rows = x.numel() // x.shape[-1]
-    q = torch.empty((rows, channels * (activation_bits // 8)), dtype=torch.int8, device=x.device)
-    return q, torch.empty((rows,), dtype=torch.float32, device=x.device)

@@ -17,6 +17,7 @@ from ...kernels import (
     UNCHANGED,
     ChannelTransform,
     InputReader,
+    Quantized,
     RepeatedLinear,
     int8_gemm,
     int8_linear,
@@ -28,7 +29,6 @@ from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL
 
 _NATIVE_LAYOUT = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
-Quantized = tuple[torch.Tensor, torch.Tensor]
 Cast = tuple[Any, torch.Tensor | None, Any]
 
 
@@ -122,8 +122,7 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
             quantized = repeated.quantize(input, resident.q, smooth)
         else:
             quantized = reader.shared(input, lambda: repeated.quantize(input, resident.q, smooth))
-        bias = layer._parameters["bias"]
-        return repeated.multiply(quantized, resident.q, resident.scale, bias, input.shape[:-1], input.dtype)
+        return _multiply_resident(layer, resident, quantized, input.shape[:-1], input.dtype)
     functions = layer.weight_function
     loras = _loras_of(functions) if functions else []
     if loras:
@@ -159,8 +158,7 @@ def project(
     q, q_scale = quantized
     resident = None if held is not None else _resident_parts(layer, q.device, dtype)
     if resident is not None:
-        bias = layer._parameters["bias"]
-        return _repeated_linear(resident).multiply(quantized, resident.q, resident.scale, bias, shape, dtype)
+        return _multiply_resident(layer, resident, quantized, shape, dtype)
     weight, bias, stream = held or _cast(layer, q.device, dtype)
     parts = _known_parts(weight)
     output = int8_gemm(q, q_scale, parts.q, parts.scale, bias, dtype)
@@ -214,7 +212,14 @@ def _repeated_linear(parts: INT8Parts) -> RepeatedLinear:
     return RepeatedLinear.of(parts.transform.rotation_group, parts.activation_bits)
 
 
-def _cast(layer: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, torch.Tensor | None, Any]:
+def _multiply_resident(
+    layer: Any, parts: INT8Parts, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    bias = layer._parameters["bias"]
+    return _repeated_linear(parts).multiply(quantized, parts.q, parts.scale, bias, shape, dtype)
+
+
+def _cast(layer: Any, device: torch.device, dtype: torch.dtype) -> Cast:
     """Weight and bias on a device for an input of a dtype, and what ComfyUI wants back after their use."""
     # want_requant: a patch applied while streaming is folded back into an INT8 weight.
     return comfy.ops.cast_bias_weight(

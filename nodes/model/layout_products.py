@@ -14,6 +14,7 @@ from ...kernels import (
     FLOAT_DTYPES,
     ChannelTransform,
     Norm,
+    Quantized,
     activate_quantize,
     gated_residual,
     int8_gemm,
@@ -22,7 +23,6 @@ from ...kernels import (
     runs_fused,
 )
 
-Quantized = tuple[torch.Tensor, torch.Tensor]
 Producer = Callable[[torch.Tensor, Norm, ChannelTransform, int], Quantized]
 
 

@@ -136,22 +136,24 @@ def int8_operations(
                     return self.forward_comfy_cast_weights(input)
                 return fused_forward(self, input)
 
-        class LayerNorm(base.LayerNorm):
-            def forward(self, input):
-                if not _is_resident(self, input):
-                    return super().forward(input)
-                comfy.ops.run_every_op()
-                return torch.nn.LayerNorm.forward(self, input)
-
-        class RMSNorm(base.RMSNorm):
-            def forward(self, input):
-                if not _is_resident(self, input):
-                    return super().forward(input)
-                comfy.ops.run_every_op()
-                return torch.nn.RMSNorm.forward(self, input)
+        LayerNorm = _uncast_where_resident(base.LayerNorm, torch.nn.LayerNorm.forward)
+        RMSNorm = _uncast_where_resident(base.RMSNorm, torch.nn.RMSNorm.forward)
 
     INT8Operations.convert_layer = staticmethod(convert_layer)
     return INT8Operations
+
+
+def _uncast_where_resident(own: Any, plain_forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> type:
+    """A class of norms like `own`, one of ComfyUI's, that computes as PyTorch's does where nothing is to be cast."""
+
+    class Norm(own):
+        def forward(self, input):
+            if not _is_resident(self, input):
+                return super().forward(input)
+            comfy.ops.run_every_op()
+            return plain_forward(self, input)
+
+    return Norm
 
 
 def _is_resident(layer: Any, input: Any) -> bool:
