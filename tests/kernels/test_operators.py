@@ -245,7 +245,7 @@ def rows_and_modulation(count, channels=96):
     "transform, bits, kernels",
     (
         (UNCHANGED, 8, 1),
-        (ChannelTransform(torch.linspace(0.5, 2.0, 96, device=DEVICE)), 8, 1),
+        (ChannelTransform(torch.linspace(0.5, 2.0, 96)), 8, 1),
         (ChannelTransform(None, 16), 8, 1),  # that of the norm; the rotating quantizer is an operator
         (UNCHANGED, 16, 1),  # and so is that of 16 bits
     ),

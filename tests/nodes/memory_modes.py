@@ -28,6 +28,7 @@ import comfy.sd
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from glyphs.matching import recognise
+from support.launches import count_launches
 from support.pack import import_pack, use_dynamic_vram
 from support.tensors import relative_error
 
@@ -44,17 +45,7 @@ from int8_dit.nodes.model.load import load_int8_model
 from int8_dit.nodes.model.save import save_int8_model
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
-launches = 0
-_launch_gemm = gemm.launch_gemm
-
-
-def counting_launch(*args):
-    global launches
-    launches += 1
-    return _launch_gemm(*args)
-
-
-gemm.launch_gemm = counting_launch
+launches = count_launches(gemm)
 
 
 def sampling(model) -> dict:
@@ -70,8 +61,7 @@ def sampling(model) -> dict:
 
 def sample(model) -> tuple[torch.Tensor, dict]:
     """The latent, and how many glyphs can be read and INT8 GEMMs were launched."""
-    global launches
-    launches = 0
+    launches.clear()
     user = sampling(model)
     guider = comfy.samplers.CFGGuider(model)
     guider.inner_set_conds({"positive": user["positive"]})
@@ -80,7 +70,7 @@ def sample(model) -> tuple[torch.Tensor, dict]:
     noise = comfy.sample.prepare_noise(empty, 1)
     latent = guider.sample(noise, empty, user["sampler"], user["sigmas"], disable_pbar=True, seed=1).float().cpu()
     read = recognise(latents.model_to_image(latents.node_to_model(latent)).clamp(0, 1))
-    return latent, {"read": sum(a == b for a, b in zip(read, TEXT, strict=True)), "launches": launches}
+    return latent, {"read": sum(a == b for a, b in zip(read, TEXT, strict=True)), "launches": launches.total()}
 
 
 def with_lora(model):

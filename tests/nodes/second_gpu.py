@@ -7,7 +7,6 @@ Run as a script with ComfyUI's folder as its argument, like memory_modes.py.
 import json
 import sys
 import traceback
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from comfy_extras.nodes_multigpu import MultiGPUCFGSplitNode, SelectModelDeviceN
 
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
+from support.launches import count_launches
 from support.pack import import_pack, use_dynamic_vram
 
 import_pack()
@@ -34,16 +34,7 @@ from support import glyph_dit as dit
 
 STEPS = 4
 
-launches = Counter()  # each thread has a GPU of its own, and so a number
-_launch_gemm = gemm.launch_gemm
-
-
-def counting_launch(q, *args):
-    launches[q.device.index] += 1
-    return _launch_gemm(q, *args)
-
-
-gemm.launch_gemm = counting_launch
+launches = count_launches(gemm)
 # One GPU computes the two prompts one by one, as two GPUs do: other batches are rounded otherwise.
 comfy.samplers.can_concat_cond = lambda one, other: one is other
 
