@@ -9,25 +9,24 @@ import triton.language as tl
 from ..reference import quantize_activations_reference
 from ..transform import ChannelTransform
 from .launching import RepeatedLaunch, on_device, remembered
-from .rows import HADAMARD_FACTORS, magnitude_bits, row_blocks, store_quantized, store_scale, transformed
+from .rows import LARGEST_GROUP, input_offsets, magnitude_bits, row_blocks, store_quantized, store_scale, transformed
 
 
 @triton.jit
 def _load_prepared(
     x_row,
     smooth,
-    offsets,
+    start,
     K,
     HAS_SMOOTH: tl.constexpr,
-    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """A part of one row in float32, smoothed and rotated; zeros beyond K."""
-    values = tl.load(x_row + offsets, mask=offsets < K, other=0.0)
-    return transformed(values, smooth, offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, BLOCK, LEFT, RIGHT)
+    """BLOCK channels of one row from `start` on in float32, smoothed and rotated; zeros beyond K."""
+    offsets = input_offsets(start, BLOCK, GROUP)
+    values = tl.load(x_row + offsets, mask=offsets < K, other=0.0).to(tl.float32)
+    return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, GROUP)
 
 
 @triton.jit
@@ -44,8 +43,7 @@ def quantize_rows_kernel(
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """One program quantizes one token: scale = absmax / 127, q = round(x' 127 / absmax), x' = rotate(x / smooth).
 
@@ -58,21 +56,17 @@ def quantize_rows_kernel(
     x_row = x + row * stride_x
     q_row = q + row * (2 * K if REMAINDER else K)
     head_offsets = tl.arange(0, HEAD)
-    PARTS: tl.constexpr = 3 if REMAINDER or x.dtype.element_ty == tl.float32 else 2  # pyright: ignore[reportAssignmentType]
 
     if IN_REGISTERS:
-        head = _load_prepared(x_row, smooth, head_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT)
+        head = _load_prepared(x_row, smooth, 0, K, HAS_SMOOTH, INTERPRETED, HEAD, GROUP)
         largest = tl.max(magnitude_bits(head), axis=0)
         if TAIL > 0:
-            tail_offsets = HEAD + tl.arange(0, TAIL)
-            tail = _load_prepared(x_row, smooth, tail_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, TAIL, LEFT, RIGHT)
+            tail = _load_prepared(x_row, smooth, HEAD, K, HAS_SMOOTH, INTERPRETED, TAIL, GROUP)
             largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
     else:
         bits = tl.zeros((HEAD,), dtype=tl.int32)
         for start in range(0, K, HEAD):
-            values = _load_prepared(
-                x_row, smooth, start + head_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT
-            )
+            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, INTERPRETED, HEAD, GROUP)
             bits = tl.maximum(bits, magnitude_bits(values))
         largest = tl.max(bits, axis=0)
 
@@ -80,12 +74,10 @@ def quantize_rows_kernel(
     if IN_REGISTERS:
         store_quantized(q_row, head, inverse_scale, broken, head_offsets, K, REMAINDER)
         if TAIL > 0:
-            store_quantized(q_row, tail, inverse_scale, broken, tail_offsets, K, REMAINDER)
+            store_quantized(q_row, tail, inverse_scale, broken, HEAD + tl.arange(0, TAIL), K, REMAINDER)
     else:
         for start in range(0, K, HEAD):
-            values = _load_prepared(
-                x_row, smooth, start + head_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT
-            )
+            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, INTERPRETED, HEAD, GROUP)
             store_quantized(q_row, values, inverse_scale, broken, start + head_offsets, K, REMAINDER)
 
 
@@ -116,7 +108,6 @@ def quantize_rows_constants(
     channels: int, has_smooth: bool, remainder: bool, group: int, interpreted: bool
 ) -> tuple[dict[str, object], dict[str, object]]:
     """The kernel's constants and compilation options."""
-    left, right = HADAMARD_FACTORS[group]
     head, tail, in_registers, warps = row_blocks(channels, group)
     constants = {
         "HAS_SMOOTH": has_smooth,
@@ -125,11 +116,9 @@ def quantize_rows_constants(
         "HEAD": head,
         "TAIL": tail,
         "IN_REGISTERS": in_registers,
-        "LEFT": left,
-        "RIGHT": right,
+        "GROUP": group,
     }
-    # Without fusion there is one rounding after a product and one after a sum, as in the reference. With one more stage
-    # a long row, smoothed and rotated, would need more shared memory than Ampere's and Ada's smaller cards have.
+    # Without fusion there is one rounding after a product and one after a sum, as in the reference.
     return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
 
 
@@ -138,7 +127,7 @@ def prepared_quantizer(
 ) -> PreparedQuantizer | None:
     """What quantizes x [M, K], its rows contiguous; `smooth` is float32. None for a group that no kernel rotates."""
     group = rotation_group or 1
-    if group not in HADAMARD_FACTORS:
+    if group > LARGEST_GROUP:
         return None
 
     def prepare() -> PreparedQuantizer:

@@ -8,8 +8,8 @@ from ..reference import new_quantized
 from ..transform import ChannelTransform
 from .launching import RepeatedLaunch, on_device, remembered
 from .rows import (
-    HADAMARD_FACTORS,
     dense_channels,
+    input_offsets,
     magnitude_bits,
     reciprocal,
     row_blocks,
@@ -38,20 +38,20 @@ def _load_activated(
     up_row,
     beside_row,
     smooth,
-    offsets,
+    start,
     K,
     FIRST,
     ACTIVATION: tl.constexpr,
     HAS_UP: tl.constexpr,
     HAS_BESIDE: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
-    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """A part of one row [beside | activation(gate) up] in float32, smoothed and rotated; zeros beyond K."""
+    """BLOCK channels from `start` on of one row [beside | activation(gate) up] in float32, smoothed and rotated; zeros
+    beyond K."""
+    offsets = input_offsets(start, BLOCK, GROUP)
     inside = offsets < K
     if HAS_BESIDE:
         inside = inside & (offsets >= FIRST)
@@ -62,7 +62,7 @@ def _load_activated(
     if HAS_BESIDE:
         # activations are 0 where there is no gate
         values += tl.load(beside_row + offsets, mask=offsets < FIRST, other=0.0).to(tl.float32)
-    return transformed(values, smooth, offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, BLOCK, LEFT, RIGHT)
+    return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, GROUP)
 
 
 @triton.jit
@@ -90,8 +90,7 @@ def activate_quantize_kernel(
     INTERPRETED: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """One program: `beside` [B, T, FIRST] and behind it activation(gate) up [B, T, K - FIRST], one token, quantized."""
     row = tl.program_id(0)
@@ -100,25 +99,22 @@ def activate_quantize_kernel(
     beside_row = beside + token_offset(row, T, beside_sample, beside_token)
     q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
 
-    PARTS: tl.constexpr = 3 if REMAINDER or gate.dtype.element_ty == tl.float32 else 2  # pyright: ignore[reportAssignmentType]
-    head_offsets = tl.arange(0, HEAD)
     head = _load_activated(
-        gate_row, up_row, beside_row, smooth, head_offsets, K, FIRST,
-        ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT,
+        gate_row, up_row, beside_row, smooth, 0, K, FIRST,
+        ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, INTERPRETED, HEAD, GROUP,
     )  # fmt: skip
     largest = tl.max(magnitude_bits(head), axis=0)
     if TAIL > 0:
-        tail_offsets = HEAD + tl.arange(0, TAIL)
         tail = _load_activated(
-            gate_row, up_row, beside_row, smooth, tail_offsets, K, FIRST,
-            ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, PARTS, INTERPRETED, TAIL, LEFT, RIGHT,
+            gate_row, up_row, beside_row, smooth, HEAD, K, FIRST,
+            ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, INTERPRETED, TAIL, GROUP,
         )  # fmt: skip
         largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
 
     inverse_scale, broken = store_scale(q_scale + row, largest)
-    store_quantized(q_row, head, inverse_scale, broken, head_offsets, K, REMAINDER)
+    store_quantized(q_row, head, inverse_scale, broken, tl.arange(0, HEAD), K, REMAINDER)
     if TAIL > 0:
-        store_quantized(q_row, tail, inverse_scale, broken, tail_offsets, K, REMAINDER)
+        store_quantized(q_row, tail, inverse_scale, broken, HEAD + tl.arange(0, TAIL), K, REMAINDER)
 
 
 # Launches and the integers that go with their tensors, by the keys of `kernels/producers.py`.
@@ -137,7 +133,6 @@ def activate_quantize_constants(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """The kernel's constants and compilation options."""
     head, tail, _, warps = row_blocks(channels, group)
-    left, right = HADAMARD_FACTORS[group]
     constants = {
         "ACTIVATION": activation,
         "HAS_UP": has_up,
@@ -147,8 +142,7 @@ def activate_quantize_constants(
         "INTERPRETED": interpreted,
         "HEAD": head,
         "TAIL": tail,
-        "LEFT": left,
-        "RIGHT": right,
+        "GROUP": group,
     }
     return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
 

@@ -9,8 +9,8 @@ from ..reference_producers import Norm
 from ..transform import ChannelTransform
 from .launching import RepeatedLaunch, on_device, remembered
 from .rows import (
-    HADAMARD_FACTORS,
     dense_channels,
+    input_offsets,
     magnitude_bits,
     reciprocal,
     row_blocks,
@@ -40,16 +40,14 @@ def _centered(values, mean, offsets, K):
 
 
 @triton.jit
-def _normalized(x_row, K, eps, NORM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
+def _normalized(x_row, head_offsets, tail_offsets, K, eps, NORM: tl.constexpr, TAIL: tl.constexpr):
     """HEAD and TAIL of a row divided by their root mean square, or by their deviation after the mean is subtracted.
 
     NORM is "rms", "layer" or "none". Without a TAIL the second value is the first one again.
     """
-    head_offsets = tl.arange(0, HEAD)
     head = _load_read_once(x_row, head_offsets, K)
     tail = head
     if TAIL > 0:
-        tail_offsets = HEAD + tl.arange(0, TAIL)
         tail = _load_read_once(x_row, tail_offsets, K)
     if NORM == "layer":
         total = tl.sum(head, axis=0)
@@ -119,8 +117,7 @@ def norm_quantize_kernel(
     INTERPRETED: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """One program: norm(x) (1 + scale) + shift of one token, smoothed, rotated and quantized as activations are.
 
@@ -132,24 +129,25 @@ def norm_quantize_kernel(
     shift_row = shift + token_offset(row, T, shift_sample, shift_token)
     q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
 
-    PARTS: tl.constexpr = 3 if REMAINDER or x.dtype.element_ty == tl.float32 else 2  # pyright: ignore[reportAssignmentType]
-    head, tail = _normalized(x_row, K, eps, NORM, HEAD, TAIL)
-    head_offsets = tl.arange(0, HEAD)
+    head_offsets = input_offsets(0, HEAD, GROUP)
+    tail_offsets = head_offsets
+    if TAIL > 0:
+        tail_offsets = input_offsets(HEAD, TAIL, GROUP)
+    head, tail = _normalized(x_row, head_offsets, tail_offsets, K, eps, NORM, TAIL)
     head = _affine(head, weight, bias, head_offsets, K, HAS_WEIGHT, HAS_BIAS)
     head = _modulated(head, scale_row, shift_row, head_offsets, K, HAS_SCALE, HAS_SHIFT)
-    head = transformed(head, smooth, head_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, HEAD, LEFT, RIGHT)
+    head = transformed(head, smooth, head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, GROUP)
     largest = tl.max(magnitude_bits(head), axis=0)
     if TAIL > 0:
-        tail_offsets = HEAD + tl.arange(0, TAIL)
         tail = _affine(tail, weight, bias, tail_offsets, K, HAS_WEIGHT, HAS_BIAS)
         tail = _modulated(tail, scale_row, shift_row, tail_offsets, K, HAS_SCALE, HAS_SHIFT)
-        tail = transformed(tail, smooth, tail_offsets, K, HAS_SMOOTH, PARTS, INTERPRETED, TAIL, LEFT, RIGHT)
+        tail = transformed(tail, smooth, tail_offsets, K, HAS_SMOOTH, INTERPRETED, TAIL, GROUP)
         largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
 
     inverse_scale, broken = store_scale(q_scale + row, largest)
-    store_quantized(q_row, head, inverse_scale, broken, head_offsets, K, REMAINDER)
+    store_quantized(q_row, head, inverse_scale, broken, tl.arange(0, HEAD), K, REMAINDER)
     if TAIL > 0:
-        store_quantized(q_row, tail, inverse_scale, broken, tail_offsets, K, REMAINDER)
+        store_quantized(q_row, tail, inverse_scale, broken, HEAD + tl.arange(0, TAIL), K, REMAINDER)
 
 
 @triton.jit
@@ -217,13 +215,15 @@ def gated_residual_kernel(
     residual_row = residual + token_offset(row, T, residual_sample, residual_token)
     gate_row = gate + token_offset(row, T, gate_sample, gate_token)
     out_row = out + row.to(tl.int64) * K
-    head, tail = _normalized(x_row, K, eps, NORM, HEAD, TAIL)
-    offsets = tl.arange(0, HEAD)
-    _store_sum(out_row, head, residual_row, gate_row, weight, bias, offsets, K, HAS_WEIGHT, HAS_BIAS, GATE, INTERPRETED)
+    first = tl.arange(0, HEAD)
+    second = first
     if TAIL > 0:
-        offsets = HEAD + tl.arange(0, TAIL)
+        second = HEAD + tl.arange(0, TAIL)
+    head, tail = _normalized(x_row, first, second, K, eps, NORM, TAIL)
+    _store_sum(out_row, head, residual_row, gate_row, weight, bias, first, K, HAS_WEIGHT, HAS_BIAS, GATE, INTERPRETED)
+    if TAIL > 0:
         _store_sum(
-            out_row, tail, residual_row, gate_row, weight, bias, offsets, K, HAS_WEIGHT, HAS_BIAS, GATE, INTERPRETED
+            out_row, tail, residual_row, gate_row, weight, bias, second, K, HAS_WEIGHT, HAS_BIAS, GATE, INTERPRETED
         )
 
 
@@ -242,9 +242,6 @@ def norm_quantize_constants(
     """The kernel's constants and compilation options; `given` says of weight, bias, scale, shift and smoothing factors
     which there are."""
     head, tail, _, warps = row_blocks(channels, group)
-    if group > 1 and activation_bits == 16:  # three numbers a value: with fewer values a thread nothing is spilled
-        warps = min(16, 2 * warps)
-    left, right = HADAMARD_FACTORS[group]
     names = ("HAS_WEIGHT", "HAS_BIAS", "HAS_SCALE", "HAS_SHIFT", "HAS_SMOOTH")
     constants = {
         "NORM": kind,
@@ -253,8 +250,7 @@ def norm_quantize_constants(
         "INTERPRETED": interpreted,
         "HEAD": head,
         "TAIL": tail,
-        "LEFT": left,
-        "RIGHT": right,
+        "GROUP": group,
     }
     return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
 

@@ -19,101 +19,44 @@ _REMAINDER_STEPS = tl.constexpr(float(REMAINDER_STEPS))
 # Longer rows do not fit one program's registers and are read twice, the second time from cache.
 LONGEST_ROW_IN_REGISTERS = 32768
 _CHUNK, _CHUNK_WARPS = 8192, 32
-# A rotation is one or two Hadamard matrices of sizes that the tensor cores multiply with.
-HADAMARD_FACTORS = {1: (1, 1), 4: (1, 4), 16: (1, 16), 64: (1, 64), 256: (16, 16), 1024: (16, 64), 4096: (64, 64)}
+# Channels of the largest rotation that the kernels do.
+LARGEST_GROUP = 4096
 
 
 @triton.jit
-def _hadamard(SIZE: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):
-    """[SIZE, SIZE] with the normalized regular Hadamard matrix of GROUP = 4 ** n along its diagonal, exact in `dtype`.
+def input_offsets(start, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """From where each of BLOCK channels from `start` on is loaded if `transformed` is to rotate groups of GROUP.
 
-    An entry is negative where an odd number of base-4 digits of row and column add up to three.
+    A rotation ends with the group reversed. Whole runs of channels that lie in one thread trade places here, where that
+    costs nothing; the channels of a run trade theirs in registers.
     """
-    row = tl.arange(0, SIZE)[:, None]
-    column = tl.arange(0, SIZE)[None, :]
-    mirrored = row ^ column ^ (GROUP - 1)
-    negative = tl.zeros((SIZE, SIZE), tl.int32)
-    VALUE: tl.constexpr = 0.5 if GROUP == 4 else 0.25 if GROUP == 16 else 0.125
-    for digit in tl.static_range(0, 6, 2):
-        if (1 << digit) < GROUP:
-            negative = negative ^ (((mirrored >> digit) & 3) == 0).to(tl.int32)
-    signed = tl.where(negative > 0, -VALUE, VALUE)
-    return tl.where(row // GROUP == column // GROUP, signed, 0.0).to(dtype)
+    offsets = tl.arange(0, BLOCK)
+    if GROUP > 8:
+        offsets = tl.max_contiguous(tl.multiple_of(offsets ^ (GROUP - 8), 8), 8)
+    return start + offsets
 
 
 @triton.jit
-def _upper_half(values):
-    """float32 -> its upper 16 bits as bf16, and the rest, exactly."""
-    upper = values.to(tl.int32, bitcast=True) & -65536
-    return (upper >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), values - upper.to(tl.float32, bitcast=True)
+def rotate(values, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Regular Hadamard rotation of each GROUP neighbours of `values` [BLOCK], loaded from `input_offsets`.
 
-
-@triton.jit
-def _exact_dot(a, b, acc, INTERPRETED: tl.constexpr):
-    if INTERPRETED:  # the interpreter multiplies bf16 as the integers that hold it
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=acc)
-    else:
-        return tl.dot(a, b, acc=acc)
-
-
-@triton.jit
-def _times_hadamard(
-    values,
-    BATCH: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """H @ values for `values` [BATCH, SIZE, any], summed in float32.
-
-    bf16 and fp16 go to the tensor cores as they are; float32 as PARTS bf16 numbers. It is the sum of three. Two miss
-    2^-15 of it at most, which is finer than a 16-bit float that it was computed from, and than a step of INT8.
+    The matrix of a base-4 digit of the channel's number is J - 2P, with P the reversal, over 2. As J P = J it is
+    (J - 2I) P: after the reversal of all digits, each becomes its sum minus twice itself. Sums over neighbours stay in
+    a warp, which makes this quicker than a product on tensor cores: that would go through shared memory four times.
     """
-    zeros = tl.zeros(values.shape, tl.float32)  # Triton 3.2 cannot hand None on to tl.dot
-    if values.dtype == tl.float32:
-        h = tl.broadcast_to(_hadamard(SIZE, GROUP, tl.bfloat16)[None, :, :], (BATCH, SIZE, SIZE))
-        high, rest = _upper_half(values)
-        if PARTS == 3:
-            middle, rest = _upper_half(rest)
-            low, rest = _upper_half(rest)
-            product = _exact_dot(h, low, zeros, INTERPRETED)
-            product = _exact_dot(h, middle, product, INTERPRETED)
-        else:
-            product = _exact_dot(h, rest.to(tl.bfloat16), zeros, INTERPRETED)
-        return _exact_dot(h, high, product, INTERPRETED)
-    else:
-        h = tl.broadcast_to(_hadamard(SIZE, GROUP, values.dtype)[None, :, :], (BATCH, SIZE, SIZE))
-        return _exact_dot(h, values, zeros, INTERPRETED)
-
-
-@triton.jit
-def rotate(
-    values,
-    BLOCK: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    PARTS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Regular Hadamard rotation of each LEFT * RIGHT neighbours of `values` [BLOCK], in float32.
-
-    A group X [LEFT, RIGHT] becomes H_LEFT X H_RIGHT, computed as H_LEFT (H_RIGHT X^T)^T: so the first product leaves
-    the tensor cores in the layout in which the second one enters them.
-    """
-    if LEFT == 1:
-        SIZE: tl.constexpr = 16 if RIGHT == 4 else RIGHT  # pyright: ignore[reportAssignmentType]
-        # The warps share a batch of products out among themselves, and each would compute all of a single product. Each
-        # product of a batch has a matrix of its own in shared memory; all together may take 64 KB.
-        BATCH: tl.constexpr = min(BLOCK // (16 * SIZE), 32768 // (SIZE * SIZE))  # pyright: ignore[reportAssignmentType]
-        columns = tl.permute(tl.reshape(values, (BATCH, BLOCK // (BATCH * SIZE), SIZE)), (0, 2, 1))
-        rotated = tl.permute(_times_hadamard(columns, BATCH, SIZE, RIGHT, PARTS, INTERPRETED), (0, 2, 1))
-    else:
-        GROUPS: tl.constexpr = BLOCK // (LEFT * RIGHT)
-        groups = tl.reshape(values, (GROUPS, LEFT, RIGHT))
-        right = _times_hadamard(tl.permute(groups, (0, 2, 1)), GROUPS, RIGHT, RIGHT, PARTS, INTERPRETED)
-        rotated = _times_hadamard(tl.permute(right, (0, 2, 1)), GROUPS, LEFT, LEFT, PARTS, INTERPRETED)
-    return tl.reshape(rotated, (BLOCK,))
+    bits = values.to(tl.int32, bitcast=True)
+    for bit in tl.static_range(0, 3):  # pyright: ignore[reportGeneralTypeIssues]
+        if (2 << bit) <= GROUP:
+            pairs = tl.reshape(bits, (BLOCK >> (bit + 1), 2, 1 << bit))
+            bits = tl.reshape(tl.sum(pairs, axis=1, keep_dims=True) - pairs, (BLOCK,))
+    values = bits.to(tl.float32, bitcast=True)
+    for digit in tl.static_range(0, 12, 2):  # pyright: ignore[reportGeneralTypeIssues]
+        if (4 << digit) <= GROUP:
+            values *= 0.5
+            quads = tl.reshape(values, (BLOCK >> (digit + 2), 4, 1 << digit))
+            total = tl.broadcast_to(tl.sum(quads, axis=1, keep_dims=True), quads.shape)
+            values = tl.reshape(tl.fma(quads, -2.0, total), (BLOCK,))
+    return values
 
 
 @triton.jit
@@ -140,19 +83,17 @@ def transformed(
     offsets,
     K,
     HAS_SMOOTH: tl.constexpr,
-    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """A part of one row [BLOCK], smoothed and rotated, in float32."""
+    """A part of one row, float32 [BLOCK] from `input_offsets`, smoothed and rotated."""
     if HAS_SMOOTH:
         factors = tl.load(smooth + offsets, mask=offsets < K, other=1.0)
-        values = values.to(tl.float32) * reciprocal(factors, INTERPRETED)
-    if RIGHT > 1:
-        values = rotate(values, BLOCK, LEFT, RIGHT, PARTS, INTERPRETED)
-    return values.to(tl.float32)
+        values *= reciprocal(factors, INTERPRETED)
+    if GROUP > 1:
+        values = rotate(values, BLOCK, GROUP)
+    return values
 
 
 @triton.jit
@@ -191,26 +132,19 @@ def store_quantized(q_row, values, inverse_scale, broken, offsets, K, REMAINDER:
         tl.store(q_row + K + offsets, rest_bits.to(tl.int8), mask=inside)
 
 
-def smallest_block(group: int) -> int:
-    """The fewest values that can be rotated in groups of this size at once."""
-    # A rotation by one factor multiplies a matrix of at least 16 columns.
-    return max(16 * max(16, group), 1024) if 1 < group <= 64 else group
-
-
 def row_blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
     """HEAD, TAIL, IN_REGISTERS and the number of warps for rows of this length (measured on an H200)."""
-    smallest = smallest_block(group)
     if channels > LONGEST_ROW_IN_REGISTERS:
-        return max(_CHUNK, smallest), 0, False, _CHUNK_WARPS
-    head = max(smallest, 1 << (channels.bit_length() - 1))
-    tail = max(smallest, 1 << (channels - head - 1).bit_length()) if channels > head else 0
+        return max(_CHUNK, group), 0, False, _CHUNK_WARPS
+    head = 1 << (channels.bit_length() - 1)
+    tail = 1 << (channels - head - 1).bit_length() if channels > head else 0
     values = max(1, (head + tail) // 1024)
     return head, tail, True, min(16, 1 << (values.bit_length() - 1))
 
 
 def fits_registers(channels: int, transform: ChannelTransform) -> bool:
     """Whether a program can hold rows of this length and rotate them so."""
-    return channels <= LONGEST_ROW_IN_REGISTERS and (transform.rotation_group or 1) in HADAMARD_FACTORS
+    return channels <= LONGEST_ROW_IN_REGISTERS and (transform.rotation_group or 1) <= LARGEST_GROUP
 
 
 def token_strides(tensor: torch.Tensor | None) -> tuple[int, int]:

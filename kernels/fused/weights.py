@@ -7,7 +7,7 @@ import triton.language as tl
 from ..numerics.weights import SMALLEST_SCALE
 from ..transform import ChannelTransform
 from .launching import RepeatedLaunch, on_device, remembered
-from .rows import HADAMARD_FACTORS, INFINITY_BITS, ROUND_TO_EVEN, magnitude_bits, rotate, row_blocks, smallest_block
+from .rows import INFINITY_BITS, LARGEST_GROUP, ROUND_TO_EVEN, input_offsets, magnitude_bits, rotate, row_blocks
 
 _DEQUANTIZED_BLOCK = 4096
 # Seven rounds of Philox pass the statistical tests that its authors ran (Salmon et al. 2011); the default is ten.
@@ -24,19 +24,19 @@ def _dequantize_kernel(
     K,
     stride_scale,
     HAS_SMOOTH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """One program makes BLOCK values of a row: rotate(q) scale / smooth, in float32."""
     row = tl.program_id(0).to(tl.int64)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(1) * BLOCK
+    sources = input_offsets(start, BLOCK, GROUP)
+    values = tl.load(q + row * K + sources, mask=sources < K, other=0).to(tl.float32)
+    if GROUP > 1:
+        values = rotate(values, BLOCK, GROUP)
+    offsets = start + tl.arange(0, BLOCK)
     inside = offsets < K
-    values = tl.load(q + row * K + offsets, mask=inside, other=0)
-    if RIGHT > 1:
-        values = rotate(values.to(tl.float16), BLOCK, LEFT, RIGHT, 3, INTERPRETED)
-    values = values.to(tl.float32) * tl.load(scale + row * stride_scale)
+    values *= tl.load(scale + row * stride_scale)
     if HAS_SMOOTH:
         values = tl.div_rn(values, tl.load(smooth + offsets, mask=inside, other=1.0))
     tl.store(out + row * K + offsets, values.to(out.dtype.element_ty), mask=inside)
@@ -46,22 +46,21 @@ def _dequantize_kernel(
 def _load_transformed(
     w_row,
     smooth,
-    offsets,
+    start,
     K,
     HAS_SMOOTH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """A part of one row in float32, times its smoothing factors and rotated; zeros beyond K."""
+    """BLOCK values of one row from `start` on in float32, times their smoothing factors and rotated; zeros beyond K."""
+    offsets = input_offsets(start, BLOCK, GROUP)
     inside = offsets < K
-    values = tl.load(w_row + offsets, mask=inside, other=0.0)
+    values = tl.load(w_row + offsets, mask=inside, other=0.0).to(tl.float32)
     if HAS_SMOOTH:
-        values = values.to(tl.float32) * tl.load(smooth + offsets, mask=inside, other=1.0)
-    if RIGHT > 1:
-        values = rotate(values, BLOCK, LEFT, RIGHT, 3, INTERPRETED)
-    return values.to(tl.float32)
+        values *= tl.load(smooth + offsets, mask=inside, other=1.0)
+    if GROUP > 1:
+        values = rotate(values, BLOCK, GROUP)
+    return values
 
 
 @triton.jit
@@ -88,12 +87,10 @@ def _quantize_kernel(
     stride_w,
     HAS_SMOOTH: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """One program quantizes one output channel: scale = absmax / 127, q = round(w' / scale), w' = rotate(w smooth).
 
@@ -105,17 +102,15 @@ def _quantize_kernel(
     head_offsets = tl.arange(0, HEAD)
 
     if IN_REGISTERS:
-        head = _load_transformed(w_row, smooth, head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+        head = _load_transformed(w_row, smooth, 0, K, HAS_SMOOTH, HEAD, GROUP)
         largest = tl.max(magnitude_bits(head), axis=0)
         if TAIL > 0:
-            tail_offsets = HEAD + tl.arange(0, TAIL)
-            tail = _load_transformed(w_row, smooth, tail_offsets, K, HAS_SMOOTH, INTERPRETED, TAIL, LEFT, RIGHT)
+            tail = _load_transformed(w_row, smooth, HEAD, K, HAS_SMOOTH, TAIL, GROUP)
             largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
     else:
         bits = tl.zeros((HEAD,), dtype=tl.int32)
         for start in range(0, K, HEAD):
-            offsets = start + head_offsets
-            values = _load_transformed(w_row, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
+            values = _load_transformed(w_row, smooth, start, K, HAS_SMOOTH, HEAD, GROUP)
             bits = tl.maximum(bits, magnitude_bits(values))
         largest = tl.max(bits, axis=0)
 
@@ -127,12 +122,11 @@ def _quantize_kernel(
     if IN_REGISTERS:
         _store_rounded(q, first, head, channel_scale, broken, head_offsets, seed, K, STOCHASTIC)
         if TAIL > 0:
-            _store_rounded(q, first, tail, channel_scale, broken, tail_offsets, seed, K, STOCHASTIC)
+            _store_rounded(q, first, tail, channel_scale, broken, HEAD + tl.arange(0, TAIL), seed, K, STOCHASTIC)
     else:
         for start in range(0, K, HEAD):
-            offsets = start + head_offsets
-            values = _load_transformed(w_row, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, LEFT, RIGHT)
-            _store_rounded(q, first, values, channel_scale, broken, offsets, seed, K, STOCHASTIC)
+            values = _load_transformed(w_row, smooth, start, K, HAS_SMOOTH, HEAD, GROUP)
+            _store_rounded(q, first, values, channel_scale, broken, start + head_offsets, seed, K, STOCHASTIC)
 
 
 # By all that Triton compiles for and the grid.
@@ -141,7 +135,7 @@ _launches: dict[tuple, RepeatedLaunch] = {}
 
 def can_launch(transform: ChannelTransform) -> bool:
     """Whether the kernels know the transform's rotation."""
-    return (transform.rotation_group or 1) in HADAMARD_FACTORS
+    return (transform.rotation_group or 1) <= LARGEST_GROUP
 
 
 def launch_weight_dequantizer(
@@ -155,14 +149,11 @@ def launch_weight_dequantizer(
     stride = 0 if scale.numel() == 1 else 1
 
     def prepare() -> RepeatedLaunch:
-        left, right = HADAMARD_FACTORS[group]
-        block = max(smallest_block(group), min(_DEQUANTIZED_BLOCK, 1 << (channels - 1).bit_length()))
+        block = max(group, min(_DEQUANTIZED_BLOCK, 1 << (channels - 1).bit_length()))
         constants = {
             "HAS_SMOOTH": smooth is not None,
-            "INTERPRETED": not q.is_cuda,
             "BLOCK": block,
-            "LEFT": left,
-            "RIGHT": right,
+            "GROUP": group,
         }
         options = {"num_warps": max(1, min(8, block // 512)), "num_stages": 2, "enable_fp_fusion": False}
         return RepeatedLaunch(_dequantize_kernel, (rows, -(-channels // block)), constants, options)
@@ -190,17 +181,14 @@ def launch_weight_quantizer(
     scale = torch.empty(rows, dtype=torch.float32, device=w.device)
 
     def prepare() -> RepeatedLaunch:
-        left, right = HADAMARD_FACTORS[group]
         head, tail, in_registers, warps = row_blocks(channels, group)
         constants = {
             "HAS_SMOOTH": smooth is not None,
             "STOCHASTIC": seed is not None,
-            "INTERPRETED": not w.is_cuda,
             "HEAD": head,
             "TAIL": tail,
             "IN_REGISTERS": in_registers,
-            "LEFT": left,
-            "RIGHT": right,
+            "GROUP": group,
         }
         options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
         return RepeatedLaunch(_quantize_kernel, (rows, 1), constants, options)

@@ -73,9 +73,9 @@ def test_fits_the_card(builds, producers):
         assert build["registers"] * 32 * build["warps"] <= REGISTER_FILE, build
 
 
-def test_producers_use_tensor_cores_for_rotations_alone(producers):
+def test_rows_are_rotated_in_registers(producers):
+    """Not on the tensor cores, which the values would reach through shared memory: that holds less than a row."""
     assert {build["capability"] for build in producers} == set(SHARED_MEMORY)
     for build in producers:
-        assert (build["HMMA"] > 0) == (build["group"] > 1), build
-        assert build["IMMA"] == build["IGMMA"] == build["HGMMA"] == 0, build
-        assert build["shared"] <= SHARED_MEMORY[86], build
+        assert build["HMMA"] == build["IMMA"] == build["IGMMA"] == build["HGMMA"] == 0, build
+        assert build["group"] == 1 or build["shared"] < 2 * build["channels"], build
