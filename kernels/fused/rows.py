@@ -139,7 +139,10 @@ def row_blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
     head = 1 << (channels.bit_length() - 1)
     tail = 1 << (channels - head - 1).bit_length() if channels > head else 0
     values = max(1, (head + tail) // 1024)
-    return head, tail, True, min(16, 1 << (values.bit_length() - 1))
+    warps = min(16, 1 << (values.bit_length() - 1))
+    if tail and 1 < group <= 256:
+        tail = max(tail, group * warps)  # whole groups a warp, whose sums then stay in it
+    return head, tail, True, warps
 
 
 def fits_registers(channels: int, transform: ChannelTransform) -> bool:
