@@ -9,8 +9,9 @@ from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
 from .numerics.weights import quantize_weight
-from .producers import ACTIVATIONS, Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
+from .producers import activate_quantize, gated_residual, norm_quantize, norm_rope
 from .reference import Quantized
+from .reference_producers import ACTIVATIONS, Norm
 from .repeated_linear import RepeatedLinear
 from .shared_input import InputPlace, InputReader
 from .transform import UNCHANGED, ChannelTransform

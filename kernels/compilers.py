@@ -8,7 +8,7 @@ input for itself, and all of it is one kernel.
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .reference import quantize_activations_reference
 from .transform import ChannelTransform
 
 NAMESPACE = "int8_dit"
+_libraries: list[torch.library.Library] = []  # an operator lives as long as its library
 _log = logging.getLogger(__name__)
 _warned_of: set[type[Exception]] = set()
 
@@ -33,12 +34,27 @@ def watched(x: torch.Tensor) -> bool:
     )
 
 
-def define_opaque(library: torch.library.Library, schema: str, implementation: Callable, fake: Callable) -> None:
-    """Define an operator that refuses gradients itself, where that costs least; `fake` says what its results are."""
-    name = library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    library.impl(name, implementation, "CompositeExplicitAutograd")
-    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+def define_operators(operators: Mapping[str, tuple[Callable, Callable | None]]) -> None:
+    """Define operators by their schemas, once per process: what computes each, and what says what its results are.
+
+    They are opaque and refuse gradients themselves, where that costs least. One without the second function is composed
+    of others, and a compiler sees those.
+
+    The pack can be imported twice in one process under different names (as ComfyUI's custom node and as plain
+    `kernels`), but operators belong to the process: the first import defines them, and the second uses those.
+    """
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for schema, (implementation, fake) in operators.items():
+        if hasattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0]):
+            continue
+        name = library.define(schema, tags=torch.Tag.pt2_compliant_tag)
+        if fake is None:
+            library.impl(name, implementation, "CompositeImplicitAutograd")
+            continue
+        library.impl(name, implementation, "CompositeExplicitAutograd")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    _libraries.append(library)
 
 
 @torch.compiler.assume_constant_result

@@ -17,7 +17,7 @@ from .checks import (
     check_vector,
     check_weight_scale,
 )
-from .compilers import NAMESPACE, define_opaque, watched
+from .compilers import define_operators, watched
 from .device import uses_triton
 from .reference import (
     int8_accumulate_reference,
@@ -26,8 +26,6 @@ from .reference import (
     quantize_activations_reference,
 )
 from .transform import UNCHANGED, ChannelTransform
-
-_libraries: list[torch.library.Library] = []  # an operator lives as long as its library
 
 
 def quantize_activations(
@@ -283,33 +281,16 @@ def _linear_operator(
     return _linear(x, weight, weight_scale, bias, transform, out_dtype, activation_bits)
 
 
-def _register_operators() -> None:
-    """Define the operators, once per process.
-
-    The pack can be imported twice in one process under different names (as ComfyUI's custom node and as plain
-    `kernels`), but operators belong to the process: the first import registers them, and the second uses those.
-    """
-    if hasattr(getattr(torch.ops, NAMESPACE), "int8_linear"):
-        return
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    _libraries.append(library)
-    opaque = {
+define_operators(
+    {
         "quantize_activations(Tensor x, Tensor? smooth=None, int? rotation_group=None, int activation_bits=8)"
-        " -> (Tensor, Tensor)": (
-            _quantize_operator,
-            _fake_quantize_operator,
-        ),
+        " -> (Tensor, Tensor)": (_quantize_operator, _fake_quantize_operator),
         "int8_gemm(Tensor q, Tensor q_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype)"
         " -> Tensor": (_gemm, _fake_gemm),
-    }
-    for schema, (implementation, fake) in opaque.items():
-        define_opaque(library, schema, implementation, fake)
-    name = library.define(
         "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, Tensor? smooth=None, "
-        "int? rotation_group=None, ScalarType? out_dtype=None, int activation_bits=8) -> Tensor",
-        tags=torch.Tag.pt2_compliant_tag,
-    )
-    library.impl(name, _linear_operator, "CompositeImplicitAutograd")
-
-
-_register_operators()
+        "int? rotation_group=None, ScalarType? out_dtype=None, int activation_bits=8) -> Tensor": (
+            _linear_operator,
+            None,
+        ),
+    }
+)

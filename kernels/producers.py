@@ -2,25 +2,19 @@
 positions.
 
 Those before a linear write its quantized input. Where no Triton kernel runs, the references of `reference_producers`
-do.
+do. To a compiler each is an opaque operator.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from . import reference_producers as reference
-from .checks import (
-    check_activation_bits,
-    check_float_rows,
-    check_modulation,
-    check_same_device,
-    check_tokens,
-    check_vector,
-)
+from .compilers import define_operators, watched
 from .device import uses_triton
+from .producer_checks import check_activate_quantize, check_gated_residual, check_norm_quantize, check_norm_rope
 from .reference import Quantized, new_quantized
-from .reference_producers import ACTIVATIONS, Norm
+from .reference_producers import Norm
 from .transform import UNCHANGED, ChannelTransform
 
 # What was found to be well-formed: all of a call but its data. It is also what a kernel is prepared for.
@@ -57,14 +51,6 @@ def _no_rows(x: torch.Tensor, channels: int, activation_bits: int) -> Quantized:
     return q, scale.zero_()
 
 
-def _check_norm(norm: Norm, channels: int) -> None:
-    if norm.kind not in ("rms", "layer"):
-        raise ValueError(f"a norm's kind must be rms or layer, got {norm.kind!r}")
-    for name, vector in (("the norm's weight", norm.weight), ("the norm's bias", norm.bias)):
-        if vector is not None:
-            check_vector(name, vector, channels, "K")
-
-
 def norm_quantize(
     x: torch.Tensor,
     norm: Norm,
@@ -89,26 +75,10 @@ def norm_quantize(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: an argument needs a gradient, which rounding does not have.
     """
-    tensors = (x, norm.weight, norm.bias, scale, shift, transform.smooth)
-    key = (norm.kind, transform.rotation_group, activation_bits, *_layouts(*tensors))
-    if key not in _checked:
-        check_tokens("x", x)
-        _check_norm(norm, x.shape[-1])
-        check_modulation("scale", scale, x)
-        check_modulation("shift", shift, x)
-        check_activation_bits(activation_bits)
-        transform.check(x.shape[-1])
-        check_same_device(x=x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, smooth=transform.smooth)
-        _checked.add(key)
-    _refuse_gradient("norm_quantize", *tensors[:-1])
-    if not x.numel():
-        return _no_rows(x, x.shape[-1], activation_bits)
-    if _runs_kernel(x, x.shape[-1], transform):
-        from .fused.norms import launch_norm_quantizer
-
-        return launch_norm_quantizer(key, x, norm, scale, shift, transform, activation_bits)
-    with torch.no_grad():
-        return reference.norm_quantize_reference(x, norm, scale, shift, transform, activation_bits)
+    if watched(x):
+        flat = (*_flat_norm(norm), scale, shift, *_flat_transform(transform), activation_bits)
+        return torch.ops.int8_dit.norm_quantize.default(x, *flat)
+    return _norm_quantize(x, norm, scale, shift, transform, activation_bits)
 
 
 def activate_quantize(
@@ -135,32 +105,10 @@ def activate_quantize(
         TypeError, ValueError: unknown activation; wrong dtype, shape, device, group or number of bits.
         RuntimeError: an argument needs a gradient, which rounding does not have.
     """
-    channels = gate.shape[-1] + (0 if beside is None else beside.shape[-1])
-    key = (activation, transform.rotation_group, activation_bits, *_layouts(gate, up, beside, transform.smooth))
-    if key not in _checked:
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-        check_float_rows("gate", gate)
-        if not gate.shape[-1]:
-            raise ValueError(f"gate must have channels, got shape {tuple(gate.shape)}")
-        for name, part, shape in (("up", up, gate.shape), ("beside", beside, gate.shape[:-1])):
-            if part is not None:
-                check_float_rows(name, part)
-                if part.shape[: len(shape)] != shape or part.ndim != gate.ndim:
-                    raise ValueError(f"{name} must have the rows of gate {tuple(gate.shape)}, got {tuple(part.shape)}")
-        check_activation_bits(activation_bits)
-        transform.check(channels)
-        check_same_device(gate=gate, up=up, beside=beside, smooth=transform.smooth)
-        _checked.add(key)
-    _refuse_gradient("activate_quantize", gate, up, beside)
-    if not gate.numel():
-        return _no_rows(gate, channels, activation_bits)
-    if _runs_kernel(gate, channels, transform):
-        from .fused.gates import launch_activation_producer
-
-        return launch_activation_producer(key, gate, activation, up, beside, transform, activation_bits)
-    with torch.no_grad():
-        return reference.activate_quantize_reference(gate, activation, up, beside, transform, activation_bits)
+    if watched(gate):
+        flat = (activation, up, beside, *_flat_transform(transform), activation_bits)
+        return torch.ops.int8_dit.activate_quantize.default(gate, *flat)
+    return _activate_quantize(gate, activation, up, beside, transform, activation_bits)
 
 
 def gated_residual(
@@ -182,24 +130,9 @@ def gated_residual(
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
-    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    tensors = (residual, x, gate, weight, bias)
-    key = (None if norm is None else norm.kind, tanh, *_layouts(*tensors))
-    if key not in _checked:
-        check_tokens("residual", residual)
-        check_tokens("x", x)
-        if residual.shape != x.shape:
-            raise ValueError(f"x must have the residual's shape {tuple(residual.shape)}, got {tuple(x.shape)}")
-        check_modulation("gate", gate, x)
-        if norm is not None:
-            _check_norm(norm, x.shape[-1])
-        check_same_device(residual=residual, x=x, gate=gate, weight=weight, bias=bias)
-        _checked.add(key)
-    if residual.numel() and _runs_kernel(x, x.shape[-1]) and not _differentiated(*tensors):
-        from .fused.norms import launch_gated_residual
-
-        return launch_gated_residual(key, residual, x, gate, norm, tanh)
-    return reference.gated_residual_reference(residual, x, gate, norm, tanh)
+    if watched(x) and not _differentiated(residual, x, gate):
+        return torch.ops.int8_dit.gated_residual.default(residual, x, gate, *_flat_norm(norm), tanh)
+    return _gated_residual(residual, x, gate, norm, tanh)
 
 
 def norm_rope(
@@ -226,11 +159,95 @@ def norm_rope(
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
+    if not watched(q) or _differentiated(q, k):
+        return _norm_rope(q, k, q_norm, k_norm, freqs, pairs, out)
+    flat = (*_flat_norm(q_norm), *_flat_norm(k_norm), freqs, pairs)
+    results = torch.ops.int8_dit.norm_rope.default(q, k, *flat)
+    if out is None:
+        return results
+    for target, result in zip(out, results, strict=True):
+        target.copy_(result)
+    return out
+
+
+def _norm_quantize(
+    x: torch.Tensor,
+    norm: Norm,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    transform: ChannelTransform,
+    activation_bits: int,
+) -> Quantized:
+    tensors = (x, norm.weight, norm.bias, scale, shift, transform.smooth)
+    key = (norm.kind, transform.rotation_group, activation_bits, *_layouts(*tensors))
+    if key not in _checked:
+        check_norm_quantize(x, norm, scale, shift, transform, activation_bits)
+        _checked.add(key)
+    _refuse_gradient("norm_quantize", *tensors[:-1])
+    if not x.numel():
+        return _no_rows(x, x.shape[-1], activation_bits)
+    if _runs_kernel(x, x.shape[-1], transform):
+        from .fused.norms import launch_norm_quantizer
+
+        return launch_norm_quantizer(key, x, norm, scale, shift, transform, activation_bits)
+    with torch.no_grad():
+        return reference.norm_quantize_reference(x, norm, scale, shift, transform, activation_bits)
+
+
+def _activate_quantize(
+    gate: torch.Tensor,
+    activation: str,
+    up: torch.Tensor | None,
+    beside: torch.Tensor | None,
+    transform: ChannelTransform,
+    activation_bits: int,
+) -> Quantized:
+    channels = gate.shape[-1] + (0 if beside is None else beside.shape[-1])
+    key = (activation, transform.rotation_group, activation_bits, *_layouts(gate, up, beside, transform.smooth))
+    if key not in _checked:
+        check_activate_quantize(gate, activation, up, beside, transform, activation_bits)
+        _checked.add(key)
+    _refuse_gradient("activate_quantize", gate, up, beside)
+    if not gate.numel():
+        return _no_rows(gate, channels, activation_bits)
+    if _runs_kernel(gate, channels, transform):
+        from .fused.gates import launch_activation_producer
+
+        return launch_activation_producer(key, gate, activation, up, beside, transform, activation_bits)
+    with torch.no_grad():
+        return reference.activate_quantize_reference(gate, activation, up, beside, transform, activation_bits)
+
+
+def _gated_residual(
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, norm: Norm | None, tanh: bool
+) -> torch.Tensor:
+    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    tensors = (residual, x, gate, weight, bias)
+    key = (None if norm is None else norm.kind, tanh, *_layouts(*tensors))
+    if key not in _checked:
+        check_gated_residual(residual, x, gate, norm)
+        _checked.add(key)
+    if residual.numel() and _runs_kernel(x, x.shape[-1]) and not _differentiated(*tensors):
+        from .fused.norms import launch_gated_residual
+
+        return launch_gated_residual(key, residual, x, gate, norm, tanh)
+    return reference.gated_residual_reference(residual, x, gate, norm, tanh)
+
+
+def _norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    freqs: torch.Tensor,
+    pairs: str,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     weights = tuple(None if norm is None else norm.weight for norm in (q_norm, k_norm))
     tensors = (q, k, *weights, freqs, *(out or ()))
     key = (pairs, q_norm is None, k_norm is None, *_layouts(*tensors))
     if key not in _checked:
-        _check_norm_rope(q, k, q_norm, k_norm, freqs, pairs, out)
+        check_norm_rope(q, k, q_norm, k_norm, freqs, pairs, out)
         _checked.add(key)
     longest = max(q.shape[2], k.shape[2]) * q.shape[3]
     writable = out is None or out[0].stride(-1) == out[1].stride(-1) == 1
@@ -241,33 +258,76 @@ def norm_rope(
     return reference.norm_rope_reference(q, k, q_norm, k_norm, freqs, pairs, out)
 
 
-def _check_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-    freqs: torch.Tensor,
-    pairs: str,
-    out: tuple[torch.Tensor, torch.Tensor] | None,
-) -> None:
-    if pairs not in ("neighbours", "halves"):
-        raise ValueError(f"pairs must be neighbours or halves, got {pairs!r}")
-    for name, x, norm in (("q", q, q_norm), ("k", k, k_norm)):
-        check_float_rows(name, x)
-        if x.ndim != 4 or x.shape[3] % 2 or (x.shape[:2], x.shape[3]) != (q.shape[:2], q.shape[3]):
-            shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
-            raise ValueError(f"q and k must be [B, T, H, D] of the same B, T and even D, got {shapes}")
-        if norm is not None and (norm.kind != "rms" or norm.bias is not None):
-            raise ValueError(f"the norm of {name} must be an rms norm without bias")
-        weight = None if norm is None else norm.weight
-        if weight is not None and weight.shape not in ((x.shape[3],), (x.shape[2] * x.shape[3],)):
-            sizes = f"({x.shape[3]},) or ({x.shape[2] * x.shape[3]},)"
-            raise ValueError(f"the weight of the norm of {name} must have shape {sizes}, got {tuple(weight.shape)}")
-        check_same_device(**{"q": q, name: x, "weight": weight, "freqs": freqs})
-    if not freqs.is_floating_point() or freqs.shape[-2:] != (2, 2) or freqs.numel() != q.shape[1] * q.shape[3] * 2:
-        wanted = f"[..., {q.shape[1]}, {q.shape[3] // 2}, 2, 2]"
-        raise ValueError(f"freqs must be floating point {wanted}, got {freqs.dtype} {tuple(freqs.shape)}")
-    for name, target, x in (("q", out[0], q), ("k", out[1], k)) if out else ():
-        if target.shape != x.shape:
-            raise ValueError(f"the output of {name} must have shape {tuple(x.shape)}, got {tuple(target.shape)}")
-        check_same_device(q=q, out=target)
+# What a compiler calls: the same with flat arguments, and what their results look like.
+
+_NORM = "str? {0}kind, float {0}eps, Tensor? {0}weight, Tensor? {0}bias"
+_TRANSFORM = "Tensor? smooth, int? rotation_group"
+
+
+def _flat_norm(norm: Norm | None) -> tuple[str | None, float, torch.Tensor | None, torch.Tensor | None]:
+    return (None, 0.0, None, None) if norm is None else (norm.kind, norm.eps, norm.weight, norm.bias)
+
+
+def _flat_transform(transform: ChannelTransform) -> tuple[torch.Tensor | None, int | None]:
+    return transform.smooth, transform.rotation_group
+
+
+def _norm(kind: Any, *rest: Any) -> Norm | None:
+    return None if kind is None else Norm(kind, *rest)
+
+
+def _norm_quantize_operator(x, kind, eps, weight, bias, scale, shift, smooth, group, bits) -> Quantized:
+    norm = Norm(kind, eps, weight, bias)
+    return _norm_quantize(x, norm, scale, shift, ChannelTransform(smooth, group), bits)
+
+
+def _fake_norm_quantize(x, kind, eps, weight, bias, scale, shift, smooth, group, bits) -> Quantized:
+    norm = Norm(kind, eps, weight, bias)
+    check_norm_quantize(x, norm, scale, shift, ChannelTransform(smooth, group), bits)
+    return new_quantized(x, x.shape[-1], bits)
+
+
+def _activate_quantize_operator(gate, activation, up, beside, smooth, group, bits) -> Quantized:
+    return _activate_quantize(gate, activation, up, beside, ChannelTransform(smooth, group), bits)
+
+
+def _fake_activate_quantize(gate, activation, up, beside, smooth, group, bits) -> Quantized:
+    check_activate_quantize(gate, activation, up, beside, ChannelTransform(smooth, group), bits)
+    return new_quantized(gate, gate.shape[-1] + (0 if beside is None else beside.shape[-1]), bits)
+
+
+def _gated_residual_operator(residual, x, gate, kind, eps, weight, bias, tanh) -> torch.Tensor:
+    return _gated_residual(residual, x, gate, _norm(kind, eps, weight, bias), tanh).contiguous()
+
+
+def _fake_gated_residual(residual, x, gate, kind, eps, weight, bias, tanh) -> torch.Tensor:
+    check_gated_residual(residual, x, gate, _norm(kind, eps, weight, bias))
+    return residual.new_empty(residual.shape)
+
+
+def _norm_rope_operator(q, k, q_kind, q_eps, q_weight, q_bias, k_kind, k_eps, k_weight, k_bias, freqs, pairs):
+    norms = _norm(q_kind, q_eps, q_weight, q_bias), _norm(k_kind, k_eps, k_weight, k_bias)
+    q_out, k_out = _norm_rope(q, k, *norms, freqs, pairs, None)
+    return q_out.contiguous(), k_out.contiguous()
+
+
+def _fake_norm_rope(q, k, q_kind, q_eps, q_weight, q_bias, k_kind, k_eps, k_weight, k_bias, freqs, pairs):
+    norms = _norm(q_kind, q_eps, q_weight, q_bias), _norm(k_kind, k_eps, k_weight, k_bias)
+    check_norm_rope(q, k, *norms, freqs, pairs, None)
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+define_operators(
+    {
+        f"norm_quantize(Tensor x, {_NORM.format('')}, Tensor? scale, Tensor? shift, {_TRANSFORM}, int activation_bits)"
+        " -> (Tensor, Tensor)": (_norm_quantize_operator, _fake_norm_quantize),
+        f"activate_quantize(Tensor gate, str activation, Tensor? up, Tensor? beside, {_TRANSFORM}, int activation_bits)"
+        " -> (Tensor, Tensor)": (_activate_quantize_operator, _fake_activate_quantize),
+        f"gated_residual(Tensor residual, Tensor x, Tensor? gate, {_NORM.format('')}, bool tanh) -> Tensor": (
+            _gated_residual_operator,
+            _fake_gated_residual,
+        ),
+        f"norm_rope(Tensor q, Tensor k, {_NORM.format('q_')}, {_NORM.format('k_')}, Tensor freqs, str pairs)"
+        " -> (Tensor, Tensor)": (_norm_rope_operator, _fake_norm_rope),
+    }
+)

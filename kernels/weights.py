@@ -4,7 +4,7 @@ a compiler each is an opaque operator."""
 import torch
 
 from .checks import check_float_matrix, check_int8_matrix, check_same_device, check_weight_scale
-from .compilers import NAMESPACE, define_opaque, watched
+from .compilers import define_operators, watched
 from .device import weights_use_triton
 from .numerics.weights import dequantize_rows, quantize_rows
 from .transform import UNCHANGED, ChannelTransform
@@ -109,18 +109,15 @@ def _fake_dequantize(
     return q.new_empty(q.shape, dtype=dtype)
 
 
-# Once per process, as in linear.py.
-if not hasattr(getattr(torch.ops, NAMESPACE), "requantize_weight"):
-    _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    define_opaque(
-        _library,
-        "requantize_weight(Tensor w, Tensor? smooth, int? rotation_group, int? seed) -> (Tensor, Tensor)",
-        _requantize_operator,
-        _fake_requantize,
-    )
-    define_opaque(
-        _library,
-        "dequantize_weight(Tensor q, Tensor scale, Tensor? smooth, int? rotation_group, ScalarType dtype) -> Tensor",
-        _dequantize_operator,
-        _fake_dequantize,
-    )
+define_operators(
+    {
+        "requantize_weight(Tensor w, Tensor? smooth, int? rotation_group, int? seed) -> (Tensor, Tensor)": (
+            _requantize_operator,
+            _fake_requantize,
+        ),
+        "dequantize_weight(Tensor q, Tensor scale, Tensor? smooth, int? rotation_group, ScalarType dtype) -> Tensor": (
+            _dequantize_operator,
+            _fake_dequantize,
+        ),
+    }
+)

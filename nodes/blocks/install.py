@@ -1,7 +1,8 @@
 """Fused forwards under a MODEL's blocks: where they are put, and the calls in which they run.
 
-They run only where nothing asks for what the block's own forward does beside computing: hooks, patches, gradients, a
-compiler. Anywhere else, and for a block that turns out to compute something else, its own forward runs.
+They run only where nothing asks for what the block's own forward does beside computing: hooks, patches, gradients.
+Anywhere else, and for a block that turns out to compute something else, its own forward runs. A compiler gets the fused
+one of blocks that agreed in an eager call.
 """
 
 import itertools
@@ -19,6 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from torch.nn.modules import module as torch_module
 
 from ...kernels import FLOAT_DTYPES, runs_fused
+from .before_compiling import compare_before_compiling
 from .first_call import Failed, attempt, compare
 from .steps import input_form
 from .table import BLOCKS, BlockKind
@@ -42,6 +44,8 @@ def fuse_blocks(model: ModelPatcher) -> None:
         if kind is not None:
             # ComfyUI puts it in place with the MODEL and takes it away with it, as it does with any patch.
             model.add_object_patch(patch, classes.get(own) or classes.setdefault(own, fused_class(own, kind)))
+    if classes:
+        compare_before_compiling(model)
 
 
 def is_fused_block(patch: Any) -> bool:
@@ -99,12 +103,14 @@ class _Plan:
             and self._patched_now() == self._patched
         )
 
-    def hooked(self) -> bool:
-        """Whether someone watches or replaces the call of a part."""
+    def may_run(self, device: torch.device) -> bool:
+        """Whether the fused forward has kernels there, and no one watches or replaces the call of a part."""
         return (
-            any(map(_hooks_of, self._dicts))
-            or any(map(_pre_hooks_of, self._dicts))
-            or any(map(operator.contains, self._dicts, itertools.repeat("forward")))
+            self.kernel is not None
+            and runs_fused(device, self.kernel)
+            and not any(map(_hooks_of, self._dicts))
+            and not any(map(_pre_hooks_of, self._dicts))
+            and not any(map(operator.contains, self._dicts, itertools.repeat("forward")))
         )
 
 
@@ -167,13 +173,19 @@ def fused_class(own: Any, kind: BlockKind) -> type:
 
         def forward(self, *args, **kwargs):
             options = kwargs.get("transformer_options") if kind.streams else {}
-            if torch.compiler.is_compiling() or _watched() or options is None or _patched(options):
+            if options is None or _patched(options):
                 return super().forward(*args, **kwargs)
             x: Any = args[0] if args else kwargs.get(kind.streams[-1] if kind.streams else "x")
             if not isinstance(x, torch.Tensor) or x.ndim not in axes or x.dtype not in FLOAT_DTYPES:
                 return super().forward(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                if self.is_known(x.dtype, x.device):
+                    output = kind.forward(self, core, *args, **kwargs)
+                    if output is not NotImplemented:
+                        return output
+                return super().forward(*args, **kwargs)
             plan = memory.plan(self, kind)
-            if plan.kernel is None or plan.hooked() or not runs_fused(x.device, plan.kernel):
+            if _watched() or not plan.may_run(x.device):
                 return super().forward(*args, **kwargs)
             agreed = plan.verdicts.get((own.forward, x.dtype))
             fused = partial(kind.forward, self, core)
@@ -194,6 +206,12 @@ def fused_class(own: Any, kind: BlockKind) -> type:
                 text = "INT8: %s runs ComfyUI's own forward, which is slower: the fused one does not do the same here"
                 logger.info(text, own.__qualname__)
             return output
+
+        @torch.compiler.assume_constant_result
+        def is_known(self, dtype: torch.dtype, device: torch.device) -> bool:
+            """Whether the fused forward may run and has agreed in an eager call, as a compiler finds it."""
+            plan = memory.plan(self, kind)
+            return not _watched() and plan.may_run(device) and plan.verdicts.get((own.forward, dtype), False)
 
     # What asks for a block's class by name finds it.
     FusedBlock.__name__, FusedBlock.__qualname__, FusedBlock.__module__ = own.__name__, own.__qualname__, own.__module__

@@ -39,7 +39,8 @@ def forward(
         (img, block.img_norm1, image_layers, image_norms, img_mod, slice(text, tokens)),
     ):
         products = project_normed(layers, x, norm, mod[1], mod[0])
-        own_q, own_k = (next(products).view(samples, -1, heads, width) for _ in range(2))
+        own_q = next(products).view(samples, -1, heads, width)
+        own_k = next(products).view(samples, -1, heads, width)
         norm_and_rotate(own_q, own_k, norms, matrices[:, place], "neighbours", (q[:, place], k[:, place]))
         del own_q, own_k
         (own_v,) = products

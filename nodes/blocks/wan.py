@@ -21,7 +21,8 @@ def forward(block: Any, core: Any, x, e, freqs, context, context_img_len=257, *,
     products = project_normed(
         (attention.q, attention.k, attention.v), x, block.norm1, core.repeat_e(mod[1], x), core.repeat_e(mod[0], x)
     )
-    q, k = (next(products).view(samples, tokens, heads, width) for _ in range(2))
+    q = next(products).view(samples, tokens, heads, width)
+    k = next(products).view(samples, tokens, heads, width)
     q, k = norm_and_rotate(q, k, (attention.norm_q, attention.norm_k), matrices, "neighbours")
     (v,) = products
     del products

@@ -8,6 +8,8 @@ from comfy.multigpu import create_multigpu_deepclones
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import QuantizedLinear
+from ..blocks.before_compiling import compare_before_compiling
+from ..blocks.install import is_fused_block
 from ..calibration.recorder import disarm
 from ..model.build import build_like, rebuild_int8_model
 from ..model.int8_weight import int8_weight
@@ -85,6 +87,8 @@ def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> M
     clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
     clone.patches = {}  # the weight patches are in the weights now
     clone.object_patches |= built.object_patches
+    if any(map(is_fused_block, built.object_patches.values())):
+        compare_before_compiling(clone)
     clone.patches_uuid = built.patches_uuid
     clone.hook_mode = built.hook_mode
     # By this ComfyUI finds the copies of a MODEL on other GPUs, and those of the original are none of this one.

@@ -298,20 +298,6 @@ def test_a_mask_reaches_attention(blocks, warm, fused_runs):
     assert max(errors(*results)) < 0.01 and fused_runs
 
 
-def test_a_compiled_block_runs_comfyuis_own(blocks, warm, fused_runs):
-    from comfy.ldm.modules.attention import attention_pytorch
-
-    block, own = warm("Ideogram 4")
-    compiled = torch.compile(block, backend="eager", fullgraph=True)
-    args, kwargs = blocks.FAMILIES["Ideogram 4"].arguments(blocks.Call())
-    # ComfyUI's choice for a CPU asks the system for memory.
-    options = {"optimized_attention_override": lambda _, *args, **kwargs: attention_pytorch(*args, **kwargs)}
-    with torch.inference_mode():
-        output = compiled(*args, **kwargs, transformer_options=options)
-    assert not fused_runs
-    assert relative_error(output.double() - args[0].double(), own[0]) < 1e-3
-
-
 # MODELs of ComfyUI
 
 

@@ -194,9 +194,10 @@ def output(model: ModelPatcher) -> torch.Tensor:
     """One forward of the diffusion model on fixed inputs."""
     inputs = calibration(model)
     comfy.model_management.load_models_gpu([model])
-    x = _randn(*inputs["latent_image"]["samples"].shape, seed=2)
+    x, text = _randn(*inputs["latent_image"]["samples"].shape, seed=2), inputs["positive"]["positive_0"][0][0]
+    options = {"wrappers": model.wrappers}
     with torch.inference_mode():
-        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=inputs["positive"]["positive_0"][0][0])
+        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options)
 
 
 @contextmanager

@@ -1,0 +1,155 @@
+"""Fused blocks under torch.compile: their operators in one graph, and where they may not run, ComfyUI's own."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import make_boxed_func
+
+FAMILIES = (
+    "Ideogram 4", "Lumina 2", "Z-Image", "context refiner", "Flux.1 double", "Flux.1 single", "Flux.2 double",
+    "Flux.2 single", "yak double", "yak single", "Qwen-Image", "Wan t2v", "Wan i2v", "Wan 2.2",
+)  # fmt: skip
+PRODUCERS = ("norm_quantize", "activate_quantize", "gated_residual", "norm_rope")
+
+
+class Operators:
+    """Which operators of this pack's the graphs of a compiled block have; a backend of torch.compile."""
+
+    def __init__(self):
+        self.of_graphs = []
+
+    def backend(self):
+        return torch._dynamo.backends.common.aot_autograd(fw_compiler=self._compile)
+
+    def _compile(self, graph, example_inputs):
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        names = [str(target).split(".")[1] for target in targets if str(target).startswith("int8_dit.")]
+        self.of_graphs.append(Counter(names))
+        return make_boxed_func(graph.forward)
+
+    def producers(self):
+        """How many of each kind the first graph has."""
+        return {name: count for name, count in self.of_graphs[0].items() if name in PRODUCERS}
+
+
+@pytest.fixture
+def blocks(pack):
+    from support import fusable_blocks
+    from support.inductor_kernels import plain_attention
+
+    torch._dynamo.reset()
+    with plain_attention():
+        yield fusable_blocks
+
+
+@pytest.fixture
+def compiled(blocks):
+    """A block that agreed with ComfyUI's own in an eager call, compiled whole, and its operators."""
+
+    def make(family, kind="plain", agreed=True):
+        block, operators = blocks.fused(family, kind), Operators()
+        if agreed:
+            blocks.run(block, family)
+        block.compile(backend=operators.backend(), fullgraph=True)
+        return block, operators
+
+    return make
+
+
+def close(outputs, expected):
+    for output, wanted in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ("plain", "smoothed", "protected", "16 bits"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_block_is_one_graph_of_its_operators(blocks, compiled, family, kind):
+    eager = blocks.fused(family, kind)
+    blocks.run(eager, family)
+    block, operators = compiled(family, kind)
+    close(blocks.run(block, family), blocks.run(eager, family))
+    producers = operators.producers()
+    assert producers["gated_residual"] and producers["norm_rope"]
+    assert kind == "protected" or (producers["norm_quantize"] and producers["activate_quantize"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_resolutions_are_dynamic(blocks, compiled, family):
+    (block, operators), (own, its_operators) = compiled(family), compiled(family, agreed=False)
+    eager = blocks.fused(family)
+    for tokens in (5, 7, 9, 12):
+        call = blocks.Call(tokens=tokens)
+        blocks.run(own, family, call)
+        blocks.run(eager, family, call)
+        close(blocks.run(block, family, call), blocks.run(eager, family, call))
+    assert len(operators.of_graphs) <= len(its_operators.of_graphs)
+
+
+def test_a_block_that_was_never_compared_runs_comfyuis_own(blocks, compiled):
+    block, operators = compiled("Flux.1 double", agreed=False)
+    close(blocks.run(block, "Flux.1 double"), blocks.run(blocks.unfused("Flux.1 double"), "Flux.1 double"))
+    assert not operators.producers() and operators.of_graphs[0]["int8_gemm"]
+
+
+def test_so_does_one_with_a_patch(blocks, compiled):
+    block, operators = compiled("Flux.1 double")
+    calls = []
+
+    def patch(q, k, v, **_):
+        calls.append(1)
+        return {"q": q, "k": k, "v": v}
+
+    blocks.run(block, "Flux.1 double", patches={"attn1_patch": [patch]})
+    assert calls and not operators.producers()
+
+
+def test_and_one_with_a_hook(blocks, compiled):
+    block, operators = compiled("Flux.1 double")
+    calls = []
+    block.img_attn.qkv.register_forward_hook(lambda *_: calls.append(1))
+    blocks.run(block, "Flux.1 double")
+    assert not operators.producers()
+
+
+# MODELs of ComfyUI
+
+
+@pytest.fixture
+def model(blocks, monkeypatch):
+    """A quantized MODEL of two Ideogram 4 blocks that is to be compiled, and its operators."""
+    from comfy_api.torch_helpers.torch_compile import set_torch_compile_wrapper
+
+    from support import glyph_dit, small_models
+
+    operators = Operators()
+    quantized = glyph_dit.quantize(small_models.ideogram4(monkeypatch))
+    set_torch_compile_wrapper(quantized, backend=operators.backend(), fullgraph=True)
+    return quantized, operators
+
+
+def test_a_model_is_compared_in_one_eager_call(model):
+    from support import small_models
+
+    compiled, operators = model
+    first = small_models.output(compiled)
+    assert len(operators.of_graphs) == 1 and operators.producers()["gated_residual"] == 4
+    assert torch.equal(small_models.output(compiled), first)
+    assert len(operators.of_graphs) == 1
+
+
+def test_what_counts_calls_sees_one_a_step(model):
+    from comfy.patcher_extension import WrappersMP
+
+    from support import small_models
+
+    compiled, operators = model
+    calls = []
+
+    def count(executor, *args, **kwargs):
+        calls.append(1)
+        return executor(*args, **kwargs)
+
+    compiled.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "counter", count)
+    small_models.output(compiled)
+    assert len(calls) == 1 and not operators.producers()
