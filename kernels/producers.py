@@ -130,9 +130,12 @@ def gated_residual(
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
-    if watched(x) and not _differentiated(residual, x, gate):
+    if not watched(x):
+        return _gated_residual(residual, x, gate, norm, tanh)
+    if not _differentiated(residual, x, gate):
         return torch.ops.int8_dit.gated_residual.default(residual, x, gate, *_flat_norm(norm), tanh)
-    return _gated_residual(residual, x, gate, norm, tanh)
+    check_gated_residual(residual, x, gate, norm)
+    return reference.gated_residual_reference(residual, x, gate, norm, tanh)
 
 
 def norm_rope(
@@ -159,8 +162,11 @@ def norm_rope(
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
-    if not watched(q) or _differentiated(q, k):
+    if not watched(q):
         return _norm_rope(q, k, q_norm, k_norm, freqs, pairs, out)
+    if _differentiated(q, k):
+        check_norm_rope(q, k, q_norm, k_norm, freqs, pairs, out)
+        return reference.norm_rope_reference(q, k, q_norm, k_norm, freqs, pairs, out)
     flat = (*_flat_norm(q_norm), *_flat_norm(k_norm), freqs, pairs)
     results = torch.ops.int8_dit.norm_rope.default(q, k, *flat)
     if out is None:

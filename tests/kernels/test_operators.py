@@ -57,7 +57,11 @@ def test_opcheck_of_the_producers_of_quantized_rows(dtype, tokens, bits, with_sm
     for norm in (("rms", 1e-6, weight, None), ("layer", 1e-5, None, None)):
         torch.library.opcheck(OPERATORS.norm_quantize.default, (x, *norm, scale, shift, *form))
     wide = random_float(2, tokens, 80, seed=4, dtype=dtype)
-    parts = ((x, "silu", x, None), (wide[..., 16:], "gelu", None, None), (wide[..., :48], "gelu_tanh", None, x[..., :16]))
+    parts = (
+        (x, "silu", x, None),
+        (wide[..., 16:], "gelu", None, None),
+        (wide[..., :48], "gelu_tanh", None, x[..., :16]),
+    )
     for part in parts:
         torch.library.opcheck(OPERATORS.activate_quantize.default, (*part, *form))
 
@@ -353,13 +357,17 @@ def test_gradients_are_refused():
                 function(*arguments)
 
 
-def test_a_compiled_sum_has_its_gradient():
-    x, residual, gate = (random_float(1, 3, 16, seed=seed) for seed in range(3))
-    compiled = torch.compile(kernels.gated_residual, backend="aot_eager", fullgraph=True)
+def test_compiled_producers_that_do_not_round_have_gradients():
+    freqs = random_float(1, 3, 2, 2, 2, seed=3)
+
+    def together(residual, x, gate):
+        total = kernels.gated_residual(residual, x, gate, tanh=True)
+        return kernels.norm_rope(total.view(1, 3, 4, 4), residual.view(1, 3, 4, 4), None, None, freqs, "halves")[0]
+
     gradients = []
-    for function in (kernels.gated_residual, compiled):
-        inputs = [tensor.clone().requires_grad_() for tensor in (residual, x, gate)]
-        function(*inputs, tanh=True).square().sum().backward()
+    for function in (together, torch.compile(together, backend="aot_eager", fullgraph=True)):
+        inputs = [random_float(1, 3, 16, seed=seed).requires_grad_() for seed in range(3)]
+        function(*inputs).pow(3).sum().backward()
         gradients.append([tensor.grad for tensor in inputs])
     for eager, traced in zip(*gradients, strict=True):
         assert eager.abs().sum() > 0
