@@ -70,9 +70,14 @@ def int8_parts(weight: Any) -> INT8Parts | None:
     return None
 
 
-@functools.cache
+# A table rather than a cache, which a compiler warns of.
+_ROTATIONS = {4**digits: ChannelTransform(None, 4**digits) for digits in range(1, 7)}
+
+
 def _rotation(group: int, rotated: bool) -> ChannelTransform:
-    return ChannelTransform(None, group) if rotated else UNCHANGED
+    if not rotated:
+        return UNCHANGED
+    return _ROTATIONS.get(group) or ChannelTransform(None, group)
 
 
 @dataclass(frozen=True)

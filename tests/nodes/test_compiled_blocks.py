@@ -153,3 +153,27 @@ def test_what_counts_calls_sees_one_a_step(model):
     compiled.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "counter", count)
     small_models.output(compiled)
     assert len(calls) == 1 and not operators.producers()
+
+
+@pytest.mark.parametrize("name", ("LTX-Video", "Wan t2v"))
+def test_feed_forwards_of_native_layers(blocks, name, tmp_path):
+    """Their second linear stays on the fused kernel."""
+    import comfy.model_management
+    import comfy.sd
+
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+    from int8_dit.nodes.model.save import save_int8_model
+    from support import glyph_dit, small_models
+    from support.architectures import ARCHITECTURES
+
+    architecture = ARCHITECTURES[name]
+    with small_models.known_to_comfyui(architecture):
+        model = glyph_dit.quantize(comfy.sd.load_diffusion_model_state_dict(small_models.tensors_of(architecture)))
+        stock = comfy.sd.load_diffusion_model(save_int8_model(model, str(tmp_path / "native.safetensors"), {}))
+        model = ApplyFusedINT8Kernel.execute(stock, kernel="fused int8").result[0]
+    comfy.model_management.load_models_gpu([model])
+    operators = Operators()
+    expected = [small_models.output_of(architecture, model) for _ in range(2)][1]
+    model.model.diffusion_model.compile(backend=operators.backend(), fullgraph=True)
+    torch.testing.assert_close(small_models.output_of(architecture, model), expected, rtol=1e-3, atol=1e-3)
+    assert operators.producers()["activate_quantize"] == 2
