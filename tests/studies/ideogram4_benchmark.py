@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only t
 from support.pack import import_comfyui, import_pack
 
 RESULTS = Path(__file__).resolve().parent / "results" / "ideogram4"
+PROFILED = ["bf16", "kitchen", "protected-16", "pack", "smoothed", "rotated", "compiled-pack"]
 TEXT_TOKENS = 256
 TEXT_FEATURES = 53248
 
@@ -141,11 +142,11 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--blocks", type=int, default=34)
     parser.add_argument("--pixels", type=int, nargs="+", default=[768, 1024])
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20, help="of the samplings that are recorded")
     parser.add_argument("--only", choices=("steps", "quantization"))
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="of the steps; all of ideogram4_steps.py's")
-    parser.add_argument("--profile", nargs="*", default=["bf16", "kitchen", "pack"], metavar="NAME", help="by kernel")
+    parser.add_argument("--profile", nargs="*", default=PROFILED, metavar="NAME", help="by kernel")
     parser.add_argument("--row-seconds", type=float, default=90.0, help="the most for a variant; twice if it compiles")
     parser.add_argument("--tuning-seconds", type=float, default=2.0, help="for a shape of the GEMM; 0 for no tuning")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for ideogram4.md and ideogram4.json")

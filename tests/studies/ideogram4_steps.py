@@ -69,20 +69,21 @@ def _kitchen(model: RandomModel) -> ModelPatcher:
     return with_kitchen_blocks(model.native_model(ROTATION_GROUP))
 
 
+# What is compared with one another comes one after the other: a card's clocks drift.
 VARIANTS = {
     "bf16": Variant("bf16", RandomModel.bf16_model),
     "native": Variant("native INT8", RandomModel.native_model),
     "kitchen": Variant("native INT8 ConvRot, every fusion of comfy-kitchen's", _kitchen),
     "kitchen-attention": Variant("the same + its INT8 attention", lambda m: _with_int8_attention(_kitchen(m))),
-    "pack": Variant("this pack, native INT8 file", RandomModel.int8_model),
-    "unfused": Variant("the same, blocks unfused", lambda m: unfused(m.int8_model())),
-    "smoothed": Variant("this pack, smoothed file", _smoothed),
-    "rotated": Variant("this pack, smoothed and rotated file", partial(_smoothed, group=ROTATION_GROUP)),
+    "unfused": Variant("this pack, blocks unfused", lambda m: unfused(m.int8_model())),
+    "attention": Variant("this pack + INT8 attention", lambda m: _with_int8_attention(m.int8_model())),
     "protected-bf16": Variant(f"this pack, {PROTECTED} w2 in bf16", partial(_protecting, how=None)),
     "protected-16": Variant(
         f"this pack, {PROTECTED} w2 with 16-bit activations", partial(_protecting, how=Held(activation_bits=16))
     ),
-    "attention": Variant("this pack + INT8 attention", lambda m: _with_int8_attention(m.int8_model())),
+    "pack": Variant("this pack, native INT8 file", RandomModel.int8_model),
+    "smoothed": Variant("this pack, smoothed file", _smoothed),
+    "rotated": Variant("this pack, smoothed and rotated file", partial(_smoothed, group=ROTATION_GROUP)),
     "compiled-bf16": Variant("bf16, torch.compile", lambda m: compiled(m.bf16_model()), compiles=True),
     "compiled-pack": Variant("this pack, torch.compile", lambda m: compiled(m.int8_model()), compiles=True),
 }

@@ -49,9 +49,9 @@ MEASURED: dict[str, dict[int, float]] = {
     NATIVE: {768: 166.8, 1024: 312.4},
     SEPARATE: {768: 125.0, 1024: 243.0},
     PROTOTYPE: {768: 113.5, 1024: 221.6},
-    FUSED: {768: 107.5, 1024: 212.7},
-    BF16_PROTECTED: {768: 114.2, 1024: 228.9},
-    ACT16_PROTECTED: {768: 114.0, 1024: 230.7},
+    FUSED: {768: 107.3, 1024: 214.4},
+    BF16_PROTECTED: {768: 114.5, 1024: 227.3},
+    ACT16_PROTECTED: {768: 114.1, 1024: 227.5},
 }
 MEASURED_PARTS = {PROTOTYPE: {"GEMM": 108.0, "attention": 81.0, "rope": 8.6, "passes": 17.6, "other": 2.0}}  # 1024 px
 
