@@ -4,7 +4,8 @@ A layer of name X is `X.weight` (int8 [N, K]), `X.weight_scale` (float32) and `X
 layer that nothing has to be divided for carries ComfyUI's own format name, so stock loaders run it. A layer with
 smoothing factors `X.weight_smooth` (float32 [K]) would come out wrong where they are unknown: it carries a name of its
 own, which stock loaders refuse. So does a layer that needs activations of 16 bits; its mark says whether it has factors
-(`smoothed`), so that lost ones are missed.
+(`smoothed`), so that lost ones are missed. Stock ComfyUI prints such a name and nothing else, so the name says what to
+do.
 """
 
 import json
@@ -17,8 +18,9 @@ from ...kernels import UNCHANGED, ChannelTransform
 from .faults import json_object
 
 NATIVE_FORMAT = "int8_tensorwise"
-SMOOTHED_FORMAT = "int8_smoothquant"
-ACT16_FORMAT = "int8_act16"
+SMOOTHED_FORMAT = "int8_smoothquant (needs the node pack ComfyUI-INT8-DiT)"
+ACT16_FORMAT = "int8_act16 (needs the node pack ComfyUI-INT8-DiT)"
+_EARLIER_NAMES = {"int8_smoothquant": SMOOTHED_FORMAT, "int8_act16": ACT16_FORMAT}
 INT8_FORMATS = (NATIVE_FORMAT, SMOOTHED_FORMAT, ACT16_FORMAT)
 DEFAULT_ROTATION_GROUP = 256
 
@@ -27,7 +29,7 @@ SCALE = "weight_scale"
 SMOOTH = "weight_smooth"
 SMOOTHED = "smoothed"
 
-_MOST_BYTES = 4096  # marks have about 70
+_MOST_BYTES = 4096  # marks have up to about 150
 
 
 def format_name(transform: ChannelTransform, activation_bits: int) -> str:
@@ -53,12 +55,18 @@ def encode_mark(transform: ChannelTransform = UNCHANGED, activation_bits: int = 
 
 
 def decode_mark(mark: torch.Tensor) -> dict:
-    """The JSON object of a mark. Raises ValueError where it is none."""
+    """The JSON object of a mark, its format by its present name. Raises ValueError where it is none."""
     if mark.dtype != torch.uint8 or mark.ndim != 1:
         raise ValueError(f"not the bytes of a JSON object (it is {mark.dtype} of shape {tuple(mark.shape)})")
     if mark.numel() > _MOST_BYTES:  # before they are copied
         raise ValueError(f"not a mark: it has {mark.numel()} bytes, and at most {_MOST_BYTES} are expected")
-    return json_object(mark.cpu().numpy().tobytes(), _MOST_BYTES)
+    return with_present_name(json_object(mark.cpu().numpy().tobytes(), _MOST_BYTES))
+
+
+def with_present_name(mark: dict) -> dict:
+    """A decoded mark with the format's present name where it has an earlier one."""
+    name = mark.get("format")
+    return {**mark, "format": _EARLIER_NAMES[name]} if isinstance(name, str) and name in _EARLIER_NAMES else mark
 
 
 def layers_marked(tensors: Mapping[str, Any], format: str) -> list[str]:

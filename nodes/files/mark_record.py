@@ -28,6 +28,7 @@ def check_marks_as_written(tensors: Mapping[str, Any], metadata: Mapping[str, st
         written = json_object(metadata[_KEY], _MOST)
     except ValueError as error:
         raise ValueError(f"the metadata entry {_KEY} is {error}; it was damaged after it was saved") from error
+    written = {k: int8_mark.with_present_name(v) if isinstance(v, dict) else v for k, v in written.items()}
     marks = _marks(tensors)
     for layer in sorted({*written, *marks}):
         if written.get(layer) != marks.get(layer):

@@ -53,7 +53,7 @@ def save(model, path, fold=False):
 def formats(path):
     with safe_open(path, framework="pt") as file:
         marks = {key: json.loads(bytes(file.get_tensor(key).tolist())) for key in file.keys() if "comfy_quant" in key}
-    return {key.removesuffix(".comfy_quant"): mark["format"] for key, mark in marks.items()}
+    return {key.removesuffix(".comfy_quant"): mark["format"].partition(" ")[0] for key, mark in marks.items()}
 
 
 # Quantized

@@ -177,7 +177,8 @@ def formats(path):
     from int8_dit.nodes.files.int8_mark import decode_mark
 
     with safe_open(path, framework="pt") as file:
-        return {decode_mark(file.get_tensor(key))["format"] for key in file.keys() if key.endswith("comfy_quant")}
+        marks = [decode_mark(file.get_tensor(key)) for key in file.keys() if key.endswith("comfy_quant")]
+    return {mark["format"].partition(" ")[0] for mark in marks}
 
 
 @pytest.fixture

@@ -80,8 +80,29 @@ def test_an_unsmoothed_file_is_native(dit, plain, save):
 def test_a_smoothed_file_is_refused_by_stock_comfyui(dit, smoothed, save):
     """Without the division by the smoothing factors it would sample noise."""
     path = save(smoothed)
-    with pytest.raises(Exception, match="int8_smoothquant"):
+    with pytest.raises(Exception, match="needs the node pack ComfyUI-INT8-DiT"):
         dit.stock(path)
+
+
+def test_files_with_the_earlier_names_of_formats_load(dit, smoothed, save, tmp_path):
+    """Their marks and the metadata that repeats them."""
+    path = save(smoothed)
+    tensors, head = load_file(path), metadata(path)
+    for key in tensors:
+        if key.endswith(".comfy_quant"):
+            mark = json.loads(tensors[key].numpy().tobytes())
+            mark["format"] = mark["format"].partition(" ")[0]
+            tensors[key] = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+    marks = json.loads(head["int8_dit_marks"])
+    earlier = {layer: {**mark, "format": mark["format"].partition(" ")[0]} for layer, mark in marks.items()}
+    assert earlier != marks
+    written = dit.write(tmp_path / "earlier.safetensors", tensors, {**head, "int8_dit_marks": json.dumps(earlier)})
+    loaded, now = dit.load(written), dit.load(path)
+    assert dit.int8_weights(loaded).keys() == dit.int8_weights(now).keys()
+    again = save(loaded)
+    assert json.loads(metadata(again)["int8_dit_marks"]) == marks
+    with pytest.raises(Exception, match="int8_smoothquant"):
+        dit.stock(written)
 
 
 def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
@@ -110,7 +131,9 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
 def test_the_marks_are_in_the_metadata_too(dit, smoothed, save):
     """A mark that is damaged later is told from one that was meant so."""
     marks = json.loads(metadata(save(smoothed))["int8_dit_marks"])
-    assert marks == {layer: {"format": "int8_smoothquant"} for layer in dit.int8_weights(smoothed)}
+    from int8_dit.nodes.files.int8_mark import SMOOTHED_FORMAT
+
+    assert marks == {layer: {"format": SMOOTHED_FORMAT} for layer in dit.int8_weights(smoothed)}
 
 
 def test_a_recipe_that_is_none_is_ignored(dit, smoothed, tmp_path):
