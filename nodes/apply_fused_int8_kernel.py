@@ -16,6 +16,7 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
             node_id="ApplyFusedINT8Kernel",
             display_name="Apply Fused INT8 Kernel",
             category="model/quantization",
+            search_aliases=["int8", "w8a8", "convrot"],
             description=(
                 "Runs a model that any loader has loaded as native INT8, with or without ConvRot, on this pack's fused "
                 "INT8 kernel. LoRA loaders can stand before or after it."

@@ -37,6 +37,7 @@ class INT8KernelBenchmark(io.ComfyNode):
             node_id="INT8KernelBenchmark",
             display_name="Kernel Benchmark",
             category="model/quantization",
+            search_aliases=["speed test"],
             description="Times each linear shape of the connected model (Ideogram 4 without one) in bf16 and in INT8 "
             "on this card.",
             inputs=[

@@ -22,6 +22,7 @@ class LoadINT8DiT(io.ComfyNode):
             node_id="LoadINT8DiT",
             display_name="Load INT8 DiT",
             category="model/loaders",
+            search_aliases=["int8", "w8a8", "convrot", "low vram", "unet loader", "load diffusion model"],
             description=(
                 "Loads a diffusion transformer whose linear layers run on INT8 tensor cores. Reads INT8 files "
                 "(ComfyUI's native format, with or without ConvRot, and this pack's) and quantizes bf16, fp16 and FP8 "

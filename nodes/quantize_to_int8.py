@@ -27,6 +27,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             node_id="QuantizeToINT8SmoothQuant",
             display_name="Quantize to INT8 (SmoothQuant)",
             category="model/quantization",
+            search_aliases=["quantize", "quantize model", "convert model", "w8a8", "smoothquant", "convrot"],
             description=(
                 "Quantizes a diffusion transformer to INT8: per-channel weights, per-token activations, SmoothQuant "
                 "from a calibration, the most fragile layers protected. Connect a calibration, or "

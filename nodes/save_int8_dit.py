@@ -15,6 +15,7 @@ class SaveINT8DiT(io.ComfyNode):
             node_id="SaveINT8DiT",
             display_name="Save INT8 DiT",
             category="model/quantization",
+            search_aliases=["save quantized model", "convert model"],
             description=(
                 "Saves an INT8 model. Without smoothing factors, or with them folded, and without 16-bit layers the "
                 "file is in ComfyUI's native INT8 format, which every loader reads; otherwise it needs Load INT8 DiT, "

@@ -289,3 +289,27 @@ def test_what_runs_where_is_shown_on_the_node(page: Page, server: ComfyServer, t
             "!!(window.app?.extensionManager && window.LiteGraph?.registered_node_types.LoadINT8DiT)"
         )
         page.evaluate("app.graph.clear()")
+
+
+@pytest.mark.parametrize(
+    "words, node",
+    (
+        ("int8", "Load INT8 DiT"),
+        ("w8a8", "Load INT8 DiT"),
+        ("low vram", "Load INT8 DiT"),
+        ("unet loader", "Load INT8 DiT"),
+        ("load diffusion model", "Load INT8 DiT"),
+        ("quantize", "Quantize to INT8 (SmoothQuant)"),
+        ("smoothquant", "Quantize to INT8 (SmoothQuant)"),
+        ("convert model", "Quantize to INT8 (SmoothQuant)"),
+    ),
+)
+def test_node_search_finds_it_among_the_first_three(page: Page, words: str, node: str):
+    page.evaluate("app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")
+    page.locator("input:focus").fill(words)
+    page.wait_for_function(  # raises otherwise
+        """([node]) => [...document.querySelectorAll("[role=option]")].slice(0, 3).some(
+            option => option.innerText.startsWith(node))""",
+        arg=[node],
+        timeout=15_000,
+    )
