@@ -22,7 +22,7 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
                 "INT8 kernel. LoRA loaders can stand before or after it."
             ),
             inputs=[
-                io.Model.Input("model"),
+                io.Model.Input("model", tooltip="A model that another loader has loaded as native INT8."),
                 io.Combo.Input(
                     "kernel",
                     options=["auto", "fused int8"],

@@ -42,8 +42,12 @@ class SaveINT8Calibration(io.ComfyNode):
             category="model/quantization",
             description="Saves a calibration, so that a model can be quantized again without sampling again.",
             inputs=[
-                CalibrationType.Input("calibration"),
-                io.String.Input("filename_prefix", default=f"{FOLDER}/calibration"),
+                CalibrationType.Input("calibration", tooltip="From Quantize to INT8 or Collect Calibration."),
+                io.String.Input(
+                    "filename_prefix",
+                    default=f"{FOLDER}/calibration",
+                    tooltip="Where to save, below ComfyUI's output folder.",
+                ),
             ],
             outputs=[],
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -76,7 +80,7 @@ class LoadINT8Calibration(io.ComfyNode):
                     tooltip=f"A .safetensors file in output/{FOLDER} or models/{FOLDER}.",
                 )
             ],
-            outputs=[CalibrationType.Output(display_name="calibration")],
+            outputs=[CalibrationType.Output(display_name="calibration", tooltip="For Quantize to INT8.")],
         )
 
     @classmethod
@@ -98,11 +102,15 @@ class MergeINT8Calibrations(io.ComfyNode):
                 io.Autogrow.Input(
                     "calibrations",
                     template=io.Autogrow.TemplatePrefix(
-                        CalibrationType.Input("calibration"), "calibration_", min=2, max=32
+                        CalibrationType.Input("calibration", tooltip="One of the same model as the others."),
+                        "calibration_",
+                        min=2,
+                        max=32,
                     ),
+                    tooltip="Connect one and the next slot appears.",
                 )
             ],
-            outputs=[CalibrationType.Output(display_name="calibration")],
+            outputs=[CalibrationType.Output(display_name="calibration", tooltip="All of them in one.")],
         )
 
     @classmethod

@@ -41,7 +41,7 @@ class INT8KernelBenchmark(io.ComfyNode):
             description="Times each linear shape of the connected model (Ideogram 4 without one) in bf16 and in INT8 "
             "on this card.",
             inputs=[
-                io.Model.Input("model", optional=True),
+                io.Model.Input("model", optional=True, tooltip="Its linears are timed; Ideogram 4's without one."),
                 io.Int.Input(
                     "tokens",
                     default=4352,
@@ -50,7 +50,10 @@ class INT8KernelBenchmark(io.ComfyNode):
                     tooltip="Rows of the activations: image tokens + text tokens. 4352 is Ideogram 4 at 1024 px.",
                 ),
             ],
-            outputs=[io.Image.Output(), io.String.Output(display_name="table")],
+            outputs=[
+                io.Image.Output(tooltip="The times, drawn."),
+                io.String.Output(display_name="table", tooltip="The same as a table."),
+            ],
             is_output_node=True,
         )
 

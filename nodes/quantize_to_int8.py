@@ -34,7 +34,10 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 "sampler, sigmas, latent_image and prompts to calibrate here; without them nothing is smoothed."
             ),
             inputs=[
-                io.Model.Input("model"),
+                io.Model.Input(
+                    "model",
+                    tooltip="A diffusion transformer. It is left alone; its LoRAs are baked into the result.",
+                ),
                 io.Combo.Input(
                     "method",
                     options=list(METHODS),
@@ -54,6 +57,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 io.Boolean.Input(
                     "search_alpha",
                     default=False,
+                    advanced=True,
                     tooltip="Try alphas from 0 to 1 for each layer and take the best; never worse than alpha.",
                 ),
                 io.DynamicCombo.Input(
@@ -73,7 +77,18 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                                 )
                             ],
                         ),
-                        io.DynamicCombo.Option(_NUMBER, [io.Int.Input("layers", default=17, min=0, max=10000)]),
+                        io.DynamicCombo.Option(
+                            _NUMBER,
+                            [
+                                io.Int.Input(
+                                    "layers",
+                                    default=17,
+                                    min=0,
+                                    max=10000,
+                                    tooltip="So many of the most fragile layers.",
+                                )
+                            ],
+                        ),
                         io.DynamicCombo.Option(
                             _ERROR,
                             [
@@ -95,11 +110,13 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     "weight_scales",
                     options=[_ABSMAX, _LEAST_ERROR],
                     default=_ABSMAX,
+                    advanced=True,
                     tooltip="'least error' clips a channel's largest weights where that rounds the others better.",
                 ),
                 io.Boolean.Input(
                     "smooth_only_foldable",
                     default=False,
+                    advanced=True,
                     tooltip="Smooth only where the factors fold into the layer before, so that Save INT8 DiT can write "
                     "a file for every loader.",
                 ),
@@ -122,12 +139,17 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                         max=32,
                     ),
                     optional=True,
+                    tooltip="Prompts like those you generate with.",
                 ),
                 io.Conditioning.Input(
                     "negative", optional=True, tooltip="Calibrates on what the model does with this conditioning too."
                 ),
-                io.Sampler.Input("sampler", optional=True),
-                io.Sigmas.Input("sigmas", optional=True),
+                io.Sampler.Input(
+                    "sampler", optional=True, tooltip="The sampler you generate with, for the calibration run."
+                ),
+                io.Sigmas.Input(
+                    "sigmas", optional=True, tooltip="The scheduler's steps you generate with, for the calibration run."
+                ),
                 io.Latent.Input("latent_image", optional=True, tooltip="An empty latent of the size you generate."),
                 io.Float.Input(
                     "cfg",
@@ -137,6 +159,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     step=0.1,
                     round=0.01,
                     optional=True,
+                    advanced=True,
                     tooltip="CFG of the calibration run: what you sample with; used only with negative.",
                 ),
                 io.Int.Input(
@@ -146,6 +169,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     max=0xFFFFFFFFFFFFFFFF,
                     control_after_generate=io.ControlAfterGenerate.fixed,
                     optional=True,
+                    advanced=True,
                     tooltip="Noise seed of the calibration run; the next prompt takes the next seed.",
                 ),
                 # At the end, where workflows that were saved without it have no value of another widget.
@@ -159,10 +183,13 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Model.Output(),
-                io.Image.Output(display_name="report"),
-                io.String.Output(display_name="table"),
-                CalibrationType.Output(display_name="calibration"),
+                io.Model.Output(tooltip="The model with INT8 layers."),
+                io.Image.Output(display_name="report", tooltip="What INT8 costs each layer, drawn."),
+                io.String.Output(display_name="table", tooltip="The same as a table."),
+                CalibrationType.Output(
+                    display_name="calibration",
+                    tooltip="What was recorded here, for Save Calibration or another Quantize node.",
+                ),
             ],
         )
 

@@ -23,8 +23,11 @@ class RecordINT8Calibration(io.ComfyNode):
                 "For two models in one guider, use one pair of nodes for each. Every run samples and records anew: "
                 "save the calibration to quantize with it more than once."
             ),
-            inputs=[io.Model.Input("model")],
-            outputs=[io.Model.Output(), RecordingType.Output(display_name="recording")],
+            inputs=[io.Model.Input("model", tooltip="The model that will be quantized.")],
+            outputs=[
+                io.Model.Output(tooltip="The same model; sample with it."),
+                RecordingType.Output(display_name="recording", tooltip="For Collect Calibration."),
+            ],
         )
 
     @classmethod
@@ -49,14 +52,14 @@ class CollectINT8Calibration(io.ComfyNode):
             category="model/quantization",
             description="Takes what Record Calibration saw, once the sampler has run.",
             inputs=[
-                RecordingType.Input("recording"),
+                RecordingType.Input("recording", tooltip="From Record Calibration."),
                 io.AnyType.Input(
                     "after",
                     tooltip="The sampler's output, or anything made of it: this node waits for it, and takes what the "
                     "samplers behind it recorded.",
                 ),
             ],
-            outputs=[CalibrationType.Output(display_name="calibration")],
+            outputs=[CalibrationType.Output(display_name="calibration", tooltip="What the sampling showed.")],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         )
 

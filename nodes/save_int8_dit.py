@@ -22,8 +22,12 @@ class SaveINT8DiT(io.ComfyNode):
                 "and other loaders refuse it."
             ),
             inputs=[
-                io.Model.Input("model"),
-                io.String.Input("filename_prefix", default="diffusion_models/INT8"),
+                io.Model.Input("model", tooltip="A model with INT8 layers. Its LoRAs are baked into the file."),
+                io.String.Input(
+                    "filename_prefix",
+                    default="diffusion_models/INT8",
+                    tooltip="Where to save, below ComfyUI's output folder.",
+                ),
                 io.Boolean.Input(
                     "fold",
                     default=False,

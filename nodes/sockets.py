@@ -40,7 +40,7 @@ def attention_input() -> io.Combo.Input:
 def model_outputs() -> list[io.Output]:
     """The outputs of a node that ends in `shown_model`."""
     return [
-        io.Model.Output(),
+        io.Model.Output(tooltip="The model, for samplers and LoRA loaders."),
         io.String.Output(
             display_name="what runs where",
             tooltip="How many linear layers compute in INT8, what the others and the attention compute with, and why.",

@@ -304,3 +304,26 @@ def test_the_bf16_fallback_is_a_toast_once_per_run(server):
     _, events = listen(server, prompt, lambda event: event["type"] == "execution_success")
     toasts = [event["data"] for event in events if event["type"] == "int8_dit.warning"]
     assert [toast["summary"] for toast in toasts if "bf16" in toast["summary"]] == ["INT8 DiT runs in bf16"]
+
+
+def inputs_of(info, inside=""):
+    """Every input that a node's description names, those inside of others too, with its options."""
+    for group in ("required", "optional"):
+        for name, (_type, *options) in info.get(group, {}).items():
+            yield f"{inside}{name}", options[0] if options else {}
+            for part in (options[0] if options else {}).get("options", ()):
+                if isinstance(part, dict):
+                    yield from inputs_of(part["inputs"], f"{inside}{name}.{part['key']}.")
+            template = (options[0] if options else {}).get("template", {})
+            yield from inputs_of(template.get("input", {}), f"{inside}{name}.")
+
+
+def test_all_inputs_and_outputs_have_tooltips(server):
+    nodes = json.loads(server.get("/object_info"))
+    nodes = {name: info for name, info in nodes.items() if info["python_module"] == "custom_nodes.int8_dit"}
+    assert len(nodes) == 10
+    for name, info in nodes.items():
+        inputs = dict(inputs_of(info["input"]))
+        assert inputs and not [key for key, options in inputs.items() if not options.get("tooltip")], name
+        tips = info["output_tooltips"] or []
+        assert len(tips) == len(info["output"]) and all(tips), name
