@@ -79,3 +79,4 @@ def test_rows_are_rotated_in_registers(producers):
     for build in producers:
         assert build["HMMA"] == build["IMMA"] == build["IGMMA"] == build["HGMMA"] == 0, build
         assert build["group"] == 1 or build["shared"] < 2 * build["channels"], build
+        assert build["shared"] <= SHARED_MEMORY[86], build

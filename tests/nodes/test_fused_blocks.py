@@ -5,12 +5,9 @@ import functools
 import pytest
 import torch
 
+from support.architectures import FUSED_BLOCKS
 from support.tensors import relative_error
 
-FAMILIES = (
-    "Ideogram 4", "Lumina 2", "Z-Image", "context refiner", "Flux.1 double", "Flux.1 single", "Flux.2 double",
-    "Flux.2 single", "yak double", "yak single", "Qwen-Image", "Wan t2v", "Wan i2v", "Wan 2.2",
-)  # fmt: skip
 # Both round to INT8, at slightly different values: which of them is luckier with a few tokens is chance.
 AS_EXACT = 1.1
 KINDS = ("plain", "smoothed", "rotated", "protected", "16 bits")
@@ -45,11 +42,11 @@ def errors(outputs, expected):
 
 
 def test_the_families_are_those_of_the_table(blocks):
-    assert tuple(blocks.FAMILIES) == FAMILIES and blocks.KINDS == KINDS
+    assert tuple(blocks.FAMILIES) == FUSED_BLOCKS and blocks.KINDS == KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED_BLOCKS)
 def test_a_fused_block_is_as_exact(blocks, fused_runs, family, kind):
     expected = blocks.run(blocks.exact(family), family)
     own = blocks.run(blocks.unfused(family, kind), family)
@@ -65,7 +62,7 @@ def test_a_fused_block_is_as_exact(blocks, fused_runs, family, kind):
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED_BLOCKS)
 def test_as_exact_in_half_precision_with_a_modulation_per_sample(blocks, fused_runs, family, dtype):
     call = blocks.Call(samples=3, tokens=7, dtype=dtype)
     expected = blocks.run(blocks.exact(family), family, blocks.Call(samples=3, tokens=7))
@@ -272,7 +269,7 @@ def test_an_interrupted_block_is_not_at_fault(blocks, fused_runs, monkeypatch):
 
 
 def test_attention_overrides_are_called_with_the_same(blocks, warm, fused_runs):
-    for family in FAMILIES:
+    for family in FUSED_BLOCKS:
         calls = []
 
         def override(function, *args, calls=calls, **kwargs):
