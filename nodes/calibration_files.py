@@ -8,7 +8,7 @@ from comfy_api.latest import io
 from .calibration.calibration import Calibration, merge_calibrations
 from .calibration.file import load_calibration, save_calibration
 from .host.output_files import output_paths, saved_file, workflow_metadata
-from .host.work import LayerProgress
+from .host.work import Progress
 from .sockets import CalibrationType
 
 FOLDER = "int8_calibrations"
@@ -58,7 +58,7 @@ class SaveINT8Calibration(io.ComfyNode):
     def execute(cls, calibration, filename_prefix) -> io.NodeOutput:
         calibration = _given(calibration)
         paths = output_paths(filename_prefix)
-        progress = LayerProgress(2 * len(calibration.statistics))  # two tensors of each layer
+        progress = Progress(2 * len(calibration.statistics))  # two tensors of each layer
         path = save_calibration(calibration, paths, workflow_metadata(cls.hidden), progress.step)
         return io.NodeOutput(ui=saved_file(path))
 

@@ -16,7 +16,7 @@ from ..kernels.benchmark import (
     title,
     working_memory,
 )
-from .host.work import LayerProgress, make_room
+from .host.work import Progress, make_room
 from .model.layer_selection import quantizable_linears
 from .pictures.benchmark_plot import plot
 
@@ -61,7 +61,7 @@ class INT8KernelBenchmark(io.ComfyNode):
     def execute(cls, tokens, model=None) -> io.NodeOutput:
         device = comfy.model_management.get_torch_device() if model is None else model.load_device
         shapes = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
-        progress = LayerProgress(len(shapes))
+        progress = Progress(len(shapes))
         make_room(device, max(working_memory(shape, tokens) for shape in shapes))
         results = []
         check = comfy.model_management.throw_exception_if_processing_interrupted

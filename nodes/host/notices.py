@@ -3,6 +3,7 @@
 import functools
 import logging
 import sys
+from typing import Any
 
 from comfy_execution.utils import get_executing_context
 
@@ -11,13 +12,17 @@ WARNING_EVENT = "int8_dit.warning"
 logger = logging.getLogger(__name__)
 
 
+def prompt_server() -> Any:
+    """The ComfyUI server (server.PromptServer) that runs in this process, or None."""
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+
+
 def warn(summary: str, detail: str) -> None:
     """Log a warning and, when a ComfyUI server runs in this process, show it as a toast (web/int8_dit.js)."""
     logger.warning("%s: %s", summary, detail)
-    server = sys.modules.get("server")
-    instance = getattr(getattr(server, "PromptServer", None), "instance", None)
-    if instance is not None:
-        instance.send_sync(WARNING_EVENT, {"summary": summary, "detail": detail})
+    server = prompt_server()
+    if server is not None:
+        server.send_sync(WARNING_EVENT, {"summary": summary, "detail": detail})
 
 
 def warn_once_per_run(summary: str, detail: str) -> None:

@@ -1,12 +1,20 @@
-"""Long work inside ComfyUI: room on the device for it, its progress bar, the cancel button."""
+"""Long work inside ComfyUI: room on the device for it, its progress bar and line of text, the cancel button."""
+
+import copy
+import time
 
 import comfy.model_management
 import comfy.utils
 import torch
+from comfy_execution.utils import get_executing_context
+
+from .notices import prompt_server
 
 # What quantizing a layer takes, per weight: 5 bytes measured for the largest of Ideogram 4, and twice that while a LoRA
 # is patched into it.
 _QUANTIZATION_BYTES = 12
+_BAR_STEPS = 1000
+_SECONDS_BETWEEN_TEXTS = 0.25
 
 
 def make_room_to_quantize(device: torch.device, weights: int) -> None:
@@ -20,13 +28,65 @@ def make_room(device: torch.device, needed: int) -> None:
         comfy.model_management.free_memory(needed, device)
 
 
-class LayerProgress:
-    """ComfyUI's progress bar and cancel button for work done layer by layer."""
+class Progress:
+    """The progress of a node's job: ComfyUI's bar and cancel button, and a line of text on the node.
 
-    def __init__(self, total: int) -> None:
-        self._bar = comfy.utils.ProgressBar(max(1, total))
+    A node makes one. A job in parts hands each a `part` of it, so that the bar runs once and never back. Without a
+    server there is no text, and without ComfyUI's bar no bar.
 
-    def step(self) -> None:
-        """One layer is done. Raises ComfyUI's interrupt exception when the user cancelled."""
+    Args:
+        steps: how many the job has.
+    """
+
+    def __init__(self, steps: int = 1) -> None:
+        self._bar = comfy.utils.ProgressBar(_BAR_STEPS)
+        self._line = _Line()
+        self._begin, self._width = 0.0, 1.0  # of the bar
+        self._steps, self._done = max(1, steps), 0.0
+
+    def part(self, share: float, steps: int) -> "Progress":
+        """The next `share`, up to 1, of this job as a job of `steps` steps. The part after it begins where it ends."""
+        part = copy.copy(self)
+        part._begin, part._width = self._position, self._width * share
+        part._steps, part._done = max(1, steps), 0.0
+        self._done += share * self._steps
+        return part
+
+    def say(self, text: str) -> None:
+        """Show a line on the node while it runs: "layer 80 of 211". Of many in a short time only some are shown."""
+        self._line.show(text)
+
+    def step(self, preview: tuple | None = None) -> None:
+        """One step is done; `preview` is a picture of it as ComfyUI's previewers make them.
+
+        Raises ComfyUI's interrupt exception when the user cancelled.
+        """
         comfy.model_management.throw_exception_if_processing_interrupted()
-        self._bar.update(1)
+        self._done += 1
+        self._bar.update_absolute(round(_BAR_STEPS * self._position), preview=preview)
+
+    def finish(self, text: str) -> None:
+        """The job is done: the bar is full, and the node keeps this line."""
+        self._bar.update_absolute(_BAR_STEPS)
+        self._line.show(text, at_once=True)
+
+    @property
+    def _position(self) -> float:
+        """Where on the bar the work is; what takes more steps than it said waits at its end."""
+        return self._begin + self._width * min(1.0, self._done / self._steps)
+
+
+class _Line:
+    """The text on the executing node, changed a few times a second at most."""
+
+    def __init__(self) -> None:
+        self._shown_at = float("-inf")
+
+    def show(self, text: str, at_once: bool = False) -> None:
+        context, server = get_executing_context(), prompt_server()
+        now = time.monotonic()
+        if context is None or server is None or not (at_once or now - self._shown_at >= _SECONDS_BETWEEN_TEXTS):
+            return
+        self._shown_at = now
+        # Only the browser that queued the prompt surely has this node.
+        server.send_progress_text(text, context.node_id, server.client_id)

@@ -13,7 +13,7 @@ from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
 from ..files.kinds import kind_of_tensors
-from ..host.work import LayerProgress, make_room_to_quantize
+from ..host.work import Progress, make_room_to_quantize
 from .build import build_model
 from .int8_weight import int8_weight
 from .layer_selection import is_quantizable
@@ -53,7 +53,7 @@ def load_int8_model(
         names = [k.removesuffix(".weight") for k in tensors if k.endswith(".weight")]
         sizes = [w.numel() for name in names if is_quantizable(name, (w := tensors[f"{name}.weight"]).shape)]
         make_room_to_quantize(device, max(sizes, default=0))
-        converter = _quantizing_converter(device, compute_dtype, LayerProgress(len(sizes)))
+        converter = _quantizing_converter(device, compute_dtype, Progress(len(sizes)))
     operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=once)
     with naming_file(checkpoint.name):
         model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, disable_dynamic)
@@ -90,7 +90,7 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return comfy.model_management.unet_manual_cast(None, device, config.supported_inference_dtypes)
 
 
-def _quantizing_converter(device: torch.device, dtype: torch.dtype, progress: LayerProgress) -> ConvertLayer:
+def _quantizing_converter(device: torch.device, dtype: torch.dtype, progress: Progress) -> ConvertLayer:
     """Plain per-channel quantization of every layer the rule selects, computed on `device`, kept in host memory."""
 
     def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from ..files import int8_mark
 from ..files.mark_record import marks_as_metadata
 from ..files.safetensors_writer import PendingTensor, write_safetensors
 from ..host import notices
-from ..host.work import LayerProgress
+from ..host.work import Progress
 from .build import as_file, file_metadata
 from .folding import fold
 from .int8_weight import is_int8
@@ -57,7 +57,7 @@ def save_int8_model(
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))
     about = {RECIPE_KEY: json.dumps(recipe), **marks_as_metadata(tensors), **file_metadata(model.model)}
     metadata = {**about, **metadata}
-    return write_safetensors(destination, tensors, metadata, LayerProgress(len(tensors)).step)
+    return write_safetensors(destination, tensors, metadata, Progress(len(tensors)).step)
 
 
 def _narrowed(key: str, tensor: torch.Tensor | PendingTensor) -> torch.Tensor | PendingTensor:

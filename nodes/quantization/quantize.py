@@ -20,7 +20,7 @@ from ...kernels import (
 )
 from ..blocks.install import is_fused_block
 from ..calibration.calibration import Calibration
-from ..host.work import LayerProgress, make_room_to_quantize
+from ..host.work import Progress, make_room_to_quantize
 from ..model.folding import foldable_groups
 from ..model.input_groups import same_input_groups
 from ..model.layer_selection import check_runs_as_stored, is_compiled, linears, quantizable_linears
@@ -167,7 +167,7 @@ def _quantize_layers(
     With 16-bit activations no layer is kept from smoothing, since none has to be folded for other loaders.
     """
     make_room_to_quantize(model.load_device, max(linear.weight.numel() for linear in targets.values()))
-    progress = LayerProgress(len(targets))
+    progress = Progress(len(targets))
     only_foldable = settings.smooth_only_foldable and activation_bits == 8
     foldable = foldable_groups(model, targets) if only_foldable else None
     # Layers that read the same input are those whose names say so and whose statistics agree in every bit: the q of a

@@ -40,18 +40,17 @@ def smoothed(dit: ModuleType) -> ModelPatcher:
 
 
 @pytest.fixture
-def interrupt_in_job(pack: ModuleType) -> Iterator[Callable[[int], None]]:
-    """Press ComfyUI's cancel button after the first of the steps of a job that has `steps` of them."""
+def interrupt_at(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Press ComfyUI's cancel button when the bar of a job has run this share of its way; 0 is its first step."""
     import comfy.model_management
     import comfy.utils
 
-    def arm(steps: int) -> None:
-        def on_progress(value: int, total: int, preview: object, node_id: str | None = None) -> None:
-            if total == steps:
+    def arm(share: float) -> None:
+        def update(bar: comfy.utils.ProgressBar, value: int, total: int | None = None, preview: object = None) -> None:
+            if value >= share * (total or bar.total):
                 comfy.model_management.interrupt_current_processing()
 
-        comfy.utils.set_progress_bar_global_hook(on_progress)
+        monkeypatch.setattr(comfy.utils.ProgressBar, "update_absolute", update)
 
     yield arm
-    comfy.utils.set_progress_bar_global_hook(None)
     comfy.model_management.interrupt_current_processing(False)

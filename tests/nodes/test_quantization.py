@@ -280,13 +280,13 @@ def test_the_input_model_is_untouched_by_an_error_in_calibration(dit, model):
         dit.quantize(failing, **inputs)
 
 
-@pytest.mark.parametrize("steps", (3, 21), ids=("calibration", "quantization"))
-def test_the_input_model_is_untouched_by_a_cancel(dit, model, interrupt_in_job, steps):
+@pytest.mark.parametrize("share", (0, 0.7), ids=("calibration", "quantization"))
+def test_the_input_model_is_untouched_by_a_cancel(dit, model, interrupt_at, share):
     from comfy.model_management import InterruptProcessingException
 
     inputs = dit.calibration(model, steps=3)
     with dit.untouched(model), pytest.raises(InterruptProcessingException):
-        interrupt_in_job(steps)
+        interrupt_at(share)
         dit.quantize(model, **inputs)
 
 
@@ -494,11 +494,11 @@ def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_quantized_is_refused_before_it_is_sampled(dit, model, interrupt_in_job):
+def test_what_cannot_be_quantized_is_refused_before_it_is_sampled(dit, model, interrupt_at):
     import comfy.sd
 
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)
-    interrupt_in_job(50)  # pressed after the first step, it must not be reached
+    interrupt_at(0)  # pressed after the first step, it must not be reached
     with pytest.raises(ValueError, match="bypass_lora"):
         dit.quantize(bypassed, **dit.calibration(model, steps=50))
 

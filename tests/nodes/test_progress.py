@@ -1,0 +1,115 @@
+"""The progress of a node's job: one bar that never runs back, a few texts a second, the cancel button."""
+
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.fixture
+def bar(pack, monkeypatch):
+    """The shares of its way that the bar was at, one by one."""
+    import comfy.utils
+
+    shares = []
+
+    def update(bar, value, total=None, preview=None):
+        shares.append(value / (total or bar.total))
+
+    monkeypatch.setattr(comfy.utils.ProgressBar, "update_absolute", update)
+    return shares
+
+
+@pytest.fixture
+def texts(pack, monkeypatch):
+    """What a server got to send, from the node "7" that a browser called "me" queued."""
+    import sys
+
+    from comfy_execution.utils import CurrentNodeContext
+
+    sent = []
+    instance = SimpleNamespace(client_id="me", send_progress_text=lambda *message: sent.append(message))
+    monkeypatch.setitem(sys.modules, "server", SimpleNamespace(PromptServer=SimpleNamespace(instance=instance)))
+    with CurrentNodeContext("prompt", "7"):
+        yield sent
+
+
+@pytest.fixture
+def clock(pack, monkeypatch):
+    """A clock that stands until a test moves it."""
+    from int8_dit.nodes.host import work
+
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def progress(steps=1):
+    from int8_dit.nodes.host.work import Progress
+
+    return Progress(steps)
+
+
+def test_a_step_is_its_share_of_the_bar(bar):
+    job = progress(4)
+    for _ in range(4):
+        job.step()
+    assert bar == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_parts_share_one_bar(bar):
+    """A part of a part too; one that ends early leaves its room empty, one that takes longer waits at its end."""
+    job = progress()
+    sampling = job.part(0.6, 1)
+    first, second = sampling.part(0.5, 3), sampling.part(0.5, 2)
+    first.step()
+    for _ in range(5):
+        second.step()
+    last = job.part(0.4, 2)
+    last.step()
+    job.finish("done")
+    assert bar == pytest.approx([0.1, 0.45, 0.6, 0.6, 0.6, 0.6, 0.8, 1.0])
+
+
+def test_no_steps_at_all(bar):
+    progress(0).part(0.5, 0).step()
+    assert bar == [0.5]
+
+
+def test_texts_go_to_the_node_and_the_browser_that_run_it(bar, texts, clock):
+    progress().say("layer 1 of 3")
+    assert texts == [("layer 1 of 3", "7", "me")]
+
+
+def test_texts_are_few_but_the_last_one_is_shown(bar, texts, clock):
+    job = progress(1000)
+    for layer in range(1000):
+        clock.now += 0.01
+        job.part(0.001, 1).say(str(layer))
+    job.finish("done")
+    assert [text for text, *_ in texts][:2] == ["0", "25"]
+    assert texts[-1][0] == "done" and len(texts) <= 1000 * 0.01 / 0.25 + 2
+
+
+def test_without_a_server_or_a_node_there_is_no_text(bar, texts, clock, monkeypatch):
+    import sys
+
+    from comfy_execution.utils import current_executing_context
+
+    token = current_executing_context.set(None)
+    progress().say("in no node")
+    current_executing_context.reset(token)
+    for server in (SimpleNamespace(), SimpleNamespace(PromptServer=SimpleNamespace())):
+        monkeypatch.setitem(sys.modules, "server", server)
+        progress().say("no server runs")
+    assert not texts
+
+
+def test_a_cancel_ends_the_job_at_its_next_step(interrupt_at):
+    from comfy.model_management import InterruptProcessingException
+
+    interrupt_at(0.5)
+    job = progress(4)
+    job.step()
+    job.step()
+    with pytest.raises(InterruptProcessingException):
+        job.step()
