@@ -1,13 +1,14 @@
 """The nodes that keep calibrations: "Save Calibration", "Load Calibration" and "Merge Calibrations"."""
 
 import os
+from functools import partial
 
 import folder_paths
 from comfy_api.latest import io
 
 from .calibration.calibration import Calibration, merge_calibrations
 from .calibration.file import load_calibration, save_calibration
-from .host.output_files import output_paths, saved_file, workflow_metadata
+from .host.output_files import output_paths, saved_file, saved_line, workflow_metadata
 from .host.work import Progress
 from .sockets import CalibrationType
 
@@ -59,7 +60,9 @@ class SaveINT8Calibration(io.ComfyNode):
         calibration = _given(calibration)
         paths = output_paths(filename_prefix)
         progress = Progress(2 * len(calibration.statistics))  # two tensors of each layer
-        path = save_calibration(calibration, paths, workflow_metadata(cls.hidden), progress.step)
+        on_tensor = partial(progress.step, "saving tensor")
+        path = save_calibration(calibration, paths, workflow_metadata(cls.hidden), on_tensor)
+        progress.finish(saved_line(path))
         return io.NodeOutput(ui=saved_file(path))
 
 

@@ -32,6 +32,11 @@ def saved_file(path: str) -> dict:
     return {"saved": [{"filename": filename, "subfolder": subfolder, "type": "output"}]}
 
 
+def saved_line(path: str) -> str:
+    """What the node that saved a file says of it."""
+    return f"saved {os.path.basename(path)}, {os.path.getsize(path) / 1e9:.3g} GB"
+
+
 def workflow_metadata(hidden: io.HiddenHolder) -> dict[str, str]:
     """The workflow as ComfyUI's save nodes store it, unless the user disabled that."""
     if args.disable_metadata:

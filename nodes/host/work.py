@@ -44,25 +44,31 @@ class Progress:
         self._begin, self._width = 0.0, 1.0  # of the bar
         self._steps, self._done = max(1, steps), 0.0
 
-    def part(self, share: float, steps: int) -> "Progress":
-        """The next `share`, up to 1, of this job as a job of `steps` steps. The part after it begins where it ends."""
+    def part(self, length: float, steps: int = 1) -> "Progress":
+        """The next `length` steps of this job as a job of its own, of `steps` steps; what comes next begins behind it.
+
+        A job of one step can be cut into parts of 0.9 and 0.1.
+        """
         part = copy.copy(self)
-        part._begin, part._width = self._position, self._width * share
+        part._begin, part._width = self._position, self._width * length / self._steps
         part._steps, part._done = max(1, steps), 0.0
-        self._done += share * self._steps
+        self._done += length
         return part
 
     def say(self, text: str) -> None:
         """Show a line on the node while it runs: "layer 80 of 211". Of many in a short time only some are shown."""
         self._line.show(text)
 
-    def step(self, preview: tuple | None = None) -> None:
-        """One step is done; `preview` is a picture of it as ComfyUI's previewers make them.
+    def step(self, doing: str = "", preview: tuple | None = None) -> None:
+        """One step is done.
 
-        Raises ComfyUI's interrupt exception when the user cancelled.
+        `doing` is said with the count: "saving tensor" becomes "saving tensor 80 of 211". `preview` is a picture as
+        ComfyUI's previewers make them. Raises ComfyUI's interrupt exception when the user cancelled.
         """
         comfy.model_management.throw_exception_if_processing_interrupted()
         self._done += 1
+        if doing:
+            self.say(f"{doing} {self._done:.0f} of {max(self._done, self._steps):.0f}")
         self._bar.update_absolute(round(_BAR_STEPS * self._position), preview=preview)
 
     def finish(self, text: str) -> None:

@@ -49,17 +49,21 @@ def load_int8_model(
     once = not fused and all(_fits(tensors, compute_dtype, place) for place in devices)
 
     converter: ConvertLayer = leave_layer
+    progress: Progress | None = None  # a file that needs no work is loaded as fast as any
     if not holds_int8(tensors) and not once:
         names = [k.removesuffix(".weight") for k in tensors if k.endswith(".weight")]
         sizes = [w.numel() for name in names if is_quantizable(name, (w := tensors[f"{name}.weight"]).shape)]
         make_room_to_quantize(device, max(sizes, default=0))
-        converter = _quantizing_converter(device, compute_dtype, Progress(len(sizes)))
+        progress = Progress(len(sizes))
+        converter = _quantizing_converter(device, compute_dtype, progress)
     operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=once)
     with naming_file(checkpoint.name):
         model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, disable_dynamic)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
     model.cached_patcher_init = (partial(load_int8_model, anywhere=True), (path, kernel, branch, base_path))
     keep_recipe_of_file(model, checkpoint.metadata)
+    if progress is not None:
+        progress.finish("quantized while loading")
     return model
 
 
@@ -98,7 +102,7 @@ def _quantizing_converter(device: torch.device, dtype: torch.dtype, progress: Pr
             return None
         with naming_layer(name):
             q, scale = quantize_weight(float_weight(weight.to(device=device), pre_quant_scale))
-        progress.step()
+        progress.step("quantizing layer")
         return int8_weight(q.cpu(), scale.cpu(), dtype)
 
     return convert

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -10,6 +11,7 @@ from ..files import int8_mark
 from ..files.mark_record import marks_as_metadata
 from ..files.safetensors_writer import PendingTensor, write_safetensors
 from ..host import notices
+from ..host.output_files import saved_line
 from ..host.work import Progress
 from .build import as_file, file_metadata
 from .folding import fold
@@ -57,7 +59,10 @@ def save_int8_model(
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))
     about = {RECIPE_KEY: json.dumps(recipe), **marks_as_metadata(tensors), **file_metadata(model.model)}
     metadata = {**about, **metadata}
-    return write_safetensors(destination, tensors, metadata, Progress(len(tensors)).step)
+    progress = Progress(len(tensors))
+    path = write_safetensors(destination, tensors, metadata, partial(progress.step, "saving tensor"))
+    progress.finish(saved_line(path))
+    return path
 
 
 def _narrowed(key: str, tensor: torch.Tensor | PendingTensor) -> torch.Tensor | PendingTensor:

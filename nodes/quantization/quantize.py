@@ -31,6 +31,7 @@ from .report import ACT16, BF16, INT8, PROTECTED_IN, LayerReport, QuantizationRe
 logger = logging.getLogger(__name__)
 
 _DEFAULT_PROTECTION = Protection("share", 0.08)
+_QUANTIZING, _PROTECTING = 0.85, 0.07  # of the progress; the rest is the building of the MODEL
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,16 @@ class QuantizationSettings:
 
 
 def quantize_model(
-    model: ModelPatcher, settings: QuantizationSettings, kernel: str, calibration: Calibration | None
+    model: ModelPatcher,
+    settings: QuantizationSettings,
+    kernel: str,
+    calibration: Calibration | None,
+    progress: Progress | None = None,
 ) -> tuple[ModelPatcher, QuantizationReport]:
     """A new MODEL with INT8 linears, and what was done; `model` and its weights stay as they are.
 
     Patches of `model` that change weights (LoRAs) are part of what is quantized. Without `calibration` nothing is
-    smoothed and errors are those of the weights.
+    smoothed and errors are those of the weights. `progress` is run through once.
 
     Raises ValueError for a calibration that does not fit the model or that a method needs and lacks, a protection that
     leaves nothing to quantize, a weight with NaN or Inf, a model without quantizable linears or whose layers are
@@ -107,7 +112,10 @@ def quantize_model(
     warn_of_patches_on_folded(model)
 
     statistics = {} if calibration is None else calibration.statistics
-    results = _quantize_layers(model, settings, targets, statistics)
+    progress = progress or Progress()
+    results = _quantize_layers(
+        model, settings, targets, statistics, progress.part(_QUANTIZING, len(targets)), "quantizing layer"
+    )
     # A layer that was never called loses nothing.
     called = [name for name in targets if calibration is None or name in statistics]
     fragility = {name: results[name].plain_error for name in called}
@@ -115,7 +123,16 @@ def quantize_model(
     protected = settings.protection.choose(nothing_lost | fragility, nothing_lost | errors, number_of_linears)
     held_in = dict.fromkeys(protected, BF16)
     if protected and settings.protected_in == ACT16:
-        again = _quantize_layers(model, settings, {name: targets[name] for name in protected}, statistics, 16)
+        part = progress.part(_PROTECTING, len(protected))
+        again = _quantize_layers(
+            model,
+            settings,
+            {name: targets[name] for name in protected},
+            statistics,
+            part,
+            "16-bit activations for layer",
+            activation_bits=16,
+        )
         accepted = {name: result for name, result in again.items() if settings.protection.accepts(result.error)}
         held_in |= dict.fromkeys(accepted, ACT16)
         errors |= {name: result.error for name, result in accepted.items() if name in errors}
@@ -133,6 +150,7 @@ def quantize_model(
         protected,
     )
 
+    progress.say("building the INT8 model")
     quantized = with_quantized_layers(model, results, in_floats, kernel)
     keep_recipe(quantized, {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))})
     kept = len(protected)
@@ -160,6 +178,8 @@ def _quantize_layers(
     settings: QuantizationSettings,
     targets: Mapping[str, CastWeightBiasOp],
     statistics: Mapping[str, ActivationStatistics],
+    progress: Progress,
+    doing: str,
     activation_bits: int = 8,
 ) -> dict[str, QuantizedLinear]:
     """Every target in INT8, those that will be protected too: how fragile they are is known only then.
@@ -167,7 +187,6 @@ def _quantize_layers(
     With 16-bit activations no layer is kept from smoothing, since none has to be folded for other loaders.
     """
     make_room_to_quantize(model.load_device, max(linear.weight.numel() for linear in targets.values()))
-    progress = Progress(len(targets))
     only_foldable = settings.smooth_only_foldable and activation_bits == 8
     foldable = foldable_groups(model, targets) if only_foldable else None
     # Layers that read the same input are those whose names say so and whose statistics agree in every bit: the q of a
@@ -189,7 +208,7 @@ def _quantize_layers(
         sources = {member: partial(source_weight, model, member) for member in group}
         results |= quantize_group(sources, plans, statistics.get(name), settings.clip, activation_bits)
         for _ in group:
-            progress.step()
+            progress.step(doing)
     return results
 
 

@@ -70,6 +70,40 @@ def test_parts_share_one_bar(bar):
     assert bar == pytest.approx([0.1, 0.45, 0.6, 0.6, 0.6, 0.6, 0.8, 1.0])
 
 
+def test_the_count_of_steps_is_said(bar, texts, clock):
+    job = progress(7)
+    for _ in range(8):  # an adaptive sampler takes more than it said
+        clock.now += 1
+        job.step("layer")
+    assert [text for text, *_ in texts] == [*(f"layer {step} of 7" for step in range(1, 8)), "layer 8 of 8"]
+
+
+def test_the_quantize_node_shows_one_job(dit, bar, texts, clock, monkeypatch):
+    """Sampling and quantization run the bar once, from the first step to the end, and say what they do."""
+    from int8_dit.nodes.host import work
+
+    monkeypatch.setattr(work, "_SECONDS_BETWEEN_TEXTS", 0)
+    model = dit.stock()
+    inputs = dit.calibration(model, steps=3)
+    inputs["positive"]["positive_1"] = inputs["positive"]["positive_0"]
+    dit.run_node(model, **inputs | {"protect": dit.protect_layers(2), "protected_in": "INT8 with 16-bit activations"})
+    assert bar == sorted(bar) and bar[-1] == 1.0
+    said = [text for text, *_ in texts]
+    assert said[:4] == [
+        "calibrating, prompt 1 of 2",
+        *(f"calibrating, prompt 1 of 2, step {step} of 3" for step in (1, 2, 3)),
+    ]
+    assert said[8:10] == ["quantizing layer 1 of 21", "quantizing layer 2 of 21"]
+    assert said[29:] == [
+        "16-bit activations for layer 1 of 2",
+        "16-bit activations for layer 2 of 2",
+        "building the INT8 model",
+        "21 layers quantized",
+    ]
+    # A step of the sampler is worth nine layers.
+    assert bar[2] == pytest.approx(27 / (54 + 21), abs=1e-3)
+
+
 def test_no_steps_at_all(bar):
     progress(0).part(0.5, 0).step()
     assert bar == [0.5]
