@@ -29,8 +29,8 @@ def calibrate(
     """Sample every prompt once, as the user would, and return what the linears got to see.
 
     The n-th prompt, a conditioning, is sampled with the noise of `seed` + n; `progress` is run through once. Nothing of
-    it stays in `model`, also when it is cancelled or fails. Raises ValueError naming the layer that was the first to get a NaN or Inf, after the step
-    in which it did.
+    it stays in `model`, also when it is cancelled or fails. Raises ValueError naming the layer that was the first to
+    get a NaN or Inf, after the step in which it did.
     """
     recording = Recording()
     observed = armed(model, recording)

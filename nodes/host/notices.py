@@ -25,16 +25,19 @@ def warn(summary: str, detail: str) -> None:
         server.send_sync(WARNING_EVENT, {"summary": summary, "detail": detail})
 
 
-def warn_once_per_run(summary: str, detail: str) -> None:
-    """`warn`, but at most once per queued prompt, however many models and steps say the same."""
+def warn_once_per_run(summary: str, detail: str, advice: str = "") -> None:
+    """`warn`, but at most once per queued prompt, however many models and steps say the same.
+
+    The same with another `advice`, which ends the detail, is the same.
+    """
     context = get_executing_context()
-    if context is None:
-        warn(summary, detail)
-    else:
-        _warn_for_prompt(context.prompt_id, summary, detail)
+    said = set() if context is None else _said_in(context.prompt_id)
+    if (summary, detail) not in said:
+        said.add((summary, detail))
+        warn(summary, f"{detail} {advice}".strip())
 
 
-# The cache is the memory of what was said; more than a few prompts never run side by side.
+# More than a few prompts never run side by side.
 @functools.lru_cache(maxsize=16)
-def _warn_for_prompt(prompt_id: str, summary: str, detail: str) -> None:
-    warn(summary, detail)
+def _said_in(prompt_id: str) -> set[tuple[str, str]]:
+    return set()

@@ -148,11 +148,18 @@ def add_fallback_warning(model: ModelPatcher, kernel: str) -> None:
     """
 
     def warn(patcher: ModelPatcher) -> None:
-        compute = choose_path(patcher.load_device, kernel)
-        if compute.fallback:
-            notices.warn_once_per_run(
-                "INT8 DiT runs in bf16",
-                f"{compute.reason}. Set the node's kernel widget to 'fused int8' to use INT8 all the same.",
-            )
+        warn_of_fallback(
+            patcher.load_device, kernel, "Set the node's kernel widget to 'fused int8' to use INT8 all the same."
+        )
 
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)
+
+
+def warn_of_fallback(device: torch.device, kernel: str, advice: str) -> None:
+    """Warn once per run and card that INT8 models run in bf16 there, if `kernel` falls back to it, and why.
+
+    Raises what `choose_path` does.
+    """
+    compute = choose_path(device, kernel)
+    if compute.fallback:
+        notices.warn_once_per_run("INT8 DiT runs in bf16", f"{compute.reason}.", advice)

@@ -14,7 +14,7 @@ from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
 from ..files.kinds import kind_of_tensors
 from ..host.work import Progress, make_room_to_quantize
-from .build import build_model
+from .build import build_model, warn_of_fallback
 from .int8_weight import int8_weight
 from .layer_selection import is_quantizable
 from .operations import ConvertLayer, int8_operations, leave_layer
@@ -48,6 +48,8 @@ def load_int8_model(
     compute_dtype = detect_compute_dtype(checkpoint)
     once = not fused and all(_fits(tensors, compute_dtype, place) for place in devices)
 
+    if once:
+        warn_of_fallback(device, kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
     converter: ConvertLayer = leave_layer
     progress: Progress | None = None  # a file that needs no work is loaded as fast as any
     if not holds_int8(tensors) and not once:

@@ -221,6 +221,40 @@ def test_auto_without_gpu_warns_once_per_run(dit, in_bf16, caplog):
         caplog.clear()
 
 
+def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, tmp_path, monkeypatch, caplog):
+    """And the sampling that follows in the same run does not say it again."""
+    from comfy_execution.utils import CurrentNodeContext
+
+    from int8_dit.nodes.model import load
+    from int8_dit.nodes.model.save import save_int8_model
+
+    path = dit.write(tmp_path / "native.safetensors", native)
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="division by zero"):
+        patched.setattr(load, "build_model", lambda *_: 1 / 0)
+        dit.load(path, "auto")
+    (warning,) = fallback_warnings(caplog)
+    assert warning.endswith("This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
+
+    caplog.clear()
+    with CurrentNodeContext(str(uuid.uuid4()), "1"):
+        model = dit.load(path, "auto")
+        dit.sample(model)
+    assert fallback_warnings(caplog) == [warning]
+    with pytest.raises(ValueError, match="holds no INT8 weights"):
+        save_int8_model(model, str(tmp_path / "again.safetensors"), {})
+
+
+def test_auto_does_not_say_so_where_int8_weights_are_kept(dit, native, tmp_path, monkeypatch, caplog):
+    import comfy.model_management
+
+    from int8_dit.nodes.model.save import save_int8_model
+
+    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *args, **kwargs: 0)
+    model = dit.load(dit.write(tmp_path / "native.safetensors", native), "auto")
+    assert not fallback_warnings(caplog)
+    assert save_int8_model(model, str(tmp_path / "again.safetensors"), {})
+
+
 @pytest.mark.parametrize("kernel", ("fused int8", "bf16"))
 def test_a_chosen_kernel_does_not_warn(dit, caplog, kernel):
     dit.sample(dit.load(kernel=kernel))

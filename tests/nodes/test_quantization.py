@@ -424,8 +424,10 @@ def test_an_int8_model_is_quantized_again(dit, tmp_path):
             assert torch.equal(dit.module(again, layer).weight, old[layer].dequantize())
 
 
-def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, caplog):
+def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, caplog, tmp_path):
     """The weights can still be saved as INT8; unlike the loader's they are not dequantized once."""
+    from int8_dit.nodes.model.save import save_int8_model
+
     quantized = dit.quantize(model, kernel="auto")
     weights = dit.int8_weights(quantized)
     assert len(weights) == len(dit.LINEARS)
@@ -435,6 +437,7 @@ def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, ca
 
     dit.sample(quantized)
     assert len([r for r in caplog.records if "runs in bf16" in r.getMessage()]) == 1
+    assert save_int8_model(quantized, str(tmp_path / "x.safetensors"), {})
 
 
 def test_quantizing_again_with_another_kernel_does_not_warn(dit, model, caplog):
