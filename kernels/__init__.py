@@ -1,7 +1,15 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
 from .checks import FLOAT_DTYPES
-from .device import KERNEL_CHOICES, ComputePath, choose_path, runs_fused
+from .device import (
+    KERNEL_CHOICES,
+    ComputePath,
+    choose_path,
+    decide_by,
+    int8_path,
+    native_computes,
+    runs_fused,
+)
 from .linear import int8_gemm, int8_linear
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, candidates
 from .numerics.groups import QuantizedLinear, naming_layer, quantize_group
@@ -15,15 +23,20 @@ from .reference_producers import ACTIVATIONS, Norm
 from .repeated_linear import RepeatedLinear
 from .shared_input import InputPlace, InputReader
 from .transform import UNCHANGED, ChannelTransform
+from .verdicts import BF16, FUSED, NATIVE, WAYS, Verdict, stored_verdict
 from .weights import dequantize_weight, requantize_weight
 
 __all__ = [
     "ACTIVATIONS",
     "ALPHAS",
+    "BF16",
     "FLOAT_DTYPES",
+    "FUSED",
     "KERNEL_CHOICES",
     "METHODS",
+    "NATIVE",
     "UNCHANGED",
+    "WAYS",
     "ActivationStatistics",
     "ChannelTransform",
     "ComputePath",
@@ -35,22 +48,27 @@ __all__ = [
     "QuantizedLinear",
     "RepeatedLinear",
     "TransformPlan",
+    "Verdict",
     "activate_quantize",
     "candidates",
     "check_alpha",
     "choose_path",
+    "decide_by",
     "dequantize_weight",
     "divide_modulation_scale",
     "divide_rows",
     "gated_residual",
     "int8_gemm",
     "int8_linear",
+    "int8_path",
     "multiply_columns",
     "naming_layer",
+    "native_computes",
     "norm_quantize",
     "norm_rope",
     "quantize_group",
     "quantize_weight",
     "requantize_weight",
     "runs_fused",
+    "stored_verdict",
 ]

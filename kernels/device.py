@@ -3,10 +3,14 @@
 import functools
 import importlib.util
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
+
+from .transform import ChannelTransform
+from .verdicts import BF16, FUSED, NATIVE, WAYS, Shape, Verdict, clear_verdict, store_verdict, stored_verdict
 
 KERNEL_CHOICES = ("auto", "fused int8", "bf16")
 CONSUMER_AMPERE = (8, 6)
@@ -16,9 +20,9 @@ _OLDEST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class ComputePath:
-    """What the INT8 linears of a model compute with, and the reason in words for the user."""
+    """What INT8 linears compute with, one of verdicts.WAYS, and the reason in words for the user."""
 
-    kind: Literal["fused int8", "bf16"]
+    kind: str
     reason: str
     fallback: bool = False
     """True when bf16 was not asked for but is all that the rule allows here."""
@@ -69,15 +73,20 @@ def fused_obstacle(device: torch.device) -> str | None:
     return None if error is None else f"Triton does not work here ({error}); install a C compiler, or Triton anew"
 
 
-def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath:
-    """Fused INT8 or bf16 for a device.
+def choose_path(
+    device: torch.device | str, kernel: str = "auto", shape: Shape | None = None, ways: Collection[str] = WAYS
+) -> ComputePath:
+    """What a linear computes with on a device.
 
-    The rule of `auto`: consumer Ampere (sm_86) runs fused INT8, where it is known to win; any other card, no Triton or
+    The rule of `auto`: where the card's own benchmark has left a verdict, the fastest way of the linear's shape.
+    Elsewhere consumer Ampere (sm_86) runs fused INT8, where it is known to win, and any other card bf16. No Triton or
     no GPU falls back to bf16. The other choices override the rule.
 
     Args:
         device: where the model computes.
         kernel: "auto", "fused int8" or "bf16".
+        shape: N and K of the linear; None for the model as a whole, which runs fused INT8 if any measured shape does.
+        ways: what the linear could compute with, as far as a verdict may choose.
 
     Raises:
         ValueError: unknown `kernel`.
@@ -87,11 +96,11 @@ def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath
         raise ValueError(f"kernel must be one of {', '.join(KERNEL_CHOICES)}; got {kernel!r}")
     place = torch.device(device)
     if kernel == "bf16":
-        return ComputePath("bf16", "bf16 was chosen")
+        return ComputePath(BF16, "bf16 was chosen")
     if place.type != "cuda":
         if kernel == "fused int8":
-            return ComputePath("fused int8", f"no GPU: the eager INT8 reference runs on {place.type}")
-        return ComputePath("bf16", f"the model runs on {place.type}, and INT8 tensor cores need a GPU", fallback=True)
+            return ComputePath(FUSED, f"no GPU: the eager INT8 reference runs on {place.type}")
+        return ComputePath(BF16, f"the model runs on {place.type}, and INT8 tensor cores need a GPU", fallback=True)
 
     name = torch.cuda.get_device_name(place)
     major, minor = capability = torch.cuda.get_device_capability(place)
@@ -99,24 +108,63 @@ def choose_path(device: torch.device | str, kernel: str = "auto") -> ComputePath
     if kernel == "fused int8":
         if obstacle is not None:
             raise RuntimeError(f"kernel is set to fused int8, but {obstacle}. The alternative is kernel set to bf16")
-        return ComputePath("fused int8", f"fused int8 was chosen for {name} (sm_{major}{minor})")
+        return ComputePath(FUSED, f"fused int8 was chosen for {name} (sm_{major}{minor})")
+    verdict = None if obstacle is not None else stored_verdict(place)
+    if verdict is not None:
+        shapes = verdict.milliseconds if shape is None else [shape]
+        found = {verdict.fastest(each, ways) for each in shapes} - {None}
+        if found:
+            kind = FUSED if FUSED in found else sorted(way for way in found if way is not None)[-1]
+            return ComputePath(kind, f"measured to be the fastest on this {name}, {verdict.date}")
     if capability != CONSUMER_AMPERE or torch.version.hip is not None:
         reason = (
-            f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on"
+            f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on "
+            "before Kernel Benchmark has measured this one"
         )
-        return ComputePath("bf16", reason, fallback=True)
+        return ComputePath(BF16, reason, fallback=True)
     if obstacle is not None:
-        return ComputePath("bf16", obstacle, fallback=True)
-    return ComputePath("fused int8", f"{name} is a consumer Ampere card (sm_86)")
+        return ComputePath(BF16, obstacle, fallback=True)
+    return ComputePath(FUSED, f"{name} is a consumer Ampere card (sm_86)")
 
 
-_path_on = functools.cache(choose_path)
+def native_computes(transform: ChannelTransform, activation_bits: int) -> bool:
+    """Whether ComfyUI's own INT8 could compute a linear: it neither smooths nor rounds to 16 bits."""
+    return transform.smooth is None and activation_bits == 8
+
+
+@functools.cache
+def _kind(device: torch.device, kernel: str, shape: Shape, native: bool) -> str:
+    return choose_path(device, kernel, shape, (FUSED, NATIVE) if native else (FUSED,)).kind
+
+
+def decide_by(device: torch.device, verdict: Verdict | None) -> bool:
+    """Let a verdict decide what `auto` runs on a GPU from now on; None forgets the one there is.
+
+    Returns whether there was one. Raises OSError where it cannot be kept.
+    """
+    before = stored_verdict(device) is not None
+    try:
+        if verdict is None:
+            clear_verdict(device)
+        else:
+            store_verdict(device, verdict)
+    finally:
+        _kind.cache_clear()
+    return before
 
 
 @torch.compiler.assume_constant_result
-def runs_fused(device: torch.device, kernel: str) -> bool:
-    """Whether `choose_path` is fused INT8: what a linear asks in each call, because cards of one machine may differ.
+def int8_path(device: torch.device, kernel: str, n: int, k: int, native: bool) -> str:
+    """What a linear with an INT8 weight [n, k] computes with, one of verdicts.WAYS: asked in each call, because cards
+    of one machine may differ.
 
-    The answer for a device is kept. A compiler takes it for a constant. Raises what `choose_path` does.
+    `native` says whether ComfyUI's own INT8 could compute it. A verdict chooses between the INT8 ways only: a weight
+    that is turned into bf16 in each call is slower than either. A compiler takes the answer for a constant. Raises
+    what `choose_path` does.
     """
-    return _path_on(device, kernel).kind == "fused int8"
+    return _kind(device, kernel, (n, k), native)
+
+
+def runs_fused(device: torch.device, kernel: str, n: int, k: int, native: bool) -> bool:
+    """Whether `int8_path` is the fused kernel."""
+    return int8_path(device, kernel, n, k, native) == FUSED

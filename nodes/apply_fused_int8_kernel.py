@@ -2,6 +2,7 @@
 
 from comfy_api.latest import io
 
+from .host.decision import decision_stamp
 from .model.apply_kernel import apply_fused_kernel
 from .model.attention import AS_COMFYUI, check_attention, set_attention
 from .sockets import attention_input, model_outputs, shown_model
@@ -36,6 +37,10 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
             outputs=model_outputs(),
             has_intermediate_output=True,
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, kernel: str = "auto", **_inputs) -> str:
+        return decision_stamp(kernel)
 
     @classmethod
     def execute(cls, model, kernel: str = "auto", attention: str = AS_COMFYUI) -> io.NodeOutput:

@@ -5,6 +5,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from .files.contents import BRANCHES
+from .host.decision import decision_stamp
 from .model.attention import AS_COMFYUI, check_attention, set_attention
 from .model.load import load_int8_model
 from .sockets import attention_input, kernel_input, model_outputs, shown_model
@@ -57,6 +58,10 @@ class LoadINT8DiT(io.ComfyNode):
             outputs=model_outputs(),
             has_intermediate_output=True,  # the line on the node comes back where the MODEL comes out of the cache
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, kernel: str = "auto", **_inputs) -> str:
+        return decision_stamp(kernel)
 
     @classmethod
     def execute(

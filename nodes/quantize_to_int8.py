@@ -7,6 +7,7 @@ from comfy_api.latest import io
 from ..kernels import METHODS, Protection
 from .calibration.run import calibrate
 from .host import notices
+from .host.decision import decision_stamp
 from .host.work import Progress
 from .pictures.quantization_plot import plot
 from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
@@ -195,6 +196,10 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 ),
             ],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, kernel: str = "auto", **_inputs) -> str:
+        return decision_stamp(kernel)
 
     @classmethod
     def execute(

@@ -19,7 +19,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch.nn.modules import module as torch_module
 
-from ...kernels import FLOAT_DTYPES, runs_fused
+from ...kernels import FLOAT_DTYPES, native_computes, runs_fused
 from .before_compiling import compare_before_compiling
 from .first_call import Failed, attempt, compare
 from .steps import input_form
@@ -48,6 +48,14 @@ def fuse_blocks(model: ModelPatcher) -> None:
         compare_before_compiling(model)
 
 
+def fuse_in_place(block: torch.nn.Module) -> None:
+    """The same for a block that belongs to no MODEL."""
+    for module in block.modules():
+        kind = BLOCKS.get(_full_name(type(module)))
+        if kind is not None:
+            module.__class__ = fused_class(type(module), kind)
+
+
 def is_fused_block(patch: Any) -> bool:
     """Whether an object patch of a MODEL is the class of a fused block."""
     return getattr(patch, "fuses_block", False) is True
@@ -61,7 +69,6 @@ class _Plan:
     """What a block was when it was looked at, to be recognised in few microseconds: so all loops here run in C.
 
     Attributes:
-        kernel: what its INT8 linears compute with; None where it has none, or is not what the table knows.
         verdicts: by its own forward and the dtype whether the fused one agrees with it; one for all blocks like it.
     """
 
@@ -78,13 +85,16 @@ class _Plan:
         self._linears: list[Any] = [module for module in parts if _is_linear(module)]
         self._patched = self._patched_now()
         forms = [input_form(layer) for layer in self._linears]
-        kernels = [layer.int8_kernel for layer, form in zip(self._linears, forms, strict=True) if form is not None]
+        int8 = [(layer, form) for layer, form in zip(self._linears, forms, strict=True) if form is not None]
         known = all(_is_linear(module) or _is_known(module, kind) for module in parts)
         like = tuple(
             form and (form.transform.smooth is None, form.transform.rotation_group, form.activation_bits)
             for form in forms
         )
-        self.kernel: str | None = kernels[0] if known and kernels else None
+        questions = {
+            (layer.int8_kernel, layer.out_features, layer.in_features, native_computes(*form)) for layer, form in int8
+        }
+        self._questions = tuple(questions) if known else ()
         self.verdicts = memory.setdefault(like, {})
 
     def _children_now(self) -> list[tuple]:
@@ -106,8 +116,8 @@ class _Plan:
     def may_run(self, device: torch.device) -> bool:
         """Whether the fused forward has kernels there, and no one watches or replaces the call of a part."""
         return (
-            self.kernel is not None
-            and runs_fused(device, self.kernel)
+            self._questions != ()
+            and all(runs_fused(device, *question) for question in self._questions)
             and not any(map(_hooks_of, self._dicts))
             and not any(map(_pre_hooks_of, self._dicts))
             and not any(map(operator.contains, self._dicts, itertools.repeat("forward")))

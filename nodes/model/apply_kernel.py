@@ -45,7 +45,7 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
     classes: dict[type, type] = {}
     for name in names:
         own = type(model.get_model_object(DIFFUSION_MODEL + name))
-        patched.add_object_patch(class_patch(name), classes.setdefault(own, _running_fused(own, kernel)))
+        patched.add_object_patch(class_patch(name), classes.setdefault(own, running_fused(own, kernel)))
     if names:
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _share_inputs)
         patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, partial(_warn_of_fallback, kernel))
@@ -68,14 +68,15 @@ def _share_inputs(model: ModelPatcher, *_: object) -> None:
     share_inputs(model.model.diffusion_model)
 
 
-def _running_fused(own: Any, kernel: str) -> type:
+def running_fused(own: Any, kernel: str) -> type:
     """A class of linears like `own`, one of ComfyUI's, with the product of INT8 weights replaced."""
 
     class FusedINT8Linear(INT8Linear, own):
         int8_kernel = kernel
 
         def forward(self, input, *args, **kwargs):
-            fused = is_native_int8(self.weight) and runs_fused(input.device, kernel)
+            shape = self.out_features, self.in_features
+            fused = is_native_int8(self.weight) and runs_fused(input.device, kernel, *shape, native=True)
             if not fused or (input.requires_grad and torch.is_grad_enabled()):
                 return super().forward(input, *args, **kwargs)
             comfy.ops.run_every_op()

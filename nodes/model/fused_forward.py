@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import comfy.ops
 import comfy.utils
+import comfy_kitchen
 import torch
 from comfy.model_management import cast_to_device
 from comfy.model_patcher import LowVramPatch
@@ -21,6 +22,7 @@ from ...kernels import (
     RepeatedLinear,
     int8_gemm,
     int8_linear,
+    native_computes,
     requantize_weight,
 )
 from ..blocks.steps import InputForm
@@ -28,7 +30,7 @@ from ..files.int8_mark import NATIVE_FORMAT
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL
 
-_NATIVE_LAYOUT = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
+NATIVE_LAYOUT = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
 Cast = tuple[Any, torch.Tensor | None, Any]
 
 
@@ -50,7 +52,7 @@ class INT8Parts(NamedTuple):
 
 def is_native_int8(weight: Any) -> bool:
     """Whether a module's weight is a linear's in ComfyUI's own INT8 format, as its own loaders hold it."""
-    return isinstance(weight, QuantizedTensor) and weight._layout_cls == _NATIVE_LAYOUT and weight.ndim == 2
+    return isinstance(weight, QuantizedTensor) and weight._layout_cls == NATIVE_LAYOUT and weight.ndim == 2
 
 
 def class_patch(name: str) -> str:
@@ -169,6 +171,31 @@ def project(
     output = int8_gemm(q, q_scale, parts.q, parts.scale, bias, dtype)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output.view(*shape, -1)
+
+
+def can_run_native(layer: Any) -> bool:
+    """Whether ComfyUI's own INT8 could compute a linear with an INT8 weight."""
+    parts = _known_parts(layer.weight)
+    return native_computes(parts.transform, parts.activation_bits)
+
+
+def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
+    """The output of a ComfyUI linear with an INT8 weight of this pack, computed as ComfyUI computes its own INT8.
+
+    Its weight is neither smoothed nor wants 16 bits; `input` is floating point [..., K].
+    """
+    weight, bias, stream = _cast(layer, input.device, input.dtype)
+    parts = int8_parts(weight)
+    if parts is None:  # a patch has made it a float
+        output = torch.nn.functional.linear(input, weight, bias)
+    else:
+        group = parts.transform.rotation_group
+        rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
+        rows = input.reshape(-1, input.shape[-1])
+        output = comfy_kitchen.int8_linear(rows, parts.q, parts.scale, bias, input.dtype, **rotation)
+        output = output.view(*input.shape[:-1], -1)
+    comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
+    return output
 
 
 class INT8Linear:

@@ -19,6 +19,7 @@ from ...kernels import (
     gated_residual,
     int8_gemm,
     int8_linear,
+    native_computes,
     norm_quantize,
     runs_fused,
 )
@@ -119,7 +120,13 @@ def _multiplies(weight: QuantizedTensor, x: torch.Tensor, *others: torch.Tensor 
     plain = not any(isinstance(tensor, QuantizedTensor) or tensor.dtype not in FLOAT_DTYPES for tensor in given)
     beside = all(tensor.device == weight._qdata.device for tensor in given)
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    return plain and beside and not learns and runs_fused(x.device, weight._params.kernel)
+    return plain and beside and not learns and _runs_fused(weight, x.device)
+
+
+def _runs_fused(weight: QuantizedTensor, device: torch.device) -> bool:
+    params = weight._params
+    native = native_computes(params.transform, params.activation_bits)
+    return runs_fused(device, params.kernel, *weight._qdata.shape, native)
 
 
 def _row(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Loading a MODEL whose linears run INT8 from a diffusion model file."""
 
+import math
+from collections.abc import Callable
 from functools import partial
 
 import comfy.model_detection
@@ -8,7 +10,7 @@ import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ...kernels import naming_layer, quantize_weight, runs_fused
+from ...kernels import BF16, FUSED, WAYS, choose_path, naming_layer, quantize_weight
 from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
@@ -33,32 +35,37 @@ def load_int8_model(
     """A MODEL from a diffusion model file: INT8 files as they are, float and FP8 files quantized while loading.
 
     `kernel` is one of kernels.KERNEL_CHOICES; `disable_dynamic` is ComfyUI's, for loads without dynamic VRAM. Where the
-    path is bf16 and the whole model fits the device in bf16, no weight is INT8: the device is ComfyUI's default, or
-    with `anywhere` each that the machine has. `branch` chooses of a file with two models, and the file at `base_path`
-    completes one with a part of a model; other files are read without them.
+    path of a linear is bf16 and the whole model fits the device in bf16, its weight is not INT8: the device is
+    ComfyUI's default, or with `anywhere` each that the machine has. `branch` chooses of a file with two models, and the
+    file at `base_path` completes one with a part of a model; other files are read without them.
 
     Raises ValueError naming the file for anything that cannot be loaded, RuntimeError where `kernel` demands what the
     card cannot do.
     """
     device = comfy.model_management.get_torch_device()
     devices = [device, *(comfy.model_management.get_all_torch_devices() if anywhere else [])]
-    fused = any(runs_fused(place, kernel) for place in devices)
+    choose_path(device, kernel)  # what cannot run is refused before a file is read for nothing
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     tensors = checkpoint.tensors
     compute_dtype = detect_compute_dtype(checkpoint)
-    once = not fused and all(_fits(tensors, compute_dtype, place) for place in devices)
+    fits = all(_fits(tensors, compute_dtype, place) for place in devices)
 
-    if once:
+    def in_floats(n: int, k: int, native: bool = True) -> bool:
+        ways = WAYS if native else (FUSED, BF16)
+        return fits and all(choose_path(place, kernel, (n, k), ways).kind == BF16 for place in devices)
+
+    if fits and choose_path(device, kernel).kind == BF16:
         warn_of_fallback(device, kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
     converter: ConvertLayer = leave_layer
     progress: Progress | None = None  # a file that needs no work is loaded as fast as any
-    if not holds_int8(tensors) and not once:
-        names = [k.removesuffix(".weight") for k in tensors if k.endswith(".weight")]
-        sizes = [w.numel() for name in names if is_quantizable(name, (w := tensors[f"{name}.weight"]).shape)]
-        make_room_to_quantize(device, max(sizes, default=0))
-        progress = Progress(len(sizes))
-        converter = _quantizing_converter(device, compute_dtype, progress)
-    operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=once)
+    if not holds_int8(tensors):
+        weights = {k.removesuffix(".weight"): w.shape for k, w in tensors.items() if k.endswith(".weight")}
+        chosen = [w for name, w in weights.items() if is_quantizable(name, w) and not in_floats(*w)]
+        if chosen:
+            make_room_to_quantize(device, max(map(math.prod, chosen)))
+            progress = Progress(len(chosen))
+            converter = _quantizing_converter(in_floats, device, compute_dtype, progress)
+    operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=in_floats)
     with naming_file(checkpoint.name):
         model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, disable_dynamic)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
@@ -96,11 +103,14 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return comfy.model_management.unet_manual_cast(None, device, config.supported_inference_dtypes)
 
 
-def _quantizing_converter(device: torch.device, dtype: torch.dtype, progress: Progress) -> ConvertLayer:
-    """Plain per-channel quantization of every layer the rule selects, computed on `device`, kept in host memory."""
+def _quantizing_converter(
+    in_floats: Callable[[int, int], bool], device: torch.device, dtype: torch.dtype, progress: Progress
+) -> ConvertLayer:
+    """Plain per-channel quantization of every layer the rule selects, but of shapes that stay `in_floats`, computed on
+    `device`, kept in host memory."""
 
     def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
-        if not is_quantizable(name, weight.shape):
+        if not is_quantizable(name, weight.shape) or in_floats(*weight.shape):
             return None
         with naming_layer(name):
             q, scale = quantize_weight(float_weight(weight.to(device=device), pre_quant_scale))

@@ -14,9 +14,9 @@ import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ChannelTransform, runs_fused
+from ...kernels import BF16, FUSED, ChannelTransform, int8_path, native_computes
 from ..files import int8_mark
-from .fused_forward import INT8Linear, fused_forward
+from .fused_forward import INT8Linear, can_run_native, fused_forward, native_forward
 from .int8_weight import LAYOUT, HeldWeight, computed_with, format_name, int8_weight, is_int8, mark_of
 
 ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
@@ -40,7 +40,7 @@ def int8_operations(
     kernel: str,
     compute_dtype: torch.dtype,
     convert_layer: ConvertLayer = leave_layer,
-    dequantize_once: bool = False,
+    dequantize_once: Callable[[int, int, bool], bool] = lambda n, k, native: False,
 ) -> type:
     """An operations class for one model.
 
@@ -49,7 +49,8 @@ def int8_operations(
         compute_dtype: dtype of everything that is not INT8. Loading raises ValueError for a weight of another shape
             than its layer's.
         convert_layer: called for each linear that is not INT8 in the state dict.
-        dequantize_once: hold INT8 linears of the state dict as `compute_dtype` weights instead.
+        dequantize_once: (N, K, whether ComfyUI's own INT8 could compute it) -> whether an INT8 linear of the state dict
+            is held as a `compute_dtype` weight instead.
     """
     # ComfyUI chooses the class of a quantized model: where a card lacks FP8, NVFP4 or MXFP8, layers in those formats
     # must not round their inputs to them.
@@ -89,8 +90,8 @@ def int8_operations(
                     group = held._params.convrot_groupsize if held._params.convrot else None
                     transform = ChannelTransform(smooth, group)
                     held = int8_weight(held._qdata, held._params.scale, compute_dtype, transform, activation_bits)
-                    self.dequantized = dequantize_once
-                    self._hold(held.dequantize() if dequantize_once else held)
+                    self.dequantized = dequantize_once(*needed, native_computes(transform, activation_bits))
+                    self._hold(held.dequantize() if self.dequantized else held)
                 else:
                     stored = held if isinstance(held, QuantizedTensor) else original
                     input_scale = getattr(self, "pre_quant_scale", None)
@@ -132,9 +133,10 @@ def int8_operations(
                 comfy.ops.run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
-                if not runs_fused(input.device, kernel) or (input.requires_grad and torch.is_grad_enabled()):
+                path = int8_path(input.device, kernel, self.out_features, self.in_features, can_run_native(self))
+                if path == BF16 or (input.requires_grad and torch.is_grad_enabled()):
                     return self.forward_comfy_cast_weights(input)
-                return fused_forward(self, input)
+                return (fused_forward if path == FUSED else native_forward)(self, input)
 
         LayerNorm = _uncast_where_resident(base.LayerNorm, torch.nn.LayerNorm.forward)
         RMSNorm = _uncast_where_resident(base.RMSNorm, torch.nn.RMSNorm.forward)

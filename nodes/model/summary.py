@@ -8,7 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ComputePath, choose_path
+from ...kernels import FUSED, NATIVE, ComputePath, choose_path, native_computes
 from .attention import describe_attention
 from .fused_forward import class_patch, int8_parts, is_native_int8
 from .int8_weight import is_int8
@@ -56,7 +56,14 @@ def _path(model: ModelPatcher, name: str, module: CastWeightBiasOp) -> ComputePa
     """What this pack lets a linear compute with; None for one that it has nothing to do with."""
     own = model.object_patches.get(class_patch(name), type(module))
     kernel = getattr(own, "int8_kernel", None)
-    return None if kernel is None else choose_path(model.load_device, kernel)
+    if kernel is None:
+        return None
+    parts = int8_parts(module.weight)
+    shape = tuple(module.weight.shape)
+    if parts is None:
+        return choose_path(model.load_device, kernel, shape)
+    native = native_computes(parts.transform, parts.activation_bits)
+    return choose_path(model.load_device, kernel, shape, (FUSED, NATIVE) if native else (FUSED,))
 
 
 def _kind(
@@ -69,6 +76,8 @@ def _kind(
     if path is not None and path.kind == "fused int8" and parts is not None:
         bits = " with 16-bit activations" if parts.activation_bits == 16 else ""
         return 0, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
+    if path is not None and path.kind == NATIVE and parts is not None:
+        return 1, f"ComfyUI's INT8 ({path.reason})"
     if is_int8(weight):
         return 1, f"INT8 in memory but computed in {_name(weight._params.orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):

@@ -4,21 +4,28 @@ import pytest
 import torch
 
 import kernels.device
-from kernels import choose_path, runs_fused
+from kernels import Verdict, choose_path, decide_by, int8_path, runs_fused, stored_verdict, verdicts
+from kernels.device import triton_available
+
+NEEDS_TRITON = pytest.mark.skipif(not triton_available(), reason="verdicts are bound to Triton")
 
 
 @pytest.fixture
 def card(monkeypatch):
     """Pretend that cuda:0 is a card of this name and compute capability, with or without Triton."""
 
-    def pretend(name, capability, triton=True, hip=None, error=None):
+    kernels.device._kind.cache_clear()
+
+    def pretend(name, capability, triton=True, hip=None, error=None, verdict=None):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(kernels.device, "triton_available", lambda: triton)
         monkeypatch.setattr(kernels.device, "triton_error", lambda: error)
+        monkeypatch.setattr(kernels.device, "stored_verdict", lambda device: verdict)
 
-    return pretend
+    yield pretend
+    kernels.device._kind.cache_clear()
 
 
 def test_consumer_ampere_runs_fused_int8(card):
@@ -110,16 +117,129 @@ def test_each_card_of_a_machine_is_asked(card, monkeypatch):
     names = {0: ("NVIDIA GeForce RTX 4090", (8, 9)), 1: ("NVIDIA GeForce RTX 3090", (8, 6))}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index][0])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: names[device.index][1])
-    monkeypatch.setattr(kernels.device, "_path_on", choose_path)
     devices = [torch.device("cuda", index) for index in names]
-    assert [runs_fused(device, "auto") for device in devices] == [False, True]
-    assert [runs_fused(device, "fused int8") for device in devices] == [True, True]
-    assert [runs_fused(device, "bf16") for device in devices] == [False, False]
+    shape = 64, 64, True
+    assert [runs_fused(device, "auto", *shape) for device in devices] == [False, True]
+    assert [runs_fused(device, "fused int8", *shape) for device in devices] == [True, True]
+    assert [runs_fused(device, "bf16", *shape) for device in devices] == [False, False]
 
 
 def test_a_compiler_takes_the_answer_for_a_constant():
     @torch.compile(backend="eager", fullgraph=True)
     def chosen(x, kernel):
-        return x + 1 if runs_fused(x.device, kernel) else x - 1
+        return x + 1 if runs_fused(x.device, kernel, 64, 64, True) else x - 1
 
     assert [float(chosen(torch.zeros(()), kernel)) for kernel in ("fused int8", "bf16")] == [1.0, -1.0]
+
+
+MEASURED = Verdict(
+    "2026-11-22",
+    {
+        (4096, 4096): {"fused int8": 1.0, "native int8": 1.2, "bf16": 2.0},
+        (512, 512): {"fused int8": 2.0, "native int8": 1.0, "bf16": 1.5},
+        (64, 64): {"fused int8": 2.0, "native int8": 3.0, "bf16": 1.0},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    "shape, expected",
+    [((4096, 4096), "fused int8"), ((512, 512), "native int8"), ((64, 64), "bf16"), ((8192, 2048), "fused int8")],
+)
+def test_a_verdict_of_the_card_decides_by_shape(card, shape, expected):
+    card("NVIDIA GeForce RTX 4090", (8, 9), verdict=MEASURED)
+    path = choose_path("cuda:0", shape=shape)
+    assert (path.kind, path.fallback) == (expected, False)
+    assert "2026-11-22" in path.reason
+    assert choose_path("cuda:0", "fused int8", shape).kind == "fused int8"
+
+
+def test_a_verdict_decides_on_consumer_ampere_too(card):
+    card("NVIDIA GeForce RTX 3090", (8, 6), verdict=MEASURED)
+    assert choose_path("cuda:0", shape=(64, 64)).kind == "bf16"
+
+
+def test_an_int8_weight_is_never_turned_into_bf16_by_a_verdict(card):
+    card("NVIDIA GeForce RTX 4090", (8, 9), verdict=MEASURED)
+    device = torch.device("cuda:0")
+    assert int8_path(device, "auto", 64, 64, True) == "fused int8"
+    assert int8_path(device, "auto", 512, 512, True) == "native int8"
+    assert int8_path(device, "auto", 512, 512, False) == "fused int8"  # a smoothed layer, which ComfyUI cannot compute
+
+
+def test_what_is_faster_by_no_more_than_noise_leaves_the_fused_kernel():
+    close = Verdict("", {(1, 1): {"fused int8": 1.02, "native int8": 1.0}, (9, 9): {"bf16": 1.0}})
+    assert close.fastest((1, 1)) == "fused int8"
+    assert close.fastest((9, 9), ("fused int8",)) is None
+
+
+def test_a_verdict_is_nothing_without_a_kernel_that_builds(card):
+    card("NVIDIA GeForce RTX 4090", (8, 9), error="no compiler", verdict=MEASURED)
+    path = choose_path("cuda:0", shape=(4096, 4096))
+    assert (path.kind, path.fallback) == ("bf16", True)
+
+
+@pytest.fixture
+def verdict_folder(card, monkeypatch, tmp_path):
+    """A card whose verdicts are kept in a folder of the test; set `machine` to become another one."""
+    machine = {"card": "NVIDIA GeForce RTX 4090", "driver": "1", "kernels": "abc"}
+    monkeypatch.setattr(verdicts, "_machine_of", lambda device: dict(machine))
+    monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
+    verdicts._stored.cache_clear()
+    yield machine
+    verdicts._stored.cache_clear()
+
+
+CARD = torch.device("cuda:0")
+
+
+@NEEDS_TRITON
+def test_a_verdict_is_kept_and_forgotten(verdict_folder):
+    assert stored_verdict(CARD) is None
+    assert not decide_by(CARD, MEASURED)
+    assert stored_verdict(CARD) == MEASURED
+    verdicts._stored.cache_clear()  # as in another process
+    assert stored_verdict(CARD) == MEASURED
+    assert decide_by(CARD, None)
+    assert stored_verdict(CARD) is None and not decide_by(CARD, None)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("changed", ["card", "driver", "kernels"])
+def test_a_verdict_of_another_machine_does_not_count(verdict_folder, changed):
+    decide_by(CARD, MEASURED)
+    verdict_folder[changed] = "another"
+    verdicts._stored.cache_clear()
+    assert stored_verdict(CARD) is None
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:40],
+        lambda content: content.replace('"n": 64', '"n": -64'),
+        lambda content: content.replace("3.0", '"fast"'),
+        lambda content: content.replace("native int8", "int4"),
+        lambda content: content.replace('"shapes"', '"forms"'),
+    ],
+)
+def test_a_damaged_verdict_does_not_count(verdict_folder, tmp_path, damage):
+    decide_by(CARD, MEASURED)
+    (file,) = tmp_path.glob("auto-*.json")
+    file.write_text(damage(file.read_text()))
+    verdicts._stored.cache_clear()
+    assert stored_verdict(CARD) is None
+
+
+@NEEDS_TRITON
+def test_a_verdict_that_cannot_be_written_leaves_the_earlier_one(verdict_folder, monkeypatch, tmp_path):
+    decide_by(CARD, MEASURED)
+
+    def full(source, target):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(verdicts.os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        decide_by(CARD, Verdict("later", {(1, 1): {"bf16": 1.0}}))
+    assert stored_verdict(CARD) == MEASURED and not list(tmp_path.glob("*.tmp"))

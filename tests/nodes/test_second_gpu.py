@@ -31,10 +31,11 @@ def second_card(pack, monkeypatch):
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(device, "triton_available", lambda: True)
         monkeypatch.setattr(device, "triton_error", lambda: None)
+        monkeypatch.setattr(device, "stored_verdict", lambda place: None)
 
-    device._path_on.cache_clear()
+    device._kind.cache_clear()
     yield pretend
-    device._path_on.cache_clear()
+    device._kind.cache_clear()
 
 
 def fallbacks(model, caplog):
@@ -88,9 +89,9 @@ def test_each_linear_asks_for_the_device_of_its_input(dit, monkeypatch):
     from int8_dit.nodes.model import operations
 
     asked = []
-    monkeypatch.setattr(operations, "runs_fused", lambda *question: asked.append(question) or True)
+    monkeypatch.setattr(operations, "int8_path", lambda *question: asked.append(question) or "fused int8")
     dit.output(dit.quantize(dit.stock(), kernel="auto"))
-    assert asked == [(DEFAULT, "auto")] * len(dit.LINEARS)
+    assert [question[:2] for question in asked] == [(DEFAULT, "auto")] * len(dit.LINEARS)
 
 
 def test_a_model_that_was_split_before_it_was_quantized(dit, second_card, monkeypatch):
@@ -114,9 +115,13 @@ def test_copies_of_the_original_are_not_taken_for_those_of_the_quantized_model(d
 
 def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
     from int8_dit.nodes import kernel_benchmark
+    from int8_dit.nodes.benchmark import run
 
     class Measured(Exception):
         pass
+
+    def raise_no_forward():
+        raise run.NoForward
 
     def benchmark_shape(shape, tokens, device, *args, **kwargs):
         raise Measured(device, torch.cuda.current_device())
@@ -126,8 +131,10 @@ def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda place: current.append(torch.device("cuda", getattr(place, "index", place)))
     )
-    monkeypatch.setattr(kernel_benchmark, "make_room", lambda device, needed: None)
-    monkeypatch.setattr(kernel_benchmark, "benchmark_shape", benchmark_shape)
+    monkeypatch.setattr(run, "make_room", lambda device, needed: None)
+    monkeypatch.setattr(run, "measure_forward", lambda *args: raise_no_forward())
+    monkeypatch.setattr(run, "examine", lambda *args: None)
+    monkeypatch.setattr(run, "benchmark_shape", benchmark_shape)
     model = dit.stock()
     model.load_device = SECOND
     with pytest.raises(Measured) as measured:

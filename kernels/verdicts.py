@@ -1,0 +1,138 @@
+"""What a card's own benchmark found to be fastest per shape of a linear, kept for `auto`.
+
+A verdict counts only for the card, the driver, the versions and the kernels that it was measured with.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FUSED, NATIVE, BF16 = "fused int8", "native int8", "bf16"
+WAYS = (FUSED, NATIVE, BF16)
+"""What a linear can compute with: this pack's kernel, ComfyUI's own INT8, a weight in bf16."""
+
+# Another way than the fused kernel has to be so much faster: less is noise, and blocks of fused linears save more.
+_MARGIN = 0.03
+
+Shape = tuple[int, int]
+"""N and K of a linear."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was measured on a healthy card.
+
+    Attributes:
+        date: when, as ISO 8601.
+        milliseconds: per shape, of which there is one at least, the time of each way that ran.
+    """
+
+    date: str
+    milliseconds: Mapping[Shape, Mapping[str, float]]
+
+    def fastest(self, shape: Shape, ways: Collection[str] = WAYS) -> str | None:
+        """The fastest of `ways` for a shape, the fused kernel where no other is clearly faster; None where none ran.
+
+        A shape that was not measured is judged by the nearest that was, in factors of N and K.
+        """
+        times = {way: time for way, time in self.milliseconds[self.nearest(shape)].items() if way in ways}
+        if not times:
+            return None
+        best = min(times, key=times.__getitem__)
+        return FUSED if FUSED in times and times[FUSED] <= (1 + _MARGIN) * times[best] else best
+
+    def nearest(self, shape: Shape) -> Shape:
+        """The measured shape that stands for `shape`."""
+        return min(
+            self.milliseconds,
+            key=lambda other: sum(abs(math.log(a / b)) for a, b in zip(shape, other, strict=True)),
+        )
+
+
+def stored_verdict(device: torch.device) -> Verdict | None:
+    """The verdict that counts for a GPU, or None where none was stored, or with others of what it is bound to."""
+    return _stored(device)
+
+
+@functools.cache
+def _stored(device: torch.device) -> Verdict | None:
+    try:
+        content = json.loads(_path(device).read_text(encoding="utf-8"))
+        if content["machine"] != _machine_of(device):
+            return None
+        entries = content["shapes"]
+        times = {(_size(e["n"]), _size(e["k"])): _times(e["milliseconds"]) for e in entries}
+        return Verdict(str(content["date"]), times) if times else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ImportError):
+        return None
+
+
+def store_verdict(device: torch.device, verdict: Verdict) -> Path:
+    """Keep a verdict for a GPU in place of an earlier one, whole or not at all; the file. Raises OSError."""
+    path = _path(device)
+    entries = [{"n": n, "k": k, "milliseconds": dict(times)} for (n, k), times in verdict.milliseconds.items()]
+    content = {"machine": _machine_of(device), "date": verdict.date, "shapes": entries}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=2), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        _stored.cache_clear()
+    return path
+
+
+def clear_verdict(device: torch.device) -> None:
+    """Forget the verdict of a GPU. Raises OSError."""
+    with contextlib.suppress(ImportError):  # without Triton there is none
+        _path(device).unlink(missing_ok=True)
+    _stored.cache_clear()
+
+
+@functools.cache
+def _machine_of(device: torch.device) -> dict[str, str]:
+    """What a verdict is bound to."""
+    # The benchmark computes with the linear, and the linear asks here what to compute with.
+    from .benchmark.environment import describe_machine
+    from .benchmark.methods import Unavailable, native_backend
+    from .fused.tuning_cache import kernel_source_hash
+
+    found = describe_machine(device)
+    machine = {name: found.get(name, "") for name in ("card", "driver", "torch", "triton", "comfy-kitchen")}
+    try:
+        backend = native_backend(device)
+    except Unavailable:
+        backend = ""
+    return machine | {"native backend": backend, "kernels": kernel_source_hash()}
+
+
+def _path(device: torch.device) -> Path:
+    from .fused.tuning_cache import cache_folder
+
+    machine = _machine_of(device)
+    slug = re.sub(r"[^a-z0-9]+", "-", machine["card"].lower()).strip("-")[:60]
+    digest = hashlib.sha256("\n".join(machine.values()).encode()).hexdigest()[:16]
+    return cache_folder() / f"auto-{slug}-{digest}.json"
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value <= 0:
+        raise ValueError("no size")
+    return value
+
+
+def _times(values: Any) -> dict[str, float]:
+    if not all(way in WAYS and type(time) in (int, float) and 0 < time < math.inf for way, time in values.items()):
+        raise ValueError("no times")
+    return dict(values)

@@ -1,0 +1,14 @@
+"""What decides `auto` on this machine, as ComfyUI's cache of nodes needs to know it."""
+
+import comfy.model_management
+
+from ...kernels import stored_verdict
+
+
+def decision_stamp(kernel: str) -> str:
+    """A text that changes when `auto` is decided by something else: then a node has to run again."""
+    device = comfy.model_management.get_torch_device()
+    if kernel != "auto" or device.type != "cuda":
+        return ""
+    verdict = stored_verdict(device)
+    return "" if verdict is None else f"{verdict.date} {sorted(verdict.milliseconds.items())}"

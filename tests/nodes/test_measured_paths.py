@@ -1,0 +1,66 @@
+"""MODELs whose linears run what a card's benchmark found to be the fastest."""
+
+import pytest
+
+from support.tensors import relative_error
+
+SHAPES = {(576, 192): "bf16", (192, 192): "native int8"}  # qkv and proj; the MLP's stay fused
+
+
+@pytest.fixture
+def measured(pack, monkeypatch):
+    """Let a verdict decide, as on a GPU with one; here all ways run on the CPU."""
+    from int8_dit import kernels
+    from int8_dit.nodes.model import load, operations, summary
+
+    def choose_path(device, kernel="auto", shape=None, ways=kernels.WAYS):
+        way = SHAPES.get(shape, "fused int8")
+        return kernels.ComputePath(way if way in ways else "fused int8", "measured to be the fastest")
+
+    def int8_path(device, kernel, n, k, native):
+        return choose_path(device, kernel, (n, k), (kernels.FUSED, kernels.NATIVE) if native else (kernels.FUSED,)).kind
+
+    for module in (load, summary):
+        monkeypatch.setattr(module, "choose_path", choose_path)
+    monkeypatch.setattr(operations, "int8_path", int8_path)
+
+
+@pytest.mark.parametrize("source", ["float", "native", "rotated"])
+def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
+    from int8_dit.nodes.model.summary import summarize
+
+    path = dit.FILE
+    if source != "float":
+        tensors = dit.native_int8(rotation_group=64 if source == "rotated" else None)
+        path = dit.write(tmp_path / "native.safetensors", tensors)
+    model = dit.load(path, kernel="auto")
+    held = {name: type(model.get_model_object(f"diffusion_model.{name}").weight).__name__ for name in dit.LINEARS}
+    assert {name.rpartition(".")[2] for name, kind in held.items() if kind != "QuantizedTensor"} == {"qkv"}
+    assert relative_error(dit.output(model), dit.output(dit.stock())) < 0.06
+    line = str(summarize(model))
+    assert "10 of" in line and "ComfyUI's INT8 (measured to be the fastest)" in line
+
+
+def test_comfyui_s_own_int8_is_what_the_stock_loader_computes(dit, tmp_path, pack, monkeypatch):
+    from int8_dit.nodes.model import operations
+
+    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(rotation_group=64))
+    monkeypatch.setattr(operations, "int8_path", lambda *question: "native int8")
+    native, stock = dit.output(dit.load(path)), dit.output(dit.stock(path))
+    assert relative_error(native, stock) < 1e-3
+
+
+def test_a_lora_reaches_a_linear_that_comfyui_computes(dit, lora, monkeypatch, pack):
+    from int8_dit.nodes.model import operations
+
+    monkeypatch.setattr(operations, "int8_path", lambda *question: "native int8")
+    patched = dit.output(dit.with_lora(dit.load(), lora))
+    assert relative_error(patched, dit.output(dit.with_lora(dit.stock(), lora))) < 0.06
+    assert relative_error(patched, dit.output(dit.load())) > 0.2
+
+
+def test_a_smoothed_layer_is_never_given_to_comfyui(dit, smoothed):
+    from int8_dit.nodes.model.fused_forward import can_run_native
+
+    layers = [smoothed.get_model_object(f"diffusion_model.{name}") for name in dit.LINEARS]
+    assert not any(map(can_run_native, layers))
