@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -34,6 +35,36 @@ def median_milliseconds(run: Callable[[], object], device: torch.device, repetit
         end.record()
     torch.cuda.synchronize(device)
     return sorted(start.elapsed_time(end) for start, end in events)[repetitions // 2]
+
+
+class Stopwatch:
+    """Spans of time on a device: device events on a GPU, which must be the current one, the wall clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def begin(self) -> list:
+        """Start a span."""
+        return [self._now()]
+
+    def end(self, span: list) -> None:
+        """End a span."""
+        span.append(self._now())
+
+    def milliseconds(self, span: list) -> float:
+        """How long an ended span took. It waits for the device."""
+        begin, end = span
+        if not self._on_gpu:
+            return (end - begin) * 1e3
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 _WINDOW_MILLISECONDS = 150.0

@@ -1,35 +1,17 @@
 """The node "Kernel Benchmark"."""
 
+import time
+
 import comfy.model_management
-from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..kernels.benchmark import (
-    IDEOGRAM4_SHAPES,
-    SHOWN,
-    LinearShape,
-    benchmark_shape,
-    describe_machine,
-    markdown,
-    notes,
-    table,
-    title,
-    working_memory,
-)
-from .host.work import Progress, make_room
-from .model.layer_selection import quantizable_linears
+from ..kernels.benchmark import TICKS, shown
+from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json, text_of
 from .pictures.benchmark_plot import plot
-
-_METHODS_NOTE = (
-    "Median times on a busy device, weights not in cache; the quantization of the activations is included except in "
-    "'GEMM alone'. fake-quant: quantize, dequantize, multiply in bf16. unfused: torch._int_mm, then dequantize. "
-    "comfy-kitchen cuda: what ComfyUI's own INT8 computes with."
-)
-_CPU_NOTE = "No GPU: float32 stands in for _int_mm, and the times are this CPU's."
 
 
 class INT8KernelBenchmark(io.ComfyNode):
-    """Times the linears of a MODEL, or of Ideogram 4, in bf16 and in the INT8 variants on this machine."""
+    """Times the linears of a MODEL, or of Ideogram 4, in every format on this machine, and tells what INT8 is worth."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -38,16 +20,37 @@ class INT8KernelBenchmark(io.ComfyNode):
             display_name="Kernel Benchmark",
             category="model/quantization",
             search_aliases=["speed test"],
-            description="Times each linear shape of the connected model (Ideogram 4 without one) in bf16 and in INT8 "
-            "on this card.",
+            description="Times each linear of the connected model (Ideogram 4's without one) in bf16, FP8, GGUF, NF4 "
+            "and INT8 on this card, says what INT8 is worth for an image, and lets auto run what is fastest here.",
             inputs=[
-                io.Model.Input("model", optional=True, tooltip="Its linears are timed; Ideogram 4's without one."),
+                io.Model.Input(
+                    "model",
+                    optional=True,
+                    tooltip="Its linears are timed, and one of its forwards. Ideogram 4's linears without one.",
+                ),
                 io.Int.Input(
                     "tokens",
                     default=4352,
                     min=1,
                     max=1 << 20,
-                    tooltip="Rows of the activations: image tokens + text tokens. 4352 is Ideogram 4 at 1024 px.",
+                    tooltip="Rows of the activations: image tokens + text tokens. 4352 is Ideogram 4 at 1024 px. A "
+                    "connected model's own are used where a forward of it can be measured.",
+                ),
+                *(io.Boolean.Input(tick, default=True, optional=True, tooltip=tip) for tick, tip in TICKS.items()),
+                io.Combo.Input(
+                    "auto_decided",
+                    options=list(DECISIONS),
+                    default=STORE,
+                    optional=True,
+                    tooltip="What decides on this card which linears 'auto' runs in INT8: this run, if the card is "
+                    "healthy; what did so before; or only the card's name, which forgets the stored run and measures "
+                    "nothing.",
+                ),
+                io.Conditioning.Input(
+                    "positive", optional=True, tooltip="A prompt for the measured forward of the model."
+                ),
+                io.Latent.Input(
+                    "latent_image", optional=True, tooltip="The size of the measured forward; 1024 px without it."
                 ),
             ],
             outputs=[
@@ -58,35 +61,20 @@ class INT8KernelBenchmark(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, tokens, model=None) -> io.NodeOutput:
-        device = comfy.model_management.get_torch_device() if model is None else model.load_device
-        shapes = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
-        progress = Progress(len(shapes))
-        make_room(device, max(working_memory(shape, tokens) for shape in shapes))
-        results = []
-        check = comfy.model_management.throw_exception_if_processing_interrupted
-        with comfy.model_management.cuda_device_context(device):
-            for shape in shapes:
-                results.append(benchmark_shape(shape, tokens, device, SHOWN, check=check))
-                progress.step()
-        heading = title(describe_machine(device))
-        columns, rows = table(results, SHOWN)
-        remarks = [_METHODS_NOTE, *([] if device.type == "cuda" else [_CPU_NOTE]), *notes(results)]
-        text = "\n\n".join([heading, markdown(columns, rows), *remarks])
-        ui = {"int8_benchmark": [{"title": heading, "columns": columns, "rows": rows, "notes": remarks}]}
-        return io.NodeOutput(plot(results, heading), text, ui=ui)
+    def fingerprint_inputs(cls, **_inputs) -> float:
+        return time.time()  # a machine is measured anew in each run
 
-
-def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
-    """The distinct shapes of a MODEL's quantizable linears, each named after the first layer that has it.
-
-    Raises ValueError for a model without such layers.
-    """
-    shapes: dict[tuple[int, ...], LinearShape] = {}
-    for name, module in quantizable_linears(model).items():
-        n, k = module.weight.shape
-        label = ".".join(part for part in name.split(".")[1:] if not part.isdigit()) or name
-        shapes.setdefault((n, k), LinearShape(label, n, k))
-    if not shapes:
-        raise ValueError("this MODEL has no linear layers in repeated blocks: disconnect it to benchmark Ideogram 4's")
-    return list(shapes.values())
+    @classmethod
+    def execute(
+        cls, tokens, model=None, auto_decided=STORE, positive=None, latent_image=None, **ticks
+    ) -> io.NodeOutput:
+        if auto_decided == CLEAR:
+            device = comfy.model_management.get_torch_device() if model is None else model.load_device
+            sections = [{"title": forget(device), "columns": [], "rows": [], "notes": []}]
+            return io.NodeOutput(plot([], sections[0]["title"]), text_of(sections), ui={"int8_benchmark": sections})
+        ticked = [tick for tick in TICKS if ticks.get(tick, True)]
+        outcome = run(model, tokens, ticked, positive, latent_image, auto_decided)
+        file = save_json(outcome)
+        sections = outcome.sections(shown(ticked), file)
+        picture = plot(outcome.report.shapes, sections[0]["title"])
+        return io.NodeOutput(picture, text_of(sections), ui={"int8_benchmark": sections})

@@ -1,22 +1,42 @@
 """Times the ways to compute a linear layer side by side; `python -m kernels.benchmark` is its command line."""
 
 from .environment import describe_machine, title
-from .methods import BF16, SHOWN
-from .report import ShapeResult, markdown, notes, table
-from .run import benchmark_shape, working_memory
+from .forward import METHOD_OF_WAY, BlockCalls, Calls, ForwardSplit, Product, forward_table, verdict_sentence
+from .health import Health, examine, examine_again
+from .methods import BF16, NATIVE, TICKS, Unavailable, native_backend, shown
+from .report import Report, ShapeResult, markdown, method_table, notes, same_within_noise
+from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
 from .shapes import IDEOGRAM4_SHAPES, LinearShape
 
 __all__ = [
     "BF16",
     "IDEOGRAM4_SHAPES",
-    "SHOWN",
+    "METHOD_OF_WAY",
+    "NATIVE",
+    "TICKS",
+    "BlockCalls",
+    "Calls",
+    "ForwardSplit",
+    "Health",
     "LinearShape",
+    "Product",
+    "Report",
     "ShapeResult",
+    "Unavailable",
     "benchmark_shape",
     "describe_machine",
+    "examine",
+    "examine_again",
+    "feasible_tokens",
+    "forward_table",
+    "hopeless",
     "markdown",
+    "method_table",
+    "native_backend",
     "notes",
-    "table",
+    "same_within_noise",
+    "shown",
     "title",
+    "verdict_sentence",
     "working_memory",
 ]

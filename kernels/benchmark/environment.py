@@ -3,13 +3,12 @@
 import contextlib
 import datetime
 import importlib.metadata
-import shutil
-import subprocess
 from collections.abc import Mapping
 
 import torch
 
 from ..device import triton_available
+from .health import query
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
@@ -34,13 +33,5 @@ def title(environment: Mapping[str, str]) -> str:
 
 def _driver(device: torch.device) -> dict[str, str]:
     """The driver's version and the card's power limit as nvidia-smi gives them; empty where it does not."""
-    program = shutil.which("nvidia-smi")
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if program is None or uuid is None:
-        return {}
-    command = [program, f"--id=GPU-{uuid}", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(("driver", "power limit"), (value.strip() for value in answer.split(",")), strict=False))
+    answer = query(device, "driver_version,power.limit")
+    return {} if len(answer) != 2 else {"driver": answer[0], "power limit": f"{answer[1]} W"}

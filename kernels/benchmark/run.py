@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
+from ..interruption import interruptible
 from ..linear import quantize_activations
 from ..timing import CallSeries, GraphPool, sustained_milliseconds
 from ..transform import ChannelTransform
@@ -23,6 +23,10 @@ from .shapes import TOKENS, LinearShape, planned_shapes
 
 _MOST_COPIES = 64
 _ERROR_ROWS = 256
+_ERROR_COLUMNS = 1024  # of a float64 weight at a time
+# What a CPU does in a fraction of a second, so that a run there ends and can be cancelled.
+_MOST_WEIGHTS_ON_CPU = 32 << 20
+_MOST_TOKENS_ON_CPU = 64
 _LARGE_COPY_BYTES = 1 << 30
 _LARGE_COPY_BYTES_ON_CPU = 1 << 24
 
@@ -44,6 +48,18 @@ def weight_copies(weight_bytes: int, cache_bytes: int, bytes_per_copy: int, free
     return max(1, min(wanted, affordable, _MOST_COPIES))
 
 
+def hopeless(shape: LinearShape, device: torch.device) -> str | None:
+    """Why a shape is not worth the wait on this device, or None where it is."""
+    if device.type != "cpu" or shape.n * shape.k <= _MOST_WEIGHTS_ON_CPU:
+        return None
+    return f"{shape.n} x {shape.k} weights are too many for a CPU"
+
+
+def feasible_tokens(tokens: int, device: torch.device) -> int:
+    """How many tokens are timed where `tokens` are asked for: fewer on a CPU."""
+    return min(tokens, _MOST_TOKENS_ON_CPU) if device.type == "cpu" else tokens
+
+
 def benchmark_shape(
     shape: LinearShape,
     tokens: int,
@@ -51,26 +67,32 @@ def benchmark_shape(
     methods: Sequence[Method] = METHODS,
     rounds: int = 3,
     check: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda method: None,
 ) -> ShapeResult:
     """Time `methods` on one shape with random bf16 data; `check` runs between them and may raise to stop.
 
     The quantization of the activations is part of every INT8 and FP8 method's time except of those called "GEMM alone".
-    What this machine does not have, or has no memory for, is left out. A GPU must be the current one.
+    What this machine does not have, or has no memory for, is left out. A GPU must be the current one. `say` gets the
+    name of each method that is prepared.
     """
     m = shape.tokens or tokens
     on_gpu = device.type == "cuda"
-    operands = Operands(m, shape.n, shape.k, _copies(shape, device) if on_gpu else 1, device)
+    operands = Operands(m, shape.n, shape.k, _copies(shape, device, methods) if on_gpu else 1, device)
     result = ShapeResult(shape, m, operands.copies)
     rows = torch.arange(0, m, max(1, m // _ERROR_ROWS), device=device)
-    expected = F.linear(operands.x[rows].float(), operands.weight.float())
+    expected = _exact_product(operands, rows)
     pool = GraphPool() if on_gpu else None
     series = {}
     for method in sorted(methods, key=lambda method: method.large):
         check()
+        say(method.name)
         try:
-            call = method.call(operands)
-            exact = expected + operands.bias.float() if method.with_bias else expected
-            result.relative_errors[method.name] = ((call(0)[rows].float() - exact).norm() / exact.norm()).item()
+            with interruptible(check):
+                call = method.call(operands)
+                output = call(0)[rows].double()
+            exact = expected + operands.bias.double() if method.with_bias else expected
+            result.relative_errors[method.name] = ((output - exact).norm() / exact.norm()).item()
+            result.weight_bytes[method.name] = method.form.bytes_per_weight * shape.n * shape.k
             series[method.name] = CallSeries(call, operands.copies, device, pool)
         except Unavailable as reason:
             result.absent[method.name] = str(reason)
@@ -88,10 +110,16 @@ def benchmark_shape(
     return result
 
 
-def _copies(shape: LinearShape, device: torch.device) -> int:
+def _exact_product(operands: Operands, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of x . weight^T in float64."""
+    x = operands.x[rows].double()
+    return torch.cat([x @ part.double().t() for part in operands.weight.split(_ERROR_COLUMNS)], 1)
+
+
+def _copies(shape: LinearShape, device: torch.device, methods: Sequence[Method]) -> int:
     weights = shape.n * shape.k
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return weight_copies(weights, cache_bytes, int(bytes_per_copy() * weights), _free_bytes(device))
+    return weight_copies(weights, cache_bytes, int(bytes_per_copy(methods) * weights), _free_bytes(device))
 
 
 def _free_bytes(device: torch.device) -> int:

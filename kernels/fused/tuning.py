@@ -13,6 +13,7 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime import errors as runtime_errors
 
+from ..interruption import stop_if_asked
 from ..timing import median_milliseconds
 from .tiles import SHIPPED, GemmConfig
 from .tuning_cache import Measurement, TuningCache, TuningKey
@@ -164,6 +165,7 @@ def _measure_until(
     """Milliseconds of each candidate that runs; past the deadline no further one once there is a first."""
     milliseconds = {}
     for config in configs:
+        stop_if_asked()
         if milliseconds and monotonic() >= deadline:
             break
         with _skipping_unfit():

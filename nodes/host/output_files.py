@@ -11,8 +11,8 @@ from comfy.cli_args import args
 from comfy_api.latest import io
 
 
-def output_paths(filename_prefix: str) -> Iterator[str]:
-    """The paths a new safetensors file may get, numbered as ComfyUI's own save nodes number theirs: from the first
+def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterator[str]:
+    """The paths a new file may get, numbered as ComfyUI's own save nodes number theirs: from the first
     number after those in the folder.
 
     ComfyUI's own count is not used. It looks for another name than the file gets where a prefix is no plain path, such
@@ -23,7 +23,7 @@ def output_paths(filename_prefix: str) -> Iterator[str]:
     numbered = re.compile(re.escape(os.path.normcase(filename)) + r"_(\d+)(?![^._])")
     names = (numbered.match(os.path.normcase(name)) for name in os.listdir(folder))
     first = 1 + max((int(name[1]) for name in names if name), default=0)
-    return (os.path.join(folder, f"{filename}_{number:05}_.safetensors") for number in itertools.count(first))
+    return (os.path.join(folder, f"{filename}_{number:05}_.{extension}") for number in itertools.count(first))
 
 
 def saved_file(path: str) -> dict:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ...kernels.benchmark import BF16, SHOWN, ShapeResult
+from ...kernels.benchmark import BF16, TICKS, ShapeResult, shown
 from .drawing import INK, MUTED, as_comfyui_image
 
 _WIDTH = 1100
@@ -37,7 +37,7 @@ def plot(results: Sequence[ShapeResult], title: str) -> torch.Tensor:
         draw.text((_MARGIN, y), result.shape.name, fill=INK, font=text)
         draw.text((_MARGIN, y + 20), result.place(), fill=MUTED, font=text)
         times = result.milliseconds
-        for method in (method for method in SHOWN if method.name in times):
+        for method in (method for method in shown(TICKS) if method.name in times):
             ratio = times[method.name] / times[BF16]
             x = _MARGIN + _LABEL_WIDTH
             draw.rectangle((x, y, x + ratio * scale, y + _BAR_HEIGHT - 2), fill=method.color)

@@ -1,0 +1,168 @@
+"""What a faster linear is worth for a whole model: one forward split into its parts, and Amdahl's law on them.
+
+G. M. Amdahl, 1967: what takes a share p of the time, made s times as fast, leaves 1 - p + p / s of it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..verdicts import BF16, FUSED
+from .methods import FUSED as FUSED_METHOD
+from .methods import NATIVE as NATIVE_METHOD
+from .report import ShapeResult, same_within_noise
+from .shapes import LinearShape
+
+METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED_METHOD, "native int8": NATIVE_METHOD}
+"""The benchmark's row that stands for each way to compute a linear."""
+
+_WORTH_TIMING = 0.98
+_MOST_SHAPES = 8
+
+
+class Product(NamedTuple):
+    """A product [m, k] x [n, k] of a linear."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of the linears that compute one product.
+
+    Attributes:
+        name: of the first such linear.
+        count: how many calls a forward has.
+        milliseconds: what they take together.
+    """
+
+    name: str
+    count: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class BlockCalls:
+    """The calls of the blocks of one list of a model.
+
+    Attributes:
+        name: module path of the list.
+        count: how many calls a forward has.
+        milliseconds: what they take together.
+        speedup: how many times as fast a copy of one of them is on the fused kernels; None where none could be made.
+    """
+
+    name: str
+    count: int
+    milliseconds: float
+    speedup: float | None
+
+
+@dataclass(frozen=True)
+class ForwardSplit:
+    """One forward of a model in milliseconds.
+
+    Attributes:
+        total: the whole, with nothing in its way.
+        watched: the same with a clock at each linear and attention.
+        linears: the linears that INT8 takes over, by product.
+        attention: the attention, without the linears around it.
+        now: the way that all linears compute with as the model is; None where it is none of the benchmark's.
+        block_watched: the same as `watched`, with a clock at each block only.
+        blocks: the repeated blocks, which hold nearly all linears.
+    """
+
+    total: float
+    watched: float
+    linears: Mapping[Product, Calls]
+    attention: float
+    now: str | None = None
+    block_watched: float = math.nan
+    blocks: Sequence[BlockCalls] = ()
+
+    @property
+    def linear_milliseconds(self) -> float:
+        """All linears together."""
+        return sum(calls.milliseconds for calls in self.linears.values())
+
+    def shapes(self) -> list[LinearShape]:
+        """The products that are worth timing, the largest first: together nearly all of the linears' time."""
+        ordered = sorted(self.linears.items(), key=lambda item: -item[1].milliseconds)
+        chosen, covered = [], 0.0
+        for product, calls in ordered[:_MOST_SHAPES]:
+            if covered >= _WORTH_TIMING * self.linear_milliseconds:
+                break
+            chosen.append(LinearShape(calls.name, product.n, product.k, product.m))
+            covered += calls.milliseconds
+        return chosen
+
+    def predicted(self, results: Sequence[ShapeResult], way: str) -> float | None:
+        """The forward with the timed products computed another way; None where one of them has no such time.
+
+        Everything else stays what it was. A product alone and one in a model meet different clocks, so that only the
+        ratio of two products alone counts, where the way that the model computes now was timed.
+        """
+        saved = 0.0
+        for result in results:
+            calls, times = self.linears[Product(result.m, result.shape.n, result.shape.k)], result.milliseconds
+            other = times.get(METHOD_OF_WAY[way])
+            if other is None:
+                return None
+            now = None if self.now is None else times.get(METHOD_OF_WAY[self.now])
+            saved += calls.milliseconds - (calls.count * other if now is None else calls.milliseconds * other / now)
+        return self.total * (1 - saved / self.watched)
+
+    def predicted_blocks(self) -> float | None:
+        """The forward with all blocks on the fused kernels, norms and activations between the linears included; None
+        where that speed is not known."""
+        saved = 0.0
+        for blocks in self.blocks:
+            if blocks.speedup is None:
+                return None
+            saved += blocks.milliseconds * (1 - 1 / blocks.speedup)
+        return self.total * (1 - saved / self.block_watched) if self.blocks else None
+
+
+def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
+    """Column headings and rows: the parts of the forward, then what it would take with all linears computed one way."""
+    rest = split.watched - split.linear_milliseconds - split.attention
+    parts = {"linears": split.linear_milliseconds, "attention": split.attention, "the rest": rest}
+    rows = [[name, f"{value:.1f}", f"{value / split.watched:.0%}"] for name, value in parts.items()]
+    rows.append(["one forward, as the model is", f"{split.total:.1f}", ""])
+    reference = split.predicted(results, BF16)
+    predictions = {f"linears in {METHOD_OF_WAY[way]}": split.predicted(results, way) for way in METHOD_OF_WAY}
+    for name, predicted in (predictions | {"whole blocks on the fused kernels": split.predicted_blocks()}).items():
+        if predicted is not None:
+            ratio = "" if reference is None else f"{reference / predicted:.2f} x bf16"
+            rows.append([f"predicted, {name}", f"{predicted:.1f}", ratio])
+    return ["", "ms", "share"], rows
+
+
+def verdict_sentence(split: ForwardSplit, results: Sequence[ShapeResult]) -> str:
+    """What the fused kernel makes of an image of this model, in words."""
+    reference, fused = split.predicted(results, BF16), split.predicted(results, FUSED)
+    if reference is None or fused is None:
+        return "No prediction for an image: the fused kernel or bf16 was not timed for all of its linears."
+    if all(same_within_noise(result, FUSED_METHOD, BF16) for result in results):
+        return "On this card the fused kernel and bf16 differ by no more than noise: an image takes the same time."
+    counts = [split.linears[Product(r.m, r.shape.n, r.shape.k)].count for r in results]
+    before, after = (
+        sum(count * r.milliseconds[method] for count, r in zip(counts, results, strict=True))
+        for method in (BF16, FUSED_METHOD)
+    )
+    share = (reference - fused) / reference / (1 - after / before)  # what the law makes of the two
+    sentence = f"In bf16 the linears are {share:.0%} of a step, and the fused kernel is {before / after:.1f} x as fast."
+    blocks = split.predicted_blocks()
+    if blocks is None:
+        return f"{sentence} So an image takes {fused / reference:.2f} of the time ({_instead(fused, reference)})."
+    return (
+        f"{sentence} That alone leaves {fused / reference:.2f} of the time. With what stands around them fused too, an "
+        f"image takes {blocks / reference:.2f} of it ({_instead(blocks, reference)})."
+    )
+
+
+def _instead(milliseconds: float, reference: float) -> str:
+    return f"{milliseconds:.0f} ms a forward instead of {reference:.0f}"

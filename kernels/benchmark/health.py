@@ -1,0 +1,170 @@
+"""Whether a card is in a state in which a measurement says something: the gate in front of the benchmark.
+
+A throttled card multiplies bf16 too slowly, and every ratio to bf16 would flatter INT8. A busy one is unsteady.
+"""
+
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..timing import CallSeries
+
+# Floating point operations of bf16 tensor cores per multiprocessor and clock, dense, with float32 accumulation, by
+# compute capability. From NVIDIA's white papers of the architectures: peak rate / (multiprocessors x boost clock).
+_OPERATIONS_PER_CLOCK = {
+    (8, 0): 2048,
+    (8, 6): 1024,
+    (8, 7): 1024,
+    (8, 9): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (10, 3): 8192,
+    (12, 0): 1024,
+}
+# GeForce cards accumulate in float32 at half the rate of professional cards of the same chip.
+_HALVED = ("GeForce", "TITAN")
+# A healthy RTX 3090 reaches 65.5 of 71 TFLOPS (arXiv 2606.14598), a throttled one 8.1; a card that two processes share
+# equally half of what it can. Cards with a low power limit stay above this.
+_LEAST_SHARE = 0.4
+_MOST_BUSY_PERCENT = 10
+_MOST_DRIFT = 0.15
+_PROBE = 8192  # M = N = K of the product that is measured
+_ROUNDS = 3
+# Bits of NVML's clocks event reasons that no healthy card shows under load.
+_REASONS = {
+    0x8: "heat or power supply",
+    0x20: "it is too hot",
+    0x40: "it is too hot",
+    0x80: "the power supply asks for it",
+}
+
+
+@dataclass(frozen=True)
+class Health:
+    """What the gate found.
+
+    Attributes:
+        teraflops: the measured rate of bf16, in 10^12 operations per second; None without a GPU.
+        expected: the card's peak, or None where the card is not known.
+        faults: what is wrong, a sentence each; none of a healthy card.
+    """
+
+    teraflops: float | None
+    expected: float | None
+    faults: tuple[str, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether what was measured counts."""
+        return self.teraflops is not None and not self.faults
+
+    def __str__(self) -> str:
+        if self.teraflops is None:
+            return "No GPU: there is nothing to check, and nothing here decides what auto runs."
+        rate = f"{self.teraflops:.0f} bf16 TFLOPS"
+        if self.expected is not None:
+            rate += f", {self.teraflops / self.expected:.0%} of the card's peak of {self.expected:.0f}"
+        if self.faults:
+            return f"INVALID RUN. {' '.join(self.faults)} Measured: {rate}."
+        return f"The card is healthy: {rate}."
+
+
+def peak_teraflops(device: torch.device) -> float | None:
+    """The card's peak rate of dense bf16 products with float32 accumulation, or None where it is not known.
+
+    It is multiprocessors x clock x operations per clock, with the highest clock that the driver gives.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    operations = _OPERATIONS_PER_CLOCK.get((properties.major, properties.minor))
+    if operations is None or torch.version.hip is not None:
+        return None
+    if properties.major != 9 and any(word in properties.name for word in _HALVED):
+        operations //= 2
+    return properties.multi_processor_count * properties.clock_rate * operations / 1e9
+
+
+def bf16_teraflops(device: torch.device, check: Callable[[], None] = lambda: None) -> list[float]:
+    """The rate of a large bf16 product in 10^12 operations per second, in each of a few rounds."""
+    x = torch.randn(_PROBE, _PROBE, device=device).bfloat16()
+    weight = torch.randn(_PROBE, _PROBE, device=device).bfloat16()
+    F.linear(x, weight)
+    series = CallSeries(lambda _: F.linear(x, weight), 1, device)
+    rates = []
+    for _ in range(_ROUNDS):
+        check()
+        rates.append(2 * _PROBE**3 / series.milliseconds() / 1e9)
+    return rates
+
+
+def examine(device: torch.device, check: Callable[[], None] = lambda: None) -> Health:
+    """Look at a GPU before anything is measured on it, or say that there is none. It must be the current one."""
+    if device.type != "cuda":
+        return Health(None, None)
+    busy = _busy_percent(device)
+    rates = bf16_teraflops(device, check)
+    expected = peak_teraflops(device)
+    rate = statistics.median(rates)
+    faults = []
+    if busy is not None and busy > _MOST_BUSY_PERCENT:
+        faults.append(f"Another program uses the card ({busy} % busy before this began): close it and measure again.")
+    if expected is not None and rate < _LEAST_SHARE * expected:
+        faults.append("The card is throttled or busy: look at its temperature, power limit and other programs.")
+    if unsteady(rates):
+        faults.append(f"Its speed varies by {max(rates) / min(rates) - 1:.0%} from one moment to the next.")
+    faults += [f"The driver slows the card down: {reason}." for reason in _slowdowns(device)]
+    return Health(rate, expected, tuple(faults))
+
+
+def examine_again(before: Health, device: torch.device) -> Health:
+    """The verdict at the end of a run: what was wrong before, and whether the card became another one meanwhile."""
+    if before.teraflops is None:
+        return before
+    rates = bf16_teraflops(device)
+    drift = statistics.median(rates) / before.teraflops - 1
+    faults = list(before.faults)
+    if abs(drift) > _MOST_DRIFT or (unsteady(rates) and not faults):
+        faults.append(f"The card's speed changed by {drift:+.0%} during the run: leave it alone and measure again.")
+    return Health(before.teraflops, before.expected, tuple(faults))
+
+
+def unsteady(rates: Sequence[float]) -> bool:
+    """Whether rates that should be one differ too much."""
+    return max(rates) > (1 + _MOST_DRIFT) * min(rates)
+
+
+def query(device: torch.device, fields: str) -> list[str]:
+    """What nvidia-smi answers for a card, a string a field; empty where it does not."""
+    program = shutil.which("nvidia-smi")
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if program is None or uuid is None:
+        return []
+    command = [program, f"--id=GPU-{uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [value.strip() for value in answer.split(",")]
+
+
+def _busy_percent(device: torch.device) -> int | None:
+    """How busy the card is while this process leaves it alone."""
+    torch.cuda.synchronize(device)
+    time.sleep(1.0)  # the driver averages over up to a second
+    answer = query(device, "utilization.gpu")
+    return int(answer[0]) if answer and answer[0].isdigit() else None
+
+
+def _slowdowns(device: torch.device) -> list[str]:
+    """Why the driver holds the card's clocks down just after work, as far as that is a fault."""
+    answer = query(device, "clocks_throttle_reasons.active")
+    try:
+        active = int(answer[0], 16) if answer else 0
+    except ValueError:
+        return []
+    return sorted({reason for bit, reason in _REASONS.items() if active & bit})

@@ -1,0 +1,1 @@
+"""What the benchmark asks of a MODEL."""

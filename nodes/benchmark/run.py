@@ -1,0 +1,298 @@
+"""The benchmark of a card inside ComfyUI: the gate, a model's forward, the linears, and what follows for `auto`."""
+
+import datetime
+import json
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ...kernels import BF16, FUSED, Verdict, decide_by, stored_verdict
+from ...kernels.benchmark import (
+    IDEOGRAM4_SHAPES,
+    METHOD_OF_WAY,
+    NATIVE,
+    ForwardSplit,
+    Health,
+    LinearShape,
+    Product,
+    Report,
+    ShapeResult,
+    Unavailable,
+    benchmark_shape,
+    describe_machine,
+    examine,
+    examine_again,
+    feasible_tokens,
+    forward_table,
+    hopeless,
+    markdown,
+    method_table,
+    native_backend,
+    notes,
+    same_within_noise,
+    shown,
+    title,
+    verdict_sentence,
+    working_memory,
+)
+from ..host.output_files import output_paths
+from ..host.work import Progress, make_room
+from ..model.layer_selection import quantizable_linears
+from .forward import NoForward, measure_forward
+
+STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"
+DECISIONS = (STORE, KEEP, CLEAR)
+"""What `auto` is decided by after a run."""
+
+_METHODS_NOTE = (
+    "Median times of a busy device with weights out of its cache; ± is half the range of the rounds. The quantization "
+    "of the activations is included. x bf16: how many times as fast as bf16. error: against float64, on random data."
+)
+
+
+@dataclass
+class Outcome:
+    """What one run found out.
+
+    Attributes:
+        report: every figure, as `python -m kernels.benchmark` keeps them.
+        health: of the card.
+        split: a forward of the MODEL, or None where none was measured.
+        sentences: what it means, the most important first.
+    """
+
+    report: Report
+    health: Health
+    split: ForwardSplit | None
+    sentences: list[str]
+    remarks: list[str]
+
+    def sections(self, methods: Sequence, file: str | None) -> list[dict]:
+        """What web/int8_dit.js shows inside the node: a table each."""
+        columns, rows = deployment_table(self.report.shapes)
+        first = {
+            "title": title(self.report.environment),
+            "summary": self.sentences,
+            "valid": self.health.teraflops is None or self.health.healthy,
+            "columns": columns,
+            "rows": rows,
+            "notes": [],
+        }
+        if file is not None:
+            first["download"] = {"filename": file, "subfolder": "", "type": "output"}
+        sections = [first]
+        if self.split is not None:
+            columns, rows = forward_table(self.split, self.report.shapes)
+            sections.append({"title": "One forward", "columns": columns, "rows": rows, "notes": []})
+        for result in self.report.shapes:
+            columns, rows = method_table(result, methods)
+            heading = f"{result.shape.name}, {result.place()}"
+            sections.append({"title": heading, "columns": columns, "rows": rows, "notes": []})
+        sections[-1]["notes"] = self.remarks
+        return sections
+
+
+def text_of(sections: Sequence[dict]) -> str:
+    """The sections as markdown."""
+    parts = []
+    for section in sections:
+        table = [markdown(section["columns"], section["rows"])] if section["rows"] else []
+        parts += [f"**{section['title']}**", *section.get("summary", []), *table, *section["notes"]]
+    return "\n\n".join(parts)
+
+
+def run(
+    model: ModelPatcher | None,
+    tokens: int,
+    ticked: Collection[str],
+    positive: list | None,
+    latent: dict | None,
+    decision: str,
+) -> Outcome:
+    """Measure this machine, and let `auto` be decided as the user wants it. Raises ComfyUI's interrupt on cancel."""
+    device = comfy.model_management.get_torch_device() if model is None else model.load_device
+    check = comfy.model_management.throw_exception_if_processing_interrupted
+    methods = shown(ticked)
+    progress = Progress()
+    progress.say("checking the card")
+    sentences, remarks = [], [_METHODS_NOTE]
+    with comfy.model_management.cuda_device_context(device):
+        split = None
+        if model is not None:
+            progress.say("measuring a forward of the model")
+            try:
+                split = measure_forward(model, positive, latent, check)
+            except NoForward as reason:
+                remarks.append(f"No forward was measured: {reason}.")
+        health = examine(device, check)
+        shapes = _shapes(model, split, device, remarks)
+        timing = progress.part(0.95, max(1, len(shapes) * len(methods)))
+        if shapes:
+            make_room(device, max(working_memory(shape, tokens) for shape in shapes))
+        results = [_time(shape, tokens, device, methods, timing) for shape in shapes]
+        health = examine_again(health, device)
+    report = Report(describe_machine(device), results)
+    report.health = str(health)
+    if split is not None and results:
+        sentences.append(verdict_sentence(split, results))
+    sentences += [str(health), _decide(device, health, split, results, ticked, decision)]
+    remarks += [*_native_remark(device, ticked), *notes(results)]
+    progress.finish(sentences[0])
+    return Outcome(report, health, split, sentences, remarks)
+
+
+def forget(device: torch.device) -> str:
+    """Forget the verdict of a card; what was done, in words."""
+    if device.type != "cuda":
+        return "No GPU: there is no stored verdict."
+    return _FORGOTTEN if decide_by(device, None) else "No verdict was stored for this card: nothing changes."
+
+
+_FORGOTTEN = "The stored verdict is forgotten: auto is fused INT8 on RTX 30 cards and bf16 on others again."
+
+
+def deployment_table(results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
+    """Column headings and a row for each shape: what the ways of `auto` take, and which of them is the fastest."""
+    columns = ["linear", "M x N x K", *(f"{method} ms" for method in METHOD_OF_WAY.values()), "fastest"]
+    rows = []
+    for result in results:
+        times = _times(result)
+        cells = [f"{times[way]:.3f}" if way in times else "-" for way in METHOD_OF_WAY]
+        best = Verdict("", {(result.shape.n, result.shape.k): times}).fastest((result.shape.n, result.shape.k))
+        noise = [
+            METHOD_OF_WAY[way]
+            for way in times
+            if best is not None and way != best and same_within_noise(result, METHOD_OF_WAY[best], METHOD_OF_WAY[way])
+        ]
+        fastest = "-" if best is None else METHOD_OF_WAY[best] + (f" (noise: {', '.join(noise)})" if noise else "")
+        rows.append([result.shape.name, result.place(), *cells, fastest])
+    return columns, rows
+
+
+def save_json(outcome: Outcome) -> str | None:
+    """Write every figure into ComfyUI's output folder; the file's name, or None where it cannot be written."""
+    content = outcome.report.as_json() | {"sentences": outcome.sentences, "notes": outcome.remarks}
+    if outcome.split is not None:
+        linears = [product._asdict() | vars(calls) for product, calls in outcome.split.linears.items()]
+        content["forward"] = {
+            "milliseconds": outcome.split.total,
+            "watched": outcome.split.watched,
+            "attention": outcome.split.attention,
+            "linears": linears,
+            "blocks": [vars(blocks) for blocks in outcome.split.blocks],
+        }
+    for path in output_paths("int8_benchmark", "json"):
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                json.dump(content, file, indent=1, allow_nan=False)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            outcome.remarks.append(f"The figures could not be written to the output folder: {error}.")
+            return None
+        return os.path.basename(path)
+    return None
+
+
+def _shapes(
+    model: ModelPatcher | None, split: ForwardSplit | None, device: torch.device, remarks: list[str]
+) -> list[LinearShape]:
+    others = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
+    shapes = others if split is None else split.shapes()
+    left_out = {shape.name: reason for shape in shapes if (reason := hopeless(shape, device)) is not None}
+    remarks += [f"Left out: {name} ({reason})." for name, reason in left_out.items()]
+    return [shape for shape in shapes if shape.name not in left_out]
+
+
+def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
+    """The distinct shapes of a MODEL's quantizable linears, each named after the first layer that has it.
+
+    Raises ValueError for a model without such layers.
+    """
+    shapes: dict[tuple[int, ...], LinearShape] = {}
+    for name, module in quantizable_linears(model).items():
+        n, k = module.weight.shape
+        label = ".".join(part for part in name.split(".")[1:] if not part.isdigit()) or name
+        shapes.setdefault((n, k), LinearShape(label, n, k))
+    if not shapes:
+        raise ValueError("this MODEL has no linear layers in repeated blocks: disconnect it to benchmark Ideogram 4's")
+    return list(shapes.values())
+
+
+def _time(shape: LinearShape, tokens: int, device: torch.device, methods: Sequence, progress: Progress) -> ShapeResult:
+    check = comfy.model_management.throw_exception_if_processing_interrupted
+
+    def say(method: str) -> None:
+        progress.step()
+        progress.say(f"{shape.name}: {method}")
+
+    tokens = feasible_tokens(shape.tokens or tokens, device)
+    result = benchmark_shape(shape, tokens, device, methods, check=check, say=say)
+    speed = result.speedup(METHOD_OF_WAY[FUSED])
+    if speed is not None:
+        progress.say(f"{shape.name}: fused INT8 {speed:.2f} x bf16")
+    return result
+
+
+def _times(result: ShapeResult) -> dict[str, float]:
+    """The time of each way that `auto` can choose."""
+    found = result.milliseconds
+    return {way: found[method] for way, method in METHOD_OF_WAY.items() if method in found}
+
+
+def _decide(
+    device: torch.device,
+    health: Health,
+    split: ForwardSplit | None,
+    results: Sequence[ShapeResult],
+    ticked: Collection[str],
+    decision: str,
+) -> str:
+    """Store what was measured, where it counts and the user wants it; what `auto` is decided by now, in words."""
+    if device.type != "cuda":
+        return "auto is bf16: INT8 tensor cores need a GPU."
+    before = stored_verdict(device)
+    kept = "auto stays as it was" + (f", decided by the run of {before.date}." if before else ", decided by the card.")
+    if decision != STORE:
+        return f"Nothing was stored: {kept}"
+    if not health.healthy:
+        return f"Nothing was stored, because this run does not count: {kept}"
+    if not any({BF16, FUSED} <= _times(result).keys() for result in results):
+        return f"Nothing was stored, because the fused kernel was not timed beside bf16: {kept}"
+    if "native_int8" not in ticked:
+        return f"Nothing was stored, because ComfyUI's own INT8 was not timed (tick native_int8): {kept}"
+    totals: dict[tuple[int, int], dict[str, float]] = {}
+    for result in results:
+        times = _times(result)
+        count = 1 if split is None else split.linears[Product(result.m, result.shape.n, result.shape.k)].count
+        shape = totals.setdefault((result.shape.n, result.shape.k), dict.fromkeys(times, 0.0))
+        for way in list(shape):
+            if way in times:
+                shape[way] += count * times[way]
+            else:
+                del shape[way]
+    verdict = Verdict(datetime.date.today().isoformat(), {shape: times for shape, times in totals.items() if times})
+    try:
+        decide_by(device, verdict)
+    except OSError as error:
+        return f"The verdict could not be stored ({error}): {kept}"
+    winners = [METHOD_OF_WAY[way] for shape in verdict.milliseconds if (way := verdict.fastest(shape)) is not None]
+    counted = ", ".join(f"{name} for {winners.count(name)}" for name in dict.fromkeys(winners))
+    return f"Stored: auto now runs what was fastest here, of {len(winners)} shapes {counted}."
+
+
+def _native_remark(device: torch.device, ticked: Collection[str]) -> list[str]:
+    if "native_int8" not in ticked:
+        return []
+    try:
+        backend = native_backend(device)
+    except Unavailable:
+        return []
+    why = ""
+    if backend == "eager" and device.type == "cuda":
+        why = f"; its CUDA kernels need a PyTorch for CUDA 13, and this one is for {torch.version.cuda}"
+    return [f"{NATIVE} is comfy-kitchen's {backend} backend here{why}."]

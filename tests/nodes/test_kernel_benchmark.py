@@ -1,0 +1,169 @@
+"""The node "Kernel Benchmark" in this process, on a CPU and on made-up cards."""
+
+import json
+
+import pytest
+import torch
+
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def run(pack):
+    from int8_dit.nodes.benchmark import run
+
+    return run
+
+
+@pytest.fixture
+def node(pack):
+    from int8_dit.nodes.kernel_benchmark import INT8KernelBenchmark
+
+    return INT8KernelBenchmark
+
+
+def only(*ticked):
+    """The switches of the node, these on."""
+    from int8_dit.kernels.benchmark import TICKS
+
+    return {tick: tick in ticked for tick in TICKS}
+
+
+def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
+    model = dit.stock()
+    inputs = dit.calibration(model)
+    (positive,) = inputs["positive"].values()
+    before = dict(model.model_options["transformer_options"])
+    output = node.execute(8, model, positive=positive, latent_image=inputs["latent_image"], **only("unfused"))
+    picture, text = output.result
+
+    first, forward, *shapes = output.ui["int8_benchmark"]
+    assert [row[0] for row in forward["rows"]][:3] == ["linears", "attention", "the rest"]
+    parts = [float(row[1]) for row in forward["rows"]][:3]
+    assert all(part > 0 for part in parts)
+    content = json.loads((tmp_path / first["download"]["filename"]).read_text())
+    assert sum(linear["count"] for linear in content["forward"]["linears"]) == len(dit.LINEARS)
+    assert content["forward"]["watched"] == pytest.approx(sum(parts), abs=0.2)
+    assert {row[0] for section in shapes for row in section["rows"]} == {"bf16", "unfused _int_mm"}
+    assert first["valid"] and "No prediction" in first["summary"][0] and "No GPU" in first["summary"][1]
+    assert first["title"] in text and picture.ndim == 4
+
+    assert model.model_options["transformer_options"] == before
+    assert not any(module._forward_hooks for module in model.model.diffusion_model.modules())
+
+
+def test_a_model_that_needs_text_says_what_to_connect(dit, run):
+    from int8_dit.nodes.benchmark.forward import NoForward, measure_forward
+
+    with pytest.raises(NoForward, match=r"connect positive and latent_image .*pooled_output"):
+        measure_forward(dit.stock(), None, None, lambda: None)
+
+
+def test_cancelling_stops_it(dit, node, interrupt_at):
+    import comfy.model_management
+
+    interrupt_at(0)
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        node.execute(8, dit.stock(), **only())
+
+
+def test_ideogram_s_linears_are_left_out_on_a_cpu_and_named(node, monkeypatch, tmp_path):
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
+    output = node.execute(4352, **only())
+    _, shape = output.ui["int8_benchmark"]
+    assert "attention out, 64 x 4608 x 4608" in shape["title"]
+    assert "qkv" in " ".join(shape["notes"]) and "too many for a CPU" in " ".join(shape["notes"])
+
+
+def test_each_run_measures_anew(node):
+    assert node.fingerprint_inputs(tokens=1) != node.fingerprint_inputs(tokens=1)
+
+
+def made_up(**milliseconds):
+    from int8_dit.kernels.benchmark import METHOD_OF_WAY, LinearShape, ShapeResult
+
+    ways = {"fused": "fused int8", "native": "native int8", "bf16": "bf16"}
+    rounds = {METHOD_OF_WAY[ways[way]]: [time] * 3 for way, time in milliseconds.items()}
+    return ShapeResult(LinearShape("qkv", 64, 32), 8, rounds=rounds)
+
+
+@pytest.fixture
+def verdicts(run, monkeypatch):
+    """What was stored for a card, None for forgotten, in order."""
+    kept = []
+    monkeypatch.setattr(run, "decide_by", lambda device, verdict: kept.append(verdict) or True)
+    monkeypatch.setattr(run, "stored_verdict", lambda device: None)
+    return kept
+
+
+def healthy(**changes):
+    from int8_dit.kernels.benchmark import Health
+
+    return Health(**{"teraflops": 65.0, "expected": 71.0} | changes)
+
+
+def test_a_healthy_run_decides_what_auto_runs(run, verdicts):
+    results = [made_up(fused=1.0, native=2.0, bf16=3.0)]
+    said = run._decide(CARD, healthy(), None, results, ["native_int8"], run.STORE)
+    (verdict,) = verdicts
+    assert dict(verdict.milliseconds) == {(64, 32): {"fused int8": 1.0, "native int8": 2.0, "bf16": 3.0}}
+    assert said == "Stored: auto now runs what was fastest here, of 1 shapes fused int8 for 1."
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"health": {"faults": ("too hot",)}}, "does not count"),
+        ({"decision": "as before"}, "Nothing was stored: auto stays"),
+        ({"ticked": []}, "tick native_int8"),
+        ({"results": {"bf16": 1.0}}, "fused kernel was not timed"),
+    ],
+)
+def test_what_does_not_count_is_not_stored(run, verdicts, changes, says):
+    results = [made_up(**changes.get("results", {"fused": 1.0, "native": 2.0, "bf16": 3.0}))]
+    ticked, decision = changes.get("ticked", ["native_int8"]), changes.get("decision", run.STORE)
+    said = run._decide(CARD, healthy(**changes.get("health", {})), None, results, ticked, decision)
+    assert says in said and verdicts == []
+
+
+def test_forgetting_measures_nothing(node, run, verdicts, monkeypatch):
+    import comfy.model_management
+
+    monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
+    output = node.execute(8, auto_decided=run.CLEAR)
+    assert verdicts == [None] and "forgotten" in output.result[1]
+
+
+def test_the_deployment_table_names_the_fastest_and_the_noise(run):
+    clear, noisy = made_up(fused=1.0, native=2.0, bf16=3.0), made_up(fused=1.0, native=1.01, bf16=3.0)
+    noisy.rounds = {name: [0.95 * times[0], *times] for name, times in noisy.rounds.items()}
+    columns, rows = run.deployment_table([clear, noisy, made_up(bf16=1.0)])
+    assert [row[-1] for row in rows] == ["fused int8", "fused int8 (noise: ComfyUI's INT8)", "bf16"]
+    assert rows[2][2:5] == ["-", "-", "1.000"] or "-" in rows[2]
+    assert len(columns) == len(rows[0])
+
+
+def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
+    """Or a MODEL out of ComfyUI's cache would go on running what another verdict chose."""
+    import comfy.model_management
+
+    from int8_dit.kernels import Verdict
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+    from int8_dit.nodes.host import decision
+    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
+    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
+
+    monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
+    verdicts = [None, Verdict("d", {(1, 1): {"bf16": 1.0}}), Verdict("d", {(1, 1): {"bf16": 2.0}})]
+    for node in (ApplyFusedINT8Kernel, LoadINT8DiT, QuantizeToINT8SmoothQuant):
+        stamps = {"auto": set(), "fused int8": set()}
+        for verdict in verdicts:
+            monkeypatch.setattr(decision, "stored_verdict", lambda device, verdict=verdict: verdict)
+            for kernel, found in stamps.items():
+                found.add(node.fingerprint_inputs(kernel=kernel))
+        assert (len(stamps["auto"]), len(stamps["fused int8"])) == (3, 1)
