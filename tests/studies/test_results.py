@@ -65,6 +65,12 @@ def test_the_machine_codes_table_is_what_its_study_writes():
     assert without_run(stored).startswith(without_run(document([])))
 
 
+def test_the_table_of_cards_is_what_its_study_writes():
+    from studies import cards
+
+    assert (RESULTS / "cards.md").read_text() == cards.document()
+
+
 def test_every_result_is_listed():
     listed = (RESULTS / "README.md").read_text()
     for path in RESULTS.iterdir():
