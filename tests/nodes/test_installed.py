@@ -1,12 +1,21 @@
-"""Loading the pack beside a comfy-kitchen that lacks what it needs: one line says what to install."""
+"""Loading the pack beside a comfy-kitchen that lacks what it needs, or without Triton: a line says what to install."""
 
 import asyncio
+import sys
 
 import pytest
 
 
-def test_the_installed_one_will_do(pack):
+def test_the_installed_will_do(pack, caplog):
     assert asyncio.run(pack.comfy_entrypoint()) is not None
+    assert not caplog.records
+
+
+def test_a_missing_triton_is_said_in_one_line(pack, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert asyncio.run(pack.comfy_entrypoint()) is not None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "bf16" in line and "pip install triton" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,18 @@
-"""Whether the comfy-kitchen beside this ComfyUI has what the pack builds on."""
+"""What is installed beside this ComfyUI: what the pack cannot do without, and what it can."""
 
 import importlib.metadata
+import importlib.util
+import logging
 
-# The oldest that the pack was tested with. ComfyUI 0.30 asks for it.
+# The oldest comfy-kitchen that the pack was tested with. ComfyUI 0.30 asks for it.
 _OLDEST = "0.2.26"
+# The pack loads without these: module -> what is said where it is missing.
+_OPTIONAL = {
+    "triton": "Triton is not installed, so INT8 layers compute in bf16. An NVIDIA card from Ampere on needs "
+    "`pip install triton` (`pip install triton-windows` on Windows) for INT8",
+}
+
+logger = logging.getLogger(__name__)
 
 
 def check_comfy_kitchen() -> None:
@@ -22,3 +31,10 @@ def check_comfy_kitchen() -> None:
             f"INT8 DiT needs comfy-kitchen {_OLDEST} or newer, and {found} ({error}); update ComfyUI, or run "
             f'`pip install "comfy-kitchen>={_OLDEST}"` with its Python'
         ) from error
+
+
+def say_what_is_missing() -> None:
+    """Log a line for each optional module that is not installed: what does not work, and what to install."""
+    for module, consequence in _OPTIONAL.items():
+        if importlib.util.find_spec(module) is None:
+            logger.warning("INT8 DiT: %s.", consequence)
