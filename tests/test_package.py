@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
@@ -142,3 +143,32 @@ def test_pictures_lie_where_the_registry_is_told(project, tracked, kind, width, 
     picture = ElementTree.parse(PROJECT / url.removeprefix(raw)).getroot()
     assert picture.tag == "{http://www.w3.org/2000/svg}svg"
     assert (picture.get("width"), picture.get("height")) == (str(width), str(height))
+
+
+def forms(folder):
+    return [
+        pytest.param(yaml.safe_load(path.read_text(encoding="utf-8")), id=path.name)
+        for path in sorted((PROJECT / ".github" / folder).glob("*.yml"))
+    ]
+
+
+@pytest.mark.parametrize("workflow", forms("workflows"))
+def test_workflows_name_commands_that_are_here(workflow):
+    assert workflow[True] and workflow["jobs"]  # YAML 1.1 reads the key `on` as true
+    for job in workflow["jobs"].values():
+        if "uses" in job:
+            assert (PROJECT / job["uses"]).is_file()
+            continue
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), step
+            for script in re.findall(r"tests/\w+\.py", step.get("run", "")):
+                assert (PROJECT / script).is_file()
+
+
+@pytest.mark.parametrize("form", forms("ISSUE_TEMPLATE"))
+def test_issue_forms_are_well_formed(form):
+    assert form["name"] and form["description"]
+    asked = [part for part in form["body"] if part["type"] != "markdown"]
+    assert asked and {part["type"] for part in asked} <= {"input", "textarea", "dropdown", "checkboxes"}
+    assert len({part["id"] for part in asked}) == len(asked)
+    assert all(part["attributes"]["label"] for part in asked)
