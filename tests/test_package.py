@@ -145,6 +145,11 @@ def test_pictures_lie_where_the_registry_is_told(project, tracked, kind, width, 
     assert (picture.get("width"), picture.get("height")) == (str(width), str(height))
 
 
+def test_the_changelog_has_an_entry_for_this_version(project):
+    headings = re.findall(r"^## (\S+)", (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert project["project"]["version"] in headings
+
+
 def forms(folder):
     return [
         pytest.param(yaml.safe_load(path.read_text(encoding="utf-8")), id=path.name)
