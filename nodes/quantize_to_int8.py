@@ -9,6 +9,7 @@ from .calibration.run import calibrate
 from .host import notices
 from .host.decision import decision_stamp
 from .host.work import Progress
+from .pictures.drawing import check_matplotlib
 from .pictures.quantization_plot import plot
 from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
 from .quantization.report import BF16, PROTECTED_IN
@@ -222,6 +223,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         seed=0,
         protected_in=PROTECTED_IN[0],
     ) -> io.NodeOutput:
+        check_matplotlib()  # before the work whose report it draws
         settings = QuantizationSettings(
             method,
             alpha,

@@ -3,7 +3,7 @@
 from .environment import describe_machine, title
 from .forward import METHOD_OF_WAY, BlockCalls, Calls, ForwardSplit, Product, forward_table, verdict_sentence
 from .health import Health, examine, examine_again
-from .methods import BF16, NATIVE, TICKS, Unavailable, native_backend, shown
+from .methods import BF16, METHODS, NATIVE, TICKS, Unavailable, native_backend, shown
 from .report import Report, ShapeResult, markdown, method_table, notes, same_within_noise
 from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
 from .shapes import IDEOGRAM4_SHAPES, LinearShape
@@ -11,6 +11,7 @@ from .shapes import IDEOGRAM4_SHAPES, LinearShape
 __all__ = [
     "BF16",
     "IDEOGRAM4_SHAPES",
+    "METHODS",
     "METHOD_OF_WAY",
     "NATIVE",
     "TICKS",

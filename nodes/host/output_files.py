@@ -34,7 +34,12 @@ def saved_file(path: str) -> dict:
 
 def saved_line(path: str) -> str:
     """What the node that saved a file says of it."""
-    return f"saved {os.path.basename(path)}, {os.path.getsize(path) / 1e9:.3g} GB"
+    return f"saved {os.path.basename(path)}, {size_text(os.path.getsize(path))}"
+
+
+def size_text(count: int) -> str:
+    """A number of bytes as the user reads it."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def workflow_metadata(hidden: io.HiddenHolder) -> dict[str, str]:

@@ -1,48 +1,124 @@
 """The benchmark's bar chart as an IMAGE."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
 
-from ...kernels.benchmark import BF16, TICKS, ShapeResult, shown
-from .drawing import INK, MUTED, as_comfyui_image
+from ...kernels.benchmark import BF16, METHODS, ShapeResult
+from .drawing import (
+    GRID,
+    INK,
+    MARGIN,
+    MUTED,
+    SMALL,
+    TEXT,
+    TITLE,
+    WIDTH,
+    as_comfyui_image,
+    axes,
+    sheet,
+    shorten,
+    width_of,
+    write,
+)
 
-_WIDTH = 1100
-_MARGIN = 24
-_LABEL_WIDTH = 250
-_BAR_HEIGHT = 20
-_GROUP_GAP = 18
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LINE, _LETTERS = 0.15, 80  # of the heading: height, and letters that surely fit
+_BAR, _HEADING, _SCALE, _GAP = 0.145, 0.3, 0.16, 0.12
+_COLUMN_GAP = 0.15
+_FIGURES = 0.4  # room for the milliseconds
+_WIDEST = 3.0  # times the reference; a longer bar ends there in an arrow
+# For methods without a colour of their own, which only the command line times.
+_OTHERS = ("#b5679b", "#6f9fd8", "#8a6d3b", "#5fa35f", "#c77f7f", "#7a78c4", "#3f9aa8", "#a89a3f", "#9a9a9a")
 
 
 def plot(results: Sequence[ShapeResult], title: str) -> torch.Tensor:
-    """Horizontal bars, one group per shape and one bar per method that ran: time relative to bf16, which is 1. A shape
-    for which bf16 found no memory is left out.
+    """The picture of a benchmark as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1."""
+    return as_comfyui_image(draw(results, title))
 
-    Returns a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1.
+
+def draw(results: Sequence[ShapeResult], title: str) -> "Figure":
+    """One panel per shape, one bar per method: median time relative to bf16, and where the rounds lie.
+
+    Without bf16 (it found no memory) a shape's times are relative to its slowest method, and its panel says so.
     """
-    results = [result for result in results if BF16 in result.rounds]
-    heading, text = ImageFont.load_default(16), ImageFont.load_default(15)
-    bars = sum(len(result.rounds) for result in results)
-    height = 3 * _MARGIN + 2 * 30 + bars * (_BAR_HEIGHT + 3) + len(results) * _GROUP_GAP
-    image = Image.new("RGB", (_WIDTH, height), "#ffffff")
-    draw = ImageDraw.Draw(image)
-    draw.text((_MARGIN, _MARGIN), title, fill=INK, font=heading)
-    draw.text((_MARGIN, _MARGIN + 32), "time per linear relative to bf16 (shorter is better)", fill=MUTED, font=text)
+    colors = _colors(results)
+    heading = textwrap.wrap(title, _LETTERS)
+    columns = 1 if len(results) < 3 else 2
+    top = MARGIN + 0.24 + _LINE * (len(heading) + 1) + 0.06
+    row = _HEADING + _BAR * len(colors) + _SCALE + _GAP
+    figure = sheet(top - (-len(results) // columns) * row + MARGIN)
+    write(figure, MARGIN, MARGIN, "Time per linear", TITLE, weight="bold")
+    for number, line in enumerate([*heading, "Bars: relative to bf16, shorter is better. Figures: milliseconds."]):
+        write(figure, MARGIN, MARGIN + 0.24 + _LINE * number, line, color=MUTED if number == len(heading) else INK)
 
-    ratios = [t / r.milliseconds[BF16] for r in results for t in r.milliseconds.values()]
-    scale = (_WIDTH - _LABEL_WIDTH - 2 * _MARGIN - 150) / max([1.0, *ratios])
-    y = 2 * _MARGIN + 54
-    for result in results:
-        draw.text((_MARGIN, y), result.shape.name, fill=INK, font=text)
-        draw.text((_MARGIN, y + 20), result.place(), fill=MUTED, font=text)
-        times = result.milliseconds
-        for method in (method for method in shown(TICKS) if method.name in times):
-            ratio = times[method.name] / times[BF16]
-            x = _MARGIN + _LABEL_WIDTH
-            draw.rectangle((x, y, x + ratio * scale, y + _BAR_HEIGHT - 2), fill=method.color)
-            label = f"{method.name}  {times[method.name]:.3f} ms"
-            draw.text((x + ratio * scale + 8, y), label, fill=INK, font=text)
-            y += _BAR_HEIGHT + 3
-        y += _GROUP_GAP
-    return as_comfyui_image(image)
+    names = MARGIN + 0.05 + max(width_of(figure, name, SMALL) for name in colors)
+    width = (WIDTH - MARGIN - names - (columns - 1) * _COLUMN_GAP) / columns
+    longest = max((time / _reference(r)[1] for r in results for time in r.milliseconds.values()), default=1.0)
+    scale = min(_WIDEST, max(1.0, longest))
+    for index, result in enumerate(results):
+        left, y = names + index % columns * (width + _COLUMN_GAP), top + index // columns * row
+        shorten(write(figure, left, y, result.shape.name, TEXT, weight="bold"), width)
+        shorten(write(figure, left, y + 0.14, result.place(), SMALL, MUTED), width)
+        panel = axes(figure, left, y + _HEADING, width, _BAR * len(colors))
+        _bars(panel, result, colors, scale, scale * width / (width - _FIGURES))
+        panel.tick_params(labelleft=index % columns == 0)
+        reference, _ = _reference(result)
+        if reference != BF16:
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            note = write(figure, left, y + _HEADING + 0.02, f"1 = {reference}", SMALL, MUTED, bbox=paper)
+            shorten(note, width - _FIGURES)
+    return figure
+
+
+def _colors(results: Sequence[ShapeResult]) -> dict[str, str]:
+    """bf16 and the methods that ran anywhere, in the table's order, with their colours."""
+    ran = {BF16}.union(*(result.rounds for result in results))
+    own = {method.name: method.color for method in METHODS if method.name in ran}
+    own |= dict.fromkeys(sorted(ran - own.keys()))
+    others = [name for name, color in own.items() if color is None]
+    return {name: color or _OTHERS[others.index(name) % len(_OTHERS)] for name, color in own.items()}
+
+
+def _reference(result: ShapeResult) -> tuple[str, float]:
+    """The method that the bars of a shape are relative to, and its milliseconds."""
+    times = result.milliseconds
+    name = BF16 if BF16 in times else max(times, key=times.__getitem__, default=BF16)
+    return name, times.get(name, 1.0)
+
+
+def _bars(panel: "Axes", result: ShapeResult, colors: Mapping[str, str], longest: float, end: float) -> None:
+    """Bars up to `longest` times the reference, and the milliseconds in what is left of the axis up to `end`."""
+    panel.set_xlim(0, end)
+    panel.set_ylim(len(colors) - 0.5, -0.5)
+    panel.set_yticks(range(len(colors)), list(colors))
+    ticks = [tick for tick in ((0.0, 0.5, 1.0, 1.5) if longest < 2 else (0.0, 1.0, 2.0, 3.0)) if tick <= longest]
+    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.grid(axis="x", color=GRID, linewidth=0.6)
+    panel.axvline(1.0, color=MUTED, linewidth=0.6, linestyle=(0, (3, 2)), zorder=3)
+    _, reference = _reference(result)
+    for place, (name, color) in enumerate(colors.items()):
+        if name not in result.rounds:
+            panel.text(end, place, "-", size=SMALL, color=MUTED, ha="right", va="center_baseline")
+            continue
+        time, rounds = result.milliseconds[name], result.rounds[name]
+        panel.barh(place, min(time / reference, longest), height=0.72, color=color)
+        if time / reference > longest:
+            panel.plot(longest, place, marker=">", markersize=5, color=color, clip_on=False)
+        else:
+            ends = [min(edge / reference, longest) for edge in (min(rounds), max(rounds))]
+            panel.plot(ends, [place, place], color=INK, linewidth=1.0, marker="|", markersize=3, zorder=4)
+        panel.text(
+            end,
+            place,
+            f"{time:.3f}" if time < 10 else f"{time:.1f}",
+            size=SMALL,
+            color=INK,
+            ha="right",
+            va="center_baseline",
+        )

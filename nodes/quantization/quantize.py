@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from comfy.model_patcher import ModelPatcher
@@ -152,6 +152,7 @@ def quantize_model(
 
     progress.say("building the INT8 model")
     quantized = with_quantized_layers(model, results, in_floats, kernel)
+    report = replace(report, size=quantized.model_size(), size_before=model.model_size())
     keep_recipe(quantized, {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))})
     kept = len(protected)
     logger.info("INT8: %d layers quantized, %d protected: %s", len(targets) - kept, kept, ", ".join(protected))

@@ -1,10 +1,12 @@
 """What a quantization did, layer by layer: a table for the user, JSON for the file."""
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...kernels import TransformPlan
+from ..host.output_files import size_text
 
 INT8, ACT16, BF16 = "INT8", "INT8 with 16-bit activations", "bf16"
 PROTECTED_IN = (ACT16, BF16)
@@ -39,6 +41,21 @@ class LayerReport:
         return self._parts[0]
 
     @property
+    def blocks(self) -> str:
+        """What the model calls the blocks it is one of ("layers"); "" outside the blocks."""
+        return self.block.rpartition(".")[0] if self.number is not None else ""
+
+    @property
+    def number(self) -> int | None:
+        """The number of its block; None outside the blocks."""
+        return None if self.block == self.name else int(self.block.rpartition(".")[2])
+
+    @property
+    def error_as_held(self) -> float | None:
+        """What was lost of it: nothing in bf16. None for a layer that was never called."""
+        return 0.0 if self.held_in == BF16 and self.error is not None else self.error
+
+    @property
     def kind(self) -> str:
         """Its name inside the block."""
         return self._parts[1]
@@ -62,6 +79,7 @@ class QuantizationReport:
         calibration: number of recorded calls and sampled rows; None without calibration.
         layers: in the order of the model.
         protected: the names of the protected layers, the most fragile first.
+        size, size_before: bytes of the quantized MODEL and of the one it was made of; 0 where they are not known.
     """
 
     settings: Mapping[str, object]
@@ -69,6 +87,34 @@ class QuantizationReport:
     calibration: Mapping[str, int] | None
     layers: tuple[LayerReport, ...]
     protected: tuple[str, ...]
+    size: int = 0
+    size_before: int = 0
+
+    @property
+    def title(self) -> str:
+        """What was done."""
+        return f"INT8 quantization ({'uncalibrated' if self.calibration is None else self.settings['method']})"
+
+    @property
+    def summary(self) -> str:
+        """What it costs and saves, in a line."""
+        called = [layer for layer in self.layers if layer.fragility is not None]
+        parts = []
+        if called:
+            before = statistics.fmean(layer.fragility or 0.0 for layer in called)
+            after = statistics.fmean(layer.error_as_held or 0.0 for layer in called)
+            parts.append(f"Mean error {percent(after)} of the {self.error_of} (plain INT8: {percent(before)})")
+        parts.append(f"{len(self.protected)} of {self.linears} linears protected{self._ways}")
+        if self.size:
+            parts.append(f"{size_text(self.size)} (was {size_text(self.size_before)})")
+        return ". ".join(parts) + "."
+
+    @property
+    def _ways(self) -> str:
+        """How many layers are protected in which way, after a colon."""
+        held = Counter(layer.held_in for layer in self.layers)
+        ways = [f"{held[way]} in {way}" for way in PROTECTED_IN if held[way]]
+        return ": " + ", ".join(ways) if ways else ""
 
     @property
     def error_of(self) -> str:
@@ -84,8 +130,8 @@ class QuantizationReport:
         layers = {
             layer.name: {
                 "transform": str(layer.transform),
-                "fragility": _rounded(layer.fragility),
-                "error": _rounded(layer.error),
+                "fragility": rounded(layer.fragility),
+                "error": rounded(layer.error),
                 **({"held_in": layer.held_in} if layer.protected else {}),
             }
             for layer in self.layers
@@ -101,13 +147,11 @@ class QuantizationReport:
         }
 
     def markdown(self) -> str:
-        """A summary and a table of all layers, the most fragile first."""
-        kept = len(self.protected)
-        held = Counter(layer.held_in for layer in self.layers)
-        ways = [f"{held[way]} in {way}" for way in PROTECTED_IN if held[way]]
-        protected = ": ".join(["protected", *([", ".join(ways)] if ways else [])])
+        """Title, summary and a table of all layers, the most fragile first."""
         lines = [
-            f"{held[INT8]} of {self.linears} linears are plain INT8, {kept} fragile ones are {protected}.",
+            f"## {self.title}",
+            "",
+            f"{len(self.layers) - len(self.protected)} of {self.linears} linears are plain INT8. {self.summary}",
             "",
             f"Fragility is the error of plain INT8, relative to the layer's {self.error_of}; the error is what is left "
             "of it as the layer was quantized.",
@@ -119,14 +163,16 @@ class QuantizationReport:
             done = f"protected in {layer.held_in}" if layer.protected else str(layer.transform)
             if layer.held_in == ACT16 and layer.transform != TransformPlan():
                 done += f", {layer.transform}"
-            error = "" if layer.held_in == BF16 else _percent(layer.error)
-            lines.append(f"| {layer.name} | {_percent(layer.fragility)} | {error} | {done} |")
+            error = "" if layer.held_in == BF16 else percent(layer.error)
+            lines.append(f"| {layer.name} | {percent(layer.fragility)} | {error} | {done} |")
         return "\n".join(lines)
 
 
-def _rounded(error: float | None) -> float | None:
+def rounded(error: float | None) -> float | None:
+    """An error as it is kept."""
     return None if error is None else float(f"{error:.4g}")
 
 
-def _percent(error: float | None) -> str:
+def percent(error: float | None) -> str:
+    """An error as the user reads it."""
     return "never called" if error is None else f"{100 * error:.2f} %"

@@ -1,9 +1,9 @@
-"""The quantization report: layers by kind and block, the table, the picture."""
+"""The quantization report: its line, its table, its recipe, and what its pictures show."""
 
-import math
+import json
+from dataclasses import asdict
 
 import pytest
-import torch
 
 
 @pytest.fixture
@@ -12,29 +12,29 @@ def report_of(pack):
     from int8_dit.kernels import TransformPlan
     from int8_dit.nodes.quantization.report import LayerReport, QuantizationReport
 
-    def make(errors, protected=(), calibration=None):
+    def make(errors, protected=(), calibration=None, **sizes):
         protected = [name if isinstance(name, tuple) else (name, "bf16") for name in protected]
         layers = tuple(
             LayerReport(name, TransformPlan(0.5), fragility, error, dict(protected).get(name, "INT8"))
             for name, (fragility, error) in errors.items()
         )
-        return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(dict(protected)))
+        return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(dict(protected)), **sizes)
 
     return make
 
 
 @pytest.mark.parametrize(
-    "name, block, kind",
+    "name, blocks, number, kind",
     (
-        ("layers.3.attention.qkv", "layers.3", "attention.qkv"),
-        ("double_blocks.12.img_mlp.0", "double_blocks.12", "img_mlp.0"),
-        ("joint_blocks.0.x_block.mlp.fc1", "joint_blocks.0", "x_block.mlp.fc1"),
-        ("llm_cond_proj", "llm_cond_proj", "llm_cond_proj"),
+        ("layers.3.attention.qkv", "layers", 3, "attention.qkv"),
+        ("double_blocks.12.img_mlp.0", "double_blocks", 12, "img_mlp.0"),
+        ("net.blocks.0.x_block.mlp.fc1", "net.blocks", 0, "x_block.mlp.fc1"),
+        ("llm_cond_proj", "", None, "llm_cond_proj"),
     ),
 )
-def test_the_block_and_kind_of_a_layer(report_of, name, block, kind):
+def test_the_block_and_kind_of_a_layer(report_of, name, blocks, number, kind):
     (layer,) = report_of({name: (0.01, 0.01)}).layers
-    assert (layer.block, layer.kind) == (block, kind)
+    assert (layer.blocks, layer.number, layer.kind) == (blocks, number, kind)
 
 
 ERRORS = {
@@ -48,9 +48,9 @@ ERRORS = {
 
 def test_the_table_has_the_most_fragile_first(report_of):
     table = report_of(ERRORS, ("layers.0.w2",), {"calls": 3, "rows": 12}).markdown()
-    assert table.startswith("4 of 211 linears are plain INT8, 1 fragile ones are protected: 1 in bf16.")
+    assert table.startswith("## INT8 quantization (smooth)\n\n4 of 211 linears are plain INT8. ")
     assert "relative to the layer's output" in table
-    assert table.splitlines()[6:] == [
+    assert table.splitlines()[8:] == [
         "| layers.0.w2 | 20.00 % |  | protected in bf16 |",
         "| layers.1.w2 | 5.00 % | 0.50 % | smooth 0.5 |",
         "| layers.0.w1 | 1.20 % | 1.10 % | smooth 0.5 |",
@@ -64,10 +64,28 @@ def test_the_table_of_layers_with_16_bits(report_of):
     protected = (("layers.0.w2", "INT8 with 16-bit activations"), ("layers.1.w2", "bf16"))
     report = report_of(ERRORS, protected, {"calls": 3, "rows": 12})
     lines = report.markdown().splitlines()
-    assert lines[0].endswith("2 fragile ones are protected: 1 in INT8 with 16-bit activations, 1 in bf16.")
-    assert lines[6] == "| layers.0.w2 | 20.00 % | 3.00 % | protected in INT8 with 16-bit activations, smooth 0.5 |"
+    assert lines[2].endswith("2 of 211 linears protected: 1 in INT8 with 16-bit activations, 1 in bf16.")
+    assert lines[8] == "| layers.0.w2 | 20.00 % | 3.00 % | protected in INT8 with 16-bit activations, smooth 0.5 |"
     layers = report.recipe()["layers"]
     assert {name: layer["held_in"] for name, layer in layers.items() if "held_in" in layer} == dict(protected)
+
+
+def test_the_line_above_all(report_of):
+    """A layer in bf16 loses nothing, and one that was never called counts for nothing."""
+    errors = {"b.0.x": (0.04, 0.02), "b.1.x": (0.08, 0.06), "b.2.x": (None, None)}
+    report = report_of(errors, ("b.1.x",), {"calls": 3, "rows": 12}, size=10_620_000_000, size_before=18_600_000_000)
+    assert report.title == "INT8 quantization (smooth)"
+    assert report.summary == (
+        "Mean error 1.00 % of the output (plain INT8: 6.00 %). 1 of 211 linears protected: 1 in bf16. "
+        "10.6 GB (was 18.6 GB)."
+    )
+
+
+def test_the_line_of_an_uncalibrated_quantization(report_of):
+    report = report_of({"b.0.x": (0.04, 0.02)})
+    assert report.title == "INT8 quantization (uncalibrated)"
+    assert report.summary == "Mean error 2.00 % of the weight (plain INT8: 4.00 %). 0 of 211 linears protected."
+    assert report_of({"b.0.x": (None, None)}).summary == "0 of 211 linears protected."
 
 
 def test_the_recipe(report_of):
@@ -78,60 +96,48 @@ def test_the_recipe(report_of):
     assert recipe["layers"]["proj"]["error"] is None
 
 
-def pixels(image, color):
-    """Where a colour is, as rows of y, x."""
-    wanted = torch.tensor([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    return (image[0] - wanted).abs().amax(-1).lt(1e-3).nonzero()
+def chart(report):
+    from int8_dit.nodes.quantization.chart import chart_of
+
+    return chart_of(report)
 
 
-def test_the_picture(report_of):
-    from int8_dit.nodes.pictures import quantization_plot
-
-    image = quantization_plot.plot(report_of(ERRORS, ("layers.0.w2",)))
-    assert image.ndim == 4 and image.shape[-1] == 3 and image.min() >= 0 and image.max() <= 1
-    chart = image[:, quantization_plot._HEADER :]
-    blue, red = pixels(chart, quantization_plot._INT8), pixels(chart, quantization_plot._PROTECTED)
-    # Blocks are columns from left to right: the protected layer is in the first, another of its kind in the second.
-    second = blue[blue[:, 1] > red[:, 1].max() + 20]
-    assert len(red) and len(second) and len(blue) > len(second)
-    # In its row the larger error is higher up.
-    same_row = second[(second[:, 0] - red[:, 0].float().mean()).abs() < quantization_plot._ROW]
-    assert red[:, 0].max() < same_row[:, 0].max()
+def test_the_chart_has_a_panel_per_kind_of_layer_and_block(report_of):
+    """Kinds of the same blocks side by side, in the order of the model."""
+    names = ("double.0.qkv", "single.0.qkv", "proj", "double.0.mlp", "double.1.qkv", "single.3.qkv")
+    panels = chart(report_of(dict.fromkeys(names, (0.1, 0.01)))).panels
+    assert [(panel.blocks, panel.kind, [mark.block for mark in panel.marks]) for panel in panels] == [
+        ("double", "qkv", [0, 1]),
+        ("double", "mlp", [0]),
+        ("single", "qkv", [0, 3]),
+        ("", "proj", [None]),
+    ]
 
 
-def test_the_marks_are_where_their_figures_are(report_of):
-    """Fragility in grey, and as a red square where it was protected; the error as quantized in blue, a decade below."""
-    from int8_dit.nodes.pictures import quantization_plot
+def test_a_mark_is_a_layer_before_and_after(report_of):
+    report = report_of(ERRORS, (("layers.0.w2", "INT8 with 16-bit activations"), ("layers.1.w2", "bf16")))
+    w1, w2, proj = chart(report).panels
+    assert [(mark.before, mark.after, mark.held_in) for mark in (*w1.marks, *w2.marks, *proj.marks)] == [
+        (0.012, 0.011, "INT8"),
+        (0.012, 0.01, "INT8"),
+        (0.2, 0.03, "INT8 with 16-bit activations"),
+        (0.05, 0.0, "bf16"),
+        (None, None, "INT8"),
+    ]
+    assert (w1.before, w2.after) == (pytest.approx(0.012), pytest.approx(0.015))
+    assert (proj.before, proj.after) == (None, None)
 
-    image = quantization_plot.plot(report_of({"b.0.k": (0.1, 0.02), "b.1.k": (0.1, 0.01)}, ("b.0.k",)))
-    chart = image[:, quantization_plot._HEADER :]
-    red, grey, blue = (
-        pixels(chart, color)[:, 0].float()
-        for color in (quantization_plot._PROTECTED, quantization_plot._PLAIN, quantization_plot._INT8)
+
+@pytest.mark.parametrize("errors", (ERRORS, {"a": (0.0, 0.0)}, {"a": (None, None)}, {"a": (0.0101, 0.01)}))
+def test_the_scale_holds_all_errors(report_of, errors):
+    scale = chart(report_of(errors))
+    assert all(
+        scale.low < max(error, 1e-4) < scale.high for pair in errors.values() for error in pair if error is not None
     )
-    assert float(red.mean()) == pytest.approx(float(grey.min()) + quantization_plot._RADIUS, abs=1)
-    decade = quantization_plot._ROW / math.log10(10 * 1.3**2)
-    assert float(blue.mean() - red.mean()) == pytest.approx(decade, abs=1)
+    assert len(scale.ticks) <= 4 and all(scale.low <= tick <= scale.high for tick in scale.ticks)
 
 
-def test_the_mark_of_what_16_bits_leave(report_of):
-    """A red circle, a decade below the red square of the same layer in bf16."""
-    from int8_dit.nodes.pictures import quantization_plot
-
-    def lowest_red(held_in):
-        errors = {"b.0.k": (0.1, 0.01), "b.1.k": (0.1, 0.01)}
-        image = quantization_plot.plot(report_of(errors, (("b.0.k", held_in),)))
-        return pixels(image[:, quantization_plot._HEADER :], quantization_plot._PROTECTED)[:, 0].max()
-
-    decade = quantization_plot._ROW / math.log10(10 * 1.3**2)
-    below = lowest_red("INT8 with 16-bit activations") - lowest_red("bf16")
-    assert float(below) == pytest.approx(decade, abs=2)
-
-
-@pytest.mark.parametrize(
-    "errors", ({"a": (0.0, 0.0)}, {"a": (None, None)}, {f"b.{i}.c": (9.0, 1e-9) for i in range(90)})
-)
-def test_odd_reports_can_be_drawn(report_of, errors):
-    from int8_dit.nodes.pictures.quantization_plot import plot
-
-    assert plot(report_of(errors)).shape[2] == 1100
+def test_the_chart_is_small(report_of):
+    """It is kept with every run in the browser's history."""
+    errors = {f"layers.{block}.{kind}": (0.0123456789, 0.00123456789) for block in range(34) for kind in "abcdef"}
+    assert len(json.dumps(asdict(chart(report_of(errors))))) < 25_000
