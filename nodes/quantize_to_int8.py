@@ -1,6 +1,6 @@
 """The node "Quantize to INT8 (SmoothQuant)"."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from comfy_api.latest import io
 
@@ -11,6 +11,7 @@ from .host.decision import decision_stamp
 from .host.work import Progress
 from .pictures.drawing import check_matplotlib
 from .pictures.quantization_plot import plot
+from .quantization.chart import chart_of
 from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
 from .quantization.report import BF16, PROTECTED_IN
 from .sockets import CalibrationType, kernel_input
@@ -196,6 +197,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     tooltip="What was recorded here, for Save Calibration or another Quantize node.",
                 ),
             ],
+            has_intermediate_output=True,  # the report comes back where the MODEL comes out of the cache
         )
 
     @classmethod
@@ -268,7 +270,8 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             settings = replace(settings, protected_in=BF16)
         quantized, report = quantize_model(model, settings, kernel, calibration, progress)
         progress.finish(f"{len(report.layers)} layers quantized")
-        return io.NodeOutput(quantized, plot(report), report.markdown(), calibration)
+        ui = {"int8_quantization_report": [asdict(chart_of(report))]}
+        return io.NodeOutput(quantized, plot(report), report.markdown(), calibration, ui=ui)
 
 
 def _protection(protect: dict) -> Protection:

@@ -2,13 +2,15 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { quantizationSection } from "./quantization_report.js";
 
 // What is shown inside a node, by the key of its ui result: a list of values, each made an element.
 const RESULTS = {
   int8_benchmark: benchmarkSection,
+  int8_quantization_report: quantizationSection,
   int8_dit_summary: (text) => element("p", { text }),
 };
-const RESULT_NODES = new Set(["ApplyFusedINT8Kernel", "INT8KernelBenchmark", "LoadINT8DiT"]);
+const RESULT_NODES = new Set(["ApplyFusedINT8Kernel", "INT8KernelBenchmark", "LoadINT8DiT", "QuantizeToINT8SmoothQuant"]);
 const RESULT_WIDGET = "int8_dit_result";
 const WARNING_EVENT = "int8_dit.warning";
 const WARNING_LIFE_MS = 15000;

@@ -137,6 +137,20 @@ def test_the_scale_holds_all_errors(report_of, errors):
     assert len(scale.ticks) <= 4 and all(scale.low <= tick <= scale.high for tick in scale.ticks)
 
 
+def test_the_node_shows_the_chart(dit):
+    """In values that JSON has, and with the sizes of the two models."""
+    model = dit.stock()
+    output = dit.node_output(model, protect=dit.protect_layers(2))
+    (shown,) = json.loads(json.dumps(output.ui["int8_quantization_report"]))
+    assert shown["title"] == "INT8 quantization (uncalibrated)"
+    assert "2 of 34 linears protected: 2 in bf16" in shown["summary"]
+    before = f"(was {model.model_size() / 1e6:.1f} MB)."
+    assert shown["summary"].endswith(before) and output.result[0].model_size() < model.model_size()
+    layers = [mark["layer"] for panel in shown["panels"] for mark in panel["marks"]]
+    assert sorted(layers) == sorted(dit.LINEARS)
+    assert output.result[2].startswith("## INT8 quantization (uncalibrated)")
+
+
 def test_the_chart_is_small(report_of):
     """It is kept with every run in the browser's history."""
     errors = {f"layers.{block}.{kind}": (0.0123456789, 0.00123456789) for block in range(34) for kind in "abcdef"}

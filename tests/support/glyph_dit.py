@@ -17,6 +17,7 @@ import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor, TensorWiseINT8Layout
+from comfy_api.latest._io import NodeOutput
 from safetensors.torch import load_file, save_file
 
 from glyphs import conditioning, latents
@@ -91,6 +92,11 @@ def stock(path: str | Path = FILE) -> ModelPatcher:
 
 def run_node(model: ModelPatcher, **inputs: object) -> tuple:
     """All outputs of the quantize node, whose inputs are the defaults of these tests unless given."""
+    return node_output(model, **inputs).result
+
+
+def node_output(model: ModelPatcher, **inputs: object) -> NodeOutput:
+    """What the quantize node returns, its ui result with it; inputs as in `run_node`."""
     defaults = {
         "method": "smooth",
         "alpha": 0.5,
@@ -101,7 +107,7 @@ def run_node(model: ModelPatcher, **inputs: object) -> tuple:
         "kernel": "fused int8",
         "protected_in": "bf16",
     }
-    return QuantizeToINT8SmoothQuant.execute(model, **defaults | inputs).result
+    return QuantizeToINT8SmoothQuant.execute(model, **defaults | inputs)
 
 
 def protect_layers(number: int) -> dict[str, object]:

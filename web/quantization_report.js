@@ -1,0 +1,147 @@
+// The report of a quantization as an element: a small chart per kind of layer, in the frontend's own colours.
+
+const SVG = "http://www.w3.org/2000/svg";
+// Of one chart, in units of which it is WIDTH wide at whatever size it is shown.
+const [WIDTH, LEFT, RIGHT, TOP, HEIGHT, FLOOR, FOOT] = [440, 46, 6, 6, 56, 6, 14];
+const NUMBER_WIDTH = 20; // a block's number and a gap
+const MARK = 3;
+
+// A mark by what the layer is held in: its name in the legend and its shape around 0, 0.
+const BEFORE = { name: "plain INT8", className: "before", shape: circle };
+const NEVER = { name: "never called", className: "never", shape: cross };
+const HELD = {
+  INT8: { name: "as quantized", className: "after", shape: circle },
+  "INT8 with 16-bit activations": { name: "16-bit activations", className: "protected", shape: diamond },
+  bf16: { name: "kept in bf16", className: "protected", shape: square },
+};
+
+const STYLE = `
+.int8-report { min-width: 400px; max-width: 720px; }
+.int8-report .legend { display: flex; flex-wrap: wrap; gap: 2px 12px; margin: 6px 0; font-size: 11px; }
+.int8-report .legend svg { width: 8px; height: 8px; margin-right: 4px; overflow: visible; }
+.int8-report .kind { display: flex; gap: 12px; justify-content: space-between; margin-top: 4px; font-size: 11px; }
+.int8-report .kind span { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.int8-report .kind span + span { flex: none; color: var(--descrip-text); }
+.int8-report .blocks { margin-bottom: 8px; overflow: hidden; text-overflow: ellipsis; white-space: nowrap;
+  text-align: center; color: var(--descrip-text); font-size: 11px; }
+.int8-report .chart { display: block; width: 100%; overflow: visible; font-size: 10px; fill: var(--descrip-text); }
+.int8-report .grid, .int8-report .axis { stroke: var(--descrip-text); stroke-width: 0.6; }
+.int8-report .grid { opacity: 0.35; }
+.int8-report .before { fill: var(--descrip-text); stroke: var(--descrip-text); }
+.int8-report { --int8-after: color-mix(in srgb, #3b82f6 75%, var(--input-text));
+  --int8-protected: color-mix(in srgb, #e5484d 80%, var(--input-text)); }
+.int8-report .after { fill: var(--int8-after); stroke: var(--int8-after); }
+.int8-report .protected { fill: var(--int8-protected); stroke: var(--int8-protected); }
+.int8-report .never { stroke: var(--descrip-text); }
+`;
+const style = document.createElement("style");
+style.textContent = STYLE;
+document.head.append(style);
+
+function html(tag, className, ...children) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...children);
+  return made;
+}
+
+function svg(tag, attributes, ...children) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+function circle() {
+  return svg("circle", { r: MARK });
+}
+
+function diamond() {
+  return svg("path", { d: `M0 ${-MARK - 1}L${MARK + 1} 0L0 ${MARK + 1}L${-MARK - 1} 0Z` });
+}
+
+function square() {
+  return svg("rect", { x: -MARK, y: -MARK, width: 2 * MARK, height: 2 * MARK });
+}
+
+function cross() {
+  return svg("path", { d: `M${-MARK} ${-MARK}L${MARK} ${MARK}M${-MARK} ${MARK}L${MARK} ${-MARK}` });
+}
+
+const percent = (error) => `${(100 * error).toFixed(2)} %`;
+const kindOfMark = (mark) => (mark.before === null ? NEVER : HELD[mark.held_in]);
+
+function described(mark) {
+  if (mark.before === null) return `${mark.layer}: never called`;
+  return `${mark.layer}: ${percent(mark.before)} → ${percent(mark.after)}, ${mark.held_in}`;
+}
+
+/** Which of the numbers first..last are written: as many as have room. */
+function writtenNumbers(first, last) {
+  const room = (WIDTH - LEFT - RIGHT) / (last - first + 1);
+  let step = 1;
+  for (let digit = 0; step * room < NUMBER_WIDTH; digit++) step = [1, 2, 5][digit % 3] * 10 ** Math.floor(digit / 3);
+  const numbers = Array.from({ length: last - first + 1 }, (_, index) => first + index);
+  return numbers.filter((number) => number % step === 0);
+}
+
+/** The chart of one kind; `numbers` are those of all its blocks, which are written under it where it has a `foot`. */
+function chart({ low, high, ticks }, panel, numbers, foot) {
+  const [first, last] = [Math.min(...numbers), Math.max(...numbers)];
+  const x = (block) => LEFT + (((block ?? first) - first + 0.5) / (last - first + 1)) * (WIDTH - LEFT - RIGHT);
+  const y = (error) => TOP + HEIGHT * (1 - Math.log(Math.max(error, low) / low) / Math.log(high / low));
+  const bottom = TOP + HEIGHT + FLOOR;
+  const drawn = ticks.flatMap((tick) => [
+    svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }),
+    svg("text", { x: LEFT - 6, y: y(tick) + 3.5, "text-anchor": "end" }, `${+(100 * tick).toPrecision(2)} %`),
+  ]);
+  drawn.push(svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: bottom, y2: bottom }));
+  for (const mark of panel.marks) {
+    const kind = kindOfMark(mark);
+    const at = (error, { className, shape }) =>
+      svg("g", { class: className, transform: `translate(${x(mark.block)} ${y(error ?? 0)})` }, shape());
+    const parts = [at(mark.after, kind)];
+    if (mark.before !== null) {
+      const line = { x1: x(mark.block), x2: x(mark.block), y1: y(mark.before), y2: y(mark.after) };
+      const color = kind.className === "protected" ? kind.className : BEFORE.className;
+      parts.unshift(svg("line", { class: color, ...line }), at(mark.before, BEFORE));
+    }
+    drawn.push(svg("g", { class: "mark" }, svg("title", {}, described(mark)), ...parts));
+  }
+  if (foot) {
+    for (const number of writtenNumbers(first, last)) {
+      drawn.push(svg("text", { class: "number", x: x(number), y: bottom + 12, "text-anchor": "middle" }, `${number}`));
+    }
+  }
+  const height = bottom + (foot ? FOOT : 2);
+  return svg("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}` }, ...drawn);
+}
+
+function legend(panels) {
+  const found = new Set([BEFORE, ...panels.flatMap((panel) => panel.marks.map(kindOfMark))]);
+  const entries = [BEFORE, ...Object.values(HELD), NEVER].filter((kind) => found.has(kind));
+  return html(
+    "div",
+    "legend",
+    ...entries.map(({ name, className, shape }) =>
+      html("span", "", svg("svg", { class: className, viewBox: "-4 -4 8 8" }, shape()), name),
+    ),
+  );
+}
+
+/** The report as a section; `report` is what nodes/quantization/chart.py says of a Chart. */
+export function quantizationSection(report) {
+  const { title, summary, panels } = report;
+  const drawn = panels.flatMap((panel, index) => {
+    const same = panels.filter(({ blocks }) => blocks && blocks === panel.blocks);
+    const numbers = same.length ? same.flatMap(({ marks }) => marks.map(({ block }) => block)) : [0];
+    const foot = panel.blocks !== "" && panels[index + 1]?.blocks !== panel.blocks;
+    const name = html("span", "", panel.kind);
+    name.title = panel.kind;
+    const means = panel.before === null ? "" : `${percent(panel.before)} → ${percent(panel.after)}`;
+    const parts = [html("div", "kind", name, html("span", "", means)), chart(report, panel, numbers, foot)];
+    if (foot) parts.push(html("div", "blocks", `number of the block in ${panel.blocks}`));
+    return parts;
+  });
+  return html("section", "int8-report", html("h4", "", title), html("p", "", summary), legend(panels), ...drawn);
+}
