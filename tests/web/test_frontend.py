@@ -166,6 +166,9 @@ def test_example_workflow_opens_whole(page: Page, server: ComfyServer, name: str
 
 def test_glyph_workflow_runs_and_warns(page: Page, server: ComfyServer, tmp_path: Path) -> None:
     _load(page, _template(server, "int8_glyphs"))
+    page.evaluate(  # a toast may be gone when a slow machine has drawn the letters
+        "window.said = []; app.api.addEventListener('int8_dit.warning', ({ detail }) => said.push(detail.summary))"
+    )
     outputs = _run(page, server)
     page.wait_for_selector(".int8-result td")
     page.screenshot(path=tmp_path / "int8_glyphs.png")
@@ -173,9 +176,7 @@ def test_glyph_workflow_runs_and_warns(page: Page, server: ComfyServer, tmp_path
     kinds = {kind for output in outputs.values() for kind in output}
     assert {"images", "saved", "int8_benchmark"} <= kinds
     # The workflow leaves the kernel to `auto`, which has nothing to choose on this machine, and says so once.
-    toast = page.wait_for_selector(".p-toast-message")
-    assert "bf16" in toast.text_content()
-    assert page.locator(".p-toast-message").count() == 1
+    assert page.evaluate("said") == ["INT8 DiT runs in bf16"]
 
 
 @pytest.mark.parametrize("name", ("ideogram4_int8", "ideogram4_calibrate"))

@@ -140,6 +140,25 @@ def test_the_report_is_drawn_in_its_node(
     assert contrast(shown["ink"], shown["paper"]) > 4.5
 
 
+def test_the_node_says_what_it_does(page: Page, server: ComfyServer) -> None:
+    """In ComfyUI's own line of text, whose last one stays."""
+    page.evaluate(ADD_NODES, workflows.GLYPH_MODEL)
+    page.evaluate(  # not what the cache has
+        """() => {
+            const node = app.graph.nodes.find(({ type }) => type === "QuantizeToINT8SmoothQuant");
+            node.widgets.find(({ name }) => name === "alpha").value = 0.25;
+            window.said = [];
+            window.nodeId = `${node.id}`;
+            app.api.addEventListener("progress_text", ({ detail }) => said.push([`${detail.nodeId}`, detail.text]));
+        }"""
+    )
+    run(page, server)
+    page.wait_for_function("said.length && said.at(-1)[1] === '21 layers quantized'")
+    said = page.evaluate("said")
+    assert {node for node, _ in said} == {page.evaluate("nodeId")}
+    assert said[0][1].startswith("quantizing layer 1 of 21")
+
+
 LONG = "a_module_with_quite_a_name.in_another_one_with_a_longer_name.that_holds_a_third.query_key_value_projection"
 DRAW = """async report => {
     const { quantizationSection } = await import("/extensions/int8_dit/quantization_report.js");
