@@ -1,7 +1,6 @@
 """Where the fused kernel runs: what can launch it, and whether a card should."""
 
 import functools
-import importlib.util
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .machine import triton_available
 from .transform import ChannelTransform
 from .verdicts import BF16, FUSED, NATIVE, WAYS, Shape, Verdict, clear_verdict, store_verdict, stored_verdict
 
@@ -26,11 +26,6 @@ class ComputePath:
     reason: str
     fallback: bool = False
     """True when bf16 was not asked for but is all that the rule allows here."""
-
-
-def triton_available() -> bool:
-    """Whether the triton package (or triton-windows, which installs under the same name) is installed."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from .machine import describe_machine, native_backend
+
 FUSED, NATIVE, BF16 = "fused int8", "native int8", "bf16"
 WAYS = (FUSED, NATIVE, BF16)
 """What a linear can compute with: this pack's kernel, ComfyUI's own INT8, a weight in bf16."""
@@ -103,16 +105,13 @@ def clear_verdict(device: torch.device) -> None:
 @functools.cache
 def _machine_of(device: torch.device) -> dict[str, str]:
     """What a verdict is bound to."""
-    # The benchmark computes with the linear, and the linear asks here what to compute with.
-    from .benchmark.environment import describe_machine
-    from .benchmark.methods import Unavailable, native_backend
-    from .fused.tuning_cache import kernel_source_hash
+    from .fused.tuning_cache import kernel_source_hash  # imports Triton
 
     found = describe_machine(device)
     machine = {name: found.get(name, "") for name in ("card", "driver", "torch", "triton", "comfy-kitchen")}
     try:
         backend = native_backend(device)
-    except Unavailable:
+    except LookupError:
         backend = ""
     return machine | {"native backend": backend, "kernels": kernel_source_hash()}
 

@@ -1,9 +1,10 @@
 """Times the ways to compute a linear layer side by side; `python -m kernels.benchmark` is its command line."""
 
-from .environment import describe_machine, title
+from ..machine import describe_machine, native_backend, title
+from ..timing import Stopwatch
 from .forward import METHOD_OF_WAY, BlockCalls, Calls, ForwardSplit, Product, forward_table, verdict_sentence
 from .health import Health, examine, examine_again
-from .methods import BF16, METHODS, NATIVE, TICKS, Unavailable, native_backend, shown
+from .methods import BF16, METHODS, NATIVE, TICKS, shown
 from .report import Report, ShapeResult, markdown, method_table, notes, same_within_noise
 from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
 from .shapes import IDEOGRAM4_SHAPES, LinearShape
@@ -23,7 +24,7 @@ __all__ = [
     "Product",
     "Report",
     "ShapeResult",
-    "Unavailable",
+    "Stopwatch",
     "benchmark_shape",
     "describe_machine",
     "examine",

@@ -3,9 +3,7 @@
 A throttled card multiplies bf16 too slowly, and every ratio to bf16 would flatter INT8. A busy one is unsteady.
 """
 
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..machine import query
 from ..timing import CallSeries
 
 # Floating point operations of bf16 tensor cores per multiprocessor and clock, dense, with float32 accumulation, by
@@ -136,20 +135,6 @@ def examine_again(before: Health, device: torch.device) -> Health:
 def unsteady(rates: Sequence[float]) -> bool:
     """Whether rates that should be one differ too much."""
     return max(rates) > (1 + _MOST_DRIFT) * min(rates)
-
-
-def query(device: torch.device, fields: str) -> list[str]:
-    """What nvidia-smi answers for a card, a string a field; empty where it does not."""
-    program = shutil.which("nvidia-smi")
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if program is None or uuid is None:
-        return []
-    command = [program, f"--id=GPU-{uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [value.strip() for value in answer.split(",")]
 
 
 def _busy_percent(device: torch.device) -> int | None:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from .environment import title
+from ..machine import title
 from .methods import BF16, FUSED, METHODS, UNFUSED, VARIANTS, Method
 from .shapes import LinearShape
 

@@ -14,10 +14,11 @@ import torch
 
 from ..interruption import interruptible
 from ..linear import quantize_activations
+from ..machine import describe_machine
 from ..timing import CallSeries, GraphPool, sustained_milliseconds
 from ..transform import ChannelTransform
-from .environment import describe_machine
-from .methods import METHODS, ROTATION_GROUP, Method, Operands, Unavailable, bytes_per_copy, first_line
+from .methods import METHODS, Method, bytes_per_copy
+from .operands import ROTATION_GROUP, Operands, Unavailable, first_line
 from .report import COPY, QUANTIZE, QUANTIZE_ROTATION, QUANTIZE_SMOOTHING, QuantizationResult, Report, ShapeResult
 from .shapes import TOKENS, LinearShape, planned_shapes
 

@@ -11,8 +11,7 @@ import torch
 from comfy.quant_ops import QuantizedTensor, get_layout_class
 
 from ...kernels import quantize_weight
-from ...kernels.benchmark import BlockCalls
-from ...kernels.timing import Stopwatch
+from ...kernels.benchmark import BlockCalls, Stopwatch
 from ..blocks.install import fuse_in_place
 from ..host.work import make_room
 from ..model.apply_kernel import running_fused

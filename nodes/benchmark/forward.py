@@ -13,8 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ...kernels import BF16
-from ...kernels.benchmark import Calls, ForwardSplit, Product
-from ...kernels.timing import Stopwatch
+from ...kernels.benchmark import Calls, ForwardSplit, Product, Stopwatch
 from ..model.layer_selection import quantizable_linears
 from .blocks import block_lists
 

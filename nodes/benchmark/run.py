@@ -21,7 +21,6 @@ from ...kernels.benchmark import (
     Product,
     Report,
     ShapeResult,
-    Unavailable,
     benchmark_shape,
     describe_machine,
     examine,
@@ -290,7 +289,7 @@ def _native_remark(device: torch.device, ticked: Collection[str]) -> list[str]:
         return []
     try:
         backend = native_backend(device)
-    except Unavailable:
+    except LookupError:
         return []
     why = ""
     if backend == "eager" and device.type == "cuda":

@@ -1,6 +1,7 @@
 """The benchmark: its arithmetic on made-up figures, what it leaves out, and one run of the command."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 
@@ -10,7 +11,6 @@ import torch
 from kernels.benchmark import methods as methods_table
 from kernels.benchmark import run as benchmark
 from kernels.benchmark import shapes
-from kernels.benchmark.environment import title
 from kernels.benchmark.methods import (
     BF16,
     FUSED,
@@ -20,9 +20,9 @@ from kernels.benchmark.methods import (
     TICKS,
     UNFUSED,
     VARIANTS,
-    Unavailable,
     shown,
 )
+from kernels.benchmark.operands import Unavailable
 from kernels.benchmark.report import (
     COPY,
     QUANTIZE,
@@ -41,6 +41,7 @@ from kernels.benchmark.report import (
 )
 from kernels.benchmark.run import benchmark_shape, feasible_tokens, hopeless, weight_copies
 from kernels.benchmark.shapes import LinearShape, planned_shapes
+from kernels.machine import title
 from kernels.timing import CallSeries, GraphPool, sustained_milliseconds
 
 BIAS, SMOOTHING = "fused + bias", "fused + smoothing"
@@ -194,7 +195,7 @@ def test_rounds_alternate_between_the_methods():
 
 
 def test_peers_are_unavailable_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(methods_table.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for method in METHODS:
         if method.name in (NATIVE, "NF4 dequantized"):
             with pytest.raises(Unavailable, match="not installed"):

@@ -5,7 +5,7 @@ import torch
 
 import kernels.device
 from kernels import Verdict, choose_path, decide_by, int8_path, runs_fused, stored_verdict, verdicts
-from kernels.device import triton_available
+from kernels.machine import triton_available
 
 NEEDS_TRITON = pytest.mark.skipif(not triton_available(), reason="verdicts are bound to Triton")
 

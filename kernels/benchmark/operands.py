@@ -1,0 +1,67 @@
+"""What the benchmark's methods compute with: random activations, and weights in the forms that they hold them in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..transform import ChannelTransform
+
+ROTATION_GROUP = 256
+
+
+class Unavailable(Exception):
+    """A method that does not exist on this machine or for this shape; the message says why."""
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """A form in which methods hold their weight.
+
+    Attributes:
+        bytes_per_weight: what a copy takes.
+        make: (operands) -> the weight [N, K] and its float32 scale. Raises Unavailable.
+    """
+
+    bytes_per_weight: float
+    make: Callable[["Operands"], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Operands:
+    """What the methods compute with: random x [M, K], bias [N], smoothing factors [K], copies of weights [N, K]."""
+
+    def __init__(self, m: int, n: int, k: int, copies: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        self.device = device
+        self.copies = copies
+        self.x = torch.randn(m, k, device=device, generator=generator).bfloat16()
+        self.bias = torch.randn(n, device=device, generator=generator).bfloat16()
+        self.smooth = torch.rand(k, device=device, generator=generator) + 0.5
+        self.weight = torch.randn(n, k, device=device, generator=generator).bfloat16() / k**0.5
+        self._copies_of_forms: dict[WeightForm, tuple[list[torch.Tensor], torch.Tensor]] = {}
+
+    def weights(self, form: WeightForm) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Copies of the weight in a form, made at the first request, and their scale. Raises Unavailable."""
+        if form not in self._copies_of_forms:
+            weight, scale = form.make(self)
+            self._copies_of_forms[form] = [weight, *(weight.clone() for _ in range(self.copies - 1))], scale
+        return self._copies_of_forms[form]
+
+    def transform(self, smooth: bool = False, rotate: bool = False) -> ChannelTransform:
+        """What a variant of the INT8 linear does to the channels. Raises Unavailable where K cannot be rotated."""
+        if rotate and self.x.shape[1] % ROTATION_GROUP:
+            raise Unavailable(f"K is not a multiple of {ROTATION_GROUP}")
+        return ChannelTransform(self.smooth if smooth else None, ROTATION_GROUP if rotate else None)
+
+
+Call = Callable[[int], torch.Tensor]
+"""One call of a method with the copy of the weight at this index: [M, N] in bf16."""
+
+Prepare = Callable[[Operands, list[torch.Tensor], torch.Tensor], Call]
+"""(operands, copies of the weight in the method's form, their scale) -> the call that is timed."""
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,197 @@
+"""How each system of the benchmark holds its weight and computes a linear: this pack's, PyTorch's, those of others."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..device import fused_obstacle
+from ..linear import int8_gemm, int8_linear, quantize_activations
+from ..machine import native_backend
+from ..numerics import gguf_blocks
+from ..numerics.weights import quantize_weight
+from ..reference import int8_accumulate_reference
+from .operands import Call, Operands, Prepare, Unavailable, WeightForm, first_line
+
+_OLDEST_FP8_CAPABILITY = (8, 9)
+_FP8_MAX = 448.0  # of e4m3
+_NF4_BLOCK = 64  # weights that share a scale, as bitsandbytes' users have them
+
+
+def int8_form(smooth: bool = False, rotate: bool = False) -> WeightForm:
+    return WeightForm(1, lambda operands: quantize_weight(operands.weight, operands.transform(smooth, rotate)))
+
+
+FLOAT = WeightForm(2, lambda operands: (operands.weight, torch.ones((), device=operands.device)))
+E4M3 = WeightForm(1, lambda operands: quantize_fp8(operands.weight))
+PLAIN, SMOOTHED = int8_form(), int8_form(smooth=True)
+ROTATED, BOTH = int8_form(rotate=True), int8_form(smooth=True, rotate=True)
+NF4 = WeightForm(0.5 + 4 / _NF4_BLOCK, lambda operands: _quantize_nf4(operands.weight))
+
+
+def gguf_form(blocks: gguf_blocks.BlockFormat) -> WeightForm:
+    def make(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        if operands.weight.shape[1] % blocks.weights:
+            raise Unavailable(f"K is not a multiple of {blocks.weights}")
+        return blocks.quantize(operands.weight), torch.ones((), device=operands.device)
+
+    return WeightForm(blocks.bytes / blocks.weights, make)
+
+
+def require_fp8(device: torch.device) -> None:
+    """Raise Unavailable where `torch._scaled_mm` has no e4m3 to run on."""
+    if device.type != "cuda":
+        raise Unavailable("no GPU")
+    major, minor = capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < _OLDEST_FP8_CAPABILITY:
+        raise Unavailable(f"no FP8 tensor cores (sm_{major}{minor})")
+
+
+def quantize_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensor-wise e4m3 in plain PyTorch: the same shape in FP8, and its float32 scale (0-dim), absmax / 448."""
+    scale = values.abs().amax().float() / _FP8_MAX
+    return (values * scale.reciprocal()).to(torch.float8_e4m3fn), scale
+
+
+def require_fp8_as_storage(device: torch.device) -> None:
+    """Raise Unavailable where the card multiplies in FP8: nobody holds FP8 there only to turn it back."""
+    try:
+        require_fp8(device)
+    except Unavailable:
+        return
+    raise Unavailable("the card multiplies in FP8 itself")
+
+
+def bitsandbytes() -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Unavailable("bitsandbytes is not installed: `pip install bitsandbytes`")
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    except Exception as error:  # it looks for its CUDA library while it is imported
+        raise Unavailable(f"bitsandbytes does not work here: {first_line(error)}") from error
+
+
+def _quantize_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    packed, state = bitsandbytes().quantize_4bit(weight, blocksize=_NF4_BLOCK, quant_type="nf4")
+    return packed, state.absmax
+
+
+def require_native(device: torch.device) -> None:
+    """Raise Unavailable where ComfyUI's own INT8 linears cannot run."""
+    try:
+        native_backend(device)
+    except LookupError as error:
+        raise Unavailable(str(error)) from error
+
+
+def kitchen_int8_linear(backend: str, device: torch.device) -> Callable[..., torch.Tensor]:
+    """comfy-kitchen's `int8_linear` of one backend, "cuda" or "triton", past its choice of the best one.
+
+    Raises Unavailable with comfy-kitchen's reason where the backend cannot be had. The function itself may still raise.
+    """
+    if device.type != "cuda":
+        raise Unavailable("no GPU")
+    if importlib.util.find_spec("comfy_kitchen") is None:
+        raise Unavailable("comfy-kitchen is not installed")
+    try:
+        registry = importlib.import_module("comfy_kitchen.registry").registry
+        return registry.get_implementation("int8_linear", backend=backend)
+    except Exception as error:
+        raise Unavailable(first_line(error)) from error
+
+
+def require_fused(device: torch.device) -> None:
+    """Raise Unavailable where the fused kernel cannot run."""
+    obstacle = "no GPU" if device.type != "cuda" else fused_obstacle(device)
+    if obstacle is not None:
+        raise Unavailable(obstacle)
+
+
+def bf16(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    return lambda copy: F.linear(operands.x, weights[copy])
+
+
+def fp8_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    q, q_scale = quantize_fp8(operands.x)
+    return lambda copy: _scaled_mm(q, q_scale, weights[copy], scale)
+
+
+def fp8(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    return lambda copy: _scaled_mm(*quantize_fp8(operands.x), weights[copy], scale)
+
+
+def _scaled_mm(q: torch.Tensor, q_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return scaled_mm(q, weight.t(), q_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def fp8_dequantized(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    factor = scale.bfloat16()
+    return lambda copy: F.linear(operands.x, weights[copy].bfloat16() * factor)
+
+
+def nf4(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    library = bitsandbytes()
+
+    def call(copy: int) -> torch.Tensor:
+        weight = torch.empty_like(operands.weight)
+        library.dequantize_4bit(weights[copy], absmax=scale, out=weight, blocksize=_NF4_BLOCK, quant_type="nf4")
+        return F.linear(operands.x, weight)
+
+    return call
+
+
+def gguf(blocks: gguf_blocks.BlockFormat) -> Prepare:
+    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+        return lambda copy: F.linear(operands.x, blocks.dequantize(weights[copy], torch.bfloat16))
+
+    return prepare
+
+
+def native(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    linear = importlib.import_module("comfy_kitchen").int8_linear
+    return lambda copy: linear(operands.x, weights[copy], scale, None, torch.bfloat16)
+
+
+def kitchen(backend: str, **options: object) -> Prepare:
+    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+        linear = kitchen_int8_linear(backend, operands.device)
+        return lambda copy: linear(operands.x, weights[copy], scale, out_dtype=torch.bfloat16, **options)
+
+    return prepare
+
+
+def fake_quant(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    scale_column = scale[:, None].bfloat16()
+
+    def call(copy: int) -> torch.Tensor:
+        q, q_scale = quantize_activations(operands.x)
+        return F.linear(q.bfloat16() * q_scale[:, None].bfloat16(), weights[copy].bfloat16() * scale_column)
+
+    return call
+
+
+def unfused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    def call(copy: int) -> torch.Tensor:
+        q, q_scale = quantize_activations(operands.x)
+        return (int8_accumulate_reference(q, weights[copy]).float() * q_scale[:, None] * scale).bfloat16()
+
+    return call
+
+
+def fused_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    q, q_scale = quantize_activations(operands.x)
+    return lambda copy: int8_gemm(q, q_scale, weights[copy], scale)
+
+
+def fused(bias: bool = False, smooth: bool = False, rotate: bool = False, activation_bits: int = 8) -> Prepare:
+    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+        added = operands.bias if bias else None
+        transform = operands.transform(smooth, rotate)
+        options = {"bias": added, "transform": transform, "activation_bits": activation_bits}
+        return lambda copy: int8_linear(operands.x, weights[copy], scale, **options)
+
+    return prepare
