@@ -1,4 +1,4 @@
-"""The node "Load INT8 DiT"."""
+"""The node "INT8 DiT Loader"."""
 
 import comfy.model_management
 import folder_paths
@@ -21,7 +21,7 @@ class LoadINT8DiT(io.ComfyNode):
         files = folder_paths.get_filename_list("diffusion_models")
         return io.Schema(
             node_id="LoadINT8DiT",
-            display_name="Load INT8 DiT",
+            display_name="INT8 DiT Loader",
             category="model/loaders",
             search_aliases=["int8", "w8a8", "convrot", "low vram", "unet loader", "load diffusion model"],
             description=(

@@ -1,4 +1,4 @@
-"""The node "Quantize to INT8 (SmoothQuant)"."""
+"""The node "Quantize to INT8"."""
 
 from dataclasses import asdict, replace
 
@@ -31,7 +31,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QuantizeToINT8SmoothQuant",
-            display_name="Quantize to INT8 (SmoothQuant)",
+            display_name="Quantize to INT8 (SmoothQuant, ConvRot)",
             category="model/quantization",
             search_aliases=["quantize", "quantize model", "convert model", "w8a8", "smoothquant", "convrot"],
             description=(

@@ -35,8 +35,8 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
     names = [name for name, weight in weights.items() if is_native_int8(weight)]
     if not names and not any(is_int8(weight) for weight in weights.values()):
         raise ValueError(
-            "this MODEL holds no INT8 linears. Load a native INT8 file before this node, or use Load INT8 DiT, which "
-            "quantizes other files while loading"
+            "this MODEL holds no INT8 linears. Load a native INT8 file before this node, or use the INT8 DiT Loader, "
+            "which quantizes other files while loading"
         )
     choose_path(model.load_device, kernel)  # raises where it cannot be
     patched = model.clone()

@@ -38,8 +38,8 @@ def save_int8_model(
     # Before anything else is touched: the weights of other packs need not be tensors that can be read.
     if not any(is_int8(getattr(module, "weight", None)) for module in model.model.diffusion_model.modules()):
         raise ValueError(
-            "this MODEL holds no INT8 weights. Connect Quantize to INT8, or Load INT8 DiT with kernel set to 'fused "
-            "int8' (where bf16 is used instead, the weights are loaded as bf16)"
+            "this MODEL holds no INT8 weights. Connect Quantize to INT8, or the INT8 DiT Loader with kernel set to "
+            "'fused int8' (where bf16 is used instead, the weights are loaded as bf16)"
         )
     check_runs_as_stored(model)
     tensors = state_dict_for_saving(model)

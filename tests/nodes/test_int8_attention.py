@@ -207,7 +207,7 @@ def warnings(caplog):
 
 @pytest.fixture
 def load(dit, monkeypatch):
-    """The MODEL of Load INT8 DiT."""
+    """The MODEL of the INT8 DiT Loader."""
     import folder_paths
 
     from int8_dit.nodes.load_int8_dit import LoadINT8DiT

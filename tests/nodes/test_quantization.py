@@ -1,4 +1,4 @@
-"""Quantize to INT8 (SmoothQuant): what calibration sees, what is protected and smoothed, and what stays untouched."""
+"""Quantize to INT8: what calibration sees, what is protected and smoothed, and what stays untouched."""
 
 import gc
 import math

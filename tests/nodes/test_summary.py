@@ -1,4 +1,4 @@
-"""What runs where: the line that Load INT8 DiT shows of the glyph model, whose 34 linears hold 21 that become INT8."""
+"""What runs where: the line of the INT8 DiT Loader on the glyph model, whose 34 linears hold 21 that become INT8."""
 
 import json
 

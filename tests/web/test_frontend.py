@@ -292,25 +292,31 @@ def test_what_runs_where_is_shown_on_the_node(page: Page, server: ComfyServer, t
         page.evaluate("app.graph.clear()")
 
 
+LOADER, QUANTIZER = "INT8 DiT Loader", "Quantize to INT8 (SmoothQuant, ConvRot)"
+
+
 @pytest.mark.parametrize(
-    "words, node",
+    "words, node, rank",
     (
-        ("int8", "Load INT8 DiT"),
-        ("w8a8", "Load INT8 DiT"),
-        ("low vram", "Load INT8 DiT"),
-        ("unet loader", "Load INT8 DiT"),
-        ("load diffusion model", "Load INT8 DiT"),
-        ("quantize", "Quantize to INT8 (SmoothQuant)"),
-        ("smoothquant", "Quantize to INT8 (SmoothQuant)"),
-        ("convert model", "Quantize to INT8 (SmoothQuant)"),
+        ("int8", LOADER, 1),
+        ("w8a8", LOADER, 3),
+        ("low vram", LOADER, 3),
+        ("unet loader", LOADER, 3),
+        ("load diffusion model", LOADER, 3),
+        ("load int8 dit", LOADER, 1),
+        ("convrot", QUANTIZER, 3),
+        ("quantize", QUANTIZER, 3),
+        ("smoothquant", QUANTIZER, 3),
+        ("convert model", QUANTIZER, 3),
+        ("benchmark", "Kernel Benchmark", 3),
     ),
 )
-def test_node_search_finds_it_among_the_first_three(page: Page, words: str, node: str):
+def test_node_search_finds_it_among_the_first(page: Page, words: str, node: str, rank: int) -> None:
     page.evaluate("app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")
     page.locator("input:focus").fill(words)
     page.wait_for_function(  # raises otherwise
-        """([node]) => [...document.querySelectorAll("[role=option]")].slice(0, 3).some(
+        """([node, rank]) => [...document.querySelectorAll("[role=option]")].slice(0, rank).some(
             option => option.innerText.startsWith(node))""",
-        arg=[node],
+        arg=[node, rank],
         timeout=15_000,
     )
