@@ -262,6 +262,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             calibration = calibrate(model, prompts, negative, cfg, sampler, sigmas, latent_image, seed, part)
         if calibration is None and method not in ("none", "rotate"):
             notices.warn(
+                "uncalibrated",
                 "Quantized to INT8 without smoothing",
                 "no calibration inputs are connected. Connect sampler, sigmas, latent_image and conditioning, or a "
                 "calibration, to Quantize to INT8 for SmoothQuant.",

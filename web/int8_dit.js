@@ -2,7 +2,9 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { BOX_PADDING, element, STYLE } from "./elements.js";
 import { quantizationSection } from "./quantization_report.js";
+import { SETTINGS, showWarning, WARNING_EVENT } from "./warnings.js";
 
 // What is shown inside a node, by the key of its ui result: a list of values, each made an element.
 const RESULTS = {
@@ -12,35 +14,8 @@ const RESULTS = {
 };
 const RESULT_NODES = new Set(["ApplyFusedINT8Kernel", "INT8KernelBenchmark", "LoadINT8DiT", "QuantizeToINT8SmoothQuant"]);
 const RESULT_WIDGET = "int8_dit_result";
-const WARNING_EVENT = "int8_dit.warning";
-const WARNING_LIFE_MS = 15000;
-const BOX_PADDING = 12; // above and below together
 const MAX_RESULT_HEIGHT = 480;
 const MAX_NODE_WIDTH = 900;
-
-// The colours are the frontend's own variables, so results follow the user's theme.
-const STYLE = `
-.int8-result { box-sizing: border-box; overflow: auto; padding: ${BOX_PADDING / 2}px 8px; border-radius: 6px;
-  background: var(--comfy-input-bg); color: var(--input-text); font: 12px/1.4 sans-serif; user-select: text; }
-.int8-result-content { width: fit-content; min-width: 100%; }
-.int8-result section + section { margin-top: 10px; }
-.int8-result h4 { margin: 0 0 4px; font-size: 12px; font-weight: 600; }
-.int8-result table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.int8-result th, .int8-result td { padding: 2px 8px; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--border-color); }
-.int8-result th { color: var(--descrip-text); font-weight: 500; vertical-align: bottom; white-space: normal; }
-.int8-result th:first-child, .int8-result td:first-child { padding-left: 0; text-align: left; }
-.int8-result th:last-child, .int8-result td:last-child { padding-right: 0; }
-.int8-result p { margin: 4px 0 0; color: var(--descrip-text); font-size: 11px; }
-`;
-
-function element(tag, { className, text } = {}, children = []) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  made.append(...children);
-  return made;
-}
 
 /** One benchmark as a section: title, table, notes. */
 function benchmarkSection({ title, columns, rows, notes }) {
@@ -92,19 +67,9 @@ function showResults(node, output) {
   }
 }
 
-const visibleWarnings = new Set();
-
-function showWarning({ summary, detail }) {
-  // A sampler can repeat a warning at every step.
-  const key = JSON.stringify([summary, detail]);
-  if (visibleWarnings.has(key)) return;
-  visibleWarnings.add(key);
-  setTimeout(() => visibleWarnings.delete(key), WARNING_LIFE_MS);
-  app.extensionManager.toast.add({ severity: "warn", summary, detail, life: WARNING_LIFE_MS });
-}
-
 app.registerExtension({
   name: "int8_dit",
+  settings: SETTINGS,
 
   setup() {
     document.head.append(element("style", { text: STYLE }));

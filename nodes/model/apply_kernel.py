@@ -57,10 +57,11 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
 def _warn_of_fallback(kernel: str, model: ModelPatcher) -> None:
     compute = choose_path(model.load_device, kernel)
     if compute.fallback:
-        notices.warn_once_per_run(
+        notices.warn(
+            "not-applied",
             "The fused INT8 kernel is not applied",
-            f"{compute.reason}. The model runs as ComfyUI runs it. Set the node's kernel widget to 'fused int8' to "
-            "apply it all the same.",
+            f"{compute.reason}. The model runs as ComfyUI runs it. Set kernel on Apply Fused INT8 Kernel to "
+            "'fused int8' to apply it all the same.",
         )
 
 

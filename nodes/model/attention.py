@@ -197,8 +197,10 @@ class INT8Attention:
         self._noted = notes or self._noted
         if None not in self._noted:
             why = _reasons(self._noted) or "no call reached it: the model, or another node's override, bypasses it"
-            notices.warn_once_per_run(
-                "INT8 attention did not run", f"a call of the model ran with ComfyUI's attention alone: {why}."
+            notices.warn(
+                "attention",
+                "INT8 attention did not run",
+                f"a call of the model ran with ComfyUI's attention alone: {why}.",
             )
         return output
 

@@ -149,7 +149,9 @@ def add_fallback_warning(model: ModelPatcher, kernel: str) -> None:
 
     def warn(patcher: ModelPatcher) -> None:
         warn_of_fallback(
-            patcher.load_device, kernel, "Set the node's kernel widget to 'fused int8' to use INT8 all the same."
+            patcher.load_device,
+            kernel,
+            "Set kernel to 'fused int8' on the node that made the model, to use INT8 all the same.",
         )
 
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)
@@ -162,4 +164,4 @@ def warn_of_fallback(device: torch.device, kernel: str, advice: str) -> None:
     """
     compute = choose_path(device, kernel)
     if compute.fallback:
-        notices.warn_once_per_run("INT8 DiT runs in bf16", f"{compute.reason}.", advice)
+        notices.warn("bf16", "INT8 DiT runs in bf16", f"{compute.reason}.", advice)

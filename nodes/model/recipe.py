@@ -46,7 +46,8 @@ def keep_recipe_of_file(model: ModelPatcher, metadata: Mapping[str, str]) -> Non
 def warn_of_patches_on_folded(model: ModelPatcher) -> None:
     """Warn, once per run, if weights are patched (LoRA) in a MODEL whose weights are not in the original's basis."""
     if model.patches and recipe_of(model).get(FOLDED):
-        notices.warn_once_per_run(
+        notices.warn(
+            "folded-lora",
             "LoRA on a folded INT8 file",
             "the smoothing factors of this file are folded into its weights, so that a LoRA made for the original "
             "model comes out wrong. Use an INT8 file saved with fold switched off.",

@@ -49,6 +49,7 @@ def save_int8_model(
     of_16_bits = int8_mark.layers_marked(tensors, int8_mark.ACT16_FORMAT)
     if fold_factors and of_16_bits:
         notices.warn(
+            "fold-incomplete",
             "Other loaders refuse the folded file",
             f"{len(of_16_bits)} of its layers need 16-bit activations, which they do not know. For a file that every "
             "loader reads, set protected_in of Quantize to INT8 to bf16.",

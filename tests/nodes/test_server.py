@@ -303,7 +303,10 @@ def test_the_bf16_fallback_is_a_toast_once_per_run(server):
             workflows.glyph_images(prompt, model, text="A", steps=1, seed=seed)
     _, events = listen(server, prompt, lambda event: event["type"] == "execution_success")
     toasts = [event["data"] for event in events if event["type"] == "int8_dit.warning"]
-    assert [toast["summary"] for toast in toasts if "bf16" in toast["summary"]] == ["INT8 DiT runs in bf16"]
+    (toast,) = [toast for toast in toasts if toast["reason"] == "bf16"]
+    assert (
+        toast["summary"] == "INT8 DiT runs in bf16" and prompt[toast["node"]]["class_type"] == "SamplerCustomAdvanced"
+    )
 
 
 def inputs_of(info, inside=""):

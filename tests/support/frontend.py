@@ -1,0 +1,99 @@
+"""ComfyUI's frontend in a browser: pages of it, workflows in it, and what the pack shows there.
+
+A page comes from Playwright, which only tests/web needs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from .server import ComfyServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+TIMEOUT_MS = 120_000
+BADGE, WARNING = ".int8-badge", ".int8-warning"
+
+
+def open_page(browser: Browser, server: ComfyServer) -> Page:
+    """The frontend as a client of its own with nothing stored: loaded, idle, its graph empty."""
+    page = browser.new_page(viewport={"width": 1600, "height": 1000})
+    page.set_default_timeout(TIMEOUT_MS)
+    page.goto(server.url)
+    wait_until_loaded(page)
+    return page
+
+
+def reload(page: Page) -> None:
+    page.reload()
+    wait_until_loaded(page)
+
+
+def wait_until_loaded(page: Page) -> None:
+    page.wait_for_function("!!(window.app?.extensionManager && window.LiteGraph?.registered_node_types.LoadINT8DiT)")
+    # The frontend opens a workflow of its own accord at last; it must not take the place of the test's.
+    page.wait_for_function("!!app.extensionManager.workflow.activeWorkflow && !app.configuringGraph")
+    page.evaluate("app.graph.clear()")
+
+
+def template(server: ComfyServer, name: str) -> dict:
+    """An example workflow as the template browser gets it."""
+    return json.loads(server.get(f"/api/workflow_templates/int8_dit/{name}.json"))
+
+
+def load(page: Page, workflow: dict) -> None:
+    page.evaluate("workflow => app.loadGraphData(workflow)", workflow)
+
+
+def saved(page: Page) -> dict:
+    """The workflow as the frontend would save it."""
+    return json.loads(page.evaluate("() => JSON.stringify(app.graph.serialize())"))
+
+
+def run(page: Page, server: ComfyServer, prompt: dict | None = None) -> dict[str, dict]:
+    """Press the frontend's Run, or queue an API prompt as this client, and wait for the outputs."""
+    given = "prompt => app.api.queuePrompt(0, { output: prompt, workflow: {} })"
+    with page.expect_response(
+        lambda response: response.url.endswith("/prompt") and response.request.method == "POST"
+    ) as posted:
+        page.evaluate("app.queuePrompt(0)" if prompt is None else given, prompt)
+    answer = posted.value.json()
+    assert not answer["node_errors"]
+    return server.wait(answer["prompt_id"])
+
+
+def set_setting(page: Page, name: str, value: object) -> None:
+    """A setting of the frontend, which the server keeps for all clients."""
+    page.evaluate("([name, value]) => app.extensionManager.setting.set(name, value)", [name, value])
+
+
+def add_nodes(page: Page, nodes: dict[str, tuple[str, dict]], links: list[tuple[str, int, str, str]]) -> None:
+    """Put nodes beside each other into a new workflow.
+
+    Args:
+        nodes: type and widget values by a name, which becomes the node's title.
+        links: (name, output, name, input).
+    """
+    load(page, {"id": page.evaluate("crypto.randomUUID()"), "nodes": [], "links": [], "version": 0.4})
+    page.evaluate(
+        """([nodes, links]) => {
+            const made = {};
+            let x = 100;
+            for (const [title, [type, values]] of Object.entries(nodes)) {
+                const node = (made[title] = LiteGraph.createNode(type));
+                node.title = title;
+                app.graph.add(node);
+                node.pos = [x, 120];
+                x += node.size[0] + 40;
+                for (const [name, value] of Object.entries(values)) {
+                    node.widgets.find((widget) => widget.name === name).value = value;
+                }
+            }
+            for (const [from, output, to, input] of links) made[from].connect(output, made[to], input);
+            Object.assign(app.canvas.ds, { scale: 1, offset: [0, 0] });
+            app.canvas.setDirty(true, true);
+        }""",
+        [nodes, links],
+    )
