@@ -47,4 +47,4 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
         check_attention(attention, model.load_device)
         patched = apply_fused_kernel(model, kernel)
         set_attention(patched, attention)
-        return shown_model(patched)
+        return shown_model(patched, kernel, otherwise="ComfyUI's own INT8")

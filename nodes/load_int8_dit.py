@@ -79,4 +79,4 @@ class LoadINT8DiT(io.ComfyNode):
             base = folder_paths.get_full_path_or_raise("diffusion_models", base_checkpoint)
         model = load_int8_model(path, kernel, branch, base)
         set_attention(model, attention)
-        return shown_model(model)
+        return shown_model(model, kernel)

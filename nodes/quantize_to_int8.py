@@ -7,20 +7,23 @@ from comfy_api.latest import io
 from ..kernels import METHODS, Protection
 from .calibration.run import calibrate
 from .host import notices
+from .host.badges import Badge, shown
 from .host.decision import decision_stamp
 from .host.work import Progress
+from .model.summary import summarize
 from .pictures.drawing import check_matplotlib
 from .pictures.quantization_plot import plot
 from .quantization.chart import chart_of
 from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
-from .quantization.report import BF16, PROTECTED_IN
-from .sockets import CalibrationType, kernel_input
+from .quantization.report import BF16, PROTECTED_IN, QuantizationReport
+from .sockets import CalibrationType, kernel_input, runs_where
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]
 _SHARE, _NUMBER, _ERROR = "share of all linears", "number of layers", "error budget"
 # A calibration step takes as long as the quantization of so many layers: Ideogram 4, 1024 px, on an H200.
 _LAYERS_PER_STEP = 9
+_WITHOUT_CALIBRATION = ("none", "rotate")  # the methods that do the same without one
 _ABSMAX, _LEAST_ERROR = "absmax", "least error"
 
 
@@ -197,7 +200,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     tooltip="What was recorded here, for Save Calibration or another Quantize node.",
                 ),
             ],
-            has_intermediate_output=True,  # the report comes back where the MODEL comes out of the cache
+            has_intermediate_output=True,  # what is on the node comes back where the MODEL comes out of the cache
         )
 
     @classmethod
@@ -260,7 +263,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             whole = Progress(sampled + layers)
             part, progress = whole.part(sampled), whole.part(layers)
             calibration = calibrate(model, prompts, negative, cfg, sampler, sigmas, latent_image, seed, part)
-        if calibration is None and method not in ("none", "rotate"):
+        if calibration is None and method not in _WITHOUT_CALIBRATION:
             notices.warn(
                 "uncalibrated",
                 "Quantized to INT8 without smoothing",
@@ -271,8 +274,20 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             settings = replace(settings, protected_in=BF16)
         quantized, report = quantize_model(model, settings, kernel, calibration, progress)
         progress.finish(f"{len(report.layers)} layers quantized")
-        ui = {"int8_quantization_report": [asdict(chart_of(report))]}
+        badges = shown(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
+        ui = badges | {"int8_quantization_report": [asdict(chart_of(report))]}
         return io.NodeOutput(quantized, plot(report), report.markdown(), calibration, ui=ui)
+
+
+def _badge(report: QuantizationReport, method: str) -> Badge:
+    """Whether a calibration stands behind a quantization."""
+    protected = f"{len(report.protected)} of {report.linears} linears are protected"
+    if report.calibration is not None:
+        return Badge("good", "calibrated", f"{protected}, the most fragile on recorded inputs.")
+    detail = f"{protected}, those whose weights round worst."
+    if method in _WITHOUT_CALIBRATION:
+        return Badge("note", "uncalibrated", detail)
+    return Badge("warn", "uncalibrated: nothing is smoothed", f"{detail} Connect a calibration.")
 
 
 def _protection(protect: dict) -> Protection:

@@ -1,13 +1,13 @@
 """Types and inputs that several nodes have."""
 
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..kernels import KERNEL_CHOICES
+from ..kernels import KERNEL_CHOICES, choose_path
+from .host.badges import Badge, shown
 from .model.attention import AS_COMFYUI, ATTENTION_CHOICES
-from .model.summary import summarize
-
-_SUMMARY_RESULT = "int8_dit_summary"  # web/int8_dit.js shows it on the node
+from .model.summary import Summary, floats_of, summarize
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
 RecordingType = io.Custom("INT8_RECORDING")
@@ -48,7 +48,35 @@ def model_outputs() -> list[io.Output]:
     ]
 
 
-def shown_model(model: ModelPatcher) -> io.NodeOutput:
-    """A MODEL, what of it runs where in words, and the same words on the node."""
-    text = str(summarize(model))
-    return io.NodeOutput(model, text, ui={_SUMMARY_RESULT: [text]})
+def shown_model(model: ModelPatcher, kernel: str, otherwise: str | None = None) -> io.NodeOutput:
+    """A MODEL, what of it runs where in words, and the same words on the node. For the others see `runs_where`."""
+    summary = summarize(model)
+    return io.NodeOutput(model, str(summary), ui=shown(runs_where(model, summary, kernel, otherwise)))
+
+
+def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: str | None = None) -> Badge:
+    """What the linears of a MODEL compute with, for the node that has the widget `kernel`.
+
+    Args:
+        summary: of the MODEL.
+        kernel: what the widget says.
+        otherwise: what the linears compute with where the kernel does not run; None for the floats of the MODEL.
+    """
+    on_gpu = model.load_device.type == "cuda"
+    total = sum(summary.linears.values())
+    if summary.int8:
+        name = "fused INT8" if on_gpu else "INT8 without a GPU"
+        return Badge("good" if on_gpu else "note", f"{name}: {summary.int8} of {total}", str(summary))
+    otherwise = otherwise or floats_of(model)
+    if not choose_path(model.load_device, kernel).fallback:
+        return Badge("note", f"{otherwise}, as chosen" if kernel == "bf16" else f"no INT8: 0 of {total}", str(summary))
+    return Badge("warn", f"{otherwise}: {_why_not(model.load_device) if on_gpu else 'no GPU'}", str(summary))
+
+
+def _why_not(gpu: torch.device) -> str:
+    """Why `auto` does not choose INT8 there, in a few words."""
+    try:
+        choose_path(gpu, "fused int8")
+    except RuntimeError:
+        return "the kernel cannot run"
+    return "not an RTX 30"

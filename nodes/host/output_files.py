@@ -10,6 +10,8 @@ import folder_paths
 from comfy.cli_args import args
 from comfy_api.latest import io
 
+from .badges import Badge, shown
+
 
 def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterator[str]:
     """The paths a new file may get, numbered as ComfyUI's own save nodes number theirs: from the first
@@ -27,9 +29,12 @@ def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterat
 
 
 def saved_file(path: str) -> dict:
-    """The ui result of a node that saved a file in the output folder."""
+    """The ui result of a node that saved a file in the output folder: the file, and a line on the node."""
     subfolder, filename = os.path.split(os.path.relpath(path, folder_paths.get_output_directory()))
-    return {"saved": [{"filename": filename, "subfolder": subfolder, "type": "output"}]}
+    size = os.path.getsize(path)
+    in_words = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    badge = Badge("good", f"saved {filename}, {in_words}", os.path.join("output", subfolder))
+    return {"saved": [{"filename": filename, "subfolder": subfolder, "type": "output"}], **shown(badge)}
 
 
 def saved_line(path: str) -> str:

@@ -31,10 +31,12 @@ class Summary:
     Attributes:
         linears: the number of its linears by what they compute with, the INT8 ones first.
         attention: what its attention computes with.
+        int8: the number of its linears that compute in INT8 on this pack's kernel, or on its CPU reference.
     """
 
     linears: dict[str, int]
     attention: str
+    int8: int = 0
 
     def __str__(self) -> str:
         (kind, count), *others = self.linears.items() or [("in this model", 0)]
@@ -49,7 +51,13 @@ def summarize(model: ModelPatcher) -> Summary:
     beside_int8 = any(int8_parts(module.weight) is not None or _dequantized(module) for module in modules.values())
     on_gpu = model.load_device.type == "cuda"
     kinds = Counter(_kind(name, module, paths[name], beside_int8, on_gpu) for name, module in modules.items())
-    return Summary({text: kinds[rank, text] for rank, text in sorted(kinds)}, describe_attention(model))
+    int8 = sum(count for (rank, _), count in kinds.items() if rank == 0)
+    return Summary({text: kinds[rank, text] for rank, text in sorted(kinds)}, describe_attention(model), int8)
+
+
+def floats_of(model: ModelPatcher) -> str:
+    """The name of the floats that a MODEL computes in."""
+    return _name(model.model.get_dtype_inference())
 
 
 def _path(model: ModelPatcher, name: str, module: CastWeightBiasOp) -> ComputePath | None:

@@ -115,7 +115,9 @@ def test_a_nodes_result_names_the_file(output, save, prefix, subfolder):
     from int8_dit.nodes.host.output_files import saved_file
 
     path = save(prefix)
-    (saved,) = saved_file(str(path))["saved"]
+    result = saved_file(str(path))
+    (saved,), (badge,) = result["saved"], result["int8_dit_badges"]
+    assert badge["text"] == f"saved {path.name}, {path.stat().st_size / 1e6:.1f} MB"
     assert saved == {"filename": path.name, "subfolder": subfolder, "type": "output"}
     assert os.path.samefile(path, output / subfolder / path.name)
 

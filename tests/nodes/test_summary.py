@@ -1,6 +1,7 @@
 """What runs where: the line of the INT8 DiT Loader on the glyph model, whose 34 linears hold 21 that become INT8."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,38 @@ def test_a_model_without_linears(pack):
     assert str(Summary({}, "as ComfyUI")) == f"0 of 0 linears in this model, {ATTENTION}"
 
 
+@pytest.mark.parametrize(
+    "linears, int8, device, kernel, expected",
+    (
+        ({"fused INT8": 5, "fused INT8 with 16-bit activations": 2, "bf16": 1}, 7, "cuda", "auto", ("good", "7 of 8")),
+        ({"bf16 (a reason)": 8}, 0, "cpu", "auto", ("warn", "bf16: no GPU")),
+        ({"bf16 (bf16 was chosen)": 8}, 0, "cpu", "bf16", ("note", "bf16, as chosen")),
+        ({"FP8 as in the file": 8}, 0, "cpu", "fused int8", ("note", "no INT8: 0 of 8")),
+    ),
+)
+def test_the_short_line(pack, linears, int8, device, kernel, expected):
+    from int8_dit.nodes.model.summary import Summary
+    from int8_dit.nodes.sockets import runs_where
+
+    model = SimpleNamespace(load_device=torch.device(device))
+    badge = runs_where(model, Summary(linears, "as ComfyUI", int8), kernel, "bf16")
+    severity, text = expected
+    assert badge.severity == severity and text in badge.text and badge.detail.endswith("attention as ComfyUI")
+
+
+@pytest.mark.parametrize("obstacle, expected", ((None, "bf16: not an RTX 30"), ("no", "bf16: the kernel cannot run")))
+def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obstacle, expected):
+    from int8_dit.kernels import device
+    from int8_dit.nodes.model.summary import Summary
+    from int8_dit.nodes.sockets import runs_where
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(device, "fused_obstacle", lambda _: obstacle)
+    model = SimpleNamespace(load_device=torch.device("cuda"))
+    assert runs_where(model, Summary({"bf16 (why)": 8}, "as ComfyUI"), "auto", "bf16").text == expected
+
+
 def test_the_node_shows_it_and_puts_it_out(server):
     """Also when the loader's result comes out of the cache."""
     prompt = Prompt()
@@ -141,7 +174,9 @@ def test_the_node_shows_it_and_puts_it_out(server):
     expected = f"21 of 34 {INT8}, {OTHERS}, {ATTENTION}"
     for _ in range(2):
         results = server.queue(prompt)
-        assert results[text]["text"] == [expected] and results[load]["int8_dit_summary"] == [expected]
+        assert results[text]["text"] == [expected]
+        (badge,) = results[load]["int8_dit_badges"]
+        assert badge == {"severity": "note", "text": "INT8 without a GPU: 21 of 34", "detail": expected}
 
 
 def test_int8_attention_on_a_cpu_is_refused_by_the_server(server):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.frontend import WARNING, load, run, saved, template
+from support.frontend import BADGE, WARNING, load, run, saved, template
 from support.server import PROJECT, ComfyServer, ExecutionFailed
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def test_glyph_workflow_runs_and_warns(page: Page, server: ComfyServer, tmp_path
     page.screenshot(path=tmp_path / "int8_glyphs.png")
 
     kinds = {kind for output in outputs.values() for kind in output}
-    assert {"images", "saved", "int8_benchmark"} <= kinds
+    assert {"images", "saved", "int8_benchmark", "int8_dit_badges"} <= kinds
+    assert "calibrated" in page.locator(BADGE).all_text_contents()
     # The workflow leaves the kernel to `auto`, which has nothing to choose on this machine, and says so once.
     text = page.wait_for_selector(WARNING).text_content()
     assert "bf16" in text and page.locator(WARNING).count() == 1

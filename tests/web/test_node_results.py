@@ -1,0 +1,230 @@
+"""What nodes show of their last run, in the node itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support import workflows
+from support.frontend import BADGE, add_nodes, load, reload, run, saved
+from support.server import ComfyServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+RESULT, OLD = ".int8-result", ".int8-result-old"
+SMALL_TOKENS = 16
+TABLE = {"title": "A machine", "columns": ["linear", "ms"], "rows": [["qkv", "1.0"]], "notes": ["a note"]}
+
+
+def add_loader(page: Page) -> None:
+    """INT8 DiT Loader in a new workflow, and a node that makes it run."""
+    widgets = {"model_name": workflows.GLYPH_MODEL, "kernel": "fused int8"}
+    add_nodes(page, {"loader": ("LoadINT8DiT", widgets), "text": ("PreviewAny", {})}, [("loader", 1, "text", "source")])
+
+
+def add_benchmark(page: Page) -> None:
+    nodes = {
+        "loader": ("UNETLoader", {"unet_name": workflows.GLYPH_MODEL}),
+        "benchmark": ("INT8KernelBenchmark", {"tokens": SMALL_TOKENS}),
+    }
+    add_nodes(page, nodes, [("loader", 0, "benchmark", "model")])
+
+
+def end_benchmark(page: Page, result: dict) -> None:
+    """What the page gets from the server when the benchmark of the graph has run."""
+    page.evaluate(
+        """result => {
+            const node = String(app.graph.nodes.find((node) => node.type === "INT8KernelBenchmark").id);
+            const detail = { node, display_node: node, output: { int8_benchmark: [result] }, prompt_id: "" };
+            app.api.dispatchEvent(new CustomEvent("executed", { detail }));
+        }""",
+        result,
+    )
+    page.wait_for_selector(f"{RESULT} td")
+
+
+def drawn_table(page: Page) -> dict:
+    """The benchmark table as the user reads it."""
+    return page.evaluate(
+        """() => {
+            const texts = (root, selector) => [...root.querySelectorAll(selector)].map((e) => e.textContent);
+            const sections = [...document.querySelectorAll(".int8-result section")];
+            return sections.map((section) => ({
+                title: section.querySelector("h4").textContent,
+                columns: texts(section, "th"),
+                rows: [...section.querySelectorAll("tbody tr")].map((row) => texts(row, "td")),
+                notes: texts(section, "p"),
+            }));
+        }"""
+    )
+
+
+def shown(outputs: dict[str, dict]) -> list[dict]:
+    return [badge for output in outputs.values() for badge in output.get("int8_dit_badges", [])]
+
+
+def sizes(page: Page) -> list[dict]:
+    """How much room each result has on the page, and how much it takes."""
+    page.wait_for_timeout(500)  # a node grows in the frames after the result
+    return page.evaluate(
+        """() => [...document.querySelectorAll(".int8-result")].map(
+            ({ clientWidth, scrollWidth, clientHeight, scrollHeight }) =>
+                ({ clientWidth, scrollWidth, clientHeight, scrollHeight }))"""
+    )
+
+
+def test_badges_show_in_both_renderers(page: Page, server: ComfyServer, renderer: str, tmp_path: Path) -> None:
+    file = {"unet_name": workflows.GLYPH_MODEL}
+    nodes = {
+        "file": ("UNETLoader", file),
+        "quantize": ("QuantizeToINT8SmoothQuant", {"kernel": "fused int8"}),
+        "save": ("SaveINT8DiT", {"filename_prefix": f"badges_{renderer}"}),
+        "load": ("LoadINT8DiT", {"model_name": workflows.GLYPH_MODEL}),
+        "quantized": ("LoadINT8DiT", {"model_name": workflows.GLYPH_MODEL, "kernel": "fused int8"}),
+        "apply": ("ApplyFusedINT8Kernel", {}),
+        "text": ("PreviewAny", {}),
+        "other text": ("PreviewAny", {}),
+    }
+    links = [
+        ("file", 0, "quantize", "model"),
+        ("quantize", 0, "save", "model"),
+        ("load", 1, "text", "source"),
+        ("quantized", 0, "apply", "model"),
+        ("apply", 1, "other text", "source"),
+    ]
+    add_nodes(page, nodes, links)
+    page.evaluate("app.canvas.ds.scale = 0.5; app.canvas.setDirty(true, true)")  # all of them in view
+    assert page.locator(RESULT).count() == 0  # nothing is shown before there is a result
+    badges = shown(run(page, server))
+    page.wait_for_function(
+        "([badge, count]) => document.querySelectorAll(badge).length === count", arg=[BADGE, len(badges)]
+    )
+    page.screenshot(path=tmp_path / "badges.png")
+
+    drawn = page.evaluate(
+        """badge => [...document.querySelectorAll(badge)].map(element =>
+            [element.dataset.severity, element.textContent, element.nextElementSibling.textContent])""",
+        BADGE,
+    )
+    assert sorted(drawn) == sorted([badge["severity"], badge["text"], badge["detail"]] for badge in badges)
+    texts = [text for _, text, _ in drawn]
+    assert {"fp32: no GPU", "INT8 without a GPU: 21 of 34", "uncalibrated: nothing is smoothed"} <= set(texts)
+    assert any(text.startswith(f"saved badges_{renderer}_00001_.safetensors, ") for text in texts)
+    for badge in page.locator(BADGE).all():
+        assert badge.is_visible()
+    for size in sizes(page):
+        assert size["scrollWidth"] <= size["clientWidth"] and 0 < size["scrollHeight"] <= size["clientHeight"]
+
+
+def test_a_cached_node_shows_its_line_again(page: Page, server: ComfyServer) -> None:
+    """Also on a page that is opened after the MODEL was loaded, in a workflow that it never ran."""
+    for _ in range(2):
+        add_loader(page)
+        (badge,) = shown(run(page, server))
+        page.wait_for_selector(BADGE)
+        assert page.locator(f"{RESULT} p").all_text_contents() == [badge["detail"]]
+        assert badge["detail"].startswith("21 of 34 linears INT8") and page.locator(OLD).count() == 0
+        reload(page)
+
+
+def test_the_last_result_comes_back_with_the_page(
+    page: Page, server: ComfyServer, new_client: Callable[[], Page], renderer: str
+) -> None:
+    add_loader(page)
+    (badge,) = shown(run(page, server))
+    page.wait_for_selector(BADGE)
+    workflow = saved(page)
+    assert badge["text"] not in json.dumps(workflow)  # who gets the workflow has another machine
+
+    reload(page)
+    load(page, workflow)
+    page.wait_for_selector(f"{OLD} {BADGE}")
+    age, detail = page.locator(f"{RESULT} p").all_text_contents()
+    assert age.startswith("Last run in this browser: ") and detail == badge["detail"]
+    assert page.locator(BADGE).all_text_contents() == [badge["text"]]
+
+    other = new_client()
+    load(other, workflow)
+    other.wait_for_timeout(500)
+    assert other.locator(RESULT).count() == 0
+
+    run(page, server)
+    page.wait_for_function("([old]) => !document.querySelector(old)", arg=[OLD])
+    assert page.locator(f"{RESULT} p").all_text_contents() == [badge["detail"]]
+
+
+def test_another_node_has_not_what_one_showed(page: Page, server: ComfyServer) -> None:
+    add_benchmark(page)
+    end_benchmark(page, TABLE)
+    workflow = saved(page)
+    for change in ({"id": "11111111-2222-3333-4444-555555555555"}, {}):
+        changed = workflow | change
+        if not change:
+            changed["nodes"] = [node | {"id": node["id"] + 10} for node in workflow["nodes"]]
+            changed["links"] = []
+        load(page, changed)
+        page.wait_for_timeout(300)
+        assert page.locator(RESULT).count() == 0
+    load(page, workflow)
+    page.wait_for_selector(OLD)
+
+
+def test_benchmark_table_is_drawn_and_redrawn(page: Page, server: ComfyServer, tmp_path: Path) -> None:
+    add_benchmark(page)
+    for tokens in (SMALL_TOKENS, 2 * SMALL_TOKENS):
+        page.evaluate(
+            """tokens => {
+                const node = app.graph.nodes.find((node) => node.type === "INT8KernelBenchmark");
+                node.widgets.find((widget) => widget.name === "tokens").value = tokens;
+            }""",
+            tokens,
+        )
+        (result,) = [output["int8_benchmark"] for output in run(page, server).values() if "int8_benchmark" in output]
+        page.wait_for_function(
+            "title => document.querySelector('.int8-result h4')?.textContent === title", arg=result[0]["title"]
+        )
+        page.wait_for_function("([old]) => !document.querySelector(old)", arg=[OLD])
+        (drawn,), (expected,) = drawn_table(page), result
+        assert drawn["columns"] == expected["columns"] and drawn["rows"] == expected["rows"]
+        assert drawn["notes"] == [*expected.get("summary", []), *expected["notes"]]
+        assert page.locator(RESULT).count() == 1
+
+    (size,) = sizes(page)
+    page.screenshot(path=tmp_path / "benchmark.png")
+    assert size["scrollWidth"] <= size["clientWidth"] and size["clientHeight"] > 50
+
+    workflow = saved(page)
+    assert result[0]["title"] not in json.dumps(workflow)
+    reload(page)
+    load(page, workflow)
+    page.wait_for_selector(f"{OLD} td")
+    (again,) = drawn_table(page)
+    assert again == drawn
+
+
+def test_a_benchmark_says_what_matters_and_offers_its_json(
+    page: Page, server: ComfyServer, renderer: str, tmp_path: Path
+) -> None:
+    (server.base / "output" / "benchmarks").mkdir(exist_ok=True)
+    (server.base / "output" / "benchmarks" / "a b.json").write_text('{"measured": true}')
+    download = {"filename": "a b.json", "subfolder": "benchmarks", "type": "output"}
+    add_benchmark(page)
+    for valid in (True, False):
+        summary = f"{valid} <b>1.5 x</b>"
+        end_benchmark(page, TABLE | {"summary": [summary], "valid": valid, "download": download})
+        assert page.locator(f"{RESULT} .int8-summary").all_text_contents() == [summary]
+        assert page.locator(BADGE).all_text_contents() == ([] if valid else ["not a valid measurement"])
+        page.wait_for_timeout(500)
+        page.screenshot(path=tmp_path / f"valid_{valid}.png")
+    with page.expect_download() as downloaded:
+        page.click(f"{RESULT} a")
+    assert json.loads(Path(downloaded.value.path()).read_text()) == {"measured": True}
+
+
+def test_a_benchmark_without_all_that_is_drawn_too(page: Page) -> None:
+    add_benchmark(page)
+    end_benchmark(page, TABLE)
+    assert drawn_table(page) == [TABLE] and page.locator(f"{RESULT} a").count() == 0
