@@ -77,6 +77,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                             [
                                 io.Float.Input(
                                     "percent",
+                                    display_name="protect %",
                                     default=8.0,
                                     min=0.0,
                                     max=100.0,
@@ -103,6 +104,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                             [
                                 io.Float.Input(
                                     "percent",
+                                    display_name="max error %",
                                     default=3.0,
                                     min=0.0,
                                     max=100.0,

@@ -1,8 +1,9 @@
-// The pack's part of the frontend: what nodes show of their runs, the server's warnings.
+// The pack's part of the frontend: what nodes show of their runs, the server's warnings, the names of nested widgets.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { element, STYLE } from "./elements.js";
+import { labelChoices } from "./labels.js";
 import { showLastResults, showNewResults, showsResults } from "./results.js";
 import { SETTINGS, showWarning, WARNING_EVENT } from "./warnings.js";
 
@@ -16,6 +17,7 @@ app.registerExtension({
   },
 
   nodeCreated(node) {
+    if (node.comfyClass === "QuantizeToINT8SmoothQuant") labelChoices(node);
     if (showsResults(node)) showNewResults(node);
   },
 
