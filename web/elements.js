@@ -40,7 +40,7 @@ export const STYLE = `
 .int8-result th:first-child, .int8-result td:first-child { padding-left: 0; text-align: left; }
 .int8-result th:last-child, .int8-result td:last-child { padding-right: 0; }
 .int8-result p { margin: 4px 0 0; color: var(--descrip-text); font-size: 11px; overflow-wrap: anywhere; }
-.int8-result .int8-summary { margin: 0 0 4px; padding: 4px 8px; border-left: 3px solid var(--int8-hue);
+.int8-result .int8-summary { margin: 4px 0; padding: 4px 8px; border-left: 3px solid var(--int8-hue);
   background: color-mix(in srgb, var(--int8-hue) 14%, transparent); color: var(--input-text); font-size: 12px; }
 .int8-result a { display: inline-block; margin-top: 6px; color: var(--input-text); text-decoration: underline; }
 .int8-result .int8-result-age { margin: 0 0 4px; font-style: italic; }
@@ -53,6 +53,7 @@ export const STYLE = `
   font: 13px/1.4 sans-serif; box-shadow: 0 4px 16px rgb(0 0 0 / 35%); user-select: text; overflow-wrap: anywhere; }
 .int8-warning h4 { margin: 0 24px 4px 0; font-size: 13px; font-weight: 600; }
 .int8-warning p { margin: 0 0 6px; }
+.int8-warning p:last-of-type::first-letter { text-transform: uppercase; }
 .int8-warning p.int8-warning-node { color: var(--descrip-text); }
 .int8-warning button { padding: 3px 8px; border: 1px solid var(--border-color); border-radius: 4px;
   background: var(--comfy-input-bg); color: var(--input-text); font: inherit; cursor: pointer; }

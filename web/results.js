@@ -33,7 +33,7 @@ function badgeSection({ severity, text, detail }) {
 /** One benchmark: title, what matters of it, table, notes, and its JSON. */
 function benchmarkSection({ title, columns, rows, notes, summary = [], valid = true, download }) {
   const cells = (tag, texts) => element("tr", {}, texts.map((text) => element(tag, { text })));
-  const severity = valid ? "good" : "warn";
+  const severity = valid ? "note" : "warn"; // what a valid one found may be good or bad
   return element("section", {}, [
     element("h4", { text: title }),
     ...(valid ? [] : [badge(severity, "not a valid measurement")]),
