@@ -33,7 +33,8 @@ def _require(what: object, message: str) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
 
 
-@pytest.fixture(scope="session")
+# Not for the whole session: its event loop stands in the way of tests/nodes that run one of their own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     _require(chromium, "chromium is not installed (apt-get install chromium)")
