@@ -1,0 +1,233 @@
+"""Images compared with references: the metrics against their formulas, the table, the node in a real server."""
+
+import io
+import math
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from support.workflows import Prompt, link
+
+
+@pytest.fixture
+def fidelity(pack):
+    from int8_dit.nodes.images import fidelity
+
+    return fidelity
+
+
+@pytest.fixture
+def table_of(pack):
+    """The table of PSNR values, or of (PSNR, SSIM), by candidate."""
+    from int8_dit.nodes.images.comparison_table import comparison_table
+    from int8_dit.nodes.images.fidelity import Fidelity
+
+    def make(**values):
+        pairs = {
+            name: [value if isinstance(value, tuple) else (value, 0.9) for value in own] for name, own in values.items()
+        }
+        return comparison_table({name: [Fidelity(*pair) for pair in own] for name, own in pairs.items()})
+
+    return make
+
+
+@pytest.fixture
+def compare_node(pack):
+    from int8_dit.nodes.compare_images import CompareImagesINT8DiT
+
+    return CompareImagesINT8DiT
+
+
+def noisy(shape, noise, seed=0):
+    """A smooth picture in 0..1, and the same with noise."""
+    generator = torch.Generator().manual_seed(seed)
+    y, x = torch.meshgrid(torch.linspace(0, 3, shape[0]), torch.linspace(0, 5, shape[1]), indexing="ij")
+    picture = (0.5 + 0.4 * torch.sin(x * y + seed))[..., None].expand(shape).contiguous()
+    return picture, (picture + noise * torch.randn(shape, generator=generator)).clamp(0, 1)
+
+
+def ssim_by_formula(a, b):
+    """Wang et al. 2004 in float64, place by place."""
+    a, b = a.double().numpy(), b.double().numpy()
+    line = numpy.exp(-((numpy.arange(11) - 5) ** 2) / (2 * 1.5**2))
+    window = numpy.outer(line, line)[..., None] / line.sum() ** 2
+    c1, c2, values = 0.01**2, 0.03**2, []
+    for y in range(a.shape[0] - 10):
+        for x in range(a.shape[1] - 10):
+            p, q = a[y : y + 11, x : x + 11], b[y : y + 11, x : x + 11]
+            mp, mq = (window * p).sum((0, 1)), (window * q).sum((0, 1))
+            vp, vq = (window * (p - mp) ** 2).sum((0, 1)), (window * (q - mq) ** 2).sum((0, 1))
+            covariance = (window * (p - mp) * (q - mq)).sum((0, 1))
+            values.append((2 * mp * mq + c1) * (2 * covariance + c2) / ((mp**2 + mq**2 + c1) * (vp + vq + c2)))
+    return float(numpy.mean(values))
+
+
+@pytest.mark.parametrize("shape, noise", (((24, 31, 3), 0.02), ((11, 11, 3), 0.2), ((17, 12, 1), 0.5)))
+def test_the_metrics_are_their_formulas(fidelity, shape, noise):
+    reference, image = noisy(shape, noise)
+    got = fidelity.compare(reference, image, "image")
+    error = (reference.double() - image.double()).square().mean()
+    assert got.psnr == pytest.approx(float(-10 * torch.log10(error)), abs=1e-3)
+    assert got.ssim == pytest.approx(ssim_by_formula(reference, image), abs=1e-4)
+
+
+def test_identical_images(fidelity):
+    image, _ = noisy((20, 20, 3), 0.0)
+    assert fidelity.compare(image, image.clone(), "image") == fidelity.Fidelity(math.inf, 1.0)
+    assert fidelity.compare(torch.zeros(20, 20, 3), torch.zeros(20, 20, 3), "image").ssim == 1.0
+
+
+def test_values_outside_the_range_are_cut_off_as_in_a_file(fidelity):
+    reference = torch.ones(16, 16, 3)
+    assert fidelity.compare(reference, 3 * reference, "image").psnr == math.inf
+
+
+def test_the_difference_is_amplified_and_cut_off(fidelity):
+    reference = torch.full((2, 2, 3), 0.5)
+    image = reference + torch.tensor([[0.0, 0.01], [-0.02, 0.4]])[..., None]
+    seen = fidelity.difference(reference, image, 10.0)
+    expected = torch.tensor([[0.0, 0.1], [0.2, 1.0]])[..., None].expand(2, 2, 3)
+    torch.testing.assert_close(seen, expected, atol=1e-6, rtol=0)
+
+
+def test_pairs_across_batches_and_lists(fidelity):
+    batch = torch.rand(3, 12, 14, 3)
+    reference, images = fidelity.paired_images([batch], image=[batch[:1], batch[1:]])
+    assert all(torch.equal(a, b) for a, b in zip(reference, images["image"], strict=True)) and len(reference) == 3
+    reference, _ = fidelity.paired_images([batch[:1]], image=[batch])
+    assert len(reference) == 3 and all(torch.equal(image, batch[0]) for image in reference)
+
+
+@pytest.mark.parametrize(
+    "reference, image, message",
+    (
+        ((2, 16, 16, 3), (3, 16, 16, 3), r"reference holds 2 images \(\[2, 16, 16, 3\]\) and image 3 images"),
+        ((2, 16, 16, 3), (1, 16, 16, 3), "connect as many images"),
+        ((1, 16, 16, 3), (0, 16, 16, 3), "image 0 images"),
+        ((1, 16, 20, 3), (1, 16, 16, 3), "reference is 20 x 16 with 3 channels, image is 16 x 16 with 3 channels"),
+        ((1, 16, 16, 3), (1, 16, 16, 4), "make both the same size"),
+        ((1, 10, 16, 3), (1, 10, 16, 3), "at least 11 x 11 pixels"),
+    ),
+)
+def test_what_cannot_be_compared_is_named(fidelity, reference, image, message):
+    with pytest.raises(ValueError, match=message):
+        fidelity.paired_images([torch.rand(reference)], image=[torch.rand(image)])
+
+
+@pytest.mark.parametrize("bad", (math.nan, math.inf))
+@pytest.mark.parametrize("name", ("reference", "image"))
+def test_a_broken_image_is_named(fidelity, name, bad):
+    images = {"reference": torch.rand(16, 16, 3), "image": torch.rand(16, 16, 3)}
+    images[name][3, 4, 0] = bad
+    with pytest.raises(ValueError, match=f"^{name} holds NaN or Inf"):
+        fidelity.compare(images["reference"], images["image"], "image")
+
+
+def test_the_table_of_one_pair(table_of):
+    table = table_of(image=[(32.456, 0.98765)])
+    assert table.columns == ["pair", "PSNR dB", "SSIM"]
+    assert table.rows == [["1", "32.46", "0.9877"], ["mean", "32.46", "0.9877"]]
+    assert "interval" not in table.markdown()
+
+
+def test_the_interval_of_a_mean(table_of):
+    """That of normal noise, and the same each time."""
+    values = numpy.random.default_rng(3).normal(30, 2, 400)
+    rows = {row[0]: row[1] for row in table_of(image=list(values)).rows}
+    low, high = map(float, rows["95 % interval"].split(" to "))
+    half = 1.96 * values.std() / math.sqrt(len(values))
+    assert float(rows["mean"]) == pytest.approx(values.mean(), abs=0.01)
+    assert low == pytest.approx(values.mean() - half, abs=0.1 * half + 0.01)
+    assert high == pytest.approx(values.mean() + half, abs=0.1 * half + 0.01)
+    assert {row[0]: row[1] for row in table_of(image=list(values)).rows} == rows
+
+
+def test_identical_pairs_are_in_no_mean(table_of):
+    table = table_of(image=[(math.inf, 1.0), (30.0, 0.9), (32.0, 0.9)])
+    assert [row[1] for row in table.rows] == ["identical", "30.00", "32.00", "31.00", "30.00 to 32.00"]
+    assert "1 of 3 in image are identical to the reference" in table.markdown()
+    assert [row[1] for row in table_of(image=[(math.inf, 1.0)] * 2).rows] == ["identical"] * 3 + ["-"]
+
+
+EIGHT = (30.0, 33.0, 28.0, 35.0, 31.0, 29.0, 36.0, 32.0)
+SIGNS = (1, -1, 1, -1, -1, 1, 1, -1)
+
+
+@pytest.mark.parametrize(
+    "other, verdict",
+    (
+        ([value - 1 for value in EIGHT], "PSNR: image is closer to the reference by 1.00 dB, more than noise."),
+        ([value + 0.5 for value in EIGHT], "PSNR: other is closer to the reference by 0.50 dB, more than noise."),
+        ([v + s for v, s in zip(EIGHT, SIGNS, strict=True)], "PSNR: image and other differ within noise."),
+        (list(EIGHT), "PSNR: image and other differ within noise."),
+    ),
+)
+def test_two_candidates_are_compared_pair_by_pair(table_of, other, verdict):
+    """Images differ by 8 dB among themselves, which would drown 1 dB if it were not paired."""
+    table = table_of(image=EIGHT, other=other)
+    assert table.notes[0] == verdict
+    assert table.columns[1:4] == ["PSNR dB, image", "PSNR dB, other", "PSNR dB, difference"]
+    assert table.rows[0][3] == f"{EIGHT[0] - other[0]:+.2f}"
+
+
+@pytest.mark.parametrize("pairs, says", ((1, "two pairs or more are needed"), (5, "5 pairs are too few to tell")))
+def test_too_few_pairs_are_no_verdict(table_of, pairs, says):
+    assert says in table_of(image=EIGHT[:pairs], other=[value - 1 for value in EIGHT[:pairs]]).notes[0]
+
+
+def test_a_pair_with_one_identical_image_has_no_difference_in_psnr(table_of):
+    table = table_of(image=[math.inf, math.inf, 30.0], other=[30.0, math.inf, 29.0])
+    assert [row[3] for row in table.rows] == ["-", "+0.00", "+1.00", "+0.50", "+0.00 to +1.00"]
+
+
+def test_the_pictures_have_the_form_of_the_inputs(compare_node):
+    reference, image = (
+        torch.stack(pictures) for pictures in zip(*(noisy((16, 18, 3), 0.05, seed) for seed in range(3)), strict=True)
+    )
+    output = compare_node.execute(
+        reference=[reference], image=[image[:1], image[1:]], other=[reference], amplification=[4.0]
+    )
+    pictures, text = output.args
+    assert [list(picture.shape) for picture in pictures] == [[1, 16, 18, 3], [2, 16, 18, 3], [3, 16, 18, 3]]
+    torch.testing.assert_close(torch.cat(pictures[:2]), (4 * (image - reference).abs()).clamp(max=1))
+    assert not pictures[2].any()
+    (shown,) = output.ui["int8_benchmark"]
+    assert all(cell in text for row in shown["rows"] for cell in row)
+
+
+def uploaded(server, name, pixels):
+    """A picture in the server's input folder, and the prompt's node that loads it."""
+    Image.fromarray(pixels).save(server.base / "input" / name)
+    return lambda prompt: link(prompt.add("LoadImage", image=name))
+
+
+def test_in_a_server(server):
+    pixels = numpy.random.default_rng(0).integers(60, 200, (32, 40, 3), dtype=numpy.uint8)
+    reference, image = uploaded(server, "reference.png", pixels), uploaded(server, "image.png", pixels + numpy.uint8(3))
+    prompt = Prompt()
+    node = prompt.add("CompareImagesINT8DiT", reference=reference(prompt), image=image(prompt), other=reference(prompt))
+    text = prompt.add("PreviewAny", source=link(node, 1))
+    pictures = prompt.add("PreviewImage", images=link(node, 0))
+    results = server.queue(prompt)
+
+    (table,) = results[node]["int8_benchmark"]
+    assert table["rows"][0][1:4] == [f"{20 * math.log10(255 / 3):.2f}", "identical", "-"]
+    (markdown,) = results[text]["text"]
+    assert table["title"] in markdown
+    shown = [Image.open(io.BytesIO(server.view(**image))) for image in results[pictures]["images"]]
+    (amplified, zero) = ({value for band in image.convert("RGB").getextrema() for value in band} for image in shown)
+    assert amplified <= {29, 30} and zero == {0}  # ComfyUI cuts 29.999 off
+
+
+def test_two_sizes_end_in_one_clear_error(server):
+    from support.server import ExecutionFailed
+
+    small = uploaded(server, "small.png", numpy.zeros((16, 16, 3), numpy.uint8))
+    large = uploaded(server, "large.png", numpy.zeros((16, 24, 3), numpy.uint8))
+    prompt = Prompt()
+    prompt.add("CompareImagesINT8DiT", reference=small(prompt), image=large(prompt))
+    with pytest.raises(ExecutionFailed, match="reference is 16 x 16 with 3 channels, image is 24 x 16") as error:
+        server.queue(prompt)
+    assert (error.value.node_type, error.value.exception_type) == ("CompareImagesINT8DiT", "ValueError")
