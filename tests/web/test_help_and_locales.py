@@ -1,0 +1,102 @@
+"""What a user reads of the nodes in the real frontend: help pages with their pictures, names in other languages."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from support.browser import NoBrowser, chromium, open_frontend
+from support.node_texts import read_texts
+
+NODES = tuple(read_texts("en"))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        with chromium() as running:
+            yield running
+    except NoBrowser as missing:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(missing))
+
+
+@pytest.fixture(scope="module")
+def english_page(browser, server):
+    with open_frontend(browser, server.url) as page:
+        yield page
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_help_opens_with_its_picture(english_page, node):
+    page, answers = english_page, []
+
+    def heard(response):
+        answers.append(response)
+
+    page.on("response", heard)
+    page.evaluate(
+        """type => {
+            app.graph.clear();
+            const node = LiteGraph.createNode(type);
+            app.graph.add(node);
+            node.pos = [300, 300];
+            Object.assign(app.canvas.ds, { scale: 1, offset: [0, 0] });
+        }""",
+        node,
+    )
+    title = read_texts("en")[node]["display_name"]
+    picture = page.locator(f".node-help-content img[alt='{title}']")
+    # Press the button until it has worked: it comes and goes with selections, which the frontend first does not hear.
+    page.wait_for_function(
+        """alt => {
+            const picture = document.querySelector(`.node-help-content img[alt='${alt}']`);
+            if (picture) return picture.complete;
+            const [node] = app.graph.nodes;
+            const button = document.querySelector("[data-testid=info-button]");
+            if (!app.canvas.selected_nodes[node.id]) app.canvas.selectNode(node);
+            else if (button) button.click();
+            else if (!document.querySelector(".node-help-content")) app.canvas.deselectAll();
+        }""",
+        arg=title,
+        polling=1000,
+        timeout=60_000,
+    )
+    assert picture.evaluate("image => image.naturalWidth") > 100
+    assert page.locator(".node-help-content h1").text_content() == title
+    # The frontend asks for the page in its language first and takes a refusal for an answer.
+    page.remove_listener("response", heard)
+    missing = [answer.url for answer in answers if answer.status >= 400 and not answer.url.endswith(f"/{node}/en.md")]
+    assert not missing
+
+
+@pytest.mark.parametrize("language, tag", (("zh", "zh-CN"), ("ja", "ja-JP")))
+def test_names_are_translated(browser, server, language, tag):
+    """Names of nodes, inputs and outputs, the one inside of a widget that has more below it among them."""
+    texts = read_texts(language)
+    with open_frontend(browser, server.url, locale=tag) as page:
+        shown = page.evaluate(
+            """types => types.map((type) => {
+                const node = LiteGraph.createNode(type);
+                app.graph.add(node);
+                return {
+                    title: node.title,
+                    widgets: Object.fromEntries((node.widgets ?? []).map((widget) => [widget.name, widget.label])),
+                    inputs: Object.fromEntries(node.inputs.map((input) => [input.name, input.localized_name])),
+                    outputs: node.outputs.map((output) => output.localized_name),
+                };
+            })""",
+            list(texts),
+        )
+    for node, own in zip(shown, texts.values(), strict=True):
+        assert node["title"] == own["display_name"]
+        for name, label in (node["inputs"] | node["widgets"]).items():
+            key = name.replace(".", "_")
+            assert key not in own["inputs"] or label == own["inputs"][key]["name"]
+        for place, text in own.get("outputs", {}).items():
+            assert "name" not in text or node["outputs"][int(place)] == text["name"]
+    (quantize,) = (node for node in shown if "protect.percent" in node["widgets"])
+    assert (
+        quantize["widgets"]["protect.percent"]
+        == texts["QuantizeToINT8SmoothQuant"]["inputs"]["protect_percent"]["name"]
+    )
