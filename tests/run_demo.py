@@ -108,7 +108,7 @@ def table_text(table: dict) -> str:
 def keep_open(server: ComfyServer) -> None:
     """Leave the server to the user until Ctrl-C."""
     say(f"ComfyUI runs at {server.url}")
-    say(f"open Templates > int8_dit > {WORKFLOW}; Ctrl-C here ends it")
+    say(f"open Templates > glyph_nodes > {WORKFLOW}; Ctrl-C here ends it")
     try:
         server.process.wait()
         raise ServerError(f"ComfyUI ended by itself\n{server.log_tail()}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from .server import ComfyServer
 
@@ -38,9 +39,9 @@ def wait_until_loaded(page: Page) -> None:
     page.evaluate("app.graph.clear()")
 
 
-def template(server: ComfyServer, name: str) -> dict:
-    """An example workflow as the template browser gets it."""
-    return json.loads(server.get(f"/api/workflow_templates/int8_dit/{name}.json"))
+def template(server: ComfyServer, name: str, pack: str = "int8_dit") -> dict:
+    """An example workflow of a pack as the template browser gets it."""
+    return json.loads(server.get(f"/api/workflow_templates/{pack}/{quote(name)}.json"))
 
 
 def load(page: Page, workflow: dict) -> None:

@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 from support import frontend, workflows
+from support.browser import NoBrowser, chromium
 from support.server import ComfyServer
 from support.workflows import Prompt
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-SAVED_MODEL = "INT8_00001_.safetensors"  # what the first run of int8_glyphs.json saves and then loads
-IDEOGRAM_FILES = (
-    "diffusion_models/ideogram4_fp8_scaled.safetensors",
-    "diffusion_models/ideogram4_unconditional_fp8_scaled.safetensors",
-    "diffusion_models/ideogram4_int8_convrot.safetensors",
-    "diffusion_models/ideogram4_unconditional_int8_convrot.safetensors",
-    "text_encoders/qwen3vl_8b_fp8_scaled.safetensors",
-    "vae/flux2-vae.safetensors",
-)
-
-
-def _require(what: object, message: str) -> None:
-    """Skip for a developer who lacks a tool; fail in CI, where a skip would hide that nothing was tested."""
-    if not what:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
-
+SAVED_MODEL = "INT8_00001_.safetensors"  # what the first run of the glyph workflow saves and then loads
 
 # Not for the whole session: its event loop stands in the way of tests/nodes that run one of their own.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    _require(chromium, "chromium is not installed (apt-get install chromium)")
+    """Skipped for a developer who has none; an error in CI, where a skip would hide that nothing was tested."""
     try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        sync_playwright = None
-    _require(sync_playwright, "the playwright package is not installed (tests/run_tests.py installs it)")
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
-        yield running
-        running.close()
+        with chromium() as running:
+            yield running
+    except NoBrowser as missing:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(missing))
 
 
 @pytest.fixture(scope="session")
 def model_files(server: ComfyServer) -> None:
-    """The files that the example workflows name: a real glyph model, and empty stand-ins for the big ones."""
-    for name in IDEOGRAM_FILES:
-        path = server.base / "models" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+    """The INT8 file that the glyph workflow names."""
     if not (server.base / "output" / "diffusion_models" / SAVED_MODEL).exists():
         prompt = Prompt()
         workflows.save_model(
