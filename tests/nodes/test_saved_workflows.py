@@ -1,0 +1,131 @@
+"""Workflows that were saved by today's frontend and by users of earlier versions, against today's nodes."""
+
+import importlib.util
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from support import workflows_saved
+from support.server import PROJECT, ExecutionFailed, ExecutionInterrupted
+from support.workflows_saved import MODEL_FOLDERS, NOTES, OLD_WORKFLOWS, TEMPLATES, read
+
+tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
+
+MOST_BYTES = 400_000
+MOST_THUMBNAIL_BYTES = 60_000
+
+every_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+
+
+@pytest.mark.parametrize("path", (*TEMPLATES, *OLD_WORKFLOWS), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_server_accepts_its_prompt(server, path):
+    """Every node, input and value is one that today's nodes have. What runs is stopped: its models are stand-ins."""
+    workflow = read(path)
+    with workflows_saved.stand_ins(server, [workflow]):
+        prompt_id = server.submit(workflows_saved.prompt_of(workflow, server))
+        server.interrupt()
+        with suppress(ExecutionFailed, ExecutionInterrupted):
+            server.wait(prompt_id)
+
+
+def test_what_no_node_has_is_found(server):
+    (path,) = (path for path in TEMPLATES if path.stem == "INT8 kernel benchmark")
+
+    def changed(change):
+        workflow = read(path)
+        (node,) = (node for node in workflow["nodes"] if node["type"] == "INT8KernelBenchmark")
+        change(workflow, node)
+        return workflow
+
+    for workflow, message in (
+        (changed(lambda _, node: node.update(type="Nothing")), "no node"),
+        (changed(lambda _, node: node["inputs"][0].update(name="models")), "no input models"),
+        (changed(lambda _, node: node["widgets_values"].append(1)), "no widget"),
+        (changed(lambda _, node: node["widgets_values"].clear()), "no value for tokens"),
+        (changed(lambda workflow, _: workflow["links"][0].__setitem__(2, 1)), "is no IMAGE"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            workflows_saved.prompt_of(workflow, server)
+
+
+@every_template
+def test_one_press_of_run_does_the_whole(path):
+    nodes = read(path)["nodes"]
+    assert {node["mode"] for node in nodes} == {0}
+    (note,) = (node for node in nodes if node["type"] in NOTES)
+    assert note["widgets_values"][0].startswith("## ")
+
+
+@every_template
+def test_each_model_says_where_it_comes_from(path):
+    """For the frontend, which offers to download it, and in the note for the reader."""
+    nodes = read(path)["nodes"]
+    (note,) = (node["widgets_values"][0] for node in nodes if node["type"] in NOTES)
+    published = _published_models()
+    for node in nodes:
+        if node["type"] in MODEL_FOLDERS:
+            (model,) = node["properties"]["models"]
+            assert model["name"] == node["widgets_values"][0]
+            assert model["directory"] == MODEL_FOLDERS[node["type"]]
+            assert model["url"] in published
+            assert f"[{model['name']}]({model['url']})" in note
+
+
+def _published_models():
+    """What ComfyUI's own templates say of models' addresses."""
+    package = importlib.util.find_spec("comfyui_workflow_templates_json")
+    if package is None:
+        pytest.skip("the templates of ComfyUI are not installed")
+    files = Path(package.origin).parent.glob("templates/*.json")
+    return set(re.findall(r'"url": ?"(https://[^"]+)"', "".join(file.read_text(encoding="utf-8") for file in files)))
+
+
+@every_template
+def test_each_node_names_its_pack(path):
+    """By which ComfyUI Manager finds what is missing."""
+    pack = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    own = set(re.findall(r'node_id="(\w+)"', "".join(file.read_text() for file in (PROJECT / "nodes").glob("*.py"))))
+    for node in read(path)["nodes"]:
+        if node["type"] not in NOTES:
+            assert node["properties"]["cnr_id"] == (pack if node["type"] in own else "comfy-core"), node["type"]
+            assert re.fullmatch(r"\d+\.\d+\.\d+", node["properties"]["ver"])
+
+
+@pytest.mark.parametrize("name, count", (("Ideogram 4 INT8", 1), ("Ideogram 4 calibrate and quantize", 3)))
+def test_ideograms_prompts_are_json_captions(name, count):
+    """In the form of ComfyUI's own caption template: plain prose is not what the model was trained on."""
+    (path,) = (path for path in TEMPLATES if path.stem == name)
+    texts = [node["widgets_values"][0] for node in read(path)["nodes"] if node["type"] == "CLIPTextEncode"]
+    assert len(texts) == len(set(texts)) == count
+    for text in texts:
+        caption = json.loads(text)
+        assert text == json.dumps(caption, separators=(",", ":"), ensure_ascii=False)  # one line, no spaces
+        assert list(caption) == ["aspect_ratio", "high_level_description", "compositional_deconstruction"]
+        assert caption["aspect_ratio"] == "1:1"
+        assert len(caption["high_level_description"].split()) <= 50
+        assert list(caption["compositional_deconstruction"]) == ["background", "elements"]
+        for element in caption["compositional_deconstruction"]["elements"]:
+            top, left, bottom, right = element["bbox"]
+            assert 0 <= top < bottom <= 1000 and 0 <= left < right <= 1000
+            wanted = {"obj": ["type", "bbox", "desc"], "text": ["type", "bbox", "text", "desc"]}[element["type"]]
+            assert list(element) == wanted
+            assert len(element["desc"].split()) <= 60
+
+
+@every_template
+def test_it_has_a_thumbnail(path):
+    """A square one: the template browser crops others."""
+    thumbnail = path.with_suffix(".jpg")
+    assert thumbnail.stat().st_size <= MOST_THUMBNAIL_BYTES
+    with Image.open(thumbnail) as image:
+        assert image.format == "JPEG" and image.width == image.height >= 400
+
+
+def test_the_folder_is_small_and_holds_nothing_else():
+    files = list((PROJECT / "example_workflows").iterdir())
+    assert {path.suffix for path in files} == {".json", ".jpg"} and len(files) == 2 * len(TEMPLATES)
+    assert sum(path.stat().st_size for path in files) < MOST_BYTES
