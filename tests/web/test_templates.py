@@ -1,0 +1,190 @@
+"""The templates as a user meets them: found in the template browser, opened, run; in both of ComfyUI's renderers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support import workflows_saved
+from support.browser import open_frontend
+from support.server import ComfyServer
+from support.workflows_saved import OLD_WORKFLOWS, TEMPLATES, read
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+RENDERERS = {"classic": False, "Vue": True}
+# What ComfyUI itself asks for in vain, and says on the console, when it starts with an empty user folder.
+NOT_FOUND = re.compile(r"/user\.css$|/api/userdata\?dir=|/api/userdata/(user\.css|comfy\.templates\.json)$")
+SAID_AT_START = re.compile(r"Failed to load resource: .* 404|ComfyApp graph accessed before initialization")
+TITLE_HEIGHT = 30
+MARK_HEIGHT = 40  # the line below a node whose model file is missing
+# Even one token takes a CPU minutes. Use the default of 4352 once the node leaves out what a CPU cannot do.
+TOKENS = 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model_files(server: ComfyServer) -> Iterator[None]:
+    with workflows_saved.stand_ins(server, map(read, (*TEMPLATES, *OLD_WORKFLOWS))):
+        yield
+
+
+@pytest.fixture(params=RENDERERS)
+def page(request: pytest.FixtureRequest, browser: Browser, server: ComfyServer) -> Iterator[Page]:
+    """The frontend with one of its renderers."""
+    vue = RENDERERS[request.param]
+    with open_frontend(browser, server.url) as opened:
+        opened.evaluate("vue => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', vue)", vue)
+        opened.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=vue)
+        yield opened
+
+
+@contextmanager
+def nothing_wrong(page: Page) -> Iterator[None]:
+    """Fails at the end if the page said an error, or asked for something that is not there."""
+    wrong = []
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("response", lambda response: wrong.append(response.url) if response.status >= 400 else None)
+    yield
+    assert not [what for what in wrong if not NOT_FOUND.search(what) and not SAID_AT_START.search(what)]
+
+
+def browse(page: Page) -> None:
+    """Open the template browser at this pack's templates."""
+    page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    extensions = page.get_by_text("Extensions", exact=True)
+    extensions.wait_for()
+    pack = page.get_by_text("int8_dit", exact=True)
+    if not pack.is_visible():
+        extensions.click()
+    pack.click()
+
+
+def open_template(page: Page, name: str) -> None:
+    """Click a template in the template browser."""
+    browse(page)
+    page.get_by_test_id(f"template-workflow-{name}").click()
+    page.wait_for_function("count => app.graph.nodes.length === count", arg=_count(name))
+    page.wait_for_timeout(500)  # nodes get their size in the frames after
+
+
+def _count(name: str) -> int:
+    (path,) = (path for path in TEMPLATES if path.stem == name)
+    return len(read(path)["nodes"])
+
+
+def test_all_are_listed_with_their_thumbnails(page: Page) -> None:
+    with nothing_wrong(page):
+        browse(page)
+        for path in TEMPLATES:
+            card = page.get_by_test_id(f"template-workflow-{path.stem}")
+            card.scroll_into_view_if_needed()
+            assert path.stem in card.inner_text()
+            page.wait_for_function("image => image.naturalWidth > 0", arg=card.locator("img").first.element_handle())
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_it_opens_whole(page: Page, path) -> None:
+    with nothing_wrong(page):
+        open_template(page, path.stem)
+        assert page.locator("[role=dialog]").count() == 0
+        assert_opened(page, read(path))
+        assert_nothing_overlaps(page)
+
+
+@pytest.mark.parametrize("path", OLD_WORKFLOWS, ids=lambda path: f"{path.parent.name} {path.stem}")
+def test_a_workflow_of_an_earlier_version_opens_whole(page: Page, path) -> None:
+    workflow = read(path)
+    with nothing_wrong(page):
+        page.evaluate("workflow => app.loadGraphData(workflow)", workflow)
+        assert_opened(page, workflow)
+
+
+def assert_opened(page: Page, workflow: dict) -> None:
+    """Nothing is missing or marked, and what the frontend would save is what was opened.
+
+    A link to an input that is gone would be missing from it, and a widget that a node lost would have shifted the
+    values of the others. A newer node may have more widgets at the end.
+    """
+    nodes = page.evaluate(
+        """() => app.graph.nodes.map((node) => ({
+            type: node.type,
+            registered: node.type in LiteGraph.registered_node_types,
+            errors: !!node.has_errors,
+            combos: (node.widgets ?? []).filter((widget) => widget.type === "combo")
+                .map(({ name, value, options }) => ({ name, value, options: [...options.values] })),
+        }))"""
+    )
+    for node in nodes:
+        assert node["registered"] and not node["errors"], node
+        for combo in node["combos"]:
+            assert combo["value"] in combo["options"], (node["type"], combo)
+    saved = page.evaluate("() => JSON.parse(JSON.stringify(app.graph.serialize()))")
+    now = {node["id"]: node for node in saved["nodes"]}
+    for node in workflow["nodes"]:
+        values = node.get("widgets_values") or []
+        assert now[node["id"]]["type"] == node["type"]
+        assert (now[node["id"]].get("widgets_values") or [])[: len(values)] == values
+    assert sorted(saved["links"]) == sorted(workflow["links"])
+
+
+def assert_nothing_overlaps(page: Page) -> None:
+    """No node and no group lies on another, and a group holds each of its nodes whole, also those that are marked."""
+    boxes = page.evaluate(
+        """([title, mark]) => ({
+            nodes: app.graph.nodes.map(({ title: name, pos, size }) =>
+                ({ name, box: [pos[0], pos[1] - title, pos[0] + size[0], pos[1] + size[1] + mark] })),
+            groups: app.graph.groups.map(({ title: name, pos, size }) =>
+                ({ name, box: [pos[0], pos[1], pos[0] + size[0], pos[1] + size[1]] })),
+        })""",
+        [TITLE_HEIGHT, MARK_HEIGHT],
+    )
+    nodes, groups = boxes["nodes"], boxes["groups"]
+    for items in (nodes, groups):
+        for index, first in enumerate(items):
+            overlapped = [second["name"] for second in items[index + 1 :] if _overlap(first["box"], second["box"])]
+            assert not overlapped, first["name"]
+    for node in nodes:
+        around = [group["box"] for group in groups if _overlap(node["box"], group["box"])]
+        assert len(around) <= 1 and all(_inside(node["box"], box) for box in around), node["name"]
+
+
+def _overlap(first: list[float], second: list[float]) -> bool:
+    return all(first[i] < second[i + 2] and second[i] < first[i + 2] for i in (0, 1))
+
+
+def _inside(inner: list[float], outer: list[float]) -> bool:
+    return all(outer[i] <= inner[i] and inner[i + 2] <= outer[i + 2] for i in (0, 1))
+
+
+def test_the_benchmark_runs_from_one_click_to_its_picture(page: Page, server: ComfyServer) -> None:
+    with nothing_wrong(page):
+        open_template(page, "INT8 kernel benchmark")
+        page.evaluate(
+            """tokens => {
+                const node = app.graph.nodes.find((node) => node.type === "INT8KernelBenchmark");
+                node.widgets.find((widget) => widget.name === "tokens").value = tokens;
+            }""",
+            TOKENS,
+        )
+        with page.expect_response(
+            lambda response: response.url.endswith("/prompt") and response.request.method == "POST"
+        ) as posted:
+            page.get_by_test_id("queue-button").click()
+        outputs = server.wait(posted.value.json()["prompt_id"], timeout=1200)
+        assert {kind for output in outputs.values() for kind in output} >= {"int8_benchmark", "images"}
+        page.wait_for_selector(".int8-result td")
+        page.wait_for_function(
+            """() => {
+                const node = app.graph.nodes.find((node) => node.type === "PreviewImage");
+                const images = [...(node.imgs ?? []),
+                    ...document.querySelectorAll(`[data-node-id="${node.id}"] img`)];
+                return images.some((image) => image.naturalWidth > 0);
+            }"""
+        )
+        page.wait_for_timeout(500)  # the node grows in the frames after the result
+        assert_nothing_overlaps(page)
