@@ -17,8 +17,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from support.browser import NoBrowser, chromium, open_frontend
+from support.browser import NoBrowser, chromium
 from support.environment import Environment, PrepareError, run_script, say
+from support.frontend import open_frontend
 from support.node_texts import own_nodes, write_english
 from support.server import PROJECT, ServerError, serve
 

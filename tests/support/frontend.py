@@ -6,6 +6,8 @@ A page comes from Playwright, which only tests/web needs.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -18,13 +20,21 @@ TIMEOUT_MS = 120_000
 BADGE, WARNING = ".int8-badge", ".int8-warning"
 
 
-def open_page(browser: Browser, server: ComfyServer) -> Page:
-    """The frontend as a client of its own with nothing stored: loaded, idle, its graph empty."""
-    page = browser.new_page(viewport={"width": 1600, "height": 1000})
+@contextmanager
+def open_frontend(browser: Browser, url: str, **options: object) -> Iterator[Page]:
+    """The frontend as a client of its own with nothing stored: loaded, idle, its graph empty.
+
+    `options` are those of a browser's page. Raises AssertionError at the end if a script raised in it.
+    """
+    page = browser.new_page(**{"viewport": {"width": 1600, "height": 1000}} | options)
     page.set_default_timeout(TIMEOUT_MS)
-    page.goto(server.url)
+    errors = []
+    page.on("pageerror", lambda error: errors.append(error))
+    page.goto(url)
     wait_until_loaded(page)
-    return page
+    yield page
+    page.close()
+    assert not errors
 
 
 def reload(page: Page) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 SAVED_MODEL = "INT8_00001_.safetensors"  # what the first run of the glyph workflow saves and then loads
+
 
 # Not for the whole session: its event loop stands in the way of tests/nodes that run one of their own.
 @pytest.fixture(scope="module")
@@ -42,18 +44,9 @@ def model_files(server: ComfyServer) -> None:
 
 @pytest.fixture
 def new_client(browser: Browser, server: ComfyServer, model_files: None) -> Iterator[Callable[[], Page]]:
-    """Open the frontend in a browser of its own, with nothing stored; the test fails if a script raised in one."""
-    pages, errors = [], []
-
-    def new_client() -> Page:
-        pages.append(frontend.open_page(browser, server))
-        pages[-1].on("pageerror", lambda error: errors.append(error))
-        return pages[-1]
-
-    yield new_client
-    for page in pages:
-        page.close()
-    assert not errors
+    """Open the frontend as a client of its own; the test fails if a script raised in one."""
+    with ExitStack() as pages:
+        yield lambda: pages.enter_context(frontend.open_frontend(browser, server.url))
 
 
 @pytest.fixture

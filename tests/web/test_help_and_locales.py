@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from support.browser import NoBrowser, chromium, open_frontend
+from support.frontend import open_frontend
 from support.node_texts import read_texts
 
 NODES = tuple(read_texts("en"))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        with chromium() as running:
-            yield running
-    except NoBrowser as missing:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(missing))
 
 
 @pytest.fixture(scope="module")

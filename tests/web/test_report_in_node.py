@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,37 +10,22 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import workflows
+from support.frontend import open_frontend
 from support.server import ComfyServer
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
-TIMEOUT_MS = 120_000
 LAYERS = 21  # of the glyph model that are quantized
 RENDERERS = {"classic": False, "Vue": True}
 THEMES = ("dark", "light")
 
 
 @pytest.fixture(scope="module")
-def page(server: ComfyServer) -> Iterator[Page]:
-    """The frontend, loaded and idle; the tests fail if a script raised in it."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if not chromium:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("chromium is not installed (apt-get install chromium)")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1000, "height": 1200})
-        page.set_default_timeout(TIMEOUT_MS)
-        errors = []
-        page.on("pageerror", lambda error: errors.append(error))
-        page.goto(server.url)
-        page.wait_for_function(
-            "!!(window.app?.extensionManager && window.LiteGraph?.registered_node_types.SaveINT8DiT)"
-        )
+def page(browser: Browser, server: ComfyServer) -> Iterator[Page]:
+    """The frontend, loaded and idle."""
+    with open_frontend(browser, server.url, viewport={"width": 1000, "height": 1200}) as page:
         yield page
-        browser.close()
-    assert not errors
 
 
 ADD_NODES = """model => {
