@@ -26,6 +26,8 @@ class ComputePath:
     reason: str
     fallback: bool = False
     """True when bf16 was not asked for but is all that the rule allows here."""
+    blocked: bool = False
+    """True where the fused kernel cannot run at all, so that choosing it would be refused; `reason` says what to do."""
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
@@ -116,9 +118,9 @@ def choose_path(
             f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on "
             "before Kernel Benchmark has measured this one"
         )
-        return ComputePath(BF16, reason, fallback=True)
+        return ComputePath(BF16, reason, fallback=True, blocked=obstacle is not None)
     if obstacle is not None:
-        return ComputePath(BF16, obstacle, fallback=True)
+        return ComputePath(BF16, obstacle, fallback=True, blocked=True)
     return ComputePath(FUSED, f"{name} is a consumer Ampere card (sm_86)")
 
 

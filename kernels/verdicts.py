@@ -77,6 +77,8 @@ def _stored(device: torch.device) -> Verdict | None:
         return Verdict(str(content["date"]), times) if times else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError, ImportError):
         return None
+    except RuntimeError:  # a driver that does not answer, which whoever computes on the card will hear too
+        return None
 
 
 def store_verdict(device: torch.device, verdict: Verdict) -> Path:

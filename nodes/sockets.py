@@ -4,7 +4,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..kernels import KERNEL_CHOICES, choose_path
+from ..kernels import KERNEL_CHOICES, choose_path, stored_verdict
 from .host.badges import Badge, shown
 from .model.attention import AS_COMFYUI, ATTENTION_CHOICES
 from .model.summary import Summary, floats_of, summarize
@@ -67,7 +67,11 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
     if summary.int8:
         name = "fused INT8" if on_gpu else "INT8 without a GPU"
         return Badge("good" if on_gpu else "note", f"{name}: {summary.int8} of {total}", str(summary))
+    if summary.native:
+        return Badge("good", f"ComfyUI's INT8, faster here: {summary.native} of {total}", str(summary))
     otherwise = otherwise or floats_of(model)
+    if kernel == "auto" and on_gpu and stored_verdict(model.load_device) is not None:
+        return Badge("good", f"{otherwise}: faster here", str(summary))
     if not choose_path(model.load_device, kernel).fallback:
         return Badge("note", f"{otherwise}, as chosen" if kernel == "bf16" else f"no INT8: 0 of {total}", str(summary))
     return Badge("warn", f"{otherwise}: {_why_not(model.load_device) if on_gpu else 'no GPU'}", str(summary))

@@ -147,9 +147,10 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
 
 
 def _quantizable(prefix: str, block: torch.nn.Module) -> dict[str, Any]:
+    modules: dict[str, Any] = dict(block.named_modules())
     return {
         f"{prefix}.{name}": module
-        for name, module in block.named_modules()
+        for name, module in modules.items()
         if getattr(module, "in_features", None) is not None
         and getattr(module, "weight", None) is not None
         and module.weight.ndim == 2

@@ -1,6 +1,7 @@
 """A calibration run: the user's own sampling, with what enters the linears recorded."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import comfy.sample
 import comfy.samplers
@@ -63,7 +64,7 @@ def calibrate(
     return recording.calibration()
 
 
-def _preview(previewer: latent_preview.LatentPreviewer | None, x0: torch.Tensor) -> tuple | None:
+def _preview(previewer: latent_preview.LatentPreviewer | None, x0: Any) -> tuple | None:
     """What ComfyUI's sampler nodes show of a step, or None where the user wants no previews."""
     if previewer is None:
         return None

@@ -60,8 +60,8 @@ def _warn_of_fallback(kernel: str, model: ModelPatcher) -> None:
         notices.warn(
             "not-applied",
             "The fused INT8 kernel is not applied",
-            f"{compute.reason}. The model runs as ComfyUI runs it. Set kernel on Apply Fused INT8 Kernel to "
-            "'fused int8' to apply it all the same.",
+            f"{compute.reason}. The model runs as ComfyUI runs it.",
+            "" if compute.blocked else "Set kernel on Apply Fused INT8 Kernel to 'fused int8' to apply it anyway.",
         )
 
 

@@ -160,8 +160,8 @@ def add_fallback_warning(model: ModelPatcher, kernel: str) -> None:
 def warn_of_fallback(device: torch.device, kernel: str, advice: str) -> None:
     """Warn once per run and card that INT8 models run in bf16 there, if `kernel` falls back to it, and why.
 
-    Raises what `choose_path` does.
+    `advice` is how to have INT8 all the same, where that can be had. Raises what `choose_path` does.
     """
     compute = choose_path(device, kernel)
     if compute.fallback:
-        notices.warn("bf16", "INT8 DiT runs in bf16", f"{compute.reason}.", advice)
+        notices.warn("bf16", "INT8 DiT runs in bf16", f"{compute.reason}.", "" if compute.blocked else advice)

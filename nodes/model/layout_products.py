@@ -126,7 +126,8 @@ def _multiplies(weight: QuantizedTensor, x: torch.Tensor, *others: torch.Tensor 
 def _runs_fused(weight: QuantizedTensor, device: torch.device) -> bool:
     params = weight._params
     native = native_computes(params.transform, params.activation_bits)
-    return runs_fused(device, params.kernel, *weight._qdata.shape, native)
+    n, k = weight._qdata.shape
+    return runs_fused(device, params.kernel, n, k, native)
 
 
 def _row(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def load_int8_model(
     progress: Progress | None = None  # a file that needs no work is loaded as fast as any
     if not holds_int8(tensors):
         weights = {k.removesuffix(".weight"): w.shape for k, w in tensors.items() if k.endswith(".weight")}
-        chosen = [w for name, w in weights.items() if is_quantizable(name, w) and not in_floats(*w)]
+        chosen = [w for name, w in weights.items() if is_quantizable(name, w) and not in_floats(w[0], w[1])]
         if chosen:
             make_room_to_quantize(device, max(map(math.prod, chosen)))
             progress = Progress(len(chosen))
@@ -110,7 +110,7 @@ def _quantizing_converter(
     `device`, kept in host memory."""
 
     def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
-        if not is_quantizable(name, weight.shape) or in_floats(*weight.shape):
+        if not is_quantizable(name, weight.shape) or in_floats(weight.shape[0], weight.shape[1]):
             return None
         with naming_layer(name):
             q, scale = quantize_weight(float_weight(weight.to(device=device), pre_quant_scale))

@@ -14,6 +14,7 @@ from .fused_forward import class_patch, int8_parts, is_native_int8
 from .int8_weight import is_int8
 from .layer_selection import is_quantizable, linears
 
+_FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FORMATS = {
     "float8_e4m3fn": "FP8",
@@ -32,11 +33,13 @@ class Summary:
         linears: the number of its linears by what they compute with, the INT8 ones first.
         attention: what its attention computes with.
         int8: the number of its linears that compute in INT8 on this pack's kernel, or on its CPU reference.
+        native: the number of those that `auto` leaves to ComfyUI's own INT8.
     """
 
     linears: dict[str, int]
     attention: str
     int8: int = 0
+    native: int = 0
 
     def __str__(self) -> str:
         (kind, count), *others = self.linears.items() or [("in this model", 0)]
@@ -51,8 +54,9 @@ def summarize(model: ModelPatcher) -> Summary:
     beside_int8 = any(int8_parts(module.weight) is not None or _dequantized(module) for module in modules.values())
     on_gpu = model.load_device.type == "cuda"
     kinds = Counter(_kind(name, module, paths[name], beside_int8, on_gpu) for name, module in modules.items())
-    int8 = sum(count for (rank, _), count in kinds.items() if rank == 0)
-    return Summary({text: kinds[rank, text] for rank, text in sorted(kinds)}, describe_attention(model), int8)
+    int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
+    native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
+    return Summary({text: kinds[rank, text] for rank, text in sorted(kinds)}, describe_attention(model), int8, native)
 
 
 def floats_of(model: ModelPatcher) -> str:
@@ -83,20 +87,20 @@ def _kind(
     parts = int8_parts(weight)
     if path is not None and path.kind == "fused int8" and parts is not None:
         bits = " with 16-bit activations" if parts.activation_bits == 16 else ""
-        return 0, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
+        return _FUSED_RANK, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
     if path is not None and path.kind == NATIVE and parts is not None:
-        return 1, f"ComfyUI's INT8 ({path.reason})"
+        return _NATIVE_RANK, f"ComfyUI's INT8 ({path.reason})"
     if is_int8(weight):
-        return 1, f"INT8 in memory but computed in {_name(weight._params.orig_dtype)}{why}"
+        return 2, f"INT8 in memory but computed in {_name(weight._params.orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
         stored = getattr(module, "quant_format", None) or weight._layout_cls
-        return 3, f"{_FORMATS.get(stored, stored)} as in the file{why if is_native_int8(weight) else ''}"
+        return 4, f"{_FORMATS.get(stored, stored)} as in the file{why if is_native_int8(weight) else ''}"
     dtype = _name(weight.dtype)
     if _dequantized(module):
-        return 2, f"{dtype} instead of the file's INT8{why}"
+        return 3, f"{dtype} instead of the file's INT8{why}"
     if not is_quantizable(name, tuple(weight.shape)):
-        return 5, f"{dtype} (small or sensitive)"
-    return 4, f"{dtype} (protected)" if beside_int8 else f"{dtype}{why}"
+        return 6, f"{dtype} (small or sensitive)"
+    return 5, f"{dtype} (protected)" if beside_int8 else f"{dtype}{why}"
 
 
 def _dequantized(module: CastWeightBiasOp) -> bool:

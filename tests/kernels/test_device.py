@@ -71,6 +71,21 @@ def test_an_amd_card_that_claims_the_capability_falls_back(card):
     assert choose_path("cuda:0").kind == "bf16"
 
 
+@pytest.mark.parametrize(
+    "arguments, blocked",
+    [
+        ({"name": "A100", "capability": (8, 0)}, False),
+        ({"name": "RTX 2080", "capability": (7, 5)}, True),
+        ({"name": "RTX 4090", "capability": (8, 9), "triton": False}, True),
+        ({"name": "RTX 3090", "capability": (8, 6), "error": "no compiler"}, True),
+    ],
+)
+def test_a_fallback_knows_whether_fused_int8_could_be_chosen(card, arguments, blocked):
+    """Or users are advised to choose what is then refused."""
+    card(**arguments)
+    assert choose_path("cuda:0").blocked == blocked
+
+
 def test_no_gpu_falls_back():
     path = choose_path("cpu")
     assert (path.kind, path.fallback) == ("bf16", True)

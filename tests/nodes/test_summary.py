@@ -166,6 +166,17 @@ def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obst
     assert runs_where(model, Summary({"bf16 (why)": 8}, "as ComfyUI"), "auto", "bf16").text == expected
 
 
+@pytest.mark.parametrize("native, expected", ((7, "ComfyUI's INT8, faster here: 7 of 8"), (0, "bf16: faster here")))
+def test_the_short_line_says_what_was_measured_to_be_faster(pack, monkeypatch, native, expected):
+    from int8_dit.nodes import sockets
+    from int8_dit.nodes.model.summary import Summary
+
+    monkeypatch.setattr(sockets, "stored_verdict", lambda device: object())
+    model = SimpleNamespace(load_device=torch.device("cuda"))
+    badge = sockets.runs_where(model, Summary({"": 8}, "as ComfyUI", 0, native), "auto", "bf16")
+    assert (badge.severity, badge.text) == ("good", expected)
+
+
 def test_the_node_shows_it_and_puts_it_out(server):
     """Also when the loader's result comes out of the cache."""
     prompt = Prompt()
