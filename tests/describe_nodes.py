@@ -1,4 +1,5 @@
-"""Write anew what is made of the nodes themselves: the pictures of their help pages, and locales/en/nodeDefs.json.
+"""Write anew what is made of the nodes themselves: the pictures of their help pages, locales/en/nodeDefs.json, and
+README.md's picture of a graph.
 
     COMFYUI_PATH=~/ComfyUI python tests/describe_nodes.py
 
@@ -14,20 +15,25 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from support.browser import NoBrowser, chromium
 from support.environment import Environment, PrepareError, run_script, say
-from support.frontend import open_frontend
+from support.frontend import load, open_frontend
 from support.node_texts import own_nodes, write_english
 from support.server import PROJECT, ServerError, serve
+from support.workflows_saved import TEMPLATES, read, stand_ins
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 PICTURES = PROJECT / "web" / "docs" / "pictures"
 SHOWN_FILES = {"diffusion_models": "ideogram4_fp8_scaled.safetensors", "int8_calibrations": "calibration.safetensors"}
 SCALE = 1.5
 MARGIN = 12
-COLORS = 48
+COLORS = 96
 
 PLACE_NODE = """async ([type, scale]) => {
     app.graph.clear();
@@ -48,6 +54,31 @@ PLACE_NODE = """async ([type, scale]) => {
 }"""
 
 
+GRAPH = "Ideogram 4 INT8"
+GRAPH_SCALE = 0.62
+SHOW_GROUPS = """async (scale) => {
+    app.canvas.background_image = null;
+    app.canvas.render_info = false;
+    const boxes = app.graph.groups.map((group) => group._bounding);
+    const [left, top] = [0, 1].map((axis) => Math.min(...boxes.map((box) => box[axis])));
+    const [right, bottom] = [0, 1].map((axis) => Math.max(...boxes.map((box) => box[axis] + box[axis + 2])));
+    Object.assign(app.canvas.ds, { scale, offset: [130 / scale - left, 130 / scale - top] });
+    app.canvas.setDirty(true, true);
+    await new Promise((done) => setTimeout(done, 1000));
+    const canvas = app.canvas.canvas.getBoundingClientRect();
+    return [canvas.x + 130, canvas.y + 130, (right - left) * scale, (bottom - top) * scale];
+}"""
+
+
+def draw(page: Page, place: tuple[float, ...], path: Path) -> None:
+    """Keep a part of the page (x, y, width, height) and a margin around it."""
+    x, y, width, height = place
+    clip = {"x": x - MARGIN, "y": y - MARGIN, "width": width + 2 * MARGIN, "height": height + 2 * MARGIN}
+    seen = Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB")
+    seen.quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+    say(f"{path.name}: {seen.width} x {seen.height}, {path.stat().st_size / 1000:.1f} kB")
+
+
 def main() -> None:
     if not os.environ.get("COMFYUI_PATH"):
         raise PrepareError("COMFYUI_PATH is not set: name a ComfyUI")
@@ -62,12 +93,15 @@ def main() -> None:
         PICTURES.mkdir(exist_ok=True)
         with chromium() as browser, open_frontend(browser, server.url) as page:
             for node in nodes:
-                x, y, width, height = page.evaluate(PLACE_NODE, [node, SCALE])
-                clip = {"x": x - MARGIN, "y": y - MARGIN, "width": width + 2 * MARGIN, "height": height + 2 * MARGIN}
-                seen = Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB")
-                path = PICTURES / f"{node}.png"
-                seen.quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
-                say(f"{path.name}: {seen.width} x {seen.height}, {path.stat().st_size / 1000:.1f} kB")
+                draw(page, page.evaluate(PLACE_NODE, [node, SCALE]), PICTURES / f"{node}.png")
+        (path,) = (path for path in TEMPLATES if path.stem == GRAPH)
+        with (
+            stand_ins(server, [read(path)]),
+            chromium() as browser,
+            open_frontend(browser, server.url, viewport={"width": 1900, "height": 900}) as page,
+        ):
+            load(page, read(path))
+            draw(page, page.evaluate(SHOW_GROUPS, GRAPH_SCALE), PICTURES.parent / "graph.png")
 
 
 if __name__ == "__main__":
