@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from .machine import triton_available
-from .transform import ChannelTransform
 from .verdicts import BF16, FUSED, NATIVE, WAYS, Shape, Verdict, clear_verdict, store_verdict, stored_verdict
 
 KERNEL_CHOICES = ("auto", "fused int8", "bf16")
@@ -124,9 +123,9 @@ def choose_path(
     return ComputePath(FUSED, f"{name} is a consumer Ampere card (sm_86)")
 
 
-def native_computes(transform: ChannelTransform, activation_bits: int) -> bool:
+def native_computes(smooth: torch.Tensor | None, activation_bits: int) -> bool:
     """Whether ComfyUI's own INT8 could compute a linear: it neither smooths nor rounds to 16 bits."""
-    return transform.smooth is None and activation_bits == 8
+    return smooth is None and activation_bits == 8
 
 
 @functools.cache

@@ -47,6 +47,7 @@ STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"
 DECISIONS = (STORE, KEEP, CLEAR)
 """What `auto` is decided by after a run."""
 
+_GATE_BYTES = 1 << 30  # of the product that the gate measures, rounded up
 _METHODS_NOTE = (
     "Median times of a busy device with weights out of its cache; ± is half the range of the rounds. The quantization "
     "of the activations is included. x bf16: how many times as fast as bf16. error: against float64, on random data."
@@ -127,6 +128,7 @@ def run(
                 split = measure_forward(model, positive, latent, check)
             except NoForward as reason:
                 remarks.append(f"No forward was measured: {reason}.")
+        make_room(device, _GATE_BYTES)
         health = examine(device, check)
         shapes = _shapes(model, split, device, remarks)
         timing = progress.part(0.95, max(1, len(shapes) * len(methods)))

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from ...kernels import FLOAT_DTYPES, native_computes, runs_fused
 from .before_compiling import compare_before_compiling
 from .first_call import Failed, attempt, compare
-from .steps import input_form
+from .steps import InputForm, input_form
 from .table import BLOCKS, BlockKind
 
 _DIFFUSION_MODEL = "diffusion_model"
@@ -91,10 +91,7 @@ class _Plan:
             form and (form.transform.smooth is None, form.transform.rotation_group, form.activation_bits)
             for form in forms
         )
-        questions = {
-            (layer.int8_kernel, layer.out_features, layer.in_features, native_computes(*form)) for layer, form in int8
-        }
-        self._questions = tuple(questions) if known else ()
+        self._questions = tuple({_question(layer, form) for layer, form in int8}) if known else ()
         self.verdicts = memory.setdefault(like, {})
 
     def _children_now(self) -> list[tuple]:
@@ -122,6 +119,12 @@ class _Plan:
             and not any(map(_pre_hooks_of, self._dicts))
             and not any(map(operator.contains, self._dicts, itertools.repeat("forward")))
         )
+
+
+def _question(layer: Any, form: InputForm) -> tuple[str, int, int, bool]:
+    """What `runs_fused` wants to know of an INT8 linear, beside the device."""
+    native = native_computes(form.transform.smooth, form.activation_bits)
+    return layer.int8_kernel, layer.out_features, layer.in_features, native
 
 
 _forward_of = operator.attrgetter("forward")

@@ -22,7 +22,6 @@ from ...kernels import (
     RepeatedLinear,
     int8_gemm,
     int8_linear,
-    native_computes,
     requantize_weight,
 )
 from ..blocks.steps import InputForm
@@ -171,12 +170,6 @@ def project(
     output = int8_gemm(q, q_scale, parts.q, parts.scale, bias, dtype)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output.view(*shape, -1)
-
-
-def can_run_native(layer: Any) -> bool:
-    """Whether ComfyUI's own INT8 could compute a linear with an INT8 weight."""
-    parts = _known_parts(layer.weight)
-    return native_computes(parts.transform, parts.activation_bits)
 
 
 def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:

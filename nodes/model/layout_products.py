@@ -125,7 +125,7 @@ def _multiplies(weight: QuantizedTensor, x: torch.Tensor, *others: torch.Tensor 
 
 def _runs_fused(weight: QuantizedTensor, device: torch.device) -> bool:
     params = weight._params
-    native = native_computes(params.transform, params.activation_bits)
+    native = native_computes(params.smooth, params.activation_bits)
     n, k = weight._qdata.shape
     return runs_fused(device, params.kernel, n, k, native)
 

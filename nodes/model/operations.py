@@ -16,7 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import BF16, FUSED, ChannelTransform, int8_path, native_computes
 from ..files import int8_mark
-from .fused_forward import INT8Linear, can_run_native, fused_forward, native_forward
+from .fused_forward import INT8Linear, fused_forward, native_forward
 from .int8_weight import LAYOUT, HeldWeight, computed_with, format_name, int8_weight, is_int8, mark_of
 
 ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
@@ -90,7 +90,7 @@ def int8_operations(
                     group = held._params.convrot_groupsize if held._params.convrot else None
                     transform = ChannelTransform(smooth, group)
                     held = int8_weight(held._qdata, held._params.scale, compute_dtype, transform, activation_bits)
-                    self.dequantized = dequantize_once(*needed, native_computes(transform, activation_bits))
+                    self.dequantized = dequantize_once(*needed, native_computes(smooth, activation_bits))
                     self._hold(held.dequantize() if self.dequantized else held)
                 else:
                     stored = held if isinstance(held, QuantizedTensor) else original
@@ -133,7 +133,8 @@ def int8_operations(
                 comfy.ops.run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
-                path = int8_path(input.device, kernel, self.out_features, self.in_features, can_run_native(self))
+                native = native_computes(self.weight._params.smooth, self.weight._params.activation_bits)
+                path = int8_path(input.device, kernel, self.out_features, self.in_features, native)
                 if path == BF16 or (input.requires_grad and torch.is_grad_enabled()):
                     return self.forward_comfy_cast_weights(input)
                 return (fused_forward if path == FUSED else native_forward)(self, input)

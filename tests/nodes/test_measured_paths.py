@@ -59,8 +59,10 @@ def test_a_lora_reaches_a_linear_that_comfyui_computes(dit, lora, monkeypatch, p
     assert relative_error(patched, dit.output(dit.load())) > 0.2
 
 
-def test_a_smoothed_layer_is_never_given_to_comfyui(dit, smoothed):
-    from int8_dit.nodes.model.fused_forward import can_run_native
+def test_a_smoothed_layer_is_never_given_to_comfyui(dit, smoothed, monkeypatch):
+    from int8_dit.nodes.model import operations
 
-    layers = [smoothed.get_model_object(f"diffusion_model.{name}") for name in dit.LINEARS]
-    assert not any(map(can_run_native, layers))
+    asked = []
+    monkeypatch.setattr(operations, "int8_path", lambda *question: asked.append(question[-1]) or "fused int8")
+    dit.output(smoothed)
+    assert asked == [False] * len(dit.LINEARS)
