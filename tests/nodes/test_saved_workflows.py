@@ -26,7 +26,7 @@ def test_the_server_accepts_its_prompt(server, path):
     """Every node, input and value is one that today's nodes have. What runs is stopped: its models are stand-ins."""
     workflow = read(path)
     with workflows_saved.stand_ins(server, [workflow]):
-        prompt_id = server.submit(workflows_saved.prompt_of(workflow, server))
+        prompt_id = server.submit(workflows_saved.prompt_of(workflow, server, path in TEMPLATES))
         server.interrupt()
         with suppress(ExecutionFailed, ExecutionInterrupted):
             server.wait(prompt_id)

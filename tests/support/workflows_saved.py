@@ -56,8 +56,10 @@ def stand_ins(server: ComfyServer, workflows: Iterable[dict]) -> Iterator[None]:
         path.unlink()
 
 
-def prompt_of(workflow: dict, server: ComfyServer) -> Prompt:
+def prompt_of(workflow: dict, server: ComfyServer, complete: bool = True) -> Prompt:
     """The prompt that a workflow becomes with the server's nodes.
+
+    One that is not `complete` is older than some widgets, which stand at the end of their nodes.
 
     Raises ValueError where the workflow has a node, an input, an output or a widget's value that they do not have.
     """
@@ -70,7 +72,7 @@ def prompt_of(workflow: dict, server: ComfyServer) -> Prompt:
         if not schemas[kind]:
             raise ValueError(f"there is no node {kind}")
         declared = {**schemas[kind]["input"].get("required", {}), **schemas[kind]["input"].get("optional", {})}
-        inputs = _widget_values(kind, declared, node.get("widgets_values") or [])
+        inputs = _widget_values(kind, declared, node.get("widgets_values") or [], complete)
         for slot in node.get("inputs") or []:
             if slot["name"] not in inputs and slot["name"].partition(".")[0] not in declared:
                 raise ValueError(f"{kind} has no input {slot['name']}")
@@ -84,7 +86,7 @@ def prompt_of(workflow: dict, server: ComfyServer) -> Prompt:
     return prompt
 
 
-def _widget_values(kind: str, declared: dict, values: list) -> dict[str, object]:
+def _widget_values(kind: str, declared: dict, values: list, complete: bool) -> dict[str, object]:
     """A node's values by the names of its widgets, in whose order they are saved."""
     waiting, named = list(values), {}
 
@@ -93,6 +95,8 @@ def _widget_values(kind: str, declared: dict, values: list) -> dict[str, object]
         dynamic = type_ == "COMFY_DYNAMICCOMBO_V3"
         if not (dynamic or isinstance(type_, list) or type_ in _WIDGETS):
             return  # a socket
+        if not waiting and not complete:
+            return  # the frontend gives it its default
         if not waiting:
             raise ValueError(f"{kind} has no value for {name}")
         named[name] = waiting.pop(0)
