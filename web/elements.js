@@ -15,6 +15,7 @@ export function badge(severity, text) {
 }
 
 export const BOX_PADDING = 12; // above and below together
+export const MAX_RESULT_HEIGHT = 480; // more is scrolled
 
 // The colours are the frontend's own variables, so everything follows the user's theme.
 export const STYLE = `
@@ -28,7 +29,7 @@ export const STYLE = `
 .int8-badge::before { content: ""; display: inline-block; width: 8px; height: 8px; margin-right: 6px;
   border-radius: 50%; background: var(--int8-hue); }
 
-.int8-result { box-sizing: border-box; overflow: auto; padding: ${BOX_PADDING / 2}px 8px; border-radius: 6px;
+.int8-result { box-sizing: border-box; overflow: auto; max-height: ${MAX_RESULT_HEIGHT}px; padding: ${BOX_PADDING / 2}px 8px; border-radius: 6px;
   background: var(--comfy-input-bg); color: var(--input-text); font: 12px/1.4 sans-serif; user-select: text; }
 .int8-result-content { width: fit-content; min-width: 100%; }
 .int8-result section + section { margin-top: 8px; }

@@ -1,7 +1,7 @@
 // What a node shows of its last run: badges and tables, in a widget below the others.
 
 import { api } from "../../scripts/api.js";
-import { badge, BOX_PADDING, element } from "./elements.js";
+import { badge, BOX_PADDING, element, MAX_RESULT_HEIGHT } from "./elements.js";
 import { recall, remember } from "./last_results.js";
 import { quantizationSection } from "./quantization_report.js";
 
@@ -21,7 +21,6 @@ const RESULT_NODES = new Set([
   "SaveINT8DiT",
 ]);
 const RESULT_WIDGET = "int8_dit_result";
-const MAX_RESULT_HEIGHT = 480;
 const MAX_NODE_WIDTH = 900;
 
 export const showsResults = (node) => RESULT_NODES.has(node.comfyClass);

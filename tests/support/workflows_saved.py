@@ -51,9 +51,11 @@ def stand_ins(server: ComfyServer, workflows: Iterable[dict]) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             made.append(path)
-    yield
-    for path in made:
-        path.unlink()
+    try:
+        yield
+    finally:
+        for path in made:
+            path.unlink()
 
 
 def prompt_of(workflow: dict, server: ComfyServer, complete: bool = True) -> Prompt:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 RESULT, OLD = ".int8-result", ".int8-result-old"
 SMALL_TOKENS = 16
+HIGHEST = 470  # of what a node shows without a scroll bar
 TABLE = {"title": "A machine", "columns": ["linear", "ms"], "rows": [["qkv", "1.0"]], "notes": ["a note"]}
 
 
@@ -116,7 +117,8 @@ def test_badges_show_in_both_renderers(page: Page, server: ComfyServer, renderer
     for badge in page.locator(BADGE).all():
         assert badge.is_visible()
     for size in sizes(page):
-        assert size["scrollWidth"] <= size["clientWidth"] and 0 < size["scrollHeight"] <= size["clientHeight"]
+        assert size["scrollWidth"] <= size["clientWidth"]
+        assert 0 < min(size["scrollHeight"], HIGHEST) <= size["clientHeight"]  # Quantize's report scrolls
 
 
 def test_a_cached_node_shows_its_line_again(page: Page, server: ComfyServer) -> None:
@@ -187,9 +189,10 @@ def test_benchmark_table_is_drawn_and_redrawn(page: Page, server: ComfyServer, t
             "title => document.querySelector('.int8-result h4')?.textContent === title", arg=result[0]["title"]
         )
         page.wait_for_function("([old]) => !document.querySelector(old)", arg=[OLD])
-        (drawn,), (expected,) = drawn_table(page), result
-        assert drawn["columns"] == expected["columns"] and drawn["rows"] == expected["rows"]
-        assert drawn["notes"] == [*expected.get("summary", []), *expected["notes"]]
+        tables = drawn_table(page)
+        for drawn, expected in zip(tables, result, strict=True):
+            assert drawn["columns"] == expected["columns"] and drawn["rows"] == expected["rows"]
+            assert drawn["notes"] == [*expected.get("summary", []), *expected["notes"]]
         assert page.locator(RESULT).count() == 1
 
     (size,) = sizes(page)
@@ -201,8 +204,7 @@ def test_benchmark_table_is_drawn_and_redrawn(page: Page, server: ComfyServer, t
     reload(page)
     load(page, workflow)
     page.wait_for_selector(f"{OLD} td")
-    (again,) = drawn_table(page)
-    assert again == drawn
+    assert drawn_table(page) == tables
 
 
 def test_a_benchmark_says_what_matters_and_offers_its_json(
