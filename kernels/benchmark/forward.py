@@ -105,15 +105,28 @@ class ForwardSplit:
         Everything else stays what it was. A product alone and one in a model meet different clocks, so that only the
         ratio of two products alone counts, where the way that the model computes now was timed.
         """
-        saved = 0.0
+        before = sum(self._calls(result).milliseconds for result in results)
+        after = self._timed_linears(results, way)
+        return None if after is None else self.total * (1 - (before - after) / self.watched)
+
+    def share(self, results: Sequence[ShapeResult], way: str) -> float | None:
+        """What the timed products are of the forward in which they are computed that way; None as in `predicted`."""
+        whole, linears = self.predicted(results, way), self._timed_linears(results, way)
+        return None if whole is None or linears is None else linears * self.total / self.watched / whole
+
+    def _timed_linears(self, results: Sequence[ShapeResult], way: str) -> float | None:
+        total = 0.0
         for result in results:
-            calls, times = self.linears[Product(result.m, result.shape.n, result.shape.k)], result.milliseconds
+            calls, times = self._calls(result), result.milliseconds
             other = times.get(METHOD_OF_WAY[way])
             if other is None:
                 return None
             now = None if self.now is None else times.get(METHOD_OF_WAY[self.now])
-            saved += calls.milliseconds - (calls.count * other if now is None else calls.milliseconds * other / now)
-        return self.total * (1 - saved / self.watched)
+            total += calls.count * other if now is None else calls.milliseconds * other / now
+        return total
+
+    def _calls(self, result: ShapeResult) -> Calls:
+        return self.linears[Product(result.m, result.shape.n, result.shape.k)]
 
     def predicted_blocks(self) -> float | None:
         """The forward with all blocks on the fused kernels, norms and activations between the linears included; None
@@ -148,13 +161,10 @@ def verdict_sentence(split: ForwardSplit, results: Sequence[ShapeResult]) -> str
         return "No prediction for an image: the fused kernel or bf16 was not timed for all of its linears."
     if all(same_within_noise(result, FUSED_METHOD, BF16) for result in results):
         return "On this card the fused kernel and bf16 differ by no more than noise: an image takes the same time."
-    counts = [split.linears[Product(r.m, r.shape.n, r.shape.k)].count for r in results]
-    before, after = (
-        sum(count * r.milliseconds[method] for count, r in zip(counts, results, strict=True))
-        for method in (BF16, FUSED_METHOD)
-    )
-    share = (reference - fused) / reference / (1 - after / before)  # what the law makes of the two
-    sentence = f"In bf16 the linears are {share:.0%} of a step, and the fused kernel is {before / after:.1f} x as fast."
+    before, after = split.share(results, BF16), split.share(results, FUSED)
+    assert before is not None and after is not None  # or there were no predictions
+    speed = before * reference / (after * fused)
+    sentence = f"In bf16 the linears are {before:.0%} of a step, and the fused kernel is {speed:.1f} x as fast."
     blocks = split.predicted_blocks()
     if blocks is None:
         return f"{sentence} So an image takes {fused / reference:.2f} of the time ({_instead(fused, reference)})."
