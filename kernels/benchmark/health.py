@@ -31,7 +31,7 @@ _HALVED = ("GeForce", "TITAN")
 # A healthy RTX 3090 reaches 65.5 of 71 TFLOPS (arXiv 2606.14598), a throttled one 8.1; a card that two processes share
 # equally half of what it can. Cards with a low power limit stay above this.
 _LEAST_SHARE = 0.4
-_MOST_BUSY_PERCENT = 10
+_MOST_BUSY_PERCENT = 25  # a desktop and a browser on the same card stay below
 _MOST_DRIFT = 0.15
 _PROBE = 8192  # M = N = K of the product that is measured
 _ROUNDS = 3

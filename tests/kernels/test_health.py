@@ -50,6 +50,7 @@ def test_a_healthy_card_passes(card):
     [
         ({"rates": (8.0, 8.1, 8.2)}, "throttled or busy"),  # the paper's throttled card
         ({"busy": "97"}, "Another program uses the card (97 %"),
+        ({"busy": "40"}, "Another program uses the card (40 %"),
         ({"rates": (40.0, 65.0, 66.0)}, "varies by 65%"),
         ({"slowdowns": "0x0000000000000040"}, "too hot"),
     ],
@@ -60,8 +61,8 @@ def test_a_card_in_trouble_does_not_count(card, state, says):
     assert not found.healthy and says in str(found) and str(found).startswith("INVALID RUN")
 
 
-def test_a_power_limit_and_an_idle_clock_are_no_faults(card):
-    card(slowdowns="0x0000000000000005")
+def test_a_power_limit_an_idle_clock_and_a_desktop_are_no_faults(card):
+    card(slowdowns="0x0000000000000005", busy="12")
     assert health.examine(CARD).healthy
 
 
