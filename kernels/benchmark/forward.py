@@ -18,6 +18,8 @@ METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED_METHOD, "native int8": NATIVE_METHOD}
 """The benchmark's row that stands for each way to compute a linear."""
 
 _WORTH_TIMING = 0.98
+# A forward with a clock at each linear takes so many times as long at most; where the card waits for Python it is more.
+_MOST_WATCHED = 1.15
 _MOST_SHAPES = 8
 
 
@@ -84,6 +86,11 @@ class ForwardSplit:
     blocks: Sequence[BlockCalls] = ()
 
     @property
+    def waits_for_python(self) -> bool:
+        """Whether the clocks themselves took so long that what they say of the parts is of no use."""
+        return self.watched > _MOST_WATCHED * self.total
+
+    @property
     def linear_milliseconds(self) -> float:
         """All linears together."""
         return sum(calls.milliseconds for calls in self.linears.values())
@@ -140,7 +147,12 @@ class ForwardSplit:
 
 
 def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
-    """Column headings and rows: the parts of the forward, then what it would take with all linears computed one way."""
+    """Column headings and rows: the parts of the forward, then what it would take with all linears computed one way.
+
+    Of a forward that waits for Python only the whole is known.
+    """
+    if split.waits_for_python:
+        return ["", "ms"], [["one forward, as the model is", f"{split.total:.1f}"]]
     rest = split.watched - split.linear_milliseconds - split.attention
     parts = {"linears": split.linear_milliseconds, "attention": split.attention, "the rest": rest}
     rows = [[name, f"{value:.1f}", f"{value / split.watched:.0%}"] for name, value in parts.items()]
@@ -156,6 +168,11 @@ def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[
 
 def verdict_sentence(split: ForwardSplit, results: Sequence[ShapeResult]) -> str:
     """What the fused kernel makes of an image of this model, in words."""
+    if split.waits_for_python:
+        return (
+            "No prediction for an image: the card waits for Python. A clock at each linear makes a forward of "
+            f"{split.total:.0f} ms one of {split.watched:.0f}."
+        )
     reference, fused = split.predicted(results, BF16), split.predicted(results, FUSED)
     if reference is None or fused is None:
         return "No prediction for an image: the fused kernel or bf16 was not timed for all of its linears."

@@ -73,6 +73,14 @@ def test_noise_is_called_noise():
     assert "no more than noise" in verdict_sentence(SPLIT, noise)
 
 
+def test_where_the_card_waits_for_python_nothing_is_predicted():
+    """Each clock costs the host time, which is then all that is measured."""
+    late = dataclasses.replace(SPLIT, watched=300.0)
+    sentence = verdict_sentence(late, RESULTS)
+    assert "waits for Python" in sentence and "99 ms one of 300" in sentence
+    assert forward_table(late, RESULTS)[1] == [["one forward, as the model is", "99.0"]]
+
+
 def test_without_the_kernel_there_is_no_prediction():
     assert "No prediction" in verdict_sentence(SPLIT, [result(QKV, **{BF16: 1.0})])
 
