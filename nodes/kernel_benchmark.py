@@ -8,6 +8,7 @@ from comfy_api.latest import io
 from ..kernels.benchmark import TICKS, shown
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json, text_of
 from .pictures.benchmark_plot import plot
+from .pictures.drawing import check_matplotlib
 
 
 class INT8KernelBenchmark(io.ComfyNode):
@@ -68,6 +69,7 @@ class INT8KernelBenchmark(io.ComfyNode):
     def execute(
         cls, tokens, model=None, auto_decided=STORE, positive=None, latent_image=None, **ticks
     ) -> io.NodeOutput:
+        check_matplotlib()  # before the work, and not after it
         if auto_decided == CLEAR:
             device = comfy.model_management.get_torch_device() if model is None else model.load_device
             sections = [{"title": forget(device), "columns": [], "rows": [], "notes": []}]

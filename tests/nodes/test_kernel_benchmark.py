@@ -170,3 +170,12 @@ def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
             for kernel, found in stamps.items():
                 found.add(node.fingerprint_inputs(kernel=kernel))
         assert (len(stamps["auto"]), len(stamps["fused int8"])) == (3, 1)
+
+
+def test_a_missing_matplotlib_is_said_before_anything_is_measured(node, run, monkeypatch):
+    from int8_dit.nodes.pictures import drawing
+
+    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(run, "examine", lambda *args: pytest.fail("measured"))
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        node.execute(8)
