@@ -108,10 +108,9 @@ def choose_path(
     verdict = None if obstacle is not None else stored_verdict(place)
     if verdict is not None:
         shapes = verdict.milliseconds if shape is None else [shape]
-        found = {verdict.fastest(each, ways) for each in shapes} - {None}
+        found = {way for each in shapes if (way := verdict.fastest(each, ways)) is not None}
         if found:
-            kind = FUSED if FUSED in found else sorted(way for way in found if way is not None)[-1]
-            return ComputePath(kind, f"measured to be the fastest on this {name}, {verdict.date}")
+            return ComputePath(min(found, key=WAYS.index), f"measured to be the fastest on this {name}, {verdict.date}")
     if capability != CONSUMER_AMPERE or torch.version.hip is not None:
         reason = (
             f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on "

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -47,11 +46,7 @@ class Verdict:
 
         A shape that was not measured is judged by the nearest that was, in factors of N and K.
         """
-        times = {way: time for way, time in self.milliseconds[self.nearest(shape)].items() if way in ways}
-        if not times:
-            return None
-        best = min(times, key=times.__getitem__)
-        return FUSED if FUSED in times and times[FUSED] <= (1 + _MARGIN) * times[best] else best
+        return fastest({way: time for way, time in self.milliseconds[self.nearest(shape)].items() if way in ways})
 
     def nearest(self, shape: Shape) -> Shape:
         """The measured shape that stands for `shape`."""
@@ -59,6 +54,12 @@ class Verdict:
             self.milliseconds,
             key=lambda other: sum(abs(math.log(a / b)) for a, b in zip(shape, other, strict=True)),
         )
+
+
+def fastest(times: Mapping[str, float]) -> str | None:
+    """The way with the least time, the fused kernel where no other is clearly faster; None of none."""
+    best = min(times, key=times.__getitem__, default=None)
+    return FUSED if best is not None and times.get(FUSED, math.inf) <= (1 + _MARGIN) * times[best] else best
 
 
 def stored_verdict(device: torch.device) -> Verdict | None:
@@ -83,16 +84,15 @@ def _stored(device: torch.device) -> Verdict | None:
 
 def store_verdict(device: torch.device, verdict: Verdict) -> Path:
     """Keep a verdict for a GPU in place of an earlier one, whole or not at all; the file. Raises OSError."""
+    from .fused.tuning_cache import write_whole
+
     path = _path(device)
     entries = [{"n": n, "k": k, "milliseconds": dict(times)} for (n, k), times in verdict.milliseconds.items()]
     content = {"machine": _machine_of(device), "date": verdict.date, "shapes": entries}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(content, indent=2), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(content, indent=2))
     finally:
-        temporary.unlink(missing_ok=True)
         _stored.cache_clear()
     return path
 

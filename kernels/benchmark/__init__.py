@@ -2,10 +2,21 @@
 
 from ..machine import describe_machine, native_backend, title
 from ..timing import Stopwatch
-from .forward import METHOD_OF_WAY, BlockCalls, Calls, ForwardSplit, Product, forward_table, verdict_sentence
+from .forward import (
+    METHOD_OF_WAY,
+    BlockCalls,
+    Calls,
+    ForwardSplit,
+    Product,
+    deployment_table,
+    forward_table,
+    times_by_way,
+    totals_by_shape,
+    verdict_sentence,
+)
 from .health import Health, examine, examine_again
 from .methods import BF16, METHODS, NATIVE, TICKS, shown
-from .report import Report, ShapeResult, markdown, method_table, notes, same_within_noise
+from .report import Report, ShapeResult, markdown, method_table, notes
 from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
 from .shapes import IDEOGRAM4_SHAPES, LinearShape
 
@@ -26,6 +37,7 @@ __all__ = [
     "ShapeResult",
     "Stopwatch",
     "benchmark_shape",
+    "deployment_table",
     "describe_machine",
     "examine",
     "examine_again",
@@ -36,9 +48,10 @@ __all__ = [
     "method_table",
     "native_backend",
     "notes",
-    "same_within_noise",
     "shown",
+    "times_by_way",
     "title",
+    "totals_by_shape",
     "verdict_sentence",
     "working_memory",
 ]

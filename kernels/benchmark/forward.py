@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..verdicts import BF16, FUSED
+from ..verdicts import BF16, FUSED, NATIVE, Shape, fastest
 from .methods import FUSED as FUSED_METHOD
 from .methods import NATIVE as NATIVE_METHOD
 from .report import ShapeResult, same_within_noise
 from .shapes import LinearShape
 
-METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED_METHOD, "native int8": NATIVE_METHOD}
+METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED_METHOD, NATIVE: NATIVE_METHOD}
 """The benchmark's row that stands for each way to compute a linear."""
 
 _WORTH_TIMING = 0.98
@@ -112,7 +112,7 @@ class ForwardSplit:
         Everything else stays what it was. A product alone and one in a model meet different clocks, so that only the
         ratio of two products alone counts, where the way that the model computes now was timed.
         """
-        before = sum(self._calls(result).milliseconds for result in results)
+        before = sum(self.calls_of(result).milliseconds for result in results)
         after = self._timed_linears(results, way)
         return None if after is None else self.total * (1 - (before - after) / self.watched)
 
@@ -124,7 +124,7 @@ class ForwardSplit:
     def _timed_linears(self, results: Sequence[ShapeResult], way: str) -> float | None:
         total = 0.0
         for result in results:
-            calls, times = self._calls(result), result.milliseconds
+            calls, times = self.calls_of(result), result.milliseconds
             other = times.get(METHOD_OF_WAY[way])
             if other is None:
                 return None
@@ -132,7 +132,8 @@ class ForwardSplit:
             total += calls.count * other if now is None else calls.milliseconds * other / now
         return total
 
-    def _calls(self, result: ShapeResult) -> Calls:
+    def calls_of(self, result: ShapeResult) -> Calls:
+        """The calls that a timed product stands for."""
         return self.linears[Product(result.m, result.shape.n, result.shape.k)]
 
     def predicted_blocks(self) -> float | None:
@@ -193,3 +194,42 @@ def verdict_sentence(split: ForwardSplit, results: Sequence[ShapeResult]) -> str
 
 def _instead(milliseconds: float, reference: float) -> str:
     return f"{milliseconds:.0f} ms a forward instead of {reference:.0f}"
+
+
+def times_by_way(result: ShapeResult) -> dict[str, float]:
+    """Milliseconds of each way that `auto` can choose, of those that ran."""
+    found = result.milliseconds
+    return {way: found[method] for way, method in METHOD_OF_WAY.items() if method in found}
+
+
+def totals_by_shape(results: Sequence[ShapeResult], split: ForwardSplit | None) -> dict[Shape, dict[str, float]]:
+    """Per N and K the milliseconds of each way: those of all products of a forward, where one was split.
+
+    A way counts for a shape where it ran for all of its products.
+    """
+    totals: dict[Shape, dict[str, float]] = {}
+    for result in results:
+        times, shape = times_by_way(result), (result.shape.n, result.shape.k)
+        count = 1 if split is None else split.calls_of(result).count
+        before = totals.get(shape, dict.fromkeys(times, 0.0))
+        totals[shape] = {way: before[way] + count * times[way] for way in before if way in times}
+    return {shape: times for shape, times in totals.items() if times}
+
+
+def deployment_table(results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
+    """Column headings and a row for each shape: what the ways of `auto` take, and which of them is the fastest."""
+    columns = ["linear", "M x N x K", *(f"{method} ms" for method in METHOD_OF_WAY.values()), "fastest"]
+    rows = []
+    for result in results:
+        times = times_by_way(result)
+        best = fastest(times)
+        cells = [f"{times[way]:.3f}" if way in times else "-" for way in METHOD_OF_WAY]
+        rows.append([result.shape.name, result.place(), *cells, "-" if best is None else _winner(result, best)])
+    return columns, rows
+
+
+def _winner(result: ShapeResult, best: str) -> str:
+    """The fastest way, and those that differ from it by noise only."""
+    own, others = METHOD_OF_WAY[best], [METHOD_OF_WAY[way] for way in times_by_way(result) if way != best]
+    noise = [other for other in others if same_within_noise(result, own, other)]
+    return own + (f" (noise: {', '.join(noise)})" if noise else "")

@@ -143,13 +143,7 @@ class TuningCache:
             }
             for key, result in results.items()
         ]
-        temporary = self.path.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps({**self._header, "entries": entries}, indent=2), encoding="utf-8")
-            _patiently(lambda: os.replace(temporary, self.path))
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(self.path, json.dumps({**self._header, "entries": entries}, indent=2))
 
     def _say_unavailable(self, error: Exception) -> None:
         self._warn_once(
@@ -180,6 +174,17 @@ def _parse(entry: Any, card: str) -> tuple[TuningKey, Measurement] | None:
     if not numbers_fit or not 0 < milliseconds < _MOST_MILLISECONDS or not is_offered(config, sizes[3]):
         return None
     return TuningKey(card, *sizes), Measurement(config, milliseconds)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader, in whatever process, sees the old one or the new one. Raises OSError."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _patiently(lambda: os.replace(temporary, path))
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _patiently(action: Callable[[], _Result]) -> _Result:

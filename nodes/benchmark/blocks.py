@@ -17,7 +17,7 @@ from ..host.work import make_room
 from ..model.apply_kernel import running_fused
 from ..model.fused_forward import NATIVE_LAYOUT
 from ..model.input_groups import share_inputs
-from ..model.layer_selection import is_quantizable
+from ..model.layer_selection import quantizable_in
 
 _ROUNDS = 2
 _WARM = 3
@@ -113,7 +113,7 @@ def block_lists(model: torch.nn.Module) -> list[BlockList]:
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other.name}.") for other in found)
         if isinstance(module, torch.nn.ModuleList) and not inside and len(module) > 1:
-            blocks = [block for index, block in enumerate(module) if _quantizable(f"{name}.{index}", block)]
+            blocks = [block for index, block in enumerate(module) if quantizable_in(block, f"{name}.{index}")]
             if blocks:
                 found.append(BlockList(name, blocks))
     return found
@@ -125,7 +125,7 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
     `path` is where it stands. Weights are quantized plainly, per channel. Raises ValueError for one that is no float.
     """
     # The linears' own weights are quantized from the original, and not copied first.
-    linears = _quantizable(path, block)
+    linears: dict[str, Any] = quantizable_in(block, path)
     memo: dict[int, Any] = {id(linear.weight): linear.weight for linear in linears.values()}
     copied = copy.deepcopy(block, memo)
     params = get_layout_class(NATIVE_LAYOUT).Params
@@ -136,7 +136,7 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
             raise ValueError("the block is quantized already")
         q, scale = quantize_weight(weight.to(device))
         held = QuantizedTensor(q, NATIVE_LAYOUT, params(scale[:, None], weight.dtype, tuple(weight.shape)))
-        replaced: Any = copied.get_submodule(name.removeprefix(f"{path}."))
+        replaced: Any = copied.get_submodule(name.removeprefix(path).removeprefix("."))
         replaced.weight = torch.nn.Parameter(held, requires_grad=False)
         own = type(replaced)
         replaced.__class__ = classes.get(own) or classes.setdefault(own, running_fused(own, "fused int8"))
@@ -144,16 +144,3 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
     share_inputs(copied)
     fuse_in_place(copied)
     return copied
-
-
-def _quantizable(prefix: str, block: torch.nn.Module) -> dict[str, Any]:
-    modules: dict[str, Any] = dict(block.named_modules())
-    return {
-        f"{prefix}.{name}": module
-        for name, module in modules.items()
-        if getattr(module, "in_features", None) is not None
-        and getattr(module, "weight", None) is not None
-        and module.weight.ndim == 2
-        and hasattr(module, "weight_function")
-        and is_quantizable(f"{prefix}.{name}", tuple(module.weight.shape))
-    }

@@ -132,7 +132,7 @@ class _Clock:
             self._watch.end(span)
             n = output.shape[-1]
             product = Product(output.numel() // n, n, inputs[0].shape[-1])
-            self._names.setdefault(product, _label(name))
+            self._names.setdefault(product, label(name))
             self._spans.setdefault(product, []).append(span)
 
         return begin, end
@@ -166,6 +166,6 @@ class _Clock:
         )
 
 
-def _label(name: str) -> str:
+def label(name: str) -> str:
     """A module path without the block's number."""
     return ".".join(part for part in name.split(".")[1:] if not part.isdigit()) or name

@@ -1,5 +1,6 @@
 """The benchmark of a card inside ComfyUI: the gate, a model's forward, the linears, and what follows for `auto`."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -18,10 +19,10 @@ from ...kernels.benchmark import (
     ForwardSplit,
     Health,
     LinearShape,
-    Product,
     Report,
     ShapeResult,
     benchmark_shape,
+    deployment_table,
     describe_machine,
     examine,
     examine_again,
@@ -32,16 +33,17 @@ from ...kernels.benchmark import (
     method_table,
     native_backend,
     notes,
-    same_within_noise,
     shown,
+    times_by_way,
     title,
+    totals_by_shape,
     verdict_sentence,
     working_memory,
 )
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
 from ..model.layer_selection import quantizable_linears
-from .forward import NoForward, measure_forward
+from .forward import NoForward, label, measure_forward
 
 STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"
 DECISIONS = (STORE, KEEP, CLEAR)
@@ -72,7 +74,7 @@ class Outcome:
     remarks: list[str]
 
     def sections(self, methods: Sequence, file: str | None) -> list[dict]:
-        """What web/int8_dit.js shows inside the node: a table each."""
+        """What web/results.js shows inside the node: a table each."""
         columns, rows = deployment_table(self.report.shapes)
         first = {
             "title": title(self.report.environment),
@@ -156,24 +158,6 @@ def forget(device: torch.device) -> str:
 _FORGOTTEN = "The stored verdict is forgotten: auto is fused INT8 on RTX 30 cards and bf16 on others again."
 
 
-def deployment_table(results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
-    """Column headings and a row for each shape: what the ways of `auto` take, and which of them is the fastest."""
-    columns = ["linear", "M x N x K", *(f"{method} ms" for method in METHOD_OF_WAY.values()), "fastest"]
-    rows = []
-    for result in results:
-        times = _times(result)
-        cells = [f"{times[way]:.3f}" if way in times else "-" for way in METHOD_OF_WAY]
-        best = Verdict("", {(result.shape.n, result.shape.k): times}).fastest((result.shape.n, result.shape.k))
-        noise = [
-            METHOD_OF_WAY[way]
-            for way in times
-            if best is not None and way != best and same_within_noise(result, METHOD_OF_WAY[best], METHOD_OF_WAY[way])
-        ]
-        fastest = "-" if best is None else METHOD_OF_WAY[best] + (f" (noise: {', '.join(noise)})" if noise else "")
-        rows.append([result.shape.name, result.place(), *cells, fastest])
-    return columns, rows
-
-
 def save_json(outcome: Outcome) -> str | None:
     """Write every figure into ComfyUI's output folder; the file's name, or None where it cannot be written."""
     content = outcome.report.as_json() | {"sentences": outcome.sentences, "notes": outcome.remarks}
@@ -186,13 +170,16 @@ def save_json(outcome: Outcome) -> str | None:
             "linears": linears,
             "blocks": [vars(blocks) for blocks in outcome.split.blocks],
         }
+    text = json.dumps(content, indent=1, allow_nan=False)
     for path in output_paths("int8_benchmark", "json"):
         try:
             with open(path, "x", encoding="utf-8") as file:
-                json.dump(content, file, indent=1, allow_nan=False)
+                file.write(text)
         except FileExistsError:
             continue
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # half written, on a full disk
             outcome.remarks.append(f"The figures could not be written to the output folder: {error}.")
             return None
         return os.path.basename(path)
@@ -202,8 +189,10 @@ def save_json(outcome: Outcome) -> str | None:
 def _shapes(
     model: ModelPatcher | None, split: ForwardSplit | None, device: torch.device, remarks: list[str]
 ) -> list[LinearShape]:
-    others = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
-    shapes = others if split is None else split.shapes()
+    if split is not None:
+        shapes: Sequence[LinearShape] = split.shapes()
+    else:
+        shapes = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
     left_out = {shape.name: reason for shape in shapes if (reason := hopeless(shape, device)) is not None}
     remarks += [f"Left out: {name} ({reason})." for name, reason in left_out.items()]
     return [shape for shape in shapes if shape.name not in left_out]
@@ -217,8 +206,7 @@ def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
     shapes: dict[tuple[int, ...], LinearShape] = {}
     for name, module in quantizable_linears(model).items():
         n, k = module.weight.shape
-        label = ".".join(part for part in name.split(".")[1:] if not part.isdigit()) or name
-        shapes.setdefault((n, k), LinearShape(label, n, k))
+        shapes.setdefault((n, k), LinearShape(label(name), n, k))
     if not shapes:
         raise ValueError("this MODEL has no linear layers in repeated blocks: disconnect it to benchmark Ideogram 4's")
     return list(shapes.values())
@@ -239,12 +227,6 @@ def _time(shape: LinearShape, tokens: int, device: torch.device, methods: Sequen
     return result
 
 
-def _times(result: ShapeResult) -> dict[str, float]:
-    """The time of each way that `auto` can choose."""
-    found = result.milliseconds
-    return {way: found[method] for way, method in METHOD_OF_WAY.items() if method in found}
-
-
 def _decide(
     device: torch.device,
     health: Health,
@@ -262,21 +244,11 @@ def _decide(
         return f"Nothing was stored: {kept}"
     if not health.healthy:
         return f"Nothing was stored, because this run does not count: {kept}"
-    if not any({BF16, FUSED} <= _times(result).keys() for result in results):
+    if not any({BF16, FUSED} <= times_by_way(result).keys() for result in results):
         return f"Nothing was stored, because the fused kernel was not timed beside bf16: {kept}"
     if "native_int8" not in ticked:
         return f"Nothing was stored, because ComfyUI's own INT8 was not timed (tick native_int8): {kept}"
-    totals: dict[tuple[int, int], dict[str, float]] = {}
-    for result in results:
-        times = _times(result)
-        count = 1 if split is None else split.linears[Product(result.m, result.shape.n, result.shape.k)].count
-        shape = totals.setdefault((result.shape.n, result.shape.k), dict.fromkeys(times, 0.0))
-        for way in list(shape):
-            if way in times:
-                shape[way] += count * times[way]
-            else:
-                del shape[way]
-    verdict = Verdict(datetime.date.today().isoformat(), {shape: times for shape, times in totals.items() if times})
+    verdict = Verdict(datetime.date.today().isoformat(), totals_by_shape(results, split))
     try:
         decide_by(device, verdict)
     except OSError as error:

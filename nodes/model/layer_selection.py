@@ -2,6 +2,7 @@
 
 import re
 
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 from comfy.patcher_extension import WrappersMP
@@ -34,9 +35,13 @@ def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 def linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """All linears of a MODEL, by module path inside the diffusion model."""
+    return _linears_in(model.model.diffusion_model, "")
+
+
+def _linears_in(part: torch.nn.Module, path: str) -> dict[str, CastWeightBiasOp]:
     return {
         name: module
-        for name, module in model.model.diffusion_model.named_modules()
+        for name, module in part.named_modules(prefix=path)
         # ComfyUI's mixed-precision Linear is no torch.nn.Linear; what else has input features and a weight (a bank of
         # experts) is excluded by the weight's shape.
         if isinstance(module, CastWeightBiasOp)
@@ -48,7 +53,13 @@ def linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
 
 def quantizable_linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """Those of a MODEL's linears that would become INT8, by module path inside the diffusion model."""
-    return {name: module for name, module in linears(model).items() if is_quantizable(name, tuple(module.weight.shape))}
+    return quantizable_in(model.model.diffusion_model)
+
+
+def quantizable_in(part: torch.nn.Module, path: str = "") -> dict[str, CastWeightBiasOp]:
+    """The same of a part of a diffusion model that stands at `path` in it."""
+    found = _linears_in(part, path)
+    return {name: module for name, module in found.items() if is_quantizable(name, tuple(module.weight.shape))}
 
 
 def check_runs_as_stored(model: ModelPatcher) -> None:

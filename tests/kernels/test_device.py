@@ -1,5 +1,7 @@
 """Which path a device gets, decided from what the card says of itself."""
 
+import os
+
 import pytest
 import torch
 
@@ -254,7 +256,7 @@ def test_a_verdict_that_cannot_be_written_leaves_the_earlier_one(verdict_folder,
     def full(source, target):
         raise OSError("no space left")
 
-    monkeypatch.setattr(verdicts.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
         decide_by(CARD, Verdict("later", {(1, 1): {"bf16": 1.0}}))
     assert stored_verdict(CARD) == MEASURED and not list(tmp_path.glob("*.tmp"))

@@ -1,6 +1,7 @@
 """The node "Kernel Benchmark" in this process, on a CPU and on made-up cards."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -179,3 +180,22 @@ def test_a_missing_matplotlib_is_said_before_anything_is_measured(node, run, mon
     monkeypatch.setattr(run, "examine", lambda *args: pytest.fail("measured"))
     with pytest.raises(ImportError, match="pip install matplotlib"):
         node.execute(8)
+
+
+def test_a_full_disk_leaves_no_half_written_json(run, monkeypatch, tmp_path):
+    import folder_paths
+
+    from int8_dit.kernels.benchmark import Report
+
+    @contextmanager
+    def full(path, *args, **kwargs):
+        with open(path, *args, **kwargs) as file:
+            file.write("{")
+            raise OSError("no space left")
+        yield
+
+    monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(run, "open", full, raising=False)
+    outcome = run.Outcome(Report({"card": "a card"}), healthy(), None, [], [])
+    assert run.save_json(outcome) is None
+    assert "no space left" in outcome.remarks[0] and not list(tmp_path.iterdir())
