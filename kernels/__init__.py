@@ -1,5 +1,6 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
+from .block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from .checks import FLOAT_DTYPES
 from .device import (
     KERNEL_CHOICES,
@@ -10,6 +11,7 @@ from .device import (
     native_computes,
     runs_fused,
 )
+from .gguf.formats import GGUF_FORMATS
 from .linear import int8_gemm, int8_linear
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, candidates
 from .numerics.groups import QuantizedLinear, naming_layer, quantize_group
@@ -32,6 +34,7 @@ __all__ = [
     "BF16",
     "FLOAT_DTYPES",
     "FUSED",
+    "GGUF_FORMATS",
     "KERNEL_CHOICES",
     "METHODS",
     "NATIVE",
@@ -51,12 +54,15 @@ __all__ = [
     "Verdict",
     "activate_quantize",
     "candidates",
+    "channel_scales",
     "check_alpha",
     "choose_path",
     "decide_by",
+    "dequantize_blocks",
     "dequantize_weight",
     "divide_modulation_scale",
     "divide_rows",
+    "expand_blocks",
     "gated_residual",
     "int8_gemm",
     "int8_linear",
@@ -66,6 +72,7 @@ __all__ = [
     "native_computes",
     "norm_quantize",
     "norm_rope",
+    "quantize_blocks",
     "quantize_group",
     "quantize_weight",
     "requantize_weight",

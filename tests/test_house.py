@@ -12,7 +12,7 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 PROJECT = Path(__file__).resolve().parents[1]
 MOST_LINES = 400
 # From the ground up: a room imports what stands before it. In nodes/ what is above the rooms is the nodes themselves.
-KERNEL_ROOMS = ("numerics", "fused", "benchmark")
+KERNEL_ROOMS = ("numerics", "gguf", "fused", "benchmark")
 NODE_ROOMS = ("host", "files", "blocks", "model", "calibration", "quantization", "benchmark", "pictures", "images")
 
 FILES = {path: ast.parse(path.read_text()) for room in ("kernels", "nodes") for path in (PROJECT / room).rglob("*.py")}

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from ..numerics import gguf_blocks
 from . import systems
 from .operands import ROTATION_GROUP, Call, Operands, Prepare, WeightForm
 
@@ -98,8 +97,8 @@ METHODS = (
     ),
     Method(
         "GGUF Q8_0 dequantized",
-        systems.gguf_form(gguf_blocks.Q8_0),
-        systems.gguf(gguf_blocks.Q8_0),
+        systems.gguf_form("Q8_0"),
+        systems.gguf("Q8_0"),
         large=True,
         tick="gguf_q8_0",
         color="#6f9a4d",
@@ -107,8 +106,8 @@ METHODS = (
     ),
     Method(
         "GGUF Q4_K dequantized",
-        systems.gguf_form(gguf_blocks.Q4_K),
-        systems.gguf(gguf_blocks.Q4_K),
+        systems.gguf_form("Q4_K"),
+        systems.gguf("Q4_K"),
         large=True,
         tick="gguf_q4_k",
         color="#a3bf7f",

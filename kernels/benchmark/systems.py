@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..block_weights import quantize_blocks
 from ..device import fused_obstacle
+from ..gguf.formats import GGUF_FORMATS
 from ..linear import int8_gemm, int8_linear, quantize_activations
 from ..machine import native_backend
-from ..numerics import gguf_blocks
 from ..numerics.weights import quantize_weight
 from ..reference import int8_accumulate_reference
 from .operands import Call, Operands, Prepare, Unavailable, WeightForm, first_line
@@ -32,11 +33,13 @@ ROTATED, BOTH = int8_form(rotate=True), int8_form(smooth=True, rotate=True)
 NF4 = WeightForm(0.5 + 4 / _NF4_BLOCK, lambda operands: _quantize_nf4(operands.weight))
 
 
-def gguf_form(blocks: gguf_blocks.BlockFormat) -> WeightForm:
+def gguf_form(name: str) -> WeightForm:
+    blocks = GGUF_FORMATS[name]
+
     def make(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         if operands.weight.shape[1] % blocks.weights:
             raise Unavailable(f"K is not a multiple of {blocks.weights}")
-        return blocks.quantize(operands.weight), torch.ones((), device=operands.device)
+        return quantize_blocks(operands.weight, name), torch.ones((), device=operands.device)
 
     return WeightForm(blocks.bytes / blocks.weights, make)
 
@@ -144,9 +147,12 @@ def nf4(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) ->
     return call
 
 
-def gguf(blocks: gguf_blocks.BlockFormat) -> Prepare:
+def gguf(name: str) -> Prepare:
+    blocks = GGUF_FORMATS[name]
+
     def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
-        return lambda copy: F.linear(operands.x, blocks.dequantize(weights[copy], torch.bfloat16))
+        stacked = [weight.unflatten(1, (-1, blocks.bytes)) for weight in weights]
+        return lambda copy: F.linear(operands.x, blocks.decode(stacked[copy], torch.bfloat16))
 
     return prepare
 

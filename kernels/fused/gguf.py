@@ -1,0 +1,371 @@
+"""GGUF's blocks to INT8, to per-channel scales and to floats, one Triton kernel each.
+
+A program works on some blocks side by side, wherever rows begin. It loads each packed byte once for the two weights,
+or more, of which it holds bits: a tile [blocks, runs, 16] of bytes makes two tiles of weights of that shape. Products
+and sums are rounded apart, as in PyTorch: all is compiled without fused multiply-adds.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..gguf.formats import BlockFormat
+from ..numerics.weights import SMALLEST_SCALE
+from .launching import RepeatedLaunch, on_device, remembered
+from .rows import INFINITY_BITS, ROUND_TO_EVEN, magnitude_bits
+
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit
+def _half(bits):
+    """The fp16 in the lowest 16 bits of an integer, as float32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_half(at, inside):
+    """The fp16 at byte pointers, as float32."""
+    return tl.load(at.to(tl.pointer_type(tl.float16), bitcast=True), mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_word(at, inside):
+    """The four bytes at byte pointers, as int32."""
+    return tl.load(at.to(tl.pointer_type(tl.int32), bitcast=True), mask=inside, other=0)
+
+
+@triton.jit
+def _load_short(at, inside):
+    """The two bytes at byte pointers, as int32."""
+    return tl.load(at.to(tl.pointer_type(tl.uint16), bitcast=True), mask=inside, other=0).to(tl.int32)
+
+
+@triton.jit
+def _load_bytes(at, inside):
+    return tl.load(at, mask=inside, other=0).to(tl.int32)
+
+
+@triton.jit
+def _decode_small(at, lane, inside, FORMAT: tl.constexpr):
+    """Formats of 32 weights a block: the first half of a block's weights and the second."""
+    d = _load_half(at, inside)
+    if FORMAT == "Q8_0":
+        q = (at + 2).to(tl.pointer_type(tl.int8), bitcast=True) + lane
+        first = _load_bytes(q, inside).to(tl.float32) * d
+        second = _load_bytes(q + 16, inside).to(tl.float32) * d
+    else:
+        HAS_MINIMUM: tl.constexpr = FORMAT == "Q4_1" or FORMAT == "Q5_1"
+        FIVE: tl.constexpr = FORMAT == "Q5_0" or FORMAT == "Q5_1"
+        MIDDLE: tl.constexpr = 0 if HAS_MINIMUM else 16 if FIVE else 8
+        HEAD: tl.constexpr = 4 if HAS_MINIMUM else 2
+        packed = _load_bytes(at + (HEAD + 4 if FIVE else HEAD) + lane, inside)
+        low = packed & 15
+        high = packed >> 4
+        if FIVE:
+            low |= (_load_short(at + HEAD, inside) >> lane & 1) << 4
+            high |= (_load_short(at + HEAD + 2, inside) >> lane & 1) << 4
+        first = (low - MIDDLE).to(tl.float32) * d
+        second = (high - MIDDLE).to(tl.float32) * d
+        if HAS_MINIMUM:
+            m = _load_half(at + 2, inside)
+            first += m
+            second += m
+    return first, second
+
+
+@triton.jit
+def _scale_and_minimum(d, dmin, low, middle, high, sub):
+    """d sc and dmin m of sub-block `sub` of Q4_K and Q5_K, out of their three words of packed scales."""
+    shift = (sub & 3) * 8
+    low = low >> shift
+    middle = middle >> shift
+    high = high >> shift
+    sc = tl.where(sub < 4, low & 63, high & 15 | (low >> 2 & 48))
+    m = tl.where(sub < 4, middle & 63, (high >> 4 & 15) | (middle >> 2 & 48))
+    return d * sc.to(tl.float32), dmin * m.to(tl.float32)
+
+
+@triton.jit
+def _decode_q45_k(at, run, lane, inside, FORMAT: tl.constexpr):
+    """Q4_K and Q5_K: sub-blocks 2 p and 2 p + 1 of 32 weights lie in the same 32 bytes."""
+    tops = _load_word(at, inside)
+    d = _half(tops)
+    dmin = _half(tops >> 16)
+    low = _load_word(at + 4, inside)
+    middle = _load_word(at + 8, inside)
+    high = _load_word(at + 12, inside)
+    pair = run >> 1
+    first_size, first_offset = _scale_and_minimum(d, dmin, low, middle, high, pair * 2)
+    second_size, second_offset = _scale_and_minimum(d, dmin, low, middle, high, pair * 2 + 1)
+    HEAD: tl.constexpr = 48 if FORMAT == "Q5_K" else 16
+    packed = _load_bytes(at + HEAD + run * 16 + lane, inside)
+    first = packed & 15
+    second = packed >> 4
+    if FORMAT == "Q5_K":
+        fifth = _load_bytes(at + 16 + (run & 1) * 16 + lane, inside) >> pair * 2
+        first |= (fifth & 1) << 4
+        second |= (fifth >> 1 & 1) << 4
+    return first_size * first.to(tl.float32) - first_offset, second_size * second.to(tl.float32) - second_offset
+
+
+@triton.jit
+def _decode_q6_k(at, run, lane, inside):
+    """Of 128 weights, quarters 0 and 2 lie in the same 32 bytes, 1 and 3 in the next."""
+    d = _load_half(at + 208, inside)
+    scales = (at + 192 + (run >> 2) * 8 + (run & 3)).to(tl.pointer_type(tl.int8), bitcast=True)
+    first_size = d * tl.load(scales, mask=inside, other=0).to(tl.float32)
+    second_size = d * tl.load(scales + 4, mask=inside, other=0).to(tl.float32)
+    low = _load_bytes(at + run * 16 + lane, inside)
+    high = _load_bytes(at + 128 + (run >> 2) * 32 + (run & 1) * 16 + lane, inside) >> (run & 2)
+    first = (low & 15 | (high & 3) << 4) - 32
+    second = (low >> 4 | (high >> 4 & 3) << 4) - 32
+    return first_size * first.to(tl.float32), second_size * second.to(tl.float32)
+
+
+@triton.jit
+def _decode_q2_k(at, run, lane, inside):
+    """As Q6_K without its lower bits: all quarters lie in the same 32 bytes."""
+    tops = _load_word(at + 80, inside)
+    d = _half(tops)
+    dmin = _half(tops >> 16)
+    scales = at + (run >> 2) * 8 + (run & 3)
+    first_scale = _load_bytes(scales, inside)
+    second_scale = _load_bytes(scales + 4, inside)
+    packed = _load_bytes(at + 16 + (run >> 2) * 32 + (run & 1) * 16 + lane, inside) >> (run & 2)
+    first = (packed & 3).to(tl.float32) * (d * (first_scale & 15).to(tl.float32))
+    second = (packed >> 4 & 3).to(tl.float32) * (d * (second_scale & 15).to(tl.float32))
+    return first - dmin * (first_scale >> 4).to(tl.float32), second - dmin * (second_scale >> 4).to(tl.float32)
+
+
+@triton.jit
+def _decode_q3_k(at, run, lane, inside):
+    """As Q2_K with a third bit, a mask of 32 bytes whose bit is the number of 32 weights."""
+    d = _load_half(at + 108, inside)
+    half = run >> 2
+    low = at + 96 + (run & 3)
+    high = _load_bytes(at + 104 + (run & 3), inside) >> half * 4
+    first_scale = (_load_bytes(low, inside) >> half * 4 & 15 | (high & 3) << 4) - 32
+    second_scale = (_load_bytes(low + 4, inside) >> half * 4 & 15 | (high >> 2 & 3) << 4) - 32
+    packed = _load_bytes(at + 32 + half * 32 + (run & 1) * 16 + lane, inside) >> (run & 2)
+    third = _load_bytes(at + (run & 1) * 16 + lane, inside) >> half * 4 + (run >> 1 & 1)
+    first = (packed & 3 | (third & 1) << 2) - 4
+    second = (packed >> 4 & 3 | (third >> 2 & 1) << 2) - 4
+    first_size = d * first_scale.to(tl.float32)
+    second_size = d * second_scale.to(tl.float32)
+    return first_size * first.to(tl.float32), second_size * second.to(tl.float32)
+
+
+@triton.jit
+def _decode(blocks, block, run, lane, inside, FORMAT: tl.constexpr, BYTES: tl.constexpr):
+    """Float32 weights of blocks `block` [blocks, 1, 1]: two tiles [blocks, runs, 16], see `_places`."""
+    at = blocks + block * BYTES
+    if FORMAT == "Q4_K" or FORMAT == "Q5_K":
+        return _decode_q45_k(at, run, lane, inside, FORMAT)
+    elif FORMAT == "Q6_K":
+        return _decode_q6_k(at, run, lane, inside)
+    elif FORMAT == "Q2_K":
+        return _decode_q2_k(at, run, lane, inside)
+    elif FORMAT == "Q3_K":
+        return _decode_q3_k(at, run, lane, inside)
+    else:
+        return _decode_small(at, lane, inside, FORMAT)
+
+
+@triton.jit
+def _places(block, run, lane, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr):
+    """Where the weights of the two tiles of `_decode` stand, counted from the first weight of block 0."""
+    first = block * WEIGHTS + lane
+    if WEIGHTS == 32:
+        return first, first + 16
+    elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
+        first += (run >> 1) * 64 + (run & 1) * 16
+        return first, first + 32
+    else:
+        first += (run >> 2) * 128 + (run & 3) * 16
+        return first, first + 64
+
+
+@triton.jit
+def _quotient(values, divisor, inverse, INTERPRETED: tl.constexpr):
+    """values / divisor as float32 division rounds it, for `inverse` = 1 / divisor so rounded.
+
+    Markstein's theorem: a quotient off by less than a unit in the last place becomes the correctly rounded one by one
+    step of remainder and correction. The first step makes it so. Division itself takes twice as many instructions.
+    """
+    if INTERPRETED:
+        return tl.div_rn(values, divisor)  # the interpreter's fma rounds twice
+    else:
+        quotient = values * inverse
+        quotient = tl.fma(tl.fma(-quotient, divisor, values), inverse, quotient)
+        return tl.fma(tl.fma(-quotient, divisor, values), inverse, quotient)
+
+
+@triton.jit
+def _rounded(values, divisor, inverse, most, INTERPRETED: tl.constexpr):
+    """values / divisor to the nearest integer, ties to even, of values clamped to -most..most; int8."""
+    clamped = tl.minimum(tl.maximum(values, -most), most)
+    return (_quotient(clamped, divisor, inverse, INTERPRETED) + ROUND_TO_EVEN).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def expand_kernel(
+    blocks,
+    scale,
+    out,
+    count,
+    FORMAT: tl.constexpr,
+    BYTES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RUNS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program expands BLOCKS of `count` blocks to int8: round(w / scale of the row)."""
+    start = tl.program_id(0) * BLOCKS
+    block = tl.arange(0, BLOCKS)[:, None, None]
+    run = tl.arange(0, RUNS)[None, :, None]
+    lane = tl.arange(0, 16)[None, None, :]
+    inside = start + block < count
+    first, second = _decode(blocks + start.to(tl.int64) * BYTES, block, run, lane, inside, FORMAT, BYTES)
+    row_scale = tl.load(scale + (start + block) // ROW_BLOCKS, mask=inside, other=0.0)
+    usable = (row_scale > 0) & (row_scale < float("inf"))
+    divisor = tl.where(usable, row_scale, 1.0)
+    inverse = tl.div_rn(1.0, divisor)
+    most = tl.where(usable, 127.0 * divisor, 0.0)
+    q = out + start.to(tl.int64) * WEIGHTS
+    first_place, second_place = _places(block, run, lane, FORMAT, WEIGHTS)
+    tl.store(q + first_place, _rounded(first, divisor, inverse, most, INTERPRETED), mask=inside)
+    tl.store(q + second_place, _rounded(second, divisor, inverse, most, INTERPRETED), mask=inside)
+
+
+@triton.jit
+def dequantize_kernel(
+    blocks,
+    out,
+    count,
+    FORMAT: tl.constexpr,
+    BYTES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """One program turns BLOCKS of `count` blocks into floats."""
+    start = tl.program_id(0) * BLOCKS
+    block = tl.arange(0, BLOCKS)[:, None, None]
+    run = tl.arange(0, RUNS)[None, :, None]
+    lane = tl.arange(0, 16)[None, None, :]
+    inside = start + block < count
+    first, second = _decode(blocks + start.to(tl.int64) * BYTES, block, run, lane, inside, FORMAT, BYTES)
+    weights = out + start.to(tl.int64) * WEIGHTS
+    first_place, second_place = _places(block, run, lane, FORMAT, WEIGHTS)
+    tl.store(weights + first_place, first.to(out.dtype.element_ty), mask=inside)
+    tl.store(weights + second_place, second.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scales_kernel(
+    blocks,
+    scale,
+    FORMAT: tl.constexpr,
+    BYTES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RUNS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+):
+    """One program finds absmax / 127 of one row; NaN for a row with a NaN or Inf."""
+    row = tl.program_id(0).to(tl.int64)
+    run = tl.arange(0, RUNS)[None, :, None]
+    lane = tl.arange(0, 16)[None, None, :]
+    largest = tl.zeros((BLOCKS, RUNS, 16), dtype=tl.int32)
+    for start in range(0, ROW_BLOCKS, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)[:, None, None]
+        first, second = _decode(blocks + row * ROW_BLOCKS * BYTES, block, run, lane, block < ROW_BLOCKS, FORMAT, BYTES)
+        largest = tl.maximum(largest, tl.maximum(magnitude_bits(first), magnitude_bits(second)))
+    bits = tl.max(tl.reshape(largest, (BLOCKS * RUNS * 16,)), axis=0)
+    row_scale = tl.div_rn(bits.to(tl.float32, bitcast=True), 127.0)
+    row_scale = tl.where(row_scale < _SMALLEST_SCALE, 0.0, row_scale)
+    tl.store(scale + row, tl.where(bits >= INFINITY_BITS, float("nan"), row_scale))
+
+
+# By all that Triton compiles for and the grid.
+_launches: dict[tuple, RepeatedLaunch] = {}
+_WARPS = 8
+OPTIONS = {"num_warps": _WARPS, "num_stages": 2, "enable_fp_fusion": False}
+# Bytes that a thread loads at once: all that a load can, where blocks begin on 16 bytes.
+_ALIGNED_BYTES, _BYTES = 16, 8
+
+
+def decoder_constants(name: str, form: BlockFormat, vector: int = _BYTES) -> dict[str, object]:
+    """What all kernels are compiled for, with a tile of `vector` packed bytes a thread."""
+    runs = 1 if form.weights == 32 else 8
+    blocks = _WARPS * 32 * vector // (16 * runs)
+    return {"FORMAT": name, "BYTES": form.bytes, "WEIGHTS": form.weights, "BLOCKS": blocks, "RUNS": runs}
+
+
+def expander_constants(name: str, form: BlockFormat, row_blocks: int, interpreted: bool) -> dict[str, object]:
+    """The expander's constants, for rows of so many blocks."""
+    common = decoder_constants(name, form, _BYTES if form.bytes % 16 else _ALIGNED_BYTES)
+    return {**common, "ROW_BLOCKS": row_blocks, "INTERPRETED": interpreted}
+
+
+def scales_constants(name: str, form: BlockFormat, row_blocks: int) -> dict[str, object]:
+    """The constants of the kernel that finds scales, for rows of so many blocks."""
+    return {**decoder_constants(name, form), "ROW_BLOCKS": row_blocks}
+
+
+def _aligned(blocks: torch.Tensor) -> torch.Tensor:
+    """The same, contiguous, and beginning where the widest load may."""
+    blocks = blocks.contiguous()
+    return blocks.clone() if blocks.data_ptr() % 16 else blocks
+
+
+def launch_expander(blocks: torch.Tensor, name: str, form: BlockFormat, scale: torch.Tensor) -> torch.Tensor:
+    """Launch the kernel on checked, non-empty arguments: uint8 [N, row bytes], contiguous scale [N] -> int8 [N, K]."""
+    blocks = _aligned(blocks)
+    rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
+    out = torch.empty(rows, row_blocks * form.weights, dtype=torch.int8, device=blocks.device)
+
+    def prepare() -> RepeatedLaunch:
+        constants = expander_constants(name, form, row_blocks, interpreted=not blocks.is_cuda)
+        return RepeatedLaunch(expand_kernel, (-(-rows * row_blocks // constants["BLOCKS"]), 1), constants, OPTIONS)
+
+    tensors = (blocks, scale, out)
+    with on_device(blocks.device):
+        key = ("expand", blocks.device, name, rows, row_blocks)
+        remembered(_launches, key, tensors, prepare)(*tensors, rows * row_blocks)
+    return out
+
+
+def launch_dequantizer(blocks: torch.Tensor, name: str, form: BlockFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> [N, K] in `dtype`."""
+    blocks = _aligned(blocks)
+    rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
+    out = torch.empty(rows, row_blocks * form.weights, dtype=dtype, device=blocks.device)
+
+    def prepare() -> RepeatedLaunch:
+        constants = decoder_constants(name, form)
+        return RepeatedLaunch(dequantize_kernel, (-(-rows * row_blocks // constants["BLOCKS"]), 1), constants, OPTIONS)
+
+    tensors = (blocks, out)
+    with on_device(blocks.device):
+        key = ("dequantize", blocks.device, name, rows, row_blocks, dtype)
+        remembered(_launches, key, tensors, prepare)(*tensors, rows * row_blocks)
+    return out
+
+
+def launch_scales(blocks: torch.Tensor, name: str, form: BlockFormat) -> torch.Tensor:
+    """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> float32 scale [N]."""
+    blocks = _aligned(blocks)
+    rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
+    scale = torch.empty(rows, dtype=torch.float32, device=blocks.device)
+
+    def prepare() -> RepeatedLaunch:
+        return RepeatedLaunch(scales_kernel, (rows, 1), scales_constants(name, form, row_blocks), OPTIONS)
+
+    tensors = (blocks, scale)
+    with on_device(blocks.device):
+        remembered(_launches, ("scales", blocks.device, name, rows, row_blocks), tensors, prepare)(*tensors)
+    return scale

@@ -1,0 +1,109 @@
+"""GGUF's blocks to floats, in PyTorch.
+
+A row is cut into blocks. A block holds small integers and what they are multiplied by, in the byte layout of ggml
+(`ggml-common.h` of llama.cpp). Each function takes uint8 [N, blocks, bytes] and a dtype, in which it computes, and
+returns [N, K]. In float32 the order of operations is that of the `gguf` package, whose results these are bit for bit.
+"""
+
+import torch
+
+Parts = tuple[torch.Tensor, ...]
+
+
+def _halves(blocks: torch.Tensor, dtype: torch.dtype) -> Parts:
+    """The fp16 values that bytes [..., 2 n] hold, as n tensors [..., 1]."""
+    return blocks.contiguous().view(torch.float16).to(dtype).split(1, -1)
+
+
+def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The fields of so many bits that bytes [..., bytes] hold: [..., 8 / bits, bytes], from the lowest bits up."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return packed.unsqueeze(-2) >> shifts[:, None] & (1 << bits) - 1
+
+
+def _bits(packed: torch.Tensor) -> torch.Tensor:
+    """The bits of bytes [..., bytes] one after the other, from the lowest up: [..., 8 bytes]."""
+    return _fields(packed, 1).transpose(-1, -2).flatten(-2)
+
+
+def decode_q4_0(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    top, packed = blocks.split([2, 16], -1)
+    (d,) = _halves(top, dtype)
+    q = _fields(packed, 4).flatten(-2).view(torch.int8) - 8
+    return (d * q).flatten(1)
+
+
+def decode_q4_1(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    tops, packed = blocks.split([4, 16], -1)
+    d, m = _halves(tops, dtype)
+    return (d * _fields(packed, 4).flatten(-2) + m).flatten(1)
+
+
+def decode_q5_0(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    top, high, packed = blocks.split([2, 4, 16], -1)
+    (d,) = _halves(top, dtype)
+    q = (_fields(packed, 4).flatten(-2) | _bits(high) << 4).view(torch.int8) - 16
+    return (d * q).flatten(1)
+
+
+def decode_q5_1(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    tops, high, packed = blocks.split([4, 4, 16], -1)
+    d, m = _halves(tops, dtype)
+    return (d * (_fields(packed, 4).flatten(-2) | _bits(high) << 4) + m).flatten(1)
+
+
+def decode_q8_0(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    top, q = blocks.split([2, 32], -1)
+    (d,) = _halves(top, dtype)
+    return (q.view(torch.int8) * d).flatten(1)
+
+
+def decode_q2_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    scales, packed, tops = blocks.split([16, 64, 4], -1)
+    d, dmin = _halves(tops, dtype)
+    sc, m = _fields(scales, 4).unbind(-2)
+    q = _fields(packed.unflatten(-1, (2, 32)), 2).flatten(-3).unflatten(-1, (16, 16))
+    return ((d * sc)[..., None] * q - (dmin * m)[..., None]).flatten(1)
+
+
+def decode_q3_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    mask, packed, low, high, top = blocks.split([32, 64, 8, 4, 2], -1)
+    (d,) = _halves(top, dtype)
+    sc = (_fields(low, 4).flatten(-2) | _fields(high, 2).flatten(-2) << 4).view(torch.int8) - 32
+    fields = _fields(packed.unflatten(-1, (2, 32)), 2).flatten(-3)
+    q = (fields | _fields(mask, 1).flatten(-2) << 2).view(torch.int8) - 4
+    return ((d * sc)[..., None] * q.unflatten(-1, (16, 16))).flatten(1)
+
+
+def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 6-bit scales and minima of Q4_K and Q5_K: bytes [..., 12] -> twice [..., 8]."""
+    low, middle, high = packed.unflatten(-1, (3, 4)).unbind(-2)
+    sc = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1)
+    m = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], -1)
+    return sc, m
+
+
+def decode_q4_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    tops, scales, packed = blocks.split([4, 12, 128], -1)
+    d, dmin = _halves(tops, dtype)
+    sc, m = _scales_and_minima(scales)
+    q = _fields(packed.unflatten(-1, (4, 32)), 4).flatten(-3, -2)
+    return ((d * sc)[..., None] * q - (dmin * m)[..., None]).flatten(1)
+
+
+def decode_q5_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    tops, scales, high, packed = blocks.split([4, 12, 32, 128], -1)
+    d, dmin = _halves(tops, dtype)
+    sc, m = _scales_and_minima(scales)
+    q = _fields(packed.unflatten(-1, (4, 32)), 4).flatten(-3, -2) | _fields(high, 1) << 4
+    return ((d * sc)[..., None] * q - (dmin * m)[..., None]).flatten(1)
+
+
+def decode_q6_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    low, high, scales, top = blocks.split([128, 64, 16, 2], -1)
+    (d,) = _halves(top, dtype)
+    fields = (
+        _fields(low.unflatten(-1, (2, 64)), 4).flatten(-3) | _fields(high.unflatten(-1, (2, 32)), 2).flatten(-3) << 4
+    )
+    q = (fields.view(torch.int8) - 32).unflatten(-1, (16, 16))
+    return ((d * scales.view(torch.int8))[..., None] * q).flatten(1)

@@ -1,0 +1,161 @@
+"""GGUF's blocks, read: as the `gguf` package, ggml's own, reads them, and as `quantize_weight` would round them."""
+
+import re
+
+import pytest
+import torch
+
+from kernels import GGUF_FORMATS, channel_scales, dequantize_blocks, expand_blocks, quantize_blocks, quantize_weight
+from kernels.numerics.weights import SMALLEST_SCALE
+from support.tensors import DEVICE, random_float
+
+# Blocks a row and rows: fewer and more than a program of the kernels takes, rows that end inside one.
+SHAPES = {32: ((1, 1), (3, 5), (21, 13)), 256: ((1, 1), (2, 3), (9, 4))}
+
+
+def random_blocks(name, rows, row_blocks, seed=0):
+    """Random bytes on DEVICE whose fp16 scales are finite."""
+    form = GGUF_FORMATS[name]
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (rows, row_blocks, form.bytes), dtype=torch.uint8, generator=generator)
+    for position in HIGH_BYTES[name]:
+        blocks[..., position] &= 0b10111111  # below 2
+    return blocks.flatten(1).to(DEVICE)
+
+
+# Where the more significant bytes of the fp16 scales are.
+HIGH_BYTES = {
+    "Q4_0": (1,),
+    "Q4_1": (1, 3),
+    "Q5_0": (1,),
+    "Q5_1": (1, 3),
+    "Q8_0": (1,),
+    "Q2_K": (81, 83),
+    "Q3_K": (109,),
+    "Q4_K": (1, 3),
+    "Q5_K": (1, 3),
+    "Q6_K": (209,),
+}
+CASES = [(name, *shape) for name, form in GGUF_FORMATS.items() for shape in SHAPES[form.weights]]
+
+
+@pytest.fixture(params=("kernel", "formulas"))
+def path(request, monkeypatch):
+    """The kernels, on a GPU or under the interpreter, and what stands for them without Triton."""
+    if request.param == "formulas":
+        monkeypatch.setattr("kernels.block_weights.weights_use_triton", lambda tensor: False)
+    return request.param
+
+
+def test_the_table_is_ggml_s():
+    gguf = pytest.importorskip("gguf")
+    for name, form in GGUF_FORMATS.items():
+        kind = gguf.GGMLQuantizationType[name]
+        assert form.ggml_type == kind and (form.weights, form.bytes) == gguf.GGML_QUANT_SIZES[kind]
+
+
+@pytest.mark.parametrize("name, rows, row_blocks", CASES)
+def test_floats_are_those_of_ggml(path, name, rows, row_blocks):
+    gguf = pytest.importorskip("gguf")
+    blocks = random_blocks(name, rows, row_blocks)
+    kind = gguf.GGMLQuantizationType[name]
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks.cpu().numpy(), kind))
+    assert expected.isfinite().all() and expected.unique().numel() > 4
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weight = dequantize_blocks(blocks, name, dtype)
+        assert weight.dtype == dtype
+        if dtype == torch.bfloat16 and path == "kernel" and DEVICE == "cpu":  # Triton's interpreter cuts bits off
+            torch.testing.assert_close(weight.float(), expected, rtol=2**-7, atol=0)
+        else:
+            assert torch.equal(weight.cpu(), expected.to(dtype))
+
+
+@pytest.mark.parametrize("name, rows, row_blocks", CASES)
+def test_int8_is_that_of_the_floats(path, name, rows, row_blocks):
+    blocks = random_blocks(name, rows, row_blocks, seed=1)
+    q, scale = quantize_weight(dequantize_blocks(blocks, name, torch.float32))
+    found = channel_scales(blocks, name)
+    assert found.dtype == torch.float32 and torch.equal(found, scale)
+    for shape in ((rows,), (rows, 1)):
+        expanded = expand_blocks(blocks, name, scale.view(shape))
+        assert expanded.dtype == torch.int8 and torch.equal(expanded, q)
+
+
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+def test_a_scale_of_another_is_divided_by_and_clamped(path, name):
+    blocks = random_blocks(name, 4, 2, seed=2)
+    values = dequantize_blocks(blocks, name, torch.float32)
+    scale = channel_scales(blocks, name) * torch.tensor([0.3, 1.7, 3e-39, 1e30], device=DEVICE)
+    expected = (values / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+    assert torch.equal(expand_blocks(blocks, name, scale), expected) and (expected.abs() == 127).any()
+
+
+def test_rows_without_a_scale_are_zeros(path):
+    blocks = random_blocks("Q8_0", 5, 2)
+    scale = torch.tensor([0.0, torch.nan, torch.inf, -1.0, 1.0], device=DEVICE)
+    q = expand_blocks(blocks, "Q8_0", scale)
+    assert not q[:4].any() and q[4].any()
+
+
+@pytest.mark.parametrize("name", ("Q8_0", "Q4_K", "Q6_K"))
+def test_rows_of_zeros_and_of_next_to_nothing(path, name):
+    weight = random_float(3, 512)
+    weight[1] = 0
+    weight[2] *= 1e-30
+    blocks = quantize_blocks(weight, name)
+    scale = channel_scales(blocks, name)
+    assert scale[0] > SMALLEST_SCALE and not scale[1:].any()
+    assert not expand_blocks(blocks, name, scale)[1:].any()
+
+
+@pytest.mark.parametrize("bits", (0x7C00, 0x7E00), ids=("Inf", "NaN"))
+@pytest.mark.parametrize("name", ("Q4_0", "Q6_K"))
+def test_a_broken_scale_breaks_its_channel_and_no_other(path, name, bits):
+    blocks = random_blocks(name, 3, 2)
+    high = HIGH_BYTES[name][0]
+    blocks[1, high - 1], blocks[1, high] = bits & 255, bits >> 8
+    scale = channel_scales(blocks, name)
+    assert scale[1].isnan() and scale[[0, 2]].isfinite().all()
+    assert not expand_blocks(blocks, name, scale)[1].any()
+
+
+def test_rows_that_begin_anywhere(path):
+    """A part of a larger tensor, as of a file mapped into memory."""
+    blocks = random_blocks("Q4_K", 6, 2)
+    shifted = torch.zeros(blocks.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view_as(blocks).copy_(blocks)
+    for view in (shifted, blocks[::2], blocks[:, :144]):
+        scale = channel_scales(view, "Q4_K")
+        assert torch.equal(scale, channel_scales(view.clone(), "Q4_K"))
+        q = expand_blocks(view, "Q4_K", scale)
+        assert torch.equal(q, quantize_weight(dequantize_blocks(view, "Q4_K", torch.float32))[0])
+
+
+def test_nothing_makes_nothing(path):
+    for shape in ((0, 288), (3, 0)):
+        blocks = torch.empty(shape, dtype=torch.uint8, device=DEVICE)
+        scale = channel_scales(blocks, "Q4_K")
+        assert torch.equal(scale, torch.zeros(shape[0], device=DEVICE))
+        assert expand_blocks(blocks, "Q4_K", scale).shape == (shape[0], 2 * shape[1] * 256 // 288)
+        assert dequantize_blocks(blocks, "Q4_K").shape == (shape[0], 2 * shape[1] * 256 // 288)
+
+
+def test_what_does_not_fit_is_refused():
+    blocks, scale = random_blocks("Q4_K", 3, 2), torch.ones(3, device=DEVICE)
+    readers = (dequantize_blocks, channel_scales, lambda *given: expand_blocks(*given, scale))
+    for read in readers:
+        with pytest.raises(ValueError, match=re.escape("'Q4_X' is no known GGUF format; known are Q4_0, Q4_1")):
+            read(blocks, "Q4_X")
+        with pytest.raises(TypeError, match="blocks must be uint8"):
+            read(blocks.view(torch.int8), "Q4_K")
+        with pytest.raises(ValueError, match="blocks must be 2-D"):
+            read(blocks[0], "Q4_K")
+        with pytest.raises(ValueError, match="rows of Q6_K must be a multiple of 210 bytes, got 288"):
+            read(blocks, "Q6_K")
+    with pytest.raises(TypeError, match="dtype must be bfloat16, float16 or float32"):
+        dequantize_blocks(blocks, "Q4_K", torch.int8)
+    with pytest.raises(TypeError, match="weight_scale must be float32"):
+        expand_blocks(blocks, "Q4_K", scale.half())
+    with pytest.raises(ValueError, match="weight_scale must hold 1 or 3 values"):
+        expand_blocks(blocks, "Q4_K", scale[:2])
+    with pytest.raises(ValueError, match="different devices"):
+        expand_blocks(blocks, "Q4_K", scale.to("meta"))
