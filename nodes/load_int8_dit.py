@@ -1,39 +1,39 @@
 """The node "INT8 DiT Loader"."""
 
 import comfy.model_management
-import folder_paths
 from comfy_api.latest import io
 
 from .files.contents import BRANCHES
 from .host.decision import decision_stamp
+from .host.model_files import model_files, model_path
 from .model.attention import AS_COMFYUI, check_attention, set_attention
-from .model.load import load_int8_model
+from .model.load import MEMORY_CHOICES, load_int8_model
 from .sockets import attention_input, kernel_input, model_outputs, shown_model
 
 NO_BASE = "none"
 
 
 class LoadINT8DiT(io.ComfyNode):
-    """A file of models/diffusion_models -> MODEL with INT8 linears."""
+    """A diffusion model file -> MODEL with INT8 linears."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        files = folder_paths.get_filename_list("diffusion_models")
+        files = model_files()
         return io.Schema(
             node_id="LoadINT8DiT",
             display_name="INT8 DiT Loader",
             category="model/loaders",
-            search_aliases=["int8", "w8a8", "convrot", "low vram", "unet loader", "load diffusion model"],
+            search_aliases=["int8", "w8a8", "convrot", "gguf", "low vram", "unet loader", "load diffusion model"],
             description=(
                 "Loads a diffusion transformer whose linear layers run on INT8 tensor cores. Reads INT8 files "
-                "(ComfyUI's native format, with or without ConvRot, and this pack's) and quantizes bf16, fp16 and FP8 "
-                "files while loading."
+                "(ComfyUI's native format, with or without ConvRot, and this pack's) and quantizes bf16, fp16, FP8 and "
+                "GGUF files while loading."
             ),
             inputs=[
                 io.Combo.Input(
                     "model_name",
                     options=files,
-                    tooltip="A .safetensors file in models/diffusion_models.",
+                    tooltip="A .safetensors or .gguf file in models/diffusion_models.",
                 ),
                 kernel_input(),
                 io.Combo.Input(
@@ -54,6 +54,15 @@ class LoadINT8DiT(io.ComfyNode):
                     "it. A complete file is loaded without it.",
                 ),
                 attention_input(),
+                io.Combo.Input(
+                    "memory",
+                    options=list(MEMORY_CHOICES),
+                    default=MEMORY_CHOICES[0],
+                    optional=True,
+                    tooltip="How the weights of a GGUF file lie in memory. INT8: 8 bits each, fastest. as stored: "
+                    "as in the file, such as 4.5 bits each in Q4_K, and made INT8 in front of each product. Other "
+                    "files are not affected.",
+                ),
             ],
             outputs=model_outputs(),
             has_intermediate_output=True,  # the line on the node comes back where the MODEL comes out of the cache
@@ -71,12 +80,10 @@ class LoadINT8DiT(io.ComfyNode):
         branch: str = BRANCHES[0],
         base_checkpoint: str = NO_BASE,
         attention: str = AS_COMFYUI,
+        memory: str = MEMORY_CHOICES[0],
     ) -> io.NodeOutput:
         check_attention(attention, comfy.model_management.get_torch_device())  # before a file is read for nothing
-        path = folder_paths.get_full_path_or_raise("diffusion_models", model_name)
-        base = None
-        if base_checkpoint != NO_BASE:
-            base = folder_paths.get_full_path_or_raise("diffusion_models", base_checkpoint)
-        model = load_int8_model(path, kernel, branch, base)
+        base = None if base_checkpoint == NO_BASE else model_path(base_checkpoint)
+        model = load_int8_model(model_path(model_name), kernel, branch, base, memory=memory)
         set_attention(model, attention)
         return shown_model(model, kernel)

@@ -6,12 +6,14 @@ from typing import Any
 
 import comfy.utils
 import safetensors
+import torch
 
 from . import int8_mark
 from .contents import BRANCHES, Checkpoint
 from .dialects import DIALECTS, NAMINGS, translated
 from .faults import naming_file
-from .kinds import kind_of_bytes, kind_of_tensors
+from .gguf_file import MAGIC, read_gguf
+from .kinds import Kind, kind_of_bytes, kind_of_tensors
 from .layer_checks import check_layers
 from .mark_record import check_marks_as_written
 
@@ -26,8 +28,7 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
     Raises ValueError naming the file, and the tensor where there is one, for anything that cannot be loaded.
     """
     name = os.path.basename(path)
-    _check_safetensors(path, name)
-    tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    tensors, metadata = _read(path, name)
     kind = kind_of_tensors(tensors, packed=True)
     if kind is not None:
         raise ValueError(f"{name} is {kind.name}; {kind.advice}")
@@ -44,9 +45,17 @@ def holds_int8(tensors: Mapping[str, Any]) -> bool:
     return any(int8_mark.decode_mark(mark).get("format") in int8_mark.INT8_FORMATS for mark in marks)
 
 
-def _check_safetensors(path: str, name: str) -> None:
+def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
     with open(path, "rb") as file:
-        kind = kind_of_bytes(file.read(_BEGINNING))
+        beginning = file.read(_BEGINNING)
+    if beginning.startswith(MAGIC):
+        with naming_file(name):
+            return read_gguf(path)
+    _check_safetensors(path, name, kind_of_bytes(beginning))
+    return comfy.utils.load_torch_file(path, return_metadata=True)
+
+
+def _check_safetensors(path: str, name: str, kind: Kind | None) -> None:
     is_named_so = path.lower().endswith((".safetensors", ".sft"))
     try:
         if is_named_so:

@@ -1,14 +1,17 @@
 """Diffusion transformers under the names that the diffusers library gives their tensors.
 
 ComfyUI renames them, joins what it holds in one tensor (q, k and v) and swaps the halves of some. Of a quantized layer
-it would keep the weight and lose the scale, so the scales take the same way here as the rows that they belong to.
+it would keep the weight and lose the scale, so the scales take the same way here as the rows that they belong to. Rows
+of GGUF's blocks take it as bytes.
 """
 
 import comfy.model_detection
 import torch
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import ChannelTransform
 from . import int8_mark
+from .gguf_weight import is_gguf, with_blocks
 
 
 def is_named_by_diffusers(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bool:
@@ -38,6 +41,9 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     columns = {
         key: _columns(tensor, *quantization.get(key, (None, {}))) for key, tensor in plain.items() if tensor.ndim
     }
+    packed = {key: tensor for key, tensor in plain.items() if is_gguf(tensor)}
+    if packed:
+        return _with_native_rows(plain, packed)
 
     renamed = comfy.model_detection.convert_diffusers_mmdit(plain, "")
     if renamed is None:
@@ -67,3 +73,38 @@ def _columns(tensor: torch.Tensor, scale: torch.Tensor | None, mark: dict) -> to
         columns[:, 0] = scale.float().flatten()
         columns[:, 1] = int8_mark.rotation_group(mark) or 0
     return columns
+
+
+def _with_native_rows(tensors: dict[str, torch.Tensor], packed: dict[str, QuantizedTensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a file with GGUF's blocks under ComfyUI's own names.
+
+    Rows that come together in one tensor stay blocks where all are in one format; else they become float32.
+    """
+    keys = list(packed)
+    # In place of each tensor one column: which of the packed ones its rows are of.
+    sources = {
+        key: torch.full((len(tensor), 1), keys.index(key) if key in packed else -1)
+        for key, tensor in tensors.items()
+        if tensor.ndim
+    }
+    joined = comfy.model_detection.convert_diffusers_mmdit(sources, "")
+    if joined is None:
+        return tensors
+    forms: dict[str, QuantizedTensor] = {}
+    mixed: set[str] = set()
+    for key, column in joined.items():
+        names = [keys[number] if number >= 0 else None for number in column.unique().tolist()]
+        weights = [packed[name] for name in names if name is not None]
+        if len(weights) == len(names) and len({w._params.block_format for w in weights}) == 1:
+            forms[key] = weights[0]
+        else:
+            mixed |= {name for name in names if name is not None}
+    rows = dict(tensors)
+    for key, weight in packed.items():
+        rows[key] = weight.dequantize() if key in mixed else weight._qdata
+    renamed = comfy.model_detection.convert_diffusers_mmdit(rows, "") or {}
+    # A tensor that goes to several places, of which one is mixed, is floats in all of them.
+    return {
+        key: with_blocks(forms[key], tensor) if key in forms and tensor.dtype == torch.uint8 else tensor
+        for key, tensor in renamed.items()
+    }

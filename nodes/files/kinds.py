@@ -38,7 +38,6 @@ class Kind:
 
 
 KINDS = (
-    Kind("a GGUF file", "load it with a GGUF loader, such as ComfyUI-GGUF's, or convert it", rb"GGUF"),
     Kind("a pickle (.ckpt, .pt, .bin)", _UNSAFE, rb"PK\x03\x04|\x80[\x02-\x05]"),
     Kind("a web page, perhaps of a login or a license", _AGAIN, rb"(?i)\s*<(!doctype|html|\?xml)"),
     Kind("a Git LFS pointer", f"{_AGAIN}, or run `git lfs pull`", rb"version https://git-lfs"),

@@ -13,6 +13,7 @@ from comfy.quant_ops import QUANT_ALGOS
 
 from ...kernels import ChannelTransform
 from . import int8_mark
+from .gguf_weight import is_gguf
 from .values import LARGEST, check_factors, check_finite, check_scale, check_single
 
 Tensors = Mapping[str, torch.Tensor]
@@ -105,6 +106,8 @@ def _check_marked(name: str, tensors: Tensors, parts: Tensors) -> None:
 
 
 def _check_plain(key: str, tensor: torch.Tensor) -> None:
+    if is_gguf(tensor):
+        return  # decoded, and looked at, when the layer is loaded
     if not tensor.is_floating_point():
         raise ValueError(
             f"{key} is {tensor.dtype} and nothing marks how it is quantized; its mark was lost, or the file is in a "

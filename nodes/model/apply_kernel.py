@@ -11,6 +11,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path, runs_fused
 from ..blocks.install import fuse_blocks
+from ..files.gguf_weight import is_gguf
 from ..host import notices
 from .fused_forward import INT8Linear, class_patch, fused_forward, is_native_int8
 from .input_groups import share_inputs
@@ -33,7 +34,7 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
         name: getattr(module, "weight", None) for name, module in model.model.diffusion_model.named_modules() if name
     }
     names = [name for name, weight in weights.items() if is_native_int8(weight)]
-    if not names and not any(is_int8(weight) for weight in weights.values()):
+    if not names and not any(is_int8(weight) or is_gguf(weight) for weight in weights.values()):
         raise ValueError(
             "this MODEL holds no INT8 linears. Load a native INT8 file before this node, or use the INT8 DiT Loader, "
             "which quantizes other files while loading"

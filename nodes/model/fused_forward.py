@@ -20,11 +20,13 @@ from ...kernels import (
     InputReader,
     Quantized,
     RepeatedLinear,
+    expand_blocks,
     int8_gemm,
     int8_linear,
     requantize_weight,
 )
 from ..blocks.steps import InputForm
+from ..files.gguf_weight import is_gguf
 from ..files.int8_mark import NATIVE_FORMAT
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL
@@ -37,16 +39,21 @@ class INT8Parts(NamedTuple):
     """An INT8 weight as the kernel takes it.
 
     Attributes:
-        q: int8 [N, K].
+        stored: int8 [N, K], or a weight in GGUF's blocks.
         scale: float32, one value or one per output channel.
         transform: what is done to its input.
         activation_bits: to how many bits its input is rounded.
     """
 
-    q: torch.Tensor
+    stored: torch.Tensor
     scale: torch.Tensor
     transform: ChannelTransform
     activation_bits: int
+
+    def q(self) -> torch.Tensor:
+        """int8 [N, K]; of blocks a new one, in memory that PyTorch hands from one layer to the next."""
+        weight = self.stored
+        return expand_blocks(weight._qdata, weight._params.block_format, self.scale) if is_gguf(weight) else weight
 
 
 def is_native_int8(weight: Any) -> bool:
@@ -60,7 +67,7 @@ def class_patch(name: str) -> str:
 
 
 def int8_parts(weight: Any) -> INT8Parts | None:
-    """The parts of an INT8 weight of either kind; None of any other."""
+    """The parts of an INT8 weight of either kind, or of one that is made INT8 for each product; None of any other."""
     if is_int8(weight):
         params = weight._params
         return INT8Parts(weight._qdata, params.scale, params.transform, params.activation_bits)
@@ -68,6 +75,8 @@ def int8_parts(weight: Any) -> INT8Parts | None:
         params = weight._params
         transform = _rotation(params.convrot_groupsize, params.convrot)
         return INT8Parts(weight._qdata, params.scale.float(), transform, 8)
+    if is_gguf(weight):
+        return INT8Parts(weight, weight._params.scale, UNCHANGED, 8)
     return None
 
 
@@ -94,6 +103,18 @@ class _LoRA:
         up, down = (cast_to_device(t, input.device, input.dtype) for t in (self.up, self.down))
         rows = torch.nn.functional.linear(input, down).flatten(0, -2)
         output.view(-1, output.shape[-1]).addmm_(rows, up.t(), alpha=self.factor)
+
+
+def _each_once(functions: list) -> list:
+    """What changes a weight in use, without a patch that ComfyUI attached a second time when it unloaded a part."""
+    keys: set[str] = set()
+    kept = []
+    for function in functions:
+        key = function.key if isinstance(function, LowVramPatch) else None
+        if key is None or key not in keys:
+            kept.append(function)
+            keys |= set() if key is None else {key}
+    return kept
 
 
 def _loras_of(functions: list) -> list[_LoRA]:
@@ -123,28 +144,26 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     resident = _resident_parts(layer, input.device, input.dtype)
     if resident is not None:
         reader, repeated = layer.input_reader, _repeated_linear(resident)
-        smooth = resident.transform.smooth
+        smooth, weight = resident.transform.smooth, resident.q()
         if reader is None:
-            quantized = repeated.quantize(input, resident.q, smooth)
+            quantized = repeated.quantize(input, weight, smooth)
         else:
-            quantized = reader.shared(input, lambda: repeated.quantize(input, resident.q, smooth))
-        return _multiply_resident(layer, resident, quantized, input.shape[:-1], input.dtype)
-    functions = layer.weight_function
+            quantized = reader.shared(input, lambda: repeated.quantize(input, weight, smooth))
+        bias = layer._parameters["bias"]
+        return repeated.multiply(quantized, weight, resident.scale, bias, input.shape[:-1], input.dtype)
+    functions = _each_once(layer.weight_function)
     loras = _loras_of(functions) if functions else []
-    if loras:
-        layer.weight_function = []
-        try:
-            weight, bias, stream = _cast(layer, input.device, input.dtype)
-        finally:
-            layer.weight_function = functions
-    else:
+    attached, layer.weight_function = layer.weight_function, [] if loras else functions
+    try:
         weight, bias, stream = _cast(layer, input.device, input.dtype)
+    finally:
+        layer.weight_function = attached
     parts = int8_parts(weight)
     if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
         _, _, transform, bits = _known_parts(layer.weight)
         q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
     else:
-        q, scale, transform, bits = parts
+        q, (_, scale, transform, bits) = parts.q(), parts
     linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
     output = linear(input, q, scale, bias, transform, activation_bits=bits)
     for lora in loras:
@@ -164,10 +183,11 @@ def project(
     q, q_scale = quantized
     resident = None if held is not None else _resident_parts(layer, q.device, dtype)
     if resident is not None:
-        return _multiply_resident(layer, resident, quantized, shape, dtype)
+        bias = layer._parameters["bias"]
+        return _repeated_linear(resident).multiply(quantized, resident.q(), resident.scale, bias, shape, dtype)
     weight, bias, stream = held or _cast(layer, q.device, dtype)
     parts = _known_parts(weight)
-    output = int8_gemm(q, q_scale, parts.q, parts.scale, bias, dtype)
+    output = int8_gemm(q, q_scale, parts.q(), parts.scale, bias, dtype)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output.view(*shape, -1)
 
@@ -185,7 +205,7 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         group = parts.transform.rotation_group
         rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
         rows = input.reshape(-1, input.shape[-1])
-        output = comfy_kitchen.int8_linear(rows, parts.q, parts.scale, bias, input.dtype, **rotation)
+        output = comfy_kitchen.int8_linear(rows, parts.q(), parts.scale, bias, input.dtype, **rotation)
         output = output.view(*input.shape[:-1], -1)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output
@@ -227,7 +247,7 @@ def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT
     if torch.compiler.is_compiling() or layer.weight_function or layer.bias_function:
         return None
     parts = int8_parts(layer._parameters["weight"])
-    if parts is None or parts.q.device != device:
+    if parts is None or parts.stored.device != device:
         return None
     bias = layer._parameters["bias"]
     return parts if bias is None or (bias.device == device and bias.dtype == dtype) else None
@@ -235,13 +255,6 @@ def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT
 
 def _repeated_linear(parts: INT8Parts) -> RepeatedLinear:
     return RepeatedLinear.of(parts.transform.rotation_group, parts.activation_bits)
-
-
-def _multiply_resident(
-    layer: Any, parts: INT8Parts, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    bias = layer._parameters["bias"]
-    return _repeated_linear(parts).multiply(quantized, parts.q, parts.scale, bias, shape, dtype)
 
 
 def _cast(layer: Any, device: torch.device, dtype: torch.dtype) -> Cast:

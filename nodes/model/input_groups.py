@@ -74,7 +74,7 @@ def share_inputs(model: torch.nn.Module) -> None:
     def alike(a: str, b: str) -> bool:
         """Whether two linears turn the same input into the same int8 tensor."""
         one, other = parts[a], parts[b]
-        alike_at_all = one.q.shape[1] == other.q.shape[1] and one.activation_bits == other.activation_bits
+        alike_at_all = one.stored.shape[1] == other.stored.shape[1] and one.activation_bits == other.activation_bits
         return alike_at_all and one.transform.same_as(other.transform)
 
     for names in same_input_groups(parts, alike):

@@ -1,6 +1,5 @@
 """Loading a MODEL whose linears run INT8 from a diffusion model file."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -14,7 +13,9 @@ from ...kernels import BF16, FUSED, WAYS, choose_path, naming_layer, quantize_we
 from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
+from ..files.gguf_weight import is_gguf
 from ..files.kinds import kind_of_tensors
+from ..files.values import check_finite
 from ..host.work import Progress, make_room_to_quantize
 from .build import build_model, warn_of_fallback
 from .int8_weight import int8_weight
@@ -22,6 +23,11 @@ from .layer_selection import is_quantizable
 from .operations import ConvertLayer, int8_operations, leave_layer
 from .patched_weights import float_weight
 from .recipe import FOLDED, keep_recipe_of_file, recipe_in
+from .stored_blocks import SMALLEST_STORED, patch_outputs, stored_weight
+
+MEMORY_CHOICES = ("INT8", "as stored")
+"""How a loaded MODEL holds the weights of a GGUF file; those of other files are INT8 either way."""
+AS_STORED = MEMORY_CHOICES[1]
 
 
 def load_int8_model(
@@ -31,8 +37,11 @@ def load_int8_model(
     base_path: str | None = None,
     disable_dynamic: bool = False,
     anywhere: bool = False,
+    memory: str = MEMORY_CHOICES[0],
 ) -> ModelPatcher:
-    """A MODEL from a diffusion model file: INT8 files as they are, float and FP8 files quantized while loading.
+    """A MODEL from a diffusion model file: INT8 files as they are, float, FP8 and GGUF files quantized while loading.
+
+    With `memory` AS_STORED the blocks of a GGUF file stay what they are, and become INT8 in front of each product.
 
     `kernel` is one of kernels.KERNEL_CHOICES; `disable_dynamic` is ComfyUI's, for loads without dynamic VRAM. Where the
     path of a linear is bf16 and the whole model fits the device in bf16, its weight is not INT8: the device is
@@ -48,31 +57,45 @@ def load_int8_model(
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     tensors = checkpoint.tensors
     compute_dtype = detect_compute_dtype(checkpoint)
+    as_stored = memory == AS_STORED and any(map(is_gguf, tensors.values()))
     fits = all(_fits(tensors, compute_dtype, place) for place in devices)
+
+    def stays(weight: torch.Tensor) -> bool:
+        return as_stored and is_gguf(weight) and weight.nbytes >= SMALLEST_STORED
 
     def in_floats(n: int, k: int, native: bool = True) -> bool:
         ways = WAYS if native else (FUSED, BF16)
         return fits and all(choose_path(place, kernel, (n, k), ways).kind == BF16 for place in devices)
 
+    def becomes_int8(name: str, weight: torch.Tensor) -> bool:
+        return is_quantizable(name, tuple(weight.shape)) and (stays(weight) or not in_floats(*weight.shape))
+
     if fits and choose_path(device, kernel).kind == BF16:
         warn_of_fallback(device, kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
     converter: ConvertLayer = leave_layer
     progress: Progress | None = None  # a file that needs no work is loaded as fast as any
+    with naming_file(checkpoint.name):
+        _decode_small(tensors, device, compute_dtype)
     if not holds_int8(tensors):
-        weights = {k.removesuffix(".weight"): w.shape for k, w in tensors.items() if k.endswith(".weight")}
-        chosen = [w for name, w in weights.items() if is_quantizable(name, w) and not in_floats(w[0], w[1])]
-        if chosen:
-            make_room_to_quantize(device, max(map(math.prod, chosen)))
-            progress = Progress(len(chosen))
-            converter = _quantizing_converter(in_floats, device, compute_dtype, progress)
+        weights = {k.removesuffix(".weight"): w for k, w in tensors.items() if k.endswith(".weight")}
+        sizes = [weight.numel() for name, weight in weights.items() if becomes_int8(name, weight)]
+        if sizes:
+            make_room_to_quantize(device, max(sizes))
+            progress = Progress(len(sizes))
+            converter = _quantizing_converter(becomes_int8, stays, device, compute_dtype, progress)
     operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=in_floats)
     with naming_file(checkpoint.name):
         model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, disable_dynamic)
+    if as_stored:
+        patch_outputs(model)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
-    model.cached_patcher_init = (partial(load_int8_model, anywhere=True), (path, kernel, branch, base_path))
+    model.cached_patcher_init = (
+        partial(load_int8_model, anywhere=True, memory=memory),
+        (path, kernel, branch, base_path),
+    )
     keep_recipe_of_file(model, checkpoint.metadata)
     if progress is not None:
-        progress.finish("quantized while loading")
+        progress.finish("loaded as stored" if as_stored else "quantized while loading")
     return model
 
 
@@ -104,20 +127,39 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _quantizing_converter(
-    in_floats: Callable[[int, int], bool], device: torch.device, dtype: torch.dtype, progress: Progress
+    becomes_int8: Callable[[str, torch.Tensor], bool],
+    stays: Callable[[torch.Tensor], bool],
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
 ) -> ConvertLayer:
-    """Plain per-channel quantization of every layer the rule selects, but of shapes that stay `in_floats`, computed on
-    `device`, kept in host memory."""
+    """Plain per-channel quantization of the layers that become INT8, computed on `device`, kept in host memory. Of
+    weights that stay as they are stored it finds only what their rows will be scaled by."""
 
     def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
-        if not is_quantizable(name, weight.shape) or in_floats(weight.shape[0], weight.shape[1]):
+        if not becomes_int8(name, weight):
             return None
+        as_stored = stays(weight)
         with naming_layer(name):
-            q, scale = quantize_weight(float_weight(weight.to(device=device), pre_quant_scale))
-        progress.step("quantizing layer")
-        return int8_weight(q.cpu(), scale.cpu(), dtype)
+            weight = weight.to(device=device)
+            if as_stored:
+                held = stored_weight(weight, dtype)
+            else:
+                held = int8_weight(*quantize_weight(float_weight(weight, pre_quant_scale)), dtype)
+        progress.step("reading layer" if as_stored else "quantizing layer")
+        return held.to(device="cpu")
 
     return convert
+
+
+def _decode_small(tensors: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> None:
+    """Put floats in place of GGUF's blocks where no INT8 linear takes them."""
+    for key, tensor in tensors.items():
+        name = key.removesuffix(".weight")
+        if is_gguf(tensor) and (name == key or not is_quantizable(name, tuple(tensor.shape))):
+            decoded = tensor.to(device=device).dequantize()
+            check_finite(key, decoded)
+            tensors[key] = decoded.to(device="cpu", dtype=dtype)
 
 
 def _fits(state_dict: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:

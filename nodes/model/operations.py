@@ -16,6 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import BF16, FUSED, ChannelTransform, int8_path, native_computes
 from ..files import int8_mark
+from ..files.gguf_weight import GGUF_LAYOUT, is_gguf
 from .fused_forward import INT8Linear, fused_forward, native_forward
 from .int8_weight import LAYOUT, HeldWeight, computed_with, format_name, int8_weight, is_int8, mark_of
 
@@ -74,6 +75,8 @@ def int8_operations(
                 INT8Operations.missing, INT8Operations.unexpected = args[2:4]  # PyTorch's: one list for all modules
                 smooth, activation_bits = _take_own_form(state_dict, prefix)
                 original = state_dict.get(f"{prefix}weight")
+                if is_gguf(original):  # ComfyUI would decode it
+                    state_dict[f"{prefix}weight"] = torch.empty(original.shape, device="meta")
                 super()._load_from_state_dict(state_dict, prefix, *args)
                 if self.weight is None:
                     return
@@ -100,6 +103,8 @@ def int8_operations(
                         if input_scale is not None:
                             self.pre_quant_scale = None  # it is in the weight now
                         self._hold(converted)
+                    elif is_gguf(original):
+                        self._hold(original.dequantize())
                     elif isinstance(held, QuantizedTensor):
                         held = HeldWeight(held._qdata, held._layout_cls, held._params)
                         self.weight = torch.nn.Parameter(held, requires_grad=False)
@@ -108,12 +113,16 @@ def int8_operations(
                 if is_int8(weight):
                     self.layout_type, self.quant_format = LAYOUT, format_name(weight)
                     weight = computed_with(weight, kernel)
+                elif is_gguf(weight):
+                    self.layout_type, self.quant_format = GGUF_LAYOUT, f"GGUF {weight._params.block_format}"
                 else:
                     self.layout_type = self.quant_format = None
                     weight = weight.to(compute_dtype)
                 self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
             def set_weight(self, weight, inplace_update=False, return_weight=False, **kwargs):
+                if is_gguf(self.weight) and weight.shape == self.weight.shape and not (inplace_update or return_weight):
+                    return None  # its patches act in its products
                 if not inplace_update:
                     return super().set_weight(weight, return_weight=return_weight, **kwargs)
                 self.weight.copy_(super().set_weight(weight, return_weight=True, **kwargs))  # by a hook
@@ -125,7 +134,7 @@ def int8_operations(
                 return tensors
 
             def forward(self, input, *args, **kwargs):
-                if not is_int8(self.weight):
+                if not is_int8(self.weight) and not is_gguf(self.weight):
                     if getattr(self, "pre_quant_scale", None) is None and _is_resident(self, input):
                         comfy.ops.run_every_op()
                         return torch.nn.functional.linear(input, self.weight, self.bias)
@@ -133,7 +142,9 @@ def int8_operations(
                 comfy.ops.run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
-                native = native_computes(self.weight._params.smooth, self.weight._params.activation_bits)
+                native = is_int8(self.weight) and native_computes(
+                    self.weight._params.smooth, self.weight._params.activation_bits
+                )
                 path = int8_path(input.device, kernel, self.out_features, self.in_features, native)
                 if path == BF16 or (input.requires_grad and torch.is_grad_enabled()):
                     return self.forward_comfy_cast_weights(input)

@@ -8,6 +8,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..files import int8_mark
+from ..files.gguf_weight import is_gguf
 from ..files.mark_record import marks_as_metadata
 from ..files.safetensors_writer import PendingTensor, write_safetensors
 from ..host import notices
@@ -36,7 +37,13 @@ def save_int8_model(
     there.
     """
     # Before anything else is touched: the weights of other packs need not be tensors that can be read.
-    if not any(is_int8(getattr(module, "weight", None)) for module in model.model.diffusion_model.modules()):
+    weights = [getattr(module, "weight", None) for module in model.model.diffusion_model.modules()]
+    if any(map(is_gguf, weights)):
+        raise ValueError(
+            "this MODEL holds GGUF's blocks, not INT8. Set memory to INT8 on the INT8 DiT Loader to save it as INT8, "
+            "or connect Save GGUF"
+        )
+    if not any(map(is_int8, weights)):
         raise ValueError(
             "this MODEL holds no INT8 weights. Connect Quantize to INT8, or the INT8 DiT Loader with kernel set to "
             "'fused int8' (where bf16 is used instead, the weights are loaded as bf16)"

@@ -9,6 +9,7 @@ from comfy.ops import CastWeightBiasOp
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import FUSED, NATIVE, ComputePath, choose_path, native_computes
+from ..files.gguf_weight import is_gguf
 from .attention import describe_attention
 from .fused_forward import class_patch, int8_parts, is_native_int8
 from .int8_weight import is_int8
@@ -87,6 +88,8 @@ def _kind(
     parts = int8_parts(weight)
     if path is not None and path.kind == "fused int8" and parts is not None:
         bits = " with 16-bit activations" if parts.activation_bits == 16 else ""
+        if is_gguf(weight):
+            bits = f" from GGUF {weight._params.block_format}"
         return _FUSED_RANK, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
     if path is not None and path.kind == NATIVE and parts is not None:
         return _NATIVE_RANK, f"ComfyUI's INT8 ({path.reason})"

@@ -66,3 +66,33 @@ def test_other_formats_under_these_names_are_refused(dit, tmp_path):
     renamed[f"{layer}.comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
     with pytest.raises(ValueError, match=rf"fp8.safetensors: {layer} is quantized \(float8_e4m3fn\)"):
         dit.load(dit.write(tmp_path / "fp8.safetensors", renamed))
+
+
+# GGUF
+
+
+@pytest.fixture
+def files(pack):
+    from support import gguf_files
+
+    return gguf_files
+
+
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_rows_of_blocks_are_joined(dit, files, tmp_path, memory):
+    from int8_dit.nodes.model.load import load_int8_model
+
+    outputs = []
+    for name, tensors in (("native", dit.tensors()), ("diffusers", under_diffusers_names(dit.tensors()))):
+        path = files.write_gguf(tmp_path / f"{name}.gguf", tensors, files.linears_in("Q8_0"))
+        outputs.append(dit.output(load_int8_model(path, "fused int8", memory=memory)))
+    assert torch.equal(*outputs)
+
+
+def test_rows_of_several_formats_become_floats(dit, files, tmp_path):
+    """Q4_0 and Q4_K take as many bytes a row: joined as bytes, half of them would be misread."""
+    renamed = under_diffusers_names(dit.tensors())
+    layers = {"transformer_blocks.1.attn.to_k.weight": "Q4_0", "transformer_blocks.1.attn.to_v.weight": "F16"}
+    path = files.write_gguf(tmp_path / "mixed.gguf", renamed, lambda name, _: layers.get(name, "F32"))
+    expected = dit.output(dit.load())
+    assert dit.relative_error(dit.output(dit.load(path)), expected) < 0.2

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 BEGINNINGS = {
-    "a GGUF file": b"GGUF\x03\x00\x00\x00" + bytes(100),
     "a pickle": pickle.dumps({"a": 1}),
     "a web page": b"\n<!DOCTYPE html><html><head><title>Log in</title>" + bytes(200),
     "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 9300000000\n",

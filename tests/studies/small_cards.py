@@ -1,7 +1,7 @@
-"""Two full Ideogram 4 INT8 models on a card with little memory: milliseconds a step, load time and error, ours beside
-ComfyUI's own INT8, in both of its memory modes, with and without a LoRA.
+"""Two full Ideogram 4 models on a card with little memory: milliseconds a step, load time and error, ours in INT8 and
+in GGUF's blocks beside ComfyUI's own INT8, in both of its memory modes, with and without a LoRA.
 
-    python tests/studies/small_cards.py --comfyui PATH [--free 24 16 12] [--modes ordinary dynamic] [--out FILE]
+    python tests/studies/small_cards.py --comfyui PATH [--free 24 16 12] [--modes ordinary dynamic] [--out DIR]
 
 Needs an NVIDIA card with 44 GB of memory, 100 GB of host memory and 25 GB of disk. Another process holds all of the
 card's memory but `--free` GiB. Weights are random; the LoRA has rank 16 on every INT8 linear of both models. A step is
@@ -29,6 +29,7 @@ from support.tensors import relative_error
 RANK = 16
 LORA_SIZE = 0.06  # of a weight's norm
 SIDES = ("conditional", "unconditional")
+GGUF = "Q4_K"
 HOLD = (
     "import sys, torch; free = torch.cuda.mem_get_info()[0]; "
     "kept = torch.empty(free - int(float(sys.argv[1]) * 2**30), dtype=torch.uint8, device='cuda'); "
@@ -89,6 +90,7 @@ def prepare(folder: Path, blocks: int, steps: int, pixels: int) -> None:
     import comfy.sd
     from safetensors.torch import save_file
 
+    from int8_dit.nodes.model.save_gguf import save_gguf_model
     from support.random_models import FAMILIES, RandomModel
 
     device = comfy.model_management.get_torch_device()
@@ -108,28 +110,39 @@ def prepare(folder: Path, blocks: int, steps: int, pixels: int) -> None:
         save_file(lora, folder / f"{side}-lora.safetensors")
         tensors = {name: random.tensor(name).cpu() for name in random.shapes}
         models.append(comfy.sd.load_diffusion_model_state_dict(tensors))
+        save_gguf_model(models[-1], str(folder / f"{side}.gguf"), {}, GGUF)
     save_file(
         {"none": sample(models, steps, pixels)[0], "lora": sample(with_lora(models, folder), steps, pixels)[0]},
         folder / "bf16.st",
     )
 
 
-def load_stock(path: str):
+def load_stock(path: Path):
     """ComfyUI's own loader."""
     import comfy.sd
 
-    return comfy.sd.load_diffusion_model(path)
+    return comfy.sd.load_diffusion_model(str(path.with_suffix(".safetensors")))
 
 
-def load_ours(path: str):
+def load_ours(path: Path):
     """This pack's."""
     from int8_dit.nodes.model.load import load_int8_model
 
-    return load_int8_model(path, "fused int8")
+    return load_int8_model(str(path.with_suffix(".safetensors")), "fused int8")
 
 
-def measure(folder: Path, mode: str, free: float, steps: int, pixels: int) -> list[dict]:
-    """Both loaders in this process, without and with the LoRA."""
+def load_gguf(path: Path):
+    """This pack's, of a GGUF file whose blocks stay as they are."""
+    from int8_dit.nodes.model.load import AS_STORED, load_int8_model
+
+    return load_int8_model(str(path.with_suffix(".gguf")), "fused int8", memory=AS_STORED)
+
+
+LOADERS = {"stock": load_stock, "this pack": load_ours, f"this pack, {GGUF} as stored": load_gguf}
+
+
+def measure(folder: Path, loaders: list[str], mode: str, free: float, steps: int, pixels: int) -> list[dict]:
+    """Each loader in this process, without and with the LoRA."""
     import gc
 
     import comfy.model_management
@@ -137,8 +150,8 @@ def measure(folder: Path, mode: str, free: float, steps: int, pixels: int) -> li
 
     expected = load_file(folder / "bf16.st")
     rows = []
-    for name, load in (("stock", load_stock), ("this pack", load_ours)):
-        paths = [str(folder / f"{side}.safetensors") for side in SIDES]
+    for name in loaders:
+        load, paths = LOADERS[name], [folder / side for side in SIDES]
         load(paths[0])  # what is imported or started once
         begin = time.perf_counter()
         models = [load(path) for path in paths]
@@ -172,31 +185,27 @@ def measure(folder: Path, mode: str, free: float, steps: int, pixels: int) -> li
 
 
 def table(rows: list[dict], effect: float) -> str:
-    """Stock and this pack side by side, a line for each amount of memory, mode and LoRA."""
+    """A line for each amount of memory, mode, loader and LoRA."""
     from int8_dit.kernels.benchmark import markdown
 
     lines = []
-    for stock in (row for row in rows if row["loader"] == "stock"):
+    for row in rows:
         same = ("free", "mode", "lora")
-        ours = next(r for r in rows if r["loader"] != "stock" and all(r[key] == stock[key] for key in same))
+        stock = next((r for r in rows if r["loader"] == "stock" and all(r[key] == row[key] for key in same)), None)
         lines.append(
             [
-                f"{stock['free']:g} GiB",
-                stock["mode"],
-                "no" if stock["lora"] == "none" else "yes",
-                f"{stock['ms']:.0f}",
-                f"{ours['ms']:.0f}",
-                f"{ours['ms'] / stock['ms']:.2f}",
-                f"{stock['error']:.3f}",
-                f"{ours['error']:.3f}",
-                f"{stock['load_seconds']:.2f}",
-                f"{ours['load_seconds']:.2f}",
-                f"{stock['ready_seconds']:.1f}",
-                f"{ours['ready_seconds']:.1f}",
+                f"{row['free']:g} GiB",
+                row["mode"],
+                "no" if row["lora"] == "none" else "yes",
+                row["loader"],
+                f"{row['ms']:.0f}",
+                f"{row['ms'] / stock['ms']:.2f}" if stock else "-",
+                f"{row['error']:.3f}",
+                f"{row['load_seconds']:.2f}",
+                f"{row['ready_seconds']:.1f}",
             ]
         )
-    columns = ["free", "memory mode", "LoRA", "stock ms", "this pack ms", "ratio", "stock error", "this pack error"]
-    columns += ["stock loads s", "this pack loads s", "stock, first step done s", "this pack, first step done s"]
+    columns = ["free", "memory mode", "LoRA", "loader", "ms", "of stock", "error", "loaded s", "first step done s"]
     return markdown(columns, lines) + f"\n\nThe LoRA's own effect is {effect:.3f}."
 
 
@@ -208,6 +217,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=1024)
     parser.add_argument("--free", type=float, nargs="+", default=[24, 16, 12], help="GiB")
     parser.add_argument("--modes", nargs="+", default=["ordinary", "dynamic"])
+    parser.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(LOADERS))
     parser.add_argument("--folder", type=Path, help="where the models are kept for another run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part", choices=("prepare", "measure"), help=argparse.SUPPRESS)
@@ -217,14 +227,15 @@ def main() -> None:
         if arguments.part == "prepare":
             prepare(arguments.folder, arguments.blocks, arguments.steps, arguments.pixels)
         else:
-            measure(arguments.folder, arguments.modes[0], arguments.free[0], arguments.steps, arguments.pixels)
+            sizes = arguments.steps, arguments.pixels
+            measure(arguments.folder, arguments.loaders, arguments.modes[0], arguments.free[0], *sizes)
         return
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         options = ["--comfyui", arguments.comfyui, "--blocks", arguments.blocks, "--steps", arguments.steps]
-        options += ["--pixels", arguments.pixels]
+        options += ["--pixels", arguments.pixels, "--loaders", *arguments.loaders]
         command = [sys.executable, __file__, *map(str, options), "--folder", str(folder)]
         if not (folder / "bf16.st").exists():
             subprocess.run([*command, "--modes", "ordinary", "--part", "prepare"], check=True)

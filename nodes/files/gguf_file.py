@@ -1,0 +1,116 @@
+"""Reading a GGUF file: its tensors in ComfyUI's conventions, and what is wrong with it in one clear error."""
+
+import os
+from typing import Any
+
+import torch
+
+from ...kernels import GGUF_FORMATS
+from .gguf_weight import read_weight
+
+MAGIC = b"GGUF"
+_ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
+_MOST_ITEMS = 1 << 20  # of an array in the metadata; gguf takes each by itself
+_MOST_AXES = 8
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "BF16": torch.bfloat16}
+_TEXT_ENCODERS = ("t5", "t5encoder", "llama", "gemma", "qwen2vl", "qwen3", "qwen3vl", "clip", "mmproj")
+
+
+def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a GGUF file by name, and its texts as metadata.
+
+    Matrices in blocks stay so (`gguf_weight`); what else is in blocks, or in blocks of a format that only `gguf` knows,
+    is float32. Tensors lie in the file until they are copied.
+
+    Raises ValueError for a file that is damaged, or that holds no diffusion model; ImportError without `gguf`.
+    """
+    reader = _opened(path)
+    architecture = _text(reader, "general.architecture") or ""
+    if architecture.lower().startswith(_TEXT_ENCODERS):
+        raise ValueError(
+            f"it holds a language or vision model ({architecture}), not a diffusion model; load it with a GGUF "
+            "CLIP loader"
+        )
+    _check_places(reader, os.path.getsize(path))
+    tensors = {tensor.name: _tensor(reader, tensor) for tensor in reader.tensors}
+    metadata = {name: text for name in reader.fields if (text := _text(reader, name)) is not None}
+    return tensors, metadata
+
+
+def _opened(path: str) -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError("GGUF files need the package gguf: run `python -m pip install gguf`") from error
+
+    class Reader(gguf.GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int):
+            if raw_type == gguf.GGUFValueType.ARRAY:
+                count = self._get(orig_offs + 4, "uint64")[0]
+                if count > _MOST_ITEMS:
+                    raise ValueError(f"its metadata has an array of {count} items")
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    try:
+        return Reader(path, "c")  # copied on write: nothing can reach the file
+    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is damaged or incomplete ({error}); download or copy it again") from error
+
+
+def _check_places(reader: Any, size: int) -> None:
+    """Raise ValueError for tensors that lie beyond the end of the file or in one another."""
+    end, last = 0, ""
+    for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
+        if tensor.data_offset < max(end, reader.data_offset) and tensor.n_bytes:
+            raise ValueError(f"{tensor.name} lies in {last or 'the header'}; download or copy the file again")
+        end, last = tensor.data_offset + tensor.n_bytes, tensor.name
+        if end > size:
+            raise ValueError(f"{tensor.name} ends beyond the file; download or copy it again")
+
+
+def _text(reader: Any, name: str) -> str | None:
+    field = reader.get_field(name)
+    if field is None or [kind.name for kind in field.types] != ["STRING"]:
+        return None
+    return bytes(field.parts[field.data[-1]]).decode("utf-8", errors="replace")
+
+
+def _shape(reader: Any, tensor: Any) -> tuple[int, ...]:
+    """The shape of a tensor: of more axes than GGUF has, or of rows that its blocks did not fit, it is in the metadata.
+
+    Raises ValueError for one that does not hold as many values.
+    """
+    stored = tuple(int(size) for size in reversed(tensor.shape))
+    field = reader.get_field(_ORIGINAL_SHAPE + tensor.name)
+    if field is None:
+        return stored
+    if [kind.name for kind in field.types[:2]] != ["ARRAY", "INT32"] or not 0 < len(field.data) <= _MOST_AXES:
+        raise ValueError(f"{field.name} is no list of INT32, as the shape of a tensor is")
+    shape = tuple(int(field.parts[part][0]) for part in field.data)
+    if min(shape) < 0 or torch.Size(shape).numel() != torch.Size(stored).numel():
+        raise ValueError(f"{field.name} is {list(shape)}, but the tensor is {list(stored)}")
+    return shape
+
+
+def _tensor(reader: Any, tensor: Any) -> torch.Tensor:
+    kind, shape = tensor.tensor_type.name, _shape(reader, tensor)
+    data = torch.from_numpy(tensor.data)
+    if kind in _FLOATS:
+        return data.view(_FLOATS[kind]).reshape(shape)
+    if kind in GGUF_FORMATS and len(shape) == 2 and shape[1] % GGUF_FORMATS[kind].weights == 0:
+        return read_weight(data.reshape(shape[0], -1), kind, shape)
+    if data.dtype != torch.uint8:
+        raise ValueError(f"{tensor.name} is {kind}, and weights are floats or in blocks")
+    return _decoded_by_gguf(tensor).reshape(shape)
+
+
+def _decoded_by_gguf(tensor: Any) -> torch.Tensor:
+    from gguf import quants
+
+    try:
+        return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type))
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{tensor.name} is in the format {tensor.tensor_type.name}, which is not read; use a file in one of "
+            f"{', '.join(GGUF_FORMATS)}"
+        ) from error

@@ -1,0 +1,248 @@
+"""GGUF files in the INT8 DiT Loader: as users have them, as INT8 and as stored, with LoRAs and in little memory."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def files(pack):
+    from support import gguf_files
+
+    return gguf_files
+
+
+@pytest.fixture
+def write(dit, files, tmp_path):
+    """A file of the glyph model; its rows of 192 weights are no K-quants, those of 768 are."""
+
+    def write(kind="Q8_0", tensors=None, **options):
+        choose = options.pop("choose", files.linears_in(kind))
+        return files.write_gguf(tmp_path / f"{kind}.gguf", tensors or dit.tensors(), choose, **options)
+
+    return write
+
+
+def load(path, memory="INT8", **options):
+    from int8_dit.nodes.model.load import load_int8_model
+
+    return load_int8_model(str(path), "fused int8", memory=memory, **options)
+
+
+def stored(model):
+    """The weights that stay in blocks, by layer."""
+    from int8_dit.nodes.files.gguf_weight import is_gguf
+
+    return {
+        name: module.weight
+        for name, module in model.model.diffusion_model.named_modules()
+        if is_gguf(getattr(module, "weight", None))
+    }
+
+
+def dequantized(dit, files, path):
+    """The MODEL of ComfyUI's own loader, with the floats that a file's blocks stand for."""
+    import comfy.sd
+
+    from int8_dit.nodes.files.gguf_file import read_gguf
+    from int8_dit.nodes.files.gguf_weight import is_gguf
+
+    tensors, _ = read_gguf(str(path))
+    floats = {key: t.dequantize() if is_gguf(t) else t.clone() for key, t in tensors.items()}
+    return comfy.sd.load_diffusion_model_state_dict(floats)
+
+
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+@pytest.mark.parametrize("kind", ("Q8_0", "Q4_0", "Q4_K"))
+def test_it_computes_what_its_blocks_stand_for(dit, files, write, kind, memory):
+    path = write(kind)
+    expected = dit.output(dequantized(dit, files, path))
+    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(dit.stock()))
+    assert dit.relative_error(dit.output(load(path, memory)), expected) < 2 * int8_noise
+
+
+def test_as_int8_every_linear_is(dit, write):
+    assert set(dit.int8_weights(load(write()))) == set(dit.LINEARS)
+
+
+def test_as_stored_both_ways_compute_alike(dit, write):
+    """The same INT8 weights: made once, or for each product."""
+    path = write("Q8_0")
+    assert torch.equal(dit.output(load(path)), dit.output(load(path, "as stored")))
+
+
+def test_as_stored_the_weights_take_what_they_take_in_the_file(dit, write):
+    path = write("Q8_0")
+    held = stored(load(path, "as stored"))
+    large = [layer for layer in dit.LINEARS if dit.tensors()[f"{layer}.weight"].numel() >= 1 << 16]
+    assert set(held) == set(large)
+    for weight in held.values():
+        assert weight.nbytes == weight.numel() // 32 * 34
+        assert weight._qdata.device.type == "cpu"
+
+
+def test_the_blocks_of_a_loaded_model_do_not_lie_in_the_file(write, tmp_path):
+    import os
+
+    path = write()
+    model = load(path, "as stored")
+    before = {name: weight._qdata.clone() for name, weight in stored(model).items()}
+    with open(path, "r+b") as file:
+        file.write(bytes(os.path.getsize(path)))
+    assert all(torch.equal(weight._qdata, before[name]) for name, weight in stored(model).items())
+
+
+def test_other_floats_and_shapes(dit, files, write):
+    """BF16, F16 and F32 tensors, and one that is stored in other rows than its own."""
+    name = "x_embedder.proj.weight"
+    shape = tuple(dit.tensors()[name].shape)
+    kinds = {"pos_embed": "F32", name: "F16", "final_layer.linear.weight": "BF16"}
+    path = write(choose=lambda key, _: kinds.get(key, "F32"), shapes={name: (shape[0] * shape[1], 4)})
+    assert len(shape) == 4
+    half = dit.tensors()
+    half[name] = half[name].half()
+    assert dit.relative_error(dit.output(load(path)), dit.output(dit.load())) < 1e-2
+
+
+def test_a_prefix_of_a_whole_checkpoint(dit, write):
+    prefixed = {f"model.diffusion_model.{key}": tensor for key, tensor in dit.tensors().items()}
+    assert torch.equal(dit.output(load(write(tensors=prefixed))), dit.output(load(write())))
+
+
+# Patches
+
+
+def patched(dit, model, lora):
+    return dit.with_lora(model, lora)
+
+
+@pytest.fixture
+def expected(dit, files, write, lora):
+    """What the floats with the LoRA compute."""
+    model = dequantized(dit, files, write("Q8_0"))
+    with_it = dit.output(dit.with_lora(model, lora))
+    assert dit.relative_error(with_it, dit.output(model)) > 0.5
+    return with_it
+
+
+def test_a_lora_acts_beside_stored_weights(dit, write, lora, expected):
+    model = load(write("Q8_0"), "as stored")
+    before = {name: weight._qdata.clone() for name, weight in stored(model).items()}
+    plain = dit.output(model)
+    with_it = dit.with_lora(model, lora)
+    assert dit.relative_error(dit.output(with_it), expected) < 0.1
+    assert all(torch.equal(weight._qdata, before[name]) for name, weight in stored(with_it).items())
+    assert torch.equal(dit.output(model), plain)  # and is gone without a trace
+    assert dit.relative_error(dit.output(with_it), expected) < 0.1  # and comes back
+
+
+def test_a_lora_is_exact_beside_a_stored_weight(dit, write, lora):
+    """It is not rounded with the weight."""
+    model = load(write("Q8_0"), "as stored")
+    with_it = dit.with_lora(model, lora)
+    dit.output(with_it)
+    layer = dit.module(with_it, dit.LAYER)
+    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(0))
+    up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
+    with torch.inference_mode():
+        both = layer(x)
+        layer.weight_function, functions = [], layer.weight_function
+        alone = layer(x)
+        layer.weight_function = functions
+    torch.testing.assert_close(both, alone + x @ (up @ down).t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_a_lora", (False, True))
+def test_partially_loaded(dit, write, lora, expected, with_a_lora):
+    path = write("Q8_0")
+    model = load(path, "as stored")
+    model = dit.with_lora(model, lora) if with_a_lora else model
+    model.patch_model(device_to=model.load_device, lowvram_model_memory=1)
+    streamed = dit.forward(model)
+    if with_a_lora:
+        assert dit.relative_error(streamed, expected) < 0.1
+    else:
+        assert torch.equal(streamed, dit.output(load(path, "as stored")))
+
+
+def test_unloaded_in_part_a_lora_acts_once(dit, write, lora, expected):
+    model = dit.with_lora(load(write("Q8_0"), "as stored"), lora)
+    dit.output(model)
+    model.partially_unload(model.offload_device, 1 << 30)
+    assert dit.relative_error(dit.forward(model), expected) < 0.1
+
+
+def test_another_kind_of_patch_becomes_part_of_the_product(dit, files, write, lora):
+    path = write("Q8_0")
+    patches = {
+        f"diffusion_model.{layer}.weight": (
+            lora[f"diffusion_model.{layer}.lora_up.weight"] @ lora[f"diffusion_model.{layer}.lora_down.weight"],
+        )
+        for layer in dit.LINEARS
+    }
+    outputs = []
+    for model in (dequantized(dit, files, path), load(path, "as stored")):
+        model.add_patches(patches)
+        outputs.append(dit.output(model))
+    assert dit.relative_error(outputs[1], outputs[0]) < 0.1
+
+
+# What it does not become
+
+
+def test_a_stored_model_is_not_saved_as_int8(dit, write, tmp_path):
+    from int8_dit.nodes.model.save import save_int8_model
+
+    with pytest.raises(ValueError, match=r"Set memory to INT8.*Save GGUF"):
+        save_int8_model(load(write(), "as stored"), str(tmp_path / "m.safetensors"), {})
+
+
+def test_a_stored_model_can_be_quantized(dit, write):
+    """With the recipe, from the floats that its blocks stand for."""
+    model = load(write("Q8_0"), "as stored")
+    quantized = dit.quantize(model, **dit.calibration(model))
+    assert set(dit.int8_weights(quantized)) == set(dit.LINEARS)
+    assert dit.relative_error(dit.output(quantized), dit.output(dit.stock())) < 0.1
+
+
+def test_with_the_kernel_bf16_it_computes_in_floats(dit, files, write):
+    from int8_dit.nodes.model.load import load_int8_model
+
+    path = write("Q8_0")
+    model = load_int8_model(path, "bf16", memory="as stored")
+    assert stored(model)
+    torch.testing.assert_close(dit.output(model), dit.output(dequantized(dit, files, path)), rtol=1e-3, atol=1e-3)
+
+
+def test_what_runs_where(dit, write):
+    from int8_dit.nodes.model.summary import summarize
+
+    assert "from GGUF Q8_0" in str(summarize(load(write("Q8_0"), "as stored")))
+
+
+# Where files are
+
+
+def test_files_are_listed_where_users_keep_them(pack, tmp_path, monkeypatch):
+    import folder_paths
+
+    from int8_dit.nodes.host.model_files import model_files, model_path
+
+    for folder in ("models", "gguf", "gguf/flux"):
+        (tmp_path / folder).mkdir()
+    for name in ("models/a.safetensors", "models/b.gguf", "gguf/c.gguf", "gguf/flux/d.GGUF", "gguf/e.txt"):
+        (tmp_path / name).write_bytes(b"")
+    known = dict(folder_paths.folder_names_and_paths)
+    known["diffusion_models"] = ([str(tmp_path / "models")], folder_paths.supported_pt_extensions)
+    known["unet_gguf"] = ([str(tmp_path / "models"), str(tmp_path / "gguf")], {".gguf"})
+    monkeypatch.setattr(folder_paths, "folder_names_and_paths", known)
+    monkeypatch.setattr(folder_paths, "filename_list_cache", {})
+    before = dict(known)
+    nested = str((tmp_path / "gguf/flux/d.GGUF").relative_to(tmp_path / "gguf"))
+    assert model_files() == ["a.safetensors", "b.gguf", "c.gguf", nested]
+    assert model_path(nested) == str(tmp_path / "gguf/flux/d.GGUF")
+    assert model_path("a.safetensors") == str(tmp_path / "models/a.safetensors")
+    with pytest.raises(FileNotFoundError):
+        model_path("gone.gguf")
+    assert known == before
+    del known["unet_gguf"]  # without a pack that loads GGUF files
+    assert model_files() == ["a.safetensors", "b.gguf"]
