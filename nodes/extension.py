@@ -9,6 +9,7 @@ from .kernel_benchmark import INT8KernelBenchmark
 from .load_int8_dit import LoadINT8DiT
 from .quantize_to_int8 import QuantizeToINT8SmoothQuant
 from .record_calibration import CollectINT8Calibration, RecordINT8Calibration
+from .save_gguf_dit import SaveGGUFDiT
 from .save_int8_dit import SaveINT8DiT
 
 register_folder()
@@ -23,6 +24,7 @@ class INT8DiTExtension(ComfyExtension):
             ApplyFusedINT8Kernel,
             QuantizeToINT8SmoothQuant,
             SaveINT8DiT,
+            SaveGGUFDiT,
             RecordINT8Calibration,
             CollectINT8Calibration,
             SaveINT8Calibration,

@@ -18,6 +18,7 @@ const RESULT_NODES = new Set([
   "LoadINT8DiT",
   "QuantizeToINT8SmoothQuant",
   "SaveINT8Calibration",
+  "SaveGGUFDiT",
   "SaveINT8DiT",
 ]);
 const RESULT_WIDGET = "int8_dit_result";

@@ -15,6 +15,7 @@ const REASONS = {
   "folded-lora": "A LoRA meets a file that was saved with fold",
   "fold-incomplete": "A folded file needs this pack all the same",
   "attention": "INT8 attention did not run",
+  "gguf-architecture": "A saved GGUF file may be refused by ComfyUI-GGUF",
 };
 const LIFE_MS = 20000;
 const SEEN = "int8_dit.seen_warnings"; // in the session's storage, which a reload of the page keeps

@@ -8,7 +8,9 @@ from typing import Any, Literal
 from comfy_execution.utils import get_executing_context
 
 WARNING_EVENT = "int8_dit.warning"
-Reason = Literal["bf16", "not-applied", "uncalibrated", "folded-lora", "fold-incomplete", "attention"]
+Reason = Literal[
+    "bf16", "not-applied", "uncalibrated", "folded-lora", "fold-incomplete", "attention", "gguf-architecture"
+]
 """What a warning is about. The browser shows each once a session and has a setting for it (web/warnings.js)."""
 
 logger = logging.getLogger(__name__)

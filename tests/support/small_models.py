@@ -16,6 +16,7 @@ import comfy.ldm.audio.embedders
 import comfy.ldm.ideogram4.model
 import comfy.ldm.lightricks.model
 import comfy.ldm.lumina.model
+import comfy.ldm.modules.diffusionmodules.mmdit
 import comfy.ldm.modules.diffusionmodules.openaimodel
 import comfy.ldm.wan.model
 import comfy.model_detection
@@ -136,6 +137,29 @@ def v_prediction_unet(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
         use_linear_in_transformer=True,
         legacy=False,
     )
+
+
+def wide_mmdit_tensors() -> dict[str, torch.Tensor]:
+    """A file of the glyph model's kind, four blocks of a width that GGUF's K-quants divide."""
+    embedder = {"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 256}}
+    model = comfy.ldm.modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper(
+        in_channels=16,
+        patch_size=2,
+        depth=4,
+        input_size=None,
+        adm_in_channels=64,
+        context_embedder_config=embedder,
+        qk_norm="rms",
+        dtype=torch.float32,
+        device="cpu",
+        operations=comfy.ops.disable_weight_init,
+    )
+    return _random_tensors(model)
+
+
+def wide_mmdit() -> ModelPatcher:
+    """The MODEL of that file. It takes the inputs of the glyph model."""
+    return comfy.sd.load_diffusion_model_state_dict(wide_mmdit_tensors())
 
 
 def stable_audio() -> ModelPatcher:

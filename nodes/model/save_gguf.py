@@ -1,0 +1,201 @@
+"""Saving a MODEL as a GGUF file: its linears in one block format, everything else in floats."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
+from comfy.supported_models_base import BASE
+
+from ...kernels import GGUF_FORMATS, quantize_blocks
+from ..files.gguf_writer import PendingGGUF, plain_type, write_gguf
+from ..files.safetensors_writer import PendingTensor
+from ..host import notices
+from ..host.output_files import saved_line
+from ..host.work import Progress, make_room_to_quantize
+from .build import as_file, file_metadata
+from .layer_selection import check_runs_as_stored, linears
+from .patched_weights import DIFFUSION_MODEL, patched_weight, stored_weight
+from .recipe import FOLDED, RECIPE_KEY, recipe_of, warn_of_patches_on_folded
+
+SAVED_TYPES = {"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_K_S", "Q4_K": "MOSTLY_Q4_K_S"}
+"""The block formats that a file can be saved in, and what llama.cpp calls such a file."""
+
+_OTHERWISE = "Q8_0"  # for rows that do not divide into the blocks of another format
+_MOST_WEIGHTS = 1 << 24  # quantized at a time
+_MOST_ROUNDING = 2.0**-9  # what bf16 loses of a value at most
+
+_ARCHITECTURES = {
+    "SD15": "sd1",
+    "SDXL": "sdxl",
+    "SD3": "sd3",
+    "AuraFlow": "aura",
+    "Flux": "flux",
+    "LongCatImage": "flux",
+    "Chroma": "flux",
+    "HiDream": "hidream",
+    "CosmosT2V": "cosmos",
+    "CosmosT2IPredict2": "cosmos",
+    "Anima": "cosmos",
+    "LTXV": "ltxv",
+    "HunyuanVideo": "hyvid",
+    "WAN21_T2V": "wan",
+    "Lumina2": "lumina2",
+    "QwenImage": "qwen_image",
+    # It has no name of its own yet. ComfyUI-GGUF asks only whether it knows the name; ComfyUI looks at the tensors.
+    "Ideogram4": "lumina2",
+}
+"""ComfyUI's class of a model, or one that it derives from -> the architecture as ComfyUI-GGUF names it."""
+
+
+def save_gguf_model(
+    model: ModelPatcher, destination: str | Iterable[str], metadata: Mapping[str, str], type: str
+) -> str:
+    """Write a MODEL, its patches applied, as one GGUF file with plain module names, and return the file's path.
+
+    All linears are in the block format `type`, a key of SAVED_TYPES; where its blocks do not divide the rows, in Q8_0,
+    or else in F16. Other tensors are F16, or F32 where they have one dimension or F16 would not hold their values.
+    Blocks of that format that the MODEL holds already, and no patch changes, are written as they are.
+
+    `destination` is a new file's path, or several of which the first free one is taken.
+
+    Raises ValueError naming a tensor that cannot be read or written, or for something that is in no weight;
+    ImportError without the package gguf; `write_new_file`'s OSErrors; ComfyUI's interrupt exception on cancel. The file
+    is then not there.
+    """
+    check_runs_as_stored(model)
+    warn_of_patches_on_folded(model)
+    tensors = _tensors(model, type)
+    architecture = architecture_name(model.model.model_config)
+    about = file_metadata(model.model)
+    recipe = recipe_of(model)
+    if recipe.get(FOLDED):  # of which a loader warns; the rest of a recipe is about INT8
+        about[RECIPE_KEY] = json.dumps({FOLDED: True})
+    progress = Progress(len(tensors))
+    step = partial(progress.step, "saving tensor")
+    path = write_gguf(destination, tensors, architecture, SAVED_TYPES[type], {**about, **metadata}, step)
+    progress.finish(saved_line(path))
+    return path
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Let a ValueError say which tensor it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be saved as GGUF: {error}") from error
+
+
+def architecture_name(config: BASE) -> str:
+    """What `general.architecture` says of a model of ComfyUI's; warns where ComfyUI-GGUF has no name for it."""
+    for kind in type(config).__mro__:
+        if kind.__name__ in _ARCHITECTURES:
+            return _ARCHITECTURES[kind.__name__]
+    name = str(config.unet_config.get("image_model") or type(config).__name__.lower())
+    notices.warn(
+        "gguf-architecture",
+        "ComfyUI-GGUF may refuse the file",
+        f"it has no name for models of this kind: the file's architecture is {name!r}. The INT8 DiT Loader reads it.",
+    )
+    return name
+
+
+class _Entry(PendingTensor):
+    """A tensor of the diffusion model under the name that it has in the MODEL, while it gets that of a file."""
+
+    def __init__(self, like: torch.Tensor, name: str) -> None:
+        super().__init__(like)
+        self.name = name
+
+
+def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
+    """What is to be written, by the name that it has in a file."""
+    layers = linears(model)
+    for name, layer in layers.items():
+        weight: Any = layer.weight
+        if not (isinstance(weight, QuantizedTensor) or weight.is_floating_point()):
+            raise ValueError(
+                f"{name}: its weight is stored as {weight.dtype}, in a format that cannot be read (perhaps by another "
+                "pack's GGUF loader); load the model with INT8 DiT Loader or ComfyUI's own"
+            )
+    device = model.load_device
+    make_room_to_quantize(device, max((layer.weight.numel() for layer in layers.values()), default=0))
+    found = {}
+    for name, value in as_file(model.model, _entries(model)).items():
+        with _naming(name):
+            if isinstance(value, _Entry):
+                found[name] = _of_model(model, value, layers, type)
+            else:  # a part of the checkpoint beside the diffusion model
+                found[name] = _plain(lambda value=value: value, tuple(value.shape))
+    return found
+
+
+def _entries(model: ModelPatcher) -> dict[str, Any]:
+    """The diffusion model's tensors, each weight once: without the scales that quantized ones are stored with."""
+    diffusion_model = model.model.diffusion_model
+    parts = diffusion_model.named_modules()
+    quantized = {name for name, part in parts if isinstance(getattr(part, "weight", None), QuantizedTensor)}
+    names = (key for key in diffusion_model.state_dict() if _is_whole(key, quantized))
+    return {name: _Entry(stored_weight(model, DIFFUSION_MODEL + name), name) for name in names}
+
+
+def _is_whole(key: str, quantized: set[str]) -> bool:
+    layer, _, part = key.rpartition(".")
+    return layer not in quantized or part in ("weight", "bias")
+
+
+def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], type: str) -> PendingGGUF:
+    key = DIFFUSION_MODEL + entry.name
+    layer, _, part = entry.name.rpartition(".")
+    shape = tuple(entry.shape)
+    if not (entry.dtype.is_floating_point or isinstance(stored_weight(model, key), QuantizedTensor)):
+        return _plain(lambda: stored_weight(model, key), shape)
+
+    def read() -> torch.Tensor:
+        with _naming(entry.name):
+            weight = patched_weight(model, key, model.load_device)
+            if not bool(torch.isfinite(weight).all()):
+                raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
+        return weight
+
+    fitting = [name for name in (type, _OTHERWISE) if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0]
+    if part != "weight" or layer not in layers or not fitting:
+        return _plain(read, shape)
+    return PendingGGUF(shape, fitting[0], partial(_blocks, read, fitting[0]))
+
+
+def _blocks(read: Callable[[], torch.Tensor], type: str) -> Iterator[torch.Tensor]:
+    """A weight's blocks, some rows at a time; the user may cancel between them."""
+    weight = read()
+    for rows in weight.split(max(1, _MOST_WEIGHTS // weight.shape[1])):
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        yield quantize_blocks(rows, type)
+
+
+def _plain(read: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> PendingGGUF:
+    value = read()
+    dtype = value.dtype if not value.is_floating_point() else torch.float16 if _fits_half(value) else torch.float32
+
+    def pieces() -> Iterator[torch.Tensor]:
+        yield read().to(dtype)
+
+    return PendingGGUF(shape, plain_type(dtype), pieces)
+
+
+def _fits_half(value: torch.Tensor) -> bool:
+    """Whether F16 holds a tensor: nothing becomes Inf, and what small values lose is no more than in bf16.
+
+    Tensors of one dimension, biases and norms, are F32 in every GGUF file.
+    """
+    if value.ndim < 2:
+        return False
+    value = value.float()
+    half = value.half().float()
+    norm = torch.linalg.vector_norm
+    return bool(torch.isfinite(half).all()) and bool(norm(half - value) <= _MOST_ROUNDING * norm(value))

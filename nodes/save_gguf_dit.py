@@ -1,0 +1,51 @@
+"""The node "Save GGUF"."""
+
+from comfy_api.latest import io
+
+from .host.output_files import output_paths, saved_file, workflow_metadata
+from .model.save_gguf import SAVED_TYPES, save_gguf_model
+
+
+class SaveGGUFDiT(io.ComfyNode):
+    """MODEL -> a GGUF file in the output folder, named as ComfyUI's own save nodes name theirs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SaveGGUFDiT",
+            display_name="Save GGUF",
+            category="model/quantization",
+            search_aliases=["save quantized model", "convert model", "gguf", "quantize to gguf"],
+            description=(
+                "Saves a diffusion model as GGUF: every linear layer in one block format, everything else in 16 or 32 "
+                "bits. ComfyUI-GGUF and the INT8 DiT Loader read the file."
+            ),
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="A model from a bf16, fp16, FP8, INT8 or GGUF file. Its LoRAs are baked into the file. "
+                    "Best made of a 16-bit file: what was rounded before is rounded twice.",
+                ),
+                io.String.Input(
+                    "filename_prefix",
+                    default="diffusion_models/GGUF",
+                    tooltip="Where to save, below ComfyUI's output folder.",
+                ),
+                io.Combo.Input(
+                    "type",
+                    options=list(SAVED_TYPES),
+                    default="Q8_0",
+                    tooltip="The format of the linear layers. Q8_0: 8.5 bits a weight, hardly to be told from 16 bits, "
+                    "for every model. Q6_K: 6.6 bits. Q5_K: 5.5 bits. Q4_K: 4.5 bits, the smallest. Layers whose width "
+                    "does not divide by 256 are Q8_0 in all of them.",
+                ),
+            ],
+            outputs=[],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, model, filename_prefix, type) -> io.NodeOutput:
+        path = save_gguf_model(model, output_paths(filename_prefix, "gguf"), workflow_metadata(cls.hidden), type)
+        return io.NodeOutput(ui=saved_file(path))

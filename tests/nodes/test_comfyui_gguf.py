@@ -1,0 +1,122 @@
+"""This pack beside ComfyUI-GGUF in a real server: it loads what Save GGUF writes, and keeps its nodes and its lists.
+
+Runs where COMFYUI_GGUF_PATH names a checkout of github.com/city96/ComfyUI-GGUF.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support import workflows
+from support.workflows import Prompt, link
+
+THEIRS = os.environ.get("COMFYUI_GGUF_PATH", "")
+NODES = ("UnetLoaderGGUF", "UnetLoaderGGUFAdvanced", "CLIPLoaderGGUF", "DualCLIPLoaderGGUF")
+TEXT, STEPS = "R2", 3
+FILES = ("glyph_dit", "wide")  # the trained one, and one whose every width K-quants divide
+NOISE = 1e-4  # of float32 products, over the steps
+HALF = 0.01  # by default their loader multiplies the integers of a block by its scale in F16
+
+pytestmark = pytest.mark.skipif(not THEIRS, reason="COMFYUI_GGUF_PATH is not set (a checkout of ComfyUI-GGUF)")
+
+
+def serve(base, ours=True):
+    """A server with ComfyUI-GGUF, with this pack beside it or without."""
+    from support.environment import Environment
+    from support.server import serve as serve_packs
+
+    (base / "custom_nodes").mkdir(parents=True)
+    (base / "custom_nodes" / "ComfyUI-GGUF").symlink_to(Path(THEIRS).resolve())
+    environment = Environment(python=Path(sys.executable), comfyui=Path(os.environ["COMFYUI_PATH"]).resolve())
+    return serve_packs(environment, base) if ours else serve_packs(environment, base, packs=False)
+
+
+@pytest.fixture(scope="module")
+def both(pack, tmp_path_factory):
+    """A server with both packs, and a second model file."""
+    from support.small_models import wide_mmdit_tensors
+
+    with serve(tmp_path_factory.mktemp("both")) as running:
+        save_file(wide_mmdit_tensors(), running.base / "models" / "diffusion_models" / "wide.safetensors")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def written(both):
+    """What Save GGUF writes of a file in a type, once: a function that returns its path."""
+    found = {}
+
+    def write(name, type):
+        if (name, type) not in found:
+            prompt = Prompt()
+            model = workflows.stock_model(prompt, f"{name}.safetensors")
+            node = prompt.add("SaveGGUFDiT", model=model, filename_prefix=f"diffusion_models/{name}_{type}", type=type)
+            found[name, type] = both.saved_path(both.queue(prompt)[node])
+        return found[name, type]
+
+    return write
+
+
+def sampled(server, model_of):
+    prompt = Prompt()
+    node = workflows.save_latents(prompt, workflows.glyph_latents(prompt, model_of(prompt), text=TEXT, steps=STEPS))
+    return load_file(server.saved_path(server.queue(prompt)[node], "latents"))["latent_tensor"]
+
+
+def relative_error(actual, expected):
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("type", ("Q8_0", "Q6_K", "Q5_K", "Q4_K"))
+@pytest.mark.parametrize("name", FILES)
+def test_its_loader_samples_what_the_dequantized_weights_do(both, written, name, type):
+    path = written(name, type)
+    floats = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).float()
+        floats[tensor.name] = values.reshape([int(size) for size in reversed(tensor.shape)])
+    dequantized = f"{name}_{type}_dequantized.safetensors"
+    save_file(floats, both.base / "models" / "diffusion_models" / dequantized)
+    stock = sampled(both, lambda prompt: workflows.stock_model(prompt, dequantized))
+    original = sampled(both, lambda prompt: workflows.stock_model(prompt, f"{name}.safetensors"))
+    exact = {"dequant_dtype": "float32", "patch_dtype": "default", "patch_on_device": False}
+    theirs = sampled(both, lambda prompt: link(prompt.add("UnetLoaderGGUFAdvanced", unet_name=path.name, **exact)))
+    by_default = sampled(both, lambda prompt: link(prompt.add("UnetLoaderGGUF", unet_name=path.name)))
+    errors = [relative_error(latents, stock) for latents in (theirs, by_default, original)]
+    print(f"{name} {type}: float32 {errors[0]:.1e}, by default {errors[1]:.1e}, unquantized {errors[2]:.1e}")
+    assert errors[0] < NOISE
+    assert errors[1] < HALF
+    assert errors[2] > 10 * NOISE  # so that other weights would be seen
+
+
+def listed(server):
+    """Their nodes as the frontend gets them: inputs with the lists of files, texts, outputs."""
+    return {name: server.object_info(name) for name in NODES}
+
+
+def test_its_nodes_and_lists_are_what_they_are_without_this_pack(both, written, tmp_path):
+    """The list of every folder too, which models of which other nodes are taken from."""
+    written("glyph_dit", "Q8_0")
+    folders = json.loads(both.get("/models"))
+    with_ours = listed(both), {folder: json.loads(both.get(f"/models/{folder}")) for folder in folders}
+    assert "glyph_dit_Q8_0_00001_.gguf" in with_ours[1]["unet_gguf"]
+    with serve(tmp_path / "alone", ours=False) as alone:
+        for folder in ("models", "output"):
+            for path in (both.base / folder).rglob("*"):
+                place = alone.base / path.relative_to(both.base)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if path.is_file() and not place.exists():
+                    place.symlink_to(path)
+        without = (
+            listed(alone),
+            {folder: json.loads(alone.get(f"/models/{folder}")) for folder in json.loads(alone.get("/models"))},
+        )
+    assert with_ours[0] == without[0]
+    for folder in without[1].keys() - {"custom_nodes"}:
+        assert with_ours[1][folder] == without[1][folder], folder

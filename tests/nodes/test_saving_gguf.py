@@ -1,0 +1,322 @@
+"""Save GGUF: what the package gguf reads in its files, what is baked in, and that a failure leaves no file behind."""
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections import namedtuple
+
+import gguf
+import pytest
+import torch
+
+TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K")
+MOST_ERROR = {"Q8_0": 0.012, "Q6_K": 0.035, "Q5_K": 0.06, "Q4_K": 0.12}  # relative, of the model's weights
+
+
+@pytest.fixture
+def save(pack, tmp_path, monkeypatch):
+    """The node, run as ComfyUI runs it, with an output folder of its own; returns the path of the new file."""
+    import folder_paths
+    from comfy_api.latest import io
+
+    from int8_dit.nodes.save_gguf_dit import SaveGGUFDiT
+
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
+
+    def run(model, type="Q8_0", prefix="models/GGUF", workflow=None):
+        hidden = {io.Hidden.extra_pnginfo: workflow and {"workflow": workflow}}
+        node = SaveGGUFDiT.PREPARE_CLASS_CLONE({"hidden_inputs": hidden})
+        (saved,) = node.execute(model, prefix, type).ui["saved"]
+        return tmp_path / "output" / saved["subfolder"] / saved["filename"]
+
+    return run
+
+
+def read(path):
+    """A GGUF file's tensors as the package gguf reads them: name -> (type, float32 of the real shape)."""
+    reader = gguf.GGUFReader(path)
+    found = {}
+    for tensor in reader.tensors:
+        field = reader.get_field(f"comfy.gguf.orig_shape.{tensor.name}")
+        shape = field.contents() if field else [int(size) for size in reversed(tensor.shape)]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        found[tensor.name] = tensor.tensor_type.name, torch.from_numpy(values.copy()).reshape(shape)
+    return found
+
+
+def fields(path):
+    reader = gguf.GGUFReader(path)
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def wide(dit):
+    """A MODEL of the glyph model's kind with a width that K-quants divide."""
+    from support.small_models import wide_mmdit
+
+    return wide_mmdit()
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_what_is_saved_is_read_back(dit, wide, save, type):
+    """Every linear in the type, all else in F16, tensors of one dimension in F32."""
+    from int8_dit.nodes.model.layer_selection import linears
+
+    expected = wide.model.diffusion_model.state_dict()
+    layers = {f"{name}.weight" for name in linears(wide)}
+    found = read(save(wide, type))
+    assert found.keys() == expected.keys()
+    for name, (kind, values) in found.items():
+        width = expected[name].shape[-1]
+        fitting = type if width % 256 == 0 else "Q8_0"
+        plain = "F32" if expected[name].ndim < 2 else "F16"
+        assert kind == (fitting if name in layers and width % 32 == 0 else plain), name
+        error = dit.relative_error(values, expected[name].float())
+        assert error <= MOST_ERROR.get(kind, 1e-3 if kind == "F16" else 0), (name, kind, error)
+    assert {kind for kind, _ in found.values()} == {type, "Q8_0", "F16", "F32"}
+
+
+def test_rows_that_no_block_divides_stay_floats(dit, save):
+    """Of the glyph model's widths, 192 and 64 divide by 32 alone."""
+    kinds = {name: kind for name, (kind, _) in read(save(dit.stock(), "Q4_K")).items()}
+    assert kinds["joint_blocks.0.x_block.mlp.fc2.weight"] == "Q4_K"  # [192, 768]
+    assert kinds["joint_blocks.0.x_block.attn.qkv.weight"] == "Q8_0"  # [576, 192]
+    assert kinds["x_embedder.proj.weight"] == "F16"  # a convolution
+
+
+def test_the_header_says_what_the_file_is(dit, save):
+    graph = {"nodes": []}
+    found = fields(save(dit.stock(), "Q4_K", workflow=graph))
+    assert found["general.architecture"] == "sd3"
+    assert found["general.quantization_version"] == gguf.GGML_QUANT_VERSION
+    assert found["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_S
+    assert json.loads(found["workflow"]) == graph
+    assert json.loads(found["config"])["transformer"]["depth"] == 3
+
+
+def test_files_are_numbered(dit, save):
+    assert [save(dit.stock()).name for _ in range(2)] == ["GGUF_00001_.gguf", "GGUF_00002_.gguf"]
+
+
+SOURCES = {
+    "INT8": lambda dit, folder: dit.load(dit.write(folder / "int8.safetensors", dit.native_int8())),
+    "smoothed INT8": lambda dit, folder: dit.load(dit.write(folder / "own.safetensors", dit.smoothed_int8())),
+    "ConvRot": lambda dit, folder: dit.load(
+        dit.write(folder / "rotated.safetensors", dit.native_int8(rotation_group=64))
+    ),
+    "stock INT8": lambda dit, folder: dit.stock(dit.write(folder / "int8.safetensors", dit.native_int8())),
+    "FP8": lambda dit, folder: dit.stock(dit.write(folder / "fp8.safetensors", fp8(dit))),
+    "raw FP8": lambda dit, folder: dit.stock(dit.write(folder / "raw.safetensors", raw_fp8(dit))),
+}
+
+
+def fp8(dit):
+    from support.file_formats import fp8_scaled
+
+    return fp8_scaled(dit.tensors(), list(dit.LINEARS))
+
+
+def raw_fp8(dit):
+    weights = {f"{layer}.weight" for layer in dit.LINEARS}
+    return {name: t.to(torch.float8_e4m3fn) if name in weights else t for name, t in dit.tensors().items()}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_quantized_sources_are_dequantized_first(dit, save, tmp_path, source):
+    """What the file holds computes what the MODEL computes; no scale or mark of the source is left in it."""
+    from int8_dit.nodes.model.patched_weights import float_weight
+
+    model = SOURCES[source](dit, tmp_path)
+    found = read(save(model))
+    assert found.keys() == dit.tensors().keys()
+    for layer in dit.LINEARS:
+        held = float_weight(dit.module(model, layer).weight).float()
+        assert dit.relative_error(found[f"{layer}.weight"][1], held) < MOST_ERROR["Q8_0"]
+
+
+def test_a_lora_is_baked_in(dit, save):
+    """Into quantized layers and into those that stay floats."""
+    layers = [*dit.LINEARS, "final_layer.linear"]
+    model = dit.stock()
+    lora = dit.lora(layers, scale=0.5)
+    patched, before = read(save(dit.with_lora(model, lora))), read(save(model))
+    for layer in layers:
+        delta = lora[f"diffusion_model.{layer}.lora_up.weight"] @ lora[f"diffusion_model.{layer}.lora_down.weight"]
+        got = patched[f"{layer}.weight"][1] - before[f"{layer}.weight"][1]
+        assert dit.relative_error(got, delta.float()) < 0.1, layer
+
+
+def test_saving_leaves_the_model_as_it_was(dit, save):
+    model = dit.load()
+    with dit.untouched(model):
+        save(model)
+
+
+def test_values_that_half_precision_does_not_hold_stay_float32(dit, save, tmp_path):
+    tensors = dit.tensors()
+    name = "x_embedder.proj.weight"
+    for factor in (1e7, 1e-9):
+        changed = tensors | {name: tensors[name].float() * factor}
+        kind, values = read(save(dit.stock(dit.write(tmp_path / f"{factor}.safetensors", changed))))[name]
+        assert kind == "F32"
+        assert torch.equal(values, changed[name])
+
+
+@pytest.mark.parametrize("name", ("x_embedder.proj.weight", "joint_blocks.0.x_block.mlp.fc2.weight"))
+def test_a_nan_is_refused(dit, save, tmp_path, name):
+    model = dit.stock()
+    model.model.diffusion_model.get_parameter(name).data.view(-1)[7] = float("nan")
+    with pytest.raises(ValueError, match=rf"{name} cannot be saved as GGUF: it has a NaN or Inf"):
+        save(model)
+    assert not files(tmp_path)
+
+
+def test_a_model_of_another_gguf_loader_is_refused(dit, save, tmp_path):
+    """It holds bytes of blocks under the name of a weight, which would be taken for numbers."""
+    model = dit.stock()
+    packed = torch.nn.Parameter(torch.zeros(8, 34, dtype=torch.uint8), requires_grad=False)
+    dit.module(model, dit.LAYER).weight = packed
+    with pytest.raises(ValueError, match=rf"{dit.LAYER}: its weight is stored as torch.uint8, .* INT8 DiT Loader"):
+        save(model)
+    assert not files(tmp_path)
+
+
+def test_a_bypass_lora_is_refused(dit, save):
+    model = dit.stock()
+    model.set_injections("bypass_lora", [])
+    model.injections["bypass_lora"] = [object()]
+    with pytest.raises(ValueError, match="bypass_lora"):
+        save(model)
+
+
+def test_without_the_package_gguf_the_error_says_what_to_do(dit, save, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match="pip install gguf"):
+        save(dit.stock())
+    assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ("Wan t2v", "Flux", "Stable Audio", "HiDream", "LTX-Video"))
+def test_other_families(pack, save, name):
+    """Convolutions of five dimensions, raw parameters, parts of a checkpoint beside the diffusion model."""
+    from support import small_models
+    from support.architectures import ARCHITECTURES
+
+    with small_models.known_to_comfyui(ARCHITECTURES[name]):
+        tensors = small_models.tensors_of(ARCHITECTURES[name])
+        model = comfy_model(tensors)
+        found = read(save(model))
+    assert found.keys() == tensors.keys()
+    for key, (_, values) in found.items():
+        assert values.shape == tensors[key].shape, key
+        assert torch.allclose(values, tensors[key], atol=0.02 * float(tensors[key].abs().max())), key
+
+
+def comfy_model(tensors):
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model_state_dict(dict(tensors))
+
+
+NAMED = {
+    "Flux": "flux",
+    "Flux 2": "flux",
+    "Chroma": "flux",
+    "SD3": "sd3",
+    "AuraFlow": "aura",
+    "Hunyuan Video": "hyvid",
+    "Wan i2v": "wan",
+    "LTX-Video": "ltxv",
+    "Z-Image": "lumina2",
+    "Lumina 2": "lumina2",
+    "Ideogram 4": "lumina2",
+}
+
+
+def test_architectures_are_named_as_comfyui_gguf_names_them(pack, monkeypatch):
+    import comfy.supported_models
+
+    from int8_dit.nodes.host import notices
+    from int8_dit.nodes.model.save_gguf import architecture_name
+    from support.architectures import ARCHITECTURES
+
+    said = []
+    monkeypatch.setattr(notices, "warn", lambda *words: said.append(words))
+    for name, architecture in NAMED.items():
+        kind = getattr(comfy.supported_models, ARCHITECTURES[name].kind)
+        assert architecture_name(kind({**kind.unet_config, **ARCHITECTURES[name].sizes})) == architecture
+    assert not said
+    kind = comfy.supported_models.PixArtSigma
+    assert architecture_name(kind(kind.unet_config)) == "pixart_sigma"
+    ((reason, summary, detail),) = said
+    assert reason == "gguf-architecture" and "may refuse" in summary and "'pixart_sigma'" in detail
+
+
+# What goes wrong while writing: nothing may be left, and an earlier file stays what it was.
+
+
+@pytest.fixture
+def target(tmp_path):
+    """Where to save, after an earlier file, and a check that a failure left only that."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    earlier, path = folder / "model_00001_.gguf", folder / "model_00002_.gguf"
+    earlier.write_bytes(b"the previous model")
+
+    def assert_untouched():
+        assert files(folder) == [earlier]
+        assert earlier.read_bytes() == b"the previous model"
+
+    return (str(earlier), str(path)), assert_untouched
+
+
+def save_to(model, destination):
+    from int8_dit.nodes.model.save_gguf import save_gguf_model
+
+    return save_gguf_model(model, destination, {}, "Q8_0")
+
+
+def test_a_disk_that_is_too_small_is_seen_before_writing(dit, target, monkeypatch):
+    paths, assert_untouched = target
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 20, 1 << 20, 1000))
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("something was written"))
+    with pytest.raises(OSError, match=r"model_00002_.gguf .*not enough disk space: 0.00 GB are free") as error:
+        save_to(dit.stock(), paths)
+    assert error.value.errno == errno.ENOSPC
+    assert_untouched()
+
+
+def test_a_disk_that_fails(dit, target, monkeypatch):
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    paths, assert_untouched = target
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"model_00002_.gguf .*the disk reports an error"):
+        save_to(dit.stock(), paths)
+    assert_untouched()
+
+
+@pytest.mark.parametrize("share", (0, 0.5))
+def test_a_cancel_while_saving(dit, target, interrupt_at, share):
+    from comfy.model_management import InterruptProcessingException
+
+    paths, assert_untouched = target
+    interrupt_at(share)
+    with pytest.raises(InterruptProcessingException):
+        save_to(dit.stock(), paths)
+    assert_untouched()
+
+
+def test_an_existing_file_is_never_replaced(dit, target):
+    (earlier, _), assert_untouched = target
+    with pytest.raises(FileExistsError, match=r"model_00001_.gguf exists already and is not overwritten"):
+        save_to(dit.stock(), earlier)
+    assert_untouched()
