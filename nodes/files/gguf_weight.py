@@ -14,12 +14,13 @@ from comfy_kitchen.tensor import BaseLayoutParams
 from ...kernels import channel_scales, dequantize_blocks, quantize_blocks
 
 GGUF_LAYOUT = "GGUFBlocksLayout"
+_NO_SCALES = torch.empty((0, 1), dtype=torch.float32)
 
 
 class GGUFBlocksLayout(QuantizedLayout):
     """uint8 [N, bytes of a row], the name of a block format, and float32 [N, 1]: what each row is scaled by as INT8.
 
-    A weight that was only read has no scales yet: [0, 1].
+    A weight that was only read, or that computes in floats, has no scales: [0, 1].
     """
 
     @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class GGUFBlocksLayout(QuantizedLayout):
 
     @classmethod
     def quantize(
-        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, block_format=""
+        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, block_format="", computes_in_floats=False
     ) -> tuple[torch.Tensor, "GGUFBlocksLayout.Params"]:
         """Float weight -> blocks and parameters. The scales are always computed anew."""
         blocks = quantize_blocks(tensor, block_format)
-        return blocks, _params(blocks, block_format, tensor.dtype, tuple(tensor.shape))
+        scales = _NO_SCALES.to(tensor.device) if computes_in_floats else _scales(blocks, block_format)
+        return blocks, cls.Params(scales, tensor.dtype, tuple(tensor.shape), block_format)
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
@@ -49,7 +51,7 @@ class GGUFBlocksLayout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        return {"block_format": qtensor._params.block_format}
+        return {"block_format": qtensor._params.block_format, "computes_in_floats": not has_scales(qtensor)}
 
 
 register_layout_class(GGUF_LAYOUT, GGUFBlocksLayout)
@@ -57,8 +59,7 @@ register_layout_class(GGUF_LAYOUT, GGUFBlocksLayout)
 
 def read_weight(blocks: torch.Tensor, block_format: str, shape: tuple[int, int]) -> QuantizedTensor:
     """A weight of this shape [N, K] as it was read: uint8 blocks [N, bytes of a row] of a format of GGUF_FORMATS."""
-    scale = torch.empty((0, 1), dtype=torch.float32)
-    params = GGUFBlocksLayout.Params(scale, torch.float32, shape, block_format)
+    params = GGUFBlocksLayout.Params(_NO_SCALES, torch.float32, shape, block_format)
     return QuantizedTensor(blocks, GGUF_LAYOUT, params)
 
 
@@ -67,16 +68,21 @@ def is_gguf(weight: Any) -> TypeGuard[QuantizedTensor]:
     return isinstance(weight, QuantizedTensor) and weight._layout_cls == GGUF_LAYOUT
 
 
-def with_scales(weight: QuantizedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, "GGUFBlocksLayout.Params"]:
-    """Blocks and parameters of a weight that was read, to be computed with in `dtype`.
+def has_scales(weight: QuantizedTensor) -> bool:
+    """Whether a weight in GGUF's blocks can become INT8 for a product."""
+    return weight._params.scale.numel() > 0
+
+
+def with_scales(weight: QuantizedTensor) -> QuantizedTensor:
+    """A weight that was read, with what its rows are scaled by as INT8.
 
     Raises ValueError where a row holds a NaN or Inf.
     """
-    params = _params(weight._qdata, weight._params.block_format, dtype, tuple(weight.shape))
-    broken = ~torch.isfinite(params.scale.flatten())
+    scales = _scales(weight._qdata, weight._params.block_format)
+    broken = ~torch.isfinite(scales.flatten())
     if bool(broken.any()):
         raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
-    return weight._qdata, params
+    return QuantizedTensor(weight._qdata, GGUF_LAYOUT, replace(weight._params, scale=scales))
 
 
 def with_blocks(weight: QuantizedTensor, blocks: torch.Tensor) -> QuantizedTensor:
@@ -85,8 +91,5 @@ def with_blocks(weight: QuantizedTensor, blocks: torch.Tensor) -> QuantizedTenso
     return QuantizedTensor(blocks, GGUF_LAYOUT, replace(weight._params, orig_shape=shape))
 
 
-def _params(
-    blocks: torch.Tensor, block_format: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> "GGUFBlocksLayout.Params":
-    scale = channel_scales(blocks, block_format)
-    return GGUFBlocksLayout.Params(scale[:, None].contiguous(), dtype, shape, block_format)
+def _scales(blocks: torch.Tensor, block_format: str) -> torch.Tensor:
+    return channel_scales(blocks, block_format)[:, None].contiguous()

@@ -26,7 +26,7 @@ from ...kernels import (
     requantize_weight,
 )
 from ..blocks.steps import InputForm
-from ..files.gguf_weight import is_gguf
+from ..files.gguf_weight import has_scales, is_gguf
 from ..files.int8_mark import NATIVE_FORMAT
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL
@@ -75,7 +75,7 @@ def int8_parts(weight: Any) -> INT8Parts | None:
         params = weight._params
         transform = _rotation(params.convrot_groupsize, params.convrot)
         return INT8Parts(weight._qdata, params.scale.float(), transform, 8)
-    if is_gguf(weight):
+    if is_gguf(weight) and has_scales(weight):
         return INT8Parts(weight, weight._params.scale, UNCHANGED, 8)
     return None
 

@@ -68,17 +68,17 @@ def load_int8_model(
         return fits and all(choose_path(place, kernel, (n, k), ways).kind == BF16 for place in devices)
 
     def becomes_int8(name: str, weight: torch.Tensor) -> bool:
-        return is_quantizable(name, tuple(weight.shape)) and (stays(weight) or not in_floats(*weight.shape))
+        return is_quantizable(name, tuple(weight.shape)) and not in_floats(*weight.shape)
 
     if fits and choose_path(device, kernel).kind == BF16:
         warn_of_fallback(device, kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
     converter: ConvertLayer = leave_layer
     progress: Progress | None = None  # a file that needs no work is loaded as fast as any
     with naming_file(checkpoint.name):
-        _decode_small(tensors, device, compute_dtype)
+        _decode(tensors, stays, device, compute_dtype)
     if not holds_int8(tensors):
         weights = {k.removesuffix(".weight"): w for k, w in tensors.items() if k.endswith(".weight")}
-        sizes = [weight.numel() for name, weight in weights.items() if becomes_int8(name, weight)]
+        sizes = [weight.numel() for name, weight in weights.items() if stays(weight) or becomes_int8(name, weight)]
         if sizes:
             make_room_to_quantize(device, max(sizes))
             progress = Progress(len(sizes))
@@ -137,13 +137,13 @@ def _quantizing_converter(
     weights that stay as they are stored it finds only what their rows will be scaled by."""
 
     def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
-        if not becomes_int8(name, weight):
+        as_stored, as_int8 = stays(weight), becomes_int8(name, weight)
+        if not as_stored and not as_int8:
             return None
-        as_stored = stays(weight)
         with naming_layer(name):
             weight = weight.to(device=device)
             if as_stored:
-                held = stored_weight(weight, dtype)
+                held = stored_weight(weight, dtype, as_int8)
             else:
                 held = int8_weight(*quantize_weight(float_weight(weight, pre_quant_scale)), dtype)
         progress.step("reading layer" if as_stored else "quantizing layer")
@@ -152,11 +152,16 @@ def _quantizing_converter(
     return convert
 
 
-def _decode_small(tensors: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> None:
-    """Put floats in place of GGUF's blocks where no INT8 linear takes them."""
+def _decode(
+    tensors: dict[str, torch.Tensor],
+    stays: Callable[[torch.Tensor], bool],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Put floats in place of GGUF's blocks where nothing makes them INT8 and they do not stay."""
     for key, tensor in tensors.items():
         name = key.removesuffix(".weight")
-        if is_gguf(tensor) and (name == key or not is_quantizable(name, tuple(tensor.shape))):
+        if is_gguf(tensor) and (name == key or not (stays(tensor) or is_quantizable(name, tuple(tensor.shape)))):
             decoded = tensor.to(device=device).dequantize()
             check_finite(key, decoded)
             tensors[key] = decoded.to(device="cpu", dtype=dtype)

@@ -16,7 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import BF16, FUSED, ChannelTransform, int8_path, native_computes
 from ..files import int8_mark
-from ..files.gguf_weight import GGUF_LAYOUT, is_gguf
+from ..files.gguf_weight import GGUF_LAYOUT, has_scales, is_gguf
 from .fused_forward import INT8Linear, fused_forward, native_forward
 from .int8_weight import LAYOUT, HeldWeight, computed_with, format_name, int8_weight, is_int8, mark_of
 
@@ -134,10 +134,13 @@ def int8_operations(
                 return tensors
 
             def forward(self, input, *args, **kwargs):
-                if not is_int8(self.weight) and not is_gguf(self.weight):
+                if not is_int8(self.weight) and not _becomes_int8(self.weight):
                     if getattr(self, "pre_quant_scale", None) is None and _is_resident(self, input):
                         comfy.ops.run_every_op()
                         return torch.nn.functional.linear(input, self.weight, self.bias)
+                    if is_gguf(self.weight):  # ComfyUI's forward would put the input into blocks
+                        comfy.ops.run_every_op()
+                        return self.forward_comfy_cast_weights(input)
                     return super().forward(input, *args, **kwargs)
                 comfy.ops.run_every_op()
                 if isinstance(input, QuantizedTensor):
@@ -149,6 +152,13 @@ def int8_operations(
                 if path == BF16 or (input.requires_grad and torch.is_grad_enabled()):
                     return self.forward_comfy_cast_weights(input)
                 return (fused_forward if path == FUSED else native_forward)(self, input)
+
+        class Embedding(base.Embedding):
+            def _load_from_state_dict(self, state_dict, prefix, *args):
+                table = state_dict.get(f"{prefix}weight")
+                if is_gguf(table):
+                    state_dict[f"{prefix}weight"] = table.dequantize()
+                super()._load_from_state_dict(state_dict, prefix, *args)
 
         LayerNorm = _uncast_where_resident(base.LayerNorm, torch.nn.LayerNorm.forward)
         RMSNorm = _uncast_where_resident(base.RMSNorm, torch.nn.RMSNorm.forward)
@@ -168,6 +178,10 @@ def _uncast_where_resident(own: Any, plain_forward: Callable[[Any, torch.Tensor]
             return plain_forward(self, input)
 
     return Norm
+
+
+def _becomes_int8(weight: Any) -> bool:
+    return is_gguf(weight) and has_scales(weight)
 
 
 def _is_resident(layer: Any, input: Any) -> bool:

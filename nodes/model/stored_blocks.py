@@ -4,6 +4,7 @@ No block holds a patched weight as exactly as INT8 does, so ComfyUI never writes
 a plain LoRA as two thin products beside it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ SMALLEST_STORED = 1 << 16
 """Bytes below which a weight becomes INT8 all the same: ComfyUI patches small weights where they are."""
 
 
-def stored_weight(weight: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
-    """A weight that was read of a GGUF file, as a linear holds it that computes in INT8 beside floats of `dtype`.
+def stored_weight(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool) -> QuantizedTensor:
+    """A weight that was read of a GGUF file, as a linear holds it that takes and gives floats of `dtype`.
 
-    Raises ValueError where a row holds a NaN or Inf.
+    Its product is INT8's, or else that of the floats that its blocks stand for. Raises ValueError where a row holds a
+    NaN or Inf.
     """
-    blocks, params = with_scales(weight, dtype)
-    return HeldWeight(blocks.clone(), GGUF_LAYOUT, params)  # nobody reads the file once it is loaded
+    scaled = with_scales(weight)
+    params = replace(scaled._params if becomes_int8 else weight._params, orig_dtype=dtype)
+    return HeldWeight(weight._qdata.clone(), GGUF_LAYOUT, params)  # nobody reads the file once it is loaded
 
 
 def patch_outputs(model: ModelPatcher) -> None:
