@@ -15,6 +15,9 @@ from .launching import RepeatedLaunch, on_device, remembered
 from .rows import INFINITY_BITS, ROUND_TO_EVEN, magnitude_bits
 
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+# 2^23, above which float32 counts in ones, and its bits.
+_ONES = tl.constexpr(8388608.0)
+_EXPONENT_OF_ONES = tl.constexpr(0x4B000000)
 
 
 @triton.jit
@@ -47,13 +50,20 @@ def _load_bytes(at, inside):
 
 
 @triton.jit
+def _float(bits, MIDDLE: tl.constexpr):
+    """Integers in 0..65535, less MIDDLE, as float32: as the low bits of 2^23 an integer needs no conversion, which
+    would take four times as long."""
+    return (bits | _EXPONENT_OF_ONES).to(tl.float32, bitcast=True) - (_ONES + MIDDLE)
+
+
+@triton.jit
 def _decode_small(at, lane, inside, FORMAT: tl.constexpr):
     """Formats of 32 weights a block: the first half of a block's weights and the second."""
     d = _load_half(at, inside)
     if FORMAT == "Q8_0":
-        q = (at + 2).to(tl.pointer_type(tl.int8), bitcast=True) + lane
-        first = _load_bytes(q, inside).to(tl.float32) * d
-        second = _load_bytes(q + 16, inside).to(tl.float32) * d
+        q = at + 2 + lane
+        first = _float(_load_bytes(q, inside) ^ 128, 128) * d
+        second = _float(_load_bytes(q + 16, inside) ^ 128, 128) * d
     else:
         HAS_MINIMUM: tl.constexpr = FORMAT == "Q4_1" or FORMAT == "Q5_1"
         FIVE: tl.constexpr = FORMAT == "Q5_0" or FORMAT == "Q5_1"
@@ -61,12 +71,12 @@ def _decode_small(at, lane, inside, FORMAT: tl.constexpr):
         HEAD: tl.constexpr = 4 if HAS_MINIMUM else 2
         packed = _load_bytes(at + (HEAD + 4 if FIVE else HEAD) + lane, inside)
         low = packed & 15
-        high = packed >> 4
+        high = packed & 240
         if FIVE:
-            low |= (_load_short(at + HEAD, inside) >> lane & 1) << 4
-            high |= (_load_short(at + HEAD + 2, inside) >> lane & 1) << 4
-        first = (low - MIDDLE).to(tl.float32) * d
-        second = (high - MIDDLE).to(tl.float32) * d
+            low |= _load_short(at + HEAD, inside) << 4 >> lane & 16
+            high |= _load_short(at + HEAD + 2, inside) << 8 >> lane & 256
+        first = _float(low, MIDDLE) * d
+        second = _float(high, 16 * MIDDLE) * (d * 0.0625)
         if HAS_MINIMUM:
             m = _load_half(at + 2, inside)
             first += m
@@ -101,12 +111,14 @@ def _decode_q45_k(at, run, lane, inside, FORMAT: tl.constexpr):
     HEAD: tl.constexpr = 48 if FORMAT == "Q5_K" else 16
     packed = _load_bytes(at + HEAD + run * 16 + lane, inside)
     first = packed & 15
-    second = packed >> 4
+    second = packed & 240
     if FORMAT == "Q5_K":
-        fifth = _load_bytes(at + 16 + (run & 1) * 16 + lane, inside) >> pair * 2
-        first |= (fifth & 1) << 4
-        second |= (fifth >> 1 & 1) << 4
-    return first_size * first.to(tl.float32) - first_offset, second_size * second.to(tl.float32) - second_offset
+        fifth = _load_bytes(at + 16 + (run & 1) * 16 + lane, inside) << 7 >> pair * 2
+        first |= fifth >> 3 & 16
+        second |= fifth & 256
+    first_weight = first_size * _float(first, 0) - first_offset
+    second_weight = second_size * 0.0625 * _float(second, 0) - second_offset
+    return first_weight, second_weight
 
 
 @triton.jit
@@ -117,10 +129,10 @@ def _decode_q6_k(at, run, lane, inside):
     first_size = d * tl.load(scales, mask=inside, other=0).to(tl.float32)
     second_size = d * tl.load(scales + 4, mask=inside, other=0).to(tl.float32)
     low = _load_bytes(at + run * 16 + lane, inside)
-    high = _load_bytes(at + 128 + (run >> 2) * 32 + (run & 1) * 16 + lane, inside) >> (run & 2)
-    first = (low & 15 | (high & 3) << 4) - 32
-    second = (low >> 4 | (high >> 4 & 3) << 4) - 32
-    return first_size * first.to(tl.float32), second_size * second.to(tl.float32)
+    high = _load_bytes(at + 128 + (run >> 2) * 32 + (run & 1) * 16 + lane, inside) << 4 >> (run & 2)
+    first = _float(low & 15 | high & 48, 32)
+    second = _float(low & 240 | high & 768, 16 * 32)
+    return first_size * first, second_size * 0.0625 * second
 
 
 @triton.jit
@@ -133,14 +145,14 @@ def _decode_q2_k(at, run, lane, inside):
     first_scale = _load_bytes(scales, inside)
     second_scale = _load_bytes(scales + 4, inside)
     packed = _load_bytes(at + 16 + (run >> 2) * 32 + (run & 1) * 16 + lane, inside) >> (run & 2)
-    first = (packed & 3).to(tl.float32) * (d * (first_scale & 15).to(tl.float32))
-    second = (packed >> 4 & 3).to(tl.float32) * (d * (second_scale & 15).to(tl.float32))
+    first = d * (first_scale & 15).to(tl.float32) * _float(packed & 3, 0)
+    second = d * (second_scale & 15).to(tl.float32) * 0.0625 * _float(packed & 48, 0)
     return first - dmin * (first_scale >> 4).to(tl.float32), second - dmin * (second_scale >> 4).to(tl.float32)
 
 
 @triton.jit
 def _decode_q3_k(at, run, lane, inside):
-    """As Q2_K with a third bit, a mask of 32 bytes whose bit is the number of 32 weights."""
+    """As Q2_K with a third bit, of a mask of 32 bytes whose bit is the number of 32 weights."""
     d = _load_half(at + 108, inside)
     half = run >> 2
     low = at + 96 + (run & 3)
@@ -148,12 +160,10 @@ def _decode_q3_k(at, run, lane, inside):
     first_scale = (_load_bytes(low, inside) >> half * 4 & 15 | (high & 3) << 4) - 32
     second_scale = (_load_bytes(low + 4, inside) >> half * 4 & 15 | (high >> 2 & 3) << 4) - 32
     packed = _load_bytes(at + 32 + half * 32 + (run & 1) * 16 + lane, inside) >> (run & 2)
-    third = _load_bytes(at + (run & 1) * 16 + lane, inside) >> half * 4 + (run >> 1 & 1)
-    first = (packed & 3 | (third & 1) << 2) - 4
-    second = (packed >> 4 & 3 | (third >> 2 & 1) << 2) - 4
-    first_size = d * first_scale.to(tl.float32)
-    second_size = d * second_scale.to(tl.float32)
-    return first_size * first.to(tl.float32), second_size * second.to(tl.float32)
+    third = _load_bytes(at + (run & 1) * 16 + lane, inside) << 4 >> half * 4 + (run >> 1 & 1)
+    first = _float(packed & 3 | third >> 2 & 4, 4)
+    second = _float(packed & 48 | third & 64, 16 * 4)
+    return d * first_scale.to(tl.float32) * first, d * second_scale.to(tl.float32) * 0.0625 * second
 
 
 @triton.jit
@@ -187,25 +197,25 @@ def _places(block, run, lane, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr):
 
 
 @triton.jit
-def _quotient(values, divisor, inverse, INTERPRETED: tl.constexpr):
-    """values / divisor as float32 division rounds it, for `inverse` = 1 / divisor so rounded.
+def _quotient(values, divisor, inverse, rest, INTERPRETED: tl.constexpr):
+    """values / divisor, rounded as float32 division rounds it, in half of its instructions.
 
-    Markstein's theorem: a quotient off by less than a unit in the last place becomes the correctly rounded one by one
-    step of remainder and correction. The first step makes it so. Division itself takes twice as many instructions.
+    `inverse` is 1 / divisor so rounded, and `rest` what it lacks. The two make a quotient that is off by less than a
+    unit in the last place. By Markstein's theorem one step of remainder and correction rounds such a one correctly.
     """
     if INTERPRETED:
         return tl.div_rn(values, divisor)  # the interpreter's fma rounds twice
     else:
-        quotient = values * inverse
-        quotient = tl.fma(tl.fma(-quotient, divisor, values), inverse, quotient)
-        return tl.fma(tl.fma(-quotient, divisor, values), inverse, quotient)
+        quotient = tl.fma(values, inverse, values * rest)
+        return tl.fma(tl.fma(quotient, -divisor, values), inverse, quotient)
 
 
 @triton.jit
-def _rounded(values, divisor, inverse, most, INTERPRETED: tl.constexpr):
+def _rounded(values, divisor, inverse, rest, most, INTERPRETED: tl.constexpr):
     """values / divisor to the nearest integer, ties to even, of values clamped to -most..most; int8."""
     clamped = tl.minimum(tl.maximum(values, -most), most)
-    return (_quotient(clamped, divisor, inverse, INTERPRETED) + ROUND_TO_EVEN).to(tl.int32, bitcast=True).to(tl.int8)
+    steps = _quotient(clamped, divisor, inverse, rest, INTERPRETED)
+    return (steps + ROUND_TO_EVEN).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -230,14 +240,15 @@ def expand_kernel(
     inside = start + block < count
     first, second = _decode(blocks + start.to(tl.int64) * BYTES, block, run, lane, inside, FORMAT, BYTES)
     row_scale = tl.load(scale + (start + block) // ROW_BLOCKS, mask=inside, other=0.0)
-    usable = (row_scale > 0) & (row_scale < float("inf"))
+    usable = (row_scale >= _SMALLEST_SCALE) & (row_scale < float("inf"))
     divisor = tl.where(usable, row_scale, 1.0)
     inverse = tl.div_rn(1.0, divisor)
+    rest = tl.fma(inverse, -divisor, 1.0) * inverse
     most = tl.where(usable, 127.0 * divisor, 0.0)
     q = out + start.to(tl.int64) * WEIGHTS
     first_place, second_place = _places(block, run, lane, FORMAT, WEIGHTS)
-    tl.store(q + first_place, _rounded(first, divisor, inverse, most, INTERPRETED), mask=inside)
-    tl.store(q + second_place, _rounded(second, divisor, inverse, most, INTERPRETED), mask=inside)
+    tl.store(q + first_place, _rounded(first, divisor, inverse, rest, most, INTERPRETED), mask=inside)
+    tl.store(q + second_place, _rounded(second, divisor, inverse, rest, most, INTERPRETED), mask=inside)
 
 
 @triton.jit

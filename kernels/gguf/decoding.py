@@ -102,8 +102,7 @@ def decode_q5_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def decode_q6_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     low, high, scales, top = blocks.split([128, 64, 16, 2], -1)
     (d,) = _halves(top, dtype)
-    fields = (
-        _fields(low.unflatten(-1, (2, 64)), 4).flatten(-3) | _fields(high.unflatten(-1, (2, 32)), 2).flatten(-3) << 4
-    )
-    q = (fields.view(torch.int8) - 32).unflatten(-1, (16, 16))
+    lower = _fields(low.unflatten(-1, (2, 64)), 4).flatten(-3)
+    upper = _fields(high.unflatten(-1, (2, 32)), 2).flatten(-3)
+    q = ((lower | upper << 4).view(torch.int8) - 32).unflatten(-1, (16, 16))
     return ((d * scales.view(torch.int8))[..., None] * q).flatten(1)
