@@ -9,6 +9,9 @@ from .device import weights_use_triton
 from .gguf.formats import GGUF_FORMATS, BlockFormat
 from .numerics.weights import SMALLEST_SCALE, row_slices
 
+# A minimum of the K formats is at most 63 times an fp16 number.
+_LARGEST = 63 * int(torch.finfo(torch.float16).max)
+
 
 def quantize_blocks(weight: torch.Tensor, name: str) -> torch.Tensor:
     """A weight in blocks of a GGUF format.
@@ -35,10 +38,9 @@ def quantize_blocks(weight: torch.Tensor, name: str) -> torch.Tensor:
     out = torch.empty(weight.shape[0], row_bytes, dtype=torch.uint8, device=weight.device)
     for rows in row_slices(weight):
         values = weight[rows].float()
-        _check_finite(values, rows.start, "has a NaN or Inf")
+        _refuse_where(~torch.isfinite(values), rows.start, "a NaN or Inf")
+        _refuse_where(values.abs() > _LARGEST, rows.start, f"a value beyond {_LARGEST}, too large for {name},")
         out[rows] = blocks.quantize(values).flatten(1)
-        # Scales are fp16, which ends at 65504.
-        _check_finite(_decode(out[rows], blocks), rows.start, f"has values too large for {name}")
     return out
 
 
@@ -105,7 +107,7 @@ def expand_blocks(blocks: torch.Tensor, name: str, scale: torch.Tensor) -> torch
         scale: float32 [N] or [N, 1].
 
     Returns:
-        int8 [N, K] in -127..127; zeros where the scale is not a positive number.
+        int8 [N, K] in -127..127; zeros where the scale is none that `channel_scales` finds: 0, NaN, Inf, negative.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, format or device.
@@ -124,7 +126,7 @@ def _expand(blocks: torch.Tensor, name: str, scale: torch.Tensor) -> torch.Tenso
         from .fused.gguf import launch_expander
 
         return launch_expander(blocks, name, form, per_channel.contiguous())
-    usable = (per_channel > 0) & torch.isfinite(per_channel)
+    usable = (per_channel >= SMALLEST_SCALE) & torch.isfinite(per_channel)
     divisor = torch.where(usable, per_channel, 1.0)
 
     def rounded(values: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -151,11 +153,10 @@ def _check_blocks(blocks: torch.Tensor, name: str) -> BlockFormat:
     return form
 
 
-def _check_finite(values: torch.Tensor, first: int, complaint: str) -> None:
-    """Raise ValueError that names the channel where a row, counted from `first`, is not finite."""
-    finite = torch.isfinite(values).all(dim=1)
-    if not bool(finite.all()):
-        raise ValueError(f"weight {complaint} in output channel {first + int((~finite).nonzero()[0])}")
+def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:
+    """Raise ValueError that names the channel, counted from `first`, where any of `wrong` [rows, K] is true."""
+    if bool(wrong.any()):
+        raise ValueError(f"weight has {complaint} in output channel {first + int(wrong.nonzero()[0, 0])}")
 
 
 def _shaped_as_weight(blocks: torch.Tensor, form: BlockFormat) -> torch.Tensor:

@@ -1,8 +1,14 @@
-"""Floats to GGUF's blocks, in PyTorch. Each function takes float32 [N, K] and returns uint8 [N, blocks, bytes]."""
+"""Floats to GGUF's blocks, in PyTorch. Each function takes float32 [N, K] and returns uint8 [N, blocks, bytes].
+
+A K format's step sizes are searched for by the squared error: each sub-block tries some sizes, fits the best one to the
+integers that it rounds to, and after the sizes have become integers themselves tries its neighbours.
+"""
 
 import torch
 
-_SUPER_BLOCK = 256
+# By how much the largest weight of a sub-block may differ from the largest integer, in steps: what is tried.
+_SHIFTS = tuple(-2.5 + 3.5 * step / 15 for step in range(16))
+_SIGNED_SHIFTS = tuple(-4 + 5 * step / 15 for step in range(16))
 _MOST_SCALE = 63  # 6 bits
 
 
@@ -17,6 +23,11 @@ def _packed(fields: torch.Tensor, bits: int) -> torch.Tensor:
     return (fields << shifts[:, None]).sum(-2, dtype=torch.uint8)
 
 
+def _ratio(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """The quotient, 0 where it would be one by zero."""
+    return torch.where(below != 0, above / below, 0)
+
+
 def quantize_q8_0(weight: torch.Tensor) -> torch.Tensor:
     """q = round(w / d) in int8, halves away from zero, with d = absmax / 127 kept in fp16: ggml's bytes."""
     blocks = weight.unflatten(1, (-1, 32))
@@ -26,16 +37,82 @@ def quantize_q8_0(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([_bytes_of(d.half()), q.view(torch.uint8)], -1)
 
 
+def _top(sizes: torch.Tensor, most: int) -> torch.Tensor:
+    """The common divisor [..., 1], held by fp16, of sizes >= 0 [..., n] that are to be integers up to `most`.
+
+    Among the smallest numbers fp16 is so coarse that the nearest one could be half of what is needed.
+    """
+    exact = sizes.amax(-1, keepdim=True) / most
+    half = exact.half()
+    short = half.float() * (1 + 0.5 / most) < exact
+    return torch.where(short, (half.view(torch.int16) + 1).view(torch.float16), half).float()
+
+
+def _fit_line(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Size and offset, both >= 0, of w = size q - offset with q in 0..most: [..., weights] -> twice [...].
+
+    Least squares for the integers q that some sizes round to; of these fits the best one.
+    """
+    lowest = groups.amin(-1, keepdim=True).clamp_(max=0)
+    above = groups - lowest
+    inverse = _ratio(torch.ones_like(lowest), above.amax(-1, keepdim=True))
+    count, y = groups.shape[-1], above.sum(-1, keepdim=True)
+    least, size, start = torch.full_like(lowest, torch.inf), torch.zeros_like(lowest), torch.zeros_like(lowest)
+    for shift in _SHIFTS:
+        q = (above * (inverse * (most + shift))).round_().clamp_(0, most)
+        n, yn, nn = (values.sum(-1, keepdim=True) for values in (q, q * above, q * q))
+        determinant = count * nn - n * n  # 0 for one integer in all places
+        begin = _ratio(nn * y - n * yn, determinant)
+        begin = torch.minimum(begin, -lowest)  # no more than zero in the end
+        step = _ratio(yn - begin * n, nn)
+        error = step * (step * nn - 2 * yn + 2 * begin * n) + begin * (count * begin - 2 * y)
+        better = error < least
+        least = torch.where(better, error, least)
+        size, start = torch.where(better, step, size), torch.where(better, begin, start)
+    return size.squeeze(-1).clamp_(min=0), (-(start + lowest)).squeeze(-1).clamp_(min=0)
+
+
+def _on_line(groups: torch.Tensor, size: torch.Tensor, offset: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+    """q of size q - offset, and its squared error in each sub-block."""
+    size, offset = size[..., None], offset[..., None]
+    q = ((groups + offset) * _ratio(torch.ones_like(size), size)).round_().clamp_(0, most)
+    return q, (size * q).sub_(offset).sub_(groups).square_().sum(-1)
+
+
 def _scales_and_minima(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
     """d, dmin, sc, m and q of w = d sc q - dmin m, for groups [N, blocks, 8, 32] and q up to `most`."""
-    lowest = (-groups.amin(-1)).clamp(min=0)
-    step = (groups.amax(-1) + lowest).clamp(min=0) / most
-    d, dmin = (values.amax(-1, keepdim=True) / _MOST_SCALE for values in (step, lowest))
-    sc, m = (torch.where(top > 0, values / top, 0).round() for top, values in ((d, step), (dmin, lowest)))
-    d, dmin = d.half(), dmin.half()
-    size, offset = ((top.float() * small)[..., None] for top, small in ((d, sc), (dmin, m)))
-    q = torch.where(size > 0, (groups + offset) / size, 0).round().clamp(0, most)
-    return d, dmin, *(values.to(torch.uint8) for values in (sc, m, q))
+    sizes, offsets = _fit_line(groups, most)
+    d, dmin = _top(sizes, _MOST_SCALE), _top(offsets, _MOST_SCALE)
+
+    def nearest(values: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+        return _ratio(values, top).round_().clamp_(0, _MOST_SCALE)
+
+    sc, m = nearest(sizes, d), nearest(offsets, dmin)
+    q, least = _on_line(groups, d * sc, dmin * m, most)
+    mean, fitted = groups.mean(-1), sc
+    for candidate in (fitted, (fitted - 1).clamp_(min=0), (fitted + 1).clamp_(max=_MOST_SCALE)):
+        q, _ = _on_line(groups, d * candidate, dmin * m, most)
+        minimum = nearest(d * candidate * q.mean(-1) - mean, dmin)
+        _, error = _on_line(groups, d * candidate, dmin * minimum, most)
+        better = error < least
+        least = torch.where(better, error, least)
+        sc, m = torch.where(better, candidate, sc), torch.where(better, minimum, m)
+
+    # d and dmin once more, by least squares over the whole block; kept where fp16 holds something better.
+    q, _ = _on_line(groups, d * sc, dmin * m, most)
+    q *= sc[..., None]
+    qq, mm = q.square().sum((-1, -2)), groups.shape[-1] * m.square().sum(-1)
+    qm, wm = (q.sum(-1) * m).sum(-1), (groups.sum(-1) * m).sum(-1)
+    wq = q.mul_(groups).sum((-1, -2))
+    determinant = qq * mm - qm * qm
+    determinant = torch.where(determinant > 1e-6 * qq * mm, determinant, 0)
+    other = _ratio(wq * mm - wm * qm, determinant), _ratio(wq * qm - wm * qq, determinant)
+    other_d, other_dmin = (values.clamp_(min=0)[..., None].half().float() for values in other)
+    _, error = _on_line(groups, other_d * sc, other_dmin * m, most)
+    better = error.sum(-1, keepdim=True) < least.sum(-1, keepdim=True)
+    d, dmin = torch.where(better, other_d, d), torch.where(better, other_dmin, dmin)
+    q, _ = _on_line(groups, d * sc, dmin * m, most)
+    return d.half(), dmin.half(), *(values.to(torch.uint8) for values in (sc, m, q))
 
 
 def _packed_scales(sc: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
@@ -58,16 +135,49 @@ def quantize_q5_k(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([_bytes_of(d), _bytes_of(dmin), _packed_scales(sc, m), _packed(q >> 4, 1), packed], -1)
 
 
+def _fit_size(groups: torch.Tensor) -> torch.Tensor:
+    """Size, of either sign, of w = size q with q in -32..31: [..., weights] -> [...], found as `_fit_line` does."""
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    inverse = _ratio(-torch.ones_like(largest), largest)
+    most, size = torch.zeros_like(largest), torch.zeros_like(largest)
+    for shift in _SIGNED_SHIFTS:
+        q = (groups * (inverse * (32 + shift))).round_().clamp_(-32, 31)
+        wq, qq = ((q * values).sum(-1, keepdim=True) for values in (groups, q))
+        fitted = _ratio(wq, qq)
+        better = wq * fitted > most  # by how much the squared error is less than that of zeros
+        most, size = torch.where(better, wq * fitted, most), torch.where(better, fitted, size)
+    return size.squeeze(-1)
+
+
+def _on_size(groups: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q of size q, and its squared error in each sub-block."""
+    size = size[..., None]
+    q = (groups * _ratio(torch.ones_like(size), size)).round_().clamp_(-32, 31)
+    return q, (size * q).sub_(groups).square_().sum(-1)
+
+
 def quantize_q6_k(weight: torch.Tensor) -> torch.Tensor:
     """w = d sc q: 6 bits q per weight, 8 bits sc per 16 of them, both signed, fp16 d per 256."""
     groups = weight.unflatten(1, (-1, 16, 16))
-    step = groups.abs().amax(-1) / 31
-    d = step.amax(-1, keepdim=True) / 127
-    sc = torch.where(d > 0, step / d, 0).round()
-    d = d.half()
-    size = (d.float() * sc)[..., None]
-    q = torch.where(size > 0, groups / size, 0).round().clamp(-32, 31)
+    sizes = _fit_size(groups)
+    largest = sizes.gather(-1, sizes.abs().argmax(-1, keepdim=True))
+    d = _top(largest.abs(), 128) * -largest.sign()  # the largest becomes -128
+    fitted = sc = _ratio(sizes, d).round_().clamp_(-128, 127)
+    _, least = _on_size(groups, d * sc)
+    for step in (-1, 1):
+        candidate = (fitted + step).clamp_(-128, 127)
+        _, error = _on_size(groups, d * candidate)
+        better = error < least
+        least, sc = torch.where(better, error, least), torch.where(better, candidate, sc)
+    # d once more, by least squares over the whole block.
+    q, _ = _on_size(groups, d * sc)
+    q *= sc[..., None]
+    other = _ratio((q * groups).sum((-1, -2)), q.square().sum((-1, -2)))[..., None].half().float()
+    _, error = _on_size(groups, other * sc)
+    d = torch.where(error.sum(-1, keepdim=True) < least.sum(-1, keepdim=True), other, d)
+
+    q, _ = _on_size(groups, d * sc)
     fields = (q + 32).to(torch.uint8).flatten(-2)
     low = _packed((fields & 15).unflatten(-1, (2, 2, 64)), 4).flatten(-2)
     high = _packed((fields >> 4).unflatten(-1, (2, 4, 32)), 2).flatten(-2)
-    return torch.cat([low, high, sc.to(torch.int8).view(torch.uint8), _bytes_of(d)], -1)
+    return torch.cat([low, high, sc.to(torch.int8).view(torch.uint8), _bytes_of(d.half())], -1)
