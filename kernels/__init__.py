@@ -12,9 +12,10 @@ from .device import (
     runs_fused,
 )
 from .gguf.formats import GGUF_FORMATS
+from .interruption import interruptible
 from .linear import int8_gemm, int8_linear
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, candidates
-from .numerics.groups import QuantizedLinear, naming_layer, quantize_group
+from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_group
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
@@ -38,6 +39,7 @@ __all__ = [
     "KERNEL_CHOICES",
     "METHODS",
     "NATIVE",
+    "ROUNDINGS",
     "UNCHANGED",
     "WAYS",
     "ActivationStatistics",
@@ -67,6 +69,7 @@ __all__ = [
     "int8_gemm",
     "int8_linear",
     "int8_path",
+    "interruptible",
     "multiply_columns",
     "naming_layer",
     "native_computes",

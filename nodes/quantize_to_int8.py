@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 from comfy_api.latest import io
 
-from ..kernels import METHODS, Protection
+from ..kernels import METHODS, ROUNDINGS, Protection
 from .calibration.run import calibrate
 from .host import notices
 from .host.badges import Badge, shown
@@ -192,6 +192,15 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     tooltip="What protected layers are held in. 16-bit activations stay on INT8 tensor cores, and only "
                     "this pack reads the file; bf16 is slower and larger. Without calibration it is bf16.",
                 ),
+                io.Combo.Input(
+                    "rounding",
+                    options=list(ROUNDINGS),
+                    default=ROUNDINGS[0],
+                    optional=True,
+                    advanced=True,
+                    tooltip="'calibrated' rounds weights so that outputs on the recorded inputs stay (GPTQ), in layers "
+                    "where that is better on inputs held out. It takes longer. Without calibration it is 'nearest'.",
+                ),
             ],
             outputs=[
                 io.Model.Output(tooltip="The model with INT8 layers."),
@@ -229,6 +238,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         cfg=1.0,
         seed=0,
         protected_in=PROTECTED_IN[0],
+        rounding=ROUNDINGS[0],
     ) -> io.NodeOutput:
         check_matplotlib()  # before the work whose report it draws
         settings = QuantizationSettings(
@@ -239,6 +249,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             weight_scales == _LEAST_ERROR,
             smooth_only_foldable,
             protected_in,
+            rounding,
         )
         prompts = list((positive or {}).values())
         needed = {"sampler": sampler, "sigmas": sigmas, "latent_image": latent_image}
@@ -273,7 +284,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 "calibration, to Quantize to INT8 for SmoothQuant.",
             )
         if calibration is None:  # fragile are then the layers whose weights round worst, which 16 bits do not change
-            settings = replace(settings, protected_in=BF16)
+            settings = replace(settings, protected_in=BF16, rounding=ROUNDINGS[0])
         quantized, report = quantize_model(model, settings, kernel, calibration, progress)
         progress.finish(f"{len(report.layers)} layers quantized")
         badges = shown(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))

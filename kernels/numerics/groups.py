@@ -8,12 +8,14 @@ from functools import partial
 import torch
 
 from ..transform import ChannelTransform
+from .calibrated_rounding import CalibratedRounding
 from .candidates import TransformPlan
 from .output_error import OutputError, relative_rounding_error
 from .smoothing import channel_absmax, smoothing_factors
 from .statistics import ActivationStatistics
 from .weights import quantize_weight
 
+ROUNDINGS = ("nearest", "calibrated")
 Weight = Callable[[], torch.Tensor]
 """Puts a weight [N, K], bf16, fp16 or fp32, on the device that shall do the work; called when it is needed."""
 
@@ -27,9 +29,12 @@ class QuantizedLinear:
         scale: float32 [N].
         transform: what was done to the channels; smoothing factors are float32.
         plan: the candidate that the transform was made of.
-        error: relative error of the linear's output on the sampled rows; without statistics, of its weight.
-        plain_error: what `error` would be with neither smoothing nor rotation, nor clipping: how fragile the layer is.
+        error: relative error of the linear's output on the sampled rows; without statistics, of its weight. With
+            calibrated rounding the one to expect on rows that it was not calibrated on.
+        plain_error: what `error` would be with neither smoothing nor rotation, nor clipping, nor calibrated rounding:
+            how fragile the layer is.
         activation_bits: to how many bits the linear's input is rounded.
+        nearest_error: with calibrated rounding, what `error` would be without; None for a weight rounded to nearest.
     """
 
     q: torch.Tensor
@@ -39,6 +44,7 @@ class QuantizedLinear:
     error: float
     plain_error: float
     activation_bits: int = 8
+    nearest_error: float | None = None
 
 
 @contextmanager
@@ -56,6 +62,7 @@ def quantize_group(
     statistics: ActivationStatistics | None,
     clip: bool = False,
     activation_bits: int = 8,
+    rounding: str = "nearest",
 ) -> dict[str, QuantizedLinear]:
     """Quantize linears that read the same input, all with the same transform and the same smoothing factors.
 
@@ -69,6 +76,8 @@ def quantize_group(
             those of the weights.
         clip: as in `quantize_weight`.
         activation_bits: 8 or 16: to how many bits the input is rounded.
+        rounding: one of ROUNDINGS. "calibrated" rounds a weight by the sampled rows where that is better on held-out
+            ones (`CalibratedRounding`); the transform is chosen before. Without statistics it is "nearest".
 
     Raises ValueError naming the linear whose weight holds a NaN or Inf, or if a candidate smooths and nothing was
     recorded.
@@ -79,10 +88,22 @@ def quantize_group(
             only = load()
         weights = {name: lambda: only}
     factors = _factors(weights, candidates, statistics)
+    transforms = [candidate.with_factors(factors) for candidate in candidates]
+    parts = statistics.sample.parts if rounding == "calibrated" and statistics is not None else []
+    calibrated = [CalibratedRounding(parts, transform, activation_bits) for transform in transforms]
 
     results: dict[str, QuantizedLinear] = {}
     plain_errors: dict[str, float] = {}
     errors: dict[str, list[float]] = {}
+
+    def finish(name: str, weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, chosen: int) -> None:
+        error, nearest_error = errors[name][chosen], None
+        better = calibrated[chosen].improve(weight, q, scale)
+        if better is not None:
+            q, error, nearest_error = better.q, error * better.ratio, error
+        figures = (candidates[chosen], error, plain_errors[name], activation_bits, nearest_error)
+        results[name] = _in_host_memory(q, scale, transforms[chosen], *figures)
+
     for name, load in weights.items():
         with naming_layer(name):
             weight = load()
@@ -90,27 +111,23 @@ def quantize_group(
             q, scale = quantize_weight(weight)
             plain_errors[name] = error_of(q, scale)
             errors[name] = []
-            for candidate in candidates:
-                transform = candidate.with_factors(factors)
+            for candidate, transform in zip(candidates, transforms, strict=True):
                 if clip or candidate != TransformPlan():
                     q, scale = quantize_weight(weight, transform, clip=clip)
                     errors[name].append(error_of(q, scale, transform))
                 else:
                     errors[name].append(plain_errors[name])
             if len(candidates) == 1:
-                figures = (candidates[0], errors[name][0], plain_errors[name], activation_bits)
-                results[name] = _in_host_memory(q, scale, transform, *figures)
+                finish(name, weight, q, scale, 0)
             del weight, error_of, q, scale  # before the next is loaded
     if results:
         return results
 
     chosen = least_worst(list(errors.values()))
-    plan = candidates[chosen]
-    transform = plan.with_factors(factors)
     for name, load in weights.items():
-        q, scale = quantize_weight(load(), transform, clip=clip)
-        figures = (plan, errors[name][chosen], plain_errors[name], activation_bits)
-        results[name] = _in_host_memory(q, scale, transform, *figures)
+        weight = load()
+        finish(name, weight, *quantize_weight(weight, transforms[chosen], clip=clip), chosen)
+        del weight
     return results
 
 
@@ -161,8 +178,9 @@ def _in_host_memory(
     error: float,
     plain_error: float,
     activation_bits: int,
+    nearest_error: float | None,
 ) -> QuantizedLinear:
     # A copy for each: linears of a group must not hold one and the same vector.
     smooth = None if transform.smooth is None else transform.smooth.to("cpu", copy=True)
     transform = ChannelTransform(smooth, transform.rotation_group)
-    return QuantizedLinear(q.cpu(), scale.cpu(), transform, plan, error, plain_error, activation_bits)
+    return QuantizedLinear(q.cpu(), scale.cpu(), transform, plan, error, plain_error, activation_bits, nearest_error)

@@ -37,6 +37,17 @@ class OutputError:
         q [N, K] and scale [N] are `quantize_weight`'s for this `transform`; `activation_bits` is 8 or 16. Raises
         ValueError where Y holds a NaN or Inf.
         """
+        squares = self.squares(q, scale, transform, activation_bits)
+        return math.sqrt(squares) / self._norm if self._norm > 0 else 0.0
+
+    def squares(
+        self,
+        q: torch.Tensor,
+        scale: torch.Tensor,
+        transform: ChannelTransform = UNCHANGED,
+        activation_bits: int = 8,
+    ) -> float:
+        """||Y' - Y||^2, all else as in `of`: what adds up over rows."""
         if not math.isfinite(self._norm):
             raise ValueError("its output on the recorded inputs is not finite")
         steps, x_scale = quantize_activations_reference(self._rows, transform, activation_bits)
@@ -50,7 +61,7 @@ class OutputError:
         for channels in row_slices(q):
             output = x @ (q[channels].float() * scale[channels, None]).t()
             squares += output.sub_(self._exact[:, channels]).square().sum(dtype=torch.float64)
-        return float(squares.sqrt()) / self._norm if self._norm > 0 else 0.0
+        return float(squares)
 
 
 def relative_rounding_error(

@@ -5,17 +5,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 
 from ...kernels import (
     ALPHAS,
+    ROUNDINGS,
     ActivationStatistics,
     Protection,
     QuantizedLinear,
     candidates,
     check_alpha,
     choose_path,
+    interruptible,
     quantize_group,
 )
 from ..blocks.install import is_fused_block
@@ -46,8 +49,9 @@ class QuantizationSettings:
         clip: weight scales by the least rounding error instead of the largest weight.
         smooth_only_foldable: smooth only where the factors can be folded into the layer before.
         protected_in: one of PROTECTED_IN: what protected layers are held in.
+        rounding: one of kernels.ROUNDINGS: how weights are rounded.
 
-    Raises ValueError for an alpha outside 0..1, or a `protected_in` that is none.
+    Raises ValueError for an alpha outside 0..1, or a `protected_in` or `rounding` that is none.
     """
 
     method: str = "smooth"
@@ -57,11 +61,14 @@ class QuantizationSettings:
     clip: bool = False
     smooth_only_foldable: bool = False
     protected_in: str = ACT16
+    rounding: str = ROUNDINGS[0]
 
     def __post_init__(self) -> None:
         check_alpha(self.alpha)
         if self.protected_in not in PROTECTED_IN:
             raise ValueError(f"protected_in must be one of {', '.join(PROTECTED_IN)}; got {self.protected_in!r}")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; got {self.rounding!r}")
 
     @property
     def alphas(self) -> list[float]:
@@ -78,6 +85,7 @@ class QuantizationSettings:
             "weight_scales": "least error" if self.clip else "absmax",
             "smooth_only_foldable": self.smooth_only_foldable,
             "protected_in": self.protected_in,
+            "rounding": self.rounding,
         }
 
 
@@ -144,7 +152,14 @@ def quantize_model(
         number_of_linears,
         _size_of(calibration),
         tuple(
-            LayerReport(name, results[name].plan, fragility.get(name), errors.get(name), held_in.get(name, INT8))
+            LayerReport(
+                name,
+                results[name].plan,
+                fragility.get(name),
+                errors.get(name),
+                held_in.get(name, INT8),
+                results[name].nearest_error,
+            )
             for name in targets
         ),
         protected,
@@ -207,7 +222,9 @@ def _quantize_layers(
         channels = targets[name].weight.shape[1]
         plans = candidates(settings.method, settings.alphas if smoothable else [], channels, activation_bits)
         sources = {member: partial(source_weight, model, member) for member in group}
-        results |= quantize_group(sources, plans, statistics.get(name), settings.clip, activation_bits)
+        seen = statistics.get(name)
+        with interruptible(throw_exception_if_processing_interrupted):
+            results |= quantize_group(sources, plans, seen, settings.clip, activation_bits, settings.rounding)
         for _ in group:
             progress.step(doing)
     return results

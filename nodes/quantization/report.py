@@ -23,6 +23,7 @@ class LayerReport:
             a layer that was never called.
         error: what INT8 with the transform costs, with the layer's own bits of activations.
         held_in: INT8, or one of PROTECTED_IN.
+        nearest_error: what `error` would be with the weight rounded to nearest; None where it is.
     """
 
     name: str
@@ -30,10 +31,16 @@ class LayerReport:
     fragility: float | None
     error: float | None
     held_in: str = INT8
+    nearest_error: float | None = None
 
     @property
     def protected(self) -> bool:
         return self.held_in != INT8
+
+    @property
+    def calibrated_rounding(self) -> bool:
+        """Whether its INT8 weight was rounded by what was recorded."""
+        return self.nearest_error is not None and self.held_in != BF16
 
     @property
     def block(self) -> str:
@@ -105,6 +112,7 @@ class QuantizationReport:
             after = statistics.fmean(layer.error_as_held or 0.0 for layer in called)
             parts.append(f"Mean error {percent(after)} of the {self.error_of} (plain INT8: {percent(before)})")
         parts.append(f"{len(self.protected)} of {self.linears} linears protected{self._ways}")
+        parts += self._rounding
         if self.size:
             parts.append(f"{size_text(self.size)} (was {size_text(self.size_before)})")
         return ". ".join(parts) + "."
@@ -115,6 +123,19 @@ class QuantizationReport:
         held = Counter(layer.held_in for layer in self.layers)
         ways = [f"{held[way]} in {way}" for way in PROTECTED_IN if held[way]]
         return ": " + ", ".join(ways) if ways else ""
+
+    @property
+    def _rounding(self) -> list[str]:
+        """What calibrated rounding gained, where it was asked for."""
+        if self.settings.get("rounding") != "calibrated":
+            return []
+        taken = [layer for layer in self.layers if layer.calibrated_rounding]
+        gained = ""
+        if taken:
+            error = statistics.fmean(layer.error or 0.0 for layer in taken)
+            nearest = statistics.fmean(layer.nearest_error or 0.0 for layer in taken)
+            gained = f", mean error {percent(error)} there on held-out inputs (rounded to nearest: {percent(nearest)})"
+        return [f"Calibrated rounding in {len(taken)} of {len(self.layers)} layers{gained}"]
 
     @property
     def error_of(self) -> str:
@@ -133,6 +154,7 @@ class QuantizationReport:
                 "fragility": rounded(layer.fragility),
                 "error": rounded(layer.error),
                 **({"held_in": layer.held_in} if layer.protected else {}),
+                **({"nearest_error": rounded(layer.nearest_error)} if layer.calibrated_rounding else {}),
             }
             for layer in self.layers
         }
@@ -163,6 +185,8 @@ class QuantizationReport:
             done = f"protected in {layer.held_in}" if layer.protected else str(layer.transform)
             if layer.held_in == ACT16 and layer.transform != TransformPlan():
                 done += f", {layer.transform}"
+            if layer.calibrated_rounding:
+                done += ", calibrated rounding"
             error = "" if layer.held_in == BF16 else percent(layer.error)
             lines.append(f"| {layer.name} | {percent(layer.fragility)} | {error} | {done} |")
         return "\n".join(lines)

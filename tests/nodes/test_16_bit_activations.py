@@ -130,12 +130,12 @@ def test_without_calibration_protected_layers_are_in_bf16(dit, model):
     assert recipe(quantized)["protected_in"] == BF16
 
 
-def test_the_widget_is_the_last_and_may_be_missing(pack):
+def test_the_widget_is_behind_the_older_ones_and_may_be_missing(pack):
     """Workflows that were saved without it keep the values of the others."""
     from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 
-    last = QuantizeToINT8SmoothQuant.define_schema().inputs[-1]
-    assert (last.id, last.optional, last.options, last.default) == ("protected_in", True, [ACT16, BF16], ACT16)
+    widget = QuantizeToINT8SmoothQuant.define_schema().inputs[-2]
+    assert (widget.id, widget.optional, widget.options, widget.default) == ("protected_in", True, [ACT16, BF16], ACT16)
 
 
 def test_another_way_to_hold_them_is_refused(pack):

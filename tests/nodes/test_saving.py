@@ -120,6 +120,7 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
         "weight_scales": "absmax",
         "smooth_only_foldable": False,
         "protected_in": "bf16",
+        "rounding": "nearest",
         "linears": 34,
         "quantized": len(dit.LINEARS) - 2,
         "calibration": {"calls": 2, "rows": 8},

@@ -17,7 +17,7 @@ from machine_code import report
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.fused import activations, gates, norms, rope
+from kernels.fused import activations, column_rounding, gates, norms, rope
 
 # Hidden and inner widths: Flux and Qwen-Image, Z-Image, Ideogram 4, Wan.
 WIDTHS, INNER = (3072, 3840, 4608, 5120), (10240, 12288, 13824)
@@ -49,6 +49,8 @@ class Build:
     options: dict = field(default_factory=dict)
 
 
+# The first parameter behind the tensors, where it is not T.
+SIZE = {"quantize": "K", "round_columns": "N"}
 # The tensors that are not of a build's dtype.
 TYPES = {"q": "*i8", "q_scale": "*fp32", "scale": "*fp32", "smooth": "*fp32", "freqs": "*fp32"}
 FLOATS = {("norm_quantize", "scale"), ("norm_rope", "q")}  # of a build's dtype all the same
@@ -74,6 +76,8 @@ def _parts(build: Build):
         return activations.quantize_rows_kernel, activations.quantize_rows_constants(
             channels, group > 1, bits == 16, group, False
         )
+    if build.kernel == "round_columns":
+        return column_rounding.round_columns_kernel, column_rounding.round_columns_constants(channels)
     heads, extent, pairs = kind.split()
     given = ((int(heads),) * 2, channels, (extent, extent), (True, True), pairs == "neighbours")
     return rope.norm_rope_kernel, rope.norm_rope_constants(*given)
@@ -84,12 +88,12 @@ def compiled(build: Build):
     kernel, (constants, options) = _parts(build)
     names = kernel.arg_names
     types = dict.fromkeys(names, "i32")
-    tensors = names[: names.index("K" if build.kernel == "quantize" else "T")]
+    tensors = names[: names.index(SIZE.get(build.kernel, "T"))]
     types |= dict.fromkeys(tensors, f"*{build.dtype}")
     types |= {name: TYPES[name] for name in tensors if name in TYPES and (build.kernel, name) not in FLOATS}
     types |= {name: "fp32" for name in names if name.endswith("eps")}
     types |= dict.fromkeys(constants, "constexpr")
-    aligned = [name for name in names if types[name] not in ("constexpr", "fp32") and name != "T"]
+    aligned = [name for name in names if types[name] not in ("constexpr", "fp32") and name not in ("T", "N")]
     source = ASTSource(
         kernel,
         types,
@@ -117,6 +121,7 @@ def builds() -> list[Build]:
         *(Build("activate_quantize", 15360, group, kind="gelu_tanh beside") for group in (1, 256)),
         *(Build("activate_quantize", channels, 256, 16, "fp32", "gelu") for channels in INNER),
         *(Build("quantize", channels, group, 16) for channels in (4608, 12288) for group in (1, 256)),
+        Build("round_columns", 128, dtype="fp32"),
         *(Build("norm_rope", width, kind=f"{heads} {extent} {pairs}") for width, heads, extent, pairs in HEADS),
     ]
     elsewhere = [build for build in ampere if build.channels in (128, 4608, 12288) and build.activation_bits == 8]

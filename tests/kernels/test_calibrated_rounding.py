@@ -1,0 +1,189 @@
+"""Weights rounded by recorded inputs: GPTQ's own result, better outputs, and nearest rounding where it does not win."""
+
+import pytest
+import torch
+
+import kernels.numerics.calibrated_rounding as calibrated_rounding
+from kernels import ActivationStatistics, ChannelTransform, TransformPlan, interruptible, quantize_group, quantize_weight
+from kernels.column_rounding import round_columns, round_columns_reference
+from kernels.numerics.calibrated_rounding import CalibratedRounding, ColumnFeedback
+from support.tensors import DEVICE, random_float, relative_error
+
+NEAREST = TransformPlan()
+
+
+@pytest.fixture(autouse=True)
+def in_plain_pytorch(monkeypatch):
+    """Triton's interpreter takes seconds for what the reference does at once."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def correlated(tokens, channels, seed=0, common=6):
+    """Rows in which the channels follow a few common causes; the same ones for every seed."""
+    causes = random_float(common, channels, seed=100)
+    return random_float(tokens, common, seed=seed) @ causes + 0.2 * random_float(tokens, channels, seed=seed + 1)
+
+
+def statistics_of(x, calls=16):
+    statistics = ActivationStatistics()
+    for rows in x.split(len(x) // calls):
+        statistics.update(rows)
+    return statistics
+
+
+def output_error(x, w, q, scale):
+    return relative_error(x @ (q.float() * scale[:, None]).t(), x @ w.t())
+
+
+def dense_gptq(x, w, scale):
+    """Frantar et al.'s algorithm with the whole K x K matrix in float64, strongest channels first."""
+    s = x.double().t() @ x.double() / len(x)
+    strength = s.diagonal()
+    damping = calibrated_rounding._DAMPING
+    h = (1 - damping) * s + torch.diag(damping * strength.clamp(min=0.01 * strength.mean()))
+    order = strength.argsort(descending=True, stable=True)
+    upper = torch.linalg.cholesky(torch.linalg.inv(h[order][:, order]), upper=True)
+    left, q = w.double()[:, order], torch.empty_like(w)
+    for column in range(w.shape[1]):
+        steps = (left[:, column] / scale).round().clamp(-127, 127)
+        error = (left[:, column] - steps * scale) / upper[column, column]
+        left[:, column:] -= error[:, None] * upper[column, column:]
+        q[:, order[column]] = steps.float()
+    return q
+
+
+@pytest.mark.parametrize("channels", (100, 128, 300))
+def test_it_is_gptq_without_the_large_matrix(channels):
+    x, w = correlated(24, channels), random_float(40, channels, seed=5)
+    _, scale = quantize_weight(w)
+    rounded, expected = ColumnFeedback.of(x).round(w, scale), dense_gptq(x, w, scale.double())
+    # A value between two steps may land on the other side in float32; what follows then differs too.
+    assert (rounded != expected).float().mean() < 0.02
+    exact = output_error(x, w, expected, scale)
+    assert output_error(x, w, rounded, scale) == pytest.approx(exact, rel=0.05)
+    assert torch.equal(rounded, ColumnFeedback.of(x).round(w, scale))
+
+
+@pytest.mark.parametrize("channels", (100, 256, 384))
+def test_correlated_inputs_lose_less_also_where_they_are_new(channels):
+    w = random_float(64, channels, seed=5)
+    q, scale = quantize_weight(w)
+    rounded = ColumnFeedback.of(correlated(64, channels)).round(w, scale)
+    assert rounded.dtype == torch.int8 and rounded.abs().max() <= 127
+    for seed, least in ((0, 3), (50, 2)):
+        x = correlated(64, channels, seed)
+        assert output_error(x, w, rounded, scale) * least < output_error(x, w, q, scale)
+
+
+def test_independent_channels_are_rounded_to_nearest():
+    """Rows of one channel each: what one loses no other can make good."""
+    w = random_float(40, 64, seed=5)
+    q, scale = quantize_weight(w)
+    assert torch.equal(ColumnFeedback.of(torch.diag(random_float(64, seed=1))).round(w, scale), q)
+
+
+def test_channels_without_weight_or_signal():
+    x, w = correlated(24, 200), random_float(40, 200, seed=5)
+    x[:, 7], w[3] = 0, 0
+    q, scale = quantize_weight(w)
+    rounded = ColumnFeedback.of(x).round(w, scale)
+    assert not rounded[3].any()
+    assert torch.equal(rounded[:, 7], q[:, 7])
+
+
+@pytest.mark.parametrize("activation_bits", (8, 16))
+@pytest.mark.parametrize("transform", (ChannelTransform(), ChannelTransform(None, 64)))
+def test_what_it_says_it_gains_is_gained_on_new_inputs(transform, activation_bits):
+    from kernels.numerics.output_error import OutputError
+
+    w = random_float(96, 192, seed=5)
+    q, scale = quantize_weight(w, transform)
+    better = CalibratedRounding(correlated(64, 192).split(4), transform, activation_bits).improve(w, q, scale)
+    assert better is not None and better.ratio < (0.95 if activation_bits == 8 else 0.6)
+    error = OutputError(correlated(256, 192, 50), w)
+    nearest, calibrated = (error.of(each, scale, transform, activation_bits) for each in (q, better.q))
+    assert calibrated / nearest == pytest.approx(better.ratio, abs=0.15)
+
+
+def test_nearest_where_nothing_is_gained_or_nothing_can_be_held_out():
+    w = random_float(64, 64, seed=5)
+    q, scale = quantize_weight(w)
+    noise = random_float(16, 64, seed=1)  # no row says anything about another
+    zeros = torch.zeros(16, 64, device=DEVICE)
+    for parts in (noise.split(1), zeros.split(4), [correlated(16, 64)], []):
+        assert CalibratedRounding(parts, ChannelTransform(), 16).improve(w, q, scale) is None
+
+
+def test_one_that_would_lose_is_kept_as_it_was(monkeypatch):
+    """Whatever comes of the rounding, held-out rows decide."""
+    w = random_float(64, 64, seed=5)
+    q, scale = quantize_weight(w)
+    monkeypatch.setattr(ColumnFeedback, "round", lambda self, values, scale: torch.zeros_like(values).to(torch.int8))
+    assert CalibratedRounding(correlated(64, 64).split(4), ChannelTransform()).improve(w, q, scale) is None
+
+
+@pytest.mark.parametrize("clip", (False, True))
+@pytest.mark.parametrize("activation_bits", (8, 16))
+@pytest.mark.parametrize("plans", ([TransformPlan(0.5)], [NEAREST, TransformPlan(0.5, 64)]), ids=("one", "two"))
+def test_a_group(plans, clip, activation_bits):
+    """The transform and the scales are those of nearest rounding, and errors are never larger."""
+    weights = {name: random_float(48, 192, seed=ord(name)) for name in "ab"}
+    group = {name: (lambda w=w: w) for name, w in weights.items()}
+    statistics = statistics_of(correlated(64, 192))
+    nearest, calibrated = (
+        quantize_group(group, plans, statistics, clip, activation_bits, rounding)
+        for rounding in ("nearest", "calibrated")
+    )
+    for name in weights:
+        before, after = nearest[name], calibrated[name]
+        assert after.plan == before.plan and torch.equal(after.scale, before.scale)
+        assert not torch.equal(after.q, before.q) and before.nearest_error is None
+        assert after.error < after.nearest_error == before.error
+        assert after.plain_error == before.plain_error
+
+
+def test_without_statistics_it_is_nearest():
+    w = random_float(48, 192, seed=1)
+    (result,) = quantize_group({"a": lambda: w}, [NEAREST], None, rounding="calibrated").values()
+    assert result.nearest_error is None and torch.equal(result.q, quantize_weight(w)[0].cpu())
+
+
+def test_it_can_be_stopped_inside_of_a_layer():
+    class Stop(Exception):
+        pass
+
+    def stop():
+        raise Stop
+
+    w = random_float(48, 192, seed=1)
+    with interruptible(stop), pytest.raises(Stop):
+        quantize_group({"a": lambda: w}, [NEAREST], statistics_of(correlated(64, 192)), rounding="calibrated")
+
+
+def test_slices_change_nothing(monkeypatch):
+    import kernels.numerics.weights
+
+    w = random_float(48, 192, seed=1)
+    q, scale = quantize_weight(w)
+    parts = correlated(64, 192).split(4)
+    whole = CalibratedRounding(parts, ChannelTransform()).improve(w, q, scale)
+    monkeypatch.setattr(kernels.numerics.weights, "_SLICE_ELEMENTS", 7 * 192)
+    sliced = CalibratedRounding(parts, ChannelTransform()).improve(w, q, scale)
+    # Products of fewer rows may be summed in another order.
+    assert (sliced.q != whole.q).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("rows, columns", ((1, 16), (33, 32), (40, 128)))
+def test_the_kernel_has_the_bits_of_the_reference(monkeypatch, rows, columns):
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    target = random_float(rows, columns, seed=1)
+    target[0, :2] = torch.tensor([200.0, 2.5])  # far beyond the range, and between two steps
+    scale = target.abs().amax(1) / torch.linspace(60, 127, rows, device=DEVICE)
+    scale[0] = 1.0
+    scale[rows // 2 :: 7] = 0 if rows > 1 else 1
+    feedback = torch.eye(columns, device=DEVICE) + (0.3 * random_float(columns, columns, seed=2)).triu(1)
+    q = round_columns(target, scale, feedback)
+    assert q.dtype == torch.int8
+    assert torch.equal(q, round_columns_reference(target, scale, feedback))
+    assert not q[scale == 0].any()
