@@ -37,14 +37,14 @@ SAMPLING_STEPS = 12
 REQUIRED = 0.95  # recognised share
 
 
-def unet_config() -> dict:
+def unet_config(depth: int = DEPTH) -> dict:
     """Arguments of the MMDiT: what comfy.model_detection reads off the tensors of the saved file."""
-    hidden = 64 * DEPTH
+    hidden = 64 * depth
     return {
         "in_channels": latents.CHANNELS,
         "out_channels": latents.CHANNELS,
         "patch_size": 2,
-        "depth": DEPTH,
+        "depth": depth,
         "input_size": None,
         "adm_in_channels": conditioning.WIDTH,
         "context_embedder_config": {
@@ -58,7 +58,7 @@ def unet_config() -> dict:
 
 
 @torch.no_grad()
-def build_model(comfyui: Path, device: torch.device) -> torch.nn.Module:
+def build_model(comfyui: Path, device: torch.device, depth: int = DEPTH) -> torch.nn.Module:
     """ComfyUI's MMDiT with float32 weights and fresh values: every residual branch and the output start at zero."""
     sys.path.insert(0, str(comfyui))
     from comfy.cli_args import args
@@ -72,11 +72,11 @@ def build_model(comfyui: Path, device: torch.device) -> torch.nn.Module:
 
     comfy.model_management.in_training = True
     # torch.nn as `operations`: ComfyUI's own layers leave their weights uninitialised and stream them between devices.
-    model = OpenAISignatureMMDITWrapper(**unet_config(), dtype=torch.float32, device=device, operations=torch.nn)
+    model = OpenAISignatureMMDITWrapper(**unet_config(depth), dtype=torch.float32, device=device, operations=torch.nn)
 
     detected = comfy.model_detection.detect_unet_config(model.state_dict(), "")
-    if detected != unet_config():
-        raise RuntimeError(f"ComfyUI would load this model as {detected}, not as {unet_config()}.")
+    if detected != unet_config(depth):
+        raise RuntimeError(f"ComfyUI would load this model as {detected}, not as {unet_config(depth)}.")
 
     for name, parameter in model.named_parameters():
         if name.endswith((".ln_q.weight", ".ln_k.weight")):
