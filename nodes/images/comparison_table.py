@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy
 
 from ...kernels.benchmark import markdown
+from .bootstrap import RESAMPLES, finite, interval, minus
 from .fidelity import SSIM_WINDOW, Fidelity
 
-_RESAMPLES = 9999
 _FEWEST_PAIRS = 6  # below it not even one sign in all pairs is significant at 5 %: 2 / 2^5 is 6 %
 _METRICS_NOTE = (
     f"PSNR and SSIM of values in 0..1. SSIM: Gaussian window of {SSIM_WINDOW} x {SSIM_WINDOW} pixels, sigma 1.5; the "
     "mean over channels and over all places where it lies inside the image."
 )
-_INTERVAL_NOTE = f"95 % interval: of the mean, by the bootstrap over the pairs ({_RESAMPLES} resamples, percentiles)."
+_INTERVAL_NOTE = f"95 % interval: of the mean, by the bootstrap over the pairs ({RESAMPLES} resamples, percentiles)."
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> ResultTable:
             columns.append(f"{metric.name}{metric.unit}" + (f", {name}" if len(names) > 1 else ""))
             cells.append(_column(values[name], f".{metric.digits}f"))
         if len(names) > 1:
-            differences = [_minus(a, b) for a, b in zip(*values.values(), strict=True)]
+            differences = [minus(a, b) for a, b in zip(*values.values(), strict=True)]
             columns.append(f"{metric.name}{metric.unit}, difference")
             cells.append(_column(differences, f"+.{metric.digits}f"))
             verdicts += _verdict(metric, differences, names)
@@ -74,11 +74,11 @@ def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> ResultTable:
 
 def _column(values: Sequence[float], form: str) -> list[str]:
     """A cell for each value, for the mean of those that are finite, and for its interval where there are pairs."""
-    finite = _finite(values)
+    finites = finite(values)
     cells = [_cell(value, form) for value in values]
-    cells.append(_cell(float(numpy.mean(finite)) if finite else values[0], form))
+    cells.append(_cell(float(numpy.mean(finites)) if finites else values[0], form))
     if len(values) > 1:
-        bounds = _interval(finite)
+        bounds = interval(finites)
         cells.append(" to ".join(format(bound, form) for bound in bounds) if bounds else "-")
     return cells
 
@@ -87,44 +87,18 @@ def _cell(value: float, form: str) -> str:
     return "identical" if math.isinf(value) else "-" if math.isnan(value) else format(value, form)
 
 
-def _finite(values: Sequence[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]
-
-
-def _minus(a: float, b: float) -> float:
-    """a - b; 0 for two that are infinite, NaN where only one is."""
-    return 0.0 if a == b else a - b if math.isfinite(a) and math.isfinite(b) else math.nan
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of the mean; None of fewer than two values."""
-    from scipy.stats import bootstrap  # comes with ComfyUI; too large to import at each start
-
-    if len(values) < 2:
-        return None
-    drawn = bootstrap(
-        (values,),
-        numpy.mean,
-        n_resamples=_RESAMPLES,
-        batch=1000,
-        method="percentile",
-        random_state=0,  # pyright: ignore[reportCallIssue]  (its name in every scipy; newer ones call it rng as well)
-    )
-    return float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
-
-
 def _verdict(metric: _Metric, differences: Sequence[float], names: Sequence[str]) -> list[str]:
     """A line that says which of two candidates is closer to the reference, or that this is not known."""
-    finite = _finite(differences)
-    bounds = _interval(finite)
+    finites = finite(differences)
+    bounds = interval(finites)
     if bounds is None:
         return [f"{metric.name}: two pairs or more are needed to tell a difference from noise."]
-    mean, form = float(numpy.mean(finite)), f".{metric.digits}f"
+    mean, form = float(numpy.mean(finites)), f".{metric.digits}f"
     closer = names[0] if mean > 0 else names[1]
     if bounds[0] <= 0 <= bounds[1]:
         return [f"{metric.name}: {names[0]} and {names[1]} differ within noise."]
-    if len(finite) < _FEWEST_PAIRS:
-        return [f"{metric.name}: {closer} looks closer to the reference, but {len(finite)} pairs are too few to tell."]
+    if len(finites) < _FEWEST_PAIRS:
+        return [f"{metric.name}: {closer} looks closer to the reference, but {len(finites)} pairs are too few to tell."]
     by = f"{abs(mean):{form}}{metric.unit}"
     return [f"{metric.name}: {closer} is closer to the reference by {by}, more than noise."]
 

@@ -39,7 +39,6 @@ IN_BF16 = ", bf16 protection"
 """What a variant is called that is another one with its protected layers in bf16, not INT8 with 16-bit activations."""
 PICTURED = ("bf16", "FP8", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 14
-RESAMPLES = 10_000
 COLUMNS = {
     "trained": "glyph model as trained",
     "outliers": "glyph model, outlier channels planted",
@@ -338,19 +337,18 @@ def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
     return outcome
 
 
-_mean = partial(np.mean, axis=-1)
+def interval(*samples: np.ndarray, statistic: Callable[..., np.ndarray] = np.mean) -> list[float]:
+    """A statistic of samples whose items belong together, and its 95 % bootstrap interval."""
+    from int8_dit.nodes.images import bootstrap
+
+    bounds = bootstrap.interval(*samples, statistic=statistic)
+    if bounds is None:
+        raise ValueError(f"{len(samples[0])} items have no interval; take two or more.")
+    return [float(statistic(*samples, axis=-1)), *bounds]
 
 
-def interval(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = _mean) -> list[float]:
-    """The statistic of values [..., items] and its 95 % percentile bootstrap interval, resampled along the items."""
-    random = np.random.default_rng(0)
-    draws = random.integers(values.shape[-1], size=(RESAMPLES, values.shape[-1]))
-    resampled = statistic(values[..., draws])
-    return [float(statistic(values)), *(float(bound) for bound in np.percentile(resampled, (2.5, 97.5)))]
-
-
-def _ratio(values: np.ndarray) -> np.ndarray:
-    return values[0].mean(axis=-1) / values[1].mean(axis=-1)
+def ratio_of_means(a: np.ndarray, b: np.ndarray, axis: int) -> np.ndarray:
+    return a.mean(axis=axis) / b.mean(axis=axis)
 
 
 def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
@@ -363,7 +361,7 @@ def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
             figures[name]["read"] = sum(outcome.read)
         in_bf16 = f"{name}{IN_BF16}"
         if in_bf16 in errors:
-            figures[name]["ratio to bf16 protection"] = interval(np.stack([errors[name], errors[in_bf16]]), _ratio)
+            figures[name]["ratio to bf16 protection"] = interval(errors[name], errors[in_bf16], statistic=ratio_of_means)
         if "FP8" not in outcomes:
             continue
         if outcome.read is not None:
@@ -374,7 +372,7 @@ def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
             figures[name]["error_minus_fp8"] = interval(errors[name] - errors["FP8"])
             figures[name]["error_minus_convrot"] = interval(errors[name] - errors["ComfyUI ConvRot INT8"])
             for other in PEERS:
-                figures[name][f"ratio to {other}"] = interval(np.stack([errors[name], errors[other]]), _ratio)
+                figures[name][f"ratio to {other}"] = interval(errors[name], errors[other], statistic=ratio_of_means)
     return figures
 
 

@@ -65,7 +65,7 @@ def test_the_command_leaves_data_tables_and_a_picture(comfyui, tmp_path):
 
 
 @pytest.mark.parametrize("spread", (0.1, 1.0))
-def test_bootstrap_intervals(spread):
+def test_bootstrap_intervals(pack, spread):
     from studies import ablation
 
     values = np.random.default_rng(1).normal(3.0, spread, 200)
@@ -73,12 +73,12 @@ def test_bootstrap_intervals(spread):
     assert middle == pytest.approx(values.mean())
     standard_error = values.std() / 200**0.5
     assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
-    pairs = np.stack([2 * values, values])
-    assert ablation.interval(pairs, ablation._ratio) == pytest.approx([2, 2, 2])
-    assert ablation._ratio(np.array([[1.0, 5.0], [1.0, 2.0]])) == 2  # of means, and not the mean of ratios
+    ratio = ablation.ratio_of_means
+    assert ablation.interval(2 * values, values, statistic=ratio) == pytest.approx([2, 2, 2])
+    assert ratio(np.array([1.0, 5.0]), np.array([1.0, 2.0]), axis=-1) == 2  # of means, and not the mean of ratios
 
 
-def test_gains_have_their_signs():
+def test_gains_have_their_signs(pack):
     from studies import ablation
 
     outcome = ablation.Outcome
