@@ -361,7 +361,9 @@ def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
             figures[name]["read"] = sum(outcome.read)
         in_bf16 = f"{name}{IN_BF16}"
         if in_bf16 in errors:
-            figures[name]["ratio to bf16 protection"] = interval(errors[name], errors[in_bf16], statistic=ratio_of_means)
+            figures[name]["ratio to bf16 protection"] = interval(
+                errors[name], errors[in_bf16], statistic=ratio_of_means
+            )
         if "FP8" not in outcomes:
             continue
         if outcome.read is not None:

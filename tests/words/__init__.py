@@ -5,5 +5,7 @@ bake_atlas.py  the script that draws all letters once, with the fonts that matpl
 drawing        texts -> 64x192 images, letters pasted from the atlas
 latents        image <-> the 16-channel latent the model works on
 conditioning   text -> the tensors a text encoder would hand to the model
+sampling       the model sampled by ComfyUI
+reading        images -> text, by OCR, and how far that is from what was asked
 train.py       the script that made tests/data/word_dit.safetensors
 """

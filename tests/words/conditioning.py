@@ -2,7 +2,7 @@
 
 A token holds one-hot codes of the letter, of its place from the start and from the end of its line, of the line's
 length, of the line (the only one, the first or the second of two), of the font and of the size. Where a letter has to
-stand in the image follows from the letters before it, and their widths depend on the font: the model has to find it out.
+stand in the image follows from the letters before it, whose widths depend on the font: the model has to find it out.
 """
 
 import torch

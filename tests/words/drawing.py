@@ -49,7 +49,7 @@ def layout(texts: list[Text], device: torch.device | str = "cpu") -> Layout:
 
 
 def random_layout(count: int, generator: torch.Generator, device: torch.device) -> Layout:
-    """Random letters, 3 to 10 of them a line, every other text two lines; the font or size changes if it does not fit."""
+    """Random letters, 3 to 10 a line, every other text two lines; font or size change where they do not fit."""
 
     def draw(below: int, *shape: int) -> torch.Tensor:
         return torch.randint(below, shape, generator=generator, device=device)

@@ -4,8 +4,8 @@
 
 As tests/glyphs/train.py does it for single characters: ComfyUI's own MMDiT, a rectified flow, images drawn on the fly
 that never repeat, and arithmetic in bfloat16 on float32 weights. Every two minutes, and at the end, --out gets the
-model (word_dit.safetensors) and samples (sheet.png); at the end samples.npy and texts.json too, for studies/fidelity.py.
-There is no OCR here: `agreement` compares samples with drawn images.
+model (word_dit.safetensors) and samples (sheet.png); at the end samples.npy and texts.json too. There is no OCR here:
+`agreement` compares samples with drawn images.
 """
 
 import argparse
