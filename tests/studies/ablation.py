@@ -76,7 +76,7 @@ class Glyphs:
 
         context, pooled = encode(ALPHABET)
         # Another seed than that of the pairs.
-        return _calibrate(model, [[context, {"pooled_output": pooled}]], self._empty(len(ALPHABET)), STEPS, seed=1000)
+        return calibrated(model, [[context, {"pooled_output": pooled}]], self._empty(len(ALPHABET)), STEPS, seed=1000)
 
     @staticmethod
     def _empty(count: int) -> torch.Tensor:
@@ -155,7 +155,7 @@ class Blocks:
 
     def calibrate(self, model):
         context = torch.randn(1, TEXT_TOKENS, TEXT_FEATURES, generator=torch.Generator().manual_seed(2))
-        return _calibrate(model, [[context, {}]], torch.zeros(1, 128, self._side, self._side), steps=4, seed=1000)
+        return calibrated(model, [[context, {}]], torch.zeros(1, 128, self._side, self._side), steps=4, seed=1000)
 
     def evaluate(self, model) -> Outcome:
         outputs = self.outputs(model)
@@ -185,7 +185,8 @@ class Blocks:
             hook.remove()
 
 
-def _calibrate(model, condition: list, empty: torch.Tensor, steps: int, seed: int):
+def calibrated(model, condition: list, empty: torch.Tensor, steps: int, seed: int):
+    """The calibration of a MODEL from one sampling of `condition`."""
     import comfy.samplers
 
     from int8_dit.nodes.calibration.run import calibrate

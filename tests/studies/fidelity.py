@@ -226,7 +226,8 @@ def summary(scores: Mapping[str, Sequence[Score]], items: Sequence[Item]) -> dic
     return result
 
 
-def _cell(metric: str, values: Sequence[float | None] | None, sign: str = "") -> str:
+def formatted(metric: str, values: Sequence[float | None] | None, sign: str = "") -> str:
+    """A figure with its interval; nothing for what is not known."""
     if values is None or values[0] is None:
         return ""
     form, scale = f"{sign}{METRICS[metric].form}", METRICS[metric].scale
@@ -242,7 +243,7 @@ def report(figures: Mapping[str, dict], heading: str) -> str:
     reference, *candidates = figures
     titles = [metric.title for metric in METRICS.values()]
     rows = [
-        [name, category, str(cell["images"]), *(_cell(metric, cell.get(metric)) for metric in METRICS)]
+        [name, category, str(cell["images"]), *(formatted(metric, cell.get(metric)) for metric in METRICS)]
         for name, cells in figures.items()
         for category, cell in cells.items()
     ]
@@ -257,7 +258,7 @@ def report(figures: Mapping[str, dict], heading: str) -> str:
         against.append(("minus first", candidates[0], tuple(METRICS), candidates[1:]))
     for key, other, metrics, names in against:
         rows = [
-            [name, category, *(_cell(metric, cell[key][metric], "+") for metric in metrics)]
+            [name, category, *(formatted(metric, cell[key][metric], "+") for metric in metrics)]
             for name in names
             for category, cell in figures[name].items()
         ]

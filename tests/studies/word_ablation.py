@@ -1,0 +1,346 @@
+"""Whether words can still be read: the word model in INT8 variants, FP8, NF4 and GGUF formats, beside its bytes.
+
+    python tests/studies/word_ablation.py --comfyui PATH --out DIR               samples; on a GPU
+    python tests/studies/word_ablation.py --comfyui PATH --out DIR --evaluate    reads by OCR and compares; on any CPU
+
+The first command leaves sampled.json (latent errors, bytes, protected layers) and sampled.npz (all images) in --out,
+the second words.json, words.md, pareto.png and words.png. All comparisons are paired, same seeds and texts, against
+bf16; intervals are 95 % bootstrap intervals. Every variant but FP8 quantizes the same linears, those of attention and
+MLP in the blocks; FP8 is ComfyUI's cast of the whole model. NF4 and GGUF weights are turned back to bf16 before each
+product, as their users' loaders do; "in INT8" is this pack's way with a GGUF file: its blocks expanded to INT8.
+`--pairs 6 --steps 2 --variants bf16 NF4` tries it out.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS))  # as a script, only this folder is there
+
+from studies import ablation, fidelity
+from studies.ablation import TensorDict, stock
+from support.pack import import_comfyui, import_pack
+from words.alphabet import Text, random_texts
+from words.sampling import STEPS, pictures, sample
+
+WORD_MODEL = TESTS / "data" / "word_dit.safetensors"
+GGUF = ("Q8_0", "Q6_K", "Q5_K", "Q4_K")
+IN_INT8 = ("Q8_0", "Q4_K")
+NF4_BLOCK = 64
+NF4_BITS = 4 + 32 / NF4_BLOCK  # a float32 scale for each block, as bitsandbytes has it by default
+# The codes of NF4: quantiles of a normal distribution, scaled to -1..1 (Dettmers et al. 2023, appendix E).
+NF4_CODES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+CALIBRATED = ("naive W8A8", "smoothing only", "recipe", "best per layer, protected")
+"""Variants that are tried with calibrated rounding too."""
+PICTURED = ("bf16", "FP8", "NF4", "Q4_K", "naive W8A8", "recipe")
+PICTURE_COLUMNS = 6
+REFERENCE = "bf16"
+
+
+def nf4_decoded(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [N, K], K a multiple of 64, rounded to NF4 and back, in its own dtype."""
+    codes = torch.tensor(NF4_CODES, device=weight.device)
+    blocks = weight.float().unflatten(1, (-1, NF4_BLOCK))
+    scale = blocks.abs().amax(-1, keepdim=True)
+    nearest = torch.bucketize(blocks / scale.clamp(min=1e-30), (codes[1:] + codes[:-1]) / 2)
+    return (codes[nearest] * scale).flatten(1).to(weight.dtype)
+
+
+def gguf_decoded(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """A weight in blocks of a GGUF format and back, in its own dtype."""
+    from int8_dit.kernels import dequantize_blocks, quantize_blocks
+
+    return dequantize_blocks(quantize_blocks(weight, name), name, weight.dtype)
+
+
+def decoded(state_dict: TensorDict, through: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict:
+    """The file with its quantizable weights through a format and back."""
+    import comfy.model_management
+
+    device = comfy.model_management.get_torch_device()
+    changed = {name: through(state_dict[name].to(device)).cpu() for name in quantizable(state_dict)}
+    return {**state_dict, **changed}
+
+
+def quantizable(state_dict: TensorDict) -> list[str]:
+    """Names of the weights that variants quantize."""
+    from int8_dit.nodes.model.layer_selection import is_quantizable
+
+    suffix = ".weight"
+    names = [name for name in state_dict if name.endswith(suffix)]
+    return [name for name in names if is_quantizable(name.removesuffix(suffix), tuple(state_dict[name].shape))]
+
+
+def formula_bytes(state_dict: TensorDict, bits: float) -> int:
+    """Bytes of a file whose quantizable weights take so many bits each; the other tensors stay as they are."""
+    names = set(quantizable(state_dict))
+    return round(sum(t.numel() * bits / 8 if name in names else t.nbytes for name, t in state_dict.items()))
+
+
+def held_bytes(model, state_dict: TensorDict) -> int:
+    """Bytes of the tensors that a MODEL holds; what is no larger in its file counts as in the file."""
+    held = model.model.diffusion_model.state_dict()
+    return sum(min(t.nbytes, state_dict[name].nbytes) if name in state_dict else t.nbytes for name, t in held.items())
+
+
+def peers(state_dict: TensorDict) -> dict[str, tuple[Callable[[], object], float | None]]:
+    """What INT8 is compared with: the MODEL's maker and the bits of a weight, None where the MODEL holds its format."""
+    from int8_dit.kernels import GGUF_FORMATS
+
+    made: dict[str, tuple[Callable[[], object], float | None]] = {
+        "FP8": (partial(stock, state_dict, dtype=torch.float8_e4m3fn), None),
+        "FP8 scaled": (partial(ablation.native, state_dict, ablation.fp8_scaled), None),
+        "ComfyUI ConvRot INT8": (partial(ablation.native, state_dict, ablation.convrot_int8), None),
+        "NF4": (lambda: stock(decoded(state_dict, nf4_decoded)), NF4_BITS),
+    }
+    for name in GGUF:
+        through = partial(gguf_decoded, name=name)
+        bits = 8 * GGUF_FORMATS[name].bytes / GGUF_FORMATS[name].weights
+        made[name] = (lambda through=through: stock(decoded(state_dict, through)), bits)
+        if name in IN_INT8:
+            made[f"{name} in INT8"] = (lambda through=through: naive(stock(decoded(state_dict, through))), bits)
+    return made
+
+
+def naive(model):
+    """A MODEL in plain INT8."""
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+
+    settings = QuantizationSettings(**ablation.pack_variants(1)["naive W8A8"])
+    return quantize_model(model, settings, "fused int8", None)[0]
+
+
+def pack_variants(layers: int) -> dict[str, dict[str, object]]:
+    """This pack's variants; with calibrated rounding too where the pack has it."""
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings
+
+    variants = ablation.pack_variants(layers)
+    if any(field.name == "rounding" for field in fields(QuantizationSettings)):
+        variants |= {
+            f"{name}, calibrated rounding": {**variants[name], "rounding": "calibrated"} for name in CALIBRATED
+        }
+    return variants
+
+
+def calibrate(model, steps: int):
+    """A calibration on texts and seeds of its own."""
+    from words import latents
+    from words.conditioning import encode
+
+    texts = random_texts(36, seed=1000)
+    context, pooled = encode(texts)
+    empty = torch.zeros(len(texts), latents.CHANNELS, latents.ROWS, latents.COLUMNS)
+    return ablation.calibrated(model, [[context, {"pooled_output": pooled}]], empty, steps, seed=1000)
+
+
+def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str] | None) -> dict[str, dict]:
+    """Every variant, or the wanted ones: its images, latent errors, bytes and protected layers."""
+    import comfy.model_management
+
+    from int8_dit.nodes.model.layer_selection import quantizable_linears
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+
+    base = stock(state_dict)
+    expected = sample(base, texts, steps=steps)
+    found: dict[str, dict] = {}
+
+    def keep(name: str, model, bits: float | None, protected: list[str]) -> None:
+        sampled = expected if model is base else sample(model, texts, steps=steps)
+        errors = (sampled - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+        size = held_bytes(model, state_dict) if bits is None else formula_bytes(state_dict, bits)
+        found[name] = {"images": pictures(sampled), "errors": errors.tolist(), "bytes": size, "protected": protected}
+        print(f"  {name}: {size / 1e6:.2f} MB, {errors.mean():.4f}", flush=True)
+        if model is not base:
+            comfy.model_management.unload_all_models()
+            gc.collect()
+            comfy.model_management.soft_empty_cache()
+
+    keep(REFERENCE, base, None, [])
+    calibration = calibrate(base, steps)
+    for name, (make, bits) in peers(state_dict).items():
+        if wanted is None or name in wanted:
+            keep(name, make(), bits, [])
+    for name, settings in pack_variants(len(quantizable_linears(base))).items():
+        if wanted is None or name in wanted:
+            model, report = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
+            keep(name, model, None, list(report.protected))
+            del model
+    return found
+
+
+def sample_variants(arguments: argparse.Namespace) -> None:
+    """The first command."""
+    import comfy.model_management
+    from comfyui_version import __version__ as comfyui_version
+    from safetensors.torch import load_file
+
+    from int8_dit.kernels.benchmark import describe_machine
+
+    texts = random_texts(arguments.pairs, seed=0)
+    found = run(load_file(arguments.model), texts, arguments.steps, arguments.variants)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(arguments.out / "sampled.npz", **{name: result.pop("images") for name, result in found.items()})
+    data = {
+        "environment": describe_machine(comfy.model_management.get_torch_device()),
+        "comfyui": comfyui_version,
+        "steps": arguments.steps,
+        "texts": [{"text": "\n".join(text.lines), "category": text.category} for text in texts],
+        "variants": found,
+    }
+    (arguments.out / "sampled.json").write_text(json.dumps(data) + "\n")
+
+
+def overview(variants: Mapping[str, dict], figures: Mapping[str, dict]) -> str:
+    """One row a variant: bytes, latent error, and what can be read."""
+    from int8_dit.kernels.benchmark import markdown
+
+    categories = list(figures[REFERENCE])
+    rows = []
+    for name, cells in figures.items():
+        everything = cells[fidelity.ALL]
+        row = [name, f"{variants[name]['bytes'] / 1e6:.2f}", str(len(variants[name]["protected"]) or "")]
+        row.append(fidelity.formatted("latent", everything.get("latent")))
+        row += [fidelity.formatted("exact", cells[category]["exact"]) for category in categories]
+        row.append(fidelity.formatted("exact", everything.get("minus reference", {}).get("exact"), "+"))
+        row += [fidelity.formatted(metric, everything.get(metric)) for metric in ("distance", "psnr", "ssim")]
+        rows.append(row)
+    read = [f"read, %: {category}" for category in categories]
+    columns = ["variant", "MB", "protected", "latent error, %", *read, f"read minus {REFERENCE}"]
+    return markdown([*columns, "edit distance", "PSNR, dB", "SSIM"], rows)
+
+
+def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path: Path) -> None:
+    """Latent error and share of texts read against bytes; the line joins what nothing smaller is better than."""
+    from matplotlib.figure import Figure
+
+    canvas = Figure(figsize=(13, 6), layout="constrained")
+    for place, (metric, better) in enumerate((("latent", -1), ("exact", 1)), 1):
+        axes = canvas.add_subplot(1, 2, place)
+        scale = fidelity.METRICS[metric].scale
+        points = {}
+        for name, cells in figures.items():
+            values = cells[fidelity.ALL].get(metric)
+            if values is not None and values[0] is not None:
+                x, (y, low, high) = variants[name]["bytes"] / 1e6, (scale * value for value in values)
+                points[name] = (x, y)
+                axes.errorbar(x, y, [[y - low], [high - y]], fmt="o", markersize=4, linewidth=0.8)
+                axes.annotate(name, (x, y), xytext=(4, 2), textcoords="offset points", fontsize=6)
+        front, best = [], -np.inf
+        for x, y in sorted(points.values(), key=lambda point: (point[0], -better * point[1])):
+            if better * y > best:
+                front.append((x, y))
+                best = better * y
+        axes.plot(*zip(*front, strict=True), color="gray", linewidth=1, zorder=0, drawstyle="steps-post")
+        axes.set_xlabel("MB")
+        axes.set_ylabel(fidelity.METRICS[metric].title)
+        if metric == "latent":
+            axes.set_yscale("log")
+    canvas.savefig(path, dpi=100)
+
+
+def draw_words(images: Mapping[str, np.ndarray], path: Path) -> None:
+    """The same seeds in several variants, one row each."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    shown = {name: images[name][:PICTURE_COLUMNS] for name in PICTURED if name in images}
+    _, height, width = images[REFERENCE].shape
+    label = 120
+    picture = Image.new("L", (label + width * PICTURE_COLUMNS, (height + 4) * len(shown)), 255)
+    for row, (name, tiles) in enumerate(shown.items()):
+        top = row * (height + 4)
+        font = ImageFont.load_default(14)
+        ImageDraw.Draw(picture).text((8, top + height / 2), name, fill=0, font=font, anchor="lm")
+        for column, tile in enumerate(tiles):
+            picture.paste(Image.fromarray(tile), (label + column * width, top))
+    picture.save(path)
+
+
+def evaluate(out: Path) -> None:
+    """The second command. Raises ValueError where the first one left nothing."""
+    from int8_dit.kernels.benchmark import title
+
+    if not (out / "sampled.json").exists() or not (out / "sampled.npz").exists():
+        raise ValueError(f"{out} lacks sampled.json or sampled.npz; run the command without --evaluate first.")
+    data = json.loads((out / "sampled.json").read_text())
+    variants = data["variants"]
+    with np.load(out / "sampled.npz", allow_pickle=False) as stored:
+        images = {name: stored[name] for name in variants}
+    items = [fidelity.Item(f"{n:04d}", entry["text"], entry["category"]) for n, entry in enumerate(data["texts"])]
+    sets = {
+        name: fidelity.ImageSet(dict(zip((item.name for item in items), stack, strict=True)), {})
+        for name, stack in images.items()
+    }
+    scores = {}
+    for name, candidate in sets.items():
+        own = fidelity.score_set(name, candidate, sets[REFERENCE], items)
+        scores[name] = [replace(s, latent=error) for s, error in zip(own, variants[name]["errors"], strict=True)]
+        print(f"  {name}: {np.mean([score.exact for score in scores[name]]):.1%} read", flush=True)
+    figures = fidelity.summary(scores, items)
+    outcomes = {
+        name: ablation.Outcome(
+            variants[name]["errors"], [bool(score.exact) for score in own], variants[name]["protected"]
+        )
+        for name, own in scores.items()
+    }
+    parts = [
+        f"{title(data['environment'])}, ComfyUI {data['comfyui']}, {data['steps']} steps",
+        f"{len(items)} texts. Means over the images, in brackets 95 % bootstrap intervals; differences are of pairs.",
+        overview(variants, figures),
+    ]
+    ratios = {}
+    if set(ablation.PEERS) <= set(outcomes):
+        ratios = ablation.summary(outcomes)
+        parts.append(ablation.comparison("latent errors", ratios))
+    text = "\n\n".join(parts) + "\n"
+    print("\n" + text)
+    (out / "words.md").write_text(text)
+    compact = {
+        "read": {name: [score.read for score in own] for name, own in scores.items()},
+        "exact": {name: "".join("01"[bool(score.exact)] for score in own) for name, own in scores.items()},
+    }
+    for result in variants.values():
+        result["errors"] = [float(f"{error:.4g}") for error in result["errors"]]
+    (out / "words.json").write_text(json.dumps({**data, "figures": figures, "ratios": ratios, **compact}) + "\n")
+    draw_pareto(variants, figures, out / "pareto.png")
+    draw_words(images, out / "words.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results" / "words")
+    parser.add_argument("--evaluate", action="store_true", help="read and compare what was sampled")
+    parser.add_argument("--model", type=Path, default=WORD_MODEL, help="the word model's bf16 file")
+    parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--variants", nargs="+", help="these alone, beside bf16")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
+    import_pack()
+    if not arguments.evaluate:
+        sample_variants(arguments)
+        return
+    try:
+        evaluate(arguments.out)
+    except ValueError as error:
+        sys.exit(f"word_ablation: {error}")
+
+
+if __name__ == "__main__":
+    main()
