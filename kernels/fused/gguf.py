@@ -5,6 +5,8 @@ or more, of which it holds bits: a tile [blocks, runs, 16] of bytes makes two ti
 and sums are rounded apart, as in PyTorch: all is compiled without fused multiply-adds.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -167,33 +169,44 @@ def _decode_q3_k(at, run, lane, inside):
 
 
 @triton.jit
-def _decode(blocks, block, run, lane, inside, FORMAT: tl.constexpr, BYTES: tl.constexpr):
-    """Float32 weights of blocks `block` [blocks, 1, 1]: two tiles [blocks, runs, 16], see `_places`."""
-    at = blocks + block * BYTES
+def _decode(blocks, start, count, FORMAT: tl.constexpr, BYTES: tl.constexpr, BLOCKS: tl.constexpr, RUNS: tl.constexpr):
+    """Blocks from `start` on, as far as there are `count`: which there are [BLOCKS, 1, 1], and their weights in
+    float32, two tiles [BLOCKS, RUNS, 16] whose places `_places` knows."""
+    block = tl.arange(0, BLOCKS)[:, None, None]
+    run = tl.arange(0, RUNS)[None, :, None]
+    lane = tl.arange(0, 16)[None, None, :]
+    inside = start + block < count
+    at = blocks + start.to(tl.int64) * BYTES + block * BYTES
     if FORMAT == "Q4_K" or FORMAT == "Q5_K":
-        return _decode_q45_k(at, run, lane, inside, FORMAT)
+        first, second = _decode_q45_k(at, run, lane, inside, FORMAT)  # pyright: ignore[reportGeneralTypeIssues]
     elif FORMAT == "Q6_K":
-        return _decode_q6_k(at, run, lane, inside)
+        first, second = _decode_q6_k(at, run, lane, inside)  # pyright: ignore[reportGeneralTypeIssues]
     elif FORMAT == "Q2_K":
-        return _decode_q2_k(at, run, lane, inside)
+        first, second = _decode_q2_k(at, run, lane, inside)  # pyright: ignore[reportGeneralTypeIssues]
     elif FORMAT == "Q3_K":
-        return _decode_q3_k(at, run, lane, inside)
+        first, second = _decode_q3_k(at, run, lane, inside)  # pyright: ignore[reportGeneralTypeIssues]
     else:
-        return _decode_small(at, lane, inside, FORMAT)
+        first, second = _decode_small(at, lane, inside, FORMAT)  # pyright: ignore[reportGeneralTypeIssues]
+    return inside, first, second
 
 
 @triton.jit
-def _places(block, run, lane, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr):
-    """Where the weights of the two tiles of `_decode` stand, counted from the first weight of block 0."""
-    first = block * WEIGHTS + lane
+def _places(start, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, RUNS: tl.constexpr):
+    """Where the weights of the two tiles of `_decode` stand in the whole tensor."""
+    block = tl.arange(0, BLOCKS)[:, None, None]
+    run = tl.arange(0, RUNS)[None, :, None]
+    lane = tl.arange(0, 16)[None, None, :]
     if WEIGHTS == 32:
-        return first, first + 16
+        within = lane
+        gap = 16
     elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
-        first += (run >> 1) * 64 + (run & 1) * 16
-        return first, first + 32
+        within = (run >> 1) * 64 + (run & 1) * 16 + lane
+        gap = 32
     else:
-        first += (run >> 2) * 128 + (run & 3) * 16
-        return first, first + 64
+        within = (run >> 2) * 128 + (run & 3) * 16 + lane
+        gap = 64
+    first = start.to(tl.int64) * WEIGHTS + (block * WEIGHTS + within)
+    return first, first + gap
 
 
 @triton.jit
@@ -234,21 +247,17 @@ def expand_kernel(
 ):
     """One program expands BLOCKS of `count` blocks to int8: round(w / scale of the row)."""
     start = tl.program_id(0) * BLOCKS
-    block = tl.arange(0, BLOCKS)[:, None, None]
-    run = tl.arange(0, RUNS)[None, :, None]
-    lane = tl.arange(0, 16)[None, None, :]
-    inside = start + block < count
-    first, second = _decode(blocks + start.to(tl.int64) * BYTES, block, run, lane, inside, FORMAT, BYTES)
-    row_scale = tl.load(scale + (start + block) // ROW_BLOCKS, mask=inside, other=0.0)
+    inside, first, second = _decode(blocks, start, count, FORMAT, BYTES, BLOCKS, RUNS)
+    first_place, second_place = _places(start, FORMAT, WEIGHTS, BLOCKS, RUNS)
+    row = (start + tl.arange(0, BLOCKS)[:, None, None]) // ROW_BLOCKS
+    row_scale = tl.load(scale + row, mask=inside, other=0.0)
     usable = (row_scale >= _SMALLEST_SCALE) & (row_scale < float("inf"))
     divisor = tl.where(usable, row_scale, 1.0)
     inverse = tl.div_rn(1.0, divisor)
     rest = tl.fma(inverse, -divisor, 1.0) * inverse
     most = tl.where(usable, 127.0 * divisor, 0.0)
-    q = out + start.to(tl.int64) * WEIGHTS
-    first_place, second_place = _places(block, run, lane, FORMAT, WEIGHTS)
-    tl.store(q + first_place, _rounded(first, divisor, inverse, rest, most, INTERPRETED), mask=inside)
-    tl.store(q + second_place, _rounded(second, divisor, inverse, rest, most, INTERPRETED), mask=inside)
+    tl.store(out + first_place, _rounded(first, divisor, inverse, rest, most, INTERPRETED), mask=inside)
+    tl.store(out + second_place, _rounded(second, divisor, inverse, rest, most, INTERPRETED), mask=inside)
 
 
 @triton.jit
@@ -264,15 +273,10 @@ def dequantize_kernel(
 ):
     """One program turns BLOCKS of `count` blocks into floats."""
     start = tl.program_id(0) * BLOCKS
-    block = tl.arange(0, BLOCKS)[:, None, None]
-    run = tl.arange(0, RUNS)[None, :, None]
-    lane = tl.arange(0, 16)[None, None, :]
-    inside = start + block < count
-    first, second = _decode(blocks + start.to(tl.int64) * BYTES, block, run, lane, inside, FORMAT, BYTES)
-    weights = out + start.to(tl.int64) * WEIGHTS
-    first_place, second_place = _places(block, run, lane, FORMAT, WEIGHTS)
-    tl.store(weights + first_place, first.to(out.dtype.element_ty), mask=inside)
-    tl.store(weights + second_place, second.to(out.dtype.element_ty), mask=inside)
+    inside, first, second = _decode(blocks, start, count, FORMAT, BYTES, BLOCKS, RUNS)
+    first_place, second_place = _places(start, FORMAT, WEIGHTS, BLOCKS, RUNS)
+    tl.store(out + first_place, first.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + second_place, second.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -288,12 +292,10 @@ def scales_kernel(
 ):
     """One program finds absmax / 127 of one row; NaN for a row with a NaN or Inf."""
     row = tl.program_id(0).to(tl.int64)
-    run = tl.arange(0, RUNS)[None, :, None]
-    lane = tl.arange(0, 16)[None, None, :]
     largest = tl.zeros((BLOCKS, RUNS, 16), dtype=tl.int32)
-    for start in range(0, ROW_BLOCKS, BLOCKS):
-        block = start + tl.arange(0, BLOCKS)[:, None, None]
-        first, second = _decode(blocks + row * ROW_BLOCKS * BYTES, block, run, lane, block < ROW_BLOCKS, FORMAT, BYTES)
+    for block in range(0, ROW_BLOCKS, BLOCKS):
+        start, end = row * ROW_BLOCKS + block, (row + 1) * ROW_BLOCKS
+        _, first, second = _decode(blocks, start, end, FORMAT, BYTES, BLOCKS, RUNS)
         largest = tl.maximum(largest, tl.maximum(magnitude_bits(first), magnitude_bits(second)))
     bits = tl.max(tl.reshape(largest, (BLOCKS * RUNS * 16,)), axis=0)
     row_scale = tl.div_rn(bits.to(tl.float32, bitcast=True), 127.0)
@@ -309,20 +311,20 @@ OPTIONS = {"num_warps": _WARPS, "num_stages": 2, "enable_fp_fusion": False}
 _ALIGNED_BYTES, _BYTES = 16, 8
 
 
-def decoder_constants(name: str, form: BlockFormat, vector: int = _BYTES) -> dict[str, object]:
+def decoder_constants(name: str, form: BlockFormat, vector: int = _BYTES) -> dict[str, Any]:
     """What all kernels are compiled for, with a tile of `vector` packed bytes a thread."""
     runs = 1 if form.weights == 32 else 8
     blocks = _WARPS * 32 * vector // (16 * runs)
     return {"FORMAT": name, "BYTES": form.bytes, "WEIGHTS": form.weights, "BLOCKS": blocks, "RUNS": runs}
 
 
-def expander_constants(name: str, form: BlockFormat, row_blocks: int, interpreted: bool) -> dict[str, object]:
+def expander_constants(name: str, form: BlockFormat, row_blocks: int, interpreted: bool) -> dict[str, Any]:
     """The expander's constants, for rows of so many blocks."""
     common = decoder_constants(name, form, _BYTES if form.bytes % 16 else _ALIGNED_BYTES)
     return {**common, "ROW_BLOCKS": row_blocks, "INTERPRETED": interpreted}
 
 
-def scales_constants(name: str, form: BlockFormat, row_blocks: int) -> dict[str, object]:
+def scales_constants(name: str, form: BlockFormat, row_blocks: int) -> dict[str, Any]:
     """The constants of the kernel that finds scales, for rows of so many blocks."""
     return {**decoder_constants(name, form), "ROW_BLOCKS": row_blocks}
 

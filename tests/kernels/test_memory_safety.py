@@ -69,7 +69,21 @@ print("finished")
 """
 
 
-@pytest.mark.parametrize("program", (PROGRAM, PRODUCERS), ids=("linear", "producers"))
+BLOCKS = """
+import torch
+from kernels import GGUF_FORMATS, channel_scales, dequantize_blocks, expand_blocks
+
+for name, form in GGUF_FORMATS.items():
+    for n, row_blocks in ((1, 1), (37, 3), (5, 129)):
+        blocks = torch.randint(0, 60, (n, row_blocks * form.bytes), dtype=torch.uint8, device="cuda")
+        expand_blocks(blocks, name, channel_scales(blocks, name))
+        dequantize_blocks(blocks, name)
+torch.cuda.synchronize()
+print("finished")
+"""
+
+
+@pytest.mark.parametrize("program", (PROGRAM, PRODUCERS, BLOCKS), ids=("linear", "producers", "blocks"))
 def test_odd_shapes_under_the_memory_checker(program):
     root = Path(__file__).resolve().parents[2]
     environment = {

@@ -105,6 +105,32 @@ def test_opcheck_of_weights(with_smooth, group):
     torch.library.opcheck(OPERATORS.dequantize_weight.default, (weight, scale, smooth, group, torch.bfloat16))
 
 
+@pytest.mark.parametrize("rows", (0, 1, 5))
+@pytest.mark.parametrize("name", ("Q8_0", "Q4_K"))
+def test_opcheck_of_blocks(rows, name):
+    blocks = kernels.quantize_blocks(random_float(rows, 512), name)
+    for scale in (kernels.channel_scales(blocks, name), torch.ones(rows, 1, device=DEVICE)):
+        torch.library.opcheck(OPERATORS.expand_blocks.default, (blocks, name, scale))
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.library.opcheck(OPERATORS.dequantize_blocks.default, (blocks, name, dtype))
+
+
+def test_blocks_in_a_compiled_graph():
+    blocks = kernels.quantize_blocks(random_float(8, 512), "Q4_K")
+    scale = kernels.channel_scales(blocks, "Q4_K")
+
+    def linear(x):
+        return int8_linear(x, kernels.expand_blocks(blocks, "Q4_K", scale), scale)
+
+    x = random_float(5, 512)
+    assert targets_in_compiled_graph(linear, x).count(OPERATORS.expand_blocks.default) == 1
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(linear, backend="aot_eager", fullgraph=True)(x), linear(x))
+    decoded = kernels.dequantize_blocks(blocks, "Q4_K")
+    compiled = torch.compile(lambda: kernels.dequantize_blocks(blocks, "Q4_K"), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(), decoded) and decoded.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("leading", ((), (5,), (2, 3), (2, 0)))
 @pytest.mark.parametrize("dtype, out_dtype", ((torch.bfloat16, None), (torch.float32, torch.float16)))
 @pytest.mark.parametrize("options", ((False, False, None), (True, True, 16)))

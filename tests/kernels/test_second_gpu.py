@@ -8,10 +8,12 @@ import torch
 import kernels.fused.activations
 import kernels.fused.gates
 import kernels.fused.gemm
+import kernels.fused.gguf
 import kernels.fused.norms
 import kernels.fused.rope
 import kernels.fused.weights
 from kernels import ChannelTransform, InputPlace, InputReader, dequantize_weight, int8_linear, requantize_weight
+from kernels.block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from kernels.fused.gemm import _candidates
 from kernels.fused.tuning import Tuner
 from kernels.linear import int8_accumulate, quantize_activations
@@ -31,7 +33,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels.fused.gemm, "tuner", Tuner())
     monkeypatch.setattr(kernels.fused.gemm, "_arrivals_of_streams", {})
-    launching = ("activations", "gates", "gemm", "norms", "rope", "weights")
+    launching = ("activations", "gates", "gemm", "gguf", "norms", "rope", "weights")
     for module in (getattr(kernels.fused, name) for name in launching):
         monkeypatch.setattr(module, "_launches", {})
     torch.cuda.set_device(FIRST)
@@ -71,6 +73,12 @@ def weights(device):
     return q, scale, dequantize_weight(q, scale, transform)
 
 
+def blocks(device):
+    made = quantize_blocks(values(512, 768, seed=1, device=device), "Q4_K")
+    scale = channel_scales(made, "Q4_K")
+    return scale, expand_blocks(made, "Q4_K", scale), dequantize_blocks(made, "Q4_K")
+
+
 def shared(device):
     x, q, scale, bias = operands(WHOLE, device)
     readers = InputReader.group_of(InputPlace(), 2)
@@ -107,6 +115,7 @@ COMPUTATIONS = {
     "transformed": transformed,
     "accumulated": accumulated,
     "weights": weights,
+    "blocks": blocks,
     "shared": shared,
     "produced": produced,
     "16 bits": of_16_bits,

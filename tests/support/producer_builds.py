@@ -17,7 +17,8 @@ from machine_code import report
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.fused import activations, column_rounding, gates, norms, rope
+from kernels.fused import activations, column_rounding, gates, gguf, norms, rope
+from kernels.gguf.formats import GGUF_FORMATS
 
 # Hidden and inner widths: Flux and Qwen-Image, Z-Image, Ideogram 4, Wan.
 WIDTHS, INNER = (3072, 3840, 4608, 5120), (10240, 12288, 13824)
@@ -35,7 +36,7 @@ class Build:
         group: channels of a rotation, 1 for none.
         activation_bits: 8 or 16.
         dtype: of activations and modulations, in Triton's words.
-        kind: what distinguishes kernels of one length.
+        kind: what distinguishes kernels of one length; of GGUF's kernels the format.
         capability: compute capability of the card, as in sm_86.
     """
 
@@ -49,10 +50,10 @@ class Build:
     options: dict = field(default_factory=dict)
 
 
-# The first parameter behind the tensors, where it is not T.
-SIZE = {"quantize": "K", "round_columns": "N"}
+# The first parameter behind the tensors.
+SIZES = ("K", "T", "N", "count", "FORMAT")
 # The tensors that are not of a build's dtype.
-TYPES = {"q": "*i8", "q_scale": "*fp32", "scale": "*fp32", "smooth": "*fp32", "freqs": "*fp32"}
+TYPES = {"q": "*i8", "q_scale": "*fp32", "scale": "*fp32", "smooth": "*fp32", "freqs": "*fp32", "blocks": "*u8"}
 FLOATS = {("norm_quantize", "scale"), ("norm_rope", "q")}  # of a build's dtype all the same
 
 
@@ -78,6 +79,15 @@ def _parts(build: Build):
         )
     if build.kernel == "round_columns":
         return column_rounding.round_columns_kernel, column_rounding.round_columns_constants(channels)
+    if build.kernel in ("expand", "dequantize", "scales"):
+        form = GGUF_FORMATS[kind]
+        row_blocks = channels // form.weights
+        kernel, constants = {
+            "expand": (gguf.expand_kernel, gguf.expander_constants(kind, form, row_blocks, False)),
+            "dequantize": (gguf.dequantize_kernel, gguf.decoder_constants(kind, form)),
+            "scales": (gguf.scales_kernel, gguf.scales_constants(kind, form, row_blocks)),
+        }[build.kernel]
+        return kernel, (constants, gguf.OPTIONS)
     heads, extent, pairs = kind.split()
     given = ((int(heads),) * 2, channels, (extent, extent), (True, True), pairs == "neighbours")
     return rope.norm_rope_kernel, rope.norm_rope_constants(*given)
@@ -88,10 +98,11 @@ def compiled(build: Build):
     kernel, (constants, options) = _parts(build)
     names = kernel.arg_names
     types = dict.fromkeys(names, "i32")
-    tensors = names[: names.index(SIZE.get(build.kernel, "T"))]
+    tensors = names[: names.index(next(name for name in names if name in SIZES))]
     types |= dict.fromkeys(tensors, f"*{build.dtype}")
     types |= {name: TYPES[name] for name in tensors if name in TYPES and (build.kernel, name) not in FLOATS}
     types |= {name: "fp32" for name in names if name.endswith("eps")}
+    types |= {"out": "*i8"} if build.kernel == "expand" else {}
     types |= dict.fromkeys(constants, "constexpr")
     aligned = [name for name in names if types[name] not in ("constexpr", "fp32") and name not in ("T", "N")]
     source = ASTSource(
@@ -124,7 +135,10 @@ def builds() -> list[Build]:
         Build("round_columns", 128, dtype="fp32"),
         *(Build("norm_rope", width, kind=f"{heads} {extent} {pairs}") for width, heads, extent, pairs in HEADS),
     ]
+    expand = [Build("expand", 4608, kind=name) for name in GGUF_FORMATS]
+    ampere += [*expand, *(replace(build, kernel=kernel) for kernel in ("dequantize", "scales") for build in expand)]
     elsewhere = [build for build in ampere if build.channels in (128, 4608, 12288) and build.activation_bits == 8]
+    elsewhere = [build for build in elsewhere if build.kernel not in ("dequantize", "scales")]
     return [*ampere, *(replace(build, capability=card) for card in (80, 89, 90) for build in elsewhere)]
 
 
