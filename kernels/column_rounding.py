@@ -4,9 +4,12 @@ import torch
 
 from .device import weights_use_triton
 
+# So few that PyTorch runs an operation on one thread: of thousands of small ones each would wait for the others.
+_ELEMENTS_AT_ONCE = 1 << 15
+
 
 def round_columns(target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
-    """Round q_j = t_j / scale, and let t_k become t_k - (t_j - q_j scale) feedback[j, k] for all k > j, column by column.
+    """Round q_j = t_j / scale, column by column; t_k of each k > j becomes t_k - (t_j - q_j scale) feedback[j, k].
 
     On a GPU this is one kernel, with the bits of the reference: both do the same float32 operations in the same order.
 
@@ -27,12 +30,17 @@ def round_columns(target: torch.Tensor, scale: torch.Tensor, feedback: torch.Ten
 
 def round_columns_reference(target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
     """`round_columns` in plain PyTorch."""
-    left = target.clone()
-    divisor = torch.where(scale > 0, scale, 1.0)[:, None]
-    for column in range(target.shape[1]):
-        value = left[:, column : column + 1]
-        error = value - (value / divisor).clamp_(-127, 127).round_() * divisor
-        left[:, column:] -= error * feedback[column, column:]
-    # The diagonal's ones have left of each column what it was rounded to.
-    q = (left / divisor).clamp_(-127, 127).round_()
-    return torch.where(scale[:, None] > 0, q, 0.0).to(torch.int8)
+    rows = max(1, _ELEMENTS_AT_ONCE // feedback.shape[0])
+    q = torch.empty(target.shape, dtype=torch.int8, device=target.device)
+    for start in range(0, len(target), rows):
+        part = slice(start, start + rows)
+        left = target[part].clone()
+        divisor = torch.where(scale[part] > 0, scale[part], 1.0)[:, None]
+        for column in range(target.shape[1]):
+            value = left[:, column : column + 1]
+            error = value - (value / divisor).clamp_(-127, 127).round_() * divisor
+            left[:, column:] -= error * feedback[column, column:]
+        # The diagonal's ones have left of each column what it was rounded to.
+        steps = (left / divisor).clamp_(-127, 127).round_()
+        q[part] = torch.where(scale[part, None] > 0, steps, 0.0).to(torch.int8)
+    return q

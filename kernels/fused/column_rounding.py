@@ -1,5 +1,7 @@
 """Rounding a block of a weight's columns one after the other: kernel and launch."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -48,6 +50,7 @@ def launch_column_rounding(target: torch.Tensor, scale: torch.Tensor, feedback: 
     rows, columns = target.shape
     q = torch.empty(target.shape, dtype=torch.int8, device=target.device)
     constants, options = round_columns_constants(columns)
+    kernel: Any = round_columns_kernel
     with on_device(target.device):
-        round_columns_kernel[(triton.cdiv(rows, _ROWS),)](target, scale, feedback, q, rows, **constants, **options)
+        kernel[(triton.cdiv(rows, _ROWS),)](target, scale, feedback, q, rows, **constants, **options)
     return q

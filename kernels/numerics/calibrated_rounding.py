@@ -1,7 +1,7 @@
 """Rounding a weight so that a linear's outputs on recorded inputs stay what they were: GPTQ (Frantar et al. 2022, arXiv
 2210.17323) for a sample of few rows.
 
-GPTQ rounds the columns of W one after the other and spreads the error of each over those that are still to come, so that
+GPTQ rounds the columns of W one after the other and spreads the error of each over those that are still to come: then
 trace(D H D^T) stays small, where D is the error of W and H says how strongly the input's channels vary together. Here
 H = (1 - damping) S + damping diag(S), with S = X^T X / R of the recorded rows X [R, K]: 64 rows know the channels' own
 strengths well and what 4608 channels have in common badly. H is a diagonal and R more dimensions, so that no K x K
@@ -45,7 +45,7 @@ class ColumnFeedback:
     Attributes:
         order: int64 [K] the channel that each column is.
         rows: float32 [blocks, B, R], the inputs.
-        correction: float32 [blocks, R, B]: how a block answers the errors that the blocks before it left in the outputs.
+        correction: float32 [blocks, R, B]: how a block answers the errors that those before it left in the outputs.
         within: float32 [blocks, B, B], as `round_columns` takes it.
     """
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import torch
 from kernels import ChannelTransform, int8_linear, quantize_weight
+from kernels.column_rounding import round_columns
 from kernels.fused.gemm import launch_config
 from kernels.fused.tiles import GemmConfig
 
@@ -27,6 +28,7 @@ for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 206
     smooth, bias = torch.rand(k, device="cuda") + 0.5, torch.randn(n, device="cuda")
     transform = ChannelTransform(smooth, group)
     weight, scale = quantize_weight(w, transform)
+    round_columns(torch.randn(n, 128, device="cuda"), scale, torch.eye(128, device="cuda"))
     int8_linear(x, weight, scale, bias, transform)
     int8_linear(x, weight, scale, bias, transform, activation_bits=16)
     out = torch.empty(m, n, dtype=torch.int32, device="cuda")

@@ -15,6 +15,14 @@ def recipe(model):
     return recipe_of(model)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_interpreter():
+    """Before the fixtures of this module, which quantize."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(dit):
     return dit.stock()
@@ -22,7 +30,7 @@ def model(dit):
 
 @pytest.fixture(scope="module")
 def calibration(dit, model):
-    return dit.run_node(model, **dit.calibration(model, "INT8DIT", steps=6))[3]
+    return dit.run_node(model, **dit.calibration(model, "INT8DIT", steps=4))[3]
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +88,6 @@ def test_less_is_lost_on_another_prompt(dit, model, quantized):
         relative_output_errors(dit, model, quantized[way], other) for way in ("nearest", "calibrated")
     )
     assert statistics.fmean(calibrated[layer] / nearest[layer] for layer in dit.LINEARS) < 0.97
-    with_16_bits = recipe(quantized["nearest"])["protected"]
-    assert statistics.fmean(calibrated[layer] / nearest[layer] for layer in with_16_bits) < 0.9
 
 
 def test_the_report_says_how_many_and_what_they_gained(outputs, quantized):
@@ -110,19 +116,13 @@ def test_it_is_saved_and_loaded(dit, quantized, tmp_path):
     assert kept["layers"] == recipe(quantized["calibrated"])["layers"]
 
 
-def test_the_same_again(dit, model, settings, quantized):
-    again = dit.run_node(model, rounding="calibrated", **settings)[0]
-    dit.assert_same_tensors(dit.snapshot(again), dit.snapshot(quantized["calibrated"]))
-
-
-@pytest.mark.parametrize("method", ("rotate", "smooth + rotate"))
-def test_with_other_settings(dit, model, calibration, method):
+def test_with_other_settings(dit, model, calibration):
     """Rotation, scales of the least error, layers held in bf16."""
     calibrated, _, table, _ = dit.run_node(
         model,
         rounding="calibrated",
         calibration=calibration,
-        method=method,
+        method="smooth + rotate",
         weight_scales="least error",
         protect=dit.protect_layers(2),
     )
