@@ -48,6 +48,7 @@ def round_columns_constants(columns: int) -> tuple[dict[str, object], dict[str, 
 def launch_column_rounding(target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
     """Launch the kernel on the arguments of `round_columns`."""
     rows, columns = target.shape
+    target, scale, feedback = target.contiguous(), scale.contiguous(), feedback.contiguous()
     q = torch.empty(target.shape, dtype=torch.int8, device=target.device)
     constants, options = round_columns_constants(columns)
     kernel: Any = round_columns_kernel

@@ -11,6 +11,7 @@ from ...kernels import QuantizedLinear
 from ..blocks.before_compiling import compare_before_compiling
 from ..blocks.install import is_fused_block
 from ..calibration.recorder import disarm
+from ..files.gguf_weight import is_gguf
 from ..model.build import build_like, rebuild_int8_model
 from ..model.int8_weight import int8_weight
 from ..model.operations import int8_operations
@@ -61,6 +62,9 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
     for key in changed:
         if key not in float_weights and isinstance(stored_weight(model, DIFFUSION_MODEL + key), QuantizedTensor):
             float_weights.add(key)  # the patched weight of a layer that is left alone stays a float
+    # So does one that was in GGUF's blocks, of which a state dict has only the bytes.
+    modules = diffusion_model.named_modules()
+    float_weights |= {f"{name}.weight" for name, module in modules if is_gguf(getattr(module, "weight", None))}
 
     state_dict = {}
     for key, tensor in diffusion_model.state_dict().items():

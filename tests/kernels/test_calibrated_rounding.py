@@ -47,7 +47,8 @@ def dense_gptq(x, w, scale):
     s = x.double().t() @ x.double() / len(x)
     strength = s.diagonal()
     damping = calibrated_rounding._DAMPING
-    h = (1 - damping) * s + torch.diag(damping * strength.clamp(min=0.01 * strength.mean()))
+    diagonal = damping * strength.clamp(min=calibrated_rounding._WEAKEST * strength.mean())
+    h = (1 - damping) * s + torch.diag(diagonal)
     order = strength.argsort(descending=True, stable=True)
     upper = torch.linalg.cholesky(torch.linalg.inv(h[order][:, order]), upper=True)
     left, q = w.double()[:, order], torch.empty_like(w)
@@ -195,3 +196,15 @@ def test_the_kernel_has_the_bits_of_the_reference(monkeypatch, rows, columns):
     assert q.dtype == torch.int8
     assert torch.equal(q, round_columns_reference(target, scale, feedback))
     assert not q[scale == 0].any()
+
+
+@pytest.mark.parametrize("interpreted", (False, True))
+def test_a_part_of_the_channels_is_rounded_as_among_all(monkeypatch, interpreted):
+    """Tensors that are not contiguous, as every fifth channel's scales."""
+    if interpreted:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    target = random_float(15, 8)
+    scale = target.abs().amax(dim=1) / 127
+    feedback = torch.eye(8, device=DEVICE) + 0.3 * random_float(8, 8, seed=1).triu(1)
+    expected = round_columns(target, scale, feedback)[::5]
+    assert torch.equal(round_columns(target[::5], scale[::5], feedback.t().contiguous().t()), expected)
