@@ -15,6 +15,7 @@ import logging
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -109,15 +110,19 @@ def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict
         plain.append(sampling_seconds(bf16, pixels, steps))
         recorded.append(sampling_seconds(armed(bf16, recording), pixels, steps))
     figures = {}
+    searched = QuantizationSettings("best per layer", search_alpha=True)
+    calibration = recording.calibration()
     variants = {
-        "uncalibrated": (QuantizationSettings(), None),
-        "calibrated": (QuantizationSettings(), recording.calibration()),
-        "calibrated, alpha searched": (QuantizationSettings(search_alpha=True), recording.calibration()),
+        "uncalibrated": (searched, None),
+        "smooth": (QuantizationSettings(), calibration),
+        "smooth, alpha searched": (QuantizationSettings(search_alpha=True), calibration),
+        "best per layer, alpha searched (the node's default)": (searched, calibration),
+        "the same, calibrated rounding": (replace(searched, rounding="calibrated"), calibration),
     }
-    for name, (settings, calibration) in variants.items():
+    for name, (settings, recorded_inputs) in variants.items():
         with PeakMemory(device) as peak:
             begin = time.perf_counter()
-            quantized, report = quantize_model(bf16, settings, "fused int8", calibration)
+            quantized, report = quantize_model(bf16, settings, "fused int8", recorded_inputs)
             seconds = time.perf_counter() - begin
         figures[name] = {
             "seconds": seconds,
