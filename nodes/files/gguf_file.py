@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ...kernels import GGUF_FORMATS
+from .gguf_package import gguf_package
 from .gguf_weight import read_weight
 
 MAGIC = b"GGUF"
@@ -38,10 +39,7 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _opened(path: str) -> Any:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError("GGUF files need the package gguf: run `python -m pip install gguf`") from error
+    gguf = gguf_package()
 
     class Reader(gguf.GGUFReader):
         def _get_field_parts(self, orig_offs: int, raw_type: int):

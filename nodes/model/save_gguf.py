@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from comfy.supported_models_base import BASE
 
 from ...kernels import GGUF_FORMATS, quantize_blocks
+from ..files.gguf_weight import is_gguf
 from ..files.gguf_writer import PendingGGUF, plain_type, write_gguf
 from ..files.safetensors_writer import PendingTensor
 from ..host import notices
@@ -27,7 +27,6 @@ SAVED_TYPES = {"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_
 """The block formats that a file can be saved in, and what llama.cpp calls such a file."""
 
 _OTHERWISE = "Q8_0"  # for rows that do not divide into the blocks of another format
-_MOST_WEIGHTS = 1 << 24  # quantized at a time
 _MOST_ROUNDING = 2.0**-9  # what bf16 loses of a value at most
 
 _ARCHITECTURES = {
@@ -158,28 +157,26 @@ def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], 
         return _plain(lambda: stored_weight(model, key), shape)
 
     def read() -> torch.Tensor:
-        with _naming(entry.name):
-            weight = patched_weight(model, key, model.load_device)
-            if not bool(torch.isfinite(weight).all()):
-                raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
-        return weight
+        return patched_weight(model, key, model.load_device)
 
     fitting = [name for name in (type, _OTHERWISE) if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0]
     if part != "weight" or layer not in layers or not fitting:
         return _plain(read, shape)
-    return PendingGGUF(shape, fitting[0], partial(_blocks, read, fitting[0]))
+    held = stored_weight(model, key)
+    if key not in model.patches and is_gguf(held) and held._params.block_format == fitting[0]:
+        return PendingGGUF(shape, fitting[0], lambda: iter([held._qdata]))
 
+    def blocks() -> Iterator[torch.Tensor]:
+        with _naming(entry.name):
+            yield quantize_blocks(read(), fitting[0])
 
-def _blocks(read: Callable[[], torch.Tensor], type: str) -> Iterator[torch.Tensor]:
-    """A weight's blocks, some rows at a time; the user may cancel between them."""
-    weight = read()
-    for rows in weight.split(max(1, _MOST_WEIGHTS // weight.shape[1])):
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        yield quantize_blocks(rows, type)
+    return PendingGGUF(shape, fitting[0], blocks)
 
 
 def _plain(read: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> PendingGGUF:
     value = read()
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
     dtype = value.dtype if not value.is_floating_point() else torch.float16 if _fits_half(value) else torch.float32
 
     def pieces() -> Iterator[torch.Tensor]:

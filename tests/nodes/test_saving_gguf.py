@@ -152,6 +152,52 @@ def test_a_lora_is_baked_in(dit, save):
         assert dit.relative_error(got, delta.float()) < 0.1, layer
 
 
+@pytest.fixture
+def as_stored(dit, save):
+    """A MODEL that holds the blocks of a file that Save GGUF wrote, and the file."""
+    from int8_dit.nodes.model.load import load_int8_model
+
+    path = save(dit.stock(), "Q4_K")
+    return load_int8_model(str(path), "fused int8", memory="as stored"), path
+
+
+def raw(path):
+    return {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_blocks_that_a_model_holds_are_written_as_they_are(as_stored, save):
+    from int8_dit.nodes.files.gguf_weight import is_gguf
+
+    model, path = as_stored
+    held = [name for name, part in model.model.diffusion_model.named_modules() if is_gguf(getattr(part, "weight", 0))]
+    before, after = raw(path), raw(save(model, "Q4_K"))
+    assert len(held) > 5
+    assert [name for name in held if before[f"{name}.weight"] != after[f"{name}.weight"]] == []
+    other = read(save(model, "Q8_0"))
+    assert {other[f"{name}.weight"][0] for name in held} == {"Q8_0"}
+
+
+def test_a_lora_on_stored_blocks_is_baked_in(dit, as_stored, save):
+    """Where it acts in the products and not in the weight."""
+    model, path = as_stored
+    layer = "joint_blocks.1.x_block.mlp.fc2"
+    lora = dit.lora([layer], scale=0.5)
+    patched = dit.with_lora(model, lora)
+    dit.output(patched)
+    delta = lora[f"diffusion_model.{layer}.lora_up.weight"] @ lora[f"diffusion_model.{layer}.lora_down.weight"]
+    got = read(save(patched, "Q8_0"))[f"{layer}.weight"][1] - read(path)[f"{layer}.weight"][1]
+    assert dit.relative_error(got, delta.float()) < 0.1
+    assert raw(save(model, "Q4_K"))[f"{layer}.weight"] == raw(path)[f"{layer}.weight"]
+
+
+def test_this_packs_loader_computes_with_it_as_with_its_source(dit, save):
+    """As near as INT8 is."""
+    source = dit.stock()
+    loaded = dit.load(save(source))
+    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(source))
+    assert dit.relative_error(dit.output(loaded), dit.output(source)) < 2 * int8_noise
+
+
 def test_saving_leaves_the_model_as_it_was(dit, save):
     model = dit.load()
     with dit.untouched(model):
@@ -172,7 +218,7 @@ def test_values_that_half_precision_does_not_hold_stay_float32(dit, save, tmp_pa
 def test_a_nan_is_refused(dit, save, tmp_path, name):
     model = dit.stock()
     model.model.diffusion_model.get_parameter(name).data.view(-1)[7] = float("nan")
-    with pytest.raises(ValueError, match=rf"{name} cannot be saved as GGUF: it has a NaN or Inf"):
+    with pytest.raises(ValueError, match=rf"{name} cannot be saved as GGUF: (it|weight) has a NaN or Inf"):
         save(model)
     assert not files(tmp_path)
 
