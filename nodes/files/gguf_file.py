@@ -56,14 +56,18 @@ def _opened(path: str) -> Any:
 
 
 def _check_places(reader: Any, size: int) -> None:
-    """Raise ValueError for tensors that lie beyond the end of the file or in one another."""
-    end, last = 0, ""
-    for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
-        if tensor.data_offset < max(end, reader.data_offset) and tensor.n_bytes:
-            raise ValueError(f"{tensor.name} lies in {last or 'the header'}; download or copy the file again")
-        end, last = tensor.data_offset + tensor.n_bytes, tensor.name
+    """Raise ValueError for tensors that do not lie one behind the other up to the end of the file, as ggml too wants
+    them: by nothing else is a tensor's type seen to be another one with shorter values."""
+    place, last = reader.data_offset, "the header"
+    for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
+        if tensor.data_offset != place:
+            raise ValueError(f"{tensor.name} does not begin where {last} ends; download or copy the file again")
+        end = tensor.data_offset + tensor.n_bytes
         if end > size:
             raise ValueError(f"{tensor.name} ends beyond the file; download or copy it again")
+        place, last = end + -end % int(reader.alignment), tensor.name
+    if size > place:
+        raise ValueError(f"{size - place} bytes lie behind {last}, its last tensor; download or copy the file again")
 
 
 def _text(reader: Any, name: str) -> str | None:
