@@ -1,10 +1,8 @@
 """Damaged copies of small files: each is refused in one clear error, or computes what the whole file does."""
 
-import resource
-import signal
-from contextlib import contextmanager
-
 import pytest
+
+from support.limits import no_hang, peak_memory
 
 MUTANTS = 400
 SECONDS = 60  # for one file of 8 MB
@@ -17,26 +15,6 @@ def mutants(pack):
     from support import mutants
 
     return mutants
-
-
-@contextmanager
-def no_hang():
-    """TimeoutError for what takes far too long."""
-
-    def stop(*_):
-        raise TimeoutError("this file takes too long")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def peak_memory():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_mutants_are_refused_or_right(dit, mutants, tmp_path):
@@ -55,7 +33,7 @@ def test_mutants_are_refused_or_right(dit, mutants, tmp_path):
         kernel = kernels[number % len(kernels)]
         path.unlink()  # a tensor of the one before may still be mapped
         path.write_bytes(mutant.data)
-        with no_hang():
+        with no_hang(SECONDS):
             outcome, said = mutants.outcome(
                 mutant, lambda kernel=kernel: dit.load(path, kernel), expected[mutant.base, kernel], path.name
             )

@@ -62,6 +62,17 @@ def test_glyphs_from_the_saved_int8_file_read_as_well_as_bf16(server, int8_file)
     assert int8 >= bf16 - 2
 
 
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_glyphs_from_a_saved_gguf_file_read_as_well_as_bf16(server, memory):
+    """The loader lists it where the node puts it."""
+    prompt = Prompt()
+    inputs = {"model": workflows.stock_model(prompt), "filename_prefix": "diffusion_models/glyphs", "type": "Q8_0"}
+    path = saved_file(server, prompt, prompt.add("SaveGGUFDiT", **inputs))
+    loader = {"model_name": path.name, "kernel": "fused int8", "memory": memory}
+    read = draw(server, lambda prompt: link(prompt.add("LoadINT8DiT", **loader)))
+    assert correct(read) >= correct(draw(server, workflows.stock_model)) - 2
+
+
 @pytest.mark.parametrize(
     "widgets", ({}, {"branch": "unconditional", "base_checkpoint": workflows.GLYPH_MODEL}), ids=("old", "ignored")
 )

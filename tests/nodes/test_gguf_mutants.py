@@ -1,0 +1,87 @@
+"""Damaged copies of small GGUF files: each is refused in one clear error, or computes what the whole file does."""
+
+import struct
+
+import pytest
+
+from support.limits import no_hang, peak_memory
+
+MUTANTS = 50  # each kind twice; tests/studies/damaged_files.py tries more
+SECONDS = 60  # for one file of 8 MB
+MOST_MEMORY = 1 << 30
+WAYS = (("fused int8", "INT8"), ("fused int8", "as stored"), ("bf16", "INT8"))
+
+
+@pytest.fixture(scope="module")
+def gguf_mutants(pack):
+    """tests/support/gguf_mutants.py, which can be imported only once ComfyUI and the pack can."""
+    from support import gguf_mutants
+
+    return gguf_mutants
+
+
+def test_mutants_are_refused_or_right(dit, gguf_mutants, tmp_path):
+    from support.mutants import outcome
+
+    files = gguf_mutants.gguf_files()
+    path = tmp_path / "the mutant.gguf"
+
+    def load(way):
+        return gguf_mutants.load(path, *way)
+
+    expected = {}
+    for base, data in files.items():
+        path.write_bytes(data)
+        expected |= {(base, way): dit.forward(load(way)) for way in WAYS}
+    before = peak_memory()
+    wrong, seen = [], set()
+    for number, mutant in enumerate(gguf_mutants.mutants(files, MUTANTS)):
+        way = WAYS[number % len(WAYS)]
+        path.unlink()  # a tensor of the one before may still be mapped
+        path.write_bytes(mutant.data)
+        with no_hang(SECONDS):
+            ended, said = outcome(mutant, lambda way=way: load(way), expected[mutant.base, way], path.name)
+        seen.add(ended)
+        if ended in ("unclear error", "silently wrong"):
+            wrong.append((ended, mutant.base, mutant.kind, mutant.where, way, said[:300]))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert {"refused clearly", "loads right", "differs legitimately"} <= seen
+    assert peak_memory() - before < MOST_MEMORY
+
+
+def test_mutants_are_made_of_a_file_that_is_read_as_it_was_written(gguf_mutants):
+    """So that a rebuilt file differs from its base by the mutation alone."""
+    for data in gguf_mutants.gguf_files().values():
+        assert gguf_mutants.taken_apart(data).written() == data
+
+
+def refused(gguf_mutants, path, data):
+    """What is said of a damaged file."""
+    path.write_bytes(data)
+    with pytest.raises(ValueError) as error:
+        gguf_mutants.load(path, "fused int8", "INT8")
+    assert str(error.value).startswith(f"{path.name}: ")
+    return str(error.value)
+
+
+def test_a_type_whose_values_are_shorter(gguf_mutants, tmp_path):
+    """F32 that became F16: the file would load and be wrong."""
+    file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
+    data = bytearray(file.written())
+    number = next(number for number, tensor in enumerate(file.tensors) if tensor.kind == "F32")
+    at, _ = file.places["tensor type"][number]
+    data[at] = 1
+    behind = file.tensors[number + 1].name.decode()
+    said = refused(gguf_mutants, tmp_path / "a.gguf", bytes(data))
+    assert f"{behind} does not begin where {file.tensors[number].name.decode()} ends" in said
+
+
+def test_bytes_behind_the_last_tensor(gguf_mutants, tmp_path):
+    data = gguf_mutants.gguf_files()["Q8_0"]
+    assert "32 bytes lie behind" in refused(gguf_mutants, tmp_path / "a.gguf", data + bytes(32))
+
+
+def test_arrays_in_arrays(gguf_mutants, tmp_path):
+    file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
+    file.values.append((b"deep", 9, struct.pack("<IQ", 9, 1) * 10_000))
+    assert "recursion" in refused(gguf_mutants, tmp_path / "a.gguf", file.written())

@@ -1,0 +1,431 @@
+"""Damaged copies of small GGUF files: seeded mutants, in the terms of mutants.py, which tells what became of them.
+
+Imported only once ComfyUI and the pack can be.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import gguf
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from int8_dit.kernels import GGUF_FORMATS, quantize_blocks
+from int8_dit.nodes.model.load import load_int8_model
+from support import glyph_dit
+from support.mutants import Mutant
+
+ALIGNMENT = 32
+RESHAPED = "x_embedder.proj.weight"  # a convolution, which one of the files has as a matrix
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by type
+_NUMBERS = (0, 1, 2, 3, 5, 7, 33, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
+_TEXTS = ("", "{", "[]", "7", "null", "[" * 100_000, '{"a":' * 50_000, "\x00", '"' + "x" * 999_999)
+_SCALE_PLACES = {"Q8_0": (0,), "Q4_K": (0, 2)}  # of the fp16 scales in a block
+_F32, _F16, _BF16 = (int(gguf.GGMLQuantizationType[name]) for name in ("F32", "F16", "BF16"))
+
+
+# The files
+
+
+def gguf_files() -> dict[str, bytes]:
+    """GGUF files of the glyph model in three types, in bytes; the package gguf writes them."""
+    return {type: _file(type) for type in ("Q8_0", "Q4_K", "F16")}
+
+
+def _file(type: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "file")
+        writer = gguf.GGUFWriter(path, "sd3")
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_string("workflow", '{"nodes": []}')
+        for name, tensor in glyph_dit.tensors().items():
+            _add(writer, name, tensor.float(), type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path.read_bytes()
+
+
+def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, type: str) -> None:
+    if tensor.ndim == 2 and type in GGUF_FORMATS:
+        fitting = type if tensor.shape[1] % GGUF_FORMATS[type].weights == 0 else "Q8_0"
+        blocks = quantize_blocks(tensor, fitting).numpy()
+        writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType[fitting])
+        return
+    if name == RESHAPED and type == "Q4_K":
+        writer.add_array(f"comfy.gguf.orig_shape.{name}", list(tensor.shape))
+        tensor = tensor.flatten(1)
+    writer.add_tensor(name, (tensor if tensor.ndim == 1 else tensor.half()).numpy())
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a file: its dimensions as they stand there, its type's number, its bytes."""
+
+    name: bytes
+    dims: tuple[int, ...]
+    type: int
+    data: bytes
+
+    @property
+    def kind(self) -> str:
+        return gguf.GGMLQuantizationType(self.type).name
+
+
+@dataclass
+class _File:
+    """A GGUF file taken apart. `places` are its numbers: kind -> offset in the file and struct's letter."""
+
+    values: list[tuple[bytes, int, bytes]] = field(default_factory=list)
+    tensors: list[_Tensor] = field(default_factory=list)
+    places: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    header: int = 0
+
+    def written(self) -> bytes:
+        parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(self.tensors), len(self.values))]
+        for key, type, raw in self.values:
+            parts += [_string(key), struct.pack("<I", type), raw]
+        offset = 0
+        for tensor in self.tensors:
+            dims = struct.pack(f"<I{len(tensor.dims)}Q", len(tensor.dims), *tensor.dims)
+            parts += [_string(tensor.name), dims, struct.pack("<IQ", tensor.type, offset)]
+            offset += len(_padded(tensor.data))
+        return _padded(b"".join(parts)) + b"".join(_padded(tensor.data) for tensor in self.tensors)
+
+    def index(self, name: str) -> int:
+        return next(i for i, tensor in enumerate(self.tensors) if tensor.name == name.encode())
+
+
+def _string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % ALIGNMENT)
+
+
+class _Cursor:
+    """Reads a file from its beginning and notes where its numbers stand."""
+
+    def __init__(self, data: bytes, places: dict[str, list[tuple[int, str]]]) -> None:
+        self.data, self.at, self.places = data, 0, places
+
+    def number(self, letter: str, kind: str) -> int:
+        self.places.setdefault(kind, []).append((self.at, letter))
+        (value,) = struct.unpack_from(f"<{letter}", self.data, self.at)
+        self.at += struct.calcsize(letter)
+        return value
+
+    def string(self) -> bytes:
+        length = self.number("Q", "length")
+        self.at += length
+        return self.data[self.at - length : self.at]
+
+    def value(self, type: int) -> None:
+        if type == _STRING:
+            self.string()
+        elif type == _ARRAY:
+            items, count = self.number("I", "array"), self.number("Q", "array")
+            for _ in range(count):
+                self.value(items)
+        else:
+            self.at += _SCALARS[type]
+
+
+def taken_apart(data: bytes) -> _File:
+    """A GGUF file's parts; `written` puts them together again."""
+    file = _File()
+    cursor = _Cursor(data, file.places)
+    for letter in "II":
+        cursor.number(letter, "start")
+    tensors, values = cursor.number("Q", "start"), cursor.number("Q", "start")
+    for _ in range(values):
+        key, type = cursor.string(), cursor.number("I", "value type")
+        begin = cursor.at
+        cursor.value(type)
+        file.values.append((key, type, data[begin : cursor.at]))
+    infos = []
+    for _ in range(tensors):
+        name = cursor.string()
+        dims = tuple(cursor.number("Q", "dimension") for _ in range(cursor.number("I", "dimensions")))
+        infos.append((name, dims, cursor.number("I", "tensor type"), cursor.number("Q", "offset")))
+    file.header = cursor.at
+    start = cursor.at + -cursor.at % ALIGNMENT
+    for name, dims, type, offset in infos:
+        weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(type)]
+        begin = start + offset
+        file.tensors.append(_Tensor(name, dims, type, data[begin : begin + math.prod(dims) // weights * size]))
+    return file
+
+
+# Mutations
+
+_Mutation = Callable[[random.Random, bytes], tuple[bytes, str, bool]]
+"""-> the damaged file, where it is damaged, whether the mutation is free."""
+
+
+def _header_bit(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+    bit = rng.randrange(8 * taken_apart(data).header)
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed), f"bit {bit}", False
+
+
+def _number(kind: str, *others: int) -> _Mutation:
+    """One of the numbers of a kind becomes another; a near one in a third of all cases."""
+
+    def mutate(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+        at, letter = rng.choice(taken_apart(data).places[kind])
+        (before,) = struct.unpack_from(f"<{letter}", data, at)
+        most = 1 << 8 * struct.calcsize(letter)
+        near = (before - 1, before + 1, before + 32, before * 2, before // 2)
+        choices = near if rng.random() < 0.33 else (others or _NUMBERS)
+        after = rng.choice([number for number in choices if number != before and 0 <= number < most] or [before + 1])
+        changed = bytearray(data)
+        struct.pack_into(f"<{letter}", changed, at, after)
+        alike = kind == "tensor type" and {before, after} in _ALIKE
+        return bytes(changed), f"{before} at {at} becomes {after}", alike
+
+    return mutate
+
+
+_TYPES = {name: int(gguf.GGMLQuantizationType[name]) for name in gguf.GGMLQuantizationType.__members__}
+# Types whose values are equally long: nothing in a file tells which of them was meant.
+_ALIKE = [
+    {_TYPES[one], _TYPES[other]}
+    for one, other in (("F16", "BF16"), ("Q4_K", "Q4_0"), ("Q4_K", "IQ4_NL"), ("Q5_K", "Q5_0"))
+]
+
+
+def _cut(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+    left = rng.randrange(len(data))
+    return data[:left], f"{left} bytes left", False
+
+
+def _longer(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+    return data + bytes(rng.randrange(1, 1000)), "", False
+
+
+def _rebuilt(change: Callable[[random.Random, _File], tuple[str, bool]]) -> _Mutation:
+    def mutate(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+        file = taken_apart(data)
+        where, free = change(rng, file)
+        return file.written(), where, free
+
+    return mutate
+
+
+def _removed(rng: random.Random, file: _File) -> tuple[str, bool]:
+    return file.tensors.pop(rng.randrange(len(file.tensors))).name.decode(), False
+
+
+def _renamed(rng: random.Random, file: _File) -> tuple[str, bool]:
+    number = rng.randrange(len(file.tensors))
+    name = bytearray(file.tensors[number].name)
+    name[rng.randrange(len(name))] = rng.choice(b"abxyz019._\xff\x00")
+    where = file.tensors[number].name.decode()
+    same = bytes(name) == file.tensors[number].name
+    file.tensors[number] = replace(file.tensors[number], name=bytes(name) + (b"x" if same else b""))
+    return where, False
+
+
+def _duplicated(rng: random.Random, file: _File) -> tuple[str, bool]:
+    tensor = rng.choice(file.tensors)
+    name = rng.choice((tensor.name, b"copy_of_" + tensor.name, tensor.name + b".copy"))
+    file.tensors.insert(rng.randrange(len(file.tensors)), replace(tensor, name=name))
+    return name.decode(), False
+
+
+def _swapped(rng: random.Random, file: _File) -> tuple[str, bool]:
+    a, b = rng.sample(range(len(file.tensors)), 2)
+    one, other = file.tensors[a], file.tensors[b]
+    file.tensors[a], file.tensors[b] = replace(one, name=other.name), replace(other, name=one.name)
+    same_form = one.dims == other.dims  # of whatever type
+    return f"{one.name.decode()} and {other.name.decode()}", same_form
+
+
+def _reshaped(rng: random.Random, file: _File) -> tuple[str, bool]:
+    number = rng.randrange(len(file.tensors))
+    tensor = file.tensors[number]
+    count = math.prod(tensor.dims)
+    shapes = [
+        tensor.dims[::-1],
+        (count,),
+        (count, 1),
+        (1, count),
+        (*tensor.dims, 1),
+        (1, *tensor.dims),
+        (),
+        (0, count),
+        (1 << 40, 0),
+        (2, count // 2),
+        (count, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    ]
+    dims = rng.choice([other for other in shapes if other != tensor.dims])
+    file.tensors[number] = replace(tensor, dims=dims, data=tensor.data if math.prod(dims) == count else b"")
+    return f"{tensor.name.decode()} {dims}", False
+
+
+def _huge(rng: random.Random, file: _File) -> tuple[str, bool]:
+    number = rng.randrange(len(file.tensors))
+    tensor = file.tensors[number]
+    dims = rng.choice(((1 << 40,), (1 << 20, 1 << 20), (1 << 32, 1 << 32), (1 << 62, 4), (256, 1 << 50), (1 << 63, 2)))
+    file.tensors[number] = replace(tensor, dims=dims)
+    return f"{tensor.name.decode()} {dims}", False
+
+
+def _original_shape(rng: random.Random, file: _File) -> tuple[str, bool]:
+    """The entry for a tensor's real shape: another list, or of another type."""
+    tensor = file.tensors[file.index(RESHAPED) if rng.random() < 0.5 else rng.randrange(len(file.tensors))]
+    key = b"comfy.gguf.orig_shape." + tensor.name
+    count = math.prod(tensor.dims)
+    shape = rng.choice(((count,), (1, count), (count, 1), tensor.dims, (-1, -count), (0,), (1,) * 40, (count + 1,), ()))
+    letter, type = rng.choice((("i", 5), ("i", 5), ("q", 11), ("f", 6)))
+    raw = struct.pack(f"<IQ{len(shape)}{letter}", type, len(shape), *shape)
+    if rng.random() < 0.2:
+        type, raw = _STRING, _string(b"[1]")
+        entry = key, _STRING, raw
+    else:
+        entry = key, _ARRAY, raw
+    file.values = [value for value in file.values if value[0] != key] + [entry]
+    return f"{tensor.name.decode()} {shape}", False
+
+
+def _without_original_shape(rng: random.Random, file: _File) -> tuple[str, bool]:
+    kept = [value for value in file.values if not value[0].startswith(b"comfy.gguf.orig_shape.")]
+    if len(kept) == len(file.values):
+        return _original_shape(rng, file)
+    file.values = kept
+    return RESHAPED, False
+
+
+def _alignment(rng: random.Random, file: _File) -> tuple[str, bool]:
+    """An entry that moves all tensors."""
+    number = rng.choice((0, 1, 3, 8, 16, 48, 64, 4096, 1 << 31))
+    type, letter = (4, "<I") if rng.random() < 0.8 else (10, "<Q")
+    file.values.append((b"general.alignment", type, struct.pack(letter, number)))
+    return f"{number} as type {type}", False
+
+
+def _block_scale(rng: random.Random, file: _File) -> tuple[str, bool]:
+    """NaN or Inf as a scale of one block, or of all."""
+    packed = [number for number, tensor in enumerate(file.tensors) if tensor.kind in _SCALE_PLACES]
+    if not packed:
+        return _extreme(rng, file)
+    number = rng.choice(packed)
+    tensor = file.tensors[number]
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
+    value, place = rng.choice((math.nan, math.inf, -math.inf)), rng.choice(_SCALE_PLACES[tensor.kind])
+    data = bytearray(tensor.data)
+    blocks = range(len(data) // size)
+    for block in blocks if rng.random() < 0.3 else (rng.choice(blocks),):
+        struct.pack_into("<e", data, block * size + place, value)
+    file.tensors[number] = replace(tensor, data=bytes(data))
+    return f"{tensor.name.decode()} {value}", False
+
+
+def _block_bit(rng: random.Random, file: _File) -> tuple[str, bool]:
+    number = rng.randrange(len(file.tensors))
+    tensor = file.tensors[number]
+    data = bytearray(tensor.data)
+    bit = rng.randrange(8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    file.tensors[number] = replace(tensor, data=bytes(data))
+    return f"{tensor.name.decode()} bit {bit}", True
+
+
+def _extreme(rng: random.Random, file: _File) -> tuple[str, bool]:
+    """NaN or Inf in a tensor of floats."""
+    plain = [number for number, tensor in enumerate(file.tensors) if tensor.type in (_F32, _F16)]
+    number = rng.choice(plain)
+    tensor = file.tensors[number]
+    code = struct.pack("<f" if tensor.type == _F32 else "<e", rng.choice((math.nan, math.inf, -math.inf)))
+    data = bytearray(tensor.data)
+    at = rng.randrange(len(data) // len(code)) * len(code)
+    data[at : at + len(code)] = code
+    file.tensors[number] = replace(tensor, data=bytes(data))
+    return tensor.name.decode(), False
+
+
+def _architecture(rng: random.Random, file: _File) -> tuple[str, bool]:
+    """Of another model, of none, or no text: ComfyUI looks at the tensors, so that the file may load."""
+    others = [value for value in file.values if value[0] != b"general.architecture"]
+    text = rng.choice((b"llama", b"t5", b"flux", b"", b"\xff\xfe", b"x" * 100_000, None, 7))
+    if isinstance(text, bytes):
+        others.insert(0, (b"general.architecture", _STRING, _string(text)))
+    elif text is not None:
+        others.insert(0, (b"general.architecture", 4, struct.pack("<I", text)))
+    file.values = others
+    return repr(text)[:40], False
+
+
+def _metadata(rng: random.Random, file: _File) -> tuple[str, bool]:
+    key = rng.choice((b"int8_dit_recipe", b"int8_dit_marks", b"_quantization_metadata", b"config", b"workflow"))
+    text = rng.choice(_TEXTS).encode()
+    file.values = [value for value in file.values if value[0] != key] + [(key, _STRING, _string(text))]
+    if rng.random() < 0.1:
+        file.values.append(file.values[-1])
+    elif rng.random() < 0.2:  # arrays in arrays
+        file.values[-1] = key, _ARRAY, struct.pack("<IQ", _ARRAY, 1) * 10_000
+    return f"{key.decode()} {text[:20]!r}", False
+
+
+def _renamed_key(rng: random.Random, file: _File) -> tuple[str, bool]:
+    number = rng.randrange(len(file.values))
+    key, type, raw = file.values[number]
+    place = rng.randrange(len(key))
+    file.values[number] = key[:place] + rng.choice((b"x", b"\xff", b"")) + key[place + 1 :], type, raw
+    return key.decode(), False
+
+
+MUTATIONS: dict[str, _Mutation] = {
+    "a bit of the header": _header_bit,
+    "magic, version or counts": _number("start"),
+    "a text's length": _number("length"),
+    "a value's type": _number("value type", *range(16)),
+    "another dimension": _number("dimension"),
+    "another number of dimensions": _number("dimensions"),
+    "another type": _number("tensor type", *range(42)),
+    "another offset": _number("offset"),
+    "truncated": _cut,
+    "too long": _longer,
+    "a tensor removed": _rebuilt(_removed),
+    "a tensor renamed": _rebuilt(_renamed),
+    "a tensor duplicated": _rebuilt(_duplicated),
+    "two tensors swapped": _rebuilt(_swapped),
+    "another shape": _rebuilt(_reshaped),
+    "a huge shape": _rebuilt(_huge),
+    "another original shape": _rebuilt(_original_shape),
+    "no original shape": _rebuilt(_without_original_shape),
+    "another alignment": _rebuilt(_alignment),
+    "NaN or Inf as a block's scale": _rebuilt(_block_scale),
+    "NaN or Inf in a float tensor": _rebuilt(_extreme),
+    "a bit of the values": _rebuilt(_block_bit),
+    "another architecture": _rebuilt(_architecture),
+    "a key renamed": _rebuilt(_renamed_key),
+    "damaged metadata": _rebuilt(_metadata),
+}
+
+
+def mutants(files: dict[str, bytes], count: int, seed: int = 0) -> Iterator[Mutant]:
+    """As many mutants of these files, kinds of mutation and files in turns."""
+    rng = random.Random(seed)
+    kinds = list(MUTATIONS)
+    for number in range(count):
+        kind, base = kinds[number % len(kinds)], list(files)[(number + number // len(kinds)) % len(files)]
+        data, where, free = MUTATIONS[kind](rng, files[base])
+        yield Mutant(base, kind, where, free, data)
+
+
+def load(path: Path, kernel: str, memory: str) -> ModelPatcher:
+    """The MODEL of this pack's loader; `memory` is its widget."""
+    return load_int8_model(str(path), kernel, memory=memory)
