@@ -17,6 +17,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import BF16, FUSED, ChannelTransform, int8_path, native_computes
 from ..files import int8_mark
 from ..files.gguf_weight import GGUF_LAYOUT, has_scales, is_gguf
+from ..files.values import check_finite
 from .fused_forward import INT8Linear, fused_forward, native_forward
 from .int8_weight import LAYOUT, HeldWeight, computed_with, format_name, int8_weight, is_int8, mark_of
 
@@ -104,7 +105,9 @@ def int8_operations(
                             self.pre_quant_scale = None  # it is in the weight now
                         self._hold(converted)
                     elif is_gguf(original):
-                        self._hold(original.dequantize())
+                        decoded = original.dequantize()
+                        check_finite(f"{prefix}weight", decoded)
+                        self._hold(decoded)
                     elif isinstance(held, QuantizedTensor):
                         held = HeldWeight(held._qdata, held._layout_cls, held._params)
                         self.weight = torch.nn.Parameter(held, requires_grad=False)

@@ -1,6 +1,7 @@
 """Damaged copies of small GGUF files: each is refused in one clear error, or computes what the whole file does."""
 
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -55,11 +56,11 @@ def test_mutants_are_made_of_a_file_that_is_read_as_it_was_written(gguf_mutants)
         assert gguf_mutants.taken_apart(data).written() == data
 
 
-def refused(gguf_mutants, path, data):
+def refused(gguf_mutants, path, data, way=WAYS[0]):
     """What is said of a damaged file."""
     path.write_bytes(data)
     with pytest.raises(ValueError) as error:
-        gguf_mutants.load(path, "fused int8", "INT8")
+        gguf_mutants.load(path, *way)
     assert str(error.value).startswith(f"{path.name}: ")
     return str(error.value)
 
@@ -85,3 +86,16 @@ def test_arrays_in_arrays(gguf_mutants, tmp_path):
     file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
     file.values.append((b"deep", 9, struct.pack("<IQ", 9, 1) * 10_000))
     assert "recursion" in refused(gguf_mutants, tmp_path / "a.gguf", file.written())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("base", ("Q8_0", "Q4_K"))
+def test_a_block_that_is_not_a_number(gguf_mutants, tmp_path, base, way):
+    """However the weight is held, and whether its linear becomes INT8."""
+    file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()[base])
+    for name in ("joint_blocks.1.x_block.mlp.fc2.weight", "t_embedder.mlp.0.weight"):
+        number = file.index(name)
+        whole = file.tensors[number]
+        file.tensors[number] = replace(whole, data=struct.pack("<e", float("nan")) + whole.data[2:])
+        assert "a NaN or Inf" in refused(gguf_mutants, tmp_path / "a.gguf", file.written(), way)
+        file.tensors[number] = whole
