@@ -50,6 +50,9 @@ CALIBRATED = ("naive W8A8", "smoothing only", "recipe", "best per layer, protect
 PICTURED = ("bf16", "FP8", "NF4", "Q4_K", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 6
 REFERENCE = "bf16"
+OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "NF4", *GGUF)
+LABELLED = ("naive W8A8", "recipe", "best per layer", "smooth, 17 protected, bf16 protection")
+"""Of this pack's variants, those whose names the plot shows in any case."""
 
 
 def nf4_decoded(weight: torch.Tensor) -> torch.Tensor:
@@ -225,8 +228,14 @@ def overview(variants: Mapping[str, dict], figures: Mapping[str, dict]) -> str:
 
 
 def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path: Path) -> None:
-    """Latent error and share of texts read against bytes; the line joins what nothing smaller is better than."""
+    """Latent error and share of texts read against bytes; the line joins what nothing smaller is better than.
+
+    Others have a color each. This pack's variants lie close together: they are black, the best and LABELLED with names.
+    """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    others = [name for name in figures if name in OTHERS]
 
     canvas = Figure(figsize=(13, 6), layout="constrained")
     for place, (metric, better) in enumerate((("latent", -1), ("exact", 1)), 1):
@@ -238,18 +247,24 @@ def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path:
             if values is not None and values[0] is not None:
                 x, (y, low, high) = variants[name]["bytes"] / 1e6, (scale * value for value in values)
                 points[name] = (x, y)
-                axes.errorbar(x, y, [[y - low], [high - y]], fmt="o", markersize=4, linewidth=0.8)
-                axes.annotate(name, (x, y), xytext=(4, 2), textcoords="offset points", fontsize=6)
+                color = f"C{others.index(name) % 10}" if name in OTHERS else "black"
+                axes.errorbar(x, y, [[y - low], [high - y]], fmt="o", color=color, markersize=4, linewidth=0.8)
         front, best = [], -np.inf
         for x, y in sorted(points.values(), key=lambda point: (point[0], -better * point[1])):
             if better * y > best:
                 front.append((x, y))
                 best = better * y
+        for name, point in points.items():
+            if point in front or name in OTHERS or name in LABELLED:
+                side, offset = ("left", 5) if name in OTHERS else ("right", -5)
+                axes.annotate(name, point, (offset, 2), textcoords="offset points", ha=side, fontsize=7)
         axes.plot(*zip(*front, strict=True), color="gray", linewidth=1, zorder=0, drawstyle="steps-post")
         axes.set_xlabel("MB")
         axes.set_ylabel(fidelity.METRICS[metric].title)
         if metric == "latent":
             axes.set_yscale("log")
+            for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                formatted(ScalarFormatter())
     canvas.savefig(path, dpi=100)
 
 

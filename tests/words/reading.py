@@ -13,8 +13,15 @@ _BORDER = 16  # white pixels around an image: letters at the very edge are not f
 def _engine():
     from rapidocr import RapidOCR
 
-    # Its own limit enlarges small images tenfold, which takes five times as long and finds no more.
-    return RapidOCR(params={"Global.log_level": "error", "Det.limit_type": "max", "Det.limit_side_len": 2000})
+    params = {
+        "Global.log_level": "error",
+        # Its own limit enlarges small images tenfold, which takes five times as long and finds no more.
+        "Det.limit_type": "max",
+        "Det.limit_side_len": 2000,
+        # On images of this size a second thread waits more than it computes.
+        "EngineConfig.onnxruntime.intra_op_num_threads": 1,
+    }
+    return RapidOCR(params=params)
 
 
 def read(image: np.ndarray) -> str:

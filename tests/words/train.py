@@ -1,11 +1,11 @@
-"""Train the word model: a DiT of 8.9 M parameters that writes words and that stock ComfyUI loads as a small SD3.
+"""Train the word model: a DiT of 9.0 M parameters that writes words and that stock ComfyUI loads as a small SD3.
 
     python tests/words/train.py --comfyui PATH --out FOLDER --minutes 9 [--resume FOLDER/word_dit.safetensors]
 
 As tests/glyphs/train.py does it for single characters: ComfyUI's own MMDiT, a rectified flow, images drawn on the fly
 that never repeat, and arithmetic in bfloat16 on float32 weights. Every two minutes, and at the end, --out gets the
-model (word_dit.safetensors) and samples (sheet.png); at the end samples.npy and texts.json too. There is no OCR here:
-`agreement` compares samples with drawn images.
+model (word_dit.safetensors) and samples (sheet.png); at the end images.npy and texts.json too, which
+studies/fidelity.py reads. There is no OCR here: `agreement` compares samples with drawn images.
 """
 
 import argparse
@@ -207,7 +207,7 @@ def main() -> None:
 
     print(f"{step} steps in {(time.monotonic() - start) / 60:.1f} min", flush=True)
     images, texts = checkpoint(args.samples)
-    np.save(args.out / "samples.npy", ((1 - images) * 255).round().byte().numpy())
+    np.save(args.out / "images.npy", ((1 - images) * 255).round().byte().numpy())
     described = [{"text": "\n".join(t.lines), "category": t.category} for t in texts]
     (args.out / "texts.json").write_text(json.dumps(described) + "\n")
     print(f"{args.out / 'word_dit.safetensors'}: {(args.out / 'word_dit.safetensors').stat().st_size / 1e6:.2f} MB")

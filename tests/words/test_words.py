@@ -1,0 +1,103 @@
+"""The word model's parts: texts, drawings, OCR, conditioning, and the trained model in stock ComfyUI."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from words import alphabet, conditioning, drawing, latents
+from words.alphabet import Text
+from words.reading import normalised, read
+
+MODEL = Path(__file__).resolve().parents[1] / "data" / "word_dit.safetensors"
+SAMPLED = [Text(("QUICK",), 1, 1), Text(("MOTORWAYS",), 2, 1), Text(("NORTH", "STATION"), 3, 2), Text(("PLATE",), 0, 2)]
+
+
+def share_read(images, texts):
+    pytest.importorskip("rapidocr")
+    pairs = zip(images, texts, strict=True)
+    return np.mean([normalised(read(image)) == normalised("".join(text.lines)) for image, text in pairs])
+
+
+def black_on_white(images):
+    return ((1 - images) * 255).round().byte().numpy()
+
+
+def test_texts_depend_on_the_seed_alone():
+    texts = alphabet.random_texts(30, seed=3)
+    assert texts == alphabet.random_texts(30, seed=3) != alphabet.random_texts(30, seed=4)
+    assert [text.category for text in texts] == list(alphabet.CATEGORIES) * 10
+    assert {text.font for text in texts} == set(range(4)) and {text.size for text in texts} == set(range(3))
+    assert all(map(drawing.fits, texts))
+
+
+@pytest.mark.parametrize("lines", ((), ("AB",), ("ABCDEFGHIJK",), ("Abc",), ("ABC", "A1C"), ("ABC", "ABC", "ABC")))
+def test_what_cannot_be_written_is_named(lines):
+    with pytest.raises(ValueError, match=r"the word model writes|Cannot write"):
+        Text(lines)
+
+
+def test_ocr_reads_what_is_drawn():
+    texts = alphabet.random_texts(36, seed=5)
+    generator = torch.Generator().manual_seed(0)
+    assert share_read(black_on_white(drawing.draw(drawing.layout(texts), generator)), texts) >= 0.95
+
+
+def test_random_layouts_fit_the_image():
+    generator = torch.Generator().manual_seed(0)
+    batch = drawing.random_layout(400, generator, torch.device("cpu"))
+    images = drawing.draw(batch, generator)
+    assert images.shape == (400, 64, 192) and images.min() == 0 and images.max() == 1
+    assert images[:, [0, -1]].max() == 0 and images[:, :, [0, -1]].max() == 0  # nothing is cut off
+    lengths = (batch.letters >= 0).sum(-1)
+    assert set(lengths[:, 0].tolist()) == set(range(3, 11)) and set(lengths[:, 1].tolist()) == {0, *range(3, 11)}
+    assert abs(latents.image_to_model(images).mean()) < 0.1 and 0.8 < latents.image_to_model(images).std() < 1.1
+
+
+def test_a_drawing_is_the_fonts_own():
+    """Shifts aside, a text's ink is that of its letters."""
+    text = Text(("AAA", "BBBB"), 3, 0)
+    plain, shifted = (drawing.draw(drawing.layout([text]), g)[0] for g in (None, torch.Generator().manual_seed(1)))
+    assert not torch.equal(plain, shifted)
+    assert plain.sum() == pytest.approx(float(shifted.sum()), rel=1e-6)
+    glyphs = np.load(Path(drawing.__file__).with_name("atlas.npz"))["glyphs"][3, 0] / 255
+    assert plain.sum() == pytest.approx(3 * glyphs[0].sum() + 4 * glyphs[1].sum(), rel=1e-5)
+
+
+def test_latents_round_trip():
+    images = torch.rand(2, 64, 192)
+    model = latents.image_to_model(images)
+    assert model.shape == (2, latents.CHANNELS, latents.ROWS, latents.COLUMNS)
+    torch.testing.assert_close(latents.model_to_image(model), images)
+
+
+def test_a_letter_has_its_own_token():
+    context, pooled = conditioning.encode([Text(("ABA", "ABAB")), Text(("ABA",)), Text(("ABA",), font=1)])
+    assert context.shape == (3, 20, 64) and pooled.shape == (3, 64) and not pooled.any()
+    assert context.any(-1).sum(-1).tolist() == [7, 3, 3]
+    written = context[0][context[0].any(-1)]
+    assert len(written.unique(dim=0)) == 7  # also of equal letters: by their place
+    assert (written != 0).sum(-1).tolist() == [7] * 7
+    assert not torch.equal(context[0, 0], context[1, 0]) and not torch.equal(context[1, 0], context[2, 0])
+
+
+@pytest.mark.parametrize("int8", (False, True), ids=("bf16 file", "plain INT8"))
+def test_the_trained_model_writes_legibly(pack, monkeypatch, int8):
+    """In stock ComfyUI, and with every linear of its blocks in INT8; in float32 on a CPU."""
+    import comfy.sd
+
+    from studies.word_ablation import naive
+    from words.sampling import pictures, sample
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # under it a model would sample for hours
+    model = comfy.sd.load_diffusion_model(str(MODEL))
+    assert share_read(pictures(sample(naive(model) if int8 else model, SAMPLED, steps=12)), SAMPLED) >= 0.75
+
+
+def test_the_saved_model_is_small_and_has_k_quants():
+    from safetensors.torch import load_file
+
+    assert MODEL.stat().st_size <= 25e6
+    blocks = [t for name, t in load_file(MODEL).items() if "joint_blocks" in name and t.ndim == 2]
+    assert len(blocks) > 30 and all(t.shape[1] % 256 == 0 and t.dtype == torch.bfloat16 for t in blocks)
