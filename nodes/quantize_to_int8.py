@@ -65,7 +65,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 ),
                 io.Boolean.Input(
                     "search_alpha",
-                    default=False,
+                    default=True,
                     advanced=True,
                     tooltip="Try alphas from 0 to 1 for each layer and take the best; never worse than alpha.",
                 ),

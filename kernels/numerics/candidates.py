@@ -7,7 +7,7 @@ import torch
 
 from ..transform import ChannelTransform
 
-METHODS = ("smooth", "rotate", "smooth + rotate", "best per layer", "none")
+METHODS = ("best per layer", "smooth", "rotate", "smooth + rotate", "none")
 ALPHAS = tuple(step / 10 for step in range(11))
 """The migration strengths that a search tries, apart from the one that is given."""
 # Of ComfyUI's ConvRot; what its channels do not divide into uses the next smaller power of 4.

@@ -99,9 +99,9 @@ def quantize_model(
     """A new MODEL with INT8 linears, and what was done; `model` and its weights stay as they are.
 
     Patches of `model` that change weights (LoRAs) are part of what is quantized. Without `calibration` nothing is
-    smoothed and errors are those of the weights. `progress` is run through once.
+    smoothed, "best per layer" rotates, and errors are those of the weights. `progress` is run through once.
 
-    Raises ValueError for a calibration that does not fit the model or that a method needs and lacks, a protection that
+    Raises ValueError for a calibration that does not fit the model, a protection that
     leaves nothing to quantize, a weight with NaN or Inf, a model without quantizable linears or whose layers are
     already replaced (torch.compile); ComfyUI's interrupt exception on cancel.
     """
@@ -111,10 +111,8 @@ def quantize_model(
     choose_path(model.load_device, kernel)
     if calibration is not None:
         calibration.check_fits(targets)
-    elif settings.method == "best per layer":
-        raise ValueError(
-            "method 'best per layer' measures layers on recorded inputs: calibrate, or choose another method"
-        )
+    elif settings.method == "best per layer":  # which needs recorded inputs; of the others rotation loses least
+        settings = replace(settings, method="rotate")
     nothing_lost = dict.fromkeys(targets, 0.0)
     settings.protection.choose(nothing_lost, nothing_lost, number_of_linears)
     warn_of_patches_on_folded(model)

@@ -150,7 +150,7 @@ def test_what_methods_try():
     assert candidates("best per layer", [0.5], 256) == [smooth, TransformPlan(), rotate, both]
     assert candidates("best per layer", [0.5], 100) == [smooth, TransformPlan()]  # nothing can be rotated
     assert candidates("best per layer", [], 256) == [TransformPlan(), rotate]
-    with pytest.raises(ValueError, match=r"method must be one of smooth, .* got 'other'"):
+    with pytest.raises(ValueError, match=r"method must be one of best per layer, .* got 'other'"):
         candidates("other", [0.5], 256)
 
 
