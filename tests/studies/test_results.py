@@ -30,6 +30,15 @@ def test_the_readme_shows_the_stored_ideogram_4_table():
     assert f"ComfyUI {stored['comfyui']}" in words(PROJECT / "README.md")
 
 
+def test_the_readme_shows_the_stored_gguf_table():
+    readme = (PROJECT / "README.md").read_text()
+    rows = [row for row in json.loads((RESULTS / "gguf_models" / "gguf_models.json").read_text()) if "load_s" in row]
+    assert len(rows) == 6
+    for row in rows:
+        loaded = row["loaded"].replace("ComfyUI-GGUF", "by ComfyUI-GGUF")
+        assert f"| {row['file']} | {loaded} | {row['weights_gb']:.2f} | {row['ms']:.1f} |" in readme
+
+
 def test_the_readme_shows_the_stored_projection_as_one():
     steps = study.projection(study.RTX_3090, study.stored_tiles())
     bf16, fused = (study.total(steps[variant][1024]) for variant in ("bf16", "this pack, fused producers"))
