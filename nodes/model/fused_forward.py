@@ -151,13 +151,17 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
             quantized = reader.shared(input, lambda: repeated.quantize(input, weight, smooth))
         bias = layer._parameters["bias"]
         return repeated.multiply(quantized, weight, resident.scale, bias, input.shape[:-1], input.dtype)
-    functions = _each_once(layer.weight_function)
+    attached = layer.weight_function
+    functions = _each_once(attached) if len(attached) > 1 else attached
     loras = _loras_of(functions) if functions else []
-    attached, layer.weight_function = layer.weight_function, [] if loras else functions
-    try:
+    if loras or functions is not attached:
+        layer.weight_function = [] if loras else functions
+        try:
+            weight, bias, stream = _cast(layer, input.device, input.dtype)
+        finally:
+            layer.weight_function = attached
+    else:
         weight, bias, stream = _cast(layer, input.device, input.dtype)
-    finally:
-        layer.weight_function = attached
     parts = int8_parts(weight)
     if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
         _, _, transform, bits = _known_parts(layer.weight)

@@ -25,18 +25,19 @@ def smooth_alike(name, channels):
     return torch.linspace(0.5, 2.0, channels)
 
 
-@pytest.mark.parametrize("smoothing", ({}, {"smoothing": smooth_alike}))
-def test_a_block_is_one_graph(ideogram, smoothing):
-    block = ideogram.block(**smoothing)
+@pytest.mark.parametrize("options", ({}, {"smoothing": smooth_alike}, {"stored": True}))
+def test_a_block_is_one_graph(ideogram, options):
+    block = ideogram.block(**options)
     with torch.inference_mode():
         explanation = torch._dynamo.explain(block)(*ideogram.inputs())
     assert explanation.graph_break_count == 0, explanation.break_reasons
     assert explanation.graph_count == 1
 
 
+@pytest.mark.parametrize("stored", (False, True))
 @pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
-def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(ideogram, context):
-    block, counter = ideogram.block(), CompileCounterWithBackend("aot_eager")
+def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(ideogram, context, stored):
+    block, counter = ideogram.block(stored=stored), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, backend=counter, fullgraph=True)
     with context():
         for step in range(4):
@@ -105,10 +106,11 @@ STREAMED = {
 }
 
 
+@pytest.mark.parametrize("stored", (False, True))
 @pytest.mark.parametrize("kind", STREAMED)
-def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind):
+def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind, stored):
     """What ComfyUI attaches for a LoRA and the like: no break, no recompilation, and gone when it is taken away."""
-    block, counter = ideogram.block(), CompileCounterWithBackend("aot_eager")
+    block, counter = ideogram.block(stored=stored), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, backend=counter, fullgraph=True)
     layers = [block.get_submodule(name) for name in ideogram.INT8_LINEARS]
     inputs = ideogram.inputs()

@@ -11,10 +11,12 @@ import comfy.ldm.ideogram4.model as ideogram4
 import torch
 from comfy.text_encoders.llama import precompute_freqs_cis
 
-from int8_dit.kernels import ChannelTransform, quantize_weight
+from int8_dit.kernels import ChannelTransform, quantize_blocks, quantize_weight
+from int8_dit.nodes.files.gguf_weight import read_weight
 from int8_dit.nodes.model.input_groups import share_inputs
 from int8_dit.nodes.model.int8_weight import int8_weight
 from int8_dit.nodes.model.operations import int8_operations
+from int8_dit.nodes.model.stored_blocks import stored_weight
 
 HIDDEN, INTERMEDIATE, HEADS, ADALN = 128, 256, 2, 64
 INT8_LINEARS = ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
@@ -22,10 +24,18 @@ INT8_LINEARS = ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward
 Smoothing = Callable[[str, int], torch.Tensor | None]
 
 
-def block(smoothing: Smoothing = lambda name, channels: None, sharing: bool = True) -> torch.nn.Module:
-    """The block with seeded weights; `smoothing` gives a linear's factors by its name and number of input channels."""
+def block(
+    smoothing: Smoothing = lambda name, channels: None, sharing: bool = True, stored: bool = False
+) -> torch.nn.Module:
+    """The block with seeded weights; `smoothing` gives a linear's factors by its name and number of input channels.
+
+    With `stored` all linears hold GGUF's blocks.
+    """
 
     def convert(name: str, weight: torch.Tensor, _: None) -> torch.Tensor | None:
+        if stored:
+            read = read_weight(quantize_blocks(weight, "Q8_0"), "Q8_0", tuple(weight.shape))
+            return stored_weight(read, torch.float32, name in INT8_LINEARS)
         if name not in INT8_LINEARS:
             return None
         smooth = smoothing(name, weight.shape[1])
