@@ -247,7 +247,7 @@ def expand_kernel(
 ):
     """One program expands BLOCKS of `count` blocks to int8: round(w / scale of the row)."""
     start = tl.program_id(0) * BLOCKS
-    inside, first, second = _decode(blocks, start, count, FORMAT, BYTES, BLOCKS, RUNS)
+    inside, first, second = _decode(blocks, start, count, FORMAT, BYTES, BLOCKS, RUNS)  # pyright: ignore[reportGeneralTypeIssues]
     first_place, second_place = _places(start, FORMAT, WEIGHTS, BLOCKS, RUNS)
     row = (start + tl.arange(0, BLOCKS)[:, None, None]) // ROW_BLOCKS
     row_scale = tl.load(scale + row, mask=inside, other=0.0)
@@ -273,7 +273,7 @@ def dequantize_kernel(
 ):
     """One program turns BLOCKS of `count` blocks into floats."""
     start = tl.program_id(0) * BLOCKS
-    inside, first, second = _decode(blocks, start, count, FORMAT, BYTES, BLOCKS, RUNS)
+    inside, first, second = _decode(blocks, start, count, FORMAT, BYTES, BLOCKS, RUNS)  # pyright: ignore[reportGeneralTypeIssues]
     first_place, second_place = _places(start, FORMAT, WEIGHTS, BLOCKS, RUNS)
     tl.store(out + first_place, first.to(out.dtype.element_ty), mask=inside)
     tl.store(out + second_place, second.to(out.dtype.element_ty), mask=inside)
