@@ -1,4 +1,4 @@
-"""The glyph model made hard to quantize: outlier channels, as large diffusion transformers have, that change no result.
+"""A test model made hard to quantize: outlier channels, as large diffusion transformers have, that change no result.
 
 A channel of a linear's input is multiplied where it is made and divided in the linear's weight. That is exact for what
 a modulation feeds, x (1 + scale) + shift, and for what attention passes on from v. The trained model's own activations
@@ -8,14 +8,13 @@ are mild: plain INT8 loses so little on them that no recipe could tell.
 import torch
 
 FACTORS = (20.0, 30.0, 45.0, 67.0, 100.0)  # arXiv 2606.12280 found channels of 20 to 100 times the median
-BLOCKS = 3
 STREAMS = ("context_block", "x_block")
 
 
 def plant(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The glyph model's tensors with outlier channels at the inputs of qkv, fc1 and proj, in the dtype they have."""
+    """The glyph or word model's tensors with outlier channels at the inputs of qkv, fc1 and proj, in their dtype."""
     planted = {name: tensor.to(torch.float32, copy=True) for name, tensor in state_dict.items()}
-    for block in range(BLOCKS):
+    for block in range(sum(name.endswith("x_block.attn.proj.weight") for name in state_dict)):
         prefix = f"joint_blocks.{block}"
         # Attention mixes the tokens of both streams, so both get the same factors.
         shared = _factors(planted[f"{prefix}.x_block.attn.proj.weight"].shape[1], seed=100 + block)

@@ -253,7 +253,7 @@ def report(figures: Mapping[str, dict], heading: str) -> str:
         "have an infinite PSNR, which is in no mean.",
         markdown(["images", "category", "number", *titles], rows),
     ]
-    against = [("minus reference", reference, READING, candidates)]
+    against: list[tuple[str, str, Sequence[str], list[str]]] = [("minus reference", reference, READING, candidates)]
     if len(candidates) > 1:
         against.append(("minus first", candidates[0], tuple(METRICS), candidates[1:]))
     for key, other, metrics, names in against:

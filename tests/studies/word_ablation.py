@@ -5,7 +5,8 @@
 
 The first command leaves sampled.json (latent errors, bytes, protected layers) and sampled.npz (all images) in --out,
 the second words.json, words.md, pareto.png and words.png. All comparisons are paired, same seeds and texts, against
-bf16; intervals are 95 % bootstrap intervals. Every variant but FP8 quantizes the same linears, those of attention and
+bf16; intervals are 95 % bootstrap intervals. With --planted the model has outlier channels (tests/glyphs/outliers.py),
+which change no result in bf16. Every variant but FP8 quantizes the same linears, those of attention and
 MLP in the blocks; FP8 is ComfyUI's cast of the whole model. NF4 and GGUF weights are turned back to bf16 before each
 product, as their users' loaders do; "in INT8" is this pack's way with a GGUF file: its blocks expanded to INT8.
 `--pairs 6 --steps 2 --variants bf16 NF4` tries it out.
@@ -192,16 +193,19 @@ def sample_variants(arguments: argparse.Namespace) -> None:
     from comfyui_version import __version__ as comfyui_version
     from safetensors.torch import load_file
 
+    from glyphs.outliers import plant
     from int8_dit.kernels.benchmark import describe_machine
 
     texts = random_texts(arguments.pairs, seed=0)
-    found = run(load_file(arguments.model), texts, arguments.steps, arguments.variants)
+    state_dict = load_file(arguments.model)
+    found = run(plant(state_dict) if arguments.planted else state_dict, texts, arguments.steps, arguments.variants)
     arguments.out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(arguments.out / "sampled.npz", **{name: result.pop("images") for name, result in found.items()})
     data = {
         "environment": describe_machine(comfy.model_management.get_torch_device()),
         "comfyui": comfyui_version,
         "steps": arguments.steps,
+        "planted": arguments.planted,
         "texts": [{"text": "\n".join(text.lines), "category": text.category} for text in texts],
         "variants": found,
     }
@@ -312,8 +316,9 @@ def evaluate(out: Path) -> None:
         )
         for name, own in scores.items()
     }
+    subject = "the word model, outlier channels planted" if data.get("planted") else "the word model as trained"
     parts = [
-        f"{title(data['environment'])}, ComfyUI {data['comfyui']}, {data['steps']} steps",
+        f"{title(data['environment'])}, ComfyUI {data['comfyui']}, {data['steps']} steps, {subject}",
         f"{len(items)} texts. Means over the images, in brackets 95 % bootstrap intervals; differences are of pairs.",
         overview(variants, figures),
     ]
@@ -341,6 +346,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results" / "words")
     parser.add_argument("--evaluate", action="store_true", help="read and compare what was sampled")
     parser.add_argument("--model", type=Path, default=WORD_MODEL, help="the word model's bf16 file")
+    parser.add_argument("--planted", action="store_true", help="with outlier channels that change no result in bf16")
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--variants", nargs="+", help="these alone, beside bf16")
