@@ -63,6 +63,22 @@ def test_sentences_about_the_ablation(subject, other, sentence):
     assert sentence.format(*(f"{value:.2f}" for value in ratio)) in words(RESULTS / "README.md")
 
 
+def test_sentences_about_words():
+    stored = json.loads((RESULTS / "words" / "words.json").read_text())
+    text, figures, read = words(RESULTS / "README.md"), stored["figures"], stored["exact"]
+    counts = [read[name].count("1") for name in ("bf16", "FP8", "NF4", "Q4_K", "recipe")]
+    sentence = "of 300 texts {} can be read in bf16, {} in FP8, {} in NF4, {} in Q4_K and {} with this pack's recipe"
+    assert sentence.format(*counts) in text
+    bounds = {name: cells["all"]["minus reference"]["exact"][1:] for name, cells in figures.items() if name != "bf16"}
+    clear = [name for name, (low, high) in bounds.items() if low > 0 or high < 0]
+    assert (len(bounds), len(clear), [name for name in clear if bounds[name][1] < 0]) == (32, 3, ["Q4_K in INT8"])
+    errors = sorted(stored["variants"]["naive W8A8"]["errors"])
+    assert 0.45 < sum(errors[-30:]) / sum(errors) < 0.55 and f"is {100 * (errors[149] + errors[150]) / 2:.1f} %" in text
+    for name in ("FP8", "NF4", "Q4_K", "Q8_0", "naive W8A8", "best per layer", "Q8_0 in INT8", "Q4_K in INT8"):
+        percent = "{:.2f} % [{:.2f}, {:.2f}]".format(*(100 * value for value in figures[name]["all"]["latent"]))
+        assert percent in text
+
+
 def test_the_machine_codes_table_is_what_its_study_writes():
     """All but the version, the day and the rows, which are those of one run."""
     from studies.instruction_counts import document

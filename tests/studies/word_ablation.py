@@ -330,7 +330,7 @@ def evaluate(out: Path) -> None:
     print("\n" + text)
     (out / "words.md").write_text(text)
     compact = {
-        "read": {name: [score.read for score in own] for name, own in scores.items()},
+        "misread": {name: {n: s.read for n, s in enumerate(own) if not s.exact} for name, own in scores.items()},
         "exact": {name: "".join("01"[bool(score.exact)] for score in own) for name, own in scores.items()},
     }
     for result in variants.values():
