@@ -52,8 +52,8 @@ PICTURED = ("bf16", "FP8", "NF4", "Q4_K", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 6
 REFERENCE = "bf16"
 OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "NF4", *GGUF)
-LABELLED = ("naive W8A8", "recipe", "best per layer", "smooth, 17 protected, bf16 protection")
-"""Of this pack's variants, those whose names the plot shows in any case."""
+LABELLED = ("naive W8A8", "recipe", "best per layer, protected", "Q4_K in INT8", "Q8_0 in INT8")
+"""Of this pack's variants, those that the plot names."""
 
 
 def nf4_decoded(weight: torch.Tensor) -> torch.Tensor:
@@ -234,34 +234,34 @@ def overview(variants: Mapping[str, dict], figures: Mapping[str, dict]) -> str:
 def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path: Path) -> None:
     """Latent error and share of texts read against bytes; the line joins what nothing smaller is better than.
 
-    Others have a color each. This pack's variants lie close together: they are black, the best and LABELLED with names.
+    What others make, and LABELLED, have names; this pack's other variants, which lie close together, are small dots.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
-    others = [name for name in figures if name in OTHERS]
-
-    canvas = Figure(figsize=(13, 6), layout="constrained")
+    named = [name for name in figures if name in OTHERS or name in LABELLED]
+    canvas = Figure(figsize=(12, 5), layout="constrained")
     for place, (metric, better) in enumerate((("latent", -1), ("exact", 1)), 1):
         axes = canvas.add_subplot(1, 2, place)
         scale = fidelity.METRICS[metric].scale
-        points = {}
+        points = []
         for name, cells in figures.items():
             values = cells[fidelity.ALL].get(metric)
-            if values is not None and values[0] is not None:
-                x, (y, low, high) = variants[name]["bytes"] / 1e6, (scale * value for value in values)
-                points[name] = (x, y)
-                color = f"C{others.index(name) % 10}" if name in OTHERS else "black"
-                axes.errorbar(x, y, [[y - low], [high - y]], fmt="o", color=color, markersize=4, linewidth=0.8)
+            if values is None or values[0] is None:
+                continue
+            x, (y, low, high) = variants[name]["bytes"] / 1e6, (scale * value for value in values)
+            points.append((x, y))
+            if name in named:
+                number = named.index(name)
+                style = {"color": f"C{number % 10}", "fmt": "D" if name in LABELLED else "o"}
+                axes.errorbar(x, y, [[y - low], [high - y]], markersize=6, linewidth=1, label=name, **style)
+            else:
+                axes.plot(x, y, ".", color="gray", markersize=4, zorder=1)
         front, best = [], -np.inf
-        for x, y in sorted(points.values(), key=lambda point: (point[0], -better * point[1])):
+        for x, y in sorted(points, key=lambda point: (point[0], -better * point[1])):
             if better * y > best:
                 front.append((x, y))
                 best = better * y
-        for name, point in points.items():
-            if point in front or name in OTHERS or name in LABELLED:
-                side, offset = ("left", 5) if name in OTHERS else ("right", -5)
-                axes.annotate(name, point, (offset, 2), textcoords="offset points", ha=side, fontsize=7)
         axes.plot(*zip(*front, strict=True), color="gray", linewidth=1, zorder=0, drawstyle="steps-post")
         axes.set_xlabel("MB")
         axes.set_ylabel(fidelity.METRICS[metric].title)
@@ -269,6 +269,9 @@ def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path:
             axes.set_yscale("log")
             for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 formatted(ScalarFormatter())
+        else:
+            axes.set_ylim(80, 100)
+            canvas.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     canvas.savefig(path, dpi=100)
 
 
