@@ -110,3 +110,39 @@ def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
     model = dit.load(dit.write(tmp_path / "fp8.safetensors", fp8_scaled(dit.tensors(), [layer])))
     with dit.untouched(model):
         hooked(dit, model, lora_hook(dit, dit.lora([layer], 0.5), None))
+
+
+# Blocks of a GGUF file that stay as stored
+
+
+@pytest.fixture
+def stored(dit, tmp_path):
+    from int8_dit.nodes.model.load import AS_STORED, load_int8_model
+    from support import gguf_files
+
+    path = gguf_files.write_gguf(tmp_path / "model.gguf", dit.tensors(), gguf_files.linears_in("Q8_0"))
+    return load_int8_model(path, "fused int8", memory=AS_STORED)
+
+
+@pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
+def test_merging_with_stored_blocks(dit, stored, other_file, merge):
+    expected = dit.output(merge(dit.stock(), dit.stock(other_file)))
+    with dit.untouched(stored):
+        assert dit.relative_error(dit.output(merge(stored, dit.load(other_file))), expected) < NOISE
+    expected = dit.output(merge(dit.stock(other_file), dit.stock()))
+    assert dit.relative_error(dit.output(merge(dit.stock(other_file), stored)), expected) < NOISE
+
+
+@pytest.mark.parametrize("make", (lora_hook, model_hook))
+def test_hooks_on_stored_blocks(dit, stored, lora, other_file, make):
+    expected = hooked(dit, dit.stock(), lora_hook(dit, lora, other_file))
+    with dit.untouched(stored):
+        first = hooked(dit, stored, make(dit, lora, other_file))
+        assert dit.relative_error(first, expected) < NOISE
+        assert torch.equal(hooked(dit, stored, make(dit, lora, other_file)), first)
+
+
+def test_a_hook_beside_a_lora_on_stored_blocks(dit, stored, lora, other_file):
+    hook = lora_hook(dit, lora, other_file)
+    expected = hooked(dit, dit.with_lora(dit.stock(), lora), hook)
+    assert dit.relative_error(hooked(dit, dit.with_lora(stored, lora), hook), expected) < NOISE
