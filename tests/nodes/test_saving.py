@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+EXTENSION = "safetensors"  # of what is saved here, for the fixture `target`
+
 
 @pytest.fixture
 def smoothed(dit):
@@ -227,21 +229,6 @@ def test_comfyuis_own_save_node_writes_what_this_pack_loads(dit, smoothed, tmp_p
 
 
 # What goes wrong while writing: nothing may be left, and an earlier file stays what it was.
-
-
-@pytest.fixture
-def target(tmp_path):
-    """Where to save, after an earlier file, and a check that a failure left only that."""
-    folder = tmp_path / "target"
-    folder.mkdir()
-    earlier, path = folder / "model_00001_.safetensors", folder / "model_00002_.safetensors"
-    earlier.write_bytes(b"the previous model")
-
-    def assert_untouched():
-        assert files(folder) == [earlier]
-        assert earlier.read_bytes() == b"the previous model"
-
-    return (str(earlier), str(path)), assert_untouched
 
 
 def save_to(model, destination):

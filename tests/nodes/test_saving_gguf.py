@@ -14,6 +14,8 @@ import torch
 TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K")
 MOST_ERROR = {"Q8_0": 0.012, "Q6_K": 0.035, "Q5_K": 0.06, "Q4_K": 0.12}  # relative, of the model's weights
 
+EXTENSION = "gguf"  # of what is saved here, for the fixture `target`
+
 
 @pytest.fixture
 def save(pack, tmp_path, monkeypatch):
@@ -305,21 +307,6 @@ def test_architectures_are_named_as_comfyui_gguf_names_them(pack, monkeypatch):
 
 
 # What goes wrong while writing: nothing may be left, and an earlier file stays what it was.
-
-
-@pytest.fixture
-def target(tmp_path):
-    """Where to save, after an earlier file, and a check that a failure left only that."""
-    folder = tmp_path / "target"
-    folder.mkdir()
-    earlier, path = folder / "model_00001_.gguf", folder / "model_00002_.gguf"
-    earlier.write_bytes(b"the previous model")
-
-    def assert_untouched():
-        assert files(folder) == [earlier]
-        assert earlier.read_bytes() == b"the previous model"
-
-    return (str(earlier), str(path)), assert_untouched
 
 
 def save_to(model, destination):

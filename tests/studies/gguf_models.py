@@ -10,7 +10,6 @@ gguf_models.json and gguf_models.md in --out. `--blocks 1 --pixels 64` tries it 
 
 import argparse
 import gc
-import importlib.util
 import json
 import os
 import sys
@@ -24,20 +23,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from support.pack import import_comfyui, import_pack
+from support.pack import import_comfyui, import_pack, import_package
 from support.tensors import relative_error
-
-
-def import_gguf_pack(path: Path):
-    """ComfyUI-GGUF as ComfyUI imports it: a package under a name of its own. It imports ComfyUI's `nodes`."""
-    spec = importlib.util.spec_from_file_location(
-        "comfyui_gguf", path / "__init__.py", submodule_search_locations=[str(path)]
-    )
-    assert spec is not None and spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
-    sys.modules["comfyui_gguf"] = package
-    spec.loader.exec_module(package)
-    return package
 
 
 def load_by_gguf_pack(path: str):
@@ -119,7 +106,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict]:
         del model
     ways = {"INT8": load_ours("INT8"), "as stored": load_ours("as stored")}
     if arguments.gguf_pack:
-        import_gguf_pack(arguments.gguf_pack)
+        import_package("comfyui_gguf", arguments.gguf_pack)
         ways["ComfyUI-GGUF"] = load_by_gguf_pack
     for kind in arguments.types:
         for name, load in ways.items():

@@ -38,14 +38,20 @@ def use_dynamic_vram() -> None:
     comfy.memory_management.aimdo_enabled = True
 
 
-def import_pack() -> ModuleType:
-    """This pack with its nodes, from its folder and under a name of its own: `int8_dit`. ComfyUI must be importable."""
+def import_package(name: str, folder: Path) -> ModuleType:
+    """A node pack from its folder, as ComfyUI imports one, under a name of its own."""
     spec = importlib.util.spec_from_file_location(
-        "int8_dit", PROJECT / "__init__.py", submodule_search_locations=[str(PROJECT)]
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["int8_dit"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def import_pack() -> ModuleType:
+    """This pack with its nodes: `int8_dit`. ComfyUI must be importable."""
+    module = import_package("int8_dit", PROJECT)
     importlib.import_module("int8_dit.nodes.extension")
     return module
