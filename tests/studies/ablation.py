@@ -1,4 +1,4 @@
-"""What each part of the recipe is worth: images and block outputs under INT8 variants, FP8 and ComfyUI's own INT8.
+"""What each part of the recipe is worth: images and block outputs in INT8, FP8, NF4, GGUF and ComfyUI's own INT8.
 
     python tests/studies/ablation.py --comfyui PATH [--subjects trained outliers blocks] [--out DIR]
 
@@ -26,6 +26,7 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
+from studies.decoded_weights import decoded, gguf_decoded, nf4_decoded
 from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS
 from support.pack import import_comfyui, import_pack
 from support.tensors import cosine, relative_error
@@ -35,6 +36,8 @@ LADDER = (0, 4, 8, 17, 34)
 STEPS = 12
 PEERS = ("FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "naive W8A8")
 """What variants are compared with, beside bf16."""
+CALIBRATED = ("naive W8A8", "smoothing only", "recipe", "best per layer, protected")
+"""Variants that are tried with calibrated rounding too."""
 IN_BF16 = ", bf16 protection"
 """What a variant is called that is another one with its protected layers in bf16, not INT8 with 16-bit activations."""
 PICTURED = ("bf16", "FP8", "naive W8A8", "recipe")
@@ -273,7 +276,9 @@ def pack_variants(layers: int) -> dict[str, dict[str, object]]:
         "only foldable smoothed": {"smooth_only_foldable": True, "protection": share},
     }
     again = [name for name in ("protection only", "recipe", "smooth, 17 protected") if name in variants]
-    return variants | {f"{name}{IN_BF16}": {**variants[name], "protected_in": BF16} for name in again}
+    in_bf16 = {f"{name}{IN_BF16}": {**variants[name], "protected_in": BF16} for name in again}
+    calibrated = {f"{name}, calibrated rounding": {**variants[name], "rounding": "calibrated"} for name in CALIBRATED}
+    return variants | in_bf16 | calibrated
 
 
 def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, Outcome], dict[str, list[float]]]:
@@ -288,6 +293,9 @@ def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, O
         "FP8": partial(stock, subject.state_dict, dtype=torch.float8_e4m3fn),
         "FP8 scaled": partial(native, subject.state_dict, fp8_scaled),
         "ComfyUI ConvRot INT8": partial(native, subject.state_dict, convrot_int8),
+        "NF4": lambda: stock(decoded(subject.state_dict, nf4_decoded)),
+        "Q8_0": lambda: stock(decoded(subject.state_dict, partial(gguf_decoded, name="Q8_0"))),
+        "Q4_K": lambda: stock(decoded(subject.state_dict, partial(gguf_decoded, name="Q4_K"))),
     }
     for name, make in makers.items() if wanted is None else ():
         outcomes[name] = _evaluated(name, subject, make())

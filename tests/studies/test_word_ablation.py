@@ -35,7 +35,9 @@ def test_formats_lose_what_they_are_known_to(study, name, error):
 
 
 def test_nf4_keeps_its_own_values(study):
-    codes = torch.tensor(study.NF4_CODES)
+    from studies.decoded_weights import NF4_CODES
+
+    codes = torch.tensor(NF4_CODES)
     weight = torch.cat([codes, codes.flip(0), codes, codes])[None].repeat(3, 2) * torch.tensor([[1.0], [2.5], [0.1]])
     torch.testing.assert_close(study.nf4_decoded(weight), weight)
     assert not study.nf4_decoded(torch.zeros(1, 64)).any()

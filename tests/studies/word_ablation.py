@@ -18,7 +18,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +30,7 @@ sys.path.append(str(TESTS))  # as a script, only this folder is there
 
 from studies import ablation, fidelity
 from studies.ablation import TensorDict, stock
+from studies.decoded_weights import NF4_BITS, decoded, gguf_decoded, nf4_decoded, quantizable
 from support.pack import import_comfyui, import_pack
 from words.alphabet import Text, random_texts
 from words.sampling import STEPS, pictures, sample
@@ -37,57 +38,12 @@ from words.sampling import STEPS, pictures, sample
 WORD_MODEL = TESTS / "data" / "word_dit.safetensors"
 GGUF = ("Q8_0", "Q6_K", "Q5_K", "Q4_K")
 IN_INT8 = ("Q8_0", "Q4_K")
-NF4_BLOCK = 64
-NF4_BITS = 4 + 32 / NF4_BLOCK  # a float32 scale for each block, as bitsandbytes has it by default
-# The codes of NF4: quantiles of a normal distribution, scaled to -1..1 (Dettmers et al. 2023, appendix E).
-NF4_CODES = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-CALIBRATED = ("naive W8A8", "smoothing only", "recipe", "best per layer, protected")
-"""Variants that are tried with calibrated rounding too."""
 PICTURED = ("bf16", "FP8", "NF4", "Q4_K", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 6
 REFERENCE = "bf16"
 OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "NF4", *GGUF)
 LABELLED = ("naive W8A8", "recipe", "best per layer, protected", "Q4_K in INT8", "Q8_0 in INT8")
 """Of this pack's variants, those that the plot names."""
-
-
-def nf4_decoded(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [N, K], K a multiple of 64, rounded to NF4 and back, in its own dtype."""
-    codes = torch.tensor(NF4_CODES, device=weight.device)
-    blocks = weight.float().unflatten(1, (-1, NF4_BLOCK))
-    scale = blocks.abs().amax(-1, keepdim=True)
-    nearest = torch.bucketize(blocks / scale.clamp(min=1e-30), (codes[1:] + codes[:-1]) / 2)
-    return (codes[nearest] * scale).flatten(1).to(weight.dtype)
-
-
-def gguf_decoded(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """A weight in blocks of a GGUF format and back, in its own dtype."""
-    from int8_dit.kernels import dequantize_blocks, quantize_blocks
-
-    return dequantize_blocks(quantize_blocks(weight, name), name, weight.dtype)
-
-
-def decoded(state_dict: TensorDict, through: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict:
-    """The file with its quantizable weights through a format and back."""
-    import comfy.model_management
-
-    device = comfy.model_management.get_torch_device()
-    changed = {name: through(state_dict[name].to(device)).cpu() for name in quantizable(state_dict)}
-    return {**state_dict, **changed}
-
-
-def quantizable(state_dict: TensorDict) -> list[str]:
-    """Names of the weights that variants quantize."""
-    from int8_dit.nodes.model.layer_selection import is_quantizable
-
-    suffix = ".weight"
-    names = [name for name in state_dict if name.endswith(suffix)]
-    return [name for name in names if is_quantizable(name.removesuffix(suffix), tuple(state_dict[name].shape))]
 
 
 def formula_bytes(state_dict: TensorDict, bits: float) -> int:
@@ -129,18 +85,6 @@ def naive(model):
     return quantize_model(model, settings, "fused int8", None)[0]
 
 
-def pack_variants(layers: int) -> dict[str, dict[str, object]]:
-    """This pack's variants; with calibrated rounding too where the pack has it."""
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings
-
-    variants = ablation.pack_variants(layers)
-    if any(field.name == "rounding" for field in fields(QuantizationSettings)):
-        variants |= {
-            f"{name}, calibrated rounding": {**variants[name], "rounding": "calibrated"} for name in CALIBRATED
-        }
-    return variants
-
-
 def calibrate(model, steps: int):
     """A calibration on texts and seeds of its own."""
     from words import latents
@@ -179,7 +123,7 @@ def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str]
     for name, (make, bits) in peers(state_dict).items():
         if wanted is None or name in wanted:
             keep(name, make(), bits, [])
-    for name, settings in pack_variants(len(quantizable_linears(base))).items():
+    for name, settings in ablation.pack_variants(len(quantizable_linears(base))).items():
         if wanted is None or name in wanted:
             model, report = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
             keep(name, model, None, list(report.protected))
