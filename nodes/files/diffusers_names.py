@@ -37,13 +37,13 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     }
     pieces = {f"{layer}.{piece}" for layer in marks for piece in (int8_mark.MARK, int8_mark.SCALE)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in pieces}
+    packed = {key: tensor for key, tensor in plain.items() if is_gguf(tensor)}
+    if packed:
+        return _with_native_rows(plain, packed)
     # Two columns in place of each tensor: what every row of it is scaled by, and in what groups it is rotated.
     columns = {
         key: _columns(tensor, *quantization.get(key, (None, {}))) for key, tensor in plain.items() if tensor.ndim
     }
-    packed = {key: tensor for key, tensor in plain.items() if is_gguf(tensor)}
-    if packed:
-        return _with_native_rows(plain, packed)
 
     renamed = comfy.model_detection.convert_diffusers_mmdit(plain, "")
     if renamed is None:
@@ -81,11 +81,10 @@ def _with_native_rows(tensors: dict[str, torch.Tensor], packed: dict[str, Quanti
     Rows that come together in one tensor stay blocks where all are in one format; else they become float32.
     """
     keys = list(packed)
+    numbers = {key: number for number, key in enumerate(keys)}
     # In place of each tensor one column: which of the packed ones its rows are of.
     sources = {
-        key: torch.full((len(tensor), 1), keys.index(key) if key in packed else -1)
-        for key, tensor in tensors.items()
-        if tensor.ndim
+        key: torch.full((len(tensor), 1), numbers.get(key, -1)) for key, tensor in tensors.items() if tensor.ndim
     }
     joined = comfy.model_detection.convert_diffusers_mmdit(sources, "")
     if joined is None:
