@@ -24,6 +24,7 @@ from support.environment import Environment, PrepareError, run_script, say
 from support.frontend import load, open_frontend
 from support.node_texts import own_nodes, write_english
 from support.server import PROJECT, ServerError, serve
+from support.small_png import save_small_png
 from support.workflows_saved import TEMPLATES, read, stand_ins
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ PICTURES = PROJECT / "web" / "docs" / "pictures"
 SHOWN_FILES = {"diffusion_models": "ideogram4_fp8_scaled.safetensors", "int8_calibrations": "calibration.safetensors"}
 SCALE = 1.5
 MARGIN = 12
-COLORS = 96
 
 PLACE_NODE = """async ([type, scale]) => {
     app.graph.clear();
@@ -74,8 +74,8 @@ def draw(page: Page, place: tuple[float, ...], path: Path) -> None:
     """Keep a part of the page (x, y, width, height) and a margin around it."""
     x, y, width, height = place
     clip = {"x": x - MARGIN, "y": y - MARGIN, "width": width + 2 * MARGIN, "height": height + 2 * MARGIN}
-    seen = Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB")
-    seen.quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+    seen = Image.open(io.BytesIO(page.screenshot(clip=clip)))
+    save_small_png(seen, path)
     say(f"{path.name}: {seen.width} x {seen.height}, {path.stat().st_size / 1000:.1f} kB")
 
 

@@ -29,6 +29,7 @@ sys.path.append(str(TESTS))  # as a script, only this folder is there
 from studies.decoded_weights import decoded, gguf_decoded, nf4_decoded
 from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS
 from support.pack import import_comfyui, import_pack
+from support.small_png import save_small_png
 from support.tensors import cosine, relative_error
 
 GLYPH_MODEL = TESTS / "data" / "glyph_dit.safetensors"
@@ -465,7 +466,7 @@ def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
         for column, image in enumerate(images):
             tile = Image.fromarray((image * 255).round().byte().numpy())
             picture.paste(tile, (label + column * width, top))
-    picture.save(path)
+    save_small_png(picture, path)
 
 
 def main() -> None:

@@ -7,10 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
-sys.path.append(str(PROJECT))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path += [str(TESTS), str(TESTS.parent)]
 
 from kernels.machine import title
+from support.small_png import save_small_png
 
 RESULTS = Path(__file__).resolve().parent / "results" / "ideogram4"
 SIDE = 1024
@@ -48,7 +49,7 @@ def main() -> None:
     figure.suptitle(f"A step of Ideogram 4 at {SIDE} px: shorter is better", size=12, color=INK)
     machine = f"{title(stored['environment'])}, ComfyUI {stored['comfyui']}"
     figure.supxlabel(machine, size=7, color=MUTED)
-    figure.savefig(RESULTS / "steps.png")
+    save_small_png(figure, RESULTS / "steps.png")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from studies import ablation, fidelity
 from studies.ablation import TensorDict, stock
 from studies.decoded_weights import NF4_BITS, decoded, gguf_decoded, nf4_decoded, quantizable
 from support.pack import import_comfyui, import_pack
+from support.small_png import save_small_png
 from words.alphabet import Text, random_texts
 from words.sampling import STEPS, pictures, sample
 
@@ -184,7 +185,7 @@ def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path:
     from matplotlib.ticker import ScalarFormatter
 
     named = [name for name in figures if name in OTHERS or name in LABELLED]
-    canvas = Figure(figsize=(12, 5), layout="constrained")
+    canvas = Figure(figsize=(12, 5), dpi=100, layout="constrained")
     for place, (metric, better) in enumerate((("latent", -1), ("exact", 1)), 1):
         axes = canvas.add_subplot(1, 2, place)
         scale = fidelity.METRICS[metric].scale
@@ -216,7 +217,7 @@ def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path:
         else:
             axes.set_ylim(80, 100)
             canvas.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    canvas.savefig(path, dpi=100)
+    save_small_png(canvas, path)
 
 
 def draw_words(images: Mapping[str, np.ndarray], path: Path) -> None:
@@ -233,7 +234,7 @@ def draw_words(images: Mapping[str, np.ndarray], path: Path) -> None:
         ImageDraw.Draw(picture).text((8, top + height / 2), name, fill=0, font=font, anchor="lm")
         for column, tile in enumerate(tiles):
             picture.paste(Image.fromarray(tile), (label + column * width, top))
-    picture.save(path)
+    save_small_png(picture, path)
 
 
 def evaluate(out: Path) -> None:
