@@ -1,6 +1,6 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
-from .block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
+from .block_weights import LowRank, channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from .checks import FLOAT_DTYPES
 from .device import (
     KERNEL_CHOICES,
@@ -47,6 +47,7 @@ __all__ = [
     "ComputePath",
     "InputPlace",
     "InputReader",
+    "LowRank",
     "Norm",
     "Protection",
     "Quantized",

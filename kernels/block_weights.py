@@ -1,6 +1,8 @@
 """Weights in GGUF's block formats while a model runs: made, turned to floats, expanded to INT8. On a GPU reading is one
 kernel, and to a compiler it is an opaque operator."""
 
+from typing import NamedTuple
+
 import torch
 
 from .checks import FLOAT_DTYPES, check_float_matrix, check_same_device, check_weight_scale
@@ -11,6 +13,27 @@ from .numerics.weights import SMALLEST_SCALE, row_slices
 
 # A minimum of the K formats is at most 63 times an fp16 number.
 _LARGEST = 63 * int(torch.finfo(torch.float16).max)
+
+
+class LowRank(NamedTuple):
+    """What a weight [N, K] is more than its blocks stand for, such as LoRAs: up @ down.
+
+    Attributes:
+        up: [N, R], R at least 1, bf16, fp16 or fp32 (which the GPU's kernel rounds to TF32).
+        down: [R, K], of the same dtype.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+
+    def channel_scales(self) -> torch.Tensor:
+        """By how much the per-channel scale of any weight must grow to hold this, too: float32 [N], absmax / 127 of
+        each row of up @ down."""
+        scale = torch.empty(self.up.shape[0], device=self.up.device)
+        down = self.down.float()
+        for rows in row_slices(torch.empty(len(scale), down.shape[1], device="meta")):
+            scale[rows] = (self.up[rows].float() @ down).abs().amax(dim=1) / 127
+        return scale
 
 
 def quantize_blocks(weight: torch.Tensor, name: str) -> torch.Tensor:
@@ -98,13 +121,19 @@ def channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
     return torch.where(torch.isfinite(scale), scale, torch.nan)
 
 
-def expand_blocks(blocks: torch.Tensor, name: str, scale: torch.Tensor) -> torch.Tensor:
+def expand_blocks(
+    blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None
+) -> torch.Tensor:
     """The INT8 weight: round(w / scale), halves to even. With the scale of `channel_scales` it is `quantize_weight`'s.
+
+    With `low_rank` w is the decoded weight plus up @ down, and its `channel_scales` belong to the scale. The sums are
+    float32, in no certain order.
 
     Args:
         blocks: uint8 [N, bytes of a row].
         name: a key of GGUF_FORMATS.
         scale: float32 [N] or [N, 1].
+        low_rank: what is added to the decoded weight.
 
     Returns:
         int8 [N, K] in -127..127; zeros where the scale is none that `channel_scales` finds: 0, NaN, Inf, negative.
@@ -113,16 +142,29 @@ def expand_blocks(blocks: torch.Tensor, name: str, scale: torch.Tensor) -> torch
         TypeError, ValueError: wrong dtype, shape, format or device.
     """
     if watched(blocks):
-        return torch.ops.int8_dit.expand_blocks.default(blocks, name, scale)
-    return _expand(blocks, name, scale)
+        return torch.ops.int8_dit.expand_blocks.default(blocks, name, scale, *(low_rank or (None, None)))
+    return _expand(blocks, name, scale, *(low_rank or (None, None)))
 
 
-def _expand(blocks: torch.Tensor, name: str, scale: torch.Tensor) -> torch.Tensor:
+def _expand(
+    blocks: torch.Tensor,
+    name: str,
+    scale: torch.Tensor,
+    up: torch.Tensor | None = None,
+    down: torch.Tensor | None = None,
+) -> torch.Tensor:
     form = _check_blocks(blocks, name)
+    low_rank = None if up is None or down is None else LowRank(up, down)
+    _check_low_rank(low_rank, blocks, form)
     check_weight_scale(scale, blocks.shape[0])
     check_same_device(blocks=blocks, scale=scale)
     per_channel = scale.reshape(-1, 1).expand(blocks.shape[0], 1)
     if blocks.numel() and weights_use_triton(blocks):
+        if low_rank is not None:
+            from .fused.gguf_low_rank import launch_low_rank_expander
+
+            factors = (low_rank.up.contiguous(), low_rank.down.contiguous())
+            return launch_low_rank_expander(blocks, name, form, per_channel.contiguous(), *factors)
         from .fused.gguf import launch_expander
 
         return launch_expander(blocks, name, form, per_channel.contiguous())
@@ -130,6 +172,8 @@ def _expand(blocks: torch.Tensor, name: str, scale: torch.Tensor) -> torch.Tenso
     divisor = torch.where(usable, per_channel, 1.0)
 
     def rounded(values: torch.Tensor, rows: slice) -> torch.Tensor:
+        if low_rank is not None:
+            values = values + low_rank.up[rows].float() @ low_rank.down.float()
         return torch.where(usable[rows], (values / divisor[rows]).round().clamp(-127, 127), 0)
 
     return _by_rows(blocks, form, torch.int8, rounded)
@@ -151,6 +195,23 @@ def _check_blocks(blocks: torch.Tensor, name: str) -> BlockFormat:
     if blocks.shape[1] % form.bytes:
         raise ValueError(f"rows of {name} must be a multiple of {form.bytes} bytes, got {blocks.shape[1]}")
     return form
+
+
+def _check_low_rank(low_rank: LowRank | None, blocks: torch.Tensor, form: BlockFormat) -> None:
+    """Raise TypeError or ValueError unless it can be added to the weight that `blocks` stand for."""
+    if low_rank is None:
+        return
+    (up, down), (rows, channels) = low_rank, _shaped_as_weight(blocks, form).shape
+    check_float_matrix("up", up)
+    check_float_matrix("down", down)
+    if up.dtype != down.dtype:
+        raise TypeError(f"up and down must be of one dtype, got {up.dtype} and {down.dtype}")
+    rank = up.shape[1]
+    if up.shape[0] != rows or down.shape != (rank, channels) or rank == 0:
+        raise ValueError(
+            f"up and down must be [{rows}, R] and [R, {channels}], got {list(up.shape)} and {list(down.shape)}"
+        )
+    check_same_device(blocks=blocks, up=up, down=down)
 
 
 def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:
@@ -187,13 +248,16 @@ def _fake_dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> tor
     return blocks.new_empty(blocks.shape[0], blocks.shape[1] // form.bytes * form.weights, dtype=dtype)
 
 
-def _fake_expand(blocks: torch.Tensor, name: str, scale: torch.Tensor) -> torch.Tensor:
+def _fake_expand(blocks: torch.Tensor, name: str, scale: torch.Tensor, up=None, down=None) -> torch.Tensor:
     return _fake_dequantize(blocks, name, torch.int8)
 
 
 define_operators(
     {
         "dequantize_blocks(Tensor blocks, str name, ScalarType dtype) -> Tensor": (_dequantize, _fake_dequantize),
-        "expand_blocks(Tensor blocks, str name, Tensor scale) -> Tensor": (_expand, _fake_expand),
+        "expand_blocks(Tensor blocks, str name, Tensor scale, Tensor? up=None, Tensor? down=None) -> Tensor": (
+            _expand,
+            _fake_expand,
+        ),
     }
 )

@@ -5,7 +5,15 @@ import re
 import pytest
 import torch
 
-from kernels import GGUF_FORMATS, channel_scales, dequantize_blocks, expand_blocks, quantize_blocks, quantize_weight
+from kernels import (
+    GGUF_FORMATS,
+    LowRank,
+    channel_scales,
+    dequantize_blocks,
+    expand_blocks,
+    quantize_blocks,
+    quantize_weight,
+)
 from kernels.numerics.weights import SMALLEST_SCALE
 from support.tensors import DEVICE, random_float
 
@@ -88,6 +96,67 @@ def test_a_scale_of_another_is_divided_by_and_clamped(path, name):
     scale = channel_scales(blocks, name) * torch.tensor([0.3, 1.7, 1e-20, 1e30], device=DEVICE)
     expected = (values / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
     assert torch.equal(expand_blocks(blocks, name, scale), expected) and (expected.abs() == 127).any()
+
+
+def low_rank_of_integers(rows, rank, channels, dtype, seed=0):
+    """Factors whose products and sums no float32 rounds, in whatever order."""
+    generator = torch.Generator().manual_seed(seed)
+    up = torch.randint(-3, 4, (rows, rank), generator=generator)
+    down = torch.randint(-3, 4, (rank, channels), generator=generator) / 64
+    return LowRank(up.to(DEVICE, dtype), down.to(DEVICE, dtype))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("name, rows, row_blocks", CASES)
+def test_a_low_rank_is_added_before_rounding(path, name, rows, row_blocks, dtype):
+    """Of ranks below and above what a step of the product takes."""
+    blocks = random_blocks(name, rows, row_blocks, seed=3)
+    decoded = dequantize_blocks(blocks, name, torch.float32)
+    for rank in (1, 40):
+        low_rank = low_rank_of_integers(rows, rank, decoded.shape[1], dtype, seed=rank)
+        q, scale = quantize_weight(decoded + low_rank.up.float() @ low_rank.down.float())
+        assert torch.equal(expand_blocks(blocks, name, scale, low_rank), q)
+
+
+def test_a_low_rank_of_many_rows(path):
+    """More programs than one, in both directions, the last ones with rows and columns beyond the weight's."""
+    weight = random_float(70, 800)
+    low_rank = LowRank(random_float(70, 24, seed=1) / 4, random_float(24, 800, seed=2) / 8)
+    blocks = quantize_blocks(weight, "Q8_0")
+    q, scale = quantize_weight(dequantize_blocks(blocks, "Q8_0", torch.float32) + low_rank.up @ low_rank.down)
+    expanded = expand_blocks(blocks, "Q8_0", scale, low_rank)
+    assert (expanded.int() - q.int()).abs().max() <= 1  # sums of another order may round across a half
+    assert (expanded != q).float().mean() < 0.02
+    assert (expanded != expand_blocks(blocks, "Q8_0", scale)).float().mean() > 0.5
+
+
+def test_the_scale_of_a_low_rank_holds_it_beside_any_weight(path):
+    weight = random_float(70, 800)
+    low_rank = LowRank(random_float(70, 24, seed=1) / 4, random_float(24, 800, seed=2) / 8)
+    product = low_rank.up @ low_rank.down
+    torch.testing.assert_close(low_rank.channel_scales(), product.abs().amax(1) / 127, rtol=1e-3, atol=0)
+    for values in (weight, product / 2, -product / 2, weight * 0):
+        blocks = quantize_blocks(values, "Q8_0")
+        scale = channel_scales(blocks, "Q8_0") + low_rank.channel_scales()
+        held = expand_blocks(blocks, "Q8_0", scale, low_rank) * scale[:, None]
+        wanted = dequantize_blocks(blocks, "Q8_0", torch.float32) + product
+        assert ((held - wanted).abs() <= 0.51 * scale[:, None]).all()
+
+
+def test_a_low_rank_that_does_not_fit_is_refused():
+    blocks = random_blocks("Q8_0", 4, 2)
+    scale = channel_scales(blocks, "Q8_0")
+    up, down = random_float(4, 3), random_float(3, 64)
+    for wrong in (
+        LowRank(up[:3], down),
+        LowRank(up, down[:2]),
+        LowRank(up, down[:, :32]),
+        LowRank(up[:, :0], down[:0]),
+    ):
+        with pytest.raises(ValueError, match=r"up and down must be \[4, R\] and \[R, 64\]"):
+            expand_blocks(blocks, "Q8_0", scale, wrong)
+    with pytest.raises(TypeError, match="of one dtype"):
+        expand_blocks(blocks, "Q8_0", scale, LowRank(up.half(), down))
 
 
 def test_rows_without_a_scale_are_zeros(path):

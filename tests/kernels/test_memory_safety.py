@@ -73,12 +73,15 @@ print("finished")
 
 BLOCKS = """
 import torch
-from kernels import GGUF_FORMATS, channel_scales, dequantize_blocks, expand_blocks
+from kernels import GGUF_FORMATS, LowRank, channel_scales, dequantize_blocks, expand_blocks
 
 for name, form in GGUF_FORMATS.items():
     for n, row_blocks in ((1, 1), (37, 3), (5, 129)):
         blocks = torch.randint(0, 60, (n, row_blocks * form.bytes), dtype=torch.uint8, device="cuda")
         expand_blocks(blocks, name, channel_scales(blocks, name))
+        factors = torch.randn(n, 3, device="cuda"), torch.randn(3, row_blocks * form.weights, device="cuda")
+        low_rank = LowRank(*factors)
+        expand_blocks(blocks, name, channel_scales(blocks, name) + low_rank.channel_scales(), low_rank)
         dequantize_blocks(blocks, name)
 torch.cuda.synchronize()
 print("finished")

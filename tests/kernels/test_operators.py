@@ -110,7 +110,9 @@ def test_opcheck_of_weights(with_smooth, group):
 def test_opcheck_of_blocks(rows, name):
     blocks = kernels.quantize_blocks(random_float(rows, 512), name)
     for scale in (kernels.channel_scales(blocks, name), torch.ones(rows, 1, device=DEVICE)):
-        torch.library.opcheck(OPERATORS.expand_blocks.default, (blocks, name, scale))
+        factors = random_float(rows, 3, seed=1), random_float(3, 512, seed=2)
+        for low_rank in ((), factors):
+            torch.library.opcheck(OPERATORS.expand_blocks.default, (blocks, name, scale, *low_rank))
     for dtype in (torch.bfloat16, torch.float32):
         torch.library.opcheck(OPERATORS.dequantize_blocks.default, (blocks, name, dtype))
 

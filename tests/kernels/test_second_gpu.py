@@ -9,11 +9,12 @@ import kernels.fused.activations
 import kernels.fused.gates
 import kernels.fused.gemm
 import kernels.fused.gguf
+import kernels.fused.gguf_low_rank
 import kernels.fused.norms
 import kernels.fused.rope
 import kernels.fused.weights
 from kernels import ChannelTransform, InputPlace, InputReader, dequantize_weight, int8_linear, requantize_weight
-from kernels.block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
+from kernels.block_weights import LowRank, channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from kernels.fused.gemm import _candidates
 from kernels.fused.tuning import Tuner
 from kernels.linear import int8_accumulate, quantize_activations
@@ -33,7 +34,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels.fused.gemm, "tuner", Tuner())
     monkeypatch.setattr(kernels.fused.gemm, "_arrivals_of_streams", {})
-    launching = ("activations", "gates", "gemm", "gguf", "norms", "rope", "weights")
+    launching = ("activations", "gates", "gemm", "gguf", "gguf_low_rank", "norms", "rope", "weights")
     for module in (getattr(kernels.fused, name) for name in launching):
         monkeypatch.setattr(module, "_launches", {})
     torch.cuda.set_device(FIRST)
@@ -76,7 +77,9 @@ def weights(device):
 def blocks(device):
     made = quantize_blocks(values(512, 768, seed=1, device=device), "Q4_K")
     scale = channel_scales(made, "Q4_K")
-    return scale, expand_blocks(made, "Q4_K", scale), dequantize_blocks(made, "Q4_K")
+    low_rank = LowRank(values(512, 8, seed=2, device=device), values(8, 768, seed=3, device=device))
+    expanded = [expand_blocks(made, "Q4_K", scale, also) for also in (None, low_rank)]
+    return scale, *expanded, dequantize_blocks(made, "Q4_K")
 
 
 def shared(device):

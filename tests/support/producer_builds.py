@@ -17,7 +17,7 @@ from machine_code import report
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.fused import activations, column_rounding, gates, gguf, norms, rope
+from kernels.fused import activations, column_rounding, gates, gguf, gguf_low_rank, norms, rope
 from kernels.gguf.formats import GGUF_FORMATS
 
 # Hidden and inner widths: Flux and Qwen-Image, Z-Image, Ideogram 4, Wan.
@@ -88,6 +88,9 @@ def _parts(build: Build):
             "scales": (gguf.scales_kernel, gguf.scales_constants(kind, form, row_blocks)),
         }[build.kernel]
         return kernel, (constants, gguf.OPTIONS)
+    if build.kernel == "expand_with_low_rank":
+        constants = gguf_low_rank.low_rank_constants(kind, GGUF_FORMATS[kind], False)
+        return gguf_low_rank.expand_with_low_rank_kernel, (constants, gguf_low_rank.OPTIONS)
     heads, extent, pairs = kind.split()
     given = ((int(heads),) * 2, channels, (extent, extent), (True, True), pairs == "neighbours")
     return rope.norm_rope_kernel, rope.norm_rope_constants(*given)
@@ -102,7 +105,7 @@ def compiled(build: Build):
     types |= dict.fromkeys(tensors, f"*{build.dtype}")
     types |= {name: TYPES[name] for name in tensors if name in TYPES and (build.kernel, name) not in FLOATS}
     types |= {name: "fp32" for name in names if name.endswith("eps")}
-    types |= {"out": "*i8"} if build.kernel == "expand" else {}
+    types |= {"out": "*i8"} if build.kernel.startswith("expand") else {}
     types |= dict.fromkeys(constants, "constexpr")
     aligned = [name for name in names if types[name] not in ("constexpr", "fp32") and name not in ("T", "N")]
     source = ASTSource(
@@ -136,7 +139,8 @@ def builds() -> list[Build]:
         *(Build("norm_rope", width, kind=f"{heads} {extent} {pairs}") for width, heads, extent, pairs in HEADS),
     ]
     expand = [Build("expand", 4608, kind=name) for name in GGUF_FORMATS]
-    ampere += [*expand, *(replace(build, kernel=kernel) for kernel in ("dequantize", "scales") for build in expand)]
+    others = ("expand_with_low_rank", "dequantize", "scales")
+    ampere += [*expand, *(replace(build, kernel=kernel) for kernel in others for build in expand)]
     elsewhere = [build for build in ampere if build.channels in (128, 4608, 12288) and build.activation_bits == 8]
     elsewhere = [build for build in elsewhere if build.kernel not in ("dequantize", "scales")]
     return [*ampere, *(replace(build, capability=card) for card in (80, 89, 90) for build in elsewhere)]
