@@ -2,22 +2,20 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import comfy.ops
 import comfy.utils
 import comfy_kitchen
 import torch
-from comfy.model_management import cast_to_device
 from comfy.model_patcher import LowVramPatch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
-from comfy.weight_adapter.lora import LoRAAdapter
 
 from ...kernels import (
     UNCHANGED,
     ChannelTransform,
     InputReader,
+    LowRank,
     Quantized,
     RepeatedLinear,
     expand_blocks,
@@ -30,6 +28,8 @@ from ..files.gguf_weight import has_scales, is_gguf
 from ..files.int8_mark import NATIVE_FORMAT
 from .int8_weight import is_int8
 from .patched_weights import DIFFUSION_MODEL
+from .plain_loras import each_once, loras_of
+from .stored_blocks import StoredLoRA, stored_lora
 
 NATIVE_LAYOUT = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
 Cast = tuple[Any, torch.Tensor | None, Any]
@@ -43,17 +43,25 @@ class INT8Parts(NamedTuple):
         scale: float32, one value or one per output channel.
         transform: what is done to its input.
         activation_bits: to how many bits its input is rounded.
+        low_rank: what is added to blocks before they are rounded.
     """
 
     stored: torch.Tensor
     scale: torch.Tensor
     transform: ChannelTransform
     activation_bits: int
+    low_rank: LowRank | None = None
+
+    def patched_by(self, lora: StoredLoRA | None) -> "INT8Parts":
+        """The same with LoRAs, if any, of a weight in GGUF's blocks."""
+        return self if lora is None else self._replace(scale=self.scale + lora.scale, low_rank=lora.low_rank)
 
     def q(self) -> torch.Tensor:
         """int8 [N, K]; of blocks a new one, in memory that PyTorch hands from one layer to the next."""
         weight = self.stored
-        return expand_blocks(weight._qdata, weight._params.block_format, self.scale) if is_gguf(weight) else weight
+        if not is_gguf(weight):
+            return weight
+        return expand_blocks(weight._qdata, weight._params.block_format, self.scale, self.low_rank)
 
 
 def is_native_int8(weight: Any) -> bool:
@@ -90,52 +98,6 @@ def _rotation(group: int, rotated: bool) -> ChannelTransform:
     return _ROTATIONS.get(group) or ChannelTransform(None, group)
 
 
-@dataclass(frozen=True)
-class _LoRA:
-    """What a patch adds to a linear's weight: factor up @ down, [N, rank] @ [rank, K]."""
-
-    up: torch.Tensor
-    down: torch.Tensor
-    factor: float
-
-    def add_to(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Add input @ (factor up @ down)^T to the output, where it is: two thin products."""
-        up, down = (cast_to_device(t, input.device, input.dtype) for t in (self.up, self.down))
-        rows = torch.nn.functional.linear(input, down).flatten(0, -2)
-        output.view(-1, output.shape[-1]).addmm_(rows, up.t(), alpha=self.factor)
-
-
-def _each_once(functions: list) -> list:
-    """What changes a weight in use, without a patch that ComfyUI attached a second time when it unloaded a part."""
-    keys: set[str] = set()
-    kept = []
-    for function in functions:
-        key = function.key if isinstance(function, LowVramPatch) else None
-        if key is None or key not in keys:
-            kept.append(function)
-            keys |= set() if key is None else {key}
-    return kept
-
-
-def _loras_of(functions: list) -> list[_LoRA]:
-    """The patches of a partially loaded weight where all are plain LoRAs, which need no new weight; else nothing."""
-    loras = []
-    for function in functions:
-        patches = function.patches[function.key] if isinstance(function, LowVramPatch) else [None]
-        for patch in patches:
-            if patch is None:
-                return []
-            strength, adapter, strength_model, offset, change = patch
-            if type(adapter) is not LoRAAdapter or strength_model != 1.0 or offset is not None or change is not None:
-                return []
-            up, down, alpha, *others = adapter.weights  # others: of convolutions, DoRA, and another shape
-            if any(other is not None for other in others):
-                return []
-            factor = 1.0 if alpha is None else float(alpha) / down.shape[0]
-            loras.append(_LoRA(up.flatten(1), down.flatten(1), strength * factor))
-    return loras
-
-
 def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """The output of a ComfyUI linear with an INT8 weight, in any memory mode; `input` is floating point [..., K].
 
@@ -152,25 +114,22 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         bias = layer._parameters["bias"]
         return repeated.multiply(quantized, weight, resident.scale, bias, input.shape[:-1], input.dtype)
     attached = layer.weight_function
-    functions = _each_once(attached) if len(attached) > 1 else attached
-    loras = _loras_of(functions) if functions else []
-    if loras or functions is not attached:
-        layer.weight_function = [] if loras else functions
-        try:
-            weight, bias, stream = _cast(layer, input.device, input.dtype)
-        finally:
-            layer.weight_function = attached
-    else:
-        weight, bias, stream = _cast(layer, input.device, input.dtype)
+    functions = each_once(attached) if len(attached) > 1 else attached
+    stored = stored_lora(functions)
+    thin = loras_of(functions) if functions and stored is None else []
+    fewer = [] if thin else functions if len(functions) < len(attached) else None
+    weight, bias, stream = _cast(layer, input.device, input.dtype, fewer)
     parts = int8_parts(weight)
     if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
-        _, _, transform, bits = _known_parts(layer.weight)
+        held = _known_parts(layer.weight)
+        transform, bits = held.transform, held.activation_bits
         q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
     else:
-        q, (_, scale, transform, bits) = parts.q(), parts
+        parts = parts.patched_by(stored)
+        q, scale, transform, bits = parts.q(), parts.scale, parts.transform, parts.activation_bits
     linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
     output = linear(input, q, scale, bias, transform, activation_bits=bits)
-    for lora in loras:
+    for lora in thin:
         lora.add_to(output, input)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output
@@ -190,7 +149,7 @@ def project(
         bias = layer._parameters["bias"]
         return _repeated_linear(resident).multiply(quantized, resident.q(), resident.scale, bias, shape, dtype)
     weight, bias, stream = held or _cast(layer, q.device, dtype)
-    parts = _known_parts(weight)
+    parts = _known_parts(weight).patched_by(stored_lora(layer.weight_function))
     output = int8_gemm(q, q_scale, parts.q(), parts.scale, bias, dtype)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output.view(*shape, -1)
@@ -225,7 +184,7 @@ class INT8Linear:
 
     def input_form(self) -> InputForm | None:
         """How the input is to be quantized, with factors wherever they are; None where it must be given as floats."""
-        parts = None if self.weight_function else int8_parts(self.weight)  # a LoRA of a streamed weight reads floats
+        parts = _patched_parts(self.weight, self.weight_function)  # a LoRA of a streamed INT8 weight reads floats
         return None if parts is None else InputForm(parts.transform, parts.activation_bits)
 
     def open(self, form: InputForm, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, Cast | None]:
@@ -248,9 +207,9 @@ class INT8Linear:
 def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT8Parts | None:
     """The weight of a linear that lies on `device` and has nothing to be done to it, nor its bias of `dtype`; else
     None."""
-    if torch.compiler.is_compiling() or layer.weight_function or layer.bias_function:
+    if torch.compiler.is_compiling() or layer.bias_function:
         return None
-    parts = int8_parts(layer._parameters["weight"])
+    parts = _patched_parts(layer._parameters["weight"], layer.weight_function)
     if parts is None or parts.stored.device != device:
         return None
     bias = layer._parameters["bias"]
@@ -261,18 +220,39 @@ def _repeated_linear(parts: INT8Parts) -> RepeatedLinear:
     return RepeatedLinear.of(parts.transform.rotation_group, parts.activation_bits)
 
 
-def _cast(layer: Any, device: torch.device, dtype: torch.dtype) -> Cast:
-    """Weight and bias on a device for an input of a dtype, and what ComfyUI wants back after their use."""
-    # want_requant: a patch applied while streaming is folded back into an INT8 weight.
-    return comfy.ops.cast_bias_weight(
-        layer,
-        dtype=layer.weight.dtype,
-        device=device,
-        bias_dtype=dtype,
-        offloadable=True,
-        compute_dtype=dtype,
-        want_requant=True,
-    )
+def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:
+    """Weight and bias on a device for an input of a dtype, and what ComfyUI wants back after their use.
+
+    `functions` change the weight, those that are attached where it is None; LoRAs of a stored weight are left to it.
+    """
+    attached = layer.weight_function
+    if stored_lora(attached) is not None:
+        functions = []
+    if functions is not None:
+        layer.weight_function = functions
+    try:
+        # want_requant: a patch applied while streaming is folded back into an INT8 weight.
+        return comfy.ops.cast_bias_weight(
+            layer,
+            dtype=layer.weight.dtype,
+            device=device,
+            bias_dtype=dtype,
+            offloadable=True,
+            compute_dtype=dtype,
+            want_requant=True,
+        )
+    finally:
+        if functions is not None:
+            layer.weight_function = attached
+
+
+def _patched_parts(weight: Any, functions: list) -> INT8Parts | None:
+    """The parts of an INT8 weight with what changes it in use; None where that is more than LoRAs of a stored one."""
+    lora = stored_lora(functions)
+    if functions and lora is None:
+        return None
+    parts = int8_parts(weight)
+    return None if parts is None else parts.patched_by(lora)
 
 
 def _known_parts(weight: Any) -> INT8Parts:

@@ -23,7 +23,7 @@ from .layer_selection import is_quantizable
 from .operations import ConvertLayer, int8_operations, leave_layer
 from .patched_weights import float_weight
 from .recipe import FOLDED, keep_recipe_of_file, recipe_in
-from .stored_blocks import SMALLEST_STORED, patch_outputs, stored_weight
+from .stored_blocks import SMALLEST_STORED, patch_products, stored_weight
 
 MEMORY_CHOICES = ("INT8", "as stored")
 """How a loaded MODEL holds the weights of a GGUF file; those of other files are INT8 either way."""
@@ -87,7 +87,7 @@ def load_int8_model(
     with naming_file(checkpoint.name):
         model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, disable_dynamic)
     if as_stored:
-        patch_outputs(model)
+        patch_products(model)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
     model.cached_patcher_init = (
         partial(load_int8_model, anywhere=True, memory=memory),

@@ -1,25 +1,47 @@
 """Weights that stay in GGUF's blocks while a MODEL runs, and what patches (LoRAs) do to them.
 
-No block holds a patched weight as exactly as INT8 does, so ComfyUI never writes one back. Patches act in each product:
-a plain LoRA as two thin products beside it.
+No block holds a patched weight as exactly as INT8 does, so ComfyUI never writes one back. Plain LoRAs become part of
+the INT8 weight that is made for each product. Any other patch makes a weight in floats of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from comfy.model_management import cast_to_device
 from comfy.model_patcher import LowVramPatch, ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
-from comfy.weight_adapter.lora import LoRAAdapter
 
-from ..files.gguf_weight import GGUF_LAYOUT, is_gguf, with_scales
+from ...kernels import LowRank
+from ..files.gguf_weight import GGUF_LAYOUT, has_scales, is_gguf, with_scales
 from .int8_weight import HeldWeight
+from .plain_loras import each_once, plain_loras
 from .residency import CALLBACK_KEY
 
 SMALLEST_STORED = 1 << 16
 """Bytes below which a weight becomes INT8 all the same: ComfyUI patches small weights where they are."""
+
+
+class StoredLoRA(LowVramPatch):
+    """The plain LoRAs of a stored weight.
+
+    Attributes:
+        low_rank: all of them, on the device where the MODEL runs: they are small, and every product reads them.
+        scale: float32 [N, 1], how much larger they make what each row is scaled by as INT8.
+    """
+
+    def __init__(self, key: str, patches: Sequence[tuple], low_rank: LowRank, scale: torch.Tensor) -> None:
+        super().__init__(key, {key: patches})
+        self.low_rank = low_rank
+        self.scale = scale
+
+
+def stored_lora(functions: list) -> StoredLoRA | None:
+    """What changes a weight in use, if that is plain LoRAs of a stored weight and nothing else."""
+    if not functions or not isinstance(functions[0], StoredLoRA):
+        return None
+    return functions[0] if len(each_once(functions)) == 1 else None
 
 
 def stored_weight(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool) -> QuantizedTensor:
@@ -33,27 +55,47 @@ def stored_weight(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: boo
     return HeldWeight(weight._qdata.clone(), GGUF_LAYOUT, params)  # nobody reads the file once it is loaded
 
 
-def patch_outputs(model: ModelPatcher) -> None:
+def patch_products(model: ModelPatcher) -> None:
     """Let patches act in the products of a MODEL's stored weights, in every memory mode."""
-    model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, _patch_outputs)
+    known: dict[str, tuple[object, torch.Tensor]] = {}
+
+    def patch(loaded: ModelPatcher, *_: object) -> None:
+        for name, module in loaded.model.named_modules():
+            key = f"{name}.weight"
+            if key not in loaded.patches or not is_gguf(getattr(module, "weight", None)):
+                continue
+            loaded.backup.pop(key, None)  # of a weight that `set_weight` left as it was
+            others = [f for f in module.weight_function if not getattr(f, "is_lowvram_patch", False)]
+            module.weight_function = [_patch_of(loaded, key, module.weight, known), *others]
+            module.weight_lowvram_function = None  # where dynamic VRAM would write a patched weight
+
+    model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, patch)
 
 
-def _patch_outputs(model: ModelPatcher, *_: object) -> None:
-    for name, module in model.model.named_modules():
-        key = f"{name}.weight"
-        if key not in model.patches or not is_gguf(getattr(module, "weight", None)):
-            continue
-        model.backup.pop(key, None)  # of a weight that `set_weight` left as it was
-        others = [f for f in module.weight_function if not getattr(f, "is_lowvram_patch", False)]
-        patches = [_on_device(patch, model.load_device, module.weight.dtype) for patch in model.patches[key]]
-        module.weight_function = [LowVramPatch(key, {key: patches}), *others]
-        module.weight_lowvram_function = None  # where dynamic VRAM would write a patched weight
+def _patch_of(
+    model: ModelPatcher, key: str, weight: QuantizedTensor, known: dict[str, tuple[object, torch.Tensor]]
+) -> LowVramPatch:
+    """The patches of a stored weight, on the device where the MODEL runs.
+
+    `known` holds scales of LoRAs by `key`, each beside what ComfyUI tells a MODEL's patches by: to find them takes a
+    product as large as the weight.
+    """
+    patches, device = model.patches[key], model.load_device
+    low_rank = _low_rank(patches, device, weight.dtype) if has_scales(weight) else None
+    if low_rank is None:
+        return LowVramPatch(key, {key: patches})
+    found_for, scale = known.get(key, (None, None))
+    if scale is None or found_for != model.patches_uuid or scale.device != device:
+        scale = low_rank.channel_scales()[:, None]
+        known[key] = model.patches_uuid, scale
+    return StoredLoRA(key, patches, low_rank, scale)
 
 
-def _on_device(patch: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A patch with the factors of a plain LoRA on the device: they are small, and every product reads them."""
-    strength, adapter, *rest = patch
-    if type(adapter) is not LoRAAdapter:
-        return patch
-    weights = [cast_to_device(w, device, dtype) if isinstance(w, torch.Tensor) else w for w in adapter.weights]
-    return (strength, LoRAAdapter(adapter.loaded_keys, tuple(weights)), *rest)
+def _low_rank(patches: Sequence[tuple], device: torch.device, dtype: torch.dtype) -> LowRank | None:
+    """The sum of plain LoRAs as one product of factors in `dtype` on `device`; None if there are other patches."""
+    loras = plain_loras(patches)
+    if not loras:
+        return None
+    up = torch.cat([lora.factor * cast_to_device(lora.up, device, torch.float32) for lora in loras], dim=1)
+    down = torch.cat([cast_to_device(lora.down, device, dtype) for lora in loras])
+    return LowRank(up.to(dtype), down)

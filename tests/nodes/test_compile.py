@@ -98,9 +98,24 @@ def difference(weight):
     return "diff", (torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)) * 0.1,)
 
 
+def loras_of_blocks(weight):
+    """What the pack attaches instead to a weight in GGUF's blocks."""
+    from int8_dit.kernels import LowRank
+    from int8_dit.nodes.files.gguf_weight import is_gguf
+    from int8_dit.nodes.model.stored_blocks import StoredLoRA
+
+    [patch] = patched([lora(weight)])
+    if not is_gguf(weight):
+        return [patch]
+    up, down, *_ = lora(weight).weights
+    low_rank = LowRank(0.25 * up, down)
+    return [StoredLoRA(patch.key, patch.patches[patch.key], low_rank, low_rank.channel_scales()[:, None])]
+
+
 STREAMED = {
     "LoRA": lambda weight: patched([lora(weight)]),
     "two LoRAs": lambda weight: patched([lora(weight), lora(weight)]),
+    "LoRAs of blocks": loras_of_blocks,
     "difference": lambda weight: patched([difference(weight)]),
     "function": lambda weight: [lambda stored: stored * 2],
 }

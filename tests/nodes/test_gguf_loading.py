@@ -139,20 +139,46 @@ def test_a_lora_acts_beside_stored_weights(dit, write, lora, expected):
     assert dit.relative_error(dit.output(with_it), expected) < 0.1  # and comes back
 
 
-def test_a_lora_is_exact_beside_a_stored_weight(dit, write, lora):
-    """It is not rounded with the weight."""
-    model = load(write("Q8_0"), "as stored")
-    with_it = dit.with_lora(model, lora)
-    dit.output(with_it)
-    layer = dit.module(with_it, dit.LAYER)
+def test_loras_are_rounded_with_a_stored_weight_once(dit, write, lora):
+    """To INT8, in each product, and not to the file's format; all of them, with their strengths."""
+    import comfy.sd
+
+    model = load(write("Q4_0"), "as stored")
+    with_them, _ = comfy.sd.load_lora_for_models(dit.with_lora(model, lora), None, lora, -0.25, 0)
+    dit.output(with_them)
+    layer = dit.module(with_them, dit.LAYER)
     x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(0))
     up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
+    weight = layer.weight.dequantize() + 0.75 * up @ down
     with torch.inference_mode():
-        both = layer(x)
-        layer.weight_function, functions = [], layer.weight_function
-        alone = layer(x)
-        layer.weight_function = functions
-    torch.testing.assert_close(both, alone + x @ (up @ down).t(), rtol=1e-4, atol=1e-4)
+        error = dit.relative_error(layer(x), torch.nn.functional.linear(x, weight, layer.bias))
+    assert layer.input_form() is not None  # so that its block's fused forward runs
+    assert error < 0.02
+
+
+@pytest.mark.parametrize("partially", (False, True))
+def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partially):
+    from int8_dit.nodes.blocks import steps
+    from support import adapters, small_models
+
+    fused_runs, run = [], steps.gated_residual
+    monkeypatch.setattr(steps, "gated_residual", lambda *args: fused_runs.append(1) or run(*args))
+    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
+    source = small_models.ideogram4(monkeypatch)
+    tensors = source.model.diffusion_model.state_dict()
+    path = files.write_gguf(tmp_path / "ideogram.gguf", tensors, files.linears_in("Q8_0"))
+    model = load(path, "as stored")
+    lora = adapters.lora({name: tensors[f"{name}.weight"] for name in stored(model) if name.startswith("layers.")}, 0.5)
+    expected = small_models.output(dit.with_lora(source, lora))
+    assert dit.relative_error(small_models.output(model), expected) > 0.2
+    patched = dit.with_lora(model, lora)
+    if partially:
+        patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
+        monkeypatch.setattr("comfy.model_management.load_models_gpu", lambda models: None)
+    fused_runs.clear()
+    for _ in range(2):
+        assert dit.relative_error(small_models.output(patched), expected) < 0.05
+    assert len(fused_runs) == 8  # two in each of two blocks
 
 
 @pytest.mark.parametrize("with_a_lora", (False, True))
