@@ -10,7 +10,7 @@ from .calibration.calibration import Calibration, merge_calibrations
 from .calibration.file import load_calibration, save_calibration
 from .host.output_files import output_paths, saved_file, saved_line, workflow_metadata
 from .host.work import Progress
-from .sockets import CalibrationType
+from .sockets import CalibrationType, filename_prefix_input
 
 FOLDER = "int8_calibrations"
 
@@ -44,11 +44,7 @@ class SaveINT8Calibration(io.ComfyNode):
             description="Saves a calibration, so that a model can be quantized again without sampling again.",
             inputs=[
                 CalibrationType.Input("calibration", tooltip="From Quantize to INT8 or Collect Calibration."),
-                io.String.Input(
-                    "filename_prefix",
-                    default=f"{FOLDER}/calibration",
-                    tooltip="Where to save, below ComfyUI's output folder.",
-                ),
+                filename_prefix_input(f"{FOLDER}/calibration"),
             ],
             outputs=[],
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],

@@ -4,6 +4,7 @@ from comfy_api.latest import io
 
 from .host.output_files import output_paths, saved_file, workflow_metadata
 from .model.save_gguf import SAVED_TYPES, save_gguf_model
+from .sockets import filename_prefix_input
 
 
 class SaveGGUFDiT(io.ComfyNode):
@@ -26,11 +27,7 @@ class SaveGGUFDiT(io.ComfyNode):
                     tooltip="A model from a bf16, fp16, FP8, INT8 or GGUF file. Its LoRAs are baked into the file. "
                     "Best made of a 16-bit file: what was rounded before is rounded twice.",
                 ),
-                io.String.Input(
-                    "filename_prefix",
-                    default="diffusion_models/GGUF",
-                    tooltip="Where to save, below ComfyUI's output folder.",
-                ),
+                filename_prefix_input("diffusion_models/GGUF"),
                 io.Combo.Input(
                     "type",
                     options=list(SAVED_TYPES),

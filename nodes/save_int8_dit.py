@@ -4,6 +4,7 @@ from comfy_api.latest import io
 
 from .host.output_files import output_paths, saved_file, workflow_metadata
 from .model.save import save_int8_model
+from .sockets import filename_prefix_input
 
 
 class SaveINT8DiT(io.ComfyNode):
@@ -23,11 +24,7 @@ class SaveINT8DiT(io.ComfyNode):
             ),
             inputs=[
                 io.Model.Input("model", tooltip="A model with INT8 layers. Its LoRAs are baked into the file."),
-                io.String.Input(
-                    "filename_prefix",
-                    default="diffusion_models/INT8",
-                    tooltip="Where to save, below ComfyUI's output folder.",
-                ),
+                filename_prefix_input("diffusion_models/INT8"),
                 io.Boolean.Input(
                     "fold",
                     default=False,

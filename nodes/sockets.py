@@ -37,6 +37,11 @@ def attention_input() -> io.Combo.Input:
     )
 
 
+def filename_prefix_input(default: str) -> io.String.Input:
+    """The widget that says where a node that saves saves to."""
+    return io.String.Input("filename_prefix", default=default, tooltip="Where to save, below ComfyUI's output folder.")
+
+
 def model_outputs() -> list[io.Output]:
     """The outputs of a node that ends in `shown_model`."""
     return [
