@@ -4,8 +4,9 @@ No block holds a patched weight as exactly as INT8 does, so ComfyUI never writes
 the INT8 weight that is made for each product. Any other patch makes a weight in floats of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from comfy.model_management import cast_to_device
@@ -60,16 +61,29 @@ def patch_products(model: ModelPatcher) -> None:
     known: dict[str, tuple[object, torch.Tensor]] = {}
 
     def patch(loaded: ModelPatcher, *_: object) -> None:
-        for name, module in loaded.model.named_modules():
-            key = f"{name}.weight"
-            if key not in loaded.patches or not is_gguf(getattr(module, "weight", None)):
-                continue
-            loaded.backup.pop(key, None)  # of a weight that `set_weight` left as it was
-            others = [f for f in module.weight_function if not getattr(f, "is_lowvram_patch", False)]
-            module.weight_function = [_patch_of(loaded, key, module.weight, known), *others]
-            module.weight_lowvram_function = None  # where dynamic VRAM would write a patched weight
+        for key, module in _stored(loaded):
+            if key in loaded.patches:
+                loaded.backup.pop(key, None)  # of a weight that `set_weight` left as it was
+                module.weight_function = [_patch_of(loaded, key, module.weight, known), *_without_patches(module)]
+                module.weight_lowvram_function = None  # where dynamic VRAM would write a patched weight
+
+    def take_off(unloaded: ModelPatcher, unpatched: bool) -> None:
+        for _, module in _stored(unloaded) if unpatched else ():
+            module.weight_function = _without_patches(module)
 
     model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, patch)
+    model.add_callback_with_key(CallbacksMP.ON_DETACH, CALLBACK_KEY, take_off)
+
+
+def _stored(model: ModelPatcher) -> Iterator[tuple[str, Any]]:
+    """The linears with a stored weight, each with its weight's name in the BaseModel."""
+    for name, module in model.model.named_modules():
+        if is_gguf(getattr(module, "weight", None)):
+            yield f"{name}.weight", module
+
+
+def _without_patches(module: Any) -> list:
+    return [function for function in module.weight_function if not getattr(function, "is_lowvram_patch", False)]
 
 
 def _patch_of(

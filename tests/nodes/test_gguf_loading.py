@@ -201,6 +201,17 @@ def test_unloaded_in_part_a_lora_acts_once(dit, write, lora, expected):
     assert dit.relative_error(dit.forward(model), expected) < 0.1
 
 
+@pytest.mark.parametrize("room", (0, 1))
+def test_unloaded_nothing_of_a_lora_stays_on_the_device(dit, write, lora, room):
+    """ComfyUI itself takes patches off only the models that it loaded in part."""
+    model = dit.with_lora(load(write("Q8_0"), "as stored"), lora)
+    model.patch_model(device_to=model.load_device, lowvram_model_memory=room)
+    layer = dit.module(model, dit.LAYER)
+    assert layer.weight_function
+    model.detach()
+    assert not layer.weight_function
+
+
 def test_another_kind_of_patch_becomes_part_of_the_product(dit, files, write, lora):
     path = write("Q8_0")
     patches = {
