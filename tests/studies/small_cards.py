@@ -6,7 +6,8 @@ in GGUF's blocks beside ComfyUI's own INT8, in both of its memory modes, with an
 Needs an NVIDIA card with 44 GB of memory, 100 GB of host memory and 25 GB of disk. Another process holds all of the
 card's memory but `--free` GiB. Weights are random; the LoRA has rank 16 on every INT8 linear of both models. A step is
 one of DualModelGuider's: a conditional forward (256 text tokens) and an unconditional one. Errors are those of the
-latents against bf16 models with the same LoRA.
+latents against bf16 models with the same LoRA. With `--folder` a study can be measured in parts: the table has all
+rows of that folder, and a part that is measured again replaces its own.
 """
 
 import argparse
@@ -30,6 +31,8 @@ RANK = 16
 LORA_SIZE = 0.06  # of a weight's norm
 SIDES = ("conditional", "unconditional")
 GGUF = "Q4_K"
+CASE = ("free", "mode", "lora", "loader")
+"""What tells one row from another."""
 HOLD = (
     "import sys, torch; free = torch.cuda.mem_get_info()[0]; "
     "kept = torch.empty(free - int(float(sys.argv[1]) * 2**30), dtype=torch.uint8, device='cuda'); "
@@ -218,7 +221,7 @@ def main() -> None:
     parser.add_argument("--free", type=float, nargs="+", default=[24, 16, 12], help="GiB")
     parser.add_argument("--modes", nargs="+", default=["ordinary", "dynamic"])
     parser.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(LOADERS))
-    parser.add_argument("--folder", type=Path, help="where the models are kept for another run")
+    parser.add_argument("--folder", type=Path, help="where models and rows are kept for another run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part", choices=("prepare", "measure"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -239,7 +242,8 @@ def main() -> None:
         command = [sys.executable, __file__, *map(str, options), "--folder", str(folder)]
         if not (folder / "bf16.st").exists():
             subprocess.run([*command, "--modes", "ordinary", "--part", "prepare"], check=True)
-        rows: list[dict] = []
+        kept = folder / "rows.json"
+        rows: list[dict] = json.loads(kept.read_text()) if kept.exists() else []
         for free in arguments.free:
             holder = subprocess.Popen(
                 [sys.executable, "-c", HOLD, str(free)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -253,9 +257,14 @@ def main() -> None:
                     for line in process.stdout:
                         print(line, end="", flush=True)
                         if line.startswith("{"):
-                            rows.append(json.loads(line))
+                            row = json.loads(line)
+                            rows = [other for other in rows if any(other[key] != row[key] for key in CASE)] + [row]
+                            kept.write_text(json.dumps(rows))
             holder.kill()
             holder.wait()
+        rows.sort(
+            key=lambda row: (-row["free"], row["mode"], row["lora"] != "none", list(LOADERS).index(row["loader"]))
+        )
         start_comfyui(arguments.comfyui, "ordinary")
         from comfyui_version import __version__ as comfyui_version
         from safetensors.torch import load_file
