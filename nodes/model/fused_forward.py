@@ -116,7 +116,7 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     attached = layer.weight_function
     functions = each_once(attached) if len(attached) > 1 else attached
     stored = stored_lora(functions)
-    thin = loras_of(functions) if functions and stored is None else []
+    thin = loras_of(functions, layer.weight.shape) if functions and stored is None else []
     fewer = [] if thin else functions if len(functions) < len(attached) else None
     weight, bias, stream = _cast(layer, input.device, input.dtype, fewer)
     parts = int8_parts(weight)

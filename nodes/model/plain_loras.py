@@ -1,6 +1,6 @@
 """Patches that are LoRAs and nothing else: a product needs no patched weight to be right."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,9 @@ class PlainLoRA:
         output.view(-1, output.shape[-1]).addmm_(rows, up.t(), alpha=self.factor)
 
 
-def plain_loras(patches: Iterable[tuple]) -> list[PlainLoRA]:
-    """The patches of a linear's weight, as a ModelPatcher has them, where all are plain LoRAs; else nothing."""
+def plain_loras(patches: Iterable[tuple], shape: Sequence[int]) -> list[PlainLoRA]:
+    """The patches of a linear's weight of this shape, as a ModelPatcher has them, where all are plain LoRAs that fit;
+    else nothing."""
     loras = []
     for strength, adapter, strength_model, offset, change in patches:
         if type(adapter) is not LoRAAdapter or strength_model != 1.0 or offset is not None or change is not None:
@@ -33,19 +34,23 @@ def plain_loras(patches: Iterable[tuple]) -> list[PlainLoRA]:
         up, down, alpha, *others = adapter.weights  # others: of convolutions, DoRA, and another shape
         if any(other is not None for other in others):
             return []
+        up, down = up.flatten(1), down.flatten(1)
+        if (up.shape[0], down.shape[1]) != tuple(shape) or up.shape[1] != down.shape[0]:
+            return []
         factor = 1.0 if alpha is None else float(alpha) / down.shape[0]
-        loras.append(PlainLoRA(up.flatten(1), down.flatten(1), strength * factor))
+        loras.append(PlainLoRA(up, down, strength * factor))
     return loras
 
 
-def loras_of(functions: Iterable) -> list[PlainLoRA]:
-    """What changes a weight in use, where all of it is plain LoRAs, which need no new weight; else nothing."""
+def loras_of(functions: Iterable, shape: Sequence[int]) -> list[PlainLoRA]:
+    """What changes a weight of this shape in use, where all of it is plain LoRAs, which need no new weight; else
+    nothing."""
     patches: list[tuple] = []
     for function in functions:
         if not isinstance(function, LowVramPatch):
             return []
         patches += function.patches[function.key]
-    return plain_loras(patches)
+    return plain_loras(patches, shape)
 
 
 def each_once(functions: list) -> list:

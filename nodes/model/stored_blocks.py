@@ -95,7 +95,7 @@ def _patch_of(
     product as large as the weight.
     """
     patches, device = model.patches[key], model.load_device
-    low_rank = _low_rank(patches, device, weight.dtype) if has_scales(weight) else None
+    low_rank = _low_rank(patches, weight, device) if has_scales(weight) else None
     if low_rank is None:
         return LowVramPatch(key, {key: patches})
     found_for, scale = known.get(key, (None, None))
@@ -105,9 +105,9 @@ def _patch_of(
     return StoredLoRA(key, patches, low_rank, scale)
 
 
-def _low_rank(patches: Sequence[tuple], device: torch.device, dtype: torch.dtype) -> LowRank | None:
-    """The sum of plain LoRAs as one product of factors in `dtype` on `device`; None if there are other patches."""
-    loras = plain_loras(patches)
+def _low_rank(patches: Sequence[tuple], weight: QuantizedTensor, device: torch.device) -> LowRank | None:
+    """The sum of a weight's plain LoRAs as one product of factors in its dtype; None if there are other patches."""
+    loras, dtype = plain_loras(patches, weight.shape), weight.dtype
     if not loras:
         return None
     up = torch.cat([lora.factor * cast_to_device(lora.up, device, torch.float32) for lora in loras], dim=1)

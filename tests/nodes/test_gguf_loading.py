@@ -201,6 +201,18 @@ def test_unloaded_in_part_a_lora_acts_once(dit, write, lora, expected):
     assert dit.relative_error(dit.forward(model), expected) < 0.1
 
 
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_a_lora_for_other_shapes_is_left_out_as_comfyui_does(dit, write, lora, memory, caplog):
+    """Streamed or resident: ComfyUI logs which weights it does not fit, and goes on without it."""
+    key = f"diffusion_model.{dit.LAYER}.lora_down.weight"
+    path, others = write("Q8_0"), {name: tensor for name, tensor in lora.items() if dit.LAYER not in name}
+    expected = dit.output(dit.with_lora(load(path, memory), others))
+    wrong = dit.with_lora(load(path, memory), {**lora, key: lora[key][:, :-8]})
+    wrong.patch_model(device_to=wrong.load_device, lowvram_model_memory=1)
+    assert dit.relative_error(dit.forward(wrong), expected) < 0.1
+    assert "ERROR lora" in caplog.text and dit.LAYER in caplog.text
+
+
 @pytest.mark.parametrize("room", (0, 1))
 def test_unloaded_nothing_of_a_lora_stays_on_the_device(dit, write, lora, room):
     """ComfyUI itself takes patches off only the models that it loaded in part."""
