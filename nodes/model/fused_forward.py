@@ -15,7 +15,6 @@ from ...kernels import (
     UNCHANGED,
     ChannelTransform,
     InputReader,
-    LowRank,
     Quantized,
     RepeatedLinear,
     expand_blocks,
@@ -43,25 +42,24 @@ class INT8Parts(NamedTuple):
         scale: float32, one value or one per output channel.
         transform: what is done to its input.
         activation_bits: to how many bits its input is rounded.
-        low_rank: what is added to blocks before they are rounded.
+        lora: what changes a weight in GGUF's blocks; on the device where it is used, which need not be this one's.
     """
 
     stored: torch.Tensor
     scale: torch.Tensor
     transform: ChannelTransform
     activation_bits: int
-    low_rank: LowRank | None = None
+    lora: StoredLoRA | None = None
 
-    def patched_by(self, lora: StoredLoRA | None) -> "INT8Parts":
-        """The same with LoRAs, if any, of a weight in GGUF's blocks."""
-        return self if lora is None else self._replace(scale=self.scale + lora.scale, low_rank=lora.low_rank)
-
-    def q(self) -> torch.Tensor:
-        """int8 [N, K]; of blocks a new one, in memory that PyTorch hands from one layer to the next."""
-        weight = self.stored
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int8 [N, K] and its scale; of blocks new ones, in memory that PyTorch hands from one layer to the next."""
+        weight, scale, lora = self.stored, self.scale, self.lora
         if not is_gguf(weight):
-            return weight
-        return expand_blocks(weight._qdata, weight._params.block_format, self.scale, self.low_rank)
+            return weight, scale
+        low_rank = None
+        if lora is not None:
+            scale, low_rank = scale + lora.scale, lora.low_rank
+        return expand_blocks(weight._qdata, weight._params.block_format, scale, low_rank), scale
 
 
 def is_native_int8(weight: Any) -> bool:
@@ -106,13 +104,13 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     resident = _resident_parts(layer, input.device, input.dtype)
     if resident is not None:
         reader, repeated = layer.input_reader, _repeated_linear(resident)
-        smooth, weight = resident.transform.smooth, resident.q()
+        smooth, (weight, scale) = resident.transform.smooth, resident.operands()
         if reader is None:
             quantized = repeated.quantize(input, weight, smooth)
         else:
             quantized = reader.shared(input, lambda: repeated.quantize(input, weight, smooth))
         bias = layer._parameters["bias"]
-        return repeated.multiply(quantized, weight, resident.scale, bias, input.shape[:-1], input.dtype)
+        return repeated.multiply(quantized, weight, scale, bias, input.shape[:-1], input.dtype)
     attached = layer.weight_function
     functions = each_once(attached) if len(attached) > 1 else attached
     stored = stored_lora(functions)
@@ -125,8 +123,8 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         transform, bits = held.transform, held.activation_bits
         q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
     else:
-        parts = parts.patched_by(stored)
-        q, scale, transform, bits = parts.q(), parts.scale, parts.transform, parts.activation_bits
+        q, scale = parts._replace(lora=stored).operands()
+        transform, bits = parts.transform, parts.activation_bits
     linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
     output = linear(input, q, scale, bias, transform, activation_bits=bits)
     for lora in thin:
@@ -147,10 +145,10 @@ def project(
     resident = None if held is not None else _resident_parts(layer, q.device, dtype)
     if resident is not None:
         bias = layer._parameters["bias"]
-        return _repeated_linear(resident).multiply(quantized, resident.q(), resident.scale, bias, shape, dtype)
+        return _repeated_linear(resident).multiply(quantized, *resident.operands(), bias, shape, dtype)
     weight, bias, stream = held or _cast(layer, q.device, dtype)
-    parts = _known_parts(weight).patched_by(stored_lora(layer.weight_function))
-    output = int8_gemm(q, q_scale, parts.q(), parts.scale, bias, dtype)
+    parts = _known_parts(weight)._replace(lora=stored_lora(layer.weight_function))
+    output = int8_gemm(q, q_scale, *parts.operands(), bias, dtype)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output.view(*shape, -1)
 
@@ -168,7 +166,7 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         group = parts.transform.rotation_group
         rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
         rows = input.reshape(-1, input.shape[-1])
-        output = comfy_kitchen.int8_linear(rows, parts.q(), parts.scale, bias, input.dtype, **rotation)
+        output = comfy_kitchen.int8_linear(rows, *parts.operands(), bias, input.dtype, **rotation)
         output = output.view(*input.shape[:-1], -1)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output
@@ -205,8 +203,8 @@ class INT8Linear:
 
 
 def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT8Parts | None:
-    """The weight of a linear that lies on `device` and has nothing to be done to it, nor its bias of `dtype`; else
-    None."""
+    """The weight of a linear that lies on `device` and has nothing to be done to it but LoRAs of a stored one, nor its
+    bias of `dtype`; else None."""
     if torch.compiler.is_compiling() or layer.bias_function:
         return None
     parts = _patched_parts(layer._parameters["weight"], layer.weight_function)
@@ -252,7 +250,7 @@ def _patched_parts(weight: Any, functions: list) -> INT8Parts | None:
     if functions and lora is None:
         return None
     parts = int8_parts(weight)
-    return None if parts is None else parts.patched_by(lora)
+    return parts if parts is None or lora is None else parts._replace(lora=lora)
 
 
 def _known_parts(weight: Any) -> INT8Parts:

@@ -156,6 +156,21 @@ def test_loras_are_rounded_with_a_stored_weight_once(dit, write, lora):
     assert error < 0.02
 
 
+def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
+    """The device of a streamed weight is not that of its LoRA, and nothing computes with both."""
+    from int8_dit.nodes.model import fused_forward, stored_blocks
+
+    model = dit.with_lora(load(write("Q8_0"), "as stored"), lora)
+    dit.output(model)
+    layer = dit.module(model, dit.LAYER)
+    [attached] = layer.weight_function
+    key, patches = attached.key, attached.patches[attached.key]
+    low_rank = type(attached.low_rank)(*(factor.to("meta") for factor in attached.low_rank))
+    layer.weight_function = [stored_blocks.StoredLoRA(key, patches, low_rank, attached.scale.to("meta"))]
+    assert layer.input_form() == fused_forward.InputForm(fused_forward.UNCHANGED, 8)
+    assert fused_forward._resident_parts(layer, torch.device("meta"), layer.weight.dtype) is None
+
+
 @pytest.mark.parametrize("partially", (False, True))
 def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partially):
     from int8_dit.nodes.blocks import steps
