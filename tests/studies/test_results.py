@@ -79,6 +79,23 @@ def test_sentences_about_words():
         assert percent in text
 
 
+def test_sentences_about_words_with_outliers():
+    stored = json.loads((RESULTS / "words_outliers" / "words.json").read_text())
+    assert stored["planted"] and len(stored["texts"]) == 300
+    text, readme = words(RESULTS / "README.md"), words(PROJECT / "README.md")
+    share = {name: 100 * cells["all"]["exact"][0] for name, cells in stored["figures"].items()}
+    sentence = (
+        "94 % of 300 texts in bf16 and with the recipe, {} % in FP8, {} % in NF4, {} % in naive INT8 and {} % in Q4_K"
+    )
+    assert round(share["bf16"]) == round(share["recipe"]) == 94
+    assert sentence.format(*(round(share[name]) for name in ("FP8", "NF4", "naive W8A8", "Q4_K"))) in readme
+    assert f"bf16's {share['bf16']:.1f} %" in text
+    for name, cells in stored["figures"].items():
+        if name != "bf16":
+            points = (100 * value for value in cells["all"]["minus reference"]["exact"])
+            assert "{:+.1f} [{:+.1f}, {:+.1f}]".format(*points) in text, name
+
+
 def test_the_machine_codes_table_is_what_its_study_writes():
     """All but the version, the day and the rows, which are those of one run."""
     from studies.instruction_counts import document

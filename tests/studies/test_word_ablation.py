@@ -34,6 +34,20 @@ def test_formats_lose_what_they_are_known_to(study, name, error):
     assert float((decoded - weight).norm() / weight.norm()) == pytest.approx(error, rel=0.04)
 
 
+def test_what_four_bits_make_of_a_planted_column(study, tensors):
+    """NF4 rounds it to zero; a block of Q4_K has no exact zero, and puts noise in its place."""
+    from glyphs.outliers import plant
+
+    layer = "joint_blocks.0.x_block.mlp.fc1.weight"
+    planted = plant(tensors)[layer]
+    columns = tensors[layer].float().norm(dim=0) > 15 * planted.float().norm(dim=0)
+    assert columns.sum() == 5
+    for decoded, least, most in ((study.nf4_decoded(planted), 0.9, 1.1), (study.gguf_decoded(planted, "Q4_K"), 2, 20)):
+        lost = (decoded.float() - planted.float()).norm(dim=0) / planted.float().norm(dim=0)
+        assert least < lost[columns].mean() < most
+        assert lost[~columns].mean() < 0.12
+
+
 def test_nf4_keeps_its_own_values(study):
     from studies.decoded_weights import NF4_CODES
 

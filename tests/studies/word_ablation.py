@@ -215,7 +215,7 @@ def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path:
             for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 formatted(ScalarFormatter())
         else:
-            axes.set_ylim(80, 100)
+            axes.set_ylim(min(80, 10 * (min(y for _, y in points) // 10)), 100)
             canvas.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     save_small_png(canvas, path)
 
