@@ -5,7 +5,7 @@
 Three subjects: the glyph model as it was trained; the same with outlier channels planted (tests/glyphs/outliers.py),
 which change no result in bf16; and full-width Ideogram 4 blocks with random weights and outlier channels planted at the
 inputs of some feed_forward.w2. All comparisons are paired, same seed and inputs, against bf16; intervals are 95 %
-bootstrap intervals. Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 1 --pixels 64` tries
+bootstrap intervals. Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 2 --pixels 64` tries
 it out on a CPU. `--variants` takes some of the pack's variants alone, without the peers and the folding.
 """
 
@@ -480,6 +480,8 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+")
     parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results" / "ablation")
     arguments = parser.parse_args()
+    if min(arguments.pairs, arguments.blocks) < 2:
+        parser.error("take two pairs and two blocks at least: one has no interval")
     logging.basicConfig(level=logging.ERROR)
     import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
     import_pack()
@@ -497,7 +499,9 @@ def main() -> None:
         "outliers": lambda: Glyphs(plant(trained), arguments.pairs),
         "blocks": lambda: Blocks(arguments.blocks, arguments.planted, arguments.pixels),
     }
-    results = {}
+    machine = describe_machine(comfy.model_management.get_torch_device())
+    results: dict[str, dict] = {}
+    text = ""
     for key in arguments.subjects:
         print(COLUMNS[key], flush=True)
         subject = makers[key]()
@@ -515,13 +519,12 @@ def main() -> None:
         if key == "outliers" and arguments.variants is None:
             save_picture(outcomes, arguments.out / "glyphs.png")
         del subject, outcomes
-    machine = describe_machine(comfy.model_management.get_torch_device())
-    heading = f"{title(machine)}, ComfyUI {comfyui_version}"
-    text = report(heading, results)
+        # After each subject, so that a later one that fails takes nothing along.
+        text = report(f"{title(machine)}, ComfyUI {comfyui_version}", results)
+        (arguments.out / "ablation.md").write_text(text)
+        data = {"environment": machine, "comfyui": comfyui_version, "subjects": results}
+        (arguments.out / "ablation.json").write_text(json.dumps(data) + "\n")
     print("\n" + text)
-    (arguments.out / "ablation.md").write_text(text)
-    data = {"environment": machine, "comfyui": comfyui_version, "subjects": results}
-    (arguments.out / "ablation.json").write_text(json.dumps(data) + "\n")
 
 
 if __name__ == "__main__":
