@@ -7,12 +7,9 @@ import triton
 import triton.language as tl
 
 from ..gguf.formats import BlockFormat
-from ..numerics.weights import SMALLEST_SCALE
 from .gguf_blocks import decode, divisors, places_within, rounded
 from .launching import RepeatedLaunch, on_device, remembered
-from .rows import INFINITY_BITS, magnitude_bits
-
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+from .rows import INFINITY_BITS, SMALLEST_SCALE, magnitude_bits
 
 
 @triton.jit
@@ -99,7 +96,7 @@ def scales_kernel(
         largest = tl.maximum(largest, tl.maximum(magnitude_bits(first), magnitude_bits(second)))
     bits = tl.max(tl.reshape(largest, (BLOCKS * RUNS * 16,)), axis=0)
     row_scale = tl.div_rn(bits.to(tl.float32, bitcast=True), 127.0)
-    row_scale = tl.where(row_scale < _SMALLEST_SCALE, 0.0, row_scale)
+    row_scale = tl.where(row_scale < SMALLEST_SCALE, 0.0, row_scale)
     tl.store(scale + row, tl.where(bits >= INFINITY_BITS, float("nan"), row_scale))
 
 

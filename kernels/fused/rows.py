@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..numerics import weights
 from ..reference import REMAINDER_STEPS
 from ..transform import ChannelTransform
 
@@ -14,6 +15,7 @@ _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 # Without the sign, float32 bits order like the numbers, with Inf and then the NaNs above them all.
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
+SMALLEST_SCALE = tl.constexpr(weights.SMALLEST_SCALE)
 _REMAINDER_STEPS = tl.constexpr(float(REMAINDER_STEPS))
 
 # Longer rows do not fit one program's registers and are read twice, the second time from cache.

@@ -4,15 +4,22 @@ import torch
 import triton
 import triton.language as tl
 
-from ..numerics.weights import SMALLEST_SCALE
 from ..transform import ChannelTransform
 from .launching import RepeatedLaunch, on_device, remembered
-from .rows import INFINITY_BITS, LARGEST_GROUP, ROUND_TO_EVEN, input_offsets, magnitude_bits, rotate, row_blocks
+from .rows import (
+    INFINITY_BITS,
+    LARGEST_GROUP,
+    ROUND_TO_EVEN,
+    SMALLEST_SCALE,
+    input_offsets,
+    magnitude_bits,
+    rotate,
+    row_blocks,
+)
 
 _DEQUANTIZED_BLOCK = 4096
 # Seven rounds of Philox pass the statistical tests that its authors ran (Salmon et al. 2011); the default is ten.
 _PHILOX_ROUNDS = tl.constexpr(7)
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
@@ -116,7 +123,7 @@ def _quantize_kernel(
 
     broken = largest >= INFINITY_BITS
     channel_scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
-    channel_scale = tl.where(channel_scale < _SMALLEST_SCALE, 0.0, channel_scale)
+    channel_scale = tl.where(channel_scale < SMALLEST_SCALE, 0.0, channel_scale)
     tl.store(scale + row, tl.where(broken, float("nan"), channel_scale))
 
     if IN_REGISTERS:

@@ -115,10 +115,6 @@ def test_a_prefix_of_a_whole_checkpoint(dit, write):
 # Patches
 
 
-def patched(dit, model, lora):
-    return dit.with_lora(model, lora)
-
-
 @pytest.fixture
 def expected(dit, files, write, lora):
     """What the floats with the LoRA compute."""
