@@ -9,10 +9,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from glyphs.alphabet import ALPHABET
 from glyphs.matching import recognise
-from support import workflows
+from support import adapters, workflows
+from support.server import GLYPH_MODEL
+from support.tensors import relative_error
 from support.workflows import Prompt, link
 
 HUNDRED = (ALPHABET * 3)[:100]
@@ -45,10 +48,14 @@ def test_the_saved_file_says_how_it_was_made(saving):
 
 def draw(server, model_of, text=HUNDRED, steps=workflows.GLYPH_STEPS):
     """Sample `text` with the model that `model_of` adds to a prompt; the characters that can be read in the images."""
+    return recognise(images_of(server, model_of, text, steps))
+
+
+def images_of(server, model_of, text=HUNDRED, steps=workflows.GLYPH_STEPS):
     prompt = Prompt()
     preview = workflows.glyph_images(prompt, model_of(prompt), text=text, steps=steps)
     images = [Image.open(io.BytesIO(server.view(**image))) for image in server.queue(prompt)[preview]["images"]]
-    return recognise(torch.from_numpy(numpy.stack([numpy.asarray(image.convert("L")) for image in images])) / 255)
+    return torch.from_numpy(numpy.stack([numpy.asarray(image.convert("L")) for image in images])) / 255
 
 
 def correct(read, text=HUNDRED):
@@ -71,6 +78,28 @@ def test_glyphs_from_a_saved_gguf_file_read_as_well_as_bf16(server, memory):
     loader = {"model_name": path.name, "kernel": "fused int8", "memory": memory}
     read = draw(server, lambda prompt: link(prompt.add("LoadINT8DiT", **loader)))
     assert correct(read) >= correct(draw(server, workflows.stock_model)) - 2
+
+
+def test_a_lora_on_a_gguf_file_as_stored(server):
+    """The same images as with the LoRA on the bf16 file."""
+    weights = {k.removesuffix(".weight"): t for k, t in tensors_of(GLYPH_MODEL).items()}
+    layers = [name for name in weights if name.endswith((".qkv", ".fc1", ".fc2"))]
+    folder = server.base / "models" / "loras"
+    folder.mkdir(exist_ok=True)
+    save_file(adapters.lora({name: weights[name].float() for name in layers}, 0.3), folder / "glyphs.safetensors")
+    prompt = Prompt()
+    inputs = {"model": workflows.stock_model(prompt), "filename_prefix": "diffusion_models/with_lora", "type": "Q8_0"}
+    path = saved_file(server, prompt, prompt.add("SaveGGUFDiT", **inputs))
+    loader = {"model_name": path.name, "kernel": "fused int8", "memory": "as stored"}
+
+    def with_lora(prompt, model):
+        lora = {"lora_name": "glyphs.safetensors", "strength_model": 1.0}
+        return link(prompt.add("LoraLoaderModelOnly", model=model, **lora))
+
+    stored = images_of(server, lambda prompt: with_lora(prompt, link(prompt.add("LoadINT8DiT", **loader))))
+    expected = images_of(server, lambda prompt: with_lora(prompt, workflows.stock_model(prompt)))
+    effect = relative_error(images_of(server, workflows.stock_model), expected)
+    assert relative_error(stored, expected) < 0.3 * effect
 
 
 @pytest.mark.parametrize(
