@@ -141,6 +141,7 @@ def builds() -> list[Build]:
     expand = [Build("expand", 4608, kind=name) for name in GGUF_FORMATS]
     others = ("expand_with_low_rank", "dequantize", "scales")
     ampere += [*expand, *(replace(build, kernel=kernel) for kernel in others for build in expand)]
+    ampere += [replace(build, kernel="expand_with_low_rank", dtype="fp32") for build in expand]
     elsewhere = [build for build in ampere if build.channels in (128, 4608, 12288) and build.activation_bits == 8]
     elsewhere = [build for build in elsewhere if build.kernel not in ("dequantize", "scales")]
     return [*ampere, *(replace(build, capability=card) for card in (80, 89, 90) for build in elsewhere)]
