@@ -83,8 +83,8 @@ def expand_with_low_rank_kernel(
 
 
 _launches: dict[tuple, RepeatedLaunch] = {}
-_ROWS, _COLUMNS, _RANK = 32, 256, 32
-OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
+_ROWS, _COLUMNS, _RANK = 16, 256, 32
+OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
 def low_rank_constants(name: str, form: BlockFormat, interpreted: bool) -> dict[str, Any]:
