@@ -40,6 +40,16 @@ def test_the_readme_shows_the_stored_gguf_table():
 
 
 def test_the_readme_shows_the_stored_projection_as_one():
+def test_the_readme_shows_the_stored_small_cards():
+    readme = (PROJECT / "README.md").read_text()
+    rows = json.loads((RESULTS / "small_cards_gguf" / "small_cards.json").read_text())
+    ms = {tuple(row[key] for key in ("loader", "mode", "free", "lora")): row["ms"] for row in rows}
+    for loader, name in (("this pack", "INT8"), ("this pack, Q4_K as stored", "Q4_K as stored")):
+        cases = ((24, "none"), (12, "none"), (12, "lora"))
+        cells = " | ".join(f"{ms[loader, 'dynamic', free, lora]:.0f}" for free, lora in cases)
+        assert f"| {name} | {cells} |" in readme
+
+
     steps = study.projection(study.RTX_3090, study.stored_tiles())
     bf16, fused = (study.total(steps[variant][1024]) for variant in ("bf16", "this pack, fused producers"))
     in_bf16, in_16_bits = study.protection_costs(steps, 1024)
