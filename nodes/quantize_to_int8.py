@@ -284,7 +284,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 "calibration, to Quantize to INT8 for SmoothQuant.",
             )
         if calibration is None:  # fragile are then the layers whose weights round worst, which 16 bits do not change
-            settings = replace(settings, protected_in=BF16, rounding=ROUNDINGS[0])
+            settings = replace(settings, protected_in=BF16, rounding="nearest")
         quantized, report = quantize_model(model, settings, kernel, calibration, progress)
         progress.finish(f"{len(report.layers)} layers quantized")
         badges = shown(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))

@@ -15,7 +15,7 @@ from .smoothing import channel_absmax, smoothing_factors
 from .statistics import ActivationStatistics
 from .weights import quantize_weight
 
-ROUNDINGS = ("nearest", "calibrated")
+ROUNDINGS = ("calibrated", "nearest")
 Weight = Callable[[], torch.Tensor]
 """Puts a weight [N, K], bf16, fp16 or fp32, on the device that shall do the work; called when it is needed."""
 

@@ -61,7 +61,7 @@ class QuantizationSettings:
     clip: bool = False
     smooth_only_foldable: bool = False
     protected_in: str = ACT16
-    rounding: str = ROUNDINGS[0]
+    rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         check_alpha(self.alpha)

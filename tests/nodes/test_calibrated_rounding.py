@@ -148,7 +148,7 @@ def test_the_model_is_untouched_by_a_cancel(dit, model, calibration, interrupt_a
 def test_another_rounding_is_refused(pack):
     from int8_dit.nodes.quantization.quantize import QuantizationSettings
 
-    with pytest.raises(ValueError, match="rounding must be one of nearest, calibrated; got 'up'"):
+    with pytest.raises(ValueError, match="rounding must be one of calibrated, nearest; got 'up'"):
         QuantizationSettings(rounding="up")
 
 
@@ -158,4 +158,4 @@ def test_the_widget_is_the_last_and_may_be_missing(pack):
 
     last = QuantizeToINT8SmoothQuant.define_schema().inputs[-1]
     assert (last.id, last.optional, last.advanced) == ("rounding", True, True)
-    assert (last.options, last.default) == (["nearest", "calibrated"], "nearest")
+    assert (last.options, last.default) == (["calibrated", "nearest"], "calibrated")

@@ -106,6 +106,7 @@ def node_output(model: ModelPatcher, **inputs: object) -> NodeOutput:
         "smooth_only_foldable": False,
         "kernel": "fused int8",
         "protected_in": "bf16",
+        "rounding": "nearest",
     }
     return QuantizeToINT8SmoothQuant.execute(model, **defaults | inputs)
 
