@@ -100,8 +100,8 @@ def test_the_quantize_node_shows_one_job(dit, bar, texts, clock, monkeypatch):
         "building the INT8 model",
         "21 layers quantized",
     ]
-    # A step of the sampler is worth nine layers.
-    assert bar[2] == pytest.approx(27 / (54 + 21), abs=1e-3)
+    # A step of the sampler is worth two layers.
+    assert bar[2] == pytest.approx(6 / (12 + 21), abs=1e-3)
 
 
 def test_no_steps_at_all(bar):
