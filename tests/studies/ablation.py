@@ -41,6 +41,10 @@ CALIBRATED = ("naive W8A8", "smoothing only", "recipe", "best per layer, protect
 """Variants that are tried with calibrated rounding too."""
 IN_BF16 = ", bf16 protection"
 """What a variant is called that is another one with its protected layers in bf16, not INT8 with 16-bit activations."""
+ROUNDED = ", calibrated rounding"
+"""What a variant is called that is another one with calibrated rounding, not nearest."""
+DEFAULT = f"best per layer, protected{ROUNDED}"
+"""What the quantize node does by itself."""
 PICTURED = ("bf16", "FP8", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 14
 COLUMNS = {
@@ -278,7 +282,7 @@ def pack_variants(layers: int) -> dict[str, dict[str, object]]:
     }
     again = [name for name in ("protection only", "recipe", "smooth, 17 protected") if name in variants]
     in_bf16 = {f"{name}{IN_BF16}": {**variants[name], "protected_in": BF16} for name in again}
-    calibrated = {f"{name}, calibrated rounding": {**variants[name], "rounding": "calibrated"} for name in CALIBRATED}
+    calibrated = {f"{name}{ROUNDED}": {**variants[name], "rounding": "calibrated"} for name in CALIBRATED}
     return variants | in_bf16 | calibrated
 
 
@@ -369,12 +373,12 @@ def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
         figures[name] = {"error": interval(errors[name]), "protected": len(outcome.protected)}
         if outcome.read is not None:
             figures[name]["read"] = sum(outcome.read)
-        in_bf16 = f"{name}{IN_BF16}"
-        if in_bf16 in errors:
-            figures[name]["ratio to bf16 protection"] = interval(
-                errors[name], errors[in_bf16], statistic=ratio_of_means
-            )
-        if "FP8" not in outcomes:
+        twins = {"bf16 protection": f"{name}{IN_BF16}", "nearest rounding": name.removesuffix(ROUNDED)}
+        for difference, twin in twins.items():
+            if twin in errors and twin != name:
+                ratio = interval(errors[name], errors[twin], statistic=ratio_of_means)
+                figures[name][f"ratio to {difference}"] = ratio
+        if not set(PEERS) <= set(outcomes):
             continue
         if outcome.read is not None:
             figures[name]["read_minus_fp8"] = interval(
@@ -420,18 +424,20 @@ def comparison(title: str, figures: dict[str, dict]) -> str:
     return f"### {title}\n\n" + markdown(["error relative to that of", "protected", *PEERS], rows)
 
 
-def protection(subjects: dict[str, dict[str, dict]]) -> str:
-    """The error with protected layers in INT8 with 16-bit activations relative to that with them in bf16."""
+def twins(subjects: dict[str, dict[str, dict]], difference: str) -> str:
+    """The error of variants relative to that of others with one difference: "bf16 protection" instead of 16-bit
+    activations, or "nearest rounding" instead of calibrated. Empty without such variants."""
     from int8_dit.kernels.benchmark import markdown
 
-    ratio = "ratio to bf16 protection"
+    ratio = f"ratio to {difference}"
     rows = [
-        [COLUMNS[key], name, str(figure["protected"]), "{:.2f} [{:.2f}, {:.2f}]".format(*figure[ratio])]
+        [COLUMNS.get(key, key), name, str(figure["protected"]), "{:.2f} [{:.2f}, {:.2f}]".format(*figure[ratio])]
         for key, figures in subjects.items()
         for name, figure in figures.items()
         if ratio in figure
     ]
-    return markdown(["subject", "variant", "protected", "error relative to that with bf16 protection"], rows)
+    columns = ["subject", "variant", "protected", f"error relative to that with {difference}"]
+    return markdown(columns, rows) if rows else ""
 
 
 def folding(key: str, folded: dict[str, list[float]]) -> str:
@@ -448,7 +454,9 @@ def report(heading: str, results: dict[str, dict]) -> str:
     cosines = [folding(key, result["folded"]) for key, result in results.items() if result["folded"]]
     title = "Cosines of outputs, the smallest of all blocks or times, of a folded file in the stock loader:"
     folded = [title, "\n".join(cosines)] if cosines else []
-    return "\n\n".join([heading, note, overview(subjects), protection(subjects), *folded, *tables]) + "\n"
+    differences = [twins(subjects, difference) for difference in ("bf16 protection", "nearest rounding")]
+    parts = [heading, note, overview(subjects), *differences, *folded, *tables]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
@@ -473,7 +481,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--subjects", nargs="+", default=["trained", "outliers", "blocks"])
-    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--planted", type=int, default=4)
     parser.add_argument("--pixels", type=int, default=512)

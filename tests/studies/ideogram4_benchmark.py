@@ -116,8 +116,8 @@ def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict
         "uncalibrated": (searched, None),
         "smooth": (QuantizationSettings(), calibration),
         "smooth, alpha searched": (QuantizationSettings(search_alpha=True), calibration),
-        "best per layer, alpha searched (the node's default)": (searched, calibration),
-        "the same, calibrated rounding": (replace(searched, rounding="calibrated"), calibration),
+        "best per layer, alpha searched": (searched, calibration),
+        "the same, calibrated rounding (the node's default)": (replace(searched, rounding="calibrated"), calibration),
     }
     for name, (settings, recorded_inputs) in variants.items():
         with PeakMemory(device) as peak:

@@ -93,20 +93,47 @@ def test_gains_have_their_signs(pack):
 
 @pytest.fixture(scope="module")
 def stored():
-    """The results in the repository, of the command's last run in full."""
-    return json.loads((STUDIES / "results" / "ablation" / "ablation.json").read_text())["subjects"]
+    """The results in the repository, of the command's last runs in full."""
+    files = (STUDIES / "results" / folder / "ablation.json" for folder in ("ablation", "ablation_blocks"))
+    first, second = (json.loads(file.read_text())["subjects"] for file in files)
+    return first | second
 
 
 @pytest.mark.parametrize("subject", ("trained", "outliers"))
 def test_the_stored_results_hold_what_is_claimed_of_the_recipe(stored, subject):
-    """Against FP8, naive INT8 and ConvRot, on 200 pairs; naive INT8 suffers where outliers are planted."""
+    """Against FP8, naive INT8 and ConvRot, on 300 pairs; naive INT8 suffers where outliers are planted."""
     figures = stored[subject]["figures"]
     recipe = figures["recipe"]
-    assert len(stored[subject]["errors"]["recipe"]) == 200
+    assert len(stored[subject]["errors"]["recipe"]) == 300
     assert recipe["error_minus_fp8"][1] <= 0 and recipe["read_minus_fp8"][2] >= 0
     assert recipe["error_minus_convrot"][1] <= 0
     if subject == "outliers":
         assert recipe["ratio to naive W8A8"][2] <= 0.5
+
+
+@pytest.mark.parametrize("subject", ("trained", "outliers"))
+def test_the_default_loses_less_than_what_it_changes(stored, pack, subject):
+    """Than the same with nearest rounding, and than the recipe of the paper."""
+    from studies import ablation
+
+    figures, errors = stored[subject]["figures"], stored[subject]["errors"]
+    assert figures[ablation.DEFAULT]["ratio to nearest rounding"][2] < 1
+    default, recipe = (np.array(errors[name]) for name in (ablation.DEFAULT, f"recipe{ablation.IN_BF16}"))
+    assert ablation.interval(default - recipe)[2] < 0
+
+
+def test_the_default_is_the_nodes_own(pack):
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings
+    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant, _protection
+    from studies import ablation
+
+    widgets = {entry.id: entry for entry in QuantizeToINT8SmoothQuant.define_schema().inputs}
+    first = widgets["protect"].options[0]
+    settings = QuantizationSettings(**ablation.pack_variants(34)[ablation.DEFAULT])
+    assert settings.protection == _protection({"protect": first.key, "percent": first.inputs[0].default})
+    for name in ("method", "alpha", "search_alpha", "smooth_only_foldable", "protected_in", "rounding"):
+        assert getattr(settings, name) == widgets[name].default, name
+    assert settings.clip == (widgets["weight_scales"].default != "absmax")
 
 
 def test_the_stored_results_of_ideogram_4_blocks(stored):

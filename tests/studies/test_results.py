@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from studies import rtx3090_projection as study
+from studies.ablation import DEFAULT
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROJECT = RESULTS.parents[2]
@@ -39,7 +40,6 @@ def test_the_readme_shows_the_stored_gguf_table():
         assert f"| {row['file']} | {loaded} | {row['weights_gb']:.2f} | {row['ms']:.1f} |" in readme
 
 
-def test_the_readme_shows_the_stored_projection_as_one():
 def test_the_readme_shows_the_stored_small_cards():
     readme = (PROJECT / "README.md").read_text()
     rows = json.loads((RESULTS / "small_cards_gguf" / "small_cards.json").read_text())
@@ -50,6 +50,7 @@ def test_the_readme_shows_the_stored_small_cards():
         assert f"| {name} | {cells} |" in readme
 
 
+def test_the_readme_shows_the_stored_projection_as_one():
     steps = study.projection(study.RTX_3090, study.stored_tiles())
     bf16, fused = (study.total(steps[variant][1024]) for variant in ("bf16", "this pack, fused producers"))
     in_bf16, in_16_bits = study.protection_costs(steps, 1024)
@@ -60,16 +61,20 @@ def test_the_readme_shows_the_stored_small_cards():
 
 
 @pytest.mark.parametrize(
-    "subject, other, sentence",
+    "subject, variant, other, sentence",
     [
-        ("outliers", "FP8", "The recipe's error is {} × FP8's [{}, {}] on the planted outliers"),
-        ("trained", "FP8", "and {} × [{}, {}] on the model as trained"),
-        ("outliers", "naive W8A8", "It is {} × [{}, {}] naive INT8's on the planted outliers"),
+        ("outliers", "recipe", "FP8", "The recipe's error is {} × FP8's [{}, {}] on the planted outliers"),
+        ("trained", "recipe", "FP8", "and {} × [{}, {}] on the model as trained"),
+        ("outliers", DEFAULT, "FP8", "The default's is {} × [{}, {}]"),
+        ("trained", DEFAULT, "FP8", "and {} × [{}, {}]. - It is"),
+        ("outliers", "recipe", "naive W8A8", "It is {} × [{}, {}] naive INT8's on the planted outliers"),
+        ("trained", DEFAULT, "nearest rounding", "leaves {} × [{}, {}] of the default's error as trained"),
+        ("outliers", DEFAULT, "nearest rounding", "and {} × [{}, {}] with outliers"),
     ],
 )
-def test_sentences_about_the_ablation(subject, other, sentence):
+def test_sentences_about_the_ablation(subject, variant, other, sentence):
     stored = json.loads((RESULTS / "ablation" / "ablation.json").read_text())["subjects"]
-    ratio = stored[subject]["figures"]["recipe"][f"ratio to {other}"]
+    ratio = stored[subject]["figures"][variant][f"ratio to {other}"]
     assert sentence.format(*(f"{value:.2f}" for value in ratio)) in words(RESULTS / "README.md")
 
 
@@ -82,9 +87,14 @@ def test_sentences_about_words():
     bounds = {name: cells["all"]["minus reference"]["exact"][1:] for name, cells in figures.items() if name != "bf16"}
     clear = [name for name, (low, high) in bounds.items() if low > 0 or high < 0]
     assert (len(bounds), len(clear), [name for name in clear if bounds[name][1] < 0]) == (32, 3, ["Q4_K in INT8"])
+    for name, sentence in (
+        (DEFAULT, "leaves {} × [{}, {}] of the error of *best per layer, protected*"),
+        ("naive W8A8, calibrated rounding", "not gain from it: {} × [{}, {}]"),
+    ):
+        assert sentence.format(*(f"{v:.2f}" for v in stored["ratios"][name]["ratio to nearest rounding"])) in text
     errors = sorted(stored["variants"]["naive W8A8"]["errors"])
     assert 0.45 < sum(errors[-30:]) / sum(errors) < 0.55 and f"is {100 * (errors[149] + errors[150]) / 2:.1f} %" in text
-    for name in ("FP8", "NF4", "Q4_K", "Q8_0", "naive W8A8", "best per layer", "Q8_0 in INT8", "Q4_K in INT8"):
+    for name in ("FP8", "NF4", "Q4_K", "Q8_0", "naive W8A8", "Q8_0 in INT8", "Q4_K in INT8", DEFAULT):
         percent = "{:.2f} % [{:.2f}, {:.2f}]".format(*(100 * value for value in figures[name]["all"]["latent"]))
         assert percent in text
 

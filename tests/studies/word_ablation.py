@@ -43,7 +43,7 @@ PICTURED = ("bf16", "FP8", "NF4", "Q4_K", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 6
 REFERENCE = "bf16"
 OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "NF4", *GGUF)
-LABELLED = ("naive W8A8", "recipe", "best per layer, protected", "Q4_K in INT8", "Q8_0 in INT8")
+LABELLED = ("naive W8A8", "recipe", ablation.DEFAULT, "Q4_K in INT8", "Q8_0 in INT8")
 """Of this pack's variants, those that the plot names."""
 
 
@@ -270,11 +270,11 @@ def evaluate(out: Path) -> None:
         f"{len(items)} texts. Means over the images, in brackets 95 % bootstrap intervals; differences are of pairs.",
         overview(variants, figures),
     ]
-    ratios = {}
+    ratios = ablation.summary(outcomes) if len(items) > 1 else {}
+    parts.append(ablation.twins({"latent errors": ratios}, "nearest rounding"))
     if set(ablation.PEERS) <= set(outcomes):
-        ratios = ablation.summary(outcomes)
         parts.append(ablation.comparison("latent errors", ratios))
-    text = "\n\n".join(parts) + "\n"
+    text = "\n\n".join(filter(None, parts)) + "\n"
     print("\n" + text)
     (out / "words.md").write_text(text)
     compact = {
