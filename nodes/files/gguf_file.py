@@ -6,11 +6,10 @@ from typing import Any
 import torch
 
 from ...kernels import GGUF_FORMATS
-from .gguf_package import gguf_package
+from .gguf_package import ORIGINAL_SHAPE, gguf_package
 from .gguf_weight import read_weight
 
 MAGIC = b"GGUF"
-_ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 _MOST_ITEMS = 1 << 20  # of an array in the metadata; gguf takes each by itself
 _MOST_AXES = 8
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "BF16": torch.bfloat16}
@@ -83,7 +82,7 @@ def _shape(reader: Any, tensor: Any) -> tuple[int, ...]:
     Raises ValueError for one that does not hold as many values.
     """
     stored = tuple(int(size) for size in reversed(tensor.shape))
-    field = reader.get_field(_ORIGINAL_SHAPE + tensor.name)
+    field = reader.get_field(ORIGINAL_SHAPE + tensor.name)
     if field is None:
         return stored
     if [kind.name for kind in field.types[:2]] != ["ARRAY", "INT32"] or not 0 < len(field.data) <= _MOST_AXES:

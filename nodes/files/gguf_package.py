@@ -1,6 +1,9 @@
-"""The package gguf, which knows GGUF's containers. It is imported when it is used: the pack loads without it."""
+"""The package gguf, which knows GGUF's containers, and what ComfyUI-GGUF adds to them. The pack loads without it."""
 
 from types import ModuleType
+
+ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
+"""The key of a tensor's real shape, where the file has another, is this and its name."""
 
 
 def gguf_package() -> ModuleType:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .gguf_package import gguf_package
+from .gguf_package import ORIGINAL_SHAPE, gguf_package
 from .new_file import write_new_file
 
-ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
-"""The key of a tensor's real shape, where the file has another, is this and its name."""
 _MOST_NAME_BYTES = 127  # readers written in C keep a name in 128 bytes
 _MOST_DIMENSIONS = 4
 _PLAIN = {
