@@ -66,4 +66,4 @@ def _check_safetensors(path: str, name: str, kind: Kind | None) -> None:
         if kind is None:
             raise ValueError(f"{name} is damaged or incomplete ({error}); download or copy it again") from error
     what = "; other formats are not read" if kind is None else f", but {kind.name}; {kind.advice}"
-    raise ValueError(f"{name} is not a safetensors file{what}")
+    raise ValueError(f"{name} is neither a safetensors nor a GGUF file{what}")

@@ -85,7 +85,7 @@ def test_a_pickle_is_never_loaded(dit, tmp_path, name):
 def test_another_format_is_named_as_such(dit, tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(b"\x08\x07")
-    assert_refused(dit, path, "not a safetensors file")
+    assert_refused(dit, path, "neither a safetensors nor a GGUF file")
 
 
 def test_a_gguf_file_that_ends_too_early(dit, tmp_path):

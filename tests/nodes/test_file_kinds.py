@@ -19,7 +19,7 @@ BEGINNINGS = {
 def test_by_its_first_bytes(dit, tmp_path, kind, name):
     path = tmp_path / name
     path.write_bytes(BEGINNINGS[kind])
-    with pytest.raises(ValueError, match=f"^{name} is not a safetensors file, but {kind}"):
+    with pytest.raises(ValueError, match=f"^{name} is neither a safetensors nor a GGUF file, but {kind}"):
         dit.load(path)
 
 
