@@ -29,7 +29,8 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
                     options=["auto", "fused int8"],
                     default="auto",
                     optional=True,
-                    tooltip="auto: on consumer Ampere (RTX 30); on other cards the model runs as before, with a "
+                    tooltip="auto: what Kernel Benchmark found fastest on this card; before such a run the fused "
+                    "kernel on consumer Ampere (RTX 30), while on other cards the model runs as before, with a "
                     "warning. fused int8: on any card from Ampere on (on a CPU, its slow reference).",
                 ),
                 attention_input(),

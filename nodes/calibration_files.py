@@ -43,7 +43,9 @@ class SaveINT8Calibration(io.ComfyNode):
             category="model/quantization",
             description="Saves a calibration, so that a model can be quantized again without sampling again.",
             inputs=[
-                CalibrationType.Input("calibration", tooltip="From Quantize to INT8 or Collect Calibration."),
+                CalibrationType.Input(
+                    "calibration", tooltip="From Quantize to INT8, Collect Calibration or Merge Calibrations."
+                ),
                 filename_prefix_input(f"{FOLDER}/calibration"),
             ],
             outputs=[],

@@ -19,8 +19,9 @@ def kernel_input() -> io.Combo.Input:
         "kernel",
         options=list(KERNEL_CHOICES),
         default="auto",
-        tooltip="auto: fused INT8 on consumer Ampere (RTX 30), bf16 with a warning on other cards. "
-        "fused int8: the INT8 kernel on any card from Ampere on (on a CPU, its slow reference). bf16: never INT8.",
+        tooltip="auto: what Kernel Benchmark found fastest on this card; before such a run fused INT8 on consumer "
+        "Ampere (RTX 30), bf16 with a warning on other cards. fused int8: the INT8 kernel on any card from Ampere on "
+        "(on a CPU, its slow reference). bf16: never INT8.",
     )
 
 
