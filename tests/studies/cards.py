@@ -41,7 +41,7 @@ def document() -> str:
         "How many times as fast a linear is on the fused kernel, quantization included: geometric means over the "
         "shapes of each run of **Kernel Benchmark**. A run on an unhealthy card says nothing.",
         markdown(columns, rows),
-        "Yours is missing? Run the workflow *benchmark* and open an issue with its JSON.",
+        "Yours is missing? Run the template *INT8 kernel benchmark* and open an issue with its JSON.",
     ]
     return "\n\n".join(lines) + "\n"
 
