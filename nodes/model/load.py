@@ -68,7 +68,7 @@ def load_int8_model(
         return fits and all(choose_path(place, kernel, (n, k), ways).kind == BF16 for place in devices)
 
     def becomes_int8(name: str, weight: torch.Tensor) -> bool:
-        return is_quantizable(name, tuple(weight.shape)) and not in_floats(weight.shape[0], weight.shape[1])
+        return is_quantizable(name, tuple(weight.shape)) and not in_floats(*weight.shape, native=not stays(weight))
 
     if fits and choose_path(device, kernel).kind == BF16:
         warn_of_fallback(device, kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")

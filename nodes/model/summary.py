@@ -75,7 +75,7 @@ def _path(model: ModelPatcher, name: str, module: CastWeightBiasOp) -> ComputePa
     shape = tuple(module.weight.shape)
     if parts is None:
         return choose_path(model.load_device, kernel, shape)
-    native = native_computes(parts.transform.smooth, parts.activation_bits)
+    native = not is_gguf(module.weight) and native_computes(parts.transform.smooth, parts.activation_bits)
     return choose_path(model.load_device, kernel, shape, (FUSED, NATIVE) if native else (FUSED,))
 
 

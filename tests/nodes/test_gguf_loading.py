@@ -321,3 +321,19 @@ def test_files_are_listed_where_users_keep_them(pack, tmp_path, monkeypatch):
     assert known == before
     del known["unet_gguf"]  # without a pack that loads GGUF files
     assert model_files() == ["a.safetensors", "b.gguf"]
+def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch):
+    """Where a benchmark found it the fastest, it takes the layers whose weights are INT8, and not blocks."""
+    from int8_dit.kernels import FUSED, NATIVE, ComputePath
+    from int8_dit.nodes.model import summary
+
+    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
+    model = load(write("Q8_0"), "as stored")
+
+    def measured(device, kernel="auto", shape=None, ways=(NATIVE,)):
+        return ComputePath(NATIVE if NATIVE in ways else FUSED, "measured")
+
+    monkeypatch.setattr(summary, "choose_path", measured)
+    kinds = summary.summarize(model)
+    assert (kinds.int8, kinds.native) == (len(dit.LINEARS), 0)
+
+
