@@ -78,7 +78,8 @@ def as_file(model: BaseModel, state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Beside them are the marks of how the model predicts, and the few conditioners that ComfyUI loads with it.
     """
-    tensors = model.state_dict_for_saving(state_dict)
+    # The class's: a MODEL may refuse ComfyUI's save nodes.
+    tensors = type(model).state_dict_for_saving(model, state_dict)
     if model.model_config.sampling_settings.get("zsnr"):
         tensors["ztsnr"] = torch.tensor([])
     prefix = next(prefix for prefix in _PREFIXES if any(key.startswith(prefix) for key in tensors))

@@ -57,7 +57,10 @@ def stored_weight(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: boo
 
 
 def patch_products(model: ModelPatcher) -> None:
-    """Let patches act in the products of a MODEL's stored weights, in every memory mode."""
+    """Let patches act in the products of a MODEL's stored weights, in every memory mode.
+
+    ComfyUI's own save nodes are refused: what they would write of blocks, no loader takes for a weight.
+    """
     known: dict[str, tuple[object, torch.Tensor]] = {}
 
     def patch(loaded: ModelPatcher, *_: object) -> None:
@@ -73,6 +76,14 @@ def patch_products(model: ModelPatcher) -> None:
 
     model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, patch)
     model.add_callback_with_key(CallbacksMP.ON_DETACH, CALLBACK_KEY, take_off)
+    model.model.state_dict_for_saving = _refuse_to_save
+
+
+def _refuse_to_save(*_args: object, **_kwargs: object) -> None:
+    raise ValueError(
+        "this node cannot save weights that stay in GGUF's blocks. Connect Save GGUF, or set memory of INT8 DiT Loader "
+        "to INT8"
+    )
 
 
 def _stored(model: ModelPatcher) -> Iterator[tuple[str, Any]]:

@@ -280,6 +280,17 @@ def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, files, write):
 
 
 def test_with_the_kernel_bf16_it_computes_in_floats(dit, files, write):
+def test_comfyuis_own_save_nodes_are_refused(dit, write, tmp_path):
+    """They would write blocks that no loader takes for a weight."""
+    import comfy.sd
+
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match=r"GGUF's blocks.*Save GGUF.*memory.*INT8"):
+        comfy.sd.save_checkpoint(str(path), load(write(), "as stored"))
+    assert not path.exists()
+    comfy.sd.save_checkpoint(str(path), load(write(), "INT8"))
+
+
     from int8_dit.nodes.model.load import load_int8_model
 
     path = write("Q8_0")
