@@ -69,6 +69,7 @@ def int8_operations(
 
         class Linear(INT8Linear, base.Linear):
             int8_kernel = kernel
+            layout_type: str | None = None
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
 
             def _load_from_state_dict(self, state_dict, prefix, *args):
@@ -124,8 +125,12 @@ def int8_operations(
                 self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
             def set_weight(self, weight, inplace_update=False, return_weight=False, **kwargs):
-                if is_gguf(self.weight) and weight.shape == self.weight.shape and not (inplace_update or return_weight):
-                    return None  # its patches act in its products
+                if is_gguf(self.weight) and not (inplace_update or return_weight):
+                    if weight.shape == self.weight.shape:
+                        return None  # its patches act in its products
+                    # A LoRA widens it. ComfyUI puts the blocks back.
+                    self.weight = torch.nn.Parameter(weight.to(compute_dtype), requires_grad=False)
+                    return None
                 if not inplace_update:
                     return super().set_weight(weight, return_weight=return_weight, **kwargs)
                 self.weight.copy_(super().set_weight(weight, return_weight=True, **kwargs))  # by a hook
@@ -141,7 +146,7 @@ def int8_operations(
                     if getattr(self, "pre_quant_scale", None) is None and _is_resident(self, input):
                         comfy.ops.run_every_op()
                         return torch.nn.functional.linear(input, self.weight, self.bias)
-                    if is_gguf(self.weight):  # ComfyUI's forward would put the input into blocks
+                    if self.layout_type == GGUF_LAYOUT:  # ComfyUI's forward would put the input into blocks
                         comfy.ops.run_every_op()
                         return self.forward_comfy_cast_weights(input)
                     return super().forward(input, *args, **kwargs)

@@ -250,7 +250,45 @@ def test_another_kind_of_patch_becomes_part_of_the_product(dit, files, write, lo
     assert dit.relative_error(outputs[1], outputs[0]) < 0.1
 
 
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))  # ComfyUI runs nodes in the latter
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_a_lora_that_widens_a_layer_acts_once_and_leaves(dit, write, memory, mode):
+    """As Flux' Canny and Depth LoRAs widen the first layer."""
+    import comfy.model_management
+    from comfy.weight_adapter.lora import LoRAAdapter
+
+    name = "joint_blocks.0.x_block.adaLN_modulation.1"
+    with mode():
+        model = load(write("Q8_0"), memory)
+        layer = dit.module(model, name)
+        n, k = layer.weight.shape
+        held = layer.weight.dequantize() if memory == "as stored" else layer.weight.clone()
+        generator = torch.Generator().manual_seed(0)
+        up, down = (torch.randn(shape, generator=generator) / 10 for shape in ((n, 4), (4, k + 64)))
+        x = torch.randn(3, k + 64, generator=generator)
+        wide = model.clone()
+        adapter = LoRAAdapter(set(), (up, down, None, None, None, [n, k + 64]))
+        wide.add_patches({f"diffusion_model.{name}.weight": adapter})
+        expected = torch.nn.functional.linear(x, torch.nn.functional.pad(held, (0, 64)) + up @ down, layer.bias)
+        comfy.model_management.load_models_gpu([wide])
+        assert dit.relative_error(dit.module(wide, name)(x), expected) < 1e-2
+        comfy.model_management.load_models_gpu([model])
+        plain = torch.nn.functional.linear(x[:, :k], held, layer.bias)
+        assert dit.relative_error(dit.module(model, name)(x[:, :k]), plain) < 1e-3
+
+
 # What it does not become
+
+
+def test_comfyuis_own_save_nodes_are_refused(dit, write, tmp_path):
+    """They would write blocks that no loader takes for a weight."""
+    import comfy.sd
+
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match=r"GGUF's blocks.*Save GGUF.*memory.*INT8"):
+        comfy.sd.save_checkpoint(str(path), load(write(), "as stored"))
+    assert not path.exists()
+    comfy.sd.save_checkpoint(str(path), load(write(), "INT8"))
 
 
 def test_a_stored_model_is_not_saved_as_int8(dit, write, tmp_path):
@@ -280,17 +318,6 @@ def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, files, write):
 
 
 def test_with_the_kernel_bf16_it_computes_in_floats(dit, files, write):
-def test_comfyuis_own_save_nodes_are_refused(dit, write, tmp_path):
-    """They would write blocks that no loader takes for a weight."""
-    import comfy.sd
-
-    path = tmp_path / "model.safetensors"
-    with pytest.raises(ValueError, match=r"GGUF's blocks.*Save GGUF.*memory.*INT8"):
-        comfy.sd.save_checkpoint(str(path), load(write(), "as stored"))
-    assert not path.exists()
-    comfy.sd.save_checkpoint(str(path), load(write(), "INT8"))
-
-
     from int8_dit.nodes.model.load import load_int8_model
 
     path = write("Q8_0")
@@ -303,6 +330,22 @@ def test_what_runs_where(dit, write):
     from int8_dit.nodes.model.summary import summarize
 
     assert "from GGUF Q8_0" in str(summarize(load(write("Q8_0"), "as stored")))
+
+
+def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch):
+    """Where a benchmark found it the fastest, it takes the layers whose weights are INT8, and not blocks."""
+    from int8_dit.kernels import FUSED, NATIVE, ComputePath
+    from int8_dit.nodes.model import summary
+
+    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
+    model = load(write("Q8_0"), "as stored")
+
+    def measured(device, kernel="auto", shape=None, ways=(NATIVE,)):
+        return ComputePath(NATIVE if NATIVE in ways else FUSED, "measured")
+
+    monkeypatch.setattr(summary, "choose_path", measured)
+    kinds = summary.summarize(model)
+    assert (kinds.int8, kinds.native) == (len(dit.LINEARS), 0)
 
 
 # Where files are
@@ -332,19 +375,3 @@ def test_files_are_listed_where_users_keep_them(pack, tmp_path, monkeypatch):
     assert known == before
     del known["unet_gguf"]  # without a pack that loads GGUF files
     assert model_files() == ["a.safetensors", "b.gguf"]
-def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch):
-    """Where a benchmark found it the fastest, it takes the layers whose weights are INT8, and not blocks."""
-    from int8_dit.kernels import FUSED, NATIVE, ComputePath
-    from int8_dit.nodes.model import summary
-
-    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
-    model = load(write("Q8_0"), "as stored")
-
-    def measured(device, kernel="auto", shape=None, ways=(NATIVE,)):
-        return ComputePath(NATIVE if NATIVE in ways else FUSED, "measured")
-
-    monkeypatch.setattr(summary, "choose_path", measured)
-    kinds = summary.summarize(model)
-    assert (kinds.int8, kinds.native) == (len(dit.LINEARS), 0)
-
-

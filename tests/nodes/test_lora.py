@@ -48,6 +48,18 @@ def test_partially_loaded(dit, smoothed, lora, expected):
     assert set(dit.int8_weights(patched)) == set(dit.LINEARS)
 
 
+def test_partially_loaded_on_a_layer_in_floats(dit):
+    """A LoRA may change layers that are never INT8, too."""
+    layer = "t_embedder.mlp.0"
+    lora = dit.lora([layer], 2.0)
+    expected = dit.output(dit.with_lora(dit.stock(), lora))
+    assert dit.relative_error(expected, dit.output(dit.stock())) > 2 * NOISE
+    patched = dit.with_lora(dit.load(), lora)
+    load_partially(patched)
+    assert dit.module(patched, layer).weight_function
+    assert dit.relative_error(dit.forward(patched), expected) < NOISE
+
+
 def test_partially_loaded_a_lora_costs_no_second_rounding(dit, smoothed, lora, expected):
     """It is added to the output; the weight stays as it is stored."""
     patched = dit.with_lora(smoothed, lora)
