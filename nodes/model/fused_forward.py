@@ -113,7 +113,7 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         return repeated.multiply(quantized, weight, scale, bias, input.shape[:-1], input.dtype)
     attached = layer.weight_function
     functions = each_once(attached) if len(attached) > 1 else attached
-    stored = stored_lora(functions)
+    stored = stored_lora(layer.weight, functions)
     thin = loras_of(functions, layer.weight.shape) if functions and stored is None else []
     fewer = [] if thin else functions if len(functions) < len(attached) else None
     weight, bias, stream = _cast(layer, input.device, input.dtype, fewer)
@@ -147,7 +147,7 @@ def project(
         bias = layer._parameters["bias"]
         return _repeated_linear(resident).multiply(quantized, *resident.operands(), bias, shape, dtype)
     weight, bias, stream = held or _cast(layer, q.device, dtype)
-    parts = _known_parts(weight)._replace(lora=stored_lora(layer.weight_function))
+    parts = _known_parts(weight)._replace(lora=stored_lora(layer.weight, layer.weight_function))
     output = int8_gemm(q, q_scale, *parts.operands(), bias, dtype)
     comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
     return output.view(*shape, -1)
@@ -224,7 +224,7 @@ def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list 
     `functions` change the weight, those that are attached where it is None; LoRAs of a stored weight are left to it.
     """
     attached = layer.weight_function
-    if stored_lora(attached) is not None:
+    if stored_lora(layer.weight, attached) is not None:
         functions = []
     if functions is not None:
         layer.weight_function = functions
@@ -246,7 +246,7 @@ def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list 
 
 def _patched_parts(weight: Any, functions: list) -> INT8Parts | None:
     """The parts of an INT8 weight with what changes it in use; None where that is more than LoRAs of a stored one."""
-    lora = stored_lora(functions)
+    lora = stored_lora(weight, functions)
     if functions and lora is None:
         return None
     parts = int8_parts(weight)

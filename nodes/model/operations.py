@@ -20,6 +20,7 @@ from ..files.gguf_weight import GGUF_LAYOUT, has_scales, is_gguf
 from ..files.values import check_finite
 from .fused_forward import INT8Linear, fused_forward, native_forward
 from .int8_weight import LAYOUT, HeldWeight, computed_with, format_name, int8_weight, is_int8, mark_of
+from .stored_blocks import HookedWeight, put_hooked
 
 ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 """(layer name, its weight as stored: float, meta, or in another quantized format; what its input is multiplied by, if
@@ -133,7 +134,11 @@ def int8_operations(
                     return None
                 if not inplace_update:
                     return super().set_weight(weight, return_weight=return_weight, **kwargs)
-                self.weight.copy_(super().set_weight(weight, return_weight=True, **kwargs))  # by a hook
+                # By a hook.
+                if is_gguf(self.weight) or isinstance(self.weight, HookedWeight):
+                    put_hooked(self, weight, kernel, kwargs.get("seed"))
+                else:
+                    self.weight.copy_(super().set_weight(weight, return_weight=True, **kwargs))
 
             def state_dict(self, *args, destination=None, prefix="", **kwargs):
                 tensors = super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)

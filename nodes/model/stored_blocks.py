@@ -1,7 +1,8 @@
 """Weights that stay in GGUF's blocks while a MODEL runs, and what patches (LoRAs) do to them.
 
 No block holds a patched weight as exactly as INT8 does, so ComfyUI never writes one back. Plain LoRAs become part of
-the INT8 weight that is made for each product. Any other patch makes a weight in floats of its own.
+the INT8 weight that is made for each product. Any other patch makes a weight in floats of its own. While a hook is on,
+what it made stands in the place of the blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import LowRank
 from ..files.gguf_weight import GGUF_LAYOUT, has_scales, is_gguf, with_scales
-from .int8_weight import HeldWeight
+from .int8_weight import LAYOUT, HeldWeight, PerChannelINT8Layout, is_int8
 from .plain_loras import each_once, plain_loras
 from .residency import CALLBACK_KEY
 
@@ -38,9 +39,9 @@ class StoredLoRA(LowVramPatch):
         self.scale = scale
 
 
-def stored_lora(functions: list) -> StoredLoRA | None:
+def stored_lora(weight: Any, functions: list) -> StoredLoRA | None:
     """What changes a weight in use, if that is plain LoRAs of a stored weight and nothing else."""
-    if not functions or not isinstance(functions[0], StoredLoRA):
+    if not functions or not isinstance(functions[0], StoredLoRA) or not is_gguf(weight):
         return None
     return functions[0] if len(each_once(functions)) == 1 else None
 
@@ -54,6 +55,48 @@ def stored_weight(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: boo
     scaled = with_scales(weight)
     params = replace(scaled._params if becomes_int8 else weight._params, orig_dtype=dtype)
     return HeldWeight(weight._qdata.clone(), GGUF_LAYOUT, params)  # nobody reads the file once it is loaded
+
+
+class HookedWeight:
+    """What a hook made of a linear's stored weight: ComfyUI takes it off by copying the blocks over it."""
+
+    linear: torch.nn.Module
+
+    @property
+    def data(self) -> "HookedWeight":
+        return self
+
+    def copy_(self, blocks: torch.Tensor, non_blocking: bool = False) -> "HookedWeight":
+        self.linear.weight = torch.nn.Parameter(blocks, requires_grad=False)
+        return self
+
+
+class _HookedINT8(HookedWeight, HeldWeight):
+    def _copy_with(self, *args, **kwargs) -> "_HookedINT8":
+        copied = super()._copy_with(*args, **kwargs)
+        hooked = _HookedINT8(copied._qdata, copied._layout_cls, copied._params)
+        hooked.linear = self.linear
+        return hooked
+
+
+class _HookedFloats(HookedWeight, torch.nn.Parameter):
+    pass
+
+
+def put_hooked(linear: Any, weight: torch.Tensor, kernel: str, seed: int | None) -> None:
+    """Let a linear with a stored weight compute with what a hook made of that, float [N, K], until the blocks are back.
+
+    It is INT8 where the blocks would be for a product, rounded with `seed`; `kernel` is one of kernels.KERNEL_CHOICES.
+    """
+    stored = linear.weight
+    if is_int8(stored) or (is_gguf(stored) and has_scales(stored)):
+        q, params = PerChannelINT8Layout.quantize(weight, stochastic_rounding=seed or 0, kernel=kernel)
+        hooked = _HookedINT8(q, LAYOUT, replace(params, orig_dtype=stored.dtype))
+        hooked.linear = linear
+        linear.weight = torch.nn.Parameter(hooked, requires_grad=False)
+    else:
+        linear.weight = _HookedFloats(weight.to(stored.dtype), requires_grad=False)
+        linear.weight.linear = linear
 
 
 def patch_products(model: ModelPatcher) -> None:

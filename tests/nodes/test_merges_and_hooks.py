@@ -116,12 +116,20 @@ def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
 
 
 @pytest.fixture
-def stored(dit, tmp_path):
+def load_stored(dit, tmp_path):
     from int8_dit.nodes.model.load import AS_STORED, load_int8_model
     from support import gguf_files
 
-    path = gguf_files.write_gguf(tmp_path / "model.gguf", dit.tensors(), gguf_files.linears_in("Q8_0"))
-    return load_int8_model(path, "fused int8", memory=AS_STORED)
+    def load(kind):
+        path = gguf_files.write_gguf(tmp_path / "model.gguf", dit.tensors(), gguf_files.linears_in(kind))
+        return load_int8_model(path, "fused int8", memory=AS_STORED)
+
+    return load
+
+
+@pytest.fixture
+def stored(load_stored):
+    return load_stored("Q8_0")
 
 
 @pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
@@ -140,6 +148,39 @@ def test_hooks_on_stored_blocks(dit, stored, lora, other_file, make):
         first = hooked(dit, stored, make(dit, lora, other_file))
         assert dit.relative_error(first, expected) < NOISE
         assert torch.equal(hooked(dit, stored, make(dit, lora, other_file)), first)
+
+
+@pytest.mark.parametrize(
+    "kind, layer",
+    [
+        ("Q4_0", "joint_blocks.1.x_block.mlp.fc2"),  # of this format blocks are read and never made
+        ("Q4_0", "joint_blocks.0.x_block.adaLN_modulation.1"),  # computes in floats
+        ("Q4_K", "joint_blocks.1.x_block.mlp.fc2"),
+        ("Q6_K", "joint_blocks.1.x_block.mlp.fc2"),
+    ],
+)
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_a_hook_is_not_rounded_to_blocks(dit, load_stored, monkeypatch, kind, layer, mode):
+    """Where a weight has few values, a small change would round back to the one that it was."""
+    from comfy.model_patcher import ModelPatcher
+
+    from int8_dit.nodes.files.gguf_weight import is_gguf
+
+    with mode():
+        model, lora = load_stored(kind), dit.lora([layer], 0.02)
+    module, name = dit.module(model, layer), f"diffusion_model.{layer}.lora_{{}}.weight"
+    change = lora[name.format("up")] @ lora[name.format("down")]
+    before, kept, patch_hooks = module.weight.dequantize().clone(), [], ModelPatcher.patch_hooks
+
+    def look(patcher, hooks):
+        patch_hooks(patcher, hooks)
+        if hooks is not None:
+            kept.append(float(((module.weight.detach().dequantize() - before) * change).sum() / change.square().sum()))
+
+    monkeypatch.setattr(ModelPatcher, "patch_hooks", look)
+    with mode(), dit.untouched(model):
+        hooked(dit, model, lora_hook(dit, lora, None), 2)
+    assert is_gguf(module.weight) and len(kept) == 2 and kept == pytest.approx([1, 1], abs=0.1)
 
 
 def test_a_hook_beside_a_lora_on_stored_blocks(dit, stored, lora, other_file):
