@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...kernels import GGUF_FORMATS
-from .gguf_package import ORIGINAL_SHAPE, gguf_package
+from .gguf_package import ORIGINAL_SHAPE, can_decode, decode_blocks, gguf_package
 from .gguf_weight import read_weight
 
 MAGIC = b"GGUF"
@@ -19,8 +19,8 @@ _TEXT_ENCODERS = ("t5", "t5encoder", "llama", "gemma", "qwen2vl", "qwen3", "qwen
 def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a GGUF file by name, and its texts as metadata.
 
-    Matrices in blocks stay so (`gguf_weight`); what else is in blocks, or in blocks of a format that only `gguf` knows,
-    is float32. Tensors lie in the file until they are copied.
+    Matrices in blocks stay so (`gguf_weight`), also those that only `gguf` decodes; what else is in blocks is float32.
+    Tensors lie in the file until they are copied.
 
     Raises ValueError for a file that is damaged, or that holds no diffusion model; ImportError without `gguf`.
     """
@@ -98,20 +98,13 @@ def _tensor(reader: Any, tensor: Any) -> torch.Tensor:
     data = torch.from_numpy(tensor.data)
     if kind in _FLOATS:
         return data.view(_FLOATS[kind]).reshape(shape)
-    if kind in GGUF_FORMATS and len(shape) == 2 and shape[1] % GGUF_FORMATS[kind].weights == 0:
-        return read_weight(data.reshape(shape[0], -1), kind, shape)
     if data.dtype != torch.uint8:
         raise ValueError(f"{tensor.name} is {kind}, and weights are floats or in blocks")
-    return _decoded_by_gguf(tensor).reshape(shape)
-
-
-def _decoded_by_gguf(tensor: Any) -> torch.Tensor:
-    from gguf import quants
-
-    try:
-        return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type))
-    except NotImplementedError as error:
+    if kind not in GGUF_FORMATS and not can_decode(kind):
         raise ValueError(
-            f"{tensor.name} is in the format {tensor.tensor_type.name}, which is not read; use a file in one of "
-            f"{', '.join(GGUF_FORMATS)}"
-        ) from error
+            f"{tensor.name} is in the format {kind}, which is not read; use a file in one of {', '.join(GGUF_FORMATS)}"
+        )
+    weights, _ = gguf_package().GGML_QUANT_SIZES[tensor.tensor_type]
+    if len(shape) == 2 and shape[1] % weights == 0:
+        return read_weight(data.reshape(shape[0], -1), kind, shape)
+    return decode_blocks(data.unsqueeze(0).flatten(0, -2), kind).reshape(shape)

@@ -1,9 +1,15 @@
-"""The package gguf, which knows GGUF's containers, and what ComfyUI-GGUF adds to them. The pack loads without it."""
+"""The package gguf, which knows GGUF's containers and decodes its block formats, and what ComfyUI-GGUF adds to them.
+The pack loads without it."""
 
 from types import ModuleType
 
+import numpy as np
+import torch
+
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 """The key of a tensor's real shape, where the file has another, is this and its name."""
+
+_SLICE_ELEMENTS = 1 << 24  # as many weights are decoded at a time: gguf holds two float32 copies of them
 
 
 def gguf_package() -> ModuleType:
@@ -15,3 +21,39 @@ def gguf_package() -> ModuleType:
             "GGUF files need the Python package gguf: run `pip install gguf` with ComfyUI's Python"
         ) from error
     return gguf
+
+
+def can_decode(block_format: str) -> bool:
+    """Whether gguf decodes a block format that it has a name for. One block is decoded to know it."""
+    gguf = gguf_package()
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_format]]
+    try:
+        decode_blocks(torch.zeros(1, size, dtype=torch.uint8), block_format)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def decode_blocks(blocks: torch.Tensor, block_format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The float weight [N, K], computed in float32 on the CPU by gguf; it is in `dtype` and where the blocks are.
+
+    Args:
+        blocks: uint8 [N, bytes of a row].
+        block_format: any that `can_decode`.
+        dtype: of the result.
+
+    Raises NotImplementedError for a format that gguf has a name for and cannot decode.
+    """
+    gguf = gguf_package()
+    from gguf import quants
+
+    kind = gguf.GGMLQuantizationType[block_format]
+    weights, size = gguf.GGML_QUANT_SIZES[kind]
+    channels = blocks.shape[1] // size * weights
+    out = torch.empty(blocks.shape[0], channels, dtype=dtype, device=blocks.device)
+    step = max(1, _SLICE_ELEMENTS // max(1, channels))
+    for start in range(0, blocks.shape[0], step):
+        rows = slice(start, start + step)
+        with np.errstate(all="ignore"):  # whoever asked for the weight looks for a NaN
+            out[rows] = torch.from_numpy(quants.dequantize(blocks[rows].cpu().numpy(), kind))
+    return out

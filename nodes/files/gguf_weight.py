@@ -11,7 +11,8 @@ import torch
 from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
 from comfy_kitchen.tensor import BaseLayoutParams
 
-from ...kernels import channel_scales, dequantize_blocks, quantize_blocks
+from ...kernels import GGUF_FORMATS, channel_scales, dequantize_blocks, quantize_blocks
+from .gguf_package import decode_blocks
 
 GGUF_LAYOUT = "GGUFBlocksLayout"
 _NO_SCALES = torch.empty((0, 1), dtype=torch.float32)
@@ -38,8 +39,9 @@ class GGUFBlocksLayout(QuantizedLayout):
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
-        """The weight in `params.orig_dtype`."""
-        return dequantize_blocks(qdata, params.block_format, params.orig_dtype)
+        """The weight in `params.orig_dtype`, made by the package gguf where no kernel knows the format."""
+        decode = dequantize_blocks if params.block_format in GGUF_FORMATS else decode_blocks
+        return decode(qdata, params.block_format, params.orig_dtype)
 
     @classmethod
     def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +60,8 @@ register_layout_class(GGUF_LAYOUT, GGUFBlocksLayout)
 
 
 def read_weight(blocks: torch.Tensor, block_format: str, shape: tuple[int, int]) -> QuantizedTensor:
-    """A weight of this shape [N, K] as it was read: uint8 blocks [N, bytes of a row] of a format of GGUF_FORMATS."""
+    """A weight of this shape [N, K] as it was read: uint8 blocks [N, bytes of a row] of a format of GGUF_FORMATS, or of
+    one that only the package gguf decodes."""
     params = GGUFBlocksLayout.Params(_NO_SCALES, torch.float32, shape, block_format)
     return QuantizedTensor(blocks, GGUF_LAYOUT, params)
 
@@ -66,6 +69,11 @@ def read_weight(blocks: torch.Tensor, block_format: str, shape: tuple[int, int])
 def is_gguf(weight: Any) -> TypeGuard[QuantizedTensor]:
     """Whether a tensor is a weight in GGUF's blocks."""
     return isinstance(weight, QuantizedTensor) and weight._layout_cls == GGUF_LAYOUT
+
+
+def can_stay(weight: Any) -> bool:
+    """Whether a tensor is a weight in blocks that a kernel reads, so that it can stay in them while a MODEL runs."""
+    return is_gguf(weight) and weight._params.block_format in GGUF_FORMATS
 
 
 def has_scales(weight: QuantizedTensor) -> bool:

@@ -1,6 +1,6 @@
 """Loading a MODEL whose linears run INT8 from a diffusion model file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import comfy.model_detection
@@ -13,7 +13,7 @@ from ...kernels import BF16, FUSED, WAYS, choose_path, naming_layer, quantize_we
 from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
-from ..files.gguf_weight import is_gguf
+from ..files.gguf_weight import can_stay, is_gguf
 from ..files.kinds import kind_of_tensors
 from ..files.values import check_finite
 from ..host.work import Progress, make_room_to_quantize
@@ -41,7 +41,8 @@ def load_int8_model(
 ) -> ModelPatcher:
     """A MODEL from a diffusion model file: INT8 files as they are, float, FP8 and GGUF files quantized while loading.
 
-    With `memory` AS_STORED the blocks of a GGUF file stay what they are, and become INT8 in front of each product.
+    With `memory` AS_STORED the blocks of a GGUF file that kernels read stay what they are, and become INT8 in front of
+    each product.
 
     `kernel` is one of kernels.KERNEL_CHOICES; `disable_dynamic` is ComfyUI's, for loads without dynamic VRAM. Where the
     path of a linear is bf16 and the whole model fits the device in bf16, its weight is not INT8: the device is
@@ -57,11 +58,11 @@ def load_int8_model(
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     tensors = checkpoint.tensors
     compute_dtype = detect_compute_dtype(checkpoint)
-    as_stored = memory == AS_STORED and any(map(is_gguf, tensors.values()))
+    as_stored = memory == AS_STORED and any(map(can_stay, tensors.values()))
     fits = all(_fits(tensors, compute_dtype, place) for place in devices)
 
     def stays(weight: torch.Tensor) -> bool:
-        return as_stored and is_gguf(weight) and weight.nbytes >= SMALLEST_STORED
+        return as_stored and can_stay(weight) and weight.nbytes >= SMALLEST_STORED
 
     def in_floats(n: int, k: int, native: bool = True) -> bool:
         ways = WAYS if native else (FUSED, BF16)
@@ -74,14 +75,17 @@ def load_int8_model(
         warn_of_fallback(device, kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
     converter: ConvertLayer = leave_layer
     progress: Progress | None = None  # a file that needs no work is loaded as fast as any
-    with naming_file(checkpoint.name):
-        _decode(tensors, stays, device, compute_dtype)
-    if not holds_int8(tensors):
-        weights = {k.removesuffix(".weight"): w for k, w in tensors.items() if k.endswith(".weight")}
-        sizes = [weight.numel() for name, weight in weights.items() if stays(weight) or becomes_int8(name, weight)]
-        if sizes:
-            make_room_to_quantize(device, max(sizes))
-            progress = Progress(len(sizes))
+    never_int8 = _never_int8(tensors, stays)
+    sizes = [tensors[key].numel() for key in never_int8]
+    weights = {} if holds_int8(tensors) else {k: w for k, w in tensors.items() if k.endswith(".weight")}
+    quantized = {key for key, weight in weights.items() if becomes_int8(key.removesuffix(".weight"), weight)}
+    sizes += [w.numel() for k, w in weights.items() if k not in never_int8 and (k in quantized or is_gguf(w))]
+    if sizes:
+        make_room_to_quantize(device, max(sizes))
+        progress = Progress(len(sizes))
+        with naming_file(checkpoint.name):
+            _decode(tensors, never_int8, device, compute_dtype, progress)
+        if weights:
             converter = _quantizing_converter(becomes_int8, stays, device, compute_dtype, progress)
     operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=in_floats)
     with naming_file(checkpoint.name):
@@ -95,7 +99,8 @@ def load_int8_model(
     )
     keep_recipe_of_file(model, checkpoint.metadata)
     if progress is not None:
-        progress.finish("loaded as stored" if as_stored else "quantized while loading")
+        done = "loaded as stored" if as_stored else "quantized while loading" if quantized else "decoded while loading"
+        progress.finish(done)
     return model
 
 
@@ -134,12 +139,16 @@ def _quantizing_converter(
     progress: Progress,
 ) -> ConvertLayer:
     """Plain per-channel quantization of the layers that become INT8, computed on `device`, kept in host memory. Of
-    weights that stay as they are stored it finds only what their rows will be scaled by."""
+    weights that stay as they are stored it finds only what their rows will be scaled by. Other blocks become floats."""
 
     def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
         as_stored, as_int8 = stays(weight), becomes_int8(name, weight)
         if not as_stored and not as_int8:
-            return None
+            if not is_gguf(weight):
+                return None
+            held = _decoded(f"{name}.weight", float_weight(weight.to(device=device), pre_quant_scale), dtype)
+            progress.step("decoding layer")
+            return held
         with naming_layer(name):
             weight = weight.to(device=device)
             if as_stored:
@@ -152,19 +161,29 @@ def _quantizing_converter(
     return convert
 
 
-def _decode(
-    tensors: dict[str, torch.Tensor],
-    stays: Callable[[torch.Tensor], bool],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """Put floats in place of GGUF's blocks where nothing makes them INT8 and they do not stay."""
-    for key, tensor in tensors.items():
+def _never_int8(tensors: dict[str, torch.Tensor], stays: Callable[[torch.Tensor], bool]) -> list[str]:
+    """The names of GGUF's blocks that nothing makes INT8 and that do not stay."""
+
+    def may_be(key: str, tensor: torch.Tensor) -> bool:
         name = key.removesuffix(".weight")
-        if is_gguf(tensor) and (name == key or not (stays(tensor) or is_quantizable(name, tuple(tensor.shape)))):
-            decoded = tensor.to(device=device).dequantize()
-            check_finite(key, decoded)
-            tensors[key] = decoded.to(device="cpu", dtype=dtype)
+        return name != key and (stays(tensor) or is_quantizable(name, tuple(tensor.shape)))
+
+    return [key for key, tensor in tensors.items() if is_gguf(tensor) and not may_be(key, tensor)]
+
+
+def _decode(
+    tensors: dict[str, torch.Tensor], keys: Iterable[str], device: torch.device, dtype: torch.dtype, progress: Progress
+) -> None:
+    """Put floats in place of these tensors, which are GGUF's blocks."""
+    for key in keys:
+        tensors[key] = _decoded(key, tensors[key].to(device=device).dequantize(), dtype)
+        progress.step("decoding layer")
+
+
+def _decoded(key: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The floats of GGUF's blocks in host memory. Raises ValueError where they are none that a weight has."""
+    check_finite(key, values)
+    return values.to(device="cpu", dtype=dtype)
 
 
 def _fits(state_dict: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:

@@ -112,6 +112,116 @@ def test_a_prefix_of_a_whole_checkpoint(dit, write):
     assert torch.equal(dit.output(load(write(tensors=prefixed))), dit.output(load(write())))
 
 
+# Formats that no kernel expands, and the package gguf decodes
+
+DECODED = ("IQ4_NL", "MXFP4")
+
+
+@pytest.fixture
+def decoded(pack, monkeypatch):
+    """Of what gguf decodes from now on, the bytes; but for single blocks, by which its formats are known."""
+    import gguf
+
+    sizes, decode = [], gguf.quants.dequantize
+
+    def record(data, kind):
+        if data.size > gguf.GGML_QUANT_SIZES[kind][1]:
+            sizes.append(data.size)
+        return decode(data, kind)
+
+    monkeypatch.setattr(gguf.quants, "dequantize", record)
+    return sizes
+
+
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+@pytest.mark.parametrize("kind", DECODED)
+def test_what_gguf_decodes_becomes_int8(dit, files, write, kind, memory):
+    """In either memory, and computes what the decoded weights do."""
+    path = write(kind)
+    model = load(path, memory)
+    assert set(dit.int8_weights(model)) == set(dit.LINEARS)
+    assert not stored(model)
+    expected = dit.output(dequantized(dit, files, path))
+    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(dit.stock()))
+    assert dit.relative_error(dit.output(model), expected) < 2 * int8_noise
+
+
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_with_the_kernel_bf16_what_gguf_decodes_is_floats(dit, files, write, memory):
+    from int8_dit.nodes.model.load import load_int8_model
+
+    path = write("IQ4_NL")
+    model = load_int8_model(path, "bf16", memory=memory)
+    assert not stored(model)
+    torch.testing.assert_close(dit.output(model), dit.output(dequantized(dit, files, path)), rtol=1e-3, atol=1e-3)
+
+
+def test_a_file_in_two_formats_keeps_what_a_kernel_expands(dit, files, write):
+    """As files in IQ4_XS have some layers in a K-quant."""
+    path = write("mixed", choose=lambda key, shape: files.linears_in("Q8_0" if "attn" in key else "IQ4_NL")(key, shape))
+    model = load(path, "as stored")
+    kept = stored(model)
+    assert kept and all("attn" in name for name in kept)
+    assert set(dit.int8_weights(model)) == {name for name in dit.LINEARS if name not in kept}
+    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(dit.stock()))
+    assert dit.relative_error(dit.output(model), dit.output(dequantized(dit, files, path))) < 2 * int8_noise
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_reading_leaves_packed_what_gguf_decodes(write, decoded, kind):
+    """The bytes of the file, and of no weight floats."""
+    import gguf
+
+    from int8_dit.nodes.files.gguf_file import read_gguf
+    from int8_dit.nodes.files.gguf_weight import is_gguf
+
+    path, decode = write(kind), gguf.quants.dequantize
+    tensors, _ = read_gguf(path)
+    assert not decoded
+    in_file = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    packed = {name for name, tensor in in_file.items() if tensor.tensor_type.name == kind}
+    assert len(packed) > 20
+    for name in packed:
+        weight = tensors[name]
+        assert is_gguf(weight) and weight._params.block_format == kind
+        assert weight._qdata.dtype == torch.uint8
+        assert weight._qdata.numpy().tobytes() == in_file[name].data.tobytes()
+        assert torch.equal(weight.dequantize(), torch.from_numpy(decode(in_file[name].data, in_file[name].tensor_type)))
+
+
+def test_what_gguf_cannot_decode_is_refused_while_reading(tmp_path):
+    import gguf
+    import numpy as np
+
+    from int8_dit.nodes.files.gguf_file import read_gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "sd3")
+    writer.add_tensor("a.weight", np.zeros((2, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"a.weight is in the format Q8_K, which is not read; use a file in one of"):
+        read_gguf(str(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize("kernel", ("fused int8", "bf16"))
+@pytest.mark.parametrize("share", (0, 0.5))
+def test_a_cancel_while_blocks_are_decoded(write, decoded, interrupt_at, kernel, share):
+    from comfy.model_management import InterruptProcessingException
+
+    from int8_dit.nodes.model.load import load_int8_model
+
+    path = write("IQ4_NL")
+    load_int8_model(path, kernel)
+    whole = len(decoded)
+    decoded.clear()
+    interrupt_at(share)
+    with pytest.raises(InterruptProcessingException):
+        load_int8_model(path, kernel)
+    assert len(decoded) < (0.2 + share) * whole
+
+
 # Patches
 
 

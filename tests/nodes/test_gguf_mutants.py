@@ -89,7 +89,7 @@ def test_arrays_in_arrays(gguf_mutants, tmp_path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("base", ("Q8_0", "Q4_K"))
+@pytest.mark.parametrize("base", ("Q8_0", "Q4_K", "IQ4_NL"))
 def test_a_block_that_is_not_a_number(gguf_mutants, tmp_path, base, way):
     """However the weight is held, and whether its linear becomes INT8."""
     file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()[base])

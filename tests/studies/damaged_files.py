@@ -48,8 +48,8 @@ HOW = (
     "got its rotation. Nothing tells them from whole ones: files that mix both are legitimate."
 )
 GGUF_HOW = (
-    "Files of the glyph model in Q8_0, in Q4_K and in F16, which the package gguf wrote; loaded in turns as INT8, with "
-    f"memory as stored, and in bf16. {_CLEAR}, or where a type became another one with equally long values."
+    "Files of the glyph model in Q8_0, in Q4_K, in IQ4_NL and in F16, which the package gguf wrote; loaded in turns as "
+    f"INT8, with memory as stored, and in bf16. {_CLEAR}, or where a type became another one with equally long values."
 )
 
 Load = Callable[[], "ModelPatcher"]

@@ -22,7 +22,8 @@ def linears_in(kind: str) -> Choose:
     """Matrices in one format where its blocks fit, F32 for vectors, F16 for the rest."""
 
     def choose(name: str, shape: tuple[int, ...]) -> str:
-        if len(shape) == 2 and shape[1] % GGUF_FORMATS[kind].weights == 0:
+        weights, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        if len(shape) == 2 and shape[1] % weights == 0:
             return kind
         return "F32" if len(shape) < 2 else "F16"
 
@@ -44,7 +45,7 @@ def write_gguf(
         stored = tensor.reshape(shapes.get(name, tensor.shape))
         if name in shapes:
             writer.add_array(f"comfy.gguf.orig_shape.{name}", [int(size) for size in tensor.shape])
-        writer.add_tensor(name, _bytes(stored, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(name, stored_bytes(stored, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -52,11 +53,24 @@ def write_gguf(
     return str(path)
 
 
-def _bytes(tensor: torch.Tensor, kind: str) -> np.ndarray:
+def stored_bytes(tensor: torch.Tensor, kind: str) -> np.ndarray:
+    """A tensor as it lies in a file in this GGUF type."""
     if kind in ("F32", "F16"):
         return tensor.to({"F32": torch.float32, "F16": torch.float16}[kind]).numpy()
     if kind == "BF16":
         return tensor.bfloat16().contiguous().view(torch.uint8).numpy()
-    if GGUF_FORMATS[kind].quantize is None:
+    if kind == "IQ4_NL":
+        return _iq4_nl(tensor.float())
+    if kind not in GGUF_FORMATS or GGUF_FORMATS[kind].quantize is None:
         return gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind])
     return quantize_blocks(tensor.float(), kind).numpy()
+
+
+def _iq4_nl(weight: torch.Tensor) -> np.ndarray:
+    """[N, K] in IQ4_NL, which gguf decodes and cannot make: an fp16 scale and the nearest of 16 values, 32 a block."""
+    values = torch.tensor(gguf.quants.IQ4_NL.kvalues, dtype=torch.float32)
+    blocks = weight.unflatten(1, (-1, 32))
+    scale = (blocks.abs().amax(dim=2, keepdim=True) / 113).half()
+    codes = (blocks / scale.float().clamp_min(1e-30)).unsqueeze(-1).sub(values).abs().argmin(dim=-1).to(torch.uint8)
+    nibbles = codes[..., :16] | codes[..., 16:] << 4
+    return torch.cat([scale.view(torch.uint8), nibbles], dim=2).flatten(1).numpy()

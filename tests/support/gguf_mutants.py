@@ -11,15 +11,16 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 
 import gguf
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from int8_dit.kernels import GGUF_FORMATS, quantize_blocks
 from int8_dit.nodes.model.load import load_int8_model
 from support import glyph_dit
+from support.gguf_files import stored_bytes
 from support.mutants import Mutant
 
 ALIGNMENT = 32
@@ -28,7 +29,7 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by type
 _NUMBERS = (0, 1, 2, 3, 5, 7, 33, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 _TEXTS = ("", "{", "[]", "7", "null", "[" * 100_000, '{"a":' * 50_000, "\x00", '"' + "x" * 999_999)
-_SCALE_PLACES = {"Q8_0": (0,), "Q4_K": (0, 2)}  # of the fp16 scales in a block
+_SCALE_PLACES = {"Q8_0": (0,), "Q4_K": (0, 2), "IQ4_NL": (0,)}  # of the fp16 scales in a block
 _F32, _F16, _BF16 = (int(gguf.GGMLQuantizationType[name]) for name in ("F32", "F16", "BF16"))
 
 
@@ -36,8 +37,8 @@ _F32, _F16, _BF16 = (int(gguf.GGMLQuantizationType[name]) for name in ("F32", "F
 
 
 def gguf_files() -> dict[str, bytes]:
-    """GGUF files of the glyph model in three types, in bytes; the package gguf writes them."""
-    return {type: _file(type) for type in ("Q8_0", "Q4_K", "F16")}
+    """GGUF files of the glyph model in four types, in bytes; the package gguf writes them."""
+    return {type: _file(type) for type in ("Q8_0", "Q4_K", "IQ4_NL", "F16")}
 
 
 def _file(type: str) -> bytes:
@@ -56,10 +57,10 @@ def _file(type: str) -> bytes:
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, type: str) -> None:
-    if tensor.ndim == 2 and type in GGUF_FORMATS:
-        fitting = type if tensor.shape[1] % GGUF_FORMATS[type].weights == 0 else "Q8_0"
-        blocks = quantize_blocks(tensor, fitting).numpy()
-        writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType[fitting])
+    if tensor.ndim == 2 and type in _SCALE_PLACES:
+        weights, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+        fitting = type if tensor.shape[1] % weights == 0 else "Q8_0"
+        writer.add_tensor(name, stored_bytes(tensor, fitting), raw_dtype=gguf.GGMLQuantizationType[fitting])
         return
     if name == RESHAPED and type == "Q4_K":
         writer.add_array(f"comfy.gguf.orig_shape.{name}", list(tensor.shape))
@@ -202,7 +203,7 @@ _TYPES = {name: int(gguf.GGMLQuantizationType[name]) for name in gguf.GGMLQuanti
 # Types whose values are equally long: nothing in a file tells which of them was meant.
 _ALIKE = [
     {_TYPES[one], _TYPES[other]}
-    for one, other in (("F16", "BF16"), ("Q4_K", "Q4_0"), ("Q4_K", "IQ4_NL"), ("Q5_K", "Q5_0"))
+    for one, other in (("F16", "BF16"), *combinations(("Q4_K", "Q4_0", "IQ4_NL", "NVFP4"), 2), ("Q5_K", "Q5_0"))
 ]
 
 
