@@ -1,17 +1,20 @@
 """Reading a GGUF file: its tensors in ComfyUI's conventions, and what is wrong with it in one clear error."""
 
 import os
+import re
 from typing import Any
 
 import torch
 
 from ...kernels import GGUF_FORMATS
-from .gguf_package import ORIGINAL_SHAPE, can_decode, decode_blocks, gguf_package
+from .gguf_package import ORIGINAL_SHAPE, can_decode, decode_blocks, gguf_package, gguf_version
 from .gguf_weight import read_weight
 
 MAGIC = b"GGUF"
 _MOST_ITEMS = 1 << 20  # of an array in the metadata; gguf takes each by itself
 _MOST_AXES = 8
+_KINDS = {"GGMLQuantizationType": "tensor", "GGUFValueType": "value"}
+_UNKNOWN_TYPE = re.compile(rf"(\d+)\)? is not a valid ({'|'.join(_KINDS)})")  # Python says so of enums
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "BF16": torch.bfloat16}
 _TEXT_ENCODERS = ("t5", "t5encoder", "llama", "gemma", "qwen2vl", "qwen3", "qwen3vl", "clip", "mmproj")
 
@@ -51,7 +54,14 @@ def _opened(path: str) -> Any:
     try:
         return Reader(path, "c")  # copied on write: nothing can reach the file
     except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"it is damaged or incomplete ({error}); download or copy it again") from error
+        unknown = _UNKNOWN_TYPE.search(str(error))
+        if unknown is None:
+            raise ValueError(f"it is damaged or incomplete ({error}); download or copy it again") from error
+        number, kind = unknown.groups()
+        raise ValueError(
+            f"it has a {_KINDS[kind]} of type {number}, which {gguf_version()} does not know; run "
+            "`pip install -U gguf` with ComfyUI's Python, or, if that is the newest already, use another file"
+        ) from error
 
 
 def _check_places(reader: Any, size: int) -> None:

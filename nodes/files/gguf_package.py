@@ -1,6 +1,7 @@
 """The package gguf, which knows GGUF's containers and decodes its block formats, and what ComfyUI-GGUF adds to them.
 The pack loads without it."""
 
+import importlib.metadata
 from types import ModuleType
 
 import numpy as np
@@ -21,6 +22,14 @@ def gguf_package() -> ModuleType:
             "GGUF files need the Python package gguf: run `pip install gguf` with ComfyUI's Python"
         ) from error
     return gguf
+
+
+def gguf_version() -> str:
+    """The package with the version that is installed, for messages."""
+    try:
+        return f"gguf {importlib.metadata.version('gguf')}"
+    except importlib.metadata.PackageNotFoundError:  # a copy in a folder
+        return "the installed gguf"
 
 
 def can_decode(block_format: str) -> bool:

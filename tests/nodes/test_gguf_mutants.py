@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
@@ -75,6 +76,19 @@ def test_a_type_whose_values_are_shorter(gguf_mutants, tmp_path):
     behind = file.tensors[number + 1].name.decode()
     said = refused(gguf_mutants, tmp_path / "a.gguf", bytes(data))
     assert f"{behind} does not begin where {file.tensors[number].name.decode()} ends" in said
+
+
+@pytest.mark.parametrize("kind", ("tensor", "value"))
+def test_a_type_that_the_installed_gguf_does_not_know(gguf_mutants, tmp_path, kind):
+    """A newer one, as a rule; the file need not be damaged."""
+    file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
+    data = bytearray(file.written())
+    at, _ = file.places[f"{kind} type"][-1]
+    struct.pack_into("<I", data, at, 99)
+    said = refused(gguf_mutants, tmp_path / "a.gguf", bytes(data))
+    assert f"it has a {kind} of type 99, which gguf {version('gguf')} does not know" in said
+    assert "`pip install -U gguf`" in said and "use another file" in said
+    assert "damaged" not in said
 
 
 def test_bytes_behind_the_last_tensor(gguf_mutants, tmp_path):
