@@ -16,6 +16,7 @@ const REASONS = {
   "fold-incomplete": "A folded file needs this pack all the same",
   "attention": "INT8 attention did not run",
   "gguf-architecture": "A saved GGUF file may be refused by ComfyUI-GGUF",
+  "gguf-lora": "A saved GGUF file may have lost a LoRA",
 };
 const LIFE_MS = 20000;
 const SEEN = "int8_dit.seen_warnings"; // in the session's storage, which a reload of the page keeps

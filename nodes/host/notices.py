@@ -9,7 +9,14 @@ from comfy_execution.utils import get_executing_context
 
 WARNING_EVENT = "int8_dit.warning"
 Reason = Literal[
-    "bf16", "not-applied", "uncalibrated", "folded-lora", "fold-incomplete", "attention", "gguf-architecture"
+    "bf16",
+    "not-applied",
+    "uncalibrated",
+    "folded-lora",
+    "fold-incomplete",
+    "attention",
+    "gguf-architecture",
+    "gguf-lora",
 ]
 """What a warning is about. The browser shows each once a session and has a setting for it (web/warnings.js)."""
 

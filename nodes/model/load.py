@@ -22,7 +22,7 @@ from .int8_weight import int8_weight
 from .layer_selection import is_quantizable
 from .operations import ConvertLayer, int8_operations, leave_layer
 from .patched_weights import float_weight
-from .recipe import FOLDED, keep_recipe_of_file, recipe_in
+from .recipe import FOLDED, keep_block_formats, keep_recipe_of_file, recipe_in
 from .stored_blocks import SMALLEST_STORED, patch_products, stored_weight
 
 MEMORY_CHOICES = ("INT8", "as stored")
@@ -75,6 +75,7 @@ def load_int8_model(
         warn_of_fallback(device, kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
     converter: ConvertLayer = leave_layer
     progress: Progress | None = None  # a file that needs no work is loaded as fast as any
+    block_formats = _block_formats(tensors)
     never_int8 = _never_int8(tensors, stays)
     sizes = [tensors[key].numel() for key in never_int8]
     weights = {} if holds_int8(tensors) else {k: w for k, w in tensors.items() if k.endswith(".weight")}
@@ -98,6 +99,7 @@ def load_int8_model(
         (path, kernel, branch, base_path),
     )
     keep_recipe_of_file(model, checkpoint.metadata)
+    keep_block_formats(model, block_formats)
     if progress is not None:
         done = "loaded as stored" if as_stored else "quantized while loading" if quantized else "decoded while loading"
         progress.finish(done)
@@ -159,6 +161,12 @@ def _quantizing_converter(
         return held.to(device="cpu")
 
     return convert
+
+
+def _block_formats(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The formats of GGUF's blocks, by the names that their tensors get in the diffusion model."""
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
+    return {key.removeprefix(prefix): t._params.block_format for key, t in tensors.items() if is_gguf(t)}
 
 
 def _never_int8(tensors: dict[str, torch.Tensor], stays: Callable[[torch.Tensor], bool]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How a MODEL was quantized: an attachment of the MODEL and an entry of the metadata of its file."""
+"""How a MODEL was quantized: attachments of the MODEL and an entry of the metadata of its file."""
 
 import json
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ RECIPE_KEY = "int8_dit_recipe"
 FOLDED = "folded"
 """The entry of a recipe that says whether smoothing factors were folded into the layers before."""
 _FOLDED_CALLBACK_KEY = "int8_dit_folded"
+_BLOCK_FORMATS_KEY = "int8_dit_gguf_formats"
 _MOST = 1 << 22  # characters of a recipe; that of a thousand layers has about 200,000
 
 
@@ -41,6 +42,18 @@ def keep_recipe_of_file(model: ModelPatcher, metadata: Mapping[str, str]) -> Non
         keep_recipe(model, recipe)
     if recipe.get(FOLDED):
         model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _FOLDED_CALLBACK_KEY, warn_of_patches_on_folded)
+
+
+def keep_block_formats(model: ModelPatcher, formats: Mapping[str, str]) -> None:
+    """Let a MODEL know which of its weights, by their names in the diffusion model, were in which of GGUF's formats."""
+    if formats:
+        model.set_attachments(_BLOCK_FORMATS_KEY, dict(formats))
+
+
+def block_formats_of(model: ModelPatcher) -> Mapping[str, str]:
+    """The GGUF formats that a MODEL's weights have or had, by their names in the diffusion model. Of a file that was
+    saved as INT8 they are not known."""
+    return model.get_attachment(_BLOCK_FORMATS_KEY) or {}
 
 
 def warn_of_patches_on_folded(model: ModelPatcher) -> None:

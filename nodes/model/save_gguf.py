@@ -21,7 +21,7 @@ from ..host.work import Progress, make_room_to_quantize
 from .build import as_file, file_metadata
 from .layer_selection import check_runs_as_stored, linears
 from .patched_weights import DIFFUSION_MODEL, patched_weight, stored_weight
-from .recipe import FOLDED, RECIPE_KEY, recipe_of, warn_of_patches_on_folded
+from .recipe import FOLDED, RECIPE_KEY, block_formats_of, recipe_of, warn_of_patches_on_folded
 
 SAVED_TYPES = {"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_K_S", "Q4_K": "MOSTLY_Q4_K_S"}
 """The block formats that a file can be saved in, and what llama.cpp calls such a file."""
@@ -70,6 +70,7 @@ def save_gguf_model(
     check_runs_as_stored(model)
     warn_of_patches_on_folded(model)
     tensors = _tensors(model, type)
+    _warn_of_patches_on_rounded(model, type)
     architecture = architecture_name(model.model.model_config)
     about = file_metadata(model.model)
     recipe = recipe_of(model)
@@ -159,7 +160,7 @@ def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], 
     def read() -> torch.Tensor:
         return patched_weight(model, key, model.load_device)
 
-    fitting = [name for name in (type, _OTHERWISE) if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0]
+    fitting = _fitting(shape, type)
     if part != "weight" or layer not in layers or not fitting:
         return _plain(read, shape)
     held = stored_weight(model, key)
@@ -171,6 +172,38 @@ def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], 
             yield quantize_blocks(read(), fitting[0])
 
     return PendingGGUF(shape, fitting[0], blocks)
+
+
+def _fitting(shape: tuple[int, ...], type: str) -> list[str]:
+    """The formats whose blocks divide the rows of a linear's weight, the best first."""
+    return [name for name in (type, _OTHERWISE) if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0]
+
+
+def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
+    """Warn, once, if a patch changes weights that may round back to the values that they had in another GGUF file."""
+    formats = block_formats_of(model)
+    for name, layer in linears(model).items():
+        before = formats.get(f"{name}.weight")
+        if before is None or f"{DIFFUSION_MODEL}{name}.weight" not in model.patches:
+            continue
+        if any(_rounds_back(before, after) for after in _fitting(tuple(layer.weight.shape), type)[:1]):
+            notices.warn(
+                "gguf-lora",
+                "Save GGUF may lose a LoRA",
+                f"the model's weights were rounded to {before} before, and in {type} small changes round back to the "
+                "same values.",
+                "Save as Q8_0, or load the 16-bit file and put the LoRA on that.",
+            )
+            return
+
+
+def _rounds_back(before: str, after: str) -> bool:
+    """Whether weights of one format that a LoRA changed a little may lose the change in another.
+
+    Q8_0, on either side, keeps 0.93 or more of what a LoRA of a hundredth of the weight's norm does, and so do weights
+    of Q6_K in coarser blocks. In Q4_K those of Q4_K keep 0.01 of it, and those of IQ4_NL 0.4.
+    """
+    return _OTHERWISE not in (before, after) and (before != "Q6_K" or after == "Q6_K")
 
 
 def _plain(read: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> PendingGGUF:

@@ -109,7 +109,12 @@ def test_other_floats_and_shapes(dit, files, write):
 
 def test_a_prefix_of_a_whole_checkpoint(dit, write):
     prefixed = {f"model.diffusion_model.{key}": tensor for key, tensor in dit.tensors().items()}
-    assert torch.equal(dit.output(load(write(tensors=prefixed))), dit.output(load(write())))
+    model, plain = load(write(tensors=prefixed)), load(write())
+    assert torch.equal(dit.output(model), dit.output(plain))
+    from int8_dit.nodes.model.recipe import block_formats_of
+
+    assert f"{dit.LAYER}.weight" in block_formats_of(plain)
+    assert block_formats_of(model) == block_formats_of(plain)
 
 
 # Formats that no kernel expands, and the package gguf decodes

@@ -192,6 +192,55 @@ def test_a_lora_on_stored_blocks_is_baked_in(dit, as_stored, save):
     assert raw(save(model, "Q4_K"))[f"{layer}.weight"] == raw(path)[f"{layer}.weight"]
 
 
+K_QUANT = "joint_blocks.1.x_block.mlp.fc2"  # the two that K-quants divide
+OTHER_K_QUANT = "joint_blocks.0.x_block.mlp.fc2"
+
+
+@pytest.fixture
+def said(pack, monkeypatch):
+    """What is warned of, in the words of notices.warn."""
+    from int8_dit.nodes.host import notices
+
+    said = []
+    monkeypatch.setattr(notices, "warn", lambda *words: said.append(words))
+    return said
+
+
+def loaded(path, memory="INT8"):
+    from int8_dit.nodes.model.load import load_int8_model
+
+    return load_int8_model(str(path), "fused int8", memory=memory)
+
+
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_a_lora_on_rounded_weights_is_warned_of_once(dit, save, said, memory):
+    """However many layers it changes, and whether their blocks are still there."""
+    model = dit.with_lora(loaded(save(dit.stock(), "Q4_K"), memory), dit.lora([K_QUANT, OTHER_K_QUANT]))
+    assert not said
+    save(model, "Q4_K")
+    ((reason, summary, detail, advice),) = said
+    assert reason == "gguf-lora" and summary == "Save GGUF may lose a LoRA"
+    assert "rounded to Q4_K before" in detail and "Save as Q8_0" in advice and "16-bit" in advice
+    save(model, "Q6_K")
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_a_lora_that_is_kept_is_not_warned_of(dit, save, said, memory):
+    """There is none; it goes into Q8_0, also as the layer's width wants it; the weights are 16-bit, or in finer blocks
+    than those that they are saved in."""
+    lora, in_q8_0 = dit.lora([K_QUANT]), dit.lora(["joint_blocks.1.x_block.attn.qkv"])
+    rounded = loaded(save(dit.stock(), "Q4_K"), memory)
+    save(rounded, "Q4_K")
+    save(dit.with_lora(rounded, lora), "Q8_0")
+    save(dit.with_lora(rounded, in_q8_0), "Q4_K")
+    save(dit.with_lora(dit.stock(), lora), "Q4_K")
+    save(dit.with_lora(loaded(dit.FILE, memory), lora), "Q4_K")
+    for finer in ("Q8_0", "Q6_K"):
+        save(dit.with_lora(loaded(save(dit.stock(), finer), memory), lora), "Q4_K")
+    assert not said
+
+
 def test_this_packs_loader_computes_with_it_as_with_its_source(dit, save):
     """As near as INT8 is."""
     source = dit.stock()
