@@ -71,10 +71,14 @@ def test_the_readme_shows_the_stored_projection_as_one():
         ("outliers", DEFAULT, "naive W8A8", "and the default leaves {} × [{}, {}]"),
         ("trained", DEFAULT, "nearest rounding", "{} × [{}, {}] of the error of *best per layer, protected* as"),
         ("outliers", DEFAULT, "nearest rounding", "and {} × [{}, {}] with outliers"),
+        ("blocks", "recipe", "ComfyUI ConvRot INT8", "There the recipe loses {} × [{}, {}] what ConvRot loses"),
+        ("blocks", DEFAULT, "ComfyUI ConvRot INT8", "and the default {} × [{}, {}]. Calibrated"),
+        ("blocks", DEFAULT, "nearest rounding", "next to nothing: {} × [{}, {}]"),
     ],
 )
 def test_sentences_about_the_ablation(subject, variant, other, sentence):
-    stored = json.loads((RESULTS / "ablation" / "ablation.json").read_text())["subjects"]
+    folder = "ablation_blocks" if subject == "blocks" else "ablation"
+    stored = json.loads((RESULTS / folder / "ablation.json").read_text())["subjects"]
     ratio = stored[subject]["figures"][variant][f"ratio to {other}"]
     assert sentence.format(*(f"{value:.2f}" for value in ratio)) in words(RESULTS / "README.md")
 
