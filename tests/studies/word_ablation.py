@@ -39,7 +39,9 @@ from words.sampling import STEPS, pictures, sample
 WORD_MODEL = TESTS / "data" / "word_dit.safetensors"
 GGUF = ("Q8_0", "Q6_K", "Q5_K", "Q4_K")
 IN_INT8 = ("Q8_0", "Q4_K")
-PICTURED = ("bf16", "FP8", "NF4", "Q4_K", "naive W8A8", "recipe")
+PICTURED = {name: name for name in ("bf16", "FP8", "NF4", "Q4_K", "naive W8A8", "recipe")}
+PICTURED[ablation.DEFAULT] = "default"
+"""What words.png shows, each with its label."""
 PICTURE_COLUMNS = 6
 REFERENCE = "bf16"
 OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "NF4", *GGUF)
@@ -231,7 +233,7 @@ def draw_words(images: Mapping[str, np.ndarray], path: Path) -> None:
     for row, (name, tiles) in enumerate(shown.items()):
         top = row * (height + 4)
         font = ImageFont.load_default(14)
-        ImageDraw.Draw(picture).text((8, top + height / 2), name, fill=0, font=font, anchor="lm")
+        ImageDraw.Draw(picture).text((8, top + height / 2), PICTURED[name], fill=0, font=font, anchor="lm")
         for column, tile in enumerate(tiles):
             picture.paste(Image.fromarray(tile), (label + column * width, top))
     save_small_png(picture, path)
