@@ -203,7 +203,7 @@ def _rounds_back(before: str, after: str) -> bool:
     Q8_0, on either side, keeps 0.93 or more of what a LoRA of a hundredth of the weight's norm does, and so do weights
     of Q6_K in coarser blocks. In Q4_K those of Q4_K keep 0.01 of it, and those of IQ4_NL 0.4.
     """
-    return _OTHERWISE not in (before, after) and (before != "Q6_K" or after == "Q6_K")
+    return "Q8_0" not in (before, after) and (before != "Q6_K" or after == "Q6_K")
 
 
 def _plain(read: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> PendingGGUF:
