@@ -20,7 +20,7 @@ from .sockets import CalibrationType, kernel_input, runs_where
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]
-_SHARE, _NUMBER, _ERROR = "share of all linears", "number of layers", "error budget"
+_PROTECT = _SHARE, _NUMBER, _ERROR = "share of all linears", "number of layers", "error budget"
 # A calibration step takes as long as the quantization of so many layers: of Ideogram 4, 1024 px, on an H200, 1.4 with
 # the defaults and 4.5 with smoothing alone.
 _LAYERS_PER_STEP = 2
@@ -226,10 +226,10 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         method,
         alpha,
         search_alpha,
-        protect,
         weight_scales,
         smooth_only_foldable,
         kernel,
+        protect=None,
         calibration=None,
         positive=None,
         negative=None,
@@ -241,12 +241,13 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         protected_in=PROTECTED_IN[0],
         rounding=ROUNDINGS[0],
     ) -> io.NodeOutput:
+        protection = _protection(protect)
         check_matplotlib()  # before the work whose report it draws
         settings = QuantizationSettings(
             method,
             alpha,
             search_alpha,
-            _protection(protect),
+            protection,
             weight_scales == _LEAST_ERROR,
             smooth_only_foldable,
             protected_in,
@@ -304,8 +305,13 @@ def _badge(report: QuantizationReport, method: str) -> Badge:
     return Badge("warn", "uncalibrated: nothing is smoothed", f"{detail} Connect a calibration.")
 
 
-def _protection(protect: dict) -> Protection:
-    """The rule that the widget `protect` and the one below it stand for."""
+def _protection(protect: dict | None) -> Protection:
+    """The rule that the widget `protect` and the one below it stand for.
+
+    Raises ValueError for None: ComfyUI gives no value where an API request has one that the widget lacks.
+    """
+    if protect is None:
+        raise ValueError(f"protect must be one of {', '.join(_PROTECT)}")
     if protect["protect"] == _NUMBER:
         return Protection("number", protect["layers"])
     kind = "share" if protect["protect"] == _SHARE else "error"

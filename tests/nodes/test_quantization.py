@@ -121,6 +121,22 @@ def test_how_many_are_protected(dit, model, calibration, rule, count):
     assert len(protected(dit, quantized)) == len(recipe(quantized)["protected"]) == count
 
 
+def test_an_unknown_rule_of_protection_is_named_with_its_choices(model):
+    """ComfyUI drops such a value of a dynamic widget, and its own check with it."""
+    from comfy_api.latest import _io
+
+    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant as Node
+
+    widgets = {"method": "smooth", "alpha": 0.5, "search_alpha": False, "weight_scales": "absmax"}
+    widgets |= {"smooth_only_foldable": False, "kernel": "fused int8", "protect": "all of them"}
+    known = _io.get_finalized_class_inputs(Node.INPUT_TYPES(), widgets)[0]["required"]
+    given = {name: value for name, value in widgets.items() if name in known}
+    assert "protect" not in given
+    choices = "share of all linears, number of layers, error budget"
+    with pytest.raises(ValueError, match=f"protect must be one of {choices}"):
+        Node.execute(model, **given)
+
+
 def test_an_error_budget_holds(dit, model, calibration):
     errors = {layer: figures["error"] for layer, figures in layers_of(dit, model, calibration).items()}
     budget = sorted(errors.values())[-4] + 1e-6
