@@ -1,6 +1,7 @@
 """Recording what enters a model's linears while anything samples with it."""
 
-from collections.abc import Container, Iterator
+import weakref
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -110,7 +111,7 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
     cancel or an error takes them away too. When such a sampling begins it raises ValueError for a compiled MODEL,
     inside which nothing could be seen.
     """
-    observing: dict[int, tuple[Record, list[RemovableHandle]]] = {}
+    observing: weakref.WeakKeyDictionary[ModelPatcher, tuple[Record, weakref.finalize]] = weakref.WeakKeyDictionary()
 
     def begin(patcher: ModelPatcher) -> None:
         if is_compiled(patcher):
@@ -119,22 +120,26 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
         linears = quantizable_linears(patcher)
         record = recording.begin(shapes_of(linears), patcher.load_device)
         handles: list[RemovableHandle] = []
-        observing[id(patcher)] = record, handles
+        # A clone that goes away without an end must not leave observers in the modules it shares with others.
+        observing[patcher] = record, weakref.finalize(patcher, _remove, handles)
         for name, module in linears.items():
             handles.append(record.observe(name, module))
 
     def end(patcher: ModelPatcher) -> None:
-        if id(patcher) not in observing:
-            return
-        record, handles = observing.pop(id(patcher))
-        for handle in handles:
-            handle.remove()
-        record.settle()
+        if patcher in observing:
+            record, stop = observing.pop(patcher)
+            stop()
+            record.settle()
 
     clone = model.clone()
     clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, begin)
     clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, CALLBACK_KEY, end)
     return clone
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def disarm(model: ModelPatcher) -> None:

@@ -1,5 +1,6 @@
 """Calibration: what the recorder sees of real sampling, that nothing of it stays, and calibrations kept and merged."""
 
+import gc
 import math
 
 import pytest
@@ -132,6 +133,28 @@ def test_a_node_that_clones_the_armed_model_keeps_it_armed(dit, model, recorder)
     recording = recorder.Recording()
     dit.sample(dit.with_lora(recorder.armed(model, recording), dit.lora(dit.LINEARS)))
     assert recording.calibration().statistics.keys() == set(dit.LINEARS)
+
+
+def test_a_model_that_goes_away_while_it_is_observed_leaves_nothing(dit, model, recorder):
+    """Its modules live on in other clones, and its address may become that of another one."""
+    from comfy.patcher_extension import CallbacksMP
+
+    recording = recorder.Recording()
+    armed = recorder.armed(model, recording)
+    (begin,) = armed.get_callbacks(CallbacksMP.ON_PRE_RUN, recorder.CALLBACK_KEY)
+    (end,) = armed.get_callbacks(CallbacksMP.ON_CLEANUP, recorder.CALLBACK_KEY)
+    clone = armed.clone()
+    begin(clone)
+    assert dit.module(model, dit.LAYER)._forward_pre_hooks
+    del clone
+    gc.collect()
+    assert not dit.module(model, dit.LAYER)._forward_pre_hooks
+    for _ in range(100):
+        end(armed.clone())  # one of them at the same address
+    begin(armed)
+    assert len(dit.module(model, dit.LAYER)._forward_pre_hooks) == 1
+    end(armed)
+    assert not dit.module(model, dit.LAYER)._forward_pre_hooks
 
 
 def test_two_models_of_one_guider_have_statistics_of_their_own(dit, small_ideogram, recorder):
