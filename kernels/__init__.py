@@ -12,6 +12,8 @@ from .device import (
     runs_fused,
 )
 from .gguf.formats import GGUF_FORMATS
+from .internals.assumptions import missing
+from .internals.torch_functions import all_modules_hooked
 from .interruption import interruptible
 from .linear import int8_gemm, int8_linear
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, candidates
@@ -56,6 +58,7 @@ __all__ = [
     "TransformPlan",
     "Verdict",
     "activate_quantize",
+    "all_modules_hooked",
     "candidates",
     "channel_scales",
     "check_alpha",
@@ -71,6 +74,7 @@ __all__ = [
     "int8_linear",
     "int8_path",
     "interruptible",
+    "missing",
     "multiply_columns",
     "naming_layer",
     "native_computes",

@@ -6,13 +6,13 @@ as any modulated LayerNorm, Inductor stores. So its operations enter below the g
 input for itself, and all of it is one kernel.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from .internals.torch_functions import dispatch_modes
 from .reference import quantize_activations_reference
 from .transform import ChannelTransform
 
@@ -30,7 +30,7 @@ def watched(x: torch.Tensor) -> bool:
     return (
         (torch.compiler.is_compiling() and _teach_inductor())
         or type(x) not in (torch.Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
+        or dispatch_modes() > 0
     )
 
 
@@ -63,11 +63,12 @@ def _teach_inductor() -> bool:
 
     That is when a compiler first meets the kernels: importing Inductor takes a second.
     """
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    operator = torch.ops.int8_dit.quantize_activations.default
-    if operator not in lowerings:
-        register_lowering(operator, type_promotion_kind=None)(_lower_quantizer)
+    try:
+        from .internals import inductor
+    except ImportError as error:
+        _warn_of(error)
+        return True
+    inductor.teach(torch.ops.int8_dit.quantize_activations.default, _lower_quantizer)
     return True
 
 
@@ -77,17 +78,21 @@ def _lower_quantizer(x: Any, smooth: Any = None, rotation_group: int | None = No
     A rotation stays opaque: it would be a pass over memory for each base-4 digit of its group. So do 16 bits, whose two
     halves Inductor would write in two kernels, and a matrix without columns.
     """
-    from torch._inductor.lowering import fallback_handler
-    from torch._inductor.virtualized import V
+    from .internals import inductor
 
-    fakes = [node.meta["val"] for node in V.graph.current_node.all_input_nodes]
+    fakes = inductor.tensors_of_call()
     if rotation_group is None and activation_bits == 8 and fakes[0].shape[1]:
         try:
-            return _lower_reference([x] if smooth is None else [x, smooth], fakes)
+            return inductor.plain(_quantized_rows, [x] if smooth is None else [x, smooth], fakes)
         except Exception as error:  # a PyTorch whose Inductor is made otherwise
             _warn_of(error)
     operator = torch.ops.int8_dit.quantize_activations.default
-    return fallback_handler(operator, add_to_fallback_set=False)(x, smooth, rotation_group, activation_bits)
+    return inductor.opaque(operator, x, smooth, rotation_group, activation_bits)
+
+
+def _quantized_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The quantizer in plain operations, of x and perhaps the factors of a smoothing."""
+    return quantize_activations_reference(tensors[0], ChannelTransform(*tensors[1:2], rotation_group=None))
 
 
 def _warn_of(error: Exception) -> None:
@@ -95,37 +100,3 @@ def _warn_of(error: Exception) -> None:
     if type(error) not in _warned_of:
         _warned_of.add(type(error))
         _log.warning("INT8: compiled models run slower than they could, as this PyTorch's Inductor raised %r", error)
-
-
-def _lower_reference(inputs: list[Any], fakes: list[torch.Tensor]) -> Any:
-    """Inductor's nodes of the reference's results; `fakes` look like what `inputs`, x and perhaps smooth, stand for."""
-    from torch._inductor import config
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.lowering import lowerings
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.node import map_arg
-
-    def reference(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return quantize_activations_reference(tensors[0], ChannelTransform(*tensors[1:2], rotation_group=None))
-
-    with V.fake_mode:
-        graph = make_fx(reference, decomposition_table=select_decomp_table())(*fakes).graph
-    nodes: dict[torch.fx.Node, Any] = {}
-    # A row is one program's: split among several, as Inductor likes where parts lie side by side, it is read twice.
-    with config.patch(split_reductions=False):
-        for node in graph.nodes:
-            if node.op == "output":
-                break
-            if node.op == "placeholder":
-                nodes[node] = inputs[len(nodes)]
-            elif isinstance(node.meta["val"], torch.SymInt):
-                nodes[node] = node.meta["val"].node.expr
-            else:
-                taken, options = map_arg((node.args, node.kwargs), nodes.__getitem__)
-                nodes[node] = lowerings[node.target](*taken, **options)
-            if node.target == torch.ops.aten.amax.default:
-                computed = nodes[node].data.data
-                computed.data = dataclasses.replace(computed.data, reduction_hint=ReductionHint.INNER)
-    return map_arg(graph.output_node().args[0], nodes.__getitem__)

@@ -4,7 +4,6 @@ import functools
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -38,10 +37,9 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 def triton_error() -> str | None:
     """Why the installed Triton cannot build kernels (it needs a C compiler for its launcher), or None where it can."""
     try:
-        import triton.runtime
+        from .internals.triton_runtime import check_driver
 
-        driver: Any = triton.runtime.driver.active
-        driver.get_current_device()
+        check_driver()
     except Exception as error:  # whatever it is, there will be no kernel
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return None

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import importlib
 import importlib.metadata
 import importlib.util
 import shutil
@@ -10,6 +9,8 @@ import subprocess
 from collections.abc import Mapping
 
 import torch
+
+from .internals import kitchen
 
 
 def triton_available() -> bool:
@@ -42,18 +43,10 @@ def native_backend(device: torch.device) -> str:
 
     Inside ComfyUI it knows what ComfyUI switched off: below CUDA 13 that leaves the eager one.
     """
-    if importlib.util.find_spec("comfy_kitchen") is None:
-        raise LookupError("comfy-kitchen is not installed")
     x = torch.zeros(32, 64, dtype=torch.bfloat16, device=device)
     weight = torch.zeros(64, 64, dtype=torch.int8, device=device)
     scale = torch.ones((), device=device)
-    options = {"bias": None, "out_dtype": x.dtype, "convrot": False, "convrot_groupsize": 256}
-    arguments = {"x": x, "weight": weight, "weight_scale": scale, **options}
-    try:
-        registry = importlib.import_module("comfy_kitchen.registry").registry
-        return registry.get_capable_backend("int8_linear", arguments)
-    except Exception as error:
-        raise LookupError(str(error).strip().partition("\n")[0] or type(error).__name__) from error
+    return kitchen.backend_for(x, weight, scale)
 
 
 def query(device: torch.device, fields: str) -> list[str]:

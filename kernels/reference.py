@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from .internals.torch_functions import int_mm
 from .transform import UNCHANGED, ChannelTransform
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -72,7 +73,6 @@ def int8_accumulate_reference(q: torch.Tensor, weight: torch.Tensor) -> torch.Te
     pad_k = -channels % 32
     q = F.pad(q, (0, pad_k, 0, -m % 32))
     weight = F.pad(weight, (0, pad_k, 0, -n % 32))
-    int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
     return int_mm(q, weight.t())[:m, :n]
 
 

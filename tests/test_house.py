@@ -12,7 +12,7 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 PROJECT = Path(__file__).resolve().parents[1]
 MOST_LINES = 400
 # From the ground up: a room imports what stands before it. In nodes/ what is above the rooms is the nodes themselves.
-KERNEL_ROOMS = ("numerics", "gguf", "fused", "benchmark")
+KERNEL_ROOMS = ("internals", "numerics", "gguf", "fused", "benchmark")
 NODE_ROOMS = ("host", "files", "blocks", "model", "calibration", "quantization", "benchmark", "pictures", "images")
 
 FILES = {path: ast.parse(path.read_text()) for room in ("kernels", "nodes") for path in (PROJECT / room).rglob("*.py")}
@@ -66,6 +66,54 @@ def test_kernels_know_no_comfyui():
             own, others = imports_of(path)
             assert all(module.startswith("kernels") for module, _ in own), path
             assert not others & {"comfy", "comfy_api", "comfy_execution", "folder_paths", "nodes", "server"}, path
+
+
+# Public, and as old as the oldest versions that the pack runs with. What else is taken of Triton goes through the door.
+PUBLIC_TRITON = {"jit", "cdiv", "language", "__version__"}
+
+
+def dotted(node):
+    """`torch._C.name` of an attribute's node, None where it is not one of a module's."""
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return base and f"{base}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def insides_named(path):
+    """What a file names of Triton's, PyTorch's and comfy-kitchen's insides."""
+    bound = {"torch": "torch", "triton": "triton"}  # what names stand for
+    named = []
+    for node in ast.walk(FILES[path]):
+        if isinstance(node, ast.Import):
+            named += [alias.name for alias in node.names if alias.name != "triton.language"]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            named += [f"{node.module}.{alias.name}" for alias in node.names]
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(FILES[path]):
+        if isinstance(node, ast.Attribute) and (name := dotted(node)):
+            root, _, rest = name.partition(".")
+            named.append(f"{bound.get(root, '')}.{rest}")
+    return {name for name in named if is_inside(name.split("."))}
+
+
+def is_inside(parts):
+    package, *rest = parts
+    if package == "triton":
+        return bool(rest) and rest[0] not in PUBLIC_TRITON
+    if package == "torch":
+        return rest[:1] == ["fx"] or any(re.match("_(?!_)", part) for part in rest)
+    return package == "comfy_kitchen"
+
+
+def test_one_room_names_the_insides_of_triton_and_torch():
+    room = PROJECT / "kernels" / "internals"
+    found = {path: named for path in FILES if (named := insides_named(path))}
+    for path, named in found.items():
+        # nodes/ has a door of its own to comfy-kitchen.
+        assert path.parent == room or {name.partition(".")[0] for name in named} == {"comfy_kitchen"}, path
+        assert "kernels" not in path.relative_to(PROJECT).parts or path.parent == room, path
+    assert {path.name for path in found} >= {"triton_runtime.py", "torch_functions.py", "inductor.py"}
 
 
 def room_of(module, rooms):

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from ..block_weights import quantize_blocks
 from ..device import fused_obstacle
 from ..gguf.formats import GGUF_FORMATS
+from ..internals import kitchen as comfy_kitchen
+from ..internals.torch_functions import scaled_mm
 from ..linear import int8_gemm, int8_linear, quantize_activations
 from ..machine import native_backend
 from ..numerics.weights import quantize_weight
@@ -97,13 +99,10 @@ def kitchen_int8_linear(backend: str, device: torch.device) -> Callable[..., tor
     """
     if device.type != "cuda":
         raise Unavailable("no GPU")
-    if importlib.util.find_spec("comfy_kitchen") is None:
-        raise Unavailable("comfy-kitchen is not installed")
     try:
-        registry = importlib.import_module("comfy_kitchen.registry").registry
-        return registry.get_implementation("int8_linear", backend=backend)
-    except Exception as error:
-        raise Unavailable(first_line(error)) from error
+        return comfy_kitchen.int8_linear(backend)
+    except LookupError as error:
+        raise Unavailable(str(error)) from error
 
 
 def require_fused(device: torch.device) -> None:
@@ -119,16 +118,11 @@ def bf16(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -
 
 def fp8_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
     q, q_scale = quantize_fp8(operands.x)
-    return lambda copy: _scaled_mm(q, q_scale, weights[copy], scale)
+    return lambda copy: scaled_mm(q, q_scale, weights[copy].t(), scale)
 
 
 def fp8(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
-    return lambda copy: _scaled_mm(*quantize_fp8(operands.x), weights[copy], scale)
-
-
-def _scaled_mm(q: torch.Tensor, q_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    return scaled_mm(q, weight.t(), q_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return lambda copy: scaled_mm(*quantize_fp8(operands.x), weights[copy].t(), scale)
 
 
 def fp8_dequantized(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
@@ -158,7 +152,7 @@ def gguf(name: str) -> Prepare:
 
 
 def native(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
-    linear = importlib.import_module("comfy_kitchen").int8_linear
+    linear = comfy_kitchen.int8_linear()
     return lambda copy: linear(operands.x, weights[copy], scale, None, torch.bfloat16)
 
 

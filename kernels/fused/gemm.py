@@ -1,19 +1,14 @@
 """Launching the fused INT8 GEMM: the configuration tuned for a shape, its workspace, its tensor descriptors."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
+from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
 from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from .launching import RepeatedLaunch, on_device, remembered
 from .tiles import GemmConfig, candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
-
-try:  # Triton 3.4 and newer
-    from triton.tools import tensor_descriptor
-except ImportError:
-    tensor_descriptor = None
 
 # Multiply-adds from which on it pays to write the result with the copy engine: one more descriptor takes the host
 # longer.
@@ -40,25 +35,7 @@ def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
 def _fits_descriptors(operand: torch.Tensor) -> bool:
     """Whether the copy engine can address the matrix: base and rows on 16 bytes."""
     row_bytes = operand.stride(0) * operand.element_size()
-    return tensor_descriptor is not None and operand.data_ptr() % 16 == 0 and row_bytes % 16 == 0
-
-
-class _Blocks(NamedTuple):
-    """What a launch reads of a tensor descriptor, without all that Triton checks of a new one."""
-
-    base: torch.Tensor
-    shape: tuple[int, int]
-    strides: tuple[int, int]
-    block_shape: tuple[int, int]
-    padding: str = "zero"
-
-
-def _new_descriptor(
-    base: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int], block_shape: tuple[int, int]
-) -> object:
-    """A descriptor as Triton wants it to compile a kernel."""
-    assert tensor_descriptor is not None
-    return tensor_descriptor.TensorDescriptor(base, list(shape), list(strides), list(block_shape))
+    return HAS_DESCRIPTORS and operand.data_ptr() % 16 == 0 and row_bytes % 16 == 0
 
 
 def _passes(q: torch.Tensor, weight: torch.Tensor) -> int:
@@ -75,11 +52,10 @@ class PreparedGemm:
     sizes: tuple[int, int, int]
     strides: tuple[int, int, int]
     tiles: int
-    # What the copy engine is told of a matrix beside its address: shape, strides, and the shape of the blocks that it
-    # copies. None where pointers are used.
-    a_blocks: tuple | None
-    b_blocks: tuple | None
-    out_blocks: tuple | None
+    # None where pointers are used.
+    a_blocks: MatrixBlocks | None
+    b_blocks: MatrixBlocks | None
+    out_blocks: MatrixBlocks | None
 
     def __call__(
         self,
@@ -96,15 +72,14 @@ class PreparedGemm:
             sums = self.tiles * self.config.split_k * self.config.block_m * self.config.block_n
             partial_sums = torch.empty(sums, dtype=torch.int32, device=q.device)
             arrivals = _arrivals(q.device, self.tiles)
-        described = _new_descriptor if self.launch.is_new else _Blocks
         self.launch(
-            q if self.a_blocks is None else described(q, *self.a_blocks),
-            weight if self.b_blocks is None else described(weight, *self.b_blocks),
+            q if self.a_blocks is None else self.a_blocks.of(q),
+            weight if self.b_blocks is None else self.b_blocks.of(weight),
             # What the kernel does not read is `out` again: a pointer like any other.
             out if q_scale is None else q_scale,
             out if weight_scale is None else weight_scale,
             out if bias is None else bias,
-            out if self.out_blocks is None else described(out, *self.out_blocks),
+            out if self.out_blocks is None else self.out_blocks.of(out),
             partial_sums,
             arrivals,
             *self.sizes,
@@ -132,9 +107,9 @@ def _prepare(
         (m, n, k),
         (q.stride(0), weight.stride(0), out.stride(0)),
         tiles,
-        (q.shape, q.stride(), (config.block_m, config.block_k)) if descriptors else None,
-        (weight.shape, weight.stride(), (config.block_n, config.block_k)) if descriptors else None,
-        (out.shape, out.stride(), (config.block_m, config.block_n)) if store_blocks else None,
+        MatrixBlocks(q.shape, q.stride(), (config.block_m, config.block_k)) if descriptors else None,
+        MatrixBlocks(weight.shape, weight.stride(), (config.block_n, config.block_k)) if descriptors else None,
+        MatrixBlocks(out.shape, out.stride(), (config.block_m, config.block_n)) if store_blocks else None,
     )
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import triton
-from triton.compiler import CompiledKernel
+
+from ..internals.triton_runtime import direct_launch
 
 Prepared = TypeVar("Prepared")
 
@@ -31,39 +31,14 @@ class RepeatedLaunch:
         self._constants = dict(constants)
         self._options = dict(options)
         self._launch = None
-        self._appended = ()
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the next launch is Triton's own, which looks at its arguments to compile for them."""
-        return self._launch is None
 
     def __call__(self, *arguments: object) -> None:
         """Launch on the current device and stream; `arguments` are the parameters before the constants."""
         if self._launch is not None:
-            self._launch(*arguments, *self._appended)
+            self._launch(*arguments)
             return
         compiled = self._kernel[self._grid](*arguments, **self._constants, **self._options)
-        if isinstance(compiled, CompiledKernel):  # not so under the interpreter, or while compiling in the background
-            # Triton before 3.3 launches compiled kernels without the constants. One count too many or too few is no
-            # error in all versions, so the number of parameters decides.
-            takes_constants = len(compiled.src.signature) > len(arguments)
-            self._appended = tuple(self._constants.values()) if takes_constants else ()
-            self._launch = _direct_launch(compiled, self._grid)
-
-
-def _direct_launch(compiled: CompiledKernel, grid: tuple[int, int]) -> Callable[..., None]:
-    """A compiled kernel's launch on the device on which it was launched first, without the hooks of Triton's profiler:
-    asking for them takes longer than the launch."""
-    driver: Any = triton.runtime.driver.active
-    device, stream_of = driver.get_current_device(), driver.get_current_stream
-    run: Any = compiled.run
-    function, metadata = compiled.function, compiled.packed_metadata
-
-    def launch(*arguments: object) -> None:
-        run(*grid, 1, stream_of(device), function, metadata, None, None, None, *arguments)
-
-    return launch
+        self._launch = direct_launch(compiled, self._grid, len(arguments), self._constants)
 
 
 def on_device(device: torch.device) -> AbstractContextManager:

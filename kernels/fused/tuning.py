@@ -10,9 +10,8 @@ from dataclasses import astuple
 from time import monotonic
 
 import torch
-from triton.compiler.errors import CompilationError
-from triton.runtime import errors as runtime_errors
 
+from ..internals.triton_runtime import is_unfit
 from ..interruption import stop_if_asked
 from ..timing import median_milliseconds
 from .tiles import SHIPPED, GemmConfig
@@ -26,15 +25,6 @@ _FINAL_REPETITIONS = 15
 _WITHIN_REACH = 1.15
 # Wall clock for one shape. Nearly all of it is compilation, which is why the likely winners come first in the lists.
 _SECONDS_PER_SHAPE = 10.0
-
-# What keeps a candidate from running on a card. Triton before 3.3 raises plain RuntimeErrors for ptxas, and all
-# versions do so for failed compiler passes; those are told apart from errors of the launch by their text.
-_UNFIT_ERRORS = (
-    runtime_errors.OutOfResources,
-    CompilationError,
-    getattr(runtime_errors, "PTXASError", CompilationError),
-)
-_UNFIT_TEXTS = ("ptxas", "PassManager::run failed")
 
 
 @functools.cache
@@ -193,8 +183,7 @@ def _skipping_unfit() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        unfit_text = type(error) is RuntimeError and any(text in str(error) for text in _UNFIT_TEXTS)
-        if not unfit_text and not isinstance(error, _UNFIT_ERRORS):
+        if not is_unfit(error):
             raise
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import triton
 from filelock import FileLock
 
+from ..internals import triton_runtime
 from .tiles import GemmConfig, is_offered
 
 logger = logging.getLogger(__name__)
@@ -57,15 +58,7 @@ class Measurement:
 def cache_folder() -> Path:
     """Where results are kept: INT8_DIT_TUNING_CACHE, or else `int8-dit` where Triton keeps compiled kernels."""
     named = os.environ.get("INT8_DIT_TUNING_CACHE", "").strip()
-    return Path(named).expanduser() if named else Path(_triton_cache_folder()) / "int8-dit"
-
-
-def _triton_cache_folder() -> str:
-    knobs = getattr(triton, "knobs", None)
-    if knobs is not None:
-        return knobs.cache.dir
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    return os.environ.get("TRITON_CACHE_DIR", "").strip() or os.path.join(home, ".triton", "cache")
+    return Path(named).expanduser() if named else Path(triton_runtime.cache_folder()) / "int8-dit"
 
 
 @functools.cache

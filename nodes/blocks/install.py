@@ -17,9 +17,8 @@ from typing import Any
 import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
-from torch.nn.modules import module as torch_module
 
-from ...kernels import FLOAT_DTYPES, native_computes, runs_fused
+from ...kernels import FLOAT_DTYPES, all_modules_hooked, native_computes, runs_fused
 from .before_compiling import compare_before_compiling
 from .first_call import Failed, attempt, compare
 from .steps import InputForm, input_form
@@ -160,11 +159,7 @@ def _is_known(module: torch.nn.Module, kind: BlockKind) -> bool:
 
 def _watched() -> bool:
     """Whether something wants ComfyUI's own modules to be called, in whatever block."""
-    return (
-        torch.is_grad_enabled()
-        or comfy.model_management.in_training
-        or bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-    )
+    return torch.is_grad_enabled() or comfy.model_management.in_training or all_modules_hooked()
 
 
 def _patched(options: dict[str, Any]) -> bool:

@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import logging
 
+from ...kernels import missing
+
 # The oldest comfy-kitchen that the pack was tested with. ComfyUI 0.30 asks for it.
 _OLDEST = "0.2.26"
 # The pack loads without these: module -> what is said where it is missing.
@@ -34,7 +36,13 @@ def check_comfy_kitchen() -> None:
 
 
 def say_what_is_missing() -> None:
-    """Log a line for each optional module that is not installed: what does not work, and what to install."""
+    """Log a line for each optional module that is not installed: what does not work, and what to install.
+
+    One more line says which insides of the installed ones are not as the pack knows them.
+    """
     for module, consequence in _OPTIONAL.items():
         if importlib.util.find_spec(module) is None:
             logger.warning("INT8 DiT: %s.", consequence)
+    unknown = [f"{what}: {instead}" for what, instead in missing()]
+    if unknown:
+        logger.warning("INT8 DiT does not know these parts of the installed packages: %s.", "; ".join(unknown))

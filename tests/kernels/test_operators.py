@@ -352,6 +352,17 @@ def test_where_inductor_is_made_otherwise_the_quantizer_stays_opaque(monkeypatch
     assert caplog.text.count("this PyTorch's Inductor raised TypeError") == 1
 
 
+def test_without_inductor_s_insides_a_compiled_linear_still_runs(monkeypatch, caplog):
+    monkeypatch.setattr(kernels.compilers, "_warned_of", set())
+    monkeypatch.delattr(kernels.internals, "inductor", raising=False)
+    monkeypatch.setitem(sys.modules, "kernels.internals.inductor", None)
+    weight, scale = quantize_weight(random_float(24, 32, seed=2))
+    x = random_float(5, 32)
+    compiled = torch.compile(lambda x: int8_linear(x, weight, scale), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), int8_linear(x, weight, scale))
+    assert caplog.text.count("compiled models run slower than they could") == 1
+
+
 @pytest.mark.parametrize("bits", (8, 16))
 def test_compiled_under_the_interpreter_or_on_the_gpu(interpreted, bits):
     weight, scale = quantize_weight(random_float(24, 32, seed=2))

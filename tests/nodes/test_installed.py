@@ -18,6 +18,14 @@ def test_a_missing_triton_is_said_in_one_line(pack, caplog, monkeypatch):
     assert "bf16" in line and "pip install triton" in line and "\n" not in line
 
 
+def test_unknown_insides_are_said_in_one_line(pack, caplog, monkeypatch):
+    unknown = [("how Triton launches", "it launches itself"), ("a table", "nothing is looked up")]
+    monkeypatch.setattr(f"{pack.__name__}.nodes.host.installed.missing", lambda: unknown)
+    assert asyncio.run(pack.comfy_entrypoint()) is not None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "how Triton launches: it launches itself; a table: nothing is looked up" in line
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     (("comfy_kitchen.tensor", "BaseLayoutParams"), ("comfy.quant_ops.QuantizedTensor", "requantize_from_float")),

@@ -1,0 +1,127 @@
+"""What the kernels assume of the insides of other packages, as a table, and which of it does not hold here."""
+
+import functools
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, eq=False)
+class Assumption:
+    """Something that another package promises nobody.
+
+    Attributes:
+        what: what it is, for the log.
+        instead: what the pack does where it does not hold, for the log.
+        sources: a file of a package -> regular expressions that its lines match where the assumption holds. The text is
+            read and nothing is imported: Inductor takes a second, and a driver's context memory on the card.
+    """
+
+    what: str
+    instead: str
+    sources: Mapping[str, tuple[str, ...]]
+
+
+DIRECT_LAUNCH = Assumption(
+    "how Triton launches a compiled kernel",
+    "each launch is Triton's own, which takes the host tens of microseconds longer",
+    {
+        # What `CompiledKernel.run` is called with, by the one who knows.
+        "triton/runtime/jit.py": (
+            r"kernel\.run\(grid_0, grid_1, grid_2, stream, kernel\.function, kernel\.packed_metadata,\s+launch_",
+        ),
+        "triton/compiler/compiler.py": (r"^class CompiledKernel\b",),
+    },
+)
+TENSOR_DESCRIPTORS = Assumption(
+    "tensor descriptors (Triton 3.4 and newer)",
+    "Hopper's kernels read through pointers, which is slower",
+    {"triton/tools/tensor_descriptor.py": (r"^class TensorDescriptor\b",)},
+)
+TRITON_ERRORS = Assumption(
+    "what Triton raises for a configuration that does not fit a card",
+    "such a configuration ends the tuning with its error",
+    {
+        "triton/runtime/errors.py": (r"^class OutOfResources\b",),
+        "triton/compiler/errors.py": (r"^class CompilationError\b",),
+    },
+)
+INDUCTOR = Assumption(
+    "the lowerings of torch's Inductor",
+    "torch.compile leaves the quantizer a kernel of its own, which is slower",
+    {
+        "torch/_inductor/lowering.py": (r"^lowerings\b", r"^def register_lowering\b", r"^def fallback_handler\b"),
+        "torch/_inductor/virtualized.py": (r"^V\b", r"\bfake_mode\b"),
+        "torch/_inductor/config.py": (r"^split_reductions\b",),
+        "torch/_inductor/decomposition.py": (r"^def select_decomp_table\b",),
+        "torch/_inductor/runtime/hints.py": (r"^class ReductionHint\b",),
+        "torch/fx/experimental/proxy_tensor.py": (r"^def make_fx\b",),
+        "torch/fx/node.py": (r"^def map_arg\b",),
+    },
+)
+DISPATCH_STACK = Assumption(
+    "torch's count of dispatch modes",
+    "each call goes through torch's operators, which takes the host longer",
+    {"torch/utils/_python_dispatch.py": (r"\b_len_torch_dispatch_stack\b",)},
+)
+GLOBAL_HOOKS = Assumption(
+    "torch's hooks of all modules",
+    "blocks are fused though such a hook may want to see their parts",
+    {"torch/nn/modules/module.py": (r"^_global_forward_hooks\b", r"^_global_forward_pre_hooks\b")},
+)
+KITCHEN_REGISTRY = Assumption(
+    "comfy-kitchen's table of backends",
+    "Kernel Benchmark has no row of ComfyUI's INT8",
+    {
+        "comfy_kitchen/registry.py": (
+            r"^registry\b",
+            r"^\s+def get_capable_backend\b",
+            r"^\s+def get_implementation\b",
+        )
+    },
+)
+
+ASSUMPTIONS = (
+    DIRECT_LAUNCH,
+    TENSOR_DESCRIPTORS,
+    TRITON_ERRORS,
+    INDUCTOR,
+    DISPATCH_STACK,
+    GLOBAL_HOOKS,
+    KITCHEN_REGISTRY,
+)
+
+
+@functools.cache
+def holds(assumption: Assumption) -> bool:
+    """Whether the installed packages are as assumed."""
+    return all(_matches(file, patterns) for file, patterns in assumption.sources.items())
+
+
+def missing() -> list[tuple[str, str]]:
+    """What of the table does not hold here, and what the pack does instead; of installed packages only."""
+    return [
+        (assumption.what, assumption.instead)
+        for assumption in ASSUMPTIONS
+        if all(_folder(file) is not None for file in assumption.sources) and not holds(assumption)
+    ]
+
+
+def _matches(file: str, patterns: tuple[str, ...]) -> bool:
+    folder = _folder(file)
+    try:
+        text = "" if folder is None else (folder / file).read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return all(re.search(pattern, text, re.MULTILINE) for pattern in patterns)
+
+
+@functools.cache
+def _folder(file: str) -> Path | None:
+    """Where the package that a file belongs to lies, without importing it; None where it is not installed."""
+    spec = importlib.util.find_spec(file.partition("/")[0])
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))).parent

@@ -1,0 +1,108 @@
+"""Triton's runtime: its driver, what it raises, where it keeps files, and a compiled kernel launched past it."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton
+
+from .assumptions import DIRECT_LAUNCH, holds
+
+try:  # Triton 3.4 and newer
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+HAS_DESCRIPTORS = TensorDescriptor is not None
+
+try:
+    from triton.compiler import CompiledKernel
+except ImportError:
+    CompiledKernel = None
+
+# Triton's own errors of a kernel that does not run on a card. Before 3.3 it raises plain RuntimeErrors for ptxas, and
+# in all versions for failed compiler passes; those are told apart from errors of the launch by their text.
+_UNFIT_ERRORS = {"OutOfResources", "CompilationError", "PTXASError"}
+_UNFIT_TEXTS = ("ptxas", "PassManager::run failed")
+
+
+def is_unfit(error: Exception) -> bool:
+    """Whether it says that a kernel needs more than the card has, or that Triton cannot compile it for the card."""
+    if type(error) is RuntimeError:
+        return any(text in str(error) for text in _UNFIT_TEXTS)
+    kinds = type(error).__mro__
+    return any(kind.__name__ in _UNFIT_ERRORS and kind.__module__.startswith("triton.") for kind in kinds)
+
+
+def check_driver() -> None:
+    """Make what Triton launches kernels with, and ask it for the device; raises whatever Triton does."""
+    driver: Any = triton.runtime.driver.active
+    driver.get_current_device()
+
+
+def cache_folder() -> str:
+    """Where Triton keeps compiled kernels: from 3.4 on it says so itself."""
+    knobs = getattr(triton, "knobs", None)
+    if knobs is not None:
+        return knobs.cache.dir
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return os.environ.get("TRITON_CACHE_DIR", "").strip() or os.path.join(home, ".triton", "cache")
+
+
+class MatrixBlocks:
+    """What Hopper's copy engine is told of matrices of one shape and one dtype: all but their address.
+
+    Args:
+        shape, strides: of the matrices, in elements.
+        block_shape: of the blocks that are copied.
+    """
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, int]) -> None:
+        self._told = (shape, strides, block_shape)
+        self._fields: dict[str, Any] | None = None
+
+    def of(self, matrix: torch.Tensor) -> object:
+        """The descriptor of a matrix, whose base is on 16 bytes as that of the first one.
+
+        Triton's constructor checks more than a launch takes. So it makes the first, and the others are copies of that
+        at another address, with whatever fields this Triton's launch reads of them.
+        """
+        assert TensorDescriptor is not None
+        if self._fields is None:
+            shape, strides, block_shape = map(list, self._told)
+            descriptor = TensorDescriptor(matrix, shape, strides, block_shape)
+            self._fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
+            return descriptor
+        descriptor = object.__new__(TensorDescriptor)
+        descriptor.__dict__ = {"base": matrix, **self._fields}
+        return descriptor
+
+
+def direct_launch(
+    compiled: object, grid: tuple[int, int], arguments: int, constants: Mapping[str, object]
+) -> Callable[..., None] | None:
+    """What launches again what a first launch compiled, on the device of that launch; None where that is Triton's task.
+
+    It does without the hooks of Triton's profiler: asking for them takes longer than the launch.
+
+    Args:
+        compiled: what the first launch returned.
+        grid: two numbers of programs.
+        arguments: how many arguments the kernel has before its constants; the launch takes these.
+        constants: the constants in the order of the kernel's parameters.
+    """
+    # It is none under the interpreter, or while compiling in the background.
+    if CompiledKernel is None or not isinstance(compiled, CompiledKernel) or not holds(DIRECT_LAUNCH):
+        return None
+    driver: Any = triton.runtime.driver.active
+    device, stream_of = driver.get_current_device(), driver.get_current_stream
+    kernel: Any = compiled
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    # Triton before 3.3 launches compiled kernels without the constants. One count too many or too few is no error in
+    # all versions, so the number of parameters decides.
+    appended = tuple(constants.values()) if len(kernel.src.signature) > arguments else ()
+
+    def launch(*given: object) -> None:
+        run(*grid, 1, stream_of(device), function, metadata, None, None, None, *given, *appended)
+
+    return launch

@@ -1,0 +1,140 @@
+"""What the kernels assume of the insides of Triton and PyTorch, and what they do where it does not hold."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels import missing
+from kernels.internals import assumptions, torch_functions
+from support.tensors import random_int8
+
+triton_runtime = pytest.importorskip("kernels.internals.triton_runtime", exc_type=ImportError)
+needs_descriptors = pytest.mark.skipif(not triton_runtime.HAS_DESCRIPTORS, reason="Triton 3.4 and newer has them")
+
+
+def test_all_assumptions_hold_with_the_versions_under_test():
+    assert missing() == []
+
+
+def package(folder, **files):
+    for name, text in files.items():
+        path = folder / "some_package" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+ASSUMED = {"some_package/inside.py": (r"^def inner\b", r"^TABLE\b")}
+
+
+@pytest.mark.parametrize(
+    "text, held",
+    (
+        ("TABLE = {}\n\ndef inner(x):\n    pass\n", True),
+        ("TABLE: dict = {}\ndef inner():\n    pass\n", True),
+        ("TABLE = {}\ndef inner_renamed(x):\n    pass\n", False),
+        ("import inner, TABLE\n", False),
+        (None, False),
+    ),
+)
+def test_what_does_not_hold_is_told_without_an_import(tmp_path, monkeypatch, text, held):
+    assumption = assumptions.Assumption("a table", "nothing is looked up", ASSUMED)
+    package(tmp_path, __init__="raise RuntimeError('imported')", **({} if text is None else {"inside": text}))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(assumptions, "ASSUMPTIONS", (assumption,))
+    assumptions._folder.cache_clear()
+    assert assumptions.holds(assumption) == held
+    assert missing() == ([] if held else [("a table", "nothing is looked up")])
+
+
+def test_what_is_not_installed_is_not_missed(monkeypatch):
+    monkeypatch.setattr(
+        assumptions, "ASSUMPTIONS", (assumptions.Assumption("a", "b", {"no_such_package/inside.py": ("^x",)}),)
+    )
+    assert missing() == []
+
+
+@needs_descriptors
+def test_a_descriptor_has_every_field_that_this_triton_s_own_has(monkeypatch):
+    """Triton 3.9 reads one of each that 3.6 does not know."""
+
+    @dataclasses.dataclass
+    class Descriptor(triton_runtime.TensorDescriptor):
+        of_tomorrow: str = "read at each launch"
+
+    monkeypatch.setattr(triton_runtime, "TensorDescriptor", Descriptor)
+    matrices = [random_int8(32, 64, seed=seed) for seed in range(3)]
+    blocks = triton_runtime.MatrixBlocks(matrices[0].shape, matrices[0].stride(), (16, 32))
+    for matrix in matrices:
+        descriptor, own = blocks.of(matrix), Descriptor(matrix, [32, 64], [64, 1], [16, 32])
+        assert descriptor.base is matrix
+        assert type(descriptor) is Descriptor
+        assert {**vars(descriptor), "base": None} == {**vars(own), "base": None}
+
+
+@needs_descriptors
+def test_a_matrix_is_not_kept():
+    matrix = random_int8(32, 64)
+    blocks = triton_runtime.MatrixBlocks(matrix.shape, matrix.stride(), (16, 32))
+    blocks.of(matrix)
+    assert not any(value is matrix for value in blocks._fields.values())
+
+
+class Compiled:
+    """A kernel as Triton returns it from a launch; calls are kept."""
+
+    def __init__(self, parameters):
+        self.calls = []
+        self.function, self.packed_metadata = "function", "metadata"
+        self.src = type("Source", (), {"signature": dict.fromkeys(range(parameters))})
+        self.run = lambda *arguments: self.calls.append(arguments)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    active = type("Driver", (), {"get_current_device": lambda: 3, "get_current_stream": lambda device: f"of {device}"})
+    monkeypatch.setattr(triton_runtime.triton.runtime.driver, "_active", active)
+    monkeypatch.setattr(triton_runtime, "CompiledKernel", Compiled)
+
+
+@pytest.mark.parametrize("parameters, appended", ((5, (7, 8)), (3, ())))
+def test_a_direct_launch_says_what_triton_says(driver, parameters, appended):
+    compiled = Compiled(parameters)
+    triton_runtime.direct_launch(compiled, (4, 2), 3, {"A": 7, "B": 8})("x", "y", "z")
+    assert compiled.calls == [(4, 2, 1, "of 3", "function", "metadata", None, None, None, "x", "y", "z", *appended)]
+
+
+def test_a_triton_that_launches_otherwise_launches_itself(driver, monkeypatch):
+    assert triton_runtime.direct_launch(object(), (4, 2), 3, {}) is None
+    monkeypatch.setattr(triton_runtime, "holds", lambda assumption: assumption is not assumptions.DIRECT_LAUNCH)
+    assert triton_runtime.direct_launch(Compiled(3), (4, 2), 3, {}) is None
+
+
+def raised(name, module):
+    return type(name, (Exception,), {"__module__": module})("out of it")
+
+
+@pytest.mark.parametrize(
+    "error, unfit",
+    (
+        (raised("OutOfResources", "triton.runtime.errors"), True),
+        (raised("PTXASError", "triton.runtime.errors"), True),
+        (raised("OutOfResources", "another.package"), False),
+        (RuntimeError("`ptxas` failed with error code 255"), True),
+        (RuntimeError("CUDA error: an illegal memory access"), False),
+        (torch.cuda.OutOfMemoryError("out of memory"), False),
+    ),
+    ids=repr,
+)
+def test_errors_of_a_configuration_that_does_not_fit(error, unfit):
+    assert triton_runtime.is_unfit(error) == unfit
+
+
+def test_hooks_of_all_modules():
+    assert not torch_functions.all_modules_hooked()
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+    try:
+        assert torch_functions.all_modules_hooked()
+    finally:
+        hook.remove()
+    assert not torch_functions.all_modules_hooked()
