@@ -1,6 +1,6 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
-from .block_weights import LowRank, channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
+from .block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from .checks import FLOAT_DTYPES
 from .device import (
     KERNEL_CHOICES,
@@ -16,6 +16,7 @@ from .internals.assumptions import missing
 from .internals.torch_functions import all_modules_hooked
 from .interruption import interruptible
 from .linear import int8_gemm, int8_linear
+from .low_rank import LowRank
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, candidates
 from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_group
 from .numerics.protection import Protection

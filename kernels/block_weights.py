@@ -1,39 +1,17 @@
 """Weights in GGUF's block formats while a model runs: made, turned to floats, expanded to INT8. On a GPU reading is one
 kernel, and to a compiler it is an opaque operator."""
 
-from typing import NamedTuple
-
 import torch
 
 from .checks import FLOAT_DTYPES, check_float_matrix, check_same_device, check_weight_scale
 from .compilers import define_operators, watched
 from .device import weights_use_triton
 from .gguf.formats import GGUF_FORMATS, BlockFormat
+from .low_rank import LowRank, rounded_rows
 from .numerics.weights import SMALLEST_SCALE, row_slices
 
 # A minimum of the K formats is at most 63 times an fp16 number.
 _LARGEST = 63 * int(torch.finfo(torch.float16).max)
-
-
-class LowRank(NamedTuple):
-    """What a weight [N, K] is more than its blocks stand for, such as LoRAs: up @ down.
-
-    Attributes:
-        up: [N, R], R at least 1, bf16, fp16 or fp32 (which the GPU's kernel rounds to TF32).
-        down: [R, K], of the same dtype.
-    """
-
-    up: torch.Tensor
-    down: torch.Tensor
-
-    def channel_scales(self) -> torch.Tensor:
-        """By how much the per-channel scale of any weight must grow to hold this, too: float32 [N], absmax / 127 of
-        each row of up @ down."""
-        scale = torch.empty(self.up.shape[0], device=self.up.device)
-        down = self.down.float()
-        for rows in row_slices(torch.empty(len(scale), down.shape[1], device="meta")):
-            scale[rows] = (self.up[rows].float() @ down).abs().amax(dim=1) / 127
-        return scale
 
 
 def quantize_blocks(weight: torch.Tensor, name: str) -> torch.Tensor:
@@ -155,9 +133,10 @@ def _expand(
 ) -> torch.Tensor:
     form = _check_blocks(blocks, name)
     low_rank = None if up is None or down is None else LowRank(up, down)
-    _check_low_rank(low_rank, blocks, form)
+    if low_rank is not None:
+        low_rank.check(*_shaped_as_weight(blocks, form).shape)
     check_weight_scale(scale, blocks.shape[0])
-    check_same_device(blocks=blocks, scale=scale)
+    check_same_device(blocks=blocks, scale=scale, up=up, down=down)
     per_channel = scale.reshape(-1, 1).expand(blocks.shape[0], 1)
     if blocks.numel() and weights_use_triton(blocks):
         if low_rank is not None:
@@ -168,15 +147,7 @@ def _expand(
         from .fused.gguf import launch_expander
 
         return launch_expander(blocks, name, form, per_channel.contiguous())
-    usable = (per_channel >= SMALLEST_SCALE) & torch.isfinite(per_channel)
-    divisor = torch.where(usable, per_channel, 1.0)
-
-    def rounded(values: torch.Tensor, rows: slice) -> torch.Tensor:
-        if low_rank is not None:
-            values = values + low_rank.up[rows].float() @ low_rank.down.float()
-        return torch.where(usable[rows], (values / divisor[rows]).round().clamp(-127, 127), 0)
-
-    return _by_rows(blocks, form, torch.int8, rounded)
+    return _by_rows(blocks, form, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
 
 
 def _format(name: str) -> BlockFormat:
@@ -195,23 +166,6 @@ def _check_blocks(blocks: torch.Tensor, name: str) -> BlockFormat:
     if blocks.shape[1] % form.bytes:
         raise ValueError(f"rows of {name} must be a multiple of {form.bytes} bytes, got {blocks.shape[1]}")
     return form
-
-
-def _check_low_rank(low_rank: LowRank | None, blocks: torch.Tensor, form: BlockFormat) -> None:
-    """Raise TypeError or ValueError unless it can be added to the weight that `blocks` stand for."""
-    if low_rank is None:
-        return
-    (up, down), (rows, channels) = low_rank, _shaped_as_weight(blocks, form).shape
-    check_float_matrix("up", up)
-    check_float_matrix("down", down)
-    if up.dtype != down.dtype:
-        raise TypeError(f"up and down must be of one dtype, got {up.dtype} and {down.dtype}")
-    rank = up.shape[1]
-    if up.shape[0] != rows or down.shape != (rank, channels) or rank == 0:
-        raise ValueError(
-            f"up and down must be [{rows}, R] and [R, {channels}], got {list(up.shape)} and {list(down.shape)}"
-        )
-    check_same_device(blocks=blocks, up=up, down=down)
 
 
 def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:

@@ -45,7 +45,7 @@ def _load_bytes(at, inside):
 
 
 @triton.jit
-def _float(bits, MIDDLE: tl.constexpr):
+def as_float(bits, MIDDLE: tl.constexpr):
     """Integers in 0..65535, less MIDDLE, as float32: as the low bits of 2^23 an integer needs no conversion, which
     would take four times as long."""
     return (bits | _EXPONENT_OF_ONES).to(tl.float32, bitcast=True) - (_ONES + MIDDLE)
@@ -57,8 +57,8 @@ def _decode_small(at, lane, inside, FORMAT: tl.constexpr):
     d = _load_half(at, inside)
     if FORMAT == "Q8_0":
         q = at + 2 + lane
-        first = _float(_load_bytes(q, inside) ^ 128, 128) * d
-        second = _float(_load_bytes(q + 16, inside) ^ 128, 128) * d
+        first = as_float(_load_bytes(q, inside) ^ 128, 128) * d
+        second = as_float(_load_bytes(q + 16, inside) ^ 128, 128) * d
     else:
         HAS_MINIMUM: tl.constexpr = FORMAT == "Q4_1" or FORMAT == "Q5_1"
         FIVE: tl.constexpr = FORMAT == "Q5_0" or FORMAT == "Q5_1"
@@ -70,8 +70,8 @@ def _decode_small(at, lane, inside, FORMAT: tl.constexpr):
         if FIVE:
             low |= _load_short(at + HEAD, inside) << 4 >> lane & 16
             high |= _load_short(at + HEAD + 2, inside) << 8 >> lane & 256
-        first = _float(low, MIDDLE) * d
-        second = _float(high, 16 * MIDDLE) * (d * 0.0625)
+        first = as_float(low, MIDDLE) * d
+        second = as_float(high, 16 * MIDDLE) * (d * 0.0625)
         if HAS_MINIMUM:
             m = _load_half(at + 2, inside)
             first += m
@@ -111,8 +111,8 @@ def _decode_q45_k(at, run, lane, inside, FORMAT: tl.constexpr):
         fifth = _load_bytes(at + 16 + (run & 1) * 16 + lane, inside) << 7 >> pair * 2
         first |= fifth >> 3 & 16
         second |= fifth & 256
-    first_weight = first_size * _float(first, 0) - first_offset
-    second_weight = second_size * 0.0625 * _float(second, 0) - second_offset
+    first_weight = first_size * as_float(first, 0) - first_offset
+    second_weight = second_size * 0.0625 * as_float(second, 0) - second_offset
     return first_weight, second_weight
 
 
@@ -125,8 +125,8 @@ def _decode_q6_k(at, run, lane, inside):
     second_size = d * tl.load(scales + 4, mask=inside, other=0).to(tl.float32)
     low = _load_bytes(at + run * 16 + lane, inside)
     high = _load_bytes(at + 128 + (run >> 2) * 32 + (run & 1) * 16 + lane, inside) << 4 >> (run & 2)
-    first = _float(low & 15 | high & 48, 32)
-    second = _float(low & 240 | high & 768, 16 * 32)
+    first = as_float(low & 15 | high & 48, 32)
+    second = as_float(low & 240 | high & 768, 16 * 32)
     return first_size * first, second_size * 0.0625 * second
 
 
@@ -140,8 +140,8 @@ def _decode_q2_k(at, run, lane, inside):
     first_scale = _load_bytes(scales, inside)
     second_scale = _load_bytes(scales + 4, inside)
     packed = _load_bytes(at + 16 + (run >> 2) * 32 + (run & 1) * 16 + lane, inside) >> (run & 2)
-    first = d * (first_scale & 15).to(tl.float32) * _float(packed & 3, 0)
-    second = d * (second_scale & 15).to(tl.float32) * 0.0625 * _float(packed & 48, 0)
+    first = d * (first_scale & 15).to(tl.float32) * as_float(packed & 3, 0)
+    second = d * (second_scale & 15).to(tl.float32) * 0.0625 * as_float(packed & 48, 0)
     return first - dmin * (first_scale >> 4).to(tl.float32), second - dmin * (second_scale >> 4).to(tl.float32)
 
 
@@ -156,8 +156,8 @@ def _decode_q3_k(at, run, lane, inside):
     second_scale = (_load_bytes(low + 4, inside) >> half * 4 & 15 | (high >> 2 & 3) << 4) - 32
     packed = _load_bytes(at + 32 + half * 32 + (run & 1) * 16 + lane, inside) >> (run & 2)
     third = _load_bytes(at + (run & 1) * 16 + lane, inside) << 4 >> half * 4 + (run >> 1 & 1)
-    first = _float(packed & 3 | third >> 2 & 4, 4)
-    second = _float(packed & 48 | third & 64, 16 * 4)
+    first = as_float(packed & 3 | third >> 2 & 4, 4)
+    second = as_float(packed & 48 | third & 64, 16 * 4)
     return d * first_scale.to(tl.float32) * first, d * second_scale.to(tl.float32) * 0.0625 * second
 
 

@@ -18,7 +18,7 @@ from .launching import RepeatedLaunch, on_device, remembered
 
 
 @triton.jit
-def _thin_product(
+def thin_product(
     up, down, row, row_inside, column, column_inside, rank, K, RANK: tl.constexpr, INTERPRETED: tl.constexpr
 ):
     """up @ down, float32 [rows, columns], at these rows and columns, and 0 where they are not inside."""
@@ -68,9 +68,9 @@ def expand_with_low_rank_kernel(
     of_block = tl.program_id(1) * BESIDE + place // (RUNS * 16)
     within, gap = places_within(place // 16 % RUNS, place % 16, FORMAT, WEIGHTS)  # pyright: ignore[reportGeneralTypeIssues]
     columns, known = of_block * WEIGHTS + within, of_block < row_blocks
-    added = _thin_product(up, down, rows, rows < N, columns, known, rank, K, RANK, INTERPRETED)
+    added = thin_product(up, down, rows, rows < N, columns, known, rank, K, RANK, INTERPRETED)
     first += tl.reshape(added, (ROWS * BESIDE, RUNS, 16))
-    added = _thin_product(up, down, rows, rows < N, columns + gap, known, rank, K, RANK, INTERPRETED)
+    added = thin_product(up, down, rows, rows < N, columns + gap, known, rank, K, RANK, INTERPRETED)
     second += tl.reshape(added, (ROWS * BESIDE, RUNS, 16))
 
     divisor, inverse, rest, most = divisors(tl.load(scale + row, mask=inside, other=0.0))  # pyright: ignore[reportGeneralTypeIssues]

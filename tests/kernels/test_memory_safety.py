@@ -88,7 +88,28 @@ print("finished")
 """
 
 
-@pytest.mark.parametrize("program", (PROGRAM, PRODUCERS, BLOCKS), ids=("linear", "producers", "blocks"))
+CODES = """
+import torch
+from kernels.grouped_codes import GroupedCodes
+from kernels.grouped_weights import expand_codes
+from kernels.low_rank import Addition, LowRank
+
+for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):
+    for n, k in ((1, 32), (37, 96), (5, 4128)):
+        codes = torch.randint(-128, 128, (n, k * bits // 8), dtype=torch.int8, device="cuda")
+        scale = torch.rand(n, k // group, device="cuda").to(torch.float8_e4m3fn)
+        for codebook in (None, torch.randn(16, device="cuda")) if bits == 4 else (None,):
+            weight = GroupedCodes(codes, scale, codebook, group)
+            expand_codes(weight)
+            low_rank = LowRank(torch.randn(n, 3, device="cuda"), torch.randn(3, k, device="cuda"))
+            ones = torch.ones(n, device="cuda")
+            expand_codes(weight, Addition(low_rank, ones, ones + low_rank.channel_scales()))
+torch.cuda.synchronize()
+print("finished")
+"""
+
+
+@pytest.mark.parametrize("program", (PROGRAM, PRODUCERS, BLOCKS, CODES), ids=("linear", "producers", "blocks", "codes"))
 def test_odd_shapes_under_the_memory_checker(program):
     root = Path(__file__).resolve().parents[2]
     environment = {

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 
 import kernels
+import kernels.grouped_weights
 from kernels import UNCHANGED, ChannelTransform, InputPlace, InputReader, int8_linear, quantize_weight
 from kernels.linear import int8_gemm, quantize_activations
 from support import inductor_kernels
@@ -115,6 +116,18 @@ def test_opcheck_of_blocks(rows, name):
             torch.library.opcheck(OPERATORS.expand_blocks.default, (blocks, name, scale, *low_rank))
     for dtype in (torch.bfloat16, torch.float32):
         torch.library.opcheck(OPERATORS.dequantize_blocks.default, (blocks, name, dtype))
+
+
+@pytest.mark.parametrize("rows", (0, 1, 5))
+@pytest.mark.parametrize("bits", (4, 6))
+def test_opcheck_of_codes(rows, bits):
+    codes = random_int8(rows, 64 * bits // 8)
+    group_scale = random_float(rows, 4).abs().to(torch.float8_e4m3fn)
+    scale = torch.ones(rows, 1, device=DEVICE)
+    addition = random_float(rows, 3, seed=1), random_float(3, 64, seed=2), scale, scale * 2
+    for codebook in (None, random_float(16)) if bits == 4 else (None,):
+        for added in ((), addition):
+            torch.library.opcheck(OPERATORS.expand_codes.default, (codes, group_scale, codebook, 16, *added))
 
 
 def test_blocks_in_a_compiled_graph():

@@ -10,14 +10,18 @@ import kernels.fused.gates
 import kernels.fused.gemm
 import kernels.fused.gguf
 import kernels.fused.gguf_low_rank
+import kernels.fused.grouped_codes
 import kernels.fused.norms
 import kernels.fused.rope
 import kernels.fused.weights
 from kernels import ChannelTransform, InputPlace, InputReader, dequantize_weight, int8_linear, requantize_weight
-from kernels.block_weights import LowRank, channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
+from kernels.block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from kernels.fused.gemm import _candidates
 from kernels.fused.tuning import Tuner
+from kernels.grouped_codes import GroupedCodes
+from kernels.grouped_weights import expand_codes
 from kernels.linear import int8_accumulate, quantize_activations
+from kernels.low_rank import Addition, LowRank
 from kernels.producers import Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
 from kernels.timing import _FLUSH_BYTES
 
@@ -34,7 +38,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels.fused.gemm, "tuner", Tuner())
     monkeypatch.setattr(kernels.fused.gemm, "_arrivals_of_streams", {})
-    launching = ("activations", "gates", "gemm", "gguf", "gguf_low_rank", "norms", "rope", "weights")
+    launching = ("activations", "gates", "gemm", "gguf", "gguf_low_rank", "grouped_codes", "norms", "rope", "weights")
     for module in (getattr(kernels.fused, name) for name in launching):
         monkeypatch.setattr(module, "_launches", {})
     torch.cuda.set_device(FIRST)
@@ -82,6 +86,14 @@ def blocks(device):
     return scale, *expanded, dequantize_blocks(made, "Q4_K")
 
 
+def grouped(device):
+    codes = torch.arange(512 * 384, device=device).view(512, 384).to(torch.int8)
+    weight = GroupedCodes(codes, values(512, 48, seed=1, device=device).to(torch.float8_e4m3fn), None, 16)
+    low_rank = LowRank(values(512, 8, seed=2, device=device), values(8, 768, seed=3, device=device))
+    scale = values(512, seed=4, device=device).abs()
+    return expand_codes(weight), expand_codes(weight, Addition(low_rank, scale, scale + low_rank.channel_scales()))
+
+
 def shared(device):
     x, q, scale, bias = operands(WHOLE, device)
     readers = InputReader.group_of(InputPlace(), 2)
@@ -119,6 +131,7 @@ COMPUTATIONS = {
     "accumulated": accumulated,
     "weights": weights,
     "blocks": blocks,
+    "grouped": grouped,
     "shared": shared,
     "produced": produced,
     "16 bits": of_16_bits,

@@ -17,7 +17,7 @@ from machine_code import report
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.fused import activations, column_rounding, gates, gguf, gguf_low_rank, norms, rope
+from kernels.fused import activations, column_rounding, gates, gguf, gguf_low_rank, grouped_codes, norms, rope
 from kernels.gguf.formats import GGUF_FORMATS
 
 # Hidden and inner widths: Flux and Qwen-Image, Z-Image, Ideogram 4, Wan.
@@ -36,7 +36,7 @@ class Build:
         group: channels of a rotation, 1 for none.
         activation_bits: 8 or 16.
         dtype: of activations and modulations, in Triton's words.
-        kind: what distinguishes kernels of one length; of GGUF's kernels the format.
+        kind: what distinguishes kernels of one length; of GGUF's kernels the format, of codes their bits.
         capability: compute capability of the card, as in sm_86.
     """
 
@@ -51,7 +51,7 @@ class Build:
 
 
 # The first parameter behind the tensors.
-SIZES = ("K", "T", "N", "count", "FORMAT")
+SIZES = ("K", "T", "N", "count", "FORMAT", "QUADS")
 # The tensors that are not of a build's dtype.
 TYPES = {"q": "*i8", "q_scale": "*fp32", "scale": "*fp32", "smooth": "*fp32", "freqs": "*fp32", "blocks": "*u8"}
 FLOATS = {("norm_quantize", "scale"), ("norm_rope", "q")}  # of a build's dtype all the same
@@ -91,6 +91,12 @@ def _parts(build: Build):
     if build.kernel == "expand_with_low_rank":
         constants = gguf_low_rank.low_rank_constants(kind, GGUF_FORMATS[kind], False)
         return gguf_low_rank.expand_with_low_rank_kernel, (constants, gguf_low_rank.OPTIONS)
+    if build.kernel.startswith("expand_codes"):
+        form = (channels, int(kind[0]), 16, kind.endswith("codebook"))
+        if build.kernel == "expand_codes":
+            return grouped_codes.expand_codes_kernel, (grouped_codes.expander_constants(*form), grouped_codes.OPTIONS)
+        constants = grouped_codes.low_rank_constants(*form, interpreted=False)
+        return grouped_codes.expand_codes_with_low_rank_kernel, (constants, grouped_codes.LOW_RANK_OPTIONS)
     heads, extent, pairs = kind.split()
     given = ((int(heads),) * 2, channels, (extent, extent), (True, True), pairs == "neighbours")
     return rope.norm_rope_kernel, rope.norm_rope_constants(*given)
@@ -106,6 +112,9 @@ def compiled(build: Build):
     types |= {name: TYPES[name] for name in tensors if name in TYPES and (build.kernel, name) not in FLOATS}
     types |= {name: "fp32" for name in names if name.endswith("eps")}
     types |= {"out": "*i8"} if build.kernel.startswith("expand") else {}
+    if build.kernel.startswith("expand_codes"):  # whose output is words, and whose scales are FP8's bytes
+        types |= {"out": "*i32", "codes": "*u8", "scale": "*u8", "codebook": "*fp32"}
+        types |= {"channel_scale": "*fp32", "larger": "*fp32"} if "channel_scale" in names else {}
     types |= dict.fromkeys(constants, "constexpr")
     aligned = [name for name in names if types[name] not in ("constexpr", "fp32") and name not in ("T", "N")]
     source = ASTSource(
@@ -142,6 +151,9 @@ def builds() -> list[Build]:
     others = ("expand_with_low_rank", "dequantize", "scales")
     ampere += [*expand, *(replace(build, kernel=kernel) for kernel in others for build in expand)]
     ampere += [replace(build, kernel="expand_with_low_rank", dtype="fp32") for build in expand]
+    codes = [Build("expand_codes", 4608, kind=kind) for kind in ("4", "4 codebook", "6")]
+    ampere += [*codes, *(replace(build, kernel="expand_codes_with_low_rank") for build in codes)]
+    ampere += [replace(build, kernel="expand_codes_with_low_rank", dtype="fp32") for build in codes]
     elsewhere = [build for build in ampere if build.channels in (128, 4608, 12288) and build.activation_bits == 8]
     elsewhere = [build for build in elsewhere if build.kernel not in ("dequantize", "scales")]
     return [*ampere, *(replace(build, capability=card) for card in (80, 89, 90) for build in elsewhere)]
