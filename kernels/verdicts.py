@@ -6,7 +6,6 @@ A verdict counts only for the card, the driver, the versions and the kernels tha
 import contextlib
 import functools
 import hashlib
-import json
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .kept_files import is_milliseconds, is_size, read_object, write_object
 from .machine import describe_machine, native_backend
 
 FUSED, NATIVE, BF16 = "fused int8", "native int8", "bf16"
@@ -70,13 +70,12 @@ def stored_verdict(device: torch.device) -> Verdict | None:
 @functools.cache
 def _stored(device: torch.device) -> Verdict | None:
     try:
-        content = json.loads(_path(device).read_text(encoding="utf-8"))
-        if content["machine"] != _machine_of(device):
+        content = read_object(_path(device)) or {}
+        if content.get("machine") != _machine_of(device):
             return None
-        entries = content["shapes"]
-        times = {(_size(e["n"]), _size(e["k"])): _times(e["milliseconds"]) for e in entries}
-        return Verdict(str(content["date"]), times) if times else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, ImportError):
+        date, times = content["date"], dict(map(_of_shape, content["shapes"]))
+        return Verdict(date, times) if isinstance(date, str) and times else None
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
         return None
     except RuntimeError:  # a driver that does not answer, which whoever computes on the card will hear too
         return None
@@ -84,14 +83,12 @@ def _stored(device: torch.device) -> Verdict | None:
 
 def store_verdict(device: torch.device, verdict: Verdict) -> Path:
     """Keep a verdict for a GPU in place of an earlier one, whole or not at all; the file. Raises OSError."""
-    from .fused.tuning_cache import write_whole
-
     path = _path(device)
     entries = [{"n": n, "k": k, "milliseconds": dict(times)} for (n, k), times in verdict.milliseconds.items()]
     content = {"machine": _machine_of(device), "date": verdict.date, "shapes": entries}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        write_whole(path, json.dumps(content, indent=2))
+        write_object(path, content)
     finally:
         _stored.cache_clear()
     return path
@@ -127,13 +124,11 @@ def _path(device: torch.device) -> Path:
     return cache_folder() / f"auto-{slug}-{digest}.json"
 
 
-def _size(value: Any) -> int:
-    if type(value) is not int or value <= 0:
-        raise ValueError("no size")
-    return value
-
-
-def _times(values: Any) -> dict[str, float]:
-    if not all(way in WAYS and type(time) in (int, float) and 0 < time < math.inf for way, time in values.items()):
+def _of_shape(entry: dict[str, Any]) -> tuple[Shape, dict[str, float]]:
+    """A shape and what each way took for it. Raises ValueError, TypeError or KeyError for what no verdict says."""
+    n, k, times = entry["n"], entry["k"], entry["milliseconds"]
+    if not (is_size(n) and is_size(k) and isinstance(times, dict)):
+        raise ValueError("no shape with times")
+    if not all(way in WAYS and is_milliseconds(time) for way, time in times.items()):
         raise ValueError("no times")
-    return dict(values)
+    return (n, k), times

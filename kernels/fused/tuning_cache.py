@@ -1,21 +1,20 @@
 """Tuning results and where they outlive the process: one JSON file per card, kernel sources and Triton version."""
 
+import errno
 import functools
 import hashlib
-import json
 import logging
 import os
 import re
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import triton
 from filelock import FileLock
 
 from ..internals import triton_runtime
+from ..kept_files import is_milliseconds, is_size, read_object, write_object
 from .tiles import GemmConfig, is_offered
 
 logger = logging.getLogger(__name__)
@@ -25,12 +24,6 @@ MEASURED_SOURCES = tuple(Path(__file__).with_name(name) for name in ("gemm_kerne
 
 # Each write takes milliseconds; whoever waits longer than this waits for a process that hangs.
 _LOCK_SECONDS = 5
-# Windows refuses to replace or open a file in the instant another process opens or replaces it.
-_ATTEMPTS = 10
-_PAUSE_SECONDS = 0.02
-_MOST_MILLISECONDS = 1e7  # hours for a single product
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -97,21 +90,24 @@ class TuningCache:
         self._measured[key] = measurement
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS):
+            with self._lock():
                 self._replace(self._load() | self._measured)
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             self._say_unavailable(error)
 
+    def _lock(self) -> FileLock:
+        """A lock on the file. Raises OSError for a link in its place, which earlier versions of filelock follow."""
+        place = f"{self.path}.lock"
+        if os.path.islink(place):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), place)
+        return FileLock(place, timeout=_LOCK_SECONDS)
+
     def _load(self) -> dict[TuningKey, Measurement]:
         """The file's valid entries; none where there is no file or not one of ours. Raises OSError."""
         try:
-            content = json.loads(_patiently(lambda: self.path.read_text(encoding="utf-8")))
+            content = read_object(self.path) or {}
         except FileNotFoundError:
             return {}
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            content = {}
         ours = all(content.get(name) == value for name, value in self._header.items())
         stored = content.get("entries")
         if not ours or not isinstance(stored, list):
@@ -136,7 +132,7 @@ class TuningCache:
             }
             for key, result in results.items()
         ]
-        write_whole(self.path, json.dumps({**self._header, "entries": entries}, indent=2))
+        write_object(self.path, {**self._header, "entries": entries})
 
     def _say_unavailable(self, error: Exception) -> None:
         self._warn_once(
@@ -162,29 +158,6 @@ def _parse(entry: Any, card: str) -> tuple[TuningKey, Measurement] | None:
         config = GemmConfig(**values)
     except (TypeError, KeyError, AttributeError, ValueError):
         return None
-    numbers_fit = all(type(size) is int and size > 0 for size in sizes) and type(milliseconds) in (int, float)
-    # Comparing needs no conversion: JSON's whole numbers have any size.
-    if not numbers_fit or not 0 < milliseconds < _MOST_MILLISECONDS or not is_offered(config, sizes[3]):
+    if not (all(map(is_size, sizes)) and is_milliseconds(milliseconds) and is_offered(config, sizes[3])):
         return None
     return TuningKey(card, *sizes), Measurement(config, milliseconds)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, in whatever process, sees the old one or the new one. Raises OSError."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        _patiently(lambda: os.replace(temporary, path))
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _patiently(action: Callable[[], _Result]) -> _Result:
-    """`action()`, tried again for a moment while access is denied."""
-    for _ in range(_ATTEMPTS - 1):
-        try:
-            return action()
-        except PermissionError:
-            time.sleep(_PAUSE_SECONDS)
-    return action()

@@ -1,5 +1,6 @@
 """Which path a device gets, decided from what the card says of itself."""
 
+import json
 import os
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import kernels.device
 from kernels import Verdict, choose_path, decide_by, int8_path, runs_fused, stored_verdict, verdicts
 from kernels.machine import triton_available
+from support.limits import no_hang
 
 NEEDS_TRITON = pytest.mark.skipif(not triton_available(), reason="verdicts are bound to Triton")
 
@@ -230,6 +232,17 @@ def test_a_verdict_of_another_machine_does_not_count(verdict_folder, changed):
     assert stored_verdict(CARD) is None
 
 
+def with_times(times):
+    """A damage: other times of the first shape."""
+
+    def changed(content):
+        content = json.loads(content)
+        content["shapes"][0]["milliseconds"] = times
+        return json.dumps(content)
+
+    return changed
+
+
 @NEEDS_TRITON
 @pytest.mark.parametrize(
     "damage",
@@ -239,6 +252,16 @@ def test_a_verdict_of_another_machine_does_not_count(verdict_folder, changed):
         lambda content: content.replace("3.0", '"fast"'),
         lambda content: content.replace("native int8", "int4"),
         lambda content: content.replace('"shapes"', '"forms"'),
+        lambda content: content.replace("{", "[").replace("}", "]"),
+        lambda content: "[" * 100_000,
+        with_times("fast"),
+        with_times(["fast"]),
+        with_times(None),
+        with_times({"bf16": 10**400}),
+        with_times({"bf16": float("inf")}),
+        lambda content: content.replace('"n": 64', f'"n": 1{"0" * 400}'),
+        lambda content: json.dumps({**json.loads(content), "date": ["2026"]}),
+        lambda content: json.dumps({**json.loads(content), "shapes": 7}),
     ],
 )
 def test_a_damaged_verdict_does_not_count(verdict_folder, tmp_path, damage):
@@ -247,6 +270,18 @@ def test_a_damaged_verdict_does_not_count(verdict_folder, tmp_path, damage):
     file.write_text(damage(file.read_text()))
     verdicts._stored.cache_clear()
     assert stored_verdict(CARD) is None
+
+
+@NEEDS_TRITON
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_pipe_in_place_of_a_verdict_is_not_waited_for(verdict_folder, tmp_path):
+    decide_by(CARD, MEASURED)
+    (file,) = tmp_path.glob("auto-*.json")
+    file.unlink()
+    os.mkfifo(file)
+    verdicts._stored.cache_clear()
+    with no_hang(60):
+        assert stored_verdict(CARD) is None
 
 
 @NEEDS_TRITON

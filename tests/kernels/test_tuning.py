@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from triton.runtime import errors as runtime_errors
 
 import kernels.fused.tuning
 import kernels.fused.tuning_cache
+import kernels.kept_files
 from kernels.fused.gemm import launch_gemm
 from kernels.fused.gemm_kernel import int8_gemm_kernel
 from kernels.fused.tiles import ARCHITECTURES, GemmConfig
 from kernels.fused.tuning import Tuner, TuningKey, m_bucket
 from kernels.fused.tuning_cache import TuningCache
+from support.limits import no_hang
 
 CONFIGS = tuple(ARCHITECTURES["Ampere"].rates)
 CARD = "NVIDIA GeForce RTX 3090"
@@ -233,6 +236,7 @@ def changed(**values):
         changed(entries={}),
         changed(card="NVIDIA H200"),
         changed(triton=3),
+        changed(entries=10**4000),
     ],
 )
 def test_a_damaged_file_is_ignored_and_written_anew(card, tmp_path, caplog, damage):
@@ -268,6 +272,7 @@ def config_with(**values):
         entry_with(n="4608"),
         entry_with(k=-1),
         entry_with(m_bucket=True),
+        entry_with(k=10**400),
         entry_with(passes=3),
         entry_with(passes=True),
         entry_with(passes="2"),
@@ -322,10 +327,10 @@ def test_a_folder_that_cannot_be_written_gives_one_warning(card, tmp_path, caplo
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path / "file" / "cache"))
     elif failing == "full disk":
-        monkeypatch.setattr(Path, "write_text", refuse(OSError(28, "No space left on device")))
+        monkeypatch.setattr(json, "dump", refuse(OSError(28, "No space left on device")))
     else:
         monkeypatch.setattr(os, "replace", refuse(PermissionError(13, "used by another process")))
-        monkeypatch.setattr(kernels.fused.tuning_cache, "_PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(kernels.kept_files, "_PAUSE_SECONDS", 0.0)
 
     tuner = Tuner()
     for k in (64, 128, 64, 128):
@@ -341,6 +346,65 @@ def refuse(error):
         raise error
 
     return refusing
+
+
+FOREIGN = "a file of somebody else"
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A file beside the cache folder, which nothing that lies in the folder may lead to."""
+    path = tmp_path / "foreign"
+    path.write_text(FOREIGN)
+    (tmp_path / "cache").mkdir()
+    return path
+
+
+def test_a_link_under_a_name_that_can_be_foreseen_leads_nowhere(card, foreign, caplog):
+    path = TuningCache(CARD).path
+    for name in (path.name, path.with_suffix(f".{os.getpid()}.tmp").name):
+        (path.parent / name).symlink_to(foreign)
+    card.choose()
+    later = Tuner()
+    assert card.choose(tuner=later) == CONFIGS[1] and later.measured == 0
+    assert foreign.read_text() == FOREIGN and not path.is_symlink()
+
+
+def test_a_temporary_name_that_is_taken_is_left_alone(card, foreign, monkeypatch, caplog):
+    """Even where somebody knows it: the link is not followed."""
+    monkeypatch.setattr(kernels.kept_files.uuid, "uuid4", lambda: SimpleNamespace(hex="known"))
+    path = TuningCache(CARD).path
+    path.with_name(f"{path.stem}.known.tmp").symlink_to(foreign)
+    assert card.choose() == CONFIGS[1]
+    assert foreign.read_text() == FOREIGN and len(warnings_of(caplog)) == 1
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(card, foreign, caplog):
+    path = TuningCache(CARD).path
+    path.with_name(f"{path.name}.lock").symlink_to(foreign)
+    assert card.choose() == CONFIGS[1]
+    assert foreign.read_text() == FOREIGN and not path.exists()
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+@pytest.mark.parametrize("make", (getattr(os, "mkfifo", None), os.mkdir), ids=("pipe", "folder"))
+def test_what_is_no_file_is_not_waited_for(card, foreign, caplog, make):
+    path = TuningCache(CARD).path
+    make(path)
+    with no_hang(60):
+        assert card.choose() == CONFIGS[1]
+    (warning,) = warnings_of(caplog)
+    assert str(path.parent) in warning
+
+
+def test_a_file_far_too_large_is_not_read(card, tmp_path, caplog):
+    card.choose()
+    path = cache_file(tmp_path)
+    path.write_text(path.read_text() + " " * (1 << 23))
+    later = Tuner()
+    card.choose(tuner=later)
+    assert later.measured == 1 and "is damaged" in warnings_of(caplog)[0]
 
 
 def test_what_windows_refuses_for_a_moment_is_tried_again(card, tmp_path, caplog, monkeypatch):
