@@ -16,6 +16,7 @@ import torch
 from ...kernels import ActivationStatistics
 from ..files.faults import json_object
 from ..files.safetensors_writer import write_safetensors
+from ..files.workflow_entries import with_workflow
 from .calibration import Calibration
 
 _KEY = "int8_dit_calibration"
@@ -24,9 +25,10 @@ _MOST = 1 << 26  # characters; a thousand layers that were called a thousand tim
 
 
 def save_calibration(
-    calibration: Calibration, destination: str | Iterable[str], metadata: dict[str, str], on_tensor: Callable[[], None]
+    calibration: Calibration, destination: str | Iterable[str], workflow: dict[str, str], on_tensor: Callable[[], None]
 ) -> str:
-    """Write a calibration; all but the calibration, also the errors, is `write_safetensors`'."""
+    """Write a calibration, and of the workflow what the file's metadata says; the rest, also the errors, is
+    `write_safetensors`'."""
     layers, tensors = {}, {}
     for name, shape in calibration.shapes.items():
         layers[name] = {"shape": list(shape), "calls": 0}
@@ -39,7 +41,7 @@ def save_calibration(
                 "sampled": [part.shape[0] for part in parts],
             }
             tensors |= {f"{name}.{_ABSMAX}": seen.absmax, f"{name}.{_ROWS}": seen.sample.rows}
-    return write_safetensors(destination, tensors, {_KEY: json.dumps(layers), **metadata}, on_tensor)
+    return write_safetensors(destination, tensors, with_workflow({_KEY: json.dumps(layers)}, workflow), on_tensor)
 
 
 def load_calibration(path: str) -> Calibration:

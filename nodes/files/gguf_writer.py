@@ -1,11 +1,13 @@
 """Writing a GGUF file tensor by tensor: bounded memory, a cancel between tensors, and a new file or none.
 
-The package gguf makes all that stands in front of the tensors' values. It would write those from one dict of arrays.
+The package gguf says how types are numbered. It would write the values from one dict of arrays, and what stands in
+front of them only to a file. Here that is made in memory, by the format's specification: magic, version, number of
+tensors and of metadata entries (uint32, uint64), the entries, and of each tensor name, dimensions, type and offset.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
-import os
-import tempfile
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ import torch
 from .gguf_package import ORIGINAL_SHAPE, gguf_package
 from .new_file import write_new_file
 
+_VERSION = 3
 _MOST_NAME_BYTES = 127  # readers written in C keep a name in 128 bytes
 _MOST_DIMENSIONS = 4
 _PLAIN = {
@@ -61,8 +64,8 @@ def write_gguf(
     """Write `tensors` to a new GGUF file, one at a time, and return its path.
 
     `file_type` is llama.cpp's name of what most tensors are, such as MOSTLY_Q8_0. `metadata` become strings under their
-    own keys. `on_tensor` is called after each tensor and may raise to stop. `destination` and the OSErrors are
-    `write_new_file`'s.
+    own keys, which are none of GGUF's. `on_tensor` is called after each tensor and may raise to stop. `destination` and
+    the OSErrors are `write_new_file`'s.
 
     Raises ValueError for a name that readers cannot hold, ImportError where the package gguf is missing.
     """
@@ -92,12 +95,14 @@ def _header(
 ) -> tuple[bytes, dict[str, int]]:
     """All that stands in front of the values, and how many bytes each tensor has."""
     gguf = gguf_package()
-    writer = gguf.GGUFWriter(None, architecture)
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_file_type(gguf.LlamaFileType[file_type])
-    for key, text in metadata.items():
-        writer.add_string(key, text)
-    sizes = {}
+    kinds = gguf.GGUFValueType
+    values = {
+        "general.architecture": _value(kinds.STRING, _string(architecture)),
+        "general.quantization_version": _value(kinds.UINT32, struct.pack("<I", gguf.GGML_QUANT_VERSION)),
+        "general.file_type": _value(kinds.UINT32, struct.pack("<I", gguf.LlamaFileType[file_type])),
+        **{key: _value(kinds.STRING, _string(text)) for key, text in metadata.items()},
+    }
+    entries, sizes, offset = [], {}, 0
     for name, tensor in tensors.items():
         if len(name.encode()) > _MOST_NAME_BYTES:
             raise ValueError(
@@ -112,19 +117,24 @@ def _header(
         sizes[name] = count // weights * block_bytes
         shape = tensor.shape
         if len(shape) > _MOST_DIMENSIONS:
-            writer.add_array(ORIGINAL_SHAPE + name, list(shape))
+            items = struct.pack(f"<IQ{len(shape)}i", kinds.INT32, len(shape), *shape)
+            values[ORIGINAL_SHAPE + name] = _value(kinds.ARRAY, items)
             shape = (shape[0], math.prod(shape[1:]))
-        # Of this dtype only whether it is uint8 would matter.
-        writer.add_tensor_info(name, shape, torch.empty(0).numpy().dtype, sizes[name], kind)
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "header")
-        writer.write_header_to_file(path)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        writer.close()
-        with open(path, "rb") as file:
-            header = file.read()
+        dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        entries.append(_string(name) + dimensions + struct.pack("<IQ", kind, offset))
+        offset += sizes[name] + _padding(sizes[name])
+    counts = struct.pack("<4sIQQ", b"GGUF", _VERSION, len(entries), len(values))
+    header = b"".join([counts, *(_string(key) + value for key, value in values.items()), *entries])
     return header + bytes(_padding(len(header))), sizes
+
+
+def _string(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _value(kind: int, encoded: bytes) -> bytes:
+    return struct.pack("<I", kind) + encoded
 
 
 def _padding(size: int) -> int:

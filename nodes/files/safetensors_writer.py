@@ -11,6 +11,7 @@ import torch
 
 from .new_file import write_new_file
 
+_MOST_HEADER_BYTES = 100_000_000  # safetensors refuses to read more
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -56,7 +57,7 @@ def write_safetensors(
     Each tensor is moved to host memory only when its turn comes (a lazily patched one is computed then). `on_tensor` is
     called after each and may raise to stop. `destination` and the OSErrors are `write_new_file`'s.
 
-    Raises ValueError for a dtype the format lacks.
+    Raises ValueError for a dtype the format lacks, and for a header that readers refuse.
     """
     header: dict[str, dict] = {"__metadata__": metadata}
     end = 0
@@ -67,6 +68,7 @@ def write_safetensors(
         header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
+    _check_header(encoded, metadata)
 
     def chunks() -> Iterator[memoryview | bytes]:
         yield len(encoded).to_bytes(8, "little")
@@ -76,6 +78,20 @@ def write_safetensors(
             on_tensor()
 
     return write_new_file(destination, 8 + len(encoded) + end, chunks())
+
+
+def _check_header(encoded: bytes, metadata: Mapping[str, str]) -> None:
+    """Raise ValueError, naming the largest entry, for a header that readers would refuse."""
+    if len(encoded) <= _MOST_HEADER_BYTES:
+        return
+    sizes = {f"its metadata entry {key!r}": len(json.dumps(text)) for key, text in metadata.items()}
+    sizes["the list of its tensors"] = len(encoded) - sum(sizes.values())
+    largest = max(sizes, key=sizes.__getitem__)
+    raise ValueError(
+        f"the file's header would have {len(encoded) / 1e6:.1f} MB, and readers take {_MOST_HEADER_BYTES / 1e6:g} MB. "
+        f"Most of it is {largest} ({sizes[largest] / 1e6:.1f} MB). Make that smaller; a workflow is left out where "
+        "ComfyUI runs with --disable-metadata. Nothing was saved"
+    )
 
 
 def _bytes(tensor: torch.Tensor, entry: dict) -> memoryview:

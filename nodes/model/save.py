@@ -1,7 +1,7 @@
 """Saving a MODEL with INT8 linears as one file."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from ..files import int8_mark
 from ..files.gguf_weight import is_gguf
 from ..files.mark_record import marks_as_metadata
 from ..files.safetensors_writer import PendingTensor, write_safetensors
+from ..files.workflow_entries import with_workflow
 from ..host import notices
 from ..host.output_files import saved_line
 from ..host.work import Progress
@@ -23,18 +24,19 @@ from .recipe import FOLDED, RECIPE_KEY, recipe_of, warn_of_patches_on_folded
 
 
 def save_int8_model(
-    model: ModelPatcher, destination: str | Iterable[str], metadata: dict[str, str], fold_factors: bool = False
+    model: ModelPatcher, destination: str | Iterable[str], workflow: Mapping[str, str], fold_factors: bool = False
 ) -> str:
     """Write a MODEL with INT8 linears, its patches applied, as one safetensors file with plain module names.
 
-    `destination` is a new file's path, or several of which the first free one is taken. Returns the file's path.
+    `destination` is a new file's path, or several of which the first free one is taken. `workflow` is what the file's
+    metadata says of it. Returns the file's path.
 
     With `fold_factors` smoothing factors go into the layers before, and the file is a plain native one, unless layers
     have activations of 16 bits: then a warning says that other loaders refuse it.
 
     Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or naming a layer whose
-    factors cannot be folded; `write_new_file`'s OSErrors; ComfyUI's interrupt exception on cancel. The file is then not
-    there.
+    factors cannot be folded, or for a header that readers refuse; `write_new_file`'s OSErrors; ComfyUI's interrupt
+    exception on cancel. The file is then not there.
     """
     # Before anything else is touched: the weights of other packs need not be tensors that can be read.
     weights = [getattr(module, "weight", None) for module in model.model.diffusion_model.modules()]
@@ -66,7 +68,7 @@ def save_int8_model(
     recipe = recipe_of(model)
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))
     about = {RECIPE_KEY: json.dumps(recipe), **marks_as_metadata(tensors), **file_metadata(model.model)}
-    metadata = {**about, **metadata}
+    metadata = with_workflow(about, workflow)
     progress = Progress(len(tensors))
     path = write_safetensors(destination, tensors, metadata, partial(progress.step, "saving tensor"))
     progress.finish(saved_line(path))

@@ -15,6 +15,7 @@ from ...kernels import GGUF_FORMATS, quantize_blocks
 from ..files.gguf_weight import is_gguf
 from ..files.gguf_writer import PendingGGUF, plain_type, write_gguf
 from ..files.safetensors_writer import PendingTensor
+from ..files.workflow_entries import with_workflow
 from ..host import notices
 from ..host.output_files import saved_line
 from ..host.work import Progress, make_room_to_quantize
@@ -53,7 +54,7 @@ _ARCHITECTURES = {
 
 
 def save_gguf_model(
-    model: ModelPatcher, destination: str | Iterable[str], metadata: Mapping[str, str], type: str
+    model: ModelPatcher, destination: str | Iterable[str], workflow: Mapping[str, str], type: str
 ) -> str:
     """Write a MODEL, its patches applied, as one GGUF file with plain module names, and return the file's path.
 
@@ -61,7 +62,8 @@ def save_gguf_model(
     or else in F16. Other tensors are F16, or F32 where they have one dimension or F16 would not hold their values.
     Blocks of that format that the MODEL holds already, and no patch changes, are written as they are.
 
-    `destination` is a new file's path, or several of which the first free one is taken.
+    `destination` is a new file's path, or several of which the first free one is taken. `workflow` is what the file's
+    metadata says of it.
 
     Raises ValueError naming a tensor that cannot be read or written, or for something that is in no weight;
     ImportError without the package gguf; `write_new_file`'s OSErrors; ComfyUI's interrupt exception on cancel. The file
@@ -78,7 +80,7 @@ def save_gguf_model(
         about[RECIPE_KEY] = json.dumps({FOLDED: True})
     progress = Progress(len(tensors))
     step = partial(progress.step, "saving tensor")
-    path = write_gguf(destination, tensors, architecture, SAVED_TYPES[type], {**about, **metadata}, step)
+    path = write_gguf(destination, tensors, architecture, SAVED_TYPES[type], with_workflow(about, workflow), step)
     progress.finish(saved_line(path))
     return path
 

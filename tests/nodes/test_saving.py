@@ -38,8 +38,9 @@ def save(pack, tmp_path, monkeypatch):
 
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
 
-    def run(model, prefix="models/INT8", prompt=None, workflow=None):
-        hidden = {io.Hidden.prompt: prompt, io.Hidden.extra_pnginfo: workflow and {"workflow": workflow}}
+    def run(model, prefix="models/INT8", prompt=None, workflow=None, **extra):
+        entries = {**({"workflow": workflow} if workflow else {}), **extra}
+        hidden = {io.Hidden.prompt: prompt, io.Hidden.extra_pnginfo: entries or None}
         node = SaveINT8DiT.PREPARE_CLASS_CLONE({"hidden_inputs": hidden})
         (saved,) = node.execute(model, prefix).ui["saved"]
         return tmp_path / "output" / saved["subfolder"] / saved["filename"]
@@ -161,6 +162,25 @@ def test_prompt_and_workflow_are_in_the_metadata_unless_disabled(dit, plain, sav
     assert {name: json.loads(written[name]) for name in graphs} == graphs
     monkeypatch.setattr(args, "disable_metadata", True)
     assert not metadata(save(plain, **graphs)).keys() & graphs.keys()
+
+
+FOREIGN = ("int8_dit_marks", "int8_dit_recipe", "config", "_quantization_metadata", "format", "modelspec.title")
+
+
+@pytest.mark.parametrize("kind", ("smoothed", "plain"))
+def test_a_workflow_s_entries_overwrite_none_that_a_loader_reads(dit, request, save, kind):
+    """Whatever an extension of ComfyUI adds to it: the file loads, and loses nothing of what was added."""
+    model = request.getfixturevalue(kind)
+    path = save(model, workflow={"nodes": []}, half_a_character="\ud800", **{key: {"layers": {}} for key in FOREIGN})
+    written, alone = metadata(path), metadata(save(model))
+    assert {key: written.get(key) for key in alone} == alone
+    assert {written[f"workflow.{key}"] for key in FOREIGN} == {'{"layers": {}}'}
+    assert not written.keys() & {*FOREIGN} - alone.keys() and json.loads(written["workflow"]) == {"nodes": []}
+    assert torch.equal(dit.output(dit.load(path)), dit.output(model))
+
+
+def test_a_key_with_half_a_character(dit, plain, save):
+    assert "a?b" in metadata(save(plain, **{"a\ud800b": 1}))
 
 
 @pytest.mark.parametrize("prefix, name", [("some/where/name", "name"), ("folder/", "folder"), ("", ".")])
@@ -390,6 +410,20 @@ def test_each_tensor_is_announced(write):
 def test_a_dtype_that_the_format_lacks(write, tmp_path):
     with pytest.raises(ValueError, match=r"wave is torch.complex64"):
         write({"fine": torch.ones(1), "wave": torch.ones(1, dtype=torch.complex64)})
+    assert not files(tmp_path)
+
+
+def test_a_header_that_readers_refuse_is_seen_before_writing(write, tmp_path):
+    most = 100_000_000
+    rest = len('{"__metadata__":{"prompt":"","workflow":""}}')
+    path = write({}, {"prompt": "p" * 8, "workflow": "w" * (most - rest - 8)})
+    assert path.stat().st_size == most + 8 and load_file(path) == {}
+    path.unlink()
+    message = r"header would have 100\.0 MB.*its metadata entry 'workflow' \(100\.0 MB\).*--disable-metadata"
+    with pytest.raises(ValueError, match=message):
+        write({}, {"prompt": "p" * 8, "workflow": "w" * (most - rest)})
+    with pytest.raises(ValueError, match="Most of it is the list of its tensors"):
+        write({"n" * (most - 8): torch.ones(1)}, {"workflow": "{}"})
     assert not files(tmp_path)
 
 

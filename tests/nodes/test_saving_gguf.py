@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections import namedtuple
 
 import gguf
@@ -27,8 +28,9 @@ def save(pack, tmp_path, monkeypatch):
 
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
 
-    def run(model, type="Q8_0", prefix="models/GGUF", workflow=None):
-        hidden = {io.Hidden.extra_pnginfo: workflow and {"workflow": workflow}}
+    def run(model, type="Q8_0", prefix="models/GGUF", workflow=None, **extra):
+        entries = {**({"workflow": workflow} if workflow else {}), **extra}
+        hidden = {io.Hidden.extra_pnginfo: entries or None}
         node = SaveGGUFDiT.PREPARE_CLASS_CLONE({"hidden_inputs": hidden})
         (saved,) = node.execute(model, prefix, type).ui["saved"]
         return tmp_path / "output" / saved["subfolder"] / saved["filename"]
@@ -100,6 +102,27 @@ def test_the_header_says_what_the_file_is(dit, save):
     assert found["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_S
     assert json.loads(found["workflow"]) == graph
     assert json.loads(found["config"])["transformer"]["depth"] == 3
+
+
+FOREIGN = (
+    *("general.architecture", "general.alignment", "general.file_type", "GGUF.version", "GGUF.tensor_count"),
+    *("comfy.gguf.orig_shape.x_embedder.proj.weight", "split.count", "int8_dit_marks", "config", "int8_dit_recipe"),
+)
+
+
+def test_a_workflow_s_entries_overwrite_none_that_a_loader_reads(dit, save):
+    path = save(dit.load(), workflow={"nodes": []}, **dict.fromkeys(FOREIGN, 64))
+    written, alone = fields(path), fields(save(dit.load()))
+    for key in alone.keys() - {"GGUF.kv_count"}:
+        assert written[key] == alone[key], key
+    assert {written[f"workflow.{key}"] for key in FOREIGN} == {"64"} and written["workflow"] == '{"nodes": []}'
+    assert not written.keys() & {*FOREIGN} - alone.keys()
+    assert dit.relative_error(dit.output(dit.load(path)), dit.output(dit.load())) < 0.05
+
+
+def test_no_temporary_folder_is_needed(dit, save, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert read(save(dit.load()))
 
 
 def test_files_are_numbered(dit, save):
