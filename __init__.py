@@ -5,10 +5,9 @@ WEB_DIRECTORY = "./web"
 
 async def comfy_entrypoint():
     """Called by ComfyUI when it loads the pack; the nodes are imported only then, since they need ComfyUI."""
-    from .nodes.host.installed import check_comfy_kitchen, say_what_is_missing
+    from .nodes.host.installed import check_installed
 
-    check_comfy_kitchen()
-    say_what_is_missing()
+    check_installed()
     from .nodes.extension import INT8DiTExtension
 
     return INT8DiTExtension()

@@ -1,13 +1,12 @@
 """The nodes that keep calibrations: "Save Calibration", "Load Calibration" and "Merge Calibrations"."""
 
-import os
 from functools import partial
 
-import folder_paths
 from comfy_api.latest import io
 
 from .calibration.calibration import Calibration, merge_calibrations
 from .calibration.file import load_calibration, save_calibration
+from .comfyui.folders import add_kind, listed_names, path_of
 from .host.output_files import output_paths, saved_file, saved_line, workflow_metadata
 from .host.work import Progress
 from .sockets import CalibrationType, filename_prefix_input
@@ -17,10 +16,7 @@ FOLDER = "int8_calibrations"
 
 def register_folder() -> None:
     """Let ComfyUI look for calibrations where models are, and where Save Calibration puts them."""
-    for base in (folder_paths.models_dir, folder_paths.get_output_directory()):
-        folder_paths.add_model_folder_path(FOLDER, os.path.join(base, FOLDER))
-    places, _ = folder_paths.folder_names_and_paths[FOLDER]
-    folder_paths.folder_names_and_paths[FOLDER] = (places, {".safetensors"})
+    add_kind(FOLDER, {".safetensors"})
 
 
 def _given(calibration: Calibration | None) -> Calibration:
@@ -77,7 +73,7 @@ class LoadINT8Calibration(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "calibration_name",
-                    options=folder_paths.get_filename_list(FOLDER),
+                    options=listed_names(FOLDER),
                     tooltip=f"A .safetensors file in output/{FOLDER} or models/{FOLDER}.",
                 )
             ],
@@ -86,7 +82,7 @@ class LoadINT8Calibration(io.ComfyNode):
 
     @classmethod
     def execute(cls, calibration_name: str) -> io.NodeOutput:
-        return io.NodeOutput(load_calibration(folder_paths.get_full_path_or_raise(FOLDER, calibration_name)))
+        return io.NodeOutput(load_calibration(path_of([FOLDER], calibration_name)))
 
 
 class MergeINT8Calibrations(io.ComfyNode):

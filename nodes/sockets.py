@@ -1,10 +1,10 @@
 """Types and inputs that several nodes have."""
 
 import torch
-from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ..kernels import KERNEL_CHOICES, choose_path, stored_verdict
+from .comfyui.patcher import ModelPatcher
 from .host.badges import Badge, shown
 from .model.attention import AS_COMFYUI, ATTENTION_CHOICES
 from .model.summary import Summary, floats_of, summarize

@@ -13,7 +13,27 @@ PROJECT = Path(__file__).resolve().parents[1]
 MOST_LINES = 400
 # From the ground up: a room imports what stands before it. In nodes/ what is above the rooms is the nodes themselves.
 KERNEL_ROOMS = ("internals", "numerics", "gguf", "fused", "benchmark")
-NODE_ROOMS = ("host", "files", "blocks", "model", "calibration", "quantization", "benchmark", "pictures", "images")
+NODE_ROOMS = (
+    "comfyui",
+    "host",
+    "files",
+    "blocks",
+    "model",
+    "calibration",
+    "quantization",
+    "benchmark",
+    "pictures",
+    "images",
+)
+
+# What of ComfyUI's objects is no interface of theirs: only the door reaches it.
+PRIVATE = {
+    *("_qdata", "_params", "_layout_cls", "quant_format", "layout_type", "pre_quant_scale", "requantize_from_float"),
+    *("weight_function", "bias_function", "weight_lowvram_function", "comfy_patched_weights", "is_lowvram_patch"),
+    *("patches", "patches_uuid", "current_weight_patches_uuid", "backup", "object_patches", "injections", "wrappers"),
+    *("model_options", "hook_mode", "cached_patcher_init", "clone_base_uuid", "model_config", "unet_config"),
+    *("sampling_settings", "class_obj", "in_training", "client_id", "send_sync", "send_progress_text"),
+}
 
 FILES = {path: ast.parse(path.read_text()) for room in ("kernels", "nodes") for path in (PROJECT / room).rglob("*.py")}
 
@@ -114,6 +134,32 @@ def test_one_room_names_the_insides_of_triton_and_torch():
         assert path.parent == room or {name.partition(".")[0] for name in named} == {"comfy_kitchen"}, path
         assert "kernels" not in path.relative_to(PROJECT).parts or path.parent == room, path
     assert {path.name for path in found} >= {"triton_runtime.py", "torch_functions.py", "inductor.py"}
+
+
+def private_names(path):
+    """What a file names of ComfyUI's insides: modules, classes by their path, attributes."""
+    for node in ast.walk(FILES[path]):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module]
+        else:
+            modules = []
+        theirs = ("comfy", "comfy_kitchen", "comfy_execution", "comfy_extras", "comfy_api", "comfy_api_nodes")
+        others = ("folder_paths", "latent_preview", "server", "execution", "nodes", "node_helpers")
+        yield from (m for m in modules if m.partition(".")[0] in theirs + others and m != "comfy_api.latest")
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+            yield node.attr
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if re.match(r"comfy(_kitchen|_execution)?\.(?!gguf\.)[\w.]+$", text):  # comfy.gguf is a key of files
+            yield text
+
+
+def test_one_room_reaches_into_comfyui():
+    door, nodes = PROJECT / "nodes" / "comfyui", [path for path in FILES if path.is_relative_to(PROJECT / "nodes")]
+    outside = {path.name: names for path in nodes if door not in path.parents and (names := set(private_names(path)))}
+    assert not outside
+    assert any(any(private_names(path)) for path in nodes if door in path.parents)
 
 
 def room_of(module, rooms):

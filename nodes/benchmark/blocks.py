@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from comfy.quant_ops import QuantizedTensor, get_layout_class
 
 from ...kernels import quantize_weight
 from ...kernels.benchmark import BlockCalls, Stopwatch
 from ..blocks.install import fuse_in_place
+from ..comfyui.quantized import QuantizedTensor, native_weight
 from ..host.work import make_room
 from ..model.apply_kernel import running_fused
-from ..model.fused_forward import NATIVE_LAYOUT
 from ..model.input_groups import share_inputs
 from ..model.layer_selection import quantizable_in
 
@@ -128,14 +127,13 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
     linears: dict[str, Any] = quantizable_in(block, path)
     memo: dict[int, Any] = {id(linear.weight): linear.weight for linear in linears.values()}
     copied = copy.deepcopy(block, memo)
-    params = get_layout_class(NATIVE_LAYOUT).Params
     classes: dict[type, type] = {}
     for name, linear in linears.items():
         weight = linear.weight
         if isinstance(weight, QuantizedTensor) or not weight.is_floating_point():
             raise ValueError("the block is quantized already")
         q, scale = quantize_weight(weight.to(device))
-        held = QuantizedTensor(q, NATIVE_LAYOUT, params(scale[:, None], weight.dtype, tuple(weight.shape)))
+        held = native_weight(q, scale[:, None], weight.dtype)
         replaced: Any = copied.get_submodule(name.removeprefix(path).removeprefix("."))
         replaced.weight = torch.nn.Parameter(held, requires_grad=False)
         own = type(replaced)

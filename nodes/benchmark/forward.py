@@ -6,21 +6,19 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import comfy.sample
-import comfy.samplers
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 
 from ...kernels import BF16
 from ...kernels.benchmark import Calls, ForwardSplit, Product, Stopwatch
+from ..comfyui.attention import OVERRIDE
+from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
+from ..comfyui.sampling import empty_latent, euler, latent_of, sample, simple_sigmas
 from ..model.layer_selection import quantizable_linears
 from .blocks import block_lists
 
 _NULL_CONDITIONING = [[None, {}]]
 _KEY = "int8_dit_benchmark"
 _PIXELS = 1024
-_OVERRIDE = "optimized_attention_override"
 # A forward compiles and tunes, the next compares fused blocks with ComfyUI's own. Then some are timed as they are, one
 # with a clock at each block, one with a clock at each linear.
 _PLAIN, _BLOCKS, _LINEARS = (3, 4, 5), 6, 7
@@ -45,25 +43,11 @@ def measure_forward(
     watched = model.clone()
     clock = _Clock(watched, check)
     watched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, clock.call)
-    samples = _empty_latent(watched) if latent is None else latent["samples"]
-    ratios = {} if latent is None else latent
-    samples = comfy.sample.fix_empty_latent_channels(
-        watched, samples, ratios.get("downscale_ratio_spacial"), ratios.get("downscale_ratio_temporal")
-    )
-    guider = comfy.samplers.CFGGuider(watched)
-    guider.inner_set_conds({"positive": positive or _NULL_CONDITIONING})
-    guider.set_cfg(1.0)
-    sigmas = comfy.samplers.calculate_sigmas(watched.get_model_object("model_sampling"), "simple", _LINEARS)
+    samples = latent_of(watched, empty_latent(watched, _PIXELS) if latent is None else latent)
+    sigmas = simple_sigmas(watched, _LINEARS)
     try:
-        guider.sample(
-            comfy.sample.prepare_noise(samples, 0),
-            samples,
-            comfy.samplers.sampler_object("euler"),
-            sigmas,
-            callback=lambda *_: check(),
-            disable_pbar=True,
-            seed=0,
-        )
+        prompt = positive or _NULL_CONDITIONING
+        sample(watched, prompt, None, 1.0, euler(), sigmas, samples, 0, lambda *_: check())
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         if positive is not None and latent is not None:
             raise
@@ -73,12 +57,6 @@ def measure_forward(
 
 def _weights(model: ModelPatcher) -> float:
     return sum(parameter.numel() for parameter in model.model.diffusion_model.parameters())
-
-
-def _empty_latent(model: ModelPatcher) -> torch.Tensor:
-    latent_format: Any = model.get_model_object("latent_format")
-    side = _PIXELS // latent_format.spacial_downscale_ratio
-    return torch.zeros(1, latent_format.latent_channels, side, side)
 
 
 class _Clock:
@@ -96,8 +74,8 @@ class _Clock:
         self._attention: list[Any] = []
         self._watches_attention = False
         self._blocks: list[Any] = []
-        options = model.model_options["transformer_options"]
-        options[_OVERRIDE] = partial(self._attend, options.get(_OVERRIDE))
+        options = options_of(model)
+        options[OVERRIDE] = partial(self._attend, options.get(OVERRIDE))
 
     def call(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1

@@ -7,9 +7,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import comfy.model_management
 import torch
-from comfy.model_patcher import ModelPatcher
 
 from ...kernels import BF16, FUSED, Verdict, decide_by, stored_verdict
 from ...kernels.benchmark import (
@@ -40,6 +38,8 @@ from ...kernels.benchmark import (
     verdict_sentence,
     working_memory,
 )
+from ..comfyui import memory
+from ..comfyui.patcher import ModelPatcher
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
 from ..model.layer_selection import quantizable_linears
@@ -116,13 +116,13 @@ def run(
     decision: str,
 ) -> Outcome:
     """Measure this machine, and let `auto` be decided as the user wants it. Raises ComfyUI's interrupt on cancel."""
-    device = comfy.model_management.get_torch_device() if model is None else model.load_device
-    check = comfy.model_management.throw_exception_if_processing_interrupted
+    device = memory.default_device() if model is None else model.load_device
+    check = memory.check_cancelled
     methods = shown(ticked)
     progress = Progress()
     progress.say("checking the card")
     sentences, remarks = [], [_METHODS_NOTE]
-    with comfy.model_management.cuda_device_context(device):
+    with memory.current(device):
         split = None
         if model is not None:
             progress.say("measuring a forward of the model")
@@ -213,7 +213,7 @@ def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
 
 
 def _time(shape: LinearShape, tokens: int, device: torch.device, methods: Sequence, progress: Progress) -> ShapeResult:
-    check = comfy.model_management.throw_exception_if_processing_interrupted
+    check = memory.check_cancelled
 
     def say(method: str) -> None:
         progress.step()

@@ -1,5 +1,5 @@
 """Feed-forwards whose second linear ComfyUI computes itself, with the activation before it and past the linear's own
-forward (`comfy.ops.linear_input_act`): those of Wan, LTX-Video and MiniMax."""
+forward (its `linear_input_act`): those of Wan, LTX-Video and MiniMax."""
 
 from typing import Any
 

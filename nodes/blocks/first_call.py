@@ -5,8 +5,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import comfy.model_management
 import torch
+
+from ..comfyui.memory import Cancelled
 
 # Both round to INT8 on their way, at slightly different values. With random weights that sets them up to 0.026 apart in
 # bf16 and 0.018 in fp16, which is INT8's own noise; three times that leaves room for weights that are harder to round.
@@ -27,7 +28,7 @@ def attempt(fused: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a fused forward returns. Raises Failed, or what a block's own forward would raise just as well."""
     try:
         return fused(*args, **kwargs)
-    except (comfy.model_management.InterruptProcessingException, torch.OutOfMemoryError):
+    except (Cancelled, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever it is, the block's own forward can do without
         logger.debug("The fused form of a block failed", exc_info=error)

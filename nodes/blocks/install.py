@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import comfy.model_management
 import torch
-from comfy.model_patcher import ModelPatcher
 
 from ...kernels import FLOAT_DTYPES, all_modules_hooked, native_computes, runs_fused
-from .before_compiling import compare_before_compiling
+from ..comfyui import memory as devices
+from ..comfyui.classes import NORM_MODULES, full_name
+from ..comfyui.compiling import compare_before_compiling
+from ..comfyui.layers import is_linear, weight_functions
+from ..comfyui.patcher import ModelPatcher
 from .first_call import Failed, attempt, compare
 from .steps import InputForm, input_form
 from .table import BLOCKS, BlockKind
@@ -28,7 +30,7 @@ _DIFFUSION_MODEL = "diffusion_model"
 _ACTIVATIONS = (torch.nn.SiLU, torch.nn.GELU, torch.nn.Identity, torch.nn.Dropout)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 _NODES = __name__.removesuffix(".blocks.install")
-_NORMS = ("comfy.ops", "torch.nn.modules.normalization", f"{_NODES}.model.operations")
+_NORMS = (*NORM_MODULES, f"{_NODES}.model.operations")
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ def fuse_blocks(model: ModelPatcher) -> None:
     for name, _ in model.model.diffusion_model.named_modules(prefix=_DIFFUSION_MODEL):
         patch = f"{name}.__class__"
         own: Any = model.get_model_object(patch)
-        kind = None if is_fused_block(own) else BLOCKS.get(_full_name(own))
+        kind = None if is_fused_block(own) else BLOCKS.get(full_name(own))
         if kind is not None:
             # ComfyUI puts it in place with the MODEL and takes it away with it, as it does with any patch.
             model.add_object_patch(patch, classes.get(own) or classes.setdefault(own, fused_class(own, kind)))
@@ -50,7 +52,7 @@ def fuse_blocks(model: ModelPatcher) -> None:
 def fuse_in_place(block: torch.nn.Module) -> None:
     """The same for a block that belongs to no MODEL."""
     for module in block.modules():
-        kind = BLOCKS.get(_full_name(type(module)))
+        kind = BLOCKS.get(full_name(type(module)))
         if kind is not None:
             module.__class__ = fused_class(type(module), kind)
 
@@ -58,10 +60,6 @@ def fuse_in_place(block: torch.nn.Module) -> None:
 def is_fused_block(patch: Any) -> bool:
     """Whether an object patch of a MODEL is the class of a fused block."""
     return getattr(patch, "fuses_block", False) is True
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class _Plan:
@@ -81,11 +79,11 @@ class _Plan:
         self._distinct = list(set(self._classes))
         self._forwards = list(map(_forward_of, self._distinct))
 
-        self._linears: list[Any] = [module for module in parts if _is_linear(module)]
+        self._linears: list[Any] = [module for module in parts if is_linear(module)]
         self._patched = self._patched_now()
         forms = [input_form(layer) for layer in self._linears]
         int8 = [(layer, form) for layer, form in zip(self._linears, forms, strict=True) if form is not None]
-        known = all(_is_linear(module) or _is_known(module, kind) for module in parts)
+        known = all(is_linear(module) or _is_known(module, kind) for module in parts)
         like = tuple(
             form and (form.transform.smooth is None, form.transform.rotation_group, form.activation_bits)
             for form in forms
@@ -98,7 +96,7 @@ class _Plan:
 
     def _patched_now(self) -> list[bool]:
         """Of which linears the weight is patched in use."""
-        return list(map(bool, map(_patches_of, self._linears)))
+        return list(map(bool, map(weight_functions, self._linears)))
 
     def holds(self) -> bool:
         """Whether the block is still made of the same parts."""
@@ -127,7 +125,6 @@ def _question(layer: Any, form: InputForm) -> tuple[str, int, int, bool]:
 
 
 _forward_of = operator.attrgetter("forward")
-_patches_of = operator.attrgetter("weight_function")
 _hooks_of = operator.itemgetter("_forward_hooks")
 _pre_hooks_of = operator.itemgetter("_forward_pre_hooks")
 
@@ -146,20 +143,16 @@ class _Memory:
         return plan
 
 
-def _is_linear(module: Any) -> bool:
-    return hasattr(module, "in_features") and hasattr(module, "weight_function")
-
-
 def _is_known(module: torch.nn.Module, kind: BlockKind) -> bool:
     cls = type(module)
     if isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
         return cls.forward.__module__ in _NORMS
-    return cls in _ACTIVATIONS or cls in _CONTAINERS or _full_name(cls) in kind.parts
+    return cls in _ACTIVATIONS or cls in _CONTAINERS or full_name(cls) in kind.parts
 
 
 def _watched() -> bool:
     """Whether something wants ComfyUI's own modules to be called, in whatever block."""
-    return torch.is_grad_enabled() or comfy.model_management.in_training or all_modules_hooked()
+    return torch.is_grad_enabled() or devices.is_training() or all_modules_hooked()
 
 
 def _patched(options: dict[str, Any]) -> bool:

@@ -8,7 +8,6 @@ nodes/model. Any other one, such as a protected one, is called with floats.
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import comfy.ops
 import torch
 
 from ...kernels import (
@@ -20,6 +19,7 @@ from ...kernels import (
     norm_quantize,
     norm_rope,
 )
+from ..comfyui.layers import weight_and_bias
 
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 """torch.nn.GELU's `approximate` -> the name of the activation."""
@@ -57,16 +57,7 @@ def norm_of(module: Any, x: torch.Tensor) -> Norm | None:
         return None
     kind = "layer" if isinstance(module, torch.nn.LayerNorm) else "rms"
     eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
-    weight, bias = module.weight, getattr(module, "bias", None)
-    if weight is None:
-        return Norm(kind, eps)
-    if weight.device == x.device and not module.weight_function and not module.bias_function:
-        return Norm(kind, eps, weight, bias)
-    weight, bias, stream = comfy.ops.cast_bias_weight(module, x, offloadable=True)
-    # Copies, because the memory of a streamed weight is given back here.
-    norm = Norm(kind, eps, weight.clone(), None if bias is None else bias.clone())
-    comfy.ops.uncast_bias_weight(module, weight, bias, stream)
-    return norm
+    return Norm(kind, eps) if module.weight is None else Norm(kind, eps, *weight_and_bias(module, x))
 
 
 def project_normed(

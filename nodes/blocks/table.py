@@ -4,6 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..comfyui.classes import (
+    FLUX_DOUBLE_BLOCK,
+    FLUX_SINGLE_BLOCK,
+    IDEOGRAM4_BLOCK,
+    LTX_FEED_FORWARD,
+    LUMINA_BLOCK,
+    MINIMAX_FEED_FORWARD,
+    QWEN_IMAGE_BLOCK,
+    WAN_BLOCK,
+    WAN_FEED_FORWARD,
+    parts,
+)
 from . import feed_forward, flux, ideogram4, lumina, qwen_image, wan
 
 
@@ -25,33 +37,25 @@ class BlockKind:
     parts: frozenset[str]
 
 
-def _parts(module: str, *classes: str) -> frozenset[str]:
-    return frozenset(f"comfy.ldm.{module}.{name}" for name in classes)
-
-
 _FLUX = ("Modulation", "SelfAttention", "QKNorm", "SiLUActivation", "YakMLP")
 _WAN = ("WanSelfAttention", "WanT2VCrossAttention", "WanI2VCrossAttention", "WanFeedForward")
 
 BLOCKS = {
-    "comfy.ldm.ideogram4.model.Ideogram4TransformerBlock": BlockKind(
+    IDEOGRAM4_BLOCK: BlockKind(
         ideogram4.forward,
         ("x",),
-        _parts("ideogram4.model", "Ideogram4Attention") | _parts("lumina.model", "FeedForward"),
+        parts("ideogram4.model", "Ideogram4Attention") | parts("lumina.model", "FeedForward"),
     ),
-    "comfy.ldm.lumina.model.JointTransformerBlock": BlockKind(
-        lumina.forward, ("x",), _parts("lumina.model", "JointAttention", "FeedForward")
-    ),
-    "comfy.ldm.flux.layers.DoubleStreamBlock": BlockKind(flux.double, ("img", "txt"), _parts("flux.layers", *_FLUX)),
-    "comfy.ldm.flux.layers.SingleStreamBlock": BlockKind(flux.single, ("x",), _parts("flux.layers", *_FLUX)),
-    "comfy.ldm.qwen_image.model.QwenImageTransformerBlock": BlockKind(
+    LUMINA_BLOCK: BlockKind(lumina.forward, ("x",), parts("lumina.model", "JointAttention", "FeedForward")),
+    FLUX_DOUBLE_BLOCK: BlockKind(flux.double, ("img", "txt"), parts("flux.layers", *_FLUX)),
+    FLUX_SINGLE_BLOCK: BlockKind(flux.single, ("x",), parts("flux.layers", *_FLUX)),
+    QWEN_IMAGE_BLOCK: BlockKind(
         qwen_image.forward,
         ("encoder_hidden_states", "hidden_states"),
-        _parts("qwen_image.model", "Attention", "FeedForward", "GELU"),
+        parts("qwen_image.model", "Attention", "FeedForward", "GELU"),
     ),
-    "comfy.ldm.wan.model.WanAttentionBlock": BlockKind(wan.forward, ("x",), _parts("wan.model", *_WAN)),
-    "comfy.ldm.wan.model.WanFeedForward": BlockKind(feed_forward.wan, (), frozenset()),
-    "comfy.ldm.lightricks.model.FeedForward": BlockKind(
-        feed_forward.ltx_video, (), _parts("lightricks.model", "GELU_approx")
-    ),
-    "comfy.ldm.minimax.model.MLP": BlockKind(feed_forward.minimax, (), frozenset()),
+    WAN_BLOCK: BlockKind(wan.forward, ("x",), parts("wan.model", *_WAN)),
+    WAN_FEED_FORWARD: BlockKind(feed_forward.wan, (), frozenset()),
+    LTX_FEED_FORWARD: BlockKind(feed_forward.ltx_video, (), parts("lightricks.model", "GELU_approx")),
+    MINIMAX_FEED_FORWARD: BlockKind(feed_forward.minimax, (), frozenset()),
 }

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import comfy.model_management
-
+from ..comfyui.memory import moved
 from .steps import GELU, add, norm_and_rotate, project_activated, project_normed, rotations
 
 
@@ -13,7 +12,7 @@ def forward(block: Any, core: Any, x, e, freqs, context, context_img_len=257, *,
     matrices = rotations(freqs, samples, tokens, width)
     if unknown or matrices is None:
         return NotImplemented
-    own = comfy.model_management.cast_to(block.modulation, dtype=x.dtype, device=x.device)
+    own = moved(block.modulation, x.device, x.dtype)
     # shift, scale and gate of the attention, then of the MLP, for all tokens or for as many as make a frame
     mod = (own + e).chunk(6, dim=1) if e.ndim < 4 else (own.unsqueeze(0) + e).unbind(2)
     x = x.contiguous()

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from comfy.ops import CastWeightBiasOp
-
 from ...kernels import ActivationStatistics
+from ..comfyui.layers import CastWeightBiasOp
 
 Shapes = Mapping[str, tuple[int, int]]
 """[N, K] of linears by name."""

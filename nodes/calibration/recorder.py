@@ -4,14 +4,14 @@ import weakref
 from collections.abc import Container, Iterable, Iterator
 
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.ops import CastWeightBiasOp
-from comfy.patcher_extension import CallbacksMP
-from comfy_execution.utils import get_executing_context
 from torch.utils.hooks import RemovableHandle
 
 from ...kernels import ActivationStatistics
-from ..model.layer_selection import is_compiled, quantizable_linears
+from ..comfyui.compiling import is_compiled
+from ..comfyui.execution import executing_node
+from ..comfyui.layers import CastWeightBiasOp
+from ..comfyui.patcher import CallbacksMP, ModelPatcher
+from ..model.layer_selection import quantizable_linears
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
 CALLBACK_KEY = "int8_dit_recorder"
@@ -59,8 +59,7 @@ class Recording:
 
         All samplings of a node fill the same, so that the many of a tiled upscaler take no more memory than one.
         """
-        context = get_executing_context()
-        node = None if context is None else context.node_id
+        _, node = executing_node() or (None, None)
         self._latest = self._records.setdefault((node, device), Record(shapes))
         return self._latest
 

@@ -1,14 +1,11 @@
 """A calibration run: the user's own sampling, with what enters the linears recorded."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import comfy.sample
-import comfy.samplers
-import latent_preview
 import torch
-from comfy.model_patcher import ModelPatcher
 
+from ..comfyui.patcher import ModelPatcher
+from ..comfyui.sampling import latent_of, previewer, sample
 from ..host.work import Progress
 from .calibration import Calibration
 from .recorder import Recording, armed
@@ -35,10 +32,7 @@ def calibrate(
     """
     recording = Recording()
     observed = armed(model, recording)
-    samples = comfy.sample.fix_empty_latent_channels(
-        observed, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
-    )
-    previewer = latent_preview.get_previewer(observed.load_device, observed.model.latent_format)
+    samples, preview = latent_of(observed, latent), previewer(observed)
     progress = progress or Progress()
 
     for index, positive in enumerate(prompts):
@@ -48,38 +42,8 @@ def calibrate(
 
         def after_step(_step, x0, _x, _steps, doing=doing, sampling=sampling):
             recording.check_latest()
-            sampling.step(f"{doing}, step", _preview(previewer, x0))
+            sampling.step(f"{doing}, step", preview(x0))
 
         noise_seed = (seed + index) % _SEEDS
-        _guider(observed, positive, negative, cfg).sample(
-            comfy.sample.prepare_noise(samples, noise_seed, latent.get("batch_index")),
-            samples,
-            sampler,
-            sigmas,
-            denoise_mask=latent.get("noise_mask"),
-            callback=after_step,
-            disable_pbar=True,
-            seed=noise_seed,
-        )
+        sample(observed, positive, negative, cfg, sampler, sigmas, samples, noise_seed, after_step, latent)
     return recording.calibration()
-
-
-def _preview(previewer: latent_preview.LatentPreviewer | None, x0: Any) -> tuple | None:
-    """What ComfyUI's sampler nodes show of a step, or None where the user wants no previews."""
-    if previewer is None:
-        return None
-    return previewer.decode_latent_to_preview_image("JPEG", x0.tensors[0] if x0.is_nested else x0)
-
-
-def _guider(model: ModelPatcher, positive: list, negative: list | None, cfg: float) -> comfy.samplers.CFGGuider:
-    """ComfyUI's ordinary guidance, or none without a negative conditioning."""
-    guider = comfy.samplers.CFGGuider(model)
-    if negative is None:
-        guider.inner_set_conds({"positive": positive})
-        guider.set_cfg(1.0)
-    else:
-        # At a CFG of 1 ComfyUI would leave out what is asked for here.
-        model.disable_model_cfg1_optimization()
-        guider.set_conds(positive, negative)
-        guider.set_cfg(cfg)
-    return guider

@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import comfy.utils
 import safetensors
 import torch
 
+from ..comfyui.loading import read_safetensors
 from . import int8_mark
 from .contents import BRANCHES, Checkpoint
 from .dialects import DIALECTS, NAMINGS, translated
@@ -52,7 +52,7 @@ def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]
         with naming_file(name):
             return read_gguf(path)
     _check_safetensors(path, name, kind_of_bytes(beginning))
-    return comfy.utils.load_torch_file(path, return_metadata=True)
+    return read_safetensors(path)
 
 
 def _check_safetensors(path: str, name: str, kind: Kind | None) -> None:

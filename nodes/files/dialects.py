@@ -7,10 +7,9 @@ a scale and a mark `X.comfy_quant` (int8_mark.py). Each entry brings one dialect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import comfy.model_detection
-import comfy.utils
 import torch
 
+from ..comfyui.loading import prefix_in, with_marks, without_prefix
 from . import int8_mark, transformer_lab
 from .contents import Checkpoint
 from .diffusers_names import is_named_by_diffusers, with_native_names
@@ -48,7 +47,7 @@ def _marked_by_comfyui(checkpoint: Checkpoint) -> Checkpoint:
     """With the marks that ComfyUI itself makes of what its older files have in their metadata or in other tensors."""
     try:
         json_object(checkpoint.metadata.get("_quantization_metadata", "{}"), _MOST_METADATA)
-        tensors, metadata = comfy.utils.convert_old_quants(checkpoint.tensors, "", metadata=checkpoint.metadata)
+        tensors, metadata = with_marks(checkpoint.tensors, checkpoint.metadata)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{checkpoint.name}: the quantization metadata cannot be read ({error!r})") from error
     return replace(checkpoint, tensors=tensors, metadata=metadata)
@@ -56,8 +55,7 @@ def _marked_by_comfyui(checkpoint: Checkpoint) -> Checkpoint:
 
 def _without_prefix(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """The diffusion model's tensors in a file that holds other models too; empty where none has the prefix."""
-    prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.tensors)
-    return comfy.utils.state_dict_prefix_replace(dict(checkpoint.tensors), {prefix: ""}, filter_keys=True)
+    return without_prefix(checkpoint.tensors, prefix_in(checkpoint.tensors))
 
 
 def _diffusion_model(checkpoint: Checkpoint) -> Checkpoint:

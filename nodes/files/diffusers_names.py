@@ -5,18 +5,18 @@ it would keep the weight and lose the scale, so the scales take the same way her
 of GGUF's blocks take it as bytes.
 """
 
-import comfy.model_detection
 import torch
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import ChannelTransform
+from ..comfyui.loading import architecture_of, diffusers_unet_of, renamed_from_diffusers
+from ..comfyui.quantized import QuantizedTensor, params, stored
 from . import int8_mark
 from .gguf_weight import is_gguf, with_blocks
 
 
 def is_named_by_diffusers(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bool:
     """Whether ComfyUI has to rename these tensors before it knows their model."""
-    return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata) is None
+    return architecture_of(tensors, metadata) is None
 
 
 def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -45,13 +45,13 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
         key: _columns(tensor, *quantization.get(key, (None, {}))) for key, tensor in plain.items() if tensor.ndim
     }
 
-    renamed = comfy.model_detection.convert_diffusers_mmdit(plain, "")
+    renamed = renamed_from_diffusers(plain)
     if renamed is None:
-        if marks and comfy.model_detection.model_config_from_diffusers_unet(tensors) is not None:
+        if marks and diffusers_unet_of(tensors) is not None:
             raise ValueError("this is a quantized UNet under the names of diffusers; convert it to ComfyUI's names")
         return tensors
     if marks:
-        for key, rows in (comfy.model_detection.convert_diffusers_mmdit(columns, "") or {}).items():
+        for key, rows in (renamed_from_diffusers(columns) or {}).items():
             scale, group = rows.unbind(1)
             if scale.isnan().all():
                 continue
@@ -86,7 +86,7 @@ def _with_native_rows(tensors: dict[str, torch.Tensor], packed: dict[str, Quanti
     sources = {
         key: torch.full((len(tensor), 1), numbers.get(key, -1)) for key, tensor in tensors.items() if tensor.ndim
     }
-    joined = comfy.model_detection.convert_diffusers_mmdit(sources, "")
+    joined = renamed_from_diffusers(sources)
     if joined is None:
         return tensors
     forms: dict[str, QuantizedTensor] = {}
@@ -94,14 +94,14 @@ def _with_native_rows(tensors: dict[str, torch.Tensor], packed: dict[str, Quanti
     for key, column in joined.items():
         names = [keys[number] if number >= 0 else None for number in column.unique().tolist()]
         weights = [packed[name] for name in names if name is not None]
-        if len(weights) == len(names) and len({w._params.block_format for w in weights}) == 1:
+        if len(weights) == len(names) and len({params(w).block_format for w in weights}) == 1:
             forms[key] = weights[0]
         else:
             mixed |= {name for name in names if name is not None}
     rows = dict(tensors)
     for key, weight in packed.items():
-        rows[key] = weight.dequantize() if key in mixed else weight._qdata
-    renamed = comfy.model_detection.convert_diffusers_mmdit(rows, "") or {}
+        rows[key] = weight.dequantize() if key in mixed else stored(weight)
+    renamed = renamed_from_diffusers(rows) or {}
     # A tensor that goes to several places, of which one is mixed, is floats in all of them.
     return {
         key: with_blocks(forms[key], tensor) if key in forms and tensor.dtype == torch.uint8 else tensor

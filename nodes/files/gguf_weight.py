@@ -8,10 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
-from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
-from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import GGUF_FORMATS, channel_scales, dequantize_blocks, quantize_blocks
+from ..comfyui.quantized import (
+    BaseLayoutParams,
+    QuantizedLayout,
+    QuantizedTensor,
+    has_layout,
+    params,
+    register_layout_class,
+    stored,
+)
 from .gguf_package import decode_blocks
 
 GGUF_LAYOUT = "GGUFBlocksLayout"
@@ -45,7 +52,7 @@ class GGUFBlocksLayout(QuantizedLayout):
 
     @classmethod
     def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return qtensor._qdata, qtensor._params.scale
+        return stored(qtensor), params(qtensor).scale
 
     @classmethod
     def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
@@ -53,7 +60,7 @@ class GGUFBlocksLayout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        return {"block_format": qtensor._params.block_format, "computes_in_floats": not has_scales(qtensor)}
+        return {"block_format": params(qtensor).block_format, "computes_in_floats": not has_scales(qtensor)}
 
 
 register_layout_class(GGUF_LAYOUT, GGUFBlocksLayout)
@@ -62,23 +69,23 @@ register_layout_class(GGUF_LAYOUT, GGUFBlocksLayout)
 def read_weight(blocks: torch.Tensor, block_format: str, shape: tuple[int, int]) -> QuantizedTensor:
     """A weight of this shape [N, K] as it was read: uint8 blocks [N, bytes of a row] of a format of GGUF_FORMATS, or of
     one that only the package gguf decodes."""
-    params = GGUFBlocksLayout.Params(_NO_SCALES, torch.float32, shape, block_format)
-    return QuantizedTensor(blocks, GGUF_LAYOUT, params)
+    form = GGUFBlocksLayout.Params(_NO_SCALES, torch.float32, shape, block_format)
+    return QuantizedTensor(blocks, GGUF_LAYOUT, form)
 
 
 def is_gguf(weight: Any) -> TypeGuard[QuantizedTensor]:
     """Whether a tensor is a weight in GGUF's blocks."""
-    return isinstance(weight, QuantizedTensor) and weight._layout_cls == GGUF_LAYOUT
+    return has_layout(weight, GGUF_LAYOUT)
 
 
 def can_stay(weight: Any) -> bool:
     """Whether a tensor is a weight in blocks that a kernel reads, so that it can stay in them while a MODEL runs."""
-    return is_gguf(weight) and weight._params.block_format in GGUF_FORMATS
+    return is_gguf(weight) and params(weight).block_format in GGUF_FORMATS
 
 
 def has_scales(weight: QuantizedTensor) -> bool:
     """Whether a weight in GGUF's blocks can become INT8 for a product."""
-    return weight._params.scale.numel() > 0
+    return params(weight).scale.numel() > 0
 
 
 def with_scales(weight: QuantizedTensor) -> QuantizedTensor:
@@ -86,17 +93,17 @@ def with_scales(weight: QuantizedTensor) -> QuantizedTensor:
 
     Raises ValueError where a row holds a NaN or Inf.
     """
-    scales = _scales(weight._qdata, weight._params.block_format)
+    scales = _scales(stored(weight), params(weight).block_format)
     broken = ~torch.isfinite(scales.flatten())
     if bool(broken.any()):
         raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
-    return QuantizedTensor(weight._qdata, GGUF_LAYOUT, replace(weight._params, scale=scales))
+    return QuantizedTensor(stored(weight), GGUF_LAYOUT, replace(params(weight), scale=scales))
 
 
 def with_blocks(weight: QuantizedTensor, blocks: torch.Tensor) -> QuantizedTensor:
     """Other rows in the form of a weight that was read."""
     shape = (blocks.shape[0], weight.shape[1])
-    return QuantizedTensor(blocks, GGUF_LAYOUT, replace(weight._params, orig_shape=shape))
+    return QuantizedTensor(blocks, GGUF_LAYOUT, replace(params(weight), orig_shape=shape))
 
 
 def _scales(blocks: torch.Tensor, block_format: str) -> torch.Tensor:

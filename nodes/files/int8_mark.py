@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ...kernels import UNCHANGED, ChannelTransform
+from ..comfyui.quantized import NATIVE_FORMAT
 from .faults import json_object
 
-NATIVE_FORMAT = "int8_tensorwise"
 SMOOTHED_FORMAT = "int8_smoothquant (needs the node pack ComfyUI-INT8-DiT)"
 ACT16_FORMAT = "int8_act16 (needs the node pack ComfyUI-INT8-DiT)"
 _EARLIER_NAMES = {"int8_smoothquant": SMOOTHED_FORMAT, "int8_act16": ACT16_FORMAT}

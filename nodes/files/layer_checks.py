@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from comfy.quant_ops import QUANT_ALGOS
 
 from ...kernels import ChannelTransform
+from ..comfyui.quantized import known_formats
 from . import int8_mark
 from .gguf_weight import is_gguf
 from .values import LARGEST, check_factors, check_finite, check_scale, check_single
@@ -83,7 +83,7 @@ def _check_marked(name: str, tensors: Tensors, parts: Tensors) -> None:
         mark = int8_mark.decode_mark(tensors[key])
     except ValueError as error:
         raise ValueError(f"{key} is {error}") from error
-    kind, known = mark.get("format"), {*QUANT_ALGOS, *int8_mark.INT8_FORMATS}
+    kind, known = mark.get("format"), {*known_formats(), *int8_mark.INT8_FORMATS}
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"{key} names the quantization format {kind!r}, which is unknown")
     title = "INT8" if kind in int8_mark.INT8_FORMATS else kind

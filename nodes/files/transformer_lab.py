@@ -7,13 +7,10 @@ The other tensors of the model come from a base checkpoint.
 
 from dataclasses import replace
 
-import comfy.ldm.ideogram4.model
-import comfy.model_detection
-import comfy.ops
-import comfy.supported_models
 import torch
 
 from ...kernels import ChannelTransform
+from ..comfyui.loading import ideogram4_shapes
 from . import int8_mark
 from .contents import BRANCHES, Checkpoint
 
@@ -32,7 +29,7 @@ def one_branch(checkpoint: Checkpoint) -> Checkpoint:
     Raises ValueError naming the file, or the base file, and the tensor or the widget.
     """
     name, linears = checkpoint.name, _linears(checkpoint)
-    shapes = _shapes(linears)
+    shapes = ideogram4_shapes(linears)
     strange = _strange(linears, shapes)
     if strange is not None:
         raise ValueError(f"{name}: {checkpoint.branch}.{strange} is no layer of Ideogram 4")
@@ -90,17 +87,6 @@ def _linears(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 def _float32(tensor: torch.Tensor) -> torch.Tensor:
     """What is not floating point stays, and is refused where all marks are checked."""
     return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def _shapes(linears: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
-    """The shapes of all tensors of an Ideogram 4 with as many blocks as these linears are of."""
-    model = comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel(
-        num_layers=comfy.model_detection.count_blocks(list(linears), "layers.{}."),
-        **comfy.supported_models.Ideogram4.unet_extra_config,
-        device="meta",
-        operations=comfy.ops.disable_weight_init,
-    )
-    return {key: tensor.shape for key, tensor in model.state_dict().items()}
 
 
 def _strange(tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]) -> str | None:

@@ -2,14 +2,13 @@
 
 import hashlib
 
-import comfy.model_management
-
 from ...kernels import stored_verdict
+from ..comfyui.memory import default_device
 
 
 def decision_stamp(kernel: str) -> str:
     """A text that changes when `auto` is decided by something else: then a node has to run again."""
-    device = comfy.model_management.get_torch_device()
+    device = default_device()
     if kernel != "auto" or device.type != "cuda":
         return ""
     verdict = stored_verdict(device)

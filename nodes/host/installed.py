@@ -1,13 +1,11 @@
-"""What is installed beside this ComfyUI: what the pack cannot do without, and what it can."""
+"""What is installed beside the pack: what it cannot do without, and what it can."""
 
-import importlib.metadata
 import importlib.util
 import logging
 
 from ...kernels import missing
+from ..comfyui.assumptions import check_comfyui, comfyui_version
 
-# The oldest comfy-kitchen that the pack was tested with. ComfyUI 0.30 asks for it.
-_OLDEST = "0.2.26"
 # The pack loads without these: module -> what is said where it is missing.
 _OPTIONAL = {
     "triton": "Triton is not installed, so INT8 layers compute in bf16. An NVIDIA card from Ampere on needs "
@@ -17,32 +15,15 @@ _OPTIONAL = {
 logger = logging.getLogger(__name__)
 
 
-def check_comfy_kitchen() -> None:
-    """Raise ImportError, in one line that says what to install, where comfy-kitchen is missing or too old."""
-    try:
-        from comfy.quant_ops import QUANT_ALGOS, QuantizedLayout, QuantizedTensor, register_layout_class  # noqa: F401
-        from comfy_kitchen.tensor import BaseLayoutParams  # noqa: F401
+def check_installed() -> None:
+    """Log a line for each optional module that is not installed, and one for all that ComfyUI, Triton and PyTorch lack
+    of what the pack relies on: what does not work, and what it does instead.
 
-        _ = QuantizedTensor.requantize_from_float, QUANT_ALGOS["int8_tensorwise"]
-    except (ImportError, AttributeError, KeyError) as error:
-        try:
-            found = f"{importlib.metadata.version('comfy-kitchen')} is installed"
-        except importlib.metadata.PackageNotFoundError:
-            found = "none is installed"
-        raise ImportError(
-            f"INT8 DiT needs comfy-kitchen {_OLDEST} or newer, and {found} ({error}); update ComfyUI, or run "
-            f'`pip install "comfy-kitchen>={_OLDEST}"` with its Python'
-        ) from error
-
-
-def say_what_is_missing() -> None:
-    """Log a line for each optional module that is not installed: what does not work, and what to install.
-
-    One more line says which insides of the installed ones are not as the pack knows them.
+    Raises ImportError, in one line that says what to do, for what it cannot do without.
     """
+    lacks = [*check_comfyui(), *(f"{what} ({instead})" for what, instead in missing())]
     for module, consequence in _OPTIONAL.items():
         if importlib.util.find_spec(module) is None:
             logger.warning("INT8 DiT: %s.", consequence)
-    unknown = [f"{what}: {instead}" for what, instead in missing()]
-    if unknown:
-        logger.warning("INT8 DiT does not know these parts of the installed packages: %s.", "; ".join(unknown))
+    if lacks:
+        logger.warning("INT8 DiT: beside ComfyUI %s it does without %s.", comfyui_version(), "; ".join(lacks))

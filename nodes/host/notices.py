@@ -2,10 +2,9 @@
 
 import functools
 import logging
-import sys
-from typing import Any, Literal
+from typing import Literal
 
-from comfy_execution.utils import get_executing_context
+from ..comfyui.execution import client, executing_node, send_event
 
 WARNING_EVENT = "int8_dit.warning"
 Reason = Literal[
@@ -23,30 +22,23 @@ Reason = Literal[
 logger = logging.getLogger(__name__)
 
 
-def prompt_server() -> Any:
-    """The ComfyUI server (server.PromptServer) that runs in this process, or None."""
-    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-
-
 def warn(reason: Reason, summary: str, detail: str, advice: str = "") -> None:
     """Warn at most once per queued prompt, however many models and steps say the same: in the log, and as a toast
     (web/warnings.js) in the browser that queued the prompt.
 
     The same with another `advice`, which ends the detail, is the same.
     """
-    context = get_executing_context()
-    said = set() if context is None else _said_in(context.prompt_id)
+    prompt, node = executing_node() or (None, None)
+    said = set() if prompt is None else _said_in(prompt)
     if (summary, detail) in said:
         return
     said.add((summary, detail))
     text = f"{detail} {advice}".strip()
     logger.warning("%s: %s", summary, text)
-    server = prompt_server()
-    client = getattr(server, "client_id", None)  # of the prompt that runs; a script may have queued it without one
-    if client is not None:
-        node = None if context is None else context.node_id
+    browser = client()
+    if browser is not None:
         event = {"reason": reason, "summary": summary, "detail": text, "node": node}
-        server.send_sync(WARNING_EVENT, event, client)
+        send_event(WARNING_EVENT, event, browser)
 
 
 # More than a few prompts never run side by side.

@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Iterator
 
-import folder_paths
-from comfy.cli_args import args
 from comfy_api.latest import io
 
+from ..comfyui.folders import keeps_workflow, output_folder, output_place
 from .badges import Badge, shown
 
 
@@ -20,8 +19,7 @@ def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterat
     ComfyUI's own count is not used. It looks for another name than the file gets where a prefix is no plain path, such
     as `foo/`, and is then always 1.
     """
-    output = folder_paths.get_output_directory()
-    folder, filename, _, _, _ = folder_paths.get_save_image_path(filename_prefix, output)
+    folder, filename = output_place(filename_prefix)
     numbered = re.compile(re.escape(os.path.normcase(filename)) + r"_(\d+)(?![^._])")
     names = (numbered.match(os.path.normcase(name)) for name in os.listdir(folder))
     first = 1 + max((int(name[1]) for name in names if name), default=0)
@@ -30,7 +28,7 @@ def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterat
 
 def saved_file(path: str) -> dict:
     """The ui result of a node that saved a file in the output folder: the file, and a line on the node."""
-    subfolder, filename = os.path.split(os.path.relpath(path, folder_paths.get_output_directory()))
+    subfolder, filename = os.path.split(os.path.relpath(path, output_folder()))
     size = os.path.getsize(path)
     in_words = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     badge = Badge("good", f"saved {filename}, {in_words}", os.path.join("output", subfolder))
@@ -49,7 +47,7 @@ def size_text(count: int) -> str:
 
 def workflow_metadata(hidden: io.HiddenHolder) -> dict[str, str]:
     """The workflow as ComfyUI's save nodes store it, unless the user disabled that."""
-    if args.disable_metadata:
+    if not keeps_workflow():
         return {}
     metadata = {} if hidden.prompt is None else {"prompt": json.dumps(hidden.prompt)}
     return metadata | {key: json.dumps(value) for key, value in (hidden.extra_pnginfo or {}).items()}

@@ -3,12 +3,10 @@
 import copy
 import time
 
-import comfy.model_management
-import comfy.utils
 import torch
-from comfy_execution.utils import get_executing_context
 
-from .notices import prompt_server
+from ..comfyui import memory
+from ..comfyui.execution import ProgressBar, show_text
 
 # What quantizing a layer takes, per weight: 5 bytes measured for the largest of Ideogram 4, and twice that while a LoRA
 # is patched into it.
@@ -24,8 +22,7 @@ def make_room_to_quantize(device: torch.device, weights: int) -> None:
 
 def make_room(device: torch.device, needed: int) -> None:
     """Let ComfyUI unload what it must for `needed` bytes of work on a GPU."""
-    if not comfy.model_management.is_device_cpu(device):
-        comfy.model_management.free_memory(needed, device)
+    memory.free(needed, device)
 
 
 class Progress:
@@ -39,7 +36,7 @@ class Progress:
     """
 
     def __init__(self, steps: int = 1) -> None:
-        self._bar = comfy.utils.ProgressBar(_BAR_STEPS)
+        self._bar = ProgressBar(_BAR_STEPS)
         self._line = _Line()
         self._begin, self._width = 0.0, 1.0  # of the bar
         self._steps, self._done = max(1, steps), 0.0
@@ -65,15 +62,15 @@ class Progress:
         `doing` is said with the count: "saving tensor" becomes "saving tensor 80 of 211". `preview` is a picture as
         ComfyUI's previewers make them. Raises ComfyUI's interrupt exception when the user cancelled.
         """
-        comfy.model_management.throw_exception_if_processing_interrupted()
+        memory.check_cancelled()
         self._done += 1
         if doing:
             self.say(f"{doing} {self._done:.0f} of {max(self._done, self._steps):.0f}")
-        self._bar.update_absolute(round(_BAR_STEPS * self._position), preview=preview)
+        self._bar.set(round(_BAR_STEPS * self._position), preview=preview)
 
     def finish(self, text: str) -> None:
         """The job is done: the bar is full, and the node keeps this line."""
-        self._bar.update_absolute(_BAR_STEPS)
+        self._bar.set(_BAR_STEPS)
         self._line.show(text, at_once=True)
 
     @property
@@ -89,10 +86,7 @@ class _Line:
         self._shown_at = float("-inf")
 
     def show(self, text: str, at_once: bool = False) -> None:
-        context, server = get_executing_context(), prompt_server()
         now = time.monotonic()
-        if context is None or server is None or not (at_once or now - self._shown_at >= _SECONDS_BETWEEN_TEXTS):
-            return
-        self._shown_at = now
-        # Only the browser that queued the prompt surely has this node.
-        server.send_progress_text(text, context.node_id, server.client_id)
+        if at_once or now - self._shown_at >= _SECONDS_BETWEEN_TEXTS:
+            self._shown_at = now
+            show_text(text)

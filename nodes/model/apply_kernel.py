@@ -3,21 +3,19 @@
 from functools import partial
 from typing import Any
 
-import comfy.ops
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path, runs_fused
 from ..blocks.install import fuse_blocks
+from ..comfyui.layers import run_every_op
+from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher
+from ..comfyui.quantized import QuantizedTensor, is_native_int8
+from ..comfyui.residency import keep_patched
 from ..files.gguf_weight import is_gguf
 from ..host import notices
-from .fused_forward import INT8Linear, class_patch, fused_forward, is_native_int8
+from .fused_forward import INT8Linear, class_patch, fused_forward
 from .input_groups import share_inputs
 from .int8_weight import is_int8
-from .patched_weights import DIFFUSION_MODEL
-from .residency import keep_patched
 
 _CALLBACK_KEY = "int8_dit_apply"
 
@@ -81,7 +79,7 @@ def running_fused(own: Any, kernel: str) -> type:
             fused = is_native_int8(self.weight) and runs_fused(input.device, kernel, *shape, native=True)
             if not fused or (input.requires_grad and torch.is_grad_enabled()):
                 return super().forward(input, *args, **kwargs)
-            comfy.ops.run_every_op()
+            run_every_op()
             return fused_forward(self, input.dequantize() if isinstance(input, QuantizedTensor) else input)
 
     return FusedINT8Linear

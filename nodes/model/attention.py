@@ -1,24 +1,21 @@
 """What a MODEL's attention computes with: ComfyUI's own, or comfy-kitchen's INT8 attention where that applies."""
 
 import functools
-import importlib.metadata
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-import comfy_kitchen
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 
+from ..comfyui.attention import OVERRIDE, kitchen_attention, kitchen_attention_runs, kitchen_version
+from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
 from ..host import notices
 
 AS_COMFYUI = "as ComfyUI"
 INT8 = "INT8 (comfy-kitchen)"
 ATTENTION_CHOICES = (AS_COMFYUI, INT8)
 
-_OVERRIDE = "optimized_attention_override"  # ComfyUI's name of it in transformer_options
 _KEY = "int8_dit_attention"
 # What comfy-kitchen 0.2.40, the first version known here to have INT8 attention, takes.
 _VERSION = "0.2.40"
@@ -31,7 +28,6 @@ _KNOWN_KEYWORDS = {"scale", "enable_gqa", "low_precision_attention", "transforme
 Attention = Callable[..., torch.Tensor]
 
 logger = logging.getLogger(__name__)
-_kitchen: Any = comfy_kitchen  # what it has is asked for at run time
 
 
 def check_attention(choice: str, device: torch.device) -> None:
@@ -47,13 +43,12 @@ def check_attention(choice: str, device: torch.device) -> None:
 
 def _obstacle(device: torch.device) -> str | None:
     """Why INT8 attention cannot run on a device, in words and with what to do, or None where it can."""
-    if not hasattr(_kitchen, "int8_attention"):
-        installed = importlib.metadata.version("comfy-kitchen")
+    if kitchen_attention() is None:
         return (
-            f"comfy-kitchen {installed} is installed, which has no INT8 attention. {_VERSION} has it: run "
+            f"comfy-kitchen {kitchen_version()} is installed, which has no INT8 attention. {_VERSION} has it: run "
             f'`pip install "comfy-kitchen>={_VERSION}"` with the Python of ComfyUI'
         )
-    if _kitchen.int8_attention_is_available(device):
+    if kitchen_attention_runs(device):
         return None
     if device.type != "cuda":
         return f"the model runs on {device.type}, and INT8 attention needs a GPU"
@@ -73,18 +68,20 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
     override calls. Raises what `check_attention` raises.
     """
     check_attention(choice, model.load_device)
-    options = model.model_options["transformer_options"]
-    if choice == AS_COMFYUI or isinstance(options.get(_OVERRIDE), INT8Attention):
+    options = options_of(model)
+    if choice == AS_COMFYUI or isinstance(options.get(OVERRIDE), INT8Attention):
         return
-    override = INT8Attention(_kitchen.int8_attention, model.load_device, options.get(_OVERRIDE))
-    options[_OVERRIDE] = override
+    kernel = kitchen_attention()
+    assert kernel is not None  # or check_attention has raised
+    override = INT8Attention(kernel, model.load_device, options.get(OVERRIDE))
+    options[OVERRIDE] = override
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, override.watch)
 
 
 def describe_attention(model: ModelPatcher) -> str:
     """What a MODEL's attention computes with, in words for the user."""
-    override = model.model_options["transformer_options"].get(_OVERRIDE)
+    override = options_of(model).get(OVERRIDE)
     if override is None:
         return AS_COMFYUI
     return f"{INT8} where it fits" if isinstance(override, INT8Attention) else "as another node set it"

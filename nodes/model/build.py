@@ -3,26 +3,19 @@
 import json
 from typing import Any
 
-import comfy.sd
-import comfy.utils
 import torch
-from comfy.hooks import EnumHookMode
-from comfy.model_base import BaseModel
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path
 from ..blocks.install import fuse_blocks
+from ..comfyui import loading
+from ..comfyui.patcher import BaseModel, CallbacksMP, ModelPatcher, call_factory, let_hooks_patch
+from ..comfyui.quantized import QuantizedTensor
+from ..comfyui.residency import CALLBACK_KEY, keep_patched
 from ..files import int8_mark
 from ..host import notices
 from .completeness import check_complete
 from .input_groups import share_inputs
 from .operations import int8_operations, leave_layer
-from .residency import CALLBACK_KEY, keep_patched
-
-_PREFIXES = ("model.diffusion_model.", "model.model.", "model.", "")
-"""What ComfyUI puts before the names of a diffusion model's tensors in a checkpoint, by kind of model."""
 
 
 def build_model(
@@ -37,10 +30,7 @@ def build_model(
     Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
     """
     names = list(state_dict)  # the loader empties it
-    options = {"custom_operations": operations, "dtype": compute_dtype}
-    model = comfy.sd.load_diffusion_model_state_dict(
-        state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
-    )
+    model = loading.load(state_dict, metadata, operations, compute_dtype, disable_dynamic)
     # A conversion may hold the model it reads from, which need not live as long as this one.
     operations.convert_layer = staticmethod(leave_layer)
     if model is None:
@@ -57,8 +47,7 @@ def _let_comfyui_patch(model: ModelPatcher) -> None:
     """Let merges and hooks work on quantized weights, as they do on float ones."""
     # They look up everything that a BaseModel's state dict names, and add what it holds to other weights.
     model.model.register_state_dict_post_hook(_whole_weights)
-    # The other mode keeps patched weights as floats, and cannot put those back into quantized ones.
-    model.hook_mode = EnumHookMode.MinVram
+    let_hooks_patch(model)
     keep_patched(model)
 
 
@@ -73,26 +62,13 @@ def _whole_weights(model: BaseModel, state_dict: dict[str, torch.Tensor], prefix
             state_dict[key] = weight
 
 
-def as_file(model: BaseModel, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A diffusion model file's tensors, made of those of `model.diffusion_model`, a ComfyUI BaseModel's.
-
-    Beside them are the marks of how the model predicts, and the few conditioners that ComfyUI loads with it.
-    """
-    # The class's: a MODEL may refuse ComfyUI's save nodes.
-    tensors = type(model).state_dict_for_saving(model, state_dict)
-    if model.model_config.sampling_settings.get("zsnr"):
-        tensors["ztsnr"] = torch.tensor([])
-    prefix = next(prefix for prefix in _PREFIXES if any(key.startswith(prefix) for key in tensors))
-    return comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""})
-
-
 def file_metadata(model: BaseModel) -> dict[str, str]:
     """What ComfyUI needs to know of a BaseModel's architecture and cannot see in its tensors, as metadata of its file.
 
     Some families (LTX-Video, Wan) have it in a "config" there, which ComfyUI does not keep: this is what it made of it.
     """
     config = {}
-    for name, value in model.model_config.unet_config.items():
+    for name, value in loading.architecture_settings(model).items():
         try:
             if json.loads(json.dumps(value)) == value:
                 config[name] = value
@@ -112,9 +88,9 @@ def build_like(
     Raises ValueError if ComfyUI takes those for another kind: it may have read from other parts of a checkpoint how the
     model predicts.
     """
-    tensors, dtype = as_file(model, state_dict), model.get_dtype_inference()
+    tensors, dtype = loading.tensors_of_file(model, state_dict), model.get_dtype_inference()
     built = build_model(tensors, file_metadata(model), operations, dtype, disable_dynamic)
-    for before, after in zip(_kind(model), _kind(built.model), strict=True):
+    for before, after in zip(loading.kind_of(model), loading.kind_of(built.model), strict=True):
         if before != after:
             raise ValueError(
                 f"the diffusion model by itself would be taken for another kind of model ({after} instead of "
@@ -123,22 +99,12 @@ def build_like(
     return built
 
 
-def _kind(model: BaseModel) -> tuple[object, ...]:
-    """What decides how a BaseModel is sampled, apart from its weights."""
-    return (
-        type(model).__name__,
-        model.model_type,
-        model.model_config.sampling_settings,
-        type(model.latent_format).__name__,
-    )
-
-
 def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
     """A second MODEL with weights of its own, equal to those of `model`, a BaseModel of this pack (multi-GPU)."""
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
     operations = int8_operations(kernel, model.get_dtype_inference())
     rebuilt = build_like(model, tensors, operations, disable_dynamic)
-    rebuilt.cached_patcher_init = (rebuild_int8_model, (model, kernel))
+    call_factory(rebuilt, rebuild_int8_model, model, kernel)
     return rebuilt
 
 

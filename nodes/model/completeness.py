@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from ..comfyui.layers import expert_banks
+
 # ComfyUI builds them into every LTX-2 and uses those of its text encoder.
 _MAY_BE_MISSING = re.compile(r"(audio|video)_embeddings_connector\.")
 _BLOCK = re.compile(r"(.*?)\b(\d+)\b(\..*)")
@@ -21,7 +23,7 @@ def check_complete(module: torch.nn.Module, names: Iterable[str], operations: ty
         operations: what it was built with, by `int8_operations`.
     """
     buffers = {name for name, _ in module.named_buffers()}
-    linears = (operations.Linear, getattr(operations, "MoEExperts", operations.Linear))
+    linears = (operations.Linear, expert_banks(operations))
     unset = [f"{name}.weight" for name, m in module.named_modules() if isinstance(m, linears) and m.weight is None]
     lacking = [name for name in (*unset, *operations.missing) if name not in buffers]
     lacking = [name for name in lacking if not _MAY_BE_MISSING.match(name)]

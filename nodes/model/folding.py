@@ -10,14 +10,24 @@ from functools import partial
 from typing import TypeGuard
 
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, divide_modulation_scale, divide_rows, multiply_columns
+from ..comfyui.classes import (
+    FLUX_DOUBLE_BLOCK,
+    FLUX_SINGLE_BLOCK,
+    IDEOGRAM4,
+    IDEOGRAM4_BLOCK,
+    LUMINA_BLOCK,
+    QWEN_IMAGE_BLOCK,
+    SD3_BLOCK_HALF,
+    full_name,
+)
+from ..comfyui.patcher import DIFFUSION_MODEL, ModelPatcher, weight_below_patches
+from ..comfyui.quantized import QuantizedTensor, params
 from ..files import int8_mark
 from ..files.safetensors_writer import Tensors
 from .int8_weight import is_int8
-from .patched_weights import DIFFUSION_MODEL, MappedTensor, stored_weight
+from .patched_weights import MappedTensor
 
 _Change = tuple[str, slice | None, Callable[[torch.Tensor], torch.Tensor]]
 """A tensor's name, the rows of it that change (None: all), and what becomes of them."""
@@ -119,18 +129,16 @@ def _modulated(producer: str, first: tuple[str, ...], second: tuple[str, ...]) -
 
 
 _SITES: dict[str, tuple[_Site, ...]] = {
-    "comfy.ldm.ideogram4.model.Ideogram4TransformerBlock": _swiglu_block("attention.o"),
-    "comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel": (_Norm("llm_cond_norm", ("llm_cond_proj",)),),
-    "comfy.ldm.lumina.model.JointTransformerBlock": _swiglu_block("attention.out"),
-    "comfy.ldm.modules.diffusionmodules.mmdit.DismantledBlock": _modulated(
-        "adaLN_modulation.1", ("attn.qkv",), ("mlp.fc1",)
-    ),
-    "comfy.ldm.flux.layers.DoubleStreamBlock": (
+    IDEOGRAM4_BLOCK: _swiglu_block("attention.o"),
+    IDEOGRAM4: (_Norm("llm_cond_norm", ("llm_cond_proj",)),),
+    LUMINA_BLOCK: _swiglu_block("attention.out"),
+    SD3_BLOCK_HALF: _modulated("adaLN_modulation.1", ("attn.qkv",), ("mlp.fc1",)),
+    FLUX_DOUBLE_BLOCK: (
         *_modulated("img_mod.lin", ("img_attn.qkv",), ("img_mlp.0",)),
         *_modulated("txt_mod.lin", ("txt_attn.qkv",), ("txt_mlp.0",)),
     ),
-    "comfy.ldm.flux.layers.SingleStreamBlock": (_Modulation("modulation.lin", ("linear1",)),),
-    "comfy.ldm.qwen_image.model.QwenImageTransformerBlock": (
+    FLUX_SINGLE_BLOCK: (_Modulation("modulation.lin", ("linear1",)),),
+    QWEN_IMAGE_BLOCK: (
         *_modulated("img_mod.1", ("attn.to_q", "attn.to_k", "attn.to_v"), ("img_mlp.net.0.proj",)),
         *_modulated("txt_mod.1", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), ("txt_mlp.net.0.proj",)),
     ),
@@ -141,13 +149,13 @@ def _sites(model: ModelPatcher) -> Iterator[_Site]:
     """The sites of a MODEL whose modules are there and fit together, by names in the diffusion model."""
     modules = dict(model.model.diffusion_model.named_modules())
     for prefix, block in modules.items():
-        for site in _SITES.get(f"{type(block).__module__}.{type(block).__qualname__}", ()):
+        for site in _SITES.get(full_name(type(block)), ()):
             dot = f"{prefix}." if prefix else ""
             named = replace(site, producer=dot + site.producer, readers=tuple(dot + name for name in site.readers))
             if named.producer not in modules or any(name not in modules for name in named.readers):
                 continue
-            weights = [stored_weight(model, f"{DIFFUSION_MODEL}{name}.weight") for name in named.readers]
-            produced = stored_weight(model, f"{DIFFUSION_MODEL}{named.producer}.weight")
+            weights = [weight_below_patches(model, f"{DIFFUSION_MODEL}{name}.weight") for name in named.readers]
+            produced = weight_below_patches(model, f"{DIFFUSION_MODEL}{named.producer}.weight")
             if len({weight.shape[-1] for weight in weights}) == 1 and named.fits(
                 produced.shape[0], weights[0].shape[-1]
             ):
@@ -167,7 +175,7 @@ def foldable_groups(model: ModelPatcher, quantizable: Collection[str]) -> list[s
         for site in _sites(model)
         if site.producer in quantizable
         # A raw float8 weight will be one of the compute dtype.
-        or not isinstance(stored_weight(model, f"{DIFFUSION_MODEL}{site.producer}.weight"), QuantizedTensor)
+        or not isinstance(weight_below_patches(model, f"{DIFFUSION_MODEL}{site.producer}.weight"), QuantizedTensor)
     ]
 
 
@@ -180,8 +188,8 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
     """
     folded = dict(tensors)
     for site in _sites(model):
-        stored = {name: stored_weight(model, f"{DIFFUSION_MODEL}{name}.weight") for name in site.readers}
-        producer = stored_weight(model, f"{DIFFUSION_MODEL}{site.producer}.weight")
+        stored = {name: weight_below_patches(model, f"{DIFFUSION_MODEL}{name}.weight") for name in site.readers}
+        producer = weight_below_patches(model, f"{DIFFUSION_MODEL}{site.producer}.weight")
         smooth = _common_factors(stored.values())
         if smooth is None or not _can_be_divided(producer):
             continue
@@ -193,16 +201,16 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
                 folded[key] = MappedTensor(folded[key], _on_rows(key, rows, change))
         for name, weight in stored.items():
             if _has_16_bits(weight):
-                own = weight._params.smooth
+                own = params(weight).smooth
                 back = divisor.reciprocal() if own is None else own / divisor
                 folded[f"{name}.{int8_mark.SMOOTH}"] = back
-                transform = ChannelTransform(back, weight._params.rotation_group)
+                transform = ChannelTransform(back, params(weight).rotation_group)
                 folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(transform, 16)
                 continue
             if is_int8(weight):
                 del folded[f"{name}.{int8_mark.SMOOTH}"]
                 folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(
-                    ChannelTransform(None, weight._params.rotation_group)
+                    ChannelTransform(None, params(weight).rotation_group)
                 )
                 key, change = f"{name}.{int8_mark.SCALE}", partial(torch.div, other=common)
             else:
@@ -220,14 +228,14 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
 
 def _has_16_bits(weight: torch.Tensor) -> TypeGuard[QuantizedTensor]:
     """Whether a weight is INT8 and its input rounded to 16 bits."""
-    return is_int8(weight) and weight._params.activation_bits == 16
+    return is_int8(weight) and params(weight).activation_bits == 16
 
 
 def _common_factors(weights: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """The smoothing factors that all plain INT8 weights of a site's readers share; None where there are none, where
     they differ, or where another weight could not take its share."""
     weights = list(weights)
-    factors = [weight._params.smooth for weight in weights if is_int8(weight) and not _has_16_bits(weight)]
+    factors = [params(weight).smooth for weight in weights if is_int8(weight) and not _has_16_bits(weight)]
     if not factors or any(smooth is None for smooth in factors) or not all(map(_can_be_divided, weights)):
         return None
     return factors[0] if all(torch.equal(smooth, factors[0]) for smooth in factors) else None

@@ -4,12 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import comfy.ops
-import comfy.utils
-import comfy_kitchen
 import torch
-from comfy.model_patcher import LowVramPatch
-from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
 from ...kernels import (
     UNCHANGED,
@@ -23,15 +18,13 @@ from ...kernels import (
     requantize_weight,
 )
 from ..blocks.steps import InputForm
+from ..comfyui.layers import Cast, bias_functions, cast_quantized, given_back, run_every_op, weight_functions
+from ..comfyui.patcher import DIFFUSION_MODEL, key_of, seed_of
+from ..comfyui.quantized import is_native_int8, native_product, native_rotation, params, stored
 from ..files.gguf_weight import has_scales, is_gguf
-from ..files.int8_mark import NATIVE_FORMAT
 from .int8_weight import is_int8
-from .patched_weights import DIFFUSION_MODEL
-from .plain_loras import each_once, loras_of
+from .plain_loras import add_lora, each_once, loras_of
 from .stored_blocks import StoredLoRA, stored_lora
-
-NATIVE_LAYOUT = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
-Cast = tuple[Any, torch.Tensor | None, Any]
 
 
 class INT8Parts(NamedTuple):
@@ -59,12 +52,7 @@ class INT8Parts(NamedTuple):
         low_rank = None
         if lora is not None:
             scale, low_rank = scale + lora.scale, lora.low_rank
-        return expand_blocks(weight._qdata, weight._params.block_format, scale, low_rank), scale
-
-
-def is_native_int8(weight: Any) -> bool:
-    """Whether a module's weight is a linear's in ComfyUI's own INT8 format, as its own loaders hold it."""
-    return isinstance(weight, QuantizedTensor) and weight._layout_cls == NATIVE_LAYOUT and weight.ndim == 2
+        return expand_blocks(stored(weight), params(weight).block_format, scale, low_rank), scale
 
 
 def class_patch(name: str) -> str:
@@ -75,14 +63,12 @@ def class_patch(name: str) -> str:
 def int8_parts(weight: Any) -> INT8Parts | None:
     """The parts of an INT8 weight of either kind, or of one that is made INT8 for each product; None of any other."""
     if is_int8(weight):
-        params = weight._params
-        return INT8Parts(weight._qdata, params.scale, params.transform, params.activation_bits)
+        held = params(weight)
+        return INT8Parts(stored(weight), held.scale, held.transform, held.activation_bits)
     if is_native_int8(weight):
-        params = weight._params
-        transform = _rotation(params.convrot_groupsize, params.convrot)
-        return INT8Parts(weight._qdata, params.scale.float(), transform, 8)
+        return INT8Parts(stored(weight), params(weight).scale.float(), _rotation(native_rotation(weight)), 8)
     if is_gguf(weight) and has_scales(weight):
-        return INT8Parts(weight, weight._params.scale, UNCHANGED, 8)
+        return INT8Parts(weight, params(weight).scale, UNCHANGED, 8)
     return None
 
 
@@ -90,8 +76,8 @@ def int8_parts(weight: Any) -> INT8Parts | None:
 _ROTATIONS = {4**digits: ChannelTransform(None, 4**digits) for digits in range(1, 7)}
 
 
-def _rotation(group: int, rotated: bool) -> ChannelTransform:
-    if not rotated:
+def _rotation(group: int | None) -> ChannelTransform:
+    if group is None:
         return UNCHANGED
     return _ROTATIONS.get(group) or ChannelTransform(None, group)
 
@@ -111,25 +97,24 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
             quantized = reader.shared(input, lambda: repeated.quantize(input, weight, smooth))
         bias = layer._parameters["bias"]
         return repeated.multiply(quantized, weight, scale, bias, input.shape[:-1], input.dtype)
-    attached = layer.weight_function
+    attached = weight_functions(layer)
     functions = each_once(attached) if len(attached) > 1 else attached
-    stored = stored_lora(layer.weight, functions)
-    thin = loras_of(functions, layer.weight.shape) if functions and stored is None else []
+    lora = stored_lora(layer.weight, functions)
+    thin = loras_of(functions, layer.weight.shape) if functions and lora is None else []
     fewer = [] if thin else functions if len(functions) < len(attached) else None
-    weight, bias, stream = _cast(layer, input.device, input.dtype, fewer)
-    parts = int8_parts(weight)
-    if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
-        held = _known_parts(layer.weight)
-        transform, bits = held.transform, held.activation_bits
-        q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
-    else:
-        q, scale = parts._replace(lora=stored).operands()
-        transform, bits = parts.transform, parts.activation_bits
-    linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
-    output = linear(input, q, scale, bias, transform, activation_bits=bits)
-    for lora in thin:
-        lora.add_to(output, input)
-    comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
+    with given_back(layer, _cast(layer, input.device, input.dtype, fewer)) as (weight, bias, _):
+        parts = int8_parts(weight)
+        if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
+            held = _known_parts(layer.weight)
+            transform, bits = held.transform, held.activation_bits
+            q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
+        else:
+            q, scale = parts._replace(lora=lora).operands()
+            transform, bits = parts.transform, parts.activation_bits
+        linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
+        output = linear(input, q, scale, bias, transform, activation_bits=bits)
+        for factors in thin:
+            add_lora(output, input, factors)
     return output
 
 
@@ -146,11 +131,9 @@ def project(
     if resident is not None:
         bias = layer._parameters["bias"]
         return _repeated_linear(resident).multiply(quantized, *resident.operands(), bias, shape, dtype)
-    weight, bias, stream = held or _cast(layer, q.device, dtype)
-    parts = _known_parts(weight)._replace(lora=stored_lora(layer.weight, layer.weight_function))
-    output = int8_gemm(q, q_scale, *parts.operands(), bias, dtype)
-    comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
-    return output.view(*shape, -1)
+    with given_back(layer, held or _cast(layer, q.device, dtype)) as (weight, bias, _):
+        parts = _known_parts(weight)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
+        return int8_gemm(q, q_scale, *parts.operands(), bias, dtype).view(*shape, -1)
 
 
 def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
@@ -158,18 +141,11 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
 
     Its weight is neither smoothed nor wants 16 bits; `input` is floating point [..., K].
     """
-    weight, bias, stream = _cast(layer, input.device, input.dtype)
-    parts = int8_parts(weight)
-    if parts is None:  # a patch has made it a float
-        output = torch.nn.functional.linear(input, weight, bias)
-    else:
-        group = parts.transform.rotation_group
-        rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
-        rows = input.reshape(-1, input.shape[-1])
-        output = comfy_kitchen.int8_linear(rows, *parts.operands(), bias, input.dtype, **rotation)
-        output = output.view(*input.shape[:-1], -1)
-    comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
-    return output
+    with given_back(layer, _cast(layer, input.device, input.dtype)) as (weight, bias, _):
+        parts = int8_parts(weight)
+        if parts is None:  # a patch has made it a float
+            return torch.nn.functional.linear(input, weight, bias)
+        return native_product(input, *parts.operands(), bias, parts.transform.rotation_group)
 
 
 class INT8Linear:
@@ -178,11 +154,10 @@ class INT8Linear:
     int8_kernel: str
     input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
     weight: Any
-    weight_function: list
 
     def input_form(self) -> InputForm | None:
         """How the input is to be quantized, with factors wherever they are; None where it must be given as floats."""
-        parts = _patched_parts(self.weight, self.weight_function)  # a LoRA of a streamed INT8 weight reads floats
+        parts = _patched_parts(self.weight, weight_functions(self))  # a LoRA of a streamed INT8 weight reads floats
         return None if parts is None else InputForm(parts.transform, parts.activation_bits)
 
     def open(self, form: InputForm, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, Cast | None]:
@@ -198,16 +173,16 @@ class INT8Linear:
     def project(
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: Cast | None = None
     ) -> torch.Tensor:
-        comfy.ops.run_every_op()
+        run_every_op()
         return project(self, quantized, shape, dtype, held)
 
 
 def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT8Parts | None:
     """The weight of a linear that lies on `device` and has nothing to be done to it but LoRAs of a stored one, nor its
     bias of `dtype`; else None."""
-    if torch.compiler.is_compiling() or layer.bias_function:
+    if torch.compiler.is_compiling() or bias_functions(layer):
         return None
-    parts = _patched_parts(layer._parameters["weight"], layer.weight_function)
+    parts = _patched_parts(layer._parameters["weight"], weight_functions(layer))
     if parts is None or parts.stored.device != device:
         return None
     bias = layer._parameters["bias"]
@@ -219,29 +194,9 @@ def _repeated_linear(parts: INT8Parts) -> RepeatedLinear:
 
 
 def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:
-    """Weight and bias on a device for an input of a dtype, and what ComfyUI wants back after their use.
-
-    `functions` change the weight, those that are attached where it is None; LoRAs of a stored weight are left to it.
-    """
-    attached = layer.weight_function
-    if stored_lora(layer.weight, attached) is not None:
-        functions = []
-    if functions is not None:
-        layer.weight_function = functions
-    try:
-        # want_requant: a patch applied while streaming is folded back into an INT8 weight.
-        return comfy.ops.cast_bias_weight(
-            layer,
-            dtype=layer.weight.dtype,
-            device=device,
-            bias_dtype=dtype,
-            offloadable=True,
-            compute_dtype=dtype,
-            want_requant=True,
-        )
-    finally:
-        if functions is not None:
-            layer.weight_function = attached
+    """`cast_quantized`, where LoRAs of a stored weight are left to it."""
+    lora = stored_lora(layer.weight, weight_functions(layer))
+    return cast_quantized(layer, device, dtype, functions if lora is None else [])
 
 
 def _patched_parts(weight: Any, functions: list) -> INT8Parts | None:
@@ -261,8 +216,8 @@ def _known_parts(weight: Any) -> INT8Parts:
 
 def _seed_of_patches(layer: Any) -> int | None:
     """The seed with which ComfyUI rounds a patched weight; None where what changes the weight is no patch."""
-    keys = [function.key for function in layer.weight_function if isinstance(function, LowVramPatch)]
-    return _seed(keys[0]) if keys else None
+    key = next(filter(None, map(key_of, weight_functions(layer))), None)
+    return None if key is None else _seed(key)
 
 
-_seed = functools.lru_cache(maxsize=4096)(comfy.utils.string_to_seed)
+_seed = functools.lru_cache(maxsize=4096)(seed_of)

@@ -8,10 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
-from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
-from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, requantize_weight
+from ..comfyui.quantized import (
+    BaseLayoutParams,
+    HeldWeight,
+    QuantizedLayout,
+    QuantizedTensor,
+    has_layout,
+    params,
+    register_layout_class,
+    stored,
+)
 from ..files import int8_mark
 from .layout_products import activated_product, modulated_product
 
@@ -64,7 +72,7 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return qtensor._qdata, qtensor._params.scale
+        return stored(qtensor), params(qtensor).scale
 
     @classmethod
     def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
@@ -75,8 +83,8 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        params = qtensor._params
-        return {"transform": params.transform, "activation_bits": params.activation_bits, "kernel": params.kernel}
+        form = params(qtensor)
+        return {"transform": form.transform, "activation_bits": form.activation_bits, "kernel": form.kernel}
 
     @classmethod
     def linear_input_act(
@@ -104,29 +112,6 @@ class PerChannelINT8Layout(QuantizedLayout):
 register_layout_class(LAYOUT, PerChannelINT8Layout)
 
 
-class HeldWeight(QuantizedTensor):
-    """A module's quantized weight as ComfyUI's hooks need it: they copy it, change it, and copy back into its `data`.
-
-    Of a plain QuantizedTensor `data` has copies of the scales, so the weight would keep the scales of its patched self;
-    and in inference mode `to` gives the tensor itself where a copy is asked for.
-    """
-
-    @property
-    def data(self) -> "HeldWeight":
-        return HeldWeight(self._qdata, self._layout_cls, self._params)
-
-    def to(self, *args, copy: bool = False, **kwargs) -> QuantizedTensor:
-        moved = super().to(*args, **kwargs)
-        return moved.clone() if copy and moved.data_ptr() == self.data_ptr() else moved
-
-    def _copy_with(self, *args, **kwargs) -> "HeldWeight":
-        copied = super()._copy_with(*args, **kwargs)
-        return HeldWeight(copied._qdata, copied._layout_cls, copied._params)
-
-
-HeldWeight.__name__ = QuantizedTensor.__name__  # ComfyUI knows by this name whose memory it can pin
-
-
 def int8_weight(
     q: torch.Tensor,
     scale: torch.Tensor,
@@ -139,25 +124,25 @@ def int8_weight(
     scale = scale.float().reshape(-1, 1).expand(q.shape[0], 1).contiguous()
     smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
     shape = tuple(q.shape)
-    params = PerChannelINT8Layout.Params(scale, dtype, shape, smooth, transform.rotation_group, activation_bits)
-    return HeldWeight(q, LAYOUT, params)
+    form = PerChannelINT8Layout.Params(scale, dtype, shape, smooth, transform.rotation_group, activation_bits)
+    return HeldWeight(q, LAYOUT, form)
 
 
 def computed_with(weight: QuantizedTensor, kernel: str) -> QuantizedTensor:
     """One of our weights that knows what its linear is to compute with: its layout is asked for products, too."""
-    return HeldWeight(weight._qdata, LAYOUT, replace(weight._params, kernel=kernel))
+    return HeldWeight(stored(weight), LAYOUT, replace(params(weight), kernel=kernel))
 
 
 def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
     """Whether a module's weight is one of ours."""
-    return isinstance(weight, QuantizedTensor) and weight._layout_cls == LAYOUT
+    return has_layout(weight, LAYOUT)
 
 
 def format_name(weight: QuantizedTensor) -> str:
     """The format a weight is marked with in files."""
-    return int8_mark.format_name(weight._params.transform, weight._params.activation_bits)
+    return int8_mark.format_name(params(weight).transform, params(weight).activation_bits)
 
 
 def mark_of(weight: QuantizedTensor) -> torch.Tensor:
     """The mark of a weight in files."""
-    return int8_mark.encode_mark(weight._params.transform, weight._params.activation_bits)
+    return int8_mark.encode_mark(params(weight).transform, params(weight).activation_bits)

@@ -3,10 +3,9 @@
 import re
 
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.ops import CastWeightBiasOp
-from comfy.patcher_extension import WrappersMP
-from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
+
+from ..comfyui.layers import CastWeightBiasOp
+from ..comfyui.patcher import ModelPatcher, injections
 
 # Modulation, embedders of time, text and guidance, and the like: small, and what leaves them scales or shifts whole
 # blocks. A word of the path must match in full.
@@ -65,13 +64,9 @@ def quantizable_in(part: torch.nn.Module, path: str = "") -> dict[str, CastWeigh
 def check_runs_as_stored(model: ModelPatcher) -> None:
     """Raise ValueError for a MODEL with injections (a bypass LoRA): they act on its modules when it samples, and are in
     no weight that could be quantized or saved."""
-    if model.injections:
+    found = injections(model)
+    if found:
         raise ValueError(
-            f"this MODEL carries something that is not in its weights ({', '.join(model.injections)}) and would be "
+            f"this MODEL carries something that is not in its weights ({', '.join(found)}) and would be "
             "lost. Load a bypass LoRA with the ordinary LoRA loader, or connect that node after this one"
         )
-
-
-def is_compiled(model: ModelPatcher) -> bool:
-    """Whether a MODEL runs compiled layers in place of its own (torch.compile)."""
-    return bool(model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY))

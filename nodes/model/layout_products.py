@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import (
     FLOAT_DTYPES,
@@ -23,6 +22,7 @@ from ...kernels import (
     norm_quantize,
     runs_fused,
 )
+from ..comfyui.quantized import QuantizedTensor, params, stored
 
 Producer = Callable[[torch.Tensor, Norm, ChannelTransform, int], Quantized]
 
@@ -75,10 +75,10 @@ def activated_product(
         fits = residual_scale.ndim == residual.ndim and residual_scale.shape[-1] == outputs
         if not fits or any(size not in (1, whole) for size, whole in sizes):
             return NotImplemented
-    params = weight._params
-    form = params.transform, params.activation_bits
+    held = params(weight)
+    form = held.transform, held.activation_bits
     if activation in (None, "none"):
-        output = int8_linear(x, weight._qdata, params.scale, bias, form[0], activation_bits=form[1])
+        output = int8_linear(x, stored(weight), held.scale, bias, form[0], activation_bits=form[1])
     else:
         quantized = _PRODUCERS[activation](x, Norm("rms", norm_eps, norm_weight), *form)
         output = _product(weight, quantized, bias, x)
@@ -106,28 +106,33 @@ def modulated_product(
     channels = weight.shape[1]
     if not x.shape[-1] == norm_weight.numel() == modulation_scale.numel() == channels:
         return NotImplemented
-    norm, params = Norm("rms", norm_eps, norm_weight.reshape(channels)), weight._params
+    norm, held = Norm("rms", norm_eps, norm_weight.reshape(channels)), params(weight)
     scale = _row(modulation_scale, x)
-    quantized = norm_quantize(x, norm, scale, None, params.transform, params.activation_bits)
+    quantized = norm_quantize(x, norm, scale, None, held.transform, held.activation_bits)
     return _product(weight, quantized, bias, x)
 
 
 def _multiplies(weight: QuantizedTensor, x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether the kernel is to multiply by a weight, and can read what comes with it."""
-    if torch.compiler.is_compiling() or weight.ndim != 2 or weight._qdata.shape != weight.shape or x.ndim not in (2, 3):
+    if (
+        torch.compiler.is_compiling()
+        or weight.ndim != 2
+        or stored(weight).shape != weight.shape
+        or x.ndim not in (2, 3)
+    ):
         return False
     given = [x, *(tensor for tensor in others if tensor is not None)]
     plain = not any(isinstance(tensor, QuantizedTensor) or tensor.dtype not in FLOAT_DTYPES for tensor in given)
-    beside = all(tensor.device == weight._qdata.device for tensor in given)
+    beside = all(tensor.device == stored(weight).device for tensor in given)
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     return plain and beside and not learns and _runs_fused(weight, x.device)
 
 
 def _runs_fused(weight: QuantizedTensor, device: torch.device) -> bool:
-    params = weight._params
-    native = native_computes(params.smooth, params.activation_bits)
-    n, k = weight._qdata.shape
-    return runs_fused(device, params.kernel, n, k, native)
+    held = params(weight)
+    native = native_computes(held.smooth, held.activation_bits)
+    n, k = stored(weight).shape
+    return runs_fused(device, held.kernel, n, k, native)
 
 
 def _row(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -136,5 +141,5 @@ def _row(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _product(weight: QuantizedTensor, quantized: Quantized, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    output = int8_gemm(*quantized, weight._qdata, weight._params.scale, bias, x.dtype)
+    output = int8_gemm(*quantized, stored(weight), params(weight).scale, bias, x.dtype)
     return output.view(*x.shape[:-1], -1)

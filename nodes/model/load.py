@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import comfy.model_detection
-import comfy.model_management
-import comfy.utils
 import torch
-from comfy.model_patcher import ModelPatcher
 
 from ...kernels import BF16, FUSED, WAYS, choose_path, naming_layer, quantize_weight
+from ..comfyui import loading
+from ..comfyui.memory import all_devices, default_device, dtype_computed_in, reserved_for_inference, total_memory
+from ..comfyui.patcher import ModelPatcher, call_factory
+from ..comfyui.quantized import params
 from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
@@ -52,8 +52,8 @@ def load_int8_model(
     Raises ValueError naming the file for anything that cannot be loaded, RuntimeError where `kernel` demands what the
     card cannot do.
     """
-    device = comfy.model_management.get_torch_device()
-    devices = [device, *(comfy.model_management.get_all_torch_devices() if anywhere else [])]
+    device = default_device()
+    devices = [device, *(all_devices() if anywhere else [])]
     choose_path(device, kernel)  # what cannot run is refused before a file is read for nothing
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     tensors = checkpoint.tensors
@@ -94,10 +94,7 @@ def load_int8_model(
     if as_stored:
         patch_products(model)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
-    model.cached_patcher_init = (
-        partial(load_int8_model, anywhere=True, memory=memory),
-        (path, kernel, branch, base_path),
-    )
+    call_factory(model, partial(load_int8_model, anywhere=True, memory=memory), path, kernel, branch, base_path)
     keep_recipe_of_file(model, checkpoint.metadata)
     keep_block_formats(model, block_formats)
     if progress is not None:
@@ -122,15 +119,14 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
     Raises ValueError if it is no diffusion model it knows.
     """
     with naming_file(checkpoint.name):
-        config = comfy.model_detection.model_config_from_unet(checkpoint.tensors, "", metadata=checkpoint.metadata)
+        config = loading.architecture_of(checkpoint.tensors, checkpoint.metadata)
         if config is None:
-            config = comfy.model_detection.model_config_from_diffusers_unet(checkpoint.tensors)
+            config = loading.diffusers_unet_of(checkpoint.tensors)
     if config is None:
         kind = kind_of_tensors(checkpoint.tensors, packed=False)
         what = "" if kind is None else f"; it seems to be {kind.name}: {kind.advice}"
         raise ValueError(f"{checkpoint.name} is not a diffusion model that this ComfyUI knows{what}")
-    device = comfy.model_management.get_torch_device()
-    return comfy.model_management.unet_manual_cast(None, device, config.supported_inference_dtypes)
+    return dtype_computed_in(default_device(), loading.compute_dtypes(config))
 
 
 def _quantizing_converter(
@@ -165,8 +161,8 @@ def _quantizing_converter(
 
 def _block_formats(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """The formats of GGUF's blocks, by the names that their tensors get in the diffusion model."""
-    prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
-    return {key.removeprefix(prefix): t._params.block_format for key, t in tensors.items() if is_gguf(t)}
+    prefix = loading.prefix_in(tensors)
+    return {key.removeprefix(prefix): params(t).block_format for key, t in tensors.items() if is_gguf(t)}
 
 
 def _never_int8(tensors: dict[str, torch.Tensor], stays: Callable[[torch.Tensor], bool]) -> list[str]:
@@ -196,6 +192,6 @@ def _decoded(key: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 def _fits(state_dict: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether all weights fit the device in `dtype` and leave ComfyUI what it reserves for inference."""
-    needed = comfy.utils.calculate_parameters(state_dict) * dtype.itemsize
-    reserved = comfy.model_management.minimum_inference_memory()
-    return needed + reserved <= comfy.model_management.get_total_memory(device)
+    needed = loading.parameters_in(state_dict) * dtype.itemsize
+    reserved = reserved_for_inference()
+    return needed + reserved <= total_memory(device)

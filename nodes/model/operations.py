@@ -6,20 +6,28 @@ module only decides what a linear holds after loading and how it multiplies.
 """
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-import comfy.model_management
-import comfy.ops
 import torch
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import BF16, FUSED, ChannelTransform, int8_path, native_computes
+from ..comfyui.layers import (
+    bias_functions,
+    forget_input_scale,
+    input_scale,
+    layout_type,
+    quantized_format,
+    quantized_operations,
+    run_every_op,
+    set_format,
+    weight_functions,
+)
+from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, native_rotation, params, stored
 from ..files import int8_mark
 from ..files.gguf_weight import GGUF_LAYOUT, has_scales, is_gguf
 from ..files.values import check_finite
 from .fused_forward import INT8Linear, fused_forward, native_forward
-from .int8_weight import LAYOUT, HeldWeight, computed_with, format_name, int8_weight, is_int8, mark_of
+from .int8_weight import LAYOUT, computed_with, format_name, int8_weight, is_int8, mark_of
 from .stored_blocks import HookedWeight, put_hooked
 
 ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
@@ -55,11 +63,7 @@ def int8_operations(
         dequantize_once: (N, K, whether ComfyUI's own INT8 could compute it) -> whether an INT8 linear of the state dict
             is held as a `compute_dtype` weight instead.
     """
-    # ComfyUI chooses the class of a quantized model: where a card lacks FP8, NVFP4 or MXFP8, layers in those formats
-    # must not round their inputs to them.
-    device = comfy.model_management.get_torch_device()
-    quantized = SimpleNamespace(quant_config={"mixed_ops": True})
-    base = comfy.ops.pick_operations(None, compute_dtype, load_device=device, model_config=quantized)
+    base = quantized_operations(compute_dtype)
 
     class INT8Operations(base):
         int8_kernel = kernel
@@ -70,7 +74,6 @@ def int8_operations(
 
         class Linear(INT8Linear, base.Linear):
             int8_kernel = kernel
-            layout_type: str | None = None
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
 
             def _load_from_state_dict(self, state_dict, prefix, *args):
@@ -87,41 +90,40 @@ def int8_operations(
                 # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it.
                 needed = (self.out_features, self.in_features)
                 if isinstance(held, QuantizedTensor):
-                    needed = _STORED_SHAPES.get(self.quant_format, lambda *shape: shape)(*needed)
+                    needed = _STORED_SHAPES.get(quantized_format(self), lambda *shape: shape)(*needed)
                 if original.shape != needed:
                     raise ValueError(
                         f"{prefix}weight has shape {list(original.shape)}, but the model needs {list(needed)}"
                     )
-                if isinstance(held, QuantizedTensor) and self.quant_format == int8_mark.NATIVE_FORMAT:
-                    group = held._params.convrot_groupsize if held._params.convrot else None
-                    transform = ChannelTransform(smooth, group)
-                    held = int8_weight(held._qdata, held._params.scale, compute_dtype, transform, activation_bits)
+                if isinstance(held, QuantizedTensor) and quantized_format(self) == int8_mark.NATIVE_FORMAT:
+                    transform = ChannelTransform(smooth, native_rotation(held))
+                    held = int8_weight(stored(held), params(held).scale, compute_dtype, transform, activation_bits)
                     self.dequantized = dequantize_once(*needed, native_computes(smooth, activation_bits))
                     self._hold(held.dequantize() if self.dequantized else held)
                 else:
-                    stored = held if isinstance(held, QuantizedTensor) else original
-                    input_scale = getattr(self, "pre_quant_scale", None)
-                    converted = INT8Operations.convert_layer(prefix.removesuffix("."), stored, input_scale)
+                    source = held if isinstance(held, QuantizedTensor) else original
+                    scale = input_scale(self)
+                    converted = INT8Operations.convert_layer(prefix.removesuffix("."), source, scale)
                     if converted is not None:
-                        if input_scale is not None:
-                            self.pre_quant_scale = None  # it is in the weight now
+                        if scale is not None:
+                            forget_input_scale(self)
                         self._hold(converted)
                     elif is_gguf(original):
                         decoded = original.dequantize()
                         check_finite(f"{prefix}weight", decoded)
                         self._hold(decoded)
                     elif isinstance(held, QuantizedTensor):
-                        held = HeldWeight(held._qdata, held._layout_cls, held._params)
+                        held = HeldWeight(stored(held), layout_of(held), params(held))
                         self.weight = torch.nn.Parameter(held, requires_grad=False)
 
             def _hold(self, weight: torch.Tensor) -> None:
                 if is_int8(weight):
-                    self.layout_type, self.quant_format = LAYOUT, format_name(weight)
+                    set_format(self, LAYOUT, format_name(weight))
                     weight = computed_with(weight, kernel)
                 elif is_gguf(weight):
-                    self.layout_type, self.quant_format = GGUF_LAYOUT, f"GGUF {weight._params.block_format}"
+                    set_format(self, GGUF_LAYOUT, f"GGUF {params(weight).block_format}")
                 else:
-                    self.layout_type = self.quant_format = None
+                    set_format(self, None, None)
                     weight = weight.to(compute_dtype)
                 self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
@@ -148,18 +150,18 @@ def int8_operations(
 
             def forward(self, input, *args, **kwargs):
                 if not is_int8(self.weight) and not _becomes_int8(self.weight):
-                    if getattr(self, "pre_quant_scale", None) is None and _is_resident(self, input):
-                        comfy.ops.run_every_op()
+                    if input_scale(self) is None and _is_resident(self, input):
+                        run_every_op()
                         return torch.nn.functional.linear(input, self.weight, self.bias)
-                    if self.layout_type == GGUF_LAYOUT:  # ComfyUI's forward would put the input into blocks
-                        comfy.ops.run_every_op()
+                    if layout_type(self) == GGUF_LAYOUT:  # ComfyUI's forward would put the input into blocks
+                        run_every_op()
                         return self.forward_comfy_cast_weights(input)
                     return super().forward(input, *args, **kwargs)
-                comfy.ops.run_every_op()
+                run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
                 native = is_int8(self.weight) and native_computes(
-                    self.weight._params.smooth, self.weight._params.activation_bits
+                    params(self.weight).smooth, params(self.weight).activation_bits
                 )
                 path = int8_path(input.device, kernel, self.out_features, self.in_features, native)
                 if path == BF16 or (input.requires_grad and torch.is_grad_enabled()):
@@ -187,7 +189,7 @@ def _uncast_where_resident(own: Any, plain_forward: Callable[[Any, torch.Tensor]
         def forward(self, input):
             if not _is_resident(self, input):
                 return super().forward(input)
-            comfy.ops.run_every_op()
+            run_every_op()
             return plain_forward(self, input)
 
     return Norm
@@ -201,7 +203,7 @@ def _is_resident(layer: Any, input: Any) -> bool:
     """Whether a layer in floats can multiply as it is: ComfyUI's operations for quantized models cast each weight in
     each call, which keeps a fast card waiting.
     """
-    if torch.compiler.is_compiling() or layer.weight_function or layer.bias_function:
+    if torch.compiler.is_compiling() or weight_functions(layer) or bias_functions(layer):
         return False
     return type(input) is torch.Tensor and all(
         held is None or (type(held) is torch.nn.Parameter and held.device == input.device and held.dtype == input.dtype)

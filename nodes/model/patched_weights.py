@@ -7,28 +7,22 @@ MODEL inside the very same weights, or apply them only while it streams.
 from collections.abc import Callable
 from typing import Any
 
-import comfy.float
-import comfy.lora
-import comfy.model_management
-import comfy.utils
 import torch
-from comfy.model_patcher import ModelPatcher, get_key_weight
-from comfy.quant_ops import QuantizedTensor
 
+from ..comfyui.layers import input_scale
+from ..comfyui.memory import moved
+from ..comfyui.patcher import (
+    DIFFUSION_MODEL,
+    ModelPatcher,
+    is_patched,
+    possibly_patched,
+    rounded,
+    seed_of,
+    weight_below_patches,
+    with_patches,
+)
+from ..comfyui.quantized import QuantizedTensor, params, requantized
 from ..files.safetensors_writer import PendingTensor, Tensors
-
-DIFFUSION_MODEL = "diffusion_model."
-
-
-def stored_weight(model: ModelPatcher, key: str) -> torch.Tensor:
-    """The weight below all patches; `key` is its name in the BaseModel ("diffusion_model.X.weight")."""
-    return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
-
-
-def possibly_patched(model: ModelPatcher) -> set[str]:
-    """The names in the diffusion model of all that patches may change, or have changed."""
-    keys = {*model.patches, *model.backup}
-    return {key.removeprefix(DIFFUSION_MODEL) for key in keys if key.startswith(DIFFUSION_MODEL)}
 
 
 def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,17 +46,14 @@ def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = No
 def patched_weight(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
     """What a layer multiplies its input by, patches applied, as a float tensor of its own on `device`."""
     weight = _patched_as_stored(model, key, device)
-    layer = comfy.utils.get_attr(model.model, key.rpartition(".")[0])
-    return float_weight(weight, getattr(layer, "pre_quant_scale", None) if key.endswith(".weight") else None)
+    layer, _, part = key.rpartition(".")
+    return float_weight(weight, input_scale(model.model.get_submodule(layer)) if part == "weight" else None)
 
 
 def _patched_as_stored(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
     """A stored weight with patches applied, as a float tensor of its own on `device`."""
-    weight = comfy.model_management.cast_to_device(stored_weight(model, key), device, None, copy=True)
-    weight = float_weight(weight)
-    if key in model.patches:
-        weight = comfy.lora.calculate_weight(model.patches[key], weight.float(), key)
-    return weight
+    weight = float_weight(moved(weight_below_patches(model, key), device, copy=True))
+    return with_patches(model, key, weight.float()) if is_patched(model, key) else weight
 
 
 class _PatchedEntry:
@@ -74,16 +65,16 @@ class _PatchedEntry:
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._tensors is None:
-            stored: Any = stored_weight(self._model, self._key)
-            seed = comfy.utils.string_to_seed(self._key)
+            stored: Any = weight_below_patches(self._model, self._key)
+            seed = seed_of(self._key)
             patched = _patched_as_stored(self._model, self._key, self._model.load_device)
             if isinstance(stored, QuantizedTensor):
-                requantized = stored.requantize_from_float(patched, scale="recalculate", stochastic_rounding=seed)
-                if not bool(torch.isfinite(requantized._params.scale).all()):
+                again = requantized(stored, patched, seed)
+                if not bool(torch.isfinite(params(again).scale).all()):
                     raise ValueError(f"{self._key}: its patches (a LoRA?) make a NaN or Inf of it; it cannot be saved")
-                self._tensors = {k: t.to("cpu") for k, t in requantized.state_dict(self._key).items()}
+                self._tensors = {k: t.to("cpu") for k, t in again.state_dict(self._key).items()}
             else:
-                self._tensors = {self._key: comfy.float.stochastic_rounding(patched, stored.dtype, seed=seed).to("cpu")}
+                self._tensors = {self._key: rounded(patched, stored.dtype, seed).to("cpu")}
         return self._tensors.pop(key)
 
 
@@ -113,9 +104,9 @@ def state_dict_for_saving(model: ModelPatcher) -> Tensors:
     """The diffusion model's tensors under its own names, patches applied (those lazily)."""
     entries = {}
     for key in (DIFFUSION_MODEL + name for name in possibly_patched(model)):
-        stored: Any = stored_weight(model, key)
+        stored: Any = weight_below_patches(model, key)
         pieces = stored.state_dict(key) if isinstance(stored, QuantizedTensor) else {key: stored}
-        if key in model.patches:
+        if is_patched(model, key):
             entry = _PatchedEntry(model, key)
             pieces = {name: _PatchedTensor(entry, name, piece) for name, piece in pieces.items()}
         entries.update(pieces)

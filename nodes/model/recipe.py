@@ -3,9 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP
-
+from ..comfyui.patcher import CallbacksMP, ModelPatcher, is_patched
 from ..files.faults import json_object
 from ..host import notices
 
@@ -58,7 +56,7 @@ def block_formats_of(model: ModelPatcher) -> Mapping[str, str]:
 
 def warn_of_patches_on_folded(model: ModelPatcher) -> None:
     """Warn, once per run, if weights are patched (LoRA) in a MODEL whose weights are not in the original's basis."""
-    if model.patches and recipe_of(model).get(FOLDED):
+    if is_patched(model) and recipe_of(model).get(FOLDED):
         notices.warn(
             "folded-lora",
             "LoRA on a folded INT8 file",

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
-from comfy.model_patcher import ModelPatcher
 
+from ..comfyui.loading import tensors_of_file
+from ..comfyui.patcher import ModelPatcher
 from ..files import int8_mark
 from ..files.gguf_weight import is_gguf
 from ..files.mark_record import marks_as_metadata
@@ -15,7 +16,7 @@ from ..files.workflow_entries import with_workflow
 from ..host import notices
 from ..host.output_files import saved_line
 from ..host.work import Progress
-from .build import as_file, file_metadata
+from .build import file_metadata
 from .folding import fold
 from .int8_weight import is_int8
 from .layer_selection import check_runs_as_stored
@@ -63,7 +64,7 @@ def save_int8_model(
             f"{len(of_16_bits)} of its layers need 16-bit activations, which they do not know. For a file that every "
             "loader reads, set protected_in of Quantize to INT8 to bf16.",
         )
-    tensors = {key: _narrowed(key, tensor) for key, tensor in as_file(model.model, tensors).items()}
+    tensors = {key: _narrowed(key, tensor) for key, tensor in tensors_of_file(model.model, tensors).items()}
     warn_of_patches_on_folded(model)
     recipe = recipe_of(model)
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))

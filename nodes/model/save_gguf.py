@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.quant_ops import QuantizedTensor
-from comfy.supported_models_base import BASE
 
 from ...kernels import GGUF_FORMATS, quantize_blocks
+from ..comfyui.loading import architecture_names, architecture_settings, tensors_of_file
+from ..comfyui.patcher import DIFFUSION_MODEL, BaseModel, ModelPatcher, is_patched, weight_below_patches
+from ..comfyui.quantized import QuantizedTensor, params, stored
 from ..files.gguf_weight import is_gguf
 from ..files.gguf_writer import PendingGGUF, plain_type, write_gguf
 from ..files.safetensors_writer import PendingTensor
@@ -19,9 +19,9 @@ from ..files.workflow_entries import with_workflow
 from ..host import notices
 from ..host.output_files import saved_line
 from ..host.work import Progress, make_room_to_quantize
-from .build import as_file, file_metadata
+from .build import file_metadata
 from .layer_selection import check_runs_as_stored, linears
-from .patched_weights import DIFFUSION_MODEL, patched_weight, stored_weight
+from .patched_weights import patched_weight
 from .recipe import FOLDED, RECIPE_KEY, block_formats_of, recipe_of, warn_of_patches_on_folded
 
 SAVED_TYPES = {"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_K_S", "Q4_K": "MOSTLY_Q4_K_S"}
@@ -73,7 +73,7 @@ def save_gguf_model(
     warn_of_patches_on_folded(model)
     tensors = _tensors(model, type)
     _warn_of_patches_on_rounded(model, type)
-    architecture = architecture_name(model.model.model_config)
+    architecture = architecture_name(model.model)
     about = file_metadata(model.model)
     recipe = recipe_of(model)
     if recipe.get(FOLDED):  # of which a loader warns; the rest of a recipe is about INT8
@@ -94,12 +94,13 @@ def _naming(name: str) -> Iterator[None]:
         raise ValueError(f"{name} cannot be saved as GGUF: {error}") from error
 
 
-def architecture_name(config: BASE) -> str:
+def architecture_name(model: BaseModel) -> str:
     """What `general.architecture` says of a model of ComfyUI's; warns where ComfyUI-GGUF has no name for it."""
-    for kind in type(config).__mro__:
-        if kind.__name__ in _ARCHITECTURES:
-            return _ARCHITECTURES[kind.__name__]
-    name = str(config.unet_config.get("image_model") or type(config).__name__.lower())
+    names = architecture_names(model)
+    for kind in names:
+        if kind in _ARCHITECTURES:
+            return _ARCHITECTURES[kind]
+    name = str(architecture_settings(model).get("image_model") or names[0].lower())
     notices.warn(
         "gguf-architecture",
         "ComfyUI-GGUF may refuse the file",
@@ -129,7 +130,7 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
     device = model.load_device
     make_room_to_quantize(device, max((layer.weight.numel() for layer in layers.values()), default=0))
     found = {}
-    for name, value in as_file(model.model, _entries(model)).items():
+    for name, value in tensors_of_file(model.model, _entries(model)).items():
         with _naming(name):
             if isinstance(value, _Entry):
                 found[name] = _of_model(model, value, layers, type)
@@ -144,7 +145,7 @@ def _entries(model: ModelPatcher) -> dict[str, Any]:
     parts = diffusion_model.named_modules()
     quantized = {name for name, part in parts if isinstance(getattr(part, "weight", None), QuantizedTensor)}
     names = (key for key in diffusion_model.state_dict() if _is_whole(key, quantized))
-    return {name: _Entry(stored_weight(model, DIFFUSION_MODEL + name), name) for name in names}
+    return {name: _Entry(weight_below_patches(model, DIFFUSION_MODEL + name), name) for name in names}
 
 
 def _is_whole(key: str, quantized: set[str]) -> bool:
@@ -156,8 +157,8 @@ def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], 
     key = DIFFUSION_MODEL + entry.name
     layer, _, part = entry.name.rpartition(".")
     shape = tuple(entry.shape)
-    if not (entry.dtype.is_floating_point or isinstance(stored_weight(model, key), QuantizedTensor)):
-        return _plain(lambda: stored_weight(model, key), shape)
+    if not (entry.dtype.is_floating_point or isinstance(weight_below_patches(model, key), QuantizedTensor)):
+        return _plain(lambda: weight_below_patches(model, key), shape)
 
     def read() -> torch.Tensor:
         return patched_weight(model, key, model.load_device)
@@ -165,9 +166,9 @@ def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], 
     fitting = _fitting(shape, type)
     if part != "weight" or layer not in layers or not fitting:
         return _plain(read, shape)
-    held = stored_weight(model, key)
-    if key not in model.patches and is_gguf(held) and held._params.block_format == fitting[0]:
-        return PendingGGUF(shape, fitting[0], lambda: iter([held._qdata]))
+    held = weight_below_patches(model, key)
+    if not is_patched(model, key) and is_gguf(held) and params(held).block_format == fitting[0]:
+        return PendingGGUF(shape, fitting[0], lambda: iter([stored(held)]))
 
     def blocks() -> Iterator[torch.Tensor]:
         with _naming(entry.name):
@@ -186,7 +187,7 @@ def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
     formats = block_formats_of(model)
     for name, layer in linears(model).items():
         before = formats.get(f"{name}.weight")
-        if before is None or f"{DIFFUSION_MODEL}{name}.weight" not in model.patches:
+        if before is None or not is_patched(model, f"{DIFFUSION_MODEL}{name}.weight"):
             continue
         if any(_rounds_back(before, after) for after in _fitting(tuple(layer.weight.shape), type)[:1]):
             notices.warn(

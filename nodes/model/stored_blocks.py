@@ -10,16 +10,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from comfy.model_management import cast_to_device
-from comfy.model_patcher import LowVramPatch, ModelPatcher
-from comfy.patcher_extension import CallbacksMP
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import LowRank
+from ..comfyui.layers import keep_weight, set_weight_functions, weight_functions
+from ..comfyui.memory import moved
+from ..comfyui.patcher import (
+    CallbacksMP,
+    LowVramPatch,
+    ModelPatcher,
+    forget_stored,
+    identity_of_patches,
+    is_patch,
+    is_patched,
+    patches_of,
+)
+from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, stored
+from ..comfyui.residency import CALLBACK_KEY
 from ..files.gguf_weight import GGUF_LAYOUT, has_scales, is_gguf, with_scales
-from .int8_weight import LAYOUT, HeldWeight, PerChannelINT8Layout, is_int8
+from .int8_weight import LAYOUT, PerChannelINT8Layout, is_int8
 from .plain_loras import each_once, plain_loras
-from .residency import CALLBACK_KEY
 
 SMALLEST_STORED = 1 << 16
 """Bytes below which a weight becomes INT8 all the same: ComfyUI patches small weights where they are."""
@@ -46,15 +55,15 @@ def stored_lora(weight: Any, functions: list) -> StoredLoRA | None:
     return functions[0] if len(each_once(functions)) == 1 else None
 
 
-def stored_weight(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool) -> QuantizedTensor:
+def stored_weight(weight: Any, dtype: torch.dtype, becomes_int8: bool) -> QuantizedTensor:
     """A weight that was read of a GGUF file, as a linear holds it that takes and gives floats of `dtype`.
 
     Its product is INT8's, or else that of the floats that its blocks stand for. Raises ValueError where a row holds a
     NaN or Inf.
     """
     scaled = with_scales(weight)
-    params = replace(scaled._params if becomes_int8 else weight._params, orig_dtype=dtype)
-    return HeldWeight(weight._qdata.clone(), GGUF_LAYOUT, params)  # nobody reads the file once it is loaded
+    form = replace(params(scaled if becomes_int8 else weight), orig_dtype=dtype)
+    return HeldWeight(stored(weight).clone(), GGUF_LAYOUT, form)  # nobody reads the file once it is loaded
 
 
 class HookedWeight:
@@ -74,7 +83,7 @@ class HookedWeight:
 class _HookedINT8(HookedWeight, HeldWeight):
     def _copy_with(self, *args, **kwargs) -> "_HookedINT8":
         copied = super()._copy_with(*args, **kwargs)
-        hooked = _HookedINT8(copied._qdata, copied._layout_cls, copied._params)
+        hooked = _HookedINT8(stored(copied), layout_of(copied), params(copied))
         hooked.linear = self.linear
         return hooked
 
@@ -88,14 +97,14 @@ def put_hooked(linear: Any, weight: torch.Tensor, kernel: str, seed: int | None)
 
     It is INT8 where the blocks would be for a product, rounded with `seed`; `kernel` is one of kernels.KERNEL_CHOICES.
     """
-    stored = linear.weight
-    if is_int8(stored) or (is_gguf(stored) and has_scales(stored)):
-        q, params = PerChannelINT8Layout.quantize(weight, stochastic_rounding=seed or 0, kernel=kernel)
-        hooked = _HookedINT8(q, LAYOUT, replace(params, orig_dtype=stored.dtype))
+    held = linear.weight
+    if is_int8(held) or (is_gguf(held) and has_scales(held)):
+        q, form = PerChannelINT8Layout.quantize(weight, stochastic_rounding=seed or 0, kernel=kernel)
+        hooked = _HookedINT8(q, LAYOUT, replace(form, orig_dtype=held.dtype))
         hooked.linear = linear
         linear.weight = torch.nn.Parameter(hooked, requires_grad=False)
     else:
-        linear.weight = _HookedFloats(weight.to(stored.dtype), requires_grad=False)
+        linear.weight = _HookedFloats(weight.to(held.dtype), requires_grad=False)
         linear.weight.linear = linear
 
 
@@ -108,14 +117,15 @@ def patch_products(model: ModelPatcher) -> None:
 
     def patch(loaded: ModelPatcher, *_: object) -> None:
         for key, module in _stored(loaded):
-            if key in loaded.patches:
-                loaded.backup.pop(key, None)  # of a weight that `set_weight` left as it was
-                module.weight_function = [_patch_of(loaded, key, module.weight, known), *_without_patches(module)]
-                module.weight_lowvram_function = None  # where dynamic VRAM would write a patched weight
+            if is_patched(loaded, key):
+                forget_stored(loaded, key)
+                patched = _patch_of(loaded, key, module.weight, known)
+                set_weight_functions(module, [patched, *_without_patches(module)])
+                keep_weight(module)
 
     def take_off(unloaded: ModelPatcher, unpatched: bool) -> None:
         for _, module in _stored(unloaded) if unpatched else ():
-            module.weight_function = _without_patches(module)
+            set_weight_functions(module, _without_patches(module))
 
     model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, patch)
     model.add_callback_with_key(CallbacksMP.ON_DETACH, CALLBACK_KEY, take_off)
@@ -137,7 +147,7 @@ def _stored(model: ModelPatcher) -> Iterator[tuple[str, Any]]:
 
 
 def _without_patches(module: Any) -> list:
-    return [function for function in module.weight_function if not getattr(function, "is_lowvram_patch", False)]
+    return [function for function in weight_functions(module) if not is_patch(function)]
 
 
 def _patch_of(
@@ -148,14 +158,14 @@ def _patch_of(
     `known` holds scales of LoRAs by `key`, each beside what ComfyUI tells a MODEL's patches by: to find them takes a
     product as large as the weight.
     """
-    patches, device = model.patches[key], model.load_device
+    patches, device = patches_of(model, key), model.load_device
     low_rank = _low_rank(patches, weight, device) if has_scales(weight) else None
     if low_rank is None:
         return LowVramPatch(key, {key: patches})
     found_for, scale = known.get(key, (None, None))
-    if scale is None or found_for != model.patches_uuid or scale.device != device:
+    if scale is None or found_for != identity_of_patches(model) or scale.device != device:
         scale = low_rank.channel_scales()[:, None]
-        known[key] = model.patches_uuid, scale
+        known[key] = identity_of_patches(model), scale
     return StoredLoRA(key, patches, low_rank, scale)
 
 
@@ -164,6 +174,6 @@ def _low_rank(patches: Sequence[tuple], weight: QuantizedTensor, device: torch.d
     loras, dtype = plain_loras(patches, weight.shape), weight.dtype
     if not loras:
         return None
-    up = torch.cat([lora.factor * cast_to_device(lora.up, device, torch.float32) for lora in loras], dim=1)
-    down = torch.cat([cast_to_device(lora.down, device, dtype) for lora in loras])
+    up = torch.cat([lora.factor * moved(lora.up, device, torch.float32) for lora in loras], dim=1)
+    down = torch.cat([moved(lora.down, device, dtype) for lora in loras])
     return LowRank(up.to(dtype), down)

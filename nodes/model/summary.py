@@ -4,14 +4,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.ops import CastWeightBiasOp
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import FUSED, NATIVE, ComputePath, choose_path, native_computes
+from ..comfyui.layers import CastWeightBiasOp, quantized_format
+from ..comfyui.patcher import ModelPatcher, object_patches
+from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, is_native_int8, layout_of, params
 from ..files.gguf_weight import is_gguf
 from .attention import describe_attention
-from .fused_forward import class_patch, int8_parts, is_native_int8
+from .fused_forward import class_patch, int8_parts
 from .int8_weight import is_int8
 from .layer_selection import is_quantizable, linears
 
@@ -22,7 +22,7 @@ _FORMATS = {
     "float8_e5m2": "FP8",
     "nvfp4": "NVFP4",
     "mxfp8": "MXFP8",
-    "int8_tensorwise": "ComfyUI's INT8",
+    NATIVE_FORMAT: "ComfyUI's INT8",
 }
 
 
@@ -67,7 +67,7 @@ def floats_of(model: ModelPatcher) -> str:
 
 def _path(model: ModelPatcher, name: str, module: CastWeightBiasOp) -> ComputePath | None:
     """What this pack lets a linear compute with; None for one that it has nothing to do with."""
-    own = model.object_patches.get(class_patch(name), type(module))
+    own = object_patches(model).get(class_patch(name), type(module))
     kernel = getattr(own, "int8_kernel", None)
     if kernel is None:
         return None
@@ -89,15 +89,15 @@ def _kind(
     if path is not None and path.kind == "fused int8" and parts is not None:
         bits = " with 16-bit activations" if parts.activation_bits == 16 else ""
         if is_gguf(weight):
-            bits = f" from GGUF {weight._params.block_format}"
+            bits = f" from GGUF {params(weight).block_format}"
         return _FUSED_RANK, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
     if path is not None and path.kind == NATIVE and parts is not None:
         return _NATIVE_RANK, f"ComfyUI's INT8 ({path.reason})"
     if is_int8(weight):
-        return 2, f"INT8 in memory but computed in {_name(weight._params.orig_dtype)}{why}"
+        return 2, f"INT8 in memory but computed in {_name(params(weight).orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
-        stored = getattr(module, "quant_format", None) or weight._layout_cls
-        return 4, f"{_FORMATS.get(stored, stored)} as in the file{why if is_native_int8(weight) else ''}"
+        form = quantized_format(module) or layout_of(weight)
+        return 4, f"{_FORMATS.get(form, form)} as in the file{why if is_native_int8(weight) else ''}"
     dtype = _name(weight.dtype)
     if _dequantized(module):
         return 3, f"{dtype} instead of the file's INT8{why}"

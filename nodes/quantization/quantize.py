@@ -5,10 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from comfy.model_management import throw_exception_if_processing_interrupted
-from comfy.model_patcher import ModelPatcher
-from comfy.ops import CastWeightBiasOp
-
 from ...kernels import (
     ALPHAS,
     ROUNDINGS,
@@ -23,10 +19,14 @@ from ...kernels import (
 )
 from ..blocks.install import is_fused_block
 from ..calibration.calibration import Calibration
+from ..comfyui.compiling import is_compiled
+from ..comfyui.layers import CastWeightBiasOp
+from ..comfyui.memory import check_cancelled
+from ..comfyui.patcher import ModelPatcher, object_patches
 from ..host.work import Progress, make_room_to_quantize
 from ..model.folding import foldable_groups
 from ..model.input_groups import same_input_groups
-from ..model.layer_selection import check_runs_as_stored, is_compiled, linears, quantizable_linears
+from ..model.layer_selection import check_runs_as_stored, linears, quantizable_linears
 from ..model.recipe import FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
 from .rebuild import source_weight, with_quantized_layers
 from .report import ACT16, BF16, INT8, PROTECTED_IN, LayerReport, QuantizationReport
@@ -175,7 +175,7 @@ def quantize_model(
 def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
     check_runs_as_stored(model)
-    replaced = (key for key, patch in model.object_patches.items() if not is_fused_block(patch))
+    replaced = (key for key, patch in object_patches(model).items() if not is_fused_block(patch))
     if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in replaced):
         raise ValueError(
             "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
@@ -221,7 +221,7 @@ def _quantize_layers(
         plans = candidates(settings.method, settings.alphas if smoothable else [], channels, activation_bits)
         sources = {member: partial(source_weight, model, member) for member in group}
         seen = statistics.get(name)
-        with interruptible(throw_exception_if_processing_interrupted):
+        with interruptible(check_cancelled):
             results |= quantize_group(sources, plans, seen, settings.clip, activation_bits, settings.rounding)
         for _ in group:
             progress.step(doing)

@@ -3,20 +3,29 @@
 from collections.abc import Collection
 
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.multigpu import create_multigpu_deepclones
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import QuantizedLinear
-from ..blocks.before_compiling import compare_before_compiling
 from ..blocks.install import is_fused_block
 from ..calibration.recorder import disarm
+from ..comfyui.compiling import compare_before_compiling
+from ..comfyui.patcher import (
+    DIFFUSION_MODEL,
+    ModelPatcher,
+    call_factory,
+    clone_around,
+    object_patches,
+    on_other_gpus_again,
+    possibly_patched,
+    take_callbacks,
+    weight_below_patches,
+)
+from ..comfyui.quantized import QuantizedTensor
+from ..comfyui.residency import CALLBACK_KEY
 from ..files.gguf_weight import is_gguf
 from ..model.build import build_like, rebuild_int8_model
 from ..model.int8_weight import int8_weight
 from ..model.operations import int8_operations
-from ..model.patched_weights import DIFFUSION_MODEL, patched_weight, possibly_patched, stored_weight
-from ..model.residency import CALLBACK_KEY
+from ..model.patched_weights import patched_weight
 
 
 def with_quantized_layers(
@@ -60,7 +69,7 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
     changed = possibly_patched(model)
     float_weights = {f"{name}.weight" for name in targets}
     for key in changed:
-        if key not in float_weights and isinstance(stored_weight(model, DIFFUSION_MODEL + key), QuantizedTensor):
+        if key not in float_weights and isinstance(weight_below_patches(model, DIFFUSION_MODEL + key), QuantizedTensor):
             float_weights.add(key)  # the patched weight of a layer that is left alone stays a float
     # So does one that was in GGUF's blocks, of which a state dict has only the bytes.
     modules = diffusion_model.named_modules()
@@ -76,7 +85,7 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
         # A copy, because a loader may adopt the tensors it is given, and these belong to the original model.
         state_dict[key] = tensor.to(device="cpu", copy=True)
     for key in float_weights:
-        weight = stored_weight(model, DIFFUSION_MODEL + key)
+        weight = weight_below_patches(model, DIFFUSION_MODEL + key)
         if key.removesuffix(".weight") in targets:
             state_dict[key] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         else:
@@ -86,25 +95,10 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
 
 def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> ModelPatcher:
     """A clone of `model` (its sampling settings, wrappers, hooks) around the freshly built INT8 model."""
-    clone = model.clone(model_override=(built.model, ({}, {}, {}, set())))
-    clone.size = 0  # measured again: INT8 is smaller
-    clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
-    clone.patches = {}  # the weight patches are in the weights now
-    clone.object_patches |= built.object_patches
-    if any(map(is_fused_block, built.object_patches.values())):
+    clone = clone_around(model, built)
+    if any(map(is_fused_block, object_patches(built).values())):
         compare_before_compiling(clone)
-    clone.patches_uuid = built.patches_uuid
-    clone.hook_mode = built.hook_mode
-    # By this ComfyUI finds the copies of a MODEL on other GPUs, and those of the original are none of this one.
-    clone.clone_base_uuid = built.clone_base_uuid
     disarm(clone)  # a recorder was for the MODEL that was quantized
-    for kind in {*clone.callbacks, *built.callbacks}:
-        clone.remove_callbacks_with_key(kind, CALLBACK_KEY)  # of an earlier quantization
-        for function in built.get_callbacks(kind, CALLBACK_KEY):
-            clone.add_callback_with_key(kind, CALLBACK_KEY, function)
-    clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
-    copies = clone.get_additional_models_with_key("multigpu")
-    if not copies:
-        return clone
-    clone.remove_additional_models("multigpu")
-    return create_multigpu_deepclones(clone, 1 + len(copies))
+    take_callbacks(clone, built, CALLBACK_KEY)  # those of an earlier quantization go
+    call_factory(clone, rebuild_int8_model, clone.model, kernel)
+    return on_other_gpus_again(clone)

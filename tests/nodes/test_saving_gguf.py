@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections import namedtuple
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -370,10 +371,11 @@ def test_architectures_are_named_as_comfyui_gguf_names_them(pack, monkeypatch):
     monkeypatch.setattr(notices, "warn", lambda *words: said.append(words))
     for name, architecture in NAMED.items():
         kind = getattr(comfy.supported_models, ARCHITECTURES[name].kind)
-        assert architecture_name(kind({**kind.unet_config, **ARCHITECTURES[name].sizes})) == architecture
+        config = kind({**kind.unet_config, **ARCHITECTURES[name].sizes})
+        assert architecture_name(SimpleNamespace(model_config=config)) == architecture
     assert not said
     kind = comfy.supported_models.PixArtSigma
-    assert architecture_name(kind(kind.unet_config)) == "pixart_sigma"
+    assert architecture_name(SimpleNamespace(model_config=kind(kind.unet_config))) == "pixart_sigma"
     ((reason, summary, detail),) = said
     assert reason == "gguf-architecture" and "may refuse" in summary and "'pixart_sigma'" in detail
 

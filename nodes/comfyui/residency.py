@@ -3,8 +3,7 @@
 All of it goes through the ModelPatcher's callbacks, which clones inherit.
 """
 
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP
+from .patcher import CallbacksMP, ModelPatcher
 
 CALLBACK_KEY = "int8_dit"
 

@@ -1,4 +1,4 @@
-"""One eager call of a MODEL before its first compiled one, so that its blocks are compared there: a compiler cannot."""
+"""MODELs under torch.compile, and one eager call before the first compiled one: blocks are compared there."""
 
 import weakref
 from contextlib import suppress
@@ -7,11 +7,21 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP, get_all_wrappers, get_wrappers_with_key
-from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
+from comfy.patcher_extension import get_all_wrappers, get_wrappers_with_key
+
+from .patcher import ModelPatcher, WrappersMP
+
+try:
+    from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
+except ImportError:
+    COMPILE_KEY = "torch.compile"
 
 _KEY = "int8_dit.before_compiling"
+
+
+def is_compiled(model: ModelPatcher) -> bool:
+    """Whether a MODEL runs compiled layers in place of its own (torch.compile)."""
+    return bool(model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY))
 
 
 def compare_before_compiling(model: ModelPatcher) -> None:

@@ -1,0 +1,40 @@
+"""ComfyUI's classes of blocks and of their parts, by name: what the pack knows the inside of."""
+
+
+def full_name(cls: type) -> str:
+    """A class's module and name, as the names below have them."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def parts(module: str, *classes: str) -> frozenset[str]:
+    """The names of classes of one of ComfyUI's modules of models."""
+    return frozenset(f"comfy.ldm.{module}.{name}" for name in classes)
+
+
+IDEOGRAM4 = "comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel"
+IDEOGRAM4_BLOCK = "comfy.ldm.ideogram4.model.Ideogram4TransformerBlock"
+LUMINA_BLOCK = "comfy.ldm.lumina.model.JointTransformerBlock"
+FLUX_DOUBLE_BLOCK = "comfy.ldm.flux.layers.DoubleStreamBlock"
+FLUX_SINGLE_BLOCK = "comfy.ldm.flux.layers.SingleStreamBlock"
+QWEN_IMAGE_BLOCK = "comfy.ldm.qwen_image.model.QwenImageTransformerBlock"
+SD3_BLOCK_HALF = "comfy.ldm.modules.diffusionmodules.mmdit.DismantledBlock"
+WAN_BLOCK = "comfy.ldm.wan.model.WanAttentionBlock"
+WAN_FEED_FORWARD = "comfy.ldm.wan.model.WanFeedForward"
+LTX_FEED_FORWARD = "comfy.ldm.lightricks.model.FeedForward"
+MINIMAX_FEED_FORWARD = "comfy.ldm.minimax.model.MLP"
+
+NORM_MODULES = ("comfy.ops", "torch.nn.modules.normalization")
+"""Where the forwards of norms stand that compute what PyTorch's norms do."""
+
+FUSED: dict[str, tuple[int, ...]] = {
+    IDEOGRAM4_BLOCK: (0, 30),
+    LUMINA_BLOCK: (0, 30),
+    FLUX_DOUBLE_BLOCK: (0, 30),
+    FLUX_SINGLE_BLOCK: (0, 30),
+    QWEN_IMAGE_BLOCK: (0, 30),
+    WAN_BLOCK: (0, 30),
+    WAN_FEED_FORWARD: (0, 33),
+    LTX_FEED_FORWARD: (0, 30),
+    MINIMAX_FEED_FORWARD: (0, 33),
+}
+"""The blocks that have a fused forward, and the ComfyUI that they were first seen in."""

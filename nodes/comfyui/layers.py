@@ -1,0 +1,139 @@
+"""Layers: ComfyUI's classes of them, and their weights on the device where they are used."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import comfy.ops
+import torch
+
+from .memory import default_device
+
+if TYPE_CHECKING:  # a type checker does not see ComfyUI
+
+    class CastWeightBiasOp(Any): ...
+
+else:
+    from comfy.ops import CastWeightBiasOp
+
+
+class Cast(NamedTuple):
+    """Weight and bias where a layer is computed, and what ComfyUI wants back after their use."""
+
+    weight: Any
+    bias: torch.Tensor | None
+    stream: Any
+
+
+def quantized_operations(compute_dtype: torch.dtype) -> Any:
+    """ComfyUI's layer classes for a quantized model.
+
+    ComfyUI chooses them: where a card lacks FP8, NVFP4 or MXFP8, layers in those formats must not round their inputs to
+    them.
+    """
+    quantized = SimpleNamespace(quant_config={"mixed_ops": True})
+    return comfy.ops.pick_operations(None, compute_dtype, load_device=default_device(), model_config=quantized)
+
+
+def run_every_op() -> None:
+    """What ComfyUI does before each layer: it hears the cancel button."""
+    comfy.ops.run_every_op()
+
+
+def cast_quantized(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:
+    """Weight and bias of a layer on a device, for an input of a dtype; to be given back by `uncast`.
+
+    `functions` change the weight; those that are attached to the layer where it is None. A patch that is applied while
+    the weight is streamed is folded back into a quantized weight.
+    """
+    attached = layer.weight_function
+    if functions is not None:
+        layer.weight_function = functions
+    try:
+        cast = comfy.ops.cast_bias_weight(
+            layer,
+            dtype=layer.weight.dtype,
+            device=device,
+            bias_dtype=dtype,
+            offloadable=True,
+            compute_dtype=dtype,
+            want_requant=True,
+        )
+    finally:
+        if functions is not None:
+            layer.weight_function = attached
+    return Cast(*cast)
+
+
+@contextmanager
+def given_back(layer: Any, cast: Cast) -> Iterator[Cast]:
+    """What was cast, for its use; it is given back whatever happens in it."""
+    try:
+        yield cast
+    finally:
+        comfy.ops.uncast_bias_weight(layer, *cast)
+
+
+def weight_and_bias(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Those of a norm, in floats, where and in the dtype that `x` is; copies where they had to be moved."""
+    if layer.weight.device == x.device and not layer.weight_function and not layer.bias_function:
+        return layer.weight, getattr(layer, "bias", None)
+    with given_back(layer, Cast(*comfy.ops.cast_bias_weight(layer, x, offloadable=True))) as (weight, bias, _):
+        # Copies, because the memory of a streamed weight is given back here.
+        return weight.clone(), None if bias is None else bias.clone()
+
+
+def weight_functions(layer: Any) -> list:
+    """What changes a layer's weight in use."""
+    return layer.weight_function
+
+
+def bias_functions(layer: Any) -> list:
+    """What changes a layer's bias in use."""
+    return layer.bias_function
+
+
+def set_weight_functions(layer: Any, functions: list) -> None:
+    """Let nothing else change a layer's weight in use, however ComfyUI loads it."""
+    layer.weight_function = functions
+
+
+def keep_weight(layer: Any) -> None:
+    """Let dynamic VRAM write no patched weight into a layer."""
+    layer.weight_lowvram_function = None
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is one of ComfyUI's linears, by what it has: its classes for them have no base of their own."""
+    return hasattr(module, "in_features") and hasattr(module, "weight_function")
+
+
+def input_scale(layer: Any) -> torch.Tensor | None:
+    """What a layer in ModelOpt's AWQ form multiplies its input by, [K]."""
+    return getattr(layer, "pre_quant_scale", None)
+
+
+def quantized_format(layer: Any) -> str | None:
+    """The format that a quantized layer was marked with in its file."""
+    return getattr(layer, "quant_format", None)
+
+
+def set_format(layer: Any, layout: str | None, name: str | None) -> None:
+    """Let ComfyUI know how a layer's weight is quantized now; None for floats."""
+    layer.layout_type, layer.quant_format = layout, name
+
+
+def layout_type(layer: Any) -> str | None:
+    """The layout that a layer's weight was quantized with when it was loaded."""
+    return getattr(layer, "layout_type", None)
+
+
+def forget_input_scale(layer: Any) -> None:
+    """Let a layer multiply its input by nothing: its weight has the factors now."""
+    layer.pre_quant_scale = None
+
+
+def expert_banks(operations: type) -> type:
+    """The class of a bank of experts among an operations class's layers; that of linears where there is none."""
+    return getattr(operations, "MoEExperts", operations.Linear)  # pyright: ignore[reportAttributeAccessIssue]

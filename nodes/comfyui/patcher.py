@@ -1,0 +1,185 @@
+"""MODELs: what patches change in them, and what a MODEL is besides its weights."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import comfy.float
+import comfy.lora
+import comfy.utils
+import torch
+from comfy.model_patcher import get_key_weight
+
+if TYPE_CHECKING:  # a type checker does not see ComfyUI
+
+    class BaseModel(Any): ...
+
+    class LowVramPatch(Any): ...
+
+    class ModelPatcher(Any): ...
+
+    CallbacksMP: Any
+    WrappersMP: Any
+
+else:
+    from comfy.model_base import BaseModel
+    from comfy.model_patcher import LowVramPatch, ModelPatcher
+    from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+try:
+    from comfy.weight_adapter.lora import LoRAAdapter
+except ImportError:
+    LoRAAdapter = None
+
+try:
+    from comfy.hooks import EnumHookMode
+except ImportError:
+    EnumHookMode = None
+
+DIFFUSION_MODEL = "diffusion_model."
+"""What ComfyUI puts before the names of a diffusion model's parts, in patches and backups."""
+
+
+def weight_below_patches(model: ModelPatcher, key: str) -> torch.Tensor:
+    """What is stored, whatever patches do to it; `key` is its name in the BaseModel ("diffusion_model.X.weight")."""
+    return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
+
+
+def possibly_patched(model: ModelPatcher) -> set[str]:
+    """The names in the diffusion model of all that patches may change, or have changed."""
+    keys = {*model.patches, *model.backup}
+    return {key.removeprefix(DIFFUSION_MODEL) for key in keys if key.startswith(DIFFUSION_MODEL)}
+
+
+def is_patched(model: ModelPatcher, key: str | None = None) -> bool:
+    """Whether patches (LoRAs) change a weight of a MODEL, or any where `key` is None."""
+    return bool(model.patches) if key is None else key in model.patches
+
+
+def patches_of(model: ModelPatcher, key: str) -> list[tuple]:
+    """What changes a weight."""
+    return model.patches[key]
+
+
+def identity_of_patches(model: ModelPatcher) -> object:
+    """A value that another set of patches does not have."""
+    return model.patches_uuid
+
+
+def with_patches(model: ModelPatcher, key: str, weight: torch.Tensor) -> torch.Tensor:
+    """A float weight with its patches applied; it may be changed in place."""
+    return comfy.lora.calculate_weight(model.patches[key], weight, key) if key in model.patches else weight
+
+
+def forget_stored(model: ModelPatcher, key: str) -> None:
+    """Let a MODEL put nothing back in the place of a weight that its patches left as it was."""
+    model.backup.pop(key, None)
+
+
+def seed_of(key: str) -> int:
+    """With what ComfyUI rounds a patched weight."""
+    return comfy.utils.string_to_seed(key)
+
+
+def rounded(weight: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A patched float weight in the dtype that it is stored in, as ComfyUI rounds it."""
+    return comfy.float.stochastic_rounding(weight, dtype, seed=seed)
+
+
+class LoRAFactors(NamedTuple):
+    """What a plain LoRA adds to a weight [N, K]: factor up @ down, of [N, rank] and [rank, K]."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    factor: float
+
+
+def lora_factors(patch: tuple) -> LoRAFactors | None:
+    """The factors of a patch that is a plain LoRA; None for any other: DoRA, a convolution's, one of a part."""
+    if len(patch) != 5:
+        return None
+    strength, adapter, strength_model, offset, change = patch
+    if type(adapter) is not LoRAAdapter or strength_model != 1.0 or offset is not None or change is not None:
+        return None
+    up, down, alpha, *others = adapter.weights  # others: of convolutions, DoRA, and another shape
+    if any(other is not None for other in others):
+        return None
+    up, down = up.flatten(1), down.flatten(1)
+    factor = 1.0 if alpha is None else float(alpha) / down.shape[0]
+    return LoRAFactors(up, down, strength * factor)
+
+
+def key_of(function: object) -> str | None:
+    """The weight that a function which changes one in use patches; None for a function that is no patch."""
+    return getattr(function, "key", None) if isinstance(function, LowVramPatch) else None
+
+
+def patches_in(function: LowVramPatch) -> list[tuple]:
+    """What a function which patches a weight in use applies to it."""
+    return function.patches[function.key]
+
+
+def is_patch(function: object) -> bool:
+    """Whether a function that changes a weight in use was attached by ComfyUI for a patch."""
+    return getattr(function, "is_lowvram_patch", False)
+
+
+def object_patches(model: ModelPatcher) -> Mapping[str, Any]:
+    """The parts of a BaseModel that a MODEL replaces while it is loaded, by name."""
+    return model.object_patches
+
+
+def injections(model: ModelPatcher) -> list[str]:
+    """What acts on a MODEL's modules only while it samples, such as a bypass LoRA, by name."""
+    return list(model.injections)
+
+
+def options_of(model: ModelPatcher) -> dict[str, Any]:
+    """A MODEL's transformer_options, which its own calls get."""
+    return model.model_options["transformer_options"]
+
+
+def call_factory(model: ModelPatcher, factory: Callable[..., ModelPatcher], *args: object) -> None:
+    """Let ComfyUI make another MODEL like this one, for a second GPU, by calling `factory`."""
+    model.cached_patcher_init = (factory, args)
+
+
+def let_hooks_patch(model: ModelPatcher) -> None:
+    """Let hooks work on quantized weights: the other mode keeps patched weights as floats, and cannot put those back
+    into quantized ones."""
+    if EnumHookMode is not None:
+        model.hook_mode = EnumHookMode.MinVram
+
+
+def clone_around(model: ModelPatcher, built: ModelPatcher) -> ModelPatcher:
+    """A clone of a MODEL, its sampling settings, wrappers and hooks, with the weights of another, freshly built one."""
+    clone = model.clone(model_override=(built.model, ({}, {}, {}, set())))
+    clone.size = 0  # measured again: INT8 is smaller
+    clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
+    clone.patches = {}  # the weight patches are in the weights now
+    clone.object_patches |= built.object_patches
+    clone.patches_uuid = built.patches_uuid
+    clone.hook_mode = built.hook_mode
+    # By this ComfyUI finds the copies of a MODEL on other GPUs, and those of the original are none of this one.
+    clone.clone_base_uuid = built.clone_base_uuid
+    return clone
+
+
+def take_callbacks(model: ModelPatcher, built: ModelPatcher, key: str) -> None:
+    """Give a MODEL the callbacks that another has under a key, in the place of its own."""
+    for kind in {*model.callbacks, *built.callbacks}:
+        model.remove_callbacks_with_key(kind, key)
+        for function in built.get_callbacks(kind, key):
+            model.add_callback_with_key(kind, key, function)
+
+
+def on_other_gpus_again(model: ModelPatcher) -> ModelPatcher:
+    """A MODEL with as many copies on other GPUs as the one had that it was cloned of."""
+    copies = model.get_additional_models_with_key("multigpu")
+    if not copies:
+        return model
+    model.remove_additional_models("multigpu")
+    try:
+        from comfy.multigpu import create_multigpu_deepclones
+    except ImportError:
+        return model
+    return create_multigpu_deepclones(model, 1 + len(copies))

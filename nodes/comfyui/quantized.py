@@ -1,0 +1,109 @@
+"""Quantized weights as ComfyUI carries them: QuantizedTensors of comfy-kitchen's, with layouts that are registered."""
+
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import comfy_kitchen
+import torch
+from comfy.quant_ops import QUANT_ALGOS, get_layout_class
+
+if TYPE_CHECKING:  # a type checker does not see ComfyUI
+
+    class QuantizedLayout(Any): ...
+
+    class QuantizedTensor(Any): ...
+
+    class BaseLayoutParams(Any): ...
+
+    register_layout_class: Any
+
+else:
+    from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
+    from comfy_kitchen.tensor import BaseLayoutParams
+
+NATIVE_FORMAT = "int8_tensorwise"
+"""ComfyUI's own INT8, by the name that files have."""
+
+NATIVE_LAYOUT: str = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
+"""The layout that ComfyUI's own loaders hold it in."""
+
+
+def known_formats() -> set[str]:
+    """The names of the quantized formats that this ComfyUI loads."""
+    return set(QUANT_ALGOS)
+
+
+def stored(weight: QuantizedTensor) -> torch.Tensor:
+    """The integers, bytes or small floats that a quantized weight consists of."""
+    return weight._qdata
+
+
+def params(weight: QuantizedTensor) -> Any:
+    """The scales and settings of a quantized weight, as its layout has them."""
+    return weight._params
+
+
+def layout_of(weight: QuantizedTensor) -> str:
+    """The name of a quantized weight's layout."""
+    return weight._layout_cls
+
+
+def has_layout(weight: Any, layout: str) -> TypeGuard[QuantizedTensor]:
+    """Whether a tensor is quantized with this layout."""
+    return isinstance(weight, QuantizedTensor) and weight._layout_cls == layout
+
+
+def is_native_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
+    """Whether a module's weight is a linear's in ComfyUI's own INT8 format, as its own loaders hold it."""
+    return isinstance(weight, QuantizedTensor) and weight._layout_cls == NATIVE_LAYOUT and weight.ndim == 2
+
+
+def native_rotation(weight: QuantizedTensor) -> int | None:
+    """The channels per Hadamard group of a weight in ComfyUI's own INT8 format, or None."""
+    params = weight._params
+    return params.convrot_groupsize if params.convrot else None
+
+
+def native_weight(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor:
+    """int8 [N, K] and its scale [N, 1] in ComfyUI's own INT8 format; `dtype` is that of the dequantized weight."""
+    params = get_layout_class(NATIVE_LAYOUT).Params(scale, dtype, tuple(q.shape))
+    return QuantizedTensor(q, NATIVE_LAYOUT, params)
+
+
+def native_product(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, group: int | None
+) -> torch.Tensor:
+    """The output [..., N] of a linear as ComfyUI computes its own INT8, of the dtype of `x` [..., K].
+
+    `group` is the channels per Hadamard group, or None.
+    """
+    rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
+    rows = x.reshape(-1, x.shape[-1])
+    return comfy_kitchen.int8_linear(rows, q, scale, bias, x.dtype, **rotation).view(*x.shape[:-1], -1)
+
+
+def requantized(weight: QuantizedTensor, values: torch.Tensor, seed: int) -> QuantizedTensor:
+    """Other float values [N, K] in the form of a quantized weight, with scales of their own, rounded by a seed."""
+    return weight.requantize_from_float(values, scale="recalculate", stochastic_rounding=seed)
+
+
+class HeldWeight(QuantizedTensor):
+    """A module's quantized weight as ComfyUI's hooks need it: they copy it, change it, and copy back into its `data`.
+
+    Of a plain QuantizedTensor `data` has copies of the scales, so the weight would keep the scales of its patched self;
+    and in inference mode `to` gives the tensor itself where a copy is asked for.
+    """
+
+    @property
+    def data(self) -> "HeldWeight":
+        return HeldWeight(self._qdata, self._layout_cls, self._params)
+
+    def to(self, *args, copy: bool = False, **kwargs) -> QuantizedTensor:
+        moved = super().to(*args, **kwargs)
+        return moved.clone() if copy and moved.data_ptr() == self.data_ptr() else moved
+
+    def _copy_with(self, *args, **kwargs) -> "HeldWeight":
+        copied = super()._copy_with(*args, **kwargs)
+        return HeldWeight(copied._qdata, copied._layout_cls, copied._params)
+
+
+HeldWeight.__name__ = QuantizedTensor.__name__  # ComfyUI knows by this name whose memory it can pin

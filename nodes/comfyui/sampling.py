@@ -1,0 +1,88 @@
+"""Sampling with a MODEL as ComfyUI's sampler nodes do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import comfy.sample
+import comfy.samplers
+import torch
+
+from .patcher import ModelPatcher
+
+
+def latent_of(model: ModelPatcher, latent: dict) -> torch.Tensor:
+    """The samples of a LATENT, empty ones with the channels that the MODEL has."""
+    return comfy.sample.fix_empty_latent_channels(
+        model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
+    )
+
+
+def empty_latent(model: ModelPatcher, pixels: int) -> dict:
+    """A LATENT for a square picture of so many pixels a side."""
+    form: Any = model.get_model_object("latent_format")
+    side = pixels // form.spacial_downscale_ratio
+    return {"samples": torch.zeros(1, form.latent_channels, side, side)}
+
+
+def simple_sigmas(model: ModelPatcher, steps: int) -> torch.Tensor:
+    """The noise levels of ComfyUI's schedule "simple"."""
+    return comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
+
+
+def euler() -> object:
+    """The SAMPLER "euler"."""
+    return comfy.samplers.sampler_object("euler")
+
+
+def sample(
+    model: ModelPatcher,
+    positive: list,
+    negative: list | None,
+    cfg: float,
+    sampler: object,
+    sigmas: torch.Tensor,
+    samples: torch.Tensor,
+    seed: int,
+    callback: Callable[..., None],
+    latent: dict | None = None,
+) -> None:
+    """Sample once, with ComfyUI's ordinary guidance, or with none where `negative` is None.
+
+    `callback` gets the step, the prediction, the latent and the number of steps. `latent` is the LATENT of `samples`.
+    """
+    latent = latent or {}
+    guider = comfy.samplers.CFGGuider(model)
+    if negative is None:
+        guider.inner_set_conds({"positive": positive})
+        guider.set_cfg(1.0)
+    else:
+        # At a CFG of 1 ComfyUI would leave out what is asked for here.
+        model.disable_model_cfg1_optimization()
+        guider.set_conds(positive, negative)
+        guider.set_cfg(cfg)
+    guider.sample(
+        comfy.sample.prepare_noise(samples, seed, latent.get("batch_index")),
+        samples,
+        sampler,
+        sigmas,
+        denoise_mask=latent.get("noise_mask"),
+        callback=callback,
+        disable_pbar=True,
+        seed=seed,
+    )
+
+
+def previewer(model: ModelPatcher) -> Callable[[Any], tuple | None]:
+    """What makes of a prediction the picture that ComfyUI's sampler nodes show of a step: None without previews."""
+    try:
+        import latent_preview
+    except ImportError:
+        return lambda x0: None
+    decoder = latent_preview.get_previewer(model.load_device, model.model.latent_format)
+
+    def preview(x0: Any) -> tuple | None:
+        if decoder is None:
+            return None
+        return decoder.decode_latent_to_preview_image("JPEG", x0.tensors[0] if x0.is_nested else x0)
+
+    return preview
