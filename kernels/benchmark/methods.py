@@ -54,6 +54,7 @@ class Method:
 
 
 BF16 = "bf16"
+FP16_SUMS = "fp16, fp16 sums"
 NATIVE = "ComfyUI's INT8"
 UNFUSED = "unfused _int_mm"
 FUSED_GEMM = "fused GEMM alone"
@@ -62,6 +63,17 @@ ROTATION = "fused + rotation"
 
 METHODS = (
     Method(BF16, systems.FLOAT, systems.bf16, compared=(FUSED_GEMM, FUSED), in_tables=True, tick="", color="#7f8c9b"),
+    Method(
+        FP16_SUMS,
+        systems.HALF,
+        systems.fp16_in_fp16_sums,
+        systems.require_fp16_sums,
+        compared=(FUSED,),
+        in_tables=True,
+        foreign=True,
+        tick="",
+        color="#4f5f6e",
+    ),
     Method("fp8 _scaled_mm GEMM alone", systems.E4M3, systems.fp8_gemm, systems.require_fp8, foreign=True),
     Method(
         "fp8 _scaled_mm",

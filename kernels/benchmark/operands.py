@@ -55,7 +55,7 @@ class Operands:
 
 
 Call = Callable[[int], torch.Tensor]
-"""One call of a method with the copy of the weight at this index: [M, N] in bf16."""
+"""One call of a method with the copy of the weight at this index: [M, N] in bf16 or fp16."""
 
 Prepare = Callable[[Operands, list[torch.Tensor], torch.Tensor], Call]
 """(operands, copies of the weight in the method's form, their scale) -> the call that is timed."""

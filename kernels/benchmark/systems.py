@@ -1,8 +1,9 @@
 """How each system of the benchmark holds its weight and computes a linear: this pack's, PyTorch's, those of others."""
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def int8_form(smooth: bool = False, rotate: bool = False) -> WeightForm:
 
 
 FLOAT = WeightForm(2, lambda operands: (operands.weight, torch.ones((), device=operands.device)))
+HALF = WeightForm(2, lambda operands: (operands.weight.half(), torch.ones((), device=operands.device)))
 E4M3 = WeightForm(1, lambda operands: quantize_fp8(operands.weight))
 PLAIN, SMOOTHED = int8_form(), int8_form(smooth=True)
 ROTATED, BOTH = int8_form(rotate=True), int8_form(smooth=True, rotate=True)
@@ -44,6 +46,26 @@ def gguf_form(name: str) -> WeightForm:
         return quantize_blocks(operands.weight, name), torch.ones((), device=operands.device)
 
     return WeightForm(blocks.bytes / blocks.weights, make)
+
+
+def require_fp16_sums(device: torch.device) -> None:
+    """Raise Unavailable where cuBLAS cannot be told to add fp16 products in fp16."""
+    if device.type != "cuda":
+        raise Unavailable("no GPU")
+    if torch.version.hip is not None or not hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation"):
+        raise Unavailable("no fp16 sums in this PyTorch; those for CUDA have them from 2.7 on")
+
+
+@contextlib.contextmanager
+def fp16_sums() -> Iterator[None]:
+    """cuBLAS adds fp16 products in fp16, which ComfyUI's `--fast fp16_accumulation` allows for good."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_fp16_accumulation
+    settings.allow_fp16_accumulation = True
+    try:
+        yield
+    finally:
+        settings.allow_fp16_accumulation = before
 
 
 def require_fp8(device: torch.device) -> None:
@@ -114,6 +136,16 @@ def require_fused(device: torch.device) -> None:
 
 def bf16(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
     return lambda copy: F.linear(operands.x, weights[copy])
+
+
+def fp16_in_fp16_sums(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    x = operands.x.half()  # exact: a model in fp16 has its activations so
+
+    def call(copy: int) -> torch.Tensor:
+        with fp16_sums():
+            return F.linear(x, weights[copy])
+
+    return call
 
 
 def fp8_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:

@@ -10,9 +10,10 @@ import torch
 
 from kernels.benchmark import methods as methods_table
 from kernels.benchmark import run as benchmark
-from kernels.benchmark import shapes
+from kernels.benchmark import shapes, systems
 from kernels.benchmark.methods import (
     BF16,
+    FP16_SUMS,
     FUSED,
     FUSED_GEMM,
     METHODS,
@@ -84,12 +85,12 @@ def test_the_table_of_methods_is_consistent():
     assert len(set(names)) == len(names)
     for method in METHODS:
         assert set(method.compared) <= set(names) - {method.name}
-    assert {method.name for method in shown(())} == {BF16, FUSED}
+    assert {method.name for method in shown(())} == {BF16, FP16_SUMS, FUSED}
     everything = shown(TICKS)
     assert not set(everything) & set(VARIANTS) and all(method.color for method in everything)
     assert {method.tick for method in METHODS} == {None, "", *TICKS}
-    # bf16, e4m3, INT8 plain, smoothed, rotated and both, NF4, Q8_0, Q4_K
-    assert methods_table.bytes_per_copy() == 2 + 1 + 4 + 0.5625 + 34 / 32 + 144 / 256
+    # bf16, fp16, e4m3, INT8 plain, smoothed, rotated and both, NF4, Q8_0, Q4_K
+    assert methods_table.bytes_per_copy() == 2 + 2 + 1 + 4 + 0.5625 + 34 / 32 + 144 / 256
 
 
 def test_table_has_the_methods_that_ran_somewhere():
@@ -207,6 +208,55 @@ def test_peers_are_unavailable_on_a_cpu(monkeypatch):
             method.require(CPU)
 
 
+@pytest.fixture(params=(False, True))
+def fp16_sums_elsewhere(request):
+    """Whether the process allows fp16 sums; PyTorch's settings are no attributes that monkeypatch could give back."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_fp16_accumulation
+    settings.allow_fp16_accumulation = request.param
+    yield request.param
+    settings.allow_fp16_accumulation = before
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_fp16_sums_are_allowed_inside_of_their_row_only(monkeypatch, fp16_sums_elsewhere, fails):
+    settings, seen = torch.backends.cuda.matmul, []
+
+    def linear(x, weight):
+        seen.append((settings.allow_fp16_accumulation, x.dtype, weight.dtype))
+        if fails:
+            raise RuntimeError("not supported")
+        return x @ weight.t()
+
+    monkeypatch.setattr(systems.F, "linear", linear)
+    (row,) = methods(FP16_SUMS, require=lambda device: None)
+    result = benchmark_shape(LinearShape("tiny", 32, 64), 4, CPU, [row], rounds=1)
+    assert set(seen) == {(True, torch.float16, torch.float16)}
+    assert settings.allow_fp16_accumulation == fp16_sums_elsewhere
+    assert result.absent == ({FP16_SUMS: "not supported"} if fails else {})
+
+
+def test_fp16_sums_are_left_out_where_pytorch_has_none(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", object())
+    with pytest.raises(Unavailable, match=r"from 2\.7 on"):
+        systems.require_fp16_sums(torch.device("cuda"))
+
+
+@NEEDS_GPU
+def test_fp16_sums_are_what_they_say():
+    def in_float32_sums(operands, weights, scale):
+        return lambda copy: operands.x.half() @ weights[copy].t()
+
+    (row,), (wide,) = methods(FP16_SUMS), methods(FP16_SUMS, prepare=in_float32_sums)
+    errors = [
+        benchmark_shape(LinearShape("long", 512, 8192), 256, torch.device("cuda"), [each], rounds=1).relative_errors
+        for each in (row, wide)
+    ]
+    summed, exact = (found[FP16_SUMS] for found in errors)
+    assert exact < 0.0005 and 2 * exact < summed < 0.1
+
+
 def test_a_peer_that_fails_is_left_out_and_our_own_method_is_not():
     def failing(operands, weights, scale):
         def call(copy):
@@ -236,6 +286,7 @@ def test_16_bit_activations_are_more_exact():
 
 TRUE_ERRORS = {
     BF16: (0.0, 0.004),
+    FP16_SUMS: (0.0, 0.02),  # summed in float32 on a CPU
     "fp8 dequantized": (0.02, 0.045),
     "GGUF Q8_0 dequantized": (0.004, 0.008),
     "GGUF Q4_K dequantized": (0.06, 0.09),
@@ -317,7 +368,7 @@ def test_command_writes_what_it_prints(monkeypatch, capsys, tmp_path):
 
     printed = capsys.readouterr().out
     assert files[1].read_text() == printed
-    assert "CPU" in printed and f"Left out (no GPU): {FP8}" in printed.replace(f"{FP8} GEMM alone; ", "")
+    assert "CPU" in printed and f"Left out (no GPU): {FP16_SUMS}; {FP8}" in printed.replace(f"{FP8} GEMM alone; ", "")
     content = json.loads(files[0].read_text())
     assert title(content["environment"]) in printed
     assert [shape["m"] for shape in content["shapes"]] == [4, 4, 5, 5, 3, 2, 2]
