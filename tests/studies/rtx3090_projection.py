@@ -32,8 +32,9 @@ PROTECTED = 17
 UNPROTECTED = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (FFN, WIDTH), (FFN, WIDTH))
 W2 = (WIDTH, FFN)
 
-BF16, NATIVE, SEPARATE, PROTOTYPE, FUSED, BF16_PROTECTED, ACT16_PROTECTED = (
+BF16, FP16_SUMS, NATIVE, SEPARATE, PROTOTYPE, FUSED, BF16_PROTECTED, ACT16_PROTECTED = (
     "bf16",
+    "fp16, fp16 sums",
     "native INT8",
     "this pack, separate passes",
     "this pack, fused producers, ComfyUI's rope",
@@ -92,7 +93,7 @@ class Card:
 
     Attributes:
         engines: tensor cores by whose kernels run: this pack's or comfy-kitchen's.
-        bf16_tflops: what bf16 linears reach.
+        float_tflops: what linears in bf16 and in fp16 with fp16 sums reach.
         attention_tflops: what bf16 attention with heads of 256 reaches, by pixels.
         bytes_per_second: what an elementwise pass over large tensors reaches.
         launch_seconds: what each such pass takes beyond its bytes.
@@ -103,7 +104,7 @@ class Card:
     name: str
     multiprocessors: int
     engines: Mapping[str, Engine]
-    bf16_tflops: float
+    float_tflops: Mapping[str, float]
     attention_tflops: Mapping[int, float]
     bytes_per_second: float
     launch_seconds: float
@@ -117,7 +118,7 @@ RTX_3090 = Card(
     "RTX 3090",
     82,
     {PACK: _GA102, KITCHEN: _GA102},
-    bf16_tflops=0.92 * 71,
+    float_tflops={BF16: 0.92 * 71, FP16_SUMS: 0.92 * 142},
     attention_tflops=dict.fromkeys(PIXELS, 0.85 * 71),
     bytes_per_second=0.9 * 936e9,
     launch_seconds=9e-6,
@@ -128,7 +129,7 @@ H200 = Card(
     "H200",
     132,
     {PACK: Engine(1979, 8192, 0.8), KITCHEN: Engine(1070, 1024, 1.0)},
-    bf16_tflops=0.7 * 989,
+    float_tflops={BF16: 0.7 * 989, FP16_SUMS: 0.7 * 989},
     attention_tflops={768: 278, 1024: 293},
     bytes_per_second=0.9 * 4.8e12,
     launch_seconds=9e-6,
@@ -145,7 +146,8 @@ CUTLASS = {
 }
 
 ASSUMPTIONS = (
-    "INT8 peak of the RTX 3090 284 TOPS, bf16 with float32 sums 71 TFLOPS, 936 GB/s, 82 multiprocessors; of the H200 "
+    "INT8 peak of the RTX 3090 284 TOPS, bf16 with float32 sums 71 TFLOPS, fp16 with fp16 sums 142 TFLOPS (NVIDIA's "
+    "white paper on GA102), 936 GB/s, 82 multiprocessors; of the H200 "
     "1979 TOPS for `IGMMA`, 1070 for `IMMA` (4096 operations per cycle and multiprocessor at 1980 MHz), bf16 989 "
     "TFLOPS, 4.8 TB/s, 132 multiprocessors.",
     "Dense products keep up 0.92 of the peak on an RTX 3090: its bf16 rate in arXiv 2606.14598, 65.5 of 71 TFLOPS. On "
@@ -157,6 +159,11 @@ ASSUMPTIONS = (
     "runs; K is not split. comfy-kitchen runs the faster of its 128 x 256 and 128 x 128 tiles.",
     "bf16 linears reach 0.92 of the peak on an RTX 3090 and 0.70 on an H200 (682 to 700 TFLOPS in the three wide "
     "shapes).",
+    "fp16 linears with fp16 sums, which ComfyUI's `--fast fp16_accumulation` runs, reach the same share of theirs, "
+    "which is twice as high on an RTX 3090 only. That share was measured for bf16; fp16 sums leave less time for all "
+    "that is no product. A convolution of TensorRT reached 110 TFLOPS on that card, 0.77 of the peak (issue 319 of "
+    "triton-lang/triton), and a Triton GEMM on an RTX 4060 gained 1.72 x of the 2 x (issue 10851). The other parts of "
+    "such a step take as long as in bf16. What it loses in exactness is not projected.",
     "Attention, heads of 256: on an H200 FlashAttention-2's 278 and 293 TFLOPS at 2 k and 4 k tokens (arXiv "
     "2407.08608, H100). On an RTX 3090 0.85 of 71 TFLOPS; no figure was found for that card and head size. "
     "FlashAttention-2 reaches 0.95 of the peak on an RTX 4090 (heads of 256: 156 of 165 TFLOPS, TVM's flash_perf.md), "
@@ -204,14 +211,14 @@ class Variant:
     """How a step runs.
 
     Attributes:
-        gemm: whose INT8 kernels; None is bf16.
+        gemm: whose INT8 kernels, or the floats of the linears.
         passes: the elementwise passes of a block.
         fused_rope: q and k are normalized and rotated in one pass.
         protected: blocks whose w2 is protected, in bf16 if `protected_bf16`, else with 16-bit activations.
         protected_passes: what replaces passes of the same name in these blocks.
     """
 
-    gemm: str | None
+    gemm: str
     passes: Mapping[str, Pass]
     fused_rope: bool = False
     protected: int = 0
@@ -221,7 +228,8 @@ class Variant:
 
 _WIDER_W2 = {"act * up -> INT8": Pass(0, 6)}
 VARIANTS = {
-    BF16: Variant(None, SEPARATE_PASSES),
+    BF16: Variant(BF16, SEPARATE_PASSES),
+    FP16_SUMS: Variant(FP16_SUMS, SEPARATE_PASSES),
     NATIVE: Variant(KITCHEN, SEPARATE_PASSES | QUANTIZERS | {"quantize": Pass(3, 0, 4)}),
     SEPARATE: Variant(PACK, SEPARATE_PASSES | QUANTIZERS),
     PROTOTYPE: Variant(PACK, FUSED_PASSES),
@@ -263,13 +271,13 @@ def step(card: Card, variant: Variant, pixels: int, kernels: Mapping[str, Sequen
     rope = replace(card, bytes_per_second=card.bytes_per_second * (1 if variant.fused_rope else card.rope_share))
     for m in tokens(pixels):
 
-        def linear(n: int, k: int, gemm: str | None = variant.gemm, m: int = m) -> float:
-            if gemm is None:
-                return 2 * m * n * k / (card.bf16_tflops * 1e12)
+        def linear(n: int, k: int, gemm: str = variant.gemm, m: int = m) -> float:
+            if gemm in card.float_tflops:
+                return 2 * m * n * k / (card.float_tflops[gemm] * 1e12)
             return gemm_seconds(card, card.engines[gemm], kernels[gemm], m, n, k)
 
         w2 = linear(*W2)
-        special = linear(*W2, gemm=None) if variant.protected_bf16 else linear(W2[0], 2 * W2[1])
+        special = linear(*W2, gemm=BF16) if variant.protected_bf16 else linear(W2[0], 2 * W2[1])
         parts["GEMM"] += BLOCKS * sum(linear(*shape) for shape in UNPROTECTED)
         parts["GEMM"] += (BLOCKS - protected) * w2 + protected * special
         parts["attention"] += BLOCKS * 4 * m * m * WIDTH / (card.attention_tflops[pixels] * 1e12)
@@ -368,17 +376,17 @@ def a6000_errors() -> dict[tuple[int, int, int], float]:
 
 
 def _steps_table(steps: Mapping[str, Mapping[int, Mapping[str, float]]], pixels: int) -> str:
-    bare = total(steps[BF16][pixels])
     rows = [
         [
             name,
             *(f"{part:.0f}" for part in by[pixels].values()),
             f"**{total(by[pixels]):.0f}**",
-            f"{bare / total(by[pixels]):.2f} x",
+            *(f"{total(steps[rival][pixels]) / total(by[pixels]):.2f} x" for rival in (BF16, FP16_SUMS)),
         ]
         for name, by in steps.items()
     ]
-    return markdown([f"{pixels} px, ms", *steps[BF16][pixels], "step", "bf16 / this"], rows)
+    rivals = (f"{rival} / this" for rival in (BF16, FP16_SUMS))
+    return markdown([f"{pixels} px, ms", *steps[BF16][pixels], "step", *rivals], rows)
 
 
 def _sensitivity(tiles: Mapping[str, list[Tile]]) -> str:
@@ -387,16 +395,21 @@ def _sensitivity(tiles: Mapping[str, list[Tile]]) -> str:
         "as assumed": RTX_3090,
         "attention at 0.74 of the peak": replace(RTX_3090, attention_tflops=dict.fromkeys(PIXELS, 0.74 * 71)),
         "attention at 0.95 of the peak": replace(RTX_3090, attention_tflops=dict.fromkeys(PIXELS, 0.95 * 71)),
-        "INT8 products at 0.8 of the peak, bf16 as before": replace(RTX_3090, engines=slow),
+        "INT8 products at 0.8 of the peak, floats as before": replace(RTX_3090, engines=slow),
+        "fp16 sums at 0.77 of their peak": replace(
+            RTX_3090, float_tflops={**RTX_3090.float_tflops, FP16_SUMS: 0.77 * 142}
+        ),
         "passes at 0.75 of the memory's speed": replace(RTX_3090, bytes_per_second=0.75 * 936e9),
     }
     rows = []
     for name, card in cards.items():
         steps = projection(card, tiles)
         in_bf16, in_16_bits = protection_costs(steps, 1024)
-        speeds = [total(steps[BF16][1024]) / total(steps[variant][1024]) for variant in (SEPARATE, FUSED)]
+        compared = ((BF16, SEPARATE), (BF16, FUSED), (FP16_SUMS, FUSED))
+        speeds = [total(steps[rival][1024]) / total(steps[variant][1024]) for rival, variant in compared]
         rows.append([name, *(f"{speed:.2f} x" for speed in speeds), f"{in_16_bits / in_bf16:.2f}"])
-    columns = ["1024 px", SEPARATE, FUSED, "16-bit protection's cost / bf16 protection's"]
+    headings = (f"{rival} / {variant}" for rival, variant in compared)
+    columns = ["1024 px", *headings, "16-bit protection's cost / bf16 protection's"]
     return markdown(columns, rows)
 
 

@@ -53,10 +53,12 @@ def test_the_readme_shows_the_stored_small_cards():
 
 def test_the_readme_shows_the_stored_projection_as_one():
     steps = study.projection(study.RTX_3090, study.stored_tiles())
-    bf16, fused = (study.total(steps[variant][1024]) for variant in ("bf16", "this pack, fused producers"))
+    bf16, fp16, fused = (study.total(steps[name][1024]) for name in (study.BF16, study.FP16_SUMS, study.FUSED))
     in_bf16, in_16_bits = study.protection_costs(steps, 1024)
     readme = words(PROJECT / "README.md")
     assert f"at 1024 px at {fused:.0f} ms, {bf16 / fused:.2f} × bf16" in readme
+    assert f"predicts {bf16 / fused:.2f} × bf16 for this step and {fp16 / fused:.2f} × what `--fast fp16_" in readme
+    assert f"fp16 sums (`--fast fp16_accumulation`), which no row below has, it is {fp16 / fused:.2f} ×" in readme
     assert f"adds {in_16_bits:.0f} ms to it, in bf16 {in_bf16:.0f} ms" in readme
     assert "A [projection for the RTX 3090]" in readme and "**not a measurement**" in readme
 

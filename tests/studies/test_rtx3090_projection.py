@@ -52,6 +52,14 @@ def test_steps_measured_on_an_h200_are_reproduced_within_a_tenth():
     assert not {case: error for case, error in errors.items() if abs(error) > 0.1}
 
 
+def test_fp16_sums_double_the_rate_of_linears_and_change_nothing_else():
+    steps = study.projection(RTX_3090, study.stored_tiles())
+    for pixels in study.PIXELS:
+        bf16, fp16 = steps[study.BF16][pixels], steps[study.FP16_SUMS][pixels]
+        assert fp16["GEMM"] == pytest.approx(bf16["GEMM"] / 2)
+        assert {**fp16, "GEMM": 0} == {**bf16, "GEMM": 0}
+
+
 @pytest.mark.parametrize("pixels", study.PIXELS)
 def test_16_bit_protection_adds_at_most_half_of_what_bf16_protection_adds(pixels):
     in_bf16, in_16_bits = study.protection_costs(study.projection(RTX_3090, study.stored_tiles()), pixels)
