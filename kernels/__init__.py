@@ -27,7 +27,6 @@ from .producers import activate_quantize, gated_residual, norm_quantize, norm_ro
 from .reference import Quantized
 from .reference_producers import ACTIVATIONS, Norm
 from .repeated_linear import RepeatedLinear
-from .shared_input import InputPlace, InputReader
 from .transform import UNCHANGED, ChannelTransform
 from .verdicts import BF16, FUSED, NATIVE, WAYS, Verdict, stored_verdict
 from .weights import dequantize_weight, requantize_weight
@@ -48,8 +47,6 @@ __all__ = [
     "ActivationStatistics",
     "ChannelTransform",
     "ComputePath",
-    "InputPlace",
-    "InputReader",
     "LowRank",
     "Norm",
     "Protection",

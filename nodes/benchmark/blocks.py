@@ -15,7 +15,7 @@ from ..blocks.install import fuse_in_place
 from ..comfyui.quantized import QuantizedTensor, native_weight
 from ..host.work import make_room
 from ..model.apply_kernel import running_fused
-from ..model.input_groups import share_inputs
+from ..model.input_groups import group_inputs
 from ..model.layer_selection import quantizable_in
 
 _ROUNDS = 2
@@ -139,6 +139,6 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
         own = type(replaced)
         replaced.__class__ = classes.get(own) or classes.setdefault(own, running_fused(own, "fused int8"))
     copied.to(device)
-    share_inputs(copied)
+    group_inputs(copied)
     fuse_in_place(copied)
     return copied

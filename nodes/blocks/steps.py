@@ -47,8 +47,8 @@ def _alike(layer: Any, form: InputForm, other: Any, others: InputForm) -> bool:
         return False
     if form.transform.smooth is None and others.transform.smooth is None:
         return True
-    reader = layer.input_reader  # of linears whose factors were compared when they were loaded
-    return reader is not None and other.input_reader is not None and reader.group is other.input_reader.group
+    group = layer.input_group  # of linears whose factors were compared when they were loaded
+    return group is not None and group is other.input_group
 
 
 def norm_of(module: Any, x: torch.Tensor) -> Norm | None:

@@ -14,7 +14,7 @@ from ..comfyui.residency import keep_patched
 from ..files.gguf_weight import is_gguf
 from ..host import notices
 from .fused_forward import INT8Linear, class_patch, fused_forward
-from .input_groups import share_inputs
+from .input_groups import group_inputs
 from .int8_weight import is_int8
 
 _CALLBACK_KEY = "int8_dit_apply"
@@ -46,7 +46,7 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
         own = type(model.get_model_object(DIFFUSION_MODEL + name))
         patched.add_object_patch(class_patch(name), classes.setdefault(own, running_fused(own, kernel)))
     if names:
-        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _share_inputs)
+        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _group_inputs)
         patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, partial(_warn_of_fallback, kernel))
         keep_patched(patched)
         fuse_blocks(patched)
@@ -64,8 +64,8 @@ def _warn_of_fallback(kernel: str, model: ModelPatcher) -> None:
         )
 
 
-def _share_inputs(model: ModelPatcher, *_: object) -> None:
-    share_inputs(model.model.diffusion_model)
+def _group_inputs(model: ModelPatcher, *_: object) -> None:
+    group_inputs(model.model.diffusion_model)
 
 
 def running_fused(own: Any, kernel: str) -> type:

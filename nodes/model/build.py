@@ -14,7 +14,7 @@ from ..comfyui.residency import CALLBACK_KEY, keep_patched
 from ..files import int8_mark
 from ..host import notices
 from .completeness import check_complete
-from .input_groups import share_inputs
+from .input_groups import group_inputs
 from .operations import int8_operations, leave_layer
 
 
@@ -36,7 +36,7 @@ def build_model(
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
     check_complete(model.model.diffusion_model, names, operations)
-    share_inputs(model.model.diffusion_model)
+    group_inputs(model.model.diffusion_model)
     _let_comfyui_patch(model)
     add_fallback_warning(model, operations.int8_kernel)
     fuse_blocks(model)

@@ -9,7 +9,6 @@ import torch
 from ...kernels import (
     UNCHANGED,
     ChannelTransform,
-    InputReader,
     Quantized,
     RepeatedLinear,
     expand_blocks,
@@ -83,18 +82,12 @@ def _rotation(group: int | None) -> ChannelTransform:
 
 
 def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
-    """The output of a ComfyUI linear with an INT8 weight, in any memory mode; `input` is floating point [..., K].
-
-    `layer.input_reader` is an InputReader or None.
-    """
+    """The output of a ComfyUI linear with an INT8 weight, in any memory mode; `input` is floating point [..., K]."""
     resident = _resident_parts(layer, input.device, input.dtype)
     if resident is not None:
-        reader, repeated = layer.input_reader, _repeated_linear(resident)
+        repeated = _repeated_linear(resident)
         smooth, (weight, scale) = resident.transform.smooth, resident.operands()
-        if reader is None:
-            quantized = repeated.quantize(input, weight, smooth)
-        else:
-            quantized = reader.shared(input, lambda: repeated.quantize(input, weight, smooth))
+        quantized = repeated.quantize(input, weight, smooth)
         bias = layer._parameters["bias"]
         return repeated.multiply(quantized, weight, scale, bias, input.shape[:-1], input.dtype)
     attached = weight_functions(layer)
@@ -111,8 +104,7 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         else:
             q, scale = parts._replace(lora=lora).operands()
             transform, bits = parts.transform, parts.activation_bits
-        linear = int8_linear if layer.input_reader is None else layer.input_reader.int8_linear
-        output = linear(input, q, scale, bias, transform, activation_bits=bits)
+        output = int8_linear(input, q, scale, bias, transform, activation_bits=bits)
         for factors in thin:
             add_lora(output, input, factors)
     return output
@@ -152,7 +144,7 @@ class INT8Linear:
     """What linears of this pack's classes have beside ComfyUI's own: a producer may quantize their input for them."""
 
     int8_kernel: str
-    input_reader: InputReader | None = None  # given by share_inputs to those whose input others read too
+    input_group: object | None = None  # given by group_inputs to those whose input others read too
     weight: Any
 
     def input_form(self) -> InputForm | None:

@@ -1,15 +1,14 @@
-"""Which linears of a diffusion model read the same input, so that it is smoothed alike and quantized once for all."""
+"""Which linears of a diffusion model read the same input: smoothed alike, and quantized once in a fused block."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ...kernels import InputPlace, InputReader
 from .fused_forward import int8_parts
 
 # Attribute names under one parent, in the order of the calls, as in ComfyUI's models. The q of a cross attention reads
-# another tensor than k and v. That does no harm: only the very same tensor is shared, and calibration tells them apart.
+# another tensor than k and v. That does no harm: only fused blocks share, and calibration tells them apart.
 _GROUPS = (
     ("w1", "w3"),  # Lumina, Z-Image, Ideogram 4, HiDream
     ("gate_proj", "up_proj"),  # Flux 2, Ernie, ACE-Step
@@ -59,15 +58,13 @@ def same_input_groups(names: Iterable[str], alike: Callable[[str, str], bool]) -
     return groups
 
 
-def share_inputs(model: torch.nn.Module) -> None:
-    """Let the INT8 linears of `model` that read the same input quantize it once.
+def group_inputs(model: torch.nn.Module) -> None:
+    """Tell the INT8 linears of `model` that read the same input, and quantize it alike, from each other: those of a
+    group get one object as their `input_group`. A fused block quantizes such an input once.
 
-    To be called when all weights are loaded, since only linears that quantize alike can share.
+    To be called when all weights are loaded, since factors are compared by value.
     """
-    place = InputPlace()
-    readers: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if hasattr(module, "input_reader")
-    }
+    readers: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "input_group")}
     held = {name: int8_parts(module.weight) for name, module in readers.items()}
     parts = {name: part for name, part in held.items() if part is not None}
 
@@ -78,5 +75,6 @@ def share_inputs(model: torch.nn.Module) -> None:
         return alike_at_all and one.transform.same_as(other.transform)
 
     for names in same_input_groups(parts, alike):
-        for name, reader in zip(names, InputReader.group_of(place, len(names)), strict=True):
-            readers[name].input_reader = reader
+        group = object()
+        for name in names:
+            readers[name].input_group = group

@@ -77,7 +77,7 @@ def int8_operations(
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
 
             def _load_from_state_dict(self, state_dict, prefix, *args):
-                self.input_reader, self.dequantized = None, False
+                self.input_group, self.dequantized = None, False
                 INT8Operations.missing, INT8Operations.unexpected = args[2:4]  # PyTorch's: one list for all modules
                 smooth, activation_bits = _take_own_form(state_dict, prefix)
                 original = state_dict.get(f"{prefix}weight")

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-import kernels.shared_input
-from kernels import ChannelTransform, InputPlace, InputReader, int8_linear, quantize_weight
+from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.fused.gemm import launch_config
 from kernels.fused.tiles import ARCHITECTURES, GemmConfig, architecture_of
 from kernels.linear import int8_accumulate, int8_gemm, quantize_activations
@@ -157,20 +156,3 @@ def test_gradient_is_refused():
     weight, scale = quantize_weight(random_float(8, 16, seed=2))
     with pytest.raises(RuntimeError, match="no gradient"):
         int8_linear(random_float(2, 16).requires_grad_(), weight, scale, activation_bits=16)
-
-
-def test_a_shared_input_is_quantized_once(monkeypatch):
-    calls = []
-
-    def counting(*arguments):
-        calls.append(arguments[-1])
-        return quantize_activations(*arguments)
-
-    monkeypatch.setattr(kernels.shared_input, "quantize_activations", counting)
-    readers = InputReader.group_of(InputPlace(), 2)
-    x, transform = random_float(5, 64, seed=1), ChannelTransform(random_float(64, seed=3).abs() + 0.5)
-    for reader, seed in zip(readers, (2, 4), strict=True):
-        weight, scale = quantize_weight(random_float(24, 64, seed=seed), transform)
-        out = reader.int8_linear(x, weight, scale, None, transform, 16)
-        assert torch.equal(out, int8_linear(x, weight, scale, None, transform, activation_bits=16))
-    assert calls == [16] and readers[0].group.place.kept is None

@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import kernels
 import kernels.grouped_weights
-from kernels import UNCHANGED, ChannelTransform, InputPlace, InputReader, int8_linear, quantize_weight
+from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
 from kernels.linear import int8_gemm, quantize_activations
 from support import inductor_kernels
 from support.tensors import DEVICE, random_float, random_int8
@@ -188,17 +188,14 @@ def test_a_dispatch_mode_sees_the_operators():
 
 
 class INT8Linear(torch.nn.Module):
-    def __init__(self, inputs, outputs, seed, reader=None):
+    def __init__(self, inputs, outputs, seed):
         super().__init__()
         weight, scale = quantize_weight(random_float(outputs, inputs, seed=seed) / inputs**0.5)
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.bias = torch.nn.Parameter(random_float(outputs, seed=seed + 100) / 10)
-        self.reader = reader
 
     def forward(self, x):
-        if self.reader is not None:
-            return self.reader.int8_linear(x, self.weight, self.scale, self.bias, UNCHANGED)
         return int8_linear(x, self.weight, self.scale, self.bias)
 
 
@@ -207,14 +204,13 @@ class Block(torch.nn.Module):
 
     WIDTH, HEADS = 64, 4
 
-    def __init__(self, sharing=False):
+    def __init__(self):
         super().__init__()
-        readers = InputReader.group_of(InputPlace(), 2) if sharing else (None, None)
         self.norm1, self.norm2 = (torch.nn.LayerNorm(self.WIDTH, device=DEVICE) for _ in range(2))
         self.qkv = INT8Linear(self.WIDTH, 3 * self.WIDTH, 1)
         self.o = INT8Linear(self.WIDTH, self.WIDTH, 2)
-        self.w1 = INT8Linear(self.WIDTH, 96, 3, readers[0])
-        self.w3 = INT8Linear(self.WIDTH, 96, 4, readers[1])
+        self.w1 = INT8Linear(self.WIDTH, 96, 3)
+        self.w3 = INT8Linear(self.WIDTH, 96, 4)
         self.w2 = INT8Linear(96, self.WIDTH, 5)
 
     def forward(self, x):
@@ -234,18 +230,16 @@ def assert_same_block(actual, expected):
     assert (actual - expected).norm() <= (1e-3 if BACKEND == "aot_eager" else 1e-2) * expected.norm()
 
 
-@pytest.mark.parametrize("sharing", (False, True))
-def test_a_block_is_one_graph(sharing):
+def test_a_block_is_one_graph():
     with torch.no_grad():
-        explanation = torch._dynamo.explain(Block(sharing))(tokens(12))
+        explanation = torch._dynamo.explain(Block())(tokens(12))
     assert explanation.graph_break_count == 0, explanation.break_reasons
     assert explanation.graph_count == 1
 
 
-@pytest.mark.parametrize("sharing", (False, True))
 @pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
-def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(context, sharing):
-    block, counter = Block(sharing), CompileCounterWithBackend(BACKEND)
+def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(context):
+    block, counter = Block(), CompileCounterWithBackend(BACKEND)
     compiled = torch.compile(block, backend=counter, fullgraph=True)
     with context():
         for step in range(4):
@@ -293,12 +287,6 @@ def test_a_compiler_sees_the_two_opaque_operators():
     assert targets.count(OPERATORS.quantize_activations.default) == 5
     assert targets.count(OPERATORS.int8_gemm.default) == 5
     assert OPERATORS.int8_linear.default not in targets
-
-
-def test_a_shared_input_is_quantized_once_in_a_compiled_graph():
-    targets = targets_in_compiled_graph(Block(sharing=True), tokens(12))
-    assert targets.count(OPERATORS.quantize_activations.default) == 4
-    assert targets.count(OPERATORS.int8_gemm.default) == 5
 
 
 class Quantizer(torch.nn.Module):
@@ -462,9 +450,8 @@ def test_the_pack_can_be_imported_twice(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-@pytest.mark.parametrize("sharing", (False, True))
-def test_a_cuda_graph_replays_on_new_input(sharing):
-    block, x = Block(sharing), tokens(40).clone()
+def test_a_cuda_graph_replays_on_new_input():
+    block, x = Block(), tokens(40).clone()
     stream = torch.cuda.Stream()
     with torch.inference_mode():
         stream.wait_stream(torch.cuda.current_stream())

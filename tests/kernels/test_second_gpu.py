@@ -14,7 +14,7 @@ import kernels.fused.grouped_codes
 import kernels.fused.norms
 import kernels.fused.rope
 import kernels.fused.weights
-from kernels import ChannelTransform, InputPlace, InputReader, dequantize_weight, int8_linear, requantize_weight
+from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize_weight
 from kernels.block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from kernels.fused.gemm import _candidates
 from kernels.fused.tuning import Tuner
@@ -94,12 +94,6 @@ def grouped(device):
     return expand_codes(weight), expand_codes(weight, Addition(low_rank, scale, scale + low_rank.channel_scales()))
 
 
-def shared(device):
-    x, q, scale, bias = operands(WHOLE, device)
-    readers = InputReader.group_of(InputPlace(), 2)
-    return tuple(reader.int8_linear(x, q, scale, bias, ChannelTransform()) for reader in readers)
-
-
 def produced(device):
     """All producers of a block."""
     x, other = (values(2, 10, 768, seed=seed, device=device).bfloat16() for seed in (0, 1))
@@ -132,7 +126,6 @@ COMPUTATIONS = {
     "weights": weights,
     "blocks": blocks,
     "grouped": grouped,
-    "shared": shared,
     "produced": produced,
     "16 bits": of_16_bits,
     "unaligned": unaligned,

@@ -72,7 +72,7 @@ def test_linears_of_one_input_quantize_it_once(dit, apply, monkeypatch, tmp_path
 
     comfy.model_management.load_models_gpu([model])
     attention = model.model.diffusion_model.blocks[0].self_attn
-    assert attention.q.input_reader.group is attention.k.input_reader.group is attention.v.input_reader.group
+    assert attention.q.input_group is attention.k.input_group is attention.v.input_group is not None
 
 
 def test_a_saved_model_is_the_stock_one(dit, apply, native, tmp_path):

@@ -1,8 +1,5 @@
-"""Linears that read the same input: smoothed alike, quantized once, the same bits, nothing shared that is not the same,
-nothing kept."""
+"""Linears that read the same input: smoothed alike, quantized once in a fused block, each by itself elsewhere."""
 
-import gc
-import threading
 import weakref
 from collections import Counter
 
@@ -37,170 +34,28 @@ def hidden(ideogram, seed=0):
     return torch.randn(1, 6, ideogram.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def kept(linear):
-    return linear.input_reader.group.place.kept
-
-
 @pytest.mark.parametrize("context", (torch.inference_mode, torch.no_grad))
-def test_a_swiglu_quantizes_its_input_once(ideogram, quantizations, context):
-    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
+def test_a_change_in_place_between_two_readers_is_seen(ideogram, context):
+    """Also in inference mode, where nobody counts the changes of a tensor."""
+    grouped, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
     with context():
-        for step in range(2):
-            x = hidden(ideogram, step)
-            expected = alone(x)
-            assert len(quantizations) == 3
-            quantizations.clear()
-            assert torch.equal(shared(x), expected)
-            assert len(quantizations) == 2  # of w1 and w3 together, and of w2
-            quantizations.clear()
-
-
-def test_a_block_has_the_same_bits(ideogram, quantizations):
-    with torch.inference_mode():
-        inputs = ideogram.inputs()
-        expected = ideogram.block(sharing=False)(*inputs)
-        assert len(quantizations) == 5
-        assert torch.equal(ideogram.block()(*inputs), expected)
-        assert len(quantizations) == 5 + 4
-
-
-def test_equal_factors_are_shared_and_different_ones_are_not(ideogram, quantizations):
-    def different(name, channels):
-        return torch.linspace(0.5, 3.0 if name.endswith("w3") else 2.0, channels)
-
-    def partly(name, channels):
-        return None if name.endswith("w3") else torch.linspace(0.5, 2.0, channels)
-
-    def alike(name, channels):
-        return torch.linspace(0.5, 2.0, channels)
-
-    for smoothing, expected in ((different, 3), (partly, 3), (alike, 2)):
         x = hidden(ideogram)
-        with torch.inference_mode():
-            reference = ideogram.block(smoothing, sharing=False).feed_forward(x)
-            quantizations.clear()
-            assert torch.equal(ideogram.block(smoothing).feed_forward(x), reference)
-        assert len(quantizations) == expected
-
-
-def test_a_change_in_place_is_seen_outside_inference_mode(ideogram):
-    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
-    with torch.no_grad():
-        x = hidden(ideogram)
-        shared.w1(x)
+        assert torch.equal(grouped.w1(x), alone.w1(x))
         x.mul_(-3)
-        assert torch.equal(shared.w3(x), alone.w3(x))
-
-
-def test_a_member_that_comes_again_starts_anew(ideogram):
-    """Also in inference mode, where nobody counts the changes."""
-    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
-    with torch.inference_mode():
-        x = hidden(ideogram)
-        shared.w1(x)
-        x.mul_(-3)
-        assert torch.equal(shared.w1(x), alone.w1(x))
-        assert torch.equal(shared.w3(x), alone.w3(x))
-
-
-def test_an_equal_tensor_or_a_view_is_not_the_same(ideogram, quantizations):
-    shared = ideogram.block().feed_forward
-    with torch.inference_mode():
-        x = hidden(ideogram)
-        shared.w1(x)
-        shared.w3(x.clone())
-        shared.w1(x)
-        shared.w3(x[:])
-    assert len(quantizations) == 4
-
-
-def test_nothing_is_kept_after_the_last_member(ideogram):
-    shared = ideogram.block().feed_forward
-    with torch.inference_mode():
-        x = hidden(ideogram)
-        shared.w1(x)
-        quantized = weakref.ref(kept(shared.w1).quantized[0])
-        shared.w3(x)
-    assert kept(shared.w1) is None and quantized() is None
-
-
-def test_nothing_is_kept_longer_than_the_input(ideogram):
-    shared = ideogram.block().feed_forward
-    gc.disable()  # counting references has to be enough
-    try:
-        with torch.inference_mode():
-            x = hidden(ideogram)
-            shared.w1(x)
-            quantized = weakref.ref(kept(shared.w1).quantized[0])
-            assert quantized() is not None
-            del x
-        assert kept(shared.w1) is None and quantized() is None
-    finally:
-        gc.enable()
-
-
-def test_a_model_keeps_one_input_at_a_time(ideogram):
-    """A cross attention may leave its k and v waiting for a q that reads something else."""
-    from int8_dit.nodes.model.input_groups import share_inputs
-
-    blocks = torch.nn.ModuleList(ideogram.block(sharing=False) for _ in range(3))
-    share_inputs(blocks)
-    inputs, results = [hidden(ideogram, seed) for seed in range(3)], []
-    with torch.inference_mode():
-        for block, x in zip(blocks, inputs, strict=True):
-            block.feed_forward.w1(x)
-            results.append(weakref.ref(kept(block.feed_forward.w1).quantized[0]))
-    assert [result() is None for result in results] == [True, True, False]
-
-
-def test_a_lora_on_one_member_stays_right(ideogram, quantizations):
-    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
-    for feed_forward in (shared, alone):
-        feed_forward.w3.weight_function = [lambda weight: weight + 0.1]
-    with torch.inference_mode():
-        x = hidden(ideogram)
-        expected = alone(x)
-        quantizations.clear()
-        assert torch.equal(shared(x), expected)
-        assert len(quantizations) == 2
-        shared.w3.weight_function = []
-        assert not torch.allclose(shared(x), expected, rtol=0.05)
+        assert torch.equal(grouped.w3(x), alone.w3(x))
 
 
 def test_weights_loaded_anew_are_no_longer_shared(ideogram):
     shared = ideogram.block().feed_forward
     weight = torch.randn(ideogram.INTERMEDIATE, ideogram.HIDDEN, generator=torch.Generator().manual_seed(9))
     shared.w3.load_state_dict({"weight": weight})
-    assert shared.w3.input_reader is None
+    assert shared.w3.input_group is None
 
 
-def test_threads_do_not_disturb_each_other(ideogram):
-    shared, alone = ideogram.block().feed_forward, ideogram.block(sharing=False).feed_forward
-    inputs = [hidden(ideogram, seed) for seed in range(4)]
-    with torch.inference_mode():
-        expected = [alone(x) for x in inputs]
-    wrong = []
-
-    def work(index):
-        with torch.inference_mode():
-            for _ in range(40):
-                if not torch.equal(shared(inputs[index]), expected[index]):
-                    wrong.append(index)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    inputs.clear()  # threads that took each other's place may have left one behind, which goes with its input
-    assert kept(shared.w1) is None
-
-
-def test_the_loader_lets_linears_share(pack):
+def test_the_loader_groups_linears(pack):
     """Names decide, and only INT8 linears count."""
     from int8_dit.kernels import ChannelTransform, quantize_weight
-    from int8_dit.nodes.model.input_groups import share_inputs
+    from int8_dit.nodes.model.input_groups import group_inputs
     from int8_dit.nodes.model.int8_weight import int8_weight
 
     def linear(int8=True, group=None):
@@ -209,7 +64,7 @@ def test_the_loader_lets_linears_share(pack):
         transform = ChannelTransform(None, group)
         if int8:
             weight = int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
-        module.weight, module.input_reader = torch.nn.Parameter(weight, requires_grad=False), None
+        module.weight, module.input_group = torch.nn.Parameter(weight, requires_grad=False), None
         return module
 
     attention = torch.nn.ModuleDict(
@@ -217,15 +72,10 @@ def test_the_loader_lets_linears_share(pack):
     )
     rotated = torch.nn.ModuleDict({"q": linear(group=16), "k": linear(), "v": linear(), "o": linear()})
     lone = torch.nn.ModuleDict({"w1": linear(), "w2": linear(), "w3": linear(int8=False)})
-    share_inputs(torch.nn.ModuleList((attention, rotated, lone)))
-    groups = {
-        name: None if module.input_reader is None else module.input_reader.group
-        for parent in (attention, rotated, lone)
-        for name, module in parent.items()
-    }
+    group_inputs(torch.nn.ModuleList((attention, rotated, lone)))
+    groups = {name: module.input_group for parent in (attention, rotated, lone) for name, module in parent.items()}
     assert groups["to_q"] is groups["to_v"] is not None
     assert groups["k"] is groups["v"] is not None and groups["k"] is not groups["to_q"]
-    assert groups["to_q"].place is groups["k"].place
     assert all(groups[name] is None for name in ("to_k", "to_out", "q", "o", "w1", "w2", "w3"))
 
 
@@ -269,12 +119,12 @@ def assert_factors(dit, quantized, model, statistics, members, alpha=0.5):
 
 
 def sharing(dit, model):
-    """The layers that share a quantization, as sets."""
+    """The layers of one group, as sets."""
     groups = {}
     for layer in dit.int8_weights(model):
-        reader = dit.module(model, layer).input_reader
-        if reader is not None:
-            groups.setdefault(reader.group, set()).add(layer)
+        group = dit.module(model, layer).input_group
+        if group is not None:
+            groups.setdefault(group, set()).add(layer)
     return list(groups.values())
 
 
@@ -386,7 +236,7 @@ def test_groups_go_by_the_names_under_one_parent(pack):
 
 def test_only_members_of_equal_bits_share(dit, swiglu):
     """w1 and w3 with 16 bits both do; one alone does not."""
-    from int8_dit.nodes.model.input_groups import share_inputs
+    from int8_dit.nodes.model.input_groups import group_inputs
     from int8_dit.nodes.model.int8_weight import int8_weight
 
     quantized = dit.quantize(swiglu)
@@ -397,7 +247,7 @@ def test_only_members_of_equal_bits_share(dit, swiglu):
         held = int8_weight(module.weight._qdata, module.weight._params.scale, torch.float32, activation_bits=16)
         module.weight = torch.nn.Parameter(held, requires_grad=False)
         for linear in quantized.model.diffusion_model.modules():
-            if hasattr(linear, "input_reader"):
-                linear.input_reader = None
-        share_inputs(quantized.model.diffusion_model)
+            if hasattr(linear, "input_group"):
+                linear.input_group = None
+        group_inputs(quantized.model.diffusion_model)
         assert (members in sharing(dit, quantized)) == shared

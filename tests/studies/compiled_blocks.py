@@ -87,7 +87,7 @@ def build(block: Block, tensors: dict[str, torch.Tensor], int8: bool, device: to
     import comfy.ops
 
     from int8_dit.kernels import quantize_weight
-    from int8_dit.nodes.model.input_groups import share_inputs
+    from int8_dit.nodes.model.input_groups import group_inputs
     from int8_dit.nodes.model.int8_weight import int8_weight
     from int8_dit.nodes.model.operations import int8_operations
 
@@ -101,7 +101,7 @@ def build(block: Block, tensors: dict[str, torch.Tensor], int8: bool, device: to
     made = block.make({"dtype": torch.bfloat16, "device": device, "operations": operations})
     made.load_state_dict(tensors)
     if int8:
-        share_inputs(made)
+        group_inputs(made)
     return made.to(device).eval()
 
 

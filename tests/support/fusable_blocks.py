@@ -22,7 +22,7 @@ from comfy.text_encoders.llama import precompute_freqs_cis
 from int8_dit.kernels import ChannelTransform, quantize_weight
 from int8_dit.nodes.blocks.install import fused_class
 from int8_dit.nodes.blocks.table import BLOCKS
-from int8_dit.nodes.model.input_groups import share_inputs
+from int8_dit.nodes.model.input_groups import group_inputs
 from int8_dit.nodes.model.int8_weight import int8_weight
 from int8_dit.nodes.model.operations import int8_operations
 
@@ -241,7 +241,7 @@ def unfused(
     block = _family(family).build(int8_operations("fused int8", dtype, convert), dtype)
     block.load_state_dict({name: tensor.to(dtype) for name, tensor in _tensors(source).items()})
     if sharing:
-        share_inputs(block)
+        group_inputs(block)
     return block
 
 

@@ -13,7 +13,7 @@ from comfy.text_encoders.llama import precompute_freqs_cis
 
 from int8_dit.kernels import ChannelTransform, quantize_blocks, quantize_weight
 from int8_dit.nodes.files.gguf_weight import read_weight
-from int8_dit.nodes.model.input_groups import share_inputs
+from int8_dit.nodes.model.input_groups import group_inputs
 from int8_dit.nodes.model.int8_weight import int8_weight
 from int8_dit.nodes.model.operations import int8_operations
 from int8_dit.nodes.model.stored_blocks import stored_weight
@@ -62,7 +62,7 @@ def block(
         {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     )
     if sharing:
-        share_inputs(built)
+        group_inputs(built)
     return built
 
 
