@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a GGUF file by name, and its texts as metadata.
 
     Matrices in blocks stay so (`gguf_weight`), also those that only `gguf` decodes; what else is in blocks is float32.
-    Tensors lie in the file until they are copied.
+    Tensors lie in the file until they are copied, and cannot be written to: a program that tries ends. Those of
+    ComfyUI's own reader are no different.
 
     Raises ValueError for a file that is damaged, or that holds no diffusion model; ImportError without `gguf`.
     """
@@ -35,7 +37,9 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             "CLIP loader"
         )
     _check_places(reader, os.path.getsize(path))
-    tensors = {tensor.name: _tensor(reader, tensor) for tensor in reader.tensors}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensors = {tensor.name: _tensor(reader, tensor) for tensor in reader.tensors}
     metadata = {name: text for name in reader.fields if (text := _text(reader, name)) is not None}
     return tensors, metadata
 
@@ -52,7 +56,8 @@ def _opened(path: str) -> Any:
             return super()._get_field_parts(orig_offs, raw_type)
 
     try:
-        return Reader(path, "c")  # copied on write: nothing can reach the file
+        # Windows would promise memory for the whole of a file that is copied on write.
+        return Reader(path, "r")
     except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
         unknown = _UNKNOWN_TYPE.search(str(error))
         if unknown is None:

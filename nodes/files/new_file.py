@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 
@@ -20,6 +21,9 @@ from filelock import FileLock, Timeout
 
 # Does not end in .safetensors: ComfyUI must not offer it as a model.
 _TEMPORARY = re.compile(r"(int8_dit-[0-9a-f]{32}\.partial)(?:\.lock)?")
+_ON_WINDOWS = os.name == "nt"
+_SCANNER_SECONDS = 10  # how long a virus scanner may hold a finished file
+_PAUSE_SECONDS = 0.1
 
 
 def write_new_file(destination: str | Iterable[str], size: int, chunks: Iterable[memoryview | bytes]) -> str:
@@ -72,8 +76,10 @@ def _is_free(path: str) -> bool:
 def _name(temporary: str, path: str) -> None:
     """Give a finished file its name. Raises FileExistsError if another file has it.
 
-    Without hard links, as on exFAT, Windows' rename refuses to overwrite. That of other systems overwrites, so writers
-    of this pack take turns there; a foreign program must not choose the name in the same microseconds.
+    Without hard links, as on exFAT, Windows' rename refuses to overwrite. It also refuses while another program has the
+    file open, such as a virus scanner that looks at a new file: then it is tried again. The rename of other systems
+    overwrites, so writers of this pack take turns there; a foreign program must not choose the name in the same
+    microseconds.
     """
     try:
         os.link(temporary, path)
@@ -81,8 +87,8 @@ def _name(temporary: str, path: str) -> None:
     except FileExistsError:
         raise
     except OSError:
-        if os.name == "nt":
-            os.rename(temporary, path)
+        if _ON_WINDOWS:
+            _rename_patiently(temporary, path)
             return
     import fcntl
 
@@ -94,6 +100,17 @@ def _name(temporary: str, path: str) -> None:
         os.rename(temporary, path)
     finally:
         os.close(folder)
+
+
+def _rename_patiently(temporary: str, path: str) -> None:
+    end = time.monotonic() + _SCANNER_SECONDS
+    while True:
+        try:
+            return os.rename(temporary, path)
+        except PermissionError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_PAUSE_SECONDS)
 
 
 @contextlib.contextmanager

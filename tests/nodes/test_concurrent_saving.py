@@ -256,6 +256,50 @@ def test_locks_that_cannot_be_had(output, save, monkeypatch, error):
         assert names(output) == [left.name]
 
 
+@pytest.mark.parametrize("seconds", (1, 1000))
+def test_windows_waits_for_a_scanner(output, save, monkeypatch, seconds):
+    """There a file that another program has open cannot be renamed, and exFAT has no hard links."""
+    from int8_dit.nodes.files import new_file
+
+    now, rename, tries = [0.0], os.rename, []
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "used by another process")
+
+    def held(source, target):
+        tries.append(source)
+        if now[0] < seconds:
+            refuse()
+        rename(source, target)
+
+    monkeypatch.setattr(new_file, "_ON_WINDOWS", True)
+    monkeypatch.setattr(new_file.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(new_file.time, "sleep", lambda pause: now.__setitem__(0, now[0] + pause))
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "rename", held)
+    if seconds == 1:
+        assert load_file(save(value=3))["a"][0] == 3 and len(tries) > 5
+        return
+    with pytest.raises(OSError, match=r"INT8_00001_.safetensors .*used by another process"):
+        save()
+    assert not names(output) and 5 < now[0] < 60
+
+
+def test_windows_tells_a_name_that_is_taken_at_once(output, save, monkeypatch):
+    from int8_dit.nodes.files import new_file
+
+    def taken(source, target):
+        if target.endswith("INT8_00001_.safetensors"):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        replace(source, target)
+
+    replace = os.replace
+    monkeypatch.setattr(new_file, "_ON_WINDOWS", True)
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no hard links")))
+    monkeypatch.setattr(os, "rename", taken)
+    assert save().name == "INT8_00002_.safetensors"
+
+
 # Processes at once, and killed ones.
 
 

@@ -1,5 +1,8 @@
 """GGUF files in the INT8 DiT Loader: as users have them, as INT8 and as stored, with LoRAs and in little memory."""
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -82,6 +85,32 @@ def test_as_stored_the_weights_take_what_they_take_in_the_file(dit, write):
     for weight in held.values():
         assert weight.nbytes == weight.numel() // 32 * 34
         assert weight._qdata.device.type == "cpu"
+
+
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_a_file_is_mapped_so_that_nothing_is_written_into_it(write, monkeypatch, memory):
+    """Nor does Windows promise memory for it then. What is written into such a tensor ends the process."""
+    import numpy as np
+
+    modes, mapped = [], np.memmap
+
+    def memmap(*arguments, mode="r+", **options):
+        modes.append(mode)
+        return mapped(*arguments, mode=mode, **options)
+
+    path = write("Q4_K")
+    before = Path(path).read_bytes()
+    monkeypatch.setattr(np, "memmap", memmap)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = load(path, memory)
+    finally:
+        torch.set_warn_always(False)
+    assert modes == ["r"] and Path(path).read_bytes() == before
+    for parameter in model.model.diffusion_model.parameters():
+        getattr(parameter, "_qdata", parameter).data.mul_(1)
 
 
 def test_the_blocks_of_a_loaded_model_do_not_lie_in_the_file(write, tmp_path):
