@@ -28,6 +28,7 @@ from .reference import Quantized
 from .reference_producers import ACTIVATIONS, Norm
 from .repeated_linear import RepeatedLinear
 from .transform import UNCHANGED, ChannelTransform
+from .triton_release import triton_requirement
 from .verdicts import BF16, FUSED, NATIVE, WAYS, Verdict, stored_verdict
 from .weights import dequantize_weight, requantize_weight
 
@@ -84,4 +85,5 @@ __all__ = [
     "requantize_weight",
     "runs_fused",
     "stored_verdict",
+    "triton_requirement",
 ]

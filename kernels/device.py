@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .machine import triton_available
+from .triton_release import triton_requirement
 from .verdicts import BF16, FUSED, NATIVE, WAYS, Shape, Verdict, clear_verdict, store_verdict, stored_verdict
 
 KERNEL_CHOICES = ("auto", "fused int8", "bf16")
@@ -62,7 +63,7 @@ def fused_obstacle(device: torch.device) -> str | None:
     if torch.version.hip is not None or capability < _OLDEST_CAPABILITY:
         return f"{name} (sm_{major}{minor}) lacks what the fused INT8 kernel needs, an NVIDIA card from Ampere on"
     if not triton_available():
-        return "Triton is not installed; run `pip install triton` (`pip install triton-windows` on Windows)"
+        return f'Triton is not installed; run `pip install "{triton_requirement()}"`'
     error = triton_error()
     return None if error is None else f"Triton does not work here ({error}); install a C compiler, or Triton anew"
 

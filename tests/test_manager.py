@@ -107,6 +107,7 @@ def test_install_and_update_touch_no_installed_package(repository, address, mana
     publish(repository, served)
     output = run("install", f"{address}/int8-dit.git")
     assert "pip packages" in output and not replaced(output)
+    assert "install.py" in output and "install script failed" not in output
     assert (custom_nodes / "int8-dit" / "nodes" / "extension.py").is_file()
     (repository / "CHANGELOG.md").write_text("# The next version\n")
     newest = publish(repository, served)

@@ -60,7 +60,7 @@ def test_no_triton_falls_back_and_says_how_to_get_it(card):
     card("NVIDIA GeForce RTX 3090", (8, 6), triton=False)
     path = choose_path("cuda:0")
     assert (path.kind, path.fallback) == ("bf16", True)
-    assert "pip install triton" in path.reason
+    assert '`pip install "triton' in path.reason
 
 
 def test_a_triton_that_builds_nothing_falls_back_and_says_why(card):
@@ -116,7 +116,7 @@ def test_fused_int8_can_be_chosen_on_a_cpu():
     "arguments, says",
     [
         ({"name": "RTX 2080", "capability": (7, 5)}, "RTX 2080"),
-        ({"name": "RTX 3090", "capability": (8, 6), "triton": False}, "pip install triton"),
+        ({"name": "RTX 3090", "capability": (8, 6), "triton": False}, 'pip install "triton'),
         ({"name": "RTX 3090", "capability": (8, 6), "error": "no compiler"}, "no compiler"),
     ],
 )
