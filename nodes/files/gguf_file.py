@@ -3,7 +3,7 @@
 import os
 import re
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -12,7 +12,8 @@ from .gguf_package import ORIGINAL_SHAPE, can_decode, decode_blocks, gguf_packag
 from .gguf_weight import read_weight
 
 MAGIC = b"GGUF"
-_MOST_ITEMS = 1 << 20  # of an array in the metadata; gguf takes each by itself
+_MOST_ENTRIES = 1 << 15  # of a file's metadata, and tensors: gguf takes each by itself
+_MOST_TEXTS = 1 << 22  # in the arrays of a file; the largest tokenizers have a million
 _MOST_AXES = 8
 _KINDS = {"GGMLQuantizationType": "tensor", "GGUFValueType": "value"}
 _UNKNOWN_TYPE = re.compile(rf"(\d+)\)? is not a valid ({'|'.join(_KINDS)})")  # Python says so of enums
@@ -46,14 +47,33 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 def _opened(path: str) -> Any:
     gguf = gguf_package()
+    order: Literal["little", "big"] = _check_header(path)
 
     class Reader(gguf.GGUFReader):
+        texts = arrays = 0  # in arrays
+
         def _get_field_parts(self, orig_offs: int, raw_type: int):
-            if raw_type == gguf.GGUFValueType.ARRAY:
-                count = self._get(orig_offs + 4, "uint64")[0]
-                if count > _MOST_ITEMS:
-                    raise ValueError(f"its metadata has an array of {count} items")
-            return super()._get_field_parts(orig_offs, raw_type)
+            """An array of numbers as one part, one of texts with no data: gguf would make objects of each item."""
+            if raw_type != gguf.GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = self._get(orig_offs, "uint32"), self._get(orig_offs + 4, "uint64")
+            item, number, start = gguf.GGUFValueType(kind[0]), int(count[0]), orig_offs + 12
+            types = [gguf.GGUFValueType.ARRAY, item]
+            if item in self.gguf_scalar_to_np:
+                values = self._get(start, self.gguf_scalar_to_np[item], number)
+                if len(values) != number:
+                    raise ValueError(f"its metadata have an array of {number} items, which ends beyond the file")
+                return 12 + values.nbytes, [kind, count, values], [2], types
+            is_text = item == gguf.GGUFValueType.STRING
+            self.texts, self.arrays = self.texts + number * is_text, self.arrays + number * (not is_text)
+            if self.texts > _MOST_TEXTS or self.arrays > _MOST_ENTRIES:
+                raise ValueError(f"its metadata have arrays of {number} texts or arrays")
+            if not is_text:
+                return super()._get_field_parts(orig_offs, raw_type)
+            end, data = start, memoryview(self.data)
+            for _ in range(number):
+                end += 8 + int.from_bytes(data[end : end + 8], order)
+            return end - orig_offs, [kind, count], [], types
 
     try:
         # Windows would promise memory for the whole of a file that is copied on write.
@@ -67,6 +87,17 @@ def _opened(path: str) -> Any:
             f"it has a {_KINDS[kind]} of type {number}, which {gguf_version()} does not know; run "
             "`pip install -U gguf` with ComfyUI's Python, or, if that is the newest already, use another file"
         ) from error
+
+
+def _check_header(path: str) -> Literal["little", "big"]:
+    """The order of bytes in a file. Raises ValueError for more entries than any model has."""
+    with open(path, "rb") as file:
+        header = file.read(24)
+    order = "little" if header[4:6] != b"\0\0" else "big"
+    for what, count in (("tensors", header[8:16]), ("entries of metadata", header[16:24])):
+        if (number := int.from_bytes(count, order)) > _MOST_ENTRIES:
+            raise ValueError(f"it is damaged: no model has {number} {what}; download or copy it again")
+    return order
 
 
 def _check_places(reader: Any, size: int) -> None:
@@ -100,9 +131,9 @@ def _shape(reader: Any, tensor: Any) -> tuple[int, ...]:
     field = reader.get_field(ORIGINAL_SHAPE + tensor.name)
     if field is None:
         return stored
-    if [kind.name for kind in field.types[:2]] != ["ARRAY", "INT32"] or not 0 < len(field.data) <= _MOST_AXES:
+    if [kind.name for kind in field.types[:2]] != ["ARRAY", "INT32"] or not 0 < len(field.parts[-1]) <= _MOST_AXES:
         raise ValueError(f"{field.name} is no list of INT32, as the shape of a tensor is")
-    shape = tuple(int(field.parts[part][0]) for part in field.data)
+    shape = tuple(int(size) for size in field.parts[-1])
     if min(shape) < 0 or torch.Size(shape).numel() != torch.Size(stored).numel():
         raise ValueError(f"{field.name} is {list(shape)}, but the tensor is {list(stored)}")
     return shape

@@ -1,6 +1,7 @@
 """Damaged copies of small GGUF files: each is refused in one clear error, or computes what the whole file does."""
 
 import struct
+import tracemalloc
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -94,6 +95,52 @@ def test_a_type_that_the_installed_gguf_does_not_know(gguf_mutants, tmp_path, ki
 def test_bytes_behind_the_last_tensor(gguf_mutants, tmp_path):
     data = gguf_mutants.gguf_files()["Q8_0"]
     assert "32 bytes lie behind" in refused(gguf_mutants, tmp_path / "a.gguf", data + bytes(32))
+
+
+def with_metadata(gguf_mutants, path, *values):
+    file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
+    file.values.extend(values)
+    path.write_bytes(file.written())
+    return path
+
+
+def array(kind, number, data):
+    return 9, struct.pack("<IQ", kind, number) + data
+
+
+def test_a_tokenizer(dit, gguf_mutants, tmp_path):
+    """Of a model that has its text encoder's beside it: its arrays are passed over, and make no object of each item."""
+    number = 1 << 20
+    texts = array(8, number // 4, (struct.pack("<Q", 3) + b"abc") * (number // 4))
+    path = tmp_path / "a.gguf"
+    with_metadata(
+        gguf_mutants, path, *((b"scores%d" % n, *array(6, number, bytes(4 * number))) for n in range(4)), (b"t", *texts)
+    )
+    tracemalloc.start()
+    try:
+        model = gguf_mutants.load(path, *WAYS[0])
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 26
+    path.write_bytes(gguf_mutants.gguf_files()["Q8_0"])
+    assert dit.forward(model).equal(dit.forward(gguf_mutants.load(path, *WAYS[0])))
+
+
+@pytest.mark.parametrize(
+    "values, says",
+    (
+        ([(b"t", *array(8, 5 << 20, b""))], "arrays of 5242880 texts"),
+        ([(b"t%d" % n, *array(8, 3 << 20, bytes(24 << 20))) for n in range(2)], "texts"),
+        ([(b"t", *array(9, 50_000, struct.pack("<IQ", 0, 0) * 50_000))], "arrays of 50000 texts or arrays"),
+        ([(b"t", *array(6, 1 << 40, b""))], "damaged or incomplete"),
+        ([(b"%d" % n, 0, b"\0") for n in range(40_000)], "no model has 40003 entries of metadata"),
+    ),
+    ids=("texts", "texts in all", "arrays", "beyond the file", "entries"),
+)
+def test_metadata_of_more_than_any_file_has(gguf_mutants, tmp_path, values, says):
+    path = with_metadata(gguf_mutants, tmp_path / "a.gguf", *values)
+    assert says in refused(gguf_mutants, path, path.read_bytes())
 
 
 def test_arrays_in_arrays(gguf_mutants, tmp_path):
