@@ -17,6 +17,11 @@ def default_device() -> torch.device:
     return comfy.model_management.get_torch_device()
 
 
+def is_cpu(device: torch.device) -> bool:
+    """Whether weights are where they are computed with as soon as they are loaded."""
+    return comfy.model_management.is_device_cpu(device)
+
+
 def all_devices() -> list[torch.device]:
     """Every device that ComfyUI may compute on."""
     return comfy.model_management.get_all_torch_devices()
@@ -34,7 +39,7 @@ def reserved_for_inference() -> int:
 
 def free(needed: int, device: torch.device) -> None:
     """Let ComfyUI unload models until so many bytes of a GPU are free."""
-    if not comfy.model_management.is_device_cpu(device):
+    if not is_cpu(device):
         comfy.model_management.free_memory(needed, device)
 
 

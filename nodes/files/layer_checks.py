@@ -14,7 +14,7 @@ from ...kernels import ChannelTransform
 from ..comfyui.quantized import known_formats
 from . import int8_mark
 from .gguf_weight import is_gguf
-from .values import LARGEST, check_factors, check_finite, check_scale, check_single
+from .values import LARGEST, WEIGHT_DTYPES, check_factors, check_finite, check_scale, check_single
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -108,7 +108,7 @@ def _check_marked(name: str, tensors: Tensors, parts: Tensors) -> None:
 def _check_plain(key: str, tensor: torch.Tensor) -> None:
     if is_gguf(tensor):
         return  # decoded, and looked at, when the layer is loaded
-    if not tensor.is_floating_point():
+    if tensor.dtype not in WEIGHT_DTYPES:
         raise ValueError(
             f"{key} is {tensor.dtype} and nothing marks how it is quantized; its mark was lost, or the file is in a "
             "format that cannot be read"

@@ -20,6 +20,7 @@ from ..host.work import Progress, make_room_to_quantize
 from .build import build_model, warn_of_fallback
 from .int8_weight import int8_weight
 from .layer_selection import is_quantizable
+from .loaded_values import check_values, stored
 from .operations import ConvertLayer, int8_operations, leave_layer
 from .patched_weights import float_weight
 from .recipe import FOLDED, keep_block_formats, keep_recipe_of_file, recipe_in
@@ -89,8 +90,10 @@ def load_int8_model(
         if weights:
             converter = _quantizing_converter(becomes_int8, stays, device, compute_dtype, progress)
     operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=in_floats)
+    held = stored(tensors)
     with naming_file(checkpoint.name):
         model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, disable_dynamic)
+        check_values(model, checkpoint.name, held, operations.unexpected)
     if as_stored:
         patch_products(model)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
@@ -152,7 +155,9 @@ def _quantizing_converter(
             if as_stored:
                 held = stored_weight(weight, dtype, as_int8)
             else:
-                held = int8_weight(*quantize_weight(float_weight(weight, pre_quant_scale)), dtype)
+                q, scale = quantize_weight(float_weight(weight, pre_quant_scale))
+                check_finite(f"{name}.weight", 127 * scale)  # 127 of it is the largest value
+                held = int8_weight(q, scale, dtype)
         progress.step("reading layer" if as_stored else "quantizing layer")
         return held.to(device="cpu")
 

@@ -225,14 +225,16 @@ def output(model: ModelPatcher) -> torch.Tensor:
 
 
 @contextmanager
-def known_to_comfyui(architecture: Architecture) -> Iterator[None]:
-    """Let ComfyUI know its small sizes. Most it reads from the tensors, the others it takes from tables."""
+def known_to_comfyui(architecture: Architecture, counted: Collection[str] = ()) -> Iterator[None]:
+    """Let ComfyUI know its small sizes. Most it reads from the tensors, the others it takes from tables. What is
+    `counted` of them stays as ComfyUI counts it."""
     kind, sizes = _kind(architecture), architecture.sizes
     detect = comfy.model_detection.detect_unet_config
 
     def detect_small(*args: object, **options: object) -> dict[str, object] | None:
         detected = detect(*args, **options)
-        return None if detected is None else {**detected, **sizes}
+        own = {name: value for name, value in sizes.items() if name not in counted}
+        return None if detected is None else {**detected, **own}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comfy.model_detection, "detect_unet_config", detect_small)

@@ -1,0 +1,115 @@
+"""Models of several families with one tensor or block damaged: refused by file and tensor, whatever its name is."""
+
+import math
+
+import pytest
+import torch
+
+FAMILIES = ("SD3", "Flux", "Wan i2v", "LTX-Video", "Z-Image", "Hunyuan Video")
+KERNELS = ("fused int8", "bf16")
+LAYER = "joint_blocks.1.x_block.mlp.fc1"  # of the glyph model
+NAME = "the model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def models(pack):
+    """tests/support/damaged_models.py, which can be imported only once ComfyUI and the pack can."""
+    from support import damaged_models
+
+    return damaged_models
+
+
+def is_no_linear(name, tensor):
+    return not name.endswith((".weight", ".bias")) or tensor.ndim == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_damaged_tensor(models, tmp_path, family):
+    """One of each shape that is no linear's weight: modulations, tables, positions, tokens, norms, biases."""
+    whole = models.family(family)
+    chosen = {tuple(t.shape): name for name, t in whole.tensors.items() if is_no_linear(name, t)}.values()
+    wrong = []
+    for number, damage in enumerate(models.damaged(whole.tensors, chosen)):
+        ended, said = models.outcome(whole, damage, tmp_path / NAME, KERNELS[number % 2], None)
+        named = damage.where.rpartition(".")[0] in said or "not a diffusion model" in said
+        if ended != "refused clearly" or not named:
+            wrong.append((ended, damage.kind, damage.where, said[:300]))
+    assert len(chosen) > 2
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_a_table_of_indices_that_a_model_has(models, tmp_path, monkeypatch):
+    """A buffer of whole numbers is one in the file too."""
+    from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
+
+    whole = models.family("SD3")
+    build = MMDiT.__init__
+
+    def with_indices(module, *args, **options):
+        build(module, *args, **options)
+        module.register_buffer("indices", torch.zeros(3, dtype=torch.int64))
+
+    monkeypatch.setattr(MMDiT, "__init__", with_indices)
+    path = tmp_path / NAME
+    models.write({**whole.tensors, "indices": torch.arange(3)}, path)
+    assert whole.load(path).model.diffusion_model.indices.tolist() == [0, 1, 2]
+
+
+def test_tensors_of_any_dtype_that_the_model_does_not_need(models, tmp_path):
+    whole = models.family("SD3")
+    path = tmp_path / NAME
+    unused = {"a": torch.arange(3), "b": torch.tensor([math.nan]), "c": torch.zeros(3, dtype=torch.uint8)}
+    models.write({**whole.tensors, **unused}, path)
+    expected = whole.output(whole.load(path))
+    models.write(whole.tensors, path)
+    assert models.relative_error(whole.output(whole.load(path)), expected) < models.NOISE
+
+
+# Large tensors, on a card
+
+
+@pytest.fixture
+def on_card(dit, monkeypatch):
+    """As if the CPU were a card, and all tensors large."""
+    from int8_dit.nodes.files import layer_checks
+    from int8_dit.nodes.model import loaded_values
+
+    monkeypatch.setattr(layer_checks, "_SMALL", 0)
+    monkeypatch.setattr(loaded_values, "_AT_ONCE", 0)
+    monkeypatch.setattr(loaded_values, "is_cpu", lambda device: False)
+
+
+@pytest.mark.parametrize("value", (math.nan, -math.inf, 1e30))
+@pytest.mark.parametrize("key", (f"{LAYER}.weight", "context_embedder.weight", "x_embedder.proj.bias"))
+def test_a_large_tensor_on_a_card(dit, on_card, tmp_path, key, value):
+    """Looked at there, before the first step."""
+    weights = dit.tensors()
+    weights[key].view(-1)[7] = value
+    model = dit.load(dit.write(tmp_path / NAME, weights), "bf16")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^{NAME}: {key} holds"):
+            dit.sample(model.clone())
+
+
+def test_what_a_patch_does_is_not_blamed_on_the_file(dit, on_card):
+    model = dit.with_lora(dit.load(kernel="bf16"), dit.lora([LAYER], math.nan))
+    assert dit.sample(model).isnan().any()
+
+
+def test_whole_tensors_are_looked_at_once(dit, on_card, monkeypatch):
+    from int8_dit.nodes.model import loaded_values
+
+    model = dit.load(kernel="bf16")
+    dit.sample(model)
+    monkeypatch.setattr(loaded_values, "check_finite", None)
+    dit.sample(model.clone())
+
+
+def test_a_large_weight_that_becomes_int8(dit, tmp_path, monkeypatch):
+    from int8_dit.nodes.files import layer_checks
+
+    monkeypatch.setattr(layer_checks, "_SMALL", 0)
+    weights = dit.tensors()
+    weights[f"{LAYER}.weight"][3, 5] = 1e30
+    with pytest.raises(ValueError, match=rf"^{NAME}: .*{LAYER}.weight holds 1e\+30"):
+        dit.load(dit.write(tmp_path / NAME, weights))

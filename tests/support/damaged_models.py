@@ -1,0 +1,165 @@
+"""Damage of every kind done to every tensor of small models of several families, and blocks taken out of them.
+
+tests/nodes/test_damaged_models.py loads some of these files, tests/studies/damaged_models.py all. Imported only once
+ComfyUI and the pack can be.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import comfy.model_detection
+import torch
+from comfy.model_patcher import ModelPatcher
+from safetensors.torch import save_file
+
+from int8_dit.nodes.model.load import load_int8_model
+from support import small_models
+from support.architectures import ARCHITECTURES, Architecture
+from support.mutants import NOISE
+from support.tensors import relative_error
+
+Tensors = Mapping[str, torch.Tensor]
+
+OUTCOMES = ("refused clearly", "loads right", "a shorter model", "unclear error", "silently wrong")
+"""Clear is a ValueError that names the file. A shorter model is what is left without the last block of a list: no check
+tells it from a whole one of that length."""
+
+FAMILIES = ("SD3", "Flux", "Wan i2v", "LTX-Video", "Z-Image", "Hunyuan Video")
+"""Those of which each tensor is damaged."""
+
+
+def _with(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor.flatten().clone()
+        values[len(values) // 2] = value
+        return values.reshape(tensor.shape)
+
+    return put
+
+
+DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "missing": lambda tensor: None,
+    "NaN": _with(math.nan),
+    "Inf": _with(-math.inf),
+    "1e30": _with(1e30),
+    "I32": lambda tensor: (100 * tensor).to(torch.int32),
+    "I8": lambda tensor: (100 * tensor).to(torch.int8),
+    "F8_E8M0": lambda tensor: tensor.abs().to(torch.float8_e8m0fnu),
+    "another shape": lambda tensor: torch.cat([tensor, tensor]),
+    "no values": lambda tensor: tensor[:0],
+}
+"""What happens to one tensor; None takes it out of its file."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A small model of a family.
+
+    Attributes:
+        architecture: its entry of the table, perhaps with more blocks.
+        tensors: of a whole file.
+        counted: the sizes that ComfyUI counts in the file.
+    """
+
+    architecture: Architecture
+    tensors: Tensors
+    counted: Collection[str] = ()
+
+    def load(self, path: str | Path, kernel: str = "fused int8") -> ModelPatcher:
+        """The MODEL of this pack's loader."""
+        with small_models.known_to_comfyui(self.architecture, self.counted):
+            return load_int8_model(str(path), kernel)
+
+    def output(self, model: ModelPatcher) -> torch.Tensor:
+        """One forward on fixed inputs."""
+        return small_models.output_of(self.architecture, model)
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A file of a family, and what was done to it: a kind of damage and where."""
+
+    kind: str
+    where: str
+    tensors: Tensors
+
+
+def family(name: str) -> Family:
+    """The small model of an entry of ARCHITECTURES."""
+    return Family(ARCHITECTURES[name], small_models.tensors_of(ARCHITECTURES[name]))
+
+
+def longer(name: str) -> Family:
+    """The same with three times as many blocks in each list that ComfyUI counts."""
+    short = family(name)
+    detected, sizes = _detected(short.tensors), short.architecture.sizes
+    counts = {key: size for key, size in sizes.items() if re.search("^(?!txt).*(layers|blocks|depth)", key)}
+    counted = {key: 3 * size for key, size in counts.items() if type(size) is int and detected.get(key) == size}
+    architecture = replace(short.architecture, sizes={**sizes, **counted})
+    tensors = small_models.tensors_of(architecture)
+    return Family(architecture, tensors, [key for key, count in counted.items() if _detected(tensors)[key] == count])
+
+
+def _detected(tensors: Tensors) -> dict[str, object]:
+    return comfy.model_detection.detect_unet_config(dict(tensors), "") or {}
+
+
+def damaged(whole: Tensors, names: Collection[str] | None = None) -> Iterator[Damaged]:
+    """Each damage to each tensor, or to each of these."""
+    for name in whole if names is None else names:
+        others = {key: other for key, other in whole.items() if key != name}
+        for kind, damage in DAMAGES.items():
+            changed = damage(whole[name])
+            yield Damaged(kind, name, others if changed is None else {**others, name: changed})
+
+
+def lists_of_blocks(tensors: Tensors) -> dict[str, int]:
+    """The lists of more than two blocks in a file, with how many there are; activations between linears have none."""
+    lists: dict[str, set[int]] = {}
+    for match in filter(None, (re.match(r"(.*?)\b(\d+)\.", name) for name in tensors)):
+        lists.setdefault(match[1], set()).add(int(match[2]))
+    return {name: len(numbers) for name, numbers in lists.items() if len(numbers) > 2 and max(numbers) < len(numbers)}
+
+
+def without_blocks(whole: Tensors) -> Iterator[Damaged]:
+    """Each block taken out of each list, and each list numbered from 1."""
+    for blocks, count in lists_of_blocks(whole).items():
+        for number in range(count):
+            block = f"{blocks}{number}."
+            kind = "the last block missing" if number == count - 1 else "a block missing"
+            yield Damaged(kind, block, {key: t for key, t in whole.items() if not key.startswith(block)})
+        yield Damaged("numbered from 1", blocks, {_next(key, blocks): tensor for key, tensor in whole.items()})
+
+
+def _next(key: str, blocks: str) -> str:
+    number, dot, rest = key.removeprefix(blocks).partition(".")
+    return f"{blocks}{int(number) + 1}{dot}{rest}" if key.startswith(blocks) else key
+
+
+def write(tensors: Tensors, path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Put a file in the place of another, of which a tensor may still be mapped."""
+    path.unlink(missing_ok=True)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata)
+
+
+def outcome(whole: Family, damage: Damaged, path: Path, kernel: str, expected: torch.Tensor | None) -> tuple[str, str]:
+    """One of OUTCOMES for a damaged file, which is written to `path`, and what was said or how far the output is off.
+
+    `expected` is the output of the whole file with the same kernel; without it none counts as right.
+    """
+    write(damage.tensors, path)
+    try:
+        output = whole.output(whole.load(path, kernel))
+        error = math.inf if expected is None else relative_error(output, expected)
+    except Exception as raised:
+        clear = isinstance(raised, (ValueError, OSError)) and path.name in str(raised)
+        return ("refused clearly" if clear else "unclear error"), f"{type(raised).__name__}: {raised}"
+    if error < NOISE:
+        return "loads right", f"{error:.1e}"
+    shorter = damage.kind == "the last block missing" and bool(output.isfinite().all())
+    return ("a shorter model" if shorter else "silently wrong"), f"{error:.1e}"
