@@ -116,6 +116,7 @@ ASSUMPTIONS = (
     Assumption("comfy.model_base:BaseModel", "diffusion_model, model_config, model_type, latent_format"),
     Assumption("comfy.utils:state_dict_prefix_replace", "(tensors, {prefix: prefix})", keywords=("filter_keys",)),
     Assumption(f"{_DETECTION}:model_config_from_unet", "(tensors, prefix) -> architecture", keywords=("metadata",)),
+    Assumption(f"{_DETECTION}:detect_unet_config", "(tensors, prefix) -> settings by name", keywords=("metadata",)),
     Assumption(f"{_DETECTION}:model_config_from_diffusers_unet", "(tensors) -> architecture"),
     Assumption(f"{_DETECTION}:convert_diffusers_mmdit", "(tensors, prefix) -> renamed tensors"),
     Assumption(f"{_DETECTION}:unet_prefix_from_state_dict", "(tensors) -> prefix"),

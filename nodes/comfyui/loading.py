@@ -51,6 +51,11 @@ def architecture_of(tensors: StateDict, metadata: dict[str, str] | None = None) 
     return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
 
 
+def settings_in(tensors: StateDict, metadata: dict[str, str] | None) -> dict[str, Any]:
+    """What ComfyUI reads of an architecture in tensors, and in metadata if there are any; empty for no such model."""
+    return comfy.model_detection.detect_unet_config(tensors, "", metadata=metadata) or {}
+
+
 def diffusers_unet_of(tensors: StateDict) -> ModelConfig | None:
     """What ComfyUI takes a UNet under the names of diffusers for."""
     return comfy.model_detection.model_config_from_diffusers_unet(tensors)

@@ -1,7 +1,7 @@
 """Whether a model got all its tensors. ComfyUI goes on without them, with whatever lay in memory."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -9,45 +9,90 @@ from ..comfyui.layers import expert_banks
 
 # ComfyUI builds them into every LTX-2 and uses those of its text encoder.
 _MAY_BE_MISSING = re.compile(r"(audio|video)_embeddings_connector\.")
-_BLOCK = re.compile(r"(.*?)\b(\d+)\b(\..*)")
+# Buffers that modules compute when they are made: blur kernels, rotary frequencies, a fixed mix of frames.
+_COMPUTED = re.compile(r"(.*\.)?(kernel|freqs|scale|mix_factor)")
+_BLOCK = re.compile(r"(.*?)\b(\d{1,9})\b(\..*)")
+_LEAST_OF_A_BLOCK = 4  # tensors. The linears between activations have two, and not every number.
+_AGAIN = "download or copy the file again"
 
 
 def check_complete(module: torch.nn.Module, names: Iterable[str], operations: type) -> None:
     """Raise ValueError naming the first tensor that a loaded diffusion model should have got and did not.
-
-    A buffer may be missing: modules compute theirs.
 
     Args:
         module: the diffusion model.
         names: of the tensors that it was loaded from.
         operations: what it was built with, by `int8_operations`.
     """
-    buffers = {name for name, _ in module.named_buffers()}
+    computed = {name for name, held in module.named_buffers() if held.numel() == 0 or _COMPUTED.fullmatch(name)}
     linears = (operations.Linear, expert_banks(operations))
     unset = [f"{name}.weight" for name, m in module.named_modules() if isinstance(m, linears) and m.weight is None]
-    lacking = [name for name in (*unset, *operations.missing) if name not in buffers]
+    lacking = [name for name in (*unset, *operations.missing) if name not in computed]
     lacking = [name for name in lacking if not _MAY_BE_MISSING.match(name)]
-    lacking = list(dict.fromkeys([*lacking, *_overlooked(operations.unexpected, set(names))]))
+    names = set(names).union(operations.unexpected)  # which ComfyUI may have renamed
+    lacking = list(dict.fromkeys([*lacking, *_overlooked(operations.unexpected, names)]))
     if lacking:
         others = f", and {len(lacking) - 1} more tensors" if len(lacking) > 1 else ""
-        raise ValueError(f"{lacking[0]} is missing{others}; download or copy the file again")
+        raise ValueError(f"{lacking[0]} is missing{others}; {_AGAIN}")
+    _check_blocks(module, operations.unexpected, names)
 
 
-def _overlooked(unexpected: Sequence[str], names: set[str]) -> Iterator[str]:
+def _overlooked(unexpected: Sequence[str], names: Collection[str]) -> Iterator[str]:
     """What ComfyUI may have looked for to tell which parts a model has, so that it built the model without the part.
 
     Files hold tensors that their model does not need. But a bias without its weight, and what all blocks but an earlier
     one have, are what is left of something that it does.
     """
-    blocks: dict[tuple[str, str], set[int]] = {}
+    having: dict[tuple[str, str], set[int]] = {}
     for name in unexpected:
         weight = f"{name.removesuffix('.bias')}.weight"
-        if name.endswith(".bias") and weight not in names and weight not in unexpected:
+        if name.endswith(".bias") and weight not in names:
             yield weight
         if match := _BLOCK.fullmatch(name):
-            blocks.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    for (before, after), having in blocks.items():
-        of_list = (_BLOCK.fullmatch(name) for name in names if name.startswith(before))
-        without = {int(match[2]) for match in of_list if match and match[1] == before} - having
-        if len(having) > 1 and len(without) == 1 and (block := without.pop()) < max(having):
-            yield f"{before}{block}{after}"
+            having.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    blocks: dict[str, set[int]] = {}
+    for match in map(_BLOCK.fullmatch, names):
+        if match:
+            blocks.setdefault(match[1], set()).add(int(match[2]))
+    for (before, after), those in having.items():
+        # By their number first: a file can have many thousands of such names.
+        if len(those) > 1 and len(blocks[before]) - len(those) == 1:
+            (without,) = blocks[before] - those
+            if without < max(those):
+                yield f"{before}{without}{after}"
+
+
+def _check_blocks(module: torch.nn.Module, unexpected: Sequence[str], names: Collection[str]) -> None:
+    """Raise ValueError for blocks that a file has and the model has not.
+
+    ComfyUI counts the blocks of a list up to the first that the file lacks, or reads their number in its metadata. Of a
+    list that lacks its first one it makes none, and often not even the list.
+    """
+    unbuilt: dict[str, dict[int, int]] = {}  # of a list that is not there: how many tensors each of its blocks has
+    for name in unexpected:
+        parent, before, part = _where_it_ends(module, name)
+        if isinstance(parent, torch.nn.ModuleList) and part.isdecimal():
+            if any(other.startswith(f"{before}{len(parent)}.") for other in names):
+                raise ValueError(
+                    f"the model would have {len(parent)} blocks of {before[:-1]}, and the file holds more, such as "
+                    f"{before}{part}; its metadata or its tensors are damaged; {_AGAIN}"
+                )
+            raise ValueError(f"{before}{len(parent)} is missing, but {before}{part} is there; {_AGAIN}")
+        if (match := _BLOCK.fullmatch(name)) and len(before) <= len(match[1]):
+            blocks = unbuilt.setdefault(match[1], {})
+            blocks[int(match[2])] = blocks.get(int(match[2]), 0) + 1
+    for before, blocks in unbuilt.items():
+        absent = next(number for number in range(len(blocks) + 1) if number not in blocks)
+        if absent < len(blocks) and max(blocks.values()) >= _LEAST_OF_A_BLOCK:
+            raise ValueError(f"{before}{absent} is missing, but {before}{max(blocks)} is there; {_AGAIN}")
+
+
+def _where_it_ends(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str, str]:
+    """The last module on the way to a tensor that a model has not, the name up to it, and the next part of the name."""
+    before = 0
+    for part in name.split("."):
+        child = getattr(module, part, None)
+        if not isinstance(child, torch.nn.Module):
+            break
+        module, before = child, before + len(part) + 1
+    return module, name[:before], name[before:].partition(".")[0]

@@ -1,5 +1,6 @@
 """Loading a MODEL whose linears run INT8 from a diffusion model file."""
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -28,6 +29,7 @@ from .stored_blocks import SMALLEST_STORED, patch_products, stored_weight
 
 MEMORY_CHOICES = ("INT8", "as stored")
 """How a loaded MODEL holds the weights of a GGUF file; those of other files are INT8 either way."""
+_COUNT = re.compile(r"(^|_)(layers|blocks|depth)(_|$)")  # names of what ComfyUI counts in a file
 AS_STORED = MEMORY_CHOICES[1]
 
 
@@ -122,6 +124,7 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
     Raises ValueError if it is no diffusion model it knows.
     """
     with naming_file(checkpoint.name):
+        _check_counts(checkpoint)
         config = loading.architecture_of(checkpoint.tensors, checkpoint.metadata)
         if config is None:
             config = loading.diffusers_unet_of(checkpoint.tensors)
@@ -130,6 +133,19 @@ def detect_compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
         what = "" if kind is None else f"; it seems to be {kind.name}: {kind.advice}"
         raise ValueError(f"{checkpoint.name} is not a diffusion model that this ComfyUI knows{what}")
     return dtype_computed_in(default_device(), loading.compute_dtypes(config))
+
+
+def _check_counts(checkpoint: Checkpoint) -> None:
+    """Raise ValueError where the metadata say another number of blocks than the tensors: ComfyUI builds as many."""
+    if "config" not in checkpoint.metadata:
+        return
+    counted, told = (loading.settings_in(checkpoint.tensors, says) for says in (None, checkpoint.metadata))
+    for name in sorted(filter(_COUNT.search, counted)):
+        if type(counted[name]) is int and told[name] != counted[name]:
+            raise ValueError(
+                f"its metadata say {name} = {str(told[name])[:20]}, but its tensors have {counted[name]}; download or "
+                "copy the file again"
+            )
 
 
 def _quantizing_converter(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from support.file_formats import fp8_scaled
+from support.limits import no_hang
 
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
 NAME = "the model.safetensors"
@@ -272,7 +273,8 @@ def test_a_weight_that_is_not_of_its_format(dit, refuse, kind):
 
 
 @pytest.mark.parametrize(
-    "kind, shape", (("fp8", (768, 1)), ("fp8", (2,)), ("nvfp4", (64,)), ("mxfp8", (64,)), ("w4a4", (1,)))
+    "kind, shape",
+    (("fp8", (768, 1)), ("fp8", (2,)), ("nvfp4", (64,)), ("mxfp8", (64,)), ("w4a4", (1,))),
 )
 def test_a_scale_of_another_shape(dit, refuse, kind, shape):
     state_dict = WHOLE[kind](dit)
@@ -396,6 +398,19 @@ def test_tensors_that_the_model_does_not_need(dit, tmp_path):
     extra |= {"joint_blocks.1.rare.weight": torch.ones(3), "unused.weight": torch.ones(3), "unused.bias": torch.ones(3)}
     path = dit.write(tmp_path / NAME, dit.tensors() | extra)
     assert torch.equal(dit.output(dit.load(path)), dit.output(dit.load()))
+
+
+@pytest.mark.parametrize("name", ("joint_blocks.1.x{}.weight", "q{}.5.x{}.weight", "q.{}.x{}.bias"))
+def test_thousands_of_tensors_that_the_model_does_not_need(dit, tmp_path, name):
+    """What took minutes, as each was compared with each."""
+    extra = {name.format(number, number): torch.ones(1) for number in range(8000)}
+    path = dit.write(tmp_path / NAME, dit.tensors() | extra)
+    with no_hang(30):
+        if name.endswith("bias"):
+            with pytest.raises(ValueError, match="and 7999 more tensors"):
+                dit.load(path)
+        else:
+            dit.load(path)
 
 
 def test_an_int8_layer_that_is_called_4_bit(dit, refuse):

@@ -1,11 +1,14 @@
 """Models of several families with one tensor or block damaged: refused by file and tensor, whatever its name is."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 FAMILIES = ("SD3", "Flux", "Wan i2v", "LTX-Video", "Z-Image", "Hunyuan Video")
+COUNTED = ("Flux", "Wan t2v", "LTX-Video", "Lumina 2", "Boogu", "Krea 2")
 KERNELS = ("fused int8", "bf16")
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # of the glyph model
 NAME = "the model.safetensors"
@@ -38,6 +41,40 @@ def test_a_damaged_tensor(models, tmp_path, family):
     assert not wrong, "\n".join(map(str, wrong))
 
 
+@pytest.mark.parametrize("family", COUNTED)
+def test_a_missing_block(models, tmp_path, family):
+    """ComfyUI counts the blocks, and stops at the first that is not there."""
+    whole = models.longer(family)
+    seen = set()
+    for damage in models.without_blocks(whole.tensors):
+        ended, said = models.outcome(whole, damage, tmp_path / NAME, "fused int8", None)
+        seen.add(damage.kind)
+        if damage.kind != "the last block missing":  # a shorter model is as legitimate
+            assert ended == "refused clearly", (damage.where, said)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("family", COUNTED)
+def test_a_whole_model(models, tmp_path, family):
+    """What the tests above damage loads."""
+    whole = models.longer(family)
+    path = tmp_path / NAME
+    models.write(whole.tensors, path)
+    assert whole.output(whole.load(path)).isfinite().all()
+    assert len(whole.counted) > 0
+
+
+@pytest.mark.parametrize("count", (-1, 0, 1, 3, 100_000, None, "2", 2.5, [2]))
+def test_a_number_of_blocks_in_the_metadata_that_is_not_the_files(models, tmp_path, count):
+    whole = replace(models.family("LTX-Video"), counted=("num_layers",))
+    path = tmp_path / NAME
+    models.write(whole.tensors, path, {"config": json.dumps({"transformer": {"num_layers": count}})})
+    with pytest.raises(ValueError, match=r"the model.safetensors: its metadata say num_layers = .*tensors have 2"):
+        whole.load(path)
+    models.write(whole.tensors, path, {"config": json.dumps({"transformer": {"num_layers": 2}})})
+    assert whole.output(whole.load(path)).isfinite().all()
+
+
 def test_a_table_of_indices_that_a_model_has(models, tmp_path, monkeypatch):
     """A buffer of whole numbers is one in the file too."""
     from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
@@ -53,6 +90,9 @@ def test_a_table_of_indices_that_a_model_has(models, tmp_path, monkeypatch):
     path = tmp_path / NAME
     models.write({**whole.tensors, "indices": torch.arange(3)}, path)
     assert whole.load(path).model.diffusion_model.indices.tolist() == [0, 1, 2]
+    models.write(whole.tensors, path)
+    with pytest.raises(ValueError, match=f"{NAME}: indices is missing"):
+        whole.load(path)
 
 
 def test_tensors_of_any_dtype_that_the_model_does_not_need(models, tmp_path):
