@@ -46,11 +46,29 @@ def translated(checkpoint: Checkpoint, dialects: dict[str, Dialect]) -> Checkpoi
 def _marked_by_comfyui(checkpoint: Checkpoint) -> Checkpoint:
     """With the marks that ComfyUI itself makes of what its older files have in their metadata or in other tensors."""
     try:
-        json_object(checkpoint.metadata.get("_quantization_metadata", "{}"), _MOST_METADATA)
+        told = json_object(checkpoint.metadata.get("_quantization_metadata", "{}"), _MOST_METADATA)
+        keys = [f"{layer}.{int8_mark.MARK}" for layer in told.get("layers", {})]
+        marks = {key: checkpoint.tensors[key] for key in keys if key in checkpoint.tensors}
         tensors, metadata = with_marks(checkpoint.tensors, checkpoint.metadata)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{checkpoint.name}: the quantization metadata cannot be read ({error!r})") from error
+    with naming_file(checkpoint.name):
+        for key, mark in marks.items():
+            _check_equal(key, mark, tensors[key])
     return replace(checkpoint, tensors=tensors, metadata=metadata)
+
+
+def _check_equal(key: str, mark: torch.Tensor, told: torch.Tensor) -> None:
+    """Raise ValueError where a mark that lies in the file is not the one that ComfyUI made of the metadata."""
+    try:
+        own, other = int8_mark.decode_mark(mark), int8_mark.decode_mark(told)
+    except ValueError as error:
+        raise ValueError(f"{key} is {error}") from error
+    if own != other:
+        raise ValueError(
+            f"{key} is {str(own)[:200]}, but the metadata entry _quantization_metadata says {str(other)[:200]}; "
+            "download the file again or use another"
+        )
 
 
 def _without_prefix(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

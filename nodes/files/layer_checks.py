@@ -163,7 +163,8 @@ def _check_rotation(name: str, group_of: Callable[[dict], int | None], mark: dic
 
 def _check_fp8(layer: _Layer) -> None:
     scale, key = layer.needed("weight_scale"), f"{layer.name}.weight_scale"
-    if layer.weight.ndim == 2 and (not scale.is_floating_point() or scale.numel() != 1):
+    # By one of three axes ComfyUI would make a weight of three.
+    if layer.weight.ndim == 2 and (not scale.is_floating_point() or scale.numel() != 1 or scale.ndim > 2):
         raise ValueError(f"{key} must be 1 floating point value; it is {scale.dtype} of shape {tuple(scale.shape)}")
     check_scale(key, scale, layer.weight if scale.numel() == 1 else None, LARGEST / torch.finfo(layer.weight.dtype).max)
     _check_fp8_values(layer)

@@ -156,6 +156,24 @@ def test_nested_or_huge_quantization_metadata(dit, refuse, text):
     refuse(dit.native_int8(), "quantization metadata", metadata={"_quantization_metadata": text})
 
 
+def told(layer, **mark):
+    return {"_quantization_metadata": json.dumps({"layers": {layer: mark}})}
+
+
+def test_quantization_metadata_that_contradict_the_marks(dit, refuse):
+    """ComfyUI would follow the metadata."""
+    state_dict = dit.native_int8(rotation_group=64)
+    for mark in ({"format": "float8_e4m3fn"}, {"format": "int8_tensorwise"}):
+        refuse(state_dict, f"{LAYER}.comfy_quant is", "_quantization_metadata says", metadata=told(LAYER, **mark))
+    state_dict[f"{LAYER}.comfy_quant"] = torch.zeros(3, dtype=torch.uint8)
+    refuse(state_dict, f"{LAYER}.comfy_quant is not the bytes", metadata=told(LAYER, format="int8_tensorwise"))
+
+
+def test_quantization_metadata_that_repeat_the_marks(dit, tmp_path):
+    path = dit.write(tmp_path / NAME, dit.native_int8(), told(LAYER, format="int8_tensorwise"))
+    assert LAYER in dit.int8_weights(dit.load(path))
+
+
 def test_a_deeply_nested_recipe_is_none(dit, tmp_path):
     path = dit.write(tmp_path / NAME, dit.native_int8(), {"int8_dit_recipe": "[" * 100_000})
     assert dit.int8_weights(dit.load(path))
@@ -274,7 +292,7 @@ def test_a_weight_that_is_not_of_its_format(dit, refuse, kind):
 
 @pytest.mark.parametrize(
     "kind, shape",
-    (("fp8", (768, 1)), ("fp8", (2,)), ("nvfp4", (64,)), ("mxfp8", (64,)), ("w4a4", (1,))),
+    (("fp8", (768, 1)), ("fp8", (2,)), ("fp8", (1, 1, 1)), ("nvfp4", (64,)), ("mxfp8", (64,)), ("w4a4", (1,))),
 )
 def test_a_scale_of_another_shape(dit, refuse, kind, shape):
     state_dict = WHOLE[kind](dit)
