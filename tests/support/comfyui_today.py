@@ -182,11 +182,13 @@ def _flux_attention(q, k, v, pe, mask=None, transformer_options={}, preferred_at
     q, k, v = _taken((q, k, v))
     if pe is not None:
         q, k = apply_rope(q, k, pe)
+    heads = q.shape[1]
+    q, k, v = map(contained, (q, k, v))  # which own them now
     return comfy.ldm.flux.math.optimized_attention(
-        contained(q),
-        contained(k),
-        contained(v),
-        q.shape[1],
+        q,
+        k,
+        v,
+        heads,
         skip_reshape=True,
         mask=mask,
         transformer_options=transformer_options,
@@ -303,7 +305,8 @@ def today() -> Iterator[ModuleType]:
     with ExitStack() as undo:
         configurable = ModuleType("comfy.configurable")
         vars(configurable)["ConfigurableModule"] = ConfigurableModule
-        undo.enter_context(patch.dict(sys.modules, {"comfy.configurable": configurable}))
+        sys.modules[configurable.__name__] = configurable  # alone: what is imported meanwhile stays
+        undo.callback(sys.modules.pop, configurable.__name__)
 
         def put(place: Any, name: str, value: Any) -> None:
             undo.enter_context(patch.object(place, name, value, create=True))
