@@ -25,7 +25,9 @@ def assemble(kernel) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         ptx.write_text(kernel.asm["ptx"])
-        subprocess.run([ptxas, f"-arch={HOPPER}", "-o", cubin, ptx], check=True, capture_output=True)
+        done = subprocess.run([ptxas, f"-arch={HOPPER}", "-o", cubin, ptx], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"ptxas ended with {done.returncode}: {done.stderr or done.stdout}")
         return cubin.read_bytes()
 
 
