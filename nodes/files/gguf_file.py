@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from ...kernels import GGUF_FORMATS
+from .attention_choices import CONFIG
 from .gguf_package import ORIGINAL_SHAPE, can_decode, decode_blocks, gguf_package, gguf_version
 from .gguf_weight import read_weight
 
@@ -144,6 +145,8 @@ def _tensor(reader: Any, tensor: Any) -> torch.Tensor:
     data = torch.from_numpy(tensor.data)
     if kind in _FLOATS:
         return data.view(_FLOATS[kind]).reshape(shape)
+    if kind == "I8" and tensor.name.endswith(CONFIG):  # GGUF has no plain bytes
+        return data.view(torch.uint8).reshape(shape)
     if data.dtype != torch.uint8:
         raise ValueError(f"{tensor.name} is {kind}, and weights are floats or in blocks")
     if kind not in GGUF_FORMATS and not can_decode(kind):

@@ -13,6 +13,7 @@ import torch
 from ...kernels import ChannelTransform
 from ..comfyui.quantized import known_formats
 from . import int8_mark
+from .attention_choices import check_choices
 from .gguf_weight import is_gguf
 from .values import LARGEST, WEIGHT_DTYPES, check_factors, check_finite, check_scale, check_single
 
@@ -71,6 +72,7 @@ def check_layers(tensors: Tensors) -> None:
     for layer in parts.keys() - marked:
         state = "not marked as quantized" if f"{layer}.weight" in tensors else "not there"
         raise ValueError(f"{layer}.{next(iter(parts[layer]))} belongs to {layer}.weight, which is {state}")
+    check_choices(tensors)
     for key, tensor in tensors.items():
         layer, _, part = key.rpartition(".")
         if part == "bias" or (part == "weight" and layer not in marked):

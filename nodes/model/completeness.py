@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 
 from ..comfyui.layers import expert_banks
+from ..files.attention_choices import CONFIG
 
 # ComfyUI builds them into every LTX-2 and uses those of its text encoder.
 _MAY_BE_MISSING = re.compile(r"(audio|video)_embeddings_connector\.")
@@ -29,12 +30,14 @@ def check_complete(module: torch.nn.Module, names: Iterable[str], operations: ty
     unset = [f"{name}.weight" for name, m in module.named_modules() if isinstance(m, linears) and m.weight is None]
     lacking = [name for name in (*unset, *operations.missing) if name not in computed]
     lacking = [name for name in lacking if not _MAY_BE_MISSING.match(name)]
-    names = set(names).union(operations.unexpected)  # which ComfyUI may have renamed
-    lacking = list(dict.fromkeys([*lacking, *_overlooked(operations.unexpected, names)]))
+    # Of layers' choices an older ComfyUI knows nothing, and a model lacks none of them.
+    unexpected = [name for name in operations.unexpected if not name.endswith(CONFIG)]
+    names = set(names).union(unexpected)  # which ComfyUI may have renamed
+    lacking = list(dict.fromkeys([*lacking, *_overlooked(unexpected, names)]))
     if lacking:
         others = f", and {len(lacking) - 1} more tensors" if len(lacking) > 1 else ""
         raise ValueError(f"{lacking[0]} is missing{others}; {_AGAIN}")
-    _check_blocks(module, operations.unexpected, names)
+    _check_blocks(module, unexpected, names)
 
 
 def _overlooked(unexpected: Sequence[str], names: Collection[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from ..comfyui import loading
 from ..comfyui.memory import all_devices, default_device, dtype_computed_in, reserved_for_inference, total_memory
 from ..comfyui.patcher import ModelPatcher, call_factory
 from ..comfyui.quantized import params
+from ..files.attention_choices import choices_in
 from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
@@ -24,7 +25,7 @@ from .layer_selection import is_quantizable
 from .loaded_values import check_values, stored
 from .operations import ConvertLayer, int8_operations, leave_layer
 from .patched_weights import float_weight
-from .recipe import FOLDED, keep_block_formats, keep_recipe_of_file, recipe_in
+from .recipe import FOLDED, keep_block_formats, keep_recipe_of_file, keep_unknown_choices, recipe_in
 from .stored_blocks import SMALLEST_STORED, patch_products, stored_weight
 
 MEMORY_CHOICES = ("INT8", "as stored")
@@ -78,7 +79,7 @@ def load_int8_model(
         warn_of_fallback(device, kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
     converter: ConvertLayer = leave_layer
     progress: Progress | None = None  # a file that needs no work is loaded as fast as any
-    block_formats = _block_formats(tensors)
+    block_formats, choices = _block_formats(tensors), choices_in(tensors)
     never_int8 = _never_int8(tensors, stays)
     sizes = [tensors[key].numel() for key in never_int8]
     weights = {} if holds_int8(tensors) else {k: w for k, w in tensors.items() if k.endswith(".weight")}
@@ -101,6 +102,7 @@ def load_int8_model(
     # ComfyUI says only afterwards which device it wants a second MODEL for.
     call_factory(model, partial(load_int8_model, anywhere=True, memory=memory), path, kernel, branch, base_path)
     keep_recipe_of_file(model, checkpoint.metadata)
+    keep_unknown_choices(model, choices)
     keep_block_formats(model, block_formats)
     if progress is not None:
         done = "loaded as stored" if as_stored else "quantized while loading" if quantized else "decoded while loading"

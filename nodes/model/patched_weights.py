@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..comfyui.attention import state_dict_of
 from ..comfyui.layers import input_scale
 from ..comfyui.memory import moved
 from ..comfyui.patcher import (
@@ -110,7 +111,4 @@ def state_dict_for_saving(model: ModelPatcher) -> Tensors:
             entry = _PatchedEntry(model, key)
             pieces = {name: _PatchedTensor(entry, name, piece) for name, piece in pieces.items()}
         entries.update(pieces)
-    return {
-        key: entries.get(DIFFUSION_MODEL + key, tensor)
-        for key, tensor in model.model.diffusion_model.state_dict().items()
-    }
+    return {key: entries.get(DIFFUSION_MODEL + key, tensor) for key, tensor in state_dict_of(model).items()}

@@ -3,7 +3,10 @@
 import json
 from collections.abc import Mapping
 
-from ..comfyui.patcher import CallbacksMP, ModelPatcher, is_patched
+import torch
+
+from ..comfyui.attention import attention_choices
+from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher, is_patched
 from ..files.faults import json_object
 from ..host import notices
 
@@ -12,6 +15,7 @@ FOLDED = "folded"
 """The entry of a recipe that says whether smoothing factors were folded into the layers before."""
 _FOLDED_CALLBACK_KEY = "int8_dit_folded"
 _BLOCK_FORMATS_KEY = "int8_dit_gguf_formats"
+_CHOICES_KEY = "int8_dit_attention_choices"
 _MOST = 1 << 22  # characters of a recipe; that of a thousand layers has about 200,000
 
 
@@ -52,6 +56,18 @@ def block_formats_of(model: ModelPatcher) -> Mapping[str, str]:
     """The GGUF formats that a MODEL's weights have or had, by their names in the diffusion model. Of a file that was
     saved as INT8 they are not known."""
     return model.get_attachment(_BLOCK_FORMATS_KEY) or {}
+
+
+def keep_unknown_choices(model: ModelPatcher, choices: Mapping[str, torch.Tensor]) -> None:
+    """Let a loaded MODEL keep, for its next file, the layers' choices of attention that this ComfyUI does not know."""
+    known = {f"{name.removeprefix(DIFFUSION_MODEL)}.config" for name in attention_choices(model)}
+    if unknown := {name: choice for name, choice in choices.items() if name not in known}:
+        model.set_attachments(_CHOICES_KEY, unknown)
+
+
+def unknown_choices_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
+    """The choices that `keep_unknown_choices` kept, by name in a file."""
+    return dict(model.get_attachment(_CHOICES_KEY) or {})
 
 
 def warn_of_patches_on_folded(model: ModelPatcher) -> None:

@@ -21,7 +21,7 @@ from .folding import fold
 from .int8_weight import is_int8
 from .layer_selection import check_runs_as_stored
 from .patched_weights import state_dict_for_saving
-from .recipe import FOLDED, RECIPE_KEY, recipe_of, warn_of_patches_on_folded
+from .recipe import FOLDED, RECIPE_KEY, recipe_of, unknown_choices_of, warn_of_patches_on_folded
 
 
 def save_int8_model(
@@ -65,6 +65,7 @@ def save_int8_model(
             "loader reads, set protected_in of Quantize to INT8 to bf16.",
         )
     tensors = {key: _narrowed(key, tensor) for key, tensor in tensors_of_file(model.model, tensors).items()}
+    tensors = unknown_choices_of(model) | tensors
     warn_of_patches_on_folded(model)
     recipe = recipe_of(model)
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from ...kernels import GGUF_FORMATS, quantize_blocks
+from ..comfyui.attention import state_dict_of
 from ..comfyui.loading import architecture_names, architecture_settings, tensors_of_file
 from ..comfyui.patcher import DIFFUSION_MODEL, BaseModel, ModelPatcher, is_patched, weight_below_patches
 from ..comfyui.quantized import QuantizedTensor, params, stored
+from ..files.attention_choices import CONFIG
 from ..files.gguf_weight import is_gguf
 from ..files.gguf_writer import PendingGGUF, plain_type, write_gguf
 from ..files.safetensors_writer import PendingTensor
@@ -22,7 +24,7 @@ from ..host.work import Progress, make_room_to_quantize
 from .build import file_metadata
 from .layer_selection import check_runs_as_stored, linears
 from .patched_weights import patched_weight
-from .recipe import FOLDED, RECIPE_KEY, block_formats_of, recipe_of, warn_of_patches_on_folded
+from .recipe import FOLDED, RECIPE_KEY, block_formats_of, recipe_of, unknown_choices_of, warn_of_patches_on_folded
 
 SAVED_TYPES = {"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_K_S", "Q4_K": "MOSTLY_Q4_K_S"}
 """The block formats that a file can be saved in, and what llama.cpp calls such a file."""
@@ -130,11 +132,12 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
     device = model.load_device
     make_room_to_quantize(device, max((layer.weight.numel() for layer in layers.values()), default=0))
     found = {}
-    for name, value in tensors_of_file(model.model, _entries(model)).items():
+    for name, value in (unknown_choices_of(model) | tensors_of_file(model.model, _entries(model))).items():
         with _naming(name):
             if isinstance(value, _Entry):
                 found[name] = _of_model(model, value, layers, type)
-            else:  # a part of the checkpoint beside the diffusion model
+            else:  # a part of the checkpoint beside the diffusion model, or a layer's choice of attention
+                value = value.view(torch.int8) if name.endswith(CONFIG) else value  # GGUF has no plain bytes
                 found[name] = _plain(lambda value=value: value, tuple(value.shape))
     return found
 
@@ -144,8 +147,11 @@ def _entries(model: ModelPatcher) -> dict[str, Any]:
     diffusion_model = model.model.diffusion_model
     parts = diffusion_model.named_modules()
     quantized = {name for name, part in parts if isinstance(getattr(part, "weight", None), QuantizedTensor)}
-    names = (key for key in diffusion_model.state_dict() if _is_whole(key, quantized))
-    return {name: _Entry(weight_below_patches(model, DIFFUSION_MODEL + name), name) for name in names}
+    return {
+        name: tensor if name.endswith(CONFIG) else _Entry(weight_below_patches(model, DIFFUSION_MODEL + name), name)
+        for name, tensor in state_dict_of(model).items()
+        if _is_whole(name, quantized)
+    }
 
 
 def _is_whole(key: str, quantized: set[str]) -> bool:

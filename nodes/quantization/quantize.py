@@ -19,6 +19,7 @@ from ...kernels import (
 )
 from ..blocks.install import is_fused_block
 from ..calibration.calibration import Calibration
+from ..comfyui.attention import is_attention_choice
 from ..comfyui.compiling import is_compiled
 from ..comfyui.layers import CastWeightBiasOp
 from ..comfyui.memory import check_cancelled
@@ -175,7 +176,8 @@ def quantize_model(
 def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
     check_runs_as_stored(model)
-    replaced = (key for key, patch in object_patches(model).items() if not is_fused_block(patch))
+    patches = object_patches(model).items()
+    replaced = (key for key, patch in patches if not (is_fused_block(patch) or is_attention_choice(patch)))
     if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in replaced):
         raise ValueError(
             "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "

@@ -7,6 +7,7 @@ import torch
 from ...kernels import QuantizedLinear
 from ..blocks.install import is_fused_block
 from ..calibration.recorder import disarm
+from ..comfyui.attention import state_dict_of
 from ..comfyui.compiling import compare_before_compiling
 from ..comfyui.patcher import (
     DIFFUSION_MODEL,
@@ -76,7 +77,7 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
     float_weights |= {f"{name}.weight" for name, module in modules if is_gguf(getattr(module, "weight", None))}
 
     state_dict = {}
-    for key, tensor in diffusion_model.state_dict().items():
+    for key, tensor in state_dict_of(model).items():
         layer, _, tensor_name = key.rpartition(".")
         if f"{layer}.weight" in float_weights and tensor_name != "bias":
             continue  # the weight, and what belongs to its quantized form
