@@ -32,9 +32,9 @@ def attention_input() -> io.Combo.Input:
         options=list(ATTENTION_CHOICES),
         default=AS_COMFYUI,
         optional=True,
-        tooltip="INT8 (comfy-kitchen): attention in INT8 too where a call has no mask and heads of at most 256; the "
-        "other calls run as ComfyUI's. Needs comfy-kitchen 0.2.40 and an RTX 20 card or newer. Check your images: it "
-        "rounds more than the linears do.",
+        tooltip="INT8 (comfy-kitchen): attention in INT8 too, in calls with heads of at most 256; the others run as "
+        "ComfyUI's. Needs comfy-kitchen 0.2.29 and an RTX 20 card or newer. Check your images: it rounds more than the "
+        "linears do.",
     )
 
 

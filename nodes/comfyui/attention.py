@@ -1,20 +1,38 @@
 """Attention: who computes it in a MODEL, what its layers prefer, and comfy-kitchen's in INT8."""
 
+import copy
 import importlib.metadata
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
 
 import comfy.ldm.modules.attention
+import comfy.utils
 import comfy_kitchen
 import torch
 
-from .patcher import DIFFUSION_MODEL, ModelPatcher
+from .patcher import DIFFUSION_MODEL, ModelPatcher, object_patches
 
 OVERRIDE = "optimized_attention_override"
 """The entry of a MODEL's transformer_options that computes its attention in the place of ComfyUI's function."""
 
 _core: Any = comfy.ldm.modules.attention  # what they have is asked for at run time
 _kitchen: Any = comfy_kitchen
+
+
+Attention = Callable[..., torch.Tensor]
+"""A function with the arguments of ComfyUI's attention functions: q, k, v, heads, mask=None and others."""
+
+
+def comfyuis_attention(*args: Any, mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    """What ComfyUI computes attention with where nothing else was chosen."""
+    return (_core.optimized_attention if mask is None else _core.optimized_attention_masked)(*args, mask=mask, **kwargs)
+
+
+def in_containers(q: Any) -> bool:
+    """Whether an attention call has q, k and v in containers: who computes takes them out (from 0.33 on)."""
+    return not isinstance(q, torch.Tensor)
 
 
 def is_attention_choice(part: Any) -> bool:
@@ -33,6 +51,73 @@ def attention_choices(model: ModelPatcher) -> dict[str, Any]:
     return {name: model.get_model_object(name) for name, part in parts if is_attention_choice(part)}
 
 
+class Chosen(NamedTuple):
+    """How many layers of a MODEL choose their attention, by whether the choice can run here; and whether a LoRA chose
+    for one."""
+
+    runs: int
+    cannot: int
+    by_lora: bool
+
+
+def chosen_layers(model: ModelPatcher) -> Chosen:
+    """Who chooses the attention of a MODEL's layers, below what `put_before_choices` put before them."""
+    parts = [part for part in attention_choices(model).values() if part.config is not None]
+    runs = sum(_own(part).function is not None for part in parts)
+    patches = object_patches(model).values()
+    by_lora = any(is_attention_choice(patch) and not isinstance(patch, _Before) for patch in patches)
+    return Chosen(runs, len(parts) - runs, by_lora)
+
+
+class _Before:
+    """What an object of ComfyUI's class for a layer's choice is too, where something was put before the choice."""
+
+    own: Any  # the layer's
+    attend: Callable[..., torch.Tensor]
+
+    def with_config(self, config: Any) -> Any:
+        """ComfyUI's: another one, for what a LoRA chooses."""
+        return _before(self.own.with_config(config), self.attend)
+
+
+def _before(choice: Any, attend: Callable[..., torch.Tensor]) -> Any:
+    before = copy.deepcopy(choice)
+    before.__class__ = type("Before", (_Before, type(choice)), {})
+    vars(before).update(own=choice, attend=attend)  # not as parts of a module
+    before.function = partial(attend, choice.function or comfyuis_attention)
+    return before
+
+
+def _own(part: Any) -> Any:
+    return part.own if isinstance(part, _Before) else part
+
+
+def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor]) -> tuple[str, ...]:
+    """Let the layers of a MODEL that may choose call `attend`, which takes what they would call as its first argument.
+
+    It is called where nothing overrides attention. Returns the paths of the layers' choices in the MODEL.
+    """
+    choices = attention_choices(model)
+    for name, choice in choices.items():
+        model.add_object_patch(name, _before(choice, attend))
+    return tuple(choices)
+
+
+def any_chooses(executor: Any, paths: Iterable[str]) -> bool:
+    """Whether one of these parts of a MODEL is a choice that runs here, below what was put before it.
+
+    `executor` is what a wrapper around the MODEL's calls gets.
+    """
+    return any(_own(comfy.utils.get_attr(executor.class_obj, path)).function is not None for path in paths)
+
+
+def without_override(argument: Any, override: object) -> Any:
+    """An argument of a model's call; of transformer_options that have this override a copy without."""
+    if not isinstance(argument, dict) or argument.get(OVERRIDE) is not override:
+        return argument
+    return {name: value for name, value in argument.items() if name != OVERRIDE}
+
+
 def state_dict_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
     """The state dict of a MODEL's diffusion model, with the weights as they lie there and the MODEL's own choices.
 
@@ -49,6 +134,18 @@ def state_dict_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
 def kitchen_attention() -> Callable[..., torch.Tensor] | None:
     """comfy-kitchen's INT8 attention, (q, k, v, scale=) over [batch, heads, tokens, width]; None where it has none."""
     return getattr(_kitchen, "int8_attention", None)
+
+
+def kitchen_takes_masks(kernel: Callable[..., torch.Tensor]) -> bool:
+    """Whether an INT8 attention has attn_mask=, broadcastable to [batch, heads, queries, keys]: bool or float."""
+    return "attn_mask" in inspect.signature(kernel).parameters
+
+
+def kitchen_halves() -> tuple[Callable[..., Any], Callable[[Any], torch.Tensor]] | None:
+    """The same in two functions: the first keeps none of the tensors, the second takes what the first returns."""
+    quantize = getattr(_kitchen, "prequantize_int8_attention", None)
+    attend = getattr(_kitchen, "int8_attention_from_prequantized", None)
+    return None if quantize is None or attend is None else (quantize, attend)
 
 
 def kitchen_attention_runs(device: torch.device) -> bool:

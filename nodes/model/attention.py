@@ -1,4 +1,7 @@
-"""What a MODEL's attention computes with: ComfyUI's own, or comfy-kitchen's INT8 attention where that applies."""
+"""What a MODEL's attention computes with: ComfyUI's own, or comfy-kitchen's INT8 attention where that applies.
+
+Where ComfyUI's layers have preferences of their own, a call that INT8 attention does not take is left to them.
+"""
 
 import functools
 import logging
@@ -8,24 +11,39 @@ from typing import Any
 
 import torch
 
-from ..comfyui.attention import OVERRIDE, kitchen_attention, kitchen_attention_runs, kitchen_version
+from ..comfyui.attention import (
+    OVERRIDE,
+    Attention,
+    any_chooses,
+    chosen_layers,
+    comfyuis_attention,
+    in_containers,
+    kitchen_attention,
+    kitchen_attention_runs,
+    kitchen_halves,
+    kitchen_takes_masks,
+    kitchen_version,
+    put_before_choices,
+    without_override,
+)
 from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
 from ..host import notices
+from .recipe import unknown_choices_of
 
 AS_COMFYUI = "as ComfyUI"
 INT8 = "INT8 (comfy-kitchen)"
 ATTENTION_CHOICES = (AS_COMFYUI, INT8)
 
 _KEY = "int8_dit_attention"
-# What comfy-kitchen 0.2.40, the first version known here to have INT8 attention, takes.
-_VERSION = "0.2.40"
+_VERSION = "0.2.29"  # the first with INT8 attention
 _OLDEST_CAPABILITY = (7, 5)
 _WIDEST_HEAD = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MASK_DTYPES = (torch.bool, *_DTYPES)
 _MOST_HEADS = 65535  # of all samples together: what a grid of CUDA has room for
 _KNOWN_KEYWORDS = {"scale", "enable_gqa", "low_precision_attention", "transformer_options", "_inside_attn_wrapper"}
 
-Attention = Callable[..., torch.Tensor]
+Halves = tuple[Callable[..., Any], ...]
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +87,14 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
     """
     check_attention(choice, model.load_device)
     options = options_of(model)
-    if choice == AS_COMFYUI or isinstance(options.get(OVERRIDE), INT8Attention):
+    outer = options.get(OVERRIDE)
+    if choice == AS_COMFYUI or isinstance(outer, INT8Attention):
         return
     kernel = kitchen_attention()
     assert kernel is not None  # or check_attention has raised
-    override = INT8Attention(kernel, model.load_device, options.get(OVERRIDE))
+    override = INT8Attention(kernel, model.load_device, outer, kitchen_halves())
     options[OVERRIDE] = override
+    override.put_before_choices(model)
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, override.watch)
 
@@ -82,9 +102,21 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
 def describe_attention(model: ModelPatcher) -> str:
     """What a MODEL's attention computes with, in words for the user."""
     override = options_of(model).get(OVERRIDE)
-    if override is None:
-        return AS_COMFYUI
-    return f"{INT8} where it fits" if isinstance(override, INT8Attention) else "as another node set it"
+    if override is not None and not isinstance(override, INT8Attention):
+        return "as another node set it"
+    parts = [AS_COMFYUI if override is None else f"{INT8} where it fits"]
+    chosen = chosen_layers(model)
+    if chosen.runs:
+        parts.append(f"{_layers(chosen.runs)} chosen by the file{' or a LoRA' if chosen.by_lora else ''}")
+    if chosen.cannot:
+        parts.append(f"the choice for {_layers(chosen.cannot)} cannot run here")
+    if unknown := unknown_choices_of(model):
+        parts.append(f"the file's choice for {_layers(len(unknown))} needs a newer ComfyUI")
+    return ", ".join(parts)
+
+
+def _layers(number: int) -> str:
+    return f"{number} layer{'s' if number > 1 else ''}"
 
 
 # What the attention calls of the model call that runs now did: a reason for each kind that INT8 attention did not take,
@@ -106,27 +138,48 @@ class INT8Attention:
 
     Args:
         kernel: comfy_kitchen.int8_attention, or what computes the same: (q, k, v, scale=) over [batch, heads, tokens,
-            head width].
+            head width]; with attn_mask=, broadcastable to [batch, heads, queries, keys], if it takes masks.
         device: where the kernel runs.
         outer: the override that was there before. It is called as ComfyUI calls it, with INT8 attention in place of
             ComfyUI's function: so what it does to its inputs is still done.
+        halves: the same in two functions, of which the first takes what the kernel takes and keeps none of it; the
+            second takes what the first returns.
     """
 
-    def __init__(self, kernel: Attention, device: torch.device, outer: Attention | None = None) -> None:
-        self._kernel, self._device, self._outer = kernel, device, outer
+    def __init__(
+        self,
+        kernel: Attention,
+        device: torch.device,
+        outer: Attention | None = None,
+        halves: Halves | None = None,
+    ) -> None:
+        self._kernel, self._device, self._outer, self._halves = kernel, device, outer, halves
+        self._takes_masks = kitchen_takes_masks(kernel)
+        self._before: tuple[str, ...] = ()
         self._noted: set[str | None] = set()
+        if outer is None:  # else ComfyUI takes the tensors out of their containers, for the other override
+            self.container_function = functools.partial(self._attend, comfyuis_attention)
 
     def __call__(self, func: Attention, *args, **kwargs) -> torch.Tensor:
         if self._outer is None:
             return self._attend(func, *args, **kwargs)
         return self._outer(functools.wraps(func)(functools.partial(self._attend, func)), *args, **kwargs)
 
+    def put_before_choices(self, model: ModelPatcher) -> None:
+        """Let the layers of a MODEL that may choose their attention have this one, and decline to their choice.
+
+        ComfyUI does not tell an override which layer calls. Where a layer has a choice, this object therefore stands
+        aside as an override, for calls of the MODEL that no other override is before.
+        """
+        if self._outer is None:
+            self._before = put_before_choices(model, self._attend)
+
     def _attend(
         self,
-        func: Attention,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        otherwise: Attention,
+        q: Any,
+        k: Any,
+        v: Any,
         heads: int,
         mask: torch.Tensor | None = None,
         attn_precision: torch.dtype | None = None,
@@ -134,12 +187,16 @@ class INT8Attention:
         skip_output_reshape: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The arguments are those of ComfyUI's attention functions."""
-        q4, k4, v4 = (_by_head(tensor, q, heads, skip_reshape) for tensor in (q, k, v))
-        misfit = self._misfit(q4, k4, v4, heads, mask, attn_precision, kwargs)
+        """The arguments are those of ComfyUI's attention functions, q, k and v in containers or not. `otherwise` takes
+        the same."""
+        contained = in_containers(q)
+        flat = [tensor.peek() for tensor in (q, k, v)] if contained else [q, k, v]
+        q4, k4, v4 = (_by_head(tensor, flat[0], heads, skip_reshape) for tensor in flat)
+        full_mask = mask if mask is None or mask.ndim > 3 else mask[(None,) * (3 - mask.ndim)].unsqueeze(1)
+        misfit = self._misfit(q4, k4, v4, heads, full_mask, attn_precision, kwargs)
         _note(misfit)
         if misfit is not None:
-            return func(
+            return otherwise(
                 q,
                 k,
                 v,
@@ -150,15 +207,24 @@ class INT8Attention:
                 skip_output_reshape=skip_output_reshape,
                 **kwargs,
             )
-        dense = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q4, k4, v4))
-        output = self._kernel(*dense, scale=kwargs.get("scale"))
+        dense = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q4, k4, v4)]
+        options = {"scale": kwargs.get("scale")} | ({} if full_mask is None else {"attn_mask": full_mask})
+        for container in (q, k, v) if contained else ():
+            container.take()
+        if contained and self._halves is not None and not torch.compiler.is_compiling():
+            quantize, attend = self._halves
+            quantized = quantize(*dense, **options)
+            del flat, q4, k4, v4, dense  # the last that hold them
+            output = attend(quantized)
+        else:
+            output = self._kernel(*dense, **options)
         return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
     def _misfit(self, q, k, v, heads, mask, attn_precision, keywords) -> str | None:
         """Why INT8 attention does not take a call, in words for the user, or None where it does. q, k, v as `_by_head`
-        gives them."""
-        if mask is not None:
-            return "it has a mask"
+        gives them; `mask` of four axes."""
+        if mask is not None and not self._takes_masks:
+            return "it has a mask, which this comfy-kitchen does not take"
         if attn_precision == torch.float32 != q.dtype or not keywords.get("low_precision_attention", True):
             return "the model asks for more precision"
         if q.device.type != self._device.type:
@@ -178,10 +244,20 @@ class INT8Attention:
             and q.shape[0] * heads <= _MOST_HEADS
             and keywords.keys() <= _KNOWN_KEYWORDS
         )
+        if usual and mask is not None:
+            full = (q.shape[0], heads, q.shape[2], k.shape[2])
+            fits = mask.ndim == 4 and all(size in (1, most) for size, most in zip(mask.shape, full, strict=True))
+            usual = fits and mask.dtype in _MASK_DTYPES and mask.device == q.device
         return None if usual else "its shapes or options are unusual"
 
-    def watch(self, executor: Callable[..., Any], *args, **kwargs) -> Any:
-        """A wrapper of ComfyUI's around each call of the model, which says where INT8 attention did not run."""
+    def watch(self, executor: Any, *args, **kwargs) -> Any:
+        """A wrapper of ComfyUI's around each call of the model, which says where INT8 attention did not run.
+
+        Where a layer has a choice of its own, the model is called without the override.
+        """
+        if self._before and any_chooses(executor, self._before):
+            args = tuple(without_override(argument, self) for argument in args)
+            kwargs = {name: without_override(argument, self) for name, argument in kwargs.items()}
         notes: set[str | None] = set()
         token = _notes.set(notes)
         try:

@@ -4,9 +4,12 @@ Where the installed comfy-kitchen lacks it, or there is no GPU, a float function
 """
 
 import logging
+import weakref
 
 import pytest
 import torch
+
+from support.tensors import relative_error
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 10, 16
 INT8 = "INT8 (comfy-kitchen)"
@@ -27,6 +30,19 @@ def comfyui_attention(pack):
     return attention_pytorch
 
 
+@pytest.fixture
+def containers(pack):
+    """comfy.ldm.modules.attention with them, also where ComfyUI is older."""
+    from support import comfyui_today
+
+    with comfyui_today.today() as attention:
+        yield attention
+
+
+def contained(core, qkv):
+    return [core.AttentionTensorContainer(tensor) for tensor in qkv]
+
+
 class StandIn:
     """int8_attention's signature and its demands on its inputs, computing in floats."""
 
@@ -34,16 +50,38 @@ class StandIn:
         self.scales = []
 
     def __call__(self, q, k, v, *, scale=None, attn_mask=None):
-        assert q.ndim == 4 and k.shape == v.shape and attn_mask is None
+        assert q.ndim == 4 and k.shape == v.shape
         assert q.dtype == k.dtype == v.dtype
         assert q.shape[0] == k.shape[0] and q.shape[1] % k.shape[1] == 0 and q.shape[3] == k.shape[3] <= 256
         assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
+        if attn_mask is not None:
+            assert attn_mask.dtype in (torch.bool, torch.float16, torch.bfloat16, torch.float32)
+            attn_mask = attn_mask.broadcast_to((*q.shape[:3], k.shape[2]))
+            attn_mask = attn_mask if attn_mask.dtype == torch.bool else attn_mask.to(q.dtype)
         self.scales.append(scale)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale, enable_gqa=True)
 
     @property
     def calls(self):
         return len(self.scales)
+
+
+class OldStandIn(StandIn):
+    """Of a comfy-kitchen whose INT8 attention takes no mask."""
+
+    def __call__(self, q, k, v, *, scale=None):
+        return super().__call__(q, k, v, scale=scale)
+
+
+HALVES = "prequantize_int8_attention", "int8_attention_from_prequantized"
+
+
+def halves_of(kernel):
+    """The kernel in two functions, of which the second gets copies: as real ones get INT8."""
+    return (
+        lambda *qkv, **options: (tuple(map(torch.clone, qkv)), options),
+        lambda quantized: kernel(*quantized[0], **quantized[1]),
+    )
 
 
 @pytest.fixture
@@ -53,7 +91,9 @@ def kernel(pack, monkeypatch):
 
     kernel = StandIn()
     monkeypatch.setattr(comfy_kitchen, "int8_attention", kernel, raising=False)
-    monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: True, raising=False)
+    monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device=None: True, raising=False)
+    for name, half in zip(HALVES, halves_of(kernel), strict=True):
+        monkeypatch.setattr(comfy_kitchen, name, half, raising=False)
     return kernel
 
 
@@ -111,9 +151,44 @@ def test_keys_and_values_may_come_by_head(attention, comfyui_attention, kernel):
     assert kernel.calls == 1
 
 
+def random_mask(*shape, dtype=torch.bool):
+    """One that leaves each query its first key."""
+    allowed = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    allowed[..., 0] = True
+    return allowed if dtype == torch.bool else torch.zeros(shape, dtype=dtype).masked_fill(~allowed, -5.0)
+
+
+MASKS = {
+    "for all": random_mask(TOKENS, TOKENS),
+    "of floats": random_mask(TOKENS, TOKENS, dtype=torch.float32),
+    "by sample": random_mask(BATCH, TOKENS, TOKENS),
+    "of keys": random_mask(BATCH, 1, 1, TOKENS),
+    "by head": random_mask(BATCH, HEADS, TOKENS, TOKENS, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("kv_heads", (HEADS, 2))
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("by_head", (True, False))
+def test_masked_calls_equal_comfyuis(attention, comfyui_attention, kernel, by_head, mask, kv_heads):
+    qkv = tensors(kv_heads, by_head=by_head)
+    options = {"skip_reshape": by_head, "mask": MASKS[mask], "enable_gqa": kv_heads != HEADS}
+    expected = comfyui_attention(*qkv, HEADS, **options)
+    assert relative_error(comfyui_attention(*qkv, HEADS, **options | {"mask": None}), expected) > 0.1
+    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, **options)
+    torch.testing.assert_close(actual, expected)
+    assert kernel.calls == 1
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_comfy_kitchen_without_masks_gets_none(attention, comfyui_attention, mask):
+    qkv, kernel = tensors(), OldStandIn()
+    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, mask=MASKS[mask])
+    assert torch.equal(actual, comfyui_attention(*qkv, HEADS, mask=MASKS[mask]))
+    assert kernel.calls == 0
+
+
 MISFITS = {
-    "a mask": ({}, {"mask": torch.eye(TOKENS, dtype=torch.bool)}),
-    "a mask by position": ({}, {"mask": torch.eye(TOKENS)}),
     "full precision": ({}, {"low_precision_attention": False}),
     "float32 scores": ({"dtype": torch.bfloat16}, {"attn_precision": torch.float32}),
     "float64": ({"dtype": torch.float64}, {}),
@@ -137,7 +212,8 @@ def test_a_positional_mask_is_seen(attention, comfyui_attention, kernel):
     qkv, mask = tensors(), torch.eye(TOKENS, dtype=torch.bool)
     options = {"optimized_attention_override": on_cpu(attention, kernel)}
     actual = comfyui_attention(*qkv, HEADS, mask, transformer_options=options)
-    assert torch.equal(actual, comfyui_attention(*qkv, HEADS, mask)) and kernel.calls == 0
+    torch.testing.assert_close(actual, comfyui_attention(*qkv, HEADS, mask))
+    assert kernel.calls == 1
 
 
 def test_keys_for_all_samples_at_once_get_comfyuis(attention, comfyui_attention, kernel):
@@ -170,8 +246,11 @@ def test_an_override_that_was_there_still_acts(attention, comfyui_attention, ker
     assert kernel.calls == 1 and names == ["attention_pytorch"]
 
 
-@pytest.mark.parametrize("mask", (None, torch.eye(TOKENS)), ids=("fits", "mask"))
-def test_compiles_into_one_graph(attention, comfyui_attention, mask):
+@pytest.mark.parametrize("in_containers", (False, True), ids=("tensors", "containers"))
+@pytest.mark.parametrize("mask", (None, torch.eye(TOKENS)), ids=("fits", "misfit"))
+def test_compiles_into_one_graph(attention, containers, monkeypatch, mask, in_containers):
+    # What ComfyUI runs on a CPU asks for the free memory.
+    monkeypatch.setattr(containers, "optimized_attention_masked", containers.attention_pytorch)
     calls = []
 
     @torch.library.custom_op("int8_dit_tests::attention", mutates_args=())
@@ -181,18 +260,94 @@ def test_compiles_into_one_graph(attention, comfyui_attention, mask):
 
     op.register_fake(lambda q, k, v, scale: q.new_empty(q.shape))
     override = on_cpu(attention, lambda q, k, v, *, scale=None: op(q, k, v, scale))
-    qkv = tensors()
+    core, qkv = containers, tensors()
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda *qkv: run(comfyui_attention, override, qkv, mask=mask), backend="aot_eager", fullgraph=True
+        lambda *qkv: run(core.attention_pytorch, override, contained(core, qkv) if in_containers else qkv, mask=mask),
+        backend="aot_eager",
+        fullgraph=True,
     )
     seen = set()
     token = attention._notes.set(seen)
     for _ in range(2):
-        torch.testing.assert_close(compiled(*qkv), comfyui_attention(*qkv, HEADS, mask))
+        torch.testing.assert_close(compiled(*qkv), core.attention_pytorch(*qkv, HEADS, mask))
     attention._notes.reset(token)
-    assert seen == ({None} if mask is None else {"it has a mask"})
+    assert seen == ({None} if mask is None else {"it has a mask, which this comfy-kitchen does not take"})
     assert len(calls) == (2 if mask is None else 0)
+
+
+# Containers, as ComfyUI from 0.33 on gives them to an override
+
+
+@pytest.mark.parametrize("mask", (None, MASKS["for all"]), ids=("plain", "mask"))
+@pytest.mark.parametrize("by_head", (True, False))
+def test_contained_calls_equal_comfyuis(attention, containers, kernel, by_head, mask):
+    qkv = tensors(by_head=by_head)
+    options = {"skip_reshape": by_head, "mask": mask}
+    expected = containers.attention_pytorch(*qkv, HEADS, **options)
+    for halves in (None, halves_of(kernel)):
+        override = attention.INT8Attention(kernel, torch.device("cpu"), None, halves)
+        held = contained(containers, qkv)
+        torch.testing.assert_close(run(containers.attention_pytorch, override, held, **options), expected)
+        assert [container.tensor for container in held] == [None] * 3
+    assert kernel.calls == 2
+
+
+def test_taken_tensors_are_free_once_they_are_quantized(attention, containers, kernel):
+    held = contained(containers, tensors())
+    alive = [weakref.ref(container.tensor) for container in held]
+    quantize, attend = halves_of(kernel)
+
+    def attend_alone(quantized):
+        assert [tensor() for tensor in alive] == [None] * 3
+        return attend(quantized)
+
+    override = attention.INT8Attention(kernel, torch.device("cpu"), None, (quantize, attend_alone))
+    run(containers.attention_pytorch, override, held)
+    assert kernel.calls == 1
+
+
+def test_a_contained_misfit_gets_comfyuis(attention, containers, kernel):
+    qkv = tensors()
+    held = contained(containers, qkv)
+    actual = run(containers.attention_pytorch, on_cpu(attention, kernel), held, low_precision_attention=False)
+    assert torch.equal(actual, containers.optimized_attention(*qkv, HEADS))
+    assert kernel.calls == 0 and [container.tensor for container in held] == [None] * 3
+
+
+@pytest.mark.parametrize("has_container_function", (True, False))
+@pytest.mark.parametrize("first", (True, False), ids=("it was there", "it comes later"))
+def test_another_override_around_it_in_containers(attention, containers, kernel, first, has_container_function):
+    """ComfyUI tells neither which function it would call: one that comes later calls what it found."""
+
+    def doubling(func, q, *args, **kwargs):
+        return func(2 * q, *args, **kwargs)
+
+    q, k, v = tensors()
+    override = on_cpu(attention, kernel, doubling if first else None)
+    if not first:
+        inner = override
+
+        def override(func, q, *args, **kwargs):
+            return inner(func, 2 * q, *args, **kwargs)
+
+        if has_container_function:
+
+            def in_containers(q, *args, **kwargs):
+                return inner.container_function(containers.AttentionTensorContainer(2 * q.take()), *args, **kwargs)
+
+            override.container_function = in_containers
+    elif has_container_function:
+        doubling.container_function = None  # not called: it would leave no place for INT8 attention
+    actual = run(containers.attention_pytorch, override, contained(containers, (q, k, v)))
+    torch.testing.assert_close(actual, containers.attention_pytorch(2 * q, k, v, HEADS))
+    assert kernel.calls == 1
+
+
+def test_it_can_be_hashed(attention, kernel):
+    """ComfyUI 0.37 and newer keys with it."""
+    override = on_cpu(attention, kernel)
+    assert {override: 1}[override] == 1
 
 
 # The whole way: a node, its MODEL, a sampling
@@ -265,7 +420,7 @@ def test_a_comfy_kitchen_without_it(load, monkeypatch):
     import comfy_kitchen
 
     monkeypatch.delattr(comfy_kitchen, "int8_attention", raising=False)
-    with pytest.raises(RuntimeError, match=r"no INT8 attention. 0.2.40 has it: run `pip install .*set to as ComfyUI"):
+    with pytest.raises(RuntimeError, match=r"no INT8 attention. 0.2.29 has it: run `pip install .*set to as ComfyUI"):
         load(attention=INT8)
 
 

@@ -40,9 +40,9 @@ class Counting:
     def __init__(self):
         self.calls = 0
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, q, k, v, *, scale=None, attn_mask=None):
         self.calls += 1
-        return comfy_kitchen.int8_attention(*args, **kwargs)
+        return comfy_kitchen.int8_attention(q, k, v, scale=scale, attn_mask=attn_mask)
 
 
 def tensors(batch, kv_heads, queries, keys, width, dtype, by_head):
@@ -83,11 +83,47 @@ def test_the_scale_is_used(attention, scale):
     assert calls == 1 and relative_error(actual.float(), expected.float()) < 0.05
 
 
-def test_masks_go_to_comfyuis(attention):
-    qkv = tensors(*SHAPES["narrow heads"], torch.bfloat16, True)
-    mask = torch.ones(300, 300, dtype=torch.bool, device=GPU).tril()
-    expected, actual, calls = both(attention, qkv, skip_reshape=True, mask=mask)
-    assert calls == 0 and torch.equal(actual, expected)
+def causal(*shape):
+    return torch.ones(shape, dtype=torch.bool, device=GPU).tril()
+
+
+def padded(*shape, dtype):
+    """The last tenth of the keys is padding; of floats as Ideogram 4's."""
+    keys = torch.arange(shape[-1], device=GPU) < 0.9 * shape[-1]
+    return torch.zeros(shape, dtype=dtype, device=GPU).masked_fill(~keys, torch.finfo(dtype).min)
+
+
+@pytest.mark.parametrize("shape", ("narrow heads", "GQA", "Ideogram 4 at 1024 px"))
+@pytest.mark.parametrize("kind", ("bool", "float", "of keys"))
+def test_masked_calls_are_near_comfyuis(attention, kind, shape):
+    batch, kv_heads, queries, keys, _ = SHAPES[shape]
+    qkv = tensors(*SHAPES[shape], torch.bfloat16, True)
+    options = {"skip_reshape": True, "enable_gqa": kv_heads != HEADS}
+    mask = {
+        "bool": lambda: causal(queries, keys),
+        "float": lambda: padded(batch, queries, keys, dtype=torch.bfloat16),
+        "of keys": lambda: padded(batch, 1, 1, keys, dtype=torch.bfloat16),
+    }[kind]()
+    expected, actual, calls = both(attention, qkv, mask=mask, **options)
+    unmasked, _, _ = both(attention, qkv, **options)
+    assert calls == 1 and relative_error(actual.float(), expected.float()) < 0.05
+    assert relative_error(unmasked.float(), expected.float()) > 0.1
+
+
+def test_containers_get_the_same(attention):
+    """By comfy-kitchen's two halves, as ComfyUI's own function does."""
+    from int8_dit.nodes.comfyui.attention import kitchen_halves
+    from support import comfyui_today
+
+    qkv = tensors(*SHAPES["GQA"], torch.bfloat16, True)
+    override = attention.INT8Attention(Counting(), GPU, None, kitchen_halves())
+    with comfyui_today.today() as core, torch.inference_mode():
+        held = [core.AttentionTensorContainer(tensor) for tensor in qkv]
+        options = {"skip_reshape": True, "enable_gqa": True}
+        expected = core.attention_pytorch(*qkv, HEADS, **options)
+        chosen = {"optimized_attention_override": override}
+        actual = core.attention_pytorch(*held, HEADS, transformer_options=chosen, **options)
+    assert 0 < relative_error(actual.float(), expected.float()) < 0.05
 
 
 def test_slices_of_one_projection(attention):

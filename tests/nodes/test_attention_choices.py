@@ -1,0 +1,338 @@
+"""What files and LoRAs choose for the attention of each layer: followed, shown, kept by every way of saving.
+
+ComfyUI has it from 0.36 on; support/comfyui_today.py puts its interface over an older one.
+"""
+
+import json
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.tensors import relative_error
+
+CHOICE = {"attention": "comfy_kitchen_int8"}
+LAYER = "blocks.1.self_attn.comfy_attention"
+OTHER = "blocks.0.cross_attn.comfy_attention"
+KEY, OTHER_KEY = f"{LAYER}.config", f"{OTHER}.config"
+IN_LORA = f"diffusion_model.{OTHER_KEY}"
+INT8 = "INT8 (comfy-kitchen)"
+
+
+def encoded(config):
+    return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
+
+
+def decoded(tensor):
+    return json.loads(tensor.numpy().tobytes())
+
+
+@pytest.fixture
+def core(pack):
+    """comfy.ldm.modules.attention as it is today."""
+    from support import comfyui_today
+
+    with comfyui_today.today() as attention:
+        yield attention
+
+
+@pytest.fixture
+def preferred(core, monkeypatch):
+    """The calls of what layers may choose, which computes what PyTorch's does."""
+    calls = []
+
+    def int8(*args, **kwargs):
+        calls.append(kwargs)
+        return core.attention_pytorch(*args, **kwargs)
+
+    monkeypatch.setattr(core, "attention_comfy_kitchen_int8", int8)
+    monkeypatch.setattr(core, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
+    monkeypatch.setattr("comfy_kitchen.int8_attention_is_available", lambda *_: True, raising=False)
+    return calls
+
+
+@pytest.fixture
+def small(pack):
+    from support import small_models
+
+    return small_models
+
+
+@pytest.fixture
+def write(small, tmp_path):
+    """Write the file of a small Wan with these tensors more; the path."""
+
+    def write(choices, name="chosen.safetensors"):
+        model = small.wan().model
+        save_file({**model.diffusion_model.state_dict(), **choices}, tmp_path / name)
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture
+def load(pack):
+    from int8_dit.nodes.model.load import load_int8_model
+
+    return lambda path: load_int8_model(path, "fused int8")
+
+
+@pytest.fixture
+def attention(pack):
+    from int8_dit.nodes.model import attention
+
+    return attention
+
+
+@pytest.fixture
+def save(pack, tmp_path):
+    """Save a MODEL in one of two formats and read its choices from the file."""
+    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.model.save_gguf import save_gguf_model
+
+    def save(model, form):
+        path = str(tmp_path / f"saved{len(list(tmp_path.iterdir()))}.{form}")
+        if form == "gguf":
+            save_gguf_model(model, path, {}, "Q8_0")
+            tensors = {
+                t.name: (t.tensor_type.name, torch.from_numpy(t.data.copy())) for t in gguf.GGUFReader(path).tensors
+            }
+            tensors = {key: tensor for key, (kind, tensor) in tensors.items() if kind == "I8"}
+        else:
+            save_int8_model(model, path, {})
+            tensors = load_file(path)
+        return path, {key: decoded(t) for key, t in tensors.items() if key.endswith(".config")}
+
+    return save
+
+
+FORMS = ("safetensors", "gguf")
+
+
+def forward(small, model, **options):
+    """One call of a MODEL as a sampler makes it, with its own options."""
+    inputs = small.calibration(model)
+    small.comfy.model_management.load_models_gpu([model])
+    own = model.model_options["transformer_options"]
+    x = torch.randn(inputs["latent_image"]["samples"].shape, generator=torch.Generator().manual_seed(2))
+    text = inputs["positive"]["positive_0"][0][0]
+    with torch.inference_mode():
+        options = {**own, "wrappers": model.wrappers, **options}
+        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options)
+
+
+def with_lora(model, config=CHOICE):
+    """A clone with a LoRA that chooses for the other layer and changes no weight."""
+    import comfy.lora
+
+    clone = model.clone()
+    patches = comfy.lora.load_lora({IN_LORA: encoded(config)}, comfy.lora.model_lora_keys_unet(model.model, {}))
+    assert clone.add_patches(patches, 1.0) == [IN_LORA]
+    return clone
+
+
+# Followed and shown
+
+
+def test_the_files_choice_is_followed_and_shown(small, write, load, preferred):
+    from int8_dit.nodes.model.summary import summarize
+
+    plain = load(write({}, "plain.safetensors"))
+    expected = forward(small, plain)
+    assert str(summarize(plain)).endswith("attention as ComfyUI") and not preferred
+    model = load(write({KEY: encoded(CHOICE)}))
+    assert str(summarize(model)).endswith("attention as ComfyUI, 1 layer chosen by the file")
+    forward(small, model)
+    preferred.clear()  # the first call compares blocks
+    assert relative_error(forward(small, model), expected) < 1e-3
+    assert len(preferred) == 1
+
+
+def test_a_loras_choice_is_followed_and_shown(small, write, load, preferred, attention):
+    model = load(write({KEY: encoded(CHOICE)}))
+    clone = with_lora(model)
+    assert attention.describe_attention(clone) == "as ComfyUI, 2 layers chosen by the file or a LoRA"
+    assert attention.describe_attention(model) == "as ComfyUI, 1 layer chosen by the file"
+    for chosen, count in ((clone, 2), (model, 1)):
+        forward(small, chosen)
+        preferred.clear()
+        forward(small, chosen)
+        assert len(preferred) == count
+
+
+def test_what_cannot_run_here_is_shown(write, load, core, attention):
+    model = load(write({KEY: encoded(CHOICE)}))
+    assert attention.describe_attention(model) == "as ComfyUI, the choice for 1 layer cannot run here"
+
+
+# Kept
+
+
+@pytest.mark.parametrize("config", (CHOICE, [CHOICE, {"attention": "comfy_kitchen_int8", "tau": 0.25}]))
+@pytest.mark.parametrize("form", FORMS)
+def test_saved_files_keep_it(write, load, save, core, form, config):
+    """Also where what is chosen is not available, as here."""
+    path, saved = save(load(write({KEY: encoded(config)})), form)
+    assert saved == {KEY: config}
+    assert load(path).get_model_object(f"diffusion_model.{LAYER}").config == config
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_clone_saves_its_own(small, write, load, save, preferred, form):
+    """Whichever of them is in the modules."""
+    model = load(write({KEY: encoded(CHOICE)}))
+    clone, plain = with_lora(model), {KEY: CHOICE}
+    for loaded in (clone, model):
+        forward(small, loaded)
+        assert save(clone, form)[1] == plain | {OTHER_KEY: CHOICE}
+        assert save(model, form)[1] == plain
+
+
+@pytest.mark.parametrize("stock", (True, False), ids=("ComfyUI's loader", "this pack's"))
+def test_quantizing_keeps_it(small, write, load, save, preferred, stock):
+    """And a LoRA's choice is no reason to refuse the MODEL."""
+    import comfy.sd
+
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+
+    path = write({KEY: encoded(CHOICE)})
+    model = with_lora(comfy.sd.load_diffusion_model(path) if stock else load(path))
+    quantized, _ = quantize_model(model, QuantizationSettings("rotate"), "fused int8", None)
+    assert save(quantized, "safetensors")[1] == {KEY: CHOICE, OTHER_KEY: CHOICE}
+    forward(small, quantized)
+    preferred.clear()
+    forward(small, quantized)
+    assert len(preferred) == 2
+
+
+def test_a_second_gpus_copy_keeps_it(write, load, core):
+    from int8_dit.nodes.model.build import rebuild_int8_model
+
+    model = load(write({KEY: encoded(CHOICE)}))
+    again = rebuild_int8_model(model.model, "fused int8")
+    assert again.get_model_object(f"diffusion_model.{LAYER}").config == CHOICE
+
+
+def test_damaged_ones_are_named(write, load):
+    for damaged in (encoded(CHOICE)[:-1], encoded([]), encoded("sage"), torch.full((4,), 255, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=f"chosen.safetensors: .*{KEY} is neither a JSON object"):
+            load(write({KEY: damaged}))
+    with pytest.raises(ValueError, match=f"{KEY} is neither a JSON object"):
+        load(write({KEY: torch.zeros(2, 2)}))
+
+
+# A ComfyUI without it
+
+
+@pytest.fixture
+def older(pack):
+    import comfy.ldm.modules.attention
+
+    if hasattr(comfy.ldm.modules.attention, "ComfyAttention"):
+        pytest.skip("this ComfyUI has it")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_older_comfyui_ignores_and_keeps_it(older, small, write, load, save, attention, monkeypatch, form):
+    """Nor is what an earlier block does not choose taken for missing."""
+    monkeypatch.setitem(small.WAN_SIZES, "num_layers", 3)
+    choices = {f"blocks.{block}.self_attn.comfy_attention.config": CHOICE for block in (1, 2)}
+    model = load(write({key: encoded(config) for key, config in choices.items()}))
+    assert attention.describe_attention(model) == "as ComfyUI, the file's choice for 2 layers needs a newer ComfyUI"
+    assert torch.equal(forward(small, model), forward(small, load(write({}, "plain.safetensors"))))
+    path, saved = save(model, form)
+    assert saved == choices
+    assert save(load(path), form)[1] == choices
+
+
+# Beside the widget
+
+
+class Kernel:
+    """comfy-kitchen's INT8 attention in floats, for heads up to a width."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, q, k, v, *, scale=None, attn_mask=None):
+        self.calls += 1
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale)
+
+
+@pytest.fixture
+def kernel(preferred, monkeypatch):
+    import comfy_kitchen
+
+    kernel = Kernel()
+    monkeypatch.setattr(comfy_kitchen, "int8_attention", kernel, raising=False)
+    monkeypatch.delattr(comfy_kitchen, "prequantize_int8_attention", raising=False)
+    return kernel
+
+
+LAYERS = 4  # of the small Wan, two in each block
+
+
+@pytest.mark.parametrize("widget", ("before the LoRA", "after the LoRA", "without a LoRA"))
+@pytest.mark.parametrize("fits", (True, False), ids=("fits", "declines"))
+def test_int8_attention_declines_to_the_layers_choice(
+    small, write, load, preferred, kernel, attention, monkeypatch, widget, fits
+):
+    model = load(write({KEY: encoded(CHOICE)}))
+    expected = forward(small, model)
+    if widget == "after the LoRA":
+        model = with_lora(model)
+    attention.set_attention(model, INT8)
+    if widget == "before the LoRA":
+        model = with_lora(model)
+    choosing = 1 if widget == "without a LoRA" else 2
+    assert attention.describe_attention(model).startswith(f"{INT8} where it fits, {choosing} layer")
+    if not fits:
+        monkeypatch.setattr(attention, "_WIDEST_HEAD", 8)
+    forward(small, model)
+    preferred.clear()
+    kernel.calls = 0
+    assert relative_error(forward(small, model), expected) < 1e-3
+    assert (kernel.calls, len(preferred)) == ((LAYERS, 0) if fits else (0, choosing))
+
+
+def test_int8_attention_stays_an_override_where_no_layer_chooses(small, write, load, preferred, kernel, attention):
+    """So that what calls attention beside the layers, and a node that calls the override it finds, have it too."""
+    model = load(write({}))
+    attention.set_attention(model, INT8)
+    inner = model.model_options["transformer_options"]["optimized_attention_override"]
+    seen = []
+
+    def outer(func, *args, **kwargs):
+        seen.append(func)
+        return inner(func, *args, **kwargs)
+
+    forward(small, model)
+    for override in (inner, outer):
+        kernel.calls = 0
+        forward(small, model, optimized_attention_override=override)
+        assert kernel.calls == LAYERS
+    assert len(seen) == LAYERS
+
+
+def test_another_override_stays_before_the_layers_choice(small, write, load, preferred, kernel, attention):
+    model = load(write({KEY: encoded(CHOICE)}))
+    seen = []
+
+    def outer(func, *args, **kwargs):
+        seen.append(func)
+        return func(*args, **kwargs)
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = outer
+    attention.set_attention(model, INT8)
+    forward(small, model)
+    seen.clear()
+    kernel.calls = 0
+    forward(small, model)
+    assert len(seen) == kernel.calls == LAYERS and not preferred
+
+
+def test_choices_are_saved_from_under_int8_attention(write, load, save, preferred, kernel, attention):
+    model = load(write({KEY: encoded(CHOICE)}))
+    attention.set_attention(model, INT8)
+    assert save(with_lora(model), "safetensors")[1] == {KEY: CHOICE, OTHER_KEY: CHOICE}
