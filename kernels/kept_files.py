@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 _MOST_BYTES = 1 << 22  # some thousand results; as many brackets take 100 MB in Python
 _MOST_SIZE = 1 << 31
-_MOST_MILLISECONDS = 1e7  # hours
+_LEAST_MILLISECONDS, _MOST_MILLISECONDS = 1e-6, 1e7  # a nanosecond, hours
 # Windows refuses to replace or open a file in the instant another process opens or replaces it.
 _ATTEMPTS = 10
 _PAUSE_SECONDS = 0.02
@@ -63,7 +63,7 @@ def is_size(value: Any) -> bool:
 
 def is_milliseconds(value: Any) -> bool:
     """Whether a value from JSON is a time that a product can take."""
-    return type(value) in (int, float) and 0 < value < _MOST_MILLISECONDS
+    return type(value) in (int, float) and _LEAST_MILLISECONDS <= value < _MOST_MILLISECONDS
 
 
 def _patiently(action: Callable[[], _Result]) -> _Result:
