@@ -9,6 +9,9 @@ from .row_sample import RowSample
 
 # Calls whose channel magnitudes are kept back to be summed up together: fewer, larger operations on the device.
 _CALLS_TOGETHER = 16
+# Squares of sums of products with larger values leave float32, and errors are sums of squares.
+_LARGEST = 2.0**40
+_MOST_CALLS = 1 << 53
 # Where more than half of the channels are zero in a call, no channel can be said to stand out by any number.
 _LARGEST_SPIKINESS = 1e6
 
@@ -54,7 +57,7 @@ class ActivationStatistics:
         spikiness = peak / magnitudes.median(dim=1).values.clamp(min=tiny)
         self._spikiness = self._spikiness + spikiness.clamp(max=_LARGEST_SPIKINESS).sum()
         # As long as all calls before these were finite, those of these before the first that is not count too.
-        finite = torch.isfinite(peak).cumprod(dim=0).sum()
+        finite = (peak <= _LARGEST).cumprod(dim=0).sum()
         all_before = self._finite_calls == self.calls - len(peak)
         self._finite_calls = self._finite_calls + finite * all_before
         absmax = magnitudes.amax(dim=0)
@@ -73,7 +76,8 @@ class ActivationStatistics:
 
     @property
     def finite_calls(self) -> int:
-        """How many calls came before the first whose input held a NaN or Inf; all of them where none did."""
+        """How many calls came before the first whose input held a NaN, an Inf or a value above 2^40; all of them where
+        none did."""
         self._settle()
         return int(self._finite_calls)
 
@@ -108,12 +112,14 @@ class ActivationStatistics:
     ) -> "ActivationStatistics":
         """Statistics from the values of another object's attributes, `parts` being its sample's. Raises ValueError for
         what no calls could have left behind."""
-        if calls < 1 or not math.isfinite(spikiness):
+        if not 0 < calls < _MOST_CALLS or not 0 <= spikiness <= _LARGEST_SPIKINESS:
             raise ValueError(f"{calls} calls with a spikiness of {spikiness}")
-        if not bool((torch.isfinite(absmax) & (absmax >= 0)).all()):
-            raise ValueError("the absmax holds a value that is negative, NaN or Inf")
-        if not parts or not all(part.numel() and bool(torch.isfinite(part).all()) for part in parts):
-            raise ValueError("the sampled rows are empty or hold a NaN or Inf")
+        if not bool(((absmax >= 0) & (absmax <= _LARGEST)).all()):
+            raise ValueError(f"the absmax holds a value that is negative, NaN, Inf or above {_LARGEST:.0e}")
+        if not 0 < len(parts) <= calls or not all(part.numel() for part in parts):
+            raise ValueError(f"the sampled rows are of {len(parts)} calls out of {calls}, or some have none")
+        if not all(bool((part.abs() <= absmax).all()) for part in parts):
+            raise ValueError("the sampled rows hold a NaN or Inf, or a value above the largest of all rows")
         statistics = cls()
         statistics.calls = calls
         statistics.sample = RowSample(calls, parts)

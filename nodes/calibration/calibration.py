@@ -30,8 +30,8 @@ class Calibration:
         if broken:
             first = min(broken, key=lambda name: self.statistics[name].finite_calls)
             raise ValueError(
-                f"calibration: the input of layer {first} held a NaN or Inf; the model does not sample cleanly with "
-                "these inputs"
+                f"calibration: the input of layer {first} held a NaN or Inf, or a value that no model has; the model "
+                "does not sample cleanly with these inputs"
             )
 
     def check_fits(self, linears: Mapping[str, CastWeightBiasOp]) -> None:

@@ -21,7 +21,8 @@ from .calibration import Calibration
 
 _KEY = "int8_dit_calibration"
 _ABSMAX, _ROWS = "absmax", "rows"
-_MOST = 1 << 26  # characters; a thousand layers that were called a thousand times have about 10 million
+_MOST_SIZE = 1 << 31
+_MOST = 1 << 22  # characters; a thousand layers have about 150,000
 
 
 def save_calibration(
@@ -59,16 +60,27 @@ def load_calibration(path: str) -> Calibration:
     shapes, statistics = {}, {}
     try:
         for name, layer in json_object(text, _MOST).items():
-            rows, columns = layer["shape"]
-            shapes[name] = (int(rows), int(columns))
-            if _calls(layer, f"{name}.{_ABSMAX}" in tensors or f"{name}.{_ROWS}" in tensors):
-                statistics[name] = _statistics(layer, tensors[f"{name}.{_ABSMAX}"], tensors[f"{name}.{_ROWS}"], columns)
+            shapes[name] = _shape(layer)
+            own = {part: tensors.pop(f"{name}.{part}") for part in (_ABSMAX, _ROWS) if f"{name}.{part}" in tensors}
+            if _calls(layer, bool(own)):
+                statistics[name] = _statistics(layer, own[_ABSMAX], own[_ROWS], shapes[name][1])
+        if tensors:
+            name = None
+            raise ValueError(f"{min(tensors)} belongs to no layer")
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:
-        where = "" if name is None else f" at layer {name}"
-        raise ValueError(f"{file}: the calibration cannot be read{where} ({error})") from error
+        where = "" if name is None else f" at layer {name[:200]}"
+        said = str(error)[:300]
+        raise ValueError(f"{file}: the calibration cannot be read{where} ({said}); save it again") from error
     if not statistics:
         raise ValueError(f"{file}: no layer was called while this calibration was recorded; record it again")
     return Calibration(shapes, statistics)
+
+
+def _shape(layer: dict) -> tuple[int, int]:
+    rows, columns = layer["shape"]
+    if not all(type(size) is int and 0 < size < _MOST_SIZE for size in (rows, columns)):
+        raise ValueError(f"shape must be two whole numbers from 1 on, not {layer['shape']!r}")
+    return rows, columns
 
 
 def _calls(layer: dict, has_tensors: bool) -> int:
@@ -85,5 +97,5 @@ def _statistics(layer: dict, absmax: torch.Tensor, rows: torch.Tensor, columns: 
         raise ValueError(f"{_ABSMAX} must be float32 [{columns}], not {absmax.dtype} {list(absmax.shape)}")
     if rows.ndim != 2 or rows.shape[1] != columns or not rows.is_floating_point():
         raise ValueError(f"{_ROWS} must be floating point [rows, {columns}], not {rows.dtype} {list(rows.shape)}")
-    parts = rows.split([int(count) for count in layer["sampled"]])
-    return ActivationStatistics.restored(int(layer["calls"]), float(layer["spikiness"]), absmax, parts)
+    parts = rows.split(list(layer["sampled"]))
+    return ActivationStatistics.restored(layer["calls"], float(layer["spikiness"]), absmax, parts)

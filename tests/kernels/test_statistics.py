@@ -59,6 +59,12 @@ def test_figures_can_be_asked_for_between_calls():
         assert torch.equal(statistics.absmax, torch.cat(inputs[: index + 1]).abs().amax(0))
 
 
+def test_a_call_whose_squares_leave_float32_counts_as_not_finite():
+    inputs = calls(20)
+    inputs[7][0, 0] = 1e30
+    assert statistics_of(inputs).finite_calls == 7
+
+
 @pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf))
 @pytest.mark.parametrize("bad", (0, 3, 15, 16, 20, 39))
 def test_the_first_call_that_is_not_finite(value, bad):
@@ -212,14 +218,26 @@ def test_restored_statistics():
     (
         (0, 1.0, 1.0, 1.0, "0 calls"),
         (1, math.inf, 1.0, 1.0, "spikiness of inf"),
-        (1, 1.0, math.nan, 1.0, "absmax holds a value that is negative, NaN or Inf"),
-        (1, 1.0, -1.0, 1.0, "absmax holds a value that is negative, NaN or Inf"),
-        (1, 1.0, 1.0, math.nan, "rows are empty or hold a NaN or Inf"),
+        (1 << 60, 1.0, 1.0, 1.0, f"{1 << 60} calls"),
+        (1, math.nan, 1.0, 1.0, "spikiness of nan"),
+        (1, -1.0, 1.0, 1.0, "spikiness of -1.0"),
+        (1, 1e7, 1.0, 1.0, "spikiness of 10000000.0"),
+        (1, 1.0, math.nan, 1.0, "absmax holds a value that is negative, NaN, Inf or above 1e\\+12"),
+        (1, 1.0, -1.0, 1.0, "absmax holds a value that is negative"),
+        (1, 1.0, 1e30, 1.0, "absmax holds a value that is .* above"),
+        (1, 1.0, 1.0, math.nan, "rows hold a NaN or Inf"),
+        (1, 1.0, 1.0, 1e30, "rows hold .* a value above the largest"),
+        (1, 1.0, 1.0, -1.5, "rows hold .* a value above the largest"),
     ),
 )
 def test_what_no_calls_leave_behind_is_not_restored(calls, spikiness, absmax, row, message):
     with pytest.raises(ValueError, match=message):
         ActivationStatistics.restored(calls, spikiness, torch.tensor([1.0, absmax]), [torch.tensor([[1.0, row]])])
+
+
+def test_rows_of_more_calls_than_there_were_are_not_restored():
+    with pytest.raises(ValueError, match="rows are of 2 calls out of 1"):
+        ActivationStatistics.restored(1, 1.0, torch.ones(2), [torch.ones(1, 2)] * 2)
 
 
 def test_statistics_go_on_after_they_were_taken_to_the_host():

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 
 import pytest
 import torch
@@ -373,7 +374,7 @@ def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, m
     from int8_dit.nodes.calibration_files import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
 
     assert [folder_paths.models_dir, folder_paths.get_output_directory()] == [
-        str(place).removesuffix(f"/{FOLDER}") for place in folder_paths.get_folder_paths(FOLDER)
+        os.path.dirname(place) for place in folder_paths.get_folder_paths(FOLDER)
     ]
     monkeypatch.setitem(folder_paths.folder_names_and_paths, FOLDER, ([str(tmp_path)], {".safetensors"}))
     save(calibration_file, calibration, tmp_path / "mine.safetensors")
@@ -430,11 +431,20 @@ LAYER = "joint_blocks.1.x_block.mlp.fc1"
         (None, lambda t: t.update({f"{LAYER}.rows": torch.ones(16, 5)}), r"rows must be floating point \[rows, 192\]"),
         (None, lambda t: t[f"{LAYER}.absmax"].fill_(math.nan), rf"at layer {LAYER} .*absmax holds a value"),
         (None, lambda t: t[f"{LAYER}.absmax"].neg_(), rf"at layer {LAYER} .*negative"),
-        (None, lambda t: t[f"{LAYER}.rows"][0].fill_(math.inf), rf"at layer {LAYER} .*rows are empty or hold"),
+        (None, lambda t: t[f"{LAYER}.rows"][0].fill_(math.inf), rf"at layer {LAYER} .*rows hold a NaN or Inf"),
+        (None, lambda t: t[f"{LAYER}.rows"][0].fill_(1e30), rf"at layer {LAYER} .*rows hold .*a value above"),
+        (
+            None,
+            lambda t: [t[f"{LAYER}.{part}"].fill_(1e30) for part in ("rows", "absmax")],
+            rf"at layer {LAYER} .*1e\+12",
+        ),
+        (None, lambda t: t.update({"other.rows": torch.ones(1, 3)}), r"read \(other\.rows belongs to no layer"),
+        (lambda layers: layers[LAYER].update(shape="12"), None, rf"at layer {LAYER} .*two whole numbers .*'12'"),
+        (lambda layers: layers[LAYER].update(shape=[768.0, 192]), None, rf"at layer {LAYER} .*two whole numbers"),
         (
             lambda layers: layers[LAYER].update(sampled=[0]),
             lambda t: t.update({f"{LAYER}.rows": torch.ones(0, 192)}),
-            rf"at layer {LAYER} .*rows are empty or hold",
+            rf"at layer {LAYER} .*rows are of 1 calls",
         ),
         (lambda layers: layers[LAYER].update(calls=-5), None, rf"at layer {LAYER} .*whole number .*-5"),
         (lambda layers: layers[LAYER].update(calls=math.inf), None, f"at layer {LAYER} .*whole number .*inf"),
