@@ -87,12 +87,16 @@ def project_normed(
     made_for = quantized = None
     for layer, form in readers:
         held = None
-        if made_for is None or not _alike(layer, form, *made_for):
-            quantized = None  # its memory can be had for the new one
-            transform, held = layer.open(form, x.device, dtype)
-            quantized = norm_quantize(x, norm, scale, shift, transform, form.activation_bits)
-            made_for = layer, form
-        yield layer.project(quantized, shape, dtype, held)
+        try:
+            if made_for is None or not _alike(layer, form, *made_for):
+                quantized = None  # its memory can be had for the new one
+                transform, held = layer.open(form, x.device, dtype)
+                quantized = norm_quantize(x, norm, scale, shift, transform, form.activation_bits)
+                made_for = layer, form
+            products = [layer.project(quantized, shape, dtype, held)]
+        finally:
+            layer.close(held)
+        yield products.pop()
 
 
 def project_activated(
@@ -107,8 +111,11 @@ def project_activated(
     form = input_form(layer)
     if form is not None:
         transform, held = layer.open(form, gate.device, gate.dtype)
-        quantized = activate_quantize(gate, activation, up, beside, transform, form.activation_bits)
-        return layer.project(quantized, gate.shape[:-1], gate.dtype, held)
+        try:
+            quantized = activate_quantize(gate, activation, up, beside, transform, form.activation_bits)
+            return layer.project(quantized, gate.shape[:-1], gate.dtype, held)
+        finally:
+            layer.close(held)
     values = ACTIVATIONS[activation](gate)
     if up is not None:
         values *= up

@@ -42,7 +42,7 @@ def run_every_op() -> None:
 
 
 def cast_quantized(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:
-    """Weight and bias of a layer on a device, for an input of a dtype; to be given back by `uncast`.
+    """Weight and bias of a layer on a device, for an input of a dtype; to be given back.
 
     `functions` change the weight; those that are attached to the layer where it is None. A patch that is applied while
     the weight is streamed is folded back into a quantized weight.
@@ -72,7 +72,12 @@ def given_back(layer: Any, cast: Cast) -> Iterator[Cast]:
     try:
         yield cast
     finally:
-        comfy.ops.uncast_bias_weight(layer, *cast)
+        give_back(layer, cast)
+
+
+def give_back(layer: Any, cast: Cast) -> None:
+    """Let ComfyUI have what was cast."""
+    comfy.ops.uncast_bias_weight(layer, *cast)
 
 
 def weight_and_bias(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

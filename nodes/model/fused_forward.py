@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ...kernels import (
     requantize_weight,
 )
 from ..blocks.steps import InputForm
-from ..comfyui.layers import Cast, bias_functions, cast_quantized, given_back, run_every_op, weight_functions
+from ..comfyui.layers import Cast, bias_functions, cast_quantized, give_back, given_back, run_every_op, weight_functions
 from ..comfyui.patcher import DIFFUSION_MODEL, key_of, seed_of
 from ..comfyui.quantized import is_native_int8, native_product, native_rotation, params, stored
 from ..files.gguf_weight import has_scales, is_gguf
@@ -116,14 +117,15 @@ def project(
     """The output [*shape, N] in `dtype` of a ComfyUI linear with an INT8 weight, in any memory mode.
 
     `quantized` is its input as int8 [rows, K or 2K] and a scale per row, as its weight wants it; `held` is its weight
-    where that was cast already.
+    where that was cast already, and stays cast.
     """
     q, q_scale = quantized
     resident = None if held is not None else _resident_parts(layer, q.device, dtype)
     if resident is not None:
         bias = layer._parameters["bias"]
         return _repeated_linear(resident).multiply(quantized, *resident.operands(), bias, shape, dtype)
-    with given_back(layer, held or _cast(layer, q.device, dtype)) as (weight, bias, _):
+    use = nullcontext(held) if held is not None else given_back(layer, _cast(layer, q.device, dtype))
+    with use as (weight, bias, _):
         parts = _known_parts(weight)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
         return int8_gemm(q, q_scale, *parts.operands(), bias, dtype).view(*shape, -1)
 
@@ -153,7 +155,8 @@ class INT8Linear:
         return None if parts is None else InputForm(parts.transform, parts.activation_bits)
 
     def open(self, form: InputForm, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, Cast | None]:
-        """What is done to the input's channels, with factors on `device`, and what `project` is to be given.
+        """What is done to the input's channels, with factors on `device`, and what `project` and then `close` are to be
+        given.
 
         Factors that are elsewhere come with the weight, which is then cast here.
         """
@@ -161,6 +164,11 @@ class INT8Linear:
             return form.transform, None
         cast = _cast(self, device, dtype)
         return _known_parts(cast[0]).transform, cast
+
+    def close(self, held: Cast | None) -> None:
+        """Give back what `open` cast."""
+        if held is not None:
+            give_back(self, held)
 
     def project(
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: Cast | None = None

@@ -1,0 +1,110 @@
+"""Streamed weights are given back to ComfyUI whatever happens while they are used: an error, a cancel."""
+
+import pytest
+import torch
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop(*args, **kwargs):
+    raise Stopped
+
+
+@pytest.fixture
+def lent(pack, monkeypatch):
+    """The casts that were not given back."""
+    import comfy.ops
+
+    casts, cast, uncast = [], comfy.ops.cast_bias_weight, comfy.ops.uncast_bias_weight
+
+    def lend(layer, *args, **kwargs):
+        casts.append(layer)
+        return cast(layer, *args, **kwargs)
+
+    def take_back(layer, *args, **kwargs):
+        casts.remove(layer)
+        return uncast(layer, *args, **kwargs)
+
+    monkeypatch.setattr(comfy.ops, "cast_bias_weight", lend)
+    monkeypatch.setattr(comfy.ops, "uncast_bias_weight", take_back)
+    return casts
+
+
+@pytest.fixture
+def layer(dit, tmp_path, monkeypatch):
+    """A smoothed INT8 linear, 192 to 768, that says that its factors are on another device: so it is cast."""
+    from int8_dit.nodes.model import fused_forward
+
+    layer = dit.module(dit.load(dit.write(tmp_path / "own.safetensors", dit.smoothed_int8())), dit.LAYER)
+    form = layer.input_form()
+    elsewhere = form._replace(transform=type(form.transform)(form.transform.smooth.to("meta")))
+    monkeypatch.setattr(type(layer), "input_form", lambda self: elsewhere)
+    monkeypatch.setattr(fused_forward, "_resident_parts", lambda *args: None)
+    return layer
+
+
+X = torch.linspace(-1, 1, 2 * 3 * 192).view(2, 3, 192)
+
+
+def normed(layer):
+    from int8_dit.nodes.blocks import steps
+
+    (product,) = steps.project_normed((layer,), X, torch.nn.RMSNorm(192, elementwise_affine=False))
+    return product
+
+
+def activated(layer):
+    from int8_dit.nodes.blocks import steps
+
+    return steps.project_activated(layer, X, "silu")
+
+
+WAYS = {"called": lambda layer: layer(X), "behind a norm": normed, "behind an activation": activated}
+STOPS = {
+    "the product": ("model.fused_forward", "int8_gemm"),
+    "the whole linear": ("model.fused_forward", "int8_linear"),
+    "the norm": ("blocks.steps", "norm_quantize"),
+    "the activation": ("blocks.steps", "activate_quantize"),
+    "a cancel": ("model.fused_forward", "run_every_op"),
+}
+MEET = {
+    "called": ("the whole linear",),
+    "behind a norm": ("the product", "the norm", "a cancel"),
+    "behind an activation": ("the product", "the activation", "a cancel"),
+}
+
+
+@pytest.mark.parametrize("way, where", [(way, where) for way, stops in MEET.items() for where in stops])
+def test_a_weight_comes_back(layer, lent, monkeypatch, way, where):
+    expected = WAYS[way](layer)
+    assert not lent
+    module, name = STOPS[where]
+    with monkeypatch.context() as broken, pytest.raises(Stopped):
+        broken.setattr(f"int8_dit.nodes.{module}.{name}", stop)
+        WAYS[way](layer)
+    assert not lent
+    assert torch.equal(WAYS[way](layer), expected)
+
+
+def test_a_norms_weight_comes_back(lent, pack, monkeypatch):
+    import comfy.ops
+
+    from int8_dit.nodes.blocks.steps import norm_of
+
+    norm = comfy.ops.manual_cast.RMSNorm(8, eps=1e-6)
+    torch.nn.init.ones_(norm.weight)
+    norm.weight_function = [lambda weight: 2 * weight]
+    assert torch.equal(norm_of(norm, X).weight, torch.full((8,), 2.0)) and not lent
+    norm.weight_function = [lambda weight: _Unclonable(2 * weight)]
+    with pytest.raises(Stopped):
+        norm_of(norm, X)
+    assert not lent
+
+
+class _Unclonable(torch.Tensor):
+    def __new__(cls, data):
+        return torch.Tensor._make_subclass(cls, data)
+
+    clone = stop
