@@ -49,7 +49,7 @@ def _whole(nibbles, upper, group_scale, codebook, NUMBER: tl.constexpr, BITS: tl
     if HAS_CODEBOOK:  # noqa: SIM108 (Triton compiles one branch)
         level = tl.load(codebook + code)
     else:
-        level = as_float(code, 1 << BITS - 1)
+        level = as_float(code, 8 if BITS == 4 else 32)
     return tl.minimum(tl.maximum(level * group_scale, -127.0), 127.0) + ROUND_TO_EVEN
 
 

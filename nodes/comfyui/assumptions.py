@@ -103,6 +103,10 @@ ASSUMPTIONS = (
         "the key of torch.compile's wrappers",
         "a MODEL under torch.compile is not recognised",
     ),
+    # attention.py
+    Assumption("comfy.ldm.modules.attention:optimized_attention", "(q, k, v, heads, mask=, ...) -> output"),
+    Assumption("comfy.ldm.modules.attention:optimized_attention_masked", "the same, with a mask"),
+    Assumption("comfy.utils:get_attr", "(model, path) -> the part of a model"),
     # loading.py
     Assumption(
         "comfy.sd:load_diffusion_model_state_dict",
