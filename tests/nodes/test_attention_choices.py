@@ -110,7 +110,7 @@ def save(pack, tmp_path):
 FORMS = ("safetensors", "gguf")
 
 
-def forward(small, model, **options):
+def forward(small, model, attention_mask=None, **options):
     """One call of a MODEL as a sampler makes it, with its own options."""
     inputs = small.calibration(model)
     small.comfy.model_management.load_models_gpu([model])
@@ -119,7 +119,10 @@ def forward(small, model, **options):
     text = inputs["positive"]["positive_0"][0][0]
     with torch.inference_mode():
         options = {**own, "wrappers": model.wrappers, **options}
-        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options)
+        masked = {} if attention_mask is None else {"attention_mask": attention_mask}
+        return model.model.apply_model(
+            x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options, **masked
+        )
 
 
 def with_lora(model, config=CHOICE):
@@ -206,12 +209,18 @@ def test_quantizing_keeps_it(small, write, load, save, preferred, stock):
     assert len(preferred) == 2
 
 
-def test_a_second_gpus_copy_keeps_it(write, load, core):
+def test_a_second_gpus_copy_keeps_it(small, write, load, preferred):
     from int8_dit.nodes.model.build import rebuild_int8_model
 
     model = load(write({KEY: encoded(CHOICE)}))
     again = rebuild_int8_model(model.model, "fused int8")
     assert again.get_model_object(f"diffusion_model.{LAYER}").config == CHOICE
+    copy = with_lora(model).deepclone_multigpu()
+    assert copy.model is not model.model
+    forward(small, copy)
+    preferred.clear()
+    forward(small, copy)
+    assert len(preferred) == 2
 
 
 def test_damaged_ones_are_named(write, load):
@@ -253,10 +262,11 @@ class Kernel:
     """comfy-kitchen's INT8 attention in floats, for heads up to a width."""
 
     def __init__(self):
-        self.calls = 0
+        self.calls, self.masked = 0, 0
 
     def __call__(self, q, k, v, *, scale=None, attn_mask=None):
         self.calls += 1
+        self.masked += attn_mask is not None
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale)
 
 
@@ -294,6 +304,22 @@ def test_int8_attention_declines_to_the_layers_choice(
     kernel.calls = 0
     assert relative_error(forward(small, model), expected) < 1e-3
     assert (kernel.calls, len(preferred)) == ((LAYERS, 0) if fits else (0, choosing))
+
+
+@pytest.mark.parametrize("choosing", (False, True), ids=("as an override", "before choices"))
+def test_a_masked_forward(small, load, preferred, kernel, attention, tmp_path, monkeypatch, choosing):
+    """Ideogram 4 with padded text."""
+    path = str(tmp_path / "ideogram.safetensors")
+    choice = {"layers.1.attention.comfy_attention.config": encoded(CHOICE)} if choosing else {}
+    save_file({**small.ideogram4(monkeypatch).model.diffusion_model.state_dict(), **choice}, path)
+    model, mask = load(path), torch.tensor([[1, 1, 1, 1, 0, 0]])
+    expected = forward(small, model, mask)
+    assert relative_error(forward(small, model), expected) > 1e-2
+    attention.set_attention(model, INT8)
+    forward(small, model, mask)
+    kernel.calls = kernel.masked = 0
+    assert relative_error(forward(small, model, mask), expected) < 1e-3
+    assert kernel.calls == kernel.masked == 2
 
 
 def test_int8_attention_stays_an_override_where_no_layer_chooses(small, write, load, preferred, kernel, attention):
