@@ -1,7 +1,6 @@
-"""Whether a fused forward computes what the block's own does: asked at the first call of each kind."""
+"""Whether a fused forward computes what the block's own does: asked at the first of all calls that are alike."""
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +14,14 @@ from ..comfyui.memory import Cancelled
 _MOST_APART = 0.08
 _ROWS = 256  # of each sample, so that little memory is held beside the block's own
 
-Rows = list[torch.Tensor]
+_OTHERWISE = "its fused form does not do the same here"
 
-logger = logging.getLogger(__name__)
+Rows = list[torch.Tensor]
 
 
 class Failed(Exception):
-    """A fused forward did not run through. It has changed nothing, so that the block's own can run instead."""
+    """A fused forward did not run through, and the message says why. It has changed nothing, so that the block's own
+    can run instead."""
 
 
 def attempt(fused: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -31,34 +31,36 @@ def attempt(fused: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except (Cancelled, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever it is, the block's own forward can do without
-        logger.debug("The fused form of a block failed", exc_info=error)
-    raise Failed  # out here, where the error holds no tensors any more
+        why = f"its fused form failed ({type(error).__name__}: {error})"
+    raise Failed(why)  # out here, where the error holds no tensors any more
 
 
 def compare(
     own: Callable[..., Any], fused: Callable[..., Any], streams: Sequence[str], *args: Any, **kwargs: Any
-) -> tuple[Any, bool | None]:
+) -> tuple[Any, bool | str | None]:
     """Run a fused forward, which leaves its arguments as they are, then the block's own, which may not.
 
     Returns:
-        What the own one returns, and whether what both add to their inputs, or return where `streams` is empty, is the
-        same but for rounding. None where this call does not tell.
+        What the own one returns, and True if what both add to their inputs, or return where `streams` is empty, is the
+        same but for rounding; in words what is not; None where this call does not tell.
     """
     named = inspect.signature(own).bind(*args, **kwargs).arguments
     if not all(name in named for name in streams):
-        return own(*args, **kwargs), False
+        return own(*args, **kwargs), "its own forward takes other arguments here"
     inputs = [_rows(named[name]) for name in streams]
     try:
         outputs = attempt(fused, *args, **kwargs)
-    except Failed:
-        return own(*args, **kwargs), False
+    except Failed as failure:
+        why = str(failure)
+        return own(*args, **kwargs), why
     if outputs is NotImplemented:
         return own(*args, **kwargs), None
     sampled = _sampled(outputs)
     del outputs
     expected = own(*args, **kwargs)
     own_sampled = _sampled(expected)
-    return expected, _agree(inputs or list(map(torch.zeros_like, own_sampled)), sampled, own_sampled)
+    agreed = _agree(inputs or list(map(torch.zeros_like, own_sampled)), sampled, own_sampled)
+    return expected, _OTHERWISE if agreed is False else agreed
 
 
 def _sampled(outputs: Any) -> Rows:

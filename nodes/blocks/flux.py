@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .steps import GELU, add, norm_and_rotate, project_activated, project_normed, rotations
+from .steps import GELU, add, attend, norm_and_rotate, project_activated, project_normed, rotations
 
 
 def double(
@@ -39,9 +39,9 @@ def double(
         norm_and_rotate(own_q, own_k, norms, matrices[:, place], "neighbours", (q[:, place], k[:, place]))
         v[:, place] = own_v
         del qkv, own_q, own_k, own_v
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    attended = core.attention(q, k, v, pe=None, mask=attn_mask, transformer_options=transformer_options)
+    held = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     del q, k, v
+    attended = attend(core.attention, block, held, pe=None, mask=attn_mask, transformer_options=transformer_options)
     img = add(img, block.img_attn.proj(attended[:, text:]), img_mod1.gate)
     txt = add(txt, block.txt_attn.proj(attended[:, :text]), txt_mod1.gate)
     del attended
@@ -62,9 +62,9 @@ def single(block: Any, core: Any, x, vec, pe, attn_mask=None, modulation_dims=No
     qkv, hidden = joint.split((3 * channels, block.mlp_hidden_dim_first), dim=-1)
     q, k, v = qkv.view(samples, tokens, 3, heads, width).unbind(2)
     q, k = norm_and_rotate(q, k, (block.norm.query_norm, block.norm.key_norm), matrices, "neighbours")
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    attended = core.attention(q, k, v, pe=None, mask=attn_mask, transformer_options=transformer_options)
+    held = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     del q, k, v, qkv, joint
+    attended = attend(core.attention, block, held, pe=None, mask=attn_mask, transformer_options=transformer_options)
     gate, activation, up = _activation(block.mlp_act, hidden, swapped=block.yak_mlp)
     return _finite(add(x, project_activated(block.linear2, gate, activation, up, beside=attended), mod.gate))
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .steps import add, norm_and_rotate, project_normed, rotations, swiglu
+from .steps import add, attend, norm_and_rotate, project_normed, rotations, swiglu
 
 
 def forward(block: Any, core: Any, x, attn_mask, freqs_cis, adaln_input, *, transformer_options, **unknown):
@@ -16,11 +16,12 @@ def forward(block: Any, core: Any, x, attn_mask, freqs_cis, adaln_input, *, tran
     q, k, v = qkv.view(samples, tokens, 3, attention.num_heads, attention.head_dim).unbind(2)
     del qkv
     q, k = norm_and_rotate(q, k, (attention.norm_q, attention.norm_k), matrices, "halves")
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    attended = core.optimized_attention_masked(
-        q, k, v, attention.num_heads, attn_mask, skip_reshape=True, transformer_options=transformer_options
-    )
+    held = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     del q, k, v
+    function, heads = core.optimized_attention_masked, attention.num_heads
+    attended = attend(
+        function, attention, held, heads, attn_mask, skip_reshape=True, transformer_options=transformer_options
+    )
     x = add(x, attention.o(attended), gate_attention, block.attention_norm2, tanh=True)
     del attended
     return add(x, swiglu(block.feed_forward, x, block.ffn_norm1, scale_mlp), gate_mlp, block.ffn_norm2, tanh=True)

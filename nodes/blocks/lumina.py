@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .steps import add, norm_and_rotate, project_normed, rotations, swiglu
+from .steps import add, attend, norm_and_rotate, project_normed, rotations, swiglu
 
 
 def forward(
@@ -39,11 +39,12 @@ def forward(
     q, k = norm_and_rotate(q, k, (attention.q_norm, attention.k_norm), matrices, "neighbours")
     if heads != kv_heads:
         k, v = (tensor.repeat_interleave(heads // kv_heads, dim=2) for tensor in (k, v))
-    q, k, v = (tensor.movedim(1, 2) for tensor in (q, k, v))
-    attended = core.optimized_attention_masked(
-        q, k, v, heads, x_mask, skip_reshape=True, transformer_options=transformer_options
-    )
+    held = [tensor.movedim(1, 2) for tensor in (q, k, v)]
     del q, k, v
+    function = core.optimized_attention_masked
+    attended = attend(
+        function, attention, held, heads, x_mask, skip_reshape=True, transformer_options=transformer_options
+    )
     x = add(x, attention.out(attended), gate_attention, block.attention_norm2, tanh=True)
     del attended
     return add(x, swiglu(block.feed_forward, x, block.ffn_norm1, scale_mlp), gate_mlp, block.ffn_norm2, tanh=True)

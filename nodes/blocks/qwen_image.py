@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .steps import GELU, add, norm_and_rotate, project_activated, project_normed, rotations
+from .steps import GELU, add, attend, norm_and_rotate, project_activated, project_normed, rotations
 
 
 def forward(
@@ -50,11 +50,12 @@ def forward(
     if mask is not None:
         mask = img.new_zeros(samples, 1, tokens)
         mask[:, 0, :text] = encoder_hidden_states_mask
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    attended = core.optimized_attention_masked(
-        q, k, v, heads, mask, transformer_options=transformer_options, skip_reshape=True
-    )
+    held = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     del q, k, v
+    function = core.optimized_attention_masked
+    attended = attend(
+        function, attention, held, heads, mask, transformer_options=transformer_options, skip_reshape=True
+    )
     img = add(img, attention.to_out[0](attended[:, text:]), img_mod[2])
     txt = add(txt, attention.to_add_out(attended[:, :text]), txt_mod[2])
     del attended

@@ -1,11 +1,11 @@
 """What the fused forwards of blocks share: a norm and the linears behind it, an activation and the linear behind it,
-rotary positions.
+rotary positions, the call of ComfyUI's attention.
 
 A linear takes part in two ways. The producer quantizes for one that computes in INT8, which is an INT8Linear of
 nodes/model. Any other one, such as a protected one, is called with floats.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from ...kernels import (
     norm_quantize,
     norm_rope,
 )
+from ..comfyui.attention import contained, preference
 from ..comfyui.layers import weight_and_bias
 
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -32,9 +33,9 @@ class InputForm(NamedTuple):
     activation_bits: int
 
 
-def input_form(layer: Any) -> InputForm | None:
-    """How a producer quantizes for a linear; None for one that must be given floats."""
-    form = getattr(type(layer), "input_form", None)
+def input_form(layer: Any, cls: type | None = None) -> InputForm | None:
+    """How a producer quantizes for a linear; None for one that must be given floats. `cls` if it has another in use."""
+    form = getattr(cls or type(layer), "input_form", None)
     return None if form is None else form(layer)
 
 
@@ -156,6 +157,22 @@ def norm_and_rotate(
         one = slice(sample, sample + 1)
         norm_rope(q[one], k[one], q_norm, k_norm, matrix, pairs, (out[0][one], out[1][one]))
     return out
+
+
+def attend(
+    function: Callable[..., torch.Tensor], layer: Any, held: list[torch.Tensor], *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """What `function`, one of ComfyUI's for attention, makes of [q, k, v]; as the own forward of `layer` calls it.
+
+    `held` is emptied, so that q, k and v are gone as soon as they are read. Where the layer has a preference, its own
+    forward passes that, and hands tensors over in containers.
+    """
+    given: list[Any] = list(held)
+    preferred = preference(layer)
+    if preferred is not None:
+        given, kwargs["preferred_attention"] = list(map(contained, held)), preferred
+    held.clear()
+    return function(*given, *args, **kwargs)
 
 
 def add(

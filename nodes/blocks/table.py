@@ -14,7 +14,6 @@ from ..comfyui.classes import (
     QWEN_IMAGE_BLOCK,
     WAN_BLOCK,
     WAN_FEED_FORWARD,
-    parts,
 )
 from . import feed_forward, flux, ideogram4, lumina, qwen_image, wan
 
@@ -29,33 +28,25 @@ class BlockKind:
             its arguments as they are.
         streams: the names of the arguments that its outputs are sums with, in the order of the outputs. A feed-forward
             has none: its output is no sum, and its only argument is x [B, T, K] or [T, K].
-        parts: classes of the submodules whose forward is replaced, beside norms, linears and activations.
     """
 
     forward: Callable[..., Any]
     streams: tuple[str, ...]
-    parts: frozenset[str]
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """How many its input may have."""
+        return (3,) if self.streams else (2, 3)
 
-_FLUX = ("Modulation", "SelfAttention", "QKNorm", "SiLUActivation", "YakMLP")
-_WAN = ("WanSelfAttention", "WanT2VCrossAttention", "WanI2VCrossAttention", "WanFeedForward")
 
 BLOCKS = {
-    IDEOGRAM4_BLOCK: BlockKind(
-        ideogram4.forward,
-        ("x",),
-        parts("ideogram4.model", "Ideogram4Attention") | parts("lumina.model", "FeedForward"),
-    ),
-    LUMINA_BLOCK: BlockKind(lumina.forward, ("x",), parts("lumina.model", "JointAttention", "FeedForward")),
-    FLUX_DOUBLE_BLOCK: BlockKind(flux.double, ("img", "txt"), parts("flux.layers", *_FLUX)),
-    FLUX_SINGLE_BLOCK: BlockKind(flux.single, ("x",), parts("flux.layers", *_FLUX)),
-    QWEN_IMAGE_BLOCK: BlockKind(
-        qwen_image.forward,
-        ("encoder_hidden_states", "hidden_states"),
-        parts("qwen_image.model", "Attention", "FeedForward", "GELU"),
-    ),
-    WAN_BLOCK: BlockKind(wan.forward, ("x",), parts("wan.model", *_WAN)),
-    WAN_FEED_FORWARD: BlockKind(feed_forward.wan, (), frozenset()),
-    LTX_FEED_FORWARD: BlockKind(feed_forward.ltx_video, (), parts("lightricks.model", "GELU_approx")),
-    MINIMAX_FEED_FORWARD: BlockKind(feed_forward.minimax, (), frozenset()),
+    IDEOGRAM4_BLOCK: BlockKind(ideogram4.forward, ("x",)),
+    LUMINA_BLOCK: BlockKind(lumina.forward, ("x",)),
+    FLUX_DOUBLE_BLOCK: BlockKind(flux.double, ("img", "txt")),
+    FLUX_SINGLE_BLOCK: BlockKind(flux.single, ("x",)),
+    QWEN_IMAGE_BLOCK: BlockKind(qwen_image.forward, ("encoder_hidden_states", "hidden_states")),
+    WAN_BLOCK: BlockKind(wan.forward, ("x",)),
+    WAN_FEED_FORWARD: BlockKind(feed_forward.wan, ()),
+    LTX_FEED_FORWARD: BlockKind(feed_forward.ltx_video, ()),
+    MINIMAX_FEED_FORWARD: BlockKind(feed_forward.minimax, ()),
 }

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..comfyui.memory import moved
-from .steps import GELU, add, norm_and_rotate, project_activated, project_normed, rotations
+from .steps import GELU, add, attend, norm_and_rotate, project_activated, project_normed, rotations
 
 
 def forward(block: Any, core: Any, x, e, freqs, context, context_img_len=257, *, transformer_options, **unknown):
@@ -25,9 +25,9 @@ def forward(block: Any, core: Any, x, e, freqs, context, context_img_len=257, *,
     q, k = norm_and_rotate(q, k, (attention.norm_q, attention.norm_k), matrices, "neighbours")
     (v,) = products
     del products
-    q, k = (tensor.view(samples, tokens, channels) for tensor in (q, k))
-    attended = core.optimized_attention(q, k, v, heads=heads, transformer_options=transformer_options)
+    held = [q.view(samples, tokens, channels), k.view(samples, tokens, channels), v]
     del q, k, v
+    attended = attend(core.optimized_attention, attention, held, heads=heads, transformer_options=transformer_options)
     x = add(x, attention.o(attended), core.repeat_e(mod[2], x))
     del attended
 

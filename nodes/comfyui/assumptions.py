@@ -104,6 +104,12 @@ ASSUMPTIONS = (
         "a MODEL under torch.compile is not recognised",
     ),
     # attention.py
+    Assumption(
+        "comfy.ldm.modules.attention:AttentionTensorContainer",
+        "take(): a tensor that its last reader owns",
+        "blocks of layers that choose their attention run as ComfyUI's",
+        since=(0, 33),
+    ),
     Assumption("comfy.ldm.modules.attention:optimized_attention", "(q, k, v, heads, mask=, ...) -> output"),
     Assumption("comfy.ldm.modules.attention:optimized_attention_masked", "the same, with a mask"),
     Assumption("comfy.utils:get_attr", "(model, path) -> the part of a model"),

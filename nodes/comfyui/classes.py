@@ -6,10 +6,8 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def parts(module: str, *classes: str) -> frozenset[str]:
-    """The names of classes of one of ComfyUI's modules of models."""
-    return frozenset(f"comfy.ldm.{module}.{name}" for name in classes)
-
+PACKAGE = "comfy."
+"""What the names of all modules of ComfyUI's own models begin with."""
 
 IDEOGRAM4 = "comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel"
 IDEOGRAM4_BLOCK = "comfy.ldm.ideogram4.model.Ideogram4TransformerBlock"

@@ -38,6 +38,14 @@ except ImportError:
 DIFFUSION_MODEL = "diffusion_model."
 """What ComfyUI puts before the names of a diffusion model's parts, in patches and backups."""
 
+PATCHES_BETWEEN_BLOCKS = frozenset(
+    (
+        *("double_block", "single_block", "noise_refiner", "post_input", "emb_patch", "forward_timestep_embed_patch"),
+        *("input_block_patch", "input_block_patch_after_skip", "middle_block_after_patch", "output_block_patch"),
+    )
+)
+"""The kinds of `patches` in a MODEL's transformer_options that are called between blocks, and not inside of one."""
+
 
 def weight_below_patches(model: ModelPatcher, key: str) -> torch.Tensor:
     """What is stored, whatever patches do to it; `key` is its name in the BaseModel ("diffusion_model.X.weight")."""

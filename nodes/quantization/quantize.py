@@ -17,7 +17,7 @@ from ...kernels import (
     interruptible,
     quantize_group,
 )
-from ..blocks.install import is_fused_block
+from ..blocks.plan import is_fused_block
 from ..calibration.calibration import Calibration
 from ..comfyui.attention import is_attention_choice
 from ..comfyui.compiling import is_compiled

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 
 from ...kernels import QuantizedLinear
-from ..blocks.install import is_fused_block
+from ..blocks.plan import is_fused_block
 from ..calibration.recorder import disarm
 from ..comfyui.attention import state_dict_of
 from ..comfyui.compiling import compare_before_compiling

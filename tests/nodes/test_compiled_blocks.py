@@ -73,6 +73,19 @@ def test_a_fused_block_is_one_graph_of_its_operators(blocks, compiled, family, k
 
 
 @pytest.mark.parametrize("family", FUSED_BLOCKS)
+def test_so_it_is_on_comfyui_of_today(blocks, compiled, family):
+    """With what a layer prefers, and containers."""
+    from support.comfyui_today import today
+
+    with today():
+        eager = blocks.fused(family)
+        blocks.run(eager, family)
+        block, operators = compiled(family)
+        close(blocks.run(block, family), blocks.run(eager, family))
+    assert operators.producers()["gated_residual"] and len(operators.of_graphs) == 1
+
+
+@pytest.mark.parametrize("family", FUSED_BLOCKS)
 def test_new_resolutions_are_dynamic(blocks, compiled, family):
     (block, operators), (own, its_operators) = compiled(family), compiled(family, agreed=False)
     eager = blocks.fused(family)

@@ -1,6 +1,7 @@
 """Blocks on the fused producers: as exact as ComfyUI's own, and run only where nothing needs those."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -105,9 +106,10 @@ def replaced(*names):
     (
         {"patches": {"attn1_patch": [lambda q, k, v, **_: {}]}},
         {"patches": {"attn1_output_patch": [lambda x, _: x]}},
+        {"patches": {"a_kind_of_tomorrow": [lambda *_: None]}},
         replaced(("double_block", 0)),
     ),
-    ids=("attention patch", "patch of its output", "replaced block"),
+    ids=("attention patch", "patch of its output", "unknown patch", "replaced block"),
 )
 def test_a_patched_block_runs_comfyuis_own(blocks, warm, fused_runs, options):
     block, own = warm()
@@ -115,8 +117,12 @@ def test_a_patched_block_runs_comfyuis_own(blocks, warm, fused_runs, options):
 
 
 def test_other_options_do_not_matter(blocks, warm, fused_runs):
-    block, _ = warm()
-    blocks.run(block, "Flux.1 double", patches={"double_block": [None]}, patches_replace={"dit": {}}, block_index=0)
+    block, own = warm()
+    options = {"patches": {"double_block": [None]}, "patches_replace": {"dit": {}}, "block_index": 0}
+    # They are new to the block, so that it is compared again.
+    assert equal(blocks.run(block, "Flux.1 double", **options), own) and fused_runs
+    fused_runs.clear()
+    blocks.run(block, "Flux.1 double", **options)
     assert fused_runs
 
 
@@ -246,7 +252,8 @@ def test_a_fused_form_that_fails_is_noticed(blocks, warm, fused_runs, monkeypatc
     monkeypatch.setattr(ideogram4, "rotations", fail)
     for _ in range(2):
         assert equal(blocks.run(block, "Ideogram 4"), own) and not fused_runs
-    assert sum("runs ComfyUI's own forward" in record.getMessage() for record in caplog.records) == 1
+    (line,) = [record for record in caplog.records if "runs ComfyUI's own forward" in record.getMessage()]
+    assert "AttributeError: this core has no such part" in line.getMessage()
 
 
 def test_an_interrupted_block_is_not_at_fault(blocks, fused_runs, monkeypatch):
@@ -277,6 +284,9 @@ def test_attention_overrides_are_called_with_the_same(blocks, warm, fused_runs):
             return function(*args, **kwargs)
 
         block, _ = warm(family)
+        blocks.run(block, family, optimized_attention_override=override)  # compared again, with this override
+        calls.clear()
+        fused_runs.clear()
         blocks.run(block, family, optimized_attention_override=override)
         assert fused_runs
         blocks.run(blocks.unfused(family), family, optimized_attention_override=override)
@@ -310,7 +320,7 @@ def own_output(small, model, pack, monkeypatch):
     from int8_dit.nodes.blocks import install
 
     with monkeypatch.context() as patch:
-        patch.setattr(install, "_patched", lambda options: True)
+        patch.setattr(install, "read_call", lambda *_: "a test wants it")
         return small.output(model)
 
 
@@ -444,11 +454,21 @@ ARCHITECTURES_FUSED = {
 }  # fmt: skip
 
 
+@pytest.fixture(params=(False, True), ids=("this ComfyUI", "of today"))
+def any_comfyui(pack, request):
+    """The ComfyUI that is there, and its interface of today."""
+    from support.comfyui_today import today
+
+    with today() if request.param else nullcontext():
+        yield
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES_FUSED)
-def test_models_of_every_family(small, dit, fused_runs, monkeypatch, name):
+def test_models_of_every_family(any_comfyui, small, dit, fused_runs, monkeypatch, name):
     import comfy.sd
 
     from int8_dit.nodes.blocks import install
+    from int8_dit.nodes.blocks.fusion import fusion_of
     from support.architectures import ARCHITECTURES
 
     architecture = ARCHITECTURES[name]
@@ -463,11 +483,12 @@ def test_models_of_every_family(small, dit, fused_runs, monkeypatch, name):
         return small.output_of(architecture, candidate)
 
     with monkeypatch.context() as patch:
-        patch.setattr(install, "_patched", lambda options: True)
+        patch.setattr(install, "read_call", lambda *_: "a test wants it")
         unfused = output(model)
     expected = output(source)
     output(model)
     fused_runs.clear()
     fused = output(model)
     assert len(fused_runs) == ARCHITECTURES_FUSED[name]
+    assert all(kind.fused == kind.blocks and not kind.why for kind in fusion_of(model))
     assert dit.relative_error(fused, expected) < 1.1 * dit.relative_error(unfused, expected)

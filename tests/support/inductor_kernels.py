@@ -173,7 +173,7 @@ def quantizers_of(architecture: Architecture) -> tuple[Quantizers, float]:
     import comfy.sd
 
     from int8_dit.kernels import Protection
-    from int8_dit.nodes.blocks.install import is_fused_block
+    from int8_dit.nodes.blocks.plan import is_fused_block
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
     from support import small_models
 
