@@ -1,5 +1,7 @@
 """Types and inputs that several nodes have."""
 
+import logging
+
 import torch
 from comfy_api.latest import io
 
@@ -11,6 +13,8 @@ from .model.summary import Summary, floats_of, summarize
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
 RecordingType = io.Custom("INT8_RECORDING")
+
+logger = logging.getLogger(__name__)
 
 
 def kernel_input() -> io.Combo.Input:
@@ -57,6 +61,7 @@ def model_outputs() -> list[io.Output]:
 def shown_model(model: ModelPatcher, kernel: str, otherwise: str | None = None) -> io.NodeOutput:
     """A MODEL, what of it runs where in words, and the same words on the node. For the others see `runs_where`."""
     summary = summarize(model)
+    logger.info("INT8 DiT: %s", summary)
     return io.NodeOutput(model, str(summary), ui=shown(runs_where(model, summary, kernel, otherwise)))
 
 
@@ -72,7 +77,8 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
     total = sum(summary.linears.values())
     if summary.int8:
         name = "fused INT8" if on_gpu else "INT8 without a GPU"
-        return Badge("good" if on_gpu else "note", f"{name}: {summary.int8} of {total}", str(summary))
+        whole = all(kind.fused == kind.blocks for kind in summary.blocks)
+        return Badge("good" if on_gpu and whole else "note", f"{name}: {summary.int8} of {total}", str(summary))
     if summary.native:
         return Badge("good", f"ComfyUI's INT8, faster here: {summary.native} of {total}", str(summary))
     otherwise = otherwise or floats_of(model)

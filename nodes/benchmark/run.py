@@ -38,6 +38,7 @@ from ...kernels.benchmark import (
     verdict_sentence,
     working_memory,
 )
+from ..blocks.fusion import Fusion, fusion_of, in_words
 from ..comfyui import memory
 from ..comfyui.patcher import ModelPatcher
 from ..host.output_files import output_paths
@@ -65,6 +66,7 @@ class Outcome:
         health: of the card.
         split: a forward of the MODEL, or None where none was measured.
         sentences: what it means, the most important first.
+        blocks: the MODEL's blocks that have a fused form.
     """
 
     report: Report
@@ -72,6 +74,7 @@ class Outcome:
     split: ForwardSplit | None
     sentences: list[str]
     remarks: list[str]
+    blocks: Sequence[Fusion] = ()
 
     def sections(self, methods: Sequence, file: str | None) -> list[dict]:
         """What web/results.js shows inside the node: a table each."""
@@ -145,7 +148,10 @@ def run(
     sentences += [str(health), _decide(device, health, split, results, ticked, decision)]
     remarks += [*_native_remark(device, ticked), *notes(results)]
     progress.finish(sentences[0])
-    return Outcome(report, health, split, sentences, remarks)
+    blocks = () if model is None else fusion_of(model)
+    if any(kind.why for kind in blocks):
+        remarks.append(f"{in_words(blocks)}.")
+    return Outcome(report, health, split, sentences, remarks, blocks)
 
 
 def forget(device: torch.device) -> str:
@@ -161,6 +167,8 @@ _FORGOTTEN = "The stored verdict is forgotten: auto is fused INT8 on RTX 30 card
 def save_json(outcome: Outcome) -> str | None:
     """Write every figure into ComfyUI's output folder; the file's name, or None where it cannot be written."""
     content = outcome.report.as_json() | {"sentences": outcome.sentences, "notes": outcome.remarks}
+    if outcome.blocks:
+        content["fused_blocks"] = [vars(kind) for kind in outcome.blocks]
     if outcome.split is not None:
         linears = [product._asdict() | vars(calls) for product, calls in outcome.split.linears.items()]
         content["forward"] = {

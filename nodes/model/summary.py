@@ -1,11 +1,13 @@
 """What the parts of a MODEL compute with, counted and in one line for the user."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...kernels import FUSED, NATIVE, ComputePath, choose_path, native_computes
+from ..blocks.fusion import Fusion, fusion_of, in_words
 from ..comfyui.layers import CastWeightBiasOp, quantized_format
 from ..comfyui.patcher import ModelPatcher, object_patches
 from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, is_native_int8, layout_of, params
@@ -35,17 +37,20 @@ class Summary:
         attention: what its attention computes with.
         int8: the number of its linears that compute in INT8 on this pack's kernel, or on its CPU reference.
         native: the number of those that `auto` leaves to ComfyUI's own INT8.
+        blocks: its blocks that have a fused form; empty where none of its linears computes in INT8 so.
     """
 
     linears: dict[str, int]
     attention: str
     int8: int = 0
     native: int = 0
+    blocks: Sequence[Fusion] = ()
 
     def __str__(self) -> str:
         (kind, count), *others = self.linears.items() or [("in this model", 0)]
         parts = [f"{count} of {sum(self.linears.values())} linears {kind}"]
-        return ", ".join([*parts, *(f"{count} {kind}" for kind, count in others), f"attention {self.attention}"])
+        parts += [f"{count} {kind}" for kind, count in others]
+        return ", ".join([*parts, *([in_words(self.blocks)] if self.blocks else []), f"attention {self.attention}"])
 
 
 def summarize(model: ModelPatcher) -> Summary:
@@ -57,7 +62,8 @@ def summarize(model: ModelPatcher) -> Summary:
     kinds = Counter(_kind(name, module, paths[name], beside_int8, on_gpu) for name, module in modules.items())
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
-    return Summary({text: kinds[rank, text] for rank, text in sorted(kinds)}, describe_attention(model), int8, native)
+    counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}
+    return Summary(counts, describe_attention(model), int8, native, fusion_of(model) if int8 else ())
 
 
 def floats_of(model: ModelPatcher) -> str:

@@ -128,6 +128,81 @@ def test_int8_attention(dit, line, monkeypatch):
     assert line(model).endswith("attention INT8 (comfy-kitchen) where it fits")
 
 
+@pytest.fixture
+def ideogram(dit, monkeypatch):
+    """A quantized MODEL of two blocks that have a fused form."""
+    from support import small_models
+
+    return dit.quantize(small_models.ideogram4(monkeypatch))
+
+
+def in_line(model):
+    from int8_dit.nodes.model.summary import summarize
+
+    return str(summarize(model))
+
+
+def severity_on_a_gpu(model):
+    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.sockets import runs_where
+
+    gpu = SimpleNamespace(load_device=torch.device("cuda"))
+    return runs_where(gpu, summarize(model), "fused int8").severity
+
+
+def test_how_many_blocks_are_fused(ideogram):
+    from support import small_models
+
+    for _ in range(2):
+        assert in_line(ideogram).endswith(f", 2 of 2 blocks fused, {ATTENTION}")
+        small_models.output(ideogram)
+    assert severity_on_a_gpu(ideogram) == "good"
+
+
+def test_an_unknown_part_of_a_block(ideogram):
+    class Novelty(torch.nn.Module):
+        pass
+
+    attention = ideogram.model.diffusion_model.layers[1].attention
+    attention.novelty = Novelty()
+    why = f"unknown part {Novelty.__qualname__} of Ideogram4Attention"
+    assert f", 1 of 2 blocks fused ({why}), " in in_line(ideogram) and severity_on_a_gpu(ideogram) == "note"
+
+
+def test_a_fused_form_that_failed(ideogram, monkeypatch):
+    from int8_dit.nodes.blocks import ideogram4
+    from support import small_models
+
+    def fail(*args, **kwargs):
+        raise AttributeError("this core has no such part")
+
+    monkeypatch.setattr(ideogram4, "rotations", fail)
+    small_models.output(ideogram)
+    why = "its fused form failed (AttributeError: this core has no such part)"
+    assert f", 0 of 2 blocks fused ({why}), " in in_line(ideogram)
+
+
+def test_what_the_models_own_patches_keep_from_being_fused(ideogram):
+    patched, replaced = ideogram.clone(), ideogram.clone()
+    patched.set_model_attn1_patch(lambda *args, **kwargs: {})
+    assert ", 0 of 2 blocks fused (the MODEL has the patch attn1_patch), " in in_line(patched)
+    replaced.add_object_patch("diffusion_model.layers.0.feed_forward.forward", print)
+    assert ", 1 of 2 blocks fused (layers.0.feed_forward.forward is replaced), " in in_line(replaced)
+    assert ", 2 of 2 blocks fused, " in in_line(ideogram)
+
+
+def test_blocks_under_apply_fused_int8_kernel(ideogram, tmp_path):
+    """Their classes, and those of their linears, come into place when ComfyUI loads the MODEL."""
+    import comfy.sd
+
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+    from int8_dit.nodes.model.save import save_int8_model
+
+    stock = comfy.sd.load_diffusion_model(save_int8_model(ideogram, str(tmp_path / "native.safetensors"), {}))
+    assert "blocks" not in in_line(stock)
+    assert ", 2 of 2 blocks fused, " in in_line(ApplyFusedINT8Kernel.execute(stock, kernel="fused int8").result[0])
+
+
 def test_a_model_without_linears(pack):
     from int8_dit.nodes.model.summary import Summary
 
