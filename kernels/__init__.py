@@ -12,11 +12,13 @@ from .device import (
     runs_fused,
 )
 from .gguf.formats import GGUF_FORMATS
+from .grouped_codes import GroupedCodes
+from .grouped_weights import expand_codes
 from .internals.assumptions import missing
 from .internals.torch_functions import all_modules_hooked
 from .interruption import interruptible
 from .linear import int8_gemm, int8_linear
-from .low_rank import LowRank
+from .low_rank import Addition, LowRank
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, candidates
 from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_group
 from .numerics.protection import Protection
@@ -46,8 +48,10 @@ __all__ = [
     "UNCHANGED",
     "WAYS",
     "ActivationStatistics",
+    "Addition",
     "ChannelTransform",
     "ComputePath",
+    "GroupedCodes",
     "LowRank",
     "Norm",
     "Protection",
@@ -68,6 +72,7 @@ __all__ = [
     "divide_modulation_scale",
     "divide_rows",
     "expand_blocks",
+    "expand_codes",
     "gated_residual",
     "int8_gemm",
     "int8_linear",

@@ -124,6 +124,11 @@ def quantized_format(layer: Any) -> str | None:
     return getattr(layer, "quant_format", None)
 
 
+def wants_full_precision(layer: Any) -> bool:
+    """Whether a layer was marked in its file to multiply floats (`full_precision_matrix_mult`)."""
+    return bool(getattr(layer, "_full_precision_mm_config", False))
+
+
 def set_format(layer: Any, layout: str | None, name: str | None) -> None:
     """Let ComfyUI know how a layer's weight is quantized now; None for floats."""
     layer.layout_type, layer.quant_format = layout, name

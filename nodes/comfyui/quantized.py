@@ -26,6 +26,10 @@ NATIVE_FORMAT = "int8_tensorwise"
 NATIVE_LAYOUT: str = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
 """The layout that ComfyUI's own loaders hold it in."""
 
+NATIVE_GROUPED_LAYOUT = "AsymW4A8Int8Layout"
+"""The layout of W4A8 and W6A8 weights in a ComfyUI that knows them. Its parameters have the scales of groups (`scale`),
+`s_channel`, `codebook`, `group_size` and `convrot_groupsize`."""
+
 
 def known_formats() -> set[str]:
     """The names of the quantized formats that this ComfyUI loads."""
@@ -55,6 +59,23 @@ def has_layout(weight: Any, layout: str) -> TypeGuard[QuantizedTensor]:
 def is_native_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
     """Whether a module's weight is a linear's in ComfyUI's own INT8 format, as its own loaders hold it."""
     return isinstance(weight, QuantizedTensor) and weight._layout_cls == NATIVE_LAYOUT and weight.ndim == 2
+
+
+def is_plain_grouped(weight: QuantizedTensor) -> bool:
+    """Whether a weight of NATIVE_GROUPED_LAYOUT is codes and scales as in files, and nothing is added to its groups."""
+    form = weight._params
+    packed = getattr(form, "mma_packed", False) or getattr(form, "transposed", False)
+    return not packed and getattr(form, "correction", None) is None
+
+
+def storage_shape(weight: QuantizedTensor, shape: tuple[int, int]) -> tuple[int, ...] | None:
+    """The shape in which the layout of a weight stores one of this shape [N, K]; None where only the layout knows."""
+    layout = weight.layout_cls
+    if hasattr(layout, "get_storage_shape"):
+        return tuple(layout.get_storage_shape(shape))
+    if weight._layout_cls == "TensorCoreConvRotW4A4Layout":  # which has no such method
+        return shape[0], shape[1] // 2
+    return shape if weight._qdata.is_floating_point() or is_native_int8(weight) else None
 
 
 def native_rotation(weight: QuantizedTensor) -> int | None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import safetensors
@@ -13,6 +14,7 @@ from .contents import BRANCHES, Checkpoint
 from .dialects import DIALECTS, NAMINGS, translated
 from .faults import naming_file
 from .gguf_file import MAGIC, read_gguf
+from .grouped_weight import is_grouped, with_joined_codes
 from .kinds import Kind, kind_of_bytes, kind_of_tensors
 from .layer_checks import check_layers
 from .mark_record import check_marks_as_written
@@ -36,11 +38,14 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
     with naming_file(name):
         check_layers(checkpoint.tensors)
         check_marks_as_written(checkpoint.tensors, checkpoint.metadata)
+        checkpoint = replace(checkpoint, tensors=with_joined_codes(checkpoint.tensors))
     return translated(checkpoint, NAMINGS)
 
 
 def holds_int8(tensors: Mapping[str, Any]) -> bool:
-    """Whether any layer is INT8 already. Of the tensors only the marks are looked at."""
+    """Whether any layer is INT8 already, perhaps in fewer bits. Of other tensors only the marks are looked at."""
+    if any(map(is_grouped, tensors.values())):
+        return True
     marks = (tensor for key, tensor in tensors.items() if key.endswith(f".{int8_mark.MARK}"))
     return any(int8_mark.decode_mark(mark).get("format") in int8_mark.INT8_FORMATS for mark in marks)
 

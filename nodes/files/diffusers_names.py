@@ -5,13 +5,16 @@ it would keep the weight and lose the scale, so the scales take the same way her
 of GGUF's blocks take it as bytes.
 """
 
+from typing import Any
+
 import torch
 
-from ...kernels import ChannelTransform
+from ...kernels import ChannelTransform, expand_codes
 from ..comfyui.loading import architecture_of, diffusers_unet_of, renamed_from_diffusers
 from ..comfyui.quantized import QuantizedTensor, params, stored
 from . import int8_mark
 from .gguf_weight import is_gguf, with_blocks
+from .grouped_weight import channel_scale, grouped_codes, is_grouped, mark_in
 
 
 def is_named_by_diffusers(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bool:
@@ -24,6 +27,7 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
     Tensors may be changed in place. Raises ValueError naming a layer whose quantization cannot follow.
     """
+    tensors = _with_int8_for_codes(tensors)
     suffix = f".{int8_mark.MARK}"
     marks = {key.removesuffix(suffix): int8_mark.decode_mark(t) for key, t in tensors.items() if key.endswith(suffix)}
     for layer, mark in marks.items():
@@ -32,17 +36,19 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
                 f"{layer} is quantized ({mark.get('format')}) under the name that diffusers gives it, which can be "
                 "read of INT8 only; convert the file to ComfyUI's names"
             )
+    said = list(marks.values())
     quantization = {
-        f"{layer}.weight": (tensors.get(f"{layer}.{int8_mark.SCALE}"), mark) for layer, mark in marks.items()
+        f"{layer}.weight": (tensors.get(f"{layer}.{int8_mark.SCALE}"), mark, number)
+        for number, (layer, mark) in enumerate(marks.items())
     }
     pieces = {f"{layer}.{piece}" for layer in marks for piece in (int8_mark.MARK, int8_mark.SCALE)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in pieces}
     packed = {key: tensor for key, tensor in plain.items() if is_gguf(tensor)}
     if packed:
         return _with_native_rows(plain, packed)
-    # Two columns in place of each tensor: what every row of it is scaled by, and in what groups it is rotated.
+    # Columns in place of each tensor: what every row of it is scaled by, in what groups it is rotated, and its mark.
     columns = {
-        key: _columns(tensor, *quantization.get(key, (None, {}))) for key, tensor in plain.items() if tensor.ndim
+        key: _columns(tensor, *quantization.get(key, (None, {}, 0))) for key, tensor in plain.items() if tensor.ndim
     }
 
     renamed = renamed_from_diffusers(plain)
@@ -52,7 +58,7 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
         return tensors
     if marks:
         for key, rows in (renamed_from_diffusers(columns) or {}).items():
-            scale, group = rows.unbind(1)
+            scale, group, numbers = rows.unbind(1)
             if scale.isnan().all():
                 continue
             layer = key.removesuffix(".weight")
@@ -62,16 +68,49 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
                     "ComfyUI's names"
                 )
             renamed[f"{layer}.{int8_mark.SCALE}"] = scale[:, None].contiguous()
-            renamed[f"{layer}.{int8_mark.MARK}"] = int8_mark.encode_mark(ChannelTransform(None, int(group[0]) or None))
+            others = _joined([int8_mark.other_options(said[int(number)]) for number in numbers.unique()])
+            rotation, bits = (
+                ChannelTransform(None, int(group[0]) or None),
+                16 if int8_mark.FULL_PRECISION in others else 8,
+            )
+            renamed[f"{layer}.{int8_mark.MARK}"] = int8_mark.encode_mark(rotation, bits, others)
     return renamed
 
 
-def _columns(tensor: torch.Tensor, scale: torch.Tensor | None, mark: dict) -> torch.Tensor:
-    """[N, 2] for a tensor of N rows: the scale and the rotation group (or 0); NaN where it is not quantized."""
-    columns = torch.full((tensor.shape[0], 2), torch.nan)
+def _joined(options: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the marks of layers that become one say alike; full precision where any asks for it."""
+    alike = {key: value for key, value in options[0].items() if all(other.get(key) == value for other in options)}
+    alike.pop(int8_mark.FULL_PRECISION, None)
+    return alike | ({int8_mark.FULL_PRECISION: True} if any(o.get(int8_mark.FULL_PRECISION) for o in options) else {})
+
+
+def _with_int8_for_codes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with the INT8 weight in place of each in codes of 4 or 6 bits: what is joined may have several
+    codebooks."""
+    native = dict(tensors)
+    for key, weight in tensors.items():
+        if is_grouped(weight):
+            layer = key.removesuffix(".weight")
+            native[key], native[f"{layer}.{int8_mark.SCALE}"] = (
+                expand_codes(grouped_codes(weight)),
+                channel_scale(weight),
+            )
+            rotation = ChannelTransform(None, params(weight).convrot_groupsize)
+            others = int8_mark.other_options(mark_in(weight))
+            native[f"{layer}.{int8_mark.MARK}"] = int8_mark.encode_mark(
+                rotation, params(weight).activation_bits, others
+            )
+    return native
+
+
+def _columns(tensor: torch.Tensor, scale: torch.Tensor | None, mark: dict, number: int) -> torch.Tensor:
+    """[N, 3] for a tensor of N rows: the scale, the rotation group (or 0) and the mark's number; NaN where it is not
+    quantized."""
+    columns = torch.full((tensor.shape[0], 3), torch.nan)
     if scale is not None:
         columns[:, 0] = scale.float().flatten()
         columns[:, 1] = int8_mark.rotation_group(mark) or 0
+        columns[:, 2] = number
     return columns
 
 

@@ -12,6 +12,7 @@ import torch
 from ...kernels import GGUF_FORMATS, channel_scales, dequantize_blocks, quantize_blocks
 from ..comfyui.quantized import (
     BaseLayoutParams,
+    HeldWeight,
     QuantizedLayout,
     QuantizedTensor,
     has_layout,
@@ -98,6 +99,17 @@ def with_scales(weight: QuantizedTensor) -> QuantizedTensor:
     if bool(broken.any()):
         raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
     return QuantizedTensor(stored(weight), GGUF_LAYOUT, replace(params(weight), scale=scales))
+
+
+def held_blocks(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool) -> HeldWeight:
+    """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more.
+
+    Its product is INT8's, or else that of the floats that its blocks stand for. Raises ValueError where a row holds a
+    NaN or Inf.
+    """
+    scaled = with_scales(weight)
+    form = replace(params(scaled if becomes_int8 else weight), orig_dtype=dtype)
+    return HeldWeight(stored(weight).clone(), GGUF_LAYOUT, form)
 
 
 def with_blocks(weight: QuantizedTensor, blocks: torch.Tensor) -> QuantizedTensor:

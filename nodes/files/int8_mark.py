@@ -6,6 +6,9 @@ smoothing factors `X.weight_smooth` (float32 [K]) would come out wrong where the
 own, which stock loaders refuse. So does a layer that needs activations of 16 bits; its mark says whether it has factors
 (`smoothed`), so that lost ones are missed. Stock ComfyUI prints such a name and nothing else, so the name says what to
 do.
+
+A native layer that is marked `full_precision_matrix_mult` needs 16 bits too, and says so in ComfyUI's own words. W4A8
+and W6A8 (grouped_weight.py) are ComfyUI's formats of an INT8 weight in 4 or 6 bits. What else a mark says is kept.
 """
 
 import json
@@ -22,35 +25,62 @@ SMOOTHED_FORMAT = "int8_smoothquant (needs the node pack ComfyUI-INT8-DiT)"
 ACT16_FORMAT = "int8_act16 (needs the node pack ComfyUI-INT8-DiT)"
 _EARLIER_NAMES = {"int8_smoothquant": SMOOTHED_FORMAT, "int8_act16": ACT16_FORMAT}
 INT8_FORMATS = (NATIVE_FORMAT, SMOOTHED_FORMAT, ACT16_FORMAT)
-DEFAULT_ROTATION_GROUP = 256
+GROUPED_FORMATS = ("asym_w4a8_int8", "w6a8_int8")
+DEFAULT_ROTATION_GROUP, DEFAULT_CODE_GROUP = 256, 16
 
 MARK = "comfy_quant"
 SCALE = "weight_scale"
 SMOOTH = "weight_smooth"
 SMOOTHED = "smoothed"
+GROUP_SCALE, CHANNEL_SCALE, CODEBOOK = "weight_s_rel", "weight_s_channel", "weight_codebook"
+FLOAT32_PARTS = (SCALE, SMOOTH, CHANNEL_SCALE, CODEBOOK)
+FULL_PRECISION = "full_precision_matrix_mult"
+# What the pack itself says of an INT8 layer, and of one in codes.
+_SAID = {"format", "convrot", "convrot_groupsize", SMOOTHED}
+_SAID_OF_CODES = {*_SAID, "group_size"}
 
 _MOST_BYTES = 4096  # marks have up to about 150
 
 
-def format_name(transform: ChannelTransform, activation_bits: int) -> str:
-    """The format that an INT8 layer is marked with."""
-    if activation_bits == 16:
+def format_name(transform: ChannelTransform, activation_bits: int, others: Mapping[str, Any] = {}) -> str:
+    """The format that an INT8 layer is marked with; `others` are the `other_options` of its mark."""
+    if activation_bits == 16 and not (transform.smooth is None and others.get(FULL_PRECISION)):
         return ACT16_FORMAT
     return NATIVE_FORMAT if transform.smooth is None else SMOOTHED_FORMAT
 
 
 def activation_bits(mark: dict) -> int:
-    """The bits of an INT8 layer's activations by its decoded mark."""
-    return 16 if mark.get("format") == ACT16_FORMAT else 8
+    """The bits of a layer's activations by its decoded mark; 8 for a layer that is not INT8."""
+    if mark.get("format") not in (*INT8_FORMATS, *GROUPED_FORMATS):
+        return 8
+    return 16 if mark["format"] == ACT16_FORMAT or mark.get(FULL_PRECISION) else 8
 
 
-def encode_mark(transform: ChannelTransform = UNCHANGED, activation_bits: int = 8) -> torch.Tensor:
-    """The mark of an INT8 layer as uint8 bytes."""
-    mark: dict[str, object] = {"format": format_name(transform, activation_bits)}
-    if activation_bits == 16 and transform.smooth is not None:
+def other_options(mark: Mapping[str, Any]) -> dict[str, Any]:
+    """What a decoded mark says beside all that the pack says of an INT8 layer: to be said again when it is saved."""
+    said = _SAID_OF_CODES if mark.get("format") in GROUPED_FORMATS else _SAID
+    others = {key: value for key, value in mark.items() if key not in said}
+    if isinstance(others.get("params"), dict):
+        others["params"] = {key: value for key, value in others["params"].items() if key not in said}
+        if not others["params"]:
+            del others["params"]
+    return others
+
+
+def encode_mark(
+    transform: ChannelTransform = UNCHANGED, activation_bits: int = 8, others: Mapping[str, Any] = {}
+) -> torch.Tensor:
+    """The mark of an INT8 layer as uint8 bytes; `others` are the `other_options` of the one that it had."""
+    mark: dict[str, object] = {"format": format_name(transform, activation_bits, others)}
+    if mark["format"] == ACT16_FORMAT and transform.smooth is not None:
         mark[SMOOTHED] = True
     if transform.rotation_group is not None:
         mark.update(convrot=True, convrot_groupsize=transform.rotation_group)
+    return encoded({**mark, **others})
+
+
+def encoded(mark: Mapping[str, Any]) -> torch.Tensor:
+    """A mark as uint8 bytes."""
     return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
 
 
@@ -98,7 +128,16 @@ def mark_options(mark: dict) -> dict:
 
 def group_size(options: dict) -> int:
     """The rotation group that options name. Raises ValueError where it is no whole number."""
-    group = options.get("convrot_groupsize", DEFAULT_ROTATION_GROUP)
-    if type(group) is not int:
-        raise ValueError(f"its mark has convrot_groupsize = {group!r}, which is no whole number")
-    return group
+    return _whole_number(options, "convrot_groupsize", DEFAULT_ROTATION_GROUP)
+
+
+def code_group(options: dict) -> int:
+    """The columns of one scale that the options of a layer in codes name. Raises ValueError as `group_size`."""
+    return _whole_number(options, "group_size", DEFAULT_CODE_GROUP)
+
+
+def _whole_number(options: dict, name: str, default: int) -> int:
+    number = options.get(name, default)
+    if type(number) is not int:
+        raise ValueError(f"its mark has {name} = {number!r}, which is no whole number")
+    return number

@@ -3,6 +3,9 @@
 A loader that trusts a damaged layer draws another image and says nothing. All that can be told from marks, shapes,
 dtypes and small tensors is told here, whatever computes afterwards. Large weights are not read: their values count when
 something else has to read them.
+
+The formats that this pack computes are checked for all that they consist of. Of ComfyUI's other formats the parts are
+looked at that make an image wrong: what else a layer has, and how it is packed, ComfyUI knows.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels import ChannelTransform
+from ...kernels import ChannelTransform, GroupedCodes
 from ..comfyui.quantized import known_formats
 from . import int8_mark
 from .attention_choices import check_choices
@@ -41,18 +44,20 @@ class _Format:
 
     Attributes:
         dtype: of the weight.
-        parts: the tensors that it may have, beside weight, bias and mark.
+        parts: the tensors that it may have, beside weight, bias and mark; None for a format that only ComfyUI computes.
         check: raises ValueError naming the tensor for a layer that is not whole.
     """
 
     dtype: torch.dtype
-    parts: frozenset[str]
+    parts: frozenset[str] | None
     check: Callable[[_Layer], None]
 
 
 # What belongs to a quantized form, wherever it stands.
 _SCALES = {"weight_scale", "weight_scale_2", "weight_scale_inv", "scale_weight", "input_scale", "scale_input"}
-_PARTS = frozenset({*_SCALES, "pre_quant_scale", "weight_smooth", "weight_zero_point"})
+_CODES = frozenset({int8_mark.GROUP_SCALE, int8_mark.CHANNEL_SCALE, int8_mark.CODEBOOK})
+_PARTS = frozenset({*_SCALES, *_CODES, "pre_quant_scale", "weight_smooth", "weight_zero_point", "weight_correction"})
+_OWN = frozenset({*_CODES, int8_mark.SMOOTH})  # of no other format
 _SMALL = 1 << 20  # elements that are looked at for a NaN
 
 
@@ -85,7 +90,7 @@ def _check_marked(name: str, tensors: Tensors, parts: Tensors) -> None:
         mark = int8_mark.decode_mark(tensors[key])
     except ValueError as error:
         raise ValueError(f"{key} is {error}") from error
-    kind, known = mark.get("format"), {*known_formats(), *int8_mark.INT8_FORMATS}
+    kind, known = mark.get("format"), {*known_formats(), *int8_mark.INT8_FORMATS, *int8_mark.GROUPED_FORMATS}
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"{key} names the quantization format {kind!r}, which is unknown")
     title = "INT8" if kind in int8_mark.INT8_FORMATS else kind
@@ -97,10 +102,13 @@ def _check_marked(name: str, tensors: Tensors, parts: Tensors) -> None:
         return  # of a newer ComfyUI
     if weight.dtype != form.dtype:
         raise ValueError(f"{name}.weight is {weight.dtype} although {name} is marked as {title}")
-    for part in sorted(parts.keys() - form.parts):
+    for part in sorted(parts.keys() & _OWN if form.parts is None else parts.keys() - form.parts):
         if part == int8_mark.SMOOTH:
             raise ValueError(f"{name}.{part} is there although the layer is not marked as smoothed")
         raise ValueError(f"{name}.{part} is there, which a layer marked as {title} does not have")
+    if form.parts is not None and not isinstance(mark.get(int8_mark.FULL_PRECISION, False), bool):
+        said = mark[int8_mark.FULL_PRECISION]
+        raise ValueError(f"{name}: its mark has {int8_mark.FULL_PRECISION} = {said!r}, which is neither true nor false")
     try:
         form.check(_Layer(name, weight, mark, parts))
     except TypeError as error:
@@ -163,6 +171,42 @@ def _check_rotation(name: str, group_of: Callable[[dict], int | None], mark: dic
         raise ValueError(f"{name}: {error}") from error
 
 
+def _check_grouped(layer: _Layer) -> None:
+    """A weight in codes: as the kernel reads it, with positive scales."""
+    group_scale, channels = layer.needed(int8_mark.GROUP_SCALE), layer.needed(int8_mark.CHANNEL_SCALE)
+    codebook, key = layer.parts.get(int8_mark.CODEBOOK), f"{layer.name}.{int8_mark.GROUP_SCALE}"
+    options = int8_mark.mark_options(layer.mark)
+    if group_scale.dtype == torch.uint8:
+        group_scale = group_scale.view(torch.float8_e4m3fn)
+    try:
+        codes = GroupedCodes(layer.weight, group_scale, codebook, int8_mark.code_group(options))
+        codes.check()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{layer.name}: {error}") from error
+    rows, inputs = codes.shape
+    _check_rotation(layer.name, int8_mark.group_size, options, inputs)
+    if group_scale.dtype == torch.float8_e4m3fn:
+        _check_positive_fp8(key, group_scale)
+    else:
+        check_scale(key, group_scale, None, LARGEST)
+    key = f"{layer.name}.{int8_mark.CHANNEL_SCALE}"
+    if channels.dtype != torch.float32 or channels.shape != (rows,):
+        raise ValueError(
+            f"{key} must hold {rows} float32 values, one per output channel; it is {channels.dtype} of shape "
+            f"{tuple(channels.shape)}"
+        )
+    check_scale(key, channels, layer.weight, LARGEST / 127)
+    if codebook is not None:
+        check_finite(f"{layer.name}.{int8_mark.CODEBOOK}", codebook)
+
+
+def _check_positive_fp8(key: str, scales: torch.Tensor) -> None:
+    """There are many of them: one pass, which the largest positive number ends."""
+    codes = scales.view(torch.uint8)
+    if _largest(codes) > 0x7E and bool(((codes > 0x7E) & (codes != 0x80)).any()):
+        raise ValueError(f"{key} holds a NaN, or a value that is negative")
+
+
 def _check_fp8(layer: _Layer) -> None:
     scale, key = layer.needed("weight_scale"), f"{layer.name}.weight_scale"
     # By one of three axes ComfyUI would make a weight of three.
@@ -201,9 +245,7 @@ def _largest(codes: torch.Tensor) -> int:
 def _check_nvfp4(layer: _Layer) -> None:
     rows, packed = layer.weight.shape[-2:]
     blocks = _check_blocks(layer, rows, packed // 8, torch.float8_e4m3fn)
-    # There are many of them: one pass, which the largest positive number ends.
-    if _largest(blocks) > 0x7E and bool(((blocks > 0x7E) & (blocks != 0x80)).any()):
-        raise ValueError(f"{layer.name}.weight_scale holds a NaN, or a value that is negative")
+    _check_positive_fp8(f"{layer.name}.weight_scale", blocks)
     scale, key = layer.needed("weight_scale_2"), f"{layer.name}.weight_scale_2"
     if layer.weight.ndim == 2 and scale.numel() != 1:
         raise ValueError(f"{key} must be 1 value; its shape is {tuple(scale.shape)}")
@@ -227,27 +269,23 @@ def _check_mxfp8(layer: _Layer) -> None:
 
 def _check_w4a4(layer: _Layer) -> None:
     scale, key = layer.needed("weight_scale"), f"{layer.name}.weight_scale"
-    rows, packed = layer.weight.shape[-2:]
+    rows = layer.weight.shape[-2]
     if layer.weight.ndim == 2 and tuple(scale.shape) != (rows,):
         raise ValueError(f"{key} must hold {rows} values, one per output channel; its shape is {tuple(scale.shape)}")
     check_scale(key, scale, layer.weight if layer.weight.ndim == 2 else None, LARGEST / 7)
-    options = int8_mark.mark_options(layer.mark)
-    _check_rotation(layer.name, int8_mark.group_size, options, 2 * packed)
-    if options.get("linear_dtype", "int4") not in ("int4", "int8"):
-        raise ValueError(f"{layer.name}: its mark has linear_dtype = {options['linear_dtype']!r}, not int4 or int8")
 
 
-_FP8_PARTS = frozenset(("weight_scale", "input_scale"))
 # Activations are scaled as they come, so the scale of an older pack's calibration says nothing.
-_INT8_PARTS = _FP8_PARTS
+_INT8_PARTS = frozenset(("weight_scale", "input_scale"))
 
 FORMATS: dict[str, _Format] = {
     int8_mark.NATIVE_FORMAT: _Format(torch.int8, _INT8_PARTS, _check_int8),
     int8_mark.SMOOTHED_FORMAT: _Format(torch.int8, _INT8_PARTS | {int8_mark.SMOOTH}, _check_smoothed),
     int8_mark.ACT16_FORMAT: _Format(torch.int8, _INT8_PARTS | {int8_mark.SMOOTH}, _check_act16),
-    "float8_e4m3fn": _Format(torch.float8_e4m3fn, _FP8_PARTS, _check_fp8),
-    "float8_e5m2": _Format(torch.float8_e5m2, _FP8_PARTS, _check_fp8),
-    "mxfp8": _Format(torch.float8_e4m3fn, _FP8_PARTS, _check_mxfp8),
-    "nvfp4": _Format(torch.uint8, _FP8_PARTS | {"weight_scale_2", "pre_quant_scale"}, _check_nvfp4),
-    "convrot_w4a4": _Format(torch.int8, frozenset({"weight_scale"}), _check_w4a4),
+    **{name: _Format(torch.int8, _CODES, _check_grouped) for name in int8_mark.GROUPED_FORMATS},
+    "float8_e4m3fn": _Format(torch.float8_e4m3fn, None, _check_fp8),
+    "float8_e5m2": _Format(torch.float8_e5m2, None, _check_fp8),
+    "mxfp8": _Format(torch.float8_e4m3fn, None, _check_mxfp8),
+    "nvfp4": _Format(torch.uint8, None, _check_nvfp4),
+    "convrot_w4a4": _Format(torch.int8, None, _check_w4a4),
 }

@@ -1,4 +1,4 @@
-"""The fused kernel under a MODEL that one of ComfyUI's own loaders has loaded as native INT8."""
+"""The fused kernel under a MODEL that one of ComfyUI's own loaders has loaded as native INT8, W4A8 or W6A8."""
 
 from functools import partial
 from typing import Any
@@ -7,13 +7,13 @@ import torch
 
 from ...kernels import choose_path, runs_fused
 from ..blocks.install import fuse_blocks
-from ..comfyui.layers import run_every_op
+from ..comfyui.layers import run_every_op, wants_full_precision
 from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher
-from ..comfyui.quantized import QuantizedTensor, is_native_int8
+from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import keep_patched
-from ..files.gguf_weight import is_gguf
+from ..files.stored_weight import is_stored
 from ..host import notices
-from .fused_forward import INT8Linear, class_patch, fused_forward
+from .fused_forward import INT8Linear, class_patch, fused_forward, is_comfyui_int8
 from .input_groups import group_inputs
 from .int8_weight import is_int8
 
@@ -21,18 +21,18 @@ _CALLBACK_KEY = "int8_dit_apply"
 
 
 def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
-    """A clone of a MODEL whose native INT8 linears run on the fused kernel.
+    """A clone of a MODEL whose native INT8 linears, also those in 4 or 6 bits, run on the fused kernel. Layers whose
+    marks ask for full precision get activations of 16 bits.
 
     `kernel` is "auto" or "fused int8". Where `auto` finds no card that the kernel is known to win on, the clone runs as
     before, with a warning. A MODEL of this pack runs the kernel already and stays as it is.
 
     Raises ValueError for a MODEL without INT8 linears, RuntimeError where "fused int8" cannot run.
     """
-    weights = {
-        name: getattr(module, "weight", None) for name, module in model.model.diffusion_model.named_modules() if name
-    }
-    names = [name for name, weight in weights.items() if is_native_int8(weight)]
-    if not names and not any(is_int8(weight) or is_gguf(weight) for weight in weights.values()):
+    modules = {name: module for name, module in model.model.diffusion_model.named_modules() if name}
+    weights = {name: getattr(module, "weight", None) for name, module in modules.items()}
+    names = [name for name, weight in weights.items() if is_comfyui_int8(weight, modules[name])]
+    if not names and not any(is_int8(weight) or is_stored(weight) for weight in weights.values()):
         raise ValueError(
             "this MODEL holds no INT8 linears. Load a native INT8 file before this node, or use the INT8 DiT Loader, "
             "which quantizes other files while loading"
@@ -75,8 +75,8 @@ def running_fused(own: Any, kernel: str) -> type:
         int8_kernel = kernel
 
         def forward(self, input, *args, **kwargs):
-            shape = self.out_features, self.in_features
-            fused = is_native_int8(self.weight) and runs_fused(input.device, kernel, *shape, native=True)
+            shape, native = (self.out_features, self.in_features), not wants_full_precision(self)
+            fused = is_comfyui_int8(self.weight, self) and runs_fused(input.device, kernel, *shape, native=native)
             if not fused or (input.requires_grad and torch.is_grad_enabled()):
                 return super().forward(input, *args, **kwargs)
             run_every_op()

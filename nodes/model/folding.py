@@ -200,18 +200,19 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
             if key in folded:
                 folded[key] = MappedTensor(folded[key], _on_rows(key, rows, change))
         for name, weight in stored.items():
+            mark = folded.get(f"{name}.{int8_mark.MARK}")
+            others = {} if mark is None else int8_mark.other_options(int8_mark.decode_mark(mark))
             if _has_16_bits(weight):
                 own = params(weight).smooth
                 back = divisor.reciprocal() if own is None else own / divisor
                 folded[f"{name}.{int8_mark.SMOOTH}"] = back
                 transform = ChannelTransform(back, params(weight).rotation_group)
-                folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(transform, 16)
+                folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(transform, 16, others)
                 continue
             if is_int8(weight):
                 del folded[f"{name}.{int8_mark.SMOOTH}"]
-                folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(
-                    ChannelTransform(None, params(weight).rotation_group)
-                )
+                transform = ChannelTransform(None, params(weight).rotation_group)
+                folded[f"{name}.{int8_mark.MARK}"] = int8_mark.encode_mark(transform, 8, others)
                 key, change = f"{name}.{int8_mark.SCALE}", partial(torch.div, other=common)
             else:
                 key, change = f"{name}.weight", partial(multiply_columns, smooth=divisor)

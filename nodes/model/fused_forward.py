@@ -12,16 +12,24 @@ from ...kernels import (
     ChannelTransform,
     Quantized,
     RepeatedLinear,
-    expand_blocks,
     int8_gemm,
     int8_linear,
     requantize_weight,
 )
 from ..blocks.steps import InputForm
-from ..comfyui.layers import Cast, bias_functions, cast_quantized, give_back, given_back, run_every_op, weight_functions
+from ..comfyui.layers import (
+    Cast,
+    bias_functions,
+    cast_quantized,
+    give_back,
+    given_back,
+    run_every_op,
+    wants_full_precision,
+    weight_functions,
+)
 from ..comfyui.patcher import DIFFUSION_MODEL, key_of, seed_of
 from ..comfyui.quantized import is_native_int8, native_product, native_rotation, params, stored
-from ..files.gguf_weight import has_scales, is_gguf
+from ..files.stored_weight import stored_kind
 from .int8_weight import is_int8
 from .plain_loras import add_lora, each_once, loras_of
 from .stored_blocks import StoredLoRA, stored_lora
@@ -31,11 +39,11 @@ class INT8Parts(NamedTuple):
     """An INT8 weight as the kernel takes it.
 
     Attributes:
-        stored: int8 [N, K], or a weight in GGUF's blocks.
+        stored: int8 [N, K], or a weight in another form that a kernel makes that of.
         scale: float32, one value or one per output channel.
         transform: what is done to its input.
         activation_bits: to how many bits its input is rounded.
-        lora: what changes a weight in GGUF's blocks; on the device where it is used, which need not be this one's.
+        lora: what changes a weight in another form; on the device where it is used, which need not be this one's.
     """
 
     stored: torch.Tensor
@@ -45,14 +53,15 @@ class INT8Parts(NamedTuple):
     lora: StoredLoRA | None = None
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int8 [N, K] and its scale; of blocks new ones, in memory that PyTorch hands from one layer to the next."""
+        """int8 [N, K] and its scale; of other forms new ones, in memory that PyTorch hands from layer to layer."""
         weight, scale, lora = self.stored, self.scale, self.lora
-        if not is_gguf(weight):
+        kind = stored_kind(weight)
+        if kind is None:
             return weight, scale
         low_rank = None
         if lora is not None:
             scale, low_rank = scale + lora.scale, lora.low_rank
-        return expand_blocks(stored(weight), params(weight).block_format, scale, low_rank), scale
+        return kind.expand(weight, scale, low_rank), scale
 
 
 def class_patch(name: str) -> str:
@@ -60,16 +69,29 @@ def class_patch(name: str) -> str:
     return f"{DIFFUSION_MODEL}{name}.__class__"
 
 
-def int8_parts(weight: Any) -> INT8Parts | None:
-    """The parts of an INT8 weight of either kind, or of one that is made INT8 for each product; None of any other."""
+def int8_parts(weight: Any, layer: Any) -> INT8Parts | None:
+    """The parts of an INT8 weight of either kind, or of one that is made INT8 for each product; None of any other.
+
+    `layer` is its linear: of ComfyUI's own formats it knows what the mark says of its input.
+    """
     if is_int8(weight):
         held = params(weight)
         return INT8Parts(stored(weight), held.scale, held.transform, held.activation_bits)
     if is_native_int8(weight):
-        return INT8Parts(stored(weight), params(weight).scale.float(), _rotation(native_rotation(weight)), 8)
-    if is_gguf(weight) and has_scales(weight):
-        return INT8Parts(weight, params(weight).scale, UNCHANGED, 8)
-    return None
+        rotation, bits = _rotation(native_rotation(weight)), 16 if wants_full_precision(layer) else 8
+        return INT8Parts(stored(weight), params(weight).scale.float(), rotation, bits)
+    kind = stored_kind(weight)
+    scale = None if kind is None else kind.scale(weight)
+    if kind is None or scale is None:
+        return None
+    bits = 16 if kind.held is None and wants_full_precision(layer) else kind.activation_bits(weight)
+    return INT8Parts(weight, scale, _rotation(kind.rotation_group(weight)), bits)
+
+
+def is_comfyui_int8(weight: Any, layer: Any) -> bool:
+    """Whether the weight of a linear is INT8, perhaps in fewer bits, as ComfyUI's own loaders hold it."""
+    kind = stored_kind(weight)
+    return is_native_int8(weight) or (kind is not None and kind.held is None and int8_parts(weight, layer) is not None)
 
 
 # A table rather than a cache, which a compiler warns of.
@@ -97,9 +119,9 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     thin = loras_of(functions, layer.weight.shape) if functions and lora is None else []
     fewer = [] if thin else functions if len(functions) < len(attached) else None
     with given_back(layer, _cast(layer, input.device, input.dtype, fewer)) as (weight, bias, _):
-        parts = int8_parts(weight)
+        parts = int8_parts(weight, layer)
         if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
-            held = _known_parts(layer.weight)
+            held = _known_parts(layer.weight, layer)
             transform, bits = held.transform, held.activation_bits
             q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
         else:
@@ -126,7 +148,7 @@ def project(
         return _repeated_linear(resident).multiply(quantized, *resident.operands(), bias, shape, dtype)
     use = nullcontext(held) if held is not None else given_back(layer, _cast(layer, q.device, dtype))
     with use as (weight, bias, _):
-        parts = _known_parts(weight)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
+        parts = _known_parts(weight, layer)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
         return int8_gemm(q, q_scale, *parts.operands(), bias, dtype).view(*shape, -1)
 
 
@@ -136,7 +158,7 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     Its weight is neither smoothed nor wants 16 bits; `input` is floating point [..., K].
     """
     with given_back(layer, _cast(layer, input.device, input.dtype)) as (weight, bias, _):
-        parts = int8_parts(weight)
+        parts = int8_parts(weight, layer)
         if parts is None:  # a patch has made it a float
             return torch.nn.functional.linear(input, weight, bias)
         return native_product(input, *parts.operands(), bias, parts.transform.rotation_group)
@@ -151,7 +173,7 @@ class INT8Linear:
 
     def input_form(self) -> InputForm | None:
         """How the input is to be quantized, with factors wherever they are; None where it must be given as floats."""
-        parts = _patched_parts(self.weight, weight_functions(self))  # a LoRA of a streamed INT8 weight reads floats
+        parts = _patched_parts(self, self.weight)  # a LoRA of a streamed INT8 weight reads floats
         return None if parts is None else InputForm(parts.transform, parts.activation_bits)
 
     def open(self, form: InputForm, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, Cast | None]:
@@ -163,7 +185,7 @@ class INT8Linear:
         if form.transform.smooth is None or form.transform.smooth.device == device:
             return form.transform, None
         cast = _cast(self, device, dtype)
-        return _known_parts(cast[0]).transform, cast
+        return _known_parts(cast[0], self).transform, cast
 
     def close(self, held: Cast | None) -> None:
         """Give back what `open` cast."""
@@ -182,7 +204,7 @@ def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT
     bias of `dtype`; else None."""
     if torch.compiler.is_compiling() or bias_functions(layer):
         return None
-    parts = _patched_parts(layer._parameters["weight"], weight_functions(layer))
+    parts = _patched_parts(layer, layer._parameters["weight"])
     if parts is None or parts.stored.device != device:
         return None
     bias = layer._parameters["bias"]
@@ -199,17 +221,19 @@ def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list 
     return cast_quantized(layer, device, dtype, functions if lora is None else [])
 
 
-def _patched_parts(weight: Any, functions: list) -> INT8Parts | None:
-    """The parts of an INT8 weight with what changes it in use; None where that is more than LoRAs of a stored one."""
+def _patched_parts(layer: Any, weight: Any) -> INT8Parts | None:
+    """The parts of a linear's INT8 weight with what changes it in use; None where that is more than LoRAs of a stored
+    one."""
+    functions = weight_functions(layer)
     lora = stored_lora(weight, functions)
     if functions and lora is None:
         return None
-    parts = int8_parts(weight)
+    parts = int8_parts(weight, layer)
     return parts if parts is None or lora is None else parts._replace(lora=lora)
 
 
-def _known_parts(weight: Any) -> INT8Parts:
-    parts = int8_parts(weight)
+def _known_parts(weight: Any, layer: Any) -> INT8Parts:
+    parts = int8_parts(weight, layer)
     assert parts is not None
     return parts
 

@@ -65,7 +65,7 @@ def group_inputs(model: torch.nn.Module) -> None:
     To be called when all weights are loaded, since factors are compared by value.
     """
     readers: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "input_group")}
-    held = {name: int8_parts(module.weight) for name, module in readers.items()}
+    held = {name: int8_parts(module.weight, module) for name, module in readers.items()}
     parts = {name: part for name, part in held.items() if part is not None}
 
     def alike(a: str, b: str) -> bool:

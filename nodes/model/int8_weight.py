@@ -4,6 +4,7 @@ ComfyUI moves, offloads, patches and saves the weight through this layout. Its d
 weight, free of smoothing and rotation, so that a LoRA made for the original model is right in every memory mode.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -143,6 +144,6 @@ def format_name(weight: QuantizedTensor) -> str:
     return int8_mark.format_name(params(weight).transform, params(weight).activation_bits)
 
 
-def mark_of(weight: QuantizedTensor) -> torch.Tensor:
-    """The mark of a weight in files."""
-    return int8_mark.encode_mark(params(weight).transform, params(weight).activation_bits)
+def mark_of(weight: QuantizedTensor, others: Mapping[str, Any] = {}) -> torch.Tensor:
+    """The mark of a weight in files; `others` are int8_mark's `other_options` of the one that its layer had."""
+    return int8_mark.encode_mark(params(weight).transform, params(weight).activation_bits, others)

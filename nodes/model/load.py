@@ -3,10 +3,11 @@
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
-from ...kernels import BF16, FUSED, WAYS, choose_path, naming_layer, quantize_weight
+from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, naming_layer, quantize_weight
 from ..comfyui import loading
 from ..comfyui.memory import all_devices, default_device, dtype_computed_in, reserved_for_inference, total_memory
 from ..comfyui.patcher import ModelPatcher, call_factory
@@ -15,8 +16,10 @@ from ..files.attention_choices import choices_in
 from ..files.checkpoint import holds_int8, read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
-from ..files.gguf_weight import can_stay, is_gguf
+from ..files.gguf_weight import is_gguf
+from ..files.grouped_weight import channel_scale, grouped_codes, is_grouped
 from ..files.kinds import kind_of_tensors
+from ..files.stored_weight import can_stay, is_stored, stored_kind
 from ..files.values import check_finite
 from ..host.work import Progress, make_room_to_quantize
 from .build import build_model, warn_of_fallback
@@ -26,10 +29,10 @@ from .loaded_values import check_values, stored
 from .operations import ConvertLayer, int8_operations, leave_layer
 from .patched_weights import float_weight
 from .recipe import FOLDED, keep_block_formats, keep_recipe_of_file, keep_unknown_choices, recipe_in
-from .stored_blocks import SMALLEST_STORED, patch_products, stored_weight
+from .stored_blocks import SMALLEST_STORED, int8_form, patch_products
 
 MEMORY_CHOICES = ("INT8", "as stored")
-"""How a loaded MODEL holds the weights of a GGUF file; those of other files are INT8 either way."""
+"""How a loaded MODEL holds weights in fewer bits (GGUF, W4A8, W6A8); those of other files are INT8 either way."""
 _COUNT = re.compile(r"(^|_)(layers|blocks|depth)(_|$)")  # names of what ComfyUI counts in a file
 AS_STORED = MEMORY_CHOICES[1]
 
@@ -45,8 +48,8 @@ def load_int8_model(
 ) -> ModelPatcher:
     """A MODEL from a diffusion model file: INT8 files as they are, float, FP8 and GGUF files quantized while loading.
 
-    With `memory` AS_STORED the blocks of a GGUF file that kernels read stay what they are, and become INT8 in front of
-    each product.
+    With `memory` AS_STORED the weights in fewer bits that kernels read (GGUF's blocks, the codes of W4A8 and W6A8) stay
+    what they are, and become INT8 in front of each product.
 
     `kernel` is one of kernels.KERNEL_CHOICES; `disable_dynamic` is ComfyUI's, for loads without dynamic VRAM. Where the
     path of a linear is bf16 and the whole model fits the device in bf16, its weight is not INT8: the device is
@@ -82,16 +85,18 @@ def load_int8_model(
     block_formats, choices = _block_formats(tensors), choices_in(tensors)
     never_int8 = _never_int8(tensors, stays)
     sizes = [tensors[key].numel() for key in never_int8]
-    weights = {} if holds_int8(tensors) else {k: w for k, w in tensors.items() if k.endswith(".weight")}
-    quantized = {key for key, weight in weights.items() if becomes_int8(key.removesuffix(".weight"), weight)}
-    sizes += [w.numel() for k, w in weights.items() if k not in never_int8 and (k in quantized or is_gguf(w))]
+    # A file that holds INT8, perhaps in fewer bits, has its floats for a reason.
+    whole, weights = holds_int8(tensors), {k: w for k, w in tensors.items() if k.endswith(".weight")}
+    quantized = set() if whole else {k for k, w in weights.items() if becomes_int8(k.removesuffix(".weight"), w)}
+    sizes += [w.numel() for k, w in weights.items() if k not in never_int8 and (k in quantized or is_stored(w))]
     if sizes:
         make_room_to_quantize(device, max(sizes))
         progress = Progress(len(sizes))
         with naming_file(checkpoint.name):
             _decode(tensors, never_int8, device, compute_dtype, progress)
-        if weights:
-            converter = _quantizing_converter(becomes_int8, stays, device, compute_dtype, progress)
+        converter = _quantizing_converter(
+            (lambda name, weight: False) if whole else becomes_int8, stays, device, compute_dtype, progress
+        )
     operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=in_floats)
     held = stored(tensors)
     with naming_file(checkpoint.name):
@@ -158,28 +163,36 @@ def _quantizing_converter(
     progress: Progress,
 ) -> ConvertLayer:
     """Plain per-channel quantization of the layers that become INT8, computed on `device`, kept in host memory. Of
-    weights that stay as they are stored it finds only what their rows will be scaled by. Other blocks become floats."""
+    weights that stay as they are stored it finds only what their rows will be scaled by. Other blocks become floats,
+    and other codes the INT8 weight that they stand for."""
 
     def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
-        as_stored, as_int8 = stays(weight), becomes_int8(name, weight)
-        if not as_stored and not as_int8:
-            if not is_gguf(weight):
-                return None
-            held = _decoded(f"{name}.weight", float_weight(weight.to(device=device), pre_quant_scale), dtype)
-            progress.step("decoding layer")
-            return held
-        with naming_layer(name):
-            weight = weight.to(device=device)
-            if as_stored:
-                held = stored_weight(weight, dtype, as_int8)
-            else:
-                q, scale = quantize_weight(float_weight(weight, pre_quant_scale))
-                check_finite(f"{name}.weight", 127 * scale)  # 127 of it is the largest value
-                held = int8_weight(q, scale, dtype)
-        progress.step("reading layer" if as_stored else "quantizing layer")
+        kind, as_int8 = stored_kind(weight), becomes_int8(name, weight)
+        hold = kind.held if kind is not None and stays(weight) else None
+        if kind is None and not as_int8:
+            return None
+        weight = weight.to(device=device)
+        if is_gguf(weight) and hold is None and not as_int8:
+            step, held = "decoding", _decoded(f"{name}.weight", float_weight(weight, pre_quant_scale), dtype)
+        else:
+            with naming_layer(name):
+                if hold is not None:
+                    step, held = "reading", hold(weight, dtype, as_int8)
+                elif is_grouped(weight):
+                    step, held = "reading", _as_int8(weight, dtype)
+                else:
+                    q, scale = quantize_weight(float_weight(weight, pre_quant_scale))
+                    check_finite(f"{name}.weight", 127 * scale)  # 127 of it is the largest value
+                    step, held = "quantizing", int8_weight(q, scale, dtype)
+        progress.step(f"{step} layer")
         return held.to(device="cpu")
 
     return convert
+
+
+def _as_int8(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The INT8 weight that codes of 4 or 6 bits stand for, exactly."""
+    return int8_weight(expand_codes(grouped_codes(weight)), channel_scale(weight), dtype, **(int8_form(weight) or {}))
 
 
 def _block_formats(tensors: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -23,7 +23,11 @@ from ..comfyui.patcher import (
     with_patches,
 )
 from ..comfyui.quantized import QuantizedTensor, params, requantized
+from ..files import int8_mark
+from ..files.grouped_weight import is_grouped, mark_in
 from ..files.safetensors_writer import PendingTensor, Tensors
+from .int8_weight import int8_weight, mark_of
+from .stored_blocks import int8_form
 
 
 def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,7 +74,7 @@ class _PatchedEntry:
             seed = seed_of(self._key)
             patched = _patched_as_stored(self._model, self._key, self._model.load_device)
             if isinstance(stored, QuantizedTensor):
-                again = requantized(stored, patched, seed)
+                again = requantized(_form_when_patched(stored), patched, seed)
                 if not bool(torch.isfinite(params(again).scale).all()):
                     raise ValueError(f"{self._key}: its patches (a LoRA?) make a NaN or Inf of it; it cannot be saved")
                 self._tensors = {k: t.to("cpu") for k, t in again.state_dict(self._key).items()}
@@ -103,12 +107,33 @@ class MappedTensor(PendingTensor):
 
 def state_dict_for_saving(model: ModelPatcher) -> Tensors:
     """The diffusion model's tensors under its own names, patches applied (those lazily)."""
-    entries = {}
+    entries, replaced, gone = {}, {}, set()
     for key in (DIFFUSION_MODEL + name for name in possibly_patched(model)):
         stored: Any = weight_below_patches(model, key)
         pieces = stored.state_dict(key) if isinstance(stored, QuantizedTensor) else {key: stored}
         if is_patched(model, key):
             entry = _PatchedEntry(model, key)
+            if is_grouped(stored):
+                form, mark = _form_when_patched(stored), f"{key.removesuffix('.weight')}.{int8_mark.MARK}"
+                gone |= pieces.keys()
+                replaced[mark] = mark_of(form, int8_mark.other_options(mark_in(stored)))
+                pieces = form.state_dict(key)
+                replaced |= {name: _PatchedTensor(entry, name, piece) for name, piece in pieces.items()}
+                continue
             pieces = {name: _PatchedTensor(entry, name, piece) for name, piece in pieces.items()}
         entries.update(pieces)
-    return {key: entries.get(DIFFUSION_MODEL + key, tensor) for key, tensor in state_dict_of(model).items()}
+    whole = {
+        key: entries.get(DIFFUSION_MODEL + key, tensor)
+        for key, tensor in state_dict_of(model).items()
+        if DIFFUSION_MODEL + key not in gone
+    }
+    return whole | {key.removeprefix(DIFFUSION_MODEL): tensor for key, tensor in replaced.items()}
+
+
+def _form_when_patched(weight: Any) -> QuantizedTensor:
+    """The form that a weight is saved in with its patches: codes of 4 or 6 bits would lose most of a LoRA, so that
+    they become INT8. Its values are those of no weight."""
+    if not is_grouped(weight):
+        return weight
+    q, scale = torch.empty(weight.shape, dtype=torch.int8, device="meta"), torch.empty(len(weight), device="meta")
+    return int8_weight(q, scale, weight.dtype, **(int8_form(weight) or {}))

@@ -10,6 +10,7 @@ from ..comfyui.loading import tensors_of_file
 from ..comfyui.patcher import ModelPatcher
 from ..files import int8_mark
 from ..files.gguf_weight import is_gguf
+from ..files.grouped_weight import is_grouped
 from ..files.mark_record import marks_as_metadata
 from ..files.safetensors_writer import PendingTensor, write_safetensors
 from ..files.workflow_entries import with_workflow
@@ -29,6 +30,8 @@ def save_int8_model(
 ) -> str:
     """Write a MODEL with INT8 linears, its patches applied, as one safetensors file with plain module names.
 
+    Weights that are held in 4 or 6 bits stay in them, but for those that patches change: they become INT8.
+
     `destination` is a new file's path, or several of which the first free one is taken. `workflow` is what the file's
     metadata says of it. Returns the file's path.
 
@@ -46,7 +49,7 @@ def save_int8_model(
             "this MODEL holds GGUF's blocks, not INT8. Set memory to INT8 on the INT8 DiT Loader to save it as INT8, "
             "or connect Save GGUF"
         )
-    if not any(map(is_int8, weights)):
+    if not any(is_int8(weight) or is_grouped(weight) for weight in weights):
         raise ValueError(
             "this MODEL holds no INT8 weights. Connect Quantize to INT8, or the INT8 DiT Loader with kernel set to "
             "'fused int8' (where bf16 is used instead, the weights are loaded as bf16)"
@@ -79,7 +82,7 @@ def save_int8_model(
 
 def _narrowed(key: str, tensor: torch.Tensor | PendingTensor) -> torch.Tensor | PendingTensor:
     """Half the size where that loses nothing: on a CPU, ComfyUI holds what came from a bf16 file as float32."""
-    is_parameter_of_int8 = key.endswith((f".{int8_mark.SCALE}", f".{int8_mark.SMOOTH}"))
+    is_parameter_of_int8 = key.rpartition(".")[2] in int8_mark.FLOAT32_PARTS
     if isinstance(tensor, PendingTensor) or tensor.dtype != torch.float32 or is_parameter_of_int8:
         return tensor
     narrow = tensor.bfloat16()

@@ -1,17 +1,18 @@
-"""Weights that stay in GGUF's blocks while a MODEL runs, and what patches (LoRAs) do to them.
+"""Weights that stay as they are stored (GGUF, W4A8, W6A8) while a MODEL runs, and what patches (LoRAs) do to them.
 
-No block holds a patched weight as exactly as INT8 does, so ComfyUI never writes one back. Plain LoRAs become part of
-the INT8 weight that is made for each product. Any other patch makes a weight in floats of its own. While a hook is on,
-what it made stands in the place of the blocks.
+No such form holds a patched weight as exactly as INT8 does, so ComfyUI never writes one back. Plain LoRAs become part
+of the INT8 weight that is made for each product. Any other patch makes a weight in floats of its own. While a hook is
+on, what it made stands in the place of the stored weight.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ...kernels import LowRank
+from ...kernels import ChannelTransform, LowRank
 from ..comfyui.layers import keep_weight, set_weight_functions, weight_functions
 from ..comfyui.memory import moved
 from ..comfyui.patcher import (
@@ -26,7 +27,8 @@ from ..comfyui.patcher import (
 )
 from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, stored
 from ..comfyui.residency import CALLBACK_KEY
-from ..files.gguf_weight import GGUF_LAYOUT, has_scales, is_gguf, with_scales
+from ..files.gguf_weight import is_gguf
+from ..files.stored_weight import StoredKind, is_stored, stored_kind
 from .int8_weight import LAYOUT, PerChannelINT8Layout, is_int8
 from .plain_loras import each_once, plain_loras
 
@@ -50,24 +52,13 @@ class StoredLoRA(LowVramPatch):
 
 def stored_lora(weight: Any, functions: list) -> StoredLoRA | None:
     """What changes a weight in use, if that is plain LoRAs of a stored weight and nothing else."""
-    if not functions or not isinstance(functions[0], StoredLoRA) or not is_gguf(weight):
+    if not functions or not isinstance(functions[0], StoredLoRA) or not is_stored(weight):
         return None
     return functions[0] if len(each_once(functions)) == 1 else None
 
 
-def stored_weight(weight: Any, dtype: torch.dtype, becomes_int8: bool) -> QuantizedTensor:
-    """A weight that was read of a GGUF file, as a linear holds it that takes and gives floats of `dtype`.
-
-    Its product is INT8's, or else that of the floats that its blocks stand for. Raises ValueError where a row holds a
-    NaN or Inf.
-    """
-    scaled = with_scales(weight)
-    form = replace(params(scaled if becomes_int8 else weight), orig_dtype=dtype)
-    return HeldWeight(stored(weight).clone(), GGUF_LAYOUT, form)  # nobody reads the file once it is loaded
-
-
 class HookedWeight:
-    """What a hook made of a linear's stored weight: ComfyUI takes it off by copying the blocks over it."""
+    """What a hook made of a linear's stored weight: ComfyUI takes it off by copying that over it."""
 
     linear: torch.nn.Module
 
@@ -75,8 +66,8 @@ class HookedWeight:
     def data(self) -> "HookedWeight":
         return self
 
-    def copy_(self, blocks: torch.Tensor, non_blocking: bool = False) -> "HookedWeight":
-        self.linear.weight = torch.nn.Parameter(blocks, requires_grad=False)
+    def copy_(self, weight: torch.Tensor, non_blocking: bool = False) -> "HookedWeight":
+        self.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
         return self
 
 
@@ -93,25 +84,42 @@ class _HookedFloats(HookedWeight, torch.nn.Parameter):
 
 
 def put_hooked(linear: Any, weight: torch.Tensor, kernel: str, seed: int | None) -> None:
-    """Let a linear with a stored weight compute with what a hook made of that, float [N, K], until the blocks are back.
+    """Let a linear with a stored weight compute with what a hook made of that, float [N, K], until that is back.
 
-    It is INT8 where the blocks would be for a product, rounded with `seed`; `kernel` is one of kernels.KERNEL_CHOICES.
+    It is INT8 where the stored one would be for a product, rounded with `seed`; `kernel` is one of
+    kernels.KERNEL_CHOICES.
     """
     held = linear.weight
-    if is_int8(held) or (is_gguf(held) and has_scales(held)):
-        q, form = PerChannelINT8Layout.quantize(weight, stochastic_rounding=seed or 0, kernel=kernel)
-        hooked = _HookedINT8(q, LAYOUT, replace(form, orig_dtype=held.dtype))
-        hooked.linear = linear
-        linear.weight = torch.nn.Parameter(hooked, requires_grad=False)
-    else:
+    form = int8_form(held)
+    if form is None:
         linear.weight = _HookedFloats(weight.to(held.dtype), requires_grad=False)
         linear.weight.linear = linear
+        return
+    q, made = PerChannelINT8Layout.quantize(weight, stochastic_rounding=seed or 0, kernel=kernel, **form)
+    hooked = _HookedINT8(q, LAYOUT, replace(made, orig_dtype=held.dtype))
+    hooked.linear = linear
+    linear.weight = torch.nn.Parameter(hooked, requires_grad=False)
+
+
+def int8_form(weight: Any) -> dict[str, Any] | None:
+    """How a stored weight, or what a hook made of it, is INT8 in a product; None where it computes in floats."""
+    if is_int8(weight):
+        return {"transform": params(weight).transform, "activation_bits": params(weight).activation_bits}
+    kind = stored_kind(weight)
+    if kind is None or kind.scale(weight) is None:
+        return None
+    return {"transform": _rotation(kind, weight), "activation_bits": kind.activation_bits(weight)}
+
+
+def _rotation(kind: StoredKind, weight: Any) -> ChannelTransform:
+    return ChannelTransform(None, kind.rotation_group(weight))
 
 
 def patch_products(model: ModelPatcher) -> None:
     """Let patches act in the products of a MODEL's stored weights, in every memory mode.
 
-    ComfyUI's own save nodes are refused: what they would write of blocks, no loader takes for a weight.
+    ComfyUI's own save nodes are refused: no loader takes for a weight what they would write of blocks, and of other
+    forms they would write it without its patches.
     """
     known: dict[str, tuple[object, torch.Tensor]] = {}
 
@@ -129,20 +137,21 @@ def patch_products(model: ModelPatcher) -> None:
 
     model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, patch)
     model.add_callback_with_key(CallbacksMP.ON_DETACH, CALLBACK_KEY, take_off)
-    model.model.state_dict_for_saving = _refuse_to_save
+    blocks = any(is_gguf(module.weight) for _, module in _stored(model))
+    model.model.state_dict_for_saving = partial(_refuse_to_save, blocks)
 
 
-def _refuse_to_save(*_args: object, **_kwargs: object) -> None:
+def _refuse_to_save(blocks: bool, *_args: object, **_kwargs: object) -> None:
+    form, node = ("in GGUF's blocks", "Save GGUF") if blocks else ("in 4 or 6 bits", "Save INT8 DiT")
     raise ValueError(
-        "this node cannot save weights that stay in GGUF's blocks. Connect Save GGUF, or set memory of INT8 DiT Loader "
-        "to INT8"
+        f"this node cannot save weights that stay {form}. Connect {node}, or set memory of INT8 DiT Loader to INT8"
     )
 
 
 def _stored(model: ModelPatcher) -> Iterator[tuple[str, Any]]:
     """The linears with a stored weight, each with its weight's name in the BaseModel."""
     for name, module in model.model.named_modules():
-        if is_gguf(getattr(module, "weight", None)):
+        if is_stored(getattr(module, "weight", None)):
             yield f"{name}.weight", module
 
 
@@ -158,8 +167,10 @@ def _patch_of(
     `known` holds scales of LoRAs by `key`, each beside what ComfyUI tells a MODEL's patches by: to find them takes a
     product as large as the weight.
     """
-    patches, device = patches_of(model, key), model.load_device
-    low_rank = _low_rank(patches, weight, device) if has_scales(weight) else None
+    patches, device, kind = patches_of(model, key), model.load_device, stored_kind(weight)
+    if kind is None or kind.scale(weight) is None:
+        return LowVramPatch(key, {key: patches})
+    low_rank = _low_rank(patches, weight, device, _rotation(kind, weight))
     if low_rank is None:
         return LowVramPatch(key, {key: patches})
     found_for, scale = known.get(key, (None, None))
@@ -169,11 +180,14 @@ def _patch_of(
     return StoredLoRA(key, patches, low_rank, scale)
 
 
-def _low_rank(patches: Sequence[tuple], weight: QuantizedTensor, device: torch.device) -> LowRank | None:
-    """The sum of a weight's plain LoRAs as one product of factors in its dtype; None if there are other patches."""
+def _low_rank(
+    patches: Sequence[tuple], weight: QuantizedTensor, device: torch.device, rotation: ChannelTransform
+) -> LowRank | None:
+    """The sum of a weight's plain LoRAs as one product of factors in its dtype, rotated as the weight is as INT8; None
+    if there are other patches."""
     loras, dtype = plain_loras(patches, weight.shape), weight.dtype
     if not loras:
         return None
     up = torch.cat([lora.factor * moved(lora.up, device, torch.float32) for lora in loras], dim=1)
     down = torch.cat([moved(lora.down, device, dtype) for lora in loras])
-    return LowRank(up.to(dtype), down)
+    return LowRank(up.to(dtype), rotation.to_weight(down).to(dtype))

@@ -11,7 +11,7 @@ from ..blocks.fusion import Fusion, fusion_of, in_words
 from ..comfyui.layers import CastWeightBiasOp, quantized_format
 from ..comfyui.patcher import ModelPatcher, object_patches
 from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, is_native_int8, layout_of, params
-from ..files.gguf_weight import is_gguf
+from ..files.stored_weight import is_stored, stored_kind
 from .attention import describe_attention
 from .fused_forward import class_patch, int8_parts
 from .int8_weight import is_int8
@@ -57,7 +57,9 @@ def summarize(model: ModelPatcher) -> Summary:
     """What the linears of a MODEL hold now, and what they and its attention will compute with."""
     modules = linears(model)
     paths = {name: _path(model, name, module) for name, module in modules.items()}
-    beside_int8 = any(int8_parts(module.weight) is not None or _dequantized(module) for module in modules.values())
+    beside_int8 = any(
+        int8_parts(module.weight, module) is not None or _dequantized(module) for module in modules.values()
+    )
     on_gpu = model.load_device.type == "cuda"
     kinds = Counter(_kind(name, module, paths[name], beside_int8, on_gpu) for name, module in modules.items())
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
@@ -77,11 +79,11 @@ def _path(model: ModelPatcher, name: str, module: CastWeightBiasOp) -> ComputePa
     kernel = getattr(own, "int8_kernel", None)
     if kernel is None:
         return None
-    parts = int8_parts(module.weight)
+    parts = int8_parts(module.weight, module)
     shape = tuple(module.weight.shape)
     if parts is None:
         return choose_path(model.load_device, kernel, shape)
-    native = not is_gguf(module.weight) and native_computes(parts.transform.smooth, parts.activation_bits)
+    native = not is_stored(module.weight) and native_computes(parts.transform.smooth, parts.activation_bits)
     return choose_path(model.load_device, kernel, shape, (FUSED, NATIVE) if native else (FUSED,))
 
 
@@ -91,15 +93,15 @@ def _kind(
     """What a linear computes with, in words, after its place in the line. `beside_int8`: some are, or were, INT8."""
     weight = module.weight
     why = "" if path is None or path.kind != "bf16" else f" ({path.reason})"
-    parts = int8_parts(weight)
+    parts, kind = int8_parts(weight, module), stored_kind(weight)
     if path is not None and path.kind == "fused int8" and parts is not None:
         bits = " with 16-bit activations" if parts.activation_bits == 16 else ""
-        if is_gguf(weight):
-            bits = f" from GGUF {params(weight).block_format}"
+        if kind is not None:
+            bits = f" from {kind.name(weight)}{bits}"
         return _FUSED_RANK, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
     if path is not None and path.kind == NATIVE and parts is not None:
         return _NATIVE_RANK, f"ComfyUI's INT8 ({path.reason})"
-    if is_int8(weight):
+    if is_int8(weight) or (kind is not None and parts is not None):
         return 2, f"INT8 in memory but computed in {_name(params(weight).orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
         form = quantized_format(module) or layout_of(weight)

@@ -22,7 +22,7 @@ from ..comfyui.patcher import (
 )
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import CALLBACK_KEY
-from ..files.gguf_weight import is_gguf
+from ..files.stored_weight import is_stored
 from ..model.build import build_like, rebuild_int8_model
 from ..model.int8_weight import int8_weight
 from ..model.operations import int8_operations
@@ -72,9 +72,9 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
     for key in changed:
         if key not in float_weights and isinstance(weight_below_patches(model, DIFFUSION_MODEL + key), QuantizedTensor):
             float_weights.add(key)  # the patched weight of a layer that is left alone stays a float
-    # So does one that was in GGUF's blocks, of which a state dict has only the bytes.
+    # So does one that was in another form, of which a state dict has only the pieces.
     modules = diffusion_model.named_modules()
-    float_weights |= {f"{name}.weight" for name, module in modules if is_gguf(getattr(module, "weight", None))}
+    float_weights |= {f"{name}.weight" for name, module in modules if is_stored(getattr(module, "weight", None))}
 
     state_dict = {}
     for key, tensor in state_dict_of(model).items():

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from support.file_formats import fp8_scaled
+from support.file_formats import GROUPED, fp8_scaled, in_codes, unrotated
 from support.limits import no_hang
 
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
@@ -69,6 +69,13 @@ def w4a4(dit):
     return weights | {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": params.scale, f"{LAYER}.comfy_quant": mark}
 
 
+def grouped(dit, bits):
+    weights, parts = dit.tensors(), in_codes(unrotated(dit.tensors()[f"{LAYER}.weight"].float(), 4), bits)
+    mark = {"format": GROUPED[bits], "group_size": 16, "convrot_groupsize": 4}
+    codes = {f"{LAYER}.weight{part}": tensor for part, tensor in parts.items()}
+    return weights | codes | {f"{LAYER}.comfy_quant": encoded(mark)}
+
+
 WHOLE = {
     "native": lambda dit: dit.native_int8(),
     "smoothed": lambda dit: dit.smoothed_int8(),
@@ -77,6 +84,8 @@ WHOLE = {
     "nvfp4": nvfp4,
     "mxfp8": mxfp8,
     "w4a4": w4a4,
+    "w4a8": lambda dit: grouped(dit, 4),
+    "w6a8": lambda dit: grouped(dit, 6),
 }
 
 
@@ -250,8 +259,9 @@ def test_smoothing_factors_never_change_another_layers_mark(dit):
 
     mark = encoded({"format": "float8_e4m3fn"})
     for marks in ({}, {"x.comfy_quant": mark}):
+        said = {"format": "float8_e4m3fn"} if marks else {}
         with pytest.raises(ValueError, match=r"x\.weight_smooth is there"):
-            _take_own_form({"x.weight_smooth": torch.ones(4), **marks}, "x.")
+            _take_own_form({"x.weight_smooth": torch.ones(4), **marks}, "x.", said)
 
 
 @pytest.mark.parametrize("factors", (torch.ones(191), torch.full((192,), math.nan), torch.zeros(192)))
@@ -301,6 +311,64 @@ def test_a_scale_of_another_shape(dit, refuse, kind, shape):
     refuse(state_dict, f"{LAYER}.weight_scale", "must")
 
 
+def test_what_comfyui_may_know_of_its_own_formats_is_left_to_it(dit, tmp_path):
+    """A part that today's does not have."""
+    expected = dit.output(dit.load(dit.write(tmp_path / "fp8.safetensors", fp8(dit))))
+    state_dict = fp8(dit) | {f"{LAYER}.weight_zero_point": torch.zeros(768)}
+    assert torch.equal(dit.output(dit.load(dit.write(tmp_path / NAME, state_dict))), expected)
+
+
+@pytest.mark.parametrize("kind", ("w4a8", "w6a8"))
+@pytest.mark.parametrize("part", ("weight_s_rel", "weight_s_channel"))
+def test_codes_without_their_scales(dit, refuse, kind, part):
+    state_dict = WHOLE[kind](dit)
+    scale = state_dict.pop(f"{LAYER}.{part}")
+    refuse(state_dict, f"{LAYER}.{part} is missing")
+    refuse(state_dict | {f"{LAYER}.{part}": scale[:-1]}, LAYER)
+    refuse(state_dict | {f"{LAYER}.{part}": scale.double()}, LAYER, "float64")
+    del state_dict[f"{LAYER}.comfy_quant"]
+    refuse(state_dict | {f"{LAYER}.{part}": scale}, LAYER)
+
+
+@pytest.mark.parametrize(
+    "part, wrong, says",
+    (
+        ("weight", lambda t: t[:, :-1], "must have 96 or 144 bytes, got 95"),
+        ("weight", lambda t: t.view(torch.uint8), "is torch.uint8 although"),
+        ("weight_codebook", lambda t: torch.ones(8), "a codebook must have 16 levels"),
+        ("weight_codebook", lambda t: torch.full((16,), math.nan), "weight_codebook holds"),
+        ("weight_correction", lambda t: torch.ones(12, 768), "weight_correction is there"),
+        ("weight_scale", lambda t: torch.ones(768), "weight_scale is there"),
+    ),
+)
+def test_codes_that_are_not_well_formed(dit, refuse, part, wrong, says):
+    state_dict = WHOLE["w4a8"](dit)
+    refuse(state_dict | {f"{LAYER}.{part}": wrong(state_dict.get(f"{LAYER}.{part}"))}, LAYER, says)
+
+
+@pytest.mark.parametrize("byte", (0x7F, 0xFF, 0x81))
+def test_group_scales_that_no_quantizer_writes(dit, refuse, byte):
+    state_dict = WHOLE["w6a8"](dit)
+    state_dict[f"{LAYER}.weight_s_rel"].view(torch.uint8).flatten()[5] = byte
+    refuse(state_dict, f"{LAYER}.weight_s_rel holds")
+
+
+@pytest.mark.parametrize(
+    "options", ({"group_size": 32}, {"group_size": 16.0}, {"convrot_groupsize": 7}, {"convrot_groupsize": "4"})
+)
+def test_options_of_codes_that_do_not_fit(dit, refuse, options):
+    mark = {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": 4, **options}
+    refuse(WHOLE["w4a8"](dit) | {f"{LAYER}.comfy_quant": encoded(mark)}, LAYER)
+
+
+@pytest.mark.parametrize("kind", ("native", "w4a8"))
+def test_a_full_precision_that_is_neither_true_nor_false(dit, refuse, kind):
+    state_dict = WHOLE[kind](dit)
+    mark = json.loads(bytes(state_dict[f"{LAYER}.comfy_quant"].tolist()))
+    mark["full_precision_matrix_mult"] = "no"
+    refuse(state_dict | {f"{LAYER}.comfy_quant": encoded(mark)}, LAYER, "full_precision_matrix_mult = 'no'")
+
+
 # Values
 
 
@@ -310,7 +378,13 @@ BAD = {"nan": math.nan, "inf": math.inf, "negative": -1.0, "subnormal": 1e-42, "
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)
 @pytest.mark.parametrize(
     "kind, part",
-    (("native", "weight_scale"), ("fp8", "weight_scale"), ("nvfp4", "weight_scale_2"), ("w4a4", "weight_scale")),
+    (
+        ("native", "weight_scale"),
+        ("fp8", "weight_scale"),
+        ("nvfp4", "weight_scale_2"),
+        ("w4a4", "weight_scale"),
+        ("w4a8", "weight_s_channel"),
+    ),
 )
 def test_scales_that_no_quantizer_writes(dit, refuse, kind, part, value):
     state_dict = WHOLE[kind](dit)

@@ -40,8 +40,8 @@ def _rotation_group(channels: int) -> int | None:
     return next((group for group in (256, 64, 16) if channels % group == 0), None)
 
 
-def _unrotated(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """The rotation is its own inverse."""
+def unrotated(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """The same weight [N, K] rotated, or not any more: the rotation is its own inverse."""
     return (weight.double().unflatten(1, (-1, group)) @ rotation_matrix(group).cpu()).flatten(1).float()
 
 
@@ -66,8 +66,55 @@ def _int8(tensors, layers, per_channel=True, rotate=False, smooth=False, act16=F
         made[f"{layer}.weight"], made[f"{layer}.weight_scale"] = q, parameters.scale
         made[f"{layer}.comfy_quant"] = _mark(**mark, **options)
         dequantized = q * parameters.scale
-        values[f"{layer}.weight"] = (_unrotated(dequantized, group) if options else dequantized) / factors
+        values[f"{layer}.weight"] = (unrotated(dequantized, group) if options else dequantized) / factors
     return File(made, values)
+
+
+def in_codes(weight: torch.Tensor, bits: int, group: int = 16) -> dict[str, torch.Tensor]:
+    """A rotated weight [N, K] in codes of 4 or 6 bits, by the names of their parts: uniform levels, scaled by the
+    largest of each group. comfy-kitchen's own quantizer, which chooses both by the error, is not everywhere."""
+    most, (rows, channels) = 2 ** (bits - 1) - 1, weight.shape
+    grouped = weight.unflatten(1, (-1, group))
+    s_channel = weight.abs().amax(dim=1) / 127
+    s_rel = (grouped.abs().amax(dim=2) / most / s_channel[:, None]).to(torch.float8_e4m3fn)
+    steps = grouped / (s_rel.float() * s_channel[:, None])[..., None]
+    codes = (steps.round().clamp(-most, most) + most + 1).view(rows, channels).to(torch.uint8)
+    packed = [codes[:, 0::2] & 15 | codes[:, 1::2] << 4]
+    if bits == 6:
+        packed.append(sum((codes[:, j::4] >> 4) << 2 * j for j in range(4)))
+    return {"": torch.cat(packed, dim=1).view(torch.int8), "_s_rel": s_rel, "_s_channel": s_channel}
+
+
+def decoded(parts: Mapping[str, torch.Tensor], bits: int, group: int = 16) -> torch.Tensor:
+    """The rotated INT8 weight times its scale that codes stand for, float32 [N, K]."""
+    packed = parts[""].view(torch.uint8)
+    channels = parts["_s_rel"].shape[1] * group
+    low = packed[:, : channels // 2]
+    codes = torch.stack([low & 15, low >> 4], dim=2).flatten(1).int()
+    if bits == 6:
+        high = packed[:, channels // 2 :]
+        codes += torch.stack([high >> 2 * j & 3 for j in range(4)], dim=2).flatten(1).int() << 4
+    levels = parts["_codebook"][codes] if "_codebook" in parts else codes.float() - 2 ** (bits - 1)
+    whole = (levels.unflatten(1, (-1, group)) * parts["_s_rel"].float()[..., None]).round().clamp(-127, 127)
+    return whole.flatten(1) * parts["_s_channel"][:, None]
+
+
+def _grouped(tensors, layers, bits) -> File:
+    """In ComfyUI's formats of INT8 in 4 or 6 bits; a layer that they cannot hold stays native INT8."""
+    fit = [layer for layer in layers if tensors[f"{layer}.weight"].shape[1] % 32 == 0]
+    file = _int8(tensors, [layer for layer in layers if layer not in fit])
+    made, values = dict(file.tensors), dict(file.values)
+    for layer in fit:
+        weight = tensors[f"{layer}.weight"].float()
+        rotation = _rotation_group(weight.shape[1]) or 16
+        parts = in_codes(unrotated(weight, rotation), bits)
+        made |= {f"{layer}.weight{part}": tensor for part, tensor in parts.items()}
+        made[f"{layer}.comfy_quant"] = _mark(format=GROUPED[bits], group_size=16, convrot_groupsize=rotation)
+        values[f"{layer}.weight"] = unrotated(decoded(parts, bits), rotation)
+    return File(made, values)
+
+
+GROUPED = {4: "asym_w4a8_int8", 6: "w6a8_int8"}
 
 
 def _marked_in_metadata(tensors, layers) -> File:
@@ -136,6 +183,8 @@ FORMATS: dict[str, Format] = {
     "smoothed, ConvRot": partial(_int8, smooth=True, rotate=True),
     "16-bit activations": partial(_int8, act16=True),
     "16-bit activations, smoothed, ConvRot": partial(_int8, act16=True, smooth=True, rotate=True),
+    "W4A8": partial(_grouped, bits=4),
+    "W6A8": partial(_grouped, bits=6),
     "unmarked, weight_scale": partial(_unmarked, scale="weight_scale"),
     "unmarked, scale_weight": partial(_unmarked, scale="scale_weight"),
     "FP8 scaled": _fp8,

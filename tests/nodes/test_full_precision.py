@@ -1,0 +1,170 @@
+"""Layers that a file marks with `full_precision_matrix_mult`: 16-bit activations, and the mark survives.
+
+What the mark asks for is the product of floats; newer ComfyUI computes that. 0.30 and 0.33 compute INT8 all the same,
+so that the expectation here is made of the weights that the file stands for.
+"""
+
+import json
+
+import pytest
+import torch
+
+UNKNOWN = {"made_by": "a newer tool"}
+FLAG = {"full_precision_matrix_mult": True}
+
+
+def encoded(mark):
+    return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+
+
+def marks_of(tensors):
+    suffix = ".comfy_quant"
+    return {k.removesuffix(suffix): json.loads(bytes(t.tolist())) for k, t in tensors.items() if k.endswith(suffix)}
+
+
+def marked(tensors, *layers, **options):
+    marks = marks_of(tensors)
+    return tensors | {f"{layer}.comfy_quant": encoded({**marks[layer], **options}) for layer in layers or marks}
+
+
+@pytest.fixture(params=(None, 64), ids=("plain", "ConvRot"))
+def native(dit, request):
+    return dit.native_int8(rotation_group=request.param)
+
+
+@pytest.fixture
+def floats(dit):
+    """What the product of floats computes: the MODEL of the loader, its INT8 weights dequantized."""
+
+    def compute(path):
+        return dit.output(dit.load(path, "bf16"))
+
+    return compute
+
+
+@pytest.fixture
+def apply(dit):
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+
+    return lambda path: ApplyFusedINT8Kernel.execute(dit.stock(path), kernel="fused int8").result[0]
+
+
+def save(model, path):
+    from safetensors.torch import load_file
+
+    from int8_dit.nodes.model.save import save_int8_model
+
+    return load_file(save_int8_model(model, str(path), {}))
+
+
+@pytest.mark.parametrize("node", ("load", "apply"))
+def test_marked_layers_are_five_times_as_near(dit, native, floats, apply, tmp_path, node):
+    plain = dit.write(tmp_path / "plain.safetensors", native)
+    path = dit.write(tmp_path / "marked.safetensors", marked(native, **FLAG))
+    expected, run = floats(path), dit.load if node == "load" else apply
+    unmarked = dit.relative_error(dit.output(run(plain)), expected)
+    assert unmarked > 0.005
+    assert dit.relative_error(dit.output(run(path)), expected) <= 0.2 * unmarked
+
+
+def test_only_the_marked_layers_have_16_bits(dit, native, apply, tmp_path):
+    path = dit.write(tmp_path / "marked.safetensors", marked(native, dit.LAYER, **FLAG))
+    for model in (dit.load(path), apply(path)):
+        dit.output(model)
+        forms = {layer: dit.module(model, layer).input_form() for layer in dit.LINEARS}
+        assert {layer for layer, form in forms.items() if form.activation_bits == 16} == {dit.LAYER}
+        assert "with 16-bit activations" in str(summary_of(model))
+
+
+def summary_of(model):
+    from int8_dit.nodes.model.summary import summarize
+
+    return summarize(model)
+
+
+def test_a_mark_that_says_false_asks_for_nothing(dit, native, tmp_path):
+    tensors = marked(native, full_precision_matrix_mult=False)
+    model = dit.load(dit.write(tmp_path / "marked.safetensors", tensors))
+    assert dit.module(model, dit.LAYER).input_form().activation_bits == 8
+    assert marks_of(save(model, tmp_path / "saved.safetensors")) == marks_of(tensors)
+
+
+def test_marks_are_saved_as_they_were(dit, native, tmp_path):
+    """Also what the pack does not know. Other loaders read the file: it is a native one."""
+    tensors = marked(native, dit.LAYER, **FLAG, **UNKNOWN)
+    model = dit.load(dit.write(tmp_path / "marked.safetensors", tensors))
+    saved = save(model, tmp_path / "saved.safetensors")
+    assert marks_of(saved) == marks_of(tensors)
+    assert marks_of(saved)[dit.LAYER] == {**marks_of(native)[dit.LAYER], **FLAG, **UNKNOWN}
+    again = dit.load(tmp_path / "saved.safetensors")
+    assert torch.equal(dit.output(again), dit.output(model))
+    assert dit.output(dit.stock(tmp_path / "saved.safetensors")).isfinite().all()
+
+
+def test_marks_survive_a_lora_and_a_second_gpu(dit, native, lora, tmp_path):
+    tensors = marked(native, **FLAG, **UNKNOWN)
+    model = dit.load(dit.write(tmp_path / "marked.safetensors", tensors))
+    assert marks_of(save(dit.with_lora(model, lora), tmp_path / "saved.safetensors")) == marks_of(tensors)
+    from int8_dit.nodes.model.build import rebuild_int8_model
+
+    rebuilt = rebuild_int8_model(model.model, "fused int8")
+    assert marks_of(rebuilt.model.diffusion_model.state_dict()) == marks_of(tensors)
+    assert torch.equal(dit.output(rebuilt), dit.output(model))
+
+
+def test_a_layer_that_is_quantized_again_has_a_mark_of_its_own(dit, native, tmp_path):
+    model = dit.load(dit.write(tmp_path / "marked.safetensors", marked(native, **FLAG, **UNKNOWN)))
+    marks = marks_of(save(dit.quantize(model, method="none"), tmp_path / "saved.safetensors"))
+    assert all(not {*FLAG, *UNKNOWN} & mark.keys() for mark in marks.values())
+
+
+def test_the_packs_own_formats_keep_unknown_options(dit, tmp_path):
+    tensors = marked(dit.smoothed_int8(), **UNKNOWN)
+    saved = save(dit.load(dit.write(tmp_path / "marked.safetensors", tensors)), tmp_path / "saved.safetensors")
+    assert all(mark["made_by"] == UNKNOWN["made_by"] for mark in marks_of(saved).values())
+    tensors = marked(dit.smoothed_int8(), **FLAG)
+    model = dit.load(dit.write(tmp_path / "both.safetensors", tensors))
+    again = save(model, tmp_path / "both saved.safetensors")
+    assert all(mark["full_precision_matrix_mult"] for mark in marks_of(again).values())
+    assert torch.equal(dit.output(dit.load(tmp_path / "both saved.safetensors")), dit.output(model))
+
+
+def test_layers_in_comfyuis_formats_keep_unknown_options(dit, tmp_path):
+    from support.file_formats import fp8_scaled
+
+    fp8 = fp8_scaled(dit.native_int8(), [dit.LAYER])
+    del fp8[f"{dit.LAYER}.comfy_quant"]
+    tensors = fp8 | {f"{dit.LAYER}.comfy_quant": encoded({"format": "float8_e4m3fn", **FLAG, **UNKNOWN})}
+    saved = save(dit.load(dit.write(tmp_path / "mixed.safetensors", tensors)), tmp_path / "saved.safetensors")
+    assert marks_of(saved)[dit.LAYER] == {"format": "float8_e4m3fn", **FLAG, **UNKNOWN}
+
+
+def test_fp8_that_becomes_int8_has_8_bits(dit, tmp_path):
+    """Of FP8 the mark says that its inputs are not rounded to FP8."""
+    from support.file_formats import fp8_scaled
+
+    tensors = marked(fp8_scaled(dit.tensors(), dit.LINEARS), **FLAG)
+    model = dit.load(dit.write(tmp_path / "fp8.safetensors", tensors))
+    assert set(dit.int8_weights(model)) == set(dit.LINEARS)
+    assert dit.module(model, dit.LAYER).input_form().activation_bits == 8
+    marks = marks_of(save(model, tmp_path / "saved.safetensors"))
+    assert all(mark == {"format": "int8_tensorwise"} for mark in marks.values())
+
+
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_codes_of_4_bits_too(dit, floats, tmp_path, memory, monkeypatch):
+    from int8_dit.nodes.model.load import load_int8_model
+    from support.file_formats import FORMATS
+
+    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
+    tensors = FORMATS["W4A8"]({key: tensor.float() for key, tensor in dit.tensors().items()}, dit.LINEARS).tensors
+    plain = dit.write(tmp_path / "plain.safetensors", tensors)
+    path = dit.write(tmp_path / "marked.safetensors", marked(tensors, **FLAG, **UNKNOWN))
+    expected = floats(path)
+    unmarked = dit.relative_error(dit.output(load_int8_model(plain, "fused int8", memory=memory)), expected)
+    model = load_int8_model(path, "fused int8", memory=memory)
+    assert dit.relative_error(dit.output(model), expected) <= 0.2 * unmarked
+    saved = save(model, tmp_path / "saved.safetensors")
+    assert all({**FLAG, **UNKNOWN}.items() <= mark.items() for mark in marks_of(saved).values())
+    if memory == "as stored":
+        assert marks_of(saved) == marks_of(marked(tensors, **FLAG, **UNKNOWN))

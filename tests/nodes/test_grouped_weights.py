@@ -1,0 +1,474 @@
+"""Files in W4A8 and W6A8 (asym_w4a8_int8, w6a8_int8): loaded, held in their bits, saved again, with LoRAs.
+
+comfy-kitchen's own quantizer makes them where there is one. ComfyUI 0.33 knows W4A8 by its name, and computes W6A8
+under it. An older one knows neither.
+"""
+
+import json
+from functools import cache
+
+import pytest
+import torch
+
+from support.file_formats import GROUPED, decoded, in_codes
+
+UNKNOWN = {"made_by": "a newer tool", "params": {"seed": 7}}
+BITS = (4, 6)
+MEMORIES = ("INT8", "as stored")
+
+
+def kitchen():
+    """comfy-kitchen's quantizer (weight, group, rotation, bits=) -> codes, scales, ...; None where it has none."""
+    try:
+        from comfy_kitchen.tensor.w4a8_int8 import quantize_w4a8_int8_weight
+    except ImportError:
+        return None
+    return quantize_w4a8_int8_weight
+
+
+def knows_grouped():
+    from comfy.quant_ops import QUANT_ALGOS
+
+    return "asym_w4a8_int8" in QUANT_ALGOS and kitchen() is not None
+
+
+@pytest.fixture
+def needs_stock(pack):
+    if not knows_grouped():
+        pytest.skip("this ComfyUI does not know W4A8")
+
+
+def rotation_of(channels):
+    return 256 if channels % 256 == 0 else 64
+
+
+def rotated(weight):
+    from int8_dit.kernels import ChannelTransform
+
+    return ChannelTransform(None, rotation_of(weight.shape[1])).to_weight(weight)
+
+
+def parts_of(weight, bits):
+    """The parts of a layer in a file, by what their names end with."""
+    quantize = kitchen()
+    if quantize is None:
+        return in_codes(rotated(weight), bits)
+    codes, s_rel, s_channel, _, codebook = quantize(weight, 16, rotation_of(weight.shape[1]), bits=bits)
+    parts = {"": codes, "_s_rel": s_rel, "_s_channel": s_channel}
+    return parts if codebook is None else {**parts, "_codebook": codebook}
+
+
+def encoded(mark):
+    return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True)
+def all_may_stay(pack, monkeypatch):
+    """Of the glyph model, whose layers are small."""
+    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
+
+
+@pytest.fixture(scope="module")
+def parts(dit):
+    """The parts of each layer, by its name and the bits; comfy-kitchen's quantizer takes a while."""
+    return cache(lambda layer, bits: parts_of(dit.tensors()[f"{layer}.weight"].float(), bits))
+
+
+@pytest.fixture(scope="module")
+def quantized(dit, parts):
+    """The tensors of a file, by the bits of its codes."""
+
+    def make(bits, format=None, **options):
+        tensors = dit.tensors()
+        for layer in dit.LINEARS:
+            rotation = rotation_of(tensors.pop(f"{layer}.weight").shape[1])
+            mark = {"format": format or GROUPED[bits], "group_size": 16, "convrot_groupsize": rotation, **options}
+            tensors |= {f"{layer}.weight{part}": tensor for part, tensor in parts(layer, bits).items()}
+            tensors[f"{layer}.comfy_quant"] = encoded(mark)
+        return tensors
+
+    return make
+
+
+@pytest.fixture
+def write(dit, quantized, tmp_path):
+    def write(bits, name="file", **options):
+        return dit.write(tmp_path / f"{name}{bits}.safetensors", quantized(bits, **options))
+
+    return write
+
+
+@pytest.fixture
+def stock(dit, write, needs_stock):
+    """The MODEL of ComfyUI's own loader."""
+    return lambda bits: dit.stock(write(bits, "for stock", format="asym_w4a8_int8"))
+
+
+def velocities(dit, model):
+    """More than one forward says: the noise of INT8 in a few pixels is a matter of luck."""
+    return torch.cat([dit.velocity(model, time).flatten() for time in (0.2, 0.5, 0.8)])
+
+
+@pytest.fixture(scope="module")
+def error_of_stock(dit, quantized, tmp_path_factory):
+    """That of ComfyUI's own loader against the floats, by the bits of its file, and what the floats compute."""
+
+    def measure(bits):
+        path = tmp_path_factory.mktemp("stock") / "file.safetensors"
+        expected = velocities(dit, dit.stock())
+        model = dit.stock(dit.write(path, quantized(bits, format="asym_w4a8_int8")))
+        return dit.relative_error(velocities(dit, model), expected), expected
+
+    return cache(measure)
+
+
+def load(path, memory="as stored", kernel="fused int8"):
+    from int8_dit.nodes.model.load import load_int8_model
+
+    return load_int8_model(str(path), kernel, memory=memory)
+
+
+def in_floats(dit, tensors, bits):
+    """The float tensors that a file stands for."""
+    from int8_dit.kernels import ChannelTransform
+
+    floats = dict(tensors)
+    for layer in dit.LINEARS:
+        pieces = [key for key in tensors if key.startswith(f"{layer}.weight") or key == f"{layer}.comfy_quant"]
+        parts = {key.removeprefix(f"{layer}.weight"): floats.pop(key) for key in pieces}
+        weight = decoded(parts, bits)
+        floats[f"{layer}.weight"] = ChannelTransform(None, rotation_of(weight.shape[1])).to_activations(weight)
+    return floats
+
+
+def dequantized(dit, tensors, bits):
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model_state_dict(in_floats(dit, tensors, bits))
+
+
+def held_in_codes(model):
+    from int8_dit.nodes.files.grouped_weight import is_grouped
+
+    modules = model.model.diffusion_model.named_modules()
+    return {name: module.weight for name, module in modules if is_grouped(getattr(module, "weight", None))}
+
+
+# What is computed
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("bits", BITS)
+def test_it_computes_what_its_codes_stand_for(dit, quantized, write, bits, memory):
+    expected = dit.output(dequantized(dit, quantized(bits), bits))
+    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(dit.stock()))
+    model = load(write(bits), memory)
+    assert dit.relative_error(dit.output(model), expected) < 2 * int8_noise
+    assert set(held_in_codes(model) if memory == "as stored" else dit.int8_weights(model)) == set(dit.LINEARS)
+
+
+@pytest.mark.parametrize("kernel", ("auto", "fused int8", "bf16"))
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("bits", BITS)
+def test_it_is_as_near_to_the_floats_as_stock(dit, write, needs_stock, error_of_stock, bits, memory, kernel):
+    theirs, expected = error_of_stock(bits)
+    ours = dit.relative_error(velocities(dit, load(write(bits), memory, kernel)), expected)
+    assert ours <= 1.02 * theirs
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_each_layer_is_as_near_to_its_floats_as_stock(dit, write, stock, bits):
+    import comfy.model_management
+
+    floats, theirs, ours = models = dit.stock(), stock(bits), load(write(bits))
+    comfy.model_management.load_models_gpu(models)
+    for layer in dit.LINEARS:
+        first, *others = (dit.module(model, layer) for model in (floats, theirs, ours))
+        x = torch.randn(64, first.in_features, generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            their_error, our_error = (dit.relative_error(other(x), first(x)) for other in others)
+        assert our_error <= 1.001 * their_error
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_both_ways_compute_alike(dit, write, bits):
+    """The same INT8 weights: made once, or for each product."""
+    path = write(bits)
+    assert torch.equal(dit.output(load(path, "INT8")), dit.output(load(path)))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_as_int8_it_is_exactly_native_convrot(dit, quantized, write, bits):
+    tensors, weights = quantized(bits), dit.int8_weights(load(write(bits), "INT8"))
+    for layer, weight in weights.items():
+        parts = {key.removeprefix(f"{layer}.weight"): t for key, t in tensors.items() if key.startswith(f"{layer}.w")}
+        assert torch.equal(weight._params.scale.flatten(), parts["_s_channel"])
+        assert torch.equal(weight._qdata * parts["_s_channel"][:, None], decoded(parts, bits))
+        assert weight._params.rotation_group == rotation_of(weight.shape[1])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_as_stored_the_weights_take_what_they_take_in_the_file(dit, quantized, write, bits):
+    tensors = quantized(bits)
+    for layer, weight in held_in_codes(load(write(bits))).items():
+        held = sum(piece.nbytes for piece in weight.state_dict("weight").values())
+        stored = sum(t.nbytes for key, t in tensors.items() if key.startswith(f"{layer}.weight"))
+        assert held <= 1.05 * stored and weight._qdata.device.type == "cpu"
+
+
+def test_the_codes_of_a_loaded_model_do_not_lie_in_the_file(write):
+    import os
+
+    path = write(4)
+    model = load(path)
+    before = {name: {k: t.clone() for k, t in w.state_dict("").items()} for name, w in held_in_codes(model).items()}
+    with open(path, "r+b") as file:
+        file.write(bytes(os.path.getsize(path)))
+    for name, weight in held_in_codes(model).items():
+        assert all(torch.equal(tensor, before[name][key]) for key, tensor in weight.state_dict("").items())
+
+
+def test_small_weights_become_int8_all_the_same(dit, write, monkeypatch):
+    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 1 << 16)
+    model = load(write(4))
+    assert dit.LAYER in held_in_codes(model)
+    assert held_in_codes(model).keys() | dit.int8_weights(model).keys() == set(dit.LINEARS)
+    assert dit.int8_weights(model)
+
+
+def test_where_bf16_fits_it_is_floats(dit, quantized, write):
+    expected = dit.output(dequantized(dit, quantized(4), 4))
+    model = load(write(4), "INT8", "bf16")
+    assert not held_in_codes(model) and not dit.int8_weights(model)
+    torch.testing.assert_close(dit.output(model), expected, rtol=1e-3, atol=1e-3)
+    from int8_dit.nodes.model.summary import summarize
+
+    assert "instead of the file's INT8" in str(summarize(model))
+
+
+def test_scales_as_plain_bytes_and_the_mark_in_the_metadata(dit, quantized, write, tmp_path):
+    """As ComfyUI reads both."""
+    tensors = quantized(4)
+    marks = {layer: json.loads(bytes(tensors.pop(f"{layer}.comfy_quant").tolist())) for layer in dit.LINEARS}
+    for layer in dit.LINEARS:
+        tensors[f"{layer}.weight_s_rel"] = tensors[f"{layer}.weight_s_rel"].view(torch.uint8)
+    metadata = {"_quantization_metadata": json.dumps({"layers": marks})}
+    path = dit.write(tmp_path / "metadata.safetensors", tensors, metadata)
+    assert torch.equal(dit.output(load(path)), dit.output(load(write(4))))
+
+
+def test_what_runs_where(write):
+    from int8_dit.nodes.model.summary import summarize
+
+    assert "from W4A8" in str(summarize(load(write(4)))) and "from W6A8" in str(summarize(load(write(6))))
+
+
+# Saved
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_saved_as_stored_it_is_the_file_again(dit, quantized, write, tmp_path, bits):
+    from int8_dit.nodes.model.save import save_int8_model
+
+    model = load(write(bits, **UNKNOWN))
+    path = save_int8_model(model, str(tmp_path / "saved.safetensors"), {})
+    from safetensors.torch import load_file
+
+    saved, original = load_file(path), quantized(bits, **UNKNOWN)
+    assert saved.keys() == original.keys()
+    for key, tensor in original.items():
+        if key.endswith("comfy_quant"):
+            assert json.loads(bytes(saved[key].tolist())) == json.loads(bytes(tensor.tolist()))
+        elif any(key.startswith(f"{layer}.weight") for layer in dit.LINEARS):
+            assert saved[key].dtype == tensor.dtype and torch.equal(saved[key], tensor)
+    assert torch.equal(dit.output(load(path)), dit.output(model))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_saved_as_int8_it_is_a_native_file_that_keeps_what_its_mark_said(dit, write, tmp_path, bits):
+    from int8_dit.nodes.model.save import save_int8_model
+
+    model = load(write(bits, **UNKNOWN), "INT8")
+    path = save_int8_model(model, str(tmp_path / "saved.safetensors"), {})
+    from safetensors.torch import load_file
+
+    mark = json.loads(bytes(load_file(path)[f"{dit.LAYER}.comfy_quant"].tolist()))
+    assert mark == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64, **UNKNOWN}
+    assert torch.equal(dit.output(load(path)), dit.output(model))
+    assert dit.relative_error(dit.output(dit.stock(path)), dit.output(model)) < 0.1
+
+
+def test_stock_loads_what_was_saved(dit, write, tmp_path, stock):
+    from int8_dit.nodes.model.save import save_int8_model
+
+    path = save_int8_model(load(write(4)), str(tmp_path / "saved.safetensors"), {})
+    assert torch.equal(dit.output(dit.stock(path)), dit.output(stock(4)))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, write, lora, tmp_path, bits):
+    """And the others stay: 4 bits would lose most of it."""
+    from int8_dit.nodes.model.save import save_int8_model
+
+    some = {key: tensor for key, tensor in lora.items() if ".0." in key}
+    expected = dit.output(dit.with_lora(dequantized(dit, quantized(bits), bits), some))
+    patched = dit.with_lora(load(write(bits, **UNKNOWN)), some)
+    path = save_int8_model(patched, str(tmp_path / "saved.safetensors"), {})
+    again = load(path)
+    changed = {layer for layer in dit.LINEARS if ".0." in layer}
+    assert set(dit.int8_weights(again)) == changed and set(held_in_codes(again)) == set(dit.LINEARS) - changed
+    assert dit.relative_error(dit.output(again), expected) < 0.1
+    from safetensors.torch import load_file
+
+    layer = next(iter(changed))
+    saved = {key for key in load_file(path) if key.startswith(f"{layer}.weight")}
+    assert saved == {f"{layer}.weight", f"{layer}.weight_scale"}
+    assert json.loads(bytes(load_file(path)[f"{layer}.comfy_quant"].tolist()))["made_by"] == UNKNOWN["made_by"]
+
+
+def test_comfyuis_own_save_nodes_are_refused(write, tmp_path):
+    """They would leave out patches."""
+    import comfy.sd
+
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match=r"in 4 or 6 bits. Connect Save INT8 DiT, or set memory"):
+        comfy.sd.save_checkpoint(str(path), load(write(4)))
+    assert not path.exists()
+
+
+def test_it_can_be_saved_as_gguf_and_quantized_again(dit, write, quantized, tmp_path):
+    from int8_dit.nodes.model.save_gguf import save_gguf_model
+
+    expected = dit.output(dequantized(dit, quantized(4), 4))
+    model = load(write(4))
+    path = save_gguf_model(model, str(tmp_path / "model.gguf"), {}, "Q8_0")
+    assert dit.relative_error(dit.output(load(path, "INT8")), expected) < 0.1
+    again = dit.quantize(model, **dit.calibration(model))
+    assert set(dit.int8_weights(again)) == set(dit.LINEARS)
+    assert dit.relative_error(dit.output(again), expected) < 0.1
+
+
+# Patches
+
+
+@pytest.fixture
+def with_it(dit, quantized, lora):
+    """What the floats with the LoRA compute, by the bits of the file."""
+
+    def compute(bits):
+        model = dequantized(dit, quantized(bits), bits)
+        changed = dit.output(dit.with_lora(model, lora))
+        assert dit.relative_error(changed, dit.output(model)) > 0.5
+        return changed
+
+    return compute
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_lora_acts_beside_stored_weights(dit, write, lora, with_it, bits):
+    model, expected = load(write(bits)), with_it(bits)
+    before = {name: weight._qdata.clone() for name, weight in held_in_codes(model).items()}
+    plain = dit.output(model)
+    patched = dit.with_lora(model, lora)
+    assert dit.relative_error(dit.output(patched), expected) < 0.1
+    assert all(torch.equal(weight._qdata, before[name]) for name, weight in held_in_codes(patched).items())
+    assert torch.equal(dit.output(model), plain)  # and is gone without a trace
+    assert dit.relative_error(dit.output(patched), expected) < 0.1  # and comes back
+    patched.partially_unload(patched.offload_device, 1 << 30)
+    assert dit.relative_error(dit.forward(patched), expected) < 0.1  # once
+
+
+def test_a_lora_loses_nothing_beyond_int8(dit, write, lora):
+    """In the basis of the rotated weight, before rounding."""
+    import comfy.sd
+
+    model = load(write(4))
+    patched, _ = comfy.sd.load_lora_for_models(dit.with_lora(model, lora), None, lora, -0.25, 0)
+    dit.output(patched)
+    layer = dit.module(patched, dit.LAYER)
+    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(0))
+    up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
+    weight = layer.weight.dequantize() + 0.75 * up @ down
+    with torch.inference_mode():
+        error = dit.relative_error(layer(x), torch.nn.functional.linear(x, weight, layer.bias))
+    assert layer.input_form() is not None  # so that its block's fused forward runs
+    assert error < 0.02
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("with_a_lora", (False, True))
+def test_partially_loaded(dit, write, lora, with_it, memory, with_a_lora):
+    path = write(4)
+    model = load(path, memory)
+    model = dit.with_lora(model, lora) if with_a_lora else model
+    model.patch_model(device_to=model.load_device, lowvram_model_memory=1)
+    streamed = dit.forward(model)
+    if with_a_lora:
+        assert dit.relative_error(streamed, with_it(4)) < 0.1
+    else:
+        assert torch.equal(streamed, dit.output(load(path, memory)))
+
+
+def test_another_kind_of_patch_becomes_part_of_the_product(dit, quantized, write, lora):
+    patches = {
+        f"diffusion_model.{layer}.weight": (
+            lora[f"diffusion_model.{layer}.lora_up.weight"] @ lora[f"diffusion_model.{layer}.lora_down.weight"],
+        )
+        for layer in dit.LINEARS
+    }
+    outputs = []
+    for model in (dequantized(dit, quantized(4), 4), load(write(4))):
+        model.add_patches(patches)
+        outputs.append(dit.output(model))
+    assert dit.relative_error(outputs[1], outputs[0]) < 0.1
+
+
+def test_a_hook_acts_and_leaves(dit, quantized, write, lora):
+    import comfy.hooks
+
+    def hooked(model):
+        hooks = comfy.hooks.HookGroup()
+        model, _, hooks = comfy.hooks.load_hook_lora_for_models(model, None, lora, 1.0, 0.0)
+        patched = model.clone()
+        patched.register_all_hook_patches(hooks, comfy.hooks.create_target_dict(comfy.hooks.EnumWeightTarget.Model))
+        patched.patch_model(device_to=patched.load_device)
+        patched.apply_hooks(hooks)
+        on = dit.forward(patched)
+        patched.unpatch_hooks()
+        return on, dit.forward(patched)
+
+    on, off = hooked(load(write(4)))
+    expected, plain = hooked(dequantized(dit, quantized(4), 4))
+    assert dit.relative_error(expected, plain) > 0.5
+    assert dit.relative_error(on, expected) < 0.1
+    assert dit.relative_error(off, plain) < 0.1
+
+
+# Under ComfyUI's own loader
+
+
+@pytest.fixture
+def apply(pack):
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+
+    return lambda model: ApplyFusedINT8Kernel.execute(model, kernel="fused int8").result[0]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_apply_computes_what_the_loader_computes(dit, apply, stock, write, bits, monkeypatch):
+    import int8_dit.nodes.model.fused_forward as fused
+
+    calls, run = [], fused.RepeatedLinear.multiply
+    monkeypatch.setattr(fused.RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
+    model = stock(bits)
+    before = dit.output(model)
+    assert torch.equal(dit.output(apply(model)), dit.output(load(write(bits))))
+    assert len(calls) == 2 * len(dit.LINEARS)
+    assert torch.equal(dit.output(model), before)
+
+
+def test_apply_under_a_lora_of_a_streamed_weight(dit, apply, stock, lora, with_it):
+    patched = dit.with_lora(apply(stock(4)), lora)
+    patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
+    assert dit.module(patched, dit.LAYER).weight_function
+    assert dit.relative_error(dit.forward(patched), with_it(4)) < 0.1
