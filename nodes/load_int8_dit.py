@@ -26,8 +26,8 @@ class LoadINT8DiT(io.ComfyNode):
             search_aliases=["int8", "w8a8", "convrot", "gguf", "low vram", "unet loader", "load diffusion model"],
             description=(
                 "Loads a diffusion transformer whose linear layers run on INT8 tensor cores. Reads INT8 files "
-                "(ComfyUI's native format, with or without ConvRot, and this pack's) and quantizes bf16, fp16, FP8 and "
-                "GGUF files while loading."
+                "(ComfyUI's native formats, with or without ConvRot, in 4 or 6 bits, and this pack's) and quantizes "
+                "bf16, fp16, FP8 and GGUF files while loading."
             ),
             inputs=[
                 io.Combo.Input(
@@ -59,9 +59,9 @@ class LoadINT8DiT(io.ComfyNode):
                     options=list(MEMORY_CHOICES),
                     default=MEMORY_CHOICES[0],
                     optional=True,
-                    tooltip="How the weights of a GGUF file lie in memory. INT8: 8 bits each, fastest. as stored: "
-                    "as in the file, such as 4.5 bits each in Q4_K, and made INT8 in front of each product. Other "
-                    "files are not affected.",
+                    tooltip="How the weights of a GGUF, W4A8 or W6A8 file lie in memory. INT8: 8 bits each, fastest. "
+                    "as stored: as in the file, such as 4.5 bits each in Q4_K, and made INT8 in front of each product. "
+                    "Other files are not affected.",
                 ),
             ],
             outputs=model_outputs(),
