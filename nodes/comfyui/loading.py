@@ -63,8 +63,16 @@ def diffusers_unet_of(tensors: StateDict) -> ModelConfig | None:
 
 def renamed_from_diffusers(tensors: StateDict) -> StateDict | None:
     """A transformer under the names of diffusers with ComfyUI's names, tensors joined as it holds them; None for any
-    other. Tensors may be changed in place."""
-    return comfy.model_detection.convert_diffusers_mmdit(tensors, "")
+    other.
+
+    ComfyUI swaps rows of some tensors where they are. Those are copied before: a file may be mapped read-only.
+    """
+    rows = {key: torch.arange(len(tensor))[:, None] for key, tensor in tensors.items() if tensor.ndim}
+    if comfy.model_detection.convert_diffusers_mmdit(dict(rows), "") is None:
+        return None
+    swapped = {key for key, numbers in rows.items() if not torch.equal(numbers[:, 0], torch.arange(len(numbers)))}
+    own = {key: tensor.clone() if key in swapped else tensor for key, tensor in tensors.items()}
+    return comfy.model_detection.convert_diffusers_mmdit(own, "")
 
 
 def parameters_in(tensors: StateDict) -> int:

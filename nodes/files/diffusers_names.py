@@ -25,7 +25,7 @@ def is_named_by_diffusers(tensors: dict[str, torch.Tensor], metadata: dict[str, 
 def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a diffusion transformer under ComfyUI's own names; of anything else, as they are.
 
-    Tensors may be changed in place. Raises ValueError naming a layer whose quantization cannot follow.
+    Raises ValueError naming a layer whose quantization cannot follow.
     """
     tensors = _with_int8_for_codes(tensors)
     suffix = f".{int8_mark.MARK}"
