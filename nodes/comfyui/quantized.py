@@ -120,11 +120,17 @@ class HeldWeight(QuantizedTensor):
 
     def to(self, *args, copy: bool = False, **kwargs) -> QuantizedTensor:
         moved = super().to(*args, **kwargs)
-        return moved.clone() if copy and moved.data_ptr() == self.data_ptr() else moved
+        return moved.clone() if copy and moved._qdata is self._qdata else moved
 
     def _copy_with(self, *args, **kwargs) -> "HeldWeight":
         copied = super()._copy_with(*args, **kwargs)
         return HeldWeight(copied._qdata, copied._layout_cls, copied._params)
+
+    @classmethod
+    def __tensor_unflatten__(cls, *parts) -> "HeldWeight":
+        """Called by a compiler for what stands for a weight: PyTorch 2.15 wants the class that the weight has."""
+        rebuilt = QuantizedTensor.__tensor_unflatten__(*parts)
+        return cls(rebuilt._qdata, rebuilt._layout_cls, rebuilt._params)
 
 
 HeldWeight.__name__ = QuantizedTensor.__name__  # ComfyUI knows by this name whose memory it can pin

@@ -60,7 +60,7 @@ def stored_lora(weight: Any, functions: list) -> StoredLoRA | None:
 class HookedWeight:
     """What a hook made of a linear's stored weight: ComfyUI takes it off by copying that over it."""
 
-    linear: torch.nn.Module
+    linear: Any = None  # a compiler's stand-in for it has none
 
     @property
     def data(self) -> "HookedWeight":

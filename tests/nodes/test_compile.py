@@ -50,6 +50,18 @@ def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(ideogram, conte
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("stored", (False, True))
+def test_what_stands_for_a_weight_in_a_graph_is_of_its_class(ideogram, stored):
+    """PyTorch 2.15 refuses a call whose weight is of another class than the one that it was compiled with."""
+    block = ideogram.block(stored=stored)
+    weight = block.get_submodule(ideogram.INT8_LINEARS[0]).weight
+    names, context = weight.__tensor_flatten__()
+    parts = {name: getattr(weight, name) for name in names}
+    rebuilt = type(weight).__tensor_unflatten__(parts, context, weight.shape, weight.stride())
+    assert type(rebuilt) is type(weight)
+    assert torch.equal(rebuilt.dequantize(), weight.dequantize())
+
+
 def test_the_compiler_gets_the_operators(ideogram):
     targets = []
 
