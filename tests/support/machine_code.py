@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[2:0:-1]]
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from kernels.fused.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from kernels.fused.tiles import ARCHITECTURES, GemmConfig, walks_twice
+from support.sass import loops
 
 # INT8 and fp16 tensor cores of Ampere and of Hopper, copies into shared memory of both, loads from it, spills.
 COUNTED = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "LDL", "STL")
@@ -97,6 +98,7 @@ def report(kernel) -> dict:
     mnemonics = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", sass)
     return {
         **{name: mnemonics.count(name) for name in COUNTED},
+        "spills_in_loops": sum(name.startswith(("LDL", "STL")) for body in loops(sass) for name in body),
         "instructions": len(mnemonics) - mnemonics.count("NOP"),
         "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
         "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),

@@ -38,12 +38,13 @@ def main_loops(sass: str) -> Iterator[tuple[str, MainLoop]]:
     """Name and main loop of each kernel in the output of `cuobjdump -sass` that multiplies int8 in a loop: of its loops
     with tensor core instructions the shortest."""
     for function in re.split(r"^\s*Function : ", sass, flags=re.MULTILINE)[1:]:
-        loops = [loop for body in _loops(function) if (loop := _main_loop(body))]
-        if loops:
-            yield function.partition("\n")[0].strip(), min(loops, key=lambda loop: loop.instructions)
+        found = [loop for body in loops(function) if (loop := _main_loop(body))]
+        if found:
+            yield function.partition("\n")[0].strip(), min(found, key=lambda loop: loop.instructions)
 
 
-def _loops(function: str) -> Iterator[list[str]]:
+def loops(function: str) -> Iterator[list[str]]:
+    """The names of each loop's instructions in the machine code of one kernel."""
     instructions = [(int(at, 16), name, operands) for at, name, operands in _INSTRUCTION.findall(function)]
     for at, name, operands in instructions:
         target = re.search(r"\b0x([0-9a-f]+)", operands) if name.startswith("BRA") else None
