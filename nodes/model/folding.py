@@ -7,7 +7,7 @@ rule is checked against the class itself in the tests.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -200,7 +200,7 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
             if key in folded:
                 folded[key] = MappedTensor(folded[key], _on_rows(key, rows, change))
         for name, weight in stored.items():
-            mark = folded.get(f"{name}.{int8_mark.MARK}")
+            mark: Any = folded.get(f"{name}.{int8_mark.MARK}")
             others = {} if mark is None else int8_mark.other_options(int8_mark.decode_mark(mark))
             if _has_16_bits(weight):
                 own = params(weight).smooth

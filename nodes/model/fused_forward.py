@@ -46,7 +46,7 @@ class INT8Parts(NamedTuple):
         lora: what changes a weight in another form; on the device where it is used, which need not be this one's.
     """
 
-    stored: torch.Tensor
+    stored: Any
     scale: torch.Tensor
     transform: ChannelTransform
     activation_bits: int

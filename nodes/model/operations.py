@@ -121,7 +121,7 @@ def int8_operations(
                 self.dequantized = dequantize_once(self.out_features, self.in_features, native)
                 self._hold(weight.dequantize() if self.dequantized else weight)
 
-            def _hold(self, weight: torch.Tensor) -> None:
+            def _hold(self, weight: Any) -> None:
                 kind = stored_kind(weight)
                 if is_int8(weight):
                     set_format(self, LAYOUT, format_name(weight))
