@@ -14,6 +14,7 @@ from ..comfyui.memory import Cancelled
 _MOST_APART = 0.08
 _ROWS = 256  # of each sample, so that little memory is held beside the block's own
 
+_MOST_SAID = 120  # of an error, which may be a page
 _OTHERWISE = "its fused form does not do the same here"
 
 Rows = list[torch.Tensor]
@@ -31,7 +32,8 @@ def attempt(fused: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except (Cancelled, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever it is, the block's own forward can do without
-        why = f"its fused form failed ({type(error).__name__}: {error})"
+        said = str(error).strip().partition("\n")[0]
+        why = f"its fused form failed ({type(error).__name__}: {said[:_MOST_SAID]})"
     raise Failed(why)  # out here, where the error holds no tensors any more
 
 
