@@ -25,7 +25,7 @@ def smooth_alike(name, channels):
     return torch.linspace(0.5, 2.0, channels)
 
 
-@pytest.mark.parametrize("options", ({}, {"smoothing": smooth_alike}, {"stored": True}))
+@pytest.mark.parametrize("options", ({}, {"smoothing": smooth_alike}, {"stored": "Q8_0"}, {"stored": "W4A8"}))
 def test_a_block_is_one_graph(ideogram, options):
     block = ideogram.block(**options)
     with torch.inference_mode():
@@ -34,7 +34,7 @@ def test_a_block_is_one_graph(ideogram, options):
     assert explanation.graph_count == 1
 
 
-@pytest.mark.parametrize("stored", (False, True))
+@pytest.mark.parametrize("stored", (None, "Q8_0", "W4A8"))
 @pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
 def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(ideogram, context, stored):
     block, counter = ideogram.block(stored=stored), CompileCounterWithBackend("aot_eager")
@@ -108,14 +108,14 @@ def difference(weight):
     return "diff", (torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)) * 0.1,)
 
 
-def loras_of_blocks(weight):
-    """What the pack attaches instead to a weight in GGUF's blocks."""
+def loras_of_stored(weight):
+    """What the pack attaches instead to a weight in another form."""
     from int8_dit.kernels import LowRank
-    from int8_dit.nodes.files.gguf_weight import is_gguf
+    from int8_dit.nodes.files.stored_weight import is_stored
     from int8_dit.nodes.model.stored_blocks import StoredLoRA
 
     [patch] = patched([lora(weight)])
-    if not is_gguf(weight):
+    if not is_stored(weight):
         return [patch]
     up, down, *_ = lora(weight).weights
     low_rank = LowRank(0.25 * up, down)
@@ -125,13 +125,13 @@ def loras_of_blocks(weight):
 STREAMED = {
     "LoRA": lambda weight: patched([lora(weight)]),
     "two LoRAs": lambda weight: patched([lora(weight), lora(weight)]),
-    "LoRAs of blocks": loras_of_blocks,
+    "LoRAs of a stored weight": loras_of_stored,
     "difference": lambda weight: patched([difference(weight)]),
     "function": lambda weight: [lambda stored: stored * 2],
 }
 
 
-@pytest.mark.parametrize("stored", (False, True))
+@pytest.mark.parametrize("stored", (None, "Q8_0", "W4A8"))
 @pytest.mark.parametrize("kind", STREAMED)
 def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind, stored):
     """What ComfyUI attaches for a LoRA and the like: no break, no recompilation, and gone when it is taken away."""

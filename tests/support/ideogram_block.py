@@ -12,11 +12,13 @@ import torch
 from comfy.text_encoders.llama import precompute_freqs_cis
 
 from int8_dit.kernels import ChannelTransform, quantize_blocks, quantize_weight
-from int8_dit.nodes.files.gguf_weight import read_weight
+from int8_dit.nodes.files import int8_mark
+from int8_dit.nodes.files.gguf_weight import held_blocks, read_weight
+from int8_dit.nodes.files.grouped_weight import held_codes, with_joined_codes
 from int8_dit.nodes.model.input_groups import group_inputs
 from int8_dit.nodes.model.int8_weight import int8_weight
 from int8_dit.nodes.model.operations import int8_operations
-from int8_dit.nodes.model.stored_blocks import stored_weight
+from support.file_formats import GROUPED, in_codes, unrotated
 
 HIDDEN, INTERMEDIATE, HEADS, ADALN = 128, 256, 2, 64
 INT8_LINEARS = ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
@@ -25,19 +27,21 @@ Smoothing = Callable[[str, int], torch.Tensor | None]
 
 
 def block(
-    smoothing: Smoothing = lambda name, channels: None, sharing: bool = True, stored: bool = False
+    smoothing: Smoothing = lambda name, channels: None, sharing: bool = True, stored: str | None = None
 ) -> torch.nn.Module:
     """The block with seeded weights; `smoothing` gives a linear's factors by its name and number of input channels.
 
-    With `stored` all linears hold GGUF's blocks.
+    With `stored` linears hold another form: "Q8_0" all of them, "W4A8" those that are INT8.
     """
 
     def convert(name: str, weight: torch.Tensor, _: None) -> torch.Tensor | None:
-        if stored:
+        if stored == "Q8_0":
             read = read_weight(quantize_blocks(weight, "Q8_0"), "Q8_0", tuple(weight.shape))
-            return stored_weight(read, torch.float32, name in INT8_LINEARS)
+            return held_blocks(read, torch.float32, name in INT8_LINEARS)
         if name not in INT8_LINEARS:
             return None
+        if stored == "W4A8":
+            return held_codes(_codes(weight), torch.float32)
         smooth = smoothing(name, weight.shape[1])
         transform = ChannelTransform(smooth)
         return int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
@@ -64,6 +68,13 @@ def block(
     if sharing:
         group_inputs(built)
     return built
+
+
+def _codes(weight: torch.Tensor) -> torch.Tensor:
+    """A weight in codes of 4 bits, as a file's is read."""
+    parts = {f"x.weight{part}": tensor for part, tensor in in_codes(unrotated(weight, 64), 4).items()}
+    mark = {"format": GROUPED[4], "group_size": 16, "convrot_groupsize": 64}
+    return with_joined_codes({**parts, "x.comfy_quant": int8_mark.encoded(mark)})["x.weight"]
 
 
 def inputs(tokens: int = 8, seed: int = 0) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
