@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [sys.argv[1], str(TESTS)]
@@ -28,6 +29,7 @@ import comfy.sd
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from glyphs.matching import recognise
+from support.file_formats import FORMATS
 from support.launches import count_launches
 from support.pack import import_pack, use_dynamic_vram
 from support.tensors import relative_error
@@ -39,13 +41,16 @@ STEPS = 12
 
 import_pack()
 import int8_dit.kernels.fused.gemm as gemm
+import int8_dit.nodes.model.load as loading
 from int8_dit.kernels import Protection
 from int8_dit.nodes.calibration.run import calibrate
 from int8_dit.nodes.model.load import load_int8_model
 from int8_dit.nodes.model.save import save_int8_model
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+from support.glyph_dit import LINEARS
 
 launches = count_launches(gemm)
+loading.SMALLEST_STORED = 0  # the glyph model's layers are small
 
 
 def sampling(model) -> dict:
@@ -126,7 +131,27 @@ def run() -> dict:
         report["copy_equal"] = torch.equal(sample(quantized.clone(disable_dynamic=True))[0], int8)
         bf16, report["bf16"] = sample(load_int8_model(f"{folder}/int8.safetensors", "bf16"))
         report["bf16"]["error"] = relative_error(bf16, original)
+        report |= run_in_codes(folder)
         comfy.model_management.unload_all_models()
+    return report
+
+
+def run_in_codes(folder: str) -> dict:
+    """A file in 6 bits, held as INT8 and as stored."""
+    tensors = {name: tensor.float() for name, tensor in load_file(MODEL).items()}
+    path = f"{folder}/codes.safetensors"
+    save_file(FORMATS["W6A8"](tensors, LINEARS).tensors, path)
+    report, latents_of = {}, {}
+    for memory in ("INT8", "as stored"):
+        model = load_int8_model(path, "fused int8", memory=memory)
+        patched = with_lora(model)
+        latents_of[memory], report[f"codes, {memory}"] = sample(model)
+        latents_of["LoRA", memory], report[f"codes, {memory}, LoRA"] = sample(patched)
+        report[f"codes removed equal, {memory}"] = torch.equal(sample(model)[0], latents_of[memory])
+    report["codes equal"] = torch.equal(latents_of["INT8"], latents_of["as stored"])
+    report["codes, as stored, LoRA"]["error"] = relative_error(
+        latents_of["LoRA", "as stored"], latents_of["LoRA", "INT8"]
+    )
     return report
 
 

@@ -61,6 +61,16 @@ def test_saved_copied_and_unpatched_models_are_equal(report):
     assert report["reloaded_equal"] and report["removed_equal"] and report["copy_equal"]
 
 
+def test_a_file_in_6_bits_computes_alike_as_int8_and_as_stored(report):
+    assert report["codes equal"]
+    for memory in ("INT8", "as stored"):
+        assert report[f"codes, {memory}"]["launches"] == report[f"codes, {memory}, LoRA"]["launches"]
+        assert report[f"codes, {memory}"]["launches"] == INT8_LAYERS * STEPS
+        assert report[f"codes, {memory}"]["read"] >= 0.97 * GLYPHS
+        assert report[f"codes removed equal, {memory}"]
+    assert report["codes, as stored, LoRA"]["error"] < 0.06
+
+
 def test_the_same_inputs_give_the_same_file(report):
     """Calibrated, quantized and saved twice: equal in every byte."""
     assert report["same_file"]
