@@ -444,6 +444,34 @@ def test_a_hook_acts_and_leaves(dit, quantized, write, lora):
     assert dit.relative_error(off, plain) < 0.1
 
 
+@pytest.mark.parametrize("partially", (False, True))
+def test_blocks_run_fused_with_a_lora(dit, tmp_path, monkeypatch, partially):
+    from int8_dit.nodes.blocks import steps
+    from int8_dit.nodes.model.layer_selection import quantizable_linears
+    from support import adapters, small_models
+    from support.file_formats import FORMATS
+
+    fused_runs, run = [], steps.gated_residual
+    monkeypatch.setattr(steps, "gated_residual", lambda *args: fused_runs.append(1) or run(*args))
+    source = small_models.ideogram4(monkeypatch)
+    tensors = {key: tensor.float() for key, tensor in source.model.diffusion_model.state_dict().items()}
+    layers = [name for name in quantizable_linears(source) if name.startswith("layers.")]
+    file = FORMATS["W6A8"](tensors, layers)
+    model = load(dit.write(tmp_path / "ideogram.safetensors", file.tensors))
+    assert set(held_in_codes(model)) == set(layers)
+    lora = adapters.lora({name: tensors[f"{name}.weight"] for name in layers}, 0.5)
+    expected = small_models.output(dit.with_lora(source, lora))
+    assert dit.relative_error(small_models.output(model), expected) > 0.2
+    patched = dit.with_lora(model, lora)
+    if partially:
+        patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
+        monkeypatch.setattr("comfy.model_management.load_models_gpu", lambda models: None)
+    fused_runs.clear()
+    for _ in range(2):
+        assert dit.relative_error(small_models.output(patched), expected) < 0.08
+    assert len(fused_runs) == 8  # two in each of two blocks
+
+
 # Under ComfyUI's own loader
 
 
