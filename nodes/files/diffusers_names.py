@@ -13,6 +13,7 @@ from ...kernels import ChannelTransform, expand_codes
 from ..comfyui.loading import architecture_of, diffusers_unet_of, renamed_from_diffusers
 from ..comfyui.quantized import QuantizedTensor, params, stored
 from . import int8_mark
+from .block_lists import AGAIN, check_lists
 from .gguf_weight import is_gguf, with_blocks
 from .grouped_weight import channel_scale, grouped_codes, is_grouped, mark_in
 
@@ -28,6 +29,7 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     Raises ValueError naming a layer whose quantization cannot follow.
     """
     tensors = _with_int8_for_codes(tensors)
+    _check_whole(tensors)
     suffix = f".{int8_mark.MARK}"
     marks = {key.removesuffix(suffix): int8_mark.decode_mark(t) for key, t in tensors.items() if key.endswith(suffix)}
     for layer, mark in marks.items():
@@ -75,6 +77,28 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
             )
             renamed[f"{layer}.{int8_mark.MARK}"] = int8_mark.encode_mark(rotation, bits, others)
     return renamed
+
+
+def _check_whole(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError where ComfyUI would join what is not all there, or leave blocks behind a missing one away."""
+    places, rows = {}, 0
+    for key, tensor in tensors.items():
+        if tensor.ndim:
+            # In place of each tensor one column: a number for each row, from 1.
+            places[key] = torch.arange(rows + 1, rows + len(tensor) + 1, dtype=torch.float64)[:, None]
+            rows += len(tensor)
+    joined = renamed_from_diffusers(places)
+    if joined is None:
+        return
+    # The rows of a missing part are whatever lay in memory: no number, or that of another row.
+    seen = torch.zeros(rows + 1, dtype=torch.bool)
+    for name, column in joined.items():
+        numbers = column.flatten()
+        numbers = torch.where((numbers >= 1) & (numbers <= rows), numbers, 0).long()
+        if not bool(numbers.all()) or bool(seen[numbers].any()) or len(numbers.unique()) < len(numbers):
+            raise ValueError(f"a part of {name} is missing, which has several under the names of diffusers; {AGAIN}")
+        seen[numbers] = True
+    check_lists([key for key, column in places.items() if len(column) and not seen[int(column[0])]], tensors)
 
 
 def _joined(options: list[dict[str, Any]]) -> dict[str, Any]:

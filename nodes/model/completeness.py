@@ -7,14 +7,12 @@ import torch
 
 from ..comfyui.layers import expert_banks
 from ..files.attention_choices import CONFIG
+from ..files.block_lists import AGAIN, block_of, check_lists
 
 # ComfyUI builds them into every LTX-2 and uses those of its text encoder.
 _MAY_BE_MISSING = re.compile(r"(audio|video)_embeddings_connector\.")
 # Buffers that modules compute when they are made: blur kernels, rotary frequencies, a fixed mix of frames.
 _COMPUTED = re.compile(r"(.*\.)?(kernel|freqs|scale|mix_factor)")
-_BLOCK = re.compile(r"(.*?)\b(\d{1,9})\b(\..*)")
-_LEAST_OF_A_BLOCK = 4  # tensors. The linears between activations have two, and not every number.
-_AGAIN = "download or copy the file again"
 
 
 def check_complete(module: torch.nn.Module, names: Iterable[str], operations: type) -> None:
@@ -36,7 +34,7 @@ def check_complete(module: torch.nn.Module, names: Iterable[str], operations: ty
     lacking = list(dict.fromkeys([*lacking, *_overlooked(unexpected, names)]))
     if lacking:
         others = f", and {len(lacking) - 1} more tensors" if len(lacking) > 1 else ""
-        raise ValueError(f"{lacking[0]} is missing{others}; {_AGAIN}")
+        raise ValueError(f"{lacking[0]} is missing{others}; {AGAIN}")
     _check_blocks(module, unexpected, names)
 
 
@@ -51,12 +49,11 @@ def _overlooked(unexpected: Sequence[str], names: Collection[str]) -> Iterator[s
         weight = f"{name.removesuffix('.bias')}.weight"
         if name.endswith(".bias") and weight not in names:
             yield weight
-        if match := _BLOCK.fullmatch(name):
-            having.setdefault((match[1], match[3]), set()).add(int(match[2]))
+        if block := block_of(name):
+            having.setdefault((block[0], block[2]), set()).add(block[1])
     blocks: dict[str, set[int]] = {}
-    for match in map(_BLOCK.fullmatch, names):
-        if match:
-            blocks.setdefault(match[1], set()).add(int(match[2]))
+    for block in filter(None, map(block_of, names)):
+        blocks.setdefault(block[0], set()).add(block[1])
     for (before, after), those in having.items():
         # By their number first: a file can have many thousands of such names.
         if len(those) > 1 and len(blocks[before]) - len(those) == 1:
@@ -71,23 +68,19 @@ def _check_blocks(module: torch.nn.Module, unexpected: Sequence[str], names: Col
     ComfyUI counts the blocks of a list up to the first that the file lacks, or reads their number in its metadata. Of a
     list that lacks its first one it makes none, and often not even the list.
     """
-    unbuilt: dict[str, dict[int, int]] = {}  # of a list that is not there: how many tensors each of its blocks has
+    unbuilt = []  # of lists that are not there
     for name in unexpected:
         parent, before, part = _where_it_ends(module, name)
         if isinstance(parent, torch.nn.ModuleList) and part.isdecimal():
             if any(other.startswith(f"{before}{len(parent)}.") for other in names):
                 raise ValueError(
                     f"the model would have {len(parent)} blocks of {before[:-1]}, and the file holds more, such as "
-                    f"{before}{part}; its metadata or its tensors are damaged; {_AGAIN}"
+                    f"{before}{part}; its metadata or its tensors are damaged; {AGAIN}"
                 )
-            raise ValueError(f"{before}{len(parent)} is missing, but {before}{part} is there; {_AGAIN}")
-        if (match := _BLOCK.fullmatch(name)) and len(before) <= len(match[1]):
-            blocks = unbuilt.setdefault(match[1], {})
-            blocks[int(match[2])] = blocks.get(int(match[2]), 0) + 1
-    for before, blocks in unbuilt.items():
-        absent = next(number for number in range(len(blocks) + 1) if number not in blocks)
-        if absent < len(blocks) and max(blocks.values()) >= _LEAST_OF_A_BLOCK:
-            raise ValueError(f"{before}{absent} is missing, but {before}{max(blocks)} is there; {_AGAIN}")
+            raise ValueError(f"{before}{len(parent)} is missing, but {before}{part} is there; {AGAIN}")
+        if (block := block_of(name)) and len(before) <= len(block[0]):
+            unbuilt.append(name)
+    check_lists(unbuilt, names)
 
 
 def _where_it_ends(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str, str]:

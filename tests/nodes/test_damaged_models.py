@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 FAMILIES = ("SD3", "Flux", "Wan i2v", "LTX-Video", "Z-Image", "Hunyuan Video")
 COUNTED = ("Flux", "Wan t2v", "LTX-Video", "Lumina 2", "Boogu", "Krea 2")
+RENAMED = ("Flux", "PixArt", "Z-Image")
 KERNELS = ("fused int8", "bf16")
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # of the glyph model
 NAME = "the model.safetensors"
@@ -52,6 +54,21 @@ def test_a_missing_block(models, tmp_path, family):
         if damage.kind != "the last block missing":  # a shorter model is as legitimate
             assert ended == "refused clearly", (damage.where, said)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_under_the_names_of_diffusers(models, tmp_path, family):
+    """Of which ComfyUI joins q, k and v, and leaves away what is behind a block that is missing."""
+    whole = models.named_by_diffusers(models.longer(family))
+    chosen = [name for name in whole.tensors if re.search(r"\.0\..*(to_[qkv]|add_[qkv]_proj)\b", name)]
+    assert len(chosen) > 2
+    damages = list(models.damaged(whole.tensors, chosen, kinds=("missing",)))
+    damages += [d for d in models.without_blocks(whole.tensors) if d.kind != "the last block missing"]
+    for damage in damages:
+        ended, said = models.outcome(whole, damage, tmp_path / NAME, "fused int8", None)
+        assert ended == "refused clearly", (damage.kind, damage.where, said)
+    models.write(whole.tensors, tmp_path / NAME)
+    assert whole.output(whole.load(tmp_path / NAME)).isfinite().all()
 
 
 @pytest.mark.parametrize("family", COUNTED)

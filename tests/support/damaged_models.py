@@ -32,6 +32,9 @@ tells it from a whole one of that length."""
 FAMILIES = ("SD3", "Flux", "Wan i2v", "LTX-Video", "Z-Image", "Hunyuan Video")
 """Those of which each tensor is damaged."""
 
+BY_WIDTH = ("SD3",)
+"""Those of which ComfyUI tells the number of blocks by their width."""
+
 
 def _with(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def put(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,16 +108,24 @@ def longer(name: str) -> Family:
     return Family(architecture, tensors, [key for key, count in counted.items() if _detected(tensors)[key] == count])
 
 
+def named_by_diffusers(whole: Family) -> Family:
+    """The same under the names of the diffusers library, which has in parts what ComfyUI holds in one tensor."""
+    tensors, _ = small_models.named_by_diffusers(whole.architecture, dict(whole.tensors), [])
+    return replace(whole, tensors=tensors)
+
+
 def _detected(tensors: Tensors) -> dict[str, object]:
     return comfy.model_detection.detect_unet_config(dict(tensors), "") or {}
 
 
-def damaged(whole: Tensors, names: Collection[str] | None = None) -> Iterator[Damaged]:
-    """Each damage to each tensor, or to each of these."""
+def damaged(
+    whole: Tensors, names: Collection[str] | None = None, kinds: Collection[str] = tuple(DAMAGES)
+) -> Iterator[Damaged]:
+    """Each damage, or each of these kinds, to each tensor, or to each of these."""
     for name in whole if names is None else names:
         others = {key: other for key, other in whole.items() if key != name}
-        for kind, damage in DAMAGES.items():
-            changed = damage(whole[name])
+        for kind in kinds:
+            changed = DAMAGES[kind](whole[name])
             yield Damaged(kind, name, others if changed is None else {**others, name: changed})
 
 

@@ -1,0 +1,33 @@
+"""The lists of blocks in a file, by the names of its tensors. ComfyUI counts them up to the first that is not there."""
+
+import re
+from collections.abc import Collection, Iterable
+
+AGAIN = "download or copy the file again"
+_BLOCK = re.compile(r"((?:.*?\.)?)(\d{1,9})(\..*)")
+_LEAST_OF_A_BLOCK = 4  # tensors. The linears between activations have two, and not every number.
+
+
+def block_of(name: str) -> tuple[str, int, str] | None:
+    """What stands before the number of the first block that a tensor is of, that number, and what stands behind it."""
+    match = _BLOCK.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]), match[3])
+
+
+def check_lists(unused: Iterable[str], names: Collection[str]) -> None:
+    """Raise ValueError for a list of blocks that lacks one before its last.
+
+    Args:
+        unused: the tensors whose lists are looked at, since ComfyUI makes nothing of them.
+        names: all tensors of the file.
+    """
+    befores = {block[0] for block in map(block_of, unused) if block}
+    lists: dict[str, dict[int, int]] = {}  # how many tensors each block of a list has
+    for block in map(block_of, names):
+        if block and block[0] in befores:
+            blocks = lists.setdefault(block[0], {})
+            blocks[block[1]] = blocks.get(block[1], 0) + 1
+    for before, blocks in lists.items():
+        absent = next(number for number in range(len(blocks) + 1) if number not in blocks)
+        if absent < len(blocks) and max(blocks.values()) >= _LEAST_OF_A_BLOCK:
+            raise ValueError(f"{before}{absent} is missing, but {before}{max(blocks)} is there; {AGAIN}")
