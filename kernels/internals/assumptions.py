@@ -17,11 +17,13 @@ class Assumption:
         instead: what the pack does where it does not hold, for the log.
         sources: a file of a package -> regular expressions that its lines match where the assumption holds. The text is
             read and nothing is imported: Inductor takes a second, and a driver's context memory on the card.
+        as_new_as: a file that came with it; where there is none, the package is older and nothing is missing.
     """
 
     what: str
     instead: str
     sources: Mapping[str, tuple[str, ...]]
+    as_new_as: str | None = None
 
 
 DIRECT_LAUNCH = Assumption(
@@ -36,9 +38,10 @@ DIRECT_LAUNCH = Assumption(
     },
 )
 TENSOR_DESCRIPTORS = Assumption(
-    "tensor descriptors (Triton 3.4 and newer)",
+    "tensor descriptors",
     "Hopper's kernels read through pointers, which is slower",
     {"triton/tools/tensor_descriptor.py": (r"^class TensorDescriptor\b",)},
+    as_new_as="triton/knobs.py",
 )
 TRITON_ERRORS = Assumption(
     "what Triton raises for a configuration that does not fit a card",
@@ -105,7 +108,9 @@ def missing() -> list[tuple[str, str]]:
     return [
         (assumption.what, assumption.instead)
         for assumption in ASSUMPTIONS
-        if all(_folder(file) is not None for file in assumption.sources) and not holds(assumption)
+        if all(_folder(file) is not None for file in assumption.sources)
+        and (assumption.as_new_as is None or _matches(assumption.as_new_as, ()))
+        and not holds(assumption)
     ]
 
 

@@ -47,6 +47,16 @@ def test_what_does_not_hold_is_told_without_an_import(tmp_path, monkeypatch, tex
     assert missing() == ([] if held else [("a table", "nothing is looked up")])
 
 
+@pytest.mark.parametrize("file, missed", (("__init__", True), ("of_tomorrow", False)))
+def test_what_came_later_is_not_missed(tmp_path, monkeypatch, file, missed):
+    package(tmp_path, __init__="", inside="")
+    monkeypatch.syspath_prepend(tmp_path)
+    assumption = assumptions.Assumption("a table", "b", ASSUMED, as_new_as=f"some_package/{file}.py")
+    monkeypatch.setattr(assumptions, "ASSUMPTIONS", (assumption,))
+    assumptions._folder.cache_clear()
+    assert bool(missing()) == missed
+
+
 def test_what_is_not_installed_is_not_missed(monkeypatch):
     monkeypatch.setattr(
         assumptions, "ASSUMPTIONS", (assumptions.Assumption("a", "b", {"no_such_package/inside.py": ("^x",)}),)
