@@ -17,8 +17,9 @@ from ...kernels import ChannelTransform, GroupedCodes
 from ..comfyui.quantized import known_formats
 from . import int8_mark
 from .attention_choices import check_choices
+from .block_lists import AGAIN
 from .gguf_weight import is_gguf
-from .values import LARGEST, WEIGHT_DTYPES, check_factors, check_finite, check_scale, check_single
+from .values import LARGEST, WEIGHT_DTYPES, check_factors, check_finite, check_scale, check_single, largest_in
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -58,6 +59,7 @@ _SCALES = {"weight_scale", "weight_scale_2", "weight_scale_inv", "scale_weight",
 _CODES = frozenset({int8_mark.GROUP_SCALE, int8_mark.CHANNEL_SCALE, int8_mark.CODEBOOK})
 _PARTS = frozenset({*_SCALES, *_CODES, "pre_quant_scale", "weight_smooth", "weight_zero_point", "weight_correction"})
 _OWN = frozenset({*_CODES, int8_mark.SMOOTH})  # of no other format
+_FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 _SMALL = 1 << 20  # elements that are looked at for a NaN
 
 
@@ -74,6 +76,7 @@ def check_layers(tensors: Tensors) -> None:
     marked = {key.removesuffix(suffix) for key in tensors if key.endswith(suffix)}
     for layer in sorted(marked):
         _check_marked(layer, tensors, parts.get(layer, {}))
+    scaled = _FP8.intersection(tensors[f"{layer}.weight"].dtype for layer in marked)
     for layer in parts.keys() - marked:
         state = "not marked as quantized" if f"{layer}.weight" in tensors else "not there"
         raise ValueError(f"{layer}.{next(iter(parts[layer]))} belongs to {layer}.weight, which is {state}")
@@ -82,6 +85,11 @@ def check_layers(tensors: Tensors) -> None:
         layer, _, part = key.rpartition(".")
         if part == "bias" or (part == "weight" and layer not in marked):
             _check_plain(key, tensor)
+            if tensor.dtype in scaled and largest_in(tensor) == torch.finfo(tensor.dtype).max:
+                raise ValueError(
+                    f"{layer}.weight_scale is missing: {key} fills the range of {tensor.dtype}, as weights of other "
+                    f"layers do that have a scale; {AGAIN}"
+                )
 
 
 def _check_marked(name: str, tensors: Tensors, parts: Tensors) -> None:

@@ -2,6 +2,8 @@
 
 import torch
 
+from .block_lists import AGAIN
+
 LARGEST = 1e9
 """No weight of a trained model comes near. A linear with larger ones makes what float32 cannot square in the next
 norm."""
@@ -25,14 +27,17 @@ def check_finite(key: str, tensor: torch.Tensor) -> None:
     weight has."""
     if tensor.numel() == 0:
         return
-    largest = _largest(tensor)
+    largest = largest_in(tensor)
     if not largest <= LARGEST:
         what = f"{largest:.2g}, and no weight is that large" if largest < float("inf") else "a NaN or Inf"
         raise ValueError(f"{key} holds {what}")
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest magnitude, or NaN. One pass without a copy, as fast as the tensor can be read."""
+def largest_in(tensor: torch.Tensor) -> float:
+    """The largest magnitude in a float tensor of one of WEIGHT_DTYPES that is not empty, or NaN.
+
+    One pass without a copy, as fast as the tensor can be read.
+    """
     if tensor.dtype.itemsize == 1:  # the codes of either sign are in the order of their magnitudes
         positive = int(tensor.view(torch.int8).max())
         negative = int(tensor.view(torch.uint8).max()) - 0x80
@@ -87,8 +92,8 @@ def check_single(key: str, scale: torch.Tensor) -> None:
 
 
 def _float32(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_floating_point():
-        raise ValueError(f"{key} must be floating point; it is {tensor.dtype}")
+    if tensor.dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"{key} is {tensor.dtype}, which such a number never is; {AGAIN}")
     values = tensor.flatten().float()
     if values.numel() == 0:
         raise ValueError(f"{key} holds nothing")

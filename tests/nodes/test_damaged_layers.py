@@ -438,6 +438,32 @@ def test_an_input_scale_that_no_quantizer_writes(dit, refuse, value):
     refuse(fp8(dit) | {f"{LAYER}.input_scale": torch.tensor(value)}, f"{LAYER}.input_scale holds")
 
 
+@pytest.mark.parametrize(
+    "kind, part",
+    (("native", "weight_scale"), ("smoothed", "weight_smooth"), ("fp8", "weight_scale"), ("nvfp4", "weight_scale_2")),
+)
+def test_a_scale_in_the_dtype_of_block_scales(dit, refuse, kind, part):
+    """float8_e8m0fnu: plausible numbers, of which each is wrong by up to a third."""
+    state_dict = WHOLE[kind](dit)
+    state_dict[f"{LAYER}.{part}"] = state_dict[f"{LAYER}.{part}"].to(torch.float8_e8m0fnu)
+    refuse(state_dict, f"{LAYER}.{part} is torch.float8_e8m0fnu")
+
+
+@pytest.mark.parametrize("marked", (True, False), ids=("marked", "old"))
+def test_an_fp8_weight_that_lost_its_scale(dit, refuse, tmp_path, marked):
+    """A plain FP8 weight is a legitimate one. One that fills FP8's range beside others with scales is none."""
+    state_dict = fp8_scaled(dit.tensors(), [LAYER, LAYER.replace("fc1", "fc2")])
+    whole = dict(state_dict)
+    if not marked:
+        state_dict = {k.replace("weight_scale", "scale_weight"): t for k, t in whole.items() if "comfy_quant" not in k}
+        state_dict["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
+    for part in ("weight_scale", "scale_weight", "comfy_quant"):
+        state_dict.pop(f"{LAYER}.{part}", None)
+    refuse(state_dict, f"{LAYER}.weight_scale is missing")
+    plain = dit.tensors()[f"{LAYER}.weight"].to(torch.float8_e4m3fn)
+    dit.load(dit.write(tmp_path / NAME, state_dict | {f"{LAYER}.weight": plain}))
+
+
 def test_an_integer_bias(dit, refuse):
     key = "joint_blocks.1.x_block.adaLN_modulation.1.bias"
     refuse(dit.tensors() | {key: torch.ones(1152, dtype=torch.int16)}, f"{key} is torch.int16")
