@@ -10,10 +10,10 @@ from ...kernels import FUSED, NATIVE, ComputePath, choose_path, native_computes
 from ..blocks.fusion import Fusion, fusion_of, in_words
 from ..comfyui.layers import CastWeightBiasOp, quantized_format
 from ..comfyui.patcher import ModelPatcher, object_patches
-from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, is_native_int8, layout_of, params
-from ..files.stored_weight import is_stored, stored_kind
+from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, layout_of, params
+from ..files.stored_weight import becomes_int8, is_stored, stored_kind
 from .attention import describe_attention
-from .fused_forward import class_patch, int8_parts
+from .fused_forward import class_patch, int8_parts, is_comfyui_int8
 from .int8_weight import is_int8
 from .layer_selection import is_quantizable, linears
 
@@ -25,6 +25,8 @@ _FORMATS = {
     "nvfp4": "NVFP4",
     "mxfp8": "MXFP8",
     NATIVE_FORMAT: "ComfyUI's INT8",
+    "asym_w4a8_int8": "ComfyUI's W4A8",
+    "w6a8_int8": "ComfyUI's W6A8",
 }
 
 
@@ -101,11 +103,11 @@ def _kind(
         return _FUSED_RANK, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
     if path is not None and path.kind == NATIVE and parts is not None:
         return _NATIVE_RANK, f"ComfyUI's INT8 ({path.reason})"
-    if is_int8(weight) or (kind is not None and parts is not None):
+    if is_int8(weight) or becomes_int8(weight):
         return 2, f"INT8 in memory but computed in {_name(params(weight).orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
         form = quantized_format(module) or layout_of(weight)
-        return 4, f"{_FORMATS.get(form, form)} as in the file{why if is_native_int8(weight) else ''}"
+        return 4, f"{_FORMATS.get(form, form)} as in the file{why if is_comfyui_int8(weight, module) else ''}"
     dtype = _name(weight.dtype)
     if _dequantized(module):
         return 3, f"{dtype} instead of the file's INT8{why}"

@@ -298,11 +298,19 @@ def test_saved_as_int8_it_is_a_native_file_that_keeps_what_its_mark_said(dit, wr
     assert dit.relative_error(dit.output(dit.stock(path)), dit.output(model)) < 0.1
 
 
-def test_stock_loads_what_was_saved(dit, write, tmp_path, stock):
+@pytest.mark.parametrize("bits", BITS)
+def test_stock_loads_what_was_saved(dit, write, tmp_path, stock, bits):
+    """W6A8 with the name that ComfyUI 0.33 knows: it goes by the bytes of a row."""
+    from safetensors.torch import load_file
+
     from int8_dit.nodes.model.save import save_int8_model
 
-    path = save_int8_model(load(write(4)), str(tmp_path / "saved.safetensors"), {})
-    assert torch.equal(dit.output(dit.stock(path)), dit.output(stock(4)))
+    tensors = load_file(save_int8_model(load(write(bits)), str(tmp_path / "saved.safetensors"), {}))
+    for layer in dit.LINEARS if bits == 6 else ():
+        mark = json.loads(bytes(tensors[f"{layer}.comfy_quant"].tolist()))
+        tensors[f"{layer}.comfy_quant"] = encoded({**mark, "format": "asym_w4a8_int8"})
+    path = dit.write(tmp_path / "renamed.safetensors", tensors)
+    assert torch.equal(dit.output(dit.stock(path)), dit.output(stock(bits)))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -493,6 +501,16 @@ def test_apply_computes_what_the_loader_computes(dit, apply, stock, write, bits,
     assert torch.equal(dit.output(apply(model)), dit.output(load(write(bits))))
     assert len(calls) == 2 * len(dit.LINEARS)
     assert torch.equal(dit.output(model), before)
+
+
+def test_apply_says_what_runs(apply, stock):
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+    from int8_dit.nodes.model.summary import summarize
+
+    model = stock(4)
+    assert "from W4A8" in str(summarize(apply(model)))
+    declined = ApplyFusedINT8Kernel.execute(model, kernel="auto").result[0]  # on a CPU
+    assert "ComfyUI's W4A8 as in the file (" in str(summarize(declined))
 
 
 def test_apply_under_a_lora_of_a_streamed_weight(dit, apply, stock, lora, with_it):
