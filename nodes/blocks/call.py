@@ -12,6 +12,9 @@ from .table import BlockKind
 
 _NO_OPTIONS: dict[str, Any] = {}
 
+Flags = tuple[tuple[tuple[str, bool], ...], ...]
+"""Choices of options that are True or False, each with its value."""
+
 
 class Call(NamedTuple):
     """What decides whether a fused forward may stand for a block's own in a call.
@@ -19,12 +22,40 @@ class Call(NamedTuple):
     Attributes:
         device: where it computes.
         override: what the MODEL lets attention calls be replaced with, or None.
-        likeness: equal for calls that take the same paths through a forward, as far as arguments and options say.
+        form: of what kind its arguments are, and the names of its options; those come last.
     """
 
     device: torch.device
     override: Callable[..., Any] | None
-    likeness: tuple
+    form: tuple
+
+
+def _options_of(kind: BlockKind, kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The transformer_options of a call; None where it has none though its kind has."""
+    return kwargs.get("transformer_options") if kind.streams else _NO_OPTIONS
+
+
+def settings_of(kind: BlockKind, kwargs: Mapping[str, Any]) -> tuple:
+    """What kinds of values options have, and those that are True or False; in the order of their names.
+
+    Calls of one form with the same settings take the same path through a forward. Not for a compiler: it would compile
+    again for each number and each text.
+    """
+    options: Any = _options_of(kind, kwargs)
+    return tuple([value if value is True or value is False else type(value) for value in options.values()])
+
+
+def has_flags(kind: BlockKind, kwargs: Mapping[str, Any], choices: Flags) -> bool:
+    """Whether a call has one of these choices of options and their values. It looks at no others, for a compiler."""
+    # Without `or`, and without a comprehension: for these a compiler looks at all options.
+    options: Any = _options_of(kind, kwargs)
+    for flags in choices:
+        others = 0
+        for name, value in flags:
+            others += options[name] is not value
+        if not others:
+            return True
+    return False
 
 
 def inside_patch(options: Mapping[str, Any]) -> str | None:
@@ -40,7 +71,7 @@ def inside_patch(options: Mapping[str, Any]) -> str | None:
 
 def read_call(kind: BlockKind, args: tuple, kwargs: dict[str, Any]) -> Call | str:
     """What a call of a block asks for, or in words why only the block's own forward may run."""
-    options = kwargs.get("transformer_options") if kind.streams else _NO_OPTIONS
+    options = _options_of(kind, kwargs)
     if options is None:
         return "it is called without transformer_options"
     inside = inside_patch(options)
@@ -51,12 +82,5 @@ def read_call(kind: BlockKind, args: tuple, kwargs: dict[str, Any]) -> Call | st
         return "its input has an unusual form"
     # Some fifty blocks ask this in each forward: loops that run in C where they can.
     given = (*args, *kwargs.values())
-    likeness = (
-        x.device,
-        tuple(kwargs),
-        tuple([(value.dtype, value.ndim) if isinstance(value, torch.Tensor) else type(value) for value in given]),
-        tuple(options),
-        tuple(map(type, options.values())),
-        tuple([value for value in options.values() if value is True or value is False]),
-    )
-    return Call(x.device, options.get(OVERRIDE), likeness)
+    kinds = [(value.dtype, value.ndim) if isinstance(value, torch.Tensor) else type(value) for value in given]
+    return Call(x.device, options.get(OVERRIDE), (x.device, tuple(kwargs), tuple(kinds), tuple(options)))

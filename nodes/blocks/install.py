@@ -18,7 +18,7 @@ from ..comfyui import memory as devices
 from ..comfyui.classes import full_name
 from ..comfyui.compiling import compare_before_compiling
 from ..comfyui.patcher import ModelPatcher
-from .call import Call, read_call
+from .call import Call, Flags, has_flags, read_call, settings_of
 from .first_call import Failed, attempt, compare
 from .plan import Plan, Verdicts, is_fused_block
 from .table import BLOCKS, BlockKind
@@ -95,7 +95,8 @@ def fused_class(own: Any, kind: BlockKind) -> type:
         def forward(self, *args, **kwargs):
             call = read_call(kind, args, kwargs)
             if torch.compiler.is_compiling():
-                if isinstance(call, Call) and self.is_known(call.device, call.override is not None, call.likeness):
+                known = self.known_calls(call.override is not None, call.form) if isinstance(call, Call) else ()
+                if has_flags(kind, kwargs, known):
                     output = kind.forward(self, core, *args, **kwargs)
                     if output is not NotImplemented:
                         return output
@@ -109,7 +110,7 @@ def fused_class(own: Any, kind: BlockKind) -> type:
             verdicts = plan.verdicts.under(call.override)
             if verdicts is None or _watched() or not plan.may_run(call.device):
                 return super().forward(*args, **kwargs)
-            key, fused = (own.forward, call.likeness), partial(kind.forward, self, core)
+            key, fused = (own.forward, call.form, settings_of(kind, kwargs)), partial(kind.forward, self, core)
             verdict = verdicts.get(key)
             if verdict is True:
                 try:
@@ -128,15 +129,11 @@ def fused_class(own: Any, kind: BlockKind) -> type:
             return output
 
         @torch.compiler.assume_constant_result
-        def is_known(self, device: torch.device, replaced: bool, likeness: tuple) -> bool:
-            """Whether the fused forward may run and has agreed in an eager call, as a compiler finds it; `replaced`
-            where attention calls are."""
+        def known_calls(self, replaced: bool, form: tuple) -> Flags:
+            """At which values of options the fused forward may run and has agreed in eager calls, as a compiler finds
+            it; `replaced` where attention calls are."""
             plan = memory.plan(self)
-            return (
-                not _watched()
-                and plan.may_run(device)
-                and plan.verdicts.of((own.forward, likeness), replaced) == {True}
-            )
+            return () if _watched() or not plan.may_run(form[0]) else plan.verdicts.agreed(own.forward, form, replaced)
 
     # What asks for a block's class by name finds it.
     FusedBlock.__name__, FusedBlock.__qualname__, FusedBlock.__module__ = own.__name__, own.__qualname__, own.__module__

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any
@@ -13,6 +14,7 @@ from ...kernels import native_computes, runs_fused
 from ..comfyui.attention import PREFERENCE
 from ..comfyui.classes import NORM_MODULES, PACKAGE
 from ..comfyui.layers import is_linear, weight_functions
+from .call import Flags
 from .steps import InputForm, input_form
 
 _ACTIVATIONS = (torch.nn.SiLU, torch.nn.GELU, torch.nn.Identity, torch.nn.Dropout)
@@ -74,10 +76,15 @@ class Verdicts:
         except TypeError:  # it has no hash, or no weak reference
             return None
 
-    def of(self, key: tuple, replaced: bool) -> set[bool | str]:
-        """All of one kind of call, with whatever override, or with none."""
-        kept = list(self._under.values()) if replaced else [self._plain]
-        return {verdicts[key] for verdicts in kept if key in verdicts}
+    def agreed(self, own: Callable[..., Any], form: tuple, replaced: bool) -> Flags:
+        """For calls of one form, with any override or with none: options with the values at which all agree."""
+        found: dict[tuple, set[bool | str]] = defaultdict(set)
+        for verdicts in list(self._under.values()) if replaced else [self._plain]:
+            for (forward, its, settings), verdict in verdicts.items():
+                if forward is own and its == form:
+                    flags = zip(form[-1], settings, strict=True)
+                    found[tuple((name, value) for name, value in flags if isinstance(value, bool))].add(verdict)
+        return tuple(flags for flags, verdicts in found.items() if verdicts == {True})
 
     def all(self) -> list[bool | str]:
         """Of all calls, the earliest first."""

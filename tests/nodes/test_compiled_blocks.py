@@ -55,6 +55,13 @@ def compiled(blocks):
     return make
 
 
+def eager(blocks, block, **options):
+    """Call a compiled block as it is, so that it is compared with ComfyUI's own."""
+    _, kwargs = blocks.FAMILIES["Flux.1 double"].arguments(blocks.Call())
+    with torch.inference_mode():
+        block.forward(**kwargs, transformer_options=options)
+
+
 def close(outputs, expected):
     for output, wanted in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
@@ -113,6 +120,25 @@ def test_so_does_one_with_a_patch(blocks, compiled):
 
     blocks.run(block, "Flux.1 double", patches={"attn1_patch": [patch]})
     assert calls and not operators.producers()
+
+
+def test_options_that_change_in_each_step_compile_nothing_again(blocks, compiled):
+    block, operators = compiled("Flux.1 double", agreed=False)
+    for step in range(4):
+        options = {"uuids": [object()], "sigmas": torch.ones(1) * step, "step": step, "text": str(step), "flag": True}
+        if not step:
+            eager(blocks, block, **options)
+        blocks.run(block, "Flux.1 double", **options)
+    assert operators.producers() and len(operators.of_graphs) == 1
+
+
+def test_another_flag_than_what_was_compared_runs_comfyuis_own(blocks, compiled):
+    block, operators = compiled("Flux.1 double", agreed=False)
+    eager(blocks, block, flag=False)
+    blocks.run(block, "Flux.1 double", flag=False)
+    assert operators.producers() and len(operators.of_graphs) == 1
+    blocks.run(block, "Flux.1 double", flag=True)
+    assert len(operators.of_graphs) == 2 and not set(operators.of_graphs[1]) & set(PRODUCERS)
 
 
 def test_and_one_with_a_hook(blocks, compiled):
