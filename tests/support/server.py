@@ -127,7 +127,9 @@ class ComfyServer:
     def forget(self) -> None:
         """Drop all cached results and loaded models, so that the next prompt runs as the first did."""
         self._request("/free", {"unload_models": True, "free_memory": True})
-        time.sleep(2 * POLL_SECONDS)  # the queue's thread does it when it finds the request
+        # The queue's thread does it at the latest behind the prompt that runs next, and before it takes another.
+        text = {"class_type": "PrimitiveString", "inputs": {"value": "forget"}}
+        self.queue({"1": text, "2": {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}})
 
     def clear_history(self) -> None:
         """Drop what the server remembers of the prompts that it ran."""
