@@ -1,7 +1,7 @@
 """Where ComfyUI keeps files."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import folder_paths
 from comfy.cli_args import args
@@ -22,15 +22,14 @@ def all_names(folder: str) -> list[str]:
     return folder_paths.recursive_search(folder, [".git"])[0] if os.path.isdir(folder) else []
 
 
-def path_of(kinds: Iterable[str], name: str) -> str:
+def path_of(kinds: Sequence[str], name: str) -> str:
     """Where the file with this name is, in the first of these kinds that has it.
 
     Raises FileNotFoundError, as ComfyUI does, where none has it.
     """
-    *others, first = reversed(list(kinds))
-    known = [kind for kind in (first, *reversed(others)) if kind in folder_paths.folder_names_and_paths]
+    known = (kind for kind in kinds if kind in folder_paths.folder_names_and_paths)
     found = next(filter(None, (folder_paths.get_full_path(kind, name) for kind in known)), None)
-    return found or folder_paths.get_full_path_or_raise(first, name)
+    return found or folder_paths.get_full_path_or_raise(kinds[0], name)
 
 
 def add_kind(kind: str, extensions: set[str]) -> None:

@@ -29,9 +29,7 @@ def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterat
 def saved_file(path: str) -> dict:
     """The ui result of a node that saved a file in the output folder: the file, and a line on the node."""
     subfolder, filename = os.path.split(os.path.relpath(path, output_folder()))
-    size = os.path.getsize(path)
-    in_words = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-    badge = Badge("good", f"saved {filename}, {in_words}", os.path.join("output", subfolder))
+    badge = Badge("good", saved_line(path), os.path.join("output", subfolder))
     return {"saved": [{"filename": filename, "subfolder": subfolder, "type": "output"}], **shown(badge)}
 
 
