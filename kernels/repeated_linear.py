@@ -28,7 +28,6 @@ class RepeatedLinear:
     def __init__(self, rotation_group: int | None, activation_bits: int = 8) -> None:
         self._rotation_group = rotation_group
         self._activation_bits = activation_bits
-        self._quantizers: dict[tuple, Any] = {}
         self._gemms: dict[tuple, Any] = {}
 
     @classmethod
@@ -44,18 +43,8 @@ class RepeatedLinear:
 
         `smooth` is float32 [K] or None. Raises what `int8_linear` does.
         """
-        key = (x.shape, x.dtype, x.device, None if smooth is None else _kind(smooth))
-        prepared = self._quantizers.get(key)
-        if prepared is not None and _is_plain(x, smooth) and x.shape[-1] == weight.shape[1] and _is_current(x.device):
-            return prepared(x, smooth)
         rows = linear_rows(x, weight)
-        quantized = quantize_activations(rows, ChannelTransform(smooth, self._rotation_group), self._activation_bits)
-        if _can_repeat(x) and _is_plain(x, smooth) and (smooth is None or smooth.dtype == torch.float32):
-            from .fused.activations import prepared_quantizer
-
-            prepared = prepared_quantizer(rows, smooth, self._rotation_group, self._activation_bits)
-            _keep(self._quantizers, key, prepared)
-        return quantized
+        return quantize_activations(rows, ChannelTransform(smooth, self._rotation_group), self._activation_bits)
 
     def multiply(
         self,
@@ -71,17 +60,21 @@ class RepeatedLinear:
         `weight` is int8 [N, K] and `weight_scale` float32 [N], [N, 1] or a scalar. Raises what `int8_gemm` does.
         """
         q, q_scale = quantized
-        key = (q.shape, q.device, dtype, *map(_kind, (weight, weight_scale)), None if bias is None else _kind(bias))
+        if not (_can_repeat(q) and _is_plain(q, q_scale, weight, weight_scale, bias)):
+            out = int8_gemm(q, q_scale, weight, weight_scale, bias, dtype)
+            return out.reshape(*leading, weight.shape[0])
+        from .fused.gemm import stores_blocks, tuned_gemm
+        from .fused.tuning import m_bucket
+
+        rows = m_bucket(q.shape[0]), stores_blocks(q.shape[0], weight), q.shape[1]
+        key = (*rows, q.device, dtype, *map(_kind, (weight, weight_scale)), None if bias is None else _kind(bias))
         prepared = self._gemms.get(key)
-        if prepared is not None and _is_plain(q, weight, weight_scale, bias) and _is_current(q.device):
+        if prepared is not None and _is_current(q.device):
             out = torch.empty((*leading, weight.shape[0]), dtype=dtype, device=q.device)
-            prepared(out, q, q_scale, weight, weight_scale, bias)
+            prepared(out.view(len(q), -1), q, q_scale, weight, weight_scale, bias)
             return out
         out = int8_gemm(q, q_scale, weight, weight_scale, bias, dtype)
-        scales = weight_scale.numel() == weight.shape[0] and weight_scale.dtype == torch.float32
-        if _can_repeat(q) and out.numel() > 0 and _is_plain(q, q_scale, weight, weight_scale, bias) and scales:
-            from .fused.gemm import tuned_gemm
-
+        if out.numel() > 0 and weight_scale.numel() == weight.shape[0] and weight_scale.dtype == torch.float32:
             _keep(self._gemms, key, tuned_gemm(out, q, q_scale, weight, weight_scale.reshape(-1), bias))
         return out.reshape(*leading, weight.shape[0])
 

@@ -1,14 +1,12 @@
 """Per-token dynamic INT8 quantization of activations: one Triton kernel, one pass over memory."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from ..reference import quantize_activations_reference
+from ..reference import new_quantized, quantize_activations_reference
 from ..transform import ChannelTransform
-from .launching import RepeatedLaunch, on_device, remembered
+from .launching import Launcher
 from .rows import LARGEST_GROUP, input_offsets, magnitude_bits, row_blocks, store_quantized, store_scale, transformed
 
 
@@ -81,29 +79,6 @@ def quantize_rows_kernel(
             store_quantized(q_row, values, inverse_scale, broken, start + head_offsets, K, REMAINDER)
 
 
-@dataclass(frozen=True)
-class PreparedQuantizer:
-    """The quantization of rows of one shape, stride and dtype on one device."""
-
-    launch: RepeatedLaunch
-    rows: int
-    channels: int
-    stride: int
-    activation_bits: int
-
-    def __call__(self, x: torch.Tensor, smooth: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x with `rows` rows of `channels` -> int8 [M, K] or [M, 2K], float32 scale [M]. `smooth` is float32 and
-        contiguous."""
-        q = torch.empty((self.rows, self.channels * (self.activation_bits // 8)), dtype=torch.int8, device=x.device)
-        scale = torch.empty(self.rows, dtype=torch.float32, device=x.device)
-        self.launch(x, x if smooth is None else smooth, q, scale, self.channels, self.stride)
-        return q, scale
-
-
-# By all that Triton compiles for and the grid.
-_launches: dict[tuple, PreparedQuantizer] = {}
-
-
 def quantize_rows_constants(
     channels: int, has_smooth: bool, remainder: bool, group: int, interpreted: bool
 ) -> tuple[dict[str, object], dict[str, object]]:
@@ -122,35 +97,21 @@ def quantize_rows_constants(
     return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
 
 
-def prepared_quantizer(
-    x: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, activation_bits: int
-) -> PreparedQuantizer | None:
-    """What quantizes x [M, K], its rows contiguous; `smooth` is float32. None for a group that no kernel rotates."""
-    group = rotation_group or 1
-    if group > LARGEST_GROUP:
-        return None
-
-    def prepare() -> PreparedQuantizer:
-        rows, channels = x.shape
-        constants, options = quantize_rows_constants(
-            channels, smooth is not None, activation_bits == 16, group, interpreted=not x.is_cuda
-        )
-        launch = RepeatedLaunch(quantize_rows_kernel, (rows, 1), constants, options)
-        return PreparedQuantizer(launch, rows, channels, x.stride(0), activation_bits)
-
-    key = (x.device, *x.shape, x.stride(0), x.dtype, smooth is not None, group, activation_bits)
-    return remembered(_launches, key, (x,) if smooth is None else (x, smooth), prepare)
+_QUANTIZER = Launcher(quantize_rows_kernel, quantize_rows_constants)
 
 
 def launch_activation_quantizer(
     x: torch.Tensor, transform: ChannelTransform, activation_bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel on checked, non-empty arguments: x [M, K] -> int8 [M, K] or [M, 2K], float32 scale [M]."""
+    group = transform.rotation_group or 1
+    if group > LARGEST_GROUP:
+        return quantize_activations_reference(x, transform, activation_bits)
     if x.stride(1) != 1:
         x = x.contiguous()
     smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
-    prepared = prepared_quantizer(x, smooth, transform.rotation_group, activation_bits)
-    if prepared is None:
-        return quantize_activations_reference(x, transform, activation_bits)
-    with on_device(x.device):
-        return prepared(x, smooth)
+    rows, channels = x.shape
+    q, scale = new_quantized(x, channels, activation_bits)
+    form = (channels, smooth is not None, activation_bits == 16, group, not x.is_cuda)
+    _QUANTIZER(form, (rows, 1), (x, x if smooth is None else smooth, q, scale), (channels, x.stride(0)))
+    return q, scale

@@ -1,12 +1,10 @@
 """Rounding a block of a weight's columns one after the other: kernel and launch."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from .launching import on_device
+from .launching import Launcher
 from .rows import ROUND_TO_EVEN
 
 _ROWS, _WARPS = 32, 4
@@ -45,13 +43,13 @@ def round_columns_constants(columns: int) -> tuple[dict[str, object], dict[str, 
     return {"COLUMNS": columns, "ROWS": _ROWS}, {"num_warps": _WARPS, "num_stages": 2, "enable_fp_fusion": False}
 
 
+_ROUNDING = Launcher(round_columns_kernel, round_columns_constants)
+
+
 def launch_column_rounding(target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
     """Launch the kernel on the arguments of `round_columns`."""
     rows, columns = target.shape
     target, scale, feedback = target.contiguous(), scale.contiguous(), feedback.contiguous()
     q = torch.empty(target.shape, dtype=torch.int8, device=target.device)
-    constants, options = round_columns_constants(columns)
-    kernel: Any = round_columns_kernel
-    with on_device(target.device):
-        kernel[(triton.cdiv(rows, _ROWS),)](target, scale, feedback, q, rows, **constants, **options)
+    _ROUNDING((columns,), (-(-rows // _ROWS), 1), (target, scale, feedback, q), (rows,))
     return q

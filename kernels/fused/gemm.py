@@ -1,12 +1,10 @@
 """Launching the fused INT8 GEMM: the configuration tuned for a shape, its workspace, its tensor descriptors."""
 
-from dataclasses import dataclass
-
 import torch
 
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
 from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
-from .launching import RepeatedLaunch, on_device, remembered
+from .launching import Launcher, on_device
 from .tiles import GemmConfig, candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
@@ -43,19 +41,48 @@ def _passes(q: torch.Tensor, weight: torch.Tensor) -> int:
     return q.shape[1] // weight.shape[1]
 
 
-@dataclass(frozen=True)
-class PreparedGemm:
-    """The launch of one configuration for one shape, with all that repeats from call to call."""
+def _build(
+    config: GemmConfig, has_bias: bool, even_k: bool, descriptors: bool, store_blocks: bool, passes: int
+) -> tuple[dict[str, bool | int], dict[str, bool | int]]:
+    constants = kernel_constants(config, has_bias, even_k, descriptors, store_blocks, passes)
+    return constants, compile_options(config)
 
-    config: GemmConfig
-    launch: RepeatedLaunch
-    sizes: tuple[int, int, int]
-    strides: tuple[int, int, int]
-    tiles: int
-    # None where pointers are used.
-    a_blocks: MatrixBlocks | None
-    b_blocks: MatrixBlocks | None
-    out_blocks: MatrixBlocks | None
+
+_GEMM = Launcher(int8_gemm_kernel, _build)
+
+
+class PreparedGemm:
+    """The launch of one configuration for one weight's shape and all numbers of tokens, with what they share.
+
+    Args:
+        config: the configuration.
+        out, q, q_scale, weight, weight_scale, bias: as those of the launches: of their dtypes, layouts and alignment.
+    """
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        q_scale: torch.Tensor | None,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> None:
+        n, k = weight.shape
+        descriptors = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
+        store_blocks = (
+            descriptors and stores_blocks(q.shape[0], weight) and config.split_k == 1 and _fits_descriptors(out)
+        )
+        self.config = config
+        self._columns = -(-n // config.block_n)
+        self._numbers = (n, k, q.stride(0), weight.stride(0), out.stride(0))
+        self._a_blocks = MatrixBlocks(q.stride(), (config.block_m, config.block_k)) if descriptors else None
+        self._b_blocks = MatrixBlocks(weight.stride(), (config.block_n, config.block_k)) if descriptors else None
+        self._out_blocks = MatrixBlocks(out.stride(), (config.block_m, config.block_n)) if store_blocks else None
+        form = (config, bias is not None, k % config.block_k == 0, descriptors, store_blocks, _passes(q, weight))
+        given = [out if tensor is None else tensor for tensor in (q, weight, q_scale, weight_scale, bias, out)]
+        self._launch = _GEMM.prepared(form, given, self._numbers)
 
     def __call__(
         self,
@@ -66,67 +93,33 @@ class PreparedGemm:
         weight_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> None:
-        """Launch into `out`, on operands like those that it was prepared for."""
+        """Launch into `out` on the current device."""
+        m, config = q.shape[0], self.config
+        tiles = -(-m // config.block_m) * self._columns
         partial_sums = arrivals = out
-        if self.config.split_k > 1:
-            sums = self.tiles * self.config.split_k * self.config.block_m * self.config.block_n
+        if config.split_k > 1:
+            sums = tiles * config.split_k * config.block_m * config.block_n
             partial_sums = torch.empty(sums, dtype=torch.int32, device=q.device)
-            arrivals = _arrivals(q.device, self.tiles)
-        self.launch(
-            q if self.a_blocks is None else self.a_blocks.of(q),
-            weight if self.b_blocks is None else self.b_blocks.of(weight),
+            arrivals = _arrivals(q.device, tiles)
+        self._launch(
+            (tiles, config.split_k),
+            q if self._a_blocks is None else self._a_blocks.of(q),
+            weight if self._b_blocks is None else self._b_blocks.of(weight),
             # What the kernel does not read is `out` again: a pointer like any other.
             out if q_scale is None else q_scale,
             out if weight_scale is None else weight_scale,
             out if bias is None else bias,
-            out if self.out_blocks is None else self.out_blocks.of(out),
+            out if self._out_blocks is None else self._out_blocks.of(out),
             partial_sums,
             arrivals,
-            *self.sizes,
-            *self.strides,
+            m,
+            *self._numbers,
         )
 
 
-# By all that Triton compiles for and all that the grid depends on.
-_launches: dict[tuple, PreparedGemm] = {}
-
-
-def _prepare(
-    config: GemmConfig, out: torch.Tensor, q: torch.Tensor, weight: torch.Tensor, has_bias: bool
-) -> PreparedGemm:
-    m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
-    tiles = config.tiles(m, n)
-    descriptors = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
-    large = m * n * k * passes >= _STORE_BLOCKS_FROM
-    store_blocks = descriptors and large and config.split_k == 1 and _fits_descriptors(out)
-    constants = kernel_constants(config, has_bias, k % config.block_k == 0, descriptors, store_blocks, passes)
-    launch = RepeatedLaunch(int8_gemm_kernel, (tiles, config.split_k), constants, compile_options(config))
-    return PreparedGemm(
-        config,
-        launch,
-        (m, n, k),
-        (q.stride(0), weight.stride(0), out.stride(0)),
-        tiles,
-        MatrixBlocks(q.shape, q.stride(), (config.block_m, config.block_k)) if descriptors else None,
-        MatrixBlocks(weight.shape, weight.stride(), (config.block_n, config.block_k)) if descriptors else None,
-        MatrixBlocks(out.shape, out.stride(), (config.block_m, config.block_n)) if store_blocks else None,
-    )
-
-
-def prepared_gemm(
-    config: GemmConfig,
-    out: torch.Tensor,
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> PreparedGemm:
-    """What launches a configuration on operands like these of `launch_gemm`, scales [M], [N] contiguous."""
-    strides = (q.stride(0), weight.stride(0), out.stride(0))
-    key = (config, q.device, q.shape, weight.shape, strides, out.dtype, None if bias is None else bias.dtype)
-    tensors = [tensor for tensor in (out, q, q_scale, weight, weight_scale, bias) if tensor is not None]
-    return remembered(_launches, key, tensors, lambda: _prepare(config, out, q, weight, bias is not None))
+def stores_blocks(m: int, weight: torch.Tensor) -> bool:
+    """Whether a product of m tokens is large enough for one more descriptor."""
+    return m * weight.numel() >= _STORE_BLOCKS_FROM
 
 
 def _candidates(device: torch.device, m: int, n: int, k: int, passes: int) -> list[GemmConfig]:
@@ -149,8 +142,7 @@ def launch_config(
     """
     if config.split_k > 1 and _passes(q, weight) == 2:
         raise ValueError("K cannot be split with activations of 16 bits")
-    prepared = prepared_gemm(config, out, q, q_scale, weight, weight_scale, bias)
-    prepared(out, q, q_scale, weight, weight_scale, bias)
+    PreparedGemm(config, out, q, q_scale, weight, weight_scale, bias)(out, q, q_scale, weight, weight_scale, bias)
 
 
 def tuned_gemm(
@@ -163,7 +155,7 @@ def tuned_gemm(
 ) -> PreparedGemm:
     """What launches the configuration tuned for operands like these on the current device; measures an unknown one."""
     if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
-        return prepared_gemm(GemmConfig(32, 32, 64, 4, 4, 1), out, q, q_scale, weight, weight_scale, bias)
+        return PreparedGemm(GemmConfig(32, 32, 64, 4, 4, 1), out, q, q_scale, weight, weight_scale, bias)
     m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
 
     def launch(config: GemmConfig) -> None:
@@ -171,7 +163,7 @@ def tuned_gemm(
 
     key = TuningKey(device_name(q.device.index), m_bucket(m), n, k, passes)
     config = tuner.choose(key, lambda: _candidates(q.device, m, n, k, passes), launch)
-    return prepared_gemm(config, out, q, q_scale, weight, weight_scale, bias)
+    return PreparedGemm(config, out, q, q_scale, weight, weight_scale, bias)
 
 
 def launch_gemm(

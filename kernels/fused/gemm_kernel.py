@@ -39,7 +39,7 @@ def _store(sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HA
     tl.store(out_tile, result, mask=(rows[:, None] < M) & (columns[None, :] < N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def int8_gemm_kernel(
     a,
     b,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..gguf.formats import BlockFormat
 from .gguf_blocks import decode, divisors, places_within, rounded
-from .launching import RepeatedLaunch, on_device, remembered
+from .launching import Launcher
 from .rows import INFINITY_BITS, SMALLEST_SCALE, magnitude_bits
 
 
@@ -100,30 +100,48 @@ def scales_kernel(
     tl.store(scale + row, tl.where(bits >= INFINITY_BITS, float("nan"), row_scale))
 
 
-# By all that Triton compiles for and the grid.
-_launches: dict[tuple, RepeatedLaunch] = {}
 _WARPS = 8
 OPTIONS = {"num_warps": _WARPS, "num_stages": 2, "enable_fp_fusion": False}
 # Bytes that a thread loads at once: all that a load can, where blocks begin on 16 bytes.
 _ALIGNED_BYTES, _BYTES = 16, 8
 
 
+def _runs(form: BlockFormat) -> int:
+    return 1 if form.weights == 32 else 8
+
+
+def _blocks(form: BlockFormat, vector: int) -> int:
+    """How many a program decodes at once, with `vector` packed bytes a thread."""
+    return _WARPS * 32 * vector // (16 * _runs(form))
+
+
+def _expander_vector(form: BlockFormat) -> int:
+    return _BYTES if form.bytes % 16 else _ALIGNED_BYTES
+
+
 def decoder_constants(name: str, form: BlockFormat, vector: int = _BYTES) -> dict[str, Any]:
     """What all kernels are compiled for, with a tile of `vector` packed bytes a thread."""
-    runs = 1 if form.weights == 32 else 8
-    blocks = _WARPS * 32 * vector // (16 * runs)
+    blocks, runs = _blocks(form, vector), _runs(form)
     return {"FORMAT": name, "BYTES": form.bytes, "WEIGHTS": form.weights, "BLOCKS": blocks, "RUNS": runs}
 
 
 def expander_constants(name: str, form: BlockFormat, row_blocks: int, interpreted: bool) -> dict[str, Any]:
     """The expander's constants, for rows of so many blocks."""
-    common = decoder_constants(name, form, _BYTES if form.bytes % 16 else _ALIGNED_BYTES)
-    return {**common, "ROW_BLOCKS": row_blocks, "INTERPRETED": interpreted}
+    return {
+        **decoder_constants(name, form, _expander_vector(form)),
+        "ROW_BLOCKS": row_blocks,
+        "INTERPRETED": interpreted,
+    }
 
 
 def scales_constants(name: str, form: BlockFormat, row_blocks: int) -> dict[str, Any]:
     """The constants of the kernel that finds scales, for rows of so many blocks."""
     return {**decoder_constants(name, form), "ROW_BLOCKS": row_blocks}
+
+
+_EXPANDER = Launcher(expand_kernel, lambda *form: (expander_constants(*form), OPTIONS))
+_DEQUANTIZER = Launcher(dequantize_kernel, lambda *form: (decoder_constants(*form), OPTIONS))
+_SCALES = Launcher(scales_kernel, lambda *form: (scales_constants(*form), OPTIONS))
 
 
 def aligned(blocks: torch.Tensor) -> torch.Tensor:
@@ -137,15 +155,9 @@ def launch_expander(blocks: torch.Tensor, name: str, form: BlockFormat, scale: t
     blocks = aligned(blocks)
     rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
     out = torch.empty(rows, row_blocks * form.weights, dtype=torch.int8, device=blocks.device)
-
-    def prepare() -> RepeatedLaunch:
-        constants = expander_constants(name, form, row_blocks, interpreted=not blocks.is_cuda)
-        return RepeatedLaunch(expand_kernel, (-(-rows * row_blocks // constants["BLOCKS"]), 1), constants, OPTIONS)
-
-    tensors = (blocks, scale, out)
-    with on_device(blocks.device):
-        key = ("expand", blocks.device, name, rows, row_blocks)
-        remembered(_launches, key, tensors, prepare)(*tensors, rows * row_blocks)
+    count = rows * row_blocks
+    grid = (-(-count // _blocks(form, _expander_vector(form))), 1)
+    _EXPANDER((name, form, row_blocks, not blocks.is_cuda), grid, (blocks, scale, out), (count,))
     return out
 
 
@@ -154,15 +166,8 @@ def launch_dequantizer(blocks: torch.Tensor, name: str, form: BlockFormat, dtype
     blocks = aligned(blocks)
     rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
     out = torch.empty(rows, row_blocks * form.weights, dtype=dtype, device=blocks.device)
-
-    def prepare() -> RepeatedLaunch:
-        constants = decoder_constants(name, form)
-        return RepeatedLaunch(dequantize_kernel, (-(-rows * row_blocks // constants["BLOCKS"]), 1), constants, OPTIONS)
-
-    tensors = (blocks, out)
-    with on_device(blocks.device):
-        key = ("dequantize", blocks.device, name, rows, row_blocks, dtype)
-        remembered(_launches, key, tensors, prepare)(*tensors, rows * row_blocks)
+    count = rows * row_blocks
+    _DEQUANTIZER((name, form), (-(-count // _blocks(form, _BYTES)), 1), (blocks, out), (count,))
     return out
 
 
@@ -171,11 +176,5 @@ def launch_scales(blocks: torch.Tensor, name: str, form: BlockFormat) -> torch.T
     blocks = aligned(blocks)
     rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
     scale = torch.empty(rows, dtype=torch.float32, device=blocks.device)
-
-    def prepare() -> RepeatedLaunch:
-        return RepeatedLaunch(scales_kernel, (rows, 1), scales_constants(name, form, row_blocks), OPTIONS)
-
-    tensors = (blocks, scale)
-    with on_device(blocks.device):
-        remembered(_launches, ("scales", blocks.device, name, rows, row_blocks), tensors, prepare)(*tensors)
+    _SCALES((name, form, row_blocks), (rows, 1), (blocks, scale))
     return scale

@@ -14,7 +14,7 @@ import triton.language as tl
 from ..gguf.formats import BlockFormat
 from .gguf import aligned
 from .gguf_blocks import decode, divisors, places_within, rounded
-from .launching import RepeatedLaunch, on_device, remembered
+from .launching import Launcher
 
 
 @triton.jit
@@ -82,7 +82,6 @@ def expand_with_low_rank_kernel(
     tl.store(target + gap, rounded(second, divisor, inverse, rest, most, INTERPRETED), mask=inside)
 
 
-_launches: dict[tuple, RepeatedLaunch] = {}
 _ROWS, _COLUMNS, _RANK = 16, 256, 32
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
@@ -92,6 +91,9 @@ def low_rank_constants(name: str, form: BlockFormat, interpreted: bool) -> dict[
     tile = {"ROWS": _ROWS, "BESIDE": _COLUMNS // form.weights, "RUNS": 1 if form.weights == 32 else 8}
     common = {"FORMAT": name, "BYTES": form.bytes, "WEIGHTS": form.weights}
     return {**common, **tile, "RANK": _RANK, "INTERPRETED": interpreted}
+
+
+_EXPANDER = Launcher(expand_with_low_rank_kernel, lambda *form: (low_rank_constants(*form), OPTIONS))
 
 
 def launch_low_rank_expander(
@@ -104,14 +106,7 @@ def launch_low_rank_expander(
     blocks = aligned(blocks)
     (rank, channels), rows = down.shape, blocks.shape[0]
     out = torch.empty(rows, channels, dtype=torch.int8, device=blocks.device)
-
-    def prepare() -> RepeatedLaunch:
-        constants = low_rank_constants(name, form, interpreted=not blocks.is_cuda)
-        grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
-        return RepeatedLaunch(expand_with_low_rank_kernel, grid, constants, OPTIONS)
-
+    grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
     tensors = (blocks, scale, up, down, out)
-    with on_device(blocks.device):
-        key = (blocks.device, name, rows, channels, rank, up.dtype)
-        remembered(_launches, key, tensors, prepare)(*tensors, rows, channels, rank)
+    _EXPANDER((name, form, not blocks.is_cuda), grid, tensors, (rows, channels, rank))
     return out

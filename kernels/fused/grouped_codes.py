@@ -16,7 +16,7 @@ from ..low_rank import Addition
 from .gguf import aligned
 from .gguf_blocks import as_float, divisors, rounded
 from .gguf_low_rank import thin_product
-from .launching import RepeatedLaunch, on_device, remembered
+from .launching import Launcher
 from .rows import ROUND_TO_EVEN
 
 
@@ -158,10 +158,8 @@ def expand_codes_with_low_rank_kernel(
     tl.store(out + (row * QUADS + quad), word, mask=inside)
 
 
-# By all that Triton compiles for and the grid.
-_launches: dict[tuple, RepeatedLaunch] = {}
 _QUADS = 1024  # a program's: four a thread, which stores 16 bytes at once
-_ROWS, _RANK = 16, 32
+_ROWS, _ROW_QUADS, _RANK = 16, 64, 32
 OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
 LOW_RANK_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
@@ -175,7 +173,13 @@ def expander_constants(channels: int, bits: int, group: int, has_codebook: bool)
 def low_rank_constants(channels: int, bits: int, group: int, has_codebook: bool, interpreted: bool) -> dict[str, Any]:
     """The same of the kernel that adds LoRAs."""
     form = expander_constants(channels, bits, group, has_codebook)
-    return {**form, "ROWS": _ROWS, "BLOCK": 64, "RANK": _RANK, "INTERPRETED": interpreted}
+    return {**form, "ROWS": _ROWS, "BLOCK": _ROW_QUADS, "RANK": _RANK, "INTERPRETED": interpreted}
+
+
+_EXPANDER = Launcher(expand_codes_kernel, lambda *form: (expander_constants(*form), OPTIONS))
+_LOW_RANK_EXPANDER = Launcher(
+    expand_codes_with_low_rank_kernel, lambda *form: (low_rank_constants(*form), LOW_RANK_OPTIONS)
+)
 
 
 def _operands(weight: GroupedCodes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -194,15 +198,8 @@ def _form(weight: GroupedCodes) -> tuple[int, int, int, bool]:
 def launch_expander(weight: GroupedCodes) -> torch.Tensor:
     """Launch the kernel on a checked, non-empty weight [N, K] -> int8 [N, K]."""
     codes, scale, codebook, out = _operands(weight)
-    count, form = out.numel() // 4, _form(weight)
-
-    def prepare() -> RepeatedLaunch:
-        return RepeatedLaunch(expand_codes_kernel, (-(-count // _QUADS), 1), expander_constants(*form), OPTIONS)
-
-    tensors = (codes, scale, codebook, out.view(torch.int32))
-    with on_device(codes.device):
-        key = ("expand", codes.device, count, scale.dtype, *form)
-        remembered(_launches, key, tensors, prepare)(*tensors, count)
+    count = out.numel() // 4
+    _EXPANDER(_form(weight), (-(-count // _QUADS), 1), (codes, scale, codebook, out.view(torch.int32)), (count,))
     return out
 
 
@@ -210,15 +207,8 @@ def launch_low_rank_expander(weight: GroupedCodes, addition: Addition) -> torch.
     """Launch the kernel on a checked, non-empty weight [N, K] and contiguous scales [N, 1] -> int8 [N, K]."""
     codes, scale, codebook, out = _operands(weight)
     up, down = (factor.contiguous() for factor in addition.low_rank)
-    (rank, channels), rows, form = down.shape, len(out), _form(weight)
-
-    def prepare() -> RepeatedLaunch:
-        constants = low_rank_constants(*form, interpreted=not codes.is_cuda)
-        grid = (-(-rows // _ROWS), -(-channels // (4 * constants["BLOCK"])))
-        return RepeatedLaunch(expand_codes_with_low_rank_kernel, grid, constants, LOW_RANK_OPTIONS)
-
+    (rank, channels), rows = down.shape, len(out)
+    grid = (-(-rows // _ROWS), -(-channels // (4 * _ROW_QUADS)))
     tensors = (codes, scale, codebook, addition.scale, addition.larger, up, down, out.view(torch.int32))
-    with on_device(codes.device):
-        key = ("low rank", codes.device, rows, rank, up.dtype, scale.dtype, *form)
-        remembered(_launches, key, tensors, prepare)(*tensors, rows, channels, rank)
+    _LOW_RANK_EXPANDER((*_form(weight), not codes.is_cuda), grid, tensors, (rows, channels, rank))
     return out

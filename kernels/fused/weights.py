@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..transform import ChannelTransform
-from .launching import RepeatedLaunch, on_device, remembered
+from .launching import Launcher
 from .rows import (
     INFINITY_BITS,
     LARGEST_GROUP,
@@ -136,8 +136,28 @@ def _quantize_kernel(
             _store_rounded(q, first, values, channel_scale, broken, start + head_offsets, seed, K, STOCHASTIC)
 
 
-# By all that Triton compiles for and the grid.
-_launches: dict[tuple, RepeatedLaunch] = {}
+def _dequantizer_constants(block: int, group: int, has_smooth: bool) -> tuple[dict[str, object], dict[str, object]]:
+    options = {"num_warps": max(1, min(8, block // 512)), "num_stages": 2, "enable_fp_fusion": False}
+    return {"HAS_SMOOTH": has_smooth, "BLOCK": block, "GROUP": group}, options
+
+
+def _quantizer_constants(
+    channels: int, group: int, has_smooth: bool, stochastic: bool
+) -> tuple[dict[str, object], dict[str, object]]:
+    head, tail, in_registers, warps = row_blocks(channels, group)
+    constants = {
+        "HAS_SMOOTH": has_smooth,
+        "STOCHASTIC": stochastic,
+        "HEAD": head,
+        "TAIL": tail,
+        "IN_REGISTERS": in_registers,
+        "GROUP": group,
+    }
+    return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
+
+
+_DEQUANTIZER = Launcher(_dequantize_kernel, _dequantizer_constants)
+_QUANTIZER = Launcher(_quantize_kernel, _quantizer_constants)
 
 
 def can_launch(transform: ChannelTransform) -> bool:
@@ -154,21 +174,9 @@ def launch_weight_dequantizer(
     smooth = transform.smooth
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     stride = 0 if scale.numel() == 1 else 1
-
-    def prepare() -> RepeatedLaunch:
-        block = max(group, min(_DEQUANTIZED_BLOCK, 1 << (channels - 1).bit_length()))
-        constants = {
-            "HAS_SMOOTH": smooth is not None,
-            "BLOCK": block,
-            "GROUP": group,
-        }
-        options = {"num_warps": max(1, min(8, block // 512)), "num_stages": 2, "enable_fp_fusion": False}
-        return RepeatedLaunch(_dequantize_kernel, (rows, -(-channels // block)), constants, options)
-
-    key = ("dequantize", q.device, rows, channels, stride, smooth is not None, group, dtype)
+    block = max(group, min(_DEQUANTIZED_BLOCK, 1 << (channels - 1).bit_length()))
     tensors = (q, scale, scale if smooth is None else smooth, out)
-    with on_device(q.device):
-        remembered(_launches, key, tensors, prepare)(*tensors, channels, stride)
+    _DEQUANTIZER((block, group, smooth is not None), (rows, -(-channels // block)), tensors, (channels, stride))
     return out
 
 
@@ -186,23 +194,8 @@ def launch_weight_quantizer(
         w = w.contiguous()
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     scale = torch.empty(rows, dtype=torch.float32, device=w.device)
-
-    def prepare() -> RepeatedLaunch:
-        head, tail, in_registers, warps = row_blocks(channels, group)
-        constants = {
-            "HAS_SMOOTH": smooth is not None,
-            "STOCHASTIC": seed is not None,
-            "HEAD": head,
-            "TAIL": tail,
-            "IN_REGISTERS": in_registers,
-            "GROUP": group,
-        }
-        options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
-        return RepeatedLaunch(_quantize_kernel, (rows, 1), constants, options)
-
-    key = ("quantize", w.device, rows, channels, w.stride(0), w.dtype, smooth is not None, group, seed is None)
     tensors = (w, w if smooth is None else smooth, q, scale)
-    with on_device(w.device):
-        # 31 bits, so that all seeds are one type to Triton.
-        remembered(_launches, key, tensors, prepare)(*tensors, (seed or 0) & 0x7FFFFFFF, channels, w.stride(0))
+    # 31 bits, so that all seeds are one type to Triton.
+    numbers = ((seed or 0) & 0x7FFFFFFF, channels, w.stride(0))
+    _QUANTIZER((channels, group, smooth is not None, seed is not None), (rows, 1), tensors, numbers)
     return q, scale

@@ -50,15 +50,15 @@ def cache_folder() -> str:
 
 
 class MatrixBlocks:
-    """What Hopper's copy engine is told of matrices of one shape and one dtype: all but their address.
+    """What Hopper's copy engine is told of matrices with the same strides and dtype, whatever their number of rows.
 
     Args:
-        shape, strides: of the matrices, in elements.
+        strides: of the matrices, in elements.
         block_shape: of the blocks that are copied.
     """
 
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, int]) -> None:
-        self._told = (shape, strides, block_shape)
+    def __init__(self, strides: tuple[int, ...], block_shape: tuple[int, int]) -> None:
+        self._strides, self._block_shape = list(strides), list(block_shape)
         self._fields: dict[str, Any] | None = None
 
     def of(self, matrix: torch.Tensor) -> object:
@@ -69,26 +69,24 @@ class MatrixBlocks:
         """
         assert TensorDescriptor is not None
         if self._fields is None:
-            shape, strides, block_shape = map(list, self._told)
-            descriptor = TensorDescriptor(matrix, shape, strides, block_shape)
+            descriptor = TensorDescriptor(matrix, list(matrix.shape), self._strides, self._block_shape)
             self._fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
             return descriptor
         descriptor = object.__new__(TensorDescriptor)
-        descriptor.__dict__ = {"base": matrix, **self._fields}
+        descriptor.__dict__ = {**self._fields, "base": matrix, "shape": list(matrix.shape)}
         return descriptor
 
 
-def direct_launch(
-    compiled: object, grid: tuple[int, int], arguments: int, constants: Mapping[str, object]
-) -> Callable[..., None] | None:
+def direct_launch(compiled: object, arguments: int, constants: Mapping[str, object]) -> Callable[..., None] | None:
     """What launches again what a first launch compiled, on the device of that launch; None where that is Triton's task.
 
-    It does without the hooks of Triton's profiler: asking for them takes longer than the launch.
+    It takes the grid, two numbers of programs, and the arguments before the constants: a tensor, or the address where
+    it begins, which spares the driver's question where that is. It does without the hooks of Triton's profiler: asking
+    for them takes longer than the launch.
 
     Args:
         compiled: what the first launch returned.
-        grid: two numbers of programs.
-        arguments: how many arguments the kernel has before its constants; the launch takes these.
+        arguments: how many arguments the kernel has before its constants.
         constants: the constants in the order of the kernel's parameters.
     """
     # It is none under the interpreter, or while compiling in the background.
@@ -102,7 +100,7 @@ def direct_launch(
     # all versions, so the number of parameters decides.
     appended = tuple(constants.values()) if len(kernel.src.signature) > arguments else ()
 
-    def launch(*given: object) -> None:
-        run(*grid, 1, stream_of(device), function, metadata, None, None, None, *given, *appended)
+    def launch(columns: int, rows: int, *given: object) -> None:
+        run(columns, rows, 1, stream_of(device), function, metadata, None, None, None, *given, *appended)
 
     return launch

@@ -73,10 +73,10 @@ def test_a_descriptor_has_every_field_that_this_triton_s_own_has(monkeypatch):
         of_tomorrow: str = "read at each launch"
 
     monkeypatch.setattr(triton_runtime, "TensorDescriptor", Descriptor)
-    matrices = [random_int8(32, 64, seed=seed) for seed in range(3)]
-    blocks = triton_runtime.MatrixBlocks(matrices[0].shape, matrices[0].stride(), (16, 32))
+    matrices = [random_int8(rows, 64, seed=rows) for rows in (32, 16, 48)]
+    blocks = triton_runtime.MatrixBlocks(matrices[0].stride(), (16, 32))
     for matrix in matrices:
-        descriptor, own = blocks.of(matrix), Descriptor(matrix, [32, 64], [64, 1], [16, 32])
+        descriptor, own = blocks.of(matrix), Descriptor(matrix, list(matrix.shape), [64, 1], [16, 32])
         assert descriptor.base is matrix
         assert type(descriptor) is Descriptor
         assert {**vars(descriptor), "base": None} == {**vars(own), "base": None}
@@ -85,7 +85,7 @@ def test_a_descriptor_has_every_field_that_this_triton_s_own_has(monkeypatch):
 @needs_descriptors
 def test_a_matrix_is_not_kept():
     matrix = random_int8(32, 64)
-    blocks = triton_runtime.MatrixBlocks(matrix.shape, matrix.stride(), (16, 32))
+    blocks = triton_runtime.MatrixBlocks(matrix.stride(), (16, 32))
     blocks.of(matrix)
     assert not any(value is matrix for value in blocks._fields.values())
 
@@ -110,14 +110,14 @@ def driver(monkeypatch):
 @pytest.mark.parametrize("parameters, appended", ((5, (7, 8)), (3, ())))
 def test_a_direct_launch_says_what_triton_says(driver, parameters, appended):
     compiled = Compiled(parameters)
-    triton_runtime.direct_launch(compiled, (4, 2), 3, {"A": 7, "B": 8})("x", "y", "z")
+    triton_runtime.direct_launch(compiled, 3, {"A": 7, "B": 8})(4, 2, "x", "y", "z")
     assert compiled.calls == [(4, 2, 1, "of 3", "function", "metadata", None, None, None, "x", "y", "z", *appended)]
 
 
 def test_a_triton_that_launches_otherwise_launches_itself(driver, monkeypatch):
-    assert triton_runtime.direct_launch(object(), (4, 2), 3, {}) is None
+    assert triton_runtime.direct_launch(object(), 3, {}) is None
     monkeypatch.setattr(triton_runtime, "holds", lambda assumption: assumption is not assumptions.DIRECT_LAUNCH)
-    assert triton_runtime.direct_launch(Compiled(3), (4, 2), 3, {}) is None
+    assert triton_runtime.direct_launch(Compiled(3), 3, {}) is None
 
 
 def raised(name, module):

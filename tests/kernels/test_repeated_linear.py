@@ -19,11 +19,10 @@ def interpreted(monkeypatch):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """The halves of calls that went the long way."""
+    """The products that went the long way."""
     calls = []
-    for name in ("quantize_activations", "int8_gemm"):
-        run = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, run=run, name=name: calls.append(name) or run(*args))
+    run = module.int8_gemm
+    monkeypatch.setattr(module, "int8_gemm", lambda *args: calls.append(1) or run(*args))
     return calls
 
 
@@ -61,7 +60,7 @@ def test_the_same_bits_again_and_again(checked, form, shape):
     for call in range(3):
         x = random_float(*shape, 64, seed=call, dtype=torch.bfloat16)
         assert torch.equal(layer(x), layer.expected(x))
-    assert len(checked) == 2  # the first
+    assert len(checked) == 1  # the first
 
 
 def test_another_shape_and_dtype(checked):
@@ -71,7 +70,7 @@ def test_another_shape_and_dtype(checked):
             x = random_float(2, tokens, 64, dtype=dtype)
             result = layer(x)
             assert result.dtype == dtype and torch.equal(result, layer.expected(x))
-    assert len(checked) == 2 * 6
+    assert len(checked) == 3  # one for each dtype
 
 
 def test_another_tensor_in_the_same_layer(checked):
@@ -84,24 +83,20 @@ def test_another_tensor_in_the_same_layer(checked):
     other.weight, scale = quantize_weight(random_float(48, 64, seed=9), other.transform)
     other.scale, other.repeated = scale[:, None], layer.repeated
     assert torch.equal(other(x), other.expected(x)) and not torch.equal(other(x), layer(x))
-    assert len(checked) == 2
+    assert len(checked) == 1
 
 
-@pytest.mark.parametrize("what", ("rows", "memory", "weight", "bias"))
+@pytest.mark.parametrize("what", ("weight", "bias"))
 def test_what_a_compiled_kernel_would_read_wrong_goes_the_long_way(checked, what):
     layer, x = Layer(), random_float(3, 64, dtype=torch.bfloat16)
     layer(x), layer(x)
-    assert len(checked) == 2
-    if what == "rows":
-        x = random_float(3, 128, dtype=torch.bfloat16)[:, :64]
-    elif what == "memory":
-        x = random_float(3 * 64 + 1, dtype=torch.bfloat16)[1:].view(3, 64)
-    elif what == "weight":
+    assert len(checked) == 1
+    if what == "weight":
         layer.weight = torch.cat([layer.weight.flatten().new_zeros(1), layer.weight.flatten()])[1:].view(48, 64)
     else:
         layer.bias = torch.cat([layer.bias.new_zeros(1), layer.bias])[1:]
     assert torch.equal(layer(x), layer.expected(x))
-    assert len(checked) > 2
+    assert len(checked) > 1
 
 
 def test_errors_are_those_of_the_linear():
@@ -134,7 +129,7 @@ def test_who_watches_operators_sees_them():
 def test_shapes_do_not_add_up(monkeypatch):
     monkeypatch.setattr(module, "_MOST_SHAPES", 3)
     layer = Layer()
-    for tokens in range(1, 9):
+    for tokens in (1, 20, 40, 80, 200, 300):
         x = random_float(tokens, 64)
         assert torch.equal(layer(x), layer.expected(x))
-        assert max(len(layer.repeated._quantizers), len(layer.repeated._gemms)) <= 3
+        assert len(layer.repeated._gemms) <= 3

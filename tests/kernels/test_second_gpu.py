@@ -5,18 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import kernels.fused.activations
 import kernels.fused.gates
 import kernels.fused.gemm
-import kernels.fused.gguf
-import kernels.fused.gguf_low_rank
-import kernels.fused.grouped_codes
 import kernels.fused.norms
 import kernels.fused.rope
-import kernels.fused.weights
 from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize_weight
 from kernels.block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from kernels.fused.gemm import _candidates
+from kernels.fused.launching import forget_launches
 from kernels.fused.tuning import Tuner
 from kernels.grouped_codes import GroupedCodes
 from kernels.grouped_weights import expand_codes
@@ -38,9 +34,9 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels.fused.gemm, "tuner", Tuner())
     monkeypatch.setattr(kernels.fused.gemm, "_arrivals_of_streams", {})
-    launching = ("activations", "gates", "gemm", "gguf", "gguf_low_rank", "grouped_codes", "norms", "rope", "weights")
-    for module in (getattr(kernels.fused, name) for name in launching):
+    for module in (kernels.fused.gates, kernels.fused.norms, kernels.fused.rope):
         monkeypatch.setattr(module, "_launches", {})
+    forget_launches()
     torch.cuda.set_device(FIRST)
     yield
     assert torch.cuda.current_device() == FIRST.index
@@ -113,7 +109,7 @@ def of_16_bits(device):
 
 
 def unaligned(device):
-    """Begins beside 16 bytes: a launch that is prepared each time."""
+    """Begins beside 16 bytes: a launch of its own."""
     x, q, scale, bias = operands(WHOLE, device)
     return (int8_linear(x[:, 1:], q[:, 1:], scale, bias),)
 
