@@ -34,6 +34,18 @@ os.environ.setdefault("INT8_DIT_TUNING", "off")
 sys.path[:0] = [str(PROJECT), str(TESTS)]
 
 
+# Tests in these folders need minutes: a browser, training runs, whole studies.
+SLOW_FOLDERS = ("studies", "web")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what needs a server, and those folders. Other tests say it themselves."""
+    for item in items:
+        if "server" in getattr(item, "fixturenames", ()) or item.path.relative_to(TESTS).parts[0] in SLOW_FOLDERS:
+            item.add_marker("slow")
+
+
 def comfyui_path() -> Path:
     """Where ComfyUI is; skips the test when nobody said."""
     path = os.environ.get("COMFYUI_PATH")

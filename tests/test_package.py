@@ -108,6 +108,7 @@ def test_no_page_of_the_package_links_what_is_not_in_it(packed):
     assert not {link: page for link, page in links.items() if link not in packed}
 
 
+@pytest.mark.slow
 def test_the_package_loads_alone_and_without_optional_modules(packed, comfyui, tmp_path):
     package = tmp_path / "int8-dit"
     for name in packed:

@@ -327,6 +327,7 @@ def test_inductor_makes_one_kernel_of_producer_and_quantizer(transform, bits, ke
     assert quantizers.kernels == kernels
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="Inductor needs a compiler")
 def test_inductor_quantizes_like_the_kernel():
     transform = ChannelTransform(torch.linspace(0.5, 2.0, 96, device=DEVICE))

@@ -597,6 +597,7 @@ print(measured)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_tune_at_once_lose_nothing(tmp_path):
     started = [start(TUNE_MANY, first, first + 60, folder=tmp_path) for first in (1, 101)]
     assert [process.stdout.readline() for process in started] == ["ready\n", "ready\n"]

@@ -29,6 +29,7 @@ def same(a, b):
     )
 
 
+@pytest.mark.slow
 def test_mutants_are_refused_or_can_be_quantized_with(dit, model, tmp_path):
     from int8_dit.nodes.calibration.file import load_calibration, save_calibration
     from int8_dit.nodes.quantization.quantize import quantization_targets

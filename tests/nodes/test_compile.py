@@ -77,6 +77,7 @@ def test_the_compiler_gets_the_operators(ideogram):
     assert targets.count(torch.ops.int8_dit.int8_gemm.default) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("Ideogram 4", "SD3"))
 def test_all_quantizers_with_a_producer_are_folded_into_it(pack, name):
     """Those of a whole model, by what Inductor's scheduler would do on a GPU."""
@@ -131,6 +132,7 @@ STREAMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", (None, "Q8_0", "W4A8"))
 @pytest.mark.parametrize("kind", STREAMED)
 def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind, stored):
@@ -159,6 +161,7 @@ def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind, stored
         torch.testing.assert_close(compiled(*ideogram.inputs()), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", (False, True))
 def test_a_model_with_a_lora_is_one_graph(pack, streamed):
     """A whole one, as ComfyUI loads it onto a card with room for its weights or without."""

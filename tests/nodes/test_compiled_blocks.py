@@ -79,6 +79,7 @@ def test_a_fused_block_is_one_graph_of_its_operators(blocks, compiled, family, k
     assert kind == "protected" or (producers["norm_quantize"] and producers["activate_quantize"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FUSED_BLOCKS)
 def test_so_it_is_on_comfyui_of_today(blocks, compiled, family):
     """With what a layer prefers, and containers."""
@@ -92,6 +93,7 @@ def test_so_it_is_on_comfyui_of_today(blocks, compiled, family):
     assert operators.producers()["gated_residual"] and len(operators.of_graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FUSED_BLOCKS)
 def test_new_resolutions_are_dynamic(blocks, compiled, family):
     (block, operators), (own, its_operators) = compiled(family), compiled(family, agreed=False)
@@ -132,6 +134,7 @@ def test_options_that_change_in_each_step_compile_nothing_again(blocks, compiled
     assert operators.producers() and len(operators.of_graphs) == 1
 
 
+@pytest.mark.slow
 def test_another_flag_than_what_was_compared_runs_comfyuis_own(blocks, compiled):
     block, operators = compiled("Flux.1 double", agreed=False)
     eager(blocks, block, flag=False)
@@ -165,6 +168,7 @@ def model(blocks, monkeypatch):
     return quantized, operators
 
 
+@pytest.mark.slow
 def test_a_model_is_compared_in_one_eager_call(model):
     from support import small_models
 
@@ -175,6 +179,7 @@ def test_a_model_is_compared_in_one_eager_call(model):
     assert len(operators.of_graphs) == 1
 
 
+@pytest.mark.slow
 def test_what_counts_calls_sees_one_a_step(model):
     from comfy.patcher_extension import WrappersMP
 
@@ -192,6 +197,7 @@ def test_what_counts_calls_sees_one_a_step(model):
     assert len(calls) == 1 and not operators.producers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("LTX-Video", "Wan t2v"))
 def test_feed_forwards_of_native_layers(blocks, name, tmp_path):
     """Their second linear stays on the fused kernel."""

@@ -343,6 +343,7 @@ def killed_at_line(number, save):
     return status != 0
 
 
+@pytest.mark.slow
 @forks
 @pytest.mark.usefixtures("links")
 def test_a_save_killed_at_any_line(output, save, monkeypatch):

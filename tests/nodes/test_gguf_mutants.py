@@ -23,6 +23,7 @@ def gguf_mutants(pack):
     return gguf_mutants
 
 
+@pytest.mark.slow
 def test_mutants_are_refused_or_right(dit, gguf_mutants, tmp_path):
     from support.mutants import outcome
 

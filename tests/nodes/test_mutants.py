@@ -17,6 +17,7 @@ def mutants(pack):
     return mutants
 
 
+@pytest.mark.slow
 def test_mutants_are_refused_or_right(dit, mutants, tmp_path):
     from support.small_files import base_files
 

@@ -227,6 +227,7 @@ def test_methods_without_a_colour_get_their_own(pack):
 # The package that draws.
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_only_to_draw(comfyui):
     """And never pyplot, whose state is one for the whole process."""
     script = f"""

@@ -218,6 +218,7 @@ def test_a_batch_of_16(bench):
     assert relative_error(latents["INT8"], latents["float"]) < bound(bench.error(plain))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_with_a_lora(bench):
     lora = WORKFLOWS["LoRA"].guider
     compiled = bench.sample("INT8", compiled_lora)
