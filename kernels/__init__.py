@@ -25,9 +25,10 @@ from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
 from .numerics.weights import quantize_weight
-from .producers import activate_quantize, gated_residual, norm_quantize, norm_rope
+from .ops.gates import ACTIVATIONS, activate_quantize
+from .ops.norms import Norm, gated_residual, norm_quantize
+from .ops.rope import norm_rope
 from .reference import Quantized
-from .reference_producers import ACTIVATIONS, Norm
 from .repeated_linear import RepeatedLinear
 from .transform import UNCHANGED, ChannelTransform
 from .triton_release import triton_requirement

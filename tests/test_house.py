@@ -12,7 +12,7 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 PROJECT = Path(__file__).resolve().parents[1]
 MOST_LINES = 400
 # From the ground up: a room imports what stands before it. In nodes/ what is above the rooms is the nodes themselves.
-KERNEL_ROOMS = ("internals", "numerics", "gguf", "fused", "benchmark")
+KERNEL_ROOMS = ("internals", "numerics", "gguf", "fused", "ops", "benchmark")
 NODE_ROOMS = (
     "comfyui",
     "host",
@@ -230,6 +230,6 @@ def test_the_map_names_every_room_and_no_other():
     assert len(named) > 15 and not [path for path in named if not (PROJECT / path).exists()]
     drawn = set(re.findall(r"[\w/]+(?:\.py|/)(?=\s)", text.partition("```")[2].partition("```")[0]))
     assert {f"{room}/" for room in (*KERNEL_ROOMS, *NODE_ROOMS)} <= drawn
-    shown = [path for path in FILES if path.parent.name in ("kernels", "fused", "numerics", "nodes")]
+    shown = [path for path in FILES if path.parent.name in ("kernels", "fused", "ops", "numerics", "nodes")]
     assert {path.name for path in shown} - {"__init__.py"} <= drawn
     assert not {name for name in drawn if name.endswith(".py")} - {path.name for path in PROJECT.rglob("*.py")}

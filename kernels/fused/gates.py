@@ -4,11 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import new_quantized
-from ..transform import ChannelTransform
-from .launching import RepeatedLaunch, on_device, remembered
+from .launching import Launcher, Layout, Tensors, same
 from .rows import (
     dense_channels,
+    dense_factors,
+    fits_registers,
     input_offsets,
     magnitude_bits,
     reciprocal,
@@ -65,7 +65,7 @@ def _load_activated(
     return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T",))
 def activate_quantize_kernel(
     gate,
     up,
@@ -117,10 +117,6 @@ def activate_quantize_kernel(
         store_quantized(q_row, tail, inverse_scale, broken, HEAD + tl.arange(0, TAIL), K, REMAINDER)
 
 
-# Launches and the integers that go with their tensors, by the keys of `kernels/producers.py`.
-_launches: dict[tuple, tuple[RepeatedLaunch, tuple[int, ...]]] = {}
-
-
 def activate_quantize_constants(
     channels: int,
     activation: str,
@@ -147,44 +143,43 @@ def activate_quantize_constants(
     return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
 
 
+_ACTIVATE_QUANTIZE = Launcher(activate_quantize_kernel, activate_quantize_constants)
+
+
 def _tokens(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """[..., F] as [B, T, F] or [T, F] with dense channels."""
-    if tensor is None:
-        return None
     tensor = dense_channels(tensor)
-    return tensor if tensor.ndim in (2, 3) else tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor is None or tensor.ndim in (2, 3) else tensor.reshape(-1, tensor.shape[-1])
 
 
-def launch_activation_producer(
-    key: tuple,
+def _as_read(tensors: Tensors) -> Tensors:
+    return [*map(_tokens, tensors[:-1]), dense_factors(tensors[-1])]
+
+
+def launch_activate_quantize(
     gate: torch.Tensor,
     activation: str,
     up: torch.Tensor | None,
     beside: torch.Tensor | None,
-    transform: ChannelTransform,
+    smooth: torch.Tensor | None,
+    rotation_group: int | None,
     activation_bits: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel on checked, non-empty arguments of which `key` holds all that is not data."""
-    parts = (_tokens(gate), _tokens(up), _tokens(beside))
-    smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
-    x = parts[0]
-    assert x is not None
-    tensors = [x if tensor is None else tensor for tensor in (*parts, smooth)]
-    first = 0 if beside is None else beside.shape[-1]
-    channels = first + x.shape[-1]
-
-    def prepare() -> tuple[RepeatedLaunch, tuple[int, ...]]:
-        given = (up is not None, beside is not None, smooth is not None)
-        group = transform.rotation_group or 1
-        constants, options = activate_quantize_constants(
-            channels, activation, group, activation_bits, not x.is_cuda, *given
-        )
-        launch = RepeatedLaunch(activate_quantize_kernel, (x.numel() // x.shape[-1], 1), constants, options)
-        strides = (stride for part in parts for stride in token_strides(part))
-        return launch, (x.shape[-2], channels, first, *strides)
-
-    launch, integers = remembered(_launches, key, tensors, prepare)
-    q, q_scale = new_quantized(x, channels, activation_bits)
-    with on_device(x.device):
-        launch(*tensors, q, q_scale, *integers)
-    return q, q_scale
+) -> Layout | None:
+    """The launch on checked, non-empty tensors like these; None for rows that no program holds."""
+    first, group = 0 if beside is None else beside.shape[-1], rotation_group or 1
+    channels = first + gate.shape[-1]
+    if not fits_registers(channels, group):
+        return None
+    tensors = (gate, up, beside, smooth)
+    read = _as_read(tensors)
+    given = (up is not None, beside is not None, smooth is not None)
+    form = (channels, activation, group, activation_bits, not gate.is_cuda, *given)
+    tokens = gate.numel() // gate.shape[-1] if gate.ndim > 3 else gate.shape[-2]
+    numbers = (tokens, channels, first, *(stride for part in read[:3] for stride in token_strides(part)))
+    return Layout(
+        _ACTIVATE_QUANTIZE,
+        form,
+        (gate.numel() // gate.shape[-1], 1),
+        numbers,
+        None if same(read, tensors) else _as_read,
+    )

@@ -24,6 +24,7 @@ import torch
 from ..internals.triton_runtime import direct_launch
 
 Grid = tuple[int, int]
+Tensors = Sequence[torch.Tensor | None]
 Build = tuple[Mapping[str, object], Mapping[str, object]]
 """A kernel's constants, in the order of its parameters, and its compilation options."""
 
@@ -81,7 +82,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, build: Callable[..., Build]) -> None:
-        self._kernel, self._build = kernel, build
+        self.kernel, self.build = kernel, build
 
     def __call__(
         self, form: tuple, grid: Grid, tensors: Sequence[torch.Tensor], numbers: tuple[float, ...] = ()
@@ -105,7 +106,54 @@ class Launcher:
         dtypes = tuple([tensor.dtype for tensor in tensors])
         key = (self, tensors[0].get_device(), form, dtypes, _begin_on_16(pointers), _specialized(numbers))
         launch = _kept.get(key)
-        return kept(key, lambda: Launch(self._kernel, *self._build(*form))) if launch is None else launch
+        return kept(key, lambda: Launch(self.kernel, *self.build(*form))) if launch is None else launch
+
+
+class Layout:
+    """A kernel's launch on tensors of which all is known but where they begin.
+
+    Args:
+        launcher, form, grid, numbers: as a Launcher is called.
+        as_read: what of the tensors the kernel reads, where that is not they themselves.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        form: tuple,
+        grid: Grid,
+        numbers: tuple[float, ...],
+        as_read: Callable[[Tensors], Tensors] | None = None,
+    ) -> None:
+        self.launcher, self.form, self.grid, self.numbers = launcher, form, grid, numbers
+        self._as_read = as_read
+        self._aligned: Launch | None = None  # that of tensors which all begin on 16 bytes
+
+    def operands(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the kernel is given; a missing tensor is the first one."""
+        read = tensors if self._as_read is None else self._as_read(tensors)
+        first: Any = read[0]
+        return [*[first if tensor is None else tensor for tensor in read], *results]
+
+    def __call__(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
+        """Launch on the tensors, None for a missing one, to fill the results behind them."""
+        operands = self.operands(tensors, results)
+        pointers = [tensor.data_ptr() for tensor in operands]
+        with on_device(operands[0].device):
+            launch = self._aligned
+            if launch is None or _begin_on_16(pointers) is not None:
+                launch = self.launcher.prepared(self.form, operands, self.numbers)
+                if _begin_on_16(pointers) is None:
+                    self._aligned = launch
+            if launch.direct is None:
+                launch.first(self.grid, *operands, *self.numbers)
+            else:
+                launch.direct(*self.grid, *pointers, *self.numbers)
+
+
+def same(tensors: Tensors, others: Tensors) -> bool:
+    """Whether they are the very same tensors."""
+    return all(one is other for one, other in zip(tensors, others, strict=True))
 
 
 def _begin_on_16(pointers: list[int]) -> tuple[bool, ...] | None:
@@ -127,23 +175,3 @@ def on_device(device: torch.device) -> AbstractContextManager:
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)
-
-
-class RepeatedLaunch:
-    """A Launch on one grid; for rooms that make no Launcher yet."""
-
-    def __init__(self, kernel, grid: tuple[int, int], constants: Mapping[str, object], options: Mapping[str, object]):
-        self._grid, self._launch = grid, Launch(kernel, constants, options)
-
-    def __call__(self, *arguments: object) -> None:
-        self._launch(self._grid, *arguments)
-
-
-def remembered(launches: dict, key: tuple, tensors: Sequence[torch.Tensor], prepare: Callable[[], Any]) -> Any:
-    """The launch kept under `key` for tensors that begin on 16 bytes; any others get one of their own each time."""
-    if any(tensor.data_ptr() % 16 for tensor in tensors):
-        return prepare()
-    launch = launches.get(key)
-    if launch is None:
-        launch = launches[key] = prepare()
-    return launch

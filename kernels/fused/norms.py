@@ -4,12 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import new_quantized
-from ..reference_producers import Norm
-from ..transform import ChannelTransform
-from .launching import RepeatedLaunch, on_device, remembered
+from .launching import Launcher, Layout, Tensors, same
 from .rows import (
     dense_channels,
+    dense_factors,
+    fits_registers,
     input_offsets,
     magnitude_bits,
     reciprocal,
@@ -88,7 +87,7 @@ def _modulated(values, scale_row, shift_row, offsets, K, HAS_SCALE: tl.constexpr
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T",))
 def norm_quantize_kernel(
     x,
     weight,
@@ -184,7 +183,7 @@ def _store_sum(
     tl.store(out_row + offsets, result.to(out_row.dtype.element_ty), mask=offsets < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T",))
 def gated_residual_kernel(
     residual,
     x,
@@ -227,10 +226,6 @@ def gated_residual_kernel(
         )
 
 
-# Launches and the integers that go with their tensors, by the keys of `kernels/producers.py`.
-_launches: dict[tuple, tuple[RepeatedLaunch, tuple[int, ...]]] = {}
-
-
 def norm_quantize_constants(
     channels: int,
     kind: str,
@@ -255,39 +250,37 @@ def norm_quantize_constants(
     return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
 
 
-def launch_norm_quantizer(
-    key: tuple,
+_NORM_QUANTIZE = Launcher(norm_quantize_kernel, norm_quantize_constants)
+
+
+def _smoothed_as_read(tensors: Tensors) -> Tensors:
+    return [*map(dense_channels, tensors[:-1]), dense_factors(tensors[-1])]
+
+
+def launch_norm_quantize(
     x: torch.Tensor,
-    norm: Norm,
+    kind: str,
+    eps: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
-    transform: ChannelTransform,
+    smooth: torch.Tensor | None,
+    rotation_group: int | None,
     activation_bits: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel on checked, non-empty arguments of which `key` holds all that is not data."""
-    x = dense_channels(x)
-    smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
-    optional = [
-        tensor if tensor is None else dense_channels(tensor) for tensor in (norm.weight, norm.bias, scale, shift)
-    ]
-    tensors = [x if tensor is None else tensor for tensor in (x, *optional, smooth)]
-
-    def prepare() -> tuple[RepeatedLaunch, tuple[int, ...]]:
-        given = [tensor is not None for tensor in (*optional, smooth)]
-        group = transform.rotation_group or 1
-        constants, options = norm_quantize_constants(
-            x.shape[-1], norm.kind, group, activation_bits, not x.is_cuda, *given
-        )
-        rows = x.numel() // x.shape[-1]
-        strides = (*token_strides(x), *token_strides(optional[2]), *token_strides(optional[3]))
-        launch = RepeatedLaunch(norm_quantize_kernel, (rows, 1), constants, options)
-        return launch, (x.shape[-2], x.shape[-1], *strides)
-
-    launch, integers = remembered(_launches, ("quantize", key), tensors, prepare)
-    q, q_scale = new_quantized(x, x.shape[-1], activation_bits)
-    with on_device(x.device):
-        launch(*tensors, q, q_scale, *integers, norm.eps)
-    return q, q_scale
+) -> Layout | None:
+    """The launch on checked, non-empty tensors like these; None for rows that no program holds."""
+    channels, group = x.shape[-1], rotation_group or 1
+    if not fits_registers(channels, group):
+        return None
+    tensors = (x, weight, bias, scale, shift, smooth)
+    read = _smoothed_as_read(tensors)
+    form = (channels, kind, group, activation_bits, not x.is_cuda, *(tensor is not None for tensor in tensors[1:]))
+    strides = (*token_strides(read[0]), *token_strides(read[3]), *token_strides(read[4]))
+    numbers = (x.shape[-2], channels, *strides, eps)
+    return Layout(
+        _NORM_QUANTIZE, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _smoothed_as_read
+    )
 
 
 def gated_residual_constants(
@@ -307,28 +300,30 @@ def gated_residual_constants(
     return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
 
 
+_GATED_RESIDUAL = Launcher(gated_residual_kernel, gated_residual_constants)
+
+
+def _as_read(tensors: Tensors) -> Tensors:
+    return [*map(dense_channels, tensors)]
+
+
 def launch_gated_residual(
-    key: tuple, residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, norm: Norm | None, tanh: bool
-) -> torch.Tensor:
-    """Launch the kernel on checked, non-empty arguments of which `key` holds all that is not data."""
-    residual, x = dense_channels(residual), dense_channels(x)
-    gate = gate if gate is None else dense_channels(gate)
-    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    tensors = [x if tensor is None else tensor for tensor in (residual, x, gate, weight, bias)]
-
-    def prepare() -> tuple[RepeatedLaunch, tuple[int, ...]]:
-        kind = "none" if norm is None else norm.kind
-        gated = "none" if gate is None else "tanh" if tanh else "plain"
-        constants, options = gated_residual_constants(
-            x.shape[-1], kind, gated, weight is not None, bias is not None, not x.is_cuda
-        )
-        rows = x.numel() // x.shape[-1]
-        strides = (*token_strides(residual), *token_strides(x), *token_strides(gate))
-        launch = RepeatedLaunch(gated_residual_kernel, (rows, 1), constants, options)
-        return launch, (x.shape[-2], x.shape[-1], *strides)
-
-    launch, integers = remembered(_launches, ("residual", key), tensors, prepare)
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    with on_device(x.device):
-        launch(*tensors, out, *integers, 0.0 if norm is None else norm.eps)
-    return out
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    kind: str | None,
+    eps: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    tanh: bool,
+) -> Layout | None:
+    """The launch on checked, non-empty tensors like these; None for rows that no program holds."""
+    channels = x.shape[-1]
+    if not fits_registers(channels, 1):
+        return None
+    tensors = (residual, x, gate, weight, bias)
+    read = _as_read(tensors)
+    gated = "none" if gate is None else "tanh" if tanh else "plain"
+    form = (channels, kind or "none", gated, weight is not None, bias is not None, not x.is_cuda)
+    numbers = (x.shape[-2], channels, *(stride for tensor in read[:3] for stride in token_strides(tensor)), eps)
+    return Layout(_GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _as_read)

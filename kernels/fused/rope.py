@@ -4,9 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference_producers import Norm
-from .launching import RepeatedLaunch, on_device, remembered
-from .rows import dense_channels, token_offset
+from .launching import Launcher, Layout, Tensors, same
+from .rows import dense_channels, dense_factors, fits_registers, token_offset
 
 
 @triton.jit
@@ -108,7 +107,7 @@ def _norm_rope_token(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T",))
 def norm_rope_kernel(
     q,
     k,
@@ -163,10 +162,6 @@ def norm_rope_kernel(
         )  # fmt: skip
 
 
-# Launches and the integers that go with their tensors, by the keys of `kernels/producers.py`.
-_launches: dict[tuple, tuple[RepeatedLaunch, tuple[int, ...]]] = {}
-
-
 def _side(prefix: str, heads: int, width: int, norm: str, has_weight: bool) -> dict[str, object]:
     head = 1 << (heads.bit_length() - 1)
     tail = 1 << (heads - head - 1).bit_length() if heads > head else 0
@@ -191,45 +186,60 @@ def norm_rope_constants(
     return constants, {"num_warps": max(1, min(16, values // 1024)), "num_stages": 2, "enable_fp_fusion": False}
 
 
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
+_NORM_ROPE = Launcher(norm_rope_kernel, norm_rope_constants)
+
+
+def _strides(x: torch.Tensor | None) -> tuple[int, ...]:
     """How far apart samples, tokens and heads of [B, T, H, D] lie; 0 along an axis of size 1."""
+    assert x is not None
     return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True))
 
 
-def _extent(norm: Norm | None, heads: int, width: int) -> str:
+def _extent(kind: str | None, weight: torch.Tensor | None, heads: int, width: int) -> str:
     """What a norm goes over."""
-    if norm is None:
+    if kind is None:
         return "none"
-    return "all" if norm.weight is not None and norm.weight.numel() == heads * width != width else "heads"
+    return "all" if weight is not None and weight.numel() == heads * width != width else "heads"
+
+
+def _as_they_are(tensors: Tensors) -> Tensors:
+    """Without the norms' biases, which there are not."""
+    q, k, q_weight, _, k_weight, _, freqs = tensors
+    return q, k, q_weight, k_weight, freqs
+
+
+def _as_read(tensors: Tensors) -> Tensors:
+    *others, freqs = _as_they_are(tensors)
+    return *map(dense_channels, others), dense_factors(freqs)
 
 
 def launch_norm_rope(
-    key: tuple,
     q: torch.Tensor,
     k: torch.Tensor,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
+    q_kind: str | None,
+    q_eps: float,
+    q_weight: torch.Tensor | None,
+    q_bias: None,
+    k_kind: str | None,
+    k_eps: float,
+    k_weight: torch.Tensor | None,
+    k_bias: None,
     freqs: torch.Tensor,
-    neighbours: bool,
-    out: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel on checked, non-empty arguments of which `key` holds all that is not data."""
-    q, k = dense_channels(q), dense_channels(k)
-    freqs = freqs.float().contiguous()
-    q_out, k_out = out or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-    weights = (None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight)
-    tensors = (q, k, q if weights[0] is None else weights[0], k if weights[1] is None else weights[1], freqs)
-
-    def prepare() -> tuple[RepeatedLaunch, tuple[int, ...]]:
-        heads, width = (q.shape[2], k.shape[2]), q.shape[3]
-        extents = (_extent(q_norm, heads[0], width), _extent(k_norm, heads[1], width))
-        given = (weights[0] is not None, weights[1] is not None)
-        constants, options = norm_rope_constants(heads, width, extents, given, neighbours)
-        launch = RepeatedLaunch(norm_rope_kernel, (2 * q.shape[0] * q.shape[1], 1), constants, options)
-        return launch, (q.shape[1], *(stride for x in (q, k, q_out, k_out) for stride in _strides(x)))
-
-    launch, integers = remembered(_launches, key, (*tensors, q_out, k_out), prepare)
-    epsilons = (0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps)
-    with on_device(q.device):
-        launch(*tensors, q_out, k_out, *integers, *epsilons)
-    return q_out, k_out
+    pairs: str,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Layout | None:
+    """The launch on checked, non-empty tensors like these; None where no program holds all heads of a token, or cannot
+    write to `out`."""
+    heads, width = (q.shape[2], k.shape[2]), q.shape[3]
+    writable = out is None or out[0].stride(-1) == out[1].stride(-1) == 1
+    if not writable or not fits_registers(max(heads) * width, 1):
+        return None
+    tensors = (q, k, q_weight, q_bias, k_weight, k_bias, freqs)
+    read = _as_read(tensors)
+    results = out or [x.new_empty(x.shape) for x in (q, k)]
+    extents = _extent(q_kind, q_weight, heads[0], width), _extent(k_kind, k_weight, heads[1], width)
+    form = (heads, width, extents, (q_weight is not None, k_weight is not None), pairs == "neighbours")
+    strides = (stride for x in (*read[:2], *results) for stride in _strides(x))
+    grid = (2 * q.shape[0] * q.shape[1], 1)
+    as_read = _as_they_are if same(read, _as_they_are(tensors)) else _as_read
+    return Layout(_NORM_ROPE, form, grid, (q.shape[1], *strides, q_eps, k_eps), as_read)

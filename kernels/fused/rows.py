@@ -6,7 +6,6 @@ import triton.language as tl
 
 from ..numerics import weights
 from ..reference import REMAINDER_STEPS
-from ..transform import ChannelTransform
 
 # 1.5 * 2^23: added to |v| < 2^22 in float32 it rounds v to the nearest integer, ties to even, and leaves that integer
 # in the low bits of the sum.
@@ -147,9 +146,9 @@ def row_blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
     return head, tail, True, warps
 
 
-def fits_registers(channels: int, transform: ChannelTransform) -> bool:
+def fits_registers(channels: int, group: int) -> bool:
     """Whether a program can hold rows of this length and rotate them so."""
-    return channels <= LONGEST_ROW_IN_REGISTERS and (transform.rotation_group or 1) <= LARGEST_GROUP
+    return channels <= LONGEST_ROW_IN_REGISTERS and group <= LARGEST_GROUP
 
 
 def token_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
@@ -160,6 +159,11 @@ def token_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
     return (0, strides[0]) if tensor.ndim == 2 else (strides[0], strides[1])
 
 
-def dense_channels(tensor: torch.Tensor) -> torch.Tensor:
+def dense_channels(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The same with neighbouring channels side by side in memory, copied only where they are not."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def dense_factors(factors: torch.Tensor | None) -> torch.Tensor | None:
+    """The same in float32, side by side in memory."""
+    return factors if factors is None else factors.float().contiguous()

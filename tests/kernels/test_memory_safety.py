@@ -45,10 +45,8 @@ print("finished")
 
 PRODUCERS = """
 import torch
-from kernels import ChannelTransform
+from kernels import ChannelTransform, Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
 from kernels.linear import quantize_activations
-from kernels.producers import activate_quantize, gated_residual, norm_quantize, norm_rope
-from kernels.reference_producers import Norm
 
 for b, t, k, heads, group in ((3, 7, 1040, 5, 16), (1, 77, 333, 3, None), (2, 1, 4864, 19, 256)):
     x = torch.randn(b, t, k, device="cuda").bfloat16()

@@ -4,16 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import ChannelTransform
+from kernels import ChannelTransform, Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
 from kernels.linear import quantize_activations
-from kernels.producers import activate_quantize, gated_residual, norm_quantize, norm_rope
-from kernels.reference_producers import (
-    Norm,
-    activate_quantize_reference,
-    gated_residual_reference,
-    norm_quantize_reference,
-    norm_rope_reference,
-)
 from support.tensors import DEVICE, random_float, relative_error, rotation_matrix
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -93,7 +85,7 @@ def test_norm_quantize(channels, smooth, group, activation_bits):
     scale, shift = modulation(3, 1, channels, dtype, seed=2)
     result = norm_quantize(x, norm, scale, shift, transform, activation_bits)
     exact = in_real_arithmetic(norm_in_float64(x, norm) * (1 + scale.double()) + shift.double(), transform)
-    expected = norm_quantize_reference(x, norm, scale, shift, transform, activation_bits)
+    expected = norm_quantize.reference(x, norm, scale, shift, transform, activation_bits)
     assert_quantized(result, exact, expected, activation_bits, rounding_of(dtype, group, activation_bits))
 
 
@@ -109,7 +101,7 @@ def test_modulations_of_every_shape(batch, tokens, given):
     exact = norm_in_float64(x, norm)
     exact = exact if scale is None else exact * (1 + scale.double())
     exact = exact if shift is None else exact + shift.double()
-    assert_quantized(result, exact, norm_quantize_reference(x, norm, scale, shift, ChannelTransform(), 8), 8)
+    assert_quantized(result, exact, norm_quantize.reference(x, norm, scale, shift, ChannelTransform(), 8), 8)
 
     residual, gate = random_float(2, 3, 40, seed=5), modulation(batch, tokens, 40, torch.bfloat16, seed=6)[0]
     exact = residual.double() + gate.double() * norm_in_float64(x, norm)
@@ -140,7 +132,7 @@ def test_activate_quantize(channels, smooth, group, activation, activation_bits)
     transform = transform_of(channels, smooth, group)
     result = activate_quantize(gate, activation, up, None, transform, activation_bits)
     exact = in_real_arithmetic(activation_in_float64(gate, activation) * up.double(), transform)
-    expected = activate_quantize_reference(gate, activation, up, None, transform, activation_bits)
+    expected = activate_quantize.reference(gate, activation, up, None, transform, activation_bits)
     assert_quantized(result, exact, expected, activation_bits, rounding_of(gate.dtype, group, activation_bits))
 
 
@@ -158,7 +150,7 @@ def test_two_parts_side_by_side(first, channels, group, leading, with_up):
     exact = activation_in_float64(gate, "gelu_tanh")
     exact = exact if up is None else exact * up.double()
     exact = in_real_arithmetic(torch.cat([beside.double(), exact], dim=-1), transform)
-    expected = activate_quantize_reference(gate, "gelu_tanh", up, beside, transform, 8)
+    expected = activate_quantize.reference(gate, "gelu_tanh", up, beside, transform, 8)
     assert_quantized(result, exact, expected, 8, rounding_of(gate.dtype, group, 8))
 
 
@@ -242,9 +234,9 @@ def test_no_tokens(shape):
 
 def test_rows_longer_than_registers():
     x, norm = random_float(1, 2, 33000, seed=1, dtype=torch.bfloat16), Norm("rms", 1e-6)
-    result, expected = norm_quantize(x, norm), norm_quantize_reference(x, norm, None, None, ChannelTransform(), 8)
+    result, expected = norm_quantize(x, norm), norm_quantize.reference(x, norm, None, None, ChannelTransform(), 8)
     assert_quantized(result, norm_in_float64(x, norm), expected, 8)
-    assert torch.equal(gated_residual(x, x, None, norm), gated_residual_reference(x, x, None, norm, False))
+    assert torch.equal(gated_residual(x, x, None, norm), gated_residual.reference(x, x, None, norm, False))
 
 
 def rope_in_float64(x, norm, freqs, pairs):
@@ -288,13 +280,13 @@ def test_norm_rope(pairs, heads, kv_heads, width, over):
         torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
     untouched = [0, 1, 2, 3, 7, 8]
     assert torch.equal(joint[:, untouched], before[:, untouched])
-    for result, wanted in zip(out, norm_rope_reference(q, k, *norms, freqs, pairs, None), strict=True):
+    for result, wanted in zip(out, norm_rope.reference(q, k, *norms, freqs, pairs, None), strict=True):
         torch.testing.assert_close(result.to(dtype), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 def test_norms_of_one_side_and_in_place():
     q, k, freqs = random_float(1, 2, 3, 4, seed=1), random_float(1, 2, 3, 4, seed=2), random_float(2, 2, 2, 2, seed=3)
-    expected = norm_rope_reference(q, k, RMS, None, freqs, "halves", None)
+    expected = norm_rope.reference(q, k, RMS, None, freqs, "halves", None)
     result = norm_rope(q, k, RMS, None, freqs, "halves", (q, k))
     assert result[0] is q and result[1] is k
     for one, other in zip(result, expected, strict=True):

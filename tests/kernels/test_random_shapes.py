@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels import Norm, activate_quantize, norm_quantize
 from kernels.fused.tiles import ARCHITECTURES, architecture_of
 from kernels.linear import int8_accumulate, int8_gemm
-from kernels.producers import activate_quantize, norm_quantize
 from kernels.reference import int8_accumulate_reference
-from kernels.reference_producers import Norm, activate_quantize_reference, norm_quantize_reference
 from kernels.transform import UNCHANGED
 from support.tensors import random_float, random_int8
 
@@ -72,7 +71,7 @@ def test_producers_agree_with_their_references(seed):
     norm, first = Norm("rms", 1e-6), generator.randrange(k)
     parts = (x[..., first:], "silu", up[..., first:], up[..., :first], UNCHANGED, bits)
     results = (norm_quantize(x, norm, scale, shift, UNCHANGED, bits), activate_quantize(*parts))
-    expected = (norm_quantize_reference(x, norm, scale, shift, UNCHANGED, bits), activate_quantize_reference(*parts))
+    expected = (norm_quantize.reference(x, norm, scale, shift, UNCHANGED, bits), activate_quantize.reference(*parts))
     for (q, q_scale), (q_expected, scale_expected) in zip(results, expected, strict=True):
         torch.testing.assert_close(q_scale, scale_expected, rtol=1e-5, atol=1e-9)
         difference = (q[:, :k].int() - q_expected[:, :k].int()).abs()

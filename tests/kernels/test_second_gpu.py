@@ -5,11 +5,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import kernels.fused.gates
 import kernels.fused.gemm
-import kernels.fused.norms
-import kernels.fused.rope
-from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize_weight
+from kernels import (
+    ChannelTransform,
+    Norm,
+    activate_quantize,
+    dequantize_weight,
+    gated_residual,
+    int8_linear,
+    norm_quantize,
+    norm_rope,
+    requantize_weight,
+)
 from kernels.block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from kernels.fused.gemm import _candidates
 from kernels.fused.launching import forget_launches
@@ -18,7 +25,7 @@ from kernels.grouped_codes import GroupedCodes
 from kernels.grouped_weights import expand_codes
 from kernels.linear import int8_accumulate, quantize_activations
 from kernels.low_rank import Addition, LowRank
-from kernels.producers import Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
+from kernels.ops.fused_op import FUSED_OPS
 from kernels.timing import _FLUSH_BYTES
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -34,8 +41,8 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels.fused.gemm, "tuner", Tuner())
     monkeypatch.setattr(kernels.fused.gemm, "_arrivals_of_streams", {})
-    for module in (kernels.fused.gates, kernels.fused.norms, kernels.fused.rope):
-        monkeypatch.setattr(module, "_launches", {})
+    for op in FUSED_OPS.values():
+        monkeypatch.setattr(op, "_plans", {})
     forget_launches()
     torch.cuda.set_device(FIRST)
     yield

@@ -17,7 +17,8 @@ def ideogram(pack):
 @pytest.fixture
 def quantizations(pack, monkeypatch):
     """The inputs of all quantizations of activations so far."""
-    from int8_dit.kernels import linear, reference_producers
+    from int8_dit.kernels import linear
+    from int8_dit.kernels.ops import gates, norms
 
     calls, original = [], linear.quantize_activations_reference
 
@@ -25,7 +26,7 @@ def quantizations(pack, monkeypatch):
         calls.append(tuple(x.shape))
         return original(x, *options)
 
-    for module in (linear, reference_producers):
+    for module in (linear, gates, norms):
         monkeypatch.setattr(module, "quantize_activations_reference", counting)
     return calls
 

@@ -1,0 +1,83 @@
+"""Activation functions and their gates, quantized for the next linear."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..checks import check_activation_bits, check_float_rows, check_same_device
+from ..reference import Quantized, new_quantized, quantize_activations_reference
+from ..transform import UNCHANGED, ChannelTransform
+from .fused_op import fused_op
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
+
+
+def _check_activate_quantize(
+    gate: torch.Tensor,
+    activation: str,
+    up: torch.Tensor | None,
+    beside: torch.Tensor | None,
+    transform: ChannelTransform,
+    activation_bits: int,
+) -> Quantized:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    check_float_rows("gate", gate)
+    if not gate.shape[-1]:
+        raise ValueError(f"gate must have channels, got shape {tuple(gate.shape)}")
+    for name, part, shape in (("up", up, gate.shape), ("beside", beside, gate.shape[:-1])):
+        if part is not None:
+            check_float_rows(name, part)
+            if part.shape[: len(shape)] != shape or part.ndim != gate.ndim:
+                raise ValueError(f"{name} must have the rows of gate {tuple(gate.shape)}, got {tuple(part.shape)}")
+    check_activation_bits(activation_bits)
+    channels = gate.shape[-1] + (0 if beside is None else beside.shape[-1])
+    transform.check(channels)
+    check_same_device(gate=gate, up=up, beside=beside, smooth=transform.smooth)
+    return new_quantized(gate, channels, activation_bits)
+
+
+def _launch_activate_quantize(*arguments: Any):
+    from ..fused.gates import launch_activate_quantize
+
+    return launch_activate_quantize(*arguments)
+
+
+@fused_op(check=_check_activate_quantize, launch=_launch_activate_quantize, rounds=True)
+def activate_quantize(
+    gate: torch.Tensor,
+    activation: str,
+    up: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None,
+    transform: ChannelTransform = UNCHANGED,
+    activation_bits: int = 8,
+) -> Quantized:
+    """activation(gate) up behind the channels of `beside`, quantized per token; float32 in between.
+
+    Args:
+        gate, up: [..., F] bf16, fp16 or fp32; either may be some columns of a wider tensor.
+        activation: one of ACTIVATIONS.
+        beside: [..., K - F] channels that come first, as they are; or None.
+        transform: what is done to all K channels before they are quantized.
+        activation_bits: 8 or 16.
+
+    Returns:
+        int8 [rows, K], or [rows, 2K] for 16 bits, and float32 per-token scale [rows].
+
+    Raises:
+        TypeError, ValueError: unknown activation; wrong dtype, shape, device, group or number of bits.
+        RuntimeError: an argument needs a gradient, which rounding does not have.
+    """
+    values = ACTIVATIONS[activation](gate.float())
+    if up is not None:
+        values = values * up.float()
+    if beside is not None:
+        values = torch.cat([beside.float(), values], dim=-1)
+    return quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)

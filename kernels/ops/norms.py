@@ -1,0 +1,144 @@
+"""Norms: modulated and quantized for the next linear, or gated and added to the residual."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..checks import check_activation_bits, check_modulation, check_same_device, check_tokens, check_vector
+from ..reference import Quantized, new_quantized, quantize_activations_reference
+from ..transform import UNCHANGED, ChannelTransform
+from .fused_op import fused_op
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm over the last axis: "rms", or "layer" which subtracts the mean first. `weight` and `bias` are [K]."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """norm(x) over the last axis in float32."""
+    values = x.float()
+    if norm.kind == "layer":
+        values = values - values.mean(-1, keepdim=True)
+    values = values * (values.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    if norm.weight is not None:
+        values = values * norm.weight.float()
+    return values if norm.bias is None else values + norm.bias.float()
+
+
+def _check_norm(norm: Norm, channels: int) -> None:
+    if norm.kind not in ("rms", "layer"):
+        raise ValueError(f"a norm's kind must be rms or layer, got {norm.kind!r}")
+    for name, vector in (("the norm's weight", norm.weight), ("the norm's bias", norm.bias)):
+        if vector is not None:
+            check_vector(name, vector, channels, "K")
+
+
+def _check_norm_quantize(
+    x: torch.Tensor,
+    norm: Norm,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    transform: ChannelTransform,
+    activation_bits: int,
+) -> Quantized:
+    check_tokens("x", x)
+    _check_norm(norm, x.shape[-1])
+    check_modulation("scale", scale, x)
+    check_modulation("shift", shift, x)
+    check_activation_bits(activation_bits)
+    transform.check(x.shape[-1])
+    check_same_device(x=x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, smooth=transform.smooth)
+    return new_quantized(x, x.shape[-1], activation_bits)
+
+
+def _launch_norm_quantize(*arguments: Any):
+    from ..fused.norms import launch_norm_quantize
+
+    return launch_norm_quantize(*arguments)
+
+
+@fused_op(check=_check_norm_quantize, launch=_launch_norm_quantize, rounds=True)
+def norm_quantize(
+    x: torch.Tensor,
+    norm: Norm,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    transform: ChannelTransform = UNCHANGED,
+    activation_bits: int = 8,
+) -> Quantized:
+    """norm(x) (1 + scale) + shift, quantized per token as `quantize_activations` does; float32 in between.
+
+    Args:
+        x: [B, T, K] or [T, K], bf16, fp16 or fp32.
+        norm: the norm over K.
+        scale, shift: [B or 1, T or 1, K], with as many axes as `x`, or None.
+        transform: what is done to the channels before they are quantized.
+        activation_bits: 8 or 16.
+
+    Returns:
+        int8 [B T, K], or [B T, 2K] for 16 bits, and float32 per-token scale [B T].
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
+        RuntimeError: an argument needs a gradient, which rounding does not have.
+    """
+    values = normalized(x, norm)
+    if scale is not None:
+        values = values * (1 + scale.float())
+    if shift is not None:
+        values = values + shift.float()
+    return quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)
+
+
+def _check_gated_residual(
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, norm: Norm | None, tanh: bool
+) -> torch.Tensor:
+    check_tokens("residual", residual)
+    check_tokens("x", x)
+    if residual.shape != x.shape:
+        raise ValueError(f"x must have the residual's shape {tuple(residual.shape)}, got {tuple(x.shape)}")
+    check_modulation("gate", gate, x)
+    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    if norm is not None:
+        _check_norm(norm, x.shape[-1])
+    check_same_device(residual=residual, x=x, gate=gate, weight=weight, bias=bias)
+    return residual.new_empty(residual.shape)
+
+
+def _launch_gated_residual(*arguments: Any):
+    from ..fused.norms import launch_gated_residual
+
+    return launch_gated_residual(*arguments)
+
+
+@fused_op(check=_check_gated_residual, launch=_launch_gated_residual)
+def gated_residual(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    tanh: bool = False,
+) -> torch.Tensor:
+    """residual + gate norm(x), with the gate's tanh where `tanh` says so; float32 in between.
+
+    Args:
+        residual, x: [B, T, K] or [T, K], bf16, fp16 or fp32.
+        gate: [B or 1, T or 1, K], with as many axes as `x`, or None for ones.
+        norm: the norm of `x`, or None.
+
+    Returns:
+        A new tensor like `residual`.
+
+    Raises TypeError or ValueError for a wrong dtype, shape or device.
+    """
+    values = x.float() if norm is None else normalized(x, norm)
+    if gate is not None:
+        values = values * (gate.float().tanh() if tanh else gate.float())
+    return (residual.float() + values).to(residual.dtype)

@@ -1,0 +1,103 @@
+"""Norms of queries and keys and their rotary positions."""
+
+from typing import Any, Literal
+
+import torch
+
+from ..checks import check_float_rows, check_same_device
+from .fused_op import fused_op
+from .norms import Norm, normalized
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _check_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    freqs: torch.Tensor,
+    pairs: str,
+    out: Pair | None = None,
+) -> Pair:
+    if pairs not in ("neighbours", "halves"):
+        raise ValueError(f"pairs must be neighbours or halves, got {pairs!r}")
+    for name, x, norm in (("q", q, q_norm), ("k", k, k_norm)):
+        check_float_rows(name, x)
+        if x.ndim != 4 or x.shape[3] % 2 or (x.shape[:2], x.shape[3]) != (q.shape[:2], q.shape[3]):
+            shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
+            raise ValueError(f"q and k must be [B, T, H, D] of the same B, T and even D, got {shapes}")
+        if norm is not None and (norm.kind != "rms" or norm.bias is not None):
+            raise ValueError(f"the norm of {name} must be an rms norm without bias")
+        weight = None if norm is None else norm.weight
+        if weight is not None and weight.shape not in ((x.shape[3],), (x.shape[2] * x.shape[3],)):
+            sizes = f"({x.shape[3]},) or ({x.shape[2] * x.shape[3]},)"
+            raise ValueError(f"the weight of the norm of {name} must have shape {sizes}, got {tuple(weight.shape)}")
+        check_same_device(**{"q": q, name: x, "weight": weight, "freqs": freqs})
+    if not freqs.is_floating_point() or freqs.shape[-2:] != (2, 2) or freqs.numel() != q.shape[1] * q.shape[3] * 2:
+        wanted = f"[..., {q.shape[1]}, {q.shape[3] // 2}, 2, 2]"
+        raise ValueError(f"freqs must be floating point {wanted}, got {freqs.dtype} {tuple(freqs.shape)}")
+    if out is None:
+        return q.new_empty(q.shape), k.new_empty(k.shape)
+    for name, target, x in (("q", out[0], q), ("k", out[1], k)):
+        if target.shape != x.shape:
+            raise ValueError(f"the output of {name} must have shape {tuple(x.shape)}, got {tuple(target.shape)}")
+        check_same_device(q=q, out=target)
+    return out
+
+
+def _launch_norm_rope(*arguments: Any):
+    from ..fused.rope import launch_norm_rope
+
+    return launch_norm_rope(*arguments)
+
+
+@fused_op(check=_check_norm_rope, launch=_launch_norm_rope)
+def norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    freqs: torch.Tensor,
+    pairs: Literal["neighbours", "halves"],
+    out: Pair | None = None,
+) -> Pair:
+    """The norms of queries and keys and their rotary positions; float32 in between.
+
+    Args:
+        q, k: [B, T, H, D] bf16, fp16 or fp32, of any strides.
+        q_norm, k_norm: "rms" norms over the head (weight [D]) or over all heads (weight [H D]), or None.
+        freqs: float32 [..., T, D / 2, 2, 2], axes of size 1 before T: the matrix by which each pair of elements is
+            multiplied.
+        pairs: which elements of a head are a pair: 2i and 2i + 1, or i and i + D / 2.
+        out: two tensors like q and k to write into, such as slices of a longer sequence; new ones when None.
+
+    Returns:
+        Both results, [B, T, H, D].
+
+    Raises TypeError or ValueError for a wrong dtype, shape or device.
+    """
+    results = (_norm_rope(q, q_norm, freqs, pairs), _norm_rope(k, k_norm, freqs, pairs))
+    if out is None:
+        return results
+    for target, result in zip(out, results, strict=True):
+        target.copy_(result)
+    return out
+
+
+def _norm_rope(x: torch.Tensor, norm: Norm | None, freqs: torch.Tensor, pairs: str) -> torch.Tensor:
+    heads, width = x.shape[-2:]
+    values = x.float()
+    if norm is not None and norm.weight is not None and norm.weight.numel() == heads * width != width:
+        values = normalized(values.flatten(-2), norm).unflatten(-1, (heads, width))
+    elif norm is not None:
+        values = normalized(values, norm)
+    # [T, 1, D / 2, 2, 2]: the same for all samples and heads
+    matrix = freqs.reshape(x.shape[-3], 1, width // 2, 2, 2).float()
+    if pairs == "halves":
+        first, second = values.chunk(2, dim=-1)
+    else:
+        first, second = values[..., ::2], values[..., 1::2]
+    rotated = [matrix[..., row, 0] * first + matrix[..., row, 1] * second for row in (0, 1)]
+    result = torch.cat(rotated, dim=-1) if pairs == "halves" else torch.stack(rotated, dim=-1).flatten(-2)
+    return result.to(x.dtype)
