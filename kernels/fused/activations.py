@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..reference import new_quantized, quantize_activations_reference
 from ..transform import ChannelTransform
-from .launching import Launcher
+from .launching import Launch, Launcher
 from .rows import LARGEST_GROUP, input_offsets, magnitude_bits, row_blocks, store_quantized, store_scale, transformed
 
 
@@ -98,6 +98,22 @@ def quantize_rows_constants(
 
 
 _QUANTIZER = Launcher(quantize_rows_kernel, quantize_rows_constants)
+
+
+def quantizer_launch(
+    x: torch.Tensor,
+    smooth: torch.Tensor | None,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    rotation_group: int | None,
+) -> Launch | None:
+    """What quantizes matrices like x [M, K] into ones like q [M, K or 2K] and scale [M], all contiguous; None for a
+    group that no kernel rotates."""
+    channels, group = x.shape[1], rotation_group or 1
+    if group > LARGEST_GROUP:
+        return None
+    form = (channels, smooth is not None, q.shape[1] > channels, group, not x.is_cuda)
+    return _QUANTIZER.prepared(form, (x, x if smooth is None else smooth, q, scale), (channels, channels))
 
 
 def launch_activation_quantizer(

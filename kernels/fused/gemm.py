@@ -1,5 +1,7 @@
 """Launching the fused INT8 GEMM: the configuration tuned for a shape, its workspace, its tensor descriptors."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
@@ -41,22 +43,19 @@ def _passes(q: torch.Tensor, weight: torch.Tensor) -> int:
     return q.shape[1] // weight.shape[1]
 
 
-def _build(
-    config: GemmConfig, has_bias: bool, even_k: bool, descriptors: bool, store_blocks: bool, passes: int
-) -> tuple[dict[str, bool | int], dict[str, bool | int]]:
-    constants = kernel_constants(config, has_bias, even_k, descriptors, store_blocks, passes)
-    return constants, compile_options(config)
+def _build(config: GemmConfig, *form) -> tuple[dict[str, bool | int], dict[str, bool | int]]:
+    return kernel_constants(config, *form), compile_options(config)
 
 
 _GEMM = Launcher(int8_gemm_kernel, _build)
 
 
 class PreparedGemm:
-    """The launch of one configuration for one weight's shape and all numbers of tokens, with what they share.
+    """The launch of one configuration for all numbers of tokens.
 
     Args:
         config: the configuration.
-        out, q, q_scale, weight, weight_scale, bias: as those of the launches: of their dtypes, layouts and alignment.
+        out, q, q_scale, weight, weight_scale, bias: like those of the launches: of their dtypes, layouts and alignment.
     """
 
     def __init__(
@@ -69,57 +68,63 @@ class PreparedGemm:
         weight_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> None:
-        n, k = weight.shape
-        descriptors = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
-        store_blocks = (
-            descriptors and stores_blocks(q.shape[0], weight) and config.split_k == 1 and _fits_descriptors(out)
-        )
-        self.config = config
-        self._columns = -(-n // config.block_n)
+        m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
+        described = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
+        stored = described and m >= stores_blocks_from(n, k * passes) and config.split_k == 1 and _fits_descriptors(out)
+        one_scale = weight_scale is not None and weight_scale.numel() == 1
+        form = (config, bias is not None, k % config.block_k == 0, described, stored, passes, one_scale)
+        self._config, self._columns = config, -(-n // config.block_n)
         self._numbers = (n, k, q.stride(0), weight.stride(0), out.stride(0))
-        self._a_blocks = MatrixBlocks(q.stride(), (config.block_m, config.block_k)) if descriptors else None
-        self._b_blocks = MatrixBlocks(weight.stride(), (config.block_n, config.block_k)) if descriptors else None
-        self._out_blocks = MatrixBlocks(out.stride(), (config.block_m, config.block_n)) if store_blocks else None
-        form = (config, bias is not None, k % config.block_k == 0, descriptors, store_blocks, _passes(q, weight))
-        given = [out if tensor is None else tensor for tensor in (q, weight, q_scale, weight_scale, bias, out)]
-        self._launch = _GEMM.prepared(form, given, self._numbers)
+        self._launch = _GEMM.prepared(form, operands(out, q, q_scale, weight, weight_scale, bias), self._numbers)
+        # None where pointers are used.
+        self._a_blocks = MatrixBlocks(q, (config.block_m, config.block_k)) if described else None
+        self._b_blocks = MatrixBlocks(weight, (config.block_n, config.block_k)) if described else None
+        self._out_blocks = MatrixBlocks(out, (config.block_m, config.block_n)) if stored else None
 
-    def __call__(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        q_scale: torch.Tensor | None,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> None:
-        """Launch into `out` on the current device."""
-        m, config = q.shape[0], self.config
-        tiles = -(-m // config.block_m) * self._columns
-        partial_sums = arrivals = out
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether the operands may be given as addresses."""
+        return self._launch.direct is not None
+
+    def __call__(self, rows: int, q: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, given: Sequence) -> None:
+        """Launch into `out` on the current device.
+
+        `given` are the `operands` or their addresses. `q`, `weight` and `out` begin where those do; their shapes are
+        not looked at.
+        """
+        config = self._config
+        a, b, a_scale, b_scale, bias, c = given
+        tiles = -(-rows // config.block_m) * self._columns
+        partial_sums = arrivals = c
         if config.split_k > 1:
             sums = tiles * config.split_k * config.block_m * config.block_n
-            partial_sums = torch.empty(sums, dtype=torch.int32, device=q.device)
-            arrivals = _arrivals(q.device, tiles)
+            partial_sums = torch.empty(sums, dtype=torch.int32, device=out.device)
+            arrivals = _arrivals(out.device, tiles)
+        if self._a_blocks is not None and self._b_blocks is not None:
+            a, b = self._a_blocks.of(q, rows), self._b_blocks.of(weight, self._numbers[0])
+        if self._out_blocks is not None:
+            c = self._out_blocks.of(out, rows)
         self._launch(
-            (tiles, config.split_k),
-            q if self._a_blocks is None else self._a_blocks.of(q),
-            weight if self._b_blocks is None else self._b_blocks.of(weight),
-            # What the kernel does not read is `out` again: a pointer like any other.
-            out if q_scale is None else q_scale,
-            out if weight_scale is None else weight_scale,
-            out if bias is None else bias,
-            out if self._out_blocks is None else self._out_blocks.of(out),
-            partial_sums,
-            arrivals,
-            m,
-            *self._numbers,
+            (tiles, config.split_k), a, b, a_scale, b_scale, bias, c, partial_sums, arrivals, rows, *self._numbers
         )
 
 
-def stores_blocks(m: int, weight: torch.Tensor) -> bool:
-    """Whether a product of m tokens is large enough for one more descriptor."""
-    return m * weight.numel() >= _STORE_BLOCKS_FROM
+def operands(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """The tensors in the order of the kernel's parameters. What it does not read is `out` again: a pointer like any
+    other."""
+    return [out if tensor is None else tensor for tensor in (q, weight, q_scale, weight_scale, bias, out)]
+
+
+def stores_blocks_from(n: int, k: int) -> int:
+    """From how many tokens on a product with [n, k] is large enough for one more descriptor."""
+    return -(-_STORE_BLOCKS_FROM // (n * k))
 
 
 def _candidates(device: torch.device, m: int, n: int, k: int, passes: int) -> list[GemmConfig]:
@@ -136,13 +141,14 @@ def launch_config(
     weight_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> None:
-    """Launch one configuration into `out` [M, N] with the operands of `launch_gemm`, scales [M], [N] contiguous.
+    """Launch one configuration into `out` [M, N] with the operands of `launch_gemm`, all scales contiguous.
 
     Raises ValueError for K split in a configuration that walks it twice.
     """
     if config.split_k > 1 and _passes(q, weight) == 2:
         raise ValueError("K cannot be split with activations of 16 bits")
-    PreparedGemm(config, out, q, q_scale, weight, weight_scale, bias)(out, q, q_scale, weight, weight_scale, bias)
+    given = (out, q, q_scale, weight, weight_scale, bias)
+    PreparedGemm(config, *given)(len(q), q, weight, out, operands(*given))
 
 
 def tuned_gemm(
@@ -182,10 +188,10 @@ def launch_gemm(
     q = q if q.stride(1) == 1 else q.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     q_scale = None if q_scale is None else q_scale.contiguous()
-    weight_scale = None if weight_scale is None else weight_scale.reshape(-1).expand(weight.shape[0]).contiguous()
+    weight_scale = None if weight_scale is None else weight_scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     out = torch.empty((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
     with on_device(q.device):
-        prepared = tuned_gemm(out, q, q_scale, weight, weight_scale, bias)
-        prepared(out, q, q_scale, weight, weight_scale, bias)
+        given = (out, q, q_scale, weight, weight_scale, bias)
+        tuned_gemm(*given)(len(q), q, weight, out, operands(*given))
     return out

@@ -17,23 +17,41 @@ def _rounded_to_steps(remainders):
 
 
 @triton.jit
-def _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, dtype: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """sums x a_scale[m] x b_scale[n] + bias[n] in float32, rounded to `dtype`; for int32 the sums as they are."""
+def _epilogue(
+    sums,
+    a_scale,
+    b_scale,
+    bias,
+    rows,
+    columns,
+    M,
+    N,
+    dtype: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+):
+    """sums x a_scale[m] x b_scale[n] + bias[n] in float32, rounded to `dtype`; for int32 the sums as they are. With
+    ONE_SCALE `b_scale` is a single value."""
     if dtype == tl.int32:
         return sums
     else:
         token_scale = tl.load(a_scale + rows, mask=rows < M, other=0.0)
-        channel_scale = tl.load(b_scale + columns, mask=columns < N, other=0.0)
-        result = sums.to(tl.float32) * token_scale[:, None] * channel_scale[None, :]
+        result = sums.to(tl.float32) * token_scale[:, None]
+        if ONE_SCALE:
+            result *= tl.load(b_scale)
+        else:
+            result *= tl.load(b_scale + columns, mask=columns < N, other=0.0)[None, :]
         if HAS_BIAS:
             result += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         return result.to(dtype)
 
 
 @triton.jit
-def _store(sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS: tl.constexpr):
+def _store(
+    sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS: tl.constexpr, ONE_SCALE: tl.constexpr
+):
     """Run the epilogue and write what lies inside `out`."""
-    result = _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, out.dtype.element_ty, HAS_BIAS)
+    result = _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, out.dtype.element_ty, HAS_BIAS, ONE_SCALE)
     # The address before the mask: the other way round ptxas needs up to 88 instructions more.
     out_tile = out + rows[:, None].to(tl.int64) * stride_om + columns[None, :]
     tl.store(out_tile, result, mask=(rows[:, None] < M) & (columns[None, :] < N))
@@ -56,6 +74,7 @@ def int8_gemm_kernel(
     stride_bn,
     stride_om,
     HAS_BIAS: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     STORE_BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -168,15 +187,15 @@ def int8_gemm_kernel(
                     partial = tile_sums + split * (BLOCK_M * BLOCK_N) + part + tl.arange(0, PART_N)[None, :]
                     total += tl.load(partial, mask=inside, other=0, cache_modifier=".cg")
                 columns = first_column + part + tl.arange(0, PART_N)
-                _store(total, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS)
+                _store(total, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS, ONE_SCALE)
             tl.store(arrivals + tile, 0)
     else:
         columns = first_column + tl.arange(0, BLOCK_N)
         if STORE_BLOCKS:
-            result = _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, out.dtype, HAS_BIAS)
+            result = _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, out.dtype, HAS_BIAS, ONE_SCALE)
             out.store([first_row, first_column], result)
         else:
-            _store(sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS)
+            _store(sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS, ONE_SCALE)
 
 
 def kernel_constants(
@@ -186,13 +205,15 @@ def kernel_constants(
     descriptors: bool = False,
     store_blocks: bool = False,
     passes: int = 1,
+    one_scale: bool = False,
 ) -> dict[str, bool | int]:
     """The kernel's constants in the order of its parameters; `even_k` is whether BLOCK_K divides K.
 
-    `passes` is how often K is walked: twice with activations of 16 bits.
+    `passes` is how often K is walked: twice with activations of 16 bits. `one_scale`: the weight has only one.
     """
     return {
         "HAS_BIAS": has_bias,
+        "ONE_SCALE": one_scale,
         "DESCRIPTORS": descriptors,
         "STORE_BLOCKS": store_blocks,
         "EVEN_K": even_k or descriptors,

@@ -50,30 +50,25 @@ def cache_folder() -> str:
 
 
 class MatrixBlocks:
-    """What Hopper's copy engine is told of matrices with the same strides and dtype, whatever their number of rows.
+    """What Hopper's copy engine is told of matrices like one: all but their address and their number of rows.
 
     Args:
-        strides: of the matrices, in elements.
+        matrix: one of them; another one has its strides and its dtype.
         block_shape: of the blocks that are copied.
     """
 
-    def __init__(self, strides: tuple[int, ...], block_shape: tuple[int, int]) -> None:
-        self._strides, self._block_shape = list(strides), list(block_shape)
-        self._fields: dict[str, Any] | None = None
-
-    def of(self, matrix: torch.Tensor) -> object:
-        """The descriptor of a matrix, whose base is on 16 bytes as that of the first one.
-
-        Triton's constructor checks more than a launch takes. So it makes the first, and the others are copies of that
-        at another address, with whatever fields this Triton's launch reads of them.
-        """
+    def __init__(self, matrix: torch.Tensor, block_shape: tuple[int, int]) -> None:
         assert TensorDescriptor is not None
-        if self._fields is None:
-            descriptor = TensorDescriptor(matrix, list(matrix.shape), self._strides, self._block_shape)
-            self._fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
-            return descriptor
-        descriptor = object.__new__(TensorDescriptor)
-        descriptor.__dict__ = {**self._fields, "base": matrix, "shape": list(matrix.shape)}
+        # Triton's constructor checks more than a launch takes. So it makes one, and the others are copies of that, with
+        # whatever fields this Triton's launch reads of them.
+        descriptor = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block_shape))
+        self._columns = matrix.shape[1]
+        self._fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+    def of(self, base: torch.Tensor, rows: int) -> object:
+        """The descriptor of a matrix of so many rows that begins where `base` does, on 16 bytes."""
+        descriptor: Any = object.__new__(TensorDescriptor)  # pyright: ignore[reportArgumentType]
+        descriptor.__dict__ = {**self._fields, "base": base, "shape": [rows, self._columns]}
         return descriptor
 
 

@@ -7,13 +7,13 @@ import torch
 
 from ...kernels import choose_path, runs_fused
 from ..blocks.install import fuse_blocks
-from ..comfyui.layers import run_every_op, wants_full_precision
+from ..comfyui.layers import run_every_op
 from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import keep_patched
 from ..files.stored_weight import is_stored
 from ..host import notices
-from .fused_forward import INT8Linear, class_patch, fused_forward, is_comfyui_int8
+from .fused_forward import INT8Linear, class_patch, form_of, fused_forward, is_comfyui_int8
 from .input_groups import group_inputs
 from .int8_weight import is_int8
 
@@ -75,8 +75,10 @@ def running_fused(own: Any, kernel: str) -> type:
         int8_kernel = kernel
 
         def forward(self, input, *args, **kwargs):
-            shape, native = (self.out_features, self.in_features), not wants_full_precision(self)
-            fused = is_comfyui_int8(self.weight, self) and runs_fused(input.device, kernel, *shape, native=native)
+            form = form_of(self)
+            if form is None or form.own:
+                return super().forward(input, *args, **kwargs)
+            fused = runs_fused(input.device, kernel, self.out_features, self.in_features, form.native)
             if not fused or (input.requires_grad and torch.is_grad_enabled()):
                 return super().forward(input, *args, **kwargs)
             run_every_op()

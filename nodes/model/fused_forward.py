@@ -1,6 +1,7 @@
 """An INT8 linear of a model computed by the fused kernel, whoever loaded its weight and whatever patches it."""
 
 import functools
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from ...kernels import (
     RepeatedLinear,
     int8_gemm,
     int8_linear,
+    native_computes,
     requantize_weight,
 )
 from ..blocks.steps import InputForm
@@ -28,8 +30,8 @@ from ..comfyui.layers import (
     weight_functions,
 )
 from ..comfyui.patcher import DIFFUSION_MODEL, key_of, seed_of
-from ..comfyui.quantized import is_native_int8, native_product, native_rotation, params, stored
-from ..files.stored_weight import stored_kind
+from ..comfyui.quantized import QuantizedTensor, is_native_int8, native_product, native_rotation, params, stored
+from ..files.stored_weight import StoredKind, stored_kind
 from .int8_weight import is_int8
 from .plain_loras import add_lora, each_once, loras_of
 from .stored_blocks import StoredLoRA, stored_lora
@@ -88,10 +90,101 @@ def int8_parts(weight: Any, layer: Any) -> INT8Parts | None:
     return INT8Parts(weight, scale, _rotation(kind.rotation_group(weight)), bits)
 
 
+class WeightForm(NamedTuple):
+    """What an INT8 weight is, beside its numbers.
+
+    Attributes:
+        own: whether this pack holds it; else one of ComfyUI's own loaders does.
+        kind: what makes INT8 of it for each product; None for one that is INT8.
+        rotation_group, smoothed, activation_bits: what is done to its input.
+        native: whether ComfyUI's own INT8 could compute the linear.
+    """
+
+    own: bool
+    kind: StoredKind | None
+    rotation_group: int | None
+    smoothed: bool
+    activation_bits: int
+    native: bool
+
+
+def weight_form(weight: Any, layer: Any) -> WeightForm | None:
+    """That of a linear's weight; None of one that is not INT8 in a product."""
+    kind = stored_kind(weight)
+    own = is_int8(weight) or (kind is not None and kind.held is not None)
+    parts = int8_parts(weight, layer)
+    if parts is None:
+        return None
+    smooth, group = parts.transform.smooth, parts.transform.rotation_group
+    native = native_computes(smooth, parts.activation_bits) and (kind is None or not own)
+    return WeightForm(own, kind, group, smooth is not None, parts.activation_bits, native)
+
+
+class KnownWeight:
+    """What a linear's weight is, for as long as it is that weight: this holds none of its tensors.
+
+    Attributes:
+        form: what it is.
+        input_form: how its input is to be quantized; None where smoothing factors belong to that.
+        linear: what computes with it; None before the first product.
+    """
+
+    __slots__ = ("_numbers", "_settings", "form", "input_form", "linear")
+
+    def __init__(self, weight: Any, form: WeightForm) -> None:
+        # ComfyUI replaces a module's weight, or under the same weight what is stored, or both; a patch that is copied
+        # into it replaces its parameters.
+        self._numbers, self._settings = weakref.ref(stored(weight)), weakref.ref(params(weight))
+        self.form = form
+        self.input_form = None if form.smoothed else InputForm(_rotation(form.rotation_group), form.activation_bits)
+        self.linear: RepeatedLinear | None = None
+
+    def is_of(self, weight: Any) -> bool:
+        """Whether it is still that of the weight."""
+        return self._numbers() is stored(weight) and self._settings() is params(weight)
+
+    def __reduce__(self) -> tuple:
+        """A copy of the linear looks at its own weight."""
+        return _nothing, ()
+
+    def operands(self, weight: Any, lora: StoredLoRA | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """int8 [N, K], its scale, and the factors by which its input is divided."""
+        kind = self.form.kind
+        if kind is not None:
+            scale: Any = kind.scale(weight)
+            return *INT8Parts(weight, scale, UNCHANGED, self.form.activation_bits, lora).operands(), None
+        held = params(weight)
+        scale = held.scale if held.scale.dtype == torch.float32 else held.scale.float()
+        return stored(weight), scale, held.smooth if self.form.smoothed else None
+
+
+def _nothing() -> None:
+    return None
+
+
+def known_weight(layer: Any) -> KnownWeight | None:
+    """What a linear's weight is now; None for one that is not INT8 in a product. Not for a compiler."""
+    weight, known = layer._parameters["weight"], layer.__dict__.get("known_weight")
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    if known is None or not known.is_of(weight):
+        form = weight_form(weight, layer)
+        known = layer.known_weight = None if form is None else KnownWeight(weight, form)
+    return known
+
+
+def form_of(layer: Any) -> WeightForm | None:
+    """The form of a linear's weight, also for a compiler."""
+    if torch.compiler.is_compiling():
+        return weight_form(layer.weight, layer)
+    known = known_weight(layer)
+    return None if known is None else known.form
+
+
 def is_comfyui_int8(weight: Any, layer: Any) -> bool:
     """Whether the weight of a linear is INT8, perhaps in fewer bits, as ComfyUI's own loaders hold it."""
-    kind = stored_kind(weight)
-    return is_native_int8(weight) or (kind is not None and kind.held is None and int8_parts(weight, layer) is not None)
+    form = weight_form(weight, layer)
+    return form is not None and not form.own
 
 
 # A table rather than a cache, which a compiler warns of.
@@ -106,13 +199,10 @@ def _rotation(group: int | None) -> ChannelTransform:
 
 def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """The output of a ComfyUI linear with an INT8 weight, in any memory mode; `input` is floating point [..., K]."""
-    resident = _resident_parts(layer, input.device, input.dtype)
+    resident = _resident(layer, input.device, input.dtype)
     if resident is not None:
-        repeated = _repeated_linear(resident)
-        smooth, (weight, scale) = resident.transform.smooth, resident.operands()
-        quantized = repeated.quantize(input, weight, smooth)
-        bias = layer._parameters["bias"]
-        return repeated.multiply(quantized, weight, scale, bias, input.shape[:-1], input.dtype)
+        linear, weight, scale, smooth, bias = resident
+        return linear(input, weight, scale, smooth, bias)
     attached = weight_functions(layer)
     functions = each_once(attached) if len(attached) > 1 else attached
     lora = stored_lora(layer.weight, functions)
@@ -142,10 +232,10 @@ def project(
     where that was cast already, and stays cast.
     """
     q, q_scale = quantized
-    resident = None if held is not None else _resident_parts(layer, q.device, dtype)
+    resident = None if held is not None else _resident(layer, q.device, dtype)
     if resident is not None:
-        bias = layer._parameters["bias"]
-        return _repeated_linear(resident).multiply(quantized, *resident.operands(), bias, shape, dtype)
+        linear, weight, scale, _, bias = resident
+        return linear.multiply(quantized, weight, scale, bias, shape, dtype)
     use = nullcontext(held) if held is not None else given_back(layer, _cast(layer, q.device, dtype))
     with use as (weight, bias, _):
         parts = _known_parts(weight, layer)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
@@ -173,7 +263,13 @@ class INT8Linear:
 
     def input_form(self) -> InputForm | None:
         """How the input is to be quantized, with factors wherever they are; None where it must be given as floats."""
-        parts = _patched_parts(self, self.weight)  # a LoRA of a streamed INT8 weight reads floats
+        functions = weight_functions(self)
+        if functions and stored_lora(self.weight, functions) is None:  # a LoRA of a streamed INT8 weight reads floats
+            return None
+        known = None if torch.compiler.is_compiling() else known_weight(self)
+        if known is not None and known.input_form is not None:
+            return known.input_form
+        parts = int8_parts(self.weight, self)
         return None if parts is None else InputForm(parts.transform, parts.activation_bits)
 
     def open(self, form: InputForm, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, Cast | None]:
@@ -199,37 +295,35 @@ class INT8Linear:
         return project(self, quantized, shape, dtype, held)
 
 
-def _resident_parts(layer: Any, device: torch.device, dtype: torch.dtype) -> INT8Parts | None:
-    """The weight of a linear that lies on `device` and has nothing to be done to it but LoRAs of a stored one, nor its
-    bias of `dtype`; else None."""
+def _resident(
+    layer: Any, device: torch.device, dtype: torch.dtype
+) -> tuple[RepeatedLinear, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
+    """What computes a linear, and its int8 weight, scale, smoothing factors and bias. None unless its weight lies on
+    `device` with nothing to be done to it but LoRAs of a stored one, and its bias of `dtype` too.
+    """
     if torch.compiler.is_compiling() or bias_functions(layer):
         return None
-    parts = _patched_parts(layer, layer._parameters["weight"])
-    if parts is None or parts.stored.device != device:
+    known, weight, bias = known_weight(layer), layer._parameters["weight"], layer._parameters["bias"]
+    if known is None or stored(weight).device != device:
         return None
-    bias = layer._parameters["bias"]
-    return parts if bias is None or (bias.device == device and bias.dtype == dtype) else None
-
-
-def _repeated_linear(parts: INT8Parts) -> RepeatedLinear:
-    return RepeatedLinear.of(parts.transform.rotation_group, parts.activation_bits)
+    if bias is not None and (bias.dtype != dtype or bias.device != device):
+        return None
+    functions = weight_functions(layer)
+    lora = stored_lora(weight, functions) if functions else None
+    if functions and lora is None:
+        return None
+    operands = known.operands(weight, lora)
+    linear = known.linear
+    if linear is None:
+        linear = RepeatedLinear.of(*operands, known.form.rotation_group, known.form.activation_bits)
+        known.linear = linear
+    return linear, *operands, bias
 
 
 def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:
     """`cast_quantized`, where LoRAs of a stored weight are left to it."""
     lora = stored_lora(layer.weight, weight_functions(layer))
     return cast_quantized(layer, device, dtype, functions if lora is None else [])
-
-
-def _patched_parts(layer: Any, weight: Any) -> INT8Parts | None:
-    """The parts of a linear's INT8 weight with what changes it in use; None where that is more than LoRAs of a stored
-    one."""
-    functions = weight_functions(layer)
-    lora = stored_lora(weight, functions)
-    if functions and lora is None:
-        return None
-    parts = int8_parts(weight, layer)
-    return parts if parts is None or lora is None else parts._replace(lora=lora)
 
 
 def _known_parts(weight: Any, layer: Any) -> INT8Parts:

@@ -26,9 +26,9 @@ from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, native_r
 from ..files import int8_mark
 from ..files.gguf_weight import is_gguf
 from ..files.grouped_weight import is_grouped, mark_in
-from ..files.stored_weight import HELD_LAYOUTS, becomes_int8, is_stored, stored_kind
+from ..files.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
 from ..files.values import check_finite
-from .fused_forward import INT8Linear, fused_forward, native_forward
+from .fused_forward import INT8Linear, form_of, fused_forward, native_forward
 from .int8_weight import LAYOUT, computed_with, format_name, int8_weight, is_int8, mark_of
 from .stored_blocks import HookedWeight, put_hooked
 
@@ -159,7 +159,8 @@ def int8_operations(
                 return tensors
 
             def forward(self, input, *args, **kwargs):
-                if not is_int8(self.weight) and not becomes_int8(self.weight):
+                form = form_of(self)
+                if form is None or not form.own:
                     if input_scale(self) is None and _is_resident(self, input):
                         run_every_op()
                         return torch.nn.functional.linear(input, self.weight, self.bias)
@@ -170,10 +171,7 @@ def int8_operations(
                 run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
-                native = is_int8(self.weight) and native_computes(
-                    params(self.weight).smooth, params(self.weight).activation_bits
-                )
-                path = int8_path(input.device, kernel, self.out_features, self.in_features, native)
+                path = int8_path(input.device, kernel, self.out_features, self.in_features, form.native)
                 if path == BF16 or (input.requires_grad and torch.is_grad_enabled()):
                     return self.forward_comfy_cast_weights(input)
                 return (fused_forward if path == FUSED else native_forward)(self, input)

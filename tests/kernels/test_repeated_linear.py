@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import ChannelTransform, RepeatedLinear, quantize_weight
 from kernels import repeated_linear as module
-from kernels.linear import int8_linear
+from kernels.fused import launching
+from kernels.linear import int8_linear, quantize_activations
 from support.tensors import DEVICE, random_float
 
 
@@ -19,24 +20,29 @@ def interpreted(monkeypatch):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """The products that went the long way."""
+    """The halves of calls that went the long way."""
     calls = []
-    run = module.int8_gemm
-    monkeypatch.setattr(module, "int8_gemm", lambda *args: calls.append(1) or run(*args))
+    for name in ("quantize_activations", "int8_gemm"):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, run=run, name=name: calls.append(name) or run(*args))
     return calls
 
 
 class Layer:
-    def __init__(self, channels=64, outputs=48, group=None, bits=8, with_smooth=False, with_bias=True):
+    def __init__(self, channels=64, outputs=48, group=None, bits=8, with_smooth=False, with_bias=True, one_scale=False):
         self.smooth = random_float(channels, seed=1).abs() + 0.5 if with_smooth else None
         self.transform, self.bits = ChannelTransform(self.smooth, group), bits
         self.weight, scale = quantize_weight(random_float(outputs, channels, seed=2), self.transform)
-        self.scale = scale[:, None]
+        self.scale = scale.max() if one_scale else scale[:, None]
         self.bias = random_float(outputs, seed=3, dtype=torch.bfloat16) if with_bias else None
-        self.repeated = RepeatedLinear(group, bits)
+        self.repeated = RepeatedLinear(self.weight, self.scale, self.smooth, group, bits)
 
     def __call__(self, x):
-        quantized = self.repeated.quantize(x, self.weight, self.smooth)
+        return self.repeated(x, self.weight, self.scale, self.smooth, self.bias)
+
+    def product(self, x):
+        """The same of an input that was quantized before, as producers do."""
+        quantized = quantize_activations(x.view(-1, x.shape[-1]), self.transform, self.bits)
         return self.repeated.multiply(quantized, self.weight, self.scale, self.bias, x.shape[:-1], x.dtype)
 
     def expected(self, x):
@@ -50,6 +56,9 @@ FORMS = (
     {"group": 16},
     {"with_smooth": True, "group": 64, "bits": 16},
     {"bits": 16},
+    {"one_scale": True},
+    {"channels": 72, "one_scale": True, "with_smooth": True, "bits": 16},
+    {"channels": 70},
 )
 
 
@@ -58,9 +67,11 @@ FORMS = (
 def test_the_same_bits_again_and_again(checked, form, shape):
     layer = Layer(**form)
     for call in range(3):
-        x = random_float(*shape, 64, seed=call, dtype=torch.bfloat16)
-        assert torch.equal(layer(x), layer.expected(x))
-    assert len(checked) == 1  # the first
+        x = random_float(*shape, form.get("channels", 64), seed=call, dtype=torch.bfloat16)
+        expected = layer.expected(x)
+        for result in (layer(x), layer.product(x)):
+            assert result.shape == expected.shape and torch.equal(result, expected)
+    assert len(checked) == 2  # the first
 
 
 def test_another_shape_and_dtype(checked):
@@ -70,7 +81,34 @@ def test_another_shape_and_dtype(checked):
             x = random_float(2, tokens, 64, dtype=dtype)
             result = layer(x)
             assert result.dtype == dtype and torch.equal(result, layer.expected(x))
-    assert len(checked) == 3  # one for each dtype
+    assert len(checked) == 2 * 3
+
+
+def test_prompts_of_all_lengths_find_the_same_launches(checked):
+    layer = Layer()
+    for tokens in (1, 2, 7, 16):
+        x = random_float(tokens, 64, seed=tokens)
+        assert torch.equal(layer(x), layer.expected(x))
+    assert len(checked) == 2
+    known = len(launching._kept)
+    for tokens in (3, 9, 15):
+        layer(random_float(tokens, 64)), layer.product(random_float(tokens, 64))
+    assert len(checked) == 2 and len(launching._kept) == known
+    x = random_float(17, 64)  # may be tuned otherwise
+    assert torch.equal(layer(x), layer.expected(x))
+    assert len(checked) == 4
+
+
+def test_linears_of_one_form_share_their_launches():
+    one, other, wider = Layer(), Layer(), Layer(outputs=32)
+
+    def of(layer):
+        return RepeatedLinear.of(layer.weight, layer.scale, layer.smooth, None, 8)
+
+    assert of(one) is of(other) is not of(wider)
+    assert RepeatedLinear.of(one.weight, one.scale, None, 16, 8) is not of(one)
+    assert RepeatedLinear.of(one.weight, one.scale, None, None, 16) is not of(one)
+    assert RepeatedLinear.of(one.weight, one.scale.max(), None, None, 8) is not of(one)
 
 
 def test_another_tensor_in_the_same_layer(checked):
@@ -83,20 +121,24 @@ def test_another_tensor_in_the_same_layer(checked):
     other.weight, scale = quantize_weight(random_float(48, 64, seed=9), other.transform)
     other.scale, other.repeated = scale[:, None], layer.repeated
     assert torch.equal(other(x), other.expected(x)) and not torch.equal(other(x), layer(x))
-    assert len(checked) == 1
+    assert len(checked) == 2
 
 
-@pytest.mark.parametrize("what", ("weight", "bias"))
+@pytest.mark.parametrize("what", ("rows", "memory", "weight", "bias"))
 def test_what_a_compiled_kernel_would_read_wrong_goes_the_long_way(checked, what):
     layer, x = Layer(), random_float(3, 64, dtype=torch.bfloat16)
     layer(x), layer(x)
-    assert len(checked) == 1
-    if what == "weight":
+    assert len(checked) == 2
+    if what == "rows":
+        x = random_float(3, 128, dtype=torch.bfloat16)[:, :64]
+    elif what == "memory":
+        x = random_float(3 * 64 + 1, dtype=torch.bfloat16)[1:].view(3, 64)
+    elif what == "weight":
         layer.weight = torch.cat([layer.weight.flatten().new_zeros(1), layer.weight.flatten()])[1:].view(48, 64)
     else:
         layer.bias = torch.cat([layer.bias.new_zeros(1), layer.bias])[1:]
     assert torch.equal(layer(x), layer.expected(x))
-    assert len(checked) > 1
+    assert len(checked) > 2
 
 
 def test_errors_are_those_of_the_linear():
@@ -106,6 +148,8 @@ def test_errors_are_those_of_the_linear():
         layer(random_float(3, 32))
     with pytest.raises(RuntimeError, match="no gradient"):
         layer(random_float(3, 64).requires_grad_())
+    for _ in range(2):
+        layer(x)
     layer.bias = layer.bias[:-1]
     with pytest.raises(ValueError, match="bias must have shape"):
         layer(x)
@@ -126,10 +170,18 @@ def test_who_watches_operators_sees_them():
     assert torch.ops.int8_dit.int8_gemm.default in watch.seen
 
 
-def test_shapes_do_not_add_up(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_SHAPES", 3)
-    layer = Layer()
-    for tokens in (1, 20, 40, 80, 200, 300):
-        x = random_float(tokens, 64)
-        assert torch.equal(layer(x), layer.expected(x))
-        assert len(layer.repeated._gemms) <= 3
+def test_forms_do_not_add_up(monkeypatch):
+    monkeypatch.setattr(launching, "MOST_KEPT", 3)
+    monkeypatch.setattr(launching, "_kept", {})
+    for outputs in (16, 32, 48, 64):
+        layer, x = Layer(outputs=outputs), random_float(3, 64)
+        for _ in range(2):
+            assert torch.equal(layer(x), layer.expected(x))
+        assert len(launching._kept) <= 3
+
+
+def test_a_graph_s_capture_teaches_nothing(monkeypatch):
+    layer, x = Layer(), random_float(3, 64)
+    monkeypatch.setattr(module, "_may_repeat", lambda x: False)
+    layer(x)
+    assert not layer.repeated._quantizers and not layer.repeated._products

@@ -308,7 +308,7 @@ def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     low_rank = type(attached.low_rank)(*(factor.to("meta") for factor in attached.low_rank))
     layer.weight_function = [stored_blocks.StoredLoRA(key, patches, low_rank, attached.scale.to("meta"))]
     assert layer.input_form() == fused_forward.InputForm(fused_forward.UNCHANGED, 8)
-    assert fused_forward._resident_parts(layer, torch.device("meta"), layer.weight.dtype) is None
+    assert fused_forward._resident(layer, torch.device("meta"), layer.weight.dtype) is None
 
 
 @pytest.mark.parametrize("partially", (False, True))

@@ -41,7 +41,7 @@ def layer(dit, tmp_path, monkeypatch):
     form = layer.input_form()
     elsewhere = form._replace(transform=type(form.transform)(form.transform.smooth.to("meta")))
     monkeypatch.setattr(type(layer), "input_form", lambda self: elsewhere)
-    monkeypatch.setattr(fused_forward, "_resident_parts", lambda *args: None)
+    monkeypatch.setattr(fused_forward, "_resident", lambda *args: None)
     return layer
 
 

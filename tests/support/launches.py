@@ -16,10 +16,10 @@ def count_launches(gemm: ModuleType) -> Counter[int]:
     measuring = threading.local()  # each GPU may have a thread of its own
     launch, choose = gemm.PreparedGemm.__call__, gemm.tuner.choose
 
-    def counting_launch(prepared, out, *operands):
+    def counting_launch(prepared, rows, q, weight, out, given):
         if not getattr(measuring, "runs", False):
             launches[out.device.index] += 1
-        launch(prepared, out, *operands)
+        launch(prepared, rows, q, weight, out, given)
 
     def choose_uncounted(*arguments):
         measuring.runs = True
