@@ -43,27 +43,19 @@ torch.cuda.synchronize()
 print("finished")
 """
 
-PRODUCERS = """
+FUSED_OPS = """
 import torch
-from kernels import ChannelTransform, Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
+from kernels import ChannelTransform
 from kernels.linear import quantize_activations
+from support.fused_op_cases import Form, calls
 
-for b, t, k, heads, group in ((3, 7, 1040, 5, 16), (1, 77, 333, 3, None), (2, 1, 4864, 19, 256)):
-    x = torch.randn(b, t, k, device="cuda").bfloat16()
-    weight, transform = torch.randn(k, device="cuda"), ChannelTransform(torch.rand(k, device="cuda") + 0.5, group)
-    scale, shift = torch.randn(b, 1, 2 * k, device="cuda").chunk(2, dim=-1)
+for batch, tokens, channels, heads, group in ((3, 7, 1040, 5, 16), (1, 77, 333, 3, 1), (2, 1, 4864, 19, 256)):
     for bits in (8, 16):
-        quantize_activations(x.flatten(0, 1), transform, bits)
-        norm_quantize(x, Norm("layer", 1e-6, weight), scale, shift, transform, bits)
-        activate_quantize(x, "silu", x.flip(0), None, transform, bits)
-        activate_quantize(x[..., 5:].contiguous(), "gelu", None, x[..., :5].contiguous(), transform, bits)
-    gated_residual(x, x.flip(1), scale, Norm("rms", 1e-6, weight), tanh=True)
-    width = k // heads // 2 * 2
-    q, key = (torch.randn(b, t, heads, width, device="cuda").bfloat16() for _ in range(2))
-    freqs = torch.randn(t, width // 2, 2, 2, device="cuda")
-    over_head, over_all = (Norm("rms", 1e-6, torch.randn(n, device="cuda")) for n in (width, heads * width))
-    for pairs in ("neighbours", "halves"):
-        norm_rope(q, key, over_head, over_all, freqs, pairs)
+        form = Form("", channels, batch, tokens, (heads, 1), group, True, bits)
+        for case, _, arguments in calls("cuda", form):
+            case.op(*arguments)
+        transform = ChannelTransform(torch.rand(channels, device="cuda") + 0.5, group if group > 1 else None)
+        quantize_activations(torch.randn(tokens, channels, device="cuda"), transform, bits)
 torch.cuda.synchronize()
 print("finished")
 """
@@ -107,12 +99,12 @@ print("finished")
 """
 
 
-@pytest.mark.parametrize("program", (PROGRAM, PRODUCERS, BLOCKS, CODES), ids=("linear", "producers", "blocks", "codes"))
+@pytest.mark.parametrize("program", (PROGRAM, FUSED_OPS, BLOCKS, CODES), ids=("linear", "fused ops", "blocks", "codes"))
 def test_odd_shapes_under_the_memory_checker(program):
     root = Path(__file__).resolve().parents[2]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests"))),
         "INT8_DIT_TUNING": "off",
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
     }

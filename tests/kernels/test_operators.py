@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import kernels.grouped_weights
 from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
 from kernels.linear import int8_gemm, quantize_activations
 from support import inductor_kernels
+from support.fused_op_cases import Form, calls
 from support.tensors import DEVICE, random_float, random_int8
 
 OPERATORS = torch.ops.int8_dit
@@ -49,40 +51,11 @@ def test_opcheck_of_the_quantization(dtype, rows, bits, with_smooth, group):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("tokens", (0, 1, 5))
-@pytest.mark.parametrize("bits, with_smooth, group", ((8, False, None), (8, True, 16), (16, True, None)))
-def test_opcheck_of_the_producers_of_quantized_rows(dtype, tokens, bits, with_smooth, group):
-    x, scale, shift = (random_float(2, rows, 64, seed=rows, dtype=dtype) for rows in (tokens, 1, 1))
-    weight = random_float(64, seed=3, dtype=dtype)
-    smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
-    form = (smooth, group, bits)
-    for norm in (("rms", 1e-6, weight, None), ("layer", 1e-5, None, None)):
-        torch.library.opcheck(OPERATORS.norm_quantize.default, (x, *norm, scale, shift, *form))
-    wide = random_float(2, tokens, 80, seed=4, dtype=dtype)
-    parts = (
-        (x, "silu", x, None),
-        (wide[..., 16:], "gelu", None, None),
-        (wide[..., :48], "gelu_tanh", None, x[..., :16]),
-    )
-    for part in parts:
-        torch.library.opcheck(OPERATORS.activate_quantize.default, (*part, *form))
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-@pytest.mark.parametrize("tokens", (0, 1, 5))
-def test_opcheck_of_the_other_producers(dtype, tokens):
-    x, gate = random_float(2, tokens, 64, dtype=dtype), random_float(2, 1, 64, seed=1, dtype=dtype)
-    weight = random_float(64, seed=3, dtype=dtype)
-    wide = random_float(2, tokens, 80, seed=4, dtype=dtype)
-    for norm in ((None, 0.0, None, None), ("rms", 1e-6, weight, None)):
-        torch.library.opcheck(OPERATORS.gated_residual.default, (wide[..., :64], x, gate, *norm, True))
-        torch.library.opcheck(OPERATORS.gated_residual.default, (x, wide[..., 16:], None, *norm, False))
-    qkv = random_float(2, tokens, 6, 32, seed=5, dtype=dtype)
-    freqs = random_float(1, tokens, 16, 2, 2, seed=6)
-    norms = (None, 0.0, None, None), ("rms", 1e-6, weight[:32], None)
-    for q_norm, k_norm in (norms, norms[::-1]):
-        for pairs in ("neighbours", "halves"):
-            arguments = (qkv[:, :, :4], qkv[:, :, 4:5], *q_norm, *k_norm, freqs, pairs)
-            torch.library.opcheck(OPERATORS.norm_rope.default, arguments)
+def test_opcheck_of_the_fused_ops(dtype, tokens):
+    form = Form("", 64, tokens=tokens, heads=(4, 1), dtype=dtype)
+    rotated = replace(form, group=16, smooth=True)
+    for case, _, arguments in calls(DEVICE, form, rotated, replace(form, activation_bits=16)):
+        torch.library.opcheck(case.op.operator, tuple(case.op.flat(arguments)))
 
 
 @pytest.mark.parametrize("out_dtype", (torch.bfloat16, torch.float16, torch.float32))

@@ -1,11 +1,22 @@
 """Norms, activations and gates in one pass: against their formulas in float64 and against the separate passes."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels import ChannelTransform, Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
 from kernels.linear import quantize_activations
+from kernels.ops.fused_op import FUSED_OPS
+from support.fused_op_cases import (
+    CASES,
+    Form,
+    activation_in_float64,
+    call_at,
+    norm_in_float64,
+    norm_rope_in_float64,
+)
 from support.tensors import DEVICE, random_float, relative_error, rotation_matrix
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,20 +45,6 @@ def in_real_arithmetic(values, transform):
     return (groups @ rotation_matrix(transform.rotation_group)).flatten(-2)
 
 
-def norm_in_float64(x, norm):
-    x = x.double()
-    if norm.kind == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    x = x if norm.weight is None else x * norm.weight.double()
-    return x if norm.bias is None else x + norm.bias.double()
-
-
-def activation_in_float64(x, activation):
-    x = x.double()
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
 def assert_quantized(result, exact, expected, activation_bits, rounding=2e-6):
     """Within rounding of the exact values, and as the separate passes but for ties that fall aside."""
     q, scale = result
@@ -64,6 +61,18 @@ def assert_quantized(result, exact, expected, activation_bits, rounding=2e-6):
     assert difference.max() <= 1 and (difference > 0).sum() <= 1 + max(1e-3, 127 * rounding) * difference.numel()
 
 
+def transform_in(arguments):
+    return next(value for value in arguments if isinstance(value, ChannelTransform))
+
+
+@contextmanager
+def naming(form):
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{form}: {error}") from error
+
+
 def rounding_of(dtype, group, activation_bits):
     """Relative: of what comes from 16-bit floats, and goes to 8 bits, the kernels rotate 16 bits."""
     return 2.0**-15 if group and dtype != torch.float32 and activation_bits == 8 else 2e-6
@@ -75,18 +84,39 @@ def modulation(batch, tokens, channels, dtype, seed):
 
 
 @pytest.mark.parametrize("channels, smooth, group", TRANSFORMS)
-@pytest.mark.parametrize("activation_bits", (8, 16))
-def test_norm_quantize(channels, smooth, group, activation_bits):
-    dtype = DTYPES[channels % 3]
-    x = random_float(3, 3, channels, seed=channels, dtype=dtype) * 4 + 1
-    transform = transform_of(channels, smooth, group)
-    kind = "layer" if channels % 2 == 0 else "rms"
-    norm = Norm(kind, 1e-6, random_float(channels, seed=1, dtype=dtype) if group is None else None)
-    scale, shift = modulation(3, 1, channels, dtype, seed=2)
-    result = norm_quantize(x, norm, scale, shift, transform, activation_bits)
-    exact = in_real_arithmetic(norm_in_float64(x, norm) * (1 + scale.double()) + shift.double(), transform)
-    expected = norm_quantize.reference(x, norm, scale, shift, transform, activation_bits)
-    assert_quantized(result, exact, expected, activation_bits, rounding_of(dtype, group, activation_bits))
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.op.rounds])
+def test_rounded_results(name, channels, smooth, group):
+    case, dtype = CASES[name], DTYPES[channels % 3]
+    for number, kind in enumerate(case.kinds):
+        bits = (8, 16)[(number + TRANSFORMS.index((channels, smooth, group))) % 2]  # each variant meets both
+        form = Form(kind, channels, group=group or 1, smooth=smooth, activation_bits=bits, dtype=dtype)
+        arguments = call_at(case, form, DEVICE)
+        (exact,) = case.exact(*arguments)
+        exact = in_real_arithmetic(exact, transform_in(arguments))
+        result, expected = case.op(*arguments), case.op.reference(*arguments)
+        with naming(form):
+            assert_quantized(result, exact, expected, bits, rounding_of(dtype, group, bits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.op.rounds])
+def test_results_in_floats(name, dtype):
+    case = CASES[name]
+    # the interpreter cuts bf16 off where a GPU rounds
+    unit = torch.finfo(dtype).eps * (1.01 if DEVICE == "cpu" else 0.51)
+    for kind in case.kinds:
+        form = Form(kind, 301, batch=3, tokens=2, heads=(5, 3), dtype=dtype)
+        arguments = call_at(case, form, DEVICE)
+        results = case.op(*arguments)
+        results = results if isinstance(results, tuple) else (results,)
+        with naming(form):
+            for result, exact in zip(results, case.exact(*arguments), strict=True):
+                assert result.dtype == dtype and result.shape == exact.shape and result.is_contiguous()
+                assert ((result.double() - exact).abs() <= unit * exact.abs() + 1e-5).all()
+
+
+def test_every_op_has_cases():
+    assert FUSED_OPS.keys() == CASES.keys()
 
 
 @pytest.mark.parametrize("batch, tokens", ((1, 1), (1, 3), (2, 1), (2, 3)))
@@ -121,21 +151,6 @@ def test_strided_tokens_of_a_norm():
         )
 
 
-@pytest.mark.parametrize("channels, smooth, group", TRANSFORMS)
-@pytest.mark.parametrize("activation", ("silu", "gelu_tanh", "gelu"))
-@pytest.mark.parametrize("activation_bits", (8, 16))
-def test_activate_quantize(channels, smooth, group, activation, activation_bits):
-    dtype = DTYPES[channels % 3]
-    wide = random_float(1, 3, 2 * channels + 3, seed=channels, dtype=dtype) * 3
-    gate, up = wide[..., :channels], wide[..., channels : 2 * channels]
-    gate = gate.abs() if channels == 1 else gate
-    transform = transform_of(channels, smooth, group)
-    result = activate_quantize(gate, activation, up, None, transform, activation_bits)
-    exact = in_real_arithmetic(activation_in_float64(gate, activation) * up.double(), transform)
-    expected = activate_quantize.reference(gate, activation, up, None, transform, activation_bits)
-    assert_quantized(result, exact, expected, activation_bits, rounding_of(gate.dtype, group, activation_bits))
-
-
 @pytest.mark.parametrize(
     "first, channels, group, leading",
     ((1, 7, None, (3,)), (64, 128, 64, (2, 2)), (100, 156, 256, (2, 1, 2)), (1025, 3, None, (2, 2))),
@@ -160,24 +175,6 @@ def test_activations_far_from_zero(activation):
     q, scale = activate_quantize(x, activation)
     assert q.tolist() == [[0, 0, 0, 0, 0, 0, 0, 0, 1, 127]]
     torch.testing.assert_close(scale, torch.full_like(scale, 1e4 / 127))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", (None, "rms", "layer"))
-@pytest.mark.parametrize("gated", (None, "plain", "tanh"))
-def test_gated_residual(dtype, kind, gated):
-    residual, x = (random_float(3, 2, 301, seed=seed, dtype=dtype) * 3 for seed in (1, 2))
-    norm = None if kind is None else Norm(kind, 1e-6, random_float(301, seed=3, dtype=dtype))
-    gate = None if gated is None else random_float(3, 1, 301, seed=4, dtype=dtype) * 0.5
-    result = gated_residual(residual, x, gate, norm, tanh=gated == "tanh")
-    values = x.double() if norm is None else norm_in_float64(x, norm)
-    if gate is not None:
-        values = values * (gate.double().tanh() if gated == "tanh" else gate.double())
-    exact = residual.double() + values
-    assert result.dtype == dtype and result.shape == residual.shape
-    # the interpreter cuts bf16 off where a GPU rounds
-    unit = torch.finfo(dtype).eps * (1.01 if DEVICE == "cpu" else 0.51)
-    assert ((result.double() - exact).abs() <= unit * exact.abs() + 1e-6 * (1 + values.abs())).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -239,25 +236,11 @@ def test_rows_longer_than_registers():
     assert torch.equal(gated_residual(x, x, None, norm), gated_residual.reference(x, x, None, norm, False))
 
 
-def rope_in_float64(x, norm, freqs, pairs):
-    heads, width = x.shape[2:]
-    if norm is not None and norm.weight is not None and norm.weight.numel() != width:
-        x = norm_in_float64(x.flatten(2), norm).unflatten(-1, (heads, width))
-    elif norm is not None:
-        x = norm_in_float64(x, norm)
-    half = width // 2
-    first, second = (range(half), range(half, width)) if pairs == "halves" else (range(0, width, 2), range(1, width, 2))
-    out, x, matrix = torch.empty_like(x, dtype=torch.float64), x.double(), freqs.double().reshape(-1, 1, half, 2, 2)
-    out[..., first] = matrix[..., 0, 0] * x[..., first] + matrix[..., 0, 1] * x[..., second]
-    out[..., second] = matrix[..., 1, 0] * x[..., first] + matrix[..., 1, 1] * x[..., second]
-    return out
-
-
 @pytest.mark.parametrize("pairs", ("neighbours", "halves"))
 @pytest.mark.parametrize("heads, kv_heads, width", ((1, 1, 2), (5, 3, 8), (2, 2, 24)))
 @pytest.mark.parametrize("over", (None, "head", "head without weight", "all heads"))
-def test_norm_rope(pairs, heads, kv_heads, width, over):
-    """Slices of one projection into new tensors, and into slices of a joint sequence of another dtype."""
+def test_norm_rope_into_slices(pairs, heads, kv_heads, width, over):
+    """Of a joint sequence of another dtype."""
     dtype = DTYPES[width % 3]
     qkv = random_float(2, 3, heads + 2 * kv_heads, width, seed=width, dtype=dtype)
     q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=2)
@@ -267,11 +250,7 @@ def test_norm_rope(pairs, heads, kv_heads, width, over):
         weights = [None if "without" in over else random_float(size, seed=size, dtype=dtype) for size in sizes]
         norms = [Norm("rms", 1e-6, weight) for weight in weights]
     freqs = random_float(1, 3, 1, width // 2, 2, 2, seed=3)
-    exact = [rope_in_float64(x, norm, freqs, pairs) for x, norm in zip((q, k), norms, strict=True)]
-    unit = torch.finfo(dtype).eps * (1.01 if DEVICE == "cpu" else 0.51)
-    for result, wanted in zip(norm_rope(q, k, *norms, freqs, pairs), exact, strict=True):
-        assert result.dtype == dtype and result.is_contiguous()
-        assert ((result.double() - wanted).abs() <= unit * wanted.abs() + 1e-5).all()
+    exact = norm_rope_in_float64(q, k, *norms, freqs, pairs)
     joint = random_float(2, heads + kv_heads, 9, width, seed=4).transpose(1, 2)
     before = joint.clone()
     out = (joint[:, 4:7, :heads], joint[:, 4:7, heads:])

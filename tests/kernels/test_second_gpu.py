@@ -1,22 +1,13 @@
 """Tensors on the second GPU while the first is the current one: the same bits, and the current device stays."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 import kernels.fused.gemm
-from kernels import (
-    ChannelTransform,
-    Norm,
-    activate_quantize,
-    dequantize_weight,
-    gated_residual,
-    int8_linear,
-    norm_quantize,
-    norm_rope,
-    requantize_weight,
-)
+from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize_weight
 from kernels.block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
 from kernels.fused.gemm import _candidates
 from kernels.fused.launching import forget_launches
@@ -27,6 +18,7 @@ from kernels.linear import int8_accumulate, quantize_activations
 from kernels.low_rank import Addition, LowRank
 from kernels.ops.fused_op import FUSED_OPS
 from kernels.timing import _FLUSH_BYTES
+from support.fused_op_cases import Form, calls
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -97,18 +89,10 @@ def grouped(device):
     return expand_codes(weight), expand_codes(weight, Addition(low_rank, scale, scale + low_rank.channel_scales()))
 
 
-def produced(device):
-    """All producers of a block."""
-    x, other = (values(2, 10, 768, seed=seed, device=device).bfloat16() for seed in (0, 1))
-    norm, head_norm = Norm("rms", 1e-6, values(768, seed=2, device=device)), Norm("rms", 1e-6)
-    q, k = (tensor.view(2, 10, 6, 128) for tensor in (x, other))
-    freqs = values(10, 64, 2, 2, seed=3, device=device)
-    return (
-        *norm_quantize(x, norm, scale=other),
-        *activate_quantize(x, "silu", up=other),
-        gated_residual(x, other, norm=norm),
-        *norm_rope(q, k, head_norm, head_norm, freqs, "halves"),
-    )
+def fused_ops(device):
+    form = Form("", 768, tokens=10, heads=(6, 2))
+    results = [case.op(*arguments) for case, _, arguments in calls(device, form, replace(form, group=256, smooth=True))]
+    return [tensor for result in results for tensor in (result if isinstance(result, tuple) else (result,))]
 
 
 def of_16_bits(device):
@@ -129,7 +113,7 @@ COMPUTATIONS = {
     "weights": weights,
     "blocks": blocks,
     "grouped": grouped,
-    "produced": produced,
+    "fused ops": fused_ops,
     "16 bits": of_16_bits,
     "unaligned": unaligned,
 }
