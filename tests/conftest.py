@@ -46,6 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+@pytest.fixture(autouse=True)
+def eager_reference(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of tests/kernels nothing runs under Triton's interpreter: a whole model would take hours."""
+    if TESTS / "kernels" not in request.path.parents:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 def comfyui_path() -> Path:
     """Where ComfyUI is; skips the test when nobody said."""
     path = os.environ.get("COMFYUI_PATH")

@@ -13,12 +13,6 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
-@pytest.fixture(autouse=True)
-def eager_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what the kernel tests ask for: a whole model under Triton's interpreter would take hours."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
 @pytest.fixture(scope="session")
 def dit(pack: ModuleType) -> ModuleType:
     """tests/support/glyph_dit.py, which can be imported only once ComfyUI and the pack can."""
@@ -36,8 +30,7 @@ def lora(dit: ModuleType) -> dict:
 @pytest.fixture
 def smoothed(dit: ModuleType) -> ModelPatcher:
     """A MODEL with every layer INT8 and smoothed."""
-    model = dit.stock()
-    return dit.quantize(model, **dit.calibration(model))
+    return dit.quantize(dit.stock(), calibration=dit.recorded())
 
 
 @pytest.fixture

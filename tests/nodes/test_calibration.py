@@ -325,8 +325,8 @@ def test_quantizing_the_armed_model_records_no_more(dit, model, recorder):
 
 
 @pytest.fixture
-def calibration(dit, model):
-    return calibration_of(dit, model, dit.calibration(model))
+def calibration(dit):
+    return dit.recorded()
 
 
 @pytest.fixture

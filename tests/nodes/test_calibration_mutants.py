@@ -36,7 +36,7 @@ def test_mutants_are_refused_or_can_be_quantized_with(dit, model, tmp_path):
     from support.calibration_mutants import damaged
 
     path = tmp_path / "the mutant.safetensors"
-    save_calibration(dit.run_node(model, **dit.calibration(model))[3], str(path), {}, lambda: None)
+    save_calibration(dit.recorded(), str(path), {}, lambda: None)
     data, whole, ended = path.read_bytes(), load_calibration(str(path)), Counter()
     before = peak_memory()
     for mutant in damaged(data, MUTANTS):
@@ -61,7 +61,7 @@ def test_mutants_are_refused_or_can_be_quantized_with(dit, model, tmp_path):
             ended["another"] += 1
             if ended["another"] > QUANTIZED:
                 continue
-            quantized, picture, *_ = dit.run_node(model, method="best per layer", calibration=loaded)
+            quantized, picture, *_ = dit.node_output(model, method="best per layer", calibration=loaded).result
             weights = dit.int8_weights(quantized).values()
             assert all(bool(torch.isfinite(weight.dequantize()).all()) for weight in weights), what
             assert bool(torch.isfinite(picture).all()), what
@@ -74,7 +74,7 @@ def test_a_model_can_be_quantized_with_the_largest_and_smallest_values_that_load
     from int8_dit.kernels import ActivationStatistics
     from int8_dit.nodes.calibration.calibration import Calibration
 
-    whole = dit.run_node(model, **dit.calibration(model))[3]
+    whole = dit.recorded()
     statistics = {
         name: ActivationStatistics.restored(
             1, 1.0, torch.full_like(seen.absmax, value), [seen.sample.rows[:4] * 0 + value]
@@ -82,7 +82,8 @@ def test_a_model_can_be_quantized_with_the_largest_and_smallest_values_that_load
         for name, seen in whole.statistics.items()
     }
     extreme = Calibration(whole.shapes, statistics)
-    quantized, picture, *_ = dit.run_node(model, method="best per layer", rounding="calibrated", calibration=extreme)
+    output = dit.node_output(model, method="best per layer", rounding="calibrated", calibration=extreme)
+    quantized, picture, *_ = output.result
     weights = dit.int8_weights(quantized).values()
     assert all(bool(torch.isfinite(weight.dequantize()).all()) for weight in weights)
     assert bool(torch.isfinite(picture).all()) and bool(torch.isfinite(dit.output(quantized)).all())

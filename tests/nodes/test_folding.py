@@ -236,9 +236,7 @@ def test_layers_with_16_bit_activations_keep_them(dit, ideogram, tmp_path, caplo
 
 @pytest.mark.parametrize("protect", (0, 3))
 def test_the_glyph_model_folds_where_its_modulation_feeds_one_layer(dit, tmp_path, protect):
-    model = dit.stock()
-    inputs = dit.calibration(model)
-    quantized = dit.quantize(model, protect, smooth_only_foldable=True, **inputs)
+    quantized = dit.quantize(dit.stock(), protect, smooth_only_foldable=True, calibration=dit.recorded())
     smoothed = {layer for layer, w in dit.int8_weights(quantized).items() if w._params.smooth is not None}
     assert smoothed == {layer for layer in dit.int8_weights(quantized) if layer.endswith(("qkv", "fc1"))}
     own, folded = (save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
@@ -253,7 +251,7 @@ def test_a_raw_fp8_source_is_smoothed_where_its_quantized_model_folds(dit, tmp_p
     import comfy.sd
 
     model = comfy.sd.load_diffusion_model(str(dit.FILE), model_options={"dtype": torch.float8_e4m3fn})
-    quantized = dit.quantize(model, smooth_only_foldable=True, **dit.calibration(model))
+    quantized = dit.quantize(model, smooth_only_foldable=True, calibration=dit.recorded())
     smoothed = {layer for layer, w in dit.int8_weights(quantized).items() if w._params.smooth is not None}
     assert smoothed == {layer for layer in dit.LINEARS if layer.endswith(("qkv", "fc1"))}
     own, folded = (save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
@@ -268,8 +266,7 @@ def test_nothing_smoothed_is_nothing_folded(dit, tmp_path, caplog):
 
 
 def test_what_leaves_the_range_of_fp16_is_not_written(dit, tmp_path):
-    model = dit.stock()
-    quantized = dit.quantize(model, smooth_only_foldable=True, **dit.calibration(model))
+    quantized = dit.quantize(dit.stock(), smooth_only_foldable=True, calibration=dit.recorded())
     modulation = dit.module(quantized, "joint_blocks.1.x_block.adaLN_modulation.1")
     modulation.weight = torch.nn.Parameter(torch.full_like(modulation.weight, 6e4).half(), requires_grad=False)
     with pytest.raises(ValueError, match=r"1\.x_block\.adaLN_modulation\.1\.weight leaves the range of torch\.float16"):
@@ -278,8 +275,9 @@ def test_what_leaves_the_range_of_fp16_is_not_written(dit, tmp_path):
 
 
 def test_rotated_layers_stay_rotated(dit, tmp_path):
-    model = dit.stock()
-    quantized = dit.quantize(model, method="smooth + rotate", smooth_only_foldable=True, **dit.calibration(model))
+    quantized = dit.quantize(
+        dit.stock(), method="smooth + rotate", smooth_only_foldable=True, calibration=dit.recorded()
+    )
     folded = dit.load(save(quantized, tmp_path / "folded.safetensors", fold=True))
     for layer, weight in dit.int8_weights(quantized).items():
         held = dit.int8_weights(folded)[layer]
@@ -289,8 +287,7 @@ def test_rotated_layers_stay_rotated(dit, tmp_path):
 
 
 def test_what_cannot_be_folded_is_named_and_leaves_no_file(dit, tmp_path):
-    model = dit.stock()
-    quantized = dit.quantize(model, **dit.calibration(model))
+    quantized = dit.quantize(dit.stock(), calibration=dit.recorded())
     first = "joint_blocks.0.context_block.attn.proj"
     message = f"factors of 10 layers, {first} first, cannot be folded.*smooth_only_foldable"
     with pytest.raises(ValueError, match=message):
@@ -299,8 +296,7 @@ def test_what_cannot_be_folded_is_named_and_leaves_no_file(dit, tmp_path):
 
 
 def test_a_lora_is_baked_in_before_folding(dit, tmp_path):
-    model = dit.stock()
-    quantized = dit.quantize(model, 3, smooth_only_foldable=True, **dit.calibration(model))
+    quantized = dit.quantize(dit.stock(), 3, smooth_only_foldable=True, calibration=dit.recorded())
     modulation = "joint_blocks.0.x_block.adaLN_modulation.1"
     patched = dit.with_lora(quantized, dit.lora([*dit.LINEARS, modulation]))
     own, folded = (save(patched, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
@@ -320,8 +316,7 @@ def test_a_file_that_was_loaded_can_be_folded(dit, ideogram, tmp_path):
 
 
 def folded_glyphs(dit, tmp_path):
-    model = dit.stock()
-    quantized = dit.quantize(model, smooth_only_foldable=True, **dit.calibration(model))
+    quantized = dit.quantize(dit.stock(), smooth_only_foldable=True, calibration=dit.recorded())
     return save(quantized, tmp_path / "folded.safetensors", fold=True)
 
 
@@ -352,7 +347,6 @@ def test_what_is_made_of_a_folded_file_stays_folded(dit, tmp_path, caplog):
 
 
 def test_a_lora_on_an_ordinary_file_does_not_warn(dit, tmp_path, caplog):
-    model = dit.stock()
-    path = save(dit.quantize(model, **dit.calibration(model)), tmp_path / "own.safetensors", fold=False)
+    path = save(dit.quantize(dit.stock(), calibration=dit.recorded()), tmp_path / "own.safetensors", fold=False)
     dit.sample(dit.with_lora(dit.load(path), dit.lora([dit.LAYER])))
     assert not warnings(caplog)

@@ -445,7 +445,7 @@ def test_a_stored_model_is_not_saved_as_int8(dit, write, tmp_path):
 def test_a_stored_model_can_be_quantized(dit, write):
     """With the recipe, from the floats that its blocks stand for."""
     model = load(write("Q8_0"), "as stored")
-    quantized = dit.quantize(model, **dit.calibration(model))
+    quantized = dit.quantize(model, calibration=dit.recorded())
     assert set(dit.int8_weights(quantized)) == set(dit.LINEARS)
     assert dit.relative_error(dit.output(quantized), dit.output(dit.stock())) < 0.1
 

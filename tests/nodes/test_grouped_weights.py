@@ -351,7 +351,7 @@ def test_it_can_be_saved_as_gguf_and_quantized_again(dit, write, quantized, tmp_
     model = load(write(4))
     path = save_gguf_model(model, str(tmp_path / "model.gguf"), {}, "Q8_0")
     assert dit.relative_error(dit.output(load(path, "INT8")), expected) < 0.1
-    again = dit.quantize(model, **dit.calibration(model))
+    again = dit.quantize(model, calibration=dit.recorded())
     assert set(dit.int8_weights(again)) == set(dit.LINEARS)
     assert dit.relative_error(dit.output(again), expected) < 0.1
 

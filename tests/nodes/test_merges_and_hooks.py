@@ -96,8 +96,7 @@ def test_hooks(dit, lora, other_file, make, steps, mode):
     expected = hooked(dit, dit.stock(), float_hook, steps)
     assert dit.relative_error(expected, hooked(dit, dit.stock(), None, steps)) > 3 * NOISE
     with mode():
-        model = dit.stock()
-        smoothed = dit.quantize(model, **dit.calibration(model))
+        smoothed = dit.quantize(dit.stock(), calibration=dit.recorded())
         with dit.untouched(smoothed):
             first = hooked(dit, smoothed, make(dit, lora, other_file), steps)
             assert dit.relative_error(first, expected) < NOISE

@@ -30,7 +30,8 @@ def relative_output_error(x, weight, held):
 @pytest.mark.parametrize("alpha", (0.0, 0.5, 1.0))
 def test_smoothing_factors(dit, model, alpha):
     """s = max|X|^alpha / max|W|^(1 - alpha), and the dequantized weight is the original one."""
-    quantized, _, _, calibration = dit.run_node(model, alpha=alpha, **dit.calibration(model))
+    calibration = dit.recorded()
+    quantized = dit.quantize(model, alpha=alpha, calibration=calibration)
     for layer, weight in dit.int8_weights(quantized).items():
         original = dit.module(model, layer).weight
         smooth = calibration.statistics[layer].absmax ** alpha / original.abs().amax(0) ** (1 - alpha)
@@ -41,7 +42,7 @@ def test_smoothing_factors(dit, model, alpha):
 
 
 def test_quantized_model_computes_nearly_the_same(dit, model):
-    quantized = dit.quantize(model, protect=2, **dit.calibration(model))
+    quantized = dit.quantize(model, protect=2, calibration=dit.recorded())
     # INT8 noise of 19 linears is a few percent; a layer without its smoothing would be over 50 %.
     assert 0 < dit.relative_error(dit.output(quantized), dit.output(model)) < 0.08
 
@@ -77,8 +78,8 @@ def protected(dit, model):
 
 
 @pytest.fixture
-def calibration(dit, model):
-    return dit.run_node(model, **dit.calibration(model))[3]
+def calibration(dit):
+    return dit.recorded()
 
 
 def test_the_most_fragile_layers_are_protected(dit, model, calibration):
@@ -233,7 +234,7 @@ def test_sources(dit, tmp_path, source, calibrated):
     """The INT8 weights stand for those of the source, whatever its format."""
     make, distance = SOURCES[source]
     model = dit.stock(dit.write(tmp_path / "source.safetensors", make(dit, dit.tensors())))
-    quantized = dit.quantize(model, 2, **dit.calibration(model) if calibrated else {})
+    quantized = dit.quantize(model, 2, calibration=dit.recorded() if calibrated else None)
     assert len(protected(dit, quantized)) == 2
     original = dit.tensors()
     for layer, weight in dit.int8_weights(quantized).items():
@@ -465,7 +466,7 @@ def test_quantizing_again_with_another_kernel_does_not_warn(dit, model, caplog):
 
 def test_a_second_copy_for_another_gpu(dit, model):
     """ComfyUI rebuilds a MODEL through its `cached_patcher_init`; there is no file to load it from."""
-    quantized = dit.quantize(model, protect=2, **dit.calibration(model))
+    quantized = dit.quantize(model, protect=2, calibration=dit.recorded())
     twin = quantized.deepclone_multigpu()
     assert twin.model is not quantized.model
     dit.assert_same_tensors(dit.snapshot(twin), dit.snapshot(quantized))
@@ -553,7 +554,7 @@ def test_an_nvfp4_source(dit, model, tmp_path, scaled):
     path = dit.write(tmp_path / "nvfp4.safetensors", tensors)
     source = dit.stock(path)
     expected = dit.output(source)
-    for made in (dit.quantize(source, **dit.calibration(source)), dit.load(path)):
+    for made in (dit.quantize(source, calibration=dit.recorded()), dit.load(path)):
         assert set(dit.int8_weights(made)) == set(dit.LINEARS)
         assert not [name for name in dit.snapshot(made) if name.endswith("pre_quant_scale")]
         # FP4 products round the inputs, too, which INT8 does not: as far apart as the source is from bf16, at most.

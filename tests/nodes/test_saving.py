@@ -18,8 +18,7 @@ EXTENSION = "safetensors"  # of what is saved here, for the fixture `target`
 @pytest.fixture
 def smoothed(dit):
     """A MODEL with smoothed INT8 layers and two protected ones."""
-    model = dit.stock()
-    return dit.quantize(model, protect=2, **dit.calibration(model))
+    return dit.quantize(dit.stock(), protect=2, calibration=dit.recorded())
 
 
 @pytest.fixture

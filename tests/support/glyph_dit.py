@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import comfy.model_management
 import comfy.sample
@@ -23,10 +25,11 @@ from safetensors.torch import load_file, save_file
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from int8_dit.kernels import ChannelTransform
+from int8_dit.nodes import quantize_to_int8
+from int8_dit.nodes.calibration.calibration import Calibration
 from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
 from int8_dit.nodes.model.int8_weight import is_int8
 from int8_dit.nodes.model.load import load_int8_model
-from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 from support import adapters
 from support.adapters import with_delta as with_delta  # tests have these two as `dit.…`
 from support.tensors import relative_error as relative_error
@@ -91,12 +94,14 @@ def stock(path: str | Path = FILE) -> ModelPatcher:
 
 
 def run_node(model: ModelPatcher, **inputs: object) -> tuple:
-    """All outputs of the quantize node, whose inputs are the defaults of these tests unless given."""
-    return node_output(model, **inputs).result
+    """All outputs of the quantize node, whose inputs are the defaults of these tests unless given. Its picture is not
+    drawn, which takes five times as long as the rest: see `node_output`."""
+    with patch.object(quantize_to_int8, "plot", lambda report: None):
+        return node_output(model, **inputs).result
 
 
 def node_output(model: ModelPatcher, **inputs: object) -> NodeOutput:
-    """What the quantize node returns, its ui result with it; inputs as in `run_node`."""
+    """What the quantize node returns, its picture and its ui result with it; inputs as in `run_node`."""
     defaults = {
         "method": "smooth",
         "alpha": 0.5,
@@ -108,7 +113,7 @@ def node_output(model: ModelPatcher, **inputs: object) -> NodeOutput:
         "protected_in": "bf16",
         "rounding": "nearest",
     }
-    return QuantizeToINT8SmoothQuant.execute(model, **defaults | inputs)
+    return quantize_to_int8.QuantizeToINT8SmoothQuant.execute(model, **defaults | inputs)
 
 
 def protect_layers(number: int) -> dict[str, object]:
@@ -131,6 +136,13 @@ def calibration(model: ModelPatcher, text: str = "INT8", steps: int = 2, seed: i
         "latent_image": {"samples": torch.zeros(len(text), latents.CHANNELS, latents.SIDE, latents.SIDE)},
         "seed": seed,
     }
+
+
+@cache
+def recorded() -> Calibration:
+    """What these inputs show of the stock MODEL. Sampled once a session, for what is not about the sampling."""
+    model = stock()
+    return run_node(model, **calibration(model))[3]
 
 
 def sample(model: ModelPatcher, text: str = "A", steps: int = 1, seed: int = 0) -> torch.Tensor:
