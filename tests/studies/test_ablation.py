@@ -1,7 +1,6 @@
 """The ablation command, small: it runs, its figures are figures; and what full-width Ideogram 4 blocks must show."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +40,7 @@ def test_outliers_change_no_result(comfyui):
 
 def test_the_command_leaves_data_tables_and_a_picture(comfyui, tmp_path):
     command = [sys.executable, str(STUDIES / "ablation.py"), "--comfyui", str(comfyui), "--out", str(tmp_path)]
-    # The kernel tests' setting, under which a model would sample for hours.
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([*command, "--subjects", "outliers", "--pairs", "6"], check=True, env=variables, timeout=600)
+    subprocess.run([*command, "--subjects", "outliers", "--pairs", "6"], check=True)
     results = json.loads((tmp_path / "ablation.json").read_text())["subjects"]["outliers"]
     figures = results["figures"]
     assert len(results["errors"]["recipe"]) == len(results["read"]["recipe"]) == 6
@@ -155,7 +152,7 @@ def test_full_width_blocks(pack, tmp_path, monkeypatch):
     from support.real_arithmetic import use_float_weights
     from support.tensors import relative_error
 
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(ablation, "TEXT_TOKENS", 12)
     blocks = ablation.Blocks(blocks=2, planted=1, pixels=32)
     model = ablation.stock(blocks.state_dict)
     blocks.evaluate(model)

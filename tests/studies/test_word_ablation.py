@@ -1,7 +1,6 @@
 """The ablation on words, small: formats lose what they must, bytes are counted, both commands run."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,13 +77,12 @@ def test_bytes_are_those_of_the_format(study, tensors):
 def test_the_commands_sample_and_evaluate(comfyui, tmp_path):
     pytest.importorskip("rapidocr")
     command = [sys.executable, str(STUDIES / "word_ablation.py"), "--comfyui", str(comfyui), "--out", str(tmp_path)]
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    early = subprocess.run([*command, "--evaluate"], env=variables, capture_output=True, text=True)
+    early = subprocess.run([*command, "--evaluate"], capture_output=True, text=True)
     assert early.returncode == 1 and "lacks sampled.json" in early.stderr.splitlines()[-1]
 
     wanted = ["--pairs", "3", "--steps", "3", "--variants", "NF4", "naive W8A8"]
-    subprocess.run([*command, *wanted], check=True, env=variables, timeout=600)
-    subprocess.run([*command, "--evaluate"], check=True, env=variables, timeout=600)
+    subprocess.run([*command, *wanted], check=True)
+    subprocess.run([*command, "--evaluate"], check=True)
     stored = json.loads((tmp_path / "words.json").read_text())
     assert list(stored["figures"]) == ["bf16", "NF4", "naive W8A8"]
     assert stored["variants"]["bf16"]["errors"] == [0, 0, 0]
