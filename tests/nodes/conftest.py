@@ -21,6 +21,32 @@ def dit(pack: ModuleType) -> ModuleType:
     return glyph_dit
 
 
+@pytest.fixture(scope="session")
+def small(pack: ModuleType) -> ModuleType:
+    """tests/support/small_models.py."""
+    from support import small_models
+
+    return small_models
+
+
+@pytest.fixture
+def blocks(pack: ModuleType) -> ModuleType:
+    """tests/support/fusable_blocks.py."""
+    from support import fusable_blocks
+
+    return fusable_blocks
+
+
+@pytest.fixture
+def fused_runs(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with what only fused forwards do."""
+    from int8_dit.nodes.blocks import steps
+
+    calls, run = [], steps.gated_residual
+    monkeypatch.setattr(steps, "gated_residual", lambda *args: calls.append(1) or run(*args))
+    return calls
+
+
 @pytest.fixture
 def lora(dit: ModuleType) -> dict:
     """One that changes each layer by half of its size, which moves the output by far more than INT8 noise."""

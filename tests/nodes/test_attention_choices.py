@@ -53,13 +53,6 @@ def preferred(core, monkeypatch):
 
 
 @pytest.fixture
-def small(pack):
-    from support import small_models
-
-    return small_models
-
-
-@pytest.fixture
 def write(small, tmp_path):
     """Write the file of a small Wan with these tensors more; the path."""
 

@@ -11,23 +11,6 @@ FAMILY = "Ideogram 4"
 
 
 @pytest.fixture
-def blocks(pack):
-    from support import fusable_blocks
-
-    return fusable_blocks
-
-
-@pytest.fixture
-def fused_runs(pack, monkeypatch):
-    """A list that grows with what only fused forwards do."""
-    from int8_dit.nodes.blocks import steps
-
-    calls, run = [], steps.gated_residual
-    monkeypatch.setattr(steps, "gated_residual", lambda *args: calls.append(1) or run(*args))
-    return calls
-
-
-@pytest.fixture
 def changed_core(blocks, monkeypatch):
     """Let ComfyUI's own block give twice as much where `condition(args, options)`."""
     from comfy.ldm.ideogram4.model import Ideogram4TransformerBlock

@@ -14,30 +14,6 @@ AS_EXACT = 1.1
 KINDS = ("plain", "smoothed", "rotated", "protected", "16 bits")
 
 
-@pytest.fixture
-def small(pack):
-    from support import small_models
-
-    return small_models
-
-
-@pytest.fixture
-def blocks(pack):
-    from support import fusable_blocks
-
-    return fusable_blocks
-
-
-@pytest.fixture
-def fused_runs(pack, monkeypatch):
-    """A list that grows with what only fused forwards do."""
-    from int8_dit.nodes.blocks import steps
-
-    calls, run = [], steps.gated_residual
-    monkeypatch.setattr(steps, "gated_residual", lambda *args: calls.append(1) or run(*args))
-    return calls
-
-
 def errors(outputs, expected):
     return [relative_error(a, b) for a, b in zip(outputs, expected, strict=True)]
 
@@ -454,7 +430,7 @@ ARCHITECTURES_FUSED = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=(False, True), ids=("this ComfyUI", "of today"))
+@pytest.fixture(params=(False, pytest.param(True, marks=pytest.mark.slow)), ids=("this ComfyUI", "of today"))
 def any_comfyui(pack, request):
     """The ComfyUI that is there, and its interface of today."""
     from support.comfyui_today import today

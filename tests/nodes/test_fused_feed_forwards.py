@@ -10,20 +10,6 @@ NAMES = ("LTX-Video", "MiniMax", "Wan")
 KINDS = ("plain", "smoothed", "rotated", "protected", "16 bits")
 
 
-@pytest.fixture
-def small(pack):
-    from support import small_models
-
-    return small_models
-
-
-@pytest.fixture
-def blocks(pack):
-    from support import fusable_blocks
-
-    return fusable_blocks
-
-
 @pytest.fixture(params=NAMES)
 def name(request, blocks):
     if request.param not in blocks.FEED_FORWARDS:

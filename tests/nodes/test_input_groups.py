@@ -84,13 +84,6 @@ def test_the_loader_groups_linears(pack):
 
 
 @pytest.fixture
-def small(pack):
-    from support import small_models
-
-    return small_models
-
-
-@pytest.fixture
 def swiglu(small, monkeypatch):
     """A float MODEL with w1 and w3."""
     return small.ideogram4(monkeypatch)

@@ -5,13 +5,6 @@ import torch
 
 
 @pytest.fixture
-def small(pack):
-    from support import small_models
-
-    return small_models
-
-
-@pytest.fixture
 def after(dit, tmp_path):
     """A MODEL as it comes out of the quantizer, of this pack's loader, and of ComfyUI's own."""
     import comfy.sd

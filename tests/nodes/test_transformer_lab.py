@@ -15,13 +15,6 @@ BRANCHES = ("conditional", "unconditional")
 
 
 @pytest.fixture
-def small(pack):
-    from support import small_models
-
-    return small_models
-
-
-@pytest.fixture
 def models(small, monkeypatch):
     """The tensors of the two float models, by branch."""
     conditional = small.ideogram4(monkeypatch).model.diffusion_model.state_dict()
