@@ -5,6 +5,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 
+from support.covering import covering
+
+STORED = (None, "Q8_0", "W4A8")
+
 
 @pytest.fixture
 def ideogram(pack, monkeypatch):
@@ -25,17 +29,15 @@ def smooth_alike(name, channels):
     return torch.linspace(0.5, 2.0, channels)
 
 
-@pytest.mark.parametrize("options", ({}, {"smoothing": smooth_alike}, {"stored": "Q8_0"}, {"stored": "W4A8"}))
-def test_a_block_is_one_graph(ideogram, options):
-    block = ideogram.block(**options)
+def test_a_smoothed_block_is_one_graph(ideogram):
+    block = ideogram.block(smoothing=smooth_alike)
     with torch.inference_mode():
         explanation = torch._dynamo.explain(block)(*ideogram.inputs())
     assert explanation.graph_break_count == 0, explanation.break_reasons
     assert explanation.graph_count == 1
 
 
-@pytest.mark.parametrize("stored", (None, "Q8_0", "W4A8"))
-@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("context, stored", covering((torch.no_grad, torch.inference_mode), STORED, slow_rounds=1))
 def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(ideogram, context, stored):
     block, counter = ideogram.block(stored=stored), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, backend=counter, fullgraph=True)
@@ -133,8 +135,7 @@ STREAMED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", (None, "Q8_0", "W4A8"))
-@pytest.mark.parametrize("kind", STREAMED)
+@pytest.mark.parametrize("kind, stored", covering(STREAMED, STORED))
 def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind, stored):
     """What ComfyUI attaches for a LoRA and the like: no break, no recompilation, and gone when it is taken away."""
     block, counter = ideogram.block(stored=stored), CompileCounterWithBackend("aot_eager")

@@ -1,6 +1,7 @@
-"""Every file format with every architecture: what is loaded computes what the file stands for, and is saved whole.
+"""Every file format and every architecture: what is loaded computes what the file stands for, and is saved whole.
 
-The architectures are small ones of ComfyUI's own classes, the files are made by other code than this pack's.
+How a layer is read depends on its format, and what its MODEL is on its architecture: not every pair is tried. The
+architectures are small ones of ComfyUI's own classes, the files are made by other code than this pack's.
 """
 
 from functools import cache
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from support.architectures import ARCHITECTURES
+from support.covering import covering
 from support.file_formats import FORMATS
 
 FLOAT = ["bf16", "fp16", "fp32", "checkpoint, bf16"]
@@ -31,13 +33,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def small(pack):
-    from support import small_models
-
-    return small_models
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +98,16 @@ def forget_the_transform(tensors, layer):
     return forgotten
 
 
-@pytest.mark.parametrize(
-    "format_name, damage",
-    (
-        ("native", take_scales_of_other_rows),
-        ("native, ConvRot", forget_the_transform),
-        ("smoothed", forget_the_transform),
-    ),
-    ids=("scales of other rows", "not rotated", "not smoothed"),
-)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_bound_sees_each_wrong_layer(small, dit, original, tmp_path, name, format_name, damage):
-    it = original(name)
+DAMAGE = {
+    "native": take_scales_of_other_rows,
+    "native, ConvRot": forget_the_transform,
+    "smoothed": forget_the_transform,
+}
+
+
+@pytest.mark.parametrize("name, format_name", covering(ARCHITECTURES, DAMAGE))
+def test_the_bound_sees_each_wrong_layer(small, dit, original, tmp_path, name, format_name):
+    it, damage = original(name), DAMAGE[format_name]
     file = FORMATS[format_name](it.tensors, it.layers)
     wrong = [layer for layer in it.layers if damage(file.tensors, layer)]
     path = dit.write(tmp_path / "wrong.safetensors", file.tensors)
@@ -123,8 +116,7 @@ def test_the_bound_sees_each_wrong_layer(small, dit, original, tmp_path, name, f
     assert min(layer_error(dit, model, file, layer) for layer in wrong) > LAYER_ERROR
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name, format_name", covering(ARCHITECTURES, FORMATS, slow_rounds=2))
 def test_a_file_of_an_architecture(small, dit, original, tmp_path, name, format_name):
     from int8_dit.nodes.model.save import save_int8_model
 
@@ -164,8 +156,7 @@ def write_with_diffusers_names(small, dit, it, path, format_name):
     return dit.write(path, file.tensors, file.metadata), file.values
 
 
-@pytest.mark.parametrize("format_name", FLOAT)
-@pytest.mark.parametrize("name", DIFFUSERS)
+@pytest.mark.parametrize("name, format_name", covering(DIFFUSERS, FLOAT, slow_rounds=1))
 def test_a_float_file_with_diffusers_names(small, dit, original, tmp_path, name, format_name):
     it = original(name)
     path, _ = write_with_diffusers_names(small, dit, it, tmp_path / "file.safetensors", format_name)
@@ -176,8 +167,9 @@ def test_a_float_file_with_diffusers_names(small, dit, original, tmp_path, name,
     assert dit.relative_error(small.output_of(it.architecture, model), expected) < OUTPUT_NOISES * it.noise
 
 
-@pytest.mark.parametrize("format_name", [name for name in FORMATS if name not in FLOAT])
-@pytest.mark.parametrize("name", DIFFUSERS)
+@pytest.mark.parametrize(
+    "name, format_name", covering(DIFFUSERS, [name for name in FORMATS if name not in FLOAT], slow_rounds=2)
+)
 def test_a_quantized_file_with_diffusers_names(small, dit, original, tmp_path, name, format_name):
     """Read right or refused."""
     it = original(name)
