@@ -1,4 +1,4 @@
-"""Times the ways to compute a linear layer side by side; `python -m kernels.benchmark` is its command line."""
+"""Times the ways to compute a linear layer side by side; `tests/studies/linears.py` is its command line."""
 
 from ..machine import describe_machine, native_backend, title
 from ..timing import Stopwatch

@@ -1,6 +1,6 @@
 """The rows of the benchmark: a table of the ways to compute a linear, this pack's and those of others.
 
-A new row is a new entry of METHODS, and what it computes in systems.py.
+A new row is a new entry of METHODS, and what it computes in systems.py. `tests/studies/linears.py` has more.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from . import systems
-from .operands import ROTATION_GROUP, Call, Operands, Prepare, WeightForm
+from .operands import Call, Operands, Prepare, WeightForm
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,10 @@ class Method:
         form: how it holds its weight.
         prepare: makes the call that is timed.
         require: (device) -> raises Unavailable where the method does not exist.
-        compared: names of this pack's methods whose speed the summary gives relative to this one.
-        in_tables: whether each shape's row gives the fused linear's speed relative to this one.
-        variant: whether it is the fused linear with something more, shown with what that costs.
         with_bias: whether its result has the bias in it.
         foreign: whether it is the code of others: then what it raises leaves the row out.
         large: whether it needs so much memory that it is prepared when all else is in place.
-        tick: the node's widget that switches it on and off; None leaves it to the command line, "" is always on.
+        tick: the node's widget that switches it on and off; "" is always on.
         color: of its bar in the node's picture.
         tip: what it is, in a few words for the widget.
     """
@@ -37,13 +34,10 @@ class Method:
     form: WeightForm
     prepare: Prepare
     require: Callable[[torch.device], object] = lambda device: None
-    compared: tuple[str, ...] = ()
-    in_tables: bool = False
-    variant: bool = False
     with_bias: bool = False
     foreign: bool = False
     large: bool = False
-    tick: str | None = None
+    tick: str = ""
     color: str | None = None
     tip: str = ""
 
@@ -57,30 +51,23 @@ BF16 = "bf16"
 FP16_SUMS = "fp16, fp16 sums"
 NATIVE = "ComfyUI's INT8"
 UNFUSED = "unfused _int_mm"
-FUSED_GEMM = "fused GEMM alone"
 FUSED = "fused int8"
-ROTATION = "fused + rotation"
 
 METHODS = (
-    Method(BF16, systems.FLOAT, systems.bf16, compared=(FUSED_GEMM, FUSED), in_tables=True, tick="", color="#7f8c9b"),
+    Method(BF16, systems.FLOAT, systems.bf16, color="#7f8c9b"),
     Method(
         FP16_SUMS,
         systems.HALF,
         systems.fp16_in_fp16_sums,
         systems.require_fp16_sums,
-        compared=(FUSED,),
-        in_tables=True,
         foreign=True,
-        tick="",
         color="#4f5f6e",
     ),
-    Method("fp8 _scaled_mm GEMM alone", systems.E4M3, systems.fp8_gemm, systems.require_fp8, foreign=True),
     Method(
         "fp8 _scaled_mm",
         systems.E4M3,
         systems.fp8,
         systems.require_fp8,
-        compared=(FUSED,),
         foreign=True,
         tick="fp8",
         color="#b5546b",
@@ -91,7 +78,6 @@ METHODS = (
         systems.E4M3,
         systems.fp8_dequantized,
         systems.require_fp8_as_storage,
-        compared=(FUSED,),
         large=True,
         tick="fp8",
         color="#d08a9b",
@@ -130,7 +116,6 @@ METHODS = (
         systems.PLAIN,
         systems.native,
         systems.require_native,
-        compared=(FUSED,),
         foreign=True,
         large=True,
         tick="native_int8",
@@ -142,31 +127,11 @@ METHODS = (
         systems.PLAIN,
         systems.kitchen("cuda"),
         partial(systems.kitchen_int8_linear, "cuda"),
-        compared=(FUSED,),
-        in_tables=True,
         foreign=True,
         large=True,
         tick="comfy_kitchen_cuda",
         color="#c3a3d4",
         tip="comfy-kitchen's CUDA kernel, also where your ComfyUI does not use it.",
-    ),
-    Method(
-        "comfy-kitchen cuda ConvRot",
-        systems.ROTATED,
-        systems.kitchen("cuda", convrot=True, convrot_groupsize=ROTATION_GROUP),
-        partial(systems.kitchen_int8_linear, "cuda"),
-        compared=(ROTATION,),
-        foreign=True,
-        large=True,
-    ),
-    Method(
-        "comfy-kitchen triton",
-        systems.PLAIN,
-        systems.kitchen("triton"),
-        partial(systems.kitchen_int8_linear, "triton"),
-        compared=(FUSED,),
-        foreign=True,
-        large=True,
     ),
     Method(
         "fake-quant",
@@ -181,44 +146,22 @@ METHODS = (
         UNFUSED,
         systems.PLAIN,
         systems.unfused,
-        compared=(FUSED,),
         large=True,
         tick="unfused",
         color="#c4a83a",
         tip="torch._int_mm, then a dequantization of its own.",
     ),
-    Method(FUSED_GEMM, systems.PLAIN, systems.fused_gemm, systems.require_fused),
-    Method(FUSED, systems.PLAIN, systems.fused(), systems.require_fused, tick="", color="#2f6fd0"),
-    Method(
-        "fused + bias", systems.PLAIN, systems.fused(bias=True), systems.require_fused, variant=True, with_bias=True
-    ),
-    Method("fused + smoothing", systems.SMOOTHED, systems.fused(smooth=True), systems.require_fused, variant=True),
-    Method(ROTATION, systems.ROTATED, systems.fused(rotate=True), systems.require_fused, variant=True),
-    Method(
-        "fused + smoothing + rotation",
-        systems.BOTH,
-        systems.fused(smooth=True, rotate=True),
-        systems.require_fused,
-        variant=True,
-    ),
-    Method(
-        "fused + 16-bit activations",
-        systems.PLAIN,
-        systems.fused(activation_bits=16),
-        systems.require_fused,
-        variant=True,
-    ),
+    Method(FUSED, systems.PLAIN, systems.fused, systems.require_fused, color="#2f6fd0"),
 )
 """In the order of the columns."""
 
-VARIANTS = tuple(method for method in METHODS if method.variant)
-TICKS = {method.tick: method.tip for method in METHODS if method.tick and method.tip}
+TICKS = {method.tick: method.tip for method in METHODS if method.tip}
 """The node's switches, and what each stands for."""
 
 
 def shown(ticked: Collection[str]) -> tuple[Method, ...]:
     """What the node times: what it always does, and what is ticked."""
-    return tuple(method for method in METHODS if method.tick is not None and method.tick in ("", *ticked))
+    return tuple(method for method in METHODS if method.tick in ("", *ticked))
 
 
 def bytes_per_copy(methods: Sequence[Method] = METHODS) -> float:

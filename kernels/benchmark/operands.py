@@ -5,10 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..transform import ChannelTransform
-
-ROTATION_GROUP = 256
-
 
 class Unavailable(Exception):
     """A method that does not exist on this machine or for this shape; the message says why."""
@@ -46,12 +42,6 @@ class Operands:
             weight, scale = form.make(self)
             self._copies_of_forms[form] = [weight, *(weight.clone() for _ in range(self.copies - 1))], scale
         return self._copies_of_forms[form]
-
-    def transform(self, smooth: bool = False, rotate: bool = False) -> ChannelTransform:
-        """What a variant of the INT8 linear does to the channels. Raises Unavailable where K cannot be rotated."""
-        if rotate and self.x.shape[1] % ROTATION_GROUP:
-            raise Unavailable(f"K is not a multiple of {ROTATION_GROUP}")
-        return ChannelTransform(self.smooth if smooth else None, ROTATION_GROUP if rotate else None)
 
 
 Call = Callable[[int], torch.Tensor]

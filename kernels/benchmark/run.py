@@ -1,26 +1,15 @@
-"""Timing methods side by side on one shape or on all of them, and the command line.
+"""Timing methods side by side on one shape."""
 
-`python -m kernels.benchmark` prints the tables for the card at hand, with comfy-kitchen in them where it is installed.
-"""
-
-import argparse
-import json
-import statistics
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from ..interruption import interruptible
-from ..linear import quantize_activations
-from ..machine import describe_machine
 from ..timing import CallSeries, GraphPool, sustained_milliseconds
-from ..transform import ChannelTransform
 from .methods import METHODS, Method, bytes_per_copy
-from .operands import ROTATION_GROUP, Operands, Unavailable, first_line
-from .report import COPY, QUANTIZE, QUANTIZE_ROTATION, QUANTIZE_SMOOTHING, QuantizationResult, Report, ShapeResult
-from .shapes import TOKENS, LinearShape, planned_shapes
+from .operands import Operands, Unavailable, first_line
+from .report import ShapeResult
+from .shapes import LinearShape
 
 _MOST_COPIES = 64
 _ERROR_ROWS = 256
@@ -28,8 +17,6 @@ _ERROR_COLUMNS = 1024  # of a float64 weight at a time
 # What a CPU does in a fraction of a second, so that a run there ends and can be cancelled.
 _MOST_WEIGHTS_ON_CPU = 32 << 20
 _MOST_TOKENS_ON_CPU = 64
-_LARGE_COPY_BYTES = 1 << 30
-_LARGE_COPY_BYTES_ON_CPU = 1 << 24
 
 
 def working_memory(shape: LinearShape, tokens: int) -> int:
@@ -126,75 +113,3 @@ def _copies(shape: LinearShape, device: torch.device, methods: Sequence[Method])
 def _free_bytes(device: torch.device) -> int:
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def benchmark_quantization(m: int, k: int, device: torch.device, rounds: int = 3) -> QuantizationResult:
-    """Time the quantization of bf16 activations [M, K] alone, and for comparison a copy of them."""
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(m, k, device=device, generator=generator).bfloat16()
-    smoothing = ChannelTransform(torch.rand(k, device=device, generator=generator) + 0.5)
-    target = torch.empty_like(x)
-    runs = {
-        COPY: lambda _: target.copy_(x),
-        QUANTIZE: lambda _: quantize_activations(x),
-        QUANTIZE_SMOOTHING: lambda _: quantize_activations(x, smoothing),
-    }
-    if k % ROTATION_GROUP == 0:
-        rotation = ChannelTransform(None, ROTATION_GROUP)
-        runs[QUANTIZE_ROTATION] = lambda _: quantize_activations(x, rotation)
-    for run in runs.values():
-        run(0)
-    times = sustained_milliseconds({name: CallSeries(run, 1, device) for name, run in runs.items()}, rounds)
-    return QuantizationResult(m, k, x.element_size(), times)
-
-
-def copy_bandwidth(device: torch.device, rounds: int = 3) -> float:
-    """GB/s, read and written, of a copy that no cache holds any of."""
-    on_gpu = device.type == "cuda"
-    size = min(_LARGE_COPY_BYTES, _free_bytes(device) // 4) if on_gpu else _LARGE_COPY_BYTES_ON_CPU
-    source = torch.zeros(size, dtype=torch.int8, device=device)
-    target = torch.zeros_like(source)
-    times = sustained_milliseconds({COPY: CallSeries(lambda _: target.copy_(source), 1, device)}, rounds)
-    return 2 * size / statistics.median(times[COPY]) / 1e6
-
-
-def run_benchmark(plan: Sequence[tuple[LinearShape, int]], device: torch.device, rounds: int) -> Report:
-    """Time everything on the planned shapes, with a line of progress to stderr for each."""
-    report = Report(describe_machine(device))
-    report.copy_gigabytes_per_second = copy_bandwidth(device, rounds)
-    for number, (shape, m) in enumerate(plan, 1):
-        result = benchmark_shape(shape, m, device, rounds=rounds)
-        report.shapes.append(result)
-        print(f"{number}/{len(plan)} {shape.name}, {result.place()}", file=sys.stderr)
-    for m, k in dict.fromkeys((m, shape.k) for shape, m in plan):
-        report.quantizations.append(benchmark_quantization(m, k, device, rounds))
-    return report
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kernels.benchmark", description="Times linears in bf16, FP8 and INT8 on this machine."
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        nargs="+",
-        default=TOKENS,
-        metavar="M",
-        help="rows of the activations for Ideogram 4's block shapes (default: 2560 4352; 4352 is 1024 px)",
-    )
-    parser.add_argument("--tall", action="store_true", help="a video model's shape too (about 20 GB of GPU memory)")
-    parser.add_argument("--models", action="store_true", help="shapes of Flux, Qwen-Image, Z-Image and Wan too")
-    parser.add_argument("--rounds", type=int, default=3, help="timings of each method, of which the median counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = run_benchmark(planned_shapes(options.tokens, options.tall, options.models), device, options.rounds)
-    text = report.as_markdown()
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n", encoding="utf-8")
-    if options.json:
-        options.json.write_text(json.dumps(report.as_json(), indent=1, allow_nan=False), encoding="utf-8")

@@ -14,7 +14,7 @@ from ..device import fused_obstacle
 from ..gguf.formats import GGUF_FORMATS
 from ..internals import kitchen as comfy_kitchen
 from ..internals.torch_functions import scaled_mm
-from ..linear import int8_gemm, int8_linear, quantize_activations
+from ..linear import int8_linear, quantize_activations
 from ..machine import native_backend
 from ..numerics.weights import quantize_weight
 from ..reference import int8_accumulate_reference
@@ -25,15 +25,10 @@ _FP8_MAX = 448.0  # of e4m3
 _NF4_BLOCK = 64  # weights that share a scale, as bitsandbytes' users have them
 
 
-def int8_form(smooth: bool = False, rotate: bool = False) -> WeightForm:
-    return WeightForm(1, lambda operands: quantize_weight(operands.weight, operands.transform(smooth, rotate)))
-
-
 FLOAT = WeightForm(2, lambda operands: (operands.weight, torch.ones((), device=operands.device)))
 HALF = WeightForm(2, lambda operands: (operands.weight.half(), torch.ones((), device=operands.device)))
 E4M3 = WeightForm(1, lambda operands: quantize_fp8(operands.weight))
-PLAIN, SMOOTHED = int8_form(), int8_form(smooth=True)
-ROTATED, BOTH = int8_form(rotate=True), int8_form(smooth=True, rotate=True)
+PLAIN = WeightForm(1, lambda operands: quantize_weight(operands.weight))
 NF4 = WeightForm(0.5 + 4 / _NF4_BLOCK, lambda operands: _quantize_nf4(operands.weight))
 
 
@@ -148,11 +143,6 @@ def fp16_in_fp16_sums(operands: Operands, weights: list[torch.Tensor], scale: to
     return call
 
 
-def fp8_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
-    q, q_scale = quantize_fp8(operands.x)
-    return lambda copy: scaled_mm(q, q_scale, weights[copy].t(), scale)
-
-
 def fp8(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
     return lambda copy: scaled_mm(*quantize_fp8(operands.x), weights[copy].t(), scale)
 
@@ -214,16 +204,5 @@ def unfused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor
     return call
 
 
-def fused_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
-    q, q_scale = quantize_activations(operands.x)
-    return lambda copy: int8_gemm(q, q_scale, weights[copy], scale)
-
-
-def fused(bias: bool = False, smooth: bool = False, rotate: bool = False, activation_bits: int = 8) -> Prepare:
-    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
-        added = operands.bias if bias else None
-        transform = operands.transform(smooth, rotate)
-        options = {"bias": added, "transform": transform, "activation_bits": activation_bits}
-        return lambda copy: int8_linear(operands.x, weights[copy], scale, **options)
-
-    return prepare
+def fused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    return lambda copy: int8_linear(operands.x, weights[copy], scale)

@@ -62,7 +62,7 @@ class Outcome:
     """What one run found out.
 
     Attributes:
-        report: every figure, as `python -m kernels.benchmark` keeps them.
+        report: every figure of the linears.
         health: of the card.
         split: a forward of the MODEL, or None where none was measured.
         sentences: what it means, the most important first.

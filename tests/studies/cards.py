@@ -6,6 +6,7 @@ Put the `int8_benchmark_*.json` of the node Kernel Benchmark into results/cards/
 """
 
 import json
+import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,6 @@ sys.path.append(str(PROJECT))
 
 from kernels.benchmark import LinearShape, ShapeResult, markdown, title
 from kernels.benchmark.methods import BF16, FUSED, NATIVE
-from kernels.benchmark.report import geometric_mean
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RIVALS = (BF16, NATIVE, "fp8 _scaled_mm", "fp8 dequantized", "NF4 dequantized", "GGUF Q8_0 dequantized", "fake-quant")
@@ -27,7 +27,7 @@ def row(content: Mapping) -> list[str]:
     cells = [title(content["environment"]), "yes" if content["health"].startswith("The card is healthy") else "**no**"]
     for rival in RIVALS:
         speeds = [speed for result in results if (speed := result.speedup(FUSED, rival)) is not None]
-        cells.append(f"{geometric_mean(speeds):.2f} x" if speeds else "-")
+        cells.append(f"{statistics.geometric_mean(speeds):.2f} x" if speeds else "-")
     return [*cells, str(len(results))]
 
 

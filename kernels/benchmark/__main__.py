@@ -1,5 +1,0 @@
-"""Command line of the benchmark."""
-
-from .run import main
-
-main()

@@ -1,0 +1,373 @@
+"""Single linears: the rows of the node Kernel Benchmark and more of them, on Ideogram 4's shapes and those of others.
+
+    python tests/studies/linears.py --tall --markdown FILE --json FILE
+
+It prints the tables for the card at hand, with comfy-kitchen in them where it is installed: each GEMM alone,
+comfy-kitchen's other kernels, the fused linear with bias, smoothing, rotation and 16-bit activations and what these
+cost, and the quantization of the activations alone beside a copy.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from kernels.benchmark import (
+    IDEOGRAM4_SHAPES,
+    LinearShape,
+    Report,
+    ShapeResult,
+    benchmark_shape,
+    markdown,
+    notes,
+    title,
+)
+from kernels.benchmark import METHODS as SHOWN
+from kernels.benchmark.methods import BF16, FP16_SUMS, FUSED, NATIVE, UNFUSED, Method
+from kernels.benchmark.operands import Call, Operands, Prepare, Unavailable, WeightForm
+from kernels.benchmark.report import _milliseconds, _number
+from kernels.benchmark.run import _free_bytes
+from kernels.benchmark.systems import (
+    E4M3,
+    PLAIN,
+    kitchen,
+    kitchen_int8_linear,
+    quantize_fp8,
+    require_fp8,
+    require_fused,
+)
+from kernels.internals.torch_functions import scaled_mm
+from kernels.linear import int8_gemm, int8_linear, quantize_activations
+from kernels.machine import describe_machine
+from kernels.numerics.weights import quantize_weight
+from kernels.timing import CallSeries, sustained_milliseconds
+from kernels.transform import ChannelTransform
+
+ROTATION_GROUP = 256
+FP8, KITCHEN_CUDA = "fp8 _scaled_mm", "comfy-kitchen cuda"
+FUSED_GEMM, ROTATION = "fused GEMM alone", "fused + rotation"
+
+
+def transform(operands: Operands, smooth: bool = False, rotate: bool = False) -> ChannelTransform:
+    """What a variant of the INT8 linear does to the channels. Raises Unavailable where K cannot be rotated."""
+    if rotate and operands.x.shape[1] % ROTATION_GROUP:
+        raise Unavailable(f"K is not a multiple of {ROTATION_GROUP}")
+    return ChannelTransform(operands.smooth if smooth else None, ROTATION_GROUP if rotate else None)
+
+
+def form(smooth: bool = False, rotate: bool = False) -> WeightForm:
+    return WeightForm(1, lambda operands: quantize_weight(operands.weight, transform(operands, smooth, rotate)))
+
+
+ROTATED = form(rotate=True)
+
+
+def fp8_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    q, q_scale = quantize_fp8(operands.x)
+    return lambda copy: scaled_mm(q, q_scale, weights[copy].t(), scale)
+
+
+def fused_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    q, q_scale = quantize_activations(operands.x)
+    return lambda copy: int8_gemm(q, q_scale, weights[copy], scale)
+
+
+def fused(bias: bool = False, smooth: bool = False, rotate: bool = False, activation_bits: int = 8) -> Prepare:
+    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+        added = operands.bias if bias else None
+        options = {"transform": transform(operands, smooth, rotate), "activation_bits": activation_bits}
+        return lambda copy: int8_linear(operands.x, weights[copy], scale, added, **options)
+
+    return prepare
+
+
+_kitchen = partial(Method, foreign=True, large=True)
+_fused = partial(Method, require=require_fused)
+VARIANTS = (
+    _fused("fused + bias", PLAIN, fused(bias=True), with_bias=True),
+    _fused("fused + smoothing", form(smooth=True), fused(smooth=True)),
+    _fused(ROTATION, ROTATED, fused(rotate=True)),
+    _fused("fused + smoothing + rotation", form(smooth=True, rotate=True), fused(smooth=True, rotate=True)),
+    _fused("fused + 16-bit activations", PLAIN, fused(activation_bits=16)),
+)
+"""The fused linear with something more, shown with what that costs."""
+
+_BEHIND = {
+    FP16_SUMS: [Method("fp8 _scaled_mm GEMM alone", E4M3, fp8_gemm, require_fp8, foreign=True)],
+    KITCHEN_CUDA: [
+        _kitchen(
+            "comfy-kitchen cuda ConvRot",
+            ROTATED,
+            kitchen("cuda", convrot=True, convrot_groupsize=ROTATION_GROUP),
+            partial(kitchen_int8_linear, "cuda"),
+        ),
+        _kitchen("comfy-kitchen triton", PLAIN, kitchen("triton"), partial(kitchen_int8_linear, "triton")),
+    ],
+    UNFUSED: [_fused(FUSED_GEMM, PLAIN, fused_gemm)],
+    FUSED: VARIANTS,
+}
+METHODS = [each for method in SHOWN for each in (method, *_BEHIND.get(method.name, ()))]
+"""In the order of the columns: those of the node, and behind some of them others."""
+
+COMPARED = {
+    BF16: (FUSED_GEMM, FUSED),
+    "comfy-kitchen cuda ConvRot": (ROTATION,),
+    **dict.fromkeys(
+        (FP16_SUMS, FP8, "fp8 dequantized", NATIVE, KITCHEN_CUDA, "comfy-kitchen triton", UNFUSED), (FUSED,)
+    ),
+}
+"""Whose speed the summary gives relative to which methods: the names of those, by the name of each of these."""
+IN_TABLES = (BF16, FP16_SUMS, KITCHEN_CUDA)
+"""Relative to which each shape's row gives the fused linear's speed."""
+
+*BLOCK_SHAPES, LLM_SHAPE = IDEOGRAM4_SHAPES
+FEW_TOKENS = 77
+TALL_SHAPE = LinearShape("video", 21504, 5376, tokens=80661)
+MODEL_SHAPES = (
+    LinearShape("Flux, Qwen-Image attention out", 3072, 3072, tokens=4608),
+    LinearShape("Flux, Qwen-Image ffn up", 12288, 3072, tokens=4608),
+    LinearShape("Flux, Qwen-Image ffn down", 3072, 12288, tokens=4608),
+    LinearShape("Z-Image ffn up", 10240, 3840, tokens=4608),
+    LinearShape("Z-Image ffn down", 3840, 10240, tokens=4608),
+    LinearShape("Wan attention out", 5120, 5120, tokens=32760),
+    LinearShape("Wan ffn up", 13824, 5120, tokens=32760),
+    LinearShape("Wan ffn down", 5120, 13824, tokens=32760),
+)
+TOKENS = (2560, 4352)
+
+
+def planned_shapes(tokens: Sequence[int], tall: bool, models: bool) -> list[tuple[LinearShape, int]]:
+    """The shapes of one run, each with the M it is timed at."""
+    blocks = [(shape, m) for m in tokens for shape in BLOCK_SHAPES]
+    few = [replace(shape, tokens=FEW_TOKENS) for shape in BLOCK_SHAPES]
+    others = [LLM_SHAPE, *few, *([TALL_SHAPE] if tall else []), *(MODEL_SHAPES if models else [])]
+    return blocks + [(shape, shape.tokens) for shape in others if shape.tokens is not None]
+
+
+QUANTIZE = "plain"
+QUANTIZE_SMOOTHING = "smoothing"
+QUANTIZE_ROTATION = "rotation"
+COPY = "copy"
+QUANTIZATIONS = (QUANTIZE, QUANTIZE_SMOOTHING, QUANTIZE_ROTATION)
+_LARGE_COPY_BYTES = 1 << 30
+_LARGE_COPY_BYTES_ON_CPU = 1 << 24
+
+
+@dataclass
+class QuantizationResult:
+    """Milliseconds per round of the quantization of activations [M, K] alone, and of a copy of as many bytes as x."""
+
+    m: int
+    k: int
+    element_size: int
+    """Bytes per element of x."""
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """Median over the rounds."""
+        return {name: statistics.median(times) for name, times in self.rounds.items()}
+
+    def gigabytes_per_second(self, name: str) -> float:
+        """Bytes read and written (x; q and a float32 scale per row, or x again) per second, in 10^9."""
+        written = self.element_size * self.k if name == COPY else self.k + 4
+        return self.m * (self.element_size * self.k + written) / self.milliseconds[name] / 1e6
+
+
+def benchmark_quantization(m: int, k: int, device: torch.device, rounds: int = 3) -> QuantizationResult:
+    """Time the quantization of bf16 activations [M, K] alone, and for comparison a copy of them."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(m, k, device=device, generator=generator).bfloat16()
+    smoothing = ChannelTransform(torch.rand(k, device=device, generator=generator) + 0.5)
+    target = torch.empty_like(x)
+    runs: dict[str, Callable[[int], object]] = {
+        COPY: lambda _: target.copy_(x),
+        QUANTIZE: lambda _: quantize_activations(x),
+        QUANTIZE_SMOOTHING: lambda _: quantize_activations(x, smoothing),
+    }
+    if k % ROTATION_GROUP == 0:
+        rotation = ChannelTransform(None, ROTATION_GROUP)
+        runs[QUANTIZE_ROTATION] = lambda _: quantize_activations(x, rotation)
+    for run in runs.values():
+        run(0)
+    times = sustained_milliseconds({name: CallSeries(run, 1, device) for name, run in runs.items()}, rounds)
+    return QuantizationResult(m, k, x.element_size(), times)
+
+
+def copy_bandwidth(device: torch.device, rounds: int = 3) -> float:
+    """GB/s, read and written, of a copy that no cache holds any of."""
+    on_gpu = device.type == "cuda"
+    size = min(_LARGE_COPY_BYTES, _free_bytes(device) // 4) if on_gpu else _LARGE_COPY_BYTES_ON_CPU
+    source = torch.zeros(size, dtype=torch.int8, device=device)
+    target = torch.zeros_like(source)
+    times = sustained_milliseconds({COPY: CallSeries(lambda _: target.copy_(source), 1, device)}, rounds)
+    return 2 * size / statistics.median(times[COPY]) / 1e6
+
+
+def table(results: Sequence[ShapeResult], methods: Sequence[Method]) -> tuple[list[str], list[list[str]]]:
+    """Column headings and rows of text: milliseconds per method, the fused linear's speed, bf16's rate, the error.
+
+    A method that ran on no shape has no column. The error is the fused linear's, or unfused INT8's where that one is
+    missing.
+    """
+    shown = [method for method in methods if any(method.name in result.rounds for result in results)]
+    ran = [method.name for method in shown]
+    references = [method.name for method in shown if method.name in IN_TABLES and FUSED in ran]
+    columns = ["linear", "M x N x K", *(f"{method} ms" for method in ran)]
+    columns += [*(f"fused vs {reference}" for reference in references), "bf16 TFLOPS", "rel. error"]
+    rows = []
+    for result in results:
+        error = result.relative_errors.get(FUSED, result.relative_errors.get(UNFUSED))
+        rows.append(
+            [
+                result.shape.name,
+                result.place(),
+                *(_milliseconds(result, method) for method in ran),
+                *(_number(result.speedup(FUSED, reference), ".2f", " x") for reference in references),
+                _number(result.teraflops(BF16), ".3g"),
+                _number(error, ".4f"),
+            ]
+        )
+    return columns, rows
+
+
+def variant_table(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]:
+    """Column headings and rows: milliseconds of the fused linear, then with each extra, and its cost in percent."""
+    columns = [
+        "linear",
+        "M x N x K",
+        f"{FUSED} ms",
+        *(f"{variant.name.removeprefix('fused ')} ms" for variant in VARIANTS),
+    ]
+    rows = []
+    for result in results:
+        cells = []
+        for variant in VARIANTS:
+            ratio = result.time_ratio(variant.name, FUSED)
+            cost = "" if ratio is None else f" ({_percent(ratio)})"
+            cells.append(_milliseconds(result, variant.name) + cost)
+        rows.append([result.shape.name, result.place(), _milliseconds(result, FUSED), *cells])
+    return columns, rows
+
+
+def quantization_table(results: Iterable[QuantizationResult]) -> tuple[list[str], list[list[str]]]:
+    """Column headings and rows: milliseconds and achieved GB/s of the quantization, GB/s of the copy of x."""
+    columns = ["M x K", *(f"{name} ms (GB/s)" for name in QUANTIZATIONS), "copy of x GB/s"]
+    rows = []
+    for result in results:
+        times = result.milliseconds
+        cells = [
+            f"{times[name]:.4f} ({result.gigabytes_per_second(name):.0f})" if name in times else "-"
+            for name in QUANTIZATIONS
+        ]
+        rows.append([f"{result.m} x {result.k}", *cells, f"{result.gigabytes_per_second(COPY):.0f}"])
+    return columns, rows
+
+
+def summary(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]:
+    """Geometric mean and worst case over the shapes that take the benchmark's M: speeds, then what the extras cost."""
+    blocks = [result for result in results if result.shape.tokens is None]
+    rows = []
+    names = [method.name for method in METHODS]
+    compared = [(own, other) for own in names for other in names if own in COMPARED.get(other, ())]
+    for method, reference in compared:
+        speeds = {r: speed for r in range(len(blocks)) if (speed := blocks[r].speedup(method, reference)) is not None}
+        if speeds:
+            worst = min(speeds, key=speeds.__getitem__)
+            mean = f"{statistics.geometric_mean(speeds.values()):.3f} x"
+            rows.append([f"{method} vs {reference}", mean, f"{speeds[worst]:.3f} x", _where(blocks[worst])])
+    for variant in VARIANTS:
+        costs = ((r, blocks[r].time_ratio(variant.name, FUSED)) for r in range(len(blocks)))
+        ratios = {r: ratio for r, ratio in costs if ratio is not None}
+        if ratios:
+            worst = max(ratios, key=ratios.__getitem__)
+            mean = _percent(statistics.geometric_mean(ratios.values()))
+            rows.append(
+                [
+                    f"cost of {variant.name.removeprefix('fused + ')}",
+                    mean,
+                    _percent(ratios[worst]),
+                    _where(blocks[worst]),
+                ]
+            )
+    return ["", "geometric mean", "worst", "at"], rows
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def _where(result: ShapeResult) -> str:
+    return f"{result.shape.name}, M = {result.m}"
+
+
+def document(report: Report, quantizations: Sequence[QuantizationResult], copy_rate: float) -> str:
+    """All tables and notes."""
+    parts = [
+        f"**{title(report.environment)}**",
+        markdown(*table(report.shapes, [method for method in METHODS if method not in VARIANTS])),
+    ]
+    if any(variant.name in result.rounds for result in report.shapes for variant in VARIANTS):
+        parts += [
+            "Fused linear with bias, smoothing, rotation (group 256); in brackets what it costs:",
+            markdown(*variant_table(report.shapes)),
+        ]
+    parts += ["Quantization of the activations alone:", markdown(*quantization_table(quantizations))]
+    parts.append(f"Copy of a large tensor: {copy_rate:.0f} GB/s read and written.")
+    columns, rows = summary(report.shapes)
+    if rows:
+        parts += ["Summary of the block shapes:", markdown(columns, rows)]
+    return "\n\n".join(parts + notes(report.shapes))
+
+
+def figures(report: Report, quantizations: Sequence[QuantizationResult], copy_rate: float) -> dict:
+    """Every figure in JSON's types."""
+    alone = [asdict(result) | {"milliseconds": result.milliseconds} for result in quantizations]
+    return report.as_json() | {"quantizations": alone, "copy_gigabytes_per_second": copy_rate}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Times linears in bf16, FP8 and INT8 on this machine.")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=TOKENS,
+        metavar="M",
+        help="rows of the activations for Ideogram 4's block shapes (default: 2560 4352; 4352 is 1024 px)",
+    )
+    parser.add_argument("--tall", action="store_true", help="a video model's shape too (about 20 GB of GPU memory)")
+    parser.add_argument("--models", action="store_true", help="shapes of Flux, Qwen-Image, Z-Image and Wan too")
+    parser.add_argument("--rounds", type=int, default=3, help="timings of each method, of which the median counts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan = planned_shapes(options.tokens, options.tall, options.models)
+    report, copy_rate = Report(describe_machine(device)), copy_bandwidth(device, options.rounds)
+    for number, (shape, m) in enumerate(plan, 1):
+        report.shapes.append(benchmark_shape(shape, m, device, METHODS, options.rounds))
+        print(f"{number}/{len(plan)} {shape.name}, {report.shapes[-1].place()}", file=sys.stderr)
+    distinct = dict.fromkeys((m, shape.k) for shape, m in plan)
+    quantizations = [benchmark_quantization(m, k, device, options.rounds) for m, k in distinct]
+    text = document(report, quantizations, copy_rate)
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(
+            json.dumps(figures(report, quantizations, copy_rate), indent=1, allow_nan=False), encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The study of single linears: its tables on made-up figures, and one run of the command."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from kernels.benchmark import LinearShape, ShapeResult, benchmark_shape, notes, title
+from kernels.benchmark.methods import BF16, FP16_SUMS, FUSED, UNFUSED
+from studies import linears as study
+from studies.linears import (
+    COPY,
+    FP8,
+    FUSED_GEMM,
+    KITCHEN_CUDA,
+    METHODS,
+    QUANTIZE,
+    QUANTIZE_ROTATION,
+    VARIANTS,
+    QuantizationResult,
+    planned_shapes,
+    quantization_table,
+    summary,
+    table,
+    variant_table,
+)
+
+BIAS, SMOOTHING = "fused + bias", "fused + smoothing"
+CPU = torch.device("cpu")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def made_up(milliseconds, name="qkv", m=100, tokens=None):
+    """A result whose methods take these times in all three rounds."""
+    rounds = {method: [time, time, time] for method, time in milliseconds.items()}
+    return ShapeResult(LinearShape(name, 1000, 2000, tokens), m, rounds=rounds)
+
+
+def methods(*names, **changes):
+    """Entries of the table by name, some of their attributes replaced."""
+    chosen = [method for method in METHODS if method.name in names]
+    assert len(chosen) == len(names)
+    return [dataclasses.replace(method, **changes) for method in chosen]
+
+
+def cells(columns, row):
+    return dict(zip(columns, row, strict=True))
+
+
+def test_the_table_of_methods_is_consistent():
+    names = [method.name for method in METHODS]
+    assert len(set(names)) == len(names)
+    for method, own in study.COMPARED.items():
+        assert method in names and set(own) <= set(names) - {method}
+    assert set(study.IN_TABLES) <= set(names)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_its_own_rows_need_a_gpu():
+    result = benchmark_shape(LinearShape("tiny", 32, 64), 4, CPU, METHODS, rounds=1)
+    for method in METHODS:
+        assert method in study.SHOWN or result.absent[method.name] == "no GPU"
+
+
+def test_table_has_the_methods_that_ran_somewhere():
+    full = made_up({BF16: 8.0, KITCHEN_CUDA: 4.0, FUSED: 2.0})
+    full.relative_errors = {BF16: 0.002, FUSED: 0.0123}
+    full.looped = [KITCHEN_CUDA]
+    columns, rows = table([full, made_up({BF16: 1.0}, name="other")], METHODS)
+    assert not [column for column in columns if FP8 in column or UNFUSED in column]
+    first, second = (cells(columns, row) for row in rows)
+    assert first["M x N x K"] == "100 x 1000 x 2000"
+    assert first[f"{FUSED} ms"] == "2.000" and first[f"{KITCHEN_CUDA} ms"] == "4.000\\*"
+    assert first["fused vs bf16"] == "4.00 x" and first["fused vs comfy-kitchen cuda"] == "2.00 x"
+    assert first["rel. error"] == "0.0123" and second["rel. error"] == "-"
+    assert second[f"{FUSED} ms"] == second["fused vs bf16"] == second[f"{KITCHEN_CUDA} ms"] == "-"
+
+
+def test_variants_are_shown_with_their_cost():
+    columns, rows = variant_table([made_up({FUSED: 2.0, BIAS: 2.1, SMOOTHING: 1.9})])
+    row = cells(columns, rows[0])
+    assert row["+ bias ms"] == "2.100 (+5.0 %)" and row["+ smoothing ms"] == "1.900 (-5.0 %)"
+    assert row["+ rotation ms"] == "-"
+
+
+def test_summary_is_of_the_shapes_at_the_runs_m():
+    results = [
+        made_up({BF16: 8.0, FUSED: 2.0, SMOOTHING: 2.0}, name="qkv"),
+        made_up({BF16: 2.0, FUSED: 2.0, SMOOTHING: 2.42}, name="ffn up"),
+        made_up({BF16: 100.0, FUSED: 1.0, SMOOTHING: 9.0}, name="llm", tokens=512),
+    ]
+    columns, rows = summary(results)
+    by_name = {row[0]: cells(columns, row) for row in rows}
+    assert by_name[f"{FUSED} vs {BF16}"]["geometric mean"] == "2.000 x"
+    assert by_name[f"{FUSED} vs {BF16}"]["worst"] == "1.000 x"
+    assert by_name[f"{FUSED} vs {BF16}"]["at"] == "ffn up, M = 100"
+    assert by_name["cost of smoothing"]["geometric mean"] == "+10.0 %"
+    assert by_name["cost of smoothing"]["worst"] == "+21.0 %"
+    assert set(by_name) == {f"{FUSED} vs {BF16}", "cost of smoothing"}
+    assert summary(results[2:])[1] == []
+
+
+def test_quantization_bandwidth_counts_all_bytes():
+    result = QuantizationResult(1000, 500, 2, {QUANTIZE: [1.0], COPY: [2.0]})
+    assert result.gigabytes_per_second(QUANTIZE) == pytest.approx(1000 * (500 * 3 + 4) / 1e6)
+    assert result.gigabytes_per_second(COPY) == pytest.approx(1000 * 500 * 4 / 2 / 1e6)
+    columns, rows = quantization_table([result])
+    row = cells(columns, rows[0])
+    assert row["plain ms (GB/s)"] == "1.0000 (2)" and row[f"{QUANTIZE_ROTATION} ms (GB/s)"] == "-"
+
+
+def test_what_does_not_fit_the_shape_is_left_out():
+    rotated = methods("fused + rotation", require=lambda device: None)
+    result = benchmark_shape(LinearShape("tiny", 32, 64), 4, CPU, [*methods(BF16), *rotated], rounds=1)
+    assert result.absent == {"fused + rotation": "K is not a multiple of 256"}
+
+
+def test_16_bit_activations_are_more_exact():
+    both = methods(FUSED, "fused + 16-bit activations", require=lambda device: None)
+    errors = benchmark_shape(LinearShape("tiny", 32, 64), 4, CPU, both, rounds=1).relative_errors
+    assert errors["fused + 16-bit activations"] < errors[FUSED] < 0.05
+
+
+def test_plan():
+    plan = planned_shapes((10, 20), tall=False, models=False)
+    blocks = [(shape, m) for shape, m in plan if shape.tokens is None]
+    assert [m for _, m in blocks] == [10] * 4 + [20] * 4
+    assert [m for shape, m in plan if shape.tokens] == [512, 77, 77, 77, 77]
+    extended = planned_shapes((10, 20), tall=True, models=True)
+    assert {(21504, 5376), (5120, 13824)} <= {(shape.n, shape.k) for shape, _ in extended}
+
+
+def test_command_writes_what_it_prints(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(study, "BLOCK_SHAPES", (LinearShape("qkv", 96, 64), LinearShape("ffn down", 32, 256)))
+    monkeypatch.setattr(study, "LLM_SHAPE", LinearShape("llm projection", 32, 512, tokens=3))
+    monkeypatch.setattr(study, "FEW_TOKENS", 2)
+    monkeypatch.setattr(study, "_LARGE_COPY_BYTES_ON_CPU", 1 << 10)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    files = tmp_path / "figures.json", tmp_path / "tables.md"
+    study.main(["--tokens", "4", "5", "--rounds", "2", "--json", str(files[0]), "--markdown", str(files[1])])
+
+    printed = capsys.readouterr().out
+    assert files[1].read_text() == printed
+    assert "CPU" in printed and f"Left out (no GPU): {FP16_SUMS}; {FP8}" in printed.replace(f"{FP8} GEMM alone; ", "")
+    content = json.loads(files[0].read_text())
+    assert title(content["environment"]) in printed
+    assert [shape["m"] for shape in content["shapes"]] == [4, 4, 5, 5, 3, 2, 2]
+    for shape in content["shapes"]:
+        assert BF16 in shape["rounds"] and FUSED not in shape["rounds"]
+        assert all(len(times) == 2 and min(times) > 0 for times in shape["rounds"].values())
+        assert max(shape["relative_errors"].values()) < 0.15
+    assert [(entry["m"], entry["k"]) for entry in content["quantizations"]] == [
+        (4, 64), (4, 256), (5, 64), (5, 256), (3, 512), (2, 64), (2, 256)
+    ]  # fmt: skip
+
+
+@NEEDS_GPU
+def test_own_methods_are_captured_and_right():
+    device = torch.device("cuda")
+    result = benchmark_shape(LinearShape("small", 512, 768), 256, device, METHODS, rounds=1)
+    own = {BF16, FUSED_GEMM, FUSED, *(variant.name for variant in VARIANTS)}
+    assert own <= set(result.rounds)
+    assert not own & set(result.looped)
+    assert result.copies > 1
+    assert not [line for line in notes([result]) if "something else" in line]
