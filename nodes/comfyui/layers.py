@@ -36,6 +36,16 @@ def quantized_operations(compute_dtype: torch.dtype) -> Any:
     return comfy.ops.pick_operations(None, compute_dtype, load_device=default_device(), model_config=quantized)
 
 
+def load_beside_weight(layer: Any, own: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Load what a linear of ComfyUI's class `own` has beside its weight, as PyTorch does; the weight it gets otherwise.
+
+    `args` are those of PyTorch's method behind the prefix.
+    """
+    layer.register_parameter("weight", None)
+    theirs: Any = super(own, layer)
+    theirs._load_from_state_dict(state_dict, prefix, *args)
+
+
 def run_every_op() -> None:
     """What ComfyUI does before each layer: it hears the cancel button."""
     comfy.ops.run_every_op()
@@ -141,7 +151,8 @@ def layout_type(layer: Any) -> str | None:
 
 def forget_input_scale(layer: Any) -> None:
     """Let a layer multiply its input by nothing: its weight has the factors now."""
-    layer.pre_quant_scale = None
+    if input_scale(layer) is not None:
+        layer.pre_quant_scale = None
 
 
 def expert_banks(operations: type) -> type:

@@ -99,6 +99,23 @@ def with_present_name(mark: dict) -> dict:
     return {**mark, "format": _EARLIER_NAMES[name]} if isinstance(name, str) and name in _EARLIER_NAMES else mark
 
 
+def of_layer(state_dict: Mapping[str, Any], prefix: str) -> dict:
+    """The decoded mark of a layer whose tensors' names begin with `prefix`; empty where it has none.
+
+    Raises ValueError naming smoothing factors that it does not speak of.
+    """
+    encoded_mark = state_dict.get(f"{prefix}{MARK}")
+    mark = {} if encoded_mark is None else decode_mark(encoded_mark)
+    if f"{prefix}{SMOOTH}" in state_dict and mark.get("format") not in (SMOOTHED_FORMAT, ACT16_FORMAT):
+        raise ValueError(f"{prefix}{SMOOTH} is there although the layer is not marked as smoothed")
+    return mark
+
+
+def take_pieces(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The weight of a layer, and what belongs to an INT8 one, out of a state dict."""
+    return {part: state_dict.pop(f"{prefix}{part}", None) for part in ("weight", SCALE, SMOOTH, MARK)}
+
+
 def layers_marked(tensors: Mapping[str, Any], format: str) -> list[str]:
     """The layers of a state dict whose mark names this format."""
     suffix = f".{MARK}"

@@ -15,30 +15,29 @@ from ..files import int8_mark
 from ..host import notices
 from .completeness import check_complete
 from .input_groups import group_inputs
-from .operations import int8_operations, leave_layer
+from .load_plan import LoadPlan
+from .operations import int8_operations
 
 
 def build_model(
     state_dict: dict[str, torch.Tensor],
     metadata: dict[str, str],
-    operations: type,
-    compute_dtype: torch.dtype,
+    plan: LoadPlan,
     disable_dynamic: bool = False,
 ) -> ModelPatcher:
-    """ComfyUI's loader, plus the warning for a bf16 fallback. `operations` are those of `int8_operations`.
+    """ComfyUI's loader with linears that hold what `plan` says, plus the warning for a bf16 fallback.
 
     Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
     """
-    names = list(state_dict)  # the loader empties it
-    model = loading.load(state_dict, metadata, operations, compute_dtype, disable_dynamic)
-    # A conversion may hold the model it reads from, which need not live as long as this one.
-    operations.convert_layer = staticmethod(leave_layer)
+    names, operations = list(state_dict), int8_operations(plan)  # the loader empties it
+    model = loading.load(state_dict, metadata, operations, plan.compute_dtype, disable_dynamic)
+    plan.let_go()
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
-    check_complete(model.model.diffusion_model, names, operations)
+    check_complete(model.model.diffusion_model, names, operations, plan)
     group_inputs(model.model.diffusion_model)
     _let_comfyui_patch(model)
-    add_fallback_warning(model, operations.int8_kernel)
+    add_fallback_warning(model, plan.kernel)
     fuse_blocks(model)
     return model
 
@@ -80,7 +79,7 @@ def file_metadata(model: BaseModel) -> dict[str, str]:
 def build_like(
     model: BaseModel,
     state_dict: dict[str, torch.Tensor],
-    operations: type,
+    plan: LoadPlan,
     disable_dynamic: bool = False,
 ) -> ModelPatcher:
     """A MODEL of the same kind as `model`, a BaseModel, from tensors named as its diffusion model's.
@@ -88,8 +87,7 @@ def build_like(
     Raises ValueError if ComfyUI takes those for another kind: it may have read from other parts of a checkpoint how the
     model predicts.
     """
-    tensors, dtype = loading.tensors_of_file(model, state_dict), model.get_dtype_inference()
-    built = build_model(tensors, file_metadata(model), operations, dtype, disable_dynamic)
+    built = build_model(loading.tensors_of_file(model, state_dict), file_metadata(model), plan, disable_dynamic)
     for before, after in zip(loading.kind_of(model), loading.kind_of(built.model), strict=True):
         if before != after:
             raise ValueError(
@@ -102,8 +100,7 @@ def build_like(
 def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
     """A second MODEL with weights of its own, equal to those of `model`, a BaseModel of this pack (multi-GPU)."""
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
-    operations = int8_operations(kernel, model.get_dtype_inference())
-    rebuilt = build_like(model, tensors, operations, disable_dynamic)
+    rebuilt = build_like(model, tensors, LoadPlan(kernel, model.get_dtype_inference()), disable_dynamic)
     call_factory(rebuilt, rebuild_int8_model, model, kernel)
     return rebuilt
 

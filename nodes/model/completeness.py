@@ -8,6 +8,7 @@ import torch
 from ..comfyui.layers import expert_banks
 from ..files.attention_choices import CONFIG
 from ..files.block_lists import AGAIN, block_of, check_lists
+from .load_plan import LoadPlan
 
 # ComfyUI builds them into every LTX-2 and uses those of its text encoder.
 _MAY_BE_MISSING = re.compile(r"(audio|video)_embeddings_connector\.")
@@ -15,21 +16,21 @@ _MAY_BE_MISSING = re.compile(r"(audio|video)_embeddings_connector\.")
 _COMPUTED = re.compile(r"(.*\.)?(kernel|freqs|scale|mix_factor)")
 
 
-def check_complete(module: torch.nn.Module, names: Iterable[str], operations: type) -> None:
+def check_complete(module: torch.nn.Module, names: Iterable[str], operations: type, plan: LoadPlan) -> None:
     """Raise ValueError naming the first tensor that a loaded diffusion model should have got and did not.
 
     Args:
         module: the diffusion model.
         names: of the tensors that it was loaded from.
-        operations: what it was built with, by `int8_operations`.
+        operations, plan: what it was built with.
     """
     computed = {name for name, held in module.named_buffers() if held.numel() == 0 or _COMPUTED.fullmatch(name)}
     linears = (operations.Linear, expert_banks(operations))
     unset = [f"{name}.weight" for name, m in module.named_modules() if isinstance(m, linears) and m.weight is None]
-    lacking = [name for name in (*unset, *operations.missing) if name not in computed]
+    lacking = [name for name in (*unset, *plan.missing) if name not in computed]
     lacking = [name for name in lacking if not _MAY_BE_MISSING.match(name)]
     # Of layers' choices an older ComfyUI knows nothing, and a model lacks none of them.
-    unexpected = [name for name in operations.unexpected if not name.endswith(CONFIG)]
+    unexpected = [name for name in plan.unexpected if not name.endswith(CONFIG)]
     names = set(names).union(unexpected)  # which ComfyUI may have renamed
     lacking = list(dict.fromkeys([*lacking, *_overlooked(unexpected, names)]))
     if lacking:

@@ -129,6 +129,12 @@ def int8_weight(
     return HeldWeight(q, LAYOUT, form)
 
 
+def int8_weight_of(pieces: Mapping[str, Any], mark: dict[str, Any], dtype: torch.dtype) -> QuantizedTensor:
+    """The weight of an INT8 layer of a file, by its tensors and its decoded mark; `dtype` as above."""
+    transform = ChannelTransform(pieces[int8_mark.SMOOTH], int8_mark.rotation_group(mark))
+    return int8_weight(pieces["weight"], pieces[int8_mark.SCALE], dtype, transform, int8_mark.activation_bits(mark))
+
+
 def computed_with(weight: QuantizedTensor, kernel: str) -> QuantizedTensor:
     """One of our weights that knows what its linear is to compute with: its layout is asked for products, too."""
     return HeldWeight(stored(weight), LAYOUT, replace(params(weight), kernel=kernel))

@@ -1,35 +1,27 @@
 """Loading a MODEL whose linears run INT8 from a diffusion model file."""
 
 import re
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 
-from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, naming_layer, quantize_weight
+from ...kernels import choose_path
 from ..comfyui import loading
-from ..comfyui.memory import all_devices, default_device, dtype_computed_in, reserved_for_inference, total_memory
+from ..comfyui.memory import all_devices, default_device, dtype_computed_in
 from ..comfyui.patcher import ModelPatcher, call_factory
 from ..comfyui.quantized import params
 from ..files.attention_choices import choices_in
-from ..files.checkpoint import holds_int8, read_checkpoint
+from ..files.checkpoint import read_checkpoint
 from ..files.contents import BRANCHES, Checkpoint
 from ..files.faults import naming_file
 from ..files.gguf_weight import is_gguf
-from ..files.grouped_weight import channel_scale, grouped_codes, is_grouped
 from ..files.kinds import kind_of_tensors
-from ..files.stored_weight import can_stay, is_stored, stored_kind
-from ..files.values import check_finite
-from ..host.work import Progress, make_room_to_quantize
+from ..files.stored_weight import can_stay
 from .build import build_model, warn_of_fallback
-from .int8_weight import int8_weight
-from .layer_selection import is_quantizable
+from .load_plan import CheckpointPlan
 from .loaded_values import check_values, stored
-from .operations import ConvertLayer, int8_operations, leave_layer
-from .patched_weights import float_weight
 from .recipe import FOLDED, keep_block_formats, keep_recipe_of_file, keep_unknown_choices, recipe_in
-from .stored_blocks import SMALLEST_STORED, int8_form, patch_products
+from .stored_blocks import patch_products
 
 MEMORY_CHOICES = ("INT8", "as stored")
 """How a loaded MODEL holds weights in fewer bits (GGUF, W4A8, W6A8); those of other files are INT8 either way."""
@@ -59,59 +51,31 @@ def load_int8_model(
     Raises ValueError naming the file for anything that cannot be loaded, RuntimeError where `kernel` demands what the
     card cannot do.
     """
-    device = default_device()
-    devices = [device, *(all_devices() if anywhere else [])]
-    choose_path(device, kernel)  # what cannot run is refused before a file is read for nothing
+    devices = [default_device(), *(all_devices() if anywhere else [])]
+    choose_path(devices[0], kernel)  # what cannot run is refused before a file is read for nothing
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
-    tensors = checkpoint.tensors
-    compute_dtype = detect_compute_dtype(checkpoint)
+    tensors, metadata = checkpoint.tensors, checkpoint.metadata
     as_stored = memory == AS_STORED and any(map(can_stay, tensors.values()))
-    fits = all(_fits(tensors, compute_dtype, place) for place in devices)
-
-    def stays(weight: torch.Tensor) -> bool:
-        return as_stored and can_stay(weight) and weight.nbytes >= SMALLEST_STORED
-
-    def in_floats(n: int, k: int, native: bool = True) -> bool:
-        ways = WAYS if native else (FUSED, BF16)
-        return fits and all(choose_path(place, kernel, (n, k), ways).kind == BF16 for place in devices)
-
-    def becomes_int8(name: str, weight: torch.Tensor) -> bool:
-        return is_quantizable(name, tuple(weight.shape)) and not in_floats(*weight.shape, native=not stays(weight))
-
-    if fits and choose_path(device, kernel).kind == BF16:
-        warn_of_fallback(device, kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
-    converter: ConvertLayer = leave_layer
-    progress: Progress | None = None  # a file that needs no work is loaded as fast as any
-    block_formats, choices = _block_formats(tensors), choices_in(tensors)
-    never_int8 = _never_int8(tensors, stays)
-    sizes = [tensors[key].numel() for key in never_int8]
-    # A file that holds INT8, perhaps in fewer bits, has its floats for a reason.
-    whole, weights = holds_int8(tensors), {k: w for k, w in tensors.items() if k.endswith(".weight")}
-    quantized = set() if whole else {k for k, w in weights.items() if becomes_int8(k.removesuffix(".weight"), w)}
-    sizes += [w.numel() for k, w in weights.items() if k not in never_int8 and (k in quantized or is_stored(w))]
-    if sizes:
-        make_room_to_quantize(device, max(sizes))
-        progress = Progress(len(sizes))
-        with naming_file(checkpoint.name):
-            _decode(tensors, never_int8, device, compute_dtype, progress)
-        converter = _quantizing_converter(
-            (lambda name, weight: False) if whole else becomes_int8, stays, device, compute_dtype, progress
+    plan = CheckpointPlan(
+        kernel, detect_compute_dtype(checkpoint), tensors=tensors, devices=devices, as_stored=as_stored
+    )
+    if plan.falls_back():
+        warn_of_fallback(
+            devices[0], kernel, "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it."
         )
-    operations = int8_operations(kernel, compute_dtype, converter, dequantize_once=in_floats)
-    held = stored(tensors)
+    gguf_formats, choices, held = _gguf_formats(tensors), choices_in(tensors), stored(tensors)
     with naming_file(checkpoint.name):
-        model = build_model(tensors, checkpoint.metadata, operations, compute_dtype, disable_dynamic)
-        check_values(model, checkpoint.name, held, operations.unexpected)
+        plan.begin()
+        model = build_model(tensors, metadata, plan, disable_dynamic)
+        check_values(model, checkpoint.name, held, plan.unexpected)
     if as_stored:
         patch_products(model)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
     call_factory(model, partial(load_int8_model, anywhere=True, memory=memory), path, kernel, branch, base_path)
-    keep_recipe_of_file(model, checkpoint.metadata)
+    keep_recipe_of_file(model, metadata)
     keep_unknown_choices(model, choices)
-    keep_block_formats(model, block_formats)
-    if progress is not None:
-        done = "loaded as stored" if as_stored else "quantized while loading" if quantized else "decoded while loading"
-        progress.finish(done)
+    keep_block_formats(model, gguf_formats)
+    plan.finish()
     return model
 
 
@@ -155,79 +119,7 @@ def _check_counts(checkpoint: Checkpoint) -> None:
             )
 
 
-def _quantizing_converter(
-    becomes_int8: Callable[[str, torch.Tensor], bool],
-    stays: Callable[[torch.Tensor], bool],
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress,
-) -> ConvertLayer:
-    """Plain per-channel quantization of the layers that become INT8, computed on `device`, kept in host memory. Of
-    weights that stay as they are stored it finds only what their rows will be scaled by. Other blocks become floats,
-    and other codes the INT8 weight that they stand for."""
-
-    def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
-        kind, as_int8 = stored_kind(weight), becomes_int8(name, weight)
-        hold = kind.held if kind is not None and stays(weight) else None
-        if kind is None and not as_int8:
-            return None
-        weight = weight.to(device=device)
-        if is_gguf(weight) and hold is None and not as_int8:
-            step, held = "decoding", _decoded(f"{name}.weight", float_weight(weight, pre_quant_scale), dtype)
-        else:
-            with naming_layer(name):
-                if hold is not None:
-                    step, held = "reading", hold(weight, dtype, as_int8)
-                elif is_grouped(weight):
-                    step, held = "reading", _as_int8(weight, dtype)
-                else:
-                    q, scale = quantize_weight(float_weight(weight, pre_quant_scale))
-                    check_finite(f"{name}.weight", 127 * scale)  # 127 of it is the largest value
-                    step, held = "quantizing", int8_weight(q, scale, dtype)
-        progress.step(f"{step} layer")
-        return held.to(device="cpu")
-
-    return convert
-
-
-def _as_int8(weight: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The INT8 weight that codes of 4 or 6 bits stand for, exactly."""
-    return int8_weight(expand_codes(grouped_codes(weight)), channel_scale(weight), dtype, **(int8_form(weight) or {}))
-
-
-def _block_formats(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+def _gguf_formats(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """The formats of GGUF's blocks, by the names that their tensors get in the diffusion model."""
     prefix = loading.prefix_in(tensors)
     return {key.removeprefix(prefix): params(t).block_format for key, t in tensors.items() if is_gguf(t)}
-
-
-def _never_int8(tensors: dict[str, torch.Tensor], stays: Callable[[torch.Tensor], bool]) -> list[str]:
-    """The names of GGUF's blocks that nothing makes INT8 and that do not stay."""
-
-    def may_be(key: str, tensor: torch.Tensor) -> bool:
-        name = key.removesuffix(".weight")
-        return name != key and (stays(tensor) or is_quantizable(name, tuple(tensor.shape)))
-
-    return [key for key, tensor in tensors.items() if is_gguf(tensor) and not may_be(key, tensor)]
-
-
-def _decode(
-    tensors: dict[str, torch.Tensor], keys: Iterable[str], device: torch.device, dtype: torch.dtype, progress: Progress
-) -> None:
-    """Put floats in place of these tensors, which are GGUF's blocks."""
-    for key in keys:
-        tensors[key] = _decoded(key, tensors[key].to(device=device).dequantize(), dtype)
-        progress.step("decoding layer")
-
-
-def _decoded(key: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The floats of GGUF's blocks in host memory. Raises ValueError where they are none that a weight has."""
-    check_finite(key, values)
-    return values.to(device="cpu", dtype=dtype)
-
-
-def _fits(state_dict: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether all weights fit the device in `dtype` and leave ComfyUI what it reserves for inference."""
-    needed = loading.parameters_in(state_dict) * dtype.itemsize
-    reserved = reserved_for_inference()
-    return needed + reserved <= total_memory(device)

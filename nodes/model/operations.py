@@ -5,67 +5,43 @@ ComfyUI keeps owning the weight: loading, offloading, dynamic VRAM, LoRA and sav
 module only decides what a linear holds after loading and how it multiplies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ...kernels import BF16, FUSED, ChannelTransform, int8_path, native_computes
+from ...kernels import BF16, FUSED, int8_path, native_computes
 from ..comfyui.layers import (
     bias_functions,
     forget_input_scale,
     input_scale,
     layout_type,
-    quantized_format,
+    load_beside_weight,
     quantized_operations,
     run_every_op,
     set_format,
     weight_functions,
 )
-from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, native_rotation, params, storage_shape, stored
+from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, storage_shape, stored
 from ..files import int8_mark
-from ..files.gguf_weight import is_gguf
 from ..files.grouped_weight import is_grouped, mark_in
 from ..files.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
 from ..files.values import check_finite
 from .fused_forward import INT8Linear, form_of, fused_forward, native_forward
-from .int8_weight import LAYOUT, computed_with, format_name, int8_weight, is_int8, mark_of
+from .int8_weight import LAYOUT, computed_with, format_name, int8_weight_of, is_int8, mark_of
+from .load_plan import LoadPlan
 from .stored_blocks import HookedWeight, put_hooked
 
-ConvertLayer = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
-"""(layer name, its weight as stored: float, meta, or in another quantized format; what its input is multiplied by, if
-anything) -> the weight to hold instead, or None to leave the layer as it is."""
 
+def int8_operations(plan: LoadPlan) -> type:
+    """An operations class for one model, whose linears hold what `plan` says.
 
-def leave_layer(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> None:
-    """The ConvertLayer that converts nothing."""
-
-
-def int8_operations(
-    kernel: str,
-    compute_dtype: torch.dtype,
-    convert_layer: ConvertLayer = leave_layer,
-    dequantize_once: Callable[[int, int, bool], bool] = lambda n, k, native: False,
-) -> type:
-    """An operations class for one model.
-
-    Args:
-        kernel: one of kernels.KERNEL_CHOICES: what INT8 linears compute with, decided for the device of each input.
-        compute_dtype: dtype of everything that is not INT8. Loading raises ValueError for a weight of another shape
-            than its layer's.
-        convert_layer: called for each linear that is not INT8 in the state dict.
-        dequantize_once: (N, K, whether ComfyUI's own INT8 could compute it) -> whether an INT8 linear of the state dict
-            is held as a `compute_dtype` weight instead.
+    Loading raises ValueError for a weight of another shape than its layer's.
     """
+    kernel, compute_dtype = plan.kernel, plan.compute_dtype
     base = quantized_operations(compute_dtype)
 
     class INT8Operations(base):
-        int8_kernel = kernel
-        convert_layer: ConvertLayer  # until the model is loaded
-        # Once it is loaded: what of the whole model the state dict lacks, and what it holds beside it.
-        missing: Sequence[str] = ()
-        unexpected: Sequence[str] = ()
-
         class Linear(INT8Linear, base.Linear):
             int8_kernel = kernel
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
@@ -73,52 +49,53 @@ def int8_operations(
 
             def _load_from_state_dict(self, state_dict, prefix, *args):
                 self.input_group, self.dequantized = None, False
-                INT8Operations.missing, INT8Operations.unexpected = args[2:4]  # PyTorch's: one list for all modules
-                original = state_dict.get(f"{prefix}weight")
-                self.mark = mark_in(original) if is_grouped(original) else _mark(state_dict, prefix)
-                smooth, activation_bits = _take_own_form(state_dict, prefix, self.mark)
-                if is_stored(original):  # ComfyUI would decode it
-                    state_dict[f"{prefix}weight"] = torch.empty(original.shape, device="meta")
-                super()._load_from_state_dict(state_dict, prefix, *args)
-                if self.weight is None:
-                    return
-                held: Any = self.weight.data
-                # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it.
-                shape = self.out_features, self.in_features
-                needed = storage_shape(held, shape) if isinstance(held, QuantizedTensor) else shape
-                if needed is not None and original.shape != needed:
+                plan.missing, plan.unexpected = args[2:4]  # PyTorch's: one list for all modules
+                weight = state_dict.get(f"{prefix}weight")
+                self.mark = mark_in(weight) if is_grouped(weight) else int8_mark.of_layer(state_dict, prefix)
+                is_int8_in_file = self.mark.get("format") in int8_mark.INT8_FORMATS
+                read, needed = weight, (self.out_features, self.in_features)
+                if is_int8_in_file or is_stored(weight):
+                    pieces = int8_mark.take_pieces(state_dict, prefix)
+                    load_beside_weight(self, base.Linear, state_dict, prefix, *args)
+                else:  # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it
+                    super()._load_from_state_dict(state_dict, prefix, *args)
+                    if self.weight is None:
+                        return
+                    if isinstance(self.weight, QuantizedTensor):
+                        read = self.weight.data
+                        needed = storage_shape(read, needed)
+                if needed is not None and weight.shape != needed:
                     raise ValueError(
-                        f"{prefix}weight has shape {list(original.shape)}, but the model needs {list(needed)}"
+                        f"{prefix}weight has shape {list(weight.shape)}, but the model needs {list(needed)}"
                     )
-                if isinstance(held, QuantizedTensor) and quantized_format(self) == int8_mark.NATIVE_FORMAT:
-                    transform = ChannelTransform(smooth, native_rotation(held))
-                    held = int8_weight(stored(held), params(held).scale, compute_dtype, transform, activation_bits)
-                    self._hold_int8(held)
+                if is_int8_in_file:
+                    self._hold_int8(int8_weight_of(pieces, self.mark, compute_dtype))
                 else:
-                    source = held if isinstance(held, QuantizedTensor) else original
-                    scale = input_scale(self)
-                    converted = INT8Operations.convert_layer(prefix.removesuffix("."), source, scale)
-                    if converted is not None:
-                        if scale is not None:
-                            forget_input_scale(self)
-                        if is_grouped(original) and is_int8(converted):
-                            self._hold_int8(converted)  # the file's own
-                            return
-                        self._hold(converted)
-                        if not is_grouped(converted):
-                            self.mark = {}
-                    elif is_gguf(original):
-                        decoded = original.dequantize()
-                        check_finite(f"{prefix}weight", decoded)
-                        self._hold(decoded)
-                    elif isinstance(held, QuantizedTensor):
-                        held = HeldWeight(stored(held), layout_of(held), params(held))
-                        self.weight = torch.nn.Parameter(held, requires_grad=False)
+                    self._hold_planned(prefix, read)
+
+            def _hold_planned(self, prefix: str, read: Any) -> None:
+                """Hold what the plan makes of a weight that is not INT8, or that weight."""
+                made = plan.make(prefix.removesuffix("."), read, input_scale(self))
+                if made is not None:
+                    forget_input_scale(self)
+                    if is_grouped(read) and is_int8(made):
+                        self._hold_int8(made)  # the file's own
+                        return
+                    if not is_grouped(made):
+                        self.mark = {}
+                    self._hold(made)
+                elif is_stored(read):
+                    decoded = read.dequantize()
+                    check_finite(f"{prefix}weight", decoded)
+                    self._hold(decoded)
+                elif isinstance(read, QuantizedTensor):
+                    held = HeldWeight(stored(read), layout_of(read), params(read))
+                    self.weight = torch.nn.Parameter(held, requires_grad=False)
 
             def _hold_int8(self, weight: QuantizedTensor) -> None:
                 """Hold an INT8 weight of the file, or the floats that it stands for."""
                 native = native_computes(params(weight).smooth, params(weight).activation_bits)
-                self.dequantized = dequantize_once(self.out_features, self.in_features, native)
+                self.dequantized = plan.in_floats(self.out_features, self.in_features, native)
                 self._hold(weight.dequantize() if self.dequantized else weight)
 
             def _hold(self, weight: Any) -> None:
@@ -186,7 +163,6 @@ def int8_operations(
         LayerNorm = _uncast_where_resident(base.LayerNorm, torch.nn.LayerNorm.forward)
         RMSNorm = _uncast_where_resident(base.RMSNorm, torch.nn.RMSNorm.forward)
 
-    INT8Operations.convert_layer = staticmethod(convert_layer)
     return INT8Operations
 
 
@@ -213,24 +189,3 @@ def _is_resident(layer: Any, input: Any) -> bool:
         held is None or (type(held) is torch.nn.Parameter and held.device == input.device and held.dtype == input.dtype)
         for held in layer._parameters.values()
     )
-
-
-def _mark(state_dict: dict, prefix: str) -> dict[str, Any]:
-    encoded = state_dict.get(f"{prefix}{int8_mark.MARK}")
-    return {} if encoded is None else int8_mark.decode_mark(encoded)
-
-
-def _take_own_form(state_dict: dict, prefix: str, mark: dict[str, Any]) -> tuple[torch.Tensor | None, int]:
-    """A layer's smoothing factors, if any, and the bits of its activations, by its mark.
-
-    The factors leave the state dict, and a mark that says of either becomes that of the native format which the rest
-    is.
-    """
-    smooth = state_dict.pop(f"{prefix}{int8_mark.SMOOTH}", None)
-    activation_bits = int8_mark.activation_bits(mark)
-    if smooth is not None and activation_bits == 8 and mark.get("format") != int8_mark.SMOOTHED_FORMAT:
-        raise ValueError(f"{prefix}{int8_mark.SMOOTH} is there although the layer is not marked as smoothed")
-    if smooth is not None or (activation_bits != 8 and f"{prefix}{int8_mark.MARK}" in state_dict):
-        native = ChannelTransform(None, int8_mark.rotation_group(mark))
-        state_dict[f"{prefix}{int8_mark.MARK}"] = int8_mark.encode_mark(native)
-    return smooth, activation_bits

@@ -25,7 +25,7 @@ from ..comfyui.residency import CALLBACK_KEY
 from ..files.stored_weight import is_stored
 from ..model.build import build_like, rebuild_int8_model
 from ..model.int8_weight import int8_weight
-from ..model.operations import int8_operations
+from ..model.load_plan import LoadPlan
 from ..model.patched_weights import patched_weight
 
 
@@ -41,7 +41,7 @@ def with_quantized_layers(
     for name in in_floats:
         del results[name]
 
-    def convert(name: str, weight: torch.Tensor, pre_quant_scale: torch.Tensor | None) -> torch.Tensor | None:
+    def make(name: str, weight: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor | None:
         if name in in_floats:
             return source_weight(model, name).to(device="cpu", dtype=compute_dtype, copy=True)
         if name not in results:
@@ -49,8 +49,8 @@ def with_quantized_layers(
         result = results.pop(name)
         return int8_weight(result.q, result.scale, compute_dtype, result.transform, result.activation_bits)
 
-    operations = int8_operations(kernel, compute_dtype, convert)
-    built = build_like(model.model, _state_dict_with_placeholders(model, targets), operations)
+    plan = LoadPlan(kernel, compute_dtype, make)
+    built = build_like(model.model, _state_dict_with_placeholders(model, targets), plan)
     return _with_patches_of(model, built, kernel)
 
 

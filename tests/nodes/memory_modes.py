@@ -41,7 +41,7 @@ STEPS = 12
 
 import_pack()
 import int8_dit.kernels.fused.gemm as gemm
-import int8_dit.nodes.model.load as loading
+import int8_dit.nodes.model.load_plan as load_plan
 from int8_dit.kernels import Protection
 from int8_dit.nodes.calibration.run import calibrate
 from int8_dit.nodes.model.load import load_int8_model
@@ -50,7 +50,7 @@ from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_
 from support.glyph_dit import LINEARS
 
 launches = count_launches(gemm)
-loading.SMALLEST_STORED = 0  # the glyph model's layers are small
+load_plan.SMALLEST_STORED = 0  # the glyph model's layers are small
 
 
 def sampling(model) -> dict:

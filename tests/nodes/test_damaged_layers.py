@@ -255,13 +255,12 @@ def test_smoothing_factors_beside_another_format(dit, refuse, kind):
 
 def test_smoothing_factors_never_change_another_layers_mark(dit):
     """What builds a model refuses them too."""
-    from int8_dit.nodes.model.operations import _take_own_form
+    from int8_dit.nodes.files import int8_mark
 
     mark = encoded({"format": "float8_e4m3fn"})
     for marks in ({}, {"x.comfy_quant": mark}):
-        said = {"format": "float8_e4m3fn"} if marks else {}
         with pytest.raises(ValueError, match=r"x\.weight_smooth is there"):
-            _take_own_form({"x.weight_smooth": torch.ones(4), **marks}, "x.", said)
+            int8_mark.of_layer({"x.weight_smooth": torch.ones(4), **marks}, "x.")
 
 
 @pytest.mark.parametrize("factors", (torch.ones(191), torch.full((192,), math.nan), torch.zeros(192)))

@@ -156,7 +156,7 @@ def test_codes_of_4_bits_too(dit, floats, tmp_path, memory, monkeypatch):
     from int8_dit.nodes.model.load import load_int8_model
     from support.file_formats import FORMATS
 
-    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 0)
     tensors = FORMATS["W4A8"]({key: tensor.float() for key, tensor in dit.tensors().items()}, dit.LINEARS).tensors
     plain = dit.write(tmp_path / "plain.safetensors", tensors)
     path = dit.write(tmp_path / "marked.safetensors", marked(tensors, **FLAG, **UNKNOWN))

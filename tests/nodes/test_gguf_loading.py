@@ -318,7 +318,7 @@ def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partial
 
     fused_runs, run = [], steps.gated_residual
     monkeypatch.setattr(steps, "gated_residual", lambda *args: fused_runs.append(1) or run(*args))
-    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 0)
     source = small_models.ideogram4(monkeypatch)
     tensors = source.model.diffusion_model.state_dict()
     path = files.write_gguf(tmp_path / "ideogram.gguf", tensors, files.linears_in("Q8_0"))
@@ -481,7 +481,7 @@ def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch
     from int8_dit.kernels import FUSED, NATIVE, ComputePath
     from int8_dit.nodes.model import summary
 
-    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 0)
     model = load(write("Q8_0"), "as stored")
 
     def measured(device, kernel="auto", shape=None, ways=(NATIVE,)):

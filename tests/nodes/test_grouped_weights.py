@@ -65,7 +65,7 @@ def encoded(mark):
 @pytest.fixture(autouse=True)
 def all_may_stay(pack, monkeypatch):
     """Of the glyph model, whose layers are small."""
-    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 0)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_the_codes_of_a_loaded_model_do_not_lie_in_the_file(write):
 
 
 def test_small_weights_become_int8_all_the_same(dit, write, monkeypatch):
-    monkeypatch.setattr("int8_dit.nodes.model.load.SMALLEST_STORED", 1 << 16)
+    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 1 << 16)
     model = load(write(4))
     assert dit.LAYER in held_in_codes(model)
     assert held_in_codes(model).keys() | dit.int8_weights(model).keys() == set(dit.LINEARS)

@@ -11,7 +11,7 @@ SHAPES = {(576, 192): "bf16", (192, 192): "native int8"}  # qkv and proj; the ML
 def measured(pack, monkeypatch):
     """Let a verdict decide, as on a GPU with one; here all ways run on the CPU."""
     from int8_dit import kernels
-    from int8_dit.nodes.model import load, operations, summary
+    from int8_dit.nodes.model import load, load_plan, operations, summary
 
     def choose_path(device, kernel="auto", shape=None, ways=kernels.WAYS):
         way = SHAPES.get(shape, "fused int8")
@@ -20,7 +20,7 @@ def measured(pack, monkeypatch):
     def int8_path(device, kernel, n, k, native):
         return choose_path(device, kernel, (n, k), (kernels.FUSED, kernels.NATIVE) if native else (kernels.FUSED,)).kind
 
-    for module in (load, summary):
+    for module in (load, load_plan, summary):
         monkeypatch.setattr(module, "choose_path", choose_path)
     monkeypatch.setattr(operations, "int8_path", int8_path)
 

@@ -89,6 +89,7 @@ def build(block: Block, tensors: dict[str, torch.Tensor], int8: bool, device: to
     from int8_dit.kernels import quantize_weight
     from int8_dit.nodes.model.input_groups import group_inputs
     from int8_dit.nodes.model.int8_weight import int8_weight
+    from int8_dit.nodes.model.load_plan import LoadPlan
     from int8_dit.nodes.model.operations import int8_operations
 
     def convert(name: str, weight: torch.Tensor, _: object) -> torch.Tensor | None:
@@ -97,7 +98,7 @@ def build(block: Block, tensors: dict[str, torch.Tensor], int8: bool, device: to
         return int8_weight(*quantize_weight(weight), torch.bfloat16)
 
     kernel = "fused int8" if int8 else "bf16"
-    operations = int8_operations(kernel, torch.bfloat16, convert) if int8 else comfy.ops.disable_weight_init
+    operations = int8_operations(LoadPlan(kernel, torch.bfloat16, convert)) if int8 else comfy.ops.disable_weight_init
     made = block.make({"dtype": torch.bfloat16, "device": device, "operations": operations})
     made.load_state_dict(tensors)
     if int8:

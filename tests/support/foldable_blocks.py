@@ -17,6 +17,7 @@ from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
 
 from int8_dit.kernels import ChannelTransform, quantize_weight
 from int8_dit.nodes.model.int8_weight import int8_weight
+from int8_dit.nodes.model.load_plan import LoadPlan
 from int8_dit.nodes.model.operations import int8_operations
 
 WIDTH, HEADS, TOKENS, TEXT = 128, 2, 6, 4
@@ -161,7 +162,7 @@ def build(name: str, smooth_of: Callable[[str], torch.Tensor | None], int8: tupl
         transform = ChannelTransform(smooth)
         return int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
 
-    operations = int8_operations("fused int8", torch.float32, convert)
+    operations = int8_operations(LoadPlan("fused int8", torch.float32, convert))
     model = BLOCKS[name][0](operations)
     # ComfyUI takes the weights of its linears out of the state dict until they are loaded.
     shapes = {key: tensor.shape for key, tensor in BLOCKS[name][0](comfy.ops.disable_weight_init).state_dict().items()}

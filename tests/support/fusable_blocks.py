@@ -24,6 +24,7 @@ from int8_dit.nodes.blocks.install import fused_class
 from int8_dit.nodes.blocks.table import BLOCKS
 from int8_dit.nodes.model.input_groups import group_inputs
 from int8_dit.nodes.model.int8_weight import int8_weight
+from int8_dit.nodes.model.load_plan import LoadPlan
 from int8_dit.nodes.model.operations import int8_operations
 
 WIDTH, HEADS = 128, 2
@@ -238,7 +239,7 @@ def unfused(
         options = {"activation_bits": 16} if kind == "16 bits" else {}
         return int8_weight(*quantize_weight(weight.float(), transform), dtype, transform, **options)
 
-    block = _family(family).build(int8_operations("fused int8", dtype, convert), dtype)
+    block = _family(family).build(int8_operations(LoadPlan("fused int8", dtype, convert)), dtype)
     block.load_state_dict({name: tensor.to(dtype) for name, tensor in _tensors(source).items()})
     if sharing:
         group_inputs(block)

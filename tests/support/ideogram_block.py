@@ -17,6 +17,7 @@ from int8_dit.nodes.files.gguf_weight import held_blocks, read_weight
 from int8_dit.nodes.files.grouped_weight import held_codes, with_joined_codes
 from int8_dit.nodes.model.input_groups import group_inputs
 from int8_dit.nodes.model.int8_weight import int8_weight
+from int8_dit.nodes.model.load_plan import LoadPlan
 from int8_dit.nodes.model.operations import int8_operations
 from support.file_formats import GROUPED, in_codes, unrotated
 
@@ -46,7 +47,7 @@ def block(
         transform = ChannelTransform(smooth)
         return int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
 
-    operations = int8_operations("fused int8", torch.float32, convert)
+    operations = int8_operations(LoadPlan("fused int8", torch.float32, convert))
     built = ideogram4.Ideogram4TransformerBlock(
         HIDDEN, INTERMEDIATE, HEADS, 1e-5, ADALN, dtype=torch.float32, device="cpu", operations=operations
     )

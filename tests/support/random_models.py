@@ -26,7 +26,7 @@ from int8_dit.nodes.model.build import build_model
 from int8_dit.nodes.model.input_groups import same_input_groups
 from int8_dit.nodes.model.int8_weight import int8_weight
 from int8_dit.nodes.model.layer_selection import is_quantizable
-from int8_dit.nodes.model.operations import int8_operations
+from int8_dit.nodes.model.load_plan import LoadPlan
 
 Tensors = dict[str, torch.Tensor]
 SIGMA = 0.5
@@ -229,8 +229,7 @@ class RandomModel:
             q, scale = quantize_weight(weight, held.transform)
             return int8_weight(q, scale, self.dtype, held.transform, held.activation_bits)
 
-        operations = int8_operations("fused int8", self.dtype, convert)
-        return build_model(self.tensors(), {}, operations, self.dtype)
+        return build_model(self.tensors(), {}, LoadPlan("fused int8", self.dtype, convert))
 
     def inputs(self, pixels: int | None = None, text: bool = True) -> dict[str, object]:
         """What BaseModel.apply_model takes beside its options: latents of a noisy image and the rest."""
