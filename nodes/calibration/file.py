@@ -14,7 +14,7 @@ import safetensors
 import torch
 
 from ...kernels import ActivationStatistics
-from ..files.faults import json_object
+from ..files.json_texts import json_object
 from ..files.safetensors_writer import write_safetensors
 from ..files.workflow_entries import with_workflow
 from .calibration import Calibration

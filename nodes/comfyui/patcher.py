@@ -30,11 +30,6 @@ try:
 except ImportError:
     LoRAAdapter = None
 
-try:
-    from comfy.hooks import EnumHookMode
-except ImportError:
-    EnumHookMode = None
-
 DIFFUSION_MODEL = "diffusion_model."
 """What ComfyUI puts before the names of a diffusion model's parts, in patches and backups."""
 
@@ -149,13 +144,6 @@ def options_of(model: ModelPatcher) -> dict[str, Any]:
 def call_factory(model: ModelPatcher, factory: Callable[..., ModelPatcher], *args: object) -> None:
     """Let ComfyUI make another MODEL like this one, for a second GPU, by calling `factory`."""
     model.cached_patcher_init = (factory, args)
-
-
-def let_hooks_patch(model: ModelPatcher) -> None:
-    """Let hooks work on quantized weights: the other mode keeps patched weights as floats, and cannot put those back
-    into quantized ones."""
-    if EnumHookMode is not None:
-        model.hook_mode = EnumHookMode.MinVram
 
 
 def clone_around(model: ModelPatcher, built: ModelPatcher) -> ModelPatcher:

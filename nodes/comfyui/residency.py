@@ -5,6 +5,11 @@ All of it goes through the ModelPatcher's callbacks, which clones inherit.
 
 from .patcher import CallbacksMP, ModelPatcher
 
+try:
+    from comfy.hooks import EnumHookMode
+except ImportError:
+    EnumHookMode = None
+
 CALLBACK_KEY = "int8_dit"
 
 
@@ -12,6 +17,14 @@ def keep_patched(model: ModelPatcher) -> None:
     """Let a MODEL compute with its patches, once each, on cards where models take turns."""
     for kind, callback in _CALLBACKS.items():
         model.add_callback_with_key(kind, CALLBACK_KEY, callback)
+
+
+def let_patches_act(model: ModelPatcher) -> None:
+    """`keep_patched`, and hooks that work on quantized weights: their other mode keeps patched weights as floats, and
+    cannot put those back into quantized ones."""
+    if EnumHookMode is not None:
+        model.hook_mode = EnumHookMode.MinVram
+    keep_patched(model)
 
 
 def _patch_once(model: ModelPatcher, *_: object) -> None:

@@ -53,11 +53,11 @@ def holds_int8(tensors: Mapping[str, Any]) -> bool:
 def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
     with open(path, "rb") as file:
         beginning = file.read(_BEGINNING)
-    if beginning.startswith(MAGIC):
-        with naming_file(name):
-            return read_gguf(path)
-    _check_safetensors(path, name, kind_of_bytes(beginning))
-    return read_safetensors(path)
+    if not beginning.startswith(MAGIC):
+        _check_safetensors(path, name, kind_of_bytes(beginning))
+        return read_safetensors(path)
+    with naming_file(name):
+        return read_gguf(path)
 
 
 def _check_safetensors(path: str, name: str, kind: Kind | None) -> None:

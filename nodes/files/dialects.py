@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..comfyui.loading import prefix_in, with_marks, without_prefix
+from ..comfyui.architecture import prefix_in
+from ..comfyui.loading import with_marks, without_prefix
 from . import int8_mark, transformer_lab
 from .contents import Checkpoint
 from .diffusers_names import is_named_by_diffusers, with_native_names
-from .faults import json_object, naming_file
+from .faults import naming_file
+from .json_texts import json_object
 
 _MOST_METADATA = 1 << 22  # characters; a thousand layers have about 100,000
 

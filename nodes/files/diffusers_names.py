@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...kernels import ChannelTransform, expand_codes
-from ..comfyui.loading import architecture_of, diffusers_unet_of, renamed_from_diffusers
+from ..comfyui.architecture import architecture_of, diffusers_unet_of, renamed_from_diffusers
 from ..comfyui.quantized import QuantizedTensor, params, stored
 from . import int8_mark
 from .block_lists import AGAIN, check_lists

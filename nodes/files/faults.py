@@ -1,9 +1,7 @@
 """What is wrong with a file ends in a ValueError that names it, whoever found the fault."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -18,27 +16,17 @@ _OF_TRUSTING_CODE = (ArithmeticError, AssertionError, AttributeError, LookupErro
 def naming_file(name: str) -> Iterator[None]:
     """ValueError that begins with a file's name, for what is raised inside by code that trusts what it reads.
 
-    Memory that runs out, errors of the disk and of the device, and the user's cancel pass as they are.
+    One that does so already passes. Memory that runs out, errors of the disk and of the device, and the user's cancel
+    pass as they are.
     """
     try:
         yield
     except ValueError as error:
+        if str(error).startswith((f"{name} ", f"{name}: ")):
+            raise
         raise ValueError(f"{name}: {error}") from error
     except _OF_TRUSTING_CODE as error:
         if any(isinstance(error, kind) for kind in _OF_THE_DEVICE):
             raise
         said = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise ValueError(f"{name}: ComfyUI cannot make a model of these tensors ({said}); is it damaged?") from error
-
-
-def json_object(text: str | bytes, most: int) -> dict[str, Any]:
-    """The JSON object that a text of at most `most` characters is. Raises ValueError where it is none."""
-    if len(text) > most:
-        raise ValueError(f"not read: it has {len(text)} bytes, and at most {most} are expected")
-    try:
-        decoded = json.loads(text)
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"not the bytes of a JSON object ({error})") from error
-    if not isinstance(decoded, dict):
-        raise ValueError("not a JSON object")
-    return decoded

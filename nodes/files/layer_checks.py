@@ -8,6 +8,7 @@ The formats that this pack computes are checked for all that they consist of. Of
 looked at that make an image wrong: what else a layer has, and how it is packed, ComfyUI knows.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -60,6 +61,7 @@ _CODES = frozenset({int8_mark.GROUP_SCALE, int8_mark.CHANNEL_SCALE, int8_mark.CO
 _PARTS = frozenset({*_SCALES, *_CODES, "pre_quant_scale", "weight_smooth", "weight_zero_point", "weight_correction"})
 _OWN = frozenset({*_CODES, int8_mark.SMOOTH})  # of no other format
 _FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+_MOST_JSON = 1 << 16  # bytes
 _SMALL = 1 << 20  # elements that are looked at for a NaN
 
 
@@ -90,6 +92,28 @@ def check_layers(tensors: Tensors) -> None:
                     f"{layer}.weight_scale is missing: {key} fills the range of {tensor.dtype}, as weights of other "
                     f"layers do that have a scale; {AGAIN}"
                 )
+
+
+def unexplained(tensors: Tensors) -> dict[str, torch.dtype]:
+    """The dtypes of those tensors of a checkpoint whose dtype no weight has, and which no mark explains."""
+    suffix = f".{int8_mark.MARK}"
+    marked = {key.removesuffix(suffix) for key in tensors if key.endswith(suffix)}
+
+    def explained(key: str, tensor: torch.Tensor) -> bool:
+        return tensor.dtype in WEIGHT_DTYPES or is_gguf(tensor) or key.rpartition(".")[0] in marked or _is_json(tensor)
+
+    return {key: tensor.dtype for key, tensor in tensors.items() if not explained(key, tensor)}
+
+
+def _is_json(tensor: torch.Tensor) -> bool:
+    """Whether this is an option of a module, which newer ComfyUIs have in files."""
+    if tensor.dtype != torch.uint8 or tensor.ndim != 1 or tensor.numel() > _MOST_JSON:
+        return False
+    try:
+        json.loads(tensor.numpy().tobytes())
+    except (RecursionError, ValueError):
+        return False
+    return True
 
 
 def _check_marked(name: str, tensors: Tensors, parts: Tensors) -> None:

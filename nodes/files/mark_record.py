@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import int8_mark
-from .faults import json_object
+from .json_texts import json_object
 
 _KEY = "int8_dit_marks"
 _MOST = 1 << 22  # characters; a thousand layers have about 100,000

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ...kernels import ChannelTransform
-from ..comfyui.loading import ideogram4_shapes
+from ..comfyui.architecture import ideogram4_shapes
 from . import int8_mark
 from .contents import BRANCHES, Checkpoint
 

@@ -8,14 +8,15 @@ import torch
 from ...kernels import choose_path
 from ..blocks.install import fuse_blocks
 from ..comfyui import loading
-from ..comfyui.patcher import BaseModel, CallbacksMP, ModelPatcher, call_factory, let_hooks_patch
+from ..comfyui.architecture import architecture_settings, kind_of
+from ..comfyui.patcher import BaseModel, CallbacksMP, ModelPatcher, call_factory
 from ..comfyui.quantized import QuantizedTensor
-from ..comfyui.residency import CALLBACK_KEY, keep_patched
+from ..comfyui.residency import CALLBACK_KEY, let_patches_act
 from ..files import int8_mark
 from ..host import notices
-from .completeness import check_complete
 from .input_groups import group_inputs
 from .load_plan import LoadPlan
+from .loaded_checks import check_loaded
 from .operations import int8_operations
 
 
@@ -34,20 +35,14 @@ def build_model(
     plan.let_go()
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
-    check_complete(model.model.diffusion_model, names, operations, plan)
+    check_loaded(model, names, operations, plan)
     group_inputs(model.model.diffusion_model)
-    _let_comfyui_patch(model)
+    # Merges and hooks look up everything that a BaseModel's state dict names, and add what it holds to other weights.
+    model.model.register_state_dict_post_hook(_whole_weights)
+    let_patches_act(model)
     add_fallback_warning(model, plan.kernel)
     fuse_blocks(model)
     return model
-
-
-def _let_comfyui_patch(model: ModelPatcher) -> None:
-    """Let merges and hooks work on quantized weights, as they do on float ones."""
-    # They look up everything that a BaseModel's state dict names, and add what it holds to other weights.
-    model.model.register_state_dict_post_hook(_whole_weights)
-    let_hooks_patch(model)
-    keep_patched(model)
 
 
 def _whole_weights(model: BaseModel, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: object) -> None:
@@ -67,7 +62,7 @@ def file_metadata(model: BaseModel) -> dict[str, str]:
     Some families (LTX-Video, Wan) have it in a "config" there, which ComfyUI does not keep: this is what it made of it.
     """
     config = {}
-    for name, value in loading.architecture_settings(model).items():
+    for name, value in architecture_settings(model).items():
         try:
             if json.loads(json.dumps(value)) == value:
                 config[name] = value
@@ -88,7 +83,7 @@ def build_like(
     model predicts.
     """
     built = build_model(loading.tensors_of_file(model, state_dict), file_metadata(model), plan, disable_dynamic)
-    for before, after in zip(loading.kind_of(model), loading.kind_of(built.model), strict=True):
+    for before, after in zip(kind_of(model), kind_of(built.model), strict=True):
         if before != after:
             raise ValueError(
                 f"the diffusion model by itself would be taken for another kind of model ({after} instead of "

@@ -1,11 +1,12 @@
 """Which linears of a diffusion model read the same input: smoothed alike, and quantized once in a fused block."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from .fused_forward import int8_parts
+from .fused_forward import INT8Parts, int8_parts
 
 # Attribute names under one parent, in the order of the calls, as in ComfyUI's models. The q of a cross attention reads
 # another tensor than k and v. That does no harm: only fused blocks share, and calibration tells them apart.
@@ -65,16 +66,20 @@ def group_inputs(model: torch.nn.Module) -> None:
     To be called when all weights are loaded, since factors are compared by value.
     """
     readers: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "input_group")}
-    held = {name: int8_parts(module.weight, module) for name, module in readers.items()}
-    parts = {name: part for name, part in held.items() if part is not None}
+
+    @functools.cache
+    def parts(name: str) -> INT8Parts | None:
+        return int8_parts(readers[name].weight, readers[name])
 
     def alike(a: str, b: str) -> bool:
         """Whether two linears turn the same input into the same int8 tensor."""
-        one, other = parts[a], parts[b]
+        one, other = parts(a), parts(b)
+        if one is None or other is None:
+            return a == b
         alike_at_all = one.stored.shape[1] == other.stored.shape[1] and one.activation_bits == other.activation_bits
         return alike_at_all and one.transform.same_as(other.transform)
 
-    for names in same_input_groups(parts, alike):
+    for names in same_input_groups(readers, alike):
         group = object()
         for name in names:
             readers[name].input_group = group

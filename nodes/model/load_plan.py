@@ -1,6 +1,6 @@
 """What the linears of a MODEL hold, and how it is made: decided once, before ComfyUI builds the MODEL."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from ..comfyui.memory import reserved_for_inference, total_memory
 from ..files.checkpoint import holds_int8
 from ..files.gguf_weight import is_gguf
 from ..files.grouped_weight import channel_scale, grouped_codes, is_grouped
+from ..files.layer_checks import unexplained
 from ..files.stored_weight import can_stay, stored_kind
 from ..files.values import check_finite
 from ..host.work import Progress, make_room_to_quantize
@@ -41,6 +42,8 @@ class LoadPlan:
         make: what linears hold that are not INT8 in the state dict.
         missing, unexpected: what of the whole model the state dict lacks, and what it holds beside it; known once the
             MODEL is built.
+        file: the name of the file whose tensors these are; empty for those of another MODEL.
+        unexplained: the dtypes of its tensors that no weight has.
     """
 
     kernel: str
@@ -48,6 +51,8 @@ class LoadPlan:
     make: Make = _as_read
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
+    file: str = ""
+    unexplained: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def in_floats(self, n: int, k: int, native: bool = True) -> bool:
         """Whether an INT8 linear [N, K] is held in `compute_dtype`; `native` says whether ComfyUI's INT8 could compute
@@ -85,8 +90,8 @@ class CheckpointPlan(LoadPlan):
     Attributes:
         tensors: the checkpoint's, which ComfyUI's loader empties.
         devices: where the MODEL may run. It is held in floats where it would compute in them on all, and fits.
-        as_stored: whether weights in fewer bits that a kernel reads stay what they are.
-        weights: what becomes of each.
+        as_stored: whether weights in fewer bits that a kernel reads stay what they are; false if there are none.
+        weights: what becomes of each, by the module path of its layer.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -97,6 +102,8 @@ class CheckpointPlan(LoadPlan):
     def __post_init__(self) -> None:
         # A file that holds INT8, perhaps in fewer bits, has its floats for a reason.
         self._whole = holds_int8(self.tensors)
+        self.unexplained = unexplained(self.tensors)
+        self.as_stored = self.as_stored and any(map(can_stay, self.tensors.values()))
         self._fits = all(_fits(self.tensors, self.compute_dtype, device) for device in self.devices)
         weights = {key.removesuffix(_WEIGHT): w for key, w in self.tensors.items() if key.endswith(_WEIGHT)}
         self.weights = {name: self._planned(name, weight) for name, weight in weights.items()}

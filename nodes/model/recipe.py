@@ -2,12 +2,18 @@
 
 import json
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
+from ..comfyui.architecture import prefix_in
 from ..comfyui.attention import attention_choices
 from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher, is_patched
-from ..files.faults import json_object
+from ..comfyui.quantized import params
+from ..files.attention_choices import CONFIG
+from ..files.contents import Checkpoint
+from ..files.gguf_weight import is_gguf
+from ..files.json_texts import json_object
 from ..host import notices
 
 RECIPE_KEY = "int8_dit_recipe"
@@ -37,19 +43,42 @@ def recipe_in(metadata: Mapping[str, str]) -> dict[str, object]:
         return {}
 
 
-def keep_recipe_of_file(model: ModelPatcher, metadata: Mapping[str, str]) -> None:
-    """Let a loaded MODEL know how it was quantized."""
-    recipe = recipe_in(metadata)
-    if recipe:
-        keep_recipe(model, recipe)
-    if recipe.get(FOLDED):
+class Notes(NamedTuple):
+    """What a file says beside the weights of its model.
+
+    Attributes:
+        recipe: how its weights were quantized, as `recipe_in`.
+        gguf_formats: the formats of GGUF's weights, by their names in the diffusion model.
+        attention_choices: what layers want their attention computed with, by name.
+    """
+
+    recipe: Mapping[str, object]
+    gguf_formats: Mapping[str, str]
+    attention_choices: Mapping[str, torch.Tensor]
+
+
+def notes_of(checkpoint: Checkpoint) -> Notes:
+    """The notes of a checkpoint whose tensors ComfyUI's loader has not emptied yet."""
+    tensors, prefix = checkpoint.tensors, prefix_in(checkpoint.tensors)
+    formats = {key.removeprefix(prefix): params(t).block_format for key, t in tensors.items() if is_gguf(t)}
+    choices = {key: tensor for key, tensor in tensors.items() if key.endswith(CONFIG)}
+    return Notes(recipe_in(checkpoint.metadata), formats, choices)
+
+
+def keep_notes(model: ModelPatcher, notes: Notes) -> None:
+    """Let a loaded MODEL know, for its next file, what its file said.
+
+    Of the choices of attention it keeps those that this ComfyUI does not know.
+    """
+    if notes.recipe:
+        keep_recipe(model, notes.recipe)
+    if notes.recipe.get(FOLDED):
         model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _FOLDED_CALLBACK_KEY, warn_of_patches_on_folded)
-
-
-def keep_block_formats(model: ModelPatcher, formats: Mapping[str, str]) -> None:
-    """Let a MODEL know which of its weights, by their names in the diffusion model, were in which of GGUF's formats."""
-    if formats:
-        model.set_attachments(_BLOCK_FORMATS_KEY, dict(formats))
+    if notes.gguf_formats:
+        model.set_attachments(_BLOCK_FORMATS_KEY, dict(notes.gguf_formats))
+    known = {f"{name.removeprefix(DIFFUSION_MODEL)}.config" for name in attention_choices(model)}
+    if unknown := {name: choice for name, choice in notes.attention_choices.items() if name not in known}:
+        model.set_attachments(_CHOICES_KEY, unknown)
 
 
 def block_formats_of(model: ModelPatcher) -> Mapping[str, str]:
@@ -58,15 +87,8 @@ def block_formats_of(model: ModelPatcher) -> Mapping[str, str]:
     return model.get_attachment(_BLOCK_FORMATS_KEY) or {}
 
 
-def keep_unknown_choices(model: ModelPatcher, choices: Mapping[str, torch.Tensor]) -> None:
-    """Let a loaded MODEL keep, for its next file, the layers' choices of attention that this ComfyUI does not know."""
-    known = {f"{name.removeprefix(DIFFUSION_MODEL)}.config" for name in attention_choices(model)}
-    if unknown := {name: choice for name, choice in choices.items() if name not in known}:
-        model.set_attachments(_CHOICES_KEY, unknown)
-
-
 def unknown_choices_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """The choices that `keep_unknown_choices` kept, by name in a file."""
+    """The choices of attention that a MODEL keeps for its next file, by name there."""
     return dict(model.get_attachment(_CHOICES_KEY) or {})
 
 

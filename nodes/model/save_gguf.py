@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ...kernels import GGUF_FORMATS, quantize_blocks
+from ..comfyui.architecture import architecture_names, architecture_settings
 from ..comfyui.attention import state_dict_of
-from ..comfyui.loading import architecture_names, architecture_settings, tensors_of_file
+from ..comfyui.loading import tensors_of_file
 from ..comfyui.patcher import DIFFUSION_MODEL, BaseModel, ModelPatcher, is_patched, weight_below_patches
 from ..comfyui.quantized import QuantizedTensor, params, stored
 from ..files.attention_choices import CONFIG

@@ -129,11 +129,11 @@ def test_tensors_of_any_dtype_that_the_model_does_not_need(models, tmp_path):
 def on_card(dit, monkeypatch):
     """As if the CPU were a card, and all tensors large."""
     from int8_dit.nodes.files import layer_checks
-    from int8_dit.nodes.model import loaded_values
+    from int8_dit.nodes.model import loaded_checks
 
     monkeypatch.setattr(layer_checks, "_SMALL", 0)
-    monkeypatch.setattr(loaded_values, "_AT_ONCE", 0)
-    monkeypatch.setattr(loaded_values, "is_cpu", lambda device: False)
+    monkeypatch.setattr(loaded_checks, "_AT_ONCE", 0)
+    monkeypatch.setattr(loaded_checks, "is_cpu", lambda device: False)
 
 
 @pytest.mark.parametrize("value", (math.nan, -math.inf, 1e30))
@@ -154,11 +154,11 @@ def test_what_a_patch_does_is_not_blamed_on_the_file(dit, on_card):
 
 
 def test_whole_tensors_are_looked_at_once(dit, on_card, monkeypatch):
-    from int8_dit.nodes.model import loaded_values
+    from int8_dit.nodes.model import loaded_checks
 
     model = dit.load(kernel="bf16")
     dit.sample(model)
-    monkeypatch.setattr(loaded_values, "check_finite", None)
+    monkeypatch.setattr(loaded_checks, "check_finite", None)
     dit.sample(model.clone())
 
 
