@@ -19,8 +19,8 @@ class RepeatedLinear:
     is checked as `int8_linear` checks it. Linears of one form share one, which so stays in the host's caches.
 
     Args:
-        weight, weight_scale, smooth: like those of all calls, of which only the addresses are looked at again: int8
-            [N, K]; float32 [N], [N, 1] or one value; floating point [K] or None.
+        weight, weight_scale, smooth: like those of all calls, of which only the devices and addresses are looked at
+            again: int8 [N, K]; float32 [N], [N, 1] or one value; floating point [K] or None.
         rotation_group, activation_bits: how the linear wants its input, as in `int8_linear`.
     """
 
@@ -87,7 +87,8 @@ class RepeatedLinear:
             return self._checked(x, weight, weight_scale, smooth, bias)
         factors = x if smooth is None else smooth
         x_at, factors_at, weight_at, scale_at = [t.data_ptr() for t in (x, factors, weight, weight_scale)]
-        if (x_at | factors_at | weight_at | scale_at) & 15:
+        together = factors.get_device() == weight.get_device() == weight_scale.get_device() == self._index
+        if not together or (x_at | factors_at | weight_at | scale_at) & 15:
             return self._checked(x, weight, weight_scale, smooth, bias)
         # One allocation for the int8 rows and their scales behind: it takes the host as long as all these checks.
         first_scale = rows * self._row_bytes + 15 & -16
@@ -144,7 +145,8 @@ class RepeatedLinear:
         dense = q.is_contiguous() and q_scale.is_contiguous()
         if product is not None and dense and q.shape[1] == self._row_bytes:
             q_at, weight_at, q_scale_at, scale_at = [t.data_ptr() for t in (q, weight, q_scale, weight_scale)]
-            if not (q_at | weight_at | q_scale_at | scale_at) & 15:
+            together = q_scale.get_device() == weight.get_device() == weight_scale.get_device() == self._index
+            if together and not (q_at | weight_at | q_scale_at | scale_at) & 15:
                 out = q.new_empty((*leading, self._n), dtype=dtype)
                 addend = out if bias is None else bias
                 given: Any = (q, weight, q_scale, weight_scale, addend, out)

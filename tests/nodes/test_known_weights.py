@@ -1,0 +1,214 @@
+"""What a linear keeps of its weight between calls: whatever is done to the weight, the next call computes with it."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def model(dit):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        model = dit.quantize(dit.stock())
+        dit.output(model)
+    return model
+
+
+@pytest.fixture
+def layer(dit, model):
+    """An INT8 linear [192, 192] of a loaded MODEL."""
+    layer = dit.module(model, "joint_blocks.1.x_block.attn.proj")
+    held = dict(layer._parameters)
+    yield layer
+    layer._parameters.update(held)
+
+
+@pytest.fixture
+def x(layer):
+    """An input of the linear, which has been called with it, so that all is known of its weight."""
+    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(0))
+    computed(layer, x)
+    assert layer.known_weight.is_of(layer.weight)
+    return x
+
+
+@pytest.fixture
+def other(layer):
+    """Another INT8 weight of its shape."""
+    from int8_dit.kernels import ChannelTransform, quantize_weight
+    from int8_dit.nodes.model.int8_weight import int8_weight
+
+    def make(smoothed=False, group=None, bits=8):
+        generator = torch.Generator().manual_seed(1)
+        smooth = torch.rand(layer.in_features, generator=generator) + 0.5 if smoothed else None
+        transform = ChannelTransform(smooth, group)
+        values = torch.randn(layer.out_features, layer.in_features, generator=generator)
+        return int8_weight(*quantize_weight(values, transform), torch.float32, transform, bits)
+
+    return make
+
+
+def computed(layer, x):
+    with torch.inference_mode():
+        return layer(x)
+
+
+def expected(layer, x):
+    """Of what the weight is now, with nothing kept."""
+    from int8_dit.kernels import int8_linear
+    from int8_dit.nodes.model.fused_forward import int8_parts
+
+    parts = int8_parts(layer.weight, layer)
+    with torch.inference_mode():
+        return int8_linear(x, *parts.operands(), layer.bias, parts.transform, activation_bits=parts.activation_bits)
+
+
+def replace(layer, weight):
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def keep(layer, other):
+    """Nothing is done to it."""
+
+
+def put_another(layer, other):
+    replace(layer, other())
+
+
+def put_one_with_factors(layer, other):
+    replace(layer, other(smoothed=True, group=4))
+
+
+def put_one_of_16_bits(layer, other):
+    replace(layer, other(bits=16))
+
+
+def swap_under_the_parameter(layer, other):
+    """As `Module.to` does."""
+    layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+    computed(layer, torch.ones(1, layer.in_features))
+    torch.utils.swap_tensors(layer.weight, torch.nn.Parameter(other(group=4), requires_grad=False))
+
+
+def copy_into(layer, other):
+    """As a hook does, and as ComfyUI puts a weight back in place."""
+    layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)  # that of the MODEL stays as it is
+    computed(layer, torch.ones(1, layer.in_features))
+    layer.weight.copy_(other())
+
+
+def copy_into_the_data(layer, other):
+    layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+    computed(layer, torch.ones(1, layer.in_features))
+    layer.weight.data.copy_(other())
+
+
+def put_another_bias(layer, other):
+    layer.bias = torch.nn.Parameter(torch.full_like(layer.bias, 3.0), requires_grad=False)
+
+
+def take_the_bias(layer, other):
+    layer.bias = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        keep,
+        put_another,
+        put_one_with_factors,
+        put_one_of_16_bits,
+        swap_under_the_parameter,
+        copy_into,
+        copy_into_the_data,
+        put_another_bias,
+        take_the_bias,
+    ),
+    ids=lambda change: change.__name__,
+)
+@pytest.mark.parametrize("way", ("reference", "kernels"))
+def test_the_next_call_computes_with_what_the_weight_is(layer, x, other, change, way, monkeypatch):
+    if way == "kernels":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        layer.known_weight = None
+    before, form = computed(layer, x), layer.input_form()
+    change(layer, other)
+    for _ in range(2):
+        after = computed(layer, x)
+        assert torch.equal(after, expected(layer, x))
+    assert torch.equal(after, before) == (change is keep)
+    transform = layer.weight._params.transform
+    assert layer.input_form() is form or change is not keep
+    assert layer.input_form().transform.rotation_group == transform.rotation_group
+    assert layer.input_form().transform.smooth is transform.smooth
+
+
+def test_a_function_of_the_weight_is_heard_from_the_next_call_on(layer, x):
+    before = computed(layer, x)
+    layer.bias = None
+    plain = computed(layer, x)
+    layer.weight_function.append(lambda weight: weight * 2)
+    try:
+        assert layer.input_form() is None  # which is for what is stored
+        torch.testing.assert_close(computed(layer, x), plain * 2, rtol=0.05, atol=0.05)
+    finally:
+        layer.weight_function.clear()
+    assert torch.equal(computed(layer, x), plain) and not torch.equal(plain, before)
+
+
+def test_a_function_of_the_bias_is_heard_from_the_next_call_on(layer, x):
+    before = computed(layer, x)
+    layer.bias_function.append(lambda bias: bias + 1)
+    try:
+        torch.testing.assert_close(computed(layer, x), before + 1)
+    finally:
+        layer.bias_function.clear()
+    assert torch.equal(computed(layer, x), before)
+
+
+def test_a_weight_in_floats_and_back(layer, x):
+    before, held = computed(layer, x), layer.weight
+    replace(layer, held.dequantize())
+    assert torch.equal(computed(layer, x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert layer.input_form() is None
+    layer.weight = held
+    assert torch.equal(computed(layer, x), before)
+
+
+def test_a_weight_on_another_device_is_not_where_the_input_is(layer, x):
+    from int8_dit.nodes.model.fused_forward import _resident
+
+    before = computed(layer, x)
+    assert _resident(layer, x.device, x.dtype) is not None
+    held = layer.weight
+    replace(layer, held.to("meta"))
+    assert _resident(layer, x.device, x.dtype) is None
+    assert _resident(layer, torch.device("meta"), x.dtype) is None  # where its bias is not
+    layer.weight = held
+    assert torch.equal(computed(layer, x), before)
+
+
+def test_a_copy_looks_at_its_own_weight(layer, x, other):
+    before, twin = computed(layer, x), copy.copy(layer)
+    twin._parameters = dict(layer._parameters)
+    replace(twin, other(group=4))
+    assert torch.equal(computed(twin, x), expected(twin, x)) and torch.equal(computed(layer, x), before)
+    assert copy.deepcopy(layer.known_weight) is None is pickle.loads(pickle.dumps(layer.known_weight))
+
+
+@pytest.mark.parametrize("smoothed", (False, True))
+def test_nothing_of_a_weight_is_held_when_it_is_gone(layer, x, other, smoothed):
+    """Unloading a MODEL gives all of its memory back."""
+    replace(layer, other(smoothed=smoothed))
+    computed(layer, x)
+    held = layer.weight._params
+    tensors = [layer.weight._qdata, held.scale, *([held.smooth] if smoothed else [])]
+    seen = list(map(weakref.ref, tensors))
+    replace(layer, other())
+    del tensors, held
+    gc.collect()
+    assert [tensor() for tensor in seen] == [None] * len(seen)
