@@ -31,9 +31,9 @@ def model_files(server: ComfyServer) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=RENDERERS)
+@pytest.fixture(params=RENDERERS, scope="module")
 def page(request: pytest.FixtureRequest, browser: Browser, server: ComfyServer) -> Iterator[Page]:
-    """The frontend with one of its renderers."""
+    """The frontend with one of its renderers, for all tests: to load it takes longer than most of them."""
     vue = RENDERERS[request.param]
     with open_frontend(browser, server.url) as opened:
         opened.evaluate("vue => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', vue)", vue)
@@ -45,9 +45,15 @@ def page(request: pytest.FixtureRequest, browser: Browser, server: ComfyServer) 
 def nothing_wrong(page: Page) -> Iterator[None]:
     """Fails at the end if the page said an error, or asked for something that is not there."""
     wrong = []
-    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-    page.on("response", lambda response: wrong.append(response.url) if response.status >= 400 else None)
+    listeners = {
+        "console": lambda message: wrong.append(message.text) if message.type == "error" else None,
+        "response": lambda response: wrong.append(response.url) if response.status >= 400 else None,
+    }
+    for event, listener in listeners.items():
+        page.on(event, listener)
     yield
+    for event, listener in listeners.items():
+        page.remove_listener(event, listener)
     assert not [what for what in wrong if not NOT_FOUND.search(what) and not SAID_AT_START.search(what)]
 
 
@@ -64,6 +70,7 @@ def browse(page: Page) -> None:
 
 def open_template(page: Page, name: str) -> None:
     """Click a template in the template browser."""
+    page.evaluate("app.graph.clear()")
     browse(page)
     page.get_by_test_id(f"template-workflow-{name}").click()
     page.wait_for_function("count => app.graph.nodes.length === count", arg=_count(name))
@@ -83,6 +90,8 @@ def test_all_are_listed_with_their_thumbnails(page: Page) -> None:
             card.scroll_into_view_if_needed()
             assert path.stem in card.inner_text()
             page.wait_for_function("image => image.naturalWidth > 0", arg=card.locator("img").first.element_handle())
+        page.keyboard.press("Escape")
+        page.wait_for_function("!document.querySelector('[role=dialog]')")
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
