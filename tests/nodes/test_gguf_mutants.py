@@ -109,6 +109,7 @@ def array(kind, number, data):
     return 9, struct.pack("<IQ", kind, number) + data
 
 
+@pytest.mark.slow
 def test_a_tokenizer(dit, gguf_mutants, tmp_path):
     """Of a model that has its text encoder's beside it: its arrays are passed over, and make no object of each item."""
     number = 1 << 20

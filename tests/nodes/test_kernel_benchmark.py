@@ -59,6 +59,7 @@ def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
     assert not any(module._forward_hooks for module in model.model.diffusion_model.modules())
 
 
+@pytest.mark.slow
 def test_the_file_says_how_many_blocks_are_fused(dit, run, monkeypatch, tmp_path):
     import folder_paths
 

@@ -49,6 +49,15 @@ def wait_until_loaded(page: Page) -> None:
     page.evaluate("app.graph.clear()")
 
 
+def settle(page: Page) -> None:
+    """Let the page draw: what a busy machine takes longer for, it waits longer for."""
+    page.evaluate(
+        """async () => {
+            for (let frame = 0; frame < 20; frame++) await new Promise(requestAnimationFrame);
+        }"""
+    )
+
+
 def template(server: ComfyServer, name: str, pack: str = "int8_dit") -> dict:
     """An example workflow of a pack as the template browser gets it."""
     return json.loads(server.get(f"/api/workflow_templates/{pack}/{quote(name)}.json"))

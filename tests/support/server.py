@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parents[1]
 PROJECT = TESTS.parent
 GLYPH_MODEL = TESTS / "data" / "glyph_dit.safetensors"
 
-START_TIMEOUT_SECONDS = 180
+START_TIMEOUT_SECONDS = 600
 STOP_TIMEOUT_SECONDS = 10
 POLL_SECONDS = 0.2
 LOG_TAIL_LINES = 40

@@ -59,5 +59,4 @@ def test_node_search_finds_it_among_the_first(page: Page, subtests: pytest.Subte
                 """([node, rank]) => [...document.querySelectorAll("[role=option]")].slice(0, rank).some(
                     option => option.innerText.startsWith(node))""",
                 arg=[node, rank],
-                timeout=15_000,
             )

@@ -49,7 +49,6 @@ def test_help_opens_with_its_picture(english_page, node):
         }""",
         arg=title,
         polling=1000,
-        timeout=60_000,
     )
     assert picture.evaluate("image => image.naturalWidth") > 100
     assert page.locator(".node-help-content h1").text_content() == title

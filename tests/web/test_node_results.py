@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support import workflows
-from support.frontend import BADGE, add_nodes, load, reload, run, saved
+from support.frontend import BADGE, add_nodes, load, reload, run, saved, settle
 from support.server import ComfyServer
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def shown(outputs: dict[str, dict]) -> list[dict]:
 
 def sizes(page: Page) -> list[dict]:
     """How much room each result has on the page, and how much it takes."""
-    page.wait_for_timeout(500)  # a node grows in the frames after the result
+    settle(page)  # a node grows in the frames after the result
     return page.evaluate(
         """() => [...document.querySelectorAll(".int8-result")].map(
             ({ clientWidth, scrollWidth, clientHeight, scrollHeight }) =>
@@ -150,7 +150,7 @@ def test_the_last_result_comes_back_with_the_page(
 
     other = new_client()
     load(other, workflow)
-    other.wait_for_timeout(500)
+    settle(other)
     assert other.locator(RESULT).count() == 0
 
     run(page, server)
@@ -168,7 +168,7 @@ def test_another_node_has_not_what_one_showed(page: Page, server: ComfyServer) -
             changed["nodes"] = [node | {"id": node["id"] + 10} for node in workflow["nodes"]]
             changed["links"] = []
         load(page, changed)
-        page.wait_for_timeout(300)
+        settle(page)
         assert page.locator(RESULT).count() == 0
     load(page, workflow)
     page.wait_for_selector(OLD)
@@ -219,7 +219,7 @@ def test_a_benchmark_says_what_matters_and_offers_its_json(
         end_benchmark(page, TABLE | {"summary": [summary], "valid": valid, "download": download})
         assert page.locator(f"{RESULT} .int8-summary").all_text_contents() == [summary]
         assert page.locator(BADGE).all_text_contents() == ([] if valid else ["not a valid measurement"])
-        page.wait_for_timeout(500)
+        settle(page)
         page.screenshot(path=tmp_path / f"valid_{valid}.png")
     with page.expect_download() as downloaded:
         page.click(f"{RESULT} a")

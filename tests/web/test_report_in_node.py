@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import workflows
-from support.frontend import open_frontend
+from support.frontend import open_frontend, settle
 from support.server import ComfyServer
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def test_the_report_is_drawn_in_its_node(
     page.evaluate(ADD_NODES, workflows.GLYPH_MODEL)
     report = run(page, server)
     page.wait_for_selector(".int8-report .mark")
-    page.wait_for_timeout(500)  # the node grows in the frames after the result
+    settle(page)  # the node grows in the frames after the result
     page.screenshot(path=tmp_path / "report.png")
 
     shown = page.evaluate(SHOWN)

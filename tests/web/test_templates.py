@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import workflows_saved
-from support.frontend import open_frontend
+from support.frontend import open_frontend, settle
 from support.server import ComfyServer
 from support.workflows_saved import OLD_WORKFLOWS, TEMPLATES, read
 
@@ -74,7 +74,7 @@ def open_template(page: Page, name: str) -> None:
     browse(page)
     page.get_by_test_id(f"template-workflow-{name}").click()
     page.wait_for_function("count => app.graph.nodes.length === count", arg=_count(name))
-    page.wait_for_timeout(500)  # nodes get their size in the frames after
+    settle(page)  # nodes get their size in the frames after
 
 
 def _count(name: str) -> int:
@@ -168,6 +168,7 @@ def _inside(inner: list[float], outer: list[float]) -> bool:
     return all(outer[i] <= inner[i] and inner[i + 2] <= outer[i + 2] for i in (0, 1))
 
 
+@pytest.mark.parametrize("page", ("Vue",), indirect=True)  # test_node_results.py draws results with both
 def test_the_benchmark_runs_from_one_click_to_its_picture(page: Page, server: ComfyServer) -> None:
     with nothing_wrong(page):
         open_template(page, "INT8 kernel benchmark")
@@ -186,5 +187,5 @@ def test_the_benchmark_runs_from_one_click_to_its_picture(page: Page, server: Co
                 return images.some((image) => image.naturalWidth > 0);
             }"""
         )
-        page.wait_for_timeout(500)  # the node grows in the frames after the result
+        settle(page)  # the node grows in the frames after the result
         assert_nothing_overlaps(page)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import workflows
-from support.frontend import WARNING, reload, run, set_setting
+from support.frontend import WARNING, reload, run, set_setting, settle
 from support.server import ComfyServer
 from support.workflows import Prompt
 
@@ -52,7 +52,7 @@ def test_three_runs_warn_once_and_only_who_queued_them(
         run(page, server, falls_back(seed))
         page.wait_for_selector(WARNING)
     server.queue(falls_back(3))  # by a script, which nobody watches
-    page.wait_for_timeout(500)
+    settle(page)
     assert page.locator(WARNING).count() == 1 and other.locator(WARNING).count() == 0
     assert server.log.read_text().count(IN_LOG) == logged + 4
 
@@ -75,7 +75,7 @@ def test_do_not_show_again_lasts_until_the_setting_is_changed(
     later = new_client()  # another session, so that it was not seen in this one yet
     warn(later, reason="attention", detail="another reason")
     run(later, server, falls_back(11))
-    later.wait_for_timeout(500)
+    settle(later)
     assert [text for text in later.locator(WARNING).all_text_contents() if "another reason" not in text] == []
     assert later.locator(WARNING).count() == 1
 

@@ -38,6 +38,7 @@ def test_what_cannot_be_written_is_named(lines):
         Text(lines)
 
 
+@pytest.mark.slow
 def test_ocr_reads_what_is_drawn():
     texts = alphabet.random_texts(36, seed=5)
     generator = torch.Generator().manual_seed(0)
@@ -82,6 +83,7 @@ def test_a_letter_has_its_own_token():
     assert not torch.equal(context[0, 0], context[1, 0]) and not torch.equal(context[1, 0], context[2, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("int8", (False, True), ids=("bf16 file", "plain INT8"))
 def test_the_trained_model_writes_legibly(pack, int8):
     """In stock ComfyUI, and with every linear of its blocks in INT8; in float32 on a CPU."""
