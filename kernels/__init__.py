@@ -4,7 +4,6 @@ from .block_weights import channel_scales, dequantize_blocks, expand_blocks, qua
 from .checks import FLOAT_DTYPES
 from .device import (
     KERNEL_CHOICES,
-    ComputePath,
     choose_path,
     decide_by,
     int8_path,
@@ -51,7 +50,6 @@ __all__ = [
     "ActivationStatistics",
     "Addition",
     "ChannelTransform",
-    "ComputePath",
     "GroupedCodes",
     "LowRank",
     "Norm",

@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from .host.decision import decision_stamp
 from .model.apply_kernel import apply_fused_kernel
-from .model.attention import AS_COMFYUI, check_attention, set_attention
+from .model.attention import AS_COMFYUI, set_attention
 from .sockets import attention_input, model_outputs, shown_model
 
 
@@ -45,7 +45,6 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, kernel: str = "auto", attention: str = AS_COMFYUI) -> io.NodeOutput:
-        check_attention(attention, model.load_device)
         patched = apply_fused_kernel(model, kernel)
         set_attention(patched, attention)
         return shown_model(patched, kernel, otherwise="ComfyUI's own INT8")

@@ -34,14 +34,16 @@ class Fusion:
 
 def fusion_of(model: ModelPatcher) -> list[Fusion]:
     """The outermost blocks of a MODEL that have a fused forward, by class."""
-    patches, inside = object_patches(model), inside_patch(options_of(model))
-    reasons: dict[str, list[str | None]] = defaultdict(list)
+    patches = object_patches(model)
+    reasons: Mapping[str, list[str | None]] = defaultdict(list)
     outer = ""
     for name, block in model.model.diffusion_model.named_modules(prefix=DIFFUSION_MODEL.rstrip(".")):
         cls = patches.get(f"{name}.__class__", type(block))
         if is_fused_block(cls) and not (outer and name.startswith(f"{outer}.")):
             outer = name
-            reasons[cls.__qualname__].append(inside or _why_not(name, block, cls, patches, model.load_device))
+            reasons[cls.__qualname__].append(_why_not(name, block, cls, patches, model.load_device))
+    if inside := inside_patch(options_of(model)):
+        reasons = {name: [inside] * len(known) for name, known in reasons.items()}
     return [
         Fusion(name, known.count(None), len(known), tuple(dict.fromkeys(why for why in known if why is not None)))
         for name, known in reasons.items()
@@ -57,13 +59,13 @@ def _why_not(
         part: Any = patches.get(path, own)
         if path != name:
             parts.append((path.removeprefix(f"{name}."), part, patches.get(f"{path}.__class__", type(part))))
+    forms = [(part, input_form(part, own), own) for _, part, own in parts if is_linear(part)]
     unknown = unknown_part(cls, parts)
     if unknown is not None:
         return unknown
     replaced = next((key for key in patches if key.startswith(f"{name}.") and key.endswith(".forward")), None)
     if replaced is not None:
         return f"{replaced.removeprefix(DIFFUSION_MODEL)} is replaced"
-    forms = [(part, input_form(part, own), own) for _, part, own in parts if is_linear(part)]
     questions = {question(part, form, own) for part, form, own in forms if form is not None}
     if not questions or not all(runs_fused(device, *asked) for asked in questions):
         return "its linears do not all run fused INT8" if questions else "none of its linears is INT8"

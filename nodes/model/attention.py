@@ -15,7 +15,6 @@ from ..comfyui.attention import (
     OVERRIDE,
     Attention,
     any_chooses,
-    chosen_layers,
     comfyuis_attention,
     in_containers,
     kitchen_attention,
@@ -28,7 +27,6 @@ from ..comfyui.attention import (
 )
 from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
 from ..host import notices
-from .recipe import unknown_choices_of
 
 AS_COMFYUI = "as ComfyUI"
 INT8 = "INT8 (comfy-kitchen)"
@@ -97,26 +95,6 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
     override.put_before_choices(model)
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, override.watch)
-
-
-def describe_attention(model: ModelPatcher) -> str:
-    """What a MODEL's attention computes with, in words for the user."""
-    override = options_of(model).get(OVERRIDE)
-    if override is not None and not isinstance(override, INT8Attention):
-        return "as another node set it"
-    parts = [AS_COMFYUI if override is None else f"{INT8} where it fits"]
-    chosen = chosen_layers(model)
-    if chosen.runs:
-        parts.append(f"{_layers(chosen.runs)} chosen by the file{' or a LoRA' if chosen.by_lora else ''}")
-    if chosen.cannot:
-        parts.append(f"the choice for {_layers(chosen.cannot)} cannot run here")
-    if unknown := unknown_choices_of(model):
-        parts.append(f"the file's choice for {_layers(len(unknown))} needs a newer ComfyUI")
-    return ", ".join(parts)
-
-
-def _layers(number: int) -> str:
-    return f"{number} layer{'s' if number > 1 else ''}"
 
 
 # What the attention calls of the model call that runs now did: a reason for each kind that INT8 attention did not take,

@@ -80,14 +80,16 @@ def int8_parts(weight: Any, layer: Any) -> INT8Parts | None:
         held = params(weight)
         return INT8Parts(stored(weight), held.scale, held.transform, held.activation_bits)
     if is_native_int8(weight):
-        rotation, bits = _rotation(native_rotation(weight)), 16 if wants_full_precision(layer) else 8
-        return INT8Parts(stored(weight), params(weight).scale.float(), rotation, bits)
-    kind = stored_kind(weight)
-    scale = None if kind is None else kind.scale(weight)
-    if kind is None or scale is None:
-        return None
-    bits = 16 if kind.held is None and wants_full_precision(layer) else kind.activation_bits(weight)
-    return INT8Parts(weight, scale, _rotation(kind.rotation_group(weight)), bits)
+        held, scale, group = stored(weight), params(weight).scale.float(), native_rotation(weight)
+        bits = 16 if wants_full_precision(layer) else 8
+    else:
+        kind, held = stored_kind(weight), weight
+        scale = None if kind is None else kind.scale(weight)
+        if kind is None or scale is None:
+            return None
+        group = kind.rotation_group(weight)
+        bits = 16 if kind.held is None and wants_full_precision(layer) else kind.activation_bits(weight)
+    return INT8Parts(held, scale, _rotation(group), bits)
 
 
 class WeightForm(NamedTuple):

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels import FUSED, NATIVE, ComputePath, choose_path, native_computes
+from ...kernels import BF16, FUSED, NATIVE, WAYS, choose_path
 from ..blocks.fusion import Fusion, fusion_of, in_words
+from ..comfyui.attention import OVERRIDE, chosen_layers
 from ..comfyui.layers import CastWeightBiasOp, quantized_format
-from ..comfyui.patcher import ModelPatcher, object_patches
+from ..comfyui.patcher import ModelPatcher, object_patches, options_of
 from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, layout_of, params
-from ..files.stored_weight import becomes_int8, is_stored, stored_kind
-from .attention import describe_attention
-from .fused_forward import class_patch, int8_parts, is_comfyui_int8
-from .int8_weight import is_int8
-from .layer_selection import is_quantizable, linears
+from .attention import AS_COMFYUI, INT8, INT8Attention
+from .fused_forward import WeightForm, class_patch, weight_form
+from .layer_selection import linears, quantizable_linears
+from .recipe import unknown_choices_of
 
 _FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -57,17 +57,24 @@ class Summary:
 
 def summarize(model: ModelPatcher) -> Summary:
     """What the linears of a MODEL hold now, and what they and its attention will compute with."""
-    modules = linears(model)
-    paths = {name: _path(model, name, module) for name, module in modules.items()}
-    beside_int8 = any(
-        int8_parts(module.weight, module) is not None or _dequantized(module) for module in modules.values()
-    )
-    on_gpu = model.load_device.type == "cuda"
-    kinds = Counter(_kind(name, module, paths[name], beside_int8, on_gpu) for name, module in modules.items())
+    attention = describe_attention(model)
+    modules, usual = linears(model), quantizable_linears(model).keys()
+    forms = {name: weight_form(module.weight, module) for name, module in modules.items()}
+    dequantized = {name for name, module in modules.items() if getattr(module, "dequantized", False)}
+    beside_int8 = bool(dequantized) or any(form is not None for form in forms.values())
+    kinds: Counter[tuple[int, str]] = Counter()
+    for name, module in modules.items():
+        if forms[name] is None and name in dequantized:
+            otherwise = 3, "instead of the file's INT8"
+        elif name not in usual:
+            otherwise = 6, "(small or sensitive)"
+        else:
+            otherwise = 5, "(protected)" if beside_int8 else ""
+        kinds[_kind(model, name, module, forms[name], otherwise)] += 1
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
     counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}
-    return Summary(counts, describe_attention(model), int8, native, fusion_of(model) if int8 else ())
+    return Summary(counts, attention, int8, native, fusion_of(model) if int8 else ())
 
 
 def floats_of(model: ModelPatcher) -> str:
@@ -75,50 +82,56 @@ def floats_of(model: ModelPatcher) -> str:
     return _name(model.model.get_dtype_inference())
 
 
-def _path(model: ModelPatcher, name: str, module: CastWeightBiasOp) -> ComputePath | None:
-    """What this pack lets a linear compute with; None for one that it has nothing to do with."""
-    own = object_patches(model).get(class_patch(name), type(module))
-    kernel = getattr(own, "int8_kernel", None)
-    if kernel is None:
-        return None
-    parts = int8_parts(module.weight, module)
-    shape = tuple(module.weight.shape)
-    if parts is None:
-        return choose_path(model.load_device, kernel, shape)
-    native = not is_stored(module.weight) and native_computes(parts.transform.smooth, parts.activation_bits)
-    return choose_path(model.load_device, kernel, shape, (FUSED, NATIVE) if native else (FUSED,))
-
-
 def _kind(
-    name: str, module: CastWeightBiasOp, path: ComputePath | None, beside_int8: bool, on_gpu: bool
+    model: ModelPatcher, name: str, module: CastWeightBiasOp, form: WeightForm | None, otherwise: tuple[int, str]
 ) -> tuple[int, str]:
-    """What a linear computes with, in words, after its place in the line. `beside_int8`: some are, or were, INT8."""
+    """What a linear computes with, in words, after its place in the line.
+
+    `form` is that of its weight. `otherwise` is the place of one in floats and why it is in them, if that is no path's.
+    """
     weight = module.weight
-    why = "" if path is None or path.kind != "bf16" else f" ({path.reason})"
-    parts, kind = int8_parts(weight, module), stored_kind(weight)
-    if path is not None and path.kind == "fused int8" and parts is not None:
-        bits = " with 16-bit activations" if parts.activation_bits == 16 else ""
-        if kind is not None:
-            bits = f" from {kind.name(weight)}{bits}"
+    kernel = getattr(object_patches(model).get(class_patch(name), type(module)), "int8_kernel", None)
+    path = None
+    if kernel is not None:  # else this pack has nothing to do with it
+        ways = WAYS if form is None else (FUSED, NATIVE) if form.native else (FUSED,)
+        path = choose_path(model.load_device, kernel, tuple(weight.shape), ways)
+    why = f" ({path.reason})" if path is not None and path.kind == BF16 else ""
+    if path is not None and form is not None and path.kind == FUSED:
+        bits = " with 16-bit activations" if form.activation_bits == 16 else ""
+        if form.kind is not None:
+            bits = f" from {form.kind.name(weight)}{bits}"
+        on_gpu = model.load_device.type == "cuda"
         return _FUSED_RANK, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
-    if path is not None and path.kind == NATIVE and parts is not None:
+    if path is not None and form is not None and path.kind == NATIVE:
         return _NATIVE_RANK, f"ComfyUI's INT8 ({path.reason})"
-    if is_int8(weight) or becomes_int8(weight):
+    if form is not None and form.own:
         return 2, f"INT8 in memory but computed in {_name(params(weight).orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
-        form = quantized_format(module) or layout_of(weight)
-        return 4, f"{_FORMATS.get(form, form)} as in the file{why if is_comfyui_int8(weight, module) else ''}"
-    dtype = _name(weight.dtype)
-    if _dequantized(module):
-        return 3, f"{dtype} instead of the file's INT8{why}"
-    if not is_quantizable(name, tuple(weight.shape)):
-        return 6, f"{dtype} (small or sensitive)"
-    return 5, f"{dtype} (protected)" if beside_int8 else f"{dtype}{why}"
+        held = quantized_format(module) or layout_of(weight)
+        return 4, f"{_FORMATS.get(held, held)} as in the file{'' if form is None else why}"
+    rank, because = otherwise
+    dtype = f"{_name(weight.dtype)} {because}".rstrip()
+    return rank, dtype if rank == 6 or because == "(protected)" else f"{dtype}{why}"
 
 
-def _dequantized(module: CastWeightBiasOp) -> bool:
-    """Whether a linear of this pack was INT8 in the file and is held in floats."""
-    return getattr(module, "dequantized", False)
+def describe_attention(model: ModelPatcher) -> str:
+    """What a MODEL's attention computes with, in words for the user."""
+    override = options_of(model).get(OVERRIDE)
+    if override is not None and not isinstance(override, INT8Attention):
+        return "as another node set it"
+    parts = [AS_COMFYUI if override is None else f"{INT8} where it fits"]
+    chosen = chosen_layers(model)
+    if chosen.runs:
+        parts.append(f"{_layers(chosen.runs)} chosen by the file{' or a LoRA' if chosen.by_lora else ''}")
+    if chosen.cannot:
+        parts.append(f"the choice for {_layers(chosen.cannot)} cannot run here")
+    if unknown := unknown_choices_of(model):
+        parts.append(f"the file's choice for {_layers(len(unknown))} needs a newer ComfyUI")
+    return ", ".join(parts)
+
+
+def _layers(number: int) -> str:
+    return f"{number} layer{'s' if number > 1 else ''}"
 
 
 def _name(dtype: torch.dtype) -> str:

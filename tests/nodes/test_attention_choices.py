@@ -20,6 +20,12 @@ IN_LORA = f"diffusion_model.{OTHER_KEY}"
 INT8 = "INT8 (comfy-kitchen)"
 
 
+def describe_attention(model):
+    from int8_dit.nodes.model import summary
+
+    return summary.describe_attention(model)
+
+
 def encoded(config):
     return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
 
@@ -148,8 +154,8 @@ def test_the_files_choice_is_followed_and_shown(small, write, load, preferred):
 def test_a_loras_choice_is_followed_and_shown(small, write, load, preferred, attention):
     model = load(write({KEY: encoded(CHOICE)}))
     clone = with_lora(model)
-    assert attention.describe_attention(clone) == "as ComfyUI, 2 layers chosen by the file or a LoRA"
-    assert attention.describe_attention(model) == "as ComfyUI, 1 layer chosen by the file"
+    assert describe_attention(clone) == "as ComfyUI, 2 layers chosen by the file or a LoRA"
+    assert describe_attention(model) == "as ComfyUI, 1 layer chosen by the file"
     for chosen, count in ((clone, 2), (model, 1)):
         forward(small, chosen)
         preferred.clear()
@@ -159,7 +165,7 @@ def test_a_loras_choice_is_followed_and_shown(small, write, load, preferred, att
 
 def test_what_cannot_run_here_is_shown(write, load, core, attention):
     model = load(write({KEY: encoded(CHOICE)}))
-    assert attention.describe_attention(model) == "as ComfyUI, the choice for 1 layer cannot run here"
+    assert describe_attention(model) == "as ComfyUI, the choice for 1 layer cannot run here"
 
 
 # Kept
@@ -241,7 +247,7 @@ def test_an_older_comfyui_ignores_and_keeps_it(older, small, write, load, save, 
     monkeypatch.setitem(small.WAN_SIZES, "num_layers", 3)
     choices = {f"blocks.{block}.self_attn.comfy_attention.config": CHOICE for block in (1, 2)}
     model = load(write({key: encoded(config) for key, config in choices.items()}))
-    assert attention.describe_attention(model) == "as ComfyUI, the file's choice for 2 layers needs a newer ComfyUI"
+    assert describe_attention(model) == "as ComfyUI, the file's choice for 2 layers needs a newer ComfyUI"
     assert torch.equal(forward(small, model), forward(small, load(write({}, "plain.safetensors"))))
     path, saved = save(model, form)
     assert saved == choices
@@ -289,7 +295,7 @@ def test_int8_attention_declines_to_the_layers_choice(
     if widget == "before the LoRA":
         model = with_lora(model)
     choosing = 1 if widget == "without a LoRA" else 2
-    assert attention.describe_attention(model).startswith(f"{INT8} where it fits, {choosing} layer")
+    assert describe_attention(model).startswith(f"{INT8} where it fits, {choosing} layer")
     if not fits:
         monkeypatch.setattr(attention, "_WIDEST_HEAD", 8)
     forward(small, model)

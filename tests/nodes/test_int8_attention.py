@@ -381,9 +381,15 @@ def test_a_sampling_runs_it(dit, load, kernel, warnings):
     assert kernel.calls == 6
 
 
+def describe_attention(model):
+    from int8_dit.nodes.model import summary
+
+    return summary.describe_attention(model)
+
+
 def test_old_workflows_have_comfyuis_attention(load, attention):
     assert "optimized_attention_override" not in load().model_options["transformer_options"]
-    assert attention.describe_attention(load("conditional", "none")) == "as ComfyUI"
+    assert describe_attention(load("conditional", "none")) == "as ComfyUI"
 
 
 def test_what_no_call_fits_says_so(dit, load, kernel, warnings, monkeypatch):
