@@ -19,9 +19,11 @@ from support.environment import prepare, run_script
 
 PROJECT = Path(__file__).resolve().parent.parent
 
-# What computes on a card if there is one; all other tests compute on the CPU everywhere.
+# What computes on a card if there is one; all other tests compute on the CPU everywhere. Machine code is compiled for
+# cards that are not there.
 ON_A_CARD = (
     "tests/kernels",
+    "--ignore=tests/kernels/test_machine_code.py",
     "tests/nodes/test_int8_attention_gpu.py",
     "tests/nodes/test_memory_modes.py",
     "tests/nodes/test_second_gpu.py",
