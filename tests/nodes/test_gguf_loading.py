@@ -59,8 +59,7 @@ def dequantized(dit, files, path):
 def test_it_computes_what_its_blocks_stand_for(dit, files, write, kind, memory):
     path = write(kind)
     expected = dit.output(dequantized(dit, files, path))
-    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(dit.stock()))
-    assert dit.relative_error(dit.output(load(path, memory)), expected) < 2 * int8_noise
+    assert dit.relative_error(dit.output(load(path, memory)), expected) < 2 * dit.int8_noise()
 
 
 def test_as_int8_every_linear_is(dit, write):
@@ -176,8 +175,7 @@ def test_what_gguf_decodes_becomes_int8(dit, files, write, kind, memory):
     assert set(dit.int8_weights(model)) == set(dit.LINEARS)
     assert not stored(model)
     expected = dit.output(dequantized(dit, files, path))
-    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(dit.stock()))
-    assert dit.relative_error(dit.output(model), expected) < 2 * int8_noise
+    assert dit.relative_error(dit.output(model), expected) < 2 * dit.int8_noise()
 
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
@@ -197,8 +195,7 @@ def test_a_file_in_two_formats_keeps_what_a_kernel_expands(dit, files, write):
     kept = stored(model)
     assert kept and all("attn" in name for name in kept)
     assert set(dit.int8_weights(model)) == {name for name in dit.LINEARS if name not in kept}
-    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(dit.stock()))
-    assert dit.relative_error(dit.output(model), dit.output(dequantized(dit, files, path))) < 2 * int8_noise
+    assert dit.relative_error(dit.output(model), dit.output(dequantized(dit, files, path))) < 2 * dit.int8_noise()
 
 
 @pytest.mark.parametrize("kind", DECODED)

@@ -161,9 +161,8 @@ def held_in_codes(model):
 @pytest.mark.parametrize("bits", BITS)
 def test_it_computes_what_its_codes_stand_for(dit, quantized, write, bits, memory):
     expected = dit.output(dequantized(dit, quantized(bits), bits))
-    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(dit.stock()))
     model = load(write(bits), memory)
-    assert dit.relative_error(dit.output(model), expected) < 2 * int8_noise
+    assert dit.relative_error(dit.output(model), expected) < 2 * dit.int8_noise()
     assert set(held_in_codes(model) if memory == "as stored" else dit.int8_weights(model)) == set(dit.LINEARS)
 
 

@@ -160,6 +160,12 @@ def output(model: ModelPatcher) -> torch.Tensor:
     return forward(model)
 
 
+@cache
+def int8_noise() -> float:
+    """The relative error of `output` where all weights become INT8."""
+    return relative_error(output(load()), output(stock()))
+
+
 def forward(model: ModelPatcher) -> torch.Tensor:
     """`output` of a MODEL that is loaded already, however it is."""
     return _apply(model, "R2", 0.7, seed=0)
