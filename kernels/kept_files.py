@@ -23,6 +23,14 @@ _PAUSE_SECONDS = 0.02
 _Result = TypeVar("_Result")
 
 
+def folder() -> Path:
+    """Where they lie: INT8_DIT_TUNING_CACHE, or else `int8-dit` where Triton keeps compiled kernels."""
+    from .internals.triton_runtime import cache_folder
+
+    named = os.environ.get("INT8_DIT_TUNING_CACHE", "").strip()
+    return Path(named).expanduser() if named else Path(cache_folder()) / "int8-dit"
+
+
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object that a file holds; None where there is something else. Raises OSError, also where nothing is."""
     data = _patiently(lambda: _bytes(path))

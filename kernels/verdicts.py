@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .kept_files import is_milliseconds, is_size, read_object, write_object
+from .kept_files import folder, is_milliseconds, is_size, read_object, write_object
+from .kernel_sources import kernel_source_hash
 from .machine import describe_machine, native_backend
 
 FUSED, NATIVE, BF16 = "fused int8", "native int8", "bf16"
@@ -104,8 +105,6 @@ def clear_verdict(device: torch.device) -> None:
 @functools.cache
 def _machine_of(device: torch.device) -> dict[str, str]:
     """What a verdict is bound to."""
-    from .fused.tuning_cache import kernel_source_hash  # imports Triton
-
     found = describe_machine(device)
     machine = {name: found.get(name, "") for name in ("card", "driver", "torch", "triton", "comfy-kitchen")}
     try:
@@ -116,12 +115,10 @@ def _machine_of(device: torch.device) -> dict[str, str]:
 
 
 def _path(device: torch.device) -> Path:
-    from .fused.tuning_cache import cache_folder
-
     machine = _machine_of(device)
     slug = re.sub(r"[^a-z0-9]+", "-", machine["card"].lower()).strip("-")[:60]
     digest = hashlib.sha256("\n".join(machine.values()).encode()).hexdigest()[:16]
-    return cache_folder() / f"auto-{slug}-{digest}.json"
+    return folder() / f"auto-{slug}-{digest}.json"
 
 
 def _of_shape(entry: dict[str, Any]) -> tuple[Shape, dict[str, float]]:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..verdicts import BF16, FUSED, NATIVE, Shape, fastest
-from .methods import FUSED as FUSED_METHOD
 from .methods import NATIVE as NATIVE_METHOD
 from .report import ShapeResult, same_within_noise
 from .shapes import LinearShape
 
-METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED_METHOD, NATIVE: NATIVE_METHOD}
+METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED, NATIVE: NATIVE_METHOD}
 """The benchmark's row that stands for each way to compute a linear."""
 
 _WORTH_TIMING = 0.98
@@ -177,7 +176,7 @@ def verdict_sentence(split: ForwardSplit, results: Sequence[ShapeResult]) -> str
     reference, fused = split.predicted(results, BF16), split.predicted(results, FUSED)
     if reference is None or fused is None:
         return "No prediction for an image: the fused kernel or bf16 was not timed for all of its linears."
-    if all(same_within_noise(result, FUSED_METHOD, BF16) for result in results):
+    if all(same_within_noise(result, FUSED, BF16) for result in results):
         return "On this card the fused kernel and bf16 differ by no more than noise: an image takes the same time."
     before, after = split.share(results, BF16), split.share(results, FUSED)
     assert before is not None and after is not None  # or there were no predictions

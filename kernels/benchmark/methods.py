@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from ..verdicts import BF16, FUSED
 from . import systems
 from .operands import Call, Operands, Prepare, WeightForm
 
@@ -47,11 +48,9 @@ class Method:
         return self.prepare(operands, *operands.weights(self.form))
 
 
-BF16 = "bf16"
 FP16_SUMS = "fp16, fp16 sums"
 NATIVE = "ComfyUI's INT8"
 UNFUSED = "unfused _int_mm"
-FUSED = "fused int8"
 
 METHODS = (
     Method(BF16, systems.FLOAT, systems.bf16, color="#7f8c9b"),

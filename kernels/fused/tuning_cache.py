@@ -1,26 +1,21 @@
 """Tuning results and where they outlive the process: one JSON file per card, kernel sources and Triton version."""
 
 import errno
-import functools
 import hashlib
 import logging
 import os
 import re
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import triton
 from filelock import FileLock
 
-from ..internals import triton_runtime
-from ..kept_files import is_milliseconds, is_size, read_object, write_object
+from ..kept_files import folder, is_milliseconds, is_size, read_object, write_object
+from ..kernel_sources import kernel_source_hash
 from .tiles import GemmConfig, is_offered
 
 logger = logging.getLogger(__name__)
-
-# Named one by one: a file that moves away is an error here, and not a hash that no longer follows it.
-MEASURED_SOURCES = tuple(Path(__file__).with_name(name) for name in ("gemm_kernel.py", "gemm.py"))
 
 # Each write takes milliseconds; whoever waits longer than this waits for a process that hangs.
 _LOCK_SECONDS = 5
@@ -48,21 +43,6 @@ class Measurement:
     milliseconds: float
 
 
-def cache_folder() -> Path:
-    """Where results are kept: INT8_DIT_TUNING_CACHE, or else `int8-dit` where Triton keeps compiled kernels."""
-    named = os.environ.get("INT8_DIT_TUNING_CACHE", "").strip()
-    return Path(named).expanduser() if named else Path(triton_runtime.cache_folder()) / "int8-dit"
-
-
-@functools.cache
-def kernel_source_hash() -> str:
-    """SHA-256 over the GEMM's kernel and its launcher: what was measured with others says nothing about these."""
-    digest = hashlib.sha256()
-    for source in MEASURED_SOURCES:
-        digest.update(f"{source.name}\n{source.read_text(encoding='utf-8')}\n".encode())
-    return digest.hexdigest()
-
-
 class TuningCache:
     """The results of one card with the kernels and the Triton of this process, shared with other processes.
 
@@ -73,7 +53,7 @@ class TuningCache:
         self._header = {"card": card, "triton": triton.__version__, "kernel_source": kernel_source_hash()}
         slug = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")[:60]
         digest = hashlib.sha256("\n".join(self._header.values()).encode()).hexdigest()[:16]
-        self.path = cache_folder() / f"{slug}-{digest}.json"
+        self.path = folder() / f"{slug}-{digest}.json"
         self._measured: dict[TuningKey, Measurement] = {}
         self._said: set[str] = set()
 

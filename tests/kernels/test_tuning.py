@@ -19,6 +19,7 @@ from triton.runtime import errors as runtime_errors
 import kernels.fused.tuning
 import kernels.fused.tuning_cache
 import kernels.kept_files
+import kernels.kernel_sources
 from kernels.fused.gemm import launch_gemm
 from kernels.fused.gemm_kernel import int8_gemm_kernel
 from kernels.fused.tiles import ARCHITECTURES, GemmConfig
@@ -188,19 +189,19 @@ def test_other_kernel_sources_do_not_reuse(card, monkeypatch):
 
 def test_the_source_hash_follows_the_kernel_and_its_launcher(monkeypatch, tmp_path):
     defined = {Path(function.__code__.co_filename) for function in (int8_gemm_kernel.fn, launch_gemm)}
-    assert defined == set(kernels.fused.tuning_cache.MEASURED_SOURCES)
-    copies = tuple(tmp_path / source.name for source in kernels.fused.tuning_cache.MEASURED_SOURCES)
-    monkeypatch.setattr(kernels.fused.tuning_cache, "MEASURED_SOURCES", copies)
+    assert defined == set(kernels.kernel_sources.MEASURED_SOURCES)
+    copies = tuple(tmp_path / source.name for source in kernels.kernel_sources.MEASURED_SOURCES)
+    monkeypatch.setattr(kernels.kernel_sources, "MEASURED_SOURCES", copies)
     for copy in copies:
         copy.write_text("a = 1")
-    hashes = {kernels.fused.tuning_cache.kernel_source_hash.__wrapped__()}
+    hashes = {kernels.kernel_sources.kernel_source_hash.__wrapped__()}
     for copy in copies:
         copy.write_text("a = 2")
-        hashes.add(kernels.fused.tuning_cache.kernel_source_hash.__wrapped__())
+        hashes.add(kernels.kernel_sources.kernel_source_hash.__wrapped__())
     assert len(hashes) == 3
     copies[0].unlink()
     with pytest.raises(FileNotFoundError):
-        kernels.fused.tuning_cache.kernel_source_hash.__wrapped__()
+        kernels.kernel_sources.kernel_source_hash.__wrapped__()
 
 
 def test_the_file_can_be_read_by_people_and_named_on_windows(card, tmp_path):
@@ -567,7 +568,7 @@ def test_where_results_are_kept(monkeypatch, environment, folder, knobs):
         monkeypatch.setenv(name, value)
     if not knobs:
         monkeypatch.delattr(triton, "knobs", raising=False)
-    assert kernels.fused.tuning_cache.cache_folder() == folder
+    assert kernels.kept_files.folder() == folder
 
 
 def start(code, *arguments, folder):
