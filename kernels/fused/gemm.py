@@ -6,7 +6,7 @@ import torch
 
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
 from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
-from .launching import Launcher, on_device
+from .launching import Launcher, kept, on_device
 from .tiles import GemmConfig, candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
@@ -26,10 +26,10 @@ def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(tiles, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    kept = _arrivals_of_streams.get(key)
-    if kept is None or kept.numel() < tiles:
-        kept = _arrivals_of_streams[key] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
-    return kept
+    held = _arrivals_of_streams.get(key)
+    if held is None or held.numel() < tiles:
+        held = _arrivals_of_streams[key] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
+    return held
 
 
 def _fits_descriptors(operand: torch.Tensor) -> bool:
@@ -122,6 +122,32 @@ def operands(
     return [out if tensor is None else tensor for tensor in (q, weight, q_scale, weight_scale, bias, out)]
 
 
+def prepared_gemm(
+    config: GemmConfig,
+    out: torch.Tensor,
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> PreparedGemm:
+    """What launches a configuration on operands like these of `launch_gemm`, all scales contiguous; one for all that
+    are alike and begin on 16 bytes, as nearly all do."""
+    given = (out, q, q_scale, weight, weight_scale, bias)
+    tensors = operands(*given)
+    together = 0
+    for tensor in tensors:
+        together |= tensor.data_ptr()
+    if together & 15:
+        return PreparedGemm(config, *given)
+    stored = len(q) >= stores_blocks_from(weight.shape[0], q.shape[1])
+    strides = q.stride(0), weight.stride(0), out.stride(0)
+    one_scale = weight_scale is not None and weight_scale.numel() == 1
+    dtypes = tuple([tensor.dtype for tensor in tensors])
+    key = (config, q.device, q.shape[1], weight.shape, strides, dtypes, bias is None, one_scale, stored)
+    return kept(key, lambda: PreparedGemm(config, *given))
+
+
 def stores_blocks_from(n: int, k: int) -> int:
     """From how many tokens on a product with [n, k] is large enough for one more descriptor."""
     return -(-_STORE_BLOCKS_FROM // (n * k))
@@ -148,7 +174,7 @@ def launch_config(
     if config.split_k > 1 and _passes(q, weight) == 2:
         raise ValueError("K cannot be split with activations of 16 bits")
     given = (out, q, q_scale, weight, weight_scale, bias)
-    PreparedGemm(config, *given)(len(q), q, weight, out, operands(*given))
+    prepared_gemm(config, *given)(len(q), q, weight, out, operands(*given))
 
 
 def tuned_gemm(
@@ -161,7 +187,7 @@ def tuned_gemm(
 ) -> PreparedGemm:
     """What launches the configuration tuned for operands like these on the current device; measures an unknown one."""
     if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
-        return PreparedGemm(GemmConfig(32, 32, 64, 4, 4, 1), out, q, q_scale, weight, weight_scale, bias)
+        return prepared_gemm(GemmConfig(32, 32, 64, 4, 4, 1), out, q, q_scale, weight, weight_scale, bias)
     m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
 
     def launch(config: GemmConfig) -> None:
@@ -169,7 +195,7 @@ def tuned_gemm(
 
     key = TuningKey(device_name(q.device.index), m_bucket(m), n, k, passes)
     config = tuner.choose(key, lambda: _candidates(q.device, m, n, k, passes), launch)
-    return PreparedGemm(config, out, q, q_scale, weight, weight_scale, bias)
+    return prepared_gemm(config, out, q, q_scale, weight, weight_scale, bias)
 
 
 def launch_gemm(
