@@ -8,7 +8,7 @@ import torch
 from ...kernels import choose_path, runs_fused
 from ..blocks.install import fuse_blocks
 from ..comfyui.layers import run_every_op
-from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher
+from ..comfyui.patcher import CallbacksMP, ModelPatcher
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import keep_patched
 from ..files.stored_weight import is_stored
@@ -43,7 +43,7 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
     for name in names:
-        own = type(model.get_model_object(DIFFUSION_MODEL + name))
+        own = model.get_model_object(class_patch(name))  # also while an earlier clone is in place
         patched.add_object_patch(class_patch(name), classes.setdefault(own, running_fused(own, kernel)))
     if names:
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _group_inputs)

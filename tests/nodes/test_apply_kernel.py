@@ -45,6 +45,15 @@ def test_bypassed_it_leaves_nothing_behind(dit, apply, native):
     assert "Fused" not in type(dit.module(model, dit.LAYER)).__name__
 
 
+def test_a_widget_that_changes_between_two_runs(dit, apply, native):
+    """ComfyUI keeps the MODEL of the loader, and the node is asked again while what it made is still loaded."""
+    model = dit.stock(native)
+    expected = dit.output(apply(model))
+    assert torch.equal(dit.output(apply(model)), expected)
+    dit.forward(apply(model, kernel="auto"))
+    assert torch.equal(dit.output(apply(model)), expected)
+
+
 @pytest.mark.parametrize("first", (False, True), ids=("LoRA after it", "LoRA before it"))
 def test_loras(dit, apply, native, first):
     lora = dit.lora(dit.LINEARS, 0.5)
