@@ -475,7 +475,8 @@ def test_what_runs_where(dit, write):
 
 def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch):
     """Where a benchmark found it the fastest, it takes the layers whose weights are INT8, and not blocks."""
-    from int8_dit.kernels import FUSED, NATIVE, ComputePath
+    from int8_dit.kernels import FUSED, NATIVE
+    from int8_dit.kernels.device import ComputePath
     from int8_dit.nodes.model import summary
 
     monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 0)

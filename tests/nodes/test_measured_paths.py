@@ -11,11 +11,12 @@ SHAPES = {(576, 192): "bf16", (192, 192): "native int8"}  # qkv and proj; the ML
 def measured(pack, monkeypatch):
     """Let a verdict decide, as on a GPU with one; here all ways run on the CPU."""
     from int8_dit import kernels
+    from int8_dit.kernels.device import ComputePath
     from int8_dit.nodes.model import load, load_plan, operations, summary
 
     def choose_path(device, kernel="auto", shape=None, ways=kernels.WAYS):
         way = SHAPES.get(shape, "fused int8")
-        return kernels.ComputePath(way if way in ways else "fused int8", "measured to be the fastest")
+        return ComputePath(way if way in ways else "fused int8", "measured to be the fastest")
 
     def int8_path(device, kernel, n, k, native):
         return choose_path(device, kernel, (n, k), (kernels.FUSED, kernels.NATIVE) if native else (kernels.FUSED,)).kind
