@@ -80,6 +80,7 @@ def test_an_amd_card_that_claims_the_capability_falls_back(card):
     [
         ({"name": "A100", "capability": (8, 0)}, False),
         ({"name": "RTX 2080", "capability": (7, 5)}, True),
+        ({"name": "AMD Radeon", "capability": (8, 6), "hip": "6.4"}, True),
         ({"name": "RTX 4090", "capability": (8, 9), "triton": False}, True),
         ({"name": "RTX 3090", "capability": (8, 6), "error": "no compiler"}, True),
     ],
@@ -227,7 +228,11 @@ def test_a_verdict_is_kept_and_forgotten(verdict_folder):
 @pytest.mark.parametrize("changed", ["card", "driver", "kernels"])
 def test_a_verdict_of_another_machine_does_not_count(verdict_folder, changed):
     decide_by(CARD, MEASURED)
+    file = verdicts._path(CARD)
     verdict_folder[changed] = "another"
+    verdicts._stored.cache_clear()
+    assert stored_verdict(CARD) is None
+    file.rename(verdicts._path(CARD))  # its content counts, and not its name
     verdicts._stored.cache_clear()
     assert stored_verdict(CARD) is None
 

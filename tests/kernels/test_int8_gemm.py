@@ -5,7 +5,10 @@ import torch
 
 import kernels
 from kernels import ChannelTransform, int8_linear, quantize_weight
+from kernels.fused.gemm import launch_config
+from kernels.fused.tiles import GemmConfig
 from kernels.linear import int8_accumulate, int8_gemm, quantize_activations
+from kernels.reference import int8_accumulate_reference, int8_gemm_reference
 from support.tensors import DEVICE, random_float, random_int8, rotation_matrix
 
 # One row, one column, sizes around and between the tile sizes, primes, K below one tile and far above it.
@@ -40,6 +43,14 @@ def test_accumulator_is_bit_exact(m, n, k):
         assert torch.equal(accumulator, torch._int_mm(q.cpu(), weight.cpu().t()))
 
 
+def test_the_reference_is_exact_for_many_channels():
+    """It sums them in slices, as far as float32 is exact."""
+    for k in (1024, 1025, 2100):
+        q, weight = random_int8(5, k, seed=1), random_int8(7, k, seed=2)
+        expected = q.cpu().long() @ weight.cpu().long().t()
+        assert torch.equal(int8_accumulate_reference(q, weight).cpu().long(), expected)
+
+
 def test_accumulator_at_the_extremes_of_int8():
     q = torch.full((33, 300), -127, dtype=torch.int8, device=DEVICE)
     weight = torch.full((17, 300), 127, dtype=torch.int8, device=DEVICE)
@@ -50,6 +61,18 @@ def test_strided_operands():
     q, weight = random_int8(80, 96, seed=1)[::2, 16:80], random_int8(40, 128, seed=2)[:, ::2]
     expected = torch._int_mm(q.cpu().contiguous(), weight.cpu().contiguous().t())
     assert torch.equal(int8_accumulate(q, weight).cpu(), expected)
+
+
+def test_k_shared_by_several_programs():
+    """Parts of unequal length, more parts than blocks of K, and sums of a tile that are added a part at a time."""
+    for config in (GemmConfig(16, 32, 32, 2, 4, 1, split_k=2), GemmConfig(64, 32, 32, 4, 1, 1, split_k=5)):
+        for m, n, k in ((1, 7, 40), (33, 65, 129), (80, 40, 200)):
+            q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
+            scales = random_float(m, seed=3).abs(), random_float(n, seed=4).abs()
+            bias, out = random_float(n, seed=5), torch.empty(m, n, device=DEVICE)
+            launch_config(config, out, q, scales[0], weight, scales[1], bias)
+            expected = int8_gemm_reference(q, scales[0], weight, scales[1], bias, torch.float32)
+            assert torch.allclose(out, expected, rtol=1e-5, atol=1e-2), (config, m, n, k)
 
 
 # One rounding to each output dtype. Triton's interpreter truncates to bfloat16 where the hardware rounds to nearest.
@@ -139,6 +162,8 @@ def test_non_finite_row_stays_in_its_row(bad, group):
     others = [0, 1, 3, 4, 5]
     assert out[2].isnan().all()
     assert torch.equal(out[others], expected[others])
+    q, q_scale = quantize_activations(x, transform)
+    assert q_scale[2].isnan() and not q[2].any()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
@@ -185,6 +210,7 @@ def gemm_arguments(**changes):
         ({"weight_scale": torch.ones(8, dtype=torch.float16)}, TypeError, "weight_scale must be float32"),
         ({"bias": torch.ones(7)}, ValueError, "bias must have shape"),
         ({"bias": torch.ones(8, dtype=torch.int32)}, TypeError, "bias must be a floating point"),
+        ({"bias": torch.ones(8, device="meta")}, ValueError, "different devices: .*bias on meta"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype must be"),
     ],
 )

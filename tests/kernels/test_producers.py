@@ -248,7 +248,7 @@ def test_norm_rope_into_slices(pairs, heads, kv_heads, width, over):
     if over is not None:
         sizes = [width * (count if over == "all heads" else 1) for count in (heads, kv_heads)]
         weights = [None if "without" in over else random_float(size, seed=size, dtype=dtype) for size in sizes]
-        norms = [Norm("rms", 1e-6, weight) for weight in weights]
+        norms = [Norm("rms", eps, weight) for eps, weight in zip((1e-6, 0.1), weights, strict=True)]
     freqs = random_float(1, 3, 1, width // 2, 2, 2, seed=3)
     exact = norm_rope_in_float64(q, k, *norms, freqs, pairs)
     joint = random_float(2, heads + kv_heads, 9, width, seed=4).transpose(1, 2)

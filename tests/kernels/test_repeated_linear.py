@@ -124,7 +124,7 @@ def test_another_tensor_in_the_same_layer(checked):
     assert len(checked) == 2
 
 
-@pytest.mark.parametrize("what", ("rows", "memory", "weight", "bias"))
+@pytest.mark.parametrize("what", ("rows", "memory", "weight", "bias", "dtype of the bias"))
 def test_what_a_compiled_kernel_would_read_wrong_goes_the_long_way(checked, what):
     layer, x = Layer(), random_float(3, 64, dtype=torch.bfloat16)
     layer(x), layer(x)
@@ -135,6 +135,8 @@ def test_what_a_compiled_kernel_would_read_wrong_goes_the_long_way(checked, what
         x = random_float(3 * 64 + 1, dtype=torch.bfloat16)[1:].view(3, 64)
     elif what == "weight":
         layer.weight = torch.cat([layer.weight.flatten().new_zeros(1), layer.weight.flatten()])[1:].view(48, 64)
+    elif what == "dtype of the bias":
+        layer.bias = layer.bias.float()
     else:
         layer.bias = torch.cat([layer.bias.new_zeros(1), layer.bias])[1:]
     assert torch.equal(layer(x), layer.expected(x))
@@ -146,6 +148,8 @@ def test_errors_are_those_of_the_linear():
     layer(x)
     with pytest.raises(ValueError, match="x has K = 32 but weight has K = 64"):
         layer(random_float(3, 32))
+    with pytest.raises(ValueError, match="x has K = 128 but weight has K = 64"):
+        layer(random_float(3, 128))  # as many as activations of 16 bits have numbers
     with pytest.raises(RuntimeError, match="no gradient"):
         layer(random_float(3, 64).requires_grad_())
     for _ in range(2):

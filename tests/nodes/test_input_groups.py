@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+from support.tensors import relative_error
+
 
 @pytest.fixture
 def ideogram(pack):
@@ -44,6 +46,20 @@ def test_a_change_in_place_between_two_readers_is_seen(ideogram, context):
         assert torch.equal(grouped.w1(x), alone.w1(x))
         x.mul_(-3)
         assert torch.equal(grouped.w3(x), alone.w3(x))
+
+
+def test_readers_with_factors_of_their_own_get_inputs_of_their_own(ideogram):
+    from int8_dit.nodes.blocks.steps import project_normed
+
+    def factors(name, channels):
+        generator = torch.Generator().manual_seed(ideogram.INT8_LINEARS.index(name))
+        return torch.rand(channels, generator=generator) + 0.1
+
+    block, x = ideogram.block(factors), hidden(ideogram)
+    readers = block.feed_forward.w1, block.feed_forward.w3
+    with torch.inference_mode():
+        for product, reader in zip(project_normed(readers, x, block.ffn_norm1), readers, strict=True):
+            assert relative_error(product, reader(block.ffn_norm1(x))) < 1e-3
 
 
 def test_weights_loaded_anew_are_no_longer_shared(ideogram):

@@ -1,6 +1,7 @@
 """The INT8 DiT Loader: every kind of file it reads, what becomes INT8, and what the kernel widget does on a CPU."""
 
 import json
+import os
 import uuid
 
 import pytest
@@ -189,13 +190,15 @@ def dequantized_file(dit, native, path):
 
 @pytest.fixture(params=(True, False), ids=("fits", "does not fit"))
 def in_bf16(request, dit, native, tmp_path, monkeypatch):
-    """A native file loaded with "auto" on a machine without a GPU, that has memory for its bf16 weights or has not."""
+    """A native file loaded with "auto" on a machine without a GPU, that has memory for its bf16 weights or has not:
+    they would leave none for inference."""
     import comfy.model_management
 
     path = dit.write(tmp_path / "native.safetensors", native)
+    assert os.path.getsize(path) < 1 << 24 < 1 << 26 < comfy.model_management.minimum_inference_memory()
     with monkeypatch.context() as memory:
         if not request.param:
-            memory.setattr(comfy.model_management, "get_total_memory", lambda *args, **kwargs: 0)
+            memory.setattr(comfy.model_management, "get_total_memory", lambda *args, **kwargs: 1 << 26)
         model = dit.load(path, "auto")
     # Dequantized once, or as they are used.
     assert len(dit.int8_weights(model)) == (0 if request.param else len(dit.LINEARS))

@@ -60,9 +60,10 @@ def test_partially_loaded_on_a_layer_in_floats(dit):
     assert dit.relative_error(dit.forward(patched), expected) < NOISE
 
 
-def test_partially_loaded_a_lora_costs_no_second_rounding(dit, smoothed, lora, expected):
-    """It is added to the output; the weight stays as it is stored."""
-    patched = dit.with_lora(smoothed, lora)
+def test_partially_loaded_a_lora_costs_no_second_rounding(dit, smoothed, lora):
+    """It is added to the output, as strong as the user wants it; the weight stays as it is stored."""
+    patched, expected = (dit.with_lora(model, lora, 0.75) for model in (smoothed, dit.stock()))
+    expected = dit.output(expected)
     load_partially(patched)
     streamed = dit.forward(patched)
     layer = dit.module(patched, dit.LAYER)
@@ -73,7 +74,7 @@ def test_partially_loaded_a_lora_costs_no_second_rounding(dit, smoothed, lora, e
         layer.weight_function, functions = [], layer.weight_function
         without = layer(x)
         layer.weight_function = functions
-    torch.testing.assert_close(with_it, without + x @ (up @ down).t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(with_it, without + 0.75 * x @ (up @ down).t(), rtol=1e-4, atol=1e-4)
     dit.output(patched)
     assert dit.relative_error(streamed, expected) < NOISE
 

@@ -38,8 +38,10 @@ def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
     held = {name: type(model.get_model_object(f"diffusion_model.{name}").weight).__name__ for name in dit.LINEARS}
     assert {name.rpartition(".")[2] for name, kind in held.items() if kind != "QuantizedTensor"} == {"qkv"}
     assert relative_error(dit.output(model), dit.output(dit.stock())) < 0.06
-    line = str(summarize(model))
+    summary = summarize(model)
+    line = str(summary)
     assert "10 of" in line and "ComfyUI's INT8 (measured to be the fastest)" in line
+    assert summary.int8 == 10 and summary.native > 0 and summary.int8 + summary.native < len(dit.LINEARS)
 
 
 def test_comfyui_s_own_int8_is_what_the_stock_loader_computes(dit, tmp_path, pack, monkeypatch):

@@ -59,6 +59,8 @@ def files(folder):
 @pytest.mark.parametrize("kind", ("smoothed", "plain"))
 def test_a_saved_model_comes_back_bit_equal(dit, request, save, kind):
     model = request.getfixturevalue(kind)
+    bias = dit.module(model, dit.LAYER).bias
+    bias.data = bias.data.float() * (1 + 2.0**-20)  # no bf16 holds it
     loaded = dit.load(save(model))
     dit.assert_same_tensors(dit.snapshot(loaded), dit.snapshot(model))
     assert torch.equal(dit.output(loaded), dit.output(model))

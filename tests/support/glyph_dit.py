@@ -226,7 +226,7 @@ def lora(layers: Iterable[str], scale: float = 0.05) -> dict[str, torch.Tensor]:
     return adapters.lora({layer: weights[f"{layer}.weight"] for layer in layers}, scale)
 
 
-def with_lora(model: ModelPatcher, state_dict: dict[str, torch.Tensor]) -> ModelPatcher:
+def with_lora(model: ModelPatcher, state_dict: dict[str, torch.Tensor], strength: float = 1.0) -> ModelPatcher:
     """The MODEL of ComfyUI's LoRA loader node."""
-    patched, _ = comfy.sd.load_lora_for_models(model, None, state_dict, 1.0, 0.0)
+    patched, _ = comfy.sd.load_lora_for_models(model, None, state_dict, strength, 0.0)
     return patched
