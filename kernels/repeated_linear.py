@@ -48,9 +48,10 @@ class RepeatedLinear:
             and (smooth is None or _is_dense(smooth, torch.float32))
         )
         if self._repeats:
-            from .fused.gemm import m_bucket, stores_blocks_from
+            from .fused.gemm import m_bucket, rows_kind, stores_blocks_from
 
-            self._bucket, self._stores_blocks_from = m_bucket, stores_blocks_from(self._n, self._row_bytes)
+            self._bucket, self._rows_kind = m_bucket, rows_kind
+            self._stores_blocks_from = stores_blocks_from(self._n, self._row_bytes)
 
     @staticmethod
     def of(
@@ -166,7 +167,8 @@ class RepeatedLinear:
 
     def _kind(self, rows: int, dtype: torch.dtype, bias: torch.Tensor | None) -> tuple:
         """What decides how a product is launched."""
-        return dtype, None if bias is None else bias.dtype, self._bucket(rows), rows >= self._stores_blocks_from
+        tuned = self._bucket(rows), rows >= self._stores_blocks_from, self._rows_kind(rows)
+        return dtype, None if bias is None else bias.dtype, *tuned
 
     def _product(self, x: torch.Tensor, rows: int, dtype: torch.dtype, bias: torch.Tensor | None) -> Any:
         """What launches a product like this one, of as many rows as `x` or its quantized form has; None where that is

@@ -10,8 +10,9 @@ none a tensor. Then come the grid, the tensors and the numbers; a kernel's param
 last. A missing tensor is any other, and the form says that it is missing.
 
 A launch is found again by form, device, dtypes, and by what Triton compiles for: which tensors begin on 16 bytes, and
-which numbers are 1 or divisible by 16. So another number of tokens finds the same one. Parameters that vary from prompt
-to prompt (M, T) should be in the kernel's `do_not_specialize`, so that Triton does not compile for them either.
+which numbers are 1 or divisible by 16. So another number of tokens finds the same one. A parameter that varies from
+prompt to prompt should be in the kernel's `do_not_specialize` where that costs no instructions: T of the fused ops is.
+The GEMM's M is not.
 """
 
 import functools
