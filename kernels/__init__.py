@@ -1,38 +1,31 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
-from .block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
+from .card.auto_choice import BF16, FUSED, NATIVE, WAYS, Verdict, stored_verdict
+from .card.device import KERNEL_CHOICES, choose_path, decide_by, int8_path, native_computes, runs_fused
+from .card.triton_release import triton_requirement
 from .checks import FLOAT_DTYPES
-from .device import (
-    KERNEL_CHOICES,
-    choose_path,
-    decide_by,
-    int8_path,
-    native_computes,
-    runs_fused,
-)
 from .gguf.formats import GGUF_FORMATS
-from .grouped_codes import GroupedCodes
-from .grouped_weights import expand_codes
 from .internals.assumptions import missing
 from .internals.torch_functions import all_modules_hooked
 from .interruption import interruptible
-from .linear import int8_gemm, int8_linear
-from .low_rank import Addition, LowRank
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, candidates
 from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_group
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
-from .numerics.weights import quantize_weight
 from .ops.gates import ACTIVATIONS, activate_quantize
+from .ops.linear import int8_gemm, int8_linear
 from .ops.norms import Norm, gated_residual, norm_quantize
+from .ops.repeated_linear import RepeatedLinear
 from .ops.rope import norm_rope
-from .reference import Quantized
-from .repeated_linear import RepeatedLinear
-from .transform import UNCHANGED, ChannelTransform
-from .triton_release import triton_requirement
-from .verdicts import BF16, FUSED, NATIVE, WAYS, Verdict, stored_verdict
-from .weights import dequantize_weight, requantize_weight
+from .reference.grouped_codes import GroupedCodes
+from .reference.int8_weights import quantize_weight
+from .reference.linear import Quantized
+from .reference.low_rank import Addition, LowRank
+from .reference.transform import UNCHANGED, ChannelTransform
+from .weights.gguf import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
+from .weights.grouped import expand_codes
+from .weights.int8 import dequantize_weight, requantize_weight
 
 __all__ = [
     "ACTIVATIONS",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .internals.torch_functions import dispatch_modes
-from .reference import quantize_activations_reference
-from .transform import ChannelTransform
+from .reference.linear import quantize_activations_reference
+from .reference.transform import ChannelTransform
 
 NAMESPACE = "int8_dit"
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library

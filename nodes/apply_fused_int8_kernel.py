@@ -3,8 +3,8 @@
 from comfy_api.latest import io
 
 from .host.decision import decision_stamp
-from .model.apply_kernel import apply_fused_kernel
-from .model.attention import AS_COMFYUI, set_attention
+from .patching.apply_kernel import apply_fused_kernel
+from .patching.attention import AS_COMFYUI, set_attention
 from .sockets import attention_input, model_outputs, shown_model
 
 

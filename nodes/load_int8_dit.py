@@ -3,11 +3,11 @@
 from comfy_api.latest import io
 
 from .comfyui.memory import default_device
-from .files.contents import BRANCHES
+from .files.reading.contents import BRANCHES
 from .host.decision import decision_stamp
 from .host.model_files import model_files, model_path
-from .model.attention import AS_COMFYUI, check_attention, set_attention
-from .model.load import MEMORY_CHOICES, load_int8_model
+from .loading.load import MEMORY_CHOICES, load_int8_model
+from .patching.attention import AS_COMFYUI, check_attention, set_attention
 from .sockets import attention_input, kernel_input, model_outputs, shown_model
 
 NO_BASE = "none"

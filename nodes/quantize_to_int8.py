@@ -10,7 +10,7 @@ from .host import notices
 from .host.badges import Badge, shown
 from .host.decision import decision_stamp
 from .host.work import Progress
-from .model.summary import summarize
+from .loading.summary import summarize
 from .pictures.drawing import check_matplotlib
 from .pictures.quantization_plot import plot
 from .quantization.chart import chart_of

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from .host.output_files import output_paths, saved_file, workflow_metadata
-from .model.save_gguf import SAVED_TYPES, save_gguf_model
+from .saving.save_gguf import SAVED_TYPES, save_gguf_model
 from .sockets import filename_prefix_input
 
 

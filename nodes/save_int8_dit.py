@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from .host.output_files import output_paths, saved_file, workflow_metadata
-from .model.save import save_int8_model
+from .saving.save import save_int8_model
 from .sockets import filename_prefix_input
 
 

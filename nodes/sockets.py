@@ -8,8 +8,8 @@ from comfy_api.latest import io
 from ..kernels import KERNEL_CHOICES, choose_path, stored_verdict
 from .comfyui.patcher import ModelPatcher
 from .host.badges import Badge, shown
-from .model.attention import AS_COMFYUI, ATTENTION_CHOICES
-from .model.summary import Summary, floats_of, summarize
+from .loading.summary import Summary, floats_of, summarize
+from .patching.attention import AS_COMFYUI, ATTENTION_CHOICES
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
 RecordingType = io.Custom("INT8_RECORDING")

@@ -12,13 +12,16 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 PROJECT = Path(__file__).resolve().parents[1]
 MOST_LINES = 400
 # From the ground up: a room imports what stands before it. In nodes/ what is above the rooms is the nodes themselves.
-KERNEL_ROOMS = ("internals", "numerics", "gguf", "fused", "ops", "benchmark")
+KERNEL_ROOMS = ("internals", "reference", "gguf", "card", "triton_kernels", "weights", "ops", "numerics", "benchmark")
 NODE_ROOMS = (
     "comfyui",
     "host",
     "files",
     "blocks",
-    "model",
+    "layers",
+    "patching",
+    "loading",
+    "saving",
     "calibration",
     "quantization",
     "benchmark",
@@ -39,7 +42,7 @@ FILES = {path: ast.parse(path.read_text()) for room in ("kernels", "nodes") for 
 
 
 def module_of(path):
-    """`kernels.fused.gemm` for kernels/fused/gemm.py; a folder for its __init__.py."""
+    """`kernels.triton_kernels.gemm` for kernels/triton_kernels/gemm.py; a folder for its __init__.py."""
     parts = path.relative_to(PROJECT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -230,6 +233,6 @@ def test_the_map_names_every_room_and_no_other():
     assert len(named) > 15 and not [path for path in named if not (PROJECT / path).exists()]
     drawn = set(re.findall(r"[\w/]+(?:\.py|/)(?=\s)", text.partition("```")[2].partition("```")[0]))
     assert {f"{room}/" for room in (*KERNEL_ROOMS, *NODE_ROOMS)} <= drawn
-    shown = [path for path in FILES if path.parent.name in ("kernels", "fused", "ops", "numerics", "nodes")]
+    shown = [path for path in FILES if path.parent.name in ("kernels", *KERNEL_ROOMS[:-1], "nodes")]
     assert {path.name for path in shown} - {"__init__.py"} <= drawn
     assert not {name for name in drawn if name.endswith(".py")} - {path.name for path in PROJECT.rglob("*.py")}

@@ -17,7 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from kernels import triton_release, triton_requirement
+from kernels import triton_requirement
+from kernels.card import triton_release
 
 PROJECT = Path(__file__).resolve().parents[1]
 FOR_WINDOWS = ("--platform", "win_amd64", "--only-binary", ":all:", "--disable-pip-version-check")

@@ -1,7 +1,7 @@
 """Times the ways to compute a linear layer side by side; `tests/studies/linears.py` is its command line."""
 
-from ..machine import describe_machine, native_backend, title
-from ..timing import Stopwatch
+from ..card.machine import describe_machine, native_backend, title
+from ..card.timing import Stopwatch
 from .forward import (
     METHOD_OF_WAY,
     BlockCalls,

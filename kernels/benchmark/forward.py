@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..verdicts import BF16, FUSED, NATIVE, Shape, fastest
+from ..card.auto_choice import BF16, FUSED, NATIVE, Shape, fastest
 from .methods import NATIVE as NATIVE_METHOD
 from .report import ShapeResult, same_within_noise
 from .shapes import LinearShape

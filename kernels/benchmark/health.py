@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..machine import query
-from ..timing import CallSeries
+from ..card.machine import query
+from ..card.timing import CallSeries
 
 # Floating point operations of bf16 tensor cores per multiprocessor and clock, dense, with float32 accumulation, by
 # compute capability. From NVIDIA's white papers of the architectures: peak rate / (multiprocessors x boost clock).

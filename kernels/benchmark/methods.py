@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ..verdicts import BF16, FUSED
+from ..card.auto_choice import BF16, FUSED
 from . import systems
 from .operands import Call, Operands, Prepare, WeightForm
 

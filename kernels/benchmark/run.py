@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..interruption import interruptible
-from ..timing import CallSeries, GraphPool, sustained_milliseconds
 from .methods import METHODS, Method, bytes_per_copy
 from .operands import Operands, Unavailable, first_line
 from .report import ShapeResult

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..block_weights import quantize_blocks
-from ..device import fused_obstacle
+from ..card.device import fused_obstacle
+from ..card.machine import native_backend
 from ..gguf.formats import GGUF_FORMATS
 from ..internals import kitchen as comfy_kitchen
 from ..internals.torch_functions import scaled_mm
-from ..linear import int8_linear, quantize_activations
-from ..machine import native_backend
-from ..numerics.weights import quantize_weight
-from ..reference import int8_accumulate_reference
+from ..ops.linear import int8_linear, quantize_activations
+from ..reference.int8_weights import quantize_weight
+from ..reference.linear import int8_accumulate_reference
+from ..weights.gguf import quantize_blocks
 from .operands import Call, Operands, Prepare, Unavailable, WeightForm, first_line
 
 _OLDEST_FP8_CAPABILITY = (8, 9)

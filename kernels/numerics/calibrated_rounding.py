@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..column_rounding import round_columns
 from ..interruption import stop_if_asked
-from ..transform import ChannelTransform
+from ..reference.int8_weights import row_slices
+from ..reference.transform import ChannelTransform
+from ..weights.column_rounding import round_columns
 from .output_error import OutputError
-from .weights import row_slices
 
 _BLOCK = 128  # columns
 # Of 0.3, 0.6, 0.9 and 0.97 the one with which a small diffusion transformer lost least on other prompts, with 16-bit

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..transform import ChannelTransform
+from ..reference.transform import ChannelTransform
 
 METHODS = ("best per layer", "smooth", "rotate", "smooth + rotate", "none")
 ALPHAS = tuple(step / 10 for step in range(11))

@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
-from ..transform import ChannelTransform
+from ..reference.int8_weights import quantize_weight
+from ..reference.transform import ChannelTransform
 from .calibrated_rounding import CalibratedRounding
 from .candidates import TransformPlan
 from .output_error import OutputError, relative_rounding_error
 from .smoothing import channel_absmax, smoothing_factors
 from .statistics import ActivationStatistics
-from .weights import quantize_weight
 
 ROUNDINGS = ("calibrated", "nearest")
 Weight = Callable[[], torch.Tensor]

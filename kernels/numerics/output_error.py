@@ -4,10 +4,10 @@ import math
 
 import torch
 
-from ..reference import REMAINDER_STEPS, quantize_activations_reference
-from ..transform import UNCHANGED, ChannelTransform
-from ..weights import dequantize_weight
-from .weights import row_slices
+from ..reference.int8_weights import row_slices
+from ..reference.linear import REMAINDER_STEPS, quantize_activations_reference
+from ..reference.transform import UNCHANGED, ChannelTransform
+from ..weights.int8 import dequantize_weight
 
 
 class OutputError:

@@ -21,8 +21,8 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, 
 
 import torch
 
+from ..card.device import uses_triton
 from ..compilers import NAMESPACE, define_operators, watched
-from ..device import uses_triton
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import check_activation_bits, check_float_rows, check_same_device
-from ..reference import Quantized, new_quantized, quantize_activations_reference
-from ..transform import UNCHANGED, ChannelTransform
+from ..reference.linear import Quantized, new_quantized, quantize_activations_reference
+from ..reference.transform import UNCHANGED, ChannelTransform
 from .fused_op import fused_op
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -45,7 +45,7 @@ def _check_activate_quantize(
 
 
 def _launch_activate_quantize(*arguments: Any):
-    from ..fused.gates import launch_activate_quantize
+    from ..triton_kernels.gates import launch_activate_quantize
 
     return launch_activate_quantize(*arguments)
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import torch
 
 from ..checks import check_activation_bits, check_modulation, check_same_device, check_tokens, check_vector
-from ..reference import Quantized, new_quantized, quantize_activations_reference
-from ..transform import UNCHANGED, ChannelTransform
+from ..reference.linear import Quantized, new_quantized, quantize_activations_reference
+from ..reference.transform import UNCHANGED, ChannelTransform
 from .fused_op import fused_op
 
 
@@ -59,7 +59,7 @@ def _check_norm_quantize(
 
 
 def _launch_norm_quantize(*arguments: Any):
-    from ..fused.norms import launch_norm_quantize
+    from ..triton_kernels.norms import launch_norm_quantize
 
     return launch_norm_quantize(*arguments)
 
@@ -113,7 +113,7 @@ def _check_gated_residual(
 
 
 def _launch_gated_residual(*arguments: Any):
-    from ..fused.norms import launch_gated_residual
+    from ..triton_kernels.norms import launch_gated_residual
 
     return launch_gated_residual(*arguments)
 

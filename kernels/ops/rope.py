@@ -47,7 +47,7 @@ def _check_norm_rope(
 
 
 def _launch_norm_rope(*arguments: Any):
-    from ..fused.rope import launch_norm_rope
+    from ..triton_kernels.rope import launch_norm_rope
 
     return launch_norm_rope(*arguments)
 

@@ -14,9 +14,9 @@ from ...kernels.benchmark import BlockCalls, Stopwatch
 from ..blocks.install import fuse_in_place
 from ..comfyui.quantized import QuantizedTensor, native_weight
 from ..host.work import make_room
-from ..model.apply_kernel import running_fused
-from ..model.input_groups import group_inputs
-from ..model.layer_selection import quantizable_in
+from ..layers.input_groups import group_inputs
+from ..layers.layer_selection import quantizable_in
+from ..patching.apply_kernel import running_fused
 
 _ROUNDS = 2
 _WARM = 3

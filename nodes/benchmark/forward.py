@@ -13,7 +13,7 @@ from ...kernels.benchmark import Calls, ForwardSplit, Product, Stopwatch
 from ..comfyui.attention import OVERRIDE
 from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
 from ..comfyui.sampling import empty_latent, euler, latent_of, sample, simple_sigmas
-from ..model.layer_selection import quantizable_linears
+from ..layers.layer_selection import quantizable_linears
 from .blocks import block_lists
 
 _NULL_CONDITIONING = [[None, {}]]

@@ -43,7 +43,7 @@ from ..comfyui import memory
 from ..comfyui.patcher import ModelPatcher
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
-from ..model.layer_selection import quantizable_linears
+from ..layers.layer_selection import quantizable_linears
 from .forward import NoForward, label, measure_forward
 
 STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"

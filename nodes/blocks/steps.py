@@ -2,7 +2,7 @@
 rotary positions, the call of ComfyUI's attention.
 
 A linear takes part in two ways. The producer quantizes for one that computes in INT8, which is an INT8Linear of
-nodes/model. Any other one, such as a protected one, is called with floats.
+nodes/layers. Any other one, such as a protected one, is called with floats.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -15,8 +15,8 @@ import torch
 
 from ...kernels import ActivationStatistics
 from ..files.json_texts import json_object
-from ..files.safetensors_writer import write_safetensors
 from ..files.workflow_entries import with_workflow
+from ..files.writing.safetensors_writer import write_safetensors
 from .calibration import Calibration
 
 _KEY = "int8_dit_calibration"

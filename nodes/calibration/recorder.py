@@ -11,7 +11,7 @@ from ..comfyui.compiling import is_compiled
 from ..comfyui.execution import executing_node
 from ..comfyui.layers import CastWeightBiasOp
 from ..comfyui.patcher import CallbacksMP, ModelPatcher
-from ..model.layer_selection import quantizable_linears
+from ..layers.layer_selection import quantizable_linears
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
 CALLBACK_KEY = "int8_dit_recorder"

@@ -25,10 +25,10 @@ from ..comfyui.layers import CastWeightBiasOp
 from ..comfyui.memory import check_cancelled
 from ..comfyui.patcher import ModelPatcher, object_patches
 from ..host.work import Progress, make_room_to_quantize
-from ..model.folding import foldable_groups
-from ..model.input_groups import same_input_groups
-from ..model.layer_selection import check_runs_as_stored, linears, quantizable_linears
-from ..model.recipe import FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
+from ..layers.input_groups import same_input_groups
+from ..layers.layer_selection import check_runs_as_stored, linears, quantizable_linears
+from ..loading.file_notes import FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
+from ..patching.folding import foldable_groups
 from .rebuild import source_weight, with_quantized_layers
 from .report import ACT16, BF16, INT8, PROTECTED_IN, LayerReport, QuantizationReport
 

@@ -22,11 +22,11 @@ from ..comfyui.patcher import (
 )
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import CALLBACK_KEY
-from ..files.stored_weight import is_stored
-from ..model.build import build_like, rebuild_int8_model
-from ..model.int8_weight import int8_weight
-from ..model.load_plan import LoadPlan
-from ..model.patched_weights import patched_weight
+from ..files.holding.stored_weight import is_stored
+from ..layers.int8_weight import int8_weight
+from ..loading.build import build_like, rebuild_int8_model
+from ..loading.load_plan import LoadPlan
+from ..patching.patched_weights import patched_weight
 
 
 def with_quantized_layers(

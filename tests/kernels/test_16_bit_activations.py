@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kernels import ChannelTransform, int8_linear, quantize_weight
-from kernels.fused.gemm import launch_config
-from kernels.fused.tiles import ARCHITECTURES, GemmConfig, architecture_of
-from kernels.linear import int8_accumulate, int8_gemm, quantize_activations
-from kernels.reference import int8_accumulate_reference
+from kernels.ops.linear import int8_accumulate, int8_gemm, quantize_activations
+from kernels.reference.linear import int8_accumulate_reference
+from kernels.triton_kernels.gemm import launch_config
+from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, architecture_of
 from support.tensors import DEVICE, random_float, random_int8, relative_error
 
 # Odd in each direction, K of one column, below a block, a multiple of blocks or of 16 only.

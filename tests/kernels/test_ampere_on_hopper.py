@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.fused.tiles import ARCHITECTURES
-from kernels.reference import int8_accumulate_reference
+from kernels.reference.linear import int8_accumulate_reference
+from kernels.triton_kernels.tiles import ARCHITECTURES
 from support.tensors import random_float, random_int8
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -15,7 +15,7 @@ from kernels.benchmark.operands import Unavailable
 from kernels.benchmark.report import Report, ShapeResult, method_table, notes, same_within_noise
 from kernels.benchmark.run import benchmark_shape, feasible_tokens, hopeless, weight_copies
 from kernels.benchmark.shapes import LinearShape
-from kernels.timing import CallSeries, GraphPool, sustained_milliseconds
+from kernels.card.timing import CallSeries, GraphPool, sustained_milliseconds
 
 FP8, KITCHEN_CUDA = "fp8 _scaled_mm", "comfy-kitchen cuda"
 CPU = torch.device("cpu")

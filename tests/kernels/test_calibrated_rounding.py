@@ -12,8 +12,8 @@ from kernels import (
     quantize_group,
     quantize_weight,
 )
-from kernels.column_rounding import round_columns, round_columns_reference
 from kernels.numerics.calibrated_rounding import CalibratedRounding, ColumnFeedback
+from kernels.weights.column_rounding import round_columns, round_columns_reference
 from support.tensors import DEVICE, random_float, relative_error
 
 NEAREST = TransformPlan()
@@ -169,13 +169,13 @@ def test_it_can_be_stopped_inside_of_a_layer():
 
 
 def test_slices_change_nothing(monkeypatch):
-    import kernels.numerics.weights
+    import kernels.reference.int8_weights
 
     w = random_float(48, 192, seed=1)
     q, scale = quantize_weight(w)
     parts = correlated(64, 192).split(4)
     whole = CalibratedRounding(parts, ChannelTransform()).improve(w, q, scale)
-    monkeypatch.setattr(kernels.numerics.weights, "_SLICE_ELEMENTS", 7 * 192)
+    monkeypatch.setattr(kernels.reference.int8_weights, "_SLICE_ELEMENTS", 7 * 192)
     sliced = CalibratedRounding(parts, ChannelTransform()).improve(w, q, scale)
     assert sliced is not None and whole is not None
     # Products of fewer rows may be summed in another order.

@@ -6,9 +6,10 @@ import os
 import pytest
 import torch
 
-import kernels.device
-from kernels import Verdict, choose_path, decide_by, int8_path, runs_fused, stored_verdict, verdicts
-from kernels.machine import triton_available
+import kernels.card.device
+from kernels import Verdict, choose_path, decide_by, int8_path, runs_fused, stored_verdict
+from kernels.card import auto_choice
+from kernels.card.machine import triton_available
 from support.limits import no_hang
 
 NEEDS_TRITON = pytest.mark.skipif(not triton_available(), reason="verdicts are bound to Triton")
@@ -18,18 +19,18 @@ NEEDS_TRITON = pytest.mark.skipif(not triton_available(), reason="verdicts are b
 def card(monkeypatch):
     """Pretend that cuda:0 is a card of this name and compute capability, with or without Triton."""
 
-    kernels.device._kind.cache_clear()
+    kernels.card.device._kind.cache_clear()
 
     def pretend(name, capability, triton=True, hip=None, error=None, verdict=None):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(kernels.device, "triton_available", lambda: triton)
-        monkeypatch.setattr(kernels.device, "triton_error", lambda: error)
-        monkeypatch.setattr(kernels.device, "stored_verdict", lambda device: verdict)
+        monkeypatch.setattr(kernels.card.device, "triton_available", lambda: triton)
+        monkeypatch.setattr(kernels.card.device, "triton_error", lambda: error)
+        monkeypatch.setattr(kernels.card.device, "stored_verdict", lambda device: verdict)
 
     yield pretend
-    kernels.device._kind.cache_clear()
+    kernels.card.device._kind.cache_clear()
 
 
 def test_consumer_ampere_runs_fused_int8(card):
@@ -203,11 +204,11 @@ def test_a_verdict_is_nothing_without_a_kernel_that_builds(card):
 def verdict_folder(card, monkeypatch, tmp_path):
     """A card whose verdicts are kept in a folder of the test; set `machine` to become another one."""
     machine = {"card": "NVIDIA GeForce RTX 4090", "driver": "1", "kernels": "abc"}
-    monkeypatch.setattr(verdicts, "_machine_of", lambda device: dict(machine))
+    monkeypatch.setattr(auto_choice, "_machine_of", lambda device: dict(machine))
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
-    verdicts._stored.cache_clear()
+    auto_choice._stored.cache_clear()
     yield machine
-    verdicts._stored.cache_clear()
+    auto_choice._stored.cache_clear()
 
 
 CARD = torch.device("cuda:0")
@@ -218,7 +219,7 @@ def test_a_verdict_is_kept_and_forgotten(verdict_folder):
     assert stored_verdict(CARD) is None
     assert not decide_by(CARD, MEASURED)
     assert stored_verdict(CARD) == MEASURED
-    verdicts._stored.cache_clear()  # as in another process
+    auto_choice._stored.cache_clear()  # as in another process
     assert stored_verdict(CARD) == MEASURED
     assert decide_by(CARD, None)
     assert stored_verdict(CARD) is None and not decide_by(CARD, None)
@@ -228,12 +229,12 @@ def test_a_verdict_is_kept_and_forgotten(verdict_folder):
 @pytest.mark.parametrize("changed", ["card", "driver", "kernels"])
 def test_a_verdict_of_another_machine_does_not_count(verdict_folder, changed):
     decide_by(CARD, MEASURED)
-    file = verdicts._path(CARD)
+    file = auto_choice._path(CARD)
     verdict_folder[changed] = "another"
-    verdicts._stored.cache_clear()
+    auto_choice._stored.cache_clear()
     assert stored_verdict(CARD) is None
-    file.rename(verdicts._path(CARD))  # its content counts, and not its name
-    verdicts._stored.cache_clear()
+    file.rename(auto_choice._path(CARD))  # its content counts, and not its name
+    auto_choice._stored.cache_clear()
     assert stored_verdict(CARD) is None
 
 
@@ -273,7 +274,7 @@ def test_a_damaged_verdict_does_not_count(verdict_folder, tmp_path, damage):
     decide_by(CARD, MEASURED)
     (file,) = tmp_path.glob("auto-*.json")
     file.write_text(damage(file.read_text()))
-    verdicts._stored.cache_clear()
+    auto_choice._stored.cache_clear()
     assert stored_verdict(CARD) is None
 
 
@@ -284,7 +285,7 @@ def test_a_pipe_in_place_of_a_verdict_is_not_waited_for(verdict_folder, tmp_path
     (file,) = tmp_path.glob("auto-*.json")
     file.unlink()
     os.mkfifo(file)
-    verdicts._stored.cache_clear()
+    auto_choice._stored.cache_clear()
     with no_hang(60):
         assert stored_verdict(CARD) is None
 

@@ -8,8 +8,8 @@ from kernels.benchmark.forward import BlockCalls, Calls, ForwardSplit, Product, 
 from kernels.benchmark.methods import BF16, FUSED, NATIVE
 from kernels.benchmark.report import ShapeResult
 from kernels.benchmark.shapes import LinearShape
-from kernels.verdicts import FUSED as FUSED_WAY
-from kernels.verdicts import NATIVE as NATIVE_WAY
+from kernels.card.auto_choice import FUSED as FUSED_WAY
+from kernels.card.auto_choice import NATIVE as NATIVE_WAY
 
 QKV, DOWN, TINY = Product(100, 30, 10), Product(100, 10, 40), Product(1, 30, 10)
 LINEARS = {QKV: Calls("qkv", 4, 40.0), DOWN: Calls("w2", 2, 22.0), TINY: Calls("tiny", 1, 0.5)}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels import ChannelTransform, Norm, gated_residual, norm_quantize, norm_rope
-from kernels.fused import launching
 from kernels.ops import fused_op
+from kernels.triton_kernels import launching
 from support.tensors import DEVICE, random_float
 
 RMS = Norm("rms", 1e-6)

@@ -14,7 +14,7 @@ from kernels import (
     quantize_blocks,
     quantize_weight,
 )
-from kernels.numerics.weights import SMALLEST_SCALE
+from kernels.reference.int8_weights import SMALLEST_SCALE
 from support.tensors import DEVICE, random_float
 
 # Blocks a row and rows: fewer and more than a program of the kernels takes, rows that end inside one.
@@ -51,7 +51,7 @@ CASES = [(name, *shape) for name, form in GGUF_FORMATS.items() for shape in SHAP
 def path(request, monkeypatch):
     """The kernels, on a GPU or under the interpreter, and what stands for them without Triton."""
     if request.param == "formulas":
-        monkeypatch.setattr("kernels.block_weights.weights_use_triton", lambda tensor: False)
+        monkeypatch.setattr("kernels.weights.gguf.weights_use_triton", lambda tensor: False)
     return request.param
 
 

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from kernels.grouped_codes import GroupedCodes
-from kernels.grouped_weights import expand_codes
-from kernels.low_rank import Addition, LowRank
+from kernels.reference.grouped_codes import GroupedCodes
+from kernels.reference.low_rank import Addition, LowRank
+from kernels.weights.grouped import expand_codes
 from support.tensors import DEVICE, random_float
 
 # Rows, K, group and bits: fewer and more quads than a program of the kernels takes, rows that end inside of one.
@@ -44,7 +44,7 @@ def defined(weight):
 def path(request, monkeypatch):
     """The kernels, on a GPU or under the interpreter, and what stands for them without Triton."""
     if request.param == "formulas":
-        monkeypatch.setattr("kernels.grouped_weights.weights_use_triton", lambda tensor: False)
+        monkeypatch.setattr("kernels.weights.grouped.weights_use_triton", lambda tensor: False)
     return request.param
 
 

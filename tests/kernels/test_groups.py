@@ -64,12 +64,12 @@ def test_output_error(dtype, group, smoothed):
 
 
 def test_output_error_is_the_same_in_slices(monkeypatch):
-    import kernels.numerics.weights
+    import kernels.reference.int8_weights
 
     x, w = outlier_inputs(), random_float(37, 128, seed=1)
     q, scale = quantize_weight(w)
     whole = OutputError(x, w).of(q, scale)
-    monkeypatch.setattr(kernels.numerics.weights, "_SLICE_ELEMENTS", 5 * 128)
+    monkeypatch.setattr(kernels.reference.int8_weights, "_SLICE_ELEMENTS", 5 * 128)
     assert OutputError(x, w).of(q, scale) == pytest.approx(whole, rel=1e-5)
 
 

@@ -5,8 +5,8 @@ import torch
 
 from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.benchmark import IDEOGRAM4_SHAPES
-from kernels.linear import int8_accumulate, int8_gemm, quantize_activations
-from kernels.reference import int8_accumulate_reference
+from kernels.ops.linear import int8_accumulate, int8_gemm, quantize_activations
+from kernels.reference.linear import int8_accumulate_reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

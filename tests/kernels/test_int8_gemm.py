@@ -5,10 +5,10 @@ import torch
 
 import kernels
 from kernels import ChannelTransform, int8_linear, quantize_weight
-from kernels.fused.gemm import launch_config
-from kernels.fused.tiles import GemmConfig
-from kernels.linear import int8_accumulate, int8_gemm, quantize_activations
-from kernels.reference import int8_accumulate_reference, int8_gemm_reference
+from kernels.ops.linear import int8_accumulate, int8_gemm, quantize_activations
+from kernels.reference.linear import int8_accumulate_reference, int8_gemm_reference
+from kernels.triton_kernels.gemm import launch_config
+from kernels.triton_kernels.tiles import GemmConfig
 from support.tensors import DEVICE, random_float, random_int8, rotation_matrix
 
 # One row, one column, sizes around and between the tile sizes, primes, K below one tile and far above it.

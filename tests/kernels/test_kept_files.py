@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("triton")  # what is kept is bound to it
 
-from kernels import Verdict, verdicts
-from kernels.fused.tiles import ARCHITECTURES, is_offered
-from kernels.fused.tuning_cache import Measurement, TuningCache, TuningKey
+from kernels import Verdict
+from kernels.card import auto_choice
+from kernels.triton_kernels.tiles import ARCHITECTURES, is_offered
+from kernels.triton_kernels.tuning_cache import Measurement, TuningCache, TuningKey
 from support.json_mutants import MUTATIONS
 from support.limits import no_hang
 
@@ -57,22 +58,22 @@ def test_mutants_of_a_tuning_file(folder):
 
 
 def test_mutants_of_a_verdict(folder, monkeypatch):
-    monkeypatch.setattr(verdicts, "_machine_of", lambda device: {"card": CARD, "driver": "1", "kernels": "abc"})
+    monkeypatch.setattr(auto_choice, "_machine_of", lambda device: {"card": CARD, "driver": "1", "kernels": "abc"})
     measured = Verdict("2026-11-23", {(64, 128): {"bf16": 1.0, "fused int8": 0.5}, (128, 64): {"native int8": 2.0}})
-    path, seen = verdicts.store_verdict(DEVICE, measured), set()
+    path, seen = auto_choice.store_verdict(DEVICE, measured), set()
     try:
         with no_hang(SECONDS):
             for kind, damaged in mutants(path.read_text()):
                 path.write_text(damaged, encoding="utf-8")
-                verdicts._stored.cache_clear()
-                found = verdicts.stored_verdict(DEVICE)
+                auto_choice._stored.cache_clear()
+                found = auto_choice.stored_verdict(DEVICE)
                 seen.add(found is not None)
                 if found is not None:
                     times = [time for way in found.milliseconds.values() for time in way.values()]
                     assert all(0 < time < 1e7 for time in times) and isinstance(found.date, str), kind
                     assert math.isfinite(sum(sum(shape) for shape in found.milliseconds)), kind
-                    assert found.fastest((4608, 4608)) in (*verdicts.WAYS, None), kind
+                    assert found.fastest((4608, 4608)) in (*auto_choice.WAYS, None), kind
     finally:
-        verdicts._stored.cache_clear()
+        auto_choice._stored.cache_clear()
     assert seen == {True, False}
-    assert json.loads(verdicts.store_verdict(DEVICE, measured).read_text())["date"] == "2026-11-23"
+    assert json.loads(auto_choice.store_verdict(DEVICE, measured).read_text())["date"] == "2026-11-23"

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from kernels.fused.launching import Launcher
+from kernels.triton_kernels.launching import Launcher
 
 
 def test_a_launch_is_for_what_triton_compiles_for():

@@ -28,12 +28,12 @@ def builds():
 
 @pytest.fixture(scope="module")
 def producers():
-    return reports_of("producer_builds.py")
+    return reports_of("fused_op_builds.py")
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_is_built(builds, capability):
-    from kernels.fused.tiles import architecture_of
+    from kernels.triton_kernels.tiles import architecture_of
 
     configs = architecture_of(divmod(capability, 10)).rates
     built = [build for build in builds if build["capability"] == capability]
@@ -43,7 +43,7 @@ def test_every_configuration_is_built(builds, capability):
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_that_can_walk_k_twice_is_built_so(builds, capability):
-    from kernels.fused.tiles import architecture_of, walks_twice
+    from kernels.triton_kernels.tiles import architecture_of, walks_twice
 
     configs = architecture_of(divmod(capability, 10)).rates
     built = {build["config"] for build in builds if build["capability"] == capability and build["passes"] == 2}

@@ -19,9 +19,9 @@ from dataclasses import replace
 
 import torch
 from kernels import ChannelTransform, int8_linear, quantize_weight
-from kernels.column_rounding import round_columns
-from kernels.fused.gemm import launch_config
-from kernels.fused.tiles import GemmConfig
+from kernels.weights.column_rounding import round_columns
+from kernels.triton_kernels.gemm import launch_config
+from kernels.triton_kernels.tiles import GemmConfig
 
 for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 2064, None)):
     x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda")
@@ -46,7 +46,7 @@ print("finished")
 FUSED_OPS = """
 import torch
 from kernels import ChannelTransform
-from kernels.linear import quantize_activations
+from kernels.ops.linear import quantize_activations
 from support.fused_op_cases import Form, calls
 
 for batch, tokens, channels, heads, group in ((3, 7, 1040, 5, 16), (1, 77, 333, 3, 1), (2, 1, 4864, 19, 256)):
@@ -81,7 +81,7 @@ print("finished")
 CODES = """
 import torch
 from kernels.grouped_codes import GroupedCodes
-from kernels.grouped_weights import expand_codes
+from kernels.weights.grouped import expand_codes
 from kernels.low_rank import Addition, LowRank
 
 for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):

@@ -13,9 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 
 import kernels
-import kernels.grouped_weights
+import kernels.weights.grouped
 from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
-from kernels.linear import int8_gemm, quantize_activations
+from kernels.ops.linear import int8_gemm, quantize_activations
 from support import inductor_kernels
 from support.fused_op_cases import Form, calls
 from support.tensors import DEVICE, random_float, random_int8
@@ -360,7 +360,7 @@ def test_gradients_are_refused():
         "int8_linear": (x, weight, scale),
     }
     for name, arguments in calls.items():
-        for function in (getattr(kernels.linear, name), getattr(OPERATORS, name)):
+        for function in (getattr(kernels.ops.linear, name), getattr(OPERATORS, name)):
             with pytest.raises(RuntimeError, match=f"{name} has no gradient"):
                 function(*arguments)
             with pytest.raises(RuntimeError, match=f"{name} has no gradient"):

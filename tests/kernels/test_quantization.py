@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kernels import ChannelTransform, dequantize_weight, quantize_weight
-from kernels.linear import quantize_activations
 from kernels.numerics.smoothing import channel_absmax, smoothing_factors
-from kernels.reference import quantize_activations_reference
-from kernels.transform import rotate
+from kernels.ops.linear import quantize_activations
+from kernels.reference.linear import quantize_activations_reference
+from kernels.reference.transform import rotate
 from support.tensors import DEVICE, random_float, rotation_matrix
 
 
@@ -147,11 +147,11 @@ def test_weight_round_trip(dtype, group, with_smooth):
 
 
 def test_weight_slices_agree_with_one_pass(monkeypatch):
-    import kernels.numerics.weights
+    import kernels.reference.int8_weights
 
     w = random_float(37, 64, seed=1)
     whole = quantize_weight(w, ChannelTransform(None, 16))
-    monkeypatch.setattr(kernels.numerics.weights, "_SLICE_ELEMENTS", 5 * 64)
+    monkeypatch.setattr(kernels.reference.int8_weights, "_SLICE_ELEMENTS", 5 * 64)
     sliced = quantize_weight(w, ChannelTransform(None, 16))
     assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
     assert torch.equal(dequantize_weight(*whole), dequantize_weight(*sliced))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kernels import Norm, activate_quantize, norm_quantize
-from kernels.fused.tiles import ARCHITECTURES, architecture_of
-from kernels.linear import int8_accumulate, int8_gemm
-from kernels.reference import int8_accumulate_reference
-from kernels.transform import UNCHANGED
+from kernels.ops.linear import int8_accumulate, int8_gemm
+from kernels.reference.linear import int8_accumulate_reference
+from kernels.reference.transform import UNCHANGED
+from kernels.triton_kernels.tiles import ARCHITECTURES, architecture_of
 from support.tensors import random_float, random_int8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -35,7 +35,7 @@ def random_config(seed: int, passes: int):
 @pytest.mark.parametrize("passes", (1, 2))
 @pytest.mark.parametrize("seed", range(320))
 def test_accumulator_is_bit_exact(seed, passes):
-    from kernels.fused.gemm import launch_config
+    from kernels.triton_kernels.gemm import launch_config
 
     m, n, k = random_shape(seed)
     config = random_config(seed, passes)

@@ -5,9 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import ChannelTransform, RepeatedLinear, quantize_weight
-from kernels import repeated_linear as module
-from kernels.fused import launching
-from kernels.linear import int8_linear, quantize_activations
+from kernels.ops import repeated_linear as module
+from kernels.ops.linear import int8_linear, quantize_activations
+from kernels.triton_kernels import launching
 from support.tensors import DEVICE, random_float
 
 

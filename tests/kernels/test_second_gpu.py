@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kernels.fused.gemm
+import kernels.triton_kernels.gemm
 from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize_weight
-from kernels.block_weights import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
-from kernels.fused.gemm import _candidates
-from kernels.fused.launching import forget_launches
-from kernels.fused.tuning import Tuner
-from kernels.grouped_codes import GroupedCodes
-from kernels.grouped_weights import expand_codes
-from kernels.linear import int8_accumulate, quantize_activations
-from kernels.low_rank import Addition, LowRank
+from kernels.card.timing import _FLUSH_BYTES
 from kernels.ops.fused_op import FUSED_OPS
-from kernels.timing import _FLUSH_BYTES
+from kernels.ops.linear import int8_accumulate, quantize_activations
+from kernels.reference.grouped_codes import GroupedCodes
+from kernels.reference.low_rank import Addition, LowRank
+from kernels.triton_kernels.gemm import _candidates
+from kernels.triton_kernels.launching import forget_launches
+from kernels.triton_kernels.tuning import Tuner
+from kernels.weights.gguf import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
+from kernels.weights.grouped import expand_codes
 from support.fused_op_cases import Form, calls
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -31,8 +31,8 @@ SPLIT, WHOLE = (16, 64, 16384), (300, 512, 768)
 def fresh(monkeypatch, tmp_path):
     """Nothing is known of any card, and the first GPU is the current one before and after."""
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernels.fused.gemm, "tuner", Tuner())
-    monkeypatch.setattr(kernels.fused.gemm, "_arrivals_of_streams", {})
+    monkeypatch.setattr(kernels.triton_kernels.gemm, "tuner", Tuner())
+    monkeypatch.setattr(kernels.triton_kernels.gemm, "_arrivals_of_streams", {})
     for op in FUSED_OPS.values():
         monkeypatch.setattr(op, "_plans", {})
     forget_launches()
@@ -154,7 +154,7 @@ def test_each_gpu_and_stream_counts_arrivals_in_memory_of_its_own():
     stream.wait_stream(torch.cuda.current_stream(SECOND))
     with torch.cuda.stream(stream):
         assert_equal(on_host(linear(SPLIT, SECOND)), expected)
-    kept = kernels.fused.gemm._arrivals_of_streams
+    kept = kernels.triton_kernels.gemm._arrivals_of_streams
     assert sorted(device.index for device, _ in kept) == [0, 1, 1]
     for (device, _), arrivals in kept.items():
         assert arrivals.device == device and not arrivals.any()
@@ -168,7 +168,7 @@ def test_tuning_measures_on_the_gpu_of_the_tensors(monkeypatch):
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(FIRST)
     (tuned,) = on_host([int8_linear(*inputs)])
-    tuner = kernels.fused.gemm.tuner
+    tuner = kernels.triton_kernels.gemm.tuner
     assert tuner.measured == 1
     assert torch.cuda.max_memory_allocated(FIRST) == before
     assert torch.cuda.max_memory_allocated(SECOND) >= _FLUSH_BYTES

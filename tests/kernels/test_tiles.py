@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.fused.tiles import ARCHITECTURES, SHIPPED, GemmConfig, architecture_of, candidates, is_offered
-from kernels.fused.tuning import m_bucket
+from kernels.triton_kernels.tiles import ARCHITECTURES, SHIPPED, GemmConfig, architecture_of, candidates, is_offered
+from kernels.triton_kernels.tuning import m_bucket
 
 CARDS = {(8, 6): 82, (8, 0): 108, (8, 9): 128, (9, 0): 132, (12, 0): 170}
 

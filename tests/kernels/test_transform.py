@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.transform import UNCHANGED, ChannelTransform
+from kernels.reference.transform import UNCHANGED, ChannelTransform
 from support.tensors import DEVICE, random_float, rotation_matrix
 
 CHANNELS, GROUP = 64, 16

@@ -16,15 +16,15 @@ import triton
 from triton.compiler.errors import CompilationError
 from triton.runtime import errors as runtime_errors
 
-import kernels.fused.tuning
-import kernels.fused.tuning_cache
-import kernels.kept_files
-import kernels.kernel_sources
-from kernels.fused.gemm import launch_gemm
-from kernels.fused.gemm_kernel import int8_gemm_kernel
-from kernels.fused.tiles import ARCHITECTURES, GemmConfig
-from kernels.fused.tuning import Tuner, TuningKey, m_bucket
-from kernels.fused.tuning_cache import TuningCache
+import kernels.card.kept_files
+import kernels.card.kernel_sources
+import kernels.triton_kernels.tuning
+import kernels.triton_kernels.tuning_cache
+from kernels.triton_kernels.gemm import launch_gemm
+from kernels.triton_kernels.gemm_kernel import int8_gemm_kernel
+from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig
+from kernels.triton_kernels.tuning import Tuner, TuningKey, m_bucket
+from kernels.triton_kernels.tuning_cache import TuningCache
 from support.limits import no_hang
 
 CONFIGS = tuple(ARCHITECTURES["Ampere"].rates)
@@ -62,8 +62,8 @@ class Card:
 def card(monkeypatch, tmp_path):
     """A card on which the second of three candidates wins, and a cache folder of its own."""
     card = Card(dict(zip(CONFIGS[:3], (3.0, 1.0, 2.0), strict=True)))
-    monkeypatch.setattr(kernels.fused.tuning, "median_milliseconds", card.median_milliseconds)
-    monkeypatch.setattr(kernels.fused.tuning, "monotonic", lambda: card.now)
+    monkeypatch.setattr(kernels.triton_kernels.tuning, "median_milliseconds", card.median_milliseconds)
+    monkeypatch.setattr(kernels.triton_kernels.tuning, "monotonic", lambda: card.now)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which raises where no driver is
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("INT8_DIT_TUNING", raising=False)
@@ -114,7 +114,7 @@ def test_the_closer_look_decides(card, monkeypatch):
         noise = 0.1 if repetitions == 3 and card.launched == CONFIGS[1] else 0.0
         return card.times[card.launched] - noise
 
-    monkeypatch.setattr(kernels.fused.tuning, "median_milliseconds", median_milliseconds)
+    monkeypatch.setattr(kernels.triton_kernels.tuning, "median_milliseconds", median_milliseconds)
     assert card.choose() == CONFIGS[0]
 
 
@@ -181,7 +181,7 @@ def test_another_triton_does_not_reuse(card, monkeypatch):
 
 def test_other_kernel_sources_do_not_reuse(card, monkeypatch):
     card.choose()
-    monkeypatch.setattr(kernels.fused.tuning_cache, "kernel_source_hash", lambda: "0" * 64)
+    monkeypatch.setattr(kernels.triton_kernels.tuning_cache, "kernel_source_hash", lambda: "0" * 64)
     other = Tuner()
     card.choose(tuner=other)
     assert other.measured == 1
@@ -189,19 +189,19 @@ def test_other_kernel_sources_do_not_reuse(card, monkeypatch):
 
 def test_the_source_hash_follows_the_kernel_and_its_launcher(monkeypatch, tmp_path):
     defined = {Path(function.__code__.co_filename) for function in (int8_gemm_kernel.fn, launch_gemm)}
-    assert defined == set(kernels.kernel_sources.MEASURED_SOURCES)
-    copies = tuple(tmp_path / source.name for source in kernels.kernel_sources.MEASURED_SOURCES)
-    monkeypatch.setattr(kernels.kernel_sources, "MEASURED_SOURCES", copies)
+    assert defined == set(kernels.card.kernel_sources.MEASURED_SOURCES)
+    copies = tuple(tmp_path / source.name for source in kernels.card.kernel_sources.MEASURED_SOURCES)
+    monkeypatch.setattr(kernels.card.kernel_sources, "MEASURED_SOURCES", copies)
     for copy in copies:
         copy.write_text("a = 1")
-    hashes = {kernels.kernel_sources.kernel_source_hash.__wrapped__()}
+    hashes = {kernels.card.kernel_sources.kernel_source_hash.__wrapped__()}
     for copy in copies:
         copy.write_text("a = 2")
-        hashes.add(kernels.kernel_sources.kernel_source_hash.__wrapped__())
+        hashes.add(kernels.card.kernel_sources.kernel_source_hash.__wrapped__())
     assert len(hashes) == 3
     copies[0].unlink()
     with pytest.raises(FileNotFoundError):
-        kernels.kernel_sources.kernel_source_hash.__wrapped__()
+        kernels.card.kernel_sources.kernel_source_hash.__wrapped__()
 
 
 def test_the_file_can_be_read_by_people_and_named_on_windows(card, tmp_path):
@@ -331,7 +331,7 @@ def test_a_folder_that_cannot_be_written_gives_one_warning(card, tmp_path, caplo
         monkeypatch.setattr(json, "dump", refuse(OSError(28, "No space left on device")))
     else:
         monkeypatch.setattr(os, "replace", refuse(PermissionError(13, "used by another process")))
-        monkeypatch.setattr(kernels.kept_files, "_PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(kernels.card.kept_files, "_PAUSE_SECONDS", 0.0)
 
     tuner = Tuner()
     for k in (64, 128, 64, 128):
@@ -373,7 +373,7 @@ def test_a_link_under_a_name_that_can_be_foreseen_leads_nowhere(card, foreign, c
 
 def test_a_temporary_name_that_is_taken_is_left_alone(card, foreign, monkeypatch, caplog):
     """Even where somebody knows it: the link is not followed."""
-    monkeypatch.setattr(kernels.kept_files.uuid, "uuid4", lambda: SimpleNamespace(hex="known"))
+    monkeypatch.setattr(kernels.card.kept_files.uuid, "uuid4", lambda: SimpleNamespace(hex="known"))
     path = TuningCache(CARD).path
     path.with_name(f"{path.stem}.known.tmp").symlink_to(foreign)
     assert card.choose() == CONFIGS[1]
@@ -450,7 +450,7 @@ def test_turned_off_the_first_that_runs_is_taken(card, monkeypatch):
 
 
 def test_a_shipped_configuration_saves_measuring(card, monkeypatch):
-    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
+    monkeypatch.setitem(kernels.triton_kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
     tuner = Tuner()
     assert card.choose(tuner=tuner) == CONFIGS[2]
     assert tuner.measured == 0
@@ -458,12 +458,12 @@ def test_a_shipped_configuration_saves_measuring(card, monkeypatch):
 
 def test_what_was_measured_here_comes_before_what_was_shipped(card, monkeypatch):
     card.choose()
-    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
+    monkeypatch.setitem(kernels.triton_kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
     assert card.choose() == CONFIGS[1]
 
 
 def test_a_shipped_configuration_that_does_not_run_here_is_measured_anew(card, monkeypatch):
-    monkeypatch.setitem(kernels.fused.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
+    monkeypatch.setitem(kernels.triton_kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
     card.times[CONFIGS[2]] = runtime_errors.OutOfResources(200, 100, "shared memory")
     assert card.choose() == CONFIGS[1]
 
@@ -500,7 +500,7 @@ def test_an_error_of_the_launch_is_not_swallowed(card):
 
 def test_no_memory_to_measure_in(card, monkeypatch, tmp_path):
     monkeypatch.setattr(
-        kernels.fused.tuning, "median_milliseconds", refuse(torch.cuda.OutOfMemoryError("out of memory"))
+        kernels.triton_kernels.tuning, "median_milliseconds", refuse(torch.cuda.OutOfMemoryError("out of memory"))
     )
     tuner = Tuner()
     assert card.choose(tuner=tuner) == CONFIGS[0]
@@ -532,7 +532,9 @@ def test_progress_is_told(card, tmp_path, caplog):
     tuner = Tuner()
     for n in (64, 128):
         card.choose(dataclasses.replace(KEY, n=n), tuner)
-    first, *shapes = [record.getMessage() for record in caplog.records if record.name == "kernels.fused.tuning"]
+    first, *shapes = [
+        record.getMessage() for record in caplog.records if record.name == "kernels.triton_kernels.tuning"
+    ]
     assert "once per card and shape" in first and str(cache_file(tmp_path)) in first
     for index, (shape, n) in enumerate(zip(shapes, (64, 128), strict=True), start=1):
         assert f"shape {index}, M <= 1024, N = {n}, K = 18432" in shape and repr(CONFIGS[1]) in shape
@@ -568,7 +570,7 @@ def test_where_results_are_kept(monkeypatch, environment, folder, knobs):
         monkeypatch.setenv(name, value)
     if not knobs:
         monkeypatch.delattr(triton, "knobs", raising=False)
-    assert kernels.kept_files.folder() == folder
+    assert kernels.card.kept_files.folder() == folder
 
 
 def start(code, *arguments, folder):
@@ -582,8 +584,8 @@ def start(code, *arguments, folder):
 TUNE_MANY = """
 import sys
 import torch
-from kernels.fused import tuning
-from kernels.fused.tiles import ARCHITECTURES
+from kernels.triton_kernels import tuning
+from kernels.triton_kernels.tiles import ARCHITECTURES
 
 torch.cuda.is_current_stream_capturing = lambda: False
 tuning.median_milliseconds = lambda run, device, repetitions: 1.0
@@ -617,8 +619,8 @@ def test_processes_that_tune_at_once_lose_nothing(tmp_path):
 
 TUNE_ON_THE_GPU = """
 import torch
-from kernels.linear import int8_accumulate
-from kernels.fused.tuning import tuner
+from kernels.ops.linear import int8_accumulate
+from kernels.triton_kernels.tuning import tuner
 
 q, weight = (torch.ones(size, 256, dtype=torch.int8, device="cuda") for size in (64, 128))
 assert (int8_accumulate(q, weight) == 256).all()

@@ -40,13 +40,13 @@ STEPS = 12
 
 
 import_pack()
-import int8_dit.kernels.fused.gemm as gemm
-import int8_dit.nodes.model.load_plan as load_plan
+import int8_dit.kernels.triton_kernels.gemm as gemm
+import int8_dit.nodes.loading.load_plan as load_plan
 from int8_dit.kernels import Protection
 from int8_dit.nodes.calibration.run import calibrate
-from int8_dit.nodes.model.load import load_int8_model
-from int8_dit.nodes.model.save import save_int8_model
+from int8_dit.nodes.loading.load import load_int8_model
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+from int8_dit.nodes.saving.save import save_int8_model
 from support.glyph_dit import LINEARS
 
 launches = count_launches(gemm)

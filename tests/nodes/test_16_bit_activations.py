@@ -28,7 +28,7 @@ def quantized(dit, model, calibration):
 @pytest.fixture
 def uncalibrated(dit):
     """The tensors of a file with 16-bit activations in every layer, made by comfy-kitchen but for the marks."""
-    from int8_dit.nodes.files.int8_mark import MARK, encode_mark
+    from int8_dit.nodes.files.quant_config import MARK, encode_mark
 
     tensors = dit.native_int8()
     return tensors | {key: encode_mark(activation_bits=16) for key in tensors if key.endswith(f".{MARK}")}
@@ -39,13 +39,13 @@ def of_16_bits(dit, model):
 
 
 def recipe(model):
-    from int8_dit.nodes.model.recipe import recipe_of
+    from int8_dit.nodes.loading.file_notes import recipe_of
 
     return recipe_of(model)
 
 
 def save(model, path, fold=False):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     return save_int8_model(model, str(path), {}, fold)
 
@@ -163,7 +163,7 @@ def test_stock_comfyui_refuses_the_file(dit, uncalibrated, tmp_path, smoothed):
     """It would round outliers to 8 bits, and an image would lose what the layer was protected for."""
     if smoothed:
         from int8_dit.kernels import ChannelTransform
-        from int8_dit.nodes.files.int8_mark import encode_mark
+        from int8_dit.nodes.files.quant_config import encode_mark
 
         factors = torch.linspace(0.5, 2.0, 192)
         uncalibrated[f"{dit.LAYER}.weight_smooth"] = factors
@@ -177,7 +177,7 @@ def test_stock_comfyui_refuses_the_file(dit, uncalibrated, tmp_path, smoothed):
 @pytest.mark.parametrize("kernel", ("bf16", "auto"))
 @pytest.mark.parametrize("room", (False, True))
 def test_a_fallback_computes_with_the_dequantized_weights(dit, uncalibrated, tmp_path, monkeypatch, kernel, room):
-    monkeypatch.setattr("int8_dit.nodes.model.load_plan._fits", lambda *_: room)
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan._fits", lambda *_: room)
     int8 = dit.load(dit.write(tmp_path / "x.safetensors", uncalibrated))
     fallback = dit.load(tmp_path / "x.safetensors", kernel)
     assert bool(dit.int8_weights(fallback)) == (not room)
@@ -187,7 +187,7 @@ def test_a_fallback_computes_with_the_dequantized_weights(dit, uncalibrated, tmp
 
 
 def test_the_summary_counts_them(dit, quantized):
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
 
     on_cpu = "in plain PyTorch (no GPU)"
     assert str(summarize(quantized)).startswith(

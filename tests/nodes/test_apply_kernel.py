@@ -26,7 +26,7 @@ def test_computes_what_load_int8_dit_computes(dit, apply, tmp_path, options):
 
 
 def test_every_int8_linear_runs_the_kernel(dit, apply, native, monkeypatch):
-    import int8_dit.nodes.model.fused_forward as fused
+    import int8_dit.nodes.layers.fused_forward as fused
 
     calls = []
     run = fused.RepeatedLinear.multiply

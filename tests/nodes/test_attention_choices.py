@@ -21,7 +21,7 @@ INT8 = "INT8 (comfy-kitchen)"
 
 
 def describe_attention(model):
-    from int8_dit.nodes.model import summary
+    from int8_dit.nodes.loading import summary
 
     return summary.describe_attention(model)
 
@@ -72,14 +72,14 @@ def write(small, tmp_path):
 
 @pytest.fixture
 def load(pack):
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     return lambda path: load_int8_model(path, "fused int8")
 
 
 @pytest.fixture
 def attention(pack):
-    from int8_dit.nodes.model import attention
+    from int8_dit.nodes.patching import attention
 
     return attention
 
@@ -87,8 +87,8 @@ def attention(pack):
 @pytest.fixture
 def save(pack, tmp_path):
     """Save a MODEL in one of two formats and read its choices from the file."""
-    from int8_dit.nodes.model.save import save_int8_model
-    from int8_dit.nodes.model.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save import save_int8_model
+    from int8_dit.nodes.saving.save_gguf import save_gguf_model
 
     def save(model, form):
         path = str(tmp_path / f"saved{len(list(tmp_path.iterdir()))}.{form}")
@@ -138,7 +138,7 @@ def with_lora(model, config=CHOICE):
 
 
 def test_the_files_choice_is_followed_and_shown(small, write, load, preferred):
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
 
     plain = load(write({}, "plain.safetensors"))
     expected = forward(small, plain)
@@ -209,7 +209,7 @@ def test_quantizing_keeps_it(small, write, load, save, preferred, stock):
 
 
 def test_a_second_gpus_copy_keeps_it(small, write, load, preferred):
-    from int8_dit.nodes.model.build import rebuild_int8_model
+    from int8_dit.nodes.loading.build import rebuild_int8_model
 
     model = load(write({KEY: encoded(CHOICE)}))
     again = rebuild_int8_model(model.model, "fused int8")

@@ -202,7 +202,7 @@ def test_a_rotation_group_that_does_not_fit(dit, refuse, group, reason, nested):
 
 def test_a_float_weight_with_a_nan(dit, refuse, monkeypatch):
     """A large one is not searched. Found while it is quantized; which of its channels helps whoever made the file."""
-    from int8_dit.nodes.files import layer_checks
+    from int8_dit.nodes.files.reading import layer_checks
 
     monkeypatch.setattr(layer_checks, "_SMALL", 0)
     weights = dit.tensors()

@@ -10,7 +10,7 @@ ACT16 = "INT8 with 16-bit activations"
 
 
 def recipe(model):
-    from int8_dit.nodes.model.recipe import recipe_of
+    from int8_dit.nodes.loading.file_notes import recipe_of
 
     return recipe_of(model)
 
@@ -103,7 +103,7 @@ def test_the_report_says_how_many_and_what_they_gained(outputs, quantized):
 def test_it_is_saved_and_loaded(dit, quantized, tmp_path):
     from safetensors import safe_open
 
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     path = tmp_path / "saved.safetensors"
     save_int8_model(quantized["calibrated"], str(path), {})

@@ -108,7 +108,7 @@ def small_ideogram(pack, monkeypatch):
     from types import SimpleNamespace
 
     # Its text projection then is as large a part of the model as in the real one, and quantized.
-    from int8_dit.nodes.model import layer_selection
+    from int8_dit.nodes.layers import layer_selection
     from support import small_models
 
     monkeypatch.setattr(layer_selection, "_LARGE_PROJECTION", 1 << 18)

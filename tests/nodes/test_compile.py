@@ -114,8 +114,8 @@ def difference(weight):
 def loras_of_stored(weight):
     """What the pack attaches instead to a weight in another form."""
     from int8_dit.kernels import LowRank
-    from int8_dit.nodes.files.stored_weight import is_stored
-    from int8_dit.nodes.model.stored_blocks import StoredLoRA
+    from int8_dit.nodes.files.holding.stored_weight import is_stored
+    from int8_dit.nodes.layers.stored_weights import StoredLoRA
 
     [patch] = patched([lora(weight)])
     if not is_stored(weight):

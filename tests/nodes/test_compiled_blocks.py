@@ -214,7 +214,7 @@ def test_feed_forwards_of_native_layers(blocks, name, tmp_path):
     import comfy.sd
 
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
     from support import glyph_dit, small_models
     from support.architectures import ARCHITECTURES
 

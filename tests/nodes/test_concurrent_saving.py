@@ -44,7 +44,7 @@ def links(request, monkeypatch):
 @pytest.fixture
 def save(output):
     """Write a small file as the save nodes do, filled with a value, and return its path."""
-    from int8_dit.nodes.files.safetensors_writer import write_safetensors
+    from int8_dit.nodes.files.writing.safetensors_writer import write_safetensors
     from int8_dit.nodes.host.output_files import output_paths
 
     def run(prefix="models/INT8", value=0, on_tensor=nothing):
@@ -218,7 +218,7 @@ def test_a_save_that_is_under_way_is_left_alone(output, save):
 
 def test_a_folder_cleaned_in_the_instant_between_file_and_lock(output, save, monkeypatch):
     """The writer whose file is taken for abandoned starts over with another."""
-    from int8_dit.nodes.files import new_file
+    from int8_dit.nodes.files.writing import new_file
 
     folder, cleaned = output / "models", []
     lock = new_file._locked
@@ -238,7 +238,7 @@ def test_a_folder_cleaned_in_the_instant_between_file_and_lock(output, save, mon
 @pytest.mark.parametrize("error", (NotImplementedError, PermissionError(errno.EACCES, "not yours")))
 def test_locks_that_cannot_be_had(output, save, monkeypatch, error):
     """Nothing is cleaned up then. Without any locks saving goes on; what is wrong otherwise is said."""
-    from int8_dit.nodes.files import new_file
+    from int8_dit.nodes.files.writing import new_file
 
     def refuse(lock, *_, **__):
         raise error
@@ -259,7 +259,7 @@ def test_locks_that_cannot_be_had(output, save, monkeypatch, error):
 @pytest.mark.parametrize("seconds", (1, 1000))
 def test_windows_waits_for_a_scanner(output, save, monkeypatch, seconds):
     """There a file that another program has open cannot be renamed, and exFAT has no hard links."""
-    from int8_dit.nodes.files import new_file
+    from int8_dit.nodes.files.writing import new_file
 
     now, rename, tries = [0.0], os.rename, []
 
@@ -286,7 +286,7 @@ def test_windows_waits_for_a_scanner(output, save, monkeypatch, seconds):
 
 
 def test_windows_tells_a_name_that_is_taken_at_once(output, save, monkeypatch):
-    from int8_dit.nodes.files import new_file
+    from int8_dit.nodes.files.writing import new_file
 
     def taken(source, target):
         if target.endswith("INT8_00001_.safetensors"):

@@ -148,11 +148,11 @@ def test_a_deeply_nested_mark(dit, refuse, text):
 
 
 def test_a_huge_mark_is_not_decoded(dit, tmp_path, monkeypatch):
-    from int8_dit.nodes.files import int8_mark
+    from int8_dit.nodes.files import quant_config
 
-    monkeypatch.setattr(int8_mark, "json_object", None)
+    monkeypatch.setattr(quant_config, "json_object", None)
     with pytest.raises(ValueError, match="not a mark: it has 100000000 bytes"):
-        int8_mark.decode_mark(torch.zeros(1, dtype=torch.uint8).expand(100_000_000))
+        quant_config.decode_mark(torch.zeros(1, dtype=torch.uint8).expand(100_000_000))
 
 
 @pytest.mark.parametrize("mark", (torch.zeros(4, dtype=torch.int8), torch.zeros(2, 2, dtype=torch.uint8)))
@@ -197,7 +197,7 @@ def saved(dit, tmp_path):
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     state_dict = dit.native_int8(rotation_group=64)
     state_dict |= {k: t for k, t in dit.native_int8().items() if k.startswith("joint_blocks.0.")}
@@ -255,12 +255,12 @@ def test_smoothing_factors_beside_another_format(dit, refuse, kind):
 
 def test_smoothing_factors_never_change_another_layers_mark(dit):
     """What builds a model refuses them too."""
-    from int8_dit.nodes.files import int8_mark
+    from int8_dit.nodes.files import quant_config
 
     mark = encoded({"format": "float8_e4m3fn"})
     for marks in ({}, {"x.comfy_quant": mark}):
         with pytest.raises(ValueError, match=r"x\.weight_smooth is there"):
-            int8_mark.of_layer({"x.weight_smooth": torch.ones(4), **marks}, "x.")
+            quant_config.of_layer({"x.weight_smooth": torch.ones(4), **marks}, "x.")
 
 
 @pytest.mark.parametrize("factors", (torch.ones(191), torch.full((192,), math.nan), torch.zeros(192)))

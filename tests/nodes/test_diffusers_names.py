@@ -80,7 +80,7 @@ def files(pack):
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_rows_of_blocks_are_joined(dit, files, tmp_path, memory):
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     outputs = []
     for name, tensors in (("native", dit.tensors()), ("diffusers", under_diffusers_names(dit.tensors()))):

@@ -38,7 +38,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def original(small, dit):
     """A small model by its architecture's name: its float tensors, which linears become INT8, what that costs."""
-    from int8_dit.nodes.model.layer_selection import quantizable_linears
+    from int8_dit.nodes.layers.layer_selection import quantizable_linears
 
     def computed(architecture, tensors):
         model = stock_of_tensors(small, architecture, tensors)
@@ -118,7 +118,7 @@ def test_the_bound_sees_each_wrong_layer(small, dit, original, tmp_path, name, f
 
 @pytest.mark.parametrize("name, format_name", covering(ARCHITECTURES, FORMATS, slow_rounds=2))
 def test_a_file_of_an_architecture(small, dit, original, tmp_path, name, format_name):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     it = original(name)
     file = FORMATS[format_name](it.tensors, it.layers)

@@ -22,7 +22,7 @@ def blocks(pack):
 
 @pytest.fixture
 def folding(pack):
-    from int8_dit.nodes.model import folding
+    from int8_dit.nodes.patching import folding
 
     return folding
 
@@ -167,14 +167,14 @@ def test_a_producer_in_fp8_takes_no_factors(blocks, folding):
 
 
 def save(model, path, fold):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     save_int8_model(model, str(path), {}, fold)
     return str(path)
 
 
 def formats(path):
-    from int8_dit.nodes.files.int8_mark import decode_mark
+    from int8_dit.nodes.files.quant_config import decode_mark
 
     with safe_open(path, framework="pt") as file:
         marks = [decode_mark(file.get_tensor(key)) for key in file.keys() if key.endswith("comfy_quant")]
@@ -184,7 +184,7 @@ def formats(path):
 @pytest.fixture
 def ideogram(pack, monkeypatch):
     """A small Ideogram 4 with all its kinds of linears quantized, and what samples it."""
-    from int8_dit.nodes.model import layer_selection
+    from int8_dit.nodes.layers import layer_selection
     from support import small_models
 
     monkeypatch.setattr(layer_selection, "_LARGE_PROJECTION", 1 << 18)
@@ -207,7 +207,7 @@ def test_ideogram_4_folds_wholly(dit, ideogram, tmp_path, protect):
 
 def test_layers_with_16_bit_activations_keep_them(dit, ideogram, tmp_path, caplog):
     """Where their input is divided for a neighbour, they multiply it back."""
-    from int8_dit.nodes.model.int8_weight import is_int8
+    from int8_dit.nodes.layers.int8_weight import is_int8
 
     small, model = ideogram
     calibration = small.recorded(model)

@@ -52,7 +52,7 @@ def apply(dit):
 def save(model, path):
     from safetensors.torch import load_file
 
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     return load_file(save_int8_model(model, str(path), {}))
 
@@ -77,7 +77,7 @@ def test_only_the_marked_layers_have_16_bits(dit, native, apply, tmp_path):
 
 
 def summary_of(model):
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
 
     return summarize(model)
 
@@ -105,7 +105,7 @@ def test_marks_survive_a_lora_and_a_second_gpu(dit, native, lora, tmp_path):
     tensors = marked(native, **FLAG, **UNKNOWN)
     model = dit.load(dit.write(tmp_path / "marked.safetensors", tensors))
     assert marks_of(save(dit.with_lora(model, lora), tmp_path / "saved.safetensors")) == marks_of(tensors)
-    from int8_dit.nodes.model.build import rebuild_int8_model
+    from int8_dit.nodes.loading.build import rebuild_int8_model
 
     rebuilt = rebuild_int8_model(model.model, "fused int8")
     assert marks_of(rebuilt.model.diffusion_model.state_dict()) == marks_of(tensors)
@@ -153,10 +153,10 @@ def test_fp8_that_becomes_int8_has_8_bits(dit, tmp_path):
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_codes_of_4_bits_too(dit, floats, tmp_path, memory, monkeypatch):
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
     from support.file_formats import FORMATS
 
-    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
     tensors = FORMATS["W4A8"]({key: tensor.float() for key, tensor in dit.tensors().items()}, dit.LINEARS).tensors
     plain = dit.write(tmp_path / "plain.safetensors", tensors)
     path = dit.write(tmp_path / "marked.safetensors", marked(tensors, **FLAG, **UNKNOWN))

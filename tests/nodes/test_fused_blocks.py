@@ -332,7 +332,7 @@ def test_a_second_model_of_the_same_modules_asks_for_itself(small, dit, model, f
     import comfy.sd
 
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     stock = comfy.sd.load_diffusion_model(save_int8_model(model, str(tmp_path / "native.safetensors"), {}))
     unfused = small.output(stock)

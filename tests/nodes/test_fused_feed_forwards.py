@@ -130,7 +130,7 @@ def test_models(small, dit, folded, monkeypatch, tmp_path, name, native):
     import comfy.sd
 
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
     from support.architectures import ARCHITECTURES
 
     architecture = ARCHITECTURES[name]

@@ -26,14 +26,14 @@ def write(dit, files, tmp_path):
 
 
 def load(path, memory="INT8", **options):
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     return load_int8_model(str(path), "fused int8", memory=memory, **options)
 
 
 def stored(model):
     """The weights that stay in blocks, by layer."""
-    from int8_dit.nodes.files.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
 
     return {
         name: module.weight
@@ -46,8 +46,8 @@ def dequantized(dit, files, path):
     """The MODEL of ComfyUI's own loader, with the floats that a file's blocks stand for."""
     import comfy.sd
 
-    from int8_dit.nodes.files.gguf_file import read_gguf
-    from int8_dit.nodes.files.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
+    from int8_dit.nodes.files.reading.gguf_file import read_gguf
 
     tensors, _ = read_gguf(str(path))
     floats = {key: t.dequantize() if is_gguf(t) else t.clone() for key, t in tensors.items()}
@@ -75,7 +75,7 @@ def test_as_stored_both_ways_compute_alike(dit, write):
 def test_as_stored_the_weights_take_what_they_take_in_the_file(dit, write):
     path = write("Q8_0")
     held = stored(load(path, "as stored"))
-    from int8_dit.nodes.model.layer_selection import linears as linears_of
+    from int8_dit.nodes.layers.layer_selection import linears as linears_of
 
     linears = linears_of(load(path))
     large = {name for name, module in linears.items() if module.in_features * module.out_features // 32 * 34 >= 1 << 16}
@@ -139,7 +139,7 @@ def test_a_prefix_of_a_whole_checkpoint(dit, write):
     prefixed = {f"model.diffusion_model.{key}": tensor for key, tensor in dit.tensors().items()}
     model, plain = load(write(tensors=prefixed)), load(write())
     assert torch.equal(dit.output(model), dit.output(plain))
-    from int8_dit.nodes.model.recipe import block_formats_of
+    from int8_dit.nodes.loading.file_notes import block_formats_of
 
     assert f"{dit.LAYER}.weight" in block_formats_of(plain)
     assert block_formats_of(model) == block_formats_of(plain)
@@ -180,7 +180,7 @@ def test_what_gguf_decodes_becomes_int8(dit, files, write, kind, memory):
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_with_the_kernel_bf16_what_gguf_decodes_is_floats(dit, files, write, memory):
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     path = write("IQ4_NL")
     model = load_int8_model(path, "bf16", memory=memory)
@@ -203,8 +203,8 @@ def test_reading_leaves_packed_what_gguf_decodes(write, decoded, kind):
     """The bytes of the file, and of no weight floats."""
     import gguf
 
-    from int8_dit.nodes.files.gguf_file import read_gguf
-    from int8_dit.nodes.files.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
+    from int8_dit.nodes.files.reading.gguf_file import read_gguf
 
     path, decode = write(kind), gguf.quants.dequantize
     tensors, _ = read_gguf(path)
@@ -224,7 +224,7 @@ def test_what_gguf_cannot_decode_is_refused_while_reading(tmp_path):
     import gguf
     import numpy as np
 
-    from int8_dit.nodes.files.gguf_file import read_gguf
+    from int8_dit.nodes.files.reading.gguf_file import read_gguf
 
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "sd3")
     writer.add_tensor("a.weight", np.zeros((2, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
@@ -241,7 +241,7 @@ def test_what_gguf_cannot_decode_is_refused_while_reading(tmp_path):
 def test_a_cancel_while_blocks_are_decoded(write, decoded, interrupt_at, kernel, share):
     from comfy.model_management import InterruptProcessingException
 
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     path = write("IQ4_NL")
     load_int8_model(path, kernel)
@@ -295,7 +295,7 @@ def test_loras_are_rounded_with_a_stored_weight_once(dit, write, lora):
 
 def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     """The device of a streamed weight is not that of its LoRA, and nothing computes with both."""
-    from int8_dit.nodes.model import fused_forward, stored_blocks
+    from int8_dit.nodes.layers import fused_forward, stored_weights
 
     model = dit.with_lora(load(write("Q8_0"), "as stored"), lora)
     dit.output(model)
@@ -303,7 +303,7 @@ def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     [attached] = layer.weight_function
     key, patches = attached.key, attached.patches[attached.key]
     low_rank = type(attached.low_rank)(*(factor.to("meta") for factor in attached.low_rank))
-    layer.weight_function = [stored_blocks.StoredLoRA(key, patches, low_rank, attached.scale.to("meta"))]
+    layer.weight_function = [stored_weights.StoredLoRA(key, patches, low_rank, attached.scale.to("meta"))]
     assert layer.input_form() == fused_forward.InputForm(fused_forward.UNCHANGED, 8)
     assert fused_forward._resident(layer, torch.device("meta"), layer.weight.dtype) is None
 
@@ -315,7 +315,7 @@ def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partial
 
     fused_runs, run = [], steps.gated_residual
     monkeypatch.setattr(steps, "gated_residual", lambda *args: fused_runs.append(1) or run(*args))
-    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
     source = small_models.ideogram4(monkeypatch)
     tensors = source.model.diffusion_model.state_dict()
     path = files.write_gguf(tmp_path / "ideogram.gguf", tensors, files.linears_in("Q8_0"))
@@ -433,7 +433,7 @@ def test_comfyuis_own_save_nodes_are_refused(dit, write, tmp_path):
 
 
 def test_a_stored_model_is_not_saved_as_int8(dit, write, tmp_path):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     with pytest.raises(ValueError, match=r"Set memory to INT8.*Save GGUF"):
         save_int8_model(load(write(), "as stored"), str(tmp_path / "m.safetensors"), {})
@@ -459,7 +459,7 @@ def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, files, write):
 
 
 def test_with_the_kernel_bf16_it_computes_in_floats(dit, files, write):
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     path = write("Q8_0")
     model = load_int8_model(path, "bf16", memory="as stored")
@@ -468,7 +468,7 @@ def test_with_the_kernel_bf16_it_computes_in_floats(dit, files, write):
 
 
 def test_what_runs_where(dit, write):
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
 
     assert "from GGUF Q8_0" in str(summarize(load(write("Q8_0"), "as stored")))
 
@@ -476,10 +476,10 @@ def test_what_runs_where(dit, write):
 def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch):
     """Where a benchmark found it the fastest, it takes the layers whose weights are INT8, and not blocks."""
     from int8_dit.kernels import FUSED, NATIVE
-    from int8_dit.kernels.device import ComputePath
-    from int8_dit.nodes.model import summary
+    from int8_dit.kernels.card.device import ComputePath
+    from int8_dit.nodes.loading import summary
 
-    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
     model = load(write("Q8_0"), "as stored")
 
     def measured(device, kernel="auto", shape=None, ways=(NATIVE,)):

@@ -35,7 +35,7 @@ def lent(pack, monkeypatch):
 @pytest.fixture
 def layer(dit, tmp_path, monkeypatch):
     """A smoothed INT8 linear, 192 to 768, that says that its factors are on another device: so it is cast."""
-    from int8_dit.nodes.model import fused_forward
+    from int8_dit.nodes.layers import fused_forward
 
     layer = dit.module(dit.load(dit.write(tmp_path / "own.safetensors", dit.smoothed_int8())), dit.LAYER)
     form = layer.input_form()

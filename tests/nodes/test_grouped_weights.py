@@ -65,7 +65,7 @@ def encoded(mark):
 @pytest.fixture(autouse=True)
 def all_may_stay(pack, monkeypatch):
     """Of the glyph model, whose layers are small."""
-    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def error_of_stock(dit, quantized, tmp_path_factory):
 
 
 def load(path, memory="as stored", kernel="fused int8"):
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     return load_int8_model(str(path), kernel, memory=memory)
 
@@ -148,7 +148,7 @@ def dequantized(dit, tensors, bits):
 
 
 def held_in_codes(model):
-    from int8_dit.nodes.files.grouped_weight import is_grouped
+    from int8_dit.nodes.files.holding.grouped_weight import is_grouped
 
     modules = model.model.diffusion_model.named_modules()
     return {name: module.weight for name, module in modules if is_grouped(getattr(module, "weight", None))}
@@ -228,7 +228,7 @@ def test_the_codes_of_a_loaded_model_do_not_lie_in_the_file(write):
 
 
 def test_small_weights_become_int8_all_the_same(dit, write, monkeypatch):
-    monkeypatch.setattr("int8_dit.nodes.model.load_plan.SMALLEST_STORED", 1 << 16)
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 1 << 16)
     model = load(write(4))
     assert dit.LAYER in held_in_codes(model)
     assert held_in_codes(model).keys() | dit.int8_weights(model).keys() == set(dit.LINEARS)
@@ -240,7 +240,7 @@ def test_where_bf16_fits_it_is_floats(dit, quantized, write):
     model = load(write(4), "INT8", "bf16")
     assert not held_in_codes(model) and not dit.int8_weights(model)
     torch.testing.assert_close(dit.output(model), expected, rtol=1e-3, atol=1e-3)
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
 
     assert "instead of the file's INT8" in str(summarize(model))
 
@@ -257,7 +257,7 @@ def test_scales_as_plain_bytes_and_the_mark_in_the_metadata(dit, quantized, writ
 
 
 def test_what_runs_where(write):
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
 
     assert "from W4A8" in str(summarize(load(write(4)))) and "from W6A8" in str(summarize(load(write(6))))
 
@@ -267,7 +267,7 @@ def test_what_runs_where(write):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_saved_as_stored_it_is_the_file_again(dit, quantized, write, tmp_path, bits):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     model = load(write(bits, **UNKNOWN))
     path = save_int8_model(model, str(tmp_path / "saved.safetensors"), {})
@@ -285,7 +285,7 @@ def test_saved_as_stored_it_is_the_file_again(dit, quantized, write, tmp_path, b
 
 @pytest.mark.parametrize("bits", BITS)
 def test_saved_as_int8_it_is_a_native_file_that_keeps_what_its_mark_said(dit, write, tmp_path, bits):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     model = load(write(bits, **UNKNOWN), "INT8")
     path = save_int8_model(model, str(tmp_path / "saved.safetensors"), {})
@@ -302,7 +302,7 @@ def test_stock_loads_what_was_saved(dit, write, tmp_path, stock, bits):
     """W6A8 with the name that ComfyUI 0.33 knows: it goes by the bytes of a row."""
     from safetensors.torch import load_file
 
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     tensors = load_file(save_int8_model(load(write(bits)), str(tmp_path / "saved.safetensors"), {}))
     for layer in dit.LINEARS if bits == 6 else ():
@@ -315,7 +315,7 @@ def test_stock_loads_what_was_saved(dit, write, tmp_path, stock, bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, write, lora, tmp_path, bits):
     """And the others stay: 4 bits would lose most of it."""
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     some = {key: tensor for key, tensor in lora.items() if ".0." in key}
     expected = dit.output(dit.with_lora(dequantized(dit, quantized(bits), bits), some))
@@ -344,7 +344,7 @@ def test_comfyuis_own_save_nodes_are_refused(write, tmp_path):
 
 
 def test_it_can_be_saved_as_gguf_and_quantized_again(dit, write, quantized, tmp_path):
-    from int8_dit.nodes.model.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save_gguf import save_gguf_model
 
     expected = dit.output(dequantized(dit, quantized(4), 4))
     model = load(write(4))
@@ -454,7 +454,7 @@ def test_a_hook_acts_and_leaves(dit, quantized, write, lora):
 @pytest.mark.parametrize("partially", (False, True))
 def test_blocks_run_fused_with_a_lora(dit, tmp_path, monkeypatch, partially):
     from int8_dit.nodes.blocks import steps
-    from int8_dit.nodes.model.layer_selection import quantizable_linears
+    from int8_dit.nodes.layers.layer_selection import quantizable_linears
     from support import adapters, small_models
     from support.file_formats import FORMATS
 
@@ -491,7 +491,7 @@ def apply(pack):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_apply_computes_what_the_loader_computes(dit, apply, stock, write, bits, monkeypatch):
-    import int8_dit.nodes.model.fused_forward as fused
+    import int8_dit.nodes.layers.fused_forward as fused
 
     calls, run = [], fused.RepeatedLinear.multiply
     monkeypatch.setattr(fused.RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
@@ -504,7 +504,7 @@ def test_apply_computes_what_the_loader_computes(dit, apply, stock, write, bits,
 
 def test_apply_says_what_runs(apply, stock):
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
 
     model = stock(4)
     assert "from W4A8" in str(summarize(apply(model)))

@@ -19,8 +19,7 @@ def ideogram(pack):
 @pytest.fixture
 def quantizations(pack, monkeypatch):
     """The inputs of all quantizations of activations so far."""
-    from int8_dit.kernels import linear
-    from int8_dit.kernels.ops import gates, norms
+    from int8_dit.kernels.ops import gates, linear, norms
 
     calls, original = [], linear.quantize_activations_reference
 
@@ -72,8 +71,8 @@ def test_weights_loaded_anew_are_no_longer_shared(ideogram):
 def test_the_loader_groups_linears(pack):
     """Names decide, and only INT8 linears count."""
     from int8_dit.kernels import ChannelTransform, quantize_weight
-    from int8_dit.nodes.model.input_groups import group_inputs
-    from int8_dit.nodes.model.int8_weight import int8_weight
+    from int8_dit.nodes.layers.input_groups import group_inputs
+    from int8_dit.nodes.layers.int8_weight import int8_weight
 
     def linear(int8=True, group=None):
         module = torch.nn.Module()
@@ -236,7 +235,7 @@ def test_a_nan_weight_of_a_group_names_its_layer(dit, small, swiglu):
 
 
 def test_groups_go_by_the_names_under_one_parent(pack):
-    from int8_dit.nodes.model.input_groups import same_input_groups
+    from int8_dit.nodes.layers.input_groups import same_input_groups
 
     names = ["b.10.w3", "b.1.w2", "b.1.w1", "b.1.w3", "b.10.w1", "v", "k", "other.q", "x.y.to_k", "x.to_v", "x.to_q"]
     always = same_input_groups(names, lambda a, b: True)
@@ -246,8 +245,8 @@ def test_groups_go_by_the_names_under_one_parent(pack):
 
 def test_only_members_of_equal_bits_share(dit, swiglu):
     """w1 and w3 with 16 bits both do; one alone does not."""
-    from int8_dit.nodes.model.input_groups import group_inputs
-    from int8_dit.nodes.model.int8_weight import int8_weight
+    from int8_dit.nodes.layers.input_groups import group_inputs
+    from int8_dit.nodes.layers.int8_weight import int8_weight
 
     quantized = dit.quantize(swiglu)
     members = {f"{FEED_FORWARD}.{w}" for w in ("w1", "w3")}

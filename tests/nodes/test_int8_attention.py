@@ -18,7 +18,7 @@ NOTICE = "INT8 attention did not run"
 
 @pytest.fixture
 def attention(pack):
-    from int8_dit.nodes.model import attention
+    from int8_dit.nodes.patching import attention
 
     return attention
 
@@ -382,7 +382,7 @@ def test_a_sampling_runs_it(dit, load, kernel, warnings):
 
 
 def describe_attention(model):
-    from int8_dit.nodes.model import summary
+    from int8_dit.nodes.loading import summary
 
     return summary.describe_attention(model)
 
@@ -394,7 +394,7 @@ def test_old_workflows_have_comfyuis_attention(load, attention):
 
 def test_what_no_call_fits_says_so(dit, load, kernel, warnings, monkeypatch):
     model = load(attention=INT8)
-    monkeypatch.setattr("int8_dit.nodes.model.attention._WIDEST_HEAD", 8)
+    monkeypatch.setattr("int8_dit.nodes.patching.attention._WIDEST_HEAD", 8)
     dit.sample(model)
     assert kernel.calls == 0
     (warning,) = warnings()

@@ -29,7 +29,7 @@ SHAPES = {
 
 @pytest.fixture
 def attention(pack):
-    from int8_dit.nodes.model import attention
+    from int8_dit.nodes.patching import attention
 
     return attention
 

@@ -40,7 +40,7 @@ def x(layer):
 def other(layer):
     """Another INT8 weight of its shape."""
     from int8_dit.kernels import ChannelTransform, quantize_weight
-    from int8_dit.nodes.model.int8_weight import int8_weight
+    from int8_dit.nodes.layers.int8_weight import int8_weight
 
     def make(smoothed=False, group=None, bits=8):
         generator = torch.Generator().manual_seed(1)
@@ -60,7 +60,7 @@ def computed(layer, x):
 def expected(layer, x):
     """Of what the weight is now, with nothing kept."""
     from int8_dit.kernels import int8_linear
-    from int8_dit.nodes.model.fused_forward import int8_parts
+    from int8_dit.nodes.layers.fused_forward import int8_parts
 
     parts = int8_parts(layer.weight, layer)
     with torch.inference_mode():
@@ -180,7 +180,7 @@ def test_a_weight_in_floats_and_back(layer, x):
 
 
 def test_a_weight_on_another_device_is_not_where_the_input_is(layer, x):
-    from int8_dit.nodes.model.fused_forward import _resident
+    from int8_dit.nodes.layers.fused_forward import _resident
 
     before = computed(layer, x)
     assert _resident(layer, x.device, x.dtype) is not None

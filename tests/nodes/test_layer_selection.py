@@ -148,7 +148,7 @@ def linears(model, arguments):
 
 @pytest.fixture
 def is_quantizable(pack):
-    from int8_dit.nodes.model.layer_selection import is_quantizable
+    from int8_dit.nodes.layers.layer_selection import is_quantizable
 
     return is_quantizable
 

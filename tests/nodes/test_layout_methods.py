@@ -17,7 +17,7 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 @pytest.fixture
 def layout(pack):
-    from int8_dit.nodes.model.int8_weight import PerChannelINT8Layout
+    from int8_dit.nodes.layers.int8_weight import PerChannelINT8Layout
 
     return PerChannelINT8Layout
 
@@ -26,7 +26,7 @@ def layout(pack):
 def make(pack):
     """An INT8 weight [ROWS, CHANNELS] in one of FORMS, for a kernel."""
     from int8_dit.kernels import ChannelTransform, quantize_weight
-    from int8_dit.nodes.model.int8_weight import computed_with, int8_weight
+    from int8_dit.nodes.layers.int8_weight import computed_with, int8_weight
 
     def weight(form="plain", kernel="fused int8", dtype=torch.float32):
         smooth = torch.linspace(0.5, 2.0, CHANNELS) if form in ("smoothed", "both") else None
@@ -220,7 +220,7 @@ def kernels(dit, model):
 
 @pytest.mark.parametrize("kernel", ("fused int8", "bf16", "auto"))
 def test_weights_know_the_choice_of_kernel(dit, kernel, tmp_path):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     quantized = dit.quantize(dit.stock(), kernel=kernel)
     assert kernels(dit, quantized) == {kernel}

@@ -228,8 +228,8 @@ def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, t
     """And the sampling that follows in the same run does not say it again."""
     from comfy_execution.utils import CurrentNodeContext
 
-    from int8_dit.nodes.model import load
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.loading import load
+    from int8_dit.nodes.saving.save import save_int8_model
 
     path = dit.write(tmp_path / "native.safetensors", native)
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="division by zero"):
@@ -250,7 +250,7 @@ def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, t
 def test_auto_does_not_say_so_where_int8_weights_are_kept(dit, native, tmp_path, monkeypatch, caplog):
     import comfy.model_management
 
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *args, **kwargs: 0)
     model = dit.load(dit.write(tmp_path / "native.safetensors", native), "auto")

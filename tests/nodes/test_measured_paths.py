@@ -11,8 +11,8 @@ SHAPES = {(576, 192): "bf16", (192, 192): "native int8"}  # qkv and proj; the ML
 def measured(pack, monkeypatch):
     """Let a verdict decide, as on a GPU with one; here all ways run on the CPU."""
     from int8_dit import kernels
-    from int8_dit.kernels.device import ComputePath
-    from int8_dit.nodes.model import load, load_plan, operations, summary
+    from int8_dit.kernels.card.device import ComputePath
+    from int8_dit.nodes.loading import load, load_plan, operations, summary
 
     def choose_path(device, kernel="auto", shape=None, ways=kernels.WAYS):
         way = SHAPES.get(shape, "fused int8")
@@ -28,7 +28,7 @@ def measured(pack, monkeypatch):
 
 @pytest.mark.parametrize("source", ["float", "native", "rotated"])
 def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
 
     path = dit.FILE
     if source != "float":
@@ -45,7 +45,7 @@ def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
 
 
 def test_comfyui_s_own_int8_is_what_the_stock_loader_computes(dit, tmp_path, pack, monkeypatch):
-    from int8_dit.nodes.model import operations
+    from int8_dit.nodes.loading import operations
 
     path = dit.write(tmp_path / "native.safetensors", dit.native_int8(rotation_group=64))
     monkeypatch.setattr(operations, "int8_path", lambda *question: "native int8")
@@ -54,7 +54,7 @@ def test_comfyui_s_own_int8_is_what_the_stock_loader_computes(dit, tmp_path, pac
 
 
 def test_a_lora_reaches_a_linear_that_comfyui_computes(dit, lora, monkeypatch, pack):
-    from int8_dit.nodes.model import operations
+    from int8_dit.nodes.loading import operations
 
     monkeypatch.setattr(operations, "int8_path", lambda *question: "native int8")
     patched = dit.output(dit.with_lora(dit.load(), lora))
@@ -63,7 +63,7 @@ def test_a_lora_reaches_a_linear_that_comfyui_computes(dit, lora, monkeypatch, p
 
 
 def test_a_smoothed_layer_is_never_given_to_comfyui(dit, smoothed, monkeypatch):
-    from int8_dit.nodes.model import operations
+    from int8_dit.nodes.loading import operations
 
     asked = []
     monkeypatch.setattr(operations, "int8_path", lambda *question: asked.append(question[-1]) or "fused int8")

@@ -46,7 +46,7 @@ def test_merging_with_a_float_model(dit, smoothed, other_file):
 
 
 def test_a_merged_model_is_saved_as_it_computes(dit, smoothed, other_file, tmp_path):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     result = MERGES["simple"](smoothed, dit.load(other_file))
     save_int8_model(result, str(tmp_path / "merged.safetensors"), {})
@@ -115,7 +115,7 @@ def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
 
 @pytest.fixture
 def load_stored(dit, tmp_path):
-    from int8_dit.nodes.model.load import AS_STORED, load_int8_model
+    from int8_dit.nodes.loading.load import AS_STORED, load_int8_model
     from support import gguf_files
 
     def load(kind):
@@ -162,7 +162,7 @@ def test_a_hook_is_not_rounded_to_blocks(dit, load_stored, monkeypatch, kind, la
     """Where a weight has few values, a small change would round back to the one that it was."""
     from comfy.model_patcher import ModelPatcher
 
-    from int8_dit.nodes.files.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
 
     with mode():
         model, lora = load_stored(kind), dit.lora([layer], 0.02)

@@ -9,7 +9,7 @@ def after(dit, tmp_path):
     """A MODEL as it comes out of the quantizer, of this pack's loader, and of ComfyUI's own."""
     import comfy.sd
 
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     def make(model):
         quantized = dit.quantize(model, method="none")
@@ -79,7 +79,7 @@ def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path, 
     """ComfyUI tells by the spread of a norm's weight whether a Z-Image can run in fp16; folding divides just that."""
     from safetensors.torch import load_file
 
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     model = small.z_image(monkeypatch)
     inputs = small.calibration(model)

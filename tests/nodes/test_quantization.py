@@ -68,7 +68,7 @@ def test_without_calibration_the_weights_that_round_worst_are_protected(dit, mod
 
 def recipe(model):
     """What a MODEL says of how it was quantized."""
-    from int8_dit.nodes.model.recipe import recipe_of
+    from int8_dit.nodes.loading.file_notes import recipe_of
 
     return recipe_of(model)
 
@@ -445,7 +445,7 @@ def test_an_int8_model_is_quantized_again(dit, tmp_path):
 
 def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, caplog, tmp_path):
     """The weights can still be saved as INT8; unlike the loader's they are not dequantized once."""
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     quantized = dit.quantize(model, kernel="auto")
     weights = dit.int8_weights(quantized)
@@ -503,7 +503,7 @@ def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path):
     """It is in no weight: it would be gone from the quantized model and from a file, and nobody could see it."""
     import comfy.sd
 
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     def with_bypass(model):
         return comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)[0]
@@ -539,7 +539,7 @@ def test_an_nvfp4_source(dit, model, tmp_path, scaled):
 
     from comfy.quant_ops import QuantizedTensor
 
-    from int8_dit.nodes.files.int8_mark import MARK
+    from int8_dit.nodes.files.quant_config import MARK
 
     tensors = dit.tensors()
     for seed, layer in enumerate(dit.LINEARS):

@@ -136,14 +136,14 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
 def test_the_marks_are_in_the_metadata_too(dit, smoothed, save):
     """A mark that is damaged later is told from one that was meant so."""
     marks = json.loads(metadata(save(smoothed))["int8_dit_marks"])
-    from int8_dit.nodes.files.int8_mark import SMOOTHED_FORMAT
+    from int8_dit.nodes.files.quant_config import SMOOTHED_FORMAT
 
     assert marks == {layer: {"format": SMOOTHED_FORMAT} for layer in dit.int8_weights(smoothed)}
 
 
 def test_a_recipe_that_is_none_is_ignored(dit, smoothed, tmp_path):
     """Whoever wrote it."""
-    from int8_dit.nodes.model.recipe import recipe_of
+    from int8_dit.nodes.loading.file_notes import recipe_of
 
     for text in ("[1]", "{", "7"):
         path = dit.write(tmp_path / "other.safetensors", dit.native_int8(), {"int8_dit_recipe": text})
@@ -253,7 +253,7 @@ def test_comfyuis_own_save_node_writes_what_this_pack_loads(dit, smoothed, tmp_p
 
 
 def save_to(model, destination):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     return save_int8_model(model, destination, {})
 
@@ -279,7 +279,7 @@ def test_a_disk_that_is_too_small_is_seen_before_writing(plain, target, monkeypa
     not os.path.exists("/dev/full"), reason="needs Linux's /dev/full, where every write finds the disk full"
 )
 def test_a_disk_that_becomes_full(plain, target, monkeypatch):
-    from int8_dit.nodes.files import new_file
+    from int8_dit.nodes.files.writing import new_file
 
     def open_full(path, mode, **options):
         return open("/dev/full" if mode == "r+b" else path, mode, **options)
@@ -375,7 +375,7 @@ TENSORS = {
 @pytest.fixture
 def write(pack, tmp_path):
     """Write a file and return its path; `on_tensor` is optional."""
-    from int8_dit.nodes.files.safetensors_writer import write_safetensors
+    from int8_dit.nodes.files.writing.safetensors_writer import write_safetensors
 
     def run(tensors, metadata=None, on_tensor=lambda: None):
         paths = (str(tmp_path / f"written_{number}.safetensors") for number in (1, 2))

@@ -71,7 +71,7 @@ def wide(dit):
 @pytest.mark.parametrize("type", TYPES)
 def test_what_is_saved_is_read_back(dit, wide, save, type):
     """Every linear in the type, all else in F16, tensors of one dimension in F32."""
-    from int8_dit.nodes.model.layer_selection import linears
+    from int8_dit.nodes.layers.layer_selection import linears
 
     expected = wide.model.diffusion_model.state_dict()
     layers = {f"{name}.weight" for name in linears(wide)}
@@ -156,7 +156,7 @@ def raw_fp8(dit):
 @pytest.mark.parametrize("source", SOURCES)
 def test_quantized_sources_are_dequantized_first(dit, save, tmp_path, source):
     """What the file holds computes what the MODEL computes; no scale or mark of the source is left in it."""
-    from int8_dit.nodes.model.patched_weights import float_weight
+    from int8_dit.nodes.patching.patched_weights import float_weight
 
     model = SOURCES[source](dit, tmp_path)
     found = read(save(model))
@@ -181,7 +181,7 @@ def test_a_lora_is_baked_in(dit, save):
 @pytest.fixture
 def as_stored(dit, save):
     """A MODEL that holds the blocks of a file that Save GGUF wrote, and the file."""
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     path = save(dit.stock(), "Q4_K")
     return load_int8_model(str(path), "fused int8", memory="as stored"), path
@@ -192,7 +192,7 @@ def raw(path):
 
 
 def test_blocks_that_a_model_holds_are_written_as_they_are(as_stored, save):
-    from int8_dit.nodes.files.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
 
     model, path = as_stored
     held = [name for name, part in model.model.diffusion_model.named_modules() if is_gguf(getattr(part, "weight", 0))]
@@ -231,7 +231,7 @@ def said(pack, monkeypatch):
 
 
 def loaded(path, memory="INT8"):
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     return load_int8_model(str(path), "fused int8", memory=memory)
 
@@ -364,7 +364,7 @@ def test_architectures_are_named_as_comfyui_gguf_names_them(pack, monkeypatch):
     import comfy.supported_models
 
     from int8_dit.nodes.host import notices
-    from int8_dit.nodes.model.save_gguf import architecture_name
+    from int8_dit.nodes.saving.save_gguf import architecture_name
     from support.architectures import ARCHITECTURES
 
     said = []
@@ -384,7 +384,7 @@ def test_architectures_are_named_as_comfyui_gguf_names_them(pack, monkeypatch):
 
 
 def save_to(model, destination):
-    from int8_dit.nodes.model.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save_gguf import save_gguf_model
 
     return save_gguf_model(model, destination, {}, "Q8_0")
 

@@ -20,7 +20,7 @@ def second_card(pack, monkeypatch):
     """Pretend that beside ComfyUI's default device, the CPU, there is a card of this capability, with this memory."""
     import comfy.model_management
 
-    from int8_dit.kernels import device
+    from int8_dit.kernels.card import device
 
     def pretend(name, capability, memory=1 << 40):
         sizes = {DEFAULT: 1 << 40, SECOND: memory}
@@ -86,7 +86,7 @@ def test_a_quantized_model_asks_the_card_that_computes(dit, second_card, caplog)
 
 
 def test_each_linear_asks_for_the_device_of_its_input(dit, monkeypatch):
-    from int8_dit.nodes.model import operations
+    from int8_dit.nodes.loading import operations
 
     asked = []
     monkeypatch.setattr(operations, "int8_path", lambda *question: asked.append(question) or "fused int8")

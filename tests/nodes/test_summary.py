@@ -19,8 +19,8 @@ CHOSEN = "(bf16 was chosen)"
 @pytest.fixture
 def line(dit):
     """The summary of a MODEL, whose counts are those of its linears."""
-    from int8_dit.nodes.model.layer_selection import linears
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.layers.layer_selection import linears
+    from int8_dit.nodes.loading.summary import summarize
 
     def line(model):
         summary = summarize(model)
@@ -33,7 +33,7 @@ def line(dit):
 @pytest.fixture
 def no_room(pack, monkeypatch):
     """A device in which no model fits in floats: bf16 keeps INT8 weights."""
-    monkeypatch.setattr("int8_dit.nodes.model.load_plan._fits", lambda *_: False)
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan._fits", lambda *_: False)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_attention_of_another_node(dit, line):
 def test_int8_attention(dit, line, monkeypatch):
     import comfy_kitchen
 
-    from int8_dit.nodes.model.attention import set_attention
+    from int8_dit.nodes.patching.attention import set_attention
 
     monkeypatch.setattr(comfy_kitchen, "int8_attention", print, raising=False)
     monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: True, raising=False)
@@ -137,13 +137,13 @@ def ideogram(dit, monkeypatch):
 
 
 def in_line(model):
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
 
     return str(summarize(model))
 
 
 def severity_on_a_gpu(model):
-    from int8_dit.nodes.model.summary import summarize
+    from int8_dit.nodes.loading.summary import summarize
     from int8_dit.nodes.sockets import runs_where
 
     gpu = SimpleNamespace(load_device=torch.device("cuda"))
@@ -196,7 +196,7 @@ def test_blocks_under_apply_fused_int8_kernel(ideogram, tmp_path):
     import comfy.sd
 
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     stock = comfy.sd.load_diffusion_model(save_int8_model(ideogram, str(tmp_path / "native.safetensors"), {}))
     assert "blocks" not in in_line(stock)
@@ -204,7 +204,7 @@ def test_blocks_under_apply_fused_int8_kernel(ideogram, tmp_path):
 
 
 def test_a_model_without_linears(pack):
-    from int8_dit.nodes.model.summary import Summary
+    from int8_dit.nodes.loading.summary import Summary
 
     assert str(Summary({}, "as ComfyUI")) == f"0 of 0 linears in this model, {ATTENTION}"
 
@@ -219,7 +219,7 @@ def test_a_model_without_linears(pack):
     ),
 )
 def test_the_short_line(pack, linears, int8, device, kernel, expected):
-    from int8_dit.nodes.model.summary import Summary
+    from int8_dit.nodes.loading.summary import Summary
     from int8_dit.nodes.sockets import runs_where
 
     model = SimpleNamespace(load_device=torch.device(device))
@@ -230,8 +230,8 @@ def test_the_short_line(pack, linears, int8, device, kernel, expected):
 
 @pytest.mark.parametrize("obstacle, expected", ((None, "bf16: not an RTX 30"), ("no", "bf16: the kernel cannot run")))
 def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obstacle, expected):
-    from int8_dit.kernels import device
-    from int8_dit.nodes.model.summary import Summary
+    from int8_dit.kernels.card import device
+    from int8_dit.nodes.loading.summary import Summary
     from int8_dit.nodes.sockets import runs_where
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A card")
@@ -244,7 +244,7 @@ def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obst
 @pytest.mark.parametrize("native, expected", ((7, "ComfyUI's INT8, faster here: 7 of 8"), (0, "bf16: faster here")))
 def test_the_short_line_says_what_was_measured_to_be_faster(pack, monkeypatch, native, expected):
     from int8_dit.nodes import sockets
-    from int8_dit.nodes.model.summary import Summary
+    from int8_dit.nodes.loading.summary import Summary
 
     monkeypatch.setattr(sockets, "stored_verdict", lambda device: object())
     model = SimpleNamespace(load_device=torch.device("cuda"))

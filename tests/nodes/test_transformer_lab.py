@@ -63,7 +63,7 @@ def in_fp8(tensors):
 def in_int8(tensors):
     from comfy.quant_ops import TensorWiseINT8Layout
 
-    from int8_dit.nodes.files.int8_mark import encode_mark
+    from int8_dit.nodes.files.quant_config import encode_mark
 
     for layer in linears(tensors):
         q, params = TensorWiseINT8Layout.quantize(tensors[f"{layer}.weight"], per_channel=True)
@@ -83,7 +83,7 @@ BASES = {
 @pytest.fixture
 def load(dit, tmp_path):
     """Write the file and its base, and load a branch."""
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     def write_and_load(file, base=None, metadata=None, branch="conditional", kernel="fused int8"):
         path = dit.write(tmp_path / NAME, file)
@@ -178,7 +178,7 @@ def test_a_file_with_one_model_needs_neither_branch_nor_base(models, load, tenso
 
 
 def test_saved_it_is_a_file_like_any_other(dit, small, models, load, file, tmp_path):
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     model = load(file, models["unconditional"], branch="unconditional")
     path = str(tmp_path / "saved.safetensors")
@@ -283,7 +283,7 @@ def test_a_base_with_folded_factors(models, refuse, file):
 
 
 def test_a_base_that_is_damaged(dit, models, file, tmp_path):
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     (tmp_path / BASE).write_bytes(b"not a file")
     with pytest.raises(ValueError, match=f"{BASE} is damaged"):

@@ -223,7 +223,7 @@ def native(state_dict: TensorDict, quantize: Callable[[torch.Tensor], dict[str, 
     """ComfyUI's own loader on a file in a quantized format of its own."""
     import comfy.model_management
 
-    from int8_dit.nodes.model.layer_selection import is_quantizable
+    from int8_dit.nodes.layers.layer_selection import is_quantizable
 
     device, quantized = comfy.model_management.get_torch_device(), dict(state_dict)
     for key, weight in state_dict.items():
@@ -250,7 +250,7 @@ def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
     from int8_dit.kernels import ChannelTransform
     from int8_dit.kernels.numerics.candidates import rotation_group_of
-    from int8_dit.nodes.files.int8_mark import encode_mark
+    from int8_dit.nodes.files.quant_config import encode_mark
 
     group = rotation_group_of(weight.shape[1])
     options = {} if group is None else {"convrot": True, "convrot_groupsize": group}
@@ -288,7 +288,7 @@ def pack_variants(layers: int) -> dict[str, dict[str, object]]:
 
 def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, Outcome], dict[str, list[float]]]:
     """Every variant of a subject, and its `folded_cosines`; or only the wanted ones of this pack."""
-    from int8_dit.nodes.model.layer_selection import quantizable_linears
+    from int8_dit.nodes.layers.layer_selection import quantizable_linears
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
     base = stock(subject.state_dict)
@@ -318,10 +318,10 @@ def folded_cosines(subject: Glyphs | Blocks, base, calibration) -> dict[str, lis
     """Cosines of outputs: the stock loader on a folded file with this pack on the unfolded one, and that with bf16."""
     import comfy.sd
 
-    from int8_dit.nodes.model.load import load_int8_model
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
     from int8_dit.nodes.quantization.report import BF16
+    from int8_dit.nodes.saving.save import save_int8_model
 
     settings = QuantizationSettings(smooth_only_foldable=True, protected_in=BF16)
     quantized, _ = quantize_model(base, settings, "fused int8", calibration)

@@ -25,8 +25,8 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
 from kernels.benchmark import IDEOGRAM4_SHAPES, describe_machine, markdown, title
-from kernels.fused.tiles import GemmConfig, candidates
-from kernels.timing import CallSeries, GraphPool, sustained_milliseconds
+from kernels.card.timing import CallSeries, GraphPool, sustained_milliseconds
+from kernels.triton_kernels.tiles import GemmConfig, candidates
 from studies.ampere_on_hopper import residency_on_sm86, short
 from support.ampere_kernel import AmpereKernel, prebuild
 from support.sass import MainLoop, cuobjdump, main_loops

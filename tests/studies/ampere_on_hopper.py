@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
 from kernels.benchmark import describe_machine, markdown, title
-from kernels.fused.tiles import ARCHITECTURES, GemmConfig, candidates
+from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, candidates
 from support.ampere_kernel import RESERVED_SHARED, AmpereKernel, prebuild
 
 SHIPPED = tuple(ARCHITECTURES["Ampere"].rates)

@@ -87,10 +87,10 @@ def build(block: Block, tensors: dict[str, torch.Tensor], int8: bool, device: to
     import comfy.ops
 
     from int8_dit.kernels import quantize_weight
-    from int8_dit.nodes.model.input_groups import group_inputs
-    from int8_dit.nodes.model.int8_weight import int8_weight
-    from int8_dit.nodes.model.load_plan import LoadPlan
-    from int8_dit.nodes.model.operations import int8_operations
+    from int8_dit.nodes.layers.input_groups import group_inputs
+    from int8_dit.nodes.layers.int8_weight import int8_weight
+    from int8_dit.nodes.loading.load_plan import LoadPlan
+    from int8_dit.nodes.loading.operations import int8_operations
 
     def convert(name: str, weight: torch.Tensor, _: object) -> torch.Tensor | None:
         if re.search("mod|adaLN", name):

@@ -320,7 +320,7 @@ def sample_models(paths: Sequence[Path], count: int, seed: int, out: Path) -> li
     import comfy.sd
     from safetensors import safe_open
 
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
     from words.alphabet import random_texts
     from words.sampling import pictures, sample
 

@@ -40,7 +40,7 @@ def load_by_gguf_pack(path: str):
 
 def load_ours(memory: str) -> Callable[[str], object]:
     """This pack's loader."""
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     return lambda path: load_int8_model(path, "fused int8", memory=memory)
 
@@ -58,7 +58,7 @@ def alone() -> Iterator[None]:
 
 def step_of(model, inputs: list, expected: torch.Tensor | None, repetitions: int) -> tuple[dict, torch.Tensor]:
     """Milliseconds of a step, the memory that weights and step take, and the error."""
-    from int8_dit.kernels.timing import median_milliseconds
+    from int8_dit.kernels.card.timing import median_milliseconds
     from studies.ideogram4_steps import Step
     from support.random_models import load
 
@@ -83,7 +83,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict]:
     """A row for bf16 and for each way to load each file."""
     import comfy.model_management
 
-    from int8_dit.nodes.model.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save_gguf import save_gguf_model
     from support.random_models import FAMILIES, RandomModel
 
     device = comfy.model_management.get_torch_device()

@@ -15,8 +15,8 @@ from comfy.model_patcher import ModelPatcher
 
 from int8_dit.kernels import ChannelTransform
 from int8_dit.kernels.benchmark import markdown
-from int8_dit.kernels.timing import median_milliseconds
-from int8_dit.nodes.model.attention import INT8, set_attention
+from int8_dit.kernels.card.timing import median_milliseconds
+from int8_dit.nodes.patching.attention import INT8, set_attention
 from support.kitchen_blocks import ROTATION_GROUP, with_kitchen_blocks
 from support.measuring import PARTS, Row, Rows, by_part, graph_counts, kernel_times, number, ratio, row_of
 from support.random_models import (

@@ -44,12 +44,12 @@ from kernels.benchmark.systems import (
     require_fp8,
     require_fused,
 )
+from kernels.card.machine import describe_machine
+from kernels.card.timing import CallSeries, sustained_milliseconds
 from kernels.internals.torch_functions import scaled_mm
-from kernels.linear import int8_gemm, int8_linear, quantize_activations
-from kernels.machine import describe_machine
-from kernels.numerics.weights import quantize_weight
-from kernels.timing import CallSeries, sustained_milliseconds
-from kernels.transform import ChannelTransform
+from kernels.ops.linear import int8_gemm, int8_linear, quantize_activations
+from kernels.reference.int8_weights import quantize_weight
+from kernels.reference.transform import ChannelTransform
 
 ROTATION_GROUP = 256
 FP8, KITCHEN_CUDA = "fp8 _scaled_mm", "comfy-kitchen cuda"

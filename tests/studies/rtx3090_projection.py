@@ -21,7 +21,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
 from kernels.benchmark import markdown
-from kernels.fused.tiles import ARCHITECTURES, GemmConfig
+from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig
 from support.sass import MainLoop, cuobjdump, main_loops
 
 RESULTS = TESTS / "studies" / "results" / "rtx3090_projection"
@@ -136,7 +136,8 @@ H200 = Card(
     rope_share=0.31,
     other_seconds=2e-3,
 )
-# Channels whose multiplication takes as long as starting a tile and its epilogue, as in kernels/fused/tiles.py.
+# Channels whose multiplication takes as long as starting a tile and its epilogue, as in
+# kernels/triton_kernels/tiles.py.
 TILE_OVERHEAD = 512
 # comfy-kitchen 0.2.40's two large tiles, by `ampere_beside_cutlass.py --loops`: its sm_80 code, and what an H200 runs.
 _IMMA = 2 * 16 * 8 * 32

@@ -107,9 +107,9 @@ def kill(kills: int, seed: int = 0) -> dict[str, int]:
 
     from int8_dit.kernels import Protection
     from int8_dit.nodes.host.output_files import output_paths
-    from int8_dit.nodes.model.load import load_int8_model
-    from int8_dit.nodes.model.save import save_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+    from int8_dit.nodes.saving.save import save_int8_model
 
     loaded = load_int8_model(str(TESTS / "data" / workflows.GLYPH_MODEL), "fused int8")
     model, _ = quantize_model(loaded, QuantizationSettings(protection=Protection("number", 0)), "fused int8", None)

@@ -93,7 +93,7 @@ def prepare(folder: Path, blocks: int, steps: int, pixels: int) -> None:
     import comfy.sd
     from safetensors.torch import save_file
 
-    from int8_dit.nodes.model.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save_gguf import save_gguf_model
     from support.random_models import FAMILIES, RandomModel
 
     device = comfy.model_management.get_torch_device()
@@ -129,14 +129,14 @@ def load_stock(path: Path):
 
 def load_ours(path: Path):
     """This pack's."""
-    from int8_dit.nodes.model.load import load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
 
     return load_int8_model(str(path.with_suffix(".safetensors")), "fused int8")
 
 
 def load_gguf(path: Path):
     """This pack's, of a GGUF file whose blocks stay as they are."""
-    from int8_dit.nodes.model.load import AS_STORED, load_int8_model
+    from int8_dit.nodes.loading.load import AS_STORED, load_int8_model
 
     return load_int8_model(str(path.with_suffix(".gguf")), "fused int8", memory=AS_STORED)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS), str(TESTS.parent)]
 
-from kernels.machine import title
+from kernels.card.machine import title
 from support.small_png import save_small_png
 
 RESULTS = Path(__file__).resolve().parent / "results" / "ideogram4"

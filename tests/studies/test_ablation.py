@@ -145,9 +145,9 @@ def test_full_width_blocks(pack, tmp_path, monkeypatch):
     import comfy.sd
 
     from int8_dit.kernels import Protection
-    from int8_dit.nodes.model.save import save_int8_model
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
     from int8_dit.nodes.quantization.report import BF16
+    from int8_dit.nodes.saving.save import save_int8_model
     from studies import ablation
     from support.real_arithmetic import use_float_weights
     from support.tensors import relative_error

@@ -103,7 +103,7 @@ def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str]
     """Every variant, or the wanted ones: its images, latent errors, bytes and protected layers."""
     import comfy.model_management
 
-    from int8_dit.nodes.model.layer_selection import quantizable_linears
+    from int8_dit.nodes.layers.layer_selection import quantizable_linears
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
     base = stock(state_dict)

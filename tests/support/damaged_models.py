@@ -17,7 +17,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from safetensors.torch import save_file
 
-from int8_dit.nodes.model.load import load_int8_model
+from int8_dit.nodes.loading.load import load_int8_model
 from support import small_models
 from support.architectures import ARCHITECTURES, Architecture
 from support.mutants import NOISE

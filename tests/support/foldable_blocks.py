@@ -16,9 +16,9 @@ from comfy.ldm.modules.diffusionmodules.mmdit import DismantledBlock
 from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
 
 from int8_dit.kernels import ChannelTransform, quantize_weight
-from int8_dit.nodes.model.int8_weight import int8_weight
-from int8_dit.nodes.model.load_plan import LoadPlan
-from int8_dit.nodes.model.operations import int8_operations
+from int8_dit.nodes.layers.int8_weight import int8_weight
+from int8_dit.nodes.loading.load_plan import LoadPlan
+from int8_dit.nodes.loading.operations import int8_operations
 
 WIDTH, HEADS, TOKENS, TEXT = 128, 2, 6, 4
 HEAD = WIDTH // HEADS

@@ -22,10 +22,10 @@ from comfy.text_encoders.llama import precompute_freqs_cis
 from int8_dit.kernels import ChannelTransform, quantize_weight
 from int8_dit.nodes.blocks.install import fused_class
 from int8_dit.nodes.blocks.table import BLOCKS
-from int8_dit.nodes.model.input_groups import group_inputs
-from int8_dit.nodes.model.int8_weight import int8_weight
-from int8_dit.nodes.model.load_plan import LoadPlan
-from int8_dit.nodes.model.operations import int8_operations
+from int8_dit.nodes.layers.input_groups import group_inputs
+from int8_dit.nodes.layers.int8_weight import int8_weight
+from int8_dit.nodes.loading.load_plan import LoadPlan
+from int8_dit.nodes.loading.operations import int8_operations
 
 WIDTH, HEADS = 128, 2
 HEAD = WIDTH // HEADS

@@ -18,7 +18,7 @@ import gguf
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from int8_dit.nodes.model.load import load_int8_model
+from int8_dit.nodes.loading.load import load_int8_model
 from support import glyph_dit
 from support.gguf_files import stored_bytes
 from support.mutants import Mutant

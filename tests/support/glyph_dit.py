@@ -27,9 +27,9 @@ from glyphs.alphabet import ALPHABET
 from int8_dit.kernels import ChannelTransform
 from int8_dit.nodes import quantize_to_int8
 from int8_dit.nodes.calibration.calibration import Calibration
-from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
-from int8_dit.nodes.model.int8_weight import is_int8
-from int8_dit.nodes.model.load import load_int8_model
+from int8_dit.nodes.files.quant_config import MARK, SCALE, SMOOTH, encode_mark
+from int8_dit.nodes.layers.int8_weight import is_int8
+from int8_dit.nodes.loading.load import load_int8_model
 from support import adapters
 from support.adapters import with_delta as with_delta  # tests have these two as `dit.…`
 from support.tensors import relative_error as relative_error

@@ -12,13 +12,13 @@ import torch
 from comfy.text_encoders.llama import precompute_freqs_cis
 
 from int8_dit.kernels import ChannelTransform, quantize_blocks, quantize_weight
-from int8_dit.nodes.files import int8_mark
-from int8_dit.nodes.files.gguf_weight import held_blocks, read_weight
-from int8_dit.nodes.files.grouped_weight import held_codes, with_joined_codes
-from int8_dit.nodes.model.input_groups import group_inputs
-from int8_dit.nodes.model.int8_weight import int8_weight
-from int8_dit.nodes.model.load_plan import LoadPlan
-from int8_dit.nodes.model.operations import int8_operations
+from int8_dit.nodes.files import quant_config
+from int8_dit.nodes.files.holding.gguf_weight import held_blocks, read_weight
+from int8_dit.nodes.files.holding.grouped_weight import held_codes, with_joined_codes
+from int8_dit.nodes.layers.input_groups import group_inputs
+from int8_dit.nodes.layers.int8_weight import int8_weight
+from int8_dit.nodes.loading.load_plan import LoadPlan
+from int8_dit.nodes.loading.operations import int8_operations
 from support.file_formats import GROUPED, in_codes, unrotated
 
 HIDDEN, INTERMEDIATE, HEADS, ADALN = 128, 256, 2, 64
@@ -75,7 +75,7 @@ def _codes(weight: torch.Tensor) -> torch.Tensor:
     """A weight in codes of 4 bits, as a file's is read."""
     parts = {f"x.weight{part}": tensor for part, tensor in in_codes(unrotated(weight, 64), 4).items()}
     mark = {"format": GROUPED[4], "group_size": 16, "convrot_groupsize": 64}
-    return with_joined_codes({**parts, "x.comfy_quant": int8_mark.encoded(mark)})["x.weight"]
+    return with_joined_codes({**parts, "x.comfy_quant": quant_config.encoded(mark)})["x.weight"]
 
 
 def inputs(tokens: int = 8, seed: int = 0) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:

@@ -8,7 +8,8 @@ from types import ModuleType
 
 
 def count_launches(gemm: ModuleType) -> Counter[int]:
-    """By the GPU's index, from now on and without those that measure configurations; `gemm` is kernels.fused.gemm.
+    """By the GPU's index, from now on and without those that measure configurations; `gemm` is
+    kernels.triton_kernels.gemm.
 
     They are counted where each launch passes, whatever has prepared it.
     """

@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.fused.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
-from kernels.fused.tiles import ARCHITECTURES, GemmConfig, walks_twice
+from kernels.triton_kernels.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
+from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, walks_twice
 from support.sass import loops
 
 # INT8 and fp16 tensor cores of Ampere and of Hopper, copies into shared memory of both, loads from it, spills.

@@ -79,7 +79,7 @@ def limit_tuning(seconds: float) -> None:
     """Let each shape of an INT8 GEMM be tuned for at most so long; not at all with 0."""
     import os
 
-    from int8_dit.kernels.fused import tuning
+    from int8_dit.kernels.triton_kernels import tuning
 
     if seconds:
         tuning._SECONDS_PER_SHAPE = seconds

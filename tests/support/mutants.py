@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH
+from int8_dit.nodes.files.quant_config import MARK, SCALE, SMOOTH
 from support import glyph_dit
 from support.tensors import relative_error
 

@@ -21,12 +21,12 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from int8_dit.kernels import UNCHANGED, ChannelTransform, quantize_weight
-from int8_dit.nodes.files import int8_mark
-from int8_dit.nodes.model.build import build_model
-from int8_dit.nodes.model.input_groups import same_input_groups
-from int8_dit.nodes.model.int8_weight import int8_weight
-from int8_dit.nodes.model.layer_selection import is_quantizable
-from int8_dit.nodes.model.load_plan import LoadPlan
+from int8_dit.nodes.files import quant_config
+from int8_dit.nodes.layers.input_groups import same_input_groups
+from int8_dit.nodes.layers.int8_weight import int8_weight
+from int8_dit.nodes.layers.layer_selection import is_quantizable
+from int8_dit.nodes.loading.build import build_model
+from int8_dit.nodes.loading.load_plan import LoadPlan
 
 Tensors = dict[str, torch.Tensor]
 SIGMA = 0.5
@@ -248,7 +248,7 @@ class RandomModel:
 def native_layer(weight: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> Tensors:
     """The tensors of a layer in a native file."""
     q, scale = quantize_weight(weight, transform)
-    return {"weight": q, int8_mark.SCALE: scale[:, None], int8_mark.MARK: int8_mark.encode_mark(transform)}
+    return {"weight": q, quant_config.SCALE: scale[:, None], quant_config.MARK: quant_config.encode_mark(transform)}
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from comfy.quant_ops import TensorWiseINT8Layout
 from safetensors.torch import save
 
 from int8_dit.kernels import ChannelTransform
-from int8_dit.nodes.files.int8_mark import MARK, SCALE, SMOOTH, encode_mark
-from int8_dit.nodes.files.mark_record import marks_as_metadata
+from int8_dit.nodes.files.quant_config import MARK, SCALE, SMOOTH, encode_mark
+from int8_dit.nodes.files.saved_quant_configs import marks_as_metadata
 from support import glyph_dit
 from support.file_formats import fp8_scaled
 

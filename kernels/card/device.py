@@ -1,0 +1,164 @@
+"""Where the fused kernel runs: what can launch it, and whether a card should."""
+
+import functools
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from .auto_choice import BF16, FUSED, NATIVE, WAYS, Shape, Verdict, clear_verdict, store_verdict, stored_verdict
+from .machine import triton_available
+from .triton_release import triton_requirement
+
+KERNEL_CHOICES = ("auto", "fused int8", "bf16")
+CONSUMER_AMPERE = (8, 6)
+# Triton builds int8 `tl.dot` for tensor cores from Ampere on.
+_OLDEST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class ComputePath:
+    """What INT8 linears compute with, one of verdicts.WAYS, and the reason in words for the user."""
+
+    kind: str
+    reason: str
+    fallback: bool = False
+    """True when bf16 was not asked for but is all that the rule allows here."""
+    blocked: bool = False
+    """True where the fused kernel cannot run at all, so that choosing it would be refused; `reason` says what to do."""
+
+
+def uses_triton(tensor: torch.Tensor) -> bool:
+    """Whether operations on `tensor` launch Triton kernels: on a GPU, or on a CPU under Triton's interpreter."""
+    return triton_available() and (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@functools.cache
+def triton_error() -> str | None:
+    """Why the installed Triton cannot build kernels (it needs a C compiler for its launcher), or None where it can."""
+    try:
+        from ..internals.triton_runtime import check_driver
+
+        check_driver()
+    except Exception as error:  # whatever it is, there will be no kernel
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return None
+
+
+def weights_use_triton(tensor: torch.Tensor) -> bool:
+    """Whether conversions of a weight launch Triton kernels: they also run where the INT8 linear does not."""
+    return uses_triton(tensor) and (not tensor.is_cuda or _builds_kernels(tensor.device))
+
+
+@functools.cache
+def _builds_kernels(device: torch.device) -> bool:
+    return fused_obstacle(device) is None
+
+
+def fused_obstacle(device: torch.device) -> str | None:
+    """Why the fused kernel cannot run on a GPU, in words and with what to do, or None where it can."""
+    name = torch.cuda.get_device_name(device)
+    major, minor = capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < _OLDEST_CAPABILITY:
+        return f"{name} (sm_{major}{minor}) lacks what the fused INT8 kernel needs, an NVIDIA card from Ampere on"
+    if not triton_available():
+        return f'Triton is not installed; run `pip install "{triton_requirement()}"`'
+    error = triton_error()
+    return None if error is None else f"Triton does not work here ({error}); install a C compiler, or Triton anew"
+
+
+def choose_path(
+    device: torch.device | str, kernel: str = "auto", shape: Shape | None = None, ways: Collection[str] = WAYS
+) -> ComputePath:
+    """What a linear computes with on a device.
+
+    The rule of `auto`: where the card's own benchmark has left a verdict, the fastest way of the linear's shape.
+    Elsewhere consumer Ampere (sm_86) runs fused INT8, where it is known to win, and any other card bf16. No Triton or
+    no GPU falls back to bf16. The other choices override the rule.
+
+    Args:
+        device: where the model computes.
+        kernel: "auto", "fused int8" or "bf16".
+        shape: N and K of the linear; None for the model as a whole, which runs fused INT8 if any measured shape does.
+        ways: what the linear could compute with, as far as a verdict may choose.
+
+    Raises:
+        ValueError: unknown `kernel`.
+        RuntimeError: "fused int8" was demanded on a GPU that cannot run it. (On a CPU it runs the eager reference.)
+    """
+    if kernel not in KERNEL_CHOICES:
+        raise ValueError(f"kernel must be one of {', '.join(KERNEL_CHOICES)}; got {kernel!r}")
+    place = torch.device(device)
+    if kernel == "bf16":
+        return ComputePath(BF16, "bf16 was chosen")
+    if place.type != "cuda":
+        if kernel == "fused int8":
+            return ComputePath(FUSED, f"no GPU: the eager INT8 reference runs on {place.type}")
+        return ComputePath(BF16, f"the model runs on {place.type}, and INT8 tensor cores need a GPU", fallback=True)
+
+    name = torch.cuda.get_device_name(place)
+    major, minor = capability = torch.cuda.get_device_capability(place)
+    obstacle = fused_obstacle(place)
+    if kernel == "fused int8":
+        if obstacle is not None:
+            raise RuntimeError(f"kernel is set to fused int8, but {obstacle}. The alternative is kernel set to bf16")
+        return ComputePath(FUSED, f"fused int8 was chosen for {name} (sm_{major}{minor})")
+    verdict = None if obstacle is not None else stored_verdict(place)
+    if verdict is not None:
+        shapes = verdict.milliseconds if shape is None else [shape]
+        found = {way for each in shapes if (way := verdict.fastest(each, ways)) is not None}
+        if found:
+            return ComputePath(min(found, key=WAYS.index), f"measured to be the fastest on this {name}, {verdict.date}")
+    if capability != CONSUMER_AMPERE or torch.version.hip is not None:
+        reason = (
+            f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on "
+            "before Kernel Benchmark has measured this one"
+        )
+        return ComputePath(BF16, reason, fallback=True, blocked=obstacle is not None)
+    if obstacle is not None:
+        return ComputePath(BF16, obstacle, fallback=True, blocked=True)
+    return ComputePath(FUSED, f"{name} is a consumer Ampere card (sm_86)")
+
+
+def native_computes(smooth: torch.Tensor | None, activation_bits: int) -> bool:
+    """Whether ComfyUI's own INT8 could compute a linear: it neither smooths nor rounds to 16 bits."""
+    return smooth is None and activation_bits == 8
+
+
+@functools.cache
+def _kind(device: torch.device, kernel: str, shape: Shape, native: bool) -> str:
+    return choose_path(device, kernel, shape, (FUSED, NATIVE) if native else (FUSED,)).kind
+
+
+def decide_by(device: torch.device, verdict: Verdict | None) -> bool:
+    """Let a verdict decide what `auto` runs on a GPU from now on; None forgets the one there is.
+
+    Returns whether there was one. Raises OSError where it cannot be kept.
+    """
+    before = stored_verdict(device) is not None
+    try:
+        if verdict is None:
+            clear_verdict(device)
+        else:
+            store_verdict(device, verdict)
+    finally:
+        _kind.cache_clear()
+    return before
+
+
+@torch.compiler.assume_constant_result
+def int8_path(device: torch.device, kernel: str, n: int, k: int, native: bool) -> str:
+    """What a linear with an INT8 weight [n, k] computes with, one of verdicts.WAYS: asked in each call, because cards
+    of one machine may differ.
+
+    `native` says whether ComfyUI's own INT8 could compute it. A verdict chooses between the INT8 ways only: a weight
+    that is turned into bf16 in each call is slower than either. A compiler takes the answer for a constant. Raises
+    what `choose_path` does.
+    """
+    return _kind(device, kernel, (n, k), native)
+
+
+def runs_fused(device: torch.device, kernel: str, n: int, k: int, native: bool) -> bool:
+    """Whether `int8_path` is the fused kernel."""
+    return int8_path(device, kernel, n, k, native) == FUSED

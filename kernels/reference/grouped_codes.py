@@ -1,0 +1,68 @@
+"""An INT8 weight in codes of 4 or 6 bits with a scale for each group of them, as one value."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..checks import FLOAT_DTYPES, check_same_device
+
+LEVELS = 16
+"""How many a codebook has."""
+_SCALES = (torch.float8_e4m3fn, *FLOAT_DTYPES)
+
+
+class GroupedCodes(NamedTuple):
+    """An INT8 weight [N, K] in codes, as comfy-kitchen stores it (its layout AsymW4A8Int8Layout, 0.2.40).
+
+    Attributes:
+        codes: int8 [N, K / 2] or [N, 3 K / 4], bytes without a sign. Byte j of a row has the lowest four bits of the
+            codes of columns 2 j, in its own lowest four, and 2 j + 1. With 6 bits, K / 4 bytes follow: byte j has the
+            upper two bits of columns 4 j to 4 j + 3, the first of them lowest.
+        scale: float8_e4m3fn, bf16, fp16 or fp32 [N, K / group], finite.
+        codebook: the 16 levels of 4-bit codes, float32; None for levels that are code - 8, or code - 32 with 6 bits.
+        group: columns of one scale: 4, 8 or a multiple of 16, with 6 bits the latter.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    codebook: torch.Tensor | None
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.codes.shape[0], self.scale.shape[-1] * self.group
+
+    @property
+    def bits(self) -> int:
+        """Of a code: 4 or 6."""
+        return 4 if self.codes.shape[1] * 2 == self.shape[1] else 6
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless it is what the attributes say."""
+        codes, scale, codebook, group = self
+        if codes.dtype != torch.int8:
+            raise TypeError(f"codes must be int8, got {codes.dtype}")
+        if scale.dtype not in _SCALES:
+            raise TypeError(f"the scales of groups must be float8_e4m3fn or floats, got {scale.dtype}")
+        if codes.ndim != 2 or scale.ndim != 2 or len(codes) != len(scale):
+            raise ValueError(f"codes and scales must be rows, got shapes {list(codes.shape)} and {list(scale.shape)}")
+        channels = self.shape[1]
+        if 4 * codes.shape[1] not in (2 * channels, 3 * channels):
+            raise ValueError(
+                f"rows of K = {channels} codes must have {channels // 2} or {3 * channels // 4} bytes, got "
+                f"{codes.shape[1]}"
+            )
+        if group not in (4, 8) and (group < 16 or group % 16):
+            raise ValueError(f"a group must be 4, 8 or a multiple of 16 columns, got {group}")
+        if channels % 16 or (self.bits == 6 and (channels % 32 or group % 16)):
+            raise ValueError(
+                f"K = {channels} in groups of {group} must be a multiple of 16; for 6 bits K must be one of 32 and the "
+                "group one of 16"
+            )
+        if codebook is not None:
+            if codebook.dtype != torch.float32:
+                raise TypeError(f"the codebook must be float32, got {codebook.dtype}")
+            if self.bits == 6 or codebook.shape != (LEVELS,):
+                raise ValueError(f"a codebook must have {LEVELS} levels, for 4 bits, got shape {list(codebook.shape)}")
+        check_same_device(codes=codes, scale=scale, codebook=codebook)

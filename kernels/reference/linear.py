@@ -1,0 +1,92 @@
+"""Eager references of the fast paths: the same signatures in plain PyTorch. They are also what runs on a CPU."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from ..internals.torch_functions import int_mm
+from .transform import UNCHANGED, ChannelTransform
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+REMAINDER_STEPS = 254
+"""How finely the second int8 number of a 16-bit activation divides the step of the first."""
+
+Quantized = tuple[torch.Tensor, torch.Tensor]
+"""Rows of activations: int8 [rows, K], or [rows, 2K] for 16 bits, and their float32 scale [rows]."""
+
+
+def new_quantized(x: torch.Tensor, channels: int, activation_bits: int) -> Quantized:
+    """Uninitialised rows of `channels` for those of `x` [..., any]."""
+    rows = math.prod(x.shape[:-1])
+    q = torch.empty((rows, channels * (activation_bits // 8)), dtype=torch.int8, device=x.device)
+    return q, torch.empty(rows, dtype=torch.float32, device=x.device)
+
+
+def quantize_activations_reference(
+    x: torch.Tensor, transform: ChannelTransform = UNCHANGED, activation_bits: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_activations` in plain PyTorch, any device. Arguments are taken as already checked."""
+    return quantize_rows_reference(transform.to_activations(x), activation_bits)
+
+
+def quantize_rows_reference(values: torch.Tensor, activation_bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for float32 rows [M, K] that are smoothed and rotated already."""
+    absmax = values.abs().amax(dim=1)
+    finite = torch.isfinite(absmax)
+    # A tensor divisor: PyTorch turns a division by a Python number into a multiplication on a GPU.
+    scale = torch.where(finite, absmax / torch.full_like(absmax, 127), float("nan"))
+    inverse_scale = (torch.full_like(absmax, 127) / torch.where(absmax > 0, absmax, 1.0)).clamp(max=_FLOAT32_MAX)
+    steps = values * inverse_scale[:, None]
+    q = steps.round()
+    if activation_bits == 16:
+        q = torch.cat([q, ((steps - q) * REMAINDER_STEPS).round()], dim=1)
+    return torch.where(finite[:, None], q, 0.0).to(torch.int8), scale
+
+
+# 1024 * 127^2 < 2^24: a float32 sum of this many int8 products is exact in any order.
+_EXACT_CHANNELS = 1024
+
+
+def int8_accumulate_reference(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """int8 [M, K] or [M, 2K] x int8 [N, K] -> int32 [M, N], exact, any device and shape.
+
+    Of 16-bit activations [M, 2K] the sums over the remainders are rounded to steps, halves away from zero.
+
+    On a GPU through `torch._int_mm`; on a CPU in float32 slices, since `_int_mm` takes seconds there without VNNI.
+    """
+    channels = weight.shape[1]
+    if q.shape[1] != channels:
+        remainders = int8_accumulate_reference(q[:, channels:], weight)
+        halves = remainders.sign() * (REMAINDER_STEPS // 2)
+        steps = torch.div(remainders + halves, REMAINDER_STEPS, rounding_mode="trunc")
+        return int8_accumulate_reference(q[:, :channels], weight) + steps
+    if not q.is_cuda:
+        accumulator = torch.zeros((q.shape[0], weight.shape[0]), dtype=torch.int32, device=q.device)
+        for q_slice, w_slice in zip(q.split(_EXACT_CHANNELS, dim=1), weight.split(_EXACT_CHANNELS, dim=1), strict=True):
+            accumulator += (q_slice.float() @ w_slice.float().t()).to(torch.int32)
+        return accumulator
+    # cuBLASLt takes any number of 32s; zeros change no sum.
+    m, n = q.shape[0], weight.shape[0]
+    pad_k = -channels % 32
+    q = F.pad(q, (0, pad_k, 0, -m % 32))
+    weight = F.pad(weight, (0, pad_k, 0, -n % 32))
+    return int_mm(q, weight.t())[:m, :n]
+
+
+def int8_gemm_reference(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`int8_gemm` in plain PyTorch, any device. Arguments are taken as already checked."""
+    accumulator = int8_accumulate_reference(q, weight)
+    out = accumulator.float() * q_scale[:, None] * weight_scale.reshape(1, -1)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)

@@ -1,0 +1,214 @@
+"""Codes of 4 or 6 bits with a scale a group to INT8, alone and with LoRAs added: one Triton kernel each.
+
+Both work on quads: the codes of four neighbouring columns, which make one word of INT8. A quad has two bytes of low
+nibbles and, with 6 bits, one byte with the rest. No group begins inside of one. Products and sums are rounded apart, as
+in PyTorch: all is compiled without fused multiply-adds.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..reference.grouped_codes import GroupedCodes
+from ..reference.low_rank import Addition
+from .gguf import aligned
+from .gguf_decoding import as_float, divisors, rounded
+from .gguf_low_rank import thin_product
+from .launching import Launcher
+from .rows import ROUND_TO_EVEN
+
+
+@triton.jit
+def _load_quads(low, high, scale, inside, BITS: tl.constexpr):
+    """What pointers at quads, where they are `inside`, hold: nibbles, the upper bits, and float32 scales of groups.
+
+    FP8 scales come as bytes: Ampere's Triton has no such floats. In float32 their bits make 2^-120 of the value.
+    """
+    nibbles = tl.load(low, mask=inside, other=0).to(tl.int32)
+    upper = nibbles
+    if BITS == 6:
+        upper = tl.load(high, mask=inside, other=0).to(tl.int32)
+    group_scale = tl.load(scale, mask=inside, other=0)
+    if scale.dtype.element_ty == tl.uint8:
+        bits = group_scale.to(tl.int32)
+        group_scale = ((bits & 127) << 20 | bits >> 7 << 31).to(
+            tl.float32, bitcast=True
+        ) * 1.329227995784916e36  # 2^120
+    return nibbles, upper, group_scale.to(tl.float32)
+
+
+@triton.jit
+def _whole(nibbles, upper, group_scale, codebook, NUMBER: tl.constexpr, BITS: tl.constexpr, HAS_CODEBOOK: tl.constexpr):
+    """The INT8 of column NUMBER of quads, whole numbers in float32 on top of ROUND_TO_EVEN, in whose low bits they
+    are."""
+    code = nibbles >> 4 * NUMBER & 15
+    if BITS == 6:
+        code |= (upper >> 2 * NUMBER & 3) << 4
+    if HAS_CODEBOOK:  # noqa: SIM108 (Triton compiles one branch)
+        level = tl.load(codebook + code)
+    else:
+        level = as_float(code, 8 if BITS == 4 else 32)
+    return tl.minimum(tl.maximum(level * group_scale, -127.0), 127.0) + ROUND_TO_EVEN
+
+
+@triton.jit
+def _byte(whole, NUMBER: tl.constexpr):
+    """The integer of `_whole` as byte NUMBER of a word."""
+    return (whole.to(tl.int32, bitcast=True) & 255) << 8 * NUMBER
+
+
+@triton.jit
+def expand_codes_kernel(
+    codes,
+    scale,
+    codebook,
+    out,
+    count,
+    QUADS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP_QUADS: tl.constexpr,
+    HAS_CODEBOOK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program expands BLOCK of `count` quads, which are those of all rows: clamp(round(level * scale))."""
+    start = tl.program_id(0)
+    number = start * BLOCK + tl.arange(0, BLOCK)
+    inside = number < count
+    low = codes.to(tl.pointer_type(tl.uint16), bitcast=True) + start.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    high = codes
+    if BITS == 6:  # behind the nibbles of each row are its upper bits
+        row = (number // QUADS).to(tl.int64)
+        low += row * (QUADS // 2)
+        high = codes + start.to(tl.int64) * BLOCK + tl.arange(0, BLOCK) + (row + 1) * (2 * QUADS)
+    nibbles, upper, group_scale = _load_quads(low, high, scale + number // GROUP_QUADS, inside, BITS)  # pyright: ignore[reportGeneralTypeIssues]
+    word = _byte(_whole(nibbles, upper, group_scale, codebook, 0, BITS, HAS_CODEBOOK), 0)
+    word |= _byte(_whole(nibbles, upper, group_scale, codebook, 1, BITS, HAS_CODEBOOK), 1)
+    word |= _byte(_whole(nibbles, upper, group_scale, codebook, 2, BITS, HAS_CODEBOOK), 2)
+    word |= _byte(_whole(nibbles, upper, group_scale, codebook, 3, BITS, HAS_CODEBOOK), 3)
+    tl.store(out + start.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), word, mask=inside)
+
+
+@triton.jit
+def _patched(
+    whole,
+    added,
+    channel_scale,
+    divisor,
+    inverse,
+    rest,
+    most,
+    NUMBER: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Byte NUMBER of words: an INT8 times its scale, with what is added, rounded to other steps."""
+    values = (whole - ROUND_TO_EVEN) * channel_scale + added
+    return (rounded(values, divisor, inverse, rest, most, INTERPRETED).to(tl.int32) & 255) << 8 * NUMBER
+
+
+@triton.jit
+def expand_codes_with_low_rank_kernel(
+    codes,
+    scale,
+    codebook,
+    channel_scale,
+    larger,
+    up,
+    down,
+    out,
+    N,
+    K,
+    rank,
+    QUADS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP_QUADS: tl.constexpr,
+    HAS_CODEBOOK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program makes BLOCK quads of each of ROWS rows: round((INT8 * channel_scale + up @ down) / larger)."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
+    added = thin_product(up, down, rows, rows < N, columns, columns < K, rank, K, RANK, INTERPRETED)
+    # Bit 0 of a column's number in its quad is the last axis, bit 1 the one before.
+    even, odd = tl.split(tl.reshape(added, (ROWS, BLOCK, 2, 2)))
+    added_0, added_2 = tl.split(even)
+    added_1, added_3 = tl.split(odd)
+
+    row, quad = rows[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < N) & (quad < QUADS)
+    low = codes.to(tl.pointer_type(tl.uint16), bitcast=True) + row * (QUADS * BITS // 4) + quad
+    high = codes + row * (QUADS * BITS // 2) + QUADS * 2 + quad
+    group = scale + row * (QUADS // GROUP_QUADS) + quad // GROUP_QUADS
+    nibbles, upper, group_scale = _load_quads(low, high, group, inside, BITS)  # pyright: ignore[reportGeneralTypeIssues]
+    own = tl.load(channel_scale + row, mask=row < N, other=0.0)
+    steps = divisors(tl.load(larger + row, mask=row < N, other=0.0))
+    divisor, inverse, rest, most = steps  # pyright: ignore[reportGeneralTypeIssues]
+    whole = _whole(nibbles, upper, group_scale, codebook, 0, BITS, HAS_CODEBOOK)
+    word = _patched(whole, added_0, own, divisor, inverse, rest, most, 0, INTERPRETED)
+    whole = _whole(nibbles, upper, group_scale, codebook, 1, BITS, HAS_CODEBOOK)
+    word |= _patched(whole, added_1, own, divisor, inverse, rest, most, 1, INTERPRETED)
+    whole = _whole(nibbles, upper, group_scale, codebook, 2, BITS, HAS_CODEBOOK)
+    word |= _patched(whole, added_2, own, divisor, inverse, rest, most, 2, INTERPRETED)
+    whole = _whole(nibbles, upper, group_scale, codebook, 3, BITS, HAS_CODEBOOK)
+    word |= _patched(whole, added_3, own, divisor, inverse, rest, most, 3, INTERPRETED)
+    tl.store(out + (row * QUADS + quad), word, mask=inside)
+
+
+_QUADS = 1024  # a program's: four a thread, which stores 16 bytes at once
+_ROWS, _ROW_QUADS, _RANK = 16, 64, 32
+OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
+LOW_RANK_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+
+
+def expander_constants(channels: int, bits: int, group: int, has_codebook: bool) -> dict[str, Any]:
+    """What the expander is compiled for, for rows of so many columns."""
+    form = {"QUADS": channels // 4, "BITS": bits, "GROUP_QUADS": group // 4, "HAS_CODEBOOK": has_codebook}
+    return {**form, "BLOCK": _QUADS}
+
+
+def low_rank_constants(channels: int, bits: int, group: int, has_codebook: bool, interpreted: bool) -> dict[str, Any]:
+    """The same of the kernel that adds LoRAs."""
+    form = expander_constants(channels, bits, group, has_codebook)
+    return {**form, "ROWS": _ROWS, "BLOCK": _ROW_QUADS, "RANK": _RANK, "INTERPRETED": interpreted}
+
+
+_EXPANDER = Launcher(expand_codes_kernel, lambda *form: (expander_constants(*form), OPTIONS))
+_LOW_RANK_EXPANDER = Launcher(
+    expand_codes_with_low_rank_kernel, lambda *form: (low_rank_constants(*form), LOW_RANK_OPTIONS)
+)
+
+
+def _operands(weight: GroupedCodes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales, levels and an empty output as the kernels take them; without a codebook the levels are any."""
+    codes, scale = aligned(weight.codes.view(torch.uint8)), weight.scale.contiguous()
+    if scale.dtype == torch.float8_e4m3fn:
+        scale = scale.view(torch.uint8)
+    codebook = codes if weight.codebook is None else weight.codebook.contiguous()
+    return codes, scale, codebook, torch.empty(weight.shape, dtype=torch.int8, device=codes.device)
+
+
+def _form(weight: GroupedCodes) -> tuple[int, int, int, bool]:
+    return weight.shape[1], weight.bits, weight.group, weight.codebook is not None
+
+
+def launch_expander(weight: GroupedCodes) -> torch.Tensor:
+    """Launch the kernel on a checked, non-empty weight [N, K] -> int8 [N, K]."""
+    codes, scale, codebook, out = _operands(weight)
+    count = out.numel() // 4
+    _EXPANDER(_form(weight), (-(-count // _QUADS), 1), (codes, scale, codebook, out.view(torch.int32)), (count,))
+    return out
+
+
+def launch_low_rank_expander(weight: GroupedCodes, addition: Addition) -> torch.Tensor:
+    """Launch the kernel on a checked, non-empty weight [N, K] and contiguous scales [N, 1] -> int8 [N, K]."""
+    codes, scale, codebook, out = _operands(weight)
+    up, down = (factor.contiguous() for factor in addition.low_rank)
+    (rank, channels), rows = down.shape, len(out)
+    grid = (-(-rows // _ROWS), -(-channels // (4 * _ROW_QUADS)))
+    tensors = (codes, scale, codebook, addition.scale, addition.larger, up, down, out.view(torch.int32))
+    _LOW_RANK_EXPANDER((*_form(weight), not codes.is_cuda), grid, tensors, (rows, channels, rank))
+    return out

@@ -1,0 +1,217 @@
+"""Weights in GGUF's block formats while a model runs: made, turned to floats, expanded to INT8. On a GPU reading is one
+kernel, and to a compiler it is an opaque operator."""
+
+import torch
+
+from ..card.device import weights_use_triton
+from ..checks import FLOAT_DTYPES, check_float_matrix, check_same_device, check_weight_scale
+from ..compilers import define_operators, watched
+from ..gguf.formats import GGUF_FORMATS, BlockFormat
+from ..reference.int8_weights import SMALLEST_SCALE, row_slices
+from ..reference.low_rank import LowRank, rounded_rows
+
+# A minimum of the K formats is at most 63 times an fp16 number.
+_LARGEST = 63 * int(torch.finfo(torch.float16).max)
+
+
+def quantize_blocks(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """A weight in blocks of a GGUF format.
+
+    Args:
+        weight: [N, K] bf16, fp16 or fp32, K a multiple of the format's weights a block.
+        name: "Q8_0", "Q4_K", "Q5_K" or "Q6_K".
+
+    Returns:
+        uint8 [N, K / weights a block * bytes a block], as the rows of a GGUF file.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or format; NaN, Inf, or values too large for the format.
+    """
+    blocks = _format(name)
+    check_float_matrix("weight", weight)
+    if blocks.quantize is None:
+        able = ", ".join(other for other, its in GGUF_FORMATS.items() if its.quantize is not None)
+        raise ValueError(f"{name} can be read but not made; the formats that can are {able}")
+    channels = weight.shape[1]
+    if channels % blocks.weights:
+        raise ValueError(f"K must be a multiple of {blocks.weights} for {name}, got {channels}")
+    row_bytes = channels // blocks.weights * blocks.bytes
+    out = torch.empty(weight.shape[0], row_bytes, dtype=torch.uint8, device=weight.device)
+    for rows in row_slices(weight):
+        values = weight[rows].float()
+        _refuse_where(~torch.isfinite(values), rows.start, "a NaN or Inf")
+        _refuse_where(values.abs() > _LARGEST, rows.start, f"a value beyond {_LARGEST}, too large for {name},")
+        out[rows] = blocks.quantize(values).flatten(1)
+    return out
+
+
+def dequantize_blocks(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The float weight [N, K], computed in float32 as ggml does.
+
+    Args:
+        blocks: uint8 [N, bytes of a row], as in a GGUF file.
+        name: a key of GGUF_FORMATS.
+        dtype: bf16, fp16 or fp32.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or format.
+    """
+    if watched(blocks):
+        return torch.ops.int8_dit.dequantize_blocks.default(blocks, name, dtype)
+    return _dequantize(blocks, name, dtype)
+
+
+def _dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    form = _check_blocks(blocks, name)
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+    if blocks.numel() and weights_use_triton(blocks):
+        from ..triton_kernels.gguf import launch_dequantizer
+
+        return launch_dequantizer(blocks, name, form, dtype)
+    return _by_rows(blocks, form, dtype, lambda values, rows: values)
+
+
+def channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
+    """The per-channel scale, float32 [N], that `quantize_weight` finds for the decoded weight.
+
+    Args:
+        blocks: uint8 [N, bytes of a row].
+        name: a key of GGUF_FORMATS.
+
+    Returns:
+        absmax / 127 of each row; 0 for zeros, or values too small for a scale; NaN for a row with a NaN or Inf.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or format.
+    """
+    form = _check_blocks(blocks, name)
+    if blocks.numel() and weights_use_triton(blocks):
+        from ..triton_kernels.gguf import launch_scales
+
+        return launch_scales(blocks, name, form)
+    scale = torch.zeros(blocks.shape[0], device=blocks.device)
+    for rows in row_slices(_shaped_as_weight(blocks, form)):
+        if blocks.shape[1]:
+            absmax = _decode(blocks[rows], form).abs().amax(dim=1)
+            scale[rows] = absmax / torch.full_like(absmax, 127)
+    scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)  # NaN stays
+    return torch.where(torch.isfinite(scale), scale, torch.nan)
+
+
+def expand_blocks(
+    blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None
+) -> torch.Tensor:
+    """The INT8 weight: round(w / scale), halves to even. With the scale of `channel_scales` it is `quantize_weight`'s.
+
+    With `low_rank` w is the decoded weight plus up @ down, and its `channel_scales` belong to the scale. The sums are
+    float32, in no certain order.
+
+    Args:
+        blocks: uint8 [N, bytes of a row].
+        name: a key of GGUF_FORMATS.
+        scale: float32 [N] or [N, 1].
+        low_rank: what is added to the decoded weight.
+
+    Returns:
+        int8 [N, K] in -127..127; zeros where the scale is none that `channel_scales` finds: 0, NaN, Inf, negative.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, format or device.
+    """
+    if watched(blocks):
+        return torch.ops.int8_dit.expand_blocks.default(blocks, name, scale, *(low_rank or (None, None)))
+    return _expand(blocks, name, scale, *(low_rank or (None, None)))
+
+
+def _expand(
+    blocks: torch.Tensor,
+    name: str,
+    scale: torch.Tensor,
+    up: torch.Tensor | None = None,
+    down: torch.Tensor | None = None,
+) -> torch.Tensor:
+    form = _check_blocks(blocks, name)
+    low_rank = None if up is None or down is None else LowRank(up, down)
+    if low_rank is not None:
+        low_rank.check(*_shaped_as_weight(blocks, form).shape)
+    check_weight_scale(scale, blocks.shape[0])
+    check_same_device(blocks=blocks, scale=scale, up=up, down=down)
+    per_channel = scale.reshape(-1, 1).expand(blocks.shape[0], 1)
+    if blocks.numel() and weights_use_triton(blocks):
+        if low_rank is not None:
+            from ..triton_kernels.gguf_low_rank import launch_low_rank_expander
+
+            factors = (low_rank.up.contiguous(), low_rank.down.contiguous())
+            return launch_low_rank_expander(blocks, name, form, per_channel.contiguous(), *factors)
+        from ..triton_kernels.gguf import launch_expander
+
+        return launch_expander(blocks, name, form, per_channel.contiguous())
+    return _by_rows(blocks, form, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
+
+
+def _format(name: str) -> BlockFormat:
+    if name not in GGUF_FORMATS:
+        raise ValueError(f"{name!r} is no known GGUF format; known are {', '.join(GGUF_FORMATS)}")
+    return GGUF_FORMATS[name]
+
+
+def _check_blocks(blocks: torch.Tensor, name: str) -> BlockFormat:
+    """The format of this name. Raises TypeError or ValueError unless `blocks` are rows of its blocks."""
+    form = _format(name)
+    if blocks.dtype != torch.uint8:
+        raise TypeError(f"blocks must be uint8, got {blocks.dtype}")
+    if blocks.ndim != 2:
+        raise ValueError(f"blocks must be 2-D, got shape {tuple(blocks.shape)}")
+    if blocks.shape[1] % form.bytes:
+        raise ValueError(f"rows of {name} must be a multiple of {form.bytes} bytes, got {blocks.shape[1]}")
+    return form
+
+
+def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:
+    """Raise ValueError that names the channel, counted from `first`, where any of `wrong` [rows, K] is true."""
+    if bool(wrong.any()):
+        raise ValueError(f"weight has {complaint} in output channel {first + int(wrong.nonzero()[0, 0])}")
+
+
+def _shaped_as_weight(blocks: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """A tensor without memory in the shape [N, K] of the weight."""
+    rows, row_bytes = blocks.shape
+    return torch.empty(rows, row_bytes // form.bytes * form.weights, device="meta")
+
+
+def _decode(blocks: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    return form.decode(blocks.unflatten(1, (-1, form.bytes)), torch.float32)
+
+
+def _by_rows(blocks: torch.Tensor, form: BlockFormat, dtype: torch.dtype, change) -> torch.Tensor:
+    """[N, K] in `dtype`: what `change` (values float32, rows) makes of some decoded rows at a time."""
+    shaped = _shaped_as_weight(blocks, form)
+    out = torch.empty(shaped.shape, dtype=dtype, device=blocks.device)
+    if out.numel():
+        for rows in row_slices(shaped):
+            out[rows] = change(_decode(blocks[rows], form), rows).to(dtype)
+    return out
+
+
+# What their results look like to a compiler. A wrong format is refused here too.
+
+
+def _fake_dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    form = _check_blocks(blocks, name)
+    return blocks.new_empty(blocks.shape[0], blocks.shape[1] // form.bytes * form.weights, dtype=dtype)
+
+
+def _fake_expand(blocks: torch.Tensor, name: str, scale: torch.Tensor, up=None, down=None) -> torch.Tensor:
+    return _fake_dequantize(blocks, name, torch.int8)
+
+
+define_operators(
+    {
+        "dequantize_blocks(Tensor blocks, str name, ScalarType dtype) -> Tensor": (_dequantize, _fake_dequantize),
+        "expand_blocks(Tensor blocks, str name, Tensor scale, Tensor? up=None, Tensor? down=None) -> Tensor": (
+            _expand,
+            _fake_expand,
+        ),
+    }
+)

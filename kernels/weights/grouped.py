@@ -1,0 +1,99 @@
+"""Weights in codes of 4 or 6 bits with a scale for each group of them (W4A8, W6A8), expanded to INT8 for a product.
+
+A code stands for a level, and level times the group's scale, rounded, is the weight's INT8. So what such a file holds
+is an INT8 weight in fewer bits: nothing is lost when it is expanded.
+"""
+
+import torch
+
+from ..card.device import weights_use_triton
+from ..checks import check_same_device, check_weight_scale
+from ..compilers import define_operators, watched
+from ..reference.grouped_codes import GroupedCodes
+from ..reference.int8_weights import row_slices
+from ..reference.low_rank import Addition, LowRank, rounded_rows
+
+
+def expand_codes(weight: GroupedCodes, addition: Addition | None = None) -> torch.Tensor:
+    """The INT8 weight that codes stand for: clamp(round(level * scale of the group), -127, 127), halves to even.
+
+    With an `addition` it is round((that * scale + up @ down) / larger), clamped alike. The sums are float32, in no
+    certain order.
+
+    Args:
+        weight: the codes.
+        addition: what is added before rounding.
+
+    Returns:
+        int8 [N, K]; with an addition, zeros in the rows for which `larger` is none: 0, NaN, Inf, negative.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+    """
+    flat = (None,) * 4 if addition is None else (*addition.low_rank, addition.scale, addition.larger)
+    if watched(weight.codes):
+        return torch.ops.int8_dit.expand_codes.default(*weight, *flat)
+    return _expand(*weight, *flat)
+
+
+def _expand(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    codebook: torch.Tensor | None,
+    group: int,
+    up: torch.Tensor | None = None,
+    down: torch.Tensor | None = None,
+    channel_scale: torch.Tensor | None = None,
+    larger: torch.Tensor | None = None,
+) -> torch.Tensor:
+    weight = GroupedCodes(codes, scale, codebook, group)
+    weight.check()
+    rows, channels = weight.shape
+    addition = None
+    if up is not None and down is not None and channel_scale is not None and larger is not None:
+        low_rank = LowRank(up, down)
+        low_rank.check(rows, channels)
+        check_weight_scale(channel_scale, rows)
+        check_weight_scale(larger, rows)
+        check_same_device(codes=codes, up=up, down=down, scale=channel_scale, larger=larger)
+        scales = (values.reshape(-1, 1).expand(rows, 1).contiguous() for values in (channel_scale, larger))
+        addition = Addition(low_rank, *scales)
+    if codes.numel() and weights_use_triton(codes):
+        from ..triton_kernels.grouped_codes import launch_expander, launch_low_rank_expander
+
+        return launch_expander(weight) if addition is None else launch_low_rank_expander(weight, addition)
+    out = torch.empty(rows, channels, dtype=torch.int8, device=codes.device)
+    if out.numel():
+        for some in row_slices(out):
+            whole = _levels(weight, some).round_().clamp_(-127, 127)
+            if addition is not None:
+                whole = rounded_rows(whole * addition.scale[some], addition.larger, addition.low_rank, some)
+            out[some] = whole.to(torch.int8)
+    return out
+
+
+def _levels(weight: GroupedCodes, rows: slice) -> torch.Tensor:
+    """Level times scale of some rows of codes, float32 [rows, K]."""
+    channels = weight.shape[1]
+    packed = weight.codes[rows].view(torch.uint8)
+    low = packed[:, : channels // 2]
+    codes = torch.stack([low & 15, low >> 4], dim=2).flatten(1)
+    if weight.bits == 6:
+        shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device)
+        codes |= (packed[:, channels // 2 :, None] >> shifts & 3).flatten(1) << 4
+    levels = codes.float() - (1 << weight.bits - 1) if weight.codebook is None else weight.codebook[codes.int()]
+    return (levels.unflatten(1, (-1, weight.group)) * weight.scale[rows].float()[:, :, None]).flatten(1)
+
+
+def _fake_expand(codes: torch.Tensor, scale: torch.Tensor, codebook, group: int, *_addition) -> torch.Tensor:
+    weight = GroupedCodes(codes, scale, codebook, group)
+    weight.check()
+    return codes.new_empty(weight.shape)
+
+
+define_operators(
+    {
+        "expand_codes(Tensor codes, Tensor scale, Tensor? codebook, int group, Tensor? up=None, Tensor? down=None, "
+        "Tensor? channel_scale=None, Tensor? larger=None) -> Tensor": (_expand, _fake_expand)
+    }
+)

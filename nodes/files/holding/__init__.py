@@ -1,0 +1,1 @@
+"""Weights in forms of files, as ComfyUI's QuantizedTensors."""

@@ -1,0 +1,122 @@
+"""A weight in GGUF's blocks as ComfyUI carries it: a layout of its QuantizedTensor.
+
+Its tensor has the shape of the weight, so that ComfyUI recognises a model by it. What ComfyUI does to it that no block
+knows gives the floats that it stands for.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+
+from ....kernels import GGUF_FORMATS, channel_scales, dequantize_blocks, quantize_blocks
+from ...comfyui.quantized import (
+    BaseLayoutParams,
+    HeldWeight,
+    QuantizedLayout,
+    QuantizedTensor,
+    has_layout,
+    params,
+    register_layout_class,
+    stored,
+)
+from ..reading.gguf_package import decode_blocks
+
+GGUF_LAYOUT = "GGUFBlocksLayout"
+_NO_SCALES = torch.empty((0, 1), dtype=torch.float32)
+
+
+class GGUFBlocksLayout(QuantizedLayout):
+    """uint8 [N, bytes of a row], the name of a block format, and float32 [N, 1]: what each row is scaled by as INT8.
+
+    A weight that was only read, or that computes in floats, has no scales: [0, 1].
+    """
+
+    @dataclass(frozen=True)
+    class Params(BaseLayoutParams):
+        block_format: str = ""
+
+    @classmethod
+    def quantize(
+        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, block_format="", computes_in_floats=False
+    ) -> tuple[torch.Tensor, "GGUFBlocksLayout.Params"]:
+        """Float weight -> blocks and parameters. The scales are always computed anew."""
+        blocks = quantize_blocks(tensor, block_format)
+        scales = _NO_SCALES.to(tensor.device) if computes_in_floats else _scales(blocks, block_format)
+        return blocks, cls.Params(scales, tensor.dtype, tuple(tensor.shape), block_format)
+
+    @classmethod
+    def dequantize(cls, qdata, params) -> torch.Tensor:
+        """The weight in `params.orig_dtype`, made by the package gguf where no kernel knows the format."""
+        decode = dequantize_blocks if params.block_format in GGUF_FORMATS else decode_blocks
+        return decode(qdata, params.block_format, params.orig_dtype)
+
+    @classmethod
+    def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return stored(qtensor), params(qtensor).scale
+
+    @classmethod
+    def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
+        return {"": qdata, "_scale": params.scale}
+
+    @classmethod
+    def requantize_kwargs(cls, qtensor) -> dict:
+        return {"block_format": params(qtensor).block_format, "computes_in_floats": not has_scales(qtensor)}
+
+
+register_layout_class(GGUF_LAYOUT, GGUFBlocksLayout)
+
+
+def read_weight(blocks: torch.Tensor, block_format: str, shape: tuple[int, int]) -> QuantizedTensor:
+    """A weight of this shape [N, K] as it was read: uint8 blocks [N, bytes of a row] of a format of GGUF_FORMATS, or of
+    one that only the package gguf decodes."""
+    form = GGUFBlocksLayout.Params(_NO_SCALES, torch.float32, shape, block_format)
+    return QuantizedTensor(blocks, GGUF_LAYOUT, form)
+
+
+def is_gguf(weight: Any) -> TypeGuard[QuantizedTensor]:
+    """Whether a tensor is a weight in GGUF's blocks."""
+    return has_layout(weight, GGUF_LAYOUT)
+
+
+def can_stay(weight: Any) -> bool:
+    """Whether a tensor is a weight in blocks that a kernel reads, so that it can stay in them while a MODEL runs."""
+    return is_gguf(weight) and params(weight).block_format in GGUF_FORMATS
+
+
+def has_scales(weight: QuantizedTensor) -> bool:
+    """Whether a weight in GGUF's blocks can become INT8 for a product."""
+    return params(weight).scale.numel() > 0
+
+
+def with_scales(weight: QuantizedTensor) -> QuantizedTensor:
+    """A weight that was read, with what its rows are scaled by as INT8.
+
+    Raises ValueError where a row holds a NaN or Inf.
+    """
+    scales = _scales(stored(weight), params(weight).block_format)
+    broken = ~torch.isfinite(scales.flatten())
+    if bool(broken.any()):
+        raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
+    return QuantizedTensor(stored(weight), GGUF_LAYOUT, replace(params(weight), scale=scales))
+
+
+def held_blocks(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool) -> HeldWeight:
+    """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more.
+
+    Its product is INT8's, or else that of the floats that its blocks stand for. Raises ValueError where a row holds a
+    NaN or Inf.
+    """
+    scaled = with_scales(weight)
+    form = replace(params(scaled if becomes_int8 else weight), orig_dtype=dtype)
+    return HeldWeight(stored(weight).clone(), GGUF_LAYOUT, form)
+
+
+def with_blocks(weight: QuantizedTensor, blocks: torch.Tensor) -> QuantizedTensor:
+    """Other rows in the form of a weight that was read."""
+    shape = (blocks.shape[0], weight.shape[1])
+    return QuantizedTensor(blocks, GGUF_LAYOUT, replace(params(weight), orig_shape=shape))
+
+
+def _scales(blocks: torch.Tensor, block_format: str) -> torch.Tensor:
+    return channel_scales(blocks, block_format)[:, None].contiguous()

@@ -1,0 +1,97 @@
+"""Weights that become INT8 in front of each product: a table, an entry a kind."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....kernels import LowRank, expand_blocks
+from ...comfyui.quantized import NATIVE_GROUPED_LAYOUT, QuantizedTensor, is_plain_grouped, layout_of, params, stored
+from . import gguf_weight, grouped_weight
+
+Weight = QuantizedTensor
+
+
+@dataclass(frozen=True)
+class StoredKind:
+    """How the weights of one layout become INT8.
+
+    Attributes:
+        name: what users call its form.
+        scale: float32 [N, 1] that its rows are scaled by as INT8; None for a weight that computes in floats.
+        rotation_group: channels per Hadamard group of the INT8 weight, or None.
+        activation_bits: to how many bits its input is rounded.
+        expand: (weight, scale, what is added) -> int8 [N, K]. Without anything added the scale is its own.
+        held: (weight that was read, dtype of the linear, whether it is to become INT8) -> the weight that a linear
+            holds, in no file any more; raises ValueError for one that has no finite scale. None for a layout of
+            ComfyUI's, which its own loaders hold.
+    """
+
+    name: Callable[[Weight], str]
+    scale: Callable[[Weight], torch.Tensor | None]
+    rotation_group: Callable[[Weight], int | None]
+    activation_bits: Callable[[Weight], int]
+    expand: Callable[[Weight, torch.Tensor, LowRank | None], torch.Tensor]
+    held: Callable[[Weight, torch.dtype, bool], Weight] | None = None
+
+
+def _expanded_blocks(weight: Weight, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
+    return expand_blocks(stored(weight), params(weight).block_format, scale, low_rank)
+
+
+def _bits_in_name(weight: Weight) -> str:
+    return f"W{grouped_weight.grouped_codes(weight).bits}A8"
+
+
+KINDS: dict[str, StoredKind] = {
+    gguf_weight.GGUF_LAYOUT: StoredKind(
+        name=lambda weight: f"GGUF {params(weight).block_format}",
+        scale=lambda weight: params(weight).scale if gguf_weight.has_scales(weight) else None,
+        rotation_group=lambda weight: None,
+        activation_bits=lambda weight: 8,
+        expand=_expanded_blocks,
+        held=gguf_weight.held_blocks,
+    ),
+    grouped_weight.GROUPED_LAYOUT: StoredKind(
+        name=_bits_in_name,
+        scale=grouped_weight.channel_scale,
+        rotation_group=lambda weight: params(weight).convrot_groupsize,
+        activation_bits=lambda weight: params(weight).activation_bits,
+        expand=grouped_weight.expanded,
+        held=lambda weight, dtype, becomes_int8: grouped_weight.held_codes(weight, dtype),
+    ),
+    NATIVE_GROUPED_LAYOUT: StoredKind(
+        name=_bits_in_name,
+        scale=lambda weight: grouped_weight.channel_scale(weight) if is_plain_grouped(weight) else None,
+        rotation_group=lambda weight: params(weight).convrot_groupsize,
+        activation_bits=lambda weight: 8,
+        expand=grouped_weight.expanded,
+    ),
+}
+
+
+HELD_LAYOUTS = tuple(layout for layout, kind in KINDS.items() if kind.held is not None)
+"""Those of this pack."""
+
+
+def stored_kind(weight: Any) -> StoredKind | None:
+    """The kind of a weight that becomes INT8 for a product, whoever loaded it; None for any other tensor."""
+    return KINDS.get(layout_of(weight)) if isinstance(weight, QuantizedTensor) else None
+
+
+def is_stored(weight: Any) -> bool:
+    """Whether a tensor is a weight in a form that this pack holds it in."""
+    kind = stored_kind(weight)
+    return kind is not None and kind.held is not None
+
+
+def becomes_int8(weight: Any) -> bool:
+    """Whether a tensor is a weight that this pack holds and makes INT8 for a product."""
+    kind = stored_kind(weight)
+    return kind is not None and kind.held is not None and kind.scale(weight) is not None
+
+
+def can_stay(weight: Any) -> bool:
+    """Whether a tensor is a weight in a form that a kernel reads, so that it can stay in it while a MODEL runs."""
+    return gguf_weight.can_stay(weight) or grouped_weight.is_grouped(weight)

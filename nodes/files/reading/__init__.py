@@ -1,0 +1,1 @@
+"""Files: what they hold, whoever wrote them."""

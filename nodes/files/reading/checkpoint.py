@@ -1,0 +1,74 @@
+"""Reading checkpoints: one file in, tensors in ComfyUI's own conventions out, or one clear error."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import safetensors
+import torch
+
+from ...comfyui.loading import read_safetensors
+from .. import quant_config
+from ..errors import naming_file
+from ..holding.grouped_weight import is_grouped, with_joined_codes
+from ..saved_quant_configs import check_marks_as_written
+from .contents import BRANCHES, Checkpoint
+from .gguf_file import MAGIC, read_gguf
+from .importers import DIALECTS, NAMINGS, translated
+from .kinds import Kind, kind_of_bytes, kind_of_tensors
+from .layer_checks import check_layers
+
+_BEGINNING = 64  # bytes that tell a kind of file
+
+
+def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Checkpoint] | None = None) -> Checkpoint:
+    """A diffusion model file with plain module names and a mark on every quantized layer.
+
+    `branch` and `base` are Checkpoint's, for files that hold two models or a part of one.
+
+    Raises ValueError naming the file, and the tensor where there is one, for anything that cannot be loaded.
+    """
+    name = os.path.basename(path)
+    tensors, metadata = _read(path, name)
+    kind = kind_of_tensors(tensors, packed=True)
+    if kind is not None:
+        raise ValueError(f"{name} is {kind.name}; {kind.advice}")
+    checkpoint = translated(Checkpoint(name, tensors, metadata or {}, branch, base), DIALECTS)
+    with naming_file(name):
+        check_layers(checkpoint.tensors)
+        check_marks_as_written(checkpoint.tensors, checkpoint.metadata)
+        checkpoint = replace(checkpoint, tensors=with_joined_codes(checkpoint.tensors))
+    return translated(checkpoint, NAMINGS)
+
+
+def holds_int8(tensors: Mapping[str, Any]) -> bool:
+    """Whether any layer is INT8 already, perhaps in fewer bits. Of other tensors only the marks are looked at."""
+    if any(map(is_grouped, tensors.values())):
+        return True
+    marks = (tensor for key, tensor in tensors.items() if key.endswith(f".{quant_config.MARK}"))
+    return any(quant_config.decode_mark(mark).get("format") in quant_config.INT8_FORMATS for mark in marks)
+
+
+def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
+    with open(path, "rb") as file:
+        beginning = file.read(_BEGINNING)
+    if not beginning.startswith(MAGIC):
+        _check_safetensors(path, name, kind_of_bytes(beginning))
+        return read_safetensors(path)
+    with naming_file(name):
+        return read_gguf(path)
+
+
+def _check_safetensors(path: str, name: str, kind: Kind | None) -> None:
+    is_named_so = path.lower().endswith((".safetensors", ".sft"))
+    try:
+        if is_named_so:
+            with safetensors.safe_open(path, framework="pt"):
+                return
+    except safetensors.SafetensorError as error:
+        # Only now: the length of a header can be any bytes.
+        if kind is None:
+            raise ValueError(f"{name} is damaged or incomplete ({error}); download or copy it again") from error
+    what = "; other formats are not read" if kind is None else f", but {kind.name}; {kind.advice}"
+    raise ValueError(f"{name} is neither a safetensors nor a GGUF file{what}")

@@ -1,0 +1,159 @@
+"""Reading a GGUF file: its tensors in ComfyUI's conventions, and what is wrong with it in one clear error."""
+
+import os
+import re
+import warnings
+from typing import Any, Literal
+
+import torch
+
+from ....kernels import GGUF_FORMATS
+from ..attention_choices import CONFIG
+from ..holding.gguf_weight import read_weight
+from .gguf_package import ORIGINAL_SHAPE, can_decode, decode_blocks, gguf_package, gguf_version
+
+MAGIC = b"GGUF"
+_MOST_ENTRIES = 1 << 15  # of a file's metadata, and tensors: gguf takes each by itself
+_MOST_TEXTS = 1 << 22  # in the arrays of a file; the largest tokenizers have a million
+_MOST_AXES = 8
+_KINDS = {"GGMLQuantizationType": "tensor", "GGUFValueType": "value"}
+_UNKNOWN_TYPE = re.compile(rf"(\d+)\)? is not a valid ({'|'.join(_KINDS)})")  # Python says so of enums
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "BF16": torch.bfloat16}
+_TEXT_ENCODERS = ("t5", "t5encoder", "llama", "gemma", "qwen2vl", "qwen3", "qwen3vl", "clip", "mmproj")
+
+
+def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a GGUF file by name, and its texts as metadata.
+
+    Matrices in blocks stay so (`gguf_weight`), also those that only `gguf` decodes; what else is in blocks is float32.
+    Tensors lie in the file until they are copied, and cannot be written to: a program that tries ends. Those of
+    ComfyUI's own reader are no different.
+
+    Raises ValueError for a file that is damaged, or that holds no diffusion model; ImportError without `gguf`.
+    """
+    reader = _opened(path)
+    architecture = _text(reader, "general.architecture") or ""
+    if architecture.lower().startswith(_TEXT_ENCODERS):
+        raise ValueError(
+            f"it holds a language or vision model ({architecture}), not a diffusion model; load it with a GGUF "
+            "CLIP loader"
+        )
+    _check_places(reader, os.path.getsize(path))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensors = {tensor.name: _tensor(reader, tensor) for tensor in reader.tensors}
+    metadata = {name: text for name in reader.fields if (text := _text(reader, name)) is not None}
+    return tensors, metadata
+
+
+def _opened(path: str) -> Any:
+    gguf = gguf_package()
+    order: Literal["little", "big"] = _check_header(path)
+
+    class Reader(gguf.GGUFReader):
+        texts = arrays = 0  # in arrays
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int):
+            """An array of numbers as one part, one of texts with no data: gguf would make objects of each item."""
+            if raw_type != gguf.GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = self._get(orig_offs, "uint32"), self._get(orig_offs + 4, "uint64")
+            item, number, start = gguf.GGUFValueType(kind[0]), int(count[0]), orig_offs + 12
+            types = [gguf.GGUFValueType.ARRAY, item]
+            if item in self.gguf_scalar_to_np:
+                values = self._get(start, self.gguf_scalar_to_np[item], number)
+                if len(values) != number:
+                    raise ValueError(f"its metadata have an array of {number} items, which ends beyond the file")
+                return 12 + values.nbytes, [kind, count, values], [2], types
+            is_text = item == gguf.GGUFValueType.STRING
+            self.texts, self.arrays = self.texts + number * is_text, self.arrays + number * (not is_text)
+            if self.texts > _MOST_TEXTS or self.arrays > _MOST_ENTRIES:
+                raise ValueError(f"its metadata have arrays of {number} texts or arrays")
+            if not is_text:
+                return super()._get_field_parts(orig_offs, raw_type)
+            end, data = start, memoryview(self.data)
+            for _ in range(number):
+                end += 8 + int.from_bytes(data[end : end + 8], order)
+            return end - orig_offs, [kind, count], [], types
+
+    try:
+        # Windows would promise memory for the whole of a file that is copied on write.
+        return Reader(path, "r")
+    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
+        unknown = _UNKNOWN_TYPE.search(str(error))
+        if unknown is None:
+            raise ValueError(f"it is damaged or incomplete ({error}); download or copy it again") from error
+        number, kind = unknown.groups()
+        raise ValueError(
+            f"it has a {_KINDS[kind]} of type {number}, which {gguf_version()} does not know; run "
+            "`pip install -U gguf` with ComfyUI's Python, or, if that is the newest already, use another file"
+        ) from error
+
+
+def _check_header(path: str) -> Literal["little", "big"]:
+    """The order of bytes in a file. Raises ValueError for more entries than any model has."""
+    with open(path, "rb") as file:
+        header = file.read(24)
+    order = "little" if header[4:6] != b"\0\0" else "big"
+    for what, count in (("tensors", header[8:16]), ("entries of metadata", header[16:24])):
+        if (number := int.from_bytes(count, order)) > _MOST_ENTRIES:
+            raise ValueError(f"it is damaged: no model has {number} {what}; download or copy it again")
+    return order
+
+
+def _check_places(reader: Any, size: int) -> None:
+    """Raise ValueError for tensors that do not lie one behind the other up to the end of the file, as ggml too wants
+    them: by nothing else is a tensor's type seen to be another one with shorter values."""
+    place, last = reader.data_offset, "the header"
+    for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
+        if tensor.data_offset != place:
+            raise ValueError(f"{tensor.name} does not begin where {last} ends; download or copy the file again")
+        end = tensor.data_offset + tensor.n_bytes
+        if end > size:
+            raise ValueError(f"{tensor.name} ends beyond the file; download or copy it again")
+        place, last = end + -end % int(reader.alignment), tensor.name
+    if size > place:
+        raise ValueError(f"{size - place} bytes lie behind {last}, its last tensor; download or copy the file again")
+
+
+def _text(reader: Any, name: str) -> str | None:
+    field = reader.get_field(name)
+    if field is None or [kind.name for kind in field.types] != ["STRING"]:
+        return None
+    return bytes(field.parts[field.data[-1]]).decode("utf-8", errors="replace")
+
+
+def _shape(reader: Any, tensor: Any) -> tuple[int, ...]:
+    """The shape of a tensor: of more axes than GGUF has, or of rows that its blocks did not fit, it is in the metadata.
+
+    Raises ValueError for one that does not hold as many values.
+    """
+    stored = tuple(int(size) for size in reversed(tensor.shape))
+    field = reader.get_field(ORIGINAL_SHAPE + tensor.name)
+    if field is None:
+        return stored
+    if [kind.name for kind in field.types[:2]] != ["ARRAY", "INT32"] or not 0 < len(field.parts[-1]) <= _MOST_AXES:
+        raise ValueError(f"{field.name} is no list of INT32, as the shape of a tensor is")
+    shape = tuple(int(size) for size in field.parts[-1])
+    if min(shape) < 0 or torch.Size(shape).numel() != torch.Size(stored).numel():
+        raise ValueError(f"{field.name} is {list(shape)}, but the tensor is {list(stored)}")
+    return shape
+
+
+def _tensor(reader: Any, tensor: Any) -> torch.Tensor:
+    kind, shape = tensor.tensor_type.name, _shape(reader, tensor)
+    data = torch.from_numpy(tensor.data)
+    if kind in _FLOATS:
+        return data.view(_FLOATS[kind]).reshape(shape)
+    if kind == "I8" and tensor.name.endswith(CONFIG):  # GGUF has no plain bytes
+        return data.view(torch.uint8).reshape(shape)
+    if data.dtype != torch.uint8:
+        raise ValueError(f"{tensor.name} is {kind}, and weights are floats or in blocks")
+    if kind not in GGUF_FORMATS and not can_decode(kind):
+        raise ValueError(
+            f"{tensor.name} is in the format {kind}, which is not read; use a file in one of {', '.join(GGUF_FORMATS)}"
+        )
+    weights, _ = gguf_package().GGML_QUANT_SIZES[tensor.tensor_type]
+    if len(shape) == 2 and shape[1] % weights == 0:
+        return read_weight(data.reshape(shape[0], -1), kind, shape)
+    return decode_blocks(data.unsqueeze(0).flatten(0, -2), kind).reshape(shape)

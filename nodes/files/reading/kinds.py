@@ -1,0 +1,104 @@
+"""Files that are well known and cannot be loaded: a table, an entry a kind. What a file is, is asked of its content."""
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .. import quant_config
+
+_OTHER_LOADER = "use the loader that is made for it"
+_OTHER_FILE = "use a bf16, fp16, FP8 or INT8 file of the model"
+_AGAIN = "download the file itself again"
+_UNSAFE = "it can run code when loaded and is not read; convert it to safetensors"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+        name: with its article.
+        advice: what to do.
+        begins: a pattern of its first bytes, where it is no safetensors file.
+        holds: a pattern of the name of one of its tensors.
+        marked: what a mark of its layers has.
+        packed: whether it is a model whose layers are stored in a way that nothing here reads. Others are named only
+            where ComfyUI sees no diffusion model, since a file can hold several models.
+    """
+
+    name: str
+    advice: str
+    begins: bytes | None = None
+    holds: str | None = None
+    marked: Callable[[dict], bool] | None = None
+    packed: bool = False
+
+
+KINDS = (
+    Kind("a pickle (.ckpt, .pt, .bin)", _UNSAFE, rb"PK\x03\x04|\x80[\x02-\x05]"),
+    Kind("a web page, perhaps of a login or a license", _AGAIN, rb"(?i)\s*<(!doctype|html|\?xml)"),
+    Kind("a Git LFS pointer", f"{_AGAIN}, or run `git lfs pull`", rb"version https://git-lfs"),
+    Kind("a text, perhaps an error message of a server", _AGAIN, rb"\s*\{"),
+    Kind("a bitsandbytes 4-bit (NF4, FP4) model", _OTHER_FILE, holds=r"\.quant_state\.bitsandbytes__", packed=True),
+    Kind("a bitsandbytes INT8 model", _OTHER_FILE, holds=r"\.SCB$", packed=True),
+    Kind(
+        "an INT8 model saved by ComfyUI-INT8-Fast, whose marks other packs do not read",
+        "load it with that pack, or quantize the model again to ComfyUI's own INT8",
+        marked=lambda mark: "quarot" in mark and "format" not in mark,
+        packed=True,
+    ),
+    Kind(
+        "a Nunchaku (SVDQuant) model", "load it with ComfyUI-nunchaku", holds=r"\.(wscales|smooth_factor)$", packed=True
+    ),
+    Kind("a GPTQ or AWQ model", _OTHER_FILE, holds=r"\.(qzeros|qweight)$", packed=True),
+    Kind("an MLX model", _OTHER_FILE, holds=r"\.biases$", packed=True),
+    Kind("a quanto model", _OTHER_FILE, holds=r"\.weight\._data$", packed=True),
+    Kind(
+        "a LoRA",
+        "load it with a LoRA loader behind this node",
+        holds=r"lora_(up|down|A|B)\b|lora\.(up|down)\.|lokr_w|hada_w|oft_blocks|dora_scale",
+    ),
+    Kind("a ControlNet", _OTHER_LOADER, holds=r"^(control_model|controlnet)|input_hint_block|zero_convs"),
+    Kind("a CLIP vision model", _OTHER_LOADER, holds=r"\bvision_model\."),
+    Kind(
+        "a text encoder",
+        "load it with a CLIP loader",
+        holds=r"text_model\.|SelfAttention|self_attn\.|\bmlp\.(up|down|gate)_proj|embed_tokens|transformer\.resblocks",
+    ),
+    Kind("a VAE", "load it with a VAE loader", holds=r"^(first_stage_model\.|vae\.)?(decoder|encoder)\."),
+    Kind(
+        "an embedding (textual inversion)",
+        "name it in a prompt",
+        holds=r"^(emb_params|clip_[lgh]|t5xxl|string_to_param)$",
+    ),
+    Kind("an upscaling model", _OTHER_LOADER, holds=r"RDB\d|\bconv_first\."),
+)
+
+
+def kind_of_bytes(beginning: bytes) -> Kind | None:
+    """What a file that is no safetensors file is, by its first bytes."""
+    return next((kind for kind in KINDS if kind.begins and re.match(kind.begins, beginning)), None)
+
+
+def kind_of_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -> Kind | None:
+    """What a safetensors file is: among the kinds that are `packed`, or among the others."""
+    return next((kind for kind in KINDS if kind.packed == packed and _is(kind, tensors)), None)
+
+
+def _is(kind: Kind, tensors: Mapping[str, torch.Tensor]) -> bool:
+    if kind.holds is not None:
+        pattern = re.compile(kind.holds)
+        return any(pattern.search(key) for key in tensors)
+    return kind.marked is not None and any(kind.marked(mark) for mark in _readable_marks(tensors))
+
+
+def _readable_marks(tensors: Mapping[str, torch.Tensor]) -> list[dict]:
+    marks = []
+    for key, tensor in tensors.items():
+        if key.endswith(f".{quant_config.MARK}"):
+            with contextlib.suppress(ValueError):  # refused by its name when the layers are checked
+                marks.append(quant_config.decode_mark(tensor))
+    return marks

@@ -1,0 +1,142 @@
+"""Writing a GGUF file tensor by tensor: bounded memory, a cancel between tensors, and a new file or none.
+
+The package gguf says how types are numbered. It would write the values from one dict of arrays, and what stands in
+front of them only to a file. Here that is made in memory, by the format's specification: magic, version, number of
+tensors and of metadata entries (uint32, uint64), the entries, and of each tensor name, dimensions, type and offset.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..reading.gguf_package import ORIGINAL_SHAPE, gguf_package
+from .new_file import write_new_file
+
+_VERSION = 3
+_MOST_NAME_BYTES = 127  # readers written in C keep a name in 128 bytes
+_MOST_DIMENSIONS = 4
+_PLAIN = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+
+
+@dataclass(frozen=True)
+class PendingGGUF:
+    """A tensor that is about to be written.
+
+    Attributes:
+        shape: as the model has it.
+        type: ggml's name of the type, such as Q4_K or F16.
+        pieces: gives its values once, in consecutive parts: uint8 blocks, or numbers of that type.
+    """
+
+    shape: tuple[int, ...]
+    type: str
+    pieces: Callable[[], Iterator[torch.Tensor]]
+
+
+def plain_type(dtype: torch.dtype) -> str:
+    """The name of a type that is not made of blocks. Raises ValueError for a dtype that GGUF lacks."""
+    if dtype not in _PLAIN:
+        raise ValueError(f"it is {dtype}, which GGUF files cannot hold")
+    return _PLAIN[dtype]
+
+
+def write_gguf(
+    destination: str | Iterable[str],
+    tensors: Mapping[str, PendingGGUF],
+    architecture: str,
+    file_type: str,
+    metadata: Mapping[str, str],
+    on_tensor: Callable[[], None],
+) -> str:
+    """Write `tensors` to a new GGUF file, one at a time, and return its path.
+
+    `file_type` is llama.cpp's name of what most tensors are, such as MOSTLY_Q8_0. `metadata` become strings under their
+    own keys, which are none of GGUF's. `on_tensor` is called after each tensor and may raise to stop. `destination` and
+    the OSErrors are `write_new_file`'s.
+
+    Raises ValueError for a name that readers cannot hold, ImportError where the package gguf is missing.
+    """
+    header, sizes = _header(tensors, architecture, file_type, metadata)
+
+    def chunks() -> Iterator[memoryview | bytes]:
+        yield header
+        for name, tensor in tensors.items():
+            written = 0
+            for piece in tensor.pieces():
+                data = piece.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+                del piece
+                written += len(data)
+                yield data
+                del data
+            if written != sizes[name]:
+                raise ValueError(f"{name} has {written} bytes and was announced with {sizes[name]}")
+            yield bytes(_padding(written))
+            on_tensor()
+
+    total = len(header) + sum(size + _padding(size) for size in sizes.values())
+    return write_new_file(destination, total, chunks())
+
+
+def _header(
+    tensors: Mapping[str, PendingGGUF], architecture: str, file_type: str, metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """All that stands in front of the values, and how many bytes each tensor has."""
+    gguf = gguf_package()
+    kinds = gguf.GGUFValueType
+    values = {
+        "general.architecture": _value(kinds.STRING, _string(architecture)),
+        "general.quantization_version": _value(kinds.UINT32, struct.pack("<I", gguf.GGML_QUANT_VERSION)),
+        "general.file_type": _value(kinds.UINT32, struct.pack("<I", gguf.LlamaFileType[file_type])),
+        **{key: _value(kinds.STRING, _string(text)) for key, text in metadata.items()},
+    }
+    entries, sizes, offset = [], {}, 0
+    for name, tensor in tensors.items():
+        if len(name.encode()) > _MOST_NAME_BYTES:
+            raise ValueError(
+                f"the tensor name {name!r} has {len(name.encode())} bytes, and GGUF readers take "
+                f"{_MOST_NAME_BYTES}; this model cannot be saved as GGUF"
+            )
+        kind = gguf.GGMLQuantizationType[tensor.type]
+        weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        count = math.prod(tensor.shape)
+        if count % weights or (weights > 1 and tensor.shape[-1] % weights):
+            raise ValueError(f"{name}: rows of {tensor.shape[-1]} weights do not divide into blocks of {weights}")
+        sizes[name] = count // weights * block_bytes
+        shape = tensor.shape
+        if len(shape) > _MOST_DIMENSIONS:
+            items = struct.pack(f"<IQ{len(shape)}i", kinds.INT32, len(shape), *shape)
+            values[ORIGINAL_SHAPE + name] = _value(kinds.ARRAY, items)
+            shape = (shape[0], math.prod(shape[1:]))
+        dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        entries.append(_string(name) + dimensions + struct.pack("<IQ", kind, offset))
+        offset += sizes[name] + _padding(sizes[name])
+    counts = struct.pack("<4sIQQ", b"GGUF", _VERSION, len(entries), len(values))
+    header = b"".join([counts, *(_string(key) + value for key, value in values.items()), *entries])
+    return header + bytes(_padding(len(header))), sizes
+
+
+def _string(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _value(kind: int, encoded: bytes) -> bytes:
+    return struct.pack("<I", kind) + encoded
+
+
+def _padding(size: int) -> int:
+    """How many bytes are missing to GGUF's default alignment."""
+    return -size % 32

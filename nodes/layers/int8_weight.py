@@ -1,0 +1,157 @@
+"""The INT8 weight as ComfyUI carries it: a layout of its QuantizedTensor.
+
+ComfyUI moves, offloads, patches and saves the weight through this layout. Its dequantized value is always the original
+weight, free of smoothing and rotation, so that a LoRA made for the original model is right in every memory mode.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+
+from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, requantize_weight
+from ..comfyui.quantized import (
+    BaseLayoutParams,
+    HeldWeight,
+    QuantizedLayout,
+    QuantizedTensor,
+    has_layout,
+    params,
+    register_layout_class,
+    stored,
+)
+from ..files import quant_config
+from .layout_products import activated_product, modulated_product
+
+LAYOUT = "PerChannelINT8Layout"
+
+
+class PerChannelINT8Layout(QuantizedLayout):
+    """int8 [N, K] with a per-channel scale [N, 1], optional smoothing factors [K], an optional rotation group, to how
+    many bits its input is rounded, and what its linear is to compute with (one of kernels.KERNEL_CHOICES)."""
+
+    @dataclass(frozen=True)
+    class Params(BaseLayoutParams):
+        smooth: torch.Tensor | None = None
+        rotation_group: int | None = None
+        activation_bits: int = 8
+        kernel: str = "auto"
+
+        @property
+        def transform(self) -> ChannelTransform:
+            """What is done to the channels of the input."""
+            return ChannelTransform(self.smooth, self.rotation_group)
+
+        def _tensor_fields(self) -> list[str]:
+            return ["scale"] if self.smooth is None else ["scale", "smooth"]
+
+    @classmethod
+    def quantize(
+        cls,
+        tensor,
+        scale=None,
+        stochastic_rounding=0,
+        inplace_ops=False,
+        transform=UNCHANGED,
+        activation_bits=8,
+        kernel="auto",
+    ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
+        """Float weight -> int8 and parameters.
+
+        The scale is always computed anew; `stochastic_rounding` is a seed or 0.
+        """
+        transform = transform.on(tensor.device)
+        q, channel_scale = requantize_weight(tensor, transform, stochastic_rounding or None)
+        held = (channel_scale[:, None], tensor.dtype, tuple(tensor.shape))
+        return q, cls.Params(*held, transform.smooth, transform.rotation_group, activation_bits, kernel)
+
+    @classmethod
+    def dequantize(cls, qdata, params) -> torch.Tensor:
+        """The original weight in `params.orig_dtype`."""
+        return dequantize_weight(qdata, params.scale, params.transform, params.orig_dtype)
+
+    @classmethod
+    def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return stored(qtensor), params(qtensor).scale
+
+    @classmethod
+    def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
+        tensors = {"": qdata, "_scale": params.scale}
+        if params.smooth is not None:
+            tensors["_smooth"] = params.smooth
+        return tensors
+
+    @classmethod
+    def requantize_kwargs(cls, qtensor) -> dict:
+        form = params(qtensor)
+        return {"transform": form.transform, "activation_bits": form.activation_bits, "kernel": form.kernel}
+
+    @classmethod
+    def linear_input_act(
+        cls,
+        weight,
+        x,
+        bias=None,
+        input_act=None,
+        input_act_weight=None,
+        input_act_eps=0.0,
+        residual=None,
+        residual_scale=None,
+    ) -> Any:
+        """linear(input_act(x)), then residual + residual_scale of it; or NotImplemented. See `activated_product`."""
+        act = input_act, input_act_weight, input_act_eps
+        return activated_product(weight, x, bias, *act, residual, residual_scale) if is_int8(weight) else NotImplemented
+
+    @classmethod
+    def fused_rms_modulated(cls, x, weight, bias, norm_weight, norm_eps, modulation_scale) -> Any:
+        """linear(rms_norm(x) (1 + modulation_scale)); or NotImplemented. See `modulated_product`."""
+        modulated = norm_weight, norm_eps, modulation_scale
+        return modulated_product(weight, x, bias, *modulated) if is_int8(weight) else NotImplemented
+
+
+register_layout_class(LAYOUT, PerChannelINT8Layout)
+
+
+def int8_weight(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    transform: ChannelTransform = UNCHANGED,
+    activation_bits: int = 8,
+) -> QuantizedTensor:
+    """Wrap int8 [N, K] and its scale (scalar, [N] or [N, 1]) for ComfyUI; `dtype` is that of the dequantized weight."""
+    # One shape for all, because ComfyUI copies requantized parameters over the ones it holds.
+    scale = scale.float().reshape(-1, 1).expand(q.shape[0], 1).contiguous()
+    smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
+    shape = tuple(q.shape)
+    form = PerChannelINT8Layout.Params(scale, dtype, shape, smooth, transform.rotation_group, activation_bits)
+    return HeldWeight(q, LAYOUT, form)
+
+
+def int8_weight_of(pieces: Mapping[str, Any], mark: dict[str, Any], dtype: torch.dtype) -> QuantizedTensor:
+    """The weight of an INT8 layer of a file, by its tensors and its decoded mark; `dtype` as above."""
+    transform = ChannelTransform(pieces[quant_config.SMOOTH], quant_config.rotation_group(mark))
+    return int8_weight(
+        pieces["weight"], pieces[quant_config.SCALE], dtype, transform, quant_config.activation_bits(mark)
+    )
+
+
+def computed_with(weight: QuantizedTensor, kernel: str) -> QuantizedTensor:
+    """One of our weights that knows what its linear is to compute with: its layout is asked for products, too."""
+    return HeldWeight(stored(weight), LAYOUT, replace(params(weight), kernel=kernel))
+
+
+def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
+    """Whether a module's weight is one of ours."""
+    return has_layout(weight, LAYOUT)
+
+
+def format_name(weight: QuantizedTensor) -> str:
+    """The format a weight is marked with in files."""
+    return quant_config.format_name(params(weight).transform, params(weight).activation_bits)
+
+
+def mark_of(weight: QuantizedTensor, others: Mapping[str, Any] = {}) -> torch.Tensor:
+    """The mark of a weight in files; `others` are int8_mark's `other_options` of the one that its layer had."""
+    return quant_config.encode_mark(params(weight).transform, params(weight).activation_bits, others)

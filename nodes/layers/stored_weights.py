@@ -1,0 +1,193 @@
+"""Weights that stay as they are stored (GGUF, W4A8, W6A8) while a MODEL runs, and what patches (LoRAs) do to them.
+
+No such form holds a patched weight as exactly as INT8 does, so ComfyUI never writes one back. Plain LoRAs become part
+of the INT8 weight that is made for each product. Any other patch makes a weight in floats of its own. While a hook is
+on, what it made stands in the place of the stored weight.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...kernels import ChannelTransform, LowRank
+from ..comfyui.layers import keep_weight, set_weight_functions, weight_functions
+from ..comfyui.memory import moved
+from ..comfyui.patcher import (
+    CallbacksMP,
+    LowVramPatch,
+    ModelPatcher,
+    forget_stored,
+    identity_of_patches,
+    is_patch,
+    is_patched,
+    patches_of,
+)
+from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, stored
+from ..comfyui.residency import CALLBACK_KEY
+from ..files.holding.gguf_weight import is_gguf
+from ..files.holding.stored_weight import StoredKind, is_stored, stored_kind
+from .int8_weight import LAYOUT, PerChannelINT8Layout, is_int8
+from .plain_loras import each_once, plain_loras
+
+SMALLEST_STORED = 1 << 16
+"""Bytes below which a weight becomes INT8 all the same: ComfyUI patches small weights where they are."""
+
+
+class StoredLoRA(LowVramPatch):
+    """The plain LoRAs of a stored weight.
+
+    Attributes:
+        low_rank: all of them, on the device where the MODEL runs: they are small, and every product reads them.
+        scale: float32 [N, 1], how much larger they make what each row is scaled by as INT8.
+    """
+
+    def __init__(self, key: str, patches: Sequence[tuple], low_rank: LowRank, scale: torch.Tensor) -> None:
+        super().__init__(key, {key: patches})
+        self.low_rank = low_rank
+        self.scale = scale
+
+
+def stored_lora(weight: Any, functions: list) -> StoredLoRA | None:
+    """What changes a weight in use, if that is plain LoRAs of a stored weight and nothing else."""
+    if not functions or not isinstance(functions[0], StoredLoRA) or not is_stored(weight):
+        return None
+    return functions[0] if len(each_once(functions)) == 1 else None
+
+
+class HookedWeight:
+    """What a hook made of a linear's stored weight: ComfyUI takes it off by copying that over it."""
+
+    linear: Any = None  # a compiler's stand-in for it has none
+
+    @property
+    def data(self) -> "HookedWeight":
+        return self
+
+    def copy_(self, weight: torch.Tensor, non_blocking: bool = False) -> "HookedWeight":
+        self.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        return self
+
+
+class _HookedINT8(HookedWeight, HeldWeight):
+    def _copy_with(self, *args, **kwargs) -> "_HookedINT8":
+        copied = super()._copy_with(*args, **kwargs)
+        hooked = _HookedINT8(stored(copied), layout_of(copied), params(copied))
+        hooked.linear = self.linear
+        return hooked
+
+
+class _HookedFloats(HookedWeight, torch.nn.Parameter):
+    pass
+
+
+def put_hooked(linear: Any, weight: torch.Tensor, kernel: str, seed: int | None) -> None:
+    """Let a linear with a stored weight compute with what a hook made of that, float [N, K], until that is back.
+
+    It is INT8 where the stored one would be for a product, rounded with `seed`; `kernel` is one of
+    kernels.KERNEL_CHOICES.
+    """
+    held = linear.weight
+    form = int8_form(held)
+    if form is None:
+        linear.weight = _HookedFloats(weight.to(held.dtype), requires_grad=False)
+        linear.weight.linear = linear
+        return
+    q, made = PerChannelINT8Layout.quantize(weight, stochastic_rounding=seed or 0, kernel=kernel, **form)
+    hooked = _HookedINT8(q, LAYOUT, replace(made, orig_dtype=held.dtype))
+    hooked.linear = linear
+    linear.weight = torch.nn.Parameter(hooked, requires_grad=False)
+
+
+def int8_form(weight: Any) -> dict[str, Any] | None:
+    """How a stored weight, or what a hook made of it, is INT8 in a product; None where it computes in floats."""
+    if is_int8(weight):
+        return {"transform": params(weight).transform, "activation_bits": params(weight).activation_bits}
+    kind = stored_kind(weight)
+    if kind is None or kind.scale(weight) is None:
+        return None
+    return {"transform": _rotation(kind, weight), "activation_bits": kind.activation_bits(weight)}
+
+
+def _rotation(kind: StoredKind, weight: Any) -> ChannelTransform:
+    return ChannelTransform(None, kind.rotation_group(weight))
+
+
+def patch_products(model: ModelPatcher) -> None:
+    """Let patches act in the products of a MODEL's stored weights, in every memory mode.
+
+    ComfyUI's own save nodes are refused: no loader takes for a weight what they would write of blocks, and of other
+    forms they would write it without its patches.
+    """
+    known: dict[str, tuple[object, torch.Tensor]] = {}
+
+    def patch(loaded: ModelPatcher, *_: object) -> None:
+        for key, module in _stored(loaded):
+            if is_patched(loaded, key):
+                forget_stored(loaded, key)
+                patched = _patch_of(loaded, key, module.weight, known)
+                set_weight_functions(module, [patched, *_without_patches(module)])
+                keep_weight(module)
+
+    def take_off(unloaded: ModelPatcher, unpatched: bool) -> None:
+        for _, module in _stored(unloaded) if unpatched else ():
+            set_weight_functions(module, _without_patches(module))
+
+    model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, patch)
+    model.add_callback_with_key(CallbacksMP.ON_DETACH, CALLBACK_KEY, take_off)
+    blocks = any(is_gguf(module.weight) for _, module in _stored(model))
+    model.model.state_dict_for_saving = partial(_refuse_to_save, blocks)
+
+
+def _refuse_to_save(blocks: bool, *_args: object, **_kwargs: object) -> None:
+    form, node = ("in GGUF's blocks", "Save GGUF") if blocks else ("in 4 or 6 bits", "Save INT8 DiT")
+    raise ValueError(
+        f"this node cannot save weights that stay {form}. Connect {node}, or set memory of INT8 DiT Loader to INT8"
+    )
+
+
+def _stored(model: ModelPatcher) -> Iterator[tuple[str, Any]]:
+    """The linears with a stored weight, each with its weight's name in the BaseModel."""
+    for name, module in model.model.named_modules():
+        if is_stored(getattr(module, "weight", None)):
+            yield f"{name}.weight", module
+
+
+def _without_patches(module: Any) -> list:
+    return [function for function in weight_functions(module) if not is_patch(function)]
+
+
+def _patch_of(
+    model: ModelPatcher, key: str, weight: QuantizedTensor, known: dict[str, tuple[object, torch.Tensor]]
+) -> LowVramPatch:
+    """The patches of a stored weight, on the device where the MODEL runs.
+
+    `known` holds scales of LoRAs by `key`, each beside what ComfyUI tells a MODEL's patches by: to find them takes a
+    product as large as the weight.
+    """
+    patches, device, kind = patches_of(model, key), model.load_device, stored_kind(weight)
+    if kind is None or kind.scale(weight) is None:
+        return LowVramPatch(key, {key: patches})
+    low_rank = _low_rank(patches, weight, device, _rotation(kind, weight))
+    if low_rank is None:
+        return LowVramPatch(key, {key: patches})
+    found_for, scale = known.get(key, (None, None))
+    if scale is None or found_for != identity_of_patches(model) or scale.device != device:
+        scale = low_rank.channel_scales()[:, None]
+        known[key] = identity_of_patches(model), scale
+    return StoredLoRA(key, patches, low_rank, scale)
+
+
+def _low_rank(
+    patches: Sequence[tuple], weight: QuantizedTensor, device: torch.device, rotation: ChannelTransform
+) -> LowRank | None:
+    """The sum of a weight's plain LoRAs as one product of factors in its dtype, rotated as the weight is as INT8; None
+    if there are other patches."""
+    loras, dtype = plain_loras(patches, weight.shape), weight.dtype
+    if not loras:
+        return None
+    up = torch.cat([lora.factor * moved(lora.up, device, torch.float32) for lora in loras], dim=1)
+    down = torch.cat([moved(lora.down, device, dtype) for lora in loras])
+    return LowRank(up.to(dtype), rotation.to_weight(down).to(dtype))

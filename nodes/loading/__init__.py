@@ -1,0 +1,1 @@
+"""MODELs out of files and tensors."""

@@ -1,0 +1,103 @@
+"""How a MODEL was quantized: attachments of the MODEL and an entry of the metadata of its file."""
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from ..comfyui.architecture import prefix_in
+from ..comfyui.attention import attention_choices
+from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher, is_patched
+from ..comfyui.quantized import params
+from ..files.attention_choices import CONFIG
+from ..files.holding.gguf_weight import is_gguf
+from ..files.json_texts import json_object
+from ..files.reading.contents import Checkpoint
+from ..host import notices
+
+RECIPE_KEY = "int8_dit_recipe"
+FOLDED = "folded"
+"""The entry of a recipe that says whether smoothing factors were folded into the layers before."""
+_FOLDED_CALLBACK_KEY = "int8_dit_folded"
+_BLOCK_FORMATS_KEY = "int8_dit_gguf_formats"
+_CHOICES_KEY = "int8_dit_attention_choices"
+_MOST = 1 << 22  # characters of a recipe; that of a thousand layers has about 200,000
+
+
+def keep_recipe(model: ModelPatcher, recipe: Mapping[str, object]) -> None:
+    """Let a MODEL know how it was quantized, in values that JSON has."""
+    model.set_attachments(RECIPE_KEY, json.dumps(recipe))
+
+
+def recipe_of(model: ModelPatcher) -> dict[str, object]:
+    """How a MODEL was quantized; empty where it is not known."""
+    return json.loads(model.get_attachment(RECIPE_KEY) or "{}")
+
+
+def recipe_in(metadata: Mapping[str, str]) -> dict[str, object]:
+    """How the weights of a file were quantized; empty where it is not known. What is no JSON object is not a recipe."""
+    try:
+        return json_object(metadata.get(RECIPE_KEY, ""), _MOST)
+    except ValueError:
+        return {}
+
+
+class Notes(NamedTuple):
+    """What a file says beside the weights of its model.
+
+    Attributes:
+        recipe: how its weights were quantized, as `recipe_in`.
+        gguf_formats: the formats of GGUF's weights, by their names in the diffusion model.
+        attention_choices: what layers want their attention computed with, by name.
+    """
+
+    recipe: Mapping[str, object]
+    gguf_formats: Mapping[str, str]
+    attention_choices: Mapping[str, torch.Tensor]
+
+
+def notes_of(checkpoint: Checkpoint) -> Notes:
+    """The notes of a checkpoint whose tensors ComfyUI's loader has not emptied yet."""
+    tensors, prefix = checkpoint.tensors, prefix_in(checkpoint.tensors)
+    formats = {key.removeprefix(prefix): params(t).block_format for key, t in tensors.items() if is_gguf(t)}
+    choices = {key: tensor for key, tensor in tensors.items() if key.endswith(CONFIG)}
+    return Notes(recipe_in(checkpoint.metadata), formats, choices)
+
+
+def keep_notes(model: ModelPatcher, notes: Notes) -> None:
+    """Let a loaded MODEL know, for its next file, what its file said.
+
+    Of the choices of attention it keeps those that this ComfyUI does not know.
+    """
+    if notes.recipe:
+        keep_recipe(model, notes.recipe)
+    if notes.recipe.get(FOLDED):
+        model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _FOLDED_CALLBACK_KEY, warn_of_patches_on_folded)
+    if notes.gguf_formats:
+        model.set_attachments(_BLOCK_FORMATS_KEY, dict(notes.gguf_formats))
+    known = {f"{name.removeprefix(DIFFUSION_MODEL)}.config" for name in attention_choices(model)}
+    if unknown := {name: choice for name, choice in notes.attention_choices.items() if name not in known}:
+        model.set_attachments(_CHOICES_KEY, unknown)
+
+
+def block_formats_of(model: ModelPatcher) -> Mapping[str, str]:
+    """The GGUF formats that a MODEL's weights have or had, by their names in the diffusion model. Of a file that was
+    saved as INT8 they are not known."""
+    return model.get_attachment(_BLOCK_FORMATS_KEY) or {}
+
+
+def unknown_choices_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
+    """The choices of attention that a MODEL keeps for its next file, by name there."""
+    return dict(model.get_attachment(_CHOICES_KEY) or {})
+
+
+def warn_of_patches_on_folded(model: ModelPatcher) -> None:
+    """Warn, once per run, if weights are patched (LoRA) in a MODEL whose weights are not in the original's basis."""
+    if is_patched(model) and recipe_of(model).get(FOLDED):
+        notices.warn(
+            "folded-lora",
+            "LoRA on a folded INT8 file",
+            "the smoothing factors of this file are folded into its weights, so that a LoRA made for the original "
+            "model comes out wrong. Use an INT8 file saved with fold switched off.",
+        )

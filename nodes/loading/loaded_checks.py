@@ -1,0 +1,158 @@
+"""Whether a model got all its tensors, and whether what it holds in floats is what a trained model can hold.
+
+ComfyUI goes on without a tensor, with whatever lay in memory. The checks of a file know weights, biases and quantized
+layers by their names. Models have more: modulations, tables, positions, tokens. What those are, only the built model
+says.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from ..comfyui.layers import expert_banks
+from ..comfyui.memory import is_cpu
+from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher, weight_below_patches
+from ..comfyui.quantized import QuantizedTensor
+from ..comfyui.residency import CALLBACK_KEY
+from ..files.attention_choices import CONFIG
+from ..files.block_lists import AGAIN, block_of, check_lists
+from ..files.errors import naming_file
+from ..files.reading.values import WEIGHT_DTYPES, check_finite
+from .load_plan import LoadPlan
+
+# ComfyUI builds them into every LTX-2 and uses those of its text encoder.
+_MAY_BE_MISSING = re.compile(r"(audio|video)_embeddings_connector\.")
+# Buffers that modules compute when they are made: blur kernels, rotary frequencies, a fixed mix of frames.
+_COMPUTED = re.compile(r"(.*\.)?(kernel|freqs|scale|mix_factor)")
+_AT_ONCE = 1 << 20  # elements; on a card a larger tensor is looked at when it got there
+_INDICES = (torch.int64, torch.bool)  # of buffers. No damage makes them of floats, which are shorter.
+
+
+def check_loaded(model: ModelPatcher, names: Collection[str], operations: type, plan: LoadPlan) -> None:
+    """Raise ValueError naming the first tensor that a loaded MODEL lacks, or of a file's that no trained model has.
+
+    On a card, large tensors are looked at there when a sampling begins, which then raises it: on the host it would
+    take long.
+
+    Args:
+        model: just built.
+        names: of the tensors that it was loaded from.
+        operations, plan: what it was built with.
+    """
+    _check_complete(model.model.diffusion_model, set(names), operations, plan)
+    if plan.file:
+        _check_values(model, names, plan)
+
+
+def _check_complete(module: torch.nn.Module, names: set[str], operations: type, plan: LoadPlan) -> None:
+    computed = {name for name, held in module.named_buffers() if held.numel() == 0 or _COMPUTED.fullmatch(name)}
+    linears = (operations.Linear, expert_banks(operations))
+    unset = [f"{name}.weight" for name, m in module.named_modules() if isinstance(m, linears) and m.weight is None]
+    lacking = [name for name in (*unset, *plan.missing) if name not in computed]
+    lacking = [name for name in lacking if not _MAY_BE_MISSING.match(name)]
+    # Of layers' choices an older ComfyUI knows nothing, and a model lacks none of them.
+    unexpected = [name for name in plan.unexpected if not name.endswith(CONFIG)]
+    names = names.union(unexpected)  # which ComfyUI may have renamed
+    lacking = list(dict.fromkeys([*lacking, *_overlooked(unexpected, names)]))
+    if lacking:
+        others = f", and {len(lacking) - 1} more tensors" if len(lacking) > 1 else ""
+        raise ValueError(f"{lacking[0]} is missing{others}; {AGAIN}")
+    _check_blocks(module, unexpected, names)
+
+
+def _overlooked(unexpected: Sequence[str], names: Collection[str]) -> Iterator[str]:
+    """What ComfyUI may have looked for to tell which parts a model has, so that it built the model without the part.
+
+    Files hold tensors that their model does not need. But a bias without its weight, and what all blocks but an earlier
+    one have, are what is left of something that it does.
+    """
+    having: dict[tuple[str, str], set[int]] = {}
+    for name in unexpected:
+        weight = f"{name.removesuffix('.bias')}.weight"
+        if name.endswith(".bias") and weight not in names:
+            yield weight
+        if block := block_of(name):
+            having.setdefault((block[0], block[2]), set()).add(block[1])
+    blocks: dict[str, set[int]] = {}
+    for block in filter(None, map(block_of, names)):
+        blocks.setdefault(block[0], set()).add(block[1])
+    for (before, after), those in having.items():
+        # By their number first: a file can have many thousands of such names.
+        if len(those) > 1 and len(blocks[before]) - len(those) == 1:
+            (without,) = blocks[before] - those
+            if without < max(those):
+                yield f"{before}{without}{after}"
+
+
+def _check_blocks(module: torch.nn.Module, unexpected: Sequence[str], names: Collection[str]) -> None:
+    """Raise ValueError for blocks that a file has and the model has not.
+
+    ComfyUI counts the blocks of a list up to the first that the file lacks, or reads their number in its metadata. Of a
+    list that lacks its first one it makes none, and often not even the list.
+    """
+    unbuilt = []  # of lists that are not there
+    for name in unexpected:
+        parent, before, part = _where_it_ends(module, name)
+        if isinstance(parent, torch.nn.ModuleList) and part.isdecimal():
+            if any(other.startswith(f"{before}{len(parent)}.") for other in names):
+                raise ValueError(
+                    f"the model would have {len(parent)} blocks of {before[:-1]}, and the file holds more, such as "
+                    f"{before}{part}; its metadata or its tensors are damaged; {AGAIN}"
+                )
+            raise ValueError(f"{before}{len(parent)} is missing, but {before}{part} is there; {AGAIN}")
+        if (block := block_of(name)) and len(before) <= len(block[0]):
+            unbuilt.append(name)
+    check_lists(unbuilt, names)
+
+
+def _where_it_ends(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str, str]:
+    """The last module on the way to a tensor that a model has not, the name up to it, and the next part of the name."""
+    before = 0
+    for part in name.split("."):
+        child = getattr(module, part, None)
+        if not isinstance(child, torch.nn.Module):
+            break
+        module, before = child, before + len(part) + 1
+    return module, name[:before], name[before:].partition(".")[0]
+
+
+def _check_values(model: ModelPatcher, names: Collection[str], plan: LoadPlan) -> None:
+    for name in sorted(plan.unexplained.keys() - set(plan.unexpected)):
+        _check_index(model.model.diffusion_model, name, plan.unexplained[name])
+    on_card = not is_cpu(model.load_device)
+    later = []
+    for name, tensor in _floats(model.model.diffusion_model, names):
+        small = tensor.numel() <= _AT_ONCE
+        if small and name in names and name.endswith((".weight", ".bias")):
+            continue  # looked at in the file
+        if small or not on_card:
+            check_finite(name, tensor)
+        else:
+            later.append(name)
+
+    def check_there(patcher: ModelPatcher) -> None:
+        with naming_file(plan.file):
+            for name in later:
+                check_finite(name, weight_below_patches(patcher, f"{DIFFUSION_MODEL}{name}"))
+        later.clear()
+
+    if later:
+        model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, check_there)
+
+
+def _check_index(module: torch.nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for a tensor whose dtype no weight has, unless it is a table of indices that the model has."""
+    buffer = dict(module.named_buffers()).get(name)
+    if dtype not in _INDICES or buffer is None or buffer.dtype != dtype:
+        raise ValueError(f"{name} is {dtype}, which no weight is; download or copy the file again")
+
+
+def _floats(module: torch.nn.Module, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model holds in floats: parameters, and those buffers that come from its file."""
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, QuantizedTensor) and parameter.dtype in WEIGHT_DTYPES:
+            yield name, parameter.detach()
+    for name, buffer in module.named_buffers():
+        if name in names and buffer.dtype in WEIGHT_DTYPES:
+            yield name, buffer.detach()  # PixArt's is a parameter

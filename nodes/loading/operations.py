@@ -1,0 +1,191 @@
+"""The layer classes a model is built with (ComfyUI's `custom_operations`): its own, with the product of linears
+replaced.
+
+ComfyUI keeps owning the weight: loading, offloading, dynamic VRAM, LoRA and saving all see its QuantizedTensor. This
+module only decides what a linear holds after loading and how it multiplies.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...kernels import BF16, FUSED, int8_path, native_computes
+from ..comfyui.layers import (
+    bias_functions,
+    forget_input_scale,
+    input_scale,
+    layout_type,
+    load_beside_weight,
+    quantized_operations,
+    run_every_op,
+    set_format,
+    weight_functions,
+)
+from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, storage_shape, stored
+from ..files import quant_config
+from ..files.holding.grouped_weight import is_grouped, mark_in
+from ..files.holding.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
+from ..files.reading.values import check_finite
+from ..layers.fused_forward import INT8Linear, form_of, fused_forward, native_forward
+from ..layers.int8_weight import LAYOUT, computed_with, format_name, int8_weight_of, is_int8, mark_of
+from ..layers.stored_weights import HookedWeight, put_hooked
+from .load_plan import LoadPlan
+
+
+def int8_operations(plan: LoadPlan) -> type:
+    """An operations class for one model, whose linears hold what `plan` says.
+
+    Loading raises ValueError for a weight of another shape than its layer's.
+    """
+    kernel, compute_dtype = plan.kernel, plan.compute_dtype
+    base = quantized_operations(compute_dtype)
+
+    class INT8Operations(base):
+        class Linear(INT8Linear, base.Linear):
+            int8_kernel = kernel
+            dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
+            mark: Mapping[str, Any] = {}  # of the state dict, as long as the weight is what it says
+
+            def _load_from_state_dict(self, state_dict, prefix, *args):
+                self.input_group, self.dequantized = None, False
+                plan.missing, plan.unexpected = args[2:4]  # PyTorch's: one list for all modules
+                weight = state_dict.get(f"{prefix}weight")
+                self.mark = mark_in(weight) if is_grouped(weight) else quant_config.of_layer(state_dict, prefix)
+                is_int8_in_file = self.mark.get("format") in quant_config.INT8_FORMATS
+                read, needed = weight, (self.out_features, self.in_features)
+                if is_int8_in_file or is_stored(weight):
+                    pieces = quant_config.take_pieces(state_dict, prefix)
+                    load_beside_weight(self, base.Linear, state_dict, prefix, *args)
+                else:  # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it
+                    super()._load_from_state_dict(state_dict, prefix, *args)
+                    if self.weight is None:
+                        return
+                    if isinstance(self.weight, QuantizedTensor):
+                        read = self.weight.data
+                        needed = storage_shape(read, needed)
+                if needed is not None and weight.shape != needed:
+                    raise ValueError(
+                        f"{prefix}weight has shape {list(weight.shape)}, but the model needs {list(needed)}"
+                    )
+                if is_int8_in_file:
+                    self._hold_int8(int8_weight_of(pieces, self.mark, compute_dtype))
+                else:
+                    self._hold_planned(prefix, read)
+
+            def _hold_planned(self, prefix: str, read: Any) -> None:
+                """Hold what the plan makes of a weight that is not INT8, or that weight."""
+                made = plan.make(prefix.removesuffix("."), read, input_scale(self))
+                if made is not None:
+                    forget_input_scale(self)
+                    if is_grouped(read) and is_int8(made):
+                        self._hold_int8(made)  # the file's own
+                        return
+                    if not is_grouped(made):
+                        self.mark = {}
+                    self._hold(made)
+                elif is_stored(read):
+                    decoded = read.dequantize()
+                    check_finite(f"{prefix}weight", decoded)
+                    self._hold(decoded)
+                elif isinstance(read, QuantizedTensor):
+                    held = HeldWeight(stored(read), layout_of(read), params(read))
+                    self.weight = torch.nn.Parameter(held, requires_grad=False)
+
+            def _hold_int8(self, weight: QuantizedTensor) -> None:
+                """Hold an INT8 weight of the file, or the floats that it stands for."""
+                native = native_computes(params(weight).smooth, params(weight).activation_bits)
+                self.dequantized = plan.in_floats(self.out_features, self.in_features, native)
+                self._hold(weight.dequantize() if self.dequantized else weight)
+
+            def _hold(self, weight: Any) -> None:
+                kind = stored_kind(weight)
+                if is_int8(weight):
+                    set_format(self, LAYOUT, format_name(weight))
+                    weight = computed_with(weight, kernel)
+                elif kind is not None:
+                    set_format(self, layout_of(weight), kind.name(weight))
+                else:
+                    set_format(self, None, None)
+                    weight = weight.to(compute_dtype)
+                self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+            def set_weight(self, weight, inplace_update=False, return_weight=False, **kwargs):
+                if is_stored(self.weight) and not (inplace_update or return_weight):
+                    if weight.shape == self.weight.shape:
+                        return None  # its patches act in its products
+                    # A LoRA widens it. ComfyUI puts the stored one back.
+                    self.weight = torch.nn.Parameter(weight.to(compute_dtype), requires_grad=False)
+                    return None
+                if not inplace_update:
+                    return super().set_weight(weight, return_weight=return_weight, **kwargs)
+                # By a hook.
+                if is_stored(self.weight) or isinstance(self.weight, HookedWeight):
+                    put_hooked(self, weight, kernel, kwargs.get("seed"))
+                else:
+                    self.weight.copy_(super().set_weight(weight, return_weight=True, **kwargs))
+
+            def state_dict(self, *args, destination=None, prefix="", **kwargs):
+                tensors = super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)
+                key = f"{prefix}{quant_config.MARK}"
+                if is_int8(self.weight):
+                    tensors[key] = mark_of(self.weight, quant_config.other_options(self.mark))
+                elif key in tensors and self.mark:  # what ComfyUI, too, does not know of it
+                    written = {} if is_grouped(self.weight) else quant_config.decode_mark(tensors[key])
+                    tensors[key] = quant_config.encoded({**self.mark, **written})
+                return tensors
+
+            def forward(self, input, *args, **kwargs):
+                form = form_of(self)
+                if form is None or not form.own:
+                    if input_scale(self) is None and _is_resident(self, input):
+                        run_every_op()
+                        return torch.nn.functional.linear(input, self.weight, self.bias)
+                    if layout_type(self) in HELD_LAYOUTS:  # ComfyUI's forward would put the input into blocks
+                        run_every_op()
+                        return self.forward_comfy_cast_weights(input)
+                    return super().forward(input, *args, **kwargs)
+                run_every_op()
+                if isinstance(input, QuantizedTensor):
+                    input = input.dequantize()
+                path = int8_path(input.device, kernel, self.out_features, self.in_features, form.native)
+                if path == BF16 or (input.requires_grad and torch.is_grad_enabled()):
+                    return self.forward_comfy_cast_weights(input)
+                return (fused_forward if path == FUSED else native_forward)(self, input)
+
+        class Embedding(base.Embedding):
+            def _load_from_state_dict(self, state_dict, prefix, *args):
+                table = state_dict.get(f"{prefix}weight")
+                if is_stored(table):
+                    state_dict[f"{prefix}weight"] = table.dequantize()
+                super()._load_from_state_dict(state_dict, prefix, *args)
+
+        LayerNorm = _uncast_where_resident(base.LayerNorm, torch.nn.LayerNorm.forward)
+        RMSNorm = _uncast_where_resident(base.RMSNorm, torch.nn.RMSNorm.forward)
+
+    return INT8Operations
+
+
+def _uncast_where_resident(own: Any, plain_forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> type:
+    """A class of norms like `own`, one of ComfyUI's, that computes as PyTorch's does where nothing is to be cast."""
+
+    class Norm(own):
+        def forward(self, input):
+            if not _is_resident(self, input):
+                return super().forward(input)
+            run_every_op()
+            return plain_forward(self, input)
+
+    return Norm
+
+
+def _is_resident(layer: Any, input: Any) -> bool:
+    """Whether a layer in floats can multiply as it is: ComfyUI's operations for quantized models cast each weight in
+    each call, which keeps a fast card waiting.
+    """
+    if torch.compiler.is_compiling() or weight_functions(layer) or bias_functions(layer):
+        return False
+    return type(input) is torch.Tensor and all(
+        held is None or (type(held) is torch.nn.Parameter and held.device == input.device and held.dtype == input.dtype)
+        for held in layer._parameters.values()
+    )

@@ -1,0 +1,138 @@
+"""What the parts of a MODEL compute with, counted and in one line for the user."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels import BF16, FUSED, NATIVE, WAYS, choose_path
+from ..blocks.fusion import Fusion, fusion_of, in_words
+from ..comfyui.attention import OVERRIDE, chosen_layers
+from ..comfyui.layers import CastWeightBiasOp, quantized_format
+from ..comfyui.patcher import ModelPatcher, object_patches, options_of
+from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, layout_of, params
+from ..layers.fused_forward import WeightForm, class_patch, weight_form
+from ..layers.layer_selection import linears, quantizable_linears
+from ..patching.attention import AS_COMFYUI, INT8, INT8Attention
+from .file_notes import unknown_choices_of
+
+_FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_FORMATS = {
+    "float8_e4m3fn": "FP8",
+    "float8_e5m2": "FP8",
+    "nvfp4": "NVFP4",
+    "mxfp8": "MXFP8",
+    NATIVE_FORMAT: "ComfyUI's INT8",
+    "asym_w4a8_int8": "ComfyUI's W4A8",
+    "w6a8_int8": "ComfyUI's W6A8",
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a MODEL runs.
+
+    Attributes:
+        linears: the number of its linears by what they compute with, the INT8 ones first.
+        attention: what its attention computes with.
+        int8: the number of its linears that compute in INT8 on this pack's kernel, or on its CPU reference.
+        native: the number of those that `auto` leaves to ComfyUI's own INT8.
+        blocks: its blocks that have a fused form; empty where none of its linears computes in INT8 so.
+    """
+
+    linears: dict[str, int]
+    attention: str
+    int8: int = 0
+    native: int = 0
+    blocks: Sequence[Fusion] = ()
+
+    def __str__(self) -> str:
+        (kind, count), *others = self.linears.items() or [("in this model", 0)]
+        parts = [f"{count} of {sum(self.linears.values())} linears {kind}"]
+        parts += [f"{count} {kind}" for kind, count in others]
+        return ", ".join([*parts, *([in_words(self.blocks)] if self.blocks else []), f"attention {self.attention}"])
+
+
+def summarize(model: ModelPatcher) -> Summary:
+    """What the linears of a MODEL hold now, and what they and its attention will compute with."""
+    attention = describe_attention(model)
+    modules, usual = linears(model), quantizable_linears(model).keys()
+    forms = {name: weight_form(module.weight, module) for name, module in modules.items()}
+    dequantized = {name for name, module in modules.items() if getattr(module, "dequantized", False)}
+    beside_int8 = bool(dequantized) or any(form is not None for form in forms.values())
+    kinds: Counter[tuple[int, str]] = Counter()
+    for name, module in modules.items():
+        if forms[name] is None and name in dequantized:
+            otherwise = 3, "instead of the file's INT8"
+        elif name not in usual:
+            otherwise = 6, "(small or sensitive)"
+        else:
+            otherwise = 5, "(protected)" if beside_int8 else ""
+        kinds[_kind(model, name, module, forms[name], otherwise)] += 1
+    int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
+    native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
+    counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}
+    return Summary(counts, attention, int8, native, fusion_of(model) if int8 else ())
+
+
+def floats_of(model: ModelPatcher) -> str:
+    """The name of the floats that a MODEL computes in."""
+    return _name(model.model.get_dtype_inference())
+
+
+def _kind(
+    model: ModelPatcher, name: str, module: CastWeightBiasOp, form: WeightForm | None, otherwise: tuple[int, str]
+) -> tuple[int, str]:
+    """What a linear computes with, in words, after its place in the line.
+
+    `form` is that of its weight. `otherwise` is the place of one in floats and why it is in them, if that is no path's.
+    """
+    weight = module.weight
+    kernel = getattr(object_patches(model).get(class_patch(name), type(module)), "int8_kernel", None)
+    path = None
+    if kernel is not None:  # else this pack has nothing to do with it
+        ways = WAYS if form is None else (FUSED, NATIVE) if form.native else (FUSED,)
+        path = choose_path(model.load_device, kernel, tuple(weight.shape), ways)
+    why = f" ({path.reason})" if path is not None and path.kind == BF16 else ""
+    if path is not None and form is not None and path.kind == FUSED:
+        bits = " with 16-bit activations" if form.activation_bits == 16 else ""
+        if form.kind is not None:
+            bits = f" from {form.kind.name(weight)}{bits}"
+        on_gpu = model.load_device.type == "cuda"
+        return _FUSED_RANK, f"fused INT8{bits}" if on_gpu else f"INT8{bits} in plain PyTorch (no GPU)"
+    if path is not None and form is not None and path.kind == NATIVE:
+        return _NATIVE_RANK, f"ComfyUI's INT8 ({path.reason})"
+    if form is not None and form.own:
+        return 2, f"INT8 in memory but computed in {_name(params(weight).orig_dtype)}{why}"
+    if isinstance(weight, QuantizedTensor):
+        held = quantized_format(module) or layout_of(weight)
+        return 4, f"{_FORMATS.get(held, held)} as in the file{'' if form is None else why}"
+    rank, because = otherwise
+    dtype = f"{_name(weight.dtype)} {because}".rstrip()
+    return rank, dtype if rank == 6 or because == "(protected)" else f"{dtype}{why}"
+
+
+def describe_attention(model: ModelPatcher) -> str:
+    """What a MODEL's attention computes with, in words for the user."""
+    override = options_of(model).get(OVERRIDE)
+    if override is not None and not isinstance(override, INT8Attention):
+        return "as another node set it"
+    parts = [AS_COMFYUI if override is None else f"{INT8} where it fits"]
+    chosen = chosen_layers(model)
+    if chosen.runs:
+        parts.append(f"{_layers(chosen.runs)} chosen by the file{' or a LoRA' if chosen.by_lora else ''}")
+    if chosen.cannot:
+        parts.append(f"the choice for {_layers(chosen.cannot)} cannot run here")
+    if unknown := unknown_choices_of(model):
+        parts.append(f"the file's choice for {_layers(len(unknown))} needs a newer ComfyUI")
+    return ", ".join(parts)
+
+
+def _layers(number: int) -> str:
+    return f"{number} layer{'s' if number > 1 else ''}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))

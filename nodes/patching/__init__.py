@@ -1,0 +1,1 @@
+"""What is changed of a loaded MODEL."""

@@ -1,0 +1,1 @@
+"""MODELs into files."""

@@ -1,0 +1,248 @@
+"""Saving a MODEL as a GGUF file: its linears in one block format, everything else in floats."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...kernels import GGUF_FORMATS, quantize_blocks
+from ..comfyui.architecture import architecture_names, architecture_settings
+from ..comfyui.attention import state_dict_of
+from ..comfyui.loading import tensors_of_file
+from ..comfyui.patcher import DIFFUSION_MODEL, BaseModel, ModelPatcher, is_patched, weight_below_patches
+from ..comfyui.quantized import QuantizedTensor, params, stored
+from ..files.attention_choices import CONFIG
+from ..files.holding.gguf_weight import is_gguf
+from ..files.workflow_entries import with_workflow
+from ..files.writing.gguf_writer import PendingGGUF, plain_type, write_gguf
+from ..files.writing.safetensors_writer import PendingTensor
+from ..host import notices
+from ..host.output_files import saved_line
+from ..host.work import Progress, make_room_to_quantize
+from ..layers.layer_selection import check_runs_as_stored, linears
+from ..loading.build import file_metadata
+from ..loading.file_notes import (
+    FOLDED,
+    RECIPE_KEY,
+    block_formats_of,
+    recipe_of,
+    unknown_choices_of,
+    warn_of_patches_on_folded,
+)
+from ..patching.patched_weights import patched_weight
+
+SAVED_TYPES = {"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_K_S", "Q4_K": "MOSTLY_Q4_K_S"}
+"""The block formats that a file can be saved in, and what llama.cpp calls such a file."""
+
+_OTHERWISE = "Q8_0"  # for rows that do not divide into the blocks of another format
+_MOST_ROUNDING = 2.0**-9  # what bf16 loses of a value at most
+
+_ARCHITECTURES = {
+    "SD15": "sd1",
+    "SDXL": "sdxl",
+    "SD3": "sd3",
+    "AuraFlow": "aura",
+    "Flux": "flux",
+    "LongCatImage": "flux",
+    "Chroma": "flux",
+    "HiDream": "hidream",
+    "CosmosT2V": "cosmos",
+    "CosmosT2IPredict2": "cosmos",
+    "Anima": "cosmos",
+    "LTXV": "ltxv",
+    "HunyuanVideo": "hyvid",
+    "WAN21_T2V": "wan",
+    "Lumina2": "lumina2",
+    "QwenImage": "qwen_image",
+    # It has no name of its own yet. ComfyUI-GGUF asks only whether it knows the name; ComfyUI looks at the tensors.
+    "Ideogram4": "lumina2",
+}
+"""ComfyUI's class of a model, or one that it derives from -> the architecture as ComfyUI-GGUF names it."""
+
+
+def save_gguf_model(
+    model: ModelPatcher, destination: str | Iterable[str], workflow: Mapping[str, str], type: str
+) -> str:
+    """Write a MODEL, its patches applied, as one GGUF file with plain module names, and return the file's path.
+
+    All linears are in the block format `type`, a key of SAVED_TYPES; where its blocks do not divide the rows, in Q8_0,
+    or else in F16. Other tensors are F16, or F32 where they have one dimension or F16 would not hold their values.
+    Blocks of that format that the MODEL holds already, and no patch changes, are written as they are.
+
+    `destination` is a new file's path, or several of which the first free one is taken. `workflow` is what the file's
+    metadata says of it.
+
+    Raises ValueError naming a tensor that cannot be read or written, or for something that is in no weight;
+    ImportError without the package gguf; `write_new_file`'s OSErrors; ComfyUI's interrupt exception on cancel. The file
+    is then not there.
+    """
+    check_runs_as_stored(model)
+    warn_of_patches_on_folded(model)
+    tensors = _tensors(model, type)
+    _warn_of_patches_on_rounded(model, type)
+    architecture = architecture_name(model.model)
+    about = file_metadata(model.model)
+    recipe = recipe_of(model)
+    if recipe.get(FOLDED):  # of which a loader warns; the rest of a recipe is about INT8
+        about[RECIPE_KEY] = json.dumps({FOLDED: True})
+    progress = Progress(len(tensors))
+    step = partial(progress.step, "saving tensor")
+    path = write_gguf(destination, tensors, architecture, SAVED_TYPES[type], with_workflow(about, workflow), step)
+    progress.finish(saved_line(path))
+    return path
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Let a ValueError say which tensor it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be saved as GGUF: {error}") from error
+
+
+def architecture_name(model: BaseModel) -> str:
+    """What `general.architecture` says of a model of ComfyUI's; warns where ComfyUI-GGUF has no name for it."""
+    names = architecture_names(model)
+    for kind in names:
+        if kind in _ARCHITECTURES:
+            return _ARCHITECTURES[kind]
+    name = str(architecture_settings(model).get("image_model") or names[0].lower())
+    notices.warn(
+        "gguf-architecture",
+        "ComfyUI-GGUF may refuse the file",
+        f"it has no name for models of this kind: the file's architecture is {name!r}. The INT8 DiT Loader reads it.",
+    )
+    return name
+
+
+class _Entry(PendingTensor):
+    """A tensor of the diffusion model under the name that it has in the MODEL, while it gets that of a file."""
+
+    def __init__(self, like: torch.Tensor, name: str) -> None:
+        super().__init__(like)
+        self.name = name
+
+
+def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
+    """What is to be written, by the name that it has in a file."""
+    layers = linears(model)
+    for name, layer in layers.items():
+        weight: Any = layer.weight
+        if not (isinstance(weight, QuantizedTensor) or weight.is_floating_point()):
+            raise ValueError(
+                f"{name}: its weight is stored as {weight.dtype}, in a format that cannot be read (perhaps by another "
+                "pack's GGUF loader); load the model with INT8 DiT Loader or ComfyUI's own"
+            )
+    device = model.load_device
+    make_room_to_quantize(device, max((layer.weight.numel() for layer in layers.values()), default=0))
+    found = {}
+    for name, value in (unknown_choices_of(model) | tensors_of_file(model.model, _entries(model))).items():
+        with _naming(name):
+            if isinstance(value, _Entry):
+                found[name] = _of_model(model, value, layers, type)
+            else:  # a part of the checkpoint beside the diffusion model, or a layer's choice of attention
+                value = value.view(torch.int8) if name.endswith(CONFIG) else value  # GGUF has no plain bytes
+                found[name] = _plain(lambda value=value: value, tuple(value.shape))
+    return found
+
+
+def _entries(model: ModelPatcher) -> dict[str, Any]:
+    """The diffusion model's tensors, each weight once: without the scales that quantized ones are stored with."""
+    diffusion_model = model.model.diffusion_model
+    parts = diffusion_model.named_modules()
+    quantized = {name for name, part in parts if isinstance(getattr(part, "weight", None), QuantizedTensor)}
+    return {
+        name: tensor if name.endswith(CONFIG) else _Entry(weight_below_patches(model, DIFFUSION_MODEL + name), name)
+        for name, tensor in state_dict_of(model).items()
+        if _is_whole(name, quantized)
+    }
+
+
+def _is_whole(key: str, quantized: set[str]) -> bool:
+    layer, _, part = key.rpartition(".")
+    return layer not in quantized or part in ("weight", "bias")
+
+
+def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], type: str) -> PendingGGUF:
+    key = DIFFUSION_MODEL + entry.name
+    layer, _, part = entry.name.rpartition(".")
+    shape = tuple(entry.shape)
+    if not (entry.dtype.is_floating_point or isinstance(weight_below_patches(model, key), QuantizedTensor)):
+        return _plain(lambda: weight_below_patches(model, key), shape)
+
+    def read() -> torch.Tensor:
+        return patched_weight(model, key, model.load_device)
+
+    fitting = _fitting(shape, type)
+    if part != "weight" or layer not in layers or not fitting:
+        return _plain(read, shape)
+    held = weight_below_patches(model, key)
+    if not is_patched(model, key) and is_gguf(held) and params(held).block_format == fitting[0]:
+        return PendingGGUF(shape, fitting[0], lambda: iter([stored(held)]))
+
+    def blocks() -> Iterator[torch.Tensor]:
+        with _naming(entry.name):
+            yield quantize_blocks(read(), fitting[0])
+
+    return PendingGGUF(shape, fitting[0], blocks)
+
+
+def _fitting(shape: tuple[int, ...], type: str) -> list[str]:
+    """The formats whose blocks divide the rows of a linear's weight, the best first."""
+    return [name for name in (type, _OTHERWISE) if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0]
+
+
+def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
+    """Warn, once, if a patch changes weights that may round back to the values that they had in another GGUF file."""
+    formats = block_formats_of(model)
+    for name, layer in linears(model).items():
+        before = formats.get(f"{name}.weight")
+        if before is None or not is_patched(model, f"{DIFFUSION_MODEL}{name}.weight"):
+            continue
+        if any(_rounds_back(before, after) for after in _fitting(tuple(layer.weight.shape), type)[:1]):
+            notices.warn(
+                "gguf-lora",
+                "Save GGUF may lose a LoRA",
+                f"the model's weights were rounded to {before} before, and in {type} small changes round back to the "
+                "same values.",
+                "Save as Q8_0, or load the 16-bit file and put the LoRA on that.",
+            )
+            return
+
+
+def _rounds_back(before: str, after: str) -> bool:
+    """Whether weights of one format that a LoRA changed a little may lose the change in another.
+
+    Q8_0, on either side, keeps 0.93 or more of what a LoRA of a hundredth of the weight's norm does, and so do weights
+    of Q6_K in coarser blocks. In Q4_K those of Q4_K keep 0.01 of it, and those of IQ4_NL 0.4.
+    """
+    return "Q8_0" not in (before, after) and (before != "Q6_K" or after == "Q6_K")
+
+
+def _plain(read: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> PendingGGUF:
+    value = read()
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
+    dtype = value.dtype if not value.is_floating_point() else torch.float16 if _fits_half(value) else torch.float32
+
+    def pieces() -> Iterator[torch.Tensor]:
+        yield read().to(dtype)
+
+    return PendingGGUF(shape, plain_type(dtype), pieces)
+
+
+def _fits_half(value: torch.Tensor) -> bool:
+    """Whether F16 holds a tensor: nothing becomes Inf, and what small values lose is no more than in bf16.
+
+    Tensors of one dimension, biases and norms, are F32 in every GGUF file.
+    """
+    if value.ndim < 2:
+        return False
+    value = value.float()
+    half = value.half().float()
+    norm = torch.linalg.vector_norm
+    return bool(torch.isfinite(half).all()) and bool(norm(half - value) <= _MOST_ROUNDING * norm(value))

@@ -1,0 +1,315 @@
+"""Norms, activations and gates in one pass: against their formulas in float64 and against the separate passes."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import ChannelTransform, Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
+from kernels.ops.fused_op import FUSED_OPS
+from kernels.ops.linear import quantize_activations
+from support.fused_op_cases import (
+    CASES,
+    Form,
+    activation_in_float64,
+    call_at,
+    norm_in_float64,
+    norm_rope_in_float64,
+)
+from support.tensors import DEVICE, random_float, relative_error, rotation_matrix
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# K, smoothing, rotation group
+TRANSFORMS = (
+    (1, False, None),
+    (77, False, None),
+    (301, True, None),
+    (96, False, 16),
+    (192, True, 64),
+    (512, True, 256),
+)
+
+
+def transform_of(channels, smooth, group):
+    return ChannelTransform(random_float(channels, seed=9).abs() + 0.3 if smooth else None, group)
+
+
+def in_real_arithmetic(values, transform):
+    """Smoothed and rotated in float64."""
+    if transform.smooth is not None:
+        values = values / transform.smooth.double()
+    if transform.rotation_group is None:
+        return values
+    groups = values.unflatten(-1, (-1, transform.rotation_group))
+    return (groups @ rotation_matrix(transform.rotation_group)).flatten(-2)
+
+
+def assert_quantized(result, exact, expected, activation_bits, rounding=2e-6):
+    """Within rounding of the exact values, and as the separate passes but for ties that fall aside."""
+    q, scale = result
+    exact = exact.flatten(0, -2)
+    channels = exact.shape[-1]
+    assert q.dtype == torch.int8 and scale.dtype == torch.float32 and scale.shape == q.shape[:1]
+    values, step = q[:, :channels].double(), 0.501 + 127 * rounding
+    if activation_bits == 16:
+        assert q.shape[1] == 2 * channels
+        values, step = values + q[:, channels:].double() / 254, 0.501 / 254 + 1e-4
+    torch.testing.assert_close(scale.double(), exact.abs().amax(-1) / 127, rtol=rounding, atol=1e-12)
+    assert ((values * scale[:, None] - exact).abs() <= step * scale[:, None] + 1e-7).all()
+    difference = (q[:, :channels].int() - expected[0][:, :channels].int()).abs()
+    assert difference.max() <= 1 and (difference > 0).sum() <= 1 + max(1e-3, 127 * rounding) * difference.numel()
+
+
+def transform_in(arguments):
+    return next(value for value in arguments if isinstance(value, ChannelTransform))
+
+
+@contextmanager
+def naming(form):
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{form}: {error}") from error
+
+
+def rounding_of(dtype, group, activation_bits):
+    """Relative: of what comes from 16-bit floats, and goes to 8 bits, the kernels rotate 16 bits."""
+    return 2.0**-15 if group and dtype != torch.float32 and activation_bits == 8 else 2e-6
+
+
+def modulation(batch, tokens, channels, dtype, seed):
+    """Two of the four parts of one tensor, as models chunk them."""
+    return random_float(batch, tokens, 4 * channels, seed=seed, dtype=dtype).chunk(4, dim=-1)[1:3]
+
+
+@pytest.mark.parametrize("channels, smooth, group", TRANSFORMS)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.op.rounds])
+def test_rounded_results(name, channels, smooth, group):
+    case, dtype = CASES[name], DTYPES[channels % 3]
+    for number, kind in enumerate(case.kinds):
+        bits = (8, 16)[(number + TRANSFORMS.index((channels, smooth, group))) % 2]  # each variant meets both
+        form = Form(kind, channels, group=group or 1, smooth=smooth, activation_bits=bits, dtype=dtype)
+        arguments = call_at(case, form, DEVICE)
+        (exact,) = case.exact(*arguments)
+        exact = in_real_arithmetic(exact, transform_in(arguments))
+        result, expected = case.op(*arguments), case.op.reference(*arguments)
+        with naming(form):
+            assert_quantized(result, exact, expected, bits, rounding_of(dtype, group, bits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.op.rounds])
+def test_results_in_floats(name, dtype):
+    case = CASES[name]
+    # the interpreter cuts bf16 off where a GPU rounds
+    unit = torch.finfo(dtype).eps * (1.01 if DEVICE == "cpu" else 0.51)
+    for kind in case.kinds:
+        form = Form(kind, 301, batch=3, tokens=2, heads=(5, 3), dtype=dtype)
+        arguments = call_at(case, form, DEVICE)
+        results = case.op(*arguments)
+        results = results if isinstance(results, tuple) else (results,)
+        with naming(form):
+            for result, exact in zip(results, case.exact(*arguments), strict=True):
+                assert result.dtype == dtype and result.shape == exact.shape and result.is_contiguous()
+                assert ((result.double() - exact).abs() <= unit * exact.abs() + 1e-5).all()
+
+
+def test_every_op_has_cases():
+    assert FUSED_OPS.keys() == CASES.keys()
+
+
+@pytest.mark.parametrize("batch, tokens", ((1, 1), (1, 3), (2, 1), (2, 3)))
+@pytest.mark.parametrize("given", ("scale", "shift", "both", "neither"))
+def test_modulations_of_every_shape(batch, tokens, given):
+    """One row for all, one a sample, one a token, one of each."""
+    x = random_float(2, 3, 40, seed=1, dtype=torch.bfloat16)
+    scale, shift = modulation(batch, tokens, 40, torch.float32, seed=2)
+    scale, shift = (scale if given in ("scale", "both") else None), (shift if given in ("shift", "both") else None)
+    norm = Norm("rms", 1e-5, random_float(40, seed=3), random_float(40, seed=4, dtype=torch.bfloat16))
+    result = norm_quantize(x, norm, scale, shift)
+    exact = norm_in_float64(x, norm)
+    exact = exact if scale is None else exact * (1 + scale.double())
+    exact = exact if shift is None else exact + shift.double()
+    assert_quantized(result, exact, norm_quantize.reference(x, norm, scale, shift, ChannelTransform(), 8), 8)
+
+    residual, gate = random_float(2, 3, 40, seed=5), modulation(batch, tokens, 40, torch.bfloat16, seed=6)[0]
+    exact = residual.double() + gate.double() * norm_in_float64(x, norm)
+    torch.testing.assert_close(gated_residual(residual, x, gate, norm).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_strided_tokens_of_a_norm():
+    """Token slices of a joint sequence, and channels that do not lie side by side."""
+    joint = random_float(2, 9, 64, seed=1)
+    for x in (joint[:, 2:4], joint[:, ::4], joint[1, :3], joint.transpose(0, 1)[:2], random_float(2, 64, 2).mT):
+        norm = Norm("rms", 1e-6)
+        result, expected = norm_quantize(x, norm), norm_quantize(x.contiguous(), norm)
+        assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
+        result = gated_residual(x, x, None, norm)
+        assert (
+            torch.equal(result, gated_residual(x.contiguous(), x.contiguous(), None, norm)) and result.is_contiguous()
+        )
+
+
+@pytest.mark.parametrize(
+    "first, channels, group, leading",
+    ((1, 7, None, (3,)), (64, 128, 64, (2, 2)), (100, 156, 256, (2, 1, 2)), (1025, 3, None, (2, 2))),
+)
+@pytest.mark.parametrize("with_up", (False, True))
+def test_two_parts_side_by_side(first, channels, group, leading, with_up):
+    wide = random_float(*leading, first + 2 * channels, seed=channels, dtype=torch.bfloat16) * 3
+    beside, gate, up = wide.split((first, channels, channels), dim=-1)
+    up = up if with_up else None
+    transform = ChannelTransform(None, group)
+    result = activate_quantize(gate, "gelu_tanh", up, beside, transform)
+    exact = activation_in_float64(gate, "gelu_tanh")
+    exact = exact if up is None else exact * up.double()
+    exact = in_real_arithmetic(torch.cat([beside.double(), exact], dim=-1), transform)
+    expected = activate_quantize.reference(gate, "gelu_tanh", up, beside, transform, 8)
+    assert_quantized(result, exact, expected, 8, rounding_of(gate.dtype, group, 8))
+
+
+@pytest.mark.parametrize("activation", ("silu", "gelu_tanh", "gelu"))
+def test_activations_far_from_zero(activation):
+    x = torch.tensor([[-3e38, -1e4, -90.0, -20.0, -1e-30, 0.0, 1e-30, 9.0, 90.0, 1e4]], device=DEVICE)
+    q, scale = activate_quantize(x, activation)
+    assert q.tolist() == [[0, 0, 0, 0, 0, 0, 0, 0, 1, 127]]
+    torch.testing.assert_close(scale, torch.full_like(scale, 1e4 / 127))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels, smooth, group", ((77, False, None), (301, True, None), (512, True, 256)))
+@pytest.mark.parametrize("activation_bits", (8, 16))
+def test_no_further_from_the_truth_than_separate_passes(dtype, channels, smooth, group, activation_bits):
+    x, up = (random_float(1, 3, channels, seed=seed, dtype=dtype) * 2 for seed in (1, 2))
+    transform = transform_of(channels, smooth, group)
+    scale, shift = modulation(1, 1, channels, dtype, seed=3)
+    norm = Norm("rms", 1e-6, random_float(channels, seed=4, dtype=dtype))
+
+    def error(result, exact):
+        q, step = result[0].double(), result[1].double()[:, None]
+        values = q[:, :channels] + (q[:, channels:] / 254 if activation_bits == 16 else 0)
+        return relative_error(values * step, in_real_arithmetic(exact, transform).flatten(0, -2))
+
+    def separate(values):
+        return quantize_activations(values.flatten(0, -2), transform, activation_bits)
+
+    fused = norm_quantize(x, norm, scale, shift, transform, activation_bits)
+    unfused = separate(F.rms_norm(x, (channels,), norm.weight, 1e-6) * (1 + scale) + shift)
+    exact = norm_in_float64(x, norm) * (1 + scale.double()) + shift.double()
+    assert error(fused, exact) <= 1.02 * error(unfused, exact)
+
+    fused = activate_quantize(x, "silu", up, None, transform, activation_bits)
+    exact = activation_in_float64(x, "silu") * up.double()
+    assert error(fused, exact) <= 1.02 * error(separate(F.silu(x) * up), exact)
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), float("-inf")))
+@pytest.mark.parametrize("group", (None, 64))
+@pytest.mark.parametrize("activation_bits", (8, 16))
+def test_a_broken_row_stays_one_row(bad, group, activation_bits):
+    x = random_float(2, 2, 192, seed=1)
+    whole = x.clone()
+    x[1, 0, 100] = bad
+    transform, rows = ChannelTransform(None, group), [0, 1, 3]
+    for kind in ("rms", "layer"):
+        q, scale = norm_quantize(x, Norm(kind, 1e-6), transform=transform, activation_bits=activation_bits)
+        expected = norm_quantize(whole, Norm(kind, 1e-6), transform=transform, activation_bits=activation_bits)
+        assert scale[2].isnan() and not q[2].any()
+        assert torch.equal(q[rows], expected[0][rows]) and torch.equal(scale[rows], expected[1][rows])
+    q, scale = activate_quantize(x.abs(), "silu", None, x, transform, activation_bits)
+    assert scale[2].isnan() and not q[2].any() and scale[rows].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", ((0, 5, 64), (2, 0, 64)))
+def test_no_tokens(shape):
+    x = torch.empty(shape, device=DEVICE)
+    for q, scale in (norm_quantize(x, Norm("rms", 1e-6), activation_bits=16), activate_quantize(x, "gelu", None, x)):
+        assert q.shape == (0, 128) and q.dtype == torch.int8 and scale.shape == (0,)
+    assert gated_residual(x, x).shape == shape
+
+
+def test_rows_longer_than_registers():
+    x, norm = random_float(1, 2, 33000, seed=1, dtype=torch.bfloat16), Norm("rms", 1e-6)
+    result, expected = norm_quantize(x, norm), norm_quantize.reference(x, norm, None, None, ChannelTransform(), 8)
+    assert_quantized(result, norm_in_float64(x, norm), expected, 8)
+    assert torch.equal(gated_residual(x, x, None, norm), gated_residual.reference(x, x, None, norm, False))
+
+
+@pytest.mark.parametrize("pairs", ("neighbours", "halves"))
+@pytest.mark.parametrize("heads, kv_heads, width", ((1, 1, 2), (5, 3, 8), (2, 2, 24)))
+@pytest.mark.parametrize("over", (None, "head", "head without weight", "all heads"))
+def test_norm_rope_into_slices(pairs, heads, kv_heads, width, over):
+    """Of a joint sequence of another dtype."""
+    dtype = DTYPES[width % 3]
+    qkv = random_float(2, 3, heads + 2 * kv_heads, width, seed=width, dtype=dtype)
+    q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=2)
+    norms = [None, None]
+    if over is not None:
+        sizes = [width * (count if over == "all heads" else 1) for count in (heads, kv_heads)]
+        weights = [None if "without" in over else random_float(size, seed=size, dtype=dtype) for size in sizes]
+        norms = [Norm("rms", eps, weight) for eps, weight in zip((1e-6, 0.1), weights, strict=True)]
+    freqs = random_float(1, 3, 1, width // 2, 2, 2, seed=3)
+    exact = norm_rope_in_float64(q, k, *norms, freqs, pairs)
+    joint = random_float(2, heads + kv_heads, 9, width, seed=4).transpose(1, 2)
+    before = joint.clone()
+    out = (joint[:, 4:7, :heads], joint[:, 4:7, heads:])
+    norm_rope(q, k, *norms, freqs, pairs, out)
+    for result, wanted in zip(out, exact, strict=True):
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
+    untouched = [0, 1, 2, 3, 7, 8]
+    assert torch.equal(joint[:, untouched], before[:, untouched])
+    for result, wanted in zip(out, norm_rope.reference(q, k, *norms, freqs, pairs, None), strict=True):
+        torch.testing.assert_close(result.to(dtype), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+def test_norms_of_one_side_and_in_place():
+    q, k, freqs = random_float(1, 2, 3, 4, seed=1), random_float(1, 2, 3, 4, seed=2), random_float(2, 2, 2, 2, seed=3)
+    expected = norm_rope.reference(q, k, RMS, None, freqs, "halves", None)
+    result = norm_rope(q, k, RMS, None, freqs, "halves", (q, k))
+    assert result[0] is q and result[1] is k
+    for one, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+X = torch.zeros(2, 3, 8, device=DEVICE)
+Q, FREQS = torch.zeros(2, 3, 2, 4, device=DEVICE), torch.zeros(3, 2, 2, 2, device=DEVICE)
+RMS = Norm("rms", 1e-6)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    (
+        (lambda: norm_quantize(X.double(), RMS), "x must be bfloat16, float16 or float32"),
+        (lambda: norm_quantize(X, RMS, X[:, 0]), r"scale must have shape \(1 or 2, 1 or 3, 8\) to match x"),
+        (lambda: norm_quantize(X, RMS, None, X[..., :4]), "shift must have shape"),
+        (
+            lambda: norm_quantize(X, Norm("rms", 1e-6, torch.ones(4, device=DEVICE))),
+            "the norm's weight must have shape",
+        ),
+        (lambda: norm_quantize(X, Norm("batch", 1e-6)), "a norm's kind must be rms or layer"),
+        (lambda: norm_quantize(X, RMS, transform=ChannelTransform(None, 16)), "does not divide K = 8"),
+        (lambda: norm_quantize(X, RMS, activation_bits=4), "activation_bits must be 8 or 16"),
+        (lambda: activate_quantize(X, "relu"), "activation must be one of"),
+        (lambda: activate_quantize(X, "silu", X[..., :4]), "up must have the rows of gate"),
+        (lambda: activate_quantize(X, "silu", None, X[:1]), "beside must have the rows of gate"),
+        (lambda: gated_residual(X, X[:1]), "x must have the residual's shape"),
+        (lambda: gated_residual(X, X, X[0]), "gate must have shape"),
+        (lambda: norm_rope(Q, Q[:1], None, None, FREQS, "halves"), "q and k must be"),
+        (lambda: norm_rope(Q, Q, None, None, FREQS, "thirds"), "pairs must be neighbours or halves"),
+        (lambda: norm_rope(Q, Q, None, None, FREQS[:2], "halves"), "freqs must be floating point"),
+        (lambda: norm_rope(Q, Q, Norm("layer", 1e-6), None, FREQS, "halves"), "the norm of q must be an rms norm"),
+        (lambda: norm_rope(Q, Q, None, None, FREQS, "halves", (Q, Q[:1])), "the output of k must have shape"),
+        (lambda: norm_quantize(X.clone().requires_grad_(), RMS), "no gradient"),
+    ),
+)
+def test_bad_arguments_are_refused(call, message):
+    for _ in range(2):  # a refused call is not remembered as a good one
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+            call()
+
+
+def test_a_gradient_passes_the_residual():
+    x, gate = random_float(2, 3, 8, seed=1).requires_grad_(), random_float(2, 1, 8, seed=2)
+    gated_residual(x, x, gate, RMS).sum().backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0
