@@ -127,7 +127,7 @@ def table(kills: dict[CodeMutant, Kill | None], tier: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="those whose description has any of these")
     parser.add_argument("--tier", choices=(DEFAULT, "all"), default="all", help="the last tier to ask")
     parser.add_argument("--quick", action="store_true", help="no tests but those that should notice")
