@@ -30,11 +30,11 @@ def weight_of(kind):
             tensor for key, tensor in safetensors.load_file(MODEL).items() if key.endswith("0.x_block.mlp.fc2.weight")
         )
         return weight.float().to(DEVICE)
-    normal = random_float(256, 4608, seed=3)
+    normal = random_float(64, 4608, seed=3)
     if kind == "uniform":
         return torch.erf(normal / 2**0.5)
     if kind.startswith("Student"):
-        return normal / (sum(random_float(256, 4608, seed=seed).square() for seed in range(4, 8)) / 4).sqrt()
+        return normal / (sum(random_float(64, 4608, seed=seed).square() for seed in range(4, 8)) / 4).sqrt()
     return normal * (0.001 if "0.001" in kind else 1)
 
 

@@ -8,6 +8,7 @@ import torch
 from kernels.reference.grouped_codes import GroupedCodes
 from kernels.reference.low_rank import Addition, LowRank
 from kernels.weights.grouped import expand_codes
+from support.covering import covering
 from support.tensors import DEVICE, random_float
 
 # Rows, K, group and bits: fewer and more quads than a program of the kernels takes, rows that end inside of one.
@@ -99,10 +100,10 @@ def integers(rows, rank, channels, dtype, seed=0):
     return LowRank(up.to(DEVICE, dtype), down.to(DEVICE, dtype))
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-@pytest.mark.parametrize("rows, channels, group, bits, codebook", CASES)
-def test_a_low_rank_is_added_before_rounding(path, rows, channels, group, bits, codebook, dtype):
+@pytest.mark.parametrize("case, dtype", covering(CASES, (torch.bfloat16, torch.float16, torch.float32)))
+def test_a_low_rank_is_added_before_rounding(path, case, dtype):
     """Of ranks below and above what a step of the product takes; scales are powers of two, so that nothing rounds."""
+    rows, channels, group, bits, codebook = case
     weight = random_codes(rows, channels, group, bits, codebook, seed=1)
     scale = 2.0 ** torch.arange(-rows, 0, device=DEVICE).clamp(min=-6)
     for rank in (1, 40):

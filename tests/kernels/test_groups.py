@@ -222,8 +222,7 @@ def test_no_member_of_a_group_loses_by_the_search(method, seed):
     torch.testing.assert_close(given["a"].transform.smooth, expected.cpu(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("alphas", ([0.5], [0.5, 0.6]))
-@pytest.mark.parametrize("names", ("a", "ab"))
+@pytest.mark.parametrize("names, alphas", (("ab", [0.5]), ("a", [0.5, 0.6])))
 def test_least_error_scales_are_used_where_they_are_asked_for(names, alphas):
     x = outlier_inputs(channels=4096)
     weights = {name: random_float(48, 4096, seed=ord(name)) for name in names}

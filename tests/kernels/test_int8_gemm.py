@@ -1,5 +1,7 @@
 """The fused GEMM and the INT8 linear, on the GPU or under Triton's interpreter, against PyTorch and float64."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -105,10 +107,16 @@ def test_epilogue_against_float64(out_dtype, with_bias, scale_shape):
     assert ((out.double() - expected).abs() <= tolerance).all()
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-@pytest.mark.parametrize("with_bias", (False, True))
-@pytest.mark.parametrize("with_smooth", (False, True))
-@pytest.mark.parametrize("group", (None, 16, 64))
+# Each value meets each of the other parameters.
+LINEARS = [
+    (dtype, bool(number % 2), bool(number // 2 % 2), group)
+    for number, (dtype, group) in enumerate(
+        itertools.product((torch.bfloat16, torch.float16, torch.float32), (None, 16, 64))
+    )
+]
+
+
+@pytest.mark.parametrize("dtype, with_bias, with_smooth, group", LINEARS)
 def test_linear_against_float64(dtype, with_bias, with_smooth, group):
     """Smoothing and rotation cancel out: the product is that of x and w up to the two INT8 roundings."""
     tokens, n, k = 37, 50, 192

@@ -1,6 +1,7 @@
 """The registered operators: what PyTorch's own checks, torch.compile and CUDA graphs make of them."""
 
 import importlib.util
+import itertools
 import shutil
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ import kernels.weights.grouped
 from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
 from kernels.ops.linear import int8_gemm, quantize_activations
 from support import inductor_kernels
+from support.covering import covering
 from support.fused_op_cases import Form, calls
 from support.tensors import DEVICE, random_float, random_int8
 
@@ -39,32 +41,36 @@ def interpreted(monkeypatch, quick):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-@pytest.mark.parametrize("rows", (0, 1, 5))
-@pytest.mark.parametrize("bits", (8, 16))
-@pytest.mark.parametrize("with_smooth, group", ((False, None), (True, None), (False, 16), (True, 64)))
-def test_opcheck_of_the_quantization(dtype, rows, bits, with_smooth, group):
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+TRANSFORMS = ((False, None), (True, None), (False, 16), (True, 64))
+
+
+@pytest.mark.parametrize("form, rows", covering(list(itertools.product(TRANSFORMS, (8, 16), FLOATS)), (0, 1, 2, 5, 7)))
+def test_opcheck_of_the_quantization(form, rows):
+    (with_smooth, group), bits, dtype = form
     smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
     arguments = (random_float(rows, 64, dtype=dtype), smooth, group, bits)
     torch.library.opcheck(OPERATORS.quantize_activations.default, arguments)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-@pytest.mark.parametrize("tokens", (0, 1, 5))
-def test_opcheck_of_the_fused_ops(dtype, tokens):
+@pytest.mark.parametrize("tokens, dtype", covering((0, 1, 5), (torch.bfloat16, torch.float32)))
+def test_opcheck_of_the_fused_ops(tokens, dtype):
     form = Form("", 64, tokens=tokens, heads=(4, 1), dtype=dtype)
     rotated = replace(form, group=16, smooth=True)
     for case, _, arguments in calls(DEVICE, form, rotated, replace(form, activation_bits=16)):
         torch.library.opcheck(case.op.operator, tuple(case.op.flat(arguments)))
 
 
-@pytest.mark.parametrize("out_dtype", (torch.bfloat16, torch.float16, torch.float32))
-@pytest.mark.parametrize("bias_dtype", (None, torch.bfloat16, torch.float32))
-@pytest.mark.parametrize("passes", (1, 2))
+# Five shapes and 18 forms: in turn each form meets another shape.
 @pytest.mark.parametrize(
-    "rows, channels, scale_shape", ((5, 16, (8,)), (5, 16, (8, 1)), (1, 16, ()), (0, 16, (8,)), (5, 0, (8,)))
+    "shape, form",
+    covering(
+        ((5, 16, (8,)), (5, 16, (8, 1)), (1, 16, ()), (0, 16, (8,)), (5, 0, (8,))),
+        list(itertools.product(FLOATS, (None, torch.bfloat16, torch.float32), (1, 2))),
+    ),
 )
-def test_opcheck_of_the_gemm(out_dtype, bias_dtype, rows, channels, scale_shape, passes):
+def test_opcheck_of_the_gemm(shape, form):
+    (rows, channels, scale_shape), (out_dtype, bias_dtype, passes) = shape, form
     bias = None if bias_dtype is None else random_float(8, seed=3, dtype=bias_dtype)
     weight_scale = torch.full(scale_shape, 0.01, device=DEVICE)
     operands = random_int8(rows, passes * channels), torch.ones(rows, device=DEVICE), random_int8(8, channels, seed=1)
@@ -119,12 +125,21 @@ def test_blocks_in_a_compiled_graph():
     assert torch.equal(compiled(), decoded) and decoded.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("leading", ((), (5,), (2, 3), (2, 0)))
-@pytest.mark.parametrize("dtype, out_dtype", ((torch.bfloat16, None), (torch.float32, torch.float16)))
-@pytest.mark.parametrize("options", ((False, False, None), (True, True, 16)))
-@pytest.mark.parametrize("bits", (8, 16))
-def test_opcheck_of_the_linear(leading, dtype, out_dtype, options, bits):
-    with_bias, with_smooth, group = options
+@pytest.mark.parametrize(
+    "form, leading",
+    covering(
+        list(
+            itertools.product(
+                ((torch.bfloat16, None), (torch.float32, torch.float16)),
+                ((False, False, None), (True, True, 16)),
+                (8, 16),
+            )
+        ),
+        ((), (5,), (2, 3), (2, 0), (7,)),
+    ),
+)
+def test_opcheck_of_the_linear(form, leading):
+    (dtype, out_dtype), (with_bias, with_smooth, group), bits = form
     smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
     bias = random_float(8, seed=3) if with_bias else None
     weight, scale = quantize_weight(random_float(8, 64, seed=2), ChannelTransform(smooth, group))

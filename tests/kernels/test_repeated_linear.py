@@ -8,6 +8,7 @@ from kernels import ChannelTransform, RepeatedLinear, quantize_weight
 from kernels.ops import repeated_linear as module
 from kernels.ops.linear import int8_linear, quantize_activations
 from kernels.triton_kernels import launching
+from support.covering import covering
 from support.tensors import DEVICE, random_float
 
 
@@ -62,8 +63,7 @@ FORMS = (
 )
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("shape", ((5,), (2, 3), (1, 1, 4)))
+@pytest.mark.parametrize("form, shape", covering(FORMS, ((5,), (2, 3), (1, 1, 4))), ids=str)
 def test_the_same_bits_again_and_again(checked, form, shape):
     layer = Layer(**form)
     for call in range(3):
