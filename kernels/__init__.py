@@ -1,6 +1,6 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
-from .card.auto_choice import BF16, FUSED, NATIVE, WAYS, Verdict, stored_verdict
+from .card.auto_choice import BF16, FUSED, NATIVE, WAYS, AutoChoice, stored_auto_choice
 from .card.device import KERNEL_CHOICES, choose_path, decide_by, int8_path, native_computes, runs_fused
 from .card.triton_release import triton_requirement
 from .checks import FLOAT_DTYPES
@@ -8,7 +8,7 @@ from .gguf.formats import GGUF_FORMATS
 from .internals.assumptions import missing
 from .internals.torch_functions import all_modules_hooked
 from .interruption import interruptible
-from .numerics.candidates import ALPHAS, METHODS, TransformPlan, candidates
+from .numerics.candidates import ALPHAS, METHODS, TransformPlan, transform_candidates
 from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_group
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
@@ -23,7 +23,7 @@ from .reference.int8_weights import quantize_weight
 from .reference.linear import Quantized
 from .reference.low_rank import Addition, LowRank
 from .reference.transform import UNCHANGED, ChannelTransform
-from .weights.gguf import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
+from .weights.gguf import dequantize_gguf, expand_gguf, gguf_channel_scales, quantize_gguf
 from .weights.grouped import expand_codes
 from .weights.int8 import dequantize_weight, requantize_weight
 
@@ -42,6 +42,7 @@ __all__ = [
     "WAYS",
     "ActivationStatistics",
     "Addition",
+    "AutoChoice",
     "ChannelTransform",
     "GroupedCodes",
     "LowRank",
@@ -51,21 +52,19 @@ __all__ = [
     "QuantizedLinear",
     "RepeatedLinear",
     "TransformPlan",
-    "Verdict",
     "activate_quantize",
     "all_modules_hooked",
-    "candidates",
-    "channel_scales",
     "check_alpha",
     "choose_path",
     "decide_by",
-    "dequantize_blocks",
+    "dequantize_gguf",
     "dequantize_weight",
     "divide_modulation_scale",
     "divide_rows",
-    "expand_blocks",
     "expand_codes",
+    "expand_gguf",
     "gated_residual",
+    "gguf_channel_scales",
     "int8_gemm",
     "int8_linear",
     "int8_path",
@@ -76,11 +75,12 @@ __all__ = [
     "native_computes",
     "norm_quantize",
     "norm_rope",
-    "quantize_blocks",
+    "quantize_gguf",
     "quantize_group",
     "quantize_weight",
     "requantize_weight",
     "runs_fused",
-    "stored_verdict",
+    "stored_auto_choice",
+    "transform_candidates",
     "triton_requirement",
 ]

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from .host.work import Progress
 from .images.comparison_table import comparison_table
-from .images.fidelity import compare, difference, paired_images
+from .images.fidelity import compare_images, difference, paired_images
 
 
 class CompareImagesINT8DiT(io.ComfyNode):
@@ -64,7 +64,7 @@ class CompareImagesINT8DiT(io.ComfyNode):
             pictures = [batch.new_empty(batch.shape) for batch in batches[name]]
             places = [place for batch in pictures for place in batch]
             for expected, shown, place in zip(references, images, places, strict=True):
-                results[name].append(compare(expected, shown, name))
+                results[name].append(compare_images(expected, shown, name))
                 place.copy_(difference(expected, shown, amplification[0]))
                 progress.step()
             differences += pictures

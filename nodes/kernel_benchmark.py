@@ -4,7 +4,7 @@ import time
 
 from comfy_api.latest import io
 
-from ..kernels.benchmark import TICKS, shown
+from ..kernels.benchmark import TICKS, shown_methods
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json, text_of
 from .comfyui.memory import default_device
 from .pictures.benchmark_plot import plot
@@ -77,6 +77,6 @@ class INT8KernelBenchmark(io.ComfyNode):
         ticked = [tick for tick in TICKS if ticks.get(tick, True)]
         outcome = run(model, tokens, ticked, positive, latent_image, auto_decided)
         file = save_json(outcome)
-        sections = outcome.sections(shown(ticked), file)
+        sections = outcome.sections(shown_methods(ticked), file)
         picture = plot(outcome.report.shapes, sections[0]["title"])
         return io.NodeOutput(picture, text_of(sections), ui={"int8_benchmark": sections})

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..kernels import METHODS, ROUNDINGS, Protection
 from .calibration.run import calibrate
 from .host import notices
-from .host.badges import Badge, shown
+from .host.badges import Badge, badges_output
 from .host.decision import decision_stamp
 from .host.work import Progress
 from .loading.summary import summarize
@@ -289,7 +289,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             settings = replace(settings, protected_in=BF16, rounding="nearest")
         quantized, report = quantize_model(model, settings, kernel, calibration, progress)
         progress.finish(f"{len(report.layers)} layers quantized")
-        badges = shown(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
+        badges = badges_output(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
         ui = badges | {"int8_quantization_report": [asdict(chart_of(report))]}
         return io.NodeOutput(quantized, plot(report), report.markdown(), calibration, ui=ui)
 

@@ -5,9 +5,9 @@ import logging
 import torch
 from comfy_api.latest import io
 
-from ..kernels import KERNEL_CHOICES, choose_path, stored_verdict
+from ..kernels import KERNEL_CHOICES, choose_path, stored_auto_choice
 from .comfyui.patcher import ModelPatcher
-from .host.badges import Badge, shown
+from .host.badges import Badge, badges_output
 from .loading.summary import Summary, floats_of, summarize
 from .patching.attention import AS_COMFYUI, ATTENTION_CHOICES
 
@@ -62,7 +62,7 @@ def shown_model(model: ModelPatcher, kernel: str, otherwise: str | None = None) 
     """A MODEL, what of it runs where in words, and the same words on the node. For the others see `runs_where`."""
     summary = summarize(model)
     logger.info("INT8 DiT: %s", summary)
-    return io.NodeOutput(model, str(summary), ui=shown(runs_where(model, summary, kernel, otherwise)))
+    return io.NodeOutput(model, str(summary), ui=badges_output(runs_where(model, summary, kernel, otherwise)))
 
 
 def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: str | None = None) -> Badge:
@@ -82,7 +82,7 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
     if summary.native:
         return Badge("good", f"ComfyUI's INT8, faster here: {summary.native} of {total}", str(summary))
     otherwise = otherwise or floats_of(model)
-    if kernel == "auto" and on_gpu and stored_verdict(model.load_device) is not None:
+    if kernel == "auto" and on_gpu and stored_auto_choice(model.load_device) is not None:
         return Badge("good", f"{otherwise}: faster here", str(summary))
     if not choose_path(model.load_device, kernel).fallback:
         return Badge("note", f"{otherwise}, as chosen" if kernel == "bf16" else f"no INT8: 0 of {total}", str(summary))

@@ -8,24 +8,24 @@ from .forward import (
     Calls,
     ForwardSplit,
     Product,
+    auto_choice_sentence,
     deployment_table,
     forward_table,
     times_by_way,
     totals_by_shape,
-    verdict_sentence,
 )
 from .health import Health, examine, examine_again
-from .methods import BF16, METHODS, NATIVE, TICKS, shown
+from .methods import BENCHMARK_METHODS, BF16, COMFYUI_INT8, TICKS, shown_methods
 from .report import Report, ShapeResult, markdown, method_table, notes
 from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
 from .shapes import IDEOGRAM4_SHAPES, LinearShape
 
 __all__ = [
+    "BENCHMARK_METHODS",
     "BF16",
+    "COMFYUI_INT8",
     "IDEOGRAM4_SHAPES",
-    "METHODS",
     "METHOD_OF_WAY",
-    "NATIVE",
     "TICKS",
     "BlockCalls",
     "Calls",
@@ -36,6 +36,7 @@ __all__ = [
     "Report",
     "ShapeResult",
     "Stopwatch",
+    "auto_choice_sentence",
     "benchmark_shape",
     "deployment_table",
     "describe_machine",
@@ -48,10 +49,9 @@ __all__ = [
     "method_table",
     "native_backend",
     "notes",
-    "shown",
+    "shown_methods",
     "times_by_way",
     "title",
     "totals_by_shape",
-    "verdict_sentence",
     "working_memory",
 ]

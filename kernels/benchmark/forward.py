@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..card.auto_choice import BF16, FUSED, NATIVE, Shape, fastest
-from .methods import NATIVE as NATIVE_METHOD
+from .methods import COMFYUI_INT8 as NATIVE_METHOD
 from .report import ShapeResult, same_within_noise
 from .shapes import LinearShape
 
@@ -166,7 +166,7 @@ def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[
     return ["", "ms", "share"], rows
 
 
-def verdict_sentence(split: ForwardSplit, results: Sequence[ShapeResult]) -> str:
+def auto_choice_sentence(split: ForwardSplit, results: Sequence[ShapeResult]) -> str:
     """What the fused kernel makes of an image of this model, in words."""
     if split.waits_for_python:
         return (

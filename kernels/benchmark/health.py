@@ -121,7 +121,7 @@ def examine(device: torch.device, check: Callable[[], None] = lambda: None) -> H
 
 
 def examine_again(before: Health, device: torch.device) -> Health:
-    """The verdict at the end of a run: what was wrong before, and whether the card became another one meanwhile."""
+    """What counts at the end of a run: what was wrong before, and whether the card became another one meanwhile."""
     if before.teraflops is None:
         return before
     rates = bf16_teraflops(device)

@@ -1,6 +1,6 @@
 """The rows of the benchmark: a table of the ways to compute a linear, this pack's and those of others.
 
-A new row is a new entry of METHODS, and what it computes in systems.py. `tests/studies/linears.py` has more.
+A new row is a new entry of BENCHMARK_METHODS, and what it computes in systems.py. `tests/studies/linears.py` has more.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,7 +11,7 @@ import torch
 
 from ..card.auto_choice import BF16, FUSED
 from . import systems
-from .operands import Call, Operands, Prepare, WeightForm
+from .operands import Operands, Prepare, PreparedCall, WeightForm
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Method:
     color: str | None = None
     tip: str = ""
 
-    def call(self, operands: Operands) -> Call:
+    def call(self, operands: Operands) -> PreparedCall:
         """The call that is timed. Raises Unavailable where this machine or this shape does not have it."""
         self.require(operands.device)
         return self.prepare(operands, *operands.weights(self.form))
 
 
 FP16_SUMS = "fp16, fp16 sums"
-NATIVE = "ComfyUI's INT8"
+COMFYUI_INT8 = "ComfyUI's INT8"
 UNFUSED = "unfused _int_mm"
 
-METHODS = (
+BENCHMARK_METHODS = (
     Method(BF16, systems.FLOAT, systems.bf16, color="#7f8c9b"),
     Method(
         FP16_SUMS,
@@ -111,7 +111,7 @@ METHODS = (
         tip="GGUF's Q4_K, dequantized to bf16 in each call by PyTorch operations, as GGUF loaders do.",
     ),
     Method(
-        NATIVE,
+        COMFYUI_INT8,
         systems.PLAIN,
         systems.native,
         systems.require_native,
@@ -154,15 +154,15 @@ METHODS = (
 )
 """In the order of the columns."""
 
-TICKS = {method.tick: method.tip for method in METHODS if method.tip}
+TICKS = {method.tick: method.tip for method in BENCHMARK_METHODS if method.tip}
 """The node's switches, and what each stands for."""
 
 
-def shown(ticked: Collection[str]) -> tuple[Method, ...]:
+def shown_methods(ticked: Collection[str]) -> tuple[Method, ...]:
     """What the node times: what it always does, and what is ticked."""
-    return tuple(method for method in METHODS if method.tick in ("", *ticked))
+    return tuple(method for method in BENCHMARK_METHODS if method.tick in ("", *ticked))
 
 
-def bytes_per_copy(methods: Sequence[Method] = METHODS) -> float:
+def bytes_per_copy(methods: Sequence[Method] = BENCHMARK_METHODS) -> float:
     """Bytes per weight of one copy in each form that the methods hold."""
     return sum(form.bytes_per_weight for form in {method.form for method in methods})

@@ -44,10 +44,10 @@ class Operands:
         return self._copies_of_forms[form]
 
 
-Call = Callable[[int], torch.Tensor]
+PreparedCall = Callable[[int], torch.Tensor]
 """One call of a method with the copy of the weight at this index: [M, N] in bf16 or fp16."""
 
-Prepare = Callable[[Operands, list[torch.Tensor], torch.Tensor], Call]
+Prepare = Callable[[Operands, list[torch.Tensor], torch.Tensor], PreparedCall]
 """(operands, copies of the weight in the method's form, their scale) -> the call that is timed."""
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..interruption import interruptible
-from .methods import METHODS, Method, bytes_per_copy
+from .methods import BENCHMARK_METHODS, Method, bytes_per_copy
 from .operands import Operands, Unavailable, first_line
 from .report import ShapeResult
 from .shapes import LinearShape
@@ -52,7 +52,7 @@ def benchmark_shape(
     shape: LinearShape,
     tokens: int,
     device: torch.device,
-    methods: Sequence[Method] = METHODS,
+    methods: Sequence[Method] = BENCHMARK_METHODS,
     rounds: int = 3,
     check: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda method: None,

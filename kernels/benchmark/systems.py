@@ -17,8 +17,8 @@ from ..internals.torch_functions import scaled_mm
 from ..ops.linear import int8_linear, quantize_activations
 from ..reference.int8_weights import quantize_weight
 from ..reference.linear import int8_accumulate_reference
-from ..weights.gguf import quantize_blocks
-from .operands import Call, Operands, Prepare, Unavailable, WeightForm, first_line
+from ..weights.gguf import quantize_gguf
+from .operands import Operands, Prepare, PreparedCall, Unavailable, WeightForm, first_line
 
 _OLDEST_FP8_CAPABILITY = (8, 9)
 _FP8_MAX = 448.0  # of e4m3
@@ -38,7 +38,7 @@ def gguf_form(name: str) -> WeightForm:
     def make(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         if operands.weight.shape[1] % blocks.weights:
             raise Unavailable(f"K is not a multiple of {blocks.weights}")
-        return quantize_blocks(operands.weight, name), torch.ones((), device=operands.device)
+        return quantize_gguf(operands.weight, name), torch.ones((), device=operands.device)
 
     return WeightForm(blocks.bytes / blocks.weights, make)
 
@@ -117,7 +117,7 @@ def kitchen_int8_linear(backend: str, device: torch.device) -> Callable[..., tor
     if device.type != "cuda":
         raise Unavailable("no GPU")
     try:
-        return comfy_kitchen.int8_linear(backend)
+        return comfy_kitchen.kitchen_linear(backend)
     except LookupError as error:
         raise Unavailable(str(error)) from error
 
@@ -129,11 +129,11 @@ def require_fused(device: torch.device) -> None:
         raise Unavailable(obstacle)
 
 
-def bf16(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def bf16(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     return lambda copy: F.linear(operands.x, weights[copy])
 
 
-def fp16_in_fp16_sums(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def fp16_in_fp16_sums(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     x = operands.x.half()  # exact: a model in fp16 has its activations so
 
     def call(copy: int) -> torch.Tensor:
@@ -143,16 +143,16 @@ def fp16_in_fp16_sums(operands: Operands, weights: list[torch.Tensor], scale: to
     return call
 
 
-def fp8(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def fp8(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     return lambda copy: scaled_mm(*quantize_fp8(operands.x), weights[copy].t(), scale)
 
 
-def fp8_dequantized(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def fp8_dequantized(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     factor = scale.bfloat16()
     return lambda copy: F.linear(operands.x, weights[copy].bfloat16() * factor)
 
 
-def nf4(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def nf4(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     library = bitsandbytes()
 
     def call(copy: int) -> torch.Tensor:
@@ -166,27 +166,27 @@ def nf4(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) ->
 def gguf(name: str) -> Prepare:
     blocks = GGUF_FORMATS[name]
 
-    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
         stacked = [weight.unflatten(1, (-1, blocks.bytes)) for weight in weights]
         return lambda copy: F.linear(operands.x, blocks.decode(stacked[copy], torch.bfloat16))
 
     return prepare
 
 
-def native(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
-    linear = comfy_kitchen.int8_linear()
+def native(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+    linear = comfy_kitchen.kitchen_linear()
     return lambda copy: linear(operands.x, weights[copy], scale, None, torch.bfloat16)
 
 
 def kitchen(backend: str, **options: object) -> Prepare:
-    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
         linear = kitchen_int8_linear(backend, operands.device)
         return lambda copy: linear(operands.x, weights[copy], scale, out_dtype=torch.bfloat16, **options)
 
     return prepare
 
 
-def fake_quant(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def fake_quant(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     scale_column = scale[:, None].bfloat16()
 
     def call(copy: int) -> torch.Tensor:
@@ -196,7 +196,7 @@ def fake_quant(operands: Operands, weights: list[torch.Tensor], scale: torch.Ten
     return call
 
 
-def unfused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def unfused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     def call(copy: int) -> torch.Tensor:
         q, q_scale = quantize_activations(operands.x)
         return (int8_accumulate_reference(q, weights[copy]).float() * q_scale[:, None] * scale).bfloat16()
@@ -204,5 +204,5 @@ def unfused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor
     return call
 
 
-def fused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def fused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     return lambda copy: int8_linear(operands.x, weights[copy], scale)

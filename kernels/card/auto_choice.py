@@ -1,6 +1,6 @@
 """What a card's own benchmark found to be fastest per shape of a linear, kept for `auto`.
 
-A verdict counts only for the card, the driver, the versions and the kernels that it was measured with.
+A choice counts only for the card, the driver, the versions and the kernels that it was measured with.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AutoChoice:
     """What was measured on a healthy card.
 
     Attributes:
@@ -63,30 +63,30 @@ def fastest(times: Mapping[str, float]) -> str | None:
     return FUSED if best is not None and times.get(FUSED, math.inf) <= (1 + _MARGIN) * times[best] else best
 
 
-def stored_verdict(device: torch.device) -> Verdict | None:
-    """The verdict that counts for a GPU, or None where none was stored, or with others of what it is bound to."""
+def stored_auto_choice(device: torch.device) -> AutoChoice | None:
+    """The choice that counts for a GPU, or None where none was stored, or with others of what it is bound to."""
     return _stored(device)
 
 
 @functools.cache
-def _stored(device: torch.device) -> Verdict | None:
+def _stored(device: torch.device) -> AutoChoice | None:
     try:
         content = read_object(_path(device)) or {}
         if content.get("machine") != _machine_of(device):
             return None
         date, times = content["date"], dict(map(_of_shape, content["shapes"]))
-        return Verdict(date, times) if isinstance(date, str) and times else None
+        return AutoChoice(date, times) if isinstance(date, str) and times else None
     except (OSError, ValueError, KeyError, TypeError, ImportError):
         return None
     except RuntimeError:  # a driver that does not answer, which whoever computes on the card will hear too
         return None
 
 
-def store_verdict(device: torch.device, verdict: Verdict) -> Path:
-    """Keep a verdict for a GPU in place of an earlier one, whole or not at all; the file. Raises OSError."""
+def store_auto_choice(device: torch.device, choice: AutoChoice) -> Path:
+    """Keep a choice for a GPU in place of an earlier one, whole or not at all; the file. Raises OSError."""
     path = _path(device)
-    entries = [{"n": n, "k": k, "milliseconds": dict(times)} for (n, k), times in verdict.milliseconds.items()]
-    content = {"machine": _machine_of(device), "date": verdict.date, "shapes": entries}
+    entries = [{"n": n, "k": k, "milliseconds": dict(times)} for (n, k), times in choice.milliseconds.items()]
+    content = {"machine": _machine_of(device), "date": choice.date, "shapes": entries}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write_object(path, content)
@@ -95,8 +95,8 @@ def store_verdict(device: torch.device, verdict: Verdict) -> Path:
     return path
 
 
-def clear_verdict(device: torch.device) -> None:
-    """Forget the verdict of a GPU. Raises OSError."""
+def clear_auto_choice(device: torch.device) -> None:
+    """Forget the choice of a GPU. Raises OSError."""
     with contextlib.suppress(ImportError):  # without Triton there is none
         _path(device).unlink(missing_ok=True)
     _stored.cache_clear()
@@ -104,7 +104,7 @@ def clear_verdict(device: torch.device) -> None:
 
 @functools.cache
 def _machine_of(device: torch.device) -> dict[str, str]:
-    """What a verdict is bound to."""
+    """What a choice is bound to."""
     found = describe_machine(device)
     machine = {name: found.get(name, "") for name in ("card", "driver", "torch", "triton", "comfy-kitchen")}
     try:
@@ -122,7 +122,7 @@ def _path(device: torch.device) -> Path:
 
 
 def _of_shape(entry: dict[str, Any]) -> tuple[Shape, dict[str, float]]:
-    """A shape and what each way took for it. Raises ValueError, TypeError or KeyError for what no verdict says."""
+    """A shape and what each way took for it. Raises ValueError, TypeError or KeyError for what no choice says."""
     n, k, times = entry["n"], entry["k"], entry["milliseconds"]
     if not (is_size(n) and is_size(k) and isinstance(times, dict)):
         raise ValueError("no shape with times")

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .auto_choice import BF16, FUSED, NATIVE, WAYS, Shape, Verdict, clear_verdict, store_verdict, stored_verdict
+from .auto_choice import (
+    BF16,
+    FUSED,
+    NATIVE,
+    WAYS,
+    AutoChoice,
+    Shape,
+    clear_auto_choice,
+    store_auto_choice,
+    stored_auto_choice,
+)
 from .machine import triton_available
 from .triton_release import triton_requirement
 
@@ -19,7 +29,7 @@ _OLDEST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class ComputePath:
-    """What INT8 linears compute with, one of verdicts.WAYS, and the reason in words for the user."""
+    """What INT8 linears compute with, one of auto_choice.WAYS, and the reason in words for the user."""
 
     kind: str
     reason: str
@@ -73,7 +83,7 @@ def choose_path(
 ) -> ComputePath:
     """What a linear computes with on a device.
 
-    The rule of `auto`: where the card's own benchmark has left a verdict, the fastest way of the linear's shape.
+    The rule of `auto`: where the card's own benchmark has left a choice, the fastest way of the linear's shape.
     Elsewhere consumer Ampere (sm_86) runs fused INT8, where it is known to win, and any other card bf16. No Triton or
     no GPU falls back to bf16. The other choices override the rule.
 
@@ -81,7 +91,7 @@ def choose_path(
         device: where the model computes.
         kernel: "auto", "fused int8" or "bf16".
         shape: N and K of the linear; None for the model as a whole, which runs fused INT8 if any measured shape does.
-        ways: what the linear could compute with, as far as a verdict may choose.
+        ways: what the linear could compute with, as far as a choice may choose.
 
     Raises:
         ValueError: unknown `kernel`.
@@ -104,12 +114,12 @@ def choose_path(
         if obstacle is not None:
             raise RuntimeError(f"kernel is set to fused int8, but {obstacle}. The alternative is kernel set to bf16")
         return ComputePath(FUSED, f"fused int8 was chosen for {name} (sm_{major}{minor})")
-    verdict = None if obstacle is not None else stored_verdict(place)
-    if verdict is not None:
-        shapes = verdict.milliseconds if shape is None else [shape]
-        found = {way for each in shapes if (way := verdict.fastest(each, ways)) is not None}
+    choice = None if obstacle is not None else stored_auto_choice(place)
+    if choice is not None:
+        shapes = choice.milliseconds if shape is None else [shape]
+        found = {way for each in shapes if (way := choice.fastest(each, ways)) is not None}
         if found:
-            return ComputePath(min(found, key=WAYS.index), f"measured to be the fastest on this {name}, {verdict.date}")
+            return ComputePath(min(found, key=WAYS.index), f"measured to be the fastest on this {name}, {choice.date}")
     if capability != CONSUMER_AMPERE or torch.version.hip is not None:
         reason = (
             f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on "
@@ -131,17 +141,17 @@ def _kind(device: torch.device, kernel: str, shape: Shape, native: bool) -> str:
     return choose_path(device, kernel, shape, (FUSED, NATIVE) if native else (FUSED,)).kind
 
 
-def decide_by(device: torch.device, verdict: Verdict | None) -> bool:
-    """Let a verdict decide what `auto` runs on a GPU from now on; None forgets the one there is.
+def decide_by(device: torch.device, choice: AutoChoice | None) -> bool:
+    """Let a choice decide what `auto` runs on a GPU from now on; None forgets the one there is.
 
     Returns whether there was one. Raises OSError where it cannot be kept.
     """
-    before = stored_verdict(device) is not None
+    before = stored_auto_choice(device) is not None
     try:
-        if verdict is None:
-            clear_verdict(device)
+        if choice is None:
+            clear_auto_choice(device)
         else:
-            store_verdict(device, verdict)
+            store_auto_choice(device, choice)
     finally:
         _kind.cache_clear()
     return before
@@ -149,10 +159,10 @@ def decide_by(device: torch.device, verdict: Verdict | None) -> bool:
 
 @torch.compiler.assume_constant_result
 def int8_path(device: torch.device, kernel: str, n: int, k: int, native: bool) -> str:
-    """What a linear with an INT8 weight [n, k] computes with, one of verdicts.WAYS: asked in each call, because cards
-    of one machine may differ.
+    """What a linear with an INT8 weight [n, k] computes with, one of auto_choice.WAYS: asked in each call, because
+    cards of one machine may differ.
 
-    `native` says whether ComfyUI's own INT8 could compute it. A verdict chooses between the INT8 ways only: a weight
+    `native` says whether ComfyUI's own INT8 could compute it. A choice chooses between the INT8 ways only: a weight
     that is turned into bf16 in each call is slower than either. A compiler takes the answer for a constant. Raises
     what `choose_path` does.
     """

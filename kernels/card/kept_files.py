@@ -25,10 +25,10 @@ _Result = TypeVar("_Result")
 
 def folder() -> Path:
     """Where they lie: INT8_DIT_TUNING_CACHE, or else `int8-dit` where Triton keeps compiled kernels."""
-    from ..internals.triton_runtime import cache_folder
+    from ..internals.triton_runtime import triton_cache_folder
 
     named = os.environ.get("INT8_DIT_TUNING_CACHE", "").strip()
-    return Path(named).expanduser() if named else Path(cache_folder()) / "int8-dit"
+    return Path(named).expanduser() if named else Path(triton_cache_folder()) / "int8-dit"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def int8_linear(backend: str | None = None) -> Callable[..., torch.Tensor]:
+def kitchen_linear(backend: str | None = None) -> Callable[..., torch.Tensor]:
     """Its `int8_linear`, which chooses among its backends, or that of one backend, "cuda" or "triton".
 
     The function takes x, weight, scale, bias and the dtype of the result. Raises LookupError where comfy-kitchen is not

@@ -40,7 +40,7 @@ def check_driver() -> None:
     driver.get_current_device()
 
 
-def cache_folder() -> str:
+def triton_cache_folder() -> str:
     """Where Triton keeps compiled kernels: from 3.4 on it says so itself."""
     knobs = getattr(triton, "knobs", None)
     if knobs is not None:

@@ -39,7 +39,9 @@ def rotation_group_of(channels: int) -> int | None:
     return next((group for group in _ROTATION_GROUPS if channels % group == 0), None)
 
 
-def candidates(method: str, alphas: Sequence[float], channels: int, activation_bits: int = 8) -> list[TransformPlan]:
+def transform_candidates(
+    method: str, alphas: Sequence[float], channels: int, activation_bits: int = 8
+) -> list[TransformPlan]:
     """The transforms among which a method chooses for a linear, the one to be at least as good as first.
 
     Args:

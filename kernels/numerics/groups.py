@@ -16,7 +16,7 @@ from .smoothing import channel_absmax, smoothing_factors
 from .statistics import ActivationStatistics
 
 ROUNDINGS = ("calibrated", "nearest")
-Weight = Callable[[], torch.Tensor]
+FloatWeight = Callable[[], torch.Tensor]
 """Puts a weight [N, K], bf16, fp16 or fp32, on the device that shall do the work; called when it is needed."""
 
 
@@ -57,7 +57,7 @@ def naming_layer(name: str) -> Iterator[None]:
 
 
 def quantize_group(
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, FloatWeight],
     candidates: Sequence[TransformPlan],
     statistics: ActivationStatistics | None,
     clip: bool = False,
@@ -144,7 +144,7 @@ def least_worst(errors: Sequence[Sequence[float]]) -> int:
 
 
 def _factors(
-    weights: Mapping[str, Weight], candidates: Sequence[TransformPlan], statistics: ActivationStatistics | None
+    weights: Mapping[str, FloatWeight], candidates: Sequence[TransformPlan], statistics: ActivationStatistics | None
 ) -> dict[float, torch.Tensor]:
     """The smoothing factors [K] by alpha, with the largest weights of the whole group."""
     alphas = {candidate.alpha for candidate in candidates if candidate.alpha is not None}

@@ -7,7 +7,7 @@ import torch
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
 from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from .launching import Launcher, kept, on_device
-from .tiles import GemmConfig, candidates
+from .tiles import GemmConfig, gemm_candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
 # Multiply-adds from which on it pays to write the result with the copy engine: one more descriptor takes the host
@@ -162,7 +162,7 @@ def stores_blocks_from(n: int, k: int) -> int:
 
 def _candidates(device: torch.device, m: int, n: int, k: int, passes: int) -> list[GemmConfig]:
     properties = torch.cuda.get_device_properties(device)
-    return candidates((properties.major, properties.minor), properties.multi_processor_count, m, n, k, passes)
+    return gemm_candidates((properties.major, properties.minor), properties.multi_processor_count, m, n, k, passes)
 
 
 def launch_config(

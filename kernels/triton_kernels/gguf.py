@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gguf.formats import BlockFormat
+from ..gguf.formats import GGUFFormat
 from .gguf_decoding import decode, divisors, places_within, rounded
 from .launching import Launcher
-from .rows import INFINITY_BITS, SMALLEST_SCALE, magnitude_bits
+from .rows import INFINITY_BITS, SMALLEST_SCALE_CONSTEXPR, magnitude_bits
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def scales_kernel(
         largest = tl.maximum(largest, tl.maximum(magnitude_bits(first), magnitude_bits(second)))
     bits = tl.max(tl.reshape(largest, (BLOCKS * RUNS * 16,)), axis=0)
     row_scale = tl.div_rn(bits.to(tl.float32, bitcast=True), 127.0)
-    row_scale = tl.where(row_scale < SMALLEST_SCALE, 0.0, row_scale)
+    row_scale = tl.where(row_scale < SMALLEST_SCALE_CONSTEXPR, 0.0, row_scale)
     tl.store(scale + row, tl.where(bits >= INFINITY_BITS, float("nan"), row_scale))
 
 
@@ -106,26 +106,26 @@ OPTIONS = {"num_warps": _WARPS, "num_stages": 2, "enable_fp_fusion": False}
 _ALIGNED_BYTES, _BYTES = 16, 8
 
 
-def _runs(form: BlockFormat) -> int:
+def _runs(form: GGUFFormat) -> int:
     return 1 if form.weights == 32 else 8
 
 
-def _blocks(form: BlockFormat, vector: int) -> int:
+def _blocks(form: GGUFFormat, vector: int) -> int:
     """How many a program decodes at once, with `vector` packed bytes a thread."""
     return _WARPS * 32 * vector // (16 * _runs(form))
 
 
-def _expander_vector(form: BlockFormat) -> int:
+def _expander_vector(form: GGUFFormat) -> int:
     return _BYTES if form.bytes % 16 else _ALIGNED_BYTES
 
 
-def decoder_constants(name: str, form: BlockFormat, vector: int = _BYTES) -> dict[str, Any]:
+def decoder_constants(name: str, form: GGUFFormat, vector: int = _BYTES) -> dict[str, Any]:
     """What all kernels are compiled for, with a tile of `vector` packed bytes a thread."""
     blocks, runs = _blocks(form, vector), _runs(form)
     return {"FORMAT": name, "BYTES": form.bytes, "WEIGHTS": form.weights, "BLOCKS": blocks, "RUNS": runs}
 
 
-def expander_constants(name: str, form: BlockFormat, row_blocks: int, interpreted: bool) -> dict[str, Any]:
+def gguf_expander_constants(name: str, form: GGUFFormat, row_blocks: int, interpreted: bool) -> dict[str, Any]:
     """The expander's constants, for rows of so many blocks."""
     return {
         **decoder_constants(name, form, _expander_vector(form)),
@@ -134,12 +134,12 @@ def expander_constants(name: str, form: BlockFormat, row_blocks: int, interprete
     }
 
 
-def scales_constants(name: str, form: BlockFormat, row_blocks: int) -> dict[str, Any]:
+def scales_constants(name: str, form: GGUFFormat, row_blocks: int) -> dict[str, Any]:
     """The constants of the kernel that finds scales, for rows of so many blocks."""
     return {**decoder_constants(name, form), "ROW_BLOCKS": row_blocks}
 
 
-_EXPANDER = Launcher(expand_kernel, lambda *form: (expander_constants(*form), OPTIONS))
+_EXPANDER = Launcher(expand_kernel, lambda *form: (gguf_expander_constants(*form), OPTIONS))
 _DEQUANTIZER = Launcher(dequantize_kernel, lambda *form: (decoder_constants(*form), OPTIONS))
 _SCALES = Launcher(scales_kernel, lambda *form: (scales_constants(*form), OPTIONS))
 
@@ -150,7 +150,7 @@ def aligned(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.clone() if blocks.data_ptr() % 16 else blocks
 
 
-def launch_expander(blocks: torch.Tensor, name: str, form: BlockFormat, scale: torch.Tensor) -> torch.Tensor:
+def launch_gguf_expander(blocks: torch.Tensor, name: str, form: GGUFFormat, scale: torch.Tensor) -> torch.Tensor:
     """Launch the kernel on checked, non-empty arguments: uint8 [N, row bytes], contiguous scale [N] -> int8 [N, K]."""
     blocks = aligned(blocks)
     rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
@@ -161,7 +161,7 @@ def launch_expander(blocks: torch.Tensor, name: str, form: BlockFormat, scale: t
     return out
 
 
-def launch_dequantizer(blocks: torch.Tensor, name: str, form: BlockFormat, dtype: torch.dtype) -> torch.Tensor:
+def launch_dequantizer(blocks: torch.Tensor, name: str, form: GGUFFormat, dtype: torch.dtype) -> torch.Tensor:
     """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> [N, K] in `dtype`."""
     blocks = aligned(blocks)
     rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
@@ -171,7 +171,7 @@ def launch_dequantizer(blocks: torch.Tensor, name: str, form: BlockFormat, dtype
     return out
 
 
-def launch_scales(blocks: torch.Tensor, name: str, form: BlockFormat) -> torch.Tensor:
+def launch_scales(blocks: torch.Tensor, name: str, form: GGUFFormat) -> torch.Tensor:
     """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> float32 scale [N]."""
     blocks = aligned(blocks)
     rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes

@@ -8,7 +8,7 @@ apart, as in PyTorch: all is compiled without fused multiply-adds.
 import triton
 import triton.language as tl
 
-from .rows import ROUND_TO_EVEN, SMALLEST_SCALE
+from .rows import ROUND_TO_EVEN, SMALLEST_SCALE_CONSTEXPR
 
 # 2^23, above which float32 counts in ones, and its bits.
 _ONES = tl.constexpr(8388608.0)
@@ -209,7 +209,7 @@ def _quotient(values, divisor, inverse, rest, INTERPRETED: tl.constexpr):
 def divisors(scale):
     """What `rounded` divides by for scales of rows: the divisor, its inverse, what that lacks, and the largest value;
     all values become 0 for a scale that is none."""
-    usable = (scale >= SMALLEST_SCALE) & (scale < float("inf"))
+    usable = (scale >= SMALLEST_SCALE_CONSTEXPR) & (scale < float("inf"))
     divisor = tl.where(usable, scale, 1.0)
     inverse = tl.div_rn(1.0, divisor)
     rest = tl.fma(inverse, -divisor, 1.0) * inverse

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gguf.formats import BlockFormat
+from ..gguf.formats import GGUFFormat
 from .gguf import aligned
 from .gguf_decoding import decode, divisors, places_within, rounded
 from .launching import Launcher
@@ -86,18 +86,18 @@ _ROWS, _COLUMNS, _RANK = 16, 256, 32
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
-def low_rank_constants(name: str, form: BlockFormat, interpreted: bool) -> dict[str, Any]:
+def gguf_low_rank_constants(name: str, form: GGUFFormat, interpreted: bool) -> dict[str, Any]:
     """What the kernel is compiled for."""
     tile = {"ROWS": _ROWS, "BESIDE": _COLUMNS // form.weights, "RUNS": 1 if form.weights == 32 else 8}
     common = {"FORMAT": name, "BYTES": form.bytes, "WEIGHTS": form.weights}
     return {**common, **tile, "RANK": _RANK, "INTERPRETED": interpreted}
 
 
-_EXPANDER = Launcher(expand_with_low_rank_kernel, lambda *form: (low_rank_constants(*form), OPTIONS))
+_EXPANDER = Launcher(expand_with_low_rank_kernel, lambda *form: (gguf_low_rank_constants(*form), OPTIONS))
 
 
-def launch_low_rank_expander(
-    blocks: torch.Tensor, name: str, form: BlockFormat, scale: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+def launch_gguf_low_rank_expander(
+    blocks: torch.Tensor, name: str, form: GGUFFormat, scale: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Launch the kernel on checked, non-empty arguments.
 

@@ -164,21 +164,23 @@ OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
 LOW_RANK_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
-def expander_constants(channels: int, bits: int, group: int, has_codebook: bool) -> dict[str, Any]:
+def codes_expander_constants(channels: int, bits: int, group: int, has_codebook: bool) -> dict[str, Any]:
     """What the expander is compiled for, for rows of so many columns."""
     form = {"QUADS": channels // 4, "BITS": bits, "GROUP_QUADS": group // 4, "HAS_CODEBOOK": has_codebook}
     return {**form, "BLOCK": _QUADS}
 
 
-def low_rank_constants(channels: int, bits: int, group: int, has_codebook: bool, interpreted: bool) -> dict[str, Any]:
+def codes_low_rank_constants(
+    channels: int, bits: int, group: int, has_codebook: bool, interpreted: bool
+) -> dict[str, Any]:
     """The same of the kernel that adds LoRAs."""
-    form = expander_constants(channels, bits, group, has_codebook)
+    form = codes_expander_constants(channels, bits, group, has_codebook)
     return {**form, "ROWS": _ROWS, "BLOCK": _ROW_QUADS, "RANK": _RANK, "INTERPRETED": interpreted}
 
 
-_EXPANDER = Launcher(expand_codes_kernel, lambda *form: (expander_constants(*form), OPTIONS))
+_EXPANDER = Launcher(expand_codes_kernel, lambda *form: (codes_expander_constants(*form), OPTIONS))
 _LOW_RANK_EXPANDER = Launcher(
-    expand_codes_with_low_rank_kernel, lambda *form: (low_rank_constants(*form), LOW_RANK_OPTIONS)
+    expand_codes_with_low_rank_kernel, lambda *form: (codes_low_rank_constants(*form), LOW_RANK_OPTIONS)
 )
 
 
@@ -195,7 +197,7 @@ def _form(weight: GroupedCodes) -> tuple[int, int, int, bool]:
     return weight.shape[1], weight.bits, weight.group, weight.codebook is not None
 
 
-def launch_expander(weight: GroupedCodes) -> torch.Tensor:
+def launch_codes_expander(weight: GroupedCodes) -> torch.Tensor:
     """Launch the kernel on a checked, non-empty weight [N, K] -> int8 [N, K]."""
     codes, scale, codebook, out = _operands(weight)
     count = out.numel() // 4
@@ -203,7 +205,7 @@ def launch_expander(weight: GroupedCodes) -> torch.Tensor:
     return out
 
 
-def launch_low_rank_expander(weight: GroupedCodes, addition: Addition) -> torch.Tensor:
+def launch_codes_low_rank_expander(weight: GroupedCodes, addition: Addition) -> torch.Tensor:
     """Launch the kernel on a checked, non-empty weight [N, K] and contiguous scales [N, 1] -> int8 [N, K]."""
     codes, scale, codebook, out = _operands(weight)
     up, down = (factor.contiguous() for factor in addition.low_rank)

@@ -14,7 +14,7 @@ _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 # Without the sign, float32 bits order like the numbers, with Inf and then the NaNs above them all.
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
-SMALLEST_SCALE = tl.constexpr(int8_weights.SMALLEST_SCALE)
+SMALLEST_SCALE_CONSTEXPR = tl.constexpr(int8_weights.SMALLEST_SCALE)
 _REMAINDER_STEPS = tl.constexpr(float(REMAINDER_STEPS))
 
 # Longer rows do not fit one program's registers and are read twice, the second time from cache.
@@ -38,7 +38,7 @@ def input_offsets(start, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def rotate(values, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def rotate_row(values, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Regular Hadamard rotation of each GROUP neighbours of `values` [BLOCK], loaded from `input_offsets`.
 
     The matrix of a base-4 digit of the channel's number is J - 2P, with P the reversal, over 2. As J P = J it is
@@ -93,7 +93,7 @@ def transformed(
         factors = tl.load(smooth + offsets, mask=offsets < K, other=1.0)
         values *= reciprocal(factors, INTERPRETED)
     if GROUP > 1:
-        values = rotate(values, BLOCK, GROUP)
+        values = rotate_row(values, BLOCK, GROUP)
     return values
 
 

@@ -113,7 +113,7 @@ _ELSEWHERE = ARCHITECTURES["Ampere"]
 _ONE_PASS_ONLY = frozenset({GemmConfig(128, 128, 128, 16, 4, 3)})
 
 
-def architecture_of(capability: tuple[int, int]) -> Architecture:
+def gpu_architecture(capability: tuple[int, int]) -> Architecture:
     """The architecture of a card by its compute capability.
 
     A card of none gets Ampere's, which all later ones can run.
@@ -133,7 +133,7 @@ _CHANNELS_PER_SPLIT = 1024
 _MOST_CANDIDATES = 10
 
 
-def candidates(
+def gemm_candidates(
     capability: tuple[int, int], multiprocessors: int, m: int, n: int, k: int, passes: int = 1
 ) -> list[GemmConfig]:
     """The configurations worth trying for [m, k] x [n, k] on a card of this compute capability, likely winners first.
@@ -143,7 +143,7 @@ def candidates(
     Ordered by an estimate of their time: the rounds in which the multiprocessors work off the tiles, each as long as
     its multiplications or its loads take. Where nothing can be measured, the first is what runs.
     """
-    architecture = architecture_of(capability)
+    architecture = gpu_architecture(capability)
 
     def estimate(config: GemmConfig, rate: float) -> float:
         programs = config.tiles(m, n) * config.split_k
@@ -168,7 +168,7 @@ def candidates(
 
 
 def is_offered(config: GemmConfig, passes: int = 1) -> bool:
-    """Whether `candidates` can have offered a configuration, on any card and for any shape."""
+    """Whether `gemm_candidates` can have offered a configuration, on any card and for any shape."""
     if config.split_k not in _SPLITS or passes > 2 or (passes == 2 and not walks_twice(config)):
         return False
     return any(

@@ -10,10 +10,10 @@ from .rows import (
     INFINITY_BITS,
     LARGEST_GROUP,
     ROUND_TO_EVEN,
-    SMALLEST_SCALE,
+    SMALLEST_SCALE_CONSTEXPR,
     input_offsets,
     magnitude_bits,
-    rotate,
+    rotate_row,
     row_blocks,
 )
 
@@ -40,7 +40,7 @@ def _dequantize_kernel(
     sources = input_offsets(start, BLOCK, GROUP)
     values = tl.load(q + row * K + sources, mask=sources < K, other=0).to(tl.float32)
     if GROUP > 1:
-        values = rotate(values, BLOCK, GROUP)
+        values = rotate_row(values, BLOCK, GROUP)
     offsets = start + tl.arange(0, BLOCK)
     inside = offsets < K
     values *= tl.load(scale + row * stride_scale)
@@ -66,7 +66,7 @@ def _load_transformed(
     if HAS_SMOOTH:
         values *= tl.load(smooth + offsets, mask=inside, other=1.0)
     if GROUP > 1:
-        values = rotate(values, BLOCK, GROUP)
+        values = rotate_row(values, BLOCK, GROUP)
     return values
 
 
@@ -123,7 +123,7 @@ def _quantize_kernel(
 
     broken = largest >= INFINITY_BITS
     channel_scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
-    channel_scale = tl.where(channel_scale < SMALLEST_SCALE, 0.0, channel_scale)
+    channel_scale = tl.where(channel_scale < SMALLEST_SCALE_CONSTEXPR, 0.0, channel_scale)
     tl.store(scale + row, tl.where(broken, float("nan"), channel_scale))
 
     if IN_REGISTERS:

@@ -6,7 +6,7 @@ import torch
 from ..card.device import weights_use_triton
 from ..checks import FLOAT_DTYPES, check_float_matrix, check_same_device, check_weight_scale
 from ..compilers import define_operators, watched
-from ..gguf.formats import GGUF_FORMATS, BlockFormat
+from ..gguf.formats import GGUF_FORMATS, GGUFFormat
 from ..reference.int8_weights import SMALLEST_SCALE, row_slices
 from ..reference.low_rank import LowRank, rounded_rows
 
@@ -14,7 +14,7 @@ from ..reference.low_rank import LowRank, rounded_rows
 _LARGEST = 63 * int(torch.finfo(torch.float16).max)
 
 
-def quantize_blocks(weight: torch.Tensor, name: str) -> torch.Tensor:
+def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
     """A weight in blocks of a GGUF format.
 
     Args:
@@ -45,7 +45,7 @@ def quantize_blocks(weight: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
-def dequantize_blocks(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The float weight [N, K], computed in float32 as ggml does.
 
     Args:
@@ -72,7 +72,7 @@ def _dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Te
     return _by_rows(blocks, form, dtype, lambda values, rows: values)
 
 
-def channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
+def gguf_channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
     """The per-channel scale, float32 [N], that `quantize_weight` finds for the decoded weight.
 
     Args:
@@ -99,13 +99,12 @@ def channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
     return torch.where(torch.isfinite(scale), scale, torch.nan)
 
 
-def expand_blocks(
-    blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None
-) -> torch.Tensor:
-    """The INT8 weight: round(w / scale), halves to even. With the scale of `channel_scales` it is `quantize_weight`'s.
+def expand_gguf(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None) -> torch.Tensor:
+    """The INT8 weight: round(w / scale), halves to even. With the scale of `gguf_channel_scales` it is
+    `quantize_weight`'s.
 
-    With `low_rank` w is the decoded weight plus up @ down, and its `channel_scales` belong to the scale. The sums are
-    float32, in no certain order.
+    With `low_rank` w is the decoded weight plus up @ down, and its `gguf_channel_scales` belong to the scale. The sums
+    are float32, in no certain order.
 
     Args:
         blocks: uint8 [N, bytes of a row].
@@ -114,7 +113,7 @@ def expand_blocks(
         low_rank: what is added to the decoded weight.
 
     Returns:
-        int8 [N, K] in -127..127; zeros where the scale is none that `channel_scales` finds: 0, NaN, Inf, negative.
+        int8 [N, K] in -127..127; zeros where the scale is none that `gguf_channel_scales` finds: 0, NaN, Inf, negative.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape, format or device.
@@ -140,23 +139,23 @@ def _expand(
     per_channel = scale.reshape(-1, 1).expand(blocks.shape[0], 1)
     if blocks.numel() and weights_use_triton(blocks):
         if low_rank is not None:
-            from ..triton_kernels.gguf_low_rank import launch_low_rank_expander
+            from ..triton_kernels.gguf_low_rank import launch_gguf_low_rank_expander
 
             factors = (low_rank.up.contiguous(), low_rank.down.contiguous())
-            return launch_low_rank_expander(blocks, name, form, per_channel.contiguous(), *factors)
-        from ..triton_kernels.gguf import launch_expander
+            return launch_gguf_low_rank_expander(blocks, name, form, per_channel.contiguous(), *factors)
+        from ..triton_kernels.gguf import launch_gguf_expander
 
-        return launch_expander(blocks, name, form, per_channel.contiguous())
+        return launch_gguf_expander(blocks, name, form, per_channel.contiguous())
     return _by_rows(blocks, form, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
 
 
-def _format(name: str) -> BlockFormat:
+def _format(name: str) -> GGUFFormat:
     if name not in GGUF_FORMATS:
         raise ValueError(f"{name!r} is no known GGUF format; known are {', '.join(GGUF_FORMATS)}")
     return GGUF_FORMATS[name]
 
 
-def _check_blocks(blocks: torch.Tensor, name: str) -> BlockFormat:
+def _check_blocks(blocks: torch.Tensor, name: str) -> GGUFFormat:
     """The format of this name. Raises TypeError or ValueError unless `blocks` are rows of its blocks."""
     form = _format(name)
     if blocks.dtype != torch.uint8:
@@ -174,17 +173,17 @@ def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:
         raise ValueError(f"weight has {complaint} in output channel {first + int(wrong.nonzero()[0, 0])}")
 
 
-def _shaped_as_weight(blocks: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+def _shaped_as_weight(blocks: torch.Tensor, form: GGUFFormat) -> torch.Tensor:
     """A tensor without memory in the shape [N, K] of the weight."""
     rows, row_bytes = blocks.shape
     return torch.empty(rows, row_bytes // form.bytes * form.weights, device="meta")
 
 
-def _decode(blocks: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+def _decode(blocks: torch.Tensor, form: GGUFFormat) -> torch.Tensor:
     return form.decode(blocks.unflatten(1, (-1, form.bytes)), torch.float32)
 
 
-def _by_rows(blocks: torch.Tensor, form: BlockFormat, dtype: torch.dtype, change) -> torch.Tensor:
+def _by_rows(blocks: torch.Tensor, form: GGUFFormat, dtype: torch.dtype, change) -> torch.Tensor:
     """[N, K] in `dtype`: what `change` (values float32, rows) makes of some decoded rows at a time."""
     shaped = _shaped_as_weight(blocks, form)
     out = torch.empty(shaped.shape, dtype=dtype, device=blocks.device)

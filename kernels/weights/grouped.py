@@ -59,9 +59,9 @@ def _expand(
         scales = (values.reshape(-1, 1).expand(rows, 1).contiguous() for values in (channel_scale, larger))
         addition = Addition(low_rank, *scales)
     if codes.numel() and weights_use_triton(codes):
-        from ..triton_kernels.grouped_codes import launch_expander, launch_low_rank_expander
+        from ..triton_kernels.grouped_codes import launch_codes_expander, launch_codes_low_rank_expander
 
-        return launch_expander(weight) if addition is None else launch_low_rank_expander(weight, addition)
+        return launch_codes_expander(weight) if addition is None else launch_codes_low_rank_expander(weight, addition)
     out = torch.empty(rows, channels, dtype=torch.int8, device=codes.device)
     if out.numel():
         for some in row_slices(out):

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels import BF16, FUSED, Verdict, decide_by, stored_verdict
+from ...kernels import BF16, FUSED, AutoChoice, decide_by, stored_auto_choice
 from ...kernels.benchmark import (
+    COMFYUI_INT8,
     IDEOGRAM4_SHAPES,
     METHOD_OF_WAY,
-    NATIVE,
     ForwardSplit,
     Health,
     LinearShape,
     Report,
     ShapeResult,
+    auto_choice_sentence,
     benchmark_shape,
     deployment_table,
     describe_machine,
@@ -31,11 +32,10 @@ from ...kernels.benchmark import (
     method_table,
     native_backend,
     notes,
-    shown,
+    shown_methods,
     times_by_way,
     title,
     totals_by_shape,
-    verdict_sentence,
     working_memory,
 )
 from ..blocks.fusion import Fusion, fusion_of, in_words
@@ -121,7 +121,7 @@ def run(
     """Measure this machine, and let `auto` be decided as the user wants it. Raises ComfyUI's interrupt on cancel."""
     device = memory.default_device() if model is None else model.load_device
     check = memory.check_cancelled
-    methods = shown(ticked)
+    methods = shown_methods(ticked)
     progress = Progress()
     progress.say("checking the card")
     sentences, remarks = [], [_METHODS_NOTE]
@@ -144,7 +144,7 @@ def run(
     report = Report(describe_machine(device), results)
     report.health = str(health)
     if split is not None and results:
-        sentences.append(verdict_sentence(split, results))
+        sentences.append(auto_choice_sentence(split, results))
     sentences += [str(health), _decide(device, health, split, results, ticked, decision)]
     remarks += [*_native_remark(device, ticked), *notes(results)]
     progress.finish(sentences[0])
@@ -155,7 +155,7 @@ def run(
 
 
 def forget(device: torch.device) -> str:
-    """Forget the verdict of a card; what was done, in words."""
+    """Forget the choice of a card; what was done, in words."""
     if device.type != "cuda":
         return "No GPU: there is no stored verdict."
     return _FORGOTTEN if decide_by(device, None) else "No verdict was stored for this card: nothing changes."
@@ -246,7 +246,7 @@ def _decide(
     """Store what was measured, where it counts and the user wants it; what `auto` is decided by now, in words."""
     if device.type != "cuda":
         return "auto is bf16: INT8 tensor cores need a GPU."
-    before = stored_verdict(device)
+    before = stored_auto_choice(device)
     kept = "auto stays as it was" + (f", decided by the run of {before.date}." if before else ", decided by the card.")
     if decision != STORE:
         return f"Nothing was stored: {kept}"
@@ -256,12 +256,12 @@ def _decide(
         return f"Nothing was stored, because the fused kernel was not timed beside bf16: {kept}"
     if "native_int8" not in ticked:
         return f"Nothing was stored, because ComfyUI's own INT8 was not timed (tick native_int8): {kept}"
-    verdict = Verdict(datetime.date.today().isoformat(), totals_by_shape(results, split))
+    choice = AutoChoice(datetime.date.today().isoformat(), totals_by_shape(results, split))
     try:
-        decide_by(device, verdict)
+        decide_by(device, choice)
     except OSError as error:
         return f"The verdict could not be stored ({error}): {kept}"
-    winners = [METHOD_OF_WAY[way] for shape in verdict.milliseconds if (way := verdict.fastest(shape)) is not None]
+    winners = [METHOD_OF_WAY[way] for shape in choice.milliseconds if (way := choice.fastest(shape)) is not None]
     counted = ", ".join(f"{name} for {winners.count(name)}" for name in dict.fromkeys(winners))
     return f"Stored: auto now runs what was fastest here, of {len(winners)} shapes {counted}."
 
@@ -276,4 +276,4 @@ def _native_remark(device: torch.device, ticked: Collection[str]) -> list[str]:
     why = ""
     if backend == "eager" and device.type == "cuda":
         why = f"; its CUDA kernels need a PyTorch for CUDA 13, and this one is for {torch.version.cuda}"
-    return [f"{NATIVE} is comfy-kitchen's {backend} backend here{why}."]
+    return [f"{COMFYUI_INT8} is comfy-kitchen's {backend} backend here{why}."]

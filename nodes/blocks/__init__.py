@@ -1,1 +1,1 @@
-"""Forwards of ComfyUI's transformer blocks on the fused producers, and when they run instead of ComfyUI's own."""
+"""Forwards of ComfyUI's transformer blocks on the fused ops, and when they run instead of ComfyUI's own."""

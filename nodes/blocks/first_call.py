@@ -37,7 +37,7 @@ def attempt(fused: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     raise Failed(why)  # out here, where the error holds no tensors any more
 
 
-def compare(
+def compare_first_call(
     own: Callable[..., Any], fused: Callable[..., Any], streams: Sequence[str], *args: Any, **kwargs: Any
 ) -> tuple[Any, bool | str | None]:
     """Run a fused forward, which leaves its arguments as they are, then the block's own, which may not.
@@ -78,12 +78,12 @@ def _agree(inputs: Rows, fused: Rows, own: Rows) -> bool | None:
     """Whether two results [B, rows, K] add the same to the inputs; None where the second adds nothing, or no number."""
     if len(fused) != len(own) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(fused, own, strict=True)):
         return False
-    verdicts: list[bool | None] = []
+    findings: list[bool | None] = []
     for x, result, expected in zip(inputs, fused, own, strict=True):
         # A sum is rounded to its own size, which may be far above that of what was added.
         rounding = 2 * torch.finfo(x.dtype).eps * torch.maximum(x.float().abs(), expected.float().abs())
         apart = ((result.float() - expected.float()).abs() - rounding).clamp(min=0).norm().item()
         added = (expected.float() - x.float()).norm().item()
         told = 0 < added < float("inf")
-        verdicts.append(apart <= _MOST_APART * added if told else None)
-    return False if False in verdicts else (None if None in verdicts else True)
+        findings.append(apart <= _MOST_APART * added if told else None)
+    return False if False in findings else (None if None in findings else True)

@@ -19,8 +19,8 @@ from ..comfyui.classes import full_name
 from ..comfyui.compiling import compare_before_compiling
 from ..comfyui.patcher import ModelPatcher
 from .call import Call, Flags, has_flags, read_call, settings_of
-from .first_call import Failed, attempt, compare
-from .plan import Plan, Verdicts, is_fused_block
+from .first_call import Failed, attempt, compare_first_call
+from .plan import Findings, Plan, is_fused_block
 from .table import BLOCKS, BlockKind
 
 _DIFFUSION_MODEL = "diffusion_model"
@@ -56,21 +56,21 @@ class Memory:
     def __init__(self, name: str) -> None:
         self._name = name
         self._plans: weakref.WeakKeyDictionary[torch.nn.Module, Plan] = weakref.WeakKeyDictionary()
-        self._verdicts: dict[tuple, Verdicts] = {}
+        self._findings: dict[tuple, Findings] = {}
         self._told: set[str] = set()
 
     def plan(self, block: torch.nn.Module) -> Plan:
         """What a block is now."""
         plan = self._plans.get(block)
         if plan is None or not plan.holds():
-            plan = self._plans[block] = Plan(block, self._verdicts)
+            plan = self._plans[block] = Plan(block, self._findings)
         return plan
 
     def why_not(self, block: torch.nn.Module) -> str | None:
         """What the calls of a block and of those like it showed against its fused forward, in words; else None."""
         plan = self._plans.get(block)
-        verdicts = [] if plan is None else plan.verdicts.all()
-        return None if True in verdicts else next((why for why in verdicts if isinstance(why, str)), None)
+        findings = [] if plan is None else plan.findings.all()
+        return None if True in findings else next((why for why in findings if isinstance(why, str)), None)
 
     def tell(self, why: str) -> None:
         """Log, once for each reason, that ComfyUI's own forward runs."""
@@ -107,25 +107,25 @@ def fused_class(own: Any, kind: BlockKind) -> type:
             plan = memory.plan(self)
             if plan.unknown is not None:
                 memory.tell(plan.unknown)
-            verdicts = plan.verdicts.under(call.override)
-            if verdicts is None or _watched() or not plan.may_run(call.device):
+            findings = plan.findings.under(call.override)
+            if findings is None or _watched() or not plan.may_run(call.device):
                 return super().forward(*args, **kwargs)
             key, fused = (own.forward, call.form, settings_of(kind, kwargs)), partial(kind.forward, self, core)
-            verdict = verdicts.get(key)
-            if verdict is True:
+            finding = findings.get(key)
+            if finding is True:
                 try:
                     output = attempt(fused, *args, **kwargs)
                     return super().forward(*args, **kwargs) if output is NotImplemented else output
                 except Failed as failure:
-                    verdict, output = str(failure), super().forward(*args, **kwargs)
-            elif verdict is not None or (call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                    finding, output = str(failure), super().forward(*args, **kwargs)
+            elif finding is not None or (call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 return super().forward(*args, **kwargs)
             else:
-                output, verdict = compare(super().forward, fused, kind.streams, *args, **kwargs)
-            if verdict is not None:
-                verdicts[key] = verdict
-            if isinstance(verdict, str):
-                memory.tell(verdict)
+                output, finding = compare_first_call(super().forward, fused, kind.streams, *args, **kwargs)
+            if finding is not None:
+                findings[key] = finding
+            if isinstance(finding, str):
+                memory.tell(finding)
             return output
 
         @torch.compiler.assume_constant_result
@@ -133,7 +133,7 @@ def fused_class(own: Any, kind: BlockKind) -> type:
             """At which values of options the fused forward may run and has agreed in eager calls, as a compiler finds
             it; `replaced` where attention calls are."""
             plan = memory.plan(self)
-            return () if _watched() or not plan.may_run(form[0]) else plan.verdicts.agreed(own.forward, form, replaced)
+            return () if _watched() or not plan.may_run(form[0]) else plan.findings.agreed(own.forward, form, replaced)
 
     # What asks for a block's class by name finds it.
     FusedBlock.__name__, FusedBlock.__qualname__, FusedBlock.__module__ = own.__name__, own.__qualname__, own.__module__

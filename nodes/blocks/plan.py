@@ -20,7 +20,7 @@ from .steps import InputForm, input_form
 _ACTIVATIONS = (torch.nn.SiLU, torch.nn.GELU, torch.nn.Identity, torch.nn.Dropout)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 _NODES = __name__.removesuffix(".blocks.plan")
-_NORMS = (*NORM_MODULES, f"{_NODES}.model.operations")
+_NORMS = (*NORM_MODULES, f"{_NODES}.loading.operations")
 
 Part = tuple[str, Any, type]
 """A part's path in its block, the module, and the class that it has in use."""
@@ -60,7 +60,7 @@ def _is_known(path: str, part: torch.nn.Module, cls: Any) -> bool:
     return cls.__module__.startswith(PACKAGE) and (not computes or computes.startswith((PACKAGE, "torch.nn.")))
 
 
-class Verdicts:
+class Findings:
     """Whether fused forwards agree with ComfyUI's own, for blocks of one build: True, or in words why not."""
 
     def __init__(self) -> None:
@@ -79,16 +79,16 @@ class Verdicts:
     def agreed(self, own: Callable[..., Any], form: tuple, replaced: bool) -> Flags:
         """For calls of one form, with any override or with none: options with the values at which all agree."""
         found: dict[tuple, set[bool | str]] = defaultdict(set)
-        for verdicts in list(self._under.values()) if replaced else [self._plain]:
-            for (forward, its, settings), verdict in verdicts.items():
+        for findings in list(self._under.values()) if replaced else [self._plain]:
+            for (forward, its, settings), finding in findings.items():
                 if forward is own and its == form:
                     flags = zip(form[-1], settings, strict=True)
-                    found[tuple((name, value) for name, value in flags if isinstance(value, bool))].add(verdict)
-        return tuple(flags for flags, verdicts in found.items() if verdicts == {True})
+                    found[tuple((name, value) for name, value in flags if isinstance(value, bool))].add(finding)
+        return tuple(flags for flags, findings in found.items() if findings == {True})
 
     def all(self) -> list[bool | str]:
         """Of all calls, the earliest first."""
-        return [verdict for verdicts in (self._plain, *self._under.values()) for verdict in verdicts.values()]
+        return [finding for findings in (self._plain, *self._under.values()) for finding in findings.values()]
 
 
 class Plan:
@@ -96,10 +96,10 @@ class Plan:
 
     Attributes:
         unknown: what its fused forward does not know of it, in words, or None.
-        verdicts: one for all blocks built like it.
+        findings: one for all blocks built like it.
     """
 
-    def __init__(self, block: torch.nn.Module, memory: dict[tuple, Verdicts]) -> None:
+    def __init__(self, block: torch.nn.Module, memory: dict[tuple, Findings]) -> None:
         named = list(block.named_modules())
         everything = [module for _, module in named]
         parts = everything[1:]
@@ -117,7 +117,7 @@ class Plan:
         forms = {name: form for name, _, form in linears if form is not None}
         self._questions = tuple({question(module, form) for _, module, form in linears if form is not None})
         build = tuple((name, _forward_of(type(module)), *_variant(module, forms.get(name))) for name, module in named)
-        self.verdicts = memory.setdefault(build, Verdicts())
+        self.findings = memory.setdefault(build, Findings())
 
     def _children_now(self) -> list[tuple]:
         return list(map(tuple, map(dict.values, self._families)))

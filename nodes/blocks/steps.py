@@ -1,7 +1,7 @@
 """What the fused forwards of blocks share: a norm and the linears behind it, an activation and the linear behind it,
 rotary positions, the call of ComfyUI's attention.
 
-A linear takes part in two ways. The producer quantizes for one that computes in INT8, which is an INT8Linear of
+A linear takes part in two ways. The fused op quantizes for one that computes in INT8, which is an INT8Linear of
 nodes/layers. Any other one, such as a protected one, is called with floats.
 """
 
@@ -34,7 +34,7 @@ class InputForm(NamedTuple):
 
 
 def input_form(layer: Any, cls: type | None = None) -> InputForm | None:
-    """How a producer quantizes for a linear; None for one that must be given floats. `cls` if it has another in use."""
+    """How a fused op quantizes for a linear; None for one that must be given floats. `cls` if it has another in use."""
     form = getattr(cls or type(layer), "input_form", None)
     return None if form is None else form(layer)
 

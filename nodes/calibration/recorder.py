@@ -14,7 +14,7 @@ from ..comfyui.patcher import CallbacksMP, ModelPatcher
 from ..layers.layer_selection import quantizable_linears
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
-CALLBACK_KEY = "int8_dit_recorder"
+RECORDER_KEY = "int8_dit_recorder"
 
 
 class Record:
@@ -131,8 +131,8 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
             record.settle()
 
     clone = model.clone()
-    clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, begin)
-    clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, CALLBACK_KEY, end)
+    clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, RECORDER_KEY, begin)
+    clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, RECORDER_KEY, end)
     return clone
 
 
@@ -144,4 +144,4 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 def disarm(model: ModelPatcher) -> None:
     """Take the recorder out of a MODEL, in place."""
     for moment in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_CLEANUP):
-        model.remove_callbacks_with_key(moment, CALLBACK_KEY)
+        model.remove_callbacks_with_key(moment, RECORDER_KEY)

@@ -180,7 +180,7 @@ ASSUMPTIONS = (
     # classes.py
     *(
         Assumption(":".join(name.rsplit(".", 1)), "a block", "its linears run one by one", since=since)
-        for name, since in classes.FUSED.items()
+        for name, since in classes.FUSED_CLASSES.items()
     ),
 )
 

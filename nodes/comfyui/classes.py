@@ -24,7 +24,7 @@ MINIMAX_FEED_FORWARD = "comfy.ldm.minimax.model.MLP"
 NORM_MODULES = ("comfy.ops", "torch.nn.modules.normalization")
 """Where the forwards of norms stand that compute what PyTorch's norms do."""
 
-FUSED: dict[str, tuple[int, ...]] = {
+FUSED_CLASSES: dict[str, tuple[int, ...]] = {
     IDEOGRAM4_BLOCK: (0, 30),
     LUMINA_BLOCK: (0, 30),
     FLUX_DOUBLE_BLOCK: (0, 30),

@@ -19,7 +19,7 @@ def read_safetensors(path: str) -> tuple[StateDict, dict[str, str] | None]:
     return comfy.utils.load_torch_file(path, return_metadata=True)
 
 
-def with_marks(tensors: StateDict, metadata: dict[str, str]) -> tuple[StateDict, dict[str, str]]:
+def with_quant_configs(tensors: StateDict, metadata: dict[str, str]) -> tuple[StateDict, dict[str, str]]:
     """Tensors with the marks that ComfyUI makes of what older files have in their metadata or in other tensors.
 
     It trusts what it reads: damaged ones raise AttributeError, KeyError, RuntimeError, TypeError or ValueError.

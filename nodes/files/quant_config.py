@@ -3,12 +3,13 @@
 A layer of name X is `X.weight` (int8 [N, K]), `X.weight_scale` (float32) and `X.comfy_quant` (the bytes of the JSON). A
 layer that nothing has to be divided for carries ComfyUI's own format name, so stock loaders run it. A layer with
 smoothing factors `X.weight_smooth` (float32 [K]) would come out wrong where they are unknown: it carries a name of its
-own, which stock loaders refuse. So does a layer that needs activations of 16 bits; its mark says whether it has factors
-(`smoothed`), so that lost ones are missed. Stock ComfyUI prints such a name and nothing else, so the name says what to
-do.
+own, which stock loaders refuse. So does a layer that needs activations of 16 bits; its quant config says whether it has
+factors (`smoothed`), so that lost ones are missed. Stock ComfyUI prints such a name and nothing else, so the name says
+what to do.
 
 A native layer that is marked `full_precision_matrix_mult` needs 16 bits too, and says so in ComfyUI's own words. W4A8
-and W6A8 (grouped_weight.py) are ComfyUI's formats of an INT8 weight in 4 or 6 bits. What else a mark says is kept.
+and W6A8 (grouped_weight.py) are ComfyUI's formats of an INT8 weight in 4 or 6 bits. What else a quant config says is
+kept.
 """
 
 import json
@@ -28,7 +29,7 @@ INT8_FORMATS = (NATIVE_FORMAT, SMOOTHED_FORMAT, ACT16_FORMAT)
 GROUPED_FORMATS = ("asym_w4a8_int8", "w6a8_int8")
 DEFAULT_ROTATION_GROUP, DEFAULT_CODE_GROUP = 256, 16
 
-MARK = "comfy_quant"
+QUANT_CONFIG = "comfy_quant"
 SCALE = "weight_scale"
 SMOOTH = "weight_smooth"
 SMOOTHED = "smoothed"
@@ -39,27 +40,28 @@ FULL_PRECISION = "full_precision_matrix_mult"
 _SAID = {"format", "convrot", "convrot_groupsize", SMOOTHED}
 _SAID_OF_CODES = {*_SAID, "group_size"}
 
-_MOST_BYTES = 4096  # marks have up to about 150
+_MOST_BYTES = 4096  # quant configs have up to about 150
 
 
 def format_name(transform: ChannelTransform, activation_bits: int, others: Mapping[str, Any] = {}) -> str:
-    """The format that an INT8 layer is marked with; `others` are the `other_options` of its mark."""
+    """The format that an INT8 layer is marked with; `others` are the `other_options` of its quant config."""
     if activation_bits == 16 and not (transform.smooth is None and others.get(FULL_PRECISION)):
         return ACT16_FORMAT
     return NATIVE_FORMAT if transform.smooth is None else SMOOTHED_FORMAT
 
 
-def activation_bits(mark: dict) -> int:
-    """The bits of a layer's activations by its decoded mark; 8 for a layer that is not INT8."""
-    if mark.get("format") not in (*INT8_FORMATS, *GROUPED_FORMATS):
+def activation_bits(config: dict) -> int:
+    """The bits of a layer's activations by its decoded quant config; 8 for a layer that is not INT8."""
+    if config.get("format") not in (*INT8_FORMATS, *GROUPED_FORMATS):
         return 8
-    return 16 if mark["format"] == ACT16_FORMAT or mark.get(FULL_PRECISION) else 8
+    return 16 if config["format"] == ACT16_FORMAT or config.get(FULL_PRECISION) else 8
 
 
-def other_options(mark: Mapping[str, Any]) -> dict[str, Any]:
-    """What a decoded mark says beside all that the pack says of an INT8 layer: to be said again when it is saved."""
-    said = _SAID_OF_CODES if mark.get("format") in GROUPED_FORMATS else _SAID
-    others = {key: value for key, value in mark.items() if key not in said}
+def other_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a decoded quant config says beside all that the pack says of an INT8 layer: to be said again when it is
+    saved."""
+    said = _SAID_OF_CODES if config.get("format") in GROUPED_FORMATS else _SAID
+    others = {key: value for key, value in config.items() if key not in said}
     if isinstance(others.get("params"), dict):
         others["params"] = {key: value for key, value in others["params"].items() if key not in said}
         if not others["params"]:
@@ -67,68 +69,68 @@ def other_options(mark: Mapping[str, Any]) -> dict[str, Any]:
     return others
 
 
-def encode_mark(
+def encode_config(
     transform: ChannelTransform = UNCHANGED, activation_bits: int = 8, others: Mapping[str, Any] = {}
 ) -> torch.Tensor:
-    """The mark of an INT8 layer as uint8 bytes; `others` are the `other_options` of the one that it had."""
-    mark: dict[str, object] = {"format": format_name(transform, activation_bits, others)}
-    if mark["format"] == ACT16_FORMAT and transform.smooth is not None:
-        mark[SMOOTHED] = True
+    """The quant config of an INT8 layer as uint8 bytes; `others` are the `other_options` of the one that it had."""
+    config: dict[str, object] = {"format": format_name(transform, activation_bits, others)}
+    if config["format"] == ACT16_FORMAT and transform.smooth is not None:
+        config[SMOOTHED] = True
     if transform.rotation_group is not None:
-        mark.update(convrot=True, convrot_groupsize=transform.rotation_group)
-    return encoded({**mark, **others})
+        config.update(convrot=True, convrot_groupsize=transform.rotation_group)
+    return encoded({**config, **others})
 
 
-def encoded(mark: Mapping[str, Any]) -> torch.Tensor:
-    """A mark as uint8 bytes."""
-    return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+def encoded(config: Mapping[str, Any]) -> torch.Tensor:
+    """A quant config as uint8 bytes."""
+    return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
 
 
-def decode_mark(mark: torch.Tensor) -> dict:
-    """The JSON object of a mark, its format by its present name. Raises ValueError where it is none."""
-    if mark.dtype != torch.uint8 or mark.ndim != 1:
-        raise ValueError(f"not the bytes of a JSON object (it is {mark.dtype} of shape {tuple(mark.shape)})")
-    if mark.numel() > _MOST_BYTES:  # before they are copied
-        raise ValueError(f"not a mark: it has {mark.numel()} bytes, and at most {_MOST_BYTES} are expected")
-    return with_present_name(json_object(mark.cpu().numpy().tobytes(), _MOST_BYTES))
+def decode_config(config: torch.Tensor) -> dict:
+    """The JSON object of a quant config, its format by its present name. Raises ValueError where it is none."""
+    if config.dtype != torch.uint8 or config.ndim != 1:
+        raise ValueError(f"not the bytes of a JSON object (it is {config.dtype} of shape {tuple(config.shape)})")
+    if config.numel() > _MOST_BYTES:  # before they are copied
+        raise ValueError(f"not a mark: it has {config.numel()} bytes, and at most {_MOST_BYTES} are expected")
+    return with_present_name(json_object(config.cpu().numpy().tobytes(), _MOST_BYTES))
 
 
-def with_present_name(mark: dict) -> dict:
-    """A decoded mark with the format's present name where it has an earlier one."""
-    name = mark.get("format")
-    return {**mark, "format": _EARLIER_NAMES[name]} if isinstance(name, str) and name in _EARLIER_NAMES else mark
+def with_present_name(config: dict) -> dict:
+    """A decoded quant config with the format's present name where it has an earlier one."""
+    name = config.get("format")
+    return {**config, "format": _EARLIER_NAMES[name]} if isinstance(name, str) and name in _EARLIER_NAMES else config
 
 
 def of_layer(state_dict: Mapping[str, Any], prefix: str) -> dict:
-    """The decoded mark of a layer whose tensors' names begin with `prefix`; empty where it has none.
+    """The decoded quant config of a layer whose tensors' names begin with `prefix`; empty where it has none.
 
     Raises ValueError naming smoothing factors that it does not speak of.
     """
-    encoded_mark = state_dict.get(f"{prefix}{MARK}")
-    mark = {} if encoded_mark is None else decode_mark(encoded_mark)
-    if f"{prefix}{SMOOTH}" in state_dict and mark.get("format") not in (SMOOTHED_FORMAT, ACT16_FORMAT):
+    encoded_mark = state_dict.get(f"{prefix}{QUANT_CONFIG}")
+    config = {} if encoded_mark is None else decode_config(encoded_mark)
+    if f"{prefix}{SMOOTH}" in state_dict and config.get("format") not in (SMOOTHED_FORMAT, ACT16_FORMAT):
         raise ValueError(f"{prefix}{SMOOTH} is there although the layer is not marked as smoothed")
-    return mark
+    return config
 
 
 def take_pieces(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     """The weight of a layer, and what belongs to an INT8 one, out of a state dict."""
-    return {part: state_dict.pop(f"{prefix}{part}", None) for part in ("weight", SCALE, SMOOTH, MARK)}
+    return {part: state_dict.pop(f"{prefix}{part}", None) for part in ("weight", SCALE, SMOOTH, QUANT_CONFIG)}
 
 
-def layers_marked(tensors: Mapping[str, Any], format: str) -> list[str]:
-    """The layers of a state dict whose mark names this format."""
-    suffix = f".{MARK}"
-    marks = {key.removesuffix(suffix): decode_mark(t) for key, t in tensors.items() if key.endswith(suffix)}
-    return [layer for layer, mark in marks.items() if mark.get("format") == format]
+def configured_layers(tensors: Mapping[str, Any], format: str) -> list[str]:
+    """The layers of a state dict whose quant config names this format."""
+    suffix = f".{QUANT_CONFIG}"
+    configs = {key.removesuffix(suffix): decode_config(t) for key, t in tensors.items() if key.endswith(suffix)}
+    return [layer for layer, config in configs.items() if config.get("format") == format]
 
 
-def rotation_group(mark: dict) -> int | None:
-    """Channels per Hadamard group of a decoded mark, or None. Older files keep the options under "params".
+def rotation_group(config: dict) -> int | None:
+    """Channels per Hadamard group of a decoded quant config, or None. Older files keep the options under "params".
 
     Raises ValueError for options that do not say it clearly.
     """
-    options = mark_options(mark)
+    options = quant_config_options(config)
     rotated = options.get("convrot")
     if rotated is None and "convrot_groupsize" in options:
         raise ValueError("its mark names a convrot_groupsize and not whether it is rotated (convrot)")
@@ -137,10 +139,10 @@ def rotation_group(mark: dict) -> int | None:
     return group_size(options) if rotated else None
 
 
-def mark_options(mark: dict) -> dict:
-    """The options of a decoded mark; older files keep them under "params"."""
-    nested = mark.get("params")
-    return {**(nested if isinstance(nested, dict) else {}), **mark}
+def quant_config_options(config: dict) -> dict:
+    """The options of a decoded quant config; older files keep them under "params"."""
+    nested = config.get("params")
+    return {**(nested if isinstance(nested, dict) else {}), **config}
 
 
 def group_size(options: dict) -> int:

@@ -1,7 +1,7 @@
-"""What this pack's own files say of their marks a second time, in the metadata.
+"""What this pack's own files say of their quant configs a second time, in the metadata.
 
-A mark that lost its rotation still is one: files in which some layers are rotated and others are not are as legitimate
-as those in which all are. So a file says at its end what each layer was when it was written.
+A quant config that lost its rotation still is one: files in which some layers are rotated and others are not are as
+legitimate as those in which all are. So a file says at its end what each layer was when it was written.
 """
 
 import json
@@ -15,13 +15,13 @@ _KEY = "int8_dit_marks"
 _MOST = 1 << 22  # characters; a thousand layers have about 100,000
 
 
-def marks_as_metadata(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata entry for a state dict that is about to be written: its layers' marks, by name."""
-    return {_KEY: json.dumps(_marks(tensors))}
+def quant_configs_as_metadata(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata entry for a state dict that is about to be written: its layers' quant configs, by name."""
+    return {_KEY: json.dumps(_configs(tensors))}
 
 
-def check_marks_as_written(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Raise ValueError naming the first mark that is not what the file's own metadata, if any, says of it."""
+def check_quant_configs_as_written(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Raise ValueError naming the first quant config that is not what the file's own metadata, if any, says of it."""
     if _KEY not in metadata:
         return
     try:
@@ -29,19 +29,19 @@ def check_marks_as_written(tensors: Mapping[str, Any], metadata: Mapping[str, st
     except ValueError as error:
         raise ValueError(f"the metadata entry {_KEY} is {error}; it was damaged after it was saved") from error
     written = {k: quant_config.with_present_name(v) if isinstance(v, dict) else v for k, v in written.items()}
-    marks = _marks(tensors)
-    for layer in sorted({*written, *marks}):
-        if written.get(layer) != marks.get(layer):
+    configs = _configs(tensors)
+    for layer in sorted({*written, *configs}):
+        if written.get(layer) != configs.get(layer):
             raise ValueError(
-                f"{layer}.{quant_config.MARK} is {_said(marks.get(layer))}, but was "
+                f"{layer}.{quant_config.QUANT_CONFIG} is {_said(configs.get(layer))}, but was "
                 f"{_said(written.get(layer))} when the file was saved; download or copy it again"
             )
 
 
-def _marks(tensors: Mapping[str, Any]) -> dict[str, dict]:
-    suffix = f".{quant_config.MARK}"
-    return {k.removesuffix(suffix): quant_config.decode_mark(t) for k, t in tensors.items() if k.endswith(suffix)}
+def _configs(tensors: Mapping[str, Any]) -> dict[str, dict]:
+    suffix = f".{quant_config.QUANT_CONFIG}"
+    return {k.removesuffix(suffix): quant_config.decode_config(t) for k, t in tensors.items() if k.endswith(suffix)}
 
 
-def _said(mark: object) -> str:
-    return "missing" if mark is None else json.dumps(mark)[:200]
+def _said(config: object) -> str:
+    return "missing" if config is None else json.dumps(config)[:200]

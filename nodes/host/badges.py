@@ -19,6 +19,6 @@ class Badge:
     detail: str = ""
 
 
-def shown(*badges: Badge) -> dict[str, list[dict]]:
+def badges_output(*badges: Badge) -> dict[str, list[dict]]:
     """The ui result of a node that shows these."""
     return {"int8_dit_badges": [asdict(badge) for badge in badges]}

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from ...kernels import stored_verdict
+from ...kernels import stored_auto_choice
 from ..comfyui.memory import default_device
 
 
@@ -11,5 +11,5 @@ def decision_stamp(kernel: str) -> str:
     device = default_device()
     if kernel != "auto" or device.type != "cuda":
         return ""
-    verdict = stored_verdict(device)
-    return "" if verdict is None else hashlib.sha256(repr(verdict).encode()).hexdigest()[:16]
+    choice = stored_auto_choice(device)
+    return "" if choice is None else hashlib.sha256(repr(choice).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from comfy_api.latest import io
 
 from ..comfyui.folders import keeps_workflow, output_folder, output_place
-from .badges import Badge, shown
+from .badges import Badge, badges_output
 
 
 def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterator[str]:
@@ -30,7 +30,7 @@ def saved_file(path: str) -> dict:
     """The ui result of a node that saved a file in the output folder: the file, and a line on the node."""
     subfolder, filename = os.path.split(os.path.relpath(path, output_folder()))
     badge = Badge("good", saved_line(path), os.path.join("output", subfolder))
-    return {"saved": [{"filename": filename, "subfolder": subfolder, "type": "output"}], **shown(badge)}
+    return {"saved": [{"filename": filename, "subfolder": subfolder, "type": "output"}], **badges_output(badge)}
 
 
 def saved_line(path: str) -> str:

@@ -55,7 +55,7 @@ def paired_images(
     return references, images
 
 
-def compare(reference: torch.Tensor, image: torch.Tensor, name: str) -> Fidelity:
+def compare_images(reference: torch.Tensor, image: torch.Tensor, name: str) -> Fidelity:
     """PSNR and SSIM of an image [H, W, C] against its reference [H, W, C], both cut off to 0..1 as in a saved file.
 
     SSIM is the mean over channels and over all places where the window lies inside the image. Raises ValueError that

@@ -74,7 +74,7 @@ def class_patch(name: str) -> str:
 def int8_parts(weight: Any, layer: Any) -> INT8Parts | None:
     """The parts of an INT8 weight of either kind, or of one that is made INT8 for each product; None of any other.
 
-    `layer` is its linear: of ComfyUI's own formats it knows what the mark says of its input.
+    `layer` is its linear: of ComfyUI's own formats it knows what the quant config says of its input.
     """
     if is_int8(weight):
         held = params(weight)
@@ -257,7 +257,7 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
 
 
 class INT8Linear:
-    """What linears of this pack's classes have beside ComfyUI's own: a producer may quantize their input for them."""
+    """What linears of this pack's classes have beside ComfyUI's own: a fused op may quantize their input for them."""
 
     int8_kernel: str
     input_group: object | None = None  # given by group_inputs to those whose input others read too

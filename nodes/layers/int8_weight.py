@@ -129,11 +129,11 @@ def int8_weight(
     return HeldWeight(q, LAYOUT, form)
 
 
-def int8_weight_of(pieces: Mapping[str, Any], mark: dict[str, Any], dtype: torch.dtype) -> QuantizedTensor:
-    """The weight of an INT8 layer of a file, by its tensors and its decoded mark; `dtype` as above."""
-    transform = ChannelTransform(pieces[quant_config.SMOOTH], quant_config.rotation_group(mark))
+def int8_weight_of(pieces: Mapping[str, Any], config: dict[str, Any], dtype: torch.dtype) -> QuantizedTensor:
+    """The weight of an INT8 layer of a file, by its tensors and its decoded quant config; `dtype` as above."""
+    transform = ChannelTransform(pieces[quant_config.SMOOTH], quant_config.rotation_group(config))
     return int8_weight(
-        pieces["weight"], pieces[quant_config.SCALE], dtype, transform, quant_config.activation_bits(mark)
+        pieces["weight"], pieces[quant_config.SCALE], dtype, transform, quant_config.activation_bits(config)
     )
 
 
@@ -147,11 +147,11 @@ def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
     return has_layout(weight, LAYOUT)
 
 
-def format_name(weight: QuantizedTensor) -> str:
+def format_of_weight(weight: QuantizedTensor) -> str:
     """The format a weight is marked with in files."""
     return quant_config.format_name(params(weight).transform, params(weight).activation_bits)
 
 
-def mark_of(weight: QuantizedTensor, others: Mapping[str, Any] = {}) -> torch.Tensor:
-    """The mark of a weight in files; `others` are int8_mark's `other_options` of the one that its layer had."""
-    return quant_config.encode_mark(params(weight).transform, params(weight).activation_bits, others)
+def quant_config_of(weight: QuantizedTensor, others: Mapping[str, Any] = {}) -> torch.Tensor:
+    """The quant config of a weight in files; `others` are int8_mark's `other_options` of the one that its layer had."""
+    return quant_config.encode_config(params(weight).transform, params(weight).activation_bits, others)

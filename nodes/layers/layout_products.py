@@ -1,7 +1,7 @@
 """The products that newer ComfyUI asks of a weight's layout: a linear with what stands before it, or behind it, in one.
 
 Each is NotImplemented, before anything is computed, where the caller's separate passes are to run: for arguments that
-no producer knows, for a gradient, for a compiler, and where the user's choice of a kernel is not INT8.
+no fused op knows, for a gradient, for a compiler, and where the user's choice of a kernel is not INT8.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from ...kernels import (
 )
 from ..comfyui.quantized import QuantizedTensor, params, stored
 
-Producer = Callable[[torch.Tensor, Norm, ChannelTransform, int], Quantized]
+Before = Callable[[torch.Tensor, Norm, ChannelTransform, int], Quantized]
 
 
 def _swiglu(x: torch.Tensor, norm: Norm, transform: ChannelTransform, bits: int) -> Quantized:
@@ -32,7 +32,7 @@ def _swiglu(x: torch.Tensor, norm: Norm, transform: ChannelTransform, bits: int)
     return activate_quantize(gate, "silu", up, None, transform, bits)
 
 
-_PRODUCERS: dict[str, Producer] = {
+_BEFORE: dict[str, Before] = {
     "gelu_tanh": lambda x, norm, *form: activate_quantize(x, "gelu_tanh", None, None, *form),
     "swiglu": _swiglu,
     "rms_norm": lambda x, norm, *form: norm_quantize(x, norm, None, None, *form),
@@ -62,7 +62,7 @@ def activated_product(
     if not _multiplies(weight, x, bias, norm_weight, residual, residual_scale):
         return NotImplemented
     outputs, channels = weight.shape
-    known = activation in (None, "none") or activation in _PRODUCERS
+    known = activation in (None, "none") or activation in _BEFORE
     if not known or x.shape[-1] != channels * (2 if activation == "swiglu" else 1):
         return NotImplemented
     if activation == "rms_norm" and (norm_weight is None or norm_weight.shape != (channels,)):
@@ -80,7 +80,7 @@ def activated_product(
     if activation in (None, "none"):
         output = int8_linear(x, stored(weight), held.scale, bias, form[0], activation_bits=form[1])
     else:
-        quantized = _PRODUCERS[activation](x, Norm("rms", norm_eps, norm_weight), *form)
+        quantized = _BEFORE[activation](x, Norm("rms", norm_eps, norm_weight), *form)
         output = _product(weight, quantized, bias, x)
     return output if residual is None else gated_residual(residual.to(output.dtype), output, residual_scale)
 

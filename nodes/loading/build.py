@@ -49,9 +49,9 @@ def _whole_weights(model: BaseModel, state_dict: dict[str, torch.Tensor], prefix
     """Put each quantized weight into a BaseModel's state dict as what it is, in place of the pieces a file has."""
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
-        if isinstance(weight, QuantizedTensor) and f"{prefix}{name}.{quant_config.MARK}" in state_dict:
+        if isinstance(weight, QuantizedTensor) and f"{prefix}{name}.{quant_config.QUANT_CONFIG}" in state_dict:
             key = f"{prefix}{name}.weight"
-            for piece in (f"{prefix}{name}.{quant_config.MARK}", *weight.state_dict(key)):
+            for piece in (f"{prefix}{name}.{quant_config.QUANT_CONFIG}", *weight.state_dict(key)):
                 state_dict.pop(piece)
             state_dict[key] = weight
 

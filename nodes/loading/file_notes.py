@@ -60,7 +60,7 @@ class Notes(NamedTuple):
 def notes_of(checkpoint: Checkpoint) -> Notes:
     """The notes of a checkpoint whose tensors ComfyUI's loader has not emptied yet."""
     tensors, prefix = checkpoint.tensors, prefix_in(checkpoint.tensors)
-    formats = {key.removeprefix(prefix): params(t).block_format for key, t in tensors.items() if is_gguf(t)}
+    formats = {key.removeprefix(prefix): params(t).gguf_format for key, t in tensors.items() if is_gguf(t)}
     choices = {key: tensor for key, tensor in tensors.items() if key.endswith(CONFIG)}
     return Notes(recipe_in(checkpoint.metadata), formats, choices)
 
@@ -81,7 +81,7 @@ def keep_notes(model: ModelPatcher, notes: Notes) -> None:
         model.set_attachments(_CHOICES_KEY, unknown)
 
 
-def block_formats_of(model: ModelPatcher) -> Mapping[str, str]:
+def gguf_formats_of(model: ModelPatcher) -> Mapping[str, str]:
     """The GGUF formats that a MODEL's weights have or had, by their names in the diffusion model. Of a file that was
     saved as INT8 they are not known."""
     return model.get_attachment(_BLOCK_FORMATS_KEY) or {}

@@ -24,11 +24,11 @@ from ..comfyui.layers import (
 )
 from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, storage_shape, stored
 from ..files import quant_config
-from ..files.holding.grouped_weight import is_grouped, mark_in
+from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.holding.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
 from ..files.reading.values import check_finite
 from ..layers.fused_forward import INT8Linear, form_of, fused_forward, native_forward
-from ..layers.int8_weight import LAYOUT, computed_with, format_name, int8_weight_of, is_int8, mark_of
+from ..layers.int8_weight import LAYOUT, computed_with, format_of_weight, int8_weight_of, is_int8, quant_config_of
 from ..layers.stored_weights import HookedWeight, put_hooked
 from .load_plan import LoadPlan
 
@@ -45,14 +45,16 @@ def int8_operations(plan: LoadPlan) -> type:
         class Linear(INT8Linear, base.Linear):
             int8_kernel = kernel
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
-            mark: Mapping[str, Any] = {}  # of the state dict, as long as the weight is what it says
+            config: Mapping[str, Any] = {}  # of the state dict, as long as the weight is what it says
 
             def _load_from_state_dict(self, state_dict, prefix, *args):
                 self.input_group, self.dequantized = None, False
                 plan.missing, plan.unexpected = args[2:4]  # PyTorch's: one list for all modules
                 weight = state_dict.get(f"{prefix}weight")
-                self.mark = mark_in(weight) if is_grouped(weight) else quant_config.of_layer(state_dict, prefix)
-                is_int8_in_file = self.mark.get("format") in quant_config.INT8_FORMATS
+                self.config = (
+                    quant_config_in(weight) if is_grouped(weight) else quant_config.of_layer(state_dict, prefix)
+                )
+                is_int8_in_file = self.config.get("format") in quant_config.INT8_FORMATS
                 read, needed = weight, (self.out_features, self.in_features)
                 if is_int8_in_file or is_stored(weight):
                     pieces = quant_config.take_pieces(state_dict, prefix)
@@ -69,7 +71,7 @@ def int8_operations(plan: LoadPlan) -> type:
                         f"{prefix}weight has shape {list(weight.shape)}, but the model needs {list(needed)}"
                     )
                 if is_int8_in_file:
-                    self._hold_int8(int8_weight_of(pieces, self.mark, compute_dtype))
+                    self._hold_int8(int8_weight_of(pieces, self.config, compute_dtype))
                 else:
                     self._hold_planned(prefix, read)
 
@@ -82,7 +84,7 @@ def int8_operations(plan: LoadPlan) -> type:
                         self._hold_int8(made)  # the file's own
                         return
                     if not is_grouped(made):
-                        self.mark = {}
+                        self.config = {}
                     self._hold(made)
                 elif is_stored(read):
                     decoded = read.dequantize()
@@ -101,7 +103,7 @@ def int8_operations(plan: LoadPlan) -> type:
             def _hold(self, weight: Any) -> None:
                 kind = stored_kind(weight)
                 if is_int8(weight):
-                    set_format(self, LAYOUT, format_name(weight))
+                    set_format(self, LAYOUT, format_of_weight(weight))
                     weight = computed_with(weight, kernel)
                 elif kind is not None:
                     set_format(self, layout_of(weight), kind.name(weight))
@@ -127,12 +129,12 @@ def int8_operations(plan: LoadPlan) -> type:
 
             def state_dict(self, *args, destination=None, prefix="", **kwargs):
                 tensors = super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)
-                key = f"{prefix}{quant_config.MARK}"
+                key = f"{prefix}{quant_config.QUANT_CONFIG}"
                 if is_int8(self.weight):
-                    tensors[key] = mark_of(self.weight, quant_config.other_options(self.mark))
-                elif key in tensors and self.mark:  # what ComfyUI, too, does not know of it
-                    written = {} if is_grouped(self.weight) else quant_config.decode_mark(tensors[key])
-                    tensors[key] = quant_config.encoded({**self.mark, **written})
+                    tensors[key] = quant_config_of(self.weight, quant_config.other_options(self.config))
+                elif key in tensors and self.config:  # what ComfyUI, too, does not know of it
+                    written = {} if is_grouped(self.weight) else quant_config.decode_config(tensors[key])
+                    tensors[key] = quant_config.encoded({**self.config, **written})
                 return tensors
 
             def forward(self, input, *args, **kwargs):

@@ -22,7 +22,7 @@ _CALLBACK_KEY = "int8_dit_apply"
 
 def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
     """A clone of a MODEL whose native INT8 linears, also those in 4 or 6 bits, run on the fused kernel. Layers whose
-    marks ask for full precision get activations of 16 bits.
+    quant configs ask for full precision get activations of 16 bits.
 
     `kernel` is "auto" or "fused int8". Where `auto` finds no card that the kernel is known to win on, the clone runs as
     before, with a warning. A MODEL of this pack runs the kernel already and stays as it is.

@@ -200,25 +200,25 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
             if key in folded:
                 folded[key] = MappedTensor(folded[key], _on_rows(key, rows, change))
         for name, weight in stored.items():
-            mark: Any = folded.get(f"{name}.{quant_config.MARK}")
-            others = {} if mark is None else quant_config.other_options(quant_config.decode_mark(mark))
+            config: Any = folded.get(f"{name}.{quant_config.QUANT_CONFIG}")
+            others = {} if config is None else quant_config.other_options(quant_config.decode_config(config))
             if _has_16_bits(weight):
                 own = params(weight).smooth
                 back = divisor.reciprocal() if own is None else own / divisor
                 folded[f"{name}.{quant_config.SMOOTH}"] = back
                 transform = ChannelTransform(back, params(weight).rotation_group)
-                folded[f"{name}.{quant_config.MARK}"] = quant_config.encode_mark(transform, 16, others)
+                folded[f"{name}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(transform, 16, others)
                 continue
             if is_int8(weight):
                 del folded[f"{name}.{quant_config.SMOOTH}"]
                 transform = ChannelTransform(None, params(weight).rotation_group)
-                folded[f"{name}.{quant_config.MARK}"] = quant_config.encode_mark(transform, 8, others)
+                folded[f"{name}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(transform, 8, others)
                 key, change = f"{name}.{quant_config.SCALE}", partial(torch.div, other=common)
             else:
                 key, change = f"{name}.weight", partial(multiply_columns, smooth=divisor)
             folded[key] = MappedTensor(folded[key], change)
 
-    left = quant_config.layers_marked(folded, quant_config.SMOOTHED_FORMAT)
+    left = quant_config.configured_layers(folded, quant_config.SMOOTHED_FORMAT)
     if left:
         raise ValueError(
             f"the smoothing factors of {len(left)} layers, {left[0]} first, cannot be folded into the layer before "

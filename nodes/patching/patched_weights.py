@@ -24,9 +24,9 @@ from ..comfyui.patcher import (
 )
 from ..comfyui.quantized import QuantizedTensor, params, requantized
 from ..files import quant_config
-from ..files.holding.grouped_weight import is_grouped, mark_in
+from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.writing.safetensors_writer import PendingTensor, Tensors
-from ..layers.int8_weight import int8_weight, mark_of
+from ..layers.int8_weight import int8_weight, quant_config_of
 from ..layers.stored_weights import int8_form
 
 
@@ -114,9 +114,9 @@ def state_dict_for_saving(model: ModelPatcher) -> Tensors:
         if is_patched(model, key):
             entry = _PatchedEntry(model, key)
             if is_grouped(stored):
-                form, mark = _form_when_patched(stored), f"{key.removesuffix('.weight')}.{quant_config.MARK}"
+                form, config = _form_when_patched(stored), f"{key.removesuffix('.weight')}.{quant_config.QUANT_CONFIG}"
                 gone |= pieces.keys()
-                replaced[mark] = mark_of(form, quant_config.other_options(mark_in(stored)))
+                replaced[config] = quant_config_of(form, quant_config.other_options(quant_config_in(stored)))
                 pieces = form.state_dict(key)
                 replaced |= {name: _PatchedTensor(entry, name, piece) for name, piece in pieces.items()}
                 continue

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.benchmark import BF16, METHODS, ShapeResult
+from ...kernels.benchmark import BENCHMARK_METHODS, BF16, ShapeResult
 from .drawing import (
     GRID,
     INK,
@@ -79,7 +79,7 @@ def draw(results: Sequence[ShapeResult], title: str) -> "Figure":
 def _colors(results: Sequence[ShapeResult]) -> dict[str, str]:
     """bf16 and the methods that ran anywhere, in the table's order, with their colours."""
     ran = {BF16}.union(*(result.rounds for result in results))
-    own = {method.name: method.color for method in METHODS if method.name in ran}
+    own = {method.name: method.color for method in BENCHMARK_METHODS if method.name in ran}
     own |= dict.fromkeys(sorted(ran - own.keys()))
     others = [name for name, color in own.items() if color is None]
     return {name: color or _OTHERS[others.index(name) % len(_OTHERS)] for name, color in own.items()}

@@ -11,11 +11,11 @@ from ...kernels import (
     ActivationStatistics,
     Protection,
     QuantizedLinear,
-    candidates,
     check_alpha,
     choose_path,
     interruptible,
     quantize_group,
+    transform_candidates,
 )
 from ..blocks.plan import is_fused_block
 from ..calibration.calibration import Calibration
@@ -220,7 +220,7 @@ def _quantize_layers(
         group = group_of.get(name, [name])
         smoothable = name in statistics and (foldable is None or set(group) in foldable)
         channels = targets[name].weight.shape[1]
-        plans = candidates(settings.method, settings.alphas if smoothable else [], channels, activation_bits)
+        plans = transform_candidates(settings.method, settings.alphas if smoothable else [], channels, activation_bits)
         sources = {member: partial(source_weight, model, member) for member in group}
         seen = statistics.get(name)
         with interruptible(check_cancelled):

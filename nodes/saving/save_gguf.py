@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import GGUF_FORMATS, quantize_blocks
+from ...kernels import GGUF_FORMATS, quantize_gguf
 from ..comfyui.architecture import architecture_names, architecture_settings
 from ..comfyui.attention import state_dict_of
 from ..comfyui.loading import tensors_of_file
@@ -27,7 +27,7 @@ from ..loading.build import file_metadata
 from ..loading.file_notes import (
     FOLDED,
     RECIPE_KEY,
-    block_formats_of,
+    gguf_formats_of,
     recipe_of,
     unknown_choices_of,
     warn_of_patches_on_folded,
@@ -181,12 +181,12 @@ def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], 
     if part != "weight" or layer not in layers or not fitting:
         return _plain(read, shape)
     held = weight_below_patches(model, key)
-    if not is_patched(model, key) and is_gguf(held) and params(held).block_format == fitting[0]:
+    if not is_patched(model, key) and is_gguf(held) and params(held).gguf_format == fitting[0]:
         return PendingGGUF(shape, fitting[0], lambda: iter([stored(held)]))
 
     def blocks() -> Iterator[torch.Tensor]:
         with _naming(entry.name):
-            yield quantize_blocks(read(), fitting[0])
+            yield quantize_gguf(read(), fitting[0])
 
     return PendingGGUF(shape, fitting[0], blocks)
 
@@ -198,7 +198,7 @@ def _fitting(shape: tuple[int, ...], type: str) -> list[str]:
 
 def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
     """Warn, once, if a patch changes weights that may round back to the values that they had in another GGUF file."""
-    formats = block_formats_of(model)
+    formats = gguf_formats_of(model)
     for name, layer in linears(model).items():
         before = formats.get(f"{name}.weight")
         if before is None or not is_patched(model, f"{DIFFUSION_MODEL}{name}.weight"):

@@ -7,7 +7,7 @@ from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.ops.linear import int8_accumulate, int8_gemm, quantize_activations
 from kernels.reference.linear import int8_accumulate_reference
 from kernels.triton_kernels.gemm import launch_config
-from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, architecture_of
+from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, gpu_architecture
 from support.tensors import DEVICE, random_float, random_int8, relative_error
 
 # Odd in each direction, K of one column, below a block, a multiple of blocks or of 16 only.
@@ -19,7 +19,7 @@ def configs():
     """All that a card here can run; a few small ones where an interpreter runs them."""
     if DEVICE == "cpu":
         return INTERPRETED
-    own = architecture_of(torch.cuda.get_device_capability())
+    own = gpu_architecture(torch.cuda.get_device_capability())
     return list(dict.fromkeys([*ARCHITECTURES["Ampere"].rates, *own.rates]))
 
 

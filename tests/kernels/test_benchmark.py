@@ -10,7 +10,16 @@ import torch
 
 from kernels.benchmark import methods as methods_table
 from kernels.benchmark import systems
-from kernels.benchmark.methods import BF16, FP16_SUMS, FUSED, METHODS, NATIVE, TICKS, UNFUSED, shown
+from kernels.benchmark.methods import (
+    BENCHMARK_METHODS,
+    BF16,
+    COMFYUI_INT8,
+    FP16_SUMS,
+    FUSED,
+    TICKS,
+    UNFUSED,
+    shown_methods,
+)
 from kernels.benchmark.operands import Unavailable
 from kernels.benchmark.report import Report, ShapeResult, method_table, notes, same_within_noise
 from kernels.benchmark.run import benchmark_shape, feasible_tokens, hopeless, weight_copies
@@ -30,7 +39,7 @@ def made_up(milliseconds, name="qkv", m=100, tokens=None):
 
 def methods(*names, **changes):
     """Entries of the table by name, some of their attributes replaced."""
-    chosen = [method for method in METHODS if method.name in names]
+    chosen = [method for method in BENCHMARK_METHODS if method.name in names]
     assert len(chosen) == len(names)
     return [dataclasses.replace(method, **changes) for method in chosen]
 
@@ -51,12 +60,12 @@ def test_medians_speeds_and_rates():
 
 
 def test_the_table_of_methods_is_consistent():
-    names = [method.name for method in METHODS]
+    names = [method.name for method in BENCHMARK_METHODS]
     assert len(set(names)) == len(names)
-    assert {method.name for method in shown(())} == {BF16, FP16_SUMS, FUSED}
-    everything = shown(TICKS)
-    assert everything == METHODS and all(method.color for method in everything)
-    assert {method.tick for method in METHODS} == {"", *TICKS}
+    assert {method.name for method in shown_methods(())} == {BF16, FP16_SUMS, FUSED}
+    everything = shown_methods(TICKS)
+    assert everything == BENCHMARK_METHODS and all(method.color for method in everything)
+    assert {method.tick for method in BENCHMARK_METHODS} == {"", *TICKS}
     # bf16, fp16, e4m3, INT8, NF4, Q8_0, Q4_K
     assert methods_table.bytes_per_copy() == 2 + 2 + 1 + 1 + 0.5625 + 34 / 32 + 144 / 256
 
@@ -118,8 +127,8 @@ def test_rounds_alternate_between_the_methods():
 
 def test_peers_are_unavailable_on_a_cpu(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for method in METHODS:
-        if method.name in (NATIVE, "NF4 dequantized"):
+    for method in BENCHMARK_METHODS:
+        if method.name in (COMFYUI_INT8, "NF4 dequantized"):
             with pytest.raises(Unavailable, match="not installed"):
                 method.require(CPU)
         elif method.foreign or method.name == FUSED:
@@ -217,16 +226,16 @@ def test_every_row_computes_the_linear():
 
 def test_comfyui_s_own_int8_is_measured_where_it_can_be_had():
     pytest.importorskip("comfy_kitchen")
-    (native,) = methods(NATIVE)
+    (native,) = methods(COMFYUI_INT8)
     result = benchmark_shape(LinearShape("small", 96, 1024), 32, CPU, [native], rounds=1)
-    assert 0.01 <= result.relative_errors[NATIVE] <= 0.02 and result.rounds[NATIVE][0] > 0
+    assert 0.01 <= result.relative_errors[COMFYUI_INT8] <= 0.02 and result.rounds[COMFYUI_INT8][0] > 0
 
 
 def test_rows_of_one_shape():
     result = made_up({BF16: 8.0, FUSED: 2.0})
     result.rounds[FUSED] = [1.9, 2.0, 2.1]
     result.relative_errors, result.weight_bytes = {BF16: 0.002}, {BF16: 4e6, FUSED: 2e6}
-    columns, rows = method_table(result, METHODS)
+    columns, rows = method_table(result, BENCHMARK_METHODS)
     first, second = (cells(columns, row) for row in rows)
     assert (first[""], second[""]) == (BF16, FUSED)
     assert (second["ms"], second["spread"], second["x bf16"]) == ("2.000", "± 5.0 %", "4.00")

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import kernels.card.device
-from kernels import Verdict, choose_path, decide_by, int8_path, runs_fused, stored_verdict
+from kernels import AutoChoice, choose_path, decide_by, int8_path, runs_fused, stored_auto_choice
 from kernels.card import auto_choice
 from kernels.card.machine import triton_available
 from support.limits import no_hang
 
-NEEDS_TRITON = pytest.mark.skipif(not triton_available(), reason="verdicts are bound to Triton")
+NEEDS_TRITON = pytest.mark.skipif(not triton_available(), reason="choices are bound to Triton")
 
 
 @pytest.fixture
@@ -21,13 +21,13 @@ def card(monkeypatch):
 
     kernels.card.device._kind.cache_clear()
 
-    def pretend(name, capability, triton=True, hip=None, error=None, verdict=None):
+    def pretend(name, capability, triton=True, hip=None, error=None, choice=None):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(kernels.card.device, "triton_available", lambda: triton)
         monkeypatch.setattr(kernels.card.device, "triton_error", lambda: error)
-        monkeypatch.setattr(kernels.card.device, "stored_verdict", lambda device: verdict)
+        monkeypatch.setattr(kernels.card.device, "stored_auto_choice", lambda device: choice)
 
     yield pretend
     kernels.card.device._kind.cache_clear()
@@ -153,7 +153,7 @@ def test_a_compiler_takes_the_answer_for_a_constant():
     assert [float(chosen(torch.zeros(()), kernel)) for kernel in ("fused int8", "bf16")] == [1.0, -1.0]
 
 
-MEASURED = Verdict(
+MEASURED = AutoChoice(
     "2026-11-22",
     {
         (4096, 4096): {"fused int8": 1.0, "native int8": 1.2, "bf16": 2.0},
@@ -167,21 +167,21 @@ MEASURED = Verdict(
     "shape, expected",
     [((4096, 4096), "fused int8"), ((512, 512), "native int8"), ((64, 64), "bf16"), ((8192, 2048), "fused int8")],
 )
-def test_a_verdict_of_the_card_decides_by_shape(card, shape, expected):
-    card("NVIDIA GeForce RTX 4090", (8, 9), verdict=MEASURED)
+def test_an_auto_choice_of_the_card_decides_by_shape(card, shape, expected):
+    card("NVIDIA GeForce RTX 4090", (8, 9), choice=MEASURED)
     path = choose_path("cuda:0", shape=shape)
     assert (path.kind, path.fallback) == (expected, False)
     assert "2026-11-22" in path.reason
     assert choose_path("cuda:0", "fused int8", shape).kind == "fused int8"
 
 
-def test_a_verdict_decides_on_consumer_ampere_too(card):
-    card("NVIDIA GeForce RTX 3090", (8, 6), verdict=MEASURED)
+def test_an_auto_choice_decides_on_consumer_ampere_too(card):
+    card("NVIDIA GeForce RTX 3090", (8, 6), choice=MEASURED)
     assert choose_path("cuda:0", shape=(64, 64)).kind == "bf16"
 
 
-def test_an_int8_weight_is_never_turned_into_bf16_by_a_verdict(card):
-    card("NVIDIA GeForce RTX 4090", (8, 9), verdict=MEASURED)
+def test_an_int8_weight_is_never_turned_into_bf16_by_an_auto_choice(card):
+    card("NVIDIA GeForce RTX 4090", (8, 9), choice=MEASURED)
     device = torch.device("cuda:0")
     assert int8_path(device, "auto", 64, 64, True) == "fused int8"
     assert int8_path(device, "auto", 512, 512, True) == "native int8"
@@ -189,20 +189,20 @@ def test_an_int8_weight_is_never_turned_into_bf16_by_a_verdict(card):
 
 
 def test_what_is_faster_by_no_more_than_noise_leaves_the_fused_kernel():
-    close = Verdict("", {(1, 1): {"fused int8": 1.02, "native int8": 1.0}, (9, 9): {"bf16": 1.0}})
+    close = AutoChoice("", {(1, 1): {"fused int8": 1.02, "native int8": 1.0}, (9, 9): {"bf16": 1.0}})
     assert close.fastest((1, 1)) == "fused int8"
     assert close.fastest((9, 9), ("fused int8",)) is None
 
 
-def test_a_verdict_is_nothing_without_a_kernel_that_builds(card):
-    card("NVIDIA GeForce RTX 4090", (8, 9), error="no compiler", verdict=MEASURED)
+def test_an_auto_choice_is_nothing_without_a_kernel_that_builds(card):
+    card("NVIDIA GeForce RTX 4090", (8, 9), error="no compiler", choice=MEASURED)
     path = choose_path("cuda:0", shape=(4096, 4096))
     assert (path.kind, path.fallback) == ("bf16", True)
 
 
 @pytest.fixture
-def verdict_folder(card, monkeypatch, tmp_path):
-    """A card whose verdicts are kept in a folder of the test; set `machine` to become another one."""
+def choice_folder(card, monkeypatch, tmp_path):
+    """A card whose choices are kept in a folder of the test; set `machine` to become another one."""
     machine = {"card": "NVIDIA GeForce RTX 4090", "driver": "1", "kernels": "abc"}
     monkeypatch.setattr(auto_choice, "_machine_of", lambda device: dict(machine))
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
@@ -215,27 +215,27 @@ CARD = torch.device("cuda:0")
 
 
 @NEEDS_TRITON
-def test_a_verdict_is_kept_and_forgotten(verdict_folder):
-    assert stored_verdict(CARD) is None
+def test_an_auto_choice_is_kept_and_forgotten(choice_folder):
+    assert stored_auto_choice(CARD) is None
     assert not decide_by(CARD, MEASURED)
-    assert stored_verdict(CARD) == MEASURED
+    assert stored_auto_choice(CARD) == MEASURED
     auto_choice._stored.cache_clear()  # as in another process
-    assert stored_verdict(CARD) == MEASURED
+    assert stored_auto_choice(CARD) == MEASURED
     assert decide_by(CARD, None)
-    assert stored_verdict(CARD) is None and not decide_by(CARD, None)
+    assert stored_auto_choice(CARD) is None and not decide_by(CARD, None)
 
 
 @NEEDS_TRITON
 @pytest.mark.parametrize("changed", ["card", "driver", "kernels"])
-def test_a_verdict_of_another_machine_does_not_count(verdict_folder, changed):
+def test_an_auto_choice_of_another_machine_does_not_count(choice_folder, changed):
     decide_by(CARD, MEASURED)
     file = auto_choice._path(CARD)
-    verdict_folder[changed] = "another"
+    choice_folder[changed] = "another"
     auto_choice._stored.cache_clear()
-    assert stored_verdict(CARD) is None
+    assert stored_auto_choice(CARD) is None
     file.rename(auto_choice._path(CARD))  # its content counts, and not its name
     auto_choice._stored.cache_clear()
-    assert stored_verdict(CARD) is None
+    assert stored_auto_choice(CARD) is None
 
 
 def with_times(times):
@@ -270,28 +270,28 @@ def with_times(times):
         lambda content: json.dumps({**json.loads(content), "shapes": 7}),
     ],
 )
-def test_a_damaged_verdict_does_not_count(verdict_folder, tmp_path, damage):
+def test_a_damaged_choice_does_not_count(choice_folder, tmp_path, damage):
     decide_by(CARD, MEASURED)
     (file,) = tmp_path.glob("auto-*.json")
     file.write_text(damage(file.read_text()))
     auto_choice._stored.cache_clear()
-    assert stored_verdict(CARD) is None
+    assert stored_auto_choice(CARD) is None
 
 
 @NEEDS_TRITON
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
-def test_a_pipe_in_place_of_a_verdict_is_not_waited_for(verdict_folder, tmp_path):
+def test_a_pipe_in_place_of_an_auto_choice_is_not_waited_for(choice_folder, tmp_path):
     decide_by(CARD, MEASURED)
     (file,) = tmp_path.glob("auto-*.json")
     file.unlink()
     os.mkfifo(file)
     auto_choice._stored.cache_clear()
     with no_hang(60):
-        assert stored_verdict(CARD) is None
+        assert stored_auto_choice(CARD) is None
 
 
 @NEEDS_TRITON
-def test_a_verdict_that_cannot_be_written_leaves_the_earlier_one(verdict_folder, monkeypatch, tmp_path):
+def test_an_auto_choice_that_cannot_be_written_leaves_the_earlier_one(choice_folder, monkeypatch, tmp_path):
     decide_by(CARD, MEASURED)
 
     def full(source, target):
@@ -299,5 +299,5 @@ def test_a_verdict_that_cannot_be_written_leaves_the_earlier_one(verdict_folder,
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        decide_by(CARD, Verdict("later", {(1, 1): {"bf16": 1.0}}))
-    assert stored_verdict(CARD) == MEASURED and not list(tmp_path.glob("*.tmp"))
+        decide_by(CARD, AutoChoice("later", {(1, 1): {"bf16": 1.0}}))
+    assert stored_auto_choice(CARD) == MEASURED and not list(tmp_path.glob("*.tmp"))

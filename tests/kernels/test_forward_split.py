@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from kernels.benchmark.forward import BlockCalls, Calls, ForwardSplit, Product, forward_table, verdict_sentence
-from kernels.benchmark.methods import BF16, FUSED, NATIVE
+from kernels.benchmark.forward import BlockCalls, Calls, ForwardSplit, Product, auto_choice_sentence, forward_table
+from kernels.benchmark.methods import BF16, COMFYUI_INT8, FUSED
 from kernels.benchmark.report import ShapeResult
 from kernels.benchmark.shapes import LinearShape
 from kernels.card.auto_choice import FUSED as FUSED_WAY
@@ -22,7 +22,7 @@ def result(product, **milliseconds):
 
 
 RESULTS = [
-    result(QKV, **{BF16: 10.0, FUSED: 4.0, NATIVE: 5.0}),
+    result(QKV, **{BF16: 10.0, FUSED: 4.0, COMFYUI_INT8: 5.0}),
     result(DOWN, **{BF16: 11.0, FUSED: 3.0}),
 ]
 
@@ -60,29 +60,29 @@ def test_blocks_by_amdahl_s_law():
 
 
 def test_the_sentence_says_what_an_image_takes():
-    sentence = verdict_sentence(SPLIT, RESULTS)
+    sentence = auto_choice_sentence(SPLIT, RESULTS)
     assert "linears are 62% of a step" in sentence and "2.8 x" in sentence
     assert "0.60 of the time (59 ms a forward instead of 99)" in sentence and "fused too" not in sentence
-    sentence = verdict_sentence(dataclasses.replace(SPLIT, block_watched=99.0, blocks=BLOCKS), RESULTS)
+    sentence = auto_choice_sentence(dataclasses.replace(SPLIT, block_watched=99.0, blocks=BLOCKS), RESULTS)
     assert "alone leaves 0.60" in sentence and "image takes 0.51 of it (50 ms" in sentence
 
 
 def test_noise_is_called_noise():
     noise = [result(QKV, **{BF16: 10.0, FUSED: 10.0})]
     noise[0].rounds = {BF16: [9.0, 11.0], FUSED: [10.0, 12.0]}
-    assert "no more than noise" in verdict_sentence(SPLIT, noise)
+    assert "no more than noise" in auto_choice_sentence(SPLIT, noise)
 
 
 def test_where_the_card_waits_for_python_nothing_is_predicted():
     """Each clock costs the host time, which is then all that is measured."""
     late = dataclasses.replace(SPLIT, watched=300.0)
-    sentence = verdict_sentence(late, RESULTS)
+    sentence = auto_choice_sentence(late, RESULTS)
     assert "waits for Python" in sentence and "99 ms one of 300" in sentence
     assert forward_table(late, RESULTS)[1] == [["one forward, as the model is", "99.0"]]
 
 
 def test_without_the_kernel_there_is_no_prediction():
-    assert "No prediction" in verdict_sentence(SPLIT, [result(QKV, **{BF16: 1.0})])
+    assert "No prediction" in auto_choice_sentence(SPLIT, [result(QKV, **{BF16: 1.0})])
 
 
 def test_the_table_adds_up():
@@ -91,4 +91,4 @@ def test_the_table_adds_up():
     assert len(columns) == 3
     assert by_name["linears"][0] == "62.5" and by_name["attention"][0] == "20.0" and by_name["the rest"][0] == "17.5"
     assert by_name[f"predicted, linears in {FUSED}"] == ["59.4", "1.67 x bf16"]
-    assert f"predicted, linears in {NATIVE}" not in by_name
+    assert f"predicted, linears in {COMFYUI_INT8}" not in by_name

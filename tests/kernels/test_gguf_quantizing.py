@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import GGUF_FORMATS, dequantize_blocks, quantize_blocks
+from kernels import GGUF_FORMATS, dequantize_gguf, quantize_gguf
 from support.tensors import DEVICE, random_float, relative_error
 
 gguf = pytest.importorskip("gguf")
@@ -47,7 +47,7 @@ def read(blocks, name):
 @pytest.mark.parametrize("name, kind, error", CASES)
 def test_no_worse_than_llama_cpp(name, kind, error):
     weight = weight_of(kind)
-    blocks = quantize_blocks(weight, name)
+    blocks = quantize_gguf(weight, name)
     form = GGUF_FORMATS[name]
     assert blocks.dtype == torch.uint8
     assert blocks.shape == (weight.shape[0], weight.shape[1] // form.weights * form.bytes)
@@ -59,7 +59,7 @@ def test_q8_0_is_ggml_s_byte_for_byte():
         [random_float(64, 512), random_float(64, 512, seed=1) * 1e-5, torch.zeros(1, 512, device=DEVICE)]
     )
     theirs = gguf.quants.quantize(weight.cpu().numpy(), gguf.GGMLQuantizationType.Q8_0)
-    assert torch.equal(quantize_blocks(weight, "Q8_0").cpu(), torch.from_numpy(theirs))
+    assert torch.equal(quantize_gguf(weight, "Q8_0").cpu(), torch.from_numpy(theirs))
 
 
 # The coarsest step of a block, relative to its largest weight: a block of the first two spans both signs.
@@ -90,18 +90,18 @@ EDGES = {
 @pytest.mark.parametrize("edge", EDGES)
 def test_every_weight_is_within_a_step(name, edge):
     weight = EDGES[edge]()
-    decoded = read(quantize_blocks(weight, name), name)
+    decoded = read(quantize_gguf(weight, name), name)
     largest = weight.unflatten(1, (-1, GGUF_FORMATS[name].weights)).abs().amax(-1, keepdim=True)
     error = (decoded - weight).unflatten(1, (-1, GGUF_FORMATS[name].weights)).abs()
     assert (error <= STEPS[name] * largest).all()
-    assert torch.equal(decoded, dequantize_blocks(quantize_blocks(weight, name), name, torch.float32))
+    assert torch.equal(decoded, dequantize_gguf(quantize_gguf(weight, name), name, torch.float32))
 
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("factor", (1e-6, 1e-8, 1e-20, 1e-38))
 def test_what_fp16_cannot_scale_becomes_small_or_zero(name, factor):
     weight = random_float(4, 512) * factor
-    decoded = read(quantize_blocks(weight, name), name)
+    decoded = read(quantize_gguf(weight, name), name)
     assert decoded.abs().max() <= 2 * weight.abs().max()
 
 
@@ -109,25 +109,25 @@ def test_what_fp16_cannot_scale_becomes_small_or_zero(name, factor):
 def test_the_smallest_scales_keep_what_they_can(name):
     """fp16's smallest number is a scale like any other where the nearest one would be zero, or half of what is due."""
     weight = random_float(64, 512) * 1e-6
-    assert relative_error(read(quantize_blocks(weight, name), name), weight) < 0.1
+    assert relative_error(read(quantize_gguf(weight, name), name), weight) < 0.1
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_other_dtypes(dtype):
     weight = random_float(8, 512, dtype=dtype)
-    assert torch.equal(quantize_blocks(weight, "Q4_K"), quantize_blocks(weight.float(), "Q4_K"))
+    assert torch.equal(quantize_gguf(weight, "Q4_K"), quantize_gguf(weight.float(), "Q4_K"))
 
 
 def test_slices_make_the_same(monkeypatch):
     weight = random_float(24, 512)
-    whole = {name: quantize_blocks(weight, name) for name in MADE}
+    whole = {name: quantize_gguf(weight, name) for name in MADE}
     monkeypatch.setattr("kernels.reference.int8_weights._SLICE_ELEMENTS", 5 * 512)
     for name, blocks in whole.items():
-        assert torch.equal(quantize_blocks(weight, name), blocks)
-        assert torch.equal(dequantize_blocks(blocks, name, torch.float32), read(blocks, name))
+        assert torch.equal(quantize_gguf(weight, name), blocks)
+        assert torch.equal(dequantize_gguf(blocks, name, torch.float32), read(blocks, name))
     weight[17, 3] = torch.nan
     with pytest.raises(ValueError, match="weight has a NaN or Inf in output channel 17"):
-        quantize_blocks(weight, "Q4_K")
+        quantize_gguf(weight, "Q4_K")
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -141,17 +141,17 @@ def test_what_cannot_be_made_is_refused(name):
         broken = weight.clone()
         broken[3, 17] = value
         with pytest.raises(ValueError, match=f"weight has {complaint}.* in output channel 3"):
-            quantize_blocks(broken, name)
+            quantize_gguf(broken, name)
     with pytest.raises(TypeError, match="weight must be bfloat16, float16 or float32"):
-        quantize_blocks(weight.to(torch.int8), name)
+        quantize_gguf(weight.to(torch.int8), name)
     with pytest.raises(ValueError, match="weight must be 2-D"):
-        quantize_blocks(weight[0], name)
+        quantize_gguf(weight[0], name)
     with pytest.raises(ValueError, match=f"K must be a multiple of {GGUF_FORMATS[name].weights} for {name}, got 500"):
-        quantize_blocks(weight[:, :500], name)
+        quantize_gguf(weight[:, :500], name)
 
 
 def test_formats_that_are_only_read():
     with pytest.raises(ValueError, match="Q4_0 can be read but not made; the formats that can are Q8_0, Q4_K"):
-        quantize_blocks(random_float(2, 32), "Q4_0")
+        quantize_gguf(random_float(2, 32), "Q4_0")
     with pytest.raises(ValueError, match="'IQ4_XS' is no known GGUF format"):
-        quantize_blocks(random_float(2, 32), "IQ4_XS")
+        quantize_gguf(random_float(2, 32), "IQ4_XS")

@@ -8,10 +8,10 @@ import torch
 from kernels import (
     GGUF_FORMATS,
     LowRank,
-    channel_scales,
-    dequantize_blocks,
-    expand_blocks,
-    quantize_blocks,
+    dequantize_gguf,
+    expand_gguf,
+    gguf_channel_scales,
+    quantize_gguf,
     quantize_weight,
 )
 from kernels.reference.int8_weights import SMALLEST_SCALE
@@ -71,7 +71,7 @@ def test_floats_are_those_of_ggml(path, name, rows, row_blocks):
     expected = torch.from_numpy(gguf.quants.dequantize(blocks.cpu().numpy(), kind))
     assert expected.isfinite().all() and expected.unique().numel() > 4
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        weight = dequantize_blocks(blocks, name, dtype)
+        weight = dequantize_gguf(blocks, name, dtype)
         assert weight.dtype == dtype
         if dtype == torch.bfloat16 and path == "kernel" and DEVICE == "cpu":  # Triton's interpreter cuts bits off
             torch.testing.assert_close(weight.float(), expected, rtol=2**-7, atol=0)
@@ -82,21 +82,21 @@ def test_floats_are_those_of_ggml(path, name, rows, row_blocks):
 @pytest.mark.parametrize("name, rows, row_blocks", CASES)
 def test_int8_is_that_of_the_floats(path, name, rows, row_blocks):
     blocks = random_blocks(name, rows, row_blocks, seed=1)
-    q, scale = quantize_weight(dequantize_blocks(blocks, name, torch.float32))
-    found = channel_scales(blocks, name)
+    q, scale = quantize_weight(dequantize_gguf(blocks, name, torch.float32))
+    found = gguf_channel_scales(blocks, name)
     assert found.dtype == torch.float32 and torch.equal(found, scale)
     for shape in ((rows,), (rows, 1)):
-        expanded = expand_blocks(blocks, name, scale.view(shape))
+        expanded = expand_gguf(blocks, name, scale.view(shape))
         assert expanded.dtype == torch.int8 and torch.equal(expanded, q)
 
 
 @pytest.mark.parametrize("name", GGUF_FORMATS)
 def test_a_scale_of_another_is_divided_by_and_clamped(path, name):
     blocks = random_blocks(name, 4, 2, seed=2)
-    values = dequantize_blocks(blocks, name, torch.float32)
-    scale = channel_scales(blocks, name) * torch.tensor([0.3, 1.7, 1e-20, 1e30], device=DEVICE)
+    values = dequantize_gguf(blocks, name, torch.float32)
+    scale = gguf_channel_scales(blocks, name) * torch.tensor([0.3, 1.7, 1e-20, 1e30], device=DEVICE)
     expected = (values / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-    assert torch.equal(expand_blocks(blocks, name, scale), expected) and (expected.abs() == 127).any()
+    assert torch.equal(expand_gguf(blocks, name, scale), expected) and (expected.abs() == 127).any()
 
 
 def low_rank_of_integers(rows, rank, channels, dtype, seed=0):
@@ -115,23 +115,23 @@ OF_LORAS = [(*case, DTYPES[(number + number // 3) % 3]) for number, case in enum
 def test_a_low_rank_is_added_before_rounding(path, name, rows, row_blocks, dtype):
     """Of ranks below and above what a step of the product takes."""
     blocks = random_blocks(name, rows, row_blocks, seed=3)
-    decoded = dequantize_blocks(blocks, name, torch.float32)
+    decoded = dequantize_gguf(blocks, name, torch.float32)
     for rank in (1, 40):
         low_rank = low_rank_of_integers(rows, rank, decoded.shape[1], dtype, seed=rank)
         q, scale = quantize_weight(decoded + low_rank.up.float() @ low_rank.down.float())
-        assert torch.equal(expand_blocks(blocks, name, scale, low_rank), q)
+        assert torch.equal(expand_gguf(blocks, name, scale, low_rank), q)
 
 
 def test_a_low_rank_of_many_rows(path):
     """More programs than one, in both directions, the last ones with rows and columns beyond the weight's."""
     weight = random_float(70, 800)
     low_rank = LowRank(random_float(70, 24, seed=1) / 4, random_float(24, 800, seed=2) / 8)
-    blocks = quantize_blocks(weight, "Q8_0")
-    q, scale = quantize_weight(dequantize_blocks(blocks, "Q8_0", torch.float32) + low_rank.up @ low_rank.down)
-    expanded = expand_blocks(blocks, "Q8_0", scale, low_rank)
+    blocks = quantize_gguf(weight, "Q8_0")
+    q, scale = quantize_weight(dequantize_gguf(blocks, "Q8_0", torch.float32) + low_rank.up @ low_rank.down)
+    expanded = expand_gguf(blocks, "Q8_0", scale, low_rank)
     assert (expanded.int() - q.int()).abs().max() <= 1  # sums of another order may round across a half
     assert (expanded != q).float().mean() < 0.02
-    assert (expanded != expand_blocks(blocks, "Q8_0", scale)).float().mean() > 0.5
+    assert (expanded != expand_gguf(blocks, "Q8_0", scale)).float().mean() > 0.5
 
 
 def test_the_scale_of_a_low_rank_holds_it_beside_any_weight(path):
@@ -140,16 +140,16 @@ def test_the_scale_of_a_low_rank_holds_it_beside_any_weight(path):
     product = low_rank.up @ low_rank.down
     torch.testing.assert_close(low_rank.channel_scales(), product.abs().amax(1) / 127, rtol=1e-3, atol=0)
     for values in (weight, product / 2, -product / 2, weight * 0):
-        blocks = quantize_blocks(values, "Q8_0")
-        scale = channel_scales(blocks, "Q8_0") + low_rank.channel_scales()
-        held = expand_blocks(blocks, "Q8_0", scale, low_rank) * scale[:, None]
-        wanted = dequantize_blocks(blocks, "Q8_0", torch.float32) + product
+        blocks = quantize_gguf(values, "Q8_0")
+        scale = gguf_channel_scales(blocks, "Q8_0") + low_rank.channel_scales()
+        held = expand_gguf(blocks, "Q8_0", scale, low_rank) * scale[:, None]
+        wanted = dequantize_gguf(blocks, "Q8_0", torch.float32) + product
         assert ((held - wanted).abs() <= 0.51 * scale[:, None]).all()
 
 
 def test_a_low_rank_that_does_not_fit_is_refused():
     blocks = random_blocks("Q8_0", 4, 2)
-    scale = channel_scales(blocks, "Q8_0")
+    scale = gguf_channel_scales(blocks, "Q8_0")
     up, down = random_float(4, 3), random_float(3, 64)
     for wrong in (
         LowRank(up[:3], down),
@@ -158,15 +158,15 @@ def test_a_low_rank_that_does_not_fit_is_refused():
         LowRank(up[:, :0], down[:0]),
     ):
         with pytest.raises(ValueError, match=r"up and down must be \[4, R\] and \[R, 64\]"):
-            expand_blocks(blocks, "Q8_0", scale, wrong)
+            expand_gguf(blocks, "Q8_0", scale, wrong)
     with pytest.raises(TypeError, match="of one dtype"):
-        expand_blocks(blocks, "Q8_0", scale, LowRank(up.half(), down))
+        expand_gguf(blocks, "Q8_0", scale, LowRank(up.half(), down))
 
 
 def test_rows_without_a_scale_are_zeros(path):
     blocks = random_blocks("Q8_0", 6, 2)
     scale = torch.tensor([0.0, torch.nan, torch.inf, -1.0, 1e-40, 1.0], device=DEVICE)
-    q = expand_blocks(blocks, "Q8_0", scale)
+    q = expand_gguf(blocks, "Q8_0", scale)
     assert not q[:5].any() and q[5].any()
 
 
@@ -175,10 +175,10 @@ def test_rows_of_zeros_and_of_next_to_nothing(path, name):
     weight = random_float(3, 512)
     weight[1] = 0
     weight[2] *= 1e-30
-    blocks = quantize_blocks(weight, name)
-    scale = channel_scales(blocks, name)
+    blocks = quantize_gguf(weight, name)
+    scale = gguf_channel_scales(blocks, name)
     assert scale[0] > SMALLEST_SCALE and not scale[1:].any()
-    assert not expand_blocks(blocks, name, scale)[1:].any()
+    assert not expand_gguf(blocks, name, scale)[1:].any()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, under the interpreter
@@ -189,9 +189,9 @@ def test_a_broken_scale_breaks_its_channel_and_no_other(path, name, bits):
     blocks[1, : GGUF_FORMATS[name].bytes] = 255  # no weight is 0: an Inf makes no NaN
     high = HIGH_BYTES[name][0]
     blocks[1, high - 1], blocks[1, high] = bits & 255, bits >> 8
-    scale = channel_scales(blocks, name)
+    scale = gguf_channel_scales(blocks, name)
     assert scale[1].isnan() and scale[[0, 2]].isfinite().all()
-    assert not expand_blocks(blocks, name, scale)[1].any()
+    assert not expand_gguf(blocks, name, scale)[1].any()
 
 
 def test_rows_that_begin_anywhere(path):
@@ -199,24 +199,24 @@ def test_rows_that_begin_anywhere(path):
     blocks = random_blocks("Q4_K", 6, 2)
     shifted = torch.zeros(blocks.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view_as(blocks).copy_(blocks)
     for view in (shifted, blocks[::2], blocks[:, :144]):
-        scale = channel_scales(view, "Q4_K")
-        assert torch.equal(scale, channel_scales(view.clone(), "Q4_K"))
-        q = expand_blocks(view, "Q4_K", scale)
-        assert torch.equal(q, quantize_weight(dequantize_blocks(view, "Q4_K", torch.float32))[0])
+        scale = gguf_channel_scales(view, "Q4_K")
+        assert torch.equal(scale, gguf_channel_scales(view.clone(), "Q4_K"))
+        q = expand_gguf(view, "Q4_K", scale)
+        assert torch.equal(q, quantize_weight(dequantize_gguf(view, "Q4_K", torch.float32))[0])
 
 
 def test_nothing_makes_nothing(path):
     for shape in ((0, 288), (3, 0)):
         blocks = torch.empty(shape, dtype=torch.uint8, device=DEVICE)
-        scale = channel_scales(blocks, "Q4_K")
+        scale = gguf_channel_scales(blocks, "Q4_K")
         assert torch.equal(scale, torch.zeros(shape[0], device=DEVICE))
-        assert expand_blocks(blocks, "Q4_K", scale).shape == (shape[0], 2 * shape[1] * 256 // 288)
-        assert dequantize_blocks(blocks, "Q4_K").shape == (shape[0], 2 * shape[1] * 256 // 288)
+        assert expand_gguf(blocks, "Q4_K", scale).shape == (shape[0], 2 * shape[1] * 256 // 288)
+        assert dequantize_gguf(blocks, "Q4_K").shape == (shape[0], 2 * shape[1] * 256 // 288)
 
 
 def test_what_does_not_fit_is_refused():
     blocks, scale = random_blocks("Q4_K", 3, 2), torch.ones(3, device=DEVICE)
-    readers = (dequantize_blocks, channel_scales, lambda *given: expand_blocks(*given, scale))
+    readers = (dequantize_gguf, gguf_channel_scales, lambda *given: expand_gguf(*given, scale))
     for read in readers:
         with pytest.raises(ValueError, match=re.escape("'Q4_X' is no known GGUF format; known are Q4_0, Q4_1")):
             read(blocks, "Q4_X")
@@ -227,10 +227,10 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="rows of Q6_K must be a multiple of 210 bytes, got 288"):
             read(blocks, "Q6_K")
     with pytest.raises(TypeError, match="dtype must be bfloat16, float16 or float32"):
-        dequantize_blocks(blocks, "Q4_K", torch.int8)
+        dequantize_gguf(blocks, "Q4_K", torch.int8)
     with pytest.raises(TypeError, match="weight_scale must be float32"):
-        expand_blocks(blocks, "Q4_K", scale.half())
+        expand_gguf(blocks, "Q4_K", scale.half())
     with pytest.raises(ValueError, match="weight_scale must hold 1 or 3 values"):
-        expand_blocks(blocks, "Q4_K", scale[:2])
+        expand_gguf(blocks, "Q4_K", scale[:2])
     with pytest.raises(ValueError, match="different devices"):
-        expand_blocks(blocks, "Q4_K", scale.to("meta"))
+        expand_gguf(blocks, "Q4_K", scale.to("meta"))

@@ -14,10 +14,10 @@ from kernels import (
     ChannelTransform,
     Protection,
     TransformPlan,
-    candidates,
     dequantize_weight,
     quantize_group,
     quantize_weight,
+    transform_candidates,
 )
 from kernels.numerics.candidates import rotation_group_of
 from kernels.numerics.groups import least_worst
@@ -142,23 +142,23 @@ def test_rotation_groups(channels, group):
 
 def test_what_methods_try():
     smooth, rotate, both = TransformPlan(0.5), TransformPlan(None, 256), TransformPlan(0.5, 256)
-    assert candidates("none", [0.5], 256) == [TransformPlan()]
-    assert candidates("smooth", [0.5], 256) == [smooth]
-    assert candidates("smooth", [], 256) == [TransformPlan()]
-    assert candidates("rotate", [0.5], 256) == [rotate]
-    assert candidates("smooth + rotate", [0.5], 256) == [both]
-    assert candidates("smooth + rotate", [], 256) == [rotate]
-    assert candidates("best per layer", [0.5], 256) == [smooth, TransformPlan(), rotate, both]
-    assert candidates("best per layer", [0.5], 100) == [smooth, TransformPlan()]  # nothing can be rotated
-    assert candidates("best per layer", [], 256) == [TransformPlan(), rotate]
+    assert transform_candidates("none", [0.5], 256) == [TransformPlan()]
+    assert transform_candidates("smooth", [0.5], 256) == [smooth]
+    assert transform_candidates("smooth", [], 256) == [TransformPlan()]
+    assert transform_candidates("rotate", [0.5], 256) == [rotate]
+    assert transform_candidates("smooth + rotate", [0.5], 256) == [both]
+    assert transform_candidates("smooth + rotate", [], 256) == [rotate]
+    assert transform_candidates("best per layer", [0.5], 256) == [smooth, TransformPlan(), rotate, both]
+    assert transform_candidates("best per layer", [0.5], 100) == [smooth, TransformPlan()]  # nothing can be rotated
+    assert transform_candidates("best per layer", [], 256) == [TransformPlan(), rotate]
     with pytest.raises(ValueError, match=r"method must be one of best per layer, .* got 'other'"):
-        candidates("other", [0.5], 256)
+        transform_candidates("other", [0.5], 256)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_result_is_what_its_transform_says(method):
     x, w = outlier_inputs(), random_float(48, 128, seed=1)
-    result = quantize_group({"layer": lambda: w}, candidates(method, [0.5], 128), statistics_of(x))["layer"]
+    result = quantize_group({"layer": lambda: w}, transform_candidates(method, [0.5], 128), statistics_of(x))["layer"]
     smooth = None
     if result.plan.alpha is not None:
         smooth = smoothing_factors(x.abs().amax(0), w.abs().amax(0), result.plan.alpha)
@@ -178,7 +178,7 @@ def test_a_searched_alpha_is_never_worse(seed, alpha):
     x, w = outlier_inputs(seed=seed, factor=3.0 ** (seed + 1)), random_float(48, 128, seed=seed + 1)
     alphas = list(dict.fromkeys([alpha, *ALPHAS]))
     given, searched = (
-        quantize_group({"layer": lambda: w}, candidates("smooth", tried, 128), statistics_of(x))["layer"]
+        quantize_group({"layer": lambda: w}, transform_candidates("smooth", tried, 128), statistics_of(x))["layer"]
         for tried in ([alpha], alphas)
     )
     assert searched.error <= given.error
@@ -193,7 +193,9 @@ def test_a_searched_alpha_is_never_worse(seed, alpha):
 def test_best_per_layer_is_no_worse_than_any_method(seed):
     x, w = outlier_inputs(seed=seed, factor=1 + 20.0 * seed), random_float(48, 128, seed=seed + 1)
     errors = {
-        method: quantize_group({"layer": lambda: w}, candidates(method, [0.5], 128), statistics_of(x))["layer"].error
+        method: quantize_group({"layer": lambda: w}, transform_candidates(method, [0.5], 128), statistics_of(x))[
+            "layer"
+        ].error
         for method in METHODS
     }
     assert errors["best per layer"] == min(errors.values())
@@ -209,7 +211,7 @@ def test_no_member_of_a_group_loses_by_the_search(method, seed):
     group = {name: (lambda w=w: w) for name, w in weights.items()}
     given, searched = (
         quantize_group(group, plans, statistics_of(x))
-        for plans in (candidates("smooth", [0.5], 128), candidates(method, [0.5, *ALPHAS], 128))
+        for plans in (transform_candidates("smooth", [0.5], 128), transform_candidates(method, [0.5, *ALPHAS], 128))
     )
     assert searched["a"].plan == searched["b"].plan
     if searched["a"].transform.smooth is not None:
@@ -227,7 +229,7 @@ def test_least_error_scales_are_used_where_they_are_asked_for(names, alphas):
     x = outlier_inputs(channels=4096)
     weights = {name: random_float(48, 4096, seed=ord(name)) for name in names}
     group = {name: (lambda w=w: w) for name, w in weights.items()}
-    for plans in (candidates("smooth", alphas, 4096), candidates("none", alphas, 4096)):
+    for plans in (transform_candidates("smooth", alphas, 4096), transform_candidates("none", alphas, 4096)):
         plain, clipped = (quantize_group(group, plans, statistics_of(x), clip) for clip in (False, True))
         for name, w in weights.items():
             result = clipped[name]
@@ -262,13 +264,13 @@ def test_weights_of_a_group_are_loaded_one_at_a_time(alphas, loads):
         return w
 
     group = {name: (lambda name=name: load(name)) for name in "qkv"}
-    quantize_group(group, candidates("smooth", alphas, 128), statistics_of(outlier_inputs()))
+    quantize_group(group, transform_candidates("smooth", alphas, 128), statistics_of(outlier_inputs()))
     assert given == dict.fromkeys("qkv", loads)
 
 
 def test_without_statistics_errors_are_those_of_the_weight():
     w = random_float(48, 128, seed=1)
-    result = quantize_group({"layer": lambda: w}, candidates("rotate", [], 128), None)["layer"]
+    result = quantize_group({"layer": lambda: w}, transform_candidates("rotate", [], 128), None)["layer"]
     assert result.plain_error == pytest.approx(relative_rounding_error(w, *quantize_weight(w)))
     rotation = ChannelTransform(None, 64)
     assert result.error == pytest.approx(relative_rounding_error(w, *quantize_weight(w, rotation), rotation))
@@ -280,7 +282,9 @@ def test_a_bad_weight_is_named(method):
     weights["bad"][2, 3] = math.nan
     group = {name: (lambda w=w: w) for name, w in weights.items()}
     with pytest.raises(ValueError, match=r"layer bad cannot be quantized: .*NaN or Inf"):
-        quantize_group(group, candidates(method, [0.5], 64), statistics_of(outlier_inputs(channels=64, outliers=(7,))))
+        quantize_group(
+            group, transform_candidates(method, [0.5], 64), statistics_of(outlier_inputs(channels=64, outliers=(7,)))
+        )
 
 
 # Which layers to protect.
@@ -297,7 +301,7 @@ def test_planted_outliers_are_found(method):
         if layer in planted:
             x[:, random_float(512, seed=layer).argsort()[:4]] *= torch.tensor([20.0, 35.0, 60.0, 100.0], device=DEVICE)
         w = random_float(96, 512, seed=100 + layer) / 512**0.5
-        result = quantize_group({"": lambda w=w: w}, candidates(method, [0.5], 512), statistics_of(x))[""]
+        result = quantize_group({"": lambda w=w: w}, transform_candidates(method, [0.5], 512), statistics_of(x))[""]
         fragility[f"{layer:02}"] = result.plain_error
         assert method != "smooth" or result.error < 0.02
     found = Protection("number", len(planted)).choose(fragility, fragility, linears=30)
@@ -307,8 +311,10 @@ def test_planted_outliers_are_found(method):
 def test_with_16_bits_everything_is_a_candidate():
     """What is lost is the rounding of the weight, whatever the method is against."""
     for method in METHODS:
-        assert candidates(method, [0.55], 256, 16) == candidates("best per layer", [0.55, *ALPHAS], 256)
-        assert candidates(method, [], 256, 16) == [TransformPlan(), TransformPlan(None, 256)]
+        assert transform_candidates(method, [0.55], 256, 16) == transform_candidates(
+            "best per layer", [0.55, *ALPHAS], 256
+        )
+        assert transform_candidates(method, [], 256, 16) == [TransformPlan(), TransformPlan(None, 256)]
 
 
 @pytest.mark.parametrize("group", (None, 64))
@@ -326,7 +332,7 @@ def test_output_error_with_16_bits(group):
 
 def test_a_group_with_16_bits_says_so():
     x, w = outlier_inputs(), random_float(40, 128, seed=1)
-    tried = candidates("smooth", [0.5], 128, 16)
+    tried = transform_candidates("smooth", [0.5], 128, 16)
     (result,) = quantize_group({"a": lambda: w}, tried, statistics_of(x), activation_bits=16).values()
     (with_8,) = quantize_group({"a": lambda: w}, tried, statistics_of(x)).values()
     assert (result.activation_bits, with_8.activation_bits) == (16, 8)

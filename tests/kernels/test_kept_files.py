@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")  # what is kept is bound to it
 
-from kernels import Verdict
+from kernels import AutoChoice
 from kernels.card import auto_choice
 from kernels.triton_kernels.tiles import ARCHITECTURES, is_offered
 from kernels.triton_kernels.tuning_cache import Measurement, TuningCache, TuningKey
@@ -57,16 +57,16 @@ def test_mutants_of_a_tuning_file(folder):
     assert {0, 2, 3} <= seen
 
 
-def test_mutants_of_a_verdict(folder, monkeypatch):
+def test_mutants_of_an_auto_choice(folder, monkeypatch):
     monkeypatch.setattr(auto_choice, "_machine_of", lambda device: {"card": CARD, "driver": "1", "kernels": "abc"})
-    measured = Verdict("2026-11-23", {(64, 128): {"bf16": 1.0, "fused int8": 0.5}, (128, 64): {"native int8": 2.0}})
-    path, seen = auto_choice.store_verdict(DEVICE, measured), set()
+    measured = AutoChoice("2026-11-23", {(64, 128): {"bf16": 1.0, "fused int8": 0.5}, (128, 64): {"native int8": 2.0}})
+    path, seen = auto_choice.store_auto_choice(DEVICE, measured), set()
     try:
         with no_hang(SECONDS):
             for kind, damaged in mutants(path.read_text()):
                 path.write_text(damaged, encoding="utf-8")
                 auto_choice._stored.cache_clear()
-                found = auto_choice.stored_verdict(DEVICE)
+                found = auto_choice.stored_auto_choice(DEVICE)
                 seen.add(found is not None)
                 if found is not None:
                     times = [time for way in found.milliseconds.values() for time in way.values()]
@@ -76,4 +76,4 @@ def test_mutants_of_a_verdict(folder, monkeypatch):
     finally:
         auto_choice._stored.cache_clear()
     assert seen == {True, False}
-    assert json.loads(auto_choice.store_verdict(DEVICE, measured).read_text())["date"] == "2026-11-23"
+    assert json.loads(auto_choice.store_auto_choice(DEVICE, measured).read_text())["date"] == "2026-11-23"

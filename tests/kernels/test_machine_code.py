@@ -27,15 +27,15 @@ def builds():
 
 
 @pytest.fixture(scope="module")
-def producers():
+def fused_ops():
     return reports_of("fused_op_builds.py")
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_is_built(builds, capability):
-    from kernels.triton_kernels.tiles import architecture_of
+    from kernels.triton_kernels.tiles import gpu_architecture
 
-    configs = architecture_of(divmod(capability, 10)).rates
+    configs = gpu_architecture(divmod(capability, 10)).rates
     built = [build for build in builds if build["capability"] == capability]
     assert {repr(config) for config in configs} <= {build["config"] for build in built}
     assert {build["target"].removesuffix("a") for build in built} == {f"sm_{capability}"}
@@ -43,9 +43,9 @@ def test_every_configuration_is_built(builds, capability):
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_that_can_walk_k_twice_is_built_so(builds, capability):
-    from kernels.triton_kernels.tiles import architecture_of, walks_twice
+    from kernels.triton_kernels.tiles import gpu_architecture, walks_twice
 
-    configs = architecture_of(divmod(capability, 10)).rates
+    configs = gpu_architecture(divmod(capability, 10)).rates
     built = {build["config"] for build in builds if build["capability"] == capability and build["passes"] == 2}
     assert {repr(config) for config in configs if walks_twice(config)} == built and built
 
@@ -64,28 +64,28 @@ def test_asynchronous_copies_and_matrix_loads(builds):
             assert build["LDGSTS"] > 0 and build["LDSM"] > 0, build
 
 
-def test_nothing_is_spilled(builds, producers):
+def test_nothing_is_spilled(builds, fused_ops):
     """In no loop. Triton 3.9 keeps a register or two of a few builds on the stack around their loops, and more of them
     on an A100, where a weight in GGUF's blocks gets a float32 LoRA."""
-    for build in (*builds, *producers):
+    for build in (*builds, *fused_ops):
         most = 128 if build["capability"] == 80 and build.get("dtype") == "fp32" else 8
         assert build["spills_in_loops"] == build["local"] == 0 and build["stack"] <= most, build
 
 
-def test_fits_the_card(builds, producers):
-    for build in (*builds, *producers):
+def test_fits_the_card(builds, fused_ops):
+    for build in (*builds, *fused_ops):
         assert build["shared"] <= SHARED_MEMORY[build["capability"]], build
         assert build["registers"] * 32 * build["warps"] <= REGISTER_FILE, build
 
 
-def test_rows_are_rotated_in_registers(producers):
+def test_rows_are_rotated_in_registers(fused_ops):
     """Not on the tensor cores, which the values would reach through shared memory: that holds less than a row.
 
     Only a LoRA's factors are multiplied there, before a weight becomes INT8, and not float32 ones: the tensor cores
     would keep ten bits of them.
     """
-    assert {build["capability"] for build in producers} == set(SHARED_MEMORY)
-    for build in producers:
+    assert {build["capability"] for build in fused_ops} == set(SHARED_MEMORY)
+    for build in fused_ops:
         floats = build["HMMA"] + build["HGMMA"]
         low_rank = build["kernel"].endswith("with_low_rank")
         assert (floats > 0) == (low_rank and build["dtype"] != "fp32"), build

@@ -386,7 +386,7 @@ def test_gradients_are_refused():
                 function(*arguments)
 
 
-def test_compiled_producers_that_do_not_round_have_gradients():
+def test_compiled_fused_ops_that_do_not_round_have_gradients():
     freqs = random_float(1, 3, 2, 2, 2, seed=3)
 
     def together(residual, x, gate):

@@ -10,7 +10,7 @@ from kernels import Norm, activate_quantize, norm_quantize
 from kernels.ops.linear import int8_accumulate, int8_gemm
 from kernels.reference.linear import int8_accumulate_reference
 from kernels.reference.transform import UNCHANGED
-from kernels.triton_kernels.tiles import ARCHITECTURES, architecture_of
+from kernels.triton_kernels.tiles import ARCHITECTURES, gpu_architecture
 from support.tensors import random_float, random_int8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -26,7 +26,7 @@ def random_shape(seed: int) -> tuple[int, int, int]:
 def random_config(seed: int, passes: int):
     """Any configuration that the card can run; where K is walked once, it is split among several programs or not."""
     generator = random.Random(seed)
-    own = architecture_of(torch.cuda.get_device_capability())
+    own = gpu_architecture(torch.cuda.get_device_capability())
     configs = list(dict.fromkeys([*ARCHITECTURES["Ampere"].rates, *own.rates]))
     config = generator.choice(configs)
     return replace(config, split_k=generator.choice((1, 1, 2, 3, 5))) if passes == 1 else config
@@ -62,7 +62,7 @@ def test_the_largest_shapes(m, n, k):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_producers_agree_with_their_references(seed):
+def test_fused_ops_agree_with_their_references(seed):
     m, _, k = random_shape(seed)
     generator = random.Random(seed)
     batch, bits = generator.choice((1, 2, 3)), generator.choice((8, 16))

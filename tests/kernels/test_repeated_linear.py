@@ -42,7 +42,7 @@ class Layer:
         return self.repeated(x, self.weight, self.scale, self.smooth, self.bias)
 
     def product(self, x):
-        """The same of an input that was quantized before, as producers do."""
+        """The same of an input that was quantized before, as fused ops do."""
         quantized = quantize_activations(x.view(-1, x.shape[-1]), self.transform, self.bits)
         return self.repeated.multiply(quantized, self.weight, self.scale, self.bias, x.shape[:-1], x.dtype)
 

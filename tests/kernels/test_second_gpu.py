@@ -16,7 +16,7 @@ from kernels.reference.low_rank import Addition, LowRank
 from kernels.triton_kernels.gemm import _candidates
 from kernels.triton_kernels.launching import forget_launches
 from kernels.triton_kernels.tuning import Tuner
-from kernels.weights.gguf import channel_scales, dequantize_blocks, expand_blocks, quantize_blocks
+from kernels.weights.gguf import dequantize_gguf, expand_gguf, gguf_channel_scales, quantize_gguf
 from kernels.weights.grouped import expand_codes
 from support.fused_op_cases import Form, calls
 
@@ -74,11 +74,11 @@ def weights(device):
 
 
 def blocks(device):
-    made = quantize_blocks(values(512, 768, seed=1, device=device), "Q4_K")
-    scale = channel_scales(made, "Q4_K")
+    made = quantize_gguf(values(512, 768, seed=1, device=device), "Q4_K")
+    scale = gguf_channel_scales(made, "Q4_K")
     low_rank = LowRank(values(512, 8, seed=2, device=device), values(8, 768, seed=3, device=device))
-    expanded = [expand_blocks(made, "Q4_K", scale, also) for also in (None, low_rank)]
-    return scale, *expanded, dequantize_blocks(made, "Q4_K")
+    expanded = [expand_gguf(made, "Q4_K", scale, also) for also in (None, low_rank)]
+    return scale, *expanded, dequantize_gguf(made, "Q4_K")
 
 
 def grouped(device):

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.triton_kernels.tiles import ARCHITECTURES, SHIPPED, GemmConfig, architecture_of, candidates, is_offered
+from kernels.triton_kernels.tiles import (
+    ARCHITECTURES,
+    SHIPPED,
+    GemmConfig,
+    gemm_candidates,
+    gpu_architecture,
+    is_offered,
+)
 from kernels.triton_kernels.tuning import m_bucket
 
 CARDS = {(8, 6): 82, (8, 0): 108, (8, 9): 128, (9, 0): 132, (12, 0): 170}
@@ -16,13 +23,13 @@ def test_a_few_different_ones_for_every_shape(capability):
     generator = random.Random(0)
     for _ in range(300):
         m, n, k = (int(2 ** generator.uniform(0, 16)) for _ in range(3))
-        offered = candidates(capability, CARDS[capability], m, n, k)
+        offered = gemm_candidates(capability, CARDS[capability], m, n, k)
         assert 1 <= len(offered) == len(set(offered)) <= 10
         for config in offered:
             assert config.pipeline == "pointers" or (capability == (9, 0) and k % 16 == 0)
             assert config.split_k == 1 or k >= config.split_k * config.block_k
             assert is_offered(config)
-        twice = candidates(capability, CARDS[capability], m, n, k, passes=2)
+        twice = gemm_candidates(capability, CARDS[capability], m, n, k, passes=2)
         assert 1 <= len(twice) == len(set(twice)) <= 10
         assert all(config.split_k == 1 and is_offered(config, passes=2) for config in twice)
 
@@ -30,9 +37,9 @@ def test_a_few_different_ones_for_every_shape(capability):
 @pytest.mark.parametrize("m", (2560, 4352))
 @pytest.mark.parametrize("n, k", ((13824, 4608), (4608, 4608), (12288, 4608), (4608, 12288)))
 def test_the_best_ranked_come_first_on_large_matrices(m, n, k):
-    assert ARCHITECTURES["Ampere"].rates[candidates((8, 6), 82, m, n, k)[0]] >= 0.98
+    assert ARCHITECTURES["Ampere"].rates[gemm_candidates((8, 6), 82, m, n, k)[0]] >= 0.98
     for passes in (1, 2):
-        first = candidates((9, 0), 132, m, n, k, passes)[0]
+        first = gemm_candidates((9, 0), 132, m, n, k, passes)[0]
         # No more rows of tiles than there are form a group.
         assert ARCHITECTURES["Hopper"].rates[replace(first, group_m=24)] == 1.0
 
@@ -41,23 +48,23 @@ def test_every_capability_has_one_architecture():
     capabilities = [capability for known in ARCHITECTURES.values() for capability in known.capabilities]
     assert len(capabilities) == len(set(capabilities))
     for known in ARCHITECTURES.values():
-        assert all(architecture_of(capability) is known for capability in known.capabilities)
+        assert all(gpu_architecture(capability) is known for capability in known.capabilities)
         assert max(known.rates.values()) <= 1.0 and min(known.rates.values()) > 0.0
 
 
 @pytest.mark.parametrize("capability", ((8, 8), (13, 0)))
 def test_an_unknown_card_gets_what_every_card_from_ampere_on_can_run(capability):
-    assert architecture_of(capability) is ARCHITECTURES["Ampere"]
-    assert all(config.pipeline == "pointers" for config in architecture_of(capability).rates)
+    assert gpu_architecture(capability) is ARCHITECTURES["Ampere"]
+    assert all(config.pipeline == "pointers" for config in gpu_architecture(capability).rates)
 
 
 def test_few_tiles_and_many_channels_split_them():
-    assert candidates((9, 0), 132, 512, 4608, 53248)[0].split_k > 1
-    assert all(config.split_k == 1 for config in candidates((9, 0), 132, 512, 4608, 512))
+    assert gemm_candidates((9, 0), 132, 512, 4608, 53248)[0].split_k > 1
+    assert all(config.split_k == 1 for config in gemm_candidates((9, 0), 132, 512, 4608, 512))
 
 
 def test_small_matrices_get_small_tiles():
-    assert candidates((8, 6), 82, 16, 256, 512)[0].block_m <= 32
+    assert gemm_candidates((8, 6), 82, 16, 256, 512)[0].block_m <= 32
 
 
 def test_shipped_ones_are_found_by_the_tuner():

@@ -28,10 +28,10 @@ def quantized(dit, model, calibration):
 @pytest.fixture
 def uncalibrated(dit):
     """The tensors of a file with 16-bit activations in every layer, made by comfy-kitchen but for the marks."""
-    from int8_dit.nodes.files.quant_config import MARK, encode_mark
+    from int8_dit.nodes.files.quant_config import QUANT_CONFIG, encode_config
 
     tensors = dit.native_int8()
-    return tensors | {key: encode_mark(activation_bits=16) for key in tensors if key.endswith(f".{MARK}")}
+    return tensors | {key: encode_config(activation_bits=16) for key in tensors if key.endswith(f".{QUANT_CONFIG}")}
 
 
 def of_16_bits(dit, model):
@@ -163,11 +163,11 @@ def test_stock_comfyui_refuses_the_file(dit, uncalibrated, tmp_path, smoothed):
     """It would round outliers to 8 bits, and an image would lose what the layer was protected for."""
     if smoothed:
         from int8_dit.kernels import ChannelTransform
-        from int8_dit.nodes.files.quant_config import encode_mark
+        from int8_dit.nodes.files.quant_config import encode_config
 
         factors = torch.linspace(0.5, 2.0, 192)
         uncalibrated[f"{dit.LAYER}.weight_smooth"] = factors
-        uncalibrated[f"{dit.LAYER}.comfy_quant"] = encode_mark(ChannelTransform(factors), 16)
+        uncalibrated[f"{dit.LAYER}.comfy_quant"] = encode_config(ChannelTransform(factors), 16)
     path = dit.write(tmp_path / "x.safetensors", uncalibrated)
     with pytest.raises(Exception, match="int8_act16"):
         dit.stock(path)

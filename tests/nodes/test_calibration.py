@@ -142,8 +142,8 @@ def test_a_model_that_goes_away_while_it_is_observed_leaves_nothing(dit, model, 
 
     recording = recorder.Recording()
     armed = recorder.armed(model, recording)
-    (begin,) = armed.get_callbacks(CallbacksMP.ON_PRE_RUN, recorder.CALLBACK_KEY)
-    (end,) = armed.get_callbacks(CallbacksMP.ON_CLEANUP, recorder.CALLBACK_KEY)
+    (begin,) = armed.get_callbacks(CallbacksMP.ON_PRE_RUN, recorder.RECORDER_KEY)
+    (end,) = armed.get_callbacks(CallbacksMP.ON_CLEANUP, recorder.RECORDER_KEY)
     clone = armed.clone()
     begin(clone)
     assert dit.module(model, dit.LAYER)._forward_pre_hooks

@@ -67,7 +67,7 @@ def ssim_by_formula(a, b):
 @pytest.mark.parametrize("shape, noise", (((24, 31, 3), 0.02), ((11, 11, 3), 0.2), ((17, 12, 1), 0.5)))
 def test_the_metrics_are_their_formulas(fidelity, shape, noise):
     reference, image = noisy(shape, noise)
-    got = fidelity.compare(reference, image, "image")
+    got = fidelity.compare_images(reference, image, "image")
     error = (reference.double() - image.double()).square().mean()
     assert got.psnr == pytest.approx(float(-10 * torch.log10(error)), abs=1e-3)
     assert got.ssim == pytest.approx(ssim_by_formula(reference, image), abs=1e-4)
@@ -75,13 +75,13 @@ def test_the_metrics_are_their_formulas(fidelity, shape, noise):
 
 def test_identical_images(fidelity):
     image, _ = noisy((20, 20, 3), 0.0)
-    assert fidelity.compare(image, image.clone(), "image") == fidelity.Fidelity(math.inf, 1.0)
-    assert fidelity.compare(torch.zeros(20, 20, 3), torch.zeros(20, 20, 3), "image").ssim == 1.0
+    assert fidelity.compare_images(image, image.clone(), "image") == fidelity.Fidelity(math.inf, 1.0)
+    assert fidelity.compare_images(torch.zeros(20, 20, 3), torch.zeros(20, 20, 3), "image").ssim == 1.0
 
 
 def test_values_outside_the_range_are_cut_off_as_in_a_file(fidelity):
     reference = torch.ones(16, 16, 3)
-    assert fidelity.compare(reference, 3 * reference, "image").psnr == math.inf
+    assert fidelity.compare_images(reference, 3 * reference, "image").psnr == math.inf
 
 
 def test_the_difference_is_amplified_and_cut_off(fidelity):
@@ -122,7 +122,7 @@ def test_a_broken_image_is_named(fidelity, name, bad):
     images = {"reference": torch.rand(16, 16, 3), "image": torch.rand(16, 16, 3)}
     images[name][3, 4, 0] = bad
     with pytest.raises(ValueError, match=f"^{name} holds NaN or Inf"):
-        fidelity.compare(images["reference"], images["image"], "image")
+        fidelity.compare_images(images["reference"], images["image"], "image")
 
 
 def test_the_table_of_one_pair(table_of):

@@ -12,7 +12,7 @@ from support.architectures import FUSED_BLOCKS
 # One of each fused forward, for what takes long.
 FORWARDS = ("Ideogram 4", "Z-Image", "Flux.1 double", "Flux.2 single", "Qwen-Image", "Wan i2v")
 KINDS = ("plain", "smoothed", "protected", "16 bits")
-PRODUCERS = ("norm_quantize", "activate_quantize", "gated_residual", "norm_rope")
+FUSED_OPS = ("norm_quantize", "activate_quantize", "gated_residual", "norm_rope")
 
 
 class Operators:
@@ -30,9 +30,9 @@ class Operators:
         self.of_graphs.append(Counter(names))
         return make_boxed_func(graph.forward)
 
-    def producers(self):
+    def fused_ops(self):
         """How many of each kind the first graph has."""
-        return {name: count for name, count in self.of_graphs[0].items() if name in PRODUCERS}
+        return {name: count for name, count in self.of_graphs[0].items() if name in FUSED_OPS}
 
 
 @pytest.fixture
@@ -83,9 +83,9 @@ def test_a_fused_block_is_one_graph_of_its_operators(blocks, compiled, family, k
     blocks.run(eager, family)
     block, operators = compiled(family, kind)
     close(blocks.run(block, family), blocks.run(eager, family))
-    producers = operators.producers()
-    assert producers["gated_residual"] and producers["norm_rope"]
-    assert kind == "protected" or (producers["norm_quantize"] and producers["activate_quantize"])
+    fused_ops = operators.fused_ops()
+    assert fused_ops["gated_residual"] and fused_ops["norm_rope"]
+    assert kind == "protected" or (fused_ops["norm_quantize"] and fused_ops["activate_quantize"])
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_so_it_is_on_comfyui_of_today(blocks, compiled, family):
         blocks.run(eager, family)
         block, operators = compiled(family)
         close(blocks.run(block, family), blocks.run(eager, family))
-    assert operators.producers()["gated_residual"] and len(operators.of_graphs) == 1
+    assert operators.fused_ops()["gated_residual"] and len(operators.of_graphs) == 1
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_new_resolutions_are_dynamic(blocks, compiled, family):
 def test_a_block_that_was_never_compared_runs_comfyuis_own(blocks, compiled):
     block, operators = compiled("Flux.1 double", agreed=False)
     close(blocks.run(block, "Flux.1 double"), blocks.run(blocks.unfused("Flux.1 double"), "Flux.1 double"))
-    assert not operators.producers() and operators.of_graphs[0]["int8_gemm"]
+    assert not operators.fused_ops() and operators.of_graphs[0]["int8_gemm"]
 
 
 def test_so_does_one_with_a_patch(blocks, compiled):
@@ -130,7 +130,7 @@ def test_so_does_one_with_a_patch(blocks, compiled):
         return {"q": q, "k": k, "v": v}
 
     blocks.run(block, "Flux.1 double", patches={"attn1_patch": [patch]})
-    assert calls and not operators.producers()
+    assert calls and not operators.fused_ops()
 
 
 def test_options_that_change_in_each_step_compile_nothing_again(blocks, compiled):
@@ -140,7 +140,7 @@ def test_options_that_change_in_each_step_compile_nothing_again(blocks, compiled
         if not step:
             eager(blocks, block, **options)
         blocks.run(block, "Flux.1 double", **options)
-    assert operators.producers() and len(operators.of_graphs) == 1
+    assert operators.fused_ops() and len(operators.of_graphs) == 1
 
 
 @pytest.mark.slow
@@ -148,9 +148,9 @@ def test_another_flag_than_what_was_compared_runs_comfyuis_own(blocks, compiled)
     block, operators = compiled("Flux.1 double", agreed=False)
     eager(blocks, block, flag=False)
     blocks.run(block, "Flux.1 double", flag=False)
-    assert operators.producers() and len(operators.of_graphs) == 1
+    assert operators.fused_ops() and len(operators.of_graphs) == 1
     blocks.run(block, "Flux.1 double", flag=True)
-    assert len(operators.of_graphs) == 2 and not set(operators.of_graphs[1]) & set(PRODUCERS)
+    assert len(operators.of_graphs) == 2 and not set(operators.of_graphs[1]) & set(FUSED_OPS)
 
 
 def test_and_one_with_a_hook(blocks, compiled):
@@ -158,7 +158,7 @@ def test_and_one_with_a_hook(blocks, compiled):
     calls = []
     block.img_attn.qkv.register_forward_hook(lambda *_: calls.append(1))
     blocks.run(block, "Flux.1 double")
-    assert calls and not operators.producers()
+    assert calls and not operators.fused_ops()
 
 
 # MODELs of ComfyUI
@@ -183,7 +183,7 @@ def test_a_model_is_compared_in_one_eager_call(model):
 
     compiled, operators = model
     first = small_models.output(compiled)
-    assert len(operators.of_graphs) == 1 and operators.producers()["gated_residual"] == 4
+    assert len(operators.of_graphs) == 1 and operators.fused_ops()["gated_residual"] == 4
     assert torch.equal(small_models.output(compiled), first)
     assert len(operators.of_graphs) == 1
 
@@ -203,7 +203,7 @@ def test_what_counts_calls_sees_one_a_step(model):
 
     compiled.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "counter", count)
     small_models.output(compiled)
-    assert len(calls) == 1 and not operators.producers()
+    assert len(calls) == 1 and not operators.fused_ops()
 
 
 @pytest.mark.slow
@@ -228,4 +228,4 @@ def test_feed_forwards_of_native_layers(blocks, name, tmp_path):
     expected = [small_models.output_of(architecture, model) for _ in range(2)][1]
     model.model.diffusion_model.compile(backend=operators.backend(), fullgraph=True)
     torch.testing.assert_close(small_models.output_of(architecture, model), expected, rtol=1e-3, atol=1e-3)
-    assert operators.producers()["activate_quantize"] == 2
+    assert operators.fused_ops()["activate_quantize"] == 2

@@ -152,7 +152,7 @@ def test_a_huge_mark_is_not_decoded(dit, tmp_path, monkeypatch):
 
     monkeypatch.setattr(quant_config, "json_object", None)
     with pytest.raises(ValueError, match="not a mark: it has 100000000 bytes"):
-        quant_config.decode_mark(torch.zeros(1, dtype=torch.uint8).expand(100_000_000))
+        quant_config.decode_config(torch.zeros(1, dtype=torch.uint8).expand(100_000_000))
 
 
 @pytest.mark.parametrize("mark", (torch.zeros(4, dtype=torch.int8), torch.zeros(2, 2, dtype=torch.uint8)))

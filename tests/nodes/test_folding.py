@@ -174,10 +174,10 @@ def save(model, path, fold):
 
 
 def formats(path):
-    from int8_dit.nodes.files.quant_config import decode_mark
+    from int8_dit.nodes.files.quant_config import decode_config
 
     with safe_open(path, framework="pt") as file:
-        marks = [decode_mark(file.get_tensor(key)) for key in file.keys() if key.endswith("comfy_quant")]
+        marks = [decode_config(file.get_tensor(key)) for key in file.keys() if key.endswith("comfy_quant")]
     return {mark["format"].partition(" ")[0] for mark in marks}
 
 

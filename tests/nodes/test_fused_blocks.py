@@ -1,4 +1,4 @@
-"""Blocks on the fused producers: as exact as ComfyUI's own, and run only where nothing needs those."""
+"""Blocks on the fused ops: as exact as ComfyUI's own, and run only where nothing needs those."""
 
 import functools
 from contextlib import nullcontext
@@ -382,7 +382,7 @@ def test_a_lora(small, dit, model, monkeypatch, fused_runs, partially):
     for _ in range(2):
         fused_runs.clear()
         assert dit.relative_error(small.output(patched), expected) < 0.05
-        assert bool(fused_runs) != partially  # where all linears are patched in use, no producer could quantize for one
+        assert bool(fused_runs) != partially  # where all linears are patched in use, no fused op could quantize for one
     assert dit.relative_error(small.output(small.ideogram4_again(small.ideogram4(monkeypatch))), expected) > 0.1
 
 

@@ -139,10 +139,10 @@ def test_a_prefix_of_a_whole_checkpoint(dit, write):
     prefixed = {f"model.diffusion_model.{key}": tensor for key, tensor in dit.tensors().items()}
     model, plain = load(write(tensors=prefixed)), load(write())
     assert torch.equal(dit.output(model), dit.output(plain))
-    from int8_dit.nodes.loading.file_notes import block_formats_of
+    from int8_dit.nodes.loading.file_notes import gguf_formats_of
 
-    assert f"{dit.LAYER}.weight" in block_formats_of(plain)
-    assert block_formats_of(model) == block_formats_of(plain)
+    assert f"{dit.LAYER}.weight" in gguf_formats_of(plain)
+    assert gguf_formats_of(model) == gguf_formats_of(plain)
 
 
 # Formats that no kernel expands, and the package gguf decodes
@@ -214,7 +214,7 @@ def test_reading_leaves_packed_what_gguf_decodes(write, decoded, kind):
     assert len(packed) > 20
     for name in packed:
         weight = tensors[name]
-        assert is_gguf(weight) and weight._params.block_format == kind
+        assert is_gguf(weight) and weight._params.gguf_format == kind
         assert weight._qdata.dtype == torch.uint8
         assert weight._qdata.numpy().tobytes() == in_file[name].data.tobytes()
         assert torch.equal(weight.dequantize(), torch.from_numpy(decode(in_file[name].data, in_file[name].tensor_type)))

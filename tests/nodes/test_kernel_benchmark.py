@@ -113,11 +113,11 @@ def made_up(**milliseconds):
 
 
 @pytest.fixture
-def verdicts(run, monkeypatch):
+def choices(run, monkeypatch):
     """What was stored for a card, None for forgotten, in order."""
     kept = []
-    monkeypatch.setattr(run, "decide_by", lambda device, verdict: kept.append(verdict) or True)
-    monkeypatch.setattr(run, "stored_verdict", lambda device: None)
+    monkeypatch.setattr(run, "decide_by", lambda device, choice: kept.append(choice) or True)
+    monkeypatch.setattr(run, "stored_auto_choice", lambda device: None)
     return kept
 
 
@@ -127,11 +127,11 @@ def healthy(**changes):
     return Health(**{"teraflops": 65.0, "expected": 71.0} | changes)
 
 
-def test_a_healthy_run_decides_what_auto_runs(run, verdicts):
+def test_a_healthy_run_decides_what_auto_runs(run, choices):
     results = [made_up(fused=1.0, native=2.0, bf16=3.0)]
     said = run._decide(CARD, healthy(), None, results, ["native_int8"], run.STORE)
-    (verdict,) = verdicts
-    assert dict(verdict.milliseconds) == {(64, 32): {"fused int8": 1.0, "native int8": 2.0, "bf16": 3.0}}
+    (choice,) = choices
+    assert dict(choice.milliseconds) == {(64, 32): {"fused int8": 1.0, "native int8": 2.0, "bf16": 3.0}}
     assert said == "Stored: auto now runs what was fastest here, of 1 shapes fused int8 for 1."
 
 
@@ -144,19 +144,19 @@ def test_a_healthy_run_decides_what_auto_runs(run, verdicts):
         ({"results": {"bf16": 1.0}}, "fused kernel was not timed"),
     ],
 )
-def test_what_does_not_count_is_not_stored(run, verdicts, changes, says):
+def test_what_does_not_count_is_not_stored(run, choices, changes, says):
     results = [made_up(**changes.get("results", {"fused": 1.0, "native": 2.0, "bf16": 3.0}))]
     ticked, decision = changes.get("ticked", ["native_int8"]), changes.get("decision", run.STORE)
     said = run._decide(CARD, healthy(**changes.get("health", {})), None, results, ticked, decision)
-    assert says in said and verdicts == []
+    assert says in said and choices == []
 
 
-def test_forgetting_measures_nothing(node, run, verdicts, monkeypatch):
+def test_forgetting_measures_nothing(node, run, choices, monkeypatch):
     import comfy.model_management
 
     monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
     output = node.execute(8, auto_decided=run.CLEAR)
-    assert verdicts == [None] and "forgotten" in output.result[1]
+    assert choices == [None] and "forgotten" in output.result[1]
 
 
 def test_the_deployment_table_names_the_fastest_and_the_noise(run):
@@ -169,21 +169,21 @@ def test_the_deployment_table_names_the_fastest_and_the_noise(run):
 
 
 def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
-    """Or a MODEL out of ComfyUI's cache would go on running what another verdict chose."""
+    """Or a MODEL out of ComfyUI's cache would go on running what another choice chose."""
     import comfy.model_management
 
-    from int8_dit.kernels import Verdict
+    from int8_dit.kernels import AutoChoice
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
     from int8_dit.nodes.host import decision
     from int8_dit.nodes.load_int8_dit import LoadINT8DiT
     from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 
     monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
-    verdicts = [None, Verdict("d", {(1, 1): {"bf16": 1.0}}), Verdict("d", {(1, 1): {"bf16": 2.0}})]
+    choices = [None, AutoChoice("d", {(1, 1): {"bf16": 1.0}}), AutoChoice("d", {(1, 1): {"bf16": 2.0}})]
     for node in (ApplyFusedINT8Kernel, LoadINT8DiT, QuantizeToINT8SmoothQuant):
         stamps = {"auto": set(), "fused int8": set()}
-        for verdict in verdicts:
-            monkeypatch.setattr(decision, "stored_verdict", lambda device, verdict=verdict: verdict)
+        for choice in choices:
+            monkeypatch.setattr(decision, "stored_auto_choice", lambda device, choice=choice: choice)
             for kernel, found in stamps.items():
                 found.add(node.fingerprint_inputs(kernel=kernel))
         assert (len(stamps["auto"]), len(stamps["fused int8"])) == (3, 1)

@@ -9,7 +9,7 @@ SHAPES = {(576, 192): "bf16", (192, 192): "native int8"}  # qkv and proj; the ML
 
 @pytest.fixture
 def measured(pack, monkeypatch):
-    """Let a verdict decide, as on a GPU with one; here all ways run on the CPU."""
+    """Let a choice decide, as on a GPU with one; here all ways run on the CPU."""
     from int8_dit import kernels
     from int8_dit.kernels.card.device import ComputePath
     from int8_dit.nodes.loading import load, load_plan, operations, summary

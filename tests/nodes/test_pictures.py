@@ -162,9 +162,9 @@ def benchmark(pack):
 
 
 def methods():
-    from int8_dit.kernels.benchmark import METHODS
+    from int8_dit.kernels.benchmark import BENCHMARK_METHODS
 
-    return [method.name for method in METHODS]
+    return [method.name for method in BENCHMARK_METHODS]
 
 
 MACHINE = (

@@ -539,7 +539,7 @@ def test_an_nvfp4_source(dit, model, tmp_path, scaled):
 
     from comfy.quant_ops import QuantizedTensor
 
-    from int8_dit.nodes.files.quant_config import MARK
+    from int8_dit.nodes.files.quant_config import QUANT_CONFIG
 
     tensors = dit.tensors()
     for seed, layer in enumerate(dit.LINEARS):
@@ -548,7 +548,9 @@ def test_an_nvfp4_source(dit, model, tmp_path, scaled):
         scale = spread if scaled else torch.ones_like(spread)
         packed = QuantizedTensor.from_float((weight / scale).bfloat16(), "TensorCoreNVFP4Layout")
         tensors |= packed.state_dict(f"{layer}.weight")
-        tensors[f"{layer}.{MARK}"] = torch.tensor(list(json.dumps({"format": "nvfp4"}).encode()), dtype=torch.uint8)
+        tensors[f"{layer}.{QUANT_CONFIG}"] = torch.tensor(
+            list(json.dumps({"format": "nvfp4"}).encode()), dtype=torch.uint8
+        )
         if scaled:
             tensors[f"{layer}.pre_quant_scale"] = scale
     path = dit.write(tmp_path / "nvfp4.safetensors", tensors)

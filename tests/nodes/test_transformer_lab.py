@@ -63,11 +63,15 @@ def in_fp8(tensors):
 def in_int8(tensors):
     from comfy.quant_ops import TensorWiseINT8Layout
 
-    from int8_dit.nodes.files.quant_config import encode_mark
+    from int8_dit.nodes.files.quant_config import encode_config
 
     for layer in linears(tensors):
         q, params = TensorWiseINT8Layout.quantize(tensors[f"{layer}.weight"], per_channel=True)
-        tensors |= {f"{layer}.weight": q, f"{layer}.weight_scale": params.scale, f"{layer}.comfy_quant": encode_mark()}
+        tensors |= {
+            f"{layer}.weight": q,
+            f"{layer}.weight_scale": params.scale,
+            f"{layer}.comfy_quant": encode_config(),
+        }
     return tensors, None
 
 

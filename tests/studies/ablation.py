@@ -250,12 +250,12 @@ def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
     from int8_dit.kernels import ChannelTransform
     from int8_dit.kernels.numerics.candidates import rotation_group_of
-    from int8_dit.nodes.files.quant_config import encode_mark
+    from int8_dit.nodes.files.quant_config import encode_config
 
     group = rotation_group_of(weight.shape[1])
     options = {} if group is None else {"convrot": True, "convrot_groupsize": group}
     q, params = TensorWiseINT8Layout.quantize(weight, per_channel=True, **options)
-    return {"weight": q, "weight_scale": params.scale, "comfy_quant": encode_mark(ChannelTransform(None, group))}
+    return {"weight": q, "weight_scale": params.scale, "comfy_quant": encode_config(ChannelTransform(None, group))}
 
 
 def pack_variants(layers: int) -> dict[str, dict[str, object]]:

@@ -26,7 +26,7 @@ sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is 
 
 from kernels.benchmark import IDEOGRAM4_SHAPES, describe_machine, markdown, title
 from kernels.card.timing import CallSeries, GraphPool, sustained_milliseconds
-from kernels.triton_kernels.tiles import GemmConfig, candidates
+from kernels.triton_kernels.tiles import GemmConfig, gemm_candidates
 from studies.ampere_on_hopper import residency_on_sm86, short
 from support.ampere_kernel import AmpereKernel, prebuild
 from support.sass import MainLoop, cuobjdump, main_loops
@@ -177,7 +177,7 @@ def offered(m: int, n: int, k: int) -> list[GemmConfig]:
     Without splits of K, which these shapes do not need.
     """
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    return [config for config in candidates((8, 0), multiprocessors, m, n, k) if config.split_k == 1]
+    return [config for config in gemm_candidates((8, 0), multiprocessors, m, n, k) if config.split_k == 1]
 
 
 def measure(operands: Operands, kernels: dict[tuple[GemmConfig, bool], AmpereKernel], rounds: int) -> dict:

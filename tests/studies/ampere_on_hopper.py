@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
 from kernels.benchmark import describe_machine, markdown, title
-from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, candidates
+from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, gemm_candidates
 from support.ampere_kernel import RESERVED_SHARED, AmpereKernel, prebuild
 
 SHIPPED = tuple(ARCHITECTURES["Ampere"].rates)
@@ -105,7 +105,7 @@ def main() -> None:
             ranked = sorted(times, key=times.__getitem__)
             best = times[ranked[0]]
             shipped = next(config for config in ranked if config in SHIPPED)
-            likeliest = replace(candidates((8, 6), 82, m, n, k)[0], group_m=1)  # whose groups are cut to the tiles
+            likeliest = replace(gemm_candidates((8, 6), 82, m, n, k)[0], group_m=1)  # whose groups are cut to the tiles
             first = next(config for config in SHIPPED if replace(config, group_m=1) == likeliest)
             rows.append(
                 [

@@ -15,10 +15,18 @@ PROJECT = Path(__file__).resolve().parents[2]
 sys.path.append(str(PROJECT))
 
 from kernels.benchmark import LinearShape, ShapeResult, markdown, title
-from kernels.benchmark.methods import BF16, FUSED, NATIVE
+from kernels.benchmark.methods import BF16, COMFYUI_INT8, FUSED
 
 RESULTS = Path(__file__).resolve().parent / "results"
-RIVALS = (BF16, NATIVE, "fp8 _scaled_mm", "fp8 dequantized", "NF4 dequantized", "GGUF Q8_0 dequantized", "fake-quant")
+RIVALS = (
+    BF16,
+    COMFYUI_INT8,
+    "fp8 _scaled_mm",
+    "fp8 dequantized",
+    "NF4 dequantized",
+    "GGUF Q8_0 dequantized",
+    "fake-quant",
+)
 
 
 def row(content: Mapping) -> list[str]:

@@ -31,10 +31,10 @@ def nf4_decoded(weight: torch.Tensor) -> torch.Tensor:
 
 def gguf_decoded(weight: torch.Tensor, name: str) -> torch.Tensor:
     """A weight in blocks of a GGUF format and back, in its own dtype; of Q8_0 where they do not divide its rows."""
-    from int8_dit.kernels import GGUF_FORMATS, dequantize_blocks, quantize_blocks
+    from int8_dit.kernels import GGUF_FORMATS, dequantize_gguf, quantize_gguf
 
     name = name if weight.shape[1] % GGUF_FORMATS[name].weights == 0 else "Q8_0"
-    return dequantize_blocks(quantize_blocks(weight, name), name, weight.dtype)
+    return dequantize_gguf(quantize_gguf(weight, name), name, weight.dtype)
 
 
 def decoded(state_dict: TensorDict, through: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict:

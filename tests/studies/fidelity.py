@@ -154,7 +154,7 @@ def _same_names(one: str, expected: Mapping[str, object], other: str, given: Map
 
 def score_set(name: str, candidate: ImageSet, reference: ImageSet, items: Sequence[Item]) -> list[Score]:
     """The score of each item. Raises ValueError where the set has other names or sizes than the reference."""
-    from int8_dit.nodes.images.fidelity import SSIM_WINDOW, compare
+    from int8_dit.nodes.images.fidelity import SSIM_WINDOW, compare_images
 
     _same_names("the reference", reference.images, name, candidate.images)
     scores = []
@@ -165,7 +165,7 @@ def score_set(name: str, candidate: ImageSet, reference: ImageSet, items: Sequen
                 f"{item.name} of {name} is {image.shape}, its reference {expected.shape}: pairs have one size, at "
                 f"least {SSIM_WINDOW} x {SSIM_WINDOW}."
             )
-        fidelity = compare(_floats(expected), _floats(image), f"{item.name} of {name}")
+        fidelity = compare_images(_floats(expected), _floats(image), f"{item.name} of {name}")
         found = read(image)
         distance = edit_distance(normalised(found), normalised(item.text))
         error = _latent_error(candidate.latents.get(item.name), reference.latents.get(item.name))

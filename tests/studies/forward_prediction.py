@@ -35,7 +35,7 @@ def main() -> None:
     import comfy.model_management
     from comfyui_version import __version__ as comfyui_version
 
-    from int8_dit.kernels.benchmark import describe_machine, markdown, shown, title
+    from int8_dit.kernels.benchmark import describe_machine, markdown, shown_methods, title
     from int8_dit.nodes.benchmark.forward import measure_forward
     from int8_dit.nodes.benchmark.run import KEEP, run, text_of
     from support.random_models import FAMILIES, RandomModel, unfused, weights_on_device
@@ -79,7 +79,7 @@ def main() -> None:
         f"{arguments.blocks} blocks with random weights, {arguments.pixels} px, 256 text tokens, one forward.",
         markdown(["one forward", "measured, ms", "Kernel Benchmark on the bf16 model, ms", "off by"], rows),
         "What the node shows:",
-        text_of(outcome.sections(shown(["native_int8"]), None)),
+        text_of(outcome.sections(shown_methods(["native_int8"]), None)),
     ]
     (arguments.out / "forward_prediction.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print("\n\n".join(parts))

@@ -20,6 +20,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from kernels.benchmark import BENCHMARK_METHODS as SHOWN
 from kernels.benchmark import (
     IDEOGRAM4_SHAPES,
     LinearShape,
@@ -30,9 +31,8 @@ from kernels.benchmark import (
     notes,
     title,
 )
-from kernels.benchmark import METHODS as SHOWN
-from kernels.benchmark.methods import BF16, FP16_SUMS, FUSED, NATIVE, UNFUSED, Method
-from kernels.benchmark.operands import Call, Operands, Prepare, Unavailable, WeightForm
+from kernels.benchmark.methods import BF16, COMFYUI_INT8, FP16_SUMS, FUSED, UNFUSED, Method
+from kernels.benchmark.operands import Operands, Prepare, PreparedCall, Unavailable, WeightForm
 from kernels.benchmark.report import _milliseconds, _number
 from kernels.benchmark.run import _free_bytes
 from kernels.benchmark.systems import (
@@ -70,18 +70,18 @@ def form(smooth: bool = False, rotate: bool = False) -> WeightForm:
 ROTATED = form(rotate=True)
 
 
-def fp8_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def fp8_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     q, q_scale = quantize_fp8(operands.x)
     return lambda copy: scaled_mm(q, q_scale, weights[copy].t(), scale)
 
 
-def fused_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+def fused_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     q, q_scale = quantize_activations(operands.x)
     return lambda copy: int8_gemm(q, q_scale, weights[copy], scale)
 
 
 def fused(bias: bool = False, smooth: bool = False, rotate: bool = False, activation_bits: int = 8) -> Prepare:
-    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> Call:
+    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
         added = operands.bias if bias else None
         options = {"transform": transform(operands, smooth, rotate), "activation_bits": activation_bits}
         return lambda copy: int8_linear(operands.x, weights[copy], scale, added, **options)
@@ -121,7 +121,7 @@ COMPARED = {
     BF16: (FUSED_GEMM, FUSED),
     "comfy-kitchen cuda ConvRot": (ROTATION,),
     **dict.fromkeys(
-        (FP16_SUMS, FP8, "fp8 dequantized", NATIVE, KITCHEN_CUDA, "comfy-kitchen triton", UNFUSED), (FUSED,)
+        (FP16_SUMS, FP8, "fp8 dequantized", COMFYUI_INT8, KITCHEN_CUDA, "comfy-kitchen triton", UNFUSED), (FUSED,)
     ),
 }
 """Whose speed the summary gives relative to which methods: the names of those, by the name of each of these."""

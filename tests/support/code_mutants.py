@@ -746,8 +746,8 @@ _MODELS = (
     ),
     CodeMutant(
         "a fused block that computes something else is trusted",
-        "verdicts.append(apart <= _MOST_APART * added if told else None)",
-        "verdicts.append(True if told else None)",
+        "findings.append(apart <= _MOST_APART * added if told else None)",
+        "findings.append(True if told else None)",
         "nodes/test_fused_blocks.py::test_a_core_that_changed_its_block_is_noticed",
     ),
     CodeMutant(

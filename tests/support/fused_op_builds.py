@@ -70,19 +70,22 @@ def _parts(build: Build):
         form = GGUF_FORMATS[kind]
         row_blocks = channels // form.weights
         kernel, constants = {
-            "expand": (gguf.expand_kernel, gguf.expander_constants(kind, form, row_blocks, False)),
+            "expand": (gguf.expand_kernel, gguf.gguf_expander_constants(kind, form, row_blocks, False)),
             "dequantize": (gguf.dequantize_kernel, gguf.decoder_constants(kind, form)),
             "scales": (gguf.scales_kernel, gguf.scales_constants(kind, form, row_blocks)),
         }[build.kernel]
         return kernel, (constants, gguf.OPTIONS)
     if build.kernel == "expand_with_low_rank":
-        constants = gguf_low_rank.low_rank_constants(kind, GGUF_FORMATS[kind], False)
+        constants = gguf_low_rank.gguf_low_rank_constants(kind, GGUF_FORMATS[kind], False)
         return gguf_low_rank.expand_with_low_rank_kernel, (constants, gguf_low_rank.OPTIONS)
     if build.kernel.startswith("expand_codes"):
         form = (channels, int(kind[0]), 16, kind.endswith("codebook"))
         if build.kernel == "expand_codes":
-            return grouped_codes.expand_codes_kernel, (grouped_codes.expander_constants(*form), grouped_codes.OPTIONS)
-        constants = grouped_codes.low_rank_constants(*form, interpreted=False)
+            return grouped_codes.expand_codes_kernel, (
+                grouped_codes.codes_expander_constants(*form),
+                grouped_codes.OPTIONS,
+            )
+        constants = grouped_codes.codes_low_rank_constants(*form, interpreted=False)
         return grouped_codes.expand_codes_with_low_rank_kernel, (constants, grouped_codes.LOW_RANK_OPTIONS)
     raise ValueError(f"no kernel {build.kernel}")
 

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 
-from int8_dit.kernels import GGUF_FORMATS, quantize_blocks
+from int8_dit.kernels import GGUF_FORMATS, quantize_gguf
 
 Choose = Callable[[str, tuple[int, ...]], str]
 """(tensor name, shape) -> the name of its GGUF type."""
@@ -63,7 +63,7 @@ def stored_bytes(tensor: torch.Tensor, kind: str) -> np.ndarray:
         return _iq4_nl(tensor.float())
     if kind not in GGUF_FORMATS or GGUF_FORMATS[kind].quantize is None:
         return gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind])
-    return quantize_blocks(tensor.float(), kind).numpy()
+    return quantize_gguf(tensor.float(), kind).numpy()
 
 
 def _iq4_nl(weight: torch.Tensor) -> np.ndarray:

@@ -27,7 +27,7 @@ from glyphs.alphabet import ALPHABET
 from int8_dit.kernels import ChannelTransform
 from int8_dit.nodes import quantize_to_int8
 from int8_dit.nodes.calibration.calibration import Calibration
-from int8_dit.nodes.files.quant_config import MARK, SCALE, SMOOTH, encode_mark
+from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH, encode_config
 from int8_dit.nodes.layers.int8_weight import is_int8
 from int8_dit.nodes.loading.load import load_int8_model
 from support import adapters
@@ -68,7 +68,7 @@ def native_int8(per_channel: bool = True, rotation_group: int | None = None) -> 
         q, params = TensorWiseINT8Layout.quantize(weight, per_channel=per_channel, **options)
         state_dict[f"{layer}.weight"] = q
         state_dict[f"{layer}.{SCALE}"] = params.scale
-        state_dict[f"{layer}.{MARK}"] = encode_mark(ChannelTransform(None, rotation_group))
+        state_dict[f"{layer}.{QUANT_CONFIG}"] = encode_config(ChannelTransform(None, rotation_group))
     return state_dict
 
 
@@ -79,7 +79,7 @@ def smoothed_int8() -> dict[str, torch.Tensor]:
         channels = state_dict[f"{layer}.weight"].shape[1]
         smooth = torch.linspace(0.5, 2.0, channels)
         state_dict[f"{layer}.{SMOOTH}"] = smooth
-        state_dict[f"{layer}.{MARK}"] = encode_mark(ChannelTransform(smooth))
+        state_dict[f"{layer}.{QUANT_CONFIG}"] = encode_config(ChannelTransform(smooth))
     return state_dict
 
 

@@ -11,9 +11,9 @@ import comfy.ldm.ideogram4.model as ideogram4
 import torch
 from comfy.text_encoders.llama import precompute_freqs_cis
 
-from int8_dit.kernels import ChannelTransform, quantize_blocks, quantize_weight
+from int8_dit.kernels import ChannelTransform, quantize_gguf, quantize_weight
 from int8_dit.nodes.files import quant_config
-from int8_dit.nodes.files.holding.gguf_weight import held_blocks, read_weight
+from int8_dit.nodes.files.holding.gguf_weight import held_gguf, read_weight
 from int8_dit.nodes.files.holding.grouped_weight import held_codes, with_joined_codes
 from int8_dit.nodes.layers.input_groups import group_inputs
 from int8_dit.nodes.layers.int8_weight import int8_weight
@@ -37,8 +37,8 @@ def block(
 
     def convert(name: str, weight: torch.Tensor, _: None) -> torch.Tensor | None:
         if stored == "Q8_0":
-            read = read_weight(quantize_blocks(weight, "Q8_0"), "Q8_0", tuple(weight.shape))
-            return held_blocks(read, torch.float32, name in INT8_LINEARS)
+            read = read_weight(quantize_gguf(weight, "Q8_0"), "Q8_0", tuple(weight.shape))
+            return held_gguf(read, torch.float32, name in INT8_LINEARS)
         if name not in INT8_LINEARS:
             return None
         if stored == "W4A8":

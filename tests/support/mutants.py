@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from int8_dit.nodes.files.quant_config import MARK, SCALE, SMOOTH
+from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH
 from support import glyph_dit
 from support.tensors import relative_error
 
@@ -138,7 +138,7 @@ def _removed(rng: random.Random, file: _File) -> tuple[str, bool]:
 
 
 def _removed_part(rng: random.Random, file: _File) -> tuple[str, bool]:
-    key = _some(rng, file, MARK, SCALE, SMOOTH)
+    key = _some(rng, file, QUANT_CONFIG, SCALE, SMOOTH)
     if key is None:
         return _removed(rng, file)
     del file.tensors[key]
@@ -196,14 +196,14 @@ def _retyped(rng: random.Random, file: _File) -> tuple[str, bool]:
     new = rng.choice([other for other in _DTYPES[width] if other != dtype])
     file.tensors[key] = new, shape, values
     # Two floats of one width are told apart by nothing, nor FP8 from INT8 where no mark says which it is.
-    unmarked = f"{key.removesuffix('.weight')}.{MARK}" not in file.tensors
+    unmarked = f"{key.removesuffix('.weight')}.{QUANT_CONFIG}" not in file.tensors
     return f"{key} {new}", unmarked and {dtype, new} <= {"BF16", "F16", "F8_E4M3", "F8_E5M2"}
 
 
 def _mark_text(rng: random.Random, file: _File) -> tuple[str, bool]:
-    key = _some(rng, file, MARK)
+    key = _some(rng, file, QUANT_CONFIG)
     if key is None:
-        key = f"{rng.choice([k for k in file.tensors if k.endswith('.weight')]).removesuffix('.weight')}.{MARK}"
+        key = f"{rng.choice([k for k in file.tensors if k.endswith('.weight')]).removesuffix('.weight')}.{QUANT_CONFIG}"
         mark = {}
     else:
         mark = json.loads(file.tensors[key][2])
@@ -229,7 +229,7 @@ def _mark_text(rng: random.Random, file: _File) -> tuple[str, bool]:
 
 
 def _mark_option(rng: random.Random, file: _File) -> tuple[str, bool]:
-    key = _some(rng, file, MARK)
+    key = _some(rng, file, QUANT_CONFIG)
     if key is None:
         return _mark_text(rng, file)
     mark = json.loads(file.tensors[key][2])
@@ -244,7 +244,7 @@ def _mark_option(rng: random.Random, file: _File) -> tuple[str, bool]:
 
 def _rotation(rng: random.Random, file: _File) -> tuple[str, bool]:
     """A mark that lost its rotation, or got one: still as some legitimate file has it."""
-    key = _some(rng, file, MARK)
+    key = _some(rng, file, QUANT_CONFIG)
     if key is None or b"float8" in file.tensors[key][2]:
         return _mark_text(rng, file)
     mark = json.loads(file.tensors[key][2])
@@ -286,7 +286,7 @@ MUTATIONS: dict[str, _Mutation] = {
     "a bit of the header": _header_bit,
     "a bit of a weight": _bit_of(".weight", free=True),
     "a bit of a scale": _bit_of(SCALE, SMOOTH, free=True),
-    "a bit of a mark": _bit_of(MARK, free=False),
+    "a bit of a mark": _bit_of(QUANT_CONFIG, free=False),
     "truncated": _cut,
     "too long": _longer,
     "a tensor removed": _on_tensors(_removed),

@@ -248,7 +248,11 @@ class RandomModel:
 def native_layer(weight: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> Tensors:
     """The tensors of a layer in a native file."""
     q, scale = quantize_weight(weight, transform)
-    return {"weight": q, quant_config.SCALE: scale[:, None], quant_config.MARK: quant_config.encode_mark(transform)}
+    return {
+        "weight": q,
+        quant_config.SCALE: scale[:, None],
+        quant_config.QUANT_CONFIG: quant_config.encode_config(transform),
+    }
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from comfy.quant_ops import TensorWiseINT8Layout
 from safetensors.torch import save
 
 from int8_dit.kernels import ChannelTransform
-from int8_dit.nodes.files.quant_config import MARK, SCALE, SMOOTH, encode_mark
-from int8_dit.nodes.files.saved_quant_configs import marks_as_metadata
+from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH, encode_config
+from int8_dit.nodes.files.saved_quant_configs import quant_configs_as_metadata
 from support import glyph_dit
 from support.file_formats import fp8_scaled
 
@@ -26,8 +26,8 @@ def _int8(group: int | None = None) -> dict[str, torch.Tensor]:
     for layer in _layers(tensors):
         options = {} if group is None else {"convrot": True, "convrot_groupsize": group}
         q, params = TensorWiseINT8Layout.quantize(tensors[f"{layer}.weight"].float(), per_channel=True, **options)
-        mark = encode_mark(ChannelTransform(None, group))
-        tensors |= {f"{layer}.weight": q, f"{layer}.{SCALE}": params.scale, f"{layer}.{MARK}": mark}
+        mark = encode_config(ChannelTransform(None, group))
+        tensors |= {f"{layer}.weight": q, f"{layer}.{SCALE}": params.scale, f"{layer}.{QUANT_CONFIG}": mark}
     return tensors
 
 
@@ -40,8 +40,8 @@ def _own() -> dict[str, torch.Tensor]:
         options = {"convrot": True, "convrot_groupsize": 64} if number % 2 else {}
         q, params = TensorWiseINT8Layout.quantize(weight * smooth, per_channel=True, **options)
         transform = ChannelTransform(smooth, 64 if number % 2 else None)
-        mark = encode_mark(transform, 16 if number % 3 == 0 else 8)
-        tensors |= {f"{layer}.weight": q, f"{layer}.{SCALE}": params.scale, f"{layer}.{MARK}": mark}
+        mark = encode_config(transform, 16 if number % 3 == 0 else 8)
+        tensors |= {f"{layer}.weight": q, f"{layer}.{SCALE}": params.scale, f"{layer}.{QUANT_CONFIG}": mark}
         tensors[f"{layer}.{SMOOTH}"] = smooth
     return tensors
 
@@ -52,7 +52,7 @@ def _fp8() -> dict[str, torch.Tensor]:
 
 
 def _unmarked() -> dict[str, torch.Tensor]:
-    return {key: tensor for key, tensor in _int8().items() if not key.endswith(f".{MARK}")}
+    return {key: tensor for key, tensor in _int8().items() if not key.endswith(f".{QUANT_CONFIG}")}
 
 
 def base_files() -> dict[str, bytes]:
@@ -61,7 +61,7 @@ def base_files() -> dict[str, bytes]:
     return {
         "native INT8": save(_int8()),
         "ConvRot": save(_int8(64)),
-        "this pack's": save(own, {"int8_dit_recipe": '{"method": "smooth"}', **marks_as_metadata(own)}),
+        "this pack's": save(own, {"int8_dit_recipe": '{"method": "smooth"}', **quant_configs_as_metadata(own)}),
         "FP8 scaled": save(_fp8()),
         "bf16": save(glyph_dit.tensors()),
         "older pack's": save(_unmarked()),

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ....kernels import GGUF_FORMATS, channel_scales, dequantize_blocks, quantize_blocks
+from ....kernels import GGUF_FORMATS, dequantize_gguf, gguf_channel_scales, quantize_gguf
 from ...comfyui.quantized import (
     BaseLayoutParams,
     HeldWeight,
@@ -20,13 +20,13 @@ from ...comfyui.quantized import (
     register_layout_class,
     stored,
 )
-from ..reading.gguf_package import decode_blocks
+from ..reading.gguf_package import decode_gguf
 
 GGUF_LAYOUT = "GGUFBlocksLayout"
 _NO_SCALES = torch.empty((0, 1), dtype=torch.float32)
 
 
-class GGUFBlocksLayout(QuantizedLayout):
+class GGUFLayout(QuantizedLayout):
     """uint8 [N, bytes of a row], the name of a block format, and float32 [N, 1]: what each row is scaled by as INT8.
 
     A weight that was only read, or that computes in floats, has no scales: [0, 1].
@@ -34,22 +34,22 @@ class GGUFBlocksLayout(QuantizedLayout):
 
     @dataclass(frozen=True)
     class Params(BaseLayoutParams):
-        block_format: str = ""
+        gguf_format: str = ""
 
     @classmethod
     def quantize(
-        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, block_format="", computes_in_floats=False
-    ) -> tuple[torch.Tensor, "GGUFBlocksLayout.Params"]:
+        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, gguf_format="", computes_in_floats=False
+    ) -> tuple[torch.Tensor, "GGUFLayout.Params"]:
         """Float weight -> blocks and parameters. The scales are always computed anew."""
-        blocks = quantize_blocks(tensor, block_format)
-        scales = _NO_SCALES.to(tensor.device) if computes_in_floats else _scales(blocks, block_format)
-        return blocks, cls.Params(scales, tensor.dtype, tuple(tensor.shape), block_format)
+        blocks = quantize_gguf(tensor, gguf_format)
+        scales = _NO_SCALES.to(tensor.device) if computes_in_floats else _scales(blocks, gguf_format)
+        return blocks, cls.Params(scales, tensor.dtype, tuple(tensor.shape), gguf_format)
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
         """The weight in `params.orig_dtype`, made by the package gguf where no kernel knows the format."""
-        decode = dequantize_blocks if params.block_format in GGUF_FORMATS else decode_blocks
-        return decode(qdata, params.block_format, params.orig_dtype)
+        decode = dequantize_gguf if params.gguf_format in GGUF_FORMATS else decode_gguf
+        return decode(qdata, params.gguf_format, params.orig_dtype)
 
     @classmethod
     def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,16 +61,16 @@ class GGUFBlocksLayout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        return {"block_format": params(qtensor).block_format, "computes_in_floats": not has_scales(qtensor)}
+        return {"gguf_format": params(qtensor).gguf_format, "computes_in_floats": not has_scales(qtensor)}
 
 
-register_layout_class(GGUF_LAYOUT, GGUFBlocksLayout)
+register_layout_class(GGUF_LAYOUT, GGUFLayout)
 
 
-def read_weight(blocks: torch.Tensor, block_format: str, shape: tuple[int, int]) -> QuantizedTensor:
+def read_weight(blocks: torch.Tensor, gguf_format: str, shape: tuple[int, int]) -> QuantizedTensor:
     """A weight of this shape [N, K] as it was read: uint8 blocks [N, bytes of a row] of a format of GGUF_FORMATS, or of
     one that only the package gguf decodes."""
-    form = GGUFBlocksLayout.Params(_NO_SCALES, torch.float32, shape, block_format)
+    form = GGUFLayout.Params(_NO_SCALES, torch.float32, shape, gguf_format)
     return QuantizedTensor(blocks, GGUF_LAYOUT, form)
 
 
@@ -79,9 +79,9 @@ def is_gguf(weight: Any) -> TypeGuard[QuantizedTensor]:
     return has_layout(weight, GGUF_LAYOUT)
 
 
-def can_stay(weight: Any) -> bool:
+def gguf_can_stay(weight: Any) -> bool:
     """Whether a tensor is a weight in blocks that a kernel reads, so that it can stay in them while a MODEL runs."""
-    return is_gguf(weight) and params(weight).block_format in GGUF_FORMATS
+    return is_gguf(weight) and params(weight).gguf_format in GGUF_FORMATS
 
 
 def has_scales(weight: QuantizedTensor) -> bool:
@@ -94,14 +94,14 @@ def with_scales(weight: QuantizedTensor) -> QuantizedTensor:
 
     Raises ValueError where a row holds a NaN or Inf.
     """
-    scales = _scales(stored(weight), params(weight).block_format)
+    scales = _scales(stored(weight), params(weight).gguf_format)
     broken = ~torch.isfinite(scales.flatten())
     if bool(broken.any()):
         raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
     return QuantizedTensor(stored(weight), GGUF_LAYOUT, replace(params(weight), scale=scales))
 
 
-def held_blocks(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool) -> HeldWeight:
+def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool) -> HeldWeight:
     """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more.
 
     Its product is INT8's, or else that of the floats that its blocks stand for. Raises ValueError where a row holds a
@@ -112,11 +112,11 @@ def held_blocks(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool)
     return HeldWeight(stored(weight).clone(), GGUF_LAYOUT, form)
 
 
-def with_blocks(weight: QuantizedTensor, blocks: torch.Tensor) -> QuantizedTensor:
+def with_gguf_bytes(weight: QuantizedTensor, blocks: torch.Tensor) -> QuantizedTensor:
     """Other rows in the form of a weight that was read."""
     shape = (blocks.shape[0], weight.shape[1])
     return QuantizedTensor(blocks, GGUF_LAYOUT, replace(params(weight), orig_shape=shape))
 
 
-def _scales(blocks: torch.Tensor, block_format: str) -> torch.Tensor:
-    return channel_scales(blocks, block_format)[:, None].contiguous()
+def _scales(blocks: torch.Tensor, gguf_format: str) -> torch.Tensor:
+    return gguf_channel_scales(blocks, gguf_format)[:, None].contiguous()

@@ -1,9 +1,10 @@
 """A weight in codes of 4 or 6 bits (W4A8, W6A8) as ComfyUI carries it: a layout of its QuantizedTensor.
 
 Such a layer of name X is `X.weight` (int8, the codes), `X.weight_s_rel` (a scale a group), `X.weight_s_channel`
-(float32 [N]), perhaps `X.weight_codebook` (float32 [16]) and a mark. It stands for an INT8 weight that is always
-rotated (ConvRot). Newer ComfyUI has a layout of its own for it, whose parameters have the same names. This one is there
-in every version, keeps the mark, and has the shape of the weight wherever a model is recognised by shapes.
+(float32 [N]), perhaps `X.weight_codebook` (float32 [16]) and a quant config. It stands for an INT8 weight that is
+always rotated (ConvRot). Newer ComfyUI has a layout of its own for it, whose parameters have the same names. This one
+is there in every version, keeps the quant config, and has the shape of the weight wherever a model is recognised by
+shapes.
 """
 
 import json
@@ -30,7 +31,7 @@ GROUPED_LAYOUT = "GroupedCodesLayout"
 
 
 class GroupedCodesLayout(QuantizedLayout):
-    """int8 codes [N, K / 2] or [N, 3 K / 4], the scales of groups [N, K / group_size] and what the mark says."""
+    """int8 codes [N, K / 2] or [N, 3 K / 4], the scales of groups [N, K / group_size] and what the config says."""
 
     @dataclass(frozen=True)
     class Params(BaseLayoutParams):
@@ -39,7 +40,7 @@ class GroupedCodesLayout(QuantizedLayout):
         group_size: int = 16
         convrot_groupsize: int = 256
         activation_bits: int = 8
-        mark: str = ""
+        config: str = ""
 
         def _tensor_fields(self) -> list[str]:
             return ["scale", "s_channel", *(() if self.codebook is None else ("codebook",))]
@@ -100,20 +101,21 @@ def held_codes(weight: QuantizedTensor, dtype: torch.dtype) -> HeldWeight:
     return HeldWeight(stored(weight).clone(), GROUPED_LAYOUT, replace(params(weight).clone(), orig_dtype=dtype))
 
 
-def mark_in(weight: QuantizedTensor) -> dict[str, Any]:
-    """The mark that it had in its file."""
-    return json.loads(params(weight).mark)
+def quant_config_in(weight: QuantizedTensor) -> dict[str, Any]:
+    """The quant config that it had in its file."""
+    return json.loads(params(weight).config)
 
 
 def with_joined_codes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a checked file with each layer in codes as one weight, without a mark: that is in the weight."""
-    suffix, together = f".{quant_config.MARK}", dict(tensors)
+    """The tensors of a checked file with each layer in codes as one weight, without a quant config: that is in the
+    weight."""
+    suffix, together = f".{quant_config.QUANT_CONFIG}", dict(tensors)
     for key, tensor in tensors.items():
-        mark = quant_config.decode_mark(tensor) if key.endswith(suffix) else {}
-        if mark.get("format") not in quant_config.GROUPED_FORMATS:
+        config = quant_config.decode_config(tensor) if key.endswith(suffix) else {}
+        if config.get("format") not in quant_config.GROUPED_FORMATS:
             continue
         del together[key]
-        layer, options = key.removesuffix(suffix), quant_config.mark_options(mark)
+        layer, options = key.removesuffix(suffix), quant_config.quant_config_options(config)
         codes = together.pop(f"{layer}.weight")
         scale, channels = (
             together.pop(f"{layer}.{part}") for part in (quant_config.GROUP_SCALE, quant_config.CHANNEL_SCALE)
@@ -130,8 +132,8 @@ def with_joined_codes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
             codebook,
             group,
             quant_config.group_size(options),
-            quant_config.activation_bits(mark),
-            json.dumps(mark),
+            quant_config.activation_bits(config),
+            json.dumps(config),
         )
         together[f"{layer}.weight"] = QuantizedTensor(codes, GROUPED_LAYOUT, form)
     return together

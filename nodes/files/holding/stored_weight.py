@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ....kernels import LowRank, expand_blocks
+from ....kernels import LowRank, expand_gguf
 from ...comfyui.quantized import NATIVE_GROUPED_LAYOUT, QuantizedTensor, is_plain_grouped, layout_of, params, stored
 from . import gguf_weight, grouped_weight
 
@@ -37,21 +37,21 @@ class StoredKind:
 
 
 def _expanded_blocks(weight: Weight, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
-    return expand_blocks(stored(weight), params(weight).block_format, scale, low_rank)
+    return expand_gguf(stored(weight), params(weight).gguf_format, scale, low_rank)
 
 
 def _bits_in_name(weight: Weight) -> str:
     return f"W{grouped_weight.grouped_codes(weight).bits}A8"
 
 
-KINDS: dict[str, StoredKind] = {
+STORED_KINDS: dict[str, StoredKind] = {
     gguf_weight.GGUF_LAYOUT: StoredKind(
-        name=lambda weight: f"GGUF {params(weight).block_format}",
+        name=lambda weight: f"GGUF {params(weight).gguf_format}",
         scale=lambda weight: params(weight).scale if gguf_weight.has_scales(weight) else None,
         rotation_group=lambda weight: None,
         activation_bits=lambda weight: 8,
         expand=_expanded_blocks,
-        held=gguf_weight.held_blocks,
+        held=gguf_weight.held_gguf,
     ),
     grouped_weight.GROUPED_LAYOUT: StoredKind(
         name=_bits_in_name,
@@ -71,13 +71,13 @@ KINDS: dict[str, StoredKind] = {
 }
 
 
-HELD_LAYOUTS = tuple(layout for layout, kind in KINDS.items() if kind.held is not None)
+HELD_LAYOUTS = tuple(layout for layout, kind in STORED_KINDS.items() if kind.held is not None)
 """Those of this pack."""
 
 
 def stored_kind(weight: Any) -> StoredKind | None:
     """The kind of a weight that becomes INT8 for a product, whoever loaded it; None for any other tensor."""
-    return KINDS.get(layout_of(weight)) if isinstance(weight, QuantizedTensor) else None
+    return STORED_KINDS.get(layout_of(weight)) if isinstance(weight, QuantizedTensor) else None
 
 
 def is_stored(weight: Any) -> bool:
@@ -94,4 +94,4 @@ def becomes_int8(weight: Any) -> bool:
 
 def can_stay(weight: Any) -> bool:
     """Whether a tensor is a weight in a form that a kernel reads, so that it can stay in it while a MODEL runs."""
-    return gguf_weight.can_stay(weight) or grouped_weight.is_grouped(weight)
+    return gguf_weight.gguf_can_stay(weight) or grouped_weight.is_grouped(weight)

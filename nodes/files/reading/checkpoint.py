@@ -12,10 +12,10 @@ from ...comfyui.loading import read_safetensors
 from .. import quant_config
 from ..errors import naming_file
 from ..holding.grouped_weight import is_grouped, with_joined_codes
-from ..saved_quant_configs import check_marks_as_written
+from ..saved_quant_configs import check_quant_configs_as_written
 from .contents import BRANCHES, Checkpoint
 from .gguf_file import MAGIC, read_gguf
-from .importers import DIALECTS, NAMINGS, translated
+from .importers import IMPORTERS, NAMINGS, translated
 from .kinds import Kind, kind_of_bytes, kind_of_tensors
 from .layer_checks import check_layers
 
@@ -23,7 +23,7 @@ _BEGINNING = 64  # bytes that tell a kind of file
 
 
 def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Checkpoint] | None = None) -> Checkpoint:
-    """A diffusion model file with plain module names and a mark on every quantized layer.
+    """A diffusion model file with plain module names and a quant config on every quantized layer.
 
     `branch` and `base` are Checkpoint's, for files that hold two models or a part of one.
 
@@ -34,20 +34,20 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
     kind = kind_of_tensors(tensors, packed=True)
     if kind is not None:
         raise ValueError(f"{name} is {kind.name}; {kind.advice}")
-    checkpoint = translated(Checkpoint(name, tensors, metadata or {}, branch, base), DIALECTS)
+    checkpoint = translated(Checkpoint(name, tensors, metadata or {}, branch, base), IMPORTERS)
     with naming_file(name):
         check_layers(checkpoint.tensors)
-        check_marks_as_written(checkpoint.tensors, checkpoint.metadata)
+        check_quant_configs_as_written(checkpoint.tensors, checkpoint.metadata)
         checkpoint = replace(checkpoint, tensors=with_joined_codes(checkpoint.tensors))
     return translated(checkpoint, NAMINGS)
 
 
 def holds_int8(tensors: Mapping[str, Any]) -> bool:
-    """Whether any layer is INT8 already, perhaps in fewer bits. Of other tensors only the marks are looked at."""
+    """Whether any layer is INT8 already, perhaps in fewer bits. Of others only quant configs are looked at."""
     if any(map(is_grouped, tensors.values())):
         return True
-    marks = (tensor for key, tensor in tensors.items() if key.endswith(f".{quant_config.MARK}"))
-    return any(quant_config.decode_mark(mark).get("format") in quant_config.INT8_FORMATS for mark in marks)
+    configs = (tensor for key, tensor in tensors.items() if key.endswith(f".{quant_config.QUANT_CONFIG}"))
+    return any(quant_config.decode_config(config).get("format") in quant_config.INT8_FORMATS for config in configs)
 
 
 def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:

@@ -14,8 +14,8 @@ from ...comfyui.architecture import architecture_of, diffusers_unet_of, renamed_
 from ...comfyui.quantized import QuantizedTensor, params, stored
 from .. import quant_config
 from ..block_lists import AGAIN, check_lists
-from ..holding.gguf_weight import is_gguf, with_blocks
-from ..holding.grouped_weight import channel_scale, grouped_codes, is_grouped, mark_in
+from ..holding.gguf_weight import is_gguf, with_gguf_bytes
+from ..holding.grouped_weight import channel_scale, grouped_codes, is_grouped, quant_config_in
 
 
 def is_named_by_diffusers(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bool:
@@ -30,37 +30,38 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     """
     tensors = _with_int8_for_codes(tensors)
     _check_whole(tensors)
-    suffix = f".{quant_config.MARK}"
-    marks = {
-        key.removesuffix(suffix): quant_config.decode_mark(t) for key, t in tensors.items() if key.endswith(suffix)
+    suffix = f".{quant_config.QUANT_CONFIG}"
+    configs = {
+        key.removesuffix(suffix): quant_config.decode_config(t) for key, t in tensors.items() if key.endswith(suffix)
     }
-    for layer, mark in marks.items():
-        if mark.get("format") != quant_config.NATIVE_FORMAT:
+    for layer, config in configs.items():
+        if config.get("format") != quant_config.NATIVE_FORMAT:
             raise ValueError(
-                f"{layer} is quantized ({mark.get('format')}) under the name that diffusers gives it, which can be "
+                f"{layer} is quantized ({config.get('format')}) under the name that diffusers gives it, which can be "
                 "read of INT8 only; convert the file to ComfyUI's names"
             )
-    said = list(marks.values())
+    said = list(configs.values())
     quantization = {
-        f"{layer}.weight": (tensors.get(f"{layer}.{quant_config.SCALE}"), mark, number)
-        for number, (layer, mark) in enumerate(marks.items())
+        f"{layer}.weight": (tensors.get(f"{layer}.{quant_config.SCALE}"), config, number)
+        for number, (layer, config) in enumerate(configs.items())
     }
-    pieces = {f"{layer}.{piece}" for layer in marks for piece in (quant_config.MARK, quant_config.SCALE)}
+    pieces = {f"{layer}.{piece}" for layer in configs for piece in (quant_config.QUANT_CONFIG, quant_config.SCALE)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in pieces}
     packed = {key: tensor for key, tensor in plain.items() if is_gguf(tensor)}
     if packed:
         return _with_native_rows(plain, packed)
-    # Columns in place of each tensor: what every row of it is scaled by, in what groups it is rotated, and its mark.
+    # Columns in place of each tensor: what every row of it is scaled by, in what groups it is rotated, and its quant
+    # config.
     columns = {
         key: _columns(tensor, *quantization.get(key, (None, {}, 0))) for key, tensor in plain.items() if tensor.ndim
     }
 
     renamed = renamed_from_diffusers(plain)
     if renamed is None:
-        if marks and diffusers_unet_of(tensors) is not None:
+        if configs and diffusers_unet_of(tensors) is not None:
             raise ValueError("this is a quantized UNet under the names of diffusers; convert it to ComfyUI's names")
         return tensors
-    if marks:
+    if configs:
         for key, rows in (renamed_from_diffusers(columns) or {}).items():
             scale, group, numbers = rows.unbind(1)
             if scale.isnan().all():
@@ -77,7 +78,7 @@ def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
                 ChannelTransform(None, int(group[0]) or None),
                 16 if quant_config.FULL_PRECISION in others else 8,
             )
-            renamed[f"{layer}.{quant_config.MARK}"] = quant_config.encode_mark(rotation, bits, others)
+            renamed[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(rotation, bits, others)
     return renamed
 
 
@@ -104,7 +105,7 @@ def _check_whole(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _joined(options: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the marks of layers that become one say alike; full precision where any asks for it."""
+    """What the quant configs of layers that become one say alike; full precision where any asks for it."""
     alike = {key: value for key, value in options[0].items() if all(other.get(key) == value for other in options)}
     alike.pop(quant_config.FULL_PRECISION, None)
     return alike | (
@@ -124,20 +125,20 @@ def _with_int8_for_codes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
                 channel_scale(weight),
             )
             rotation = ChannelTransform(None, params(weight).convrot_groupsize)
-            others = quant_config.other_options(mark_in(weight))
-            native[f"{layer}.{quant_config.MARK}"] = quant_config.encode_mark(
+            others = quant_config.other_options(quant_config_in(weight))
+            native[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(
                 rotation, params(weight).activation_bits, others
             )
     return native
 
 
-def _columns(tensor: torch.Tensor, scale: torch.Tensor | None, mark: dict, number: int) -> torch.Tensor:
-    """[N, 3] for a tensor of N rows: the scale, the rotation group (or 0) and the mark's number; NaN where it is not
-    quantized."""
+def _columns(tensor: torch.Tensor, scale: torch.Tensor | None, config: dict, number: int) -> torch.Tensor:
+    """[N, 3] for a tensor of N rows: the scale, the rotation group (or 0) and the quant config's number; NaN where it
+    is not quantized."""
     columns = torch.full((tensor.shape[0], 3), torch.nan)
     if scale is not None:
         columns[:, 0] = scale.float().flatten()
-        columns[:, 1] = quant_config.rotation_group(mark) or 0
+        columns[:, 1] = quant_config.rotation_group(config) or 0
         columns[:, 2] = number
     return columns
 
@@ -161,7 +162,7 @@ def _with_native_rows(tensors: dict[str, torch.Tensor], packed: dict[str, Quanti
     for key, column in joined.items():
         names = [keys[number] if number >= 0 else None for number in column.unique().tolist()]
         weights = [packed[name] for name in names if name is not None]
-        if len(weights) == len(names) and len({params(w).block_format for w in weights}) == 1:
+        if len(weights) == len(names) and len({params(w).gguf_format for w in weights}) == 1:
             forms[key] = weights[0]
         else:
             mixed |= {name for name in names if name is not None}
@@ -171,6 +172,6 @@ def _with_native_rows(tensors: dict[str, torch.Tensor], packed: dict[str, Quanti
     renamed = renamed_from_diffusers(rows) or {}
     # A tensor that goes to several places, of which one is mixed, is floats in all of them.
     return {
-        key: with_blocks(forms[key], tensor) if key in forms and tensor.dtype == torch.uint8 else tensor
+        key: with_gguf_bytes(forms[key], tensor) if key in forms and tensor.dtype == torch.uint8 else tensor
         for key, tensor in renamed.items()
     }

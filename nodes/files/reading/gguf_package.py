@@ -32,23 +32,23 @@ def gguf_version() -> str:
         return "the installed gguf"
 
 
-def can_decode(block_format: str) -> bool:
+def can_decode(gguf_format: str) -> bool:
     """Whether gguf decodes a block format that it has a name for. One block is decoded to know it."""
     gguf = gguf_package()
-    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_format]]
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[gguf_format]]
     try:
-        decode_blocks(torch.zeros(1, size, dtype=torch.uint8), block_format)
+        decode_gguf(torch.zeros(1, size, dtype=torch.uint8), gguf_format)
     except NotImplementedError:
         return False
     return True
 
 
-def decode_blocks(blocks: torch.Tensor, block_format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def decode_gguf(blocks: torch.Tensor, gguf_format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The float weight [N, K], computed in float32 on the CPU by gguf; it is in `dtype` and where the blocks are.
 
     Args:
         blocks: uint8 [N, bytes of a row].
-        block_format: any that `can_decode`.
+        gguf_format: any that `can_decode`.
         dtype: of the result.
 
     Raises NotImplementedError for a format that gguf has a name for and cannot decode.
@@ -56,7 +56,7 @@ def decode_blocks(blocks: torch.Tensor, block_format: str, dtype: torch.dtype = 
     gguf = gguf_package()
     from gguf import quants
 
-    kind = gguf.GGMLQuantizationType[block_format]
+    kind = gguf.GGMLQuantizationType[gguf_format]
     weights, size = gguf.GGML_QUANT_SIZES[kind]
     channels = blocks.shape[1] // size * weights
     out = torch.empty(blocks.shape[0], channels, dtype=dtype, device=blocks.device)

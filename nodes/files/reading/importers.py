@@ -1,7 +1,8 @@
-"""How files of different origin hold a diffusion model: a table, an entry a dialect.
+"""How files of different origin hold a diffusion model: a table, an entry a importer.
 
 ComfyUI's own conventions are what the rest of the pack reads: plain module names, and for a quantized layer X a weight,
-a scale and a mark `X.comfy_quant` (int8_mark.py). Each entry brings one dialect to them. A file can speak several.
+a scale and a quant config `X.comfy_quant` (int8_mark.py). Each entry brings one importer to them. A file can speak
+several.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...comfyui.architecture import prefix_in
-from ...comfyui.loading import with_marks, without_prefix
+from ...comfyui.loading import with_quant_configs, without_prefix
 from .. import quant_config
 from ..errors import naming_file
 from ..json_texts import json_object
@@ -22,12 +23,12 @@ _MOST_METADATA = 1 << 22  # characters; a thousand layers have about 100,000
 
 
 @dataclass(frozen=True)
-class Dialect:
+class Importer:
     """One way to hold a model.
 
     Attributes:
         speaks: whether a checkpoint does.
-        translate: the checkpoint in ComfyUI's own conventions, as far as this dialect goes. Raises ValueError naming
+        translate: the checkpoint in ComfyUI's own conventions, as far as this importer goes. Raises ValueError naming
             the file, and the tensor where there is one.
     """
 
@@ -35,8 +36,8 @@ class Dialect:
     translate: Callable[[Checkpoint], Checkpoint]
 
 
-def translated(checkpoint: Checkpoint, dialects: dict[str, Dialect]) -> Checkpoint:
-    """A checkpoint with these dialects brought to ComfyUI's own conventions.
+def translated(checkpoint: Checkpoint, dialects: dict[str, Importer]) -> Checkpoint:
+    """A checkpoint with these importer brought to ComfyUI's own conventions.
 
     Raises ValueError naming the file, and the tensor where there is one.
     """
@@ -47,24 +48,25 @@ def translated(checkpoint: Checkpoint, dialects: dict[str, Dialect]) -> Checkpoi
 
 
 def _marked_by_comfyui(checkpoint: Checkpoint) -> Checkpoint:
-    """With the marks that ComfyUI itself makes of what its older files have in their metadata or in other tensors."""
+    """With the quant configs that ComfyUI itself makes of what its older files have in their metadata or in other
+    tensors."""
     try:
         told = json_object(checkpoint.metadata.get("_quantization_metadata", "{}"), _MOST_METADATA)
-        keys = [f"{layer}.{quant_config.MARK}" for layer in told.get("layers", {})]
-        marks = {key: checkpoint.tensors[key] for key in keys if key in checkpoint.tensors}
-        tensors, metadata = with_marks(checkpoint.tensors, checkpoint.metadata)
+        keys = [f"{layer}.{quant_config.QUANT_CONFIG}" for layer in told.get("layers", {})]
+        configs = {key: checkpoint.tensors[key] for key in keys if key in checkpoint.tensors}
+        tensors, metadata = with_quant_configs(checkpoint.tensors, checkpoint.metadata)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{checkpoint.name}: the quantization metadata cannot be read ({error!r})") from error
     with naming_file(checkpoint.name):
-        for key, mark in marks.items():
-            _check_equal(key, mark, tensors[key])
+        for key, config in configs.items():
+            _check_equal(key, config, tensors[key])
     return replace(checkpoint, tensors=tensors, metadata=metadata)
 
 
-def _check_equal(key: str, mark: torch.Tensor, told: torch.Tensor) -> None:
-    """Raise ValueError where a mark that lies in the file is not the one that ComfyUI made of the metadata."""
+def _check_equal(key: str, config: torch.Tensor, told: torch.Tensor) -> None:
+    """Raise ValueError where a quant config that lies in the file is not the one that ComfyUI made of the metadata."""
     try:
-        own, other = quant_config.decode_mark(mark), quant_config.decode_mark(told)
+        own, other = quant_config.decode_config(config), quant_config.decode_config(told)
     except ValueError as error:
         raise ValueError(f"{key} is {error}") from error
     if own != other:
@@ -89,14 +91,15 @@ def _diffusion_model(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _layer_is_here(key: str, tensors: dict[str, torch.Tensor]) -> bool:
-    """False for the mark of a layer that the metadata names but that lies in another part of the checkpoint."""
-    suffix = f".{quant_config.MARK}"
+    """False for the quant config of a layer that the metadata names but that lies in another part of the checkpoint."""
+    suffix = f".{quant_config.QUANT_CONFIG}"
     return not key.endswith(suffix) or f"{key.removesuffix(suffix)}.weight" in tensors
 
 
 def _unmarked_int8(checkpoint: Checkpoint) -> list[str]:
-    """The layers with an int8 weight in a file that marks none: where one is marked, another lost its mark."""
-    if any(key.endswith(f".{quant_config.MARK}") for key in checkpoint.tensors):
+    """The layers with an int8 weight in a file that quant configs none: where one is marked, another lost its quant
+    config."""
+    if any(key.endswith(f".{quant_config.QUANT_CONFIG}") for key in checkpoint.tensors):
         return []
     weights = (key for key, tensor in checkpoint.tensors.items() if tensor.dtype == torch.int8)
     return [key.removesuffix(".weight") for key in weights if key.endswith(".weight")]
@@ -113,7 +116,7 @@ def _marked(checkpoint: Checkpoint) -> Checkpoint:
                 f"{checkpoint.name}: the int8 weight {layer}.weight has no scale ({layer}.{quant_config.SCALE} is "
                 "missing)"
             )
-        tensors[f"{layer}.{quant_config.MARK}"] = quant_config.encode_mark()
+        tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config()
     return replace(checkpoint, tensors=tensors)
 
 
@@ -127,15 +130,15 @@ def _named_by_diffusers(checkpoint: Checkpoint) -> Checkpoint:
         return replace(checkpoint, tensors=with_native_names(checkpoint.tensors))
 
 
-DIALECTS = {
-    "both models of Ideogram 4 in one file": Dialect(transformer_lab.holds_branches, transformer_lab.one_branch),
-    "marks in the metadata": Dialect(
+IMPORTERS = {
+    "both models of Ideogram 4 in one file": Importer(transformer_lab.holds_branches, transformer_lab.one_branch),
+    "marks in the metadata": Importer(
         lambda checkpoint: True, _marked_by_comfyui
     ),  # ComfyUI knows whether there are any
-    "all models in one file": Dialect(lambda checkpoint: bool(_without_prefix(checkpoint)), _diffusion_model),
-    "int8 without marks, of older node packs": Dialect(lambda checkpoint: bool(_unmarked_int8(checkpoint)), _marked),
+    "all models in one file": Importer(lambda checkpoint: bool(_without_prefix(checkpoint)), _diffusion_model),
+    "int8 without marks, of older node packs": Importer(lambda checkpoint: bool(_unmarked_int8(checkpoint)), _marked),
 }
 """How layers are stored, in the order in which they are translated."""
 
-NAMINGS = {"diffusers": Dialect(_is_named_by_diffusers, _named_by_diffusers)}
+NAMINGS = {"diffusers": Importer(_is_named_by_diffusers, _named_by_diffusers)}
 """How layers are named: translated once the layers, which may be joined by it, were checked."""

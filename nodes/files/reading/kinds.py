@@ -24,7 +24,7 @@ class Kind:
         advice: what to do.
         begins: a pattern of its first bytes, where it is no safetensors file.
         holds: a pattern of the name of one of its tensors.
-        marked: what a mark of its layers has.
+        marked: what a quant config of its layers has.
         packed: whether it is a model whose layers are stored in a way that nothing here reads. Others are named only
             where ComfyUI sees no diffusion model, since a file can hold several models.
     """
@@ -37,7 +37,7 @@ class Kind:
     packed: bool = False
 
 
-KINDS = (
+FILE_KINDS = (
     Kind("a pickle (.ckpt, .pt, .bin)", _UNSAFE, rb"PK\x03\x04|\x80[\x02-\x05]"),
     Kind("a web page, perhaps of a login or a license", _AGAIN, rb"(?i)\s*<(!doctype|html|\?xml)"),
     Kind("a Git LFS pointer", f"{_AGAIN}, or run `git lfs pull`", rb"version https://git-lfs"),
@@ -47,7 +47,7 @@ KINDS = (
     Kind(
         "an INT8 model saved by ComfyUI-INT8-Fast, whose marks other packs do not read",
         "load it with that pack, or quantize the model again to ComfyUI's own INT8",
-        marked=lambda mark: "quarot" in mark and "format" not in mark,
+        marked=lambda config: "quarot" in config and "format" not in config,
         packed=True,
     ),
     Kind(
@@ -80,25 +80,25 @@ KINDS = (
 
 def kind_of_bytes(beginning: bytes) -> Kind | None:
     """What a file that is no safetensors file is, by its first bytes."""
-    return next((kind for kind in KINDS if kind.begins and re.match(kind.begins, beginning)), None)
+    return next((kind for kind in FILE_KINDS if kind.begins and re.match(kind.begins, beginning)), None)
 
 
 def kind_of_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -> Kind | None:
     """What a safetensors file is: among the kinds that are `packed`, or among the others."""
-    return next((kind for kind in KINDS if kind.packed == packed and _is(kind, tensors)), None)
+    return next((kind for kind in FILE_KINDS if kind.packed == packed and _is(kind, tensors)), None)
 
 
 def _is(kind: Kind, tensors: Mapping[str, torch.Tensor]) -> bool:
     if kind.holds is not None:
         pattern = re.compile(kind.holds)
         return any(pattern.search(key) for key in tensors)
-    return kind.marked is not None and any(kind.marked(mark) for mark in _readable_marks(tensors))
+    return kind.marked is not None and any(kind.marked(config) for config in _readable_marks(tensors))
 
 
 def _readable_marks(tensors: Mapping[str, torch.Tensor]) -> list[dict]:
-    marks = []
+    configs = []
     for key, tensor in tensors.items():
-        if key.endswith(f".{quant_config.MARK}"):
+        if key.endswith(f".{quant_config.QUANT_CONFIG}"):
             with contextlib.suppress(ValueError):  # refused by its name when the layers are checked
-                marks.append(quant_config.decode_mark(tensor))
-    return marks
+                configs.append(quant_config.decode_config(tensor))
+    return configs

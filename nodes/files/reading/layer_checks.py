@@ -1,8 +1,8 @@
 """Whether the quantized layers of a checkpoint are whole: a table, an entry a format.
 
-A loader that trusts a damaged layer draws another image and says nothing. All that can be told from marks, shapes,
-dtypes and small tensors is told here, whatever computes afterwards. Large weights are not read: their values count when
-something else has to read them.
+A loader that trusts a damaged layer draws another image and says nothing. All that can be told from quant configs,
+shapes, dtypes and small tensors is told here, whatever computes afterwards. Large weights are not read: their values
+count when something else has to read them.
 
 The formats that this pack computes are checked for all that they consist of. Of ComfyUI's other formats the parts are
 looked at that make an image wrong: what else a layer has, and how it is packed, ComfyUI knows.
@@ -22,17 +22,18 @@ from ..block_lists import AGAIN
 from ..holding.gguf_weight import is_gguf
 from .values import LARGEST, WEIGHT_DTYPES, check_factors, check_finite, check_scale, check_single, largest_in
 
-Tensors = Mapping[str, torch.Tensor]
+CheckedTensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer that a mark names: its weight [N, K], packed in some formats, and the tensors of _PARTS that it has."""
+    """A layer that a quant config names: its weight [N, K], packed in some formats, and the tensors of _PARTS that it
+    has."""
 
     name: str
     weight: torch.Tensor
-    mark: dict
-    parts: Tensors
+    config: dict
+    parts: CheckedTensors
 
     def needed(self, part: str) -> torch.Tensor:
         if part not in self.parts:
@@ -46,7 +47,8 @@ class _Format:
 
     Attributes:
         dtype: of the weight.
-        parts: the tensors that it may have, beside weight, bias and mark; None for a format that only ComfyUI computes.
+        parts: the tensors that it may have, beside weight, bias and quant config; None for a format that only ComfyUI
+        computes.
         check: raises ValueError naming the tensor for a layer that is not whole.
     """
 
@@ -65,9 +67,9 @@ _MOST_JSON = 1 << 16  # bytes
 _SMALL = 1 << 20  # elements that are looked at for a NaN
 
 
-def check_layers(tensors: Tensors) -> None:
-    """Raise ValueError naming the first tensor with which something is wrong, after translation of the dialects."""
-    suffix = f".{quant_config.MARK}"
+def check_layers(tensors: CheckedTensors) -> None:
+    """Raise ValueError naming the first tensor with which something is wrong, after translation of the importer."""
+    suffix = f".{quant_config.QUANT_CONFIG}"
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         layer, _, part = key.rpartition(".")
@@ -94,9 +96,9 @@ def check_layers(tensors: Tensors) -> None:
                 )
 
 
-def unexplained(tensors: Tensors) -> dict[str, torch.dtype]:
-    """The dtypes of those tensors of a checkpoint whose dtype no weight has, and which no mark explains."""
-    suffix = f".{quant_config.MARK}"
+def unexplained(tensors: CheckedTensors) -> dict[str, torch.dtype]:
+    """The dtypes of those tensors of a checkpoint whose dtype no weight has, and which no quant config explains."""
+    suffix = f".{quant_config.QUANT_CONFIG}"
     marked = {key.removesuffix(suffix) for key in tensors if key.endswith(suffix)}
 
     def explained(key: str, tensor: torch.Tensor) -> bool:
@@ -116,13 +118,13 @@ def _is_json(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _check_marked(name: str, tensors: Tensors, parts: Tensors) -> None:
-    key = f"{name}.{quant_config.MARK}"
+def _check_marked(name: str, tensors: CheckedTensors, parts: CheckedTensors) -> None:
+    key = f"{name}.{quant_config.QUANT_CONFIG}"
     try:
-        mark = quant_config.decode_mark(tensors[key])
+        config = quant_config.decode_config(tensors[key])
     except ValueError as error:
         raise ValueError(f"{key} is {error}") from error
-    kind, known = mark.get("format"), {*known_formats(), *quant_config.INT8_FORMATS, *quant_config.GROUPED_FORMATS}
+    kind, known = config.get("format"), {*known_formats(), *quant_config.INT8_FORMATS, *quant_config.GROUPED_FORMATS}
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"{key} names the quantization format {kind!r}, which is unknown")
     title = "INT8" if kind in quant_config.INT8_FORMATS else kind
@@ -138,13 +140,13 @@ def _check_marked(name: str, tensors: Tensors, parts: Tensors) -> None:
         if part == quant_config.SMOOTH:
             raise ValueError(f"{name}.{part} is there although the layer is not marked as smoothed")
         raise ValueError(f"{name}.{part} is there, which a layer marked as {title} does not have")
-    if form.parts is not None and not isinstance(mark.get(quant_config.FULL_PRECISION, False), bool):
-        said = mark[quant_config.FULL_PRECISION]
+    if form.parts is not None and not isinstance(config.get(quant_config.FULL_PRECISION, False), bool):
+        said = config[quant_config.FULL_PRECISION]
         raise ValueError(
             f"{name}: its mark has {quant_config.FULL_PRECISION} = {said!r}, which is neither true nor false"
         )
     try:
-        form.check(_Layer(name, weight, mark, parts))
+        form.check(_Layer(name, weight, config, parts))
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from error
 
@@ -173,7 +175,7 @@ def _check_int8(layer: _Layer) -> None:
             f"shape {tuple(scale.shape)}"
         )
     check_scale(key, scale, layer.weight, LARGEST / 127)
-    _check_rotation(layer.name, quant_config.rotation_group, layer.mark, inputs)
+    _check_rotation(layer.name, quant_config.rotation_group, layer.config, inputs)
 
 
 def _check_smoothed(layer: _Layer) -> None:
@@ -189,8 +191,8 @@ def _check_smoothed(layer: _Layer) -> None:
 
 
 def _check_act16(layer: _Layer) -> None:
-    """With smoothing factors or without, as its mark says."""
-    smoothed = layer.mark.get(quant_config.SMOOTHED, False)
+    """With smoothing factors or without, as its quant config says."""
+    smoothed = layer.config.get(quant_config.SMOOTHED, False)
     if not isinstance(smoothed, bool):
         raise ValueError(f"{layer.name}: its mark has smoothed = {smoothed!r}, which is neither true nor false")
     if not smoothed and quant_config.SMOOTH in layer.parts:
@@ -198,9 +200,9 @@ def _check_act16(layer: _Layer) -> None:
     (_check_smoothed if smoothed else _check_int8)(layer)
 
 
-def _check_rotation(name: str, group_of: Callable[[dict], int | None], mark: dict, inputs: int) -> None:
+def _check_rotation(name: str, group_of: Callable[[dict], int | None], config: dict, inputs: int) -> None:
     try:
-        ChannelTransform(None, group_of(mark)).check(inputs)
+        ChannelTransform(None, group_of(config)).check(inputs)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from error
 
@@ -209,7 +211,7 @@ def _check_grouped(layer: _Layer) -> None:
     """A weight in codes: as the kernel reads it, with positive scales."""
     group_scale, channels = layer.needed(quant_config.GROUP_SCALE), layer.needed(quant_config.CHANNEL_SCALE)
     codebook, key = layer.parts.get(quant_config.CODEBOOK), f"{layer.name}.{quant_config.GROUP_SCALE}"
-    options = quant_config.mark_options(layer.mark)
+    options = quant_config.quant_config_options(layer.config)
     if group_scale.dtype == torch.uint8:
         group_scale = group_scale.view(torch.float8_e4m3fn)
     try:

@@ -54,7 +54,8 @@ def one_branch(checkpoint: Checkpoint) -> Checkpoint:
     if strange is not None:
         raise ValueError(f"base_checkpoint {base.name} is another model than {name}, which has no {strange}")
     _check_branch(checkpoint, base)
-    # Of a quantized layer a weight is nothing without its mark and its scales, so that it is taken with all of them.
+    # Of a quantized layer a weight is nothing without its quant config and its scales, so that it is taken with all of
+    # them.
     layers = {key.removesuffix(".weight") for key in missing if key.endswith(".weight")}
     taken = {key: t for key, t in base.tensors.items() if key in missing or key.rpartition(".")[0] in layers}
     _checked(f"base_checkpoint {base.name}", taken, shapes)
@@ -78,14 +79,14 @@ def _linears(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         smooth = stored.get(f"{layer}.smooth")
         linears[f"{layer}.weight"] = stored[f"{layer}.wq"]
         linears[f"{layer}.{quant_config.SCALE}"] = _float32(stored[f"{layer}.ws"])
-        linears[f"{layer}.{quant_config.MARK}"] = quant_config.encode_mark(ChannelTransform(smooth, None))
+        linears[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(ChannelTransform(smooth, None))
         if smooth is not None:
             linears[f"{layer}.{quant_config.SMOOTH}"] = _float32(smooth)
     return linears
 
 
 def _float32(tensor: torch.Tensor) -> torch.Tensor:
-    """What is not floating point stays, and is refused where all marks are checked."""
+    """What is not floating point stays, and is refused where all quant configs are checked."""
     return tensor.float() if tensor.is_floating_point() else tensor
 
 

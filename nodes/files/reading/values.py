@@ -11,7 +11,7 @@ norm."""
 WEIGHT_DTYPES = frozenset(
     (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 )
-"""What a weight that no mark explains can be: float8_e8m0fnu is a scale's, and numbers of INT8 need one."""
+"""What a weight that no quant config explains can be: float8_e8m0fnu is a scale's, and numbers of INT8 need one."""
 
 # What float32 holds with all its bits: below, a GPU may read zero.
 _SMALLEST = torch.finfo(torch.float32).tiny
