@@ -1,5 +1,5 @@
 """Write anew what is made of the nodes themselves: the pictures of their help pages, locales/en/nodeDefs.json, and
-README.md's picture of a graph.
+README.md's picture of its three steps.
 
     COMFYUI_PATH=~/ComfyUI python tests/describe_nodes.py
 
@@ -21,11 +21,10 @@ from PIL import Image
 
 from support.browser import NoBrowser, chromium
 from support.environment import Environment, PrepareError, run_script, say
-from support.frontend import load, open_frontend
+from support.frontend import open_frontend
 from support.node_texts import own_nodes, write_english
 from support.server import PROJECT, ServerError, serve
 from support.small_png import save_small_png
-from support.workflows_saved import TEMPLATES, read, stand_ins
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -54,19 +53,58 @@ PLACE_NODE = """async ([type, scale]) => {
 }"""
 
 
-GRAPH = "Ideogram 4 INT8"
-GRAPH_SCALE = 0.62
-SHOW_GROUPS = """async (scale) => {
+GRAPH_SCALE = 1.6
+# What README.md's steps show. Groups: left, top, width, height. Nodes: type, title, left, top, width, file; without a
+# width they are collapsed.
+STEPS = {
+    "What you generate with": (0, 0, 256, 400),
+    "1  Quantize": (270, 0, 284, 566),
+    "2  Save": (568, 0, 270, 164),
+    "3  Load it from then on": (568, 178, 270, 280),
+}
+NODES = {
+    "model": ("UNETLoader", "Load Diffusion Model", 10, 70, 236, "my_model.safetensors"),
+    "positive": ("CLIPTextEncode", "Prompt", 24, 210, 0, None),
+    "sampler": ("KSamplerSelect", "Sampler", 24, 260, 0, None),
+    "sigmas": ("BasicScheduler", "Scheduler", 24, 310, 0, None),
+    "latent_image": ("EmptyLatentImage", "Empty Latent Image", 24, 360, 0, None),
+    "quantize": ("QuantizeToINT8SmoothQuant", "Quantize to INT8", 280, 70, 264, None),
+    "save": ("SaveINT8DiT", "Save INT8 DiT", 578, 70, 250, None),
+    "load": ("LoadINT8DiT", "INT8 DiT Loader", 578, 248, 250, "INT8_00001_.safetensors"),
+}
+PLACE_STEPS = """async ([groups, nodes, scale]) => {
+    app.graph.clear();
     app.canvas.background_image = null;
     app.canvas.render_info = false;
-    const boxes = app.graph.groups.map((group) => group._bounding);
-    const [left, top] = [0, 1].map((axis) => Math.min(...boxes.map((box) => box[axis])));
-    const [right, bottom] = [0, 1].map((axis) => Math.max(...boxes.map((box) => box[axis] + box[axis + 2])));
-    Object.assign(app.canvas.ds, { scale, offset: [130 / scale - left, 130 / scale - top] });
+    for (const [title, bounds] of Object.entries(groups)) {
+        const group = new LiteGraph.LGraphGroup(title);
+        group.font_size = 15;
+        group.pos = bounds.slice(0, 2);
+        group.size = bounds.slice(2);
+        app.graph.add(group);
+    }
+    const made = {};
+    for (const [name, [type, title, x, y, width, file]] of Object.entries(nodes)) {
+        const node = (made[name] = LiteGraph.createNode(type));
+        node.title = title;
+        app.graph.add(node);
+        node.badges = [];
+        node.pos = [x, y];
+        if (width) node.setSize([width, node.computeSize()[1]]);
+        else node.collapse();
+        if (file) node.widgets[0].value = file;
+    }
+    const into = (name) => made.quantize.inputs.findIndex((input) => input.name.split(".").at(-1).startsWith(name));
+    for (const name of ["model", "positive", "sampler", "sigmas", "latent_image"]) {
+        made[name].connect(0, made.quantize, into(name));
+    }
+    made.quantize.connect(0, made.save, 0);
+    Object.assign(app.canvas.ds, { scale, offset: [200 / scale, 100 / scale] });
     app.canvas.setDirty(true, true);
     await new Promise((done) => setTimeout(done, 1000));
     const canvas = app.canvas.canvas.getBoundingClientRect();
-    return [canvas.x + 130, canvas.y + 130, (right - left) * scale, (bottom - top) * scale];
+    const corner = (axis) => Math.max(...Object.values(groups).map((box) => box[axis] + box[axis + 2]));
+    return [canvas.x + 200, canvas.y + 100, corner(0) * scale, corner(1) * scale];
 }"""
 
 
@@ -94,14 +132,14 @@ def main() -> None:
         with chromium() as browser, open_frontend(browser, server.url) as page:
             for node in nodes:
                 draw(page, page.evaluate(PLACE_NODE, [node, SCALE]), PICTURES / f"{node}.png")
-        (path,) = (path for path in TEMPLATES if path.stem == GRAPH)
+        for *_, file in NODES.values():
+            if file:
+                (server.base / "models" / "diffusion_models" / file).touch()
         with (
-            stand_ins(server, [read(path)]),
             chromium() as browser,
-            open_frontend(browser, server.url, viewport={"width": 1900, "height": 900}) as page,
+            open_frontend(browser, server.url, viewport={"width": 1900, "height": 1200}) as page,
         ):
-            load(page, read(path))
-            draw(page, page.evaluate(SHOW_GROUPS, GRAPH_SCALE), PICTURES.parent / "graph.png")
+            draw(page, page.evaluate(PLACE_STEPS, [STEPS, NODES, GRAPH_SCALE]), PICTURES.parent / "graph.png")
 
 
 if __name__ == "__main__":
