@@ -34,7 +34,10 @@ class CodeMutant:
         counts = {path: count for path, text in sources.items() if (count := text.count(self.text))}
         if list(counts.values()) != [1]:
             where = ", ".join(f"{count} x in {path}" for path, count in counts.items()) or "nowhere"
-            raise ValueError(f"the text of the mutant {self.breaks!r} must be there once, and is there {where}")
+            raise ValueError(
+                f"the text of the mutant {self.breaks!r} must be in the code once, and is there {where}: give it another "
+                "in tests/support/code_mutants.py"
+            )
         return next(iter(counts))
 
     def applied(self, source: str) -> str:
