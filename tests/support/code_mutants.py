@@ -35,8 +35,8 @@ class CodeMutant:
         if list(counts.values()) != [1]:
             where = ", ".join(f"{count} x in {path}" for path, count in counts.items()) or "nowhere"
             raise ValueError(
-                f"the text of the mutant {self.breaks!r} must be in the code once, and is there {where}: give it another "
-                "in tests/support/code_mutants.py"
+                f"the text of the mutant {self.breaks!r} must be in the code once, and is there {where}: give it "
+                "another in tests/support/code_mutants.py"
             )
         return next(iter(counts))
 
@@ -615,7 +615,7 @@ _FILES = (
         "a NaN passes for a weight",
         "if not largest <= LARGEST:",
         "if largest > LARGEST:",
-        "nodes/test_bad_files.py::test_a_float_weight_with_a_nan",
+        "nodes/test_damaged_layers.py::test_codes_that_are_not_well_formed",
     ),
     CodeMutant(
         "a layer of another size is loaded",
