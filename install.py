@@ -18,7 +18,7 @@ def main() -> None:
 
     if torch.version.cuda is None:
         return
-    release = Path(__file__).with_name("kernels") / "triton_release.py"
+    release = Path(__file__).with_name("kernels") / "card" / "triton_release.py"
     requirement = runpy.run_path(str(release))["triton_requirement"]()
     installer = ["pip"] if importlib.util.find_spec("pip") else ["uv", "pip"]
     done = subprocess.run([sys.executable, "-m", *installer, "install", requirement], check=False)
