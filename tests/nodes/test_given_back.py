@@ -63,11 +63,11 @@ def activated(layer):
 
 WAYS = {"called": lambda layer: layer(X), "behind a norm": normed, "behind an activation": activated}
 STOPS = {
-    "the product": ("model.fused_forward", "int8_gemm"),
-    "the whole linear": ("model.fused_forward", "int8_linear"),
+    "the product": ("layers.fused_forward", "int8_gemm"),
+    "the whole linear": ("layers.fused_forward", "int8_linear"),
     "the norm": ("blocks.steps", "norm_quantize"),
     "the activation": ("blocks.steps", "activate_quantize"),
-    "a cancel": ("model.fused_forward", "run_every_op"),
+    "a cancel": ("layers.fused_forward", "run_every_op"),
 }
 MEET = {
     "called": ("the whole linear",),
