@@ -15,6 +15,7 @@ import argparse
 import datetime
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -160,7 +161,8 @@ def main() -> int:
             kills = dict(zip(chosen, pool.map(one, chosen), strict=True))
         noticed = sorted({kill.test for kill in kills.values() if kill is not None and "::that_hangs" not in kill.test})
         status, output = run_tests(copies.get(), noticed) if noticed else (_PASSED, "")
-    options = " ".join(sys.argv[1:])
+    only = ["--only", *(shlex.quote(words) for words in arguments.only)] if arguments.only else []
+    options = " ".join([*only, "--tier", arguments.tier, *(["--quick"] if arguments.quick else [])])
     text = f"# Mutants of the code\n\n`python3 tests/studies/code_mutants.py {options}`, {datetime.date.today()}\n\n"
     text += f"{table(kills, tier)}\n"
     arguments.out.mkdir(parents=True, exist_ok=True)
