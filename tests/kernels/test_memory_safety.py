@@ -63,16 +63,16 @@ print("finished")
 
 BLOCKS = """
 import torch
-from kernels import GGUF_FORMATS, LowRank, channel_scales, dequantize_blocks, expand_blocks
+from kernels import GGUF_FORMATS, LowRank, dequantize_gguf, expand_gguf, gguf_channel_scales
 
 for name, form in GGUF_FORMATS.items():
     for n, row_blocks in ((1, 1), (37, 3), (5, 129)):
         blocks = torch.randint(0, 60, (n, row_blocks * form.bytes), dtype=torch.uint8, device="cuda")
-        expand_blocks(blocks, name, channel_scales(blocks, name))
+        expand_gguf(blocks, name, gguf_channel_scales(blocks, name))
         factors = torch.randn(n, 3, device="cuda"), torch.randn(3, row_blocks * form.weights, device="cuda")
         low_rank = LowRank(*factors)
-        expand_blocks(blocks, name, channel_scales(blocks, name) + low_rank.channel_scales(), low_rank)
-        dequantize_blocks(blocks, name)
+        expand_gguf(blocks, name, gguf_channel_scales(blocks, name) + low_rank.channel_scales(), low_rank)
+        dequantize_gguf(blocks, name)
 torch.cuda.synchronize()
 print("finished")
 """
@@ -80,9 +80,9 @@ print("finished")
 
 CODES = """
 import torch
-from kernels.grouped_codes import GroupedCodes
+from kernels.reference.grouped_codes import GroupedCodes
 from kernels.weights.grouped import expand_codes
-from kernels.low_rank import Addition, LowRank
+from kernels.reference.low_rank import Addition, LowRank
 
 for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):
     for n, k in ((1, 32), (37, 96), (5, 4128)):

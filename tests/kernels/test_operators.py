@@ -88,8 +88,8 @@ def test_opcheck_of_weights(with_smooth, group):
 @pytest.mark.parametrize("rows", (0, 1, 5))
 @pytest.mark.parametrize("name", ("Q8_0", "Q4_K"))
 def test_opcheck_of_blocks(rows, name):
-    blocks = kernels.quantize_blocks(random_float(rows, 512), name)
-    for scale in (kernels.channel_scales(blocks, name), torch.ones(rows, 1, device=DEVICE)):
+    blocks = kernels.quantize_gguf(random_float(rows, 512), name)
+    for scale in (kernels.gguf_channel_scales(blocks, name), torch.ones(rows, 1, device=DEVICE)):
         factors = random_float(rows, 3, seed=1), random_float(3, 512, seed=2)
         for low_rank in ((), factors):
             torch.library.opcheck(OPERATORS.expand_blocks.default, (blocks, name, scale, *low_rank))
@@ -110,18 +110,18 @@ def test_opcheck_of_codes(rows, bits):
 
 
 def test_blocks_in_a_compiled_graph():
-    blocks = kernels.quantize_blocks(random_float(8, 512), "Q4_K")
-    scale = kernels.channel_scales(blocks, "Q4_K")
+    blocks = kernels.quantize_gguf(random_float(8, 512), "Q4_K")
+    scale = kernels.gguf_channel_scales(blocks, "Q4_K")
 
     def linear(x):
-        return int8_linear(x, kernels.expand_blocks(blocks, "Q4_K", scale), scale)
+        return int8_linear(x, kernels.expand_gguf(blocks, "Q4_K", scale), scale)
 
     x = random_float(5, 512)
     assert targets_in_compiled_graph(linear, x).count(OPERATORS.expand_blocks.default) == 1
     torch._dynamo.reset()
     assert torch.equal(torch.compile(linear, backend="aot_eager", fullgraph=True)(x), linear(x))
-    decoded = kernels.dequantize_blocks(blocks, "Q4_K")
-    compiled = torch.compile(lambda: kernels.dequantize_blocks(blocks, "Q4_K"), backend="aot_eager", fullgraph=True)
+    decoded = kernels.dequantize_gguf(blocks, "Q4_K")
+    compiled = torch.compile(lambda: kernels.dequantize_gguf(blocks, "Q4_K"), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(), decoded) and decoded.dtype == torch.bfloat16
 
 
