@@ -5,9 +5,7 @@ A choice counts only for the card, the driver, the versions and the kernels that
 
 import contextlib
 import functools
-import hashlib
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .kept_files import folder, is_milliseconds, is_size, read_object, write_object
+from .kept_files import is_milliseconds, is_size, path_for, read_object, write_object
 from .kernel_sources import kernel_source_hash
 from .machine import describe_machine, native_backend
 
@@ -115,10 +113,7 @@ def _machine_of(device: torch.device) -> dict[str, str]:
 
 
 def _path(device: torch.device) -> Path:
-    machine = _machine_of(device)
-    slug = re.sub(r"[^a-z0-9]+", "-", machine["card"].lower()).strip("-")[:60]
-    digest = hashlib.sha256("\n".join(machine.values()).encode()).hexdigest()[:16]
-    return folder() / f"auto-{slug}-{digest}.json"
+    return path_for("auto", _machine_of(device))
 
 
 def _of_shape(entry: dict[str, Any]) -> tuple[Shape, dict[str, float]]:

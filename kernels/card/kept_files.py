@@ -4,12 +4,14 @@ Their folder may be anybody's: what lies there under a file's name need not be a
 """
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import stat
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +31,13 @@ def folder() -> Path:
 
     named = os.environ.get("INT8_DIT_TUNING_CACHE", "").strip()
     return Path(named).expanduser() if named else Path(triton_cache_folder()) / "int8-dit"
+
+
+def path_for(kind: str, machine: Mapping[str, str]) -> Path:
+    """Where a file of a kind lies for a machine, which has a "card": another machine has another file."""
+    slug = re.sub(r"[^a-z0-9]+", "-", machine["card"].lower()).strip("-")[:60]
+    digest = hashlib.sha256("\n".join(machine.values()).encode()).hexdigest()[:16]
+    return folder() / f"{kind}-{slug}-{digest}.json"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -74,6 +74,16 @@ GLOBAL_HOOKS = Assumption(
     "blocks are fused though such a hook may want to see their parts",
     {"torch/nn/modules/module.py": (r"^_global_forward_hooks\b", r"^_global_forward_pre_hooks\b")},
 )
+ATTENTION_ORDER = Assumption(
+    "the order in which torch asks its attention backends",
+    "choosing the fastest exact attention takes the host tens of microseconds a call",
+    {
+        "torch/nn/attention/__init__.py": (
+            r"torch\._C\._get_sdp_priority_order\(\)",
+            r"torch\._C\._set_sdp_priority_order\(",
+        )
+    },
+)
 KITCHEN_REGISTRY = Assumption(
     "comfy-kitchen's table of backends",
     "Kernel Benchmark has no row of ComfyUI's INT8",
@@ -93,6 +103,7 @@ ASSUMPTIONS = (
     INDUCTOR,
     DISPATCH_STACK,
     GLOBAL_HOOKS,
+    ATTENTION_ORDER,
     KITCHEN_REGISTRY,
 )
 

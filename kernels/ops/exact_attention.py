@@ -1,0 +1,294 @@
+"""Exact attention by the fastest of the ways that PyTorch has of it: flash, cuDNN, efficient.
+
+Which one runs follows from a rule known of the card, and from what Kernel Benchmark has measured on it. What a way
+takes (head width, dtype, mask, grouped queries) is asked of PyTorch, and what it refuses goes to the next.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..card.attention_choice import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    PYTORCH,
+    AttentionChoice,
+    AttentionShape,
+    clear_attention_choice,
+    store_attention_choice,
+    stored_attention_choice,
+)
+from ..internals.torch_functions import in_attention_order
+
+
+@dataclass(frozen=True)
+class ExactWay:
+    """A way to compute exact attention.
+
+    Attributes:
+        name: one of attention_choice.EXACT_WAY_NAMES.
+        backends: which PyTorch may choose from; none leaves that to PyTorch.
+        takes: whether PyTorch says that it computes such a call here.
+    """
+
+    name: str
+    backends: tuple[SDPBackend, ...]
+    takes: Callable[[SDPAParams], bool]
+
+
+EXACT_WAYS = {
+    way.name: way
+    for way in (
+        ExactWay(FLASH, (SDPBackend.FLASH_ATTENTION,), can_use_flash_attention),
+        ExactWay(CUDNN, (SDPBackend.CUDNN_ATTENTION,), can_use_cudnn_attention),
+        ExactWay(EFFICIENT, (SDPBackend.EFFICIENT_ATTENTION,), can_use_efficient_attention),
+        ExactWay(PYTORCH, (), lambda call: True),
+    )
+}
+"""By name, in the order in which ComfyUI asks them; PyTorch's own choice last."""
+
+# From Hopper on cuDNN's kernels are twice as fast as FlashAttention 2, and have heads of 256.
+_CUDNN_FIRST = (9, 0)
+# Of fewer elements in q the host's time counts most, and cuDNN takes more of it; ComfyUI has the same bound.
+_SMALL = 1 << 17
+_MOST_PLANS = 4096
+_MANY_TOKENS = 1 << 20
+
+
+class _Plan(NamedTuple):
+    """How calls of one layout are computed: by this way, the keys of a group of heads repeated for each if need be."""
+
+    way: str
+    repeats: bool
+
+
+_plans: dict[tuple, _Plan | None] = {}
+
+
+def exact_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """softmax(q kᵀ · scale + mask) v by `fastest_way`, or as PyTorch itself computes it where that says None.
+
+    Args:
+        q: [B, H, T, D] in any dtype that PyTorch's scaled_dot_product_attention takes.
+        k: [B, H, S, D], of fewer heads with `enable_gqa`.
+        v: [B, H, S, D], as k.
+        mask: boolean, where True takes part, or added to the logits; broadcastable to [B, H, T, S].
+        scale: None is 1 / sqrt(D).
+        enable_gqa: a head of k and v may serve several of q.
+
+    Returns:
+        [B, H, T, D] in q's dtype. What PyTorch says of rows that are wholly masked, and of NaN, holds here.
+
+    Raises:
+        RuntimeError: of PyTorch, for shapes that do not fit.
+    """
+    if not _may_choose(q, k, v):
+        return _attend(q, k, v, mask, scale, enable_gqa)
+    grouped = enable_gqa and q.shape[1] != k.shape[1]
+    mask = _with_axes(mask)
+    if torch.compiler.is_compiling():
+        return _planned(_plan_for_compiler(q, mask, grouped), q, k, v, mask, scale, grouped)
+    key = _layout(q, k, v, mask, grouped)
+    if key in _plans:
+        return _planned(_plans[key], q, k, v, mask, scale, grouped)
+    for plan in _candidates(q, k, v, mask, grouped):
+        try:
+            result = _planned(plan, q, k, v, mask, scale, grouped)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a way that promised too much
+            if plan is None:
+                raise
+            continue
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+        return result
+    raise AssertionError("the last candidate returns or raises")
+
+
+def fastest_way(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    enable_gqa: bool = False,
+) -> str | None:
+    """The way of EXACT_WAYS that `exact_attention` computes such a call with.
+
+    None where neither a rule nor a measurement says anything: on a CPU, on AMD, for few tokens, for what needs a
+    gradient, and on a card older than Hopper that Kernel Benchmark has not measured. Arguments as `exact_attention` has
+    them. It launches nothing, and a compiler traces it.
+    """
+    if not _may_choose(q, k, v):
+        return None
+    grouped = enable_gqa and q.shape[1] != k.shape[1]
+    mask = _with_axes(mask)
+    if torch.compiler.is_compiling():
+        plan = _plan_for_compiler(q, mask, grouped)
+    else:
+        key = _layout(q, k, v, mask, grouped)
+        plan = _plans[key] if key in _plans else next(_candidates(q, k, v, mask, grouped))
+    return None if plan is None else plan.way
+
+
+def exact_ways(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, enable_gqa: bool = False
+) -> tuple[str, ...]:
+    """The ways of EXACT_WAYS that PyTorch says compute such a call here; only its own choice where there is no GPU."""
+    if q.device.type != "cuda":
+        return (PYTORCH,)
+    call = SDPAParams(q, k, v, _with_axes(mask), 0.0, False, enable_gqa)
+    return tuple(way.name for way in EXACT_WAYS.values() if way.takes(call))
+
+
+def attend_by(
+    way: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Exact attention by one way and no other, with the arguments of `exact_attention`.
+
+    Raises RuntimeError where that way does not compute such a call.
+    """
+    backends = EXACT_WAYS[way].backends
+    if not backends:
+        return _attend(q, k, v, mask, scale, enable_gqa)
+    with sdpa_kernel(list(backends)):
+        return _attend(q, k, v, mask, scale, enable_gqa)
+
+
+def decide_attention_by(device: torch.device, choice: AttentionChoice | None) -> bool:
+    """Let a choice decide what `exact_attention` runs on a GPU from now on; None forgets the one there is.
+
+    Returns whether there was one. Raises OSError where it cannot be kept.
+    """
+    before = stored_attention_choice(device) is not None
+    try:
+        if choice is None:
+            clear_attention_choice(device)
+        else:
+            store_attention_choice(device, choice)
+    finally:
+        _plans.clear()
+    return before
+
+
+def _may_choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether there is anything to choose; a gradient is PyTorch's matter."""
+    if q.device.type != "cuda" or torch.version.hip is not None or q.ndim != 4 or q.numel() < _SMALL:
+        return False
+    return not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+
+
+def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, grouped: bool) -> tuple:
+    """All that PyTorch's answers depend on."""
+    masked = None if mask is None else (mask.shape, mask.stride(), mask.dtype)
+    strides = (q.stride(), k.stride(), v.stride())
+    return (q.shape, k.shape, v.shape, *strides, q.dtype, q.device, grouped, masked)
+
+
+def _candidates(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, grouped: bool
+) -> Iterator[_Plan | None]:
+    """The fastest way, then what is left should it fail; None, at the end, is what PyTorch does by itself."""
+    takes, repeats = exact_ways(q, k, v, mask, grouped), False
+    if grouped and takes == (PYTORCH,):  # it would compute that in plain steps, with all logits in memory
+        repeats = True
+        takes = exact_ways(q, *_repeated(q, k, v), mask)
+    shape = AttentionShape(q.shape[-1], q.shape[-2], k.shape[-2], mask is not None)
+    way = choose_exact_way(q.device, shape, takes)
+    if way is not None:
+        yield from (_Plan(name, repeats) for name in dict.fromkeys((way, *takes)))
+    yield None
+
+
+def choose_exact_way(device: torch.device, shape: AttentionShape, takes: tuple[str, ...]) -> str | None:
+    """The way of a shape on a GPU among those that take it: the fastest by the card's own benchmark, else cuDNN from
+    Hopper on; None where PyTorch's own choice is as good as any."""
+    ruled = torch.cuda.get_device_capability(device) >= _CUDNN_FIRST and CUDNN in takes
+    usual = CUDNN if ruled else PYTORCH
+    choice = stored_attention_choice(device)
+    measured = None if choice is None else choice.fastest(shape, takes, usual)
+    way = usual if measured is None else measured
+    return None if way == PYTORCH else way
+
+
+def _plan_for_compiler(q: torch.Tensor, mask: torch.Tensor | None, grouped: bool) -> _Plan | None:
+    """A plan that a trace makes of what does not change with the number of tokens."""
+    way = _way_for_compiler(q.device, q.dtype, q.shape[-1], mask is not None)
+    # Whether a way takes grouped queries with a mask cannot be asked in a trace.
+    return None if way is None else _Plan(way, grouped and mask is not None)
+
+
+@torch.compiler.assume_constant_result
+def _way_for_compiler(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+    """The way of the longest sequences that were measured, or else the card's rule."""
+    takes = tuple(EXACT_WAYS) if dtype in (torch.float16, torch.bfloat16) else (EFFICIENT, PYTORCH)
+    return choose_exact_way(device, AttentionShape(head_dim, _MANY_TOKENS, _MANY_TOKENS, masked), takes)
+
+
+def _planned(
+    plan: _Plan | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    grouped: bool,
+) -> torch.Tensor:
+    if plan is not None and plan.repeats:
+        k, v = _repeated(q, k, v)
+        grouped = False
+    if plan is None or plan.way == PYTORCH:
+        return _attend(q, k, v, mask, scale, grouped)
+    # What the way refuses after all goes to the next.
+    return in_attention_order(_ORDERS[plan.way], _attend, q, k, v, mask, scale, grouped)
+
+
+_IN_TURN = tuple(backend for way in EXACT_WAYS.values() for backend in way.backends)
+_ORDERS = {name: [*dict.fromkeys([*way.backends, *_IN_TURN, SDPBackend.MATH])] for name, way in EXACT_WAYS.items()}
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def _repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with a head for each of q's."""
+    times = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+
+
+def _with_axes(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask with all four axes: PyTorch's fused kernels know none of three."""
+    return mask if mask is None or mask.ndim >= 4 else mask[(None,) * (4 - mask.ndim)]

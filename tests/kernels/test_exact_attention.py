@@ -1,0 +1,388 @@
+"""Exact attention: what is computed, by which way, and what becomes of a way that fails."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+import kernels.card.attention_choice as attention_choice
+import kernels.internals.torch_functions as torch_functions
+import kernels.ops.exact_attention as exact
+from kernels.card.attention_choice import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    PYTORCH,
+    AttentionChoice,
+    AttentionShape,
+    stored_attention_choice,
+)
+from kernels.ops.exact_attention import exact_attention, fastest_way
+
+CARD = torch.device("cuda:0")
+HOPPER, AMPERE = (9, 0), (8, 6)
+ALL = (FLASH, CUDNN, EFFICIENT, PYTORCH)
+
+
+def plain(q, k, v, mask=None, scale=None):
+    """softmax(q kᵀ · scale + mask) v in float64."""
+    times = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(times, 1), v.double().repeat_interleave(times, 1)
+    logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    return logits.softmax(-1) @ v
+
+
+def operands(batch=2, heads=4, tokens=33, keys=None, width=64, key_heads=None, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    keys, key_heads = keys or tokens, key_heads or heads
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    shape = (batch, key_heads, keys, width)
+    return normal(batch, heads, tokens, width), normal(*shape), normal(*shape)
+
+
+def a_mask(kind, tokens, keys, device="cpu", dtype=torch.float32):
+    """A mask of which no row is wholly masked."""
+    generator = torch.Generator().manual_seed(1)
+    shape = {"keys": (2, 1, 1, keys), "whole": (2, 4, tokens, keys), "one": (tokens, keys), "three": (1, tokens, keys)}
+    form, _, bias = kind.partition(" ")
+    taken = torch.rand(shape[form], generator=generator) < 0.7
+    taken[..., 0] = True
+    if not bias:
+        return taken.to(device)
+    return torch.randn(shape[form], generator=generator).masked_fill(~taken, -torch.inf).to(device, dtype)
+
+
+CASES = {
+    "plain": ({}, None),
+    "cross, ragged": ({"tokens": 70, "keys": 19}, None),
+    "grouped": ({"key_heads": 2}, None),
+    "grouped, masked": ({"key_heads": 2}, "whole"),
+    "a mask of keys": ({}, "keys"),
+    "a bias for all": ({"keys": 40}, "whole bias"),
+    "a mask of two axes": ({}, "one"),
+    "a bias of three axes": ({}, "three bias"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_attention(case):
+    sizes, kind = CASES[case]
+    q, k, v = operands(**sizes)
+    mask = None if kind is None else a_mask(kind, q.shape[2], k.shape[2])
+    for scale in (None, 0.3):
+        result = exact_attention(q, k, v, mask, scale, enable_gqa=True)
+        torch.testing.assert_close(result.double(), plain(q, k, v, mask, scale), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cpu_leaves_it_to_pytorch():
+    q, k, v = operands()
+    assert fastest_way(q, k, v) is None
+    assert exact.exact_ways(q, k, v) == (PYTORCH,)
+    own = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(exact_attention(q, k, v), own)
+    assert torch.equal(exact.attend_by(PYTORCH, q, k, v), own)
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """A card of a capability, imitated on the CPU, whose ways take what they are said to take."""
+    machine = {"card": "NVIDIA GeForce RTX 4090", "driver": "1", "torch": "2", "cudnn": "91900"}
+    monkeypatch.setattr(attention_choice, "_machine_of", lambda device: dict(machine))
+    monkeypatch.setattr(attention_choice, "path_for", lambda kind, found: tmp_path / f"{kind}.json")
+
+    def imitate(capability, takes=lambda *call: ALL):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(exact, "_may_choose", lambda q, k, v: True)
+        monkeypatch.setattr(exact, "exact_ways", takes)
+        return machine
+
+    attention_choice._stored.cache_clear()
+    exact._plans.clear()
+    yield imitate
+    attention_choice._stored.cache_clear()
+    exact._plans.clear()
+
+
+def shape(width=128, tokens=4096, keys=None, masked=False):
+    return AttentionShape(width, tokens, keys or tokens, masked)
+
+
+MEASURED = AttentionChoice(
+    "2026-11-23",
+    {
+        shape(128, 1024): {FLASH: 1.0, CUDNN: 0.8, PYTORCH: 1.0},
+        shape(128, 8192): {FLASH: 1.0, CUDNN: 0.99, PYTORCH: 1.0},
+        shape(128, 8192, 256): {FLASH: 0.7, CUDNN: 1.1, PYTORCH: 0.8},
+        shape(128, 4096, masked=True): {EFFICIENT: 2.0, CUDNN: 1.0, PYTORCH: 2.0},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    "capability, measured, asked, takes, expected",
+    [
+        (HOPPER, None, shape(), ALL, CUDNN),
+        (HOPPER, None, shape(256), (FLASH, PYTORCH), None),
+        ((12, 0), None, shape(), ALL, CUDNN),
+        (AMPERE, None, shape(), ALL, None),
+        (AMPERE, MEASURED, shape(tokens=1500), ALL, CUDNN),
+        (AMPERE, MEASURED, shape(tokens=1500), (FLASH, PYTORCH), None),
+        (AMPERE, MEASURED, shape(tokens=5000), ALL, None),
+        (AMPERE, MEASURED, shape(tokens=9000, keys=300), ALL, FLASH),
+        (AMPERE, MEASURED, shape(masked=True), ALL, CUDNN),
+        (AMPERE, MEASURED, shape(64), ALL, None),
+        (HOPPER, MEASURED, shape(tokens=5000), ALL, CUDNN),
+        (HOPPER, MEASURED, shape(tokens=9000, keys=300), ALL, FLASH),
+        (HOPPER, MEASURED, shape(256), ALL, CUDNN),
+    ],
+)
+def test_a_rule_or_a_measurement_chooses(card, capability, measured, asked, takes, expected):
+    card(capability)
+    if measured is not None:
+        exact.decide_attention_by(CARD, measured)
+    assert exact.choose_exact_way(CARD, asked, takes) == expected
+
+
+@pytest.fixture
+def orders(monkeypatch):
+    """Which backend is asked first by each call that has an order; backends in `failing` raise."""
+
+    class Orders(list):
+        failing: set = set()  # noqa: RUF012
+
+    seen = Orders()
+
+    def in_order(order, attend, *args):
+        seen.append(order[0])
+        if order[0] in seen.failing:
+            raise RuntimeError("no execution plan")
+        return attend(*args)
+
+    monkeypatch.setattr(exact, "in_attention_order", in_order)
+    return seen
+
+
+def test_a_way_that_fails_is_not_asked_again(card, orders):
+    card(HOPPER)
+    orders.failing = {SDPBackend.CUDNN_ATTENTION}
+    q, k, v = operands()
+    assert fastest_way(q, k, v) == CUDNN
+    for _ in range(2):
+        torch.testing.assert_close(exact_attention(q, k, v).double(), plain(q, k, v), rtol=1e-4, atol=1e-5)
+    assert orders == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    assert fastest_way(q, k, v) == FLASH
+    exact_attention(q[:, :, :20], k, v)  # another layout
+    assert orders[3:] == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+
+
+def test_what_no_way_computes_raises_as_pytorch_does(card, orders):
+    card(HOPPER)
+    q, k, v = operands()
+    with pytest.raises(RuntimeError, match="Expected size"):
+        exact_attention(q, k[..., :32], v)
+
+
+def test_memory_that_is_not_there_is_no_failure_of_a_way(card, monkeypatch):
+    card(HOPPER)
+
+    def out_of_memory(*args):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(exact, "in_attention_order", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        exact_attention(*operands())
+    assert not exact._plans
+
+
+def test_grouped_queries_that_no_way_takes_have_their_keys_repeated(card, orders):
+    card(HOPPER, lambda q, k, v, mask=None, gqa=False: (PYTORCH,) if gqa else (EFFICIENT, CUDNN, PYTORCH))
+    q, k, v = operands(key_heads=2)
+    mask = a_mask("keys", 33, 33)
+    result = exact_attention(q, k, v, mask, enable_gqa=True)
+    assert orders == [SDPBackend.CUDNN_ATTENTION]
+    torch.testing.assert_close(result.double(), plain(q, k, v, mask), rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_measurement_counts_at_once(card, orders):
+    card(AMPERE)
+    q, k, v = operands(width=128)
+    exact_attention(q, k, v)
+    assert orders == [] and fastest_way(q, k, v) is None
+    exact.decide_attention_by(CARD, AttentionChoice("", {shape(tokens=33): {FLASH: 2.0, EFFICIENT: 1.0}}))
+    assert fastest_way(q, k, v) == EFFICIENT
+
+
+@pytest.mark.parametrize(
+    "changes, chooses",
+    [
+        ({}, True),
+        ({"requires_grad": True}, False),
+        ({"device": torch.device("cpu")}, False),
+        ({"numel": lambda: 1000}, False),
+        ({"ndim": 3}, False),
+    ],
+)
+def test_gradients_and_few_tokens_are_left_to_pytorch(monkeypatch, changes, chooses):
+    monkeypatch.setattr(torch.version, "hip", None)
+    on_card = {"device": CARD, "ndim": 4, "numel": lambda: 1 << 20, "requires_grad": False}
+    q = SimpleNamespace(**(on_card | changes))
+    assert exact._may_choose(q, q, q) == chooses
+    with torch.no_grad():
+        assert exact._may_choose(q, q, q) == (chooses or q.requires_grad)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert not exact._may_choose(q, q, q)
+
+
+def test_the_order_holds_for_the_call_only():
+    before = torch._C._get_sdp_priority_order()
+    inside = []
+
+    def attend(fails):
+        inside.append(torch._C._get_sdp_priority_order())
+        if fails:
+            raise ValueError
+
+    order = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    torch_functions.in_attention_order(order, attend, False)
+    with pytest.raises(ValueError):
+        torch_functions.in_attention_order(order, attend, True)
+    assert inside[0] == inside[1] and inside[0][:2] == [int(backend) for backend in order]
+    assert sorted(inside[0]) == sorted(before)
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_without_pytorch_s_private_functions_the_order_is_its_context_manager_s(monkeypatch):
+    before = torch._C._get_sdp_priority_order()
+    get = torch._C._get_sdp_priority_order
+    in_order = torch_functions.in_attention_order
+
+    class Inside:
+        def __getattr__(self, name):
+            if name == "_get_sdp_priority_order":
+                raise AttributeError(name)
+            return getattr(torch._C, name)
+
+    class Torch:
+        _C, compiler = Inside(), torch.compiler
+
+    monkeypatch.setattr(torch_functions, "torch", Torch)
+    assert in_order([SDPBackend.MATH], get)[0] == int(SDPBackend.MATH)
+    assert get() == before
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("capability", [HOPPER, AMPERE])
+def test_it_compiles_without_a_break(card, capability, masked):
+    card(capability)
+    torch._dynamo.reset()
+
+    def attend(q, k, v, mask):
+        return exact_attention(q, k, v, mask, enable_gqa=True) if fastest_way(q, k, v, mask) != EFFICIENT else q
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for tokens in (33, 40, 21):
+        q, k, v = operands(tokens=tokens, key_heads=2)
+        mask = a_mask("keys", tokens, tokens) if masked else None
+        torch.testing.assert_close(compiled(q, k, v, mask).double(), plain(q, k, v, mask), rtol=1e-4, atol=1e-5)
+    assert not exact._plans
+
+
+def test_a_choice_is_kept_and_forgotten(card):
+    card(AMPERE)
+    assert stored_attention_choice(CARD) is None
+    assert not exact.decide_attention_by(CARD, MEASURED)
+    assert stored_attention_choice(CARD) == MEASURED
+    attention_choice._stored.cache_clear()  # as in another process
+    assert stored_attention_choice(CARD) == MEASURED
+    assert exact.decide_attention_by(CARD, None)
+    assert stored_attention_choice(CARD) is None and not exact.decide_attention_by(CARD, None)
+
+
+@pytest.mark.parametrize("changed", ["card", "driver", "torch", "cudnn"])
+def test_a_choice_of_another_machine_does_not_count(card, changed):
+    machine = card(AMPERE)
+    exact.decide_attention_by(CARD, MEASURED)
+    machine[changed] = "another"
+    attention_choice._stored.cache_clear()
+    assert stored_attention_choice(CARD) is None
+
+
+def with_first_shape(**changes):
+    """A damage: another first shape."""
+
+    def changed(text):
+        content = json.loads(text)
+        content["shapes"][0] |= changes
+        return json.dumps(content)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:40],
+        lambda text: "[]",
+        lambda text: text.replace('"shapes"', '"forms"'),
+        lambda text: text.replace('"2026-11-23"', "2026"),
+        lambda text: text.replace('"flash"', '"a way of tomorrow"'),
+        with_first_shape(tokens=-5),
+        with_first_shape(keys=2.5),
+        with_first_shape(masked=1),
+        with_first_shape(milliseconds=[1.0]),
+        with_first_shape(milliseconds={FLASH: "fast"}),
+        with_first_shape(milliseconds={FLASH: float("nan")}),
+    ],
+)
+def test_a_damaged_choice_does_not_count(card, damage):
+    card(AMPERE)
+    exact.decide_attention_by(CARD, MEASURED)
+    file = attention_choice._path(CARD)
+    file.write_text(damage(file.read_text()))
+    attention_choice._stored.cache_clear()
+    assert stored_attention_choice(CARD) is None
+
+
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_card
+@pytest.mark.parametrize("width", [40, 64, 128, 256])
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_of_a_card_is_attention(case, width):
+    sizes, kind = CASES[case]
+    many = {name: 16 * size + 5 if name in ("tokens", "keys") else size for name, size in sizes.items()}
+    for dtype, error in ((torch.bfloat16, 0.02), (torch.float16, 0.004), (torch.float32, 0.003)):
+        q, k, v = operands(**({"tokens": 517} | many | {"width": width}), dtype=dtype, device="cuda")
+        mask = None if kind is None else a_mask(kind, q.shape[2], k.shape[2], "cuda", dtype)
+        right = plain(q, k, v, mask)
+
+        def near(result, right=right, error=error):
+            return (result - right).norm() <= error * right.norm()
+
+        grouped = q.shape[1] != k.shape[1]
+        assert near(exact_attention(q, k, v, mask, enable_gqa=True))
+        assert near(exact_attention(q, k, v, mask, enable_gqa=True))
+        for way in exact.exact_ways(q, k, v, mask, grouped):
+            assert near(exact.attend_by(way, q, k, v, mask, enable_gqa=grouped)), (way, dtype)
+
+
+@needs_card
+def test_a_card_computes_it_in_a_graph_and_compiled():
+    q, k, v = operands(tokens=700, dtype=torch.bfloat16, device="cuda")
+    right = exact_attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = exact_attention(q, k, v)
+    graph.replay()
+    assert torch.equal(inside, right)
+    torch._dynamo.reset()
+    compiled = torch.compile(exact_attention, fullgraph=True)(q, k, v)
+    torch.testing.assert_close(compiled, right)
