@@ -19,6 +19,20 @@ def kitchen_linear(backend: str | None = None) -> Callable[..., torch.Tensor]:
     return _asked(lambda registry: registry.get_implementation("int8_linear", backend=backend))
 
 
+def kitchen_attention(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Its `int8_attention`, which takes q, k, v [B, H, T, D] and attn_mask.
+
+    Raises LookupError where comfy-kitchen is not installed, or has none that runs on a device.
+    """
+    if importlib.util.find_spec("comfy_kitchen") is None:
+        raise LookupError("comfy-kitchen is not installed")
+    library = importlib.import_module("comfy_kitchen")
+    runs = getattr(library, "int8_attention_is_available", None)
+    if runs is None or not runs(device):
+        raise LookupError("comfy-kitchen has no INT8 attention here")
+    return library.int8_attention
+
+
 def backend_for(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> str:
     """Which backend it chooses for a linear. Raises LookupError where it is not installed, or has none here."""
     options = {"bias": None, "out_dtype": x.dtype, "convrot": False, "convrot_groupsize": 256}

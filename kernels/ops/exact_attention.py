@@ -4,7 +4,7 @@ Which one runs follows from a rule known of the card, and from what Kernel Bench
 takes (head width, dtype, mask, grouped queries) is asked of PyTorch, and what it refuses goes to the next.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,6 +57,10 @@ EXACT_WAYS = {
     )
 }
 """By name, in the order in which ComfyUI asks them; PyTorch's own choice last."""
+
+COMFYUI_ORDER = (*(backend for way in EXACT_WAYS.values() for backend in way.backends), SDPBackend.MATH)
+"""In which ComfyUI lets PyTorch ask its backends (comfy.ops.SDPA_BACKEND_PRIORITY)."""
+_ORDERS = {name: (*dict.fromkeys([*way.backends, *COMFYUI_ORDER]),) for name, way in EXACT_WAYS.items()}
 
 # From Hopper on cuDNN's kernels are twice as fast as FlashAttention 2, and have heads of 256.
 _CUDNN_FIRST = (9, 0)
@@ -265,11 +269,20 @@ def _planned(
     if plan is None or plan.way == PYTORCH:
         return _attend(q, k, v, mask, scale, grouped)
     # What the way refuses after all goes to the next.
-    return in_attention_order(_ORDERS[plan.way], _attend, q, k, v, mask, scale, grouped)
+    return attend(_ORDERS[plan.way], q, k, v, mask, scale, grouped)
 
 
-_IN_TURN = tuple(backend for way in EXACT_WAYS.values() for backend in way.backends)
-_ORDERS = {name: [*dict.fromkeys([*way.backends, *_IN_TURN, SDPBackend.MATH])] for name, way in EXACT_WAYS.items()}
+def attend(
+    order: Sequence[SDPBackend],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Exact attention by the first of these backends that PyTorch says computes the call."""
+    return in_attention_order(order, _attend, q, k, v, mask, scale, enable_gqa)
 
 
 def _attend(

@@ -1,0 +1,125 @@
+"""The benchmark of attention: what its operands are, what a CPU times, and what its figures say."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from kernels.benchmark.attention import (
+    ATTENTION_METHODS,
+    COMFYUI_CHOICE,
+    KITCHEN_INT8,
+    AttentionCall,
+    AttentionMethod,
+    AttentionOperands,
+    AttentionResult,
+    attention_memory,
+    attention_table,
+    benchmark_attention,
+    feasible_call,
+)
+from kernels.benchmark.operands import Unavailable
+from kernels.card.attention_choice import CUDNN, FLASH, PYTORCH, AttentionShape
+
+CPU = torch.device("cpu")
+
+
+def a_call(heads=4, width=64, tokens=40, keys=None, masked=False, key_heads=None, batch=2):
+    return AttentionCall(
+        "a block", heads, AttentionShape(width, tokens, keys or tokens, masked), key_heads or heads, batch
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [a_call(), a_call(keys=23), a_call(key_heads=2), a_call(masked=True), a_call(key_heads=1, keys=32, masked=True)],
+    ids=AttentionCall.place,
+)
+def test_a_cpu_times_what_pytorch_has_and_names_the_rest(call):
+    said = []
+    result = benchmark_attention(call, CPU, rounds=2, say=said.append)
+    assert said == [method.name for method in ATTENTION_METHODS]
+    assert {PYTORCH, COMFYUI_CHOICE} <= result.rounds.keys() and {FLASH, CUDNN, KITCHEN_INT8} <= result.absent.keys()
+    assert all(len(rounds) == 2 for rounds in result.rounds.values())
+    assert all(result.relative_errors[name] < 0.01 for name in (PYTORCH, COMFYUI_CHOICE))
+    assert result.exact_milliseconds() == {PYTORCH: result.milliseconds[PYTORCH]}
+    columns, rows = attention_table(result)
+    assert [row[0] for row in rows] == list(result.rounds) and all(len(row) == len(columns) for row in rows)
+    assert json.loads(json.dumps(result.as_json(), allow_nan=False))["call"]["shape"]["keys"] == call.shape.keys
+
+
+def test_the_reference_tells_a_wrong_method():
+    call = a_call(masked=True, keys=48)
+
+    def without_mask(operands):
+        q, k, v = operands.q, operands.k, operands.v
+        return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    result = benchmark_attention(call, CPU, [AttentionMethod("wrong", without_mask)], rounds=0)
+    assert result.relative_errors["wrong"] > 0.1 and not result.rounds
+
+
+def test_strong_means_are_in_the_keys_only():
+    normal, strong = (AttentionOperands(a_call(), CPU, means) for means in (0.0, 8.0))
+    assert torch.equal(normal.q, strong.q) and torch.equal(normal.v, strong.v)
+    added = strong.k.float() - normal.k.float()
+    assert (added - added[:1, :, :1]).abs().max() < 0.3 and added.std() > 6  # one vector a head, but for its rounding
+
+
+@pytest.mark.parametrize(
+    "raised, foreign, absent",
+    [
+        (Unavailable("not here"), False, "not here"),
+        (torch.OutOfMemoryError("none left"), False, "not enough memory"),
+        (ValueError("no plan\nfor it"), True, "no plan"),
+        (ValueError("a defect"), False, None),
+    ],
+)
+def test_what_fails_is_left_out_and_named(raised, foreign, absent):
+    def fails(operands):
+        raise raised
+
+    def timed():
+        return benchmark_attention(a_call(), CPU, [AttentionMethod("it", fails, foreign)])
+
+    if absent is None:
+        with pytest.raises(ValueError, match="a defect"):
+            timed()
+    else:
+        result = timed()
+        assert result.absent == {"it": absent} and not result.rounds
+
+
+def test_a_check_stops_it():
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        benchmark_attention(a_call(), CPU, check=stop)
+
+
+def test_a_cpu_times_fewer_tokens():
+    wan = a_call(heads=40, width=128, tokens=32760, keys=512, batch=1)
+    small = feasible_call(wan, CPU)
+    assert small.shape.tokens * small.shape.keys * small.heads <= 1 << 20 and small.shape.head_dim == 128
+    assert feasible_call(a_call(), CPU) == a_call()
+    assert feasible_call(wan, torch.device("cuda", 0)) == wan
+
+
+def test_the_table_is_relative_to_comfyuis_choice():
+    result = AttentionResult(a_call(), {COMFYUI_CHOICE: [2.0, 2.0, 2.2], CUDNN: [1.0, 1.0, 1.0]})
+    result.relative_errors, result.looped = {COMFYUI_CHOICE: 0.0023, CUDNN: math.nan}, [CUDNN]
+    columns, rows = attention_table(result)
+    assert columns == ["", "ms", "spread", f"x {COMFYUI_CHOICE}", "error"]
+    assert rows == [
+        [COMFYUI_CHOICE, "2.000", "± 5.0 %", "1.00", "0.0023"],
+        [CUDNN, "1.000\\*", "± 0.0 %", "2.00", "nan"],
+    ]
+    assert result.as_json()["relative_errors"] == {COMFYUI_CHOICE: 0.0023, CUDNN: None}
+
+
+def test_memory_grows_with_every_size():
+    least = attention_memory(a_call())
+    for larger in (a_call(heads=8), a_call(width=128), a_call(tokens=80), a_call(keys=80), a_call(batch=4)):
+        assert attention_memory(larger) > least

@@ -1,0 +1,156 @@
+"""Attention: every exact way, ComfyUI's choice and INT8 ones, on the calls of image and video models.
+
+    python tests/studies/attention.py --out FILE.json
+
+It prints milliseconds, and errors against float64 on normal data and on keys with strong means. Methods take turns, in
+CUDA graphs. An H200 needs about a minute. `--tiny` tries the script out on a CPU.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from kernels.benchmark.attention import (
+    ATTENTION_METHODS,
+    COMFYUI_CHOICE,
+    KITCHEN_INT8,
+    OWN_INT8,
+    AttentionCall,
+    AttentionMethod,
+    AttentionOperands,
+    AttentionResult,
+    benchmark_attention,
+    feasible_call,
+)
+from kernels.benchmark.report import markdown
+from kernels.card.attention_choice import FLASH, AttentionShape
+from kernels.card.machine import describe_machine, title
+from kernels.ops.exact_attention import exact_attention, fastest_way
+
+STRONG = 4.0
+"""Times a normal vector: the mean of the keys of a head."""
+
+AUTO = "auto"
+METHODS = (
+    *ATTENTION_METHODS,
+    AttentionMethod(
+        AUTO,
+        lambda operands: (
+            lambda: exact_attention(operands.q, operands.k, operands.v, operands.mask, None, operands.grouped)
+        ),
+        foreign=False,
+    ),
+)
+
+
+def call(name: str, heads: int, width: int, tokens: int, keys: int | None = None, masked: bool = False):
+    return AttentionCall(name, heads, AttentionShape(width, tokens, keys or tokens, masked), heads)
+
+
+CALLS = (
+    call("Ideogram 4, 1024 px", 18, 256, 4352),
+    call("Ideogram 4, 1024 px", 18, 256, 4096),
+    call("Ideogram 4, 768 px", 18, 256, 2560),
+    call("Ideogram 4, 768 px", 18, 256, 2304),
+    call("Flux.1", 24, 128, 4608),
+    call("Qwen-Image", 24, 128, 4352, masked=True),
+    call("Z-Image", 30, 128, 4352),
+    call("SD3", 38, 64, 4429),
+    call("Wan, to the text", 40, 128, 32760, 512),
+    call("Wan", 40, 128, 32760),
+)
+
+
+@dataclass
+class Measured:
+    """A call's times and errors on normal data, and its errors with strong means of the keys."""
+
+    normal: AttentionResult
+    strong: dict[str, float]
+    way: str | None
+    """What `auto` computes it with; None is PyTorch's own choice."""
+
+    def row(self, names: Sequence[str]) -> list[str]:
+        """Milliseconds and both errors of each method."""
+        times, errors = self.normal.milliseconds, self.normal.relative_errors
+        cells = [
+            f"{times[name]:.3f} ({errors[name]:.4f}, {self.strong.get(name, float('nan')):.4f})"
+            if name in times
+            else "-"
+            for name in names
+        ]
+        return [f"{self.normal.call.name}: {self.normal.call.place()}", *cells]
+
+    def ratios(self) -> list[str]:
+        """What was to be shown: how many times as fast one method is as another, and the ratio of their errors."""
+        pairs = ((AUTO, COMFYUI_CHOICE), (OWN_INT8, KITCHEN_INT8), (OWN_INT8, FLASH), (OWN_INT8, AUTO))
+        times, errors = self.normal.milliseconds, self.normal.relative_errors
+        cells = [
+            f"{times[other] / times[own]:.3f} ({errors[own] / errors[other]:.2f}, "
+            f"{self.strong.get(own, float('nan')) / self.strong.get(other, float('nan')):.2f})"
+            if own in times and other in times
+            else "-"
+            for own, other in pairs
+        ]
+        return [self.normal.call.place(), *cells]
+
+    def as_json(self) -> dict:
+        return self.normal.as_json() | {"strong_key_means": self.strong, "auto": self.way}
+
+
+RATIOS = ["", "auto vs ComfyUI", "own INT8 vs comfy-kitchen", "own INT8 vs flash", "own INT8 vs auto"]
+
+
+def measure(planned: AttentionCall, device: torch.device, rounds: int) -> Measured:
+    normal = benchmark_attention(planned, device, METHODS, rounds)
+    ran = [method for method in METHODS if method.name in normal.rounds]
+    strong = benchmark_attention(planned, device, ran, rounds=0, key_means=STRONG)
+    operands = AttentionOperands(planned, device)
+    way = fastest_way(operands.q, operands.k, operands.v, operands.mask, operands.grouped)
+    return Measured(normal, strong.relative_errors, way)
+
+
+def write(path: Path, environment: dict[str, str], results: Sequence[Measured]) -> None:
+    content = {"environment": environment, "calls": [result.as_json() for result in results]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Attention by every way on the calls of image and video models")
+    parser.add_argument("--out", type=Path, help="every figure, as JSON")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=85.0, help="start no call after so many")
+    parser.add_argument("--only", default="", help="calls whose name has this in it")
+    parser.add_argument("--tiny", action="store_true", help="few tokens, to try it out")
+    options = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    environment, begin = describe_machine(device), time.perf_counter()
+    print(title(environment), flush=True)
+    results: list[Measured] = []
+    for planned in (each for each in CALLS if options.only in each.name):
+        if time.perf_counter() - begin > options.seconds:
+            print(f"no time left for {planned.name}, {planned.place()}")
+            continue
+        chosen = feasible_call(planned, torch.device("cpu") if options.tiny else device)
+        results.append(measure(chosen, device, options.rounds))
+        seconds, absent = time.perf_counter() - begin, "; ".join(map(": ".join, results[-1].normal.absent.items()))
+        print(f"{seconds:5.1f} s  {chosen.name}, auto is {results[-1].way}. Not here: {absent or '-'}", flush=True)
+        if options.out is not None:
+            write(options.out, environment, results)
+    names = [method.name for method in METHODS if any(method.name in result.normal.rounds for result in results)]
+    print("\nMilliseconds (error on normal data, with strong means of the keys)\n")
+    print(markdown(["", *names], [result.row(names) for result in results]))
+    print("\nTimes as fast (ratio of the errors, with strong means)\n")
+    print(markdown(RATIOS, [result.ratios() for result in results]))
+
+
+if __name__ == "__main__":
+    main()
