@@ -1,5 +1,6 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
+from .card.attention_choice import AttentionChoice, stored_attention_choice
 from .card.auto_choice import BF16, FUSED, NATIVE, WAYS, AutoChoice, stored_auto_choice
 from .card.device import KERNEL_CHOICES, choose_path, decide_by, int8_path, native_computes, runs_fused
 from .card.triton_release import triton_requirement
@@ -13,6 +14,7 @@ from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
+from .ops.exact_attention import decide_attention_by
 from .ops.gates import ACTIVATIONS, activate_quantize
 from .ops.linear import int8_gemm, int8_linear
 from .ops.norms import Norm, gated_residual, norm_quantize
@@ -42,6 +44,7 @@ __all__ = [
     "WAYS",
     "ActivationStatistics",
     "Addition",
+    "AttentionChoice",
     "AutoChoice",
     "ChannelTransform",
     "GroupedCodes",
@@ -56,6 +59,7 @@ __all__ = [
     "all_modules_hooked",
     "check_alpha",
     "choose_path",
+    "decide_attention_by",
     "decide_by",
     "dequantize_gguf",
     "dequantize_weight",
@@ -80,6 +84,7 @@ __all__ = [
     "quantize_weight",
     "requantize_weight",
     "runs_fused",
+    "stored_attention_choice",
     "stored_auto_choice",
     "transform_candidates",
     "triton_requirement",

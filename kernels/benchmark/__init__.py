@@ -1,7 +1,19 @@
-"""Times the ways to compute a linear layer side by side; `tests/studies/linears.py` is its command line."""
+"""Times the ways to compute linears and attention side by side; tests/studies has command lines of both."""
 
 from ..card.machine import describe_machine, native_backend, title
 from ..card.timing import Stopwatch
+from .attention import (
+    ATTENTION_METHODS,
+    COMFYUI_CHOICE,
+    AttentionCall,
+    AttentionResult,
+    AttentionShape,
+    attention_memory,
+    attention_table,
+    benchmark_attention,
+    feasible_call,
+    ideogram4_attention,
+)
 from .forward import (
     METHOD_OF_WAY,
     BlockCalls,
@@ -21,12 +33,17 @@ from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
 from .shapes import IDEOGRAM4_SHAPES, LinearShape
 
 __all__ = [
+    "ATTENTION_METHODS",
     "BENCHMARK_METHODS",
     "BF16",
+    "COMFYUI_CHOICE",
     "COMFYUI_INT8",
     "IDEOGRAM4_SHAPES",
     "METHOD_OF_WAY",
     "TICKS",
+    "AttentionCall",
+    "AttentionResult",
+    "AttentionShape",
     "BlockCalls",
     "Calls",
     "ForwardSplit",
@@ -36,15 +53,20 @@ __all__ = [
     "Report",
     "ShapeResult",
     "Stopwatch",
+    "attention_memory",
+    "attention_table",
     "auto_choice_sentence",
+    "benchmark_attention",
     "benchmark_shape",
     "deployment_table",
     "describe_machine",
     "examine",
     "examine_again",
+    "feasible_call",
     "feasible_tokens",
     "forward_table",
     "hopeless",
+    "ideogram4_attention",
     "markdown",
     "method_table",
     "native_backend",

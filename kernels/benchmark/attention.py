@@ -4,10 +4,8 @@ A new way is a new entry of ATTENTION_METHODS.
 """
 
 import importlib
-import math
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +17,10 @@ from ..internals.kitchen import kitchen_attention
 from ..interruption import interruptible
 from ..ops.exact_attention import COMFYUI_ORDER, attend, attend_by, exact_ways
 from .operands import Unavailable, first_line
-from .report import medians
+from .report import Times, spread
 
 _ERROR_ROWS = 256
+_MOST_TOKENS_OF_IDEOGRAM4 = 1 << 15  # the time grows with their square
 _MOST_ELEMENTS_ON_CPU = 1 << 20  # of the logits: what a CPU does in a fraction of a second
 
 
@@ -52,6 +51,12 @@ class AttentionCall:
         across = "" if keys == tokens else f" x {keys}"
         samples = "" if self.batch == 1 else f"{self.batch} x "
         return f"{samples}{self.heads} heads{grouped} of {head_dim}, {tokens}{across} tokens{', masked' * masked}"
+
+
+def ideogram4_attention(tokens: int) -> AttentionCall:
+    """That of Ideogram 4 for so many tokens of image and text, as far as it has so many."""
+    tokens = min(tokens, _MOST_TOKENS_OF_IDEOGRAM4)
+    return AttentionCall("Ideogram 4", 18, AttentionShape(256, tokens, tokens, False), 18)
 
 
 class AttentionOperands:
@@ -154,35 +159,20 @@ ATTENTION_METHODS = (
 
 
 @dataclass
-class AttentionResult:
-    """Milliseconds per method and round of one call; `absent` says why a method did not run."""
+class AttentionResult(Times):
+    """The times of one call."""
 
     call: AttentionCall
-    rounds: dict[str, list[float]] = field(default_factory=dict)
-    relative_errors: dict[str, float] = field(default_factory=dict)
-    """||method - float64|| / ||float64|| on a sample of queries of this random data."""
-    looped: list[str] = field(default_factory=list)
-    """Methods that no CUDA graph could be made of."""
-    absent: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def milliseconds(self) -> dict[str, float]:
-        """Median over the rounds per method that ran."""
-        return medians(self.rounds)
 
     def exact_milliseconds(self) -> dict[str, float]:
-        """The same of the ways that `exact_attention` chooses from."""
+        """Those of the ways that `exact_attention` chooses from."""
         return {way: time for way, time in self.milliseconds.items() if way in EXACT_WAY_NAMES}
 
+    def place(self) -> str:
+        return self.call.place()
+
     def as_json(self) -> dict:
-        """All figures in JSON's types; an error that is no number is null."""
-        errors = {name: error if math.isfinite(error) else None for name, error in self.relative_errors.items()}
-        shape = self.call.shape._asdict()
-        return asdict(self) | {
-            "call": vars(self.call) | {"shape": shape},
-            "relative_errors": errors,
-            "milliseconds": self.milliseconds,
-        }
+        return super().as_json() | {"call": vars(self.call) | {"shape": self.call.shape._asdict()}}
 
 
 def attention_memory(call: AttentionCall) -> int:
@@ -197,9 +187,8 @@ def feasible_call(call: AttentionCall, device: torch.device) -> AttentionCall:
     if device.type != "cpu":
         return call
     most = max(1, int((_MOST_ELEMENTS_ON_CPU / (call.batch * call.heads)) ** 0.5))
-    tokens, keys = min(call.shape.tokens, most), min(call.shape.keys, most)
-    shape = call.shape._replace(tokens=tokens, keys=keys)
-    return AttentionCall(call.name, call.heads, shape, call.key_heads, call.batch, call.count)
+    shape = call.shape._replace(tokens=min(call.shape.tokens, most), keys=min(call.shape.keys, most))
+    return replace(call, shape=shape)
 
 
 @torch.no_grad()
@@ -253,15 +242,7 @@ def attention_table(result: AttentionResult) -> tuple[list[str], list[list[str]]
     times = result.milliseconds
     rows = []
     for name, rounds in result.rounds.items():
-        star = "\\*" if name in result.looped else ""
         ratio = f"{times[COMFYUI_CHOICE] / times[name]:.2f}" if COMFYUI_CHOICE in times else "-"
-        rows.append(
-            [
-                name,
-                f"{times[name]:.3f}{star}",
-                f"± {50 * (max(rounds) - min(rounds)) / statistics.median(rounds):.1f} %",
-                ratio,
-                f"{result.relative_errors[name]:.4f}",
-            ]
-        )
+        star = "\\*" if name in result.looped else ""
+        rows.append([name, f"{times[name]:.3f}{star}", spread(rounds), ratio, f"{result.relative_errors[name]:.4f}"])
     return ["", "ms", "spread", f"x {COMFYUI_CHOICE}", "error"], rows

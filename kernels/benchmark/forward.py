@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..card.auto_choice import BF16, FUSED, NATIVE, Shape, fastest
+from .attention import AttentionCall
 from .methods import COMFYUI_INT8 as NATIVE_METHOD
 from .report import ShapeResult, same_within_noise
 from .shapes import LinearShape
@@ -74,6 +75,7 @@ class ForwardSplit:
         now: the way that all linears compute with as the model is; None where it is none of the benchmark's.
         block_watched: the same as `watched`, with a clock at each block only.
         blocks: the repeated blocks, which hold nearly all linears.
+        attention_calls: those that together take nearly all of its time, the longest first.
     """
 
     total: float
@@ -83,6 +85,7 @@ class ForwardSplit:
     now: str | None = None
     block_watched: float = math.nan
     blocks: Sequence[BlockCalls] = ()
+    attention_calls: Sequence[AttentionCall] = ()
 
     @property
     def waits_for_python(self) -> bool:

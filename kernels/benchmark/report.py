@@ -13,19 +13,13 @@ _UNSTEADY = 0.1
 _WRONG = 0.15  # Q4_K has 0.08
 
 
-@dataclass
-class ShapeResult:
-    """Milliseconds per method and round at [M, K] x [N, K]; `absent` says why a method did not run."""
+@dataclass(kw_only=True)
+class Times:
+    """Milliseconds per method and round of one thing that is computed; `absent` says why a method did not run."""
 
-    shape: LinearShape
-    m: int
-    copies: int = 1
-    """Copies of the weight that the calls rotated over."""
     rounds: dict[str, list[float]] = field(default_factory=dict)
     relative_errors: dict[str, float] = field(default_factory=dict)
     """||method - float64|| / ||float64|| on a sample of rows of this random data."""
-    weight_bytes: dict[str, float] = field(default_factory=dict)
-    """What the method's form of the weight takes."""
     looped: list[str] = field(default_factory=list)
     """Methods that no CUDA graph could be made of."""
     absent: dict[str, str] = field(default_factory=dict)
@@ -34,6 +28,27 @@ class ShapeResult:
     def milliseconds(self) -> dict[str, float]:
         """Median over the rounds per method that ran."""
         return medians(self.rounds)
+
+    def place(self) -> str:
+        """The sizes of what is computed."""
+        raise NotImplementedError
+
+    def as_json(self) -> dict:
+        """All figures in JSON's types, the medians with them; an error that is no number is null."""
+        errors = {name: e if math.isfinite(e) else None for name, e in self.relative_errors.items()}
+        return asdict(self) | {"relative_errors": errors, "milliseconds": self.milliseconds}
+
+
+@dataclass
+class ShapeResult(Times):
+    """The times at [M, K] x [N, K]."""
+
+    shape: LinearShape
+    m: int
+    copies: int = 1
+    """Copies of the weight that the calls rotated over."""
+    weight_bytes: dict[str, float] = field(default_factory=dict)
+    """What the method's form of the weight takes."""
 
     def time_ratio(self, method: str, reference: str) -> float | None:
         """The time of `method` over that of `reference`, or None where either did not run."""
@@ -67,17 +82,11 @@ class Report:
     """What the gate in front of the run found."""
 
     def as_json(self) -> dict:
-        """All figures in JSON's types, the medians with them; an error that is no number is null.
-
-        Two more keys are those of `tests/studies/linears.py`, whose files are read alike.
-        """
-        shapes = []
-        for result in self.shapes:
-            errors = {name: e if math.isfinite(e) else None for name, e in result.relative_errors.items()}
-            shapes.append(asdict(result) | {"relative_errors": errors, "milliseconds": result.milliseconds})
+        """All figures in JSON's types. Two more keys are those of `tests/studies/linears.py`, whose files are read
+        alike."""
         return {
             "environment": dict(self.environment),
-            "shapes": shapes,
+            "shapes": [result.as_json() for result in self.shapes],
             "quantizations": [],
             "copy_gigabytes_per_second": None,
             "health": self.health,
@@ -99,7 +108,7 @@ def method_table(result: ShapeResult, methods: Sequence[Method]) -> tuple[list[s
             [
                 method.name,
                 _milliseconds(result, method.name),
-                f"± {50 * (max(times) - min(times)) / statistics.median(times):.1f} %",
+                spread(times),
                 _number(result.teraflops(method.name), ".3g"),
                 _number(result.speedup(method.name), ".2f"),
                 _number(result.relative_errors.get(method.name), ".4f"),
@@ -115,7 +124,7 @@ def same_within_noise(result: ShapeResult, first: str, second: str) -> bool:
     return min(one) <= max(other) and min(other) <= max(one)
 
 
-def notes(results: Sequence[ShapeResult]) -> list[str]:
+def notes(results: Sequence[Times]) -> list[str]:
     """One line each: what was left out and why, what is timed another way, and what makes the figures doubtful."""
     lines = []
     if any(result.looped for result in results):
@@ -131,9 +140,9 @@ def notes(results: Sequence[ShapeResult]) -> list[str]:
         for method, error in result.relative_errors.items():
             if not error < _WRONG:
                 lines.append(f"{method} at {result.place()} computes something else: relative error {error:.3g}.")
-    spread = max((max(times) / min(times) - 1 for r in results if (times := r.rounds.get(BF16))), default=0.0)
-    if spread > _UNSTEADY:
-        lines.append(f"The rounds of bf16 differ by up to {spread:.0%}: this machine was not steady, measure again.")
+    most = max((max(times) / min(times) - 1 for r in results if (times := r.rounds.get(BF16))), default=0.0)
+    if most > _UNSTEADY:
+        lines.append(f"The rounds of bf16 differ by up to {most:.0%}: this machine was not steady, measure again.")
     return lines
 
 
@@ -147,5 +156,10 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def _milliseconds(result: ShapeResult, method: str) -> str:
+def spread(times: Sequence[float]) -> str:
+    """Half the range of some times, in percent of their median."""
+    return f"± {50 * (max(times) - min(times)) / statistics.median(times):.1f} %"
+
+
+def _milliseconds(result: Times, method: str) -> str:
     return _number(result.milliseconds.get(method), ".3f") + ("\\*" if method in result.looped else "")

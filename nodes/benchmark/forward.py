@@ -1,5 +1,6 @@
 """One real forward of a MODEL, timed and split into linears, attention and the rest."""
 
+import dataclasses
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 
 from ...kernels import BF16
-from ...kernels.benchmark import Calls, ForwardSplit, Product, Stopwatch
+from ...kernels.benchmark import AttentionCall, Calls, ForwardSplit, Product, Stopwatch
 from ..comfyui.attention import OVERRIDE
 from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
 from ..comfyui.sampling import empty_latent, euler, latent_of, sample, simple_sigmas
 from ..layers.layer_selection import quantizable_linears
+from .attention import attention_call
 from .blocks import block_lists
 
 _NULL_CONDITIONING = [[None, {}]]
@@ -22,6 +24,7 @@ _PIXELS = 1024
 # A forward compiles and tunes, the next compares fused blocks with ComfyUI's own. Then some are timed as they are, one
 # with a clock at each block, one with a clock at each linear.
 _PLAIN, _BLOCKS, _LINEARS = (3, 4, 5), 6, 7
+_WORTH_TIMING, _MOST_ATTENTION_CALLS = 0.98, 4
 # A model of more weights keeps a CPU for minutes.
 _MOST_WEIGHTS_ON_CPU = 100e6
 
@@ -71,7 +74,7 @@ class _Clock:
         self._whole: dict[int, Any] = {}
         self._spans: dict[Product, list[Any]] = {}
         self._names: dict[Product, str] = {}
-        self._attention: list[Any] = []
+        self._attention: list[tuple[AttentionCall | None, Any]] = []
         self._watches_attention = False
         self._blocks: list[Any] = []
         options = options_of(model)
@@ -122,8 +125,21 @@ class _Clock:
         span = self._watch.begin()
         output = attend(*args, **kwargs)
         self._watch.end(span)
-        self._attention.append(span)
+        self._attention.append((attention_call(*args, **kwargs), span))
         return output
+
+    def _attention_calls(self) -> tuple[AttentionCall, ...]:
+        """The kinds of attention calls that together take nearly all of its time, the longest first."""
+        found: dict[AttentionCall | None, list[float]] = {}
+        for call, span in self._attention:
+            found.setdefault(call, []).append(self._watch.milliseconds(span))
+        ordered = sorted(found, key=lambda call: -sum(found[call]))
+        total, chosen, covered = sum(map(sum, found.values())), [], 0.0
+        for call in ordered[:_MOST_ATTENTION_CALLS]:
+            if call is not None and covered < _WORTH_TIMING * total:
+                chosen.append(dataclasses.replace(call, count=len(found[call])))
+            covered += sum(found[call])
+        return tuple(chosen)
 
     def split(self) -> ForwardSplit:
         """What was found. Raises NoForward where the sampling called no linear."""
@@ -137,10 +153,11 @@ class _Clock:
             statistics.median(whole[number] for number in _PLAIN),
             whole[_LINEARS],
             calls,
-            sum(map(self._watch.milliseconds, self._attention)),
+            sum(self._watch.milliseconds(span) for _, span in self._attention),
             BF16 if in_floats else None,
             whole[_BLOCKS],
             self._blocks,
+            self._attention_calls(),
         )
 
 

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels import BF16, FUSED, AutoChoice, decide_by, stored_auto_choice
+from ...kernels import BF16, FUSED, AutoChoice, decide_attention_by, decide_by, stored_auto_choice
 from ...kernels.benchmark import (
     COMFYUI_INT8,
     IDEOGRAM4_SHAPES,
     METHOD_OF_WAY,
+    AttentionResult,
     ForwardSplit,
     Health,
     LinearShape,
     Report,
     ShapeResult,
+    attention_table,
     auto_choice_sentence,
     benchmark_shape,
     deployment_table,
@@ -28,6 +30,7 @@ from ...kernels.benchmark import (
     feasible_tokens,
     forward_table,
     hopeless,
+    ideogram4_attention,
     markdown,
     method_table,
     native_backend,
@@ -44,6 +47,7 @@ from ..comfyui.patcher import ModelPatcher
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
 from ..layers.layer_selection import quantizable_linears
+from .attention import attention_sentences, measure_attention, store_attention
 from .forward import NoForward, label, measure_forward
 
 STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"
@@ -67,6 +71,7 @@ class Outcome:
         split: a forward of the MODEL, or None where none was measured.
         sentences: what it means, the most important first.
         blocks: the MODEL's blocks that have a fused form.
+        attention: the longest kinds of attention calls.
     """
 
     report: Report
@@ -75,6 +80,7 @@ class Outcome:
     sentences: list[str]
     remarks: list[str]
     blocks: Sequence[Fusion] = ()
+    attention: Sequence[AttentionResult] = ()
 
     def sections(self, methods: Sequence, file: str | None) -> list[dict]:
         """What web/results.js shows inside the node: a table each."""
@@ -92,13 +98,19 @@ class Outcome:
         sections = [first]
         if self.split is not None:
             columns, rows = forward_table(self.split, self.report.shapes)
-            sections.append({"title": "One forward", "columns": columns, "rows": rows, "notes": []})
+            sections.append(_section("One forward", columns, rows))
         for result in self.report.shapes:
             columns, rows = method_table(result, methods)
-            heading = f"{result.shape.name}, {result.place()}"
-            sections.append({"title": heading, "columns": columns, "rows": rows, "notes": []})
+            sections.append(_section(f"{result.shape.name}, {result.place()}", columns, rows))
+        for result in self.attention:
+            columns, rows = attention_table(result)
+            sections.append(_section(f"{result.call.name}, {result.place()}", columns, rows))
         sections[-1]["notes"] = self.remarks
         return sections
+
+
+def _section(heading: str, columns: list[str], rows: list[list[str]]) -> dict:
+    return {"title": heading, "columns": columns, "rows": rows, "notes": []}
 
 
 def text_of(sections: Sequence[dict]) -> str:
@@ -136,29 +148,35 @@ def run(
         make_room(device, _GATE_BYTES)
         health = examine(device, check)
         shapes = _shapes(model, split, device, remarks)
-        timing = progress.part(0.95, max(1, len(shapes) * len(methods)))
+        timing = progress.part(0.85, max(1, len(shapes) * len(methods)))
         if shapes:
             make_room(device, max(working_memory(shape, tokens) for shape in shapes))
         results = [_time(shape, tokens, device, methods, timing) for shape in shapes]
+        calls = [ideogram4_attention(tokens)] if model is None else [] if split is None else split.attention_calls
+        attention = measure_attention(calls, device, progress.part(0.1))
         health = examine_again(health, device)
     report = Report(describe_machine(device), results)
     report.health = str(health)
     if split is not None and results:
         sentences.append(auto_choice_sentence(split, results))
     sentences += [str(health), _decide(device, health, split, results, ticked, decision)]
-    remarks += [*_native_remark(device, ticked), *notes(results)]
+    sentences += attention_sentences(attention)
+    if device.type == "cuda" and decision == STORE and health.healthy:
+        sentences += store_attention(device, attention)
+    remarks += [*_native_remark(device, ticked), *notes(results), *notes(attention)]
     progress.finish(sentences[0])
     blocks = () if model is None else fusion_of(model)
     if any(kind.why for kind in blocks):
         remarks.append(f"{in_words(blocks)}.")
-    return Outcome(report, health, split, sentences, remarks, blocks)
+    return Outcome(report, health, split, sentences, remarks, blocks, attention)
 
 
 def forget(device: torch.device) -> str:
     """Forget the choice of a card; what was done, in words."""
     if device.type != "cuda":
         return "No GPU: there is no stored verdict."
-    return _FORGOTTEN if decide_by(device, None) else "No verdict was stored for this card: nothing changes."
+    forgotten = [decide_by(device, None), decide_attention_by(device, None)]
+    return _FORGOTTEN if any(forgotten) else "No verdict was stored for this card: nothing changes."
 
 
 _FORGOTTEN = "The stored verdict is forgotten: auto is fused INT8 on RTX 30 cards and bf16 on others again."
@@ -169,6 +187,8 @@ def save_json(outcome: Outcome) -> str | None:
     content = outcome.report.as_json() | {"sentences": outcome.sentences, "notes": outcome.remarks}
     if outcome.blocks:
         content["fused_blocks"] = [vars(kind) for kind in outcome.blocks]
+    if outcome.attention:
+        content["attention"] = [result.as_json() for result in outcome.attention]
     if outcome.split is not None:
         linears = [product._asdict() | vars(calls) for product, calls in outcome.split.linears.items()]
         content["forward"] = {

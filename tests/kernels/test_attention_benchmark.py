@@ -18,6 +18,7 @@ from kernels.benchmark.attention import (
     attention_table,
     benchmark_attention,
     feasible_call,
+    ideogram4_attention,
 )
 from kernels.benchmark.operands import Unavailable
 from kernels.card.attention_choice import CUDNN, FLASH, PYTORCH, AttentionShape
@@ -108,7 +109,7 @@ def test_a_cpu_times_fewer_tokens():
 
 
 def test_the_table_is_relative_to_comfyuis_choice():
-    result = AttentionResult(a_call(), {COMFYUI_CHOICE: [2.0, 2.0, 2.2], CUDNN: [1.0, 1.0, 1.0]})
+    result = AttentionResult(a_call(), rounds={COMFYUI_CHOICE: [2.0, 2.0, 2.2], CUDNN: [1.0, 1.0, 1.0]})
     result.relative_errors, result.looped = {COMFYUI_CHOICE: 0.0023, CUDNN: math.nan}, [CUDNN]
     columns, rows = attention_table(result)
     assert columns == ["", "ms", "spread", f"x {COMFYUI_CHOICE}", "error"]
@@ -117,6 +118,11 @@ def test_the_table_is_relative_to_comfyuis_choice():
         [CUDNN, "1.000\\*", "± 0.0 %", "2.00", "nan"],
     ]
     assert result.as_json()["relative_errors"] == {COMFYUI_CHOICE: 0.0023, CUDNN: None}
+
+
+def test_ideogram_4_has_no_million_of_tokens():
+    assert ideogram4_attention(4352).shape == AttentionShape(256, 4352, 4352, False)
+    assert ideogram4_attention(1 << 20).shape.keys == 1 << 15
 
 
 def test_memory_grows_with_every_size():

@@ -51,7 +51,12 @@ def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
     content = json.loads((tmp_path / first["download"]["filename"]).read_text())
     assert sum(linear["count"] for linear in content["forward"]["linears"]) == len(dit.LINEARS)
     assert content["forward"]["watched"] == pytest.approx(sum(parts), abs=0.2)
-    assert {row[0] for section in shapes for row in section["rows"]} == {"bf16", "unfused _int_mm"}
+    attention = [section for section in shapes if "heads of" in section["title"]]
+    linears = [section for section in shapes if section not in attention]
+    assert {row[0] for section in linears for row in section["rows"]} == {"bf16", "unfused _int_mm"}
+    assert {row[0] for section in attention for row in section["rows"]} == {"PyTorch's choice", "ComfyUI's choice"}
+    (call,) = [entry["call"] for entry in content["attention"]]
+    assert call["count"] == 3 and call["shape"]["tokens"] == call["shape"]["keys"]  # of image and text, a block each
     assert first["valid"] and "No prediction" in first["summary"][0] and "No GPU" in first["summary"][1]
     assert first["title"] in text and picture.ndim == 4
 
@@ -95,9 +100,11 @@ def test_ideogram_s_linears_are_left_out_on_a_cpu_and_named(node, monkeypatch, t
 
     monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
     output = node.execute(4352, **only())
-    _, shape = output.ui["int8_benchmark"]
+    _, shape, attention = output.ui["int8_benchmark"]
     assert "attention out, 64 x 4608 x 4608" in shape["title"]
-    assert "qkv" in " ".join(shape["notes"]) and "too many for a CPU" in " ".join(shape["notes"])
+    assert attention["title"].startswith("Ideogram 4, 18 heads of 256")
+    said = " ".join(attention["notes"])
+    assert "qkv" in said and "too many for a CPU" in said and "(PyTorch has no such kernel here): flash; cuDNN" in said
 
 
 def test_each_run_measures_anew(node):
@@ -118,6 +125,7 @@ def choices(run, monkeypatch):
     kept = []
     monkeypatch.setattr(run, "decide_by", lambda device, choice: kept.append(choice) or True)
     monkeypatch.setattr(run, "stored_auto_choice", lambda device: None)
+    monkeypatch.setattr(run, "decide_attention_by", lambda device, choice: kept.append(choice) or True)
     return kept
 
 
@@ -156,7 +164,82 @@ def test_forgetting_measures_nothing(node, run, choices, monkeypatch):
 
     monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
     output = node.execute(8, auto_decided=run.CLEAR)
-    assert choices == [None] and "forgotten" in output.result[1]
+    assert choices == [None, None] and "forgotten" in output.result[1]
+
+
+@pytest.fixture
+def attention(pack):
+    from int8_dit.nodes.benchmark import attention
+
+    return attention
+
+
+def zeros(*shape):
+    return torch.zeros(shape, device="meta")
+
+
+@pytest.mark.parametrize(
+    "q, k, keywords, expected",
+    [
+        (zeros(2, 9, 64), zeros(2, 9, 64), {}, ("attention", 4, (16, 9, 9, False), 4, 2)),
+        (zeros(2, 9, 64), zeros(2, 5, 64), {"mask": zeros(9, 5)}, ("cross attention", 4, (16, 9, 5, True), 4, 2)),
+        (zeros(2, 9, 64), zeros(2, 9, 32), {"enable_gqa": True}, ("attention", 4, (16, 9, 9, False), 2, 2)),
+        (zeros(2, 9, 64), zeros(2, 9, 2, 16), {"enable_gqa": True}, ("attention", 4, (16, 9, 9, False), 2, 2)),
+        (
+            zeros(1, 4, 9, 16),
+            zeros(1, 2, 7, 16),
+            {"skip_reshape": True},
+            ("cross attention", 4, (16, 9, 7, False), 2, 1),
+        ),
+        (zeros(9, 64), zeros(9, 64), {}, None),
+    ],
+)
+def test_what_an_attention_call_computes(attention, q, k, keywords, expected):
+    call = attention.attention_call(q, k, k, 4, transformer_options={}, **keywords)
+    assert call == (None if expected is None else attention.AttentionCall(*expected))
+
+
+@pytest.fixture
+def attention_choices(attention, monkeypatch):
+    """What was stored of attention, in order; the last one counts."""
+    kept = []
+    monkeypatch.setattr(attention, "decide_attention_by", lambda device, choice: kept.append(choice) or False)
+    monkeypatch.setattr(attention, "stored_attention_choice", lambda device: kept[-1] if kept else None)
+    return kept
+
+
+def attention_times(attention, width=128, tokens=4096, heads=24, **milliseconds):
+    names = {"comfyui": attention.COMFYUI_CHOICE, "cudnn": "cuDNN", "flash": "flash", "pytorch": "PyTorch's choice"}
+    shape = attention.AttentionShape(width, tokens, tokens, False)
+    rounds = {names[name]: [time] * 3 for name, time in milliseconds.items()}
+    return attention.AttentionResult(attention.AttentionCall("attention", heads, shape, heads), rounds=rounds)
+
+
+def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(attention, attention_choices):
+    first = attention_times(attention, comfyui=2.0, flash=2.0, cudnn=1.0, pytorch=2.0)
+    again = attention_times(attention, heads=8, comfyui=1.0, flash=1.0, cudnn=0.5)
+    wide = attention_times(attention, width=256, comfyui=3.0, flash=3.0, pytorch=3.1)
+    alone = attention_times(attention, width=64, comfyui=1.0, pytorch=1.0)
+    (said, *_) = attention.attention_sentences([first, again, alone])
+    assert said == "Exact attention, 24 heads of 128, 4096 tokens: cuDNN is the fastest, 2.00 x ComfyUI's choice."
+    assert attention.store_attention(CARD, [alone]) == [] and not attention_choices
+    assert attention.store_attention(CARD, [first, again]) == ["This is stored for the attention choice auto."]
+    attention.store_attention(CARD, [wide])
+    both, last = attention_choices
+    assert dict(both.milliseconds) == {first.call.shape: {"flash": 3.0, "cuDNN": 1.5}}
+    assert dict(last.milliseconds) == {
+        first.call.shape: {"flash": 3.0, "cuDNN": 1.5},
+        wide.call.shape: {"flash": 3.0, "PyTorch's choice": 3.1},
+    }
+
+
+def test_a_full_disk_ends_no_run(attention, attention_choices, monkeypatch):
+    def full(device, choice):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(attention, "decide_attention_by", full)
+    (said,) = attention.store_attention(CARD, [attention_times(attention, flash=1.0, cudnn=2.0)])
+    assert "could not be stored (no space left)" in said
 
 
 def test_the_deployment_table_names_the_fastest_and_the_noise(run):
