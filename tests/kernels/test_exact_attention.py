@@ -350,13 +350,22 @@ def test_a_damaged_choice_does_not_count(card, damage):
     assert stored_attention_choice(CARD) is None
 
 
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """This machine's card, as if no benchmark had run on it."""
+    monkeypatch.setattr(exact, "stored_attention_choice", lambda device: None)
+    exact._plans.clear()
+    yield
+    exact._plans.clear()
+
+
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @needs_card
 @pytest.mark.parametrize("width", [40, 64, 128, 256])
 @pytest.mark.parametrize("case", CASES)
-def test_every_way_of_a_card_is_attention(case, width):
+def test_every_way_of_a_card_is_attention(case, width, unmeasured):
     sizes, kind = CASES[case]
     many = {name: 16 * size + 5 if name in ("tokens", "keys") else size for name, size in sizes.items()}
     for dtype, error in ((torch.bfloat16, 0.02), (torch.float16, 0.004), (torch.float32, 0.003)):
@@ -371,18 +380,32 @@ def test_every_way_of_a_card_is_attention(case, width):
         assert near(exact_attention(q, k, v, mask, enable_gqa=True))
         assert near(exact_attention(q, k, v, mask, enable_gqa=True))
         for way in exact.exact_ways(q, k, v, mask, grouped):
-            assert near(exact.attend_by(way, q, k, v, mask, enable_gqa=grouped)), (way, dtype)
+            try:
+                result = exact.attend_by(way, q, k, v, mask, enable_gqa=grouped)
+            except RuntimeError as error:  # PyTorch has promised too much, and `exact_attention` went on
+                assert way != PYTORCH, error
+            else:
+                assert near(result), (way, dtype)
 
 
 @needs_card
-def test_a_card_computes_it_in_a_graph_and_compiled():
+def test_a_card_of_the_rule_has_heads_of_256_by_cudnn(unmeasured):
+    q, k, v = operands(tokens=700, width=256, dtype=torch.bfloat16, device="cuda")
+    major, _ = torch.cuda.get_device_capability()
+    takes = exact.exact_ways(q, k, v)
+    assert fastest_way(q, k, v) == (CUDNN if major >= 9 and CUDNN in takes else None)
+    assert major != 9 or CUDNN in takes
+
+
+@needs_card
+def test_a_card_computes_it_in_a_graph_and_compiled(unmeasured):
     q, k, v = operands(tokens=700, dtype=torch.bfloat16, device="cuda")
     right = exact_attention(q, k, v)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         inside = exact_attention(q, k, v)
     graph.replay()
-    assert torch.equal(inside, right)
+    torch.testing.assert_close(inside, right)
     torch._dynamo.reset()
     compiled = torch.compile(exact_attention, fullgraph=True)(q, k, v)
     torch.testing.assert_close(compiled, right)
