@@ -1,0 +1,264 @@
+"""INT8 attention: queries and keys in int8, an online softmax in float32, probabilities and values in floats."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_operands import padded_width, quantized_operands
+from .launching import Launcher
+
+
+@triton.jit
+def _add_values(
+    acc, probabilities, shrunk, v, key, inside, v_stride, left,
+    RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """acc [ROWS, PART], shrunk, with probabilities [ROWS, KEYS] times PART columns of the keys' values."""
+    column = left + tl.arange(0, PART)
+    tile = v + key[:, None].to(tl.int64) * v_stride + column[None, :]
+    if RAGGED or COLUMNS % PART:
+        values = tl.load(tile, mask=inside[:, None] & (column < COLUMNS)[None, :], other=0.0)
+    else:
+        values = tl.load(tile)
+    if HALF_SUMS:
+        part = tl.dot(probabilities, values, out_dtype=tl.float16)
+        return acc * shrunk[:, None] + part.to(tl.float32)
+    else:
+        return tl.dot(probabilities, values, acc * shrunk[:, None])
+
+
+@triton.jit
+def _products(q, k, first, D: tl.constexpr, KEYS: tl.constexpr):
+    key, column = first + tl.arange(0, KEYS), tl.arange(0, D)
+    return tl.dot(q, tl.load(k + key[None, :].to(tl.int64) * D + column[:, None]), out_dtype=tl.int32)
+
+
+@triton.jit
+def _attend_to_keys(
+    raw, q_scale, k_scale, v, mask, first, end, v_stride, mask_token, mask_key, rows, valid_rows,
+    highest, total, acc, acc_right,
+    MASK: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
+    COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """What BLOCK keys from `first` on add to the rows: their highest logit so far, in powers of two, the sum of their
+    probabilities and the sums of values, both relative to the highest."""
+    key = first + tl.arange(0, KEYS)
+    inside = key < end
+    scale = tl.load(k_scale + key)
+    logits = raw.to(tl.float32) * scale[None, :]
+    if MASK != "none" or RAGGED:
+        logits *= q_scale[:, None]
+    if MASK != "none":
+        positions = mask + rows[:, None].to(tl.int64) * mask_token + key[None, :].to(tl.int64) * mask_key
+        seen = tl.load(positions, mask=valid_rows[:, None] & inside[None, :], other=0)
+        if MASK == "bool":
+            logits = tl.where(seen != 0, logits, float("-inf"))
+        else:
+            logits += seen.to(tl.float32) * 1.4426950408889634
+    if RAGGED:
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+    if MASK != "none" or RAGGED:
+        now = tl.maximum(highest, tl.max(logits, axis=1))
+        base = tl.where(now == float("-inf"), 0.0, now)  # no key seen yet
+        probabilities = tl.exp2(logits - base[:, None])
+    else:
+        now = tl.maximum(highest, tl.max(logits, axis=1) * q_scale)
+        base = now
+        probabilities = tl.exp2(logits * q_scale[:, None] - base[:, None])
+    shrunk = tl.exp2(highest - base)
+    total = total * shrunk + tl.sum(probabilities, axis=1)
+    probabilities = probabilities.to(v.dtype.element_ty)
+    acc = _add_values(acc, probabilities, shrunk, v, key, inside, v_stride, 0, RAGGED, HALF_SUMS, COLUMNS, PART)
+    if PART < D:
+        acc_right = _add_values(
+            acc_right, probabilities, shrunk, v, key, inside, v_stride, PART, RAGGED, HALF_SUMS, COLUMNS, PART
+        )
+    return now, total, acc, acc_right
+
+
+@triton.jit
+def _store_part(
+    out, acc, inverse, v_scale, rows, valid_rows, out_token, left,
+    HAS_V_SCALE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    column = left + tl.arange(0, PART)
+    acc *= inverse[:, None]
+    if HAS_V_SCALE:
+        acc *= tl.load(v_scale + column)[None, :]
+    tl.store(
+        out + rows[:, None].to(tl.int64) * out_token + column[None, :], acc.to(out.dtype.element_ty),
+        mask=valid_rows[:, None] & (column < WIDTH)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("TQ", "TK"))
+def int8_attention_kernel(
+    q, q_scale, k, k_scale, v, v_scale, mask, out,
+    H, GROUP, TQ, TK, TK_PADDED, v_sample, v_head, v_token, out_sample, out_head, out_token,
+    mask_sample, mask_head, mask_token, mask_key,
+    MASK: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr, HAS_V_SCALE: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS queries of one head.
+
+    q, k: int8 [B H, TQ, D] and [B H / GROUP, TK_PADDED, D] side by side; scales float32 [B H, TQ] and
+    [B H / GROUP, TK_PADDED], the queries' with the logits' scale and log2(e) in them. v: [B, H / GROUP, TK, COLUMNS].
+    out: [B, H, TQ, WIDTH]. With HALF_SUMS the products of a tile of keys are summed in fp16.
+    """
+    blocks = tl.cdiv(TQ, ROWS)
+    head = tl.program_id(0) // blocks
+    sample, own = head // H, head % H
+    k_head = sample.to(tl.int64) * (H // GROUP) + own // GROUP
+    rows, column = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    valid_rows = rows < TQ
+    row = head.to(tl.int64) * TQ + rows
+    queries = tl.load(q + row[:, None] * D + column[None, :], mask=valid_rows[:, None], other=0)
+    scale = tl.load(q_scale + row, mask=valid_rows, other=0.0)
+    k += k_head * TK_PADDED * D
+    k_scale += k_head * TK_PADDED
+    v += sample.to(tl.int64) * v_sample + (own // GROUP).to(tl.int64) * v_head
+    if MASK != "none":
+        mask += sample.to(tl.int64) * mask_sample + own.to(tl.int64) * mask_head
+
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, PART), tl.float32)
+    acc_right = acc
+    whole = TK // KEYS * KEYS if RAGGED else TK
+    if AHEAD:
+        raw = _products(queries, k, 0, D, KEYS)
+    for first in tl.range(0, whole, KEYS, num_stages=STAGES):
+        if AHEAD:
+            later = _products(queries, k, first + KEYS, D, KEYS)
+        else:
+            raw = _products(queries, k, first, D, KEYS)
+        highest, total, acc, acc_right = _attend_to_keys(
+            raw, scale, k_scale, v, mask, first, TK, v_token, mask_token, mask_key, rows, valid_rows,
+            highest, total, acc, acc_right, MASK, False, HALF_SUMS, COLUMNS, D, PART, KEYS,
+        )  # fmt: skip
+        if AHEAD:
+            raw = later
+    if RAGGED:
+        if not AHEAD:
+            raw = _products(queries, k, whole, D, KEYS)
+        highest, total, acc, acc_right = _attend_to_keys(
+            raw, scale, k_scale, v, mask, whole, TK, v_token, mask_token, mask_key, rows, valid_rows,
+            highest, total, acc, acc_right, MASK, True, HALF_SUMS, COLUMNS, D, PART, KEYS,
+        )  # fmt: skip
+
+    inverse = tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total))
+    out += sample.to(tl.int64) * out_sample + own.to(tl.int64) * out_head
+    v_scale += k_head * D
+    _store_part(out, acc, inverse, v_scale, rows, valid_rows, out_token, 0, HAS_V_SCALE, WIDTH, PART)
+    if PART < D:
+        _store_part(out, acc_right, inverse, v_scale, rows, valid_rows, out_token, PART, HAS_V_SCALE, WIDTH, PART)
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """What a program of the attention kernel works on.
+
+    Attributes:
+        rows, keys: of a tile of logits.
+        part: channels of a sum of values: at most `rows`, or two warps share rows on an Ampere card.
+        warps, stages: as Triton has them.
+        ahead: whether a tile's products are made while the one before is worked on.
+    """
+
+    rows: int
+    keys: int
+    part: int
+    warps: int
+    stages: int
+    ahead: bool = False
+
+
+# By channels of a head, padded to a power of two.
+_AMPERE_TILES = {
+    32: AttentionTiles(128, 128, 32, 8, 2),
+    64: AttentionTiles(128, 128, 64, 8, 2),
+    128: AttentionTiles(64, 64, 64, 4, 2, ahead=True),
+    256: AttentionTiles(128, 32, 128, 8, 2),
+}
+_HOPPER_TILES = {
+    32: AttentionTiles(64, 128, 32, 4, 2),
+    64: AttentionTiles(64, 128, 64, 4, 2),
+    128: AttentionTiles(64, 128, 128, 4, 2),
+    256: AttentionTiles(128, 64, 256, 8, 3),
+}
+_TILES = {(9, 0): _HOPPER_TILES}
+# GeForce's tensor cores halve their speed for float32 sums.
+_HALF_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
+WIDEST_HEAD = max(_AMPERE_TILES)
+
+
+def tiles_for(capability: tuple[int, int], channels: int) -> AttentionTiles:
+    """The tiles of a card by its compute capability, for heads of so many channels, padded to a power of two."""
+    return _TILES.get(capability, _AMPERE_TILES)[channels]
+
+
+def int8_attention_constants(
+    tiles: AttentionTiles, width: int, channels: int, mask: str, ragged: bool, half_sums: bool, scaled: bool
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The kernel's constants and compilation options."""
+    constants = {
+        "MASK": mask,
+        "RAGGED": ragged,
+        "HALF_SUMS": half_sums,
+        "HAS_V_SCALE": scaled,
+        "WIDTH": width,
+        "COLUMNS": channels if scaled else width,
+        "D": channels,
+        "PART": tiles.part,
+        "ROWS": tiles.rows,
+        "KEYS": tiles.keys,
+        "STAGES": tiles.stages,
+        "AHEAD": tiles.ahead,
+    }
+    return constants, {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+_ATTENTION = Launcher(int8_attention_kernel, int8_attention_constants)
+
+
+def launch_int8_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    key_mean: torch.Tensor | None,
+    out: torch.Tensor,
+    half_sums: bool | None = None,
+) -> None:
+    """Launch the kernels on checked, non-empty tensors [B, H, T, WIDTH] and a mask [B, H, TQ, TK].
+
+    `half_sums` is a card's own where it is None.
+    """
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 6)
+    if half_sums is None:
+        half_sums = capability in _HALF_SUMS
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if key_mean is not None:
+        padding = padded_width(q.shape[-1]) - q.shape[-1]
+        given = key_mean.float().expand(k.shape[0], k.shape[1], q.shape[-1])
+        key_mean = torch.nn.functional.pad(given, (0, padding)).contiguous()
+    operands = quantized_operands(q, k, v, scale, key_mean, half_sums or v.dtype == torch.float32 or not v.is_cuda)
+    (_, heads, tq, width), (_, kv_heads, tk, _) = q.shape, k.shape
+    channels, scaled = operands.q.shape[-1], operands.v_scale is not None
+    tiles = tiles_for(capability, channels)
+    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
+    form = (tiles, width, channels, kind, tk % tiles.keys != 0, half_sums, scaled)
+    v_strides = (kv_heads * tk * channels, tk * channels, channels) if scaled else v.stride()[:3]
+    numbers = (heads, heads // kv_heads, tq, tk, operands.k.shape[1], *v_strides, *out.stride()[:3])
+    mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
+    tensors = (operands.q, operands.q_scale, operands.k, operands.k_scale, operands.v)
+    tensors += (
+        operands.q_scale if operands.v_scale is None else operands.v_scale,
+        operands.q if mask is None else mask,
+    )
+    grid = (-(-tq // tiles.rows) * q.shape[0] * heads, 1)
+    _ATTENTION(form, grid, (*tensors, out), (*numbers, *mask_strides))

@@ -1,0 +1,232 @@
+"""INT8 attention: the kernels (interpreted where there is no card) and the reference, against attention in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.ops.attention import int8_attention, int8_attention_reference
+from kernels.triton_kernels.attention import launch_int8_attention
+from support.tensors import DEVICE, relative_error
+
+# Error on normal data: 8 bits of q and of k.
+NORMAL = 0.012
+
+
+def heads(batch, count, tokens, width, seed, dtype=torch.bfloat16):
+    """[B, H, T, D] as models have it: a view of [B, T, H D]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, tokens, count, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+
+
+def operands(batch=1, count=2, kv=None, tq=40, tk=70, width=64, dtype=torch.bfloat16):
+    kv = kv or count
+    return (
+        heads(batch, count, tq, width, 0, dtype),
+        heads(batch, kv, tk, width, 1, dtype),
+        heads(batch, kv, tk, width, 2, dtype),
+    )
+
+
+def exact(q, k, v, mask=None, scale=None):
+    """In float64."""
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    return F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def of_reference(q, k, v, mask=None, scale=None, key_mean=None):
+    full = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return int8_attention_reference(q, k, v, full, scale, key_mean)
+
+
+def masks(batch, count, tq, tk):
+    generator = torch.Generator().manual_seed(7)
+    seen = torch.rand(batch, 1, tq, tk, generator=generator) > 0.3
+    seen[..., 0] = True
+    bias = torch.randn(count, 1, tk, generator=generator)
+    return {"none": None, "bool": seen.to(DEVICE), "float": bias.to(DEVICE), "bf16": bias.to(DEVICE, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("kind", ("none", "bool", "float", "bf16"))
+@pytest.mark.parametrize("compute", (int8_attention, of_reference), ids=("kernels", "reference"))
+@pytest.mark.parametrize(
+    "shape",
+    (
+        {"batch": 2, "tq": 33, "tk": 77},  # ragged
+        {"count": 4, "kv": 2, "tq": 20, "tk": 128, "width": 128},  # grouped queries
+        {"count": 1, "tq": 65, "tk": 31, "width": 256},
+        {"count": 3, "tq": 16, "tk": 130, "width": 40},
+        {"count": 1, "tq": 1, "tk": 1, "width": 96},
+    ),
+    ids=str,
+)
+def test_attention(shape, compute, kind):
+    q, k, v = operands(**shape)
+    mask = masks(q.shape[0], q.shape[1], q.shape[2], k.shape[2])[kind]
+    result = compute(q, k, v, mask)
+    assert result.shape == q.shape and relative_error(result, exact(q, k, v, mask)) < NORMAL
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+@pytest.mark.parametrize("half_sums", (False, True))
+def test_other_dtypes_and_sums(dtype, half_sums):
+    q, k, v = operands(tq=40, tk=150, width=128, dtype=dtype)
+    out = torch.empty_like(q)
+    launch_int8_attention(q, k, v, None, 0.05, None, out, half_sums=half_sums)
+    assert relative_error(out, exact(q, k, v, scale=0.05)) < NORMAL
+
+
+def test_a_common_vector_of_keys_costs_nothing():
+    q, k, v = operands(tk=200)
+    strong = k + 20 * heads(1, 2, 1, 64, 5)
+    assert relative_error(int8_attention(q, strong, v), exact(q, strong, v)) < NORMAL
+    for key_mean in (strong.float().mean(2), strong.float().mean((0, 2))):
+        result = int8_attention(q, strong, v, key_mean=key_mean)
+        assert relative_error(result, exact(q, strong, v)) < NORMAL
+
+
+def test_any_vector_may_be_taken_from_the_keys():
+    q, k, v = operands()
+    vector = torch.randn(2, 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    assert relative_error(int8_attention(q, k, v, key_mean=vector), exact(q, k, v)) < 1.5 * NORMAL
+
+
+def test_channels_with_outliers_are_rotated():
+    q, k, v = operands(tk=200, width=128)
+    outliers = torch.ones(128, device=DEVICE)
+    outliers[::32] = 4
+    q, k = q * outliers.bfloat16(), k * outliers.bfloat16()
+    assert relative_error(int8_attention(q, k, v), exact(q, k, v)) < 1.3 * NORMAL
+
+
+@pytest.mark.parametrize(("dtype", "size"), ((torch.bfloat16, 1e4), (torch.bfloat16, 1e30), (torch.float16, 1e4)))
+@pytest.mark.parametrize("half_sums", (False, True))
+def test_large_values(dtype, size, half_sums):
+    q, k, v = operands(tk=200, dtype=dtype)
+    v = (v.float() * size / v.float().abs().max()).to(dtype)
+    out = torch.empty_like(q)
+    launch_int8_attention(q, k, v, None, 0.1, None, out, half_sums=half_sums)
+    assert relative_error(out, exact(q, k, v, scale=0.1)) < 2 * NORMAL
+
+
+def test_one_key_that_takes_all():
+    q, k, v = operands(tk=200)
+    k[:, :, 17] = 40 * q[:, :, 3]
+    assert relative_error(int8_attention(q, k, v)[:, :, 3], exact(q, k, v)[:, :, 3]) < NORMAL
+
+
+@pytest.mark.parametrize("compute", (int8_attention, of_reference), ids=("kernels", "reference"))
+@pytest.mark.parametrize("kind", ("bool", "float"))
+def test_rows_that_see_no_key_are_zeros(compute, kind):
+    q, k, v = operands(tq=10, tk=150)
+    seen = torch.ones(10, 150, dtype=torch.bool, device=DEVICE)
+    seen[3], seen[4, :149], seen[5, 1:] = False, False, False
+    mask = seen if kind == "bool" else torch.zeros(10, 150, device=DEVICE).masked_fill(~seen, -torch.inf)
+    result = compute(q, k, v, mask)
+    assert (result[:, :, 3] == 0).all()
+    assert relative_error(result, exact(q, k, v, seen)) < NORMAL
+
+
+@pytest.mark.parametrize("broken", (torch.nan, torch.inf))
+@pytest.mark.parametrize("compute", (int8_attention, of_reference), ids=("kernels", "reference"))
+def test_a_broken_query_stays_in_its_row(compute, broken):
+    q, k, v = operands()
+    expected = exact(q, k, v)
+    q[0, 1, 5, 3] = broken
+    result = compute(q, k, v)
+    assert result[0, 1, 5].isnan().all()
+    result[0, 1, 5] = expected[0, 1, 5]
+    assert relative_error(result, expected) < NORMAL
+
+
+@pytest.mark.parametrize("which", (1, 2), ids=("key", "value"))
+def test_a_broken_key_or_value_is_seen(which):
+    tensors = list(operands())
+    expected = exact(*tensors)
+    tensors[which][0, 1, 5, 3] = torch.nan
+    result = int8_attention(*tensors)
+    assert result[0, 1, :, 3].isnan().all()
+    assert relative_error(result[0, 0], expected[0, 0]) < NORMAL
+
+
+@pytest.mark.parametrize("scale", (-0.2, 0.0, 3.0))
+def test_scales_of_the_logits(scale):
+    q, k, v = operands(tk=200)
+    q = q / 20
+    assert relative_error(int8_attention(q, k, v, scale=scale), exact(q, k, v, scale=scale)) < NORMAL
+
+
+def test_zeros_and_empty_inputs():
+    q, k, v = operands()
+    assert relative_error(int8_attention(0 * q, k, v), exact(0 * q, k, v)) < NORMAL
+    assert relative_error(int8_attention(q, 0 * k, v), exact(q, 0 * k, v)) < NORMAL
+    assert (int8_attention(q, k, 0 * v) == 0).all()
+    assert int8_attention(q[:, :, :0], k, v).shape == (1, 2, 0, 64)
+    assert (int8_attention(q, k[:, :, :0], v[:, :, :0]) == 0).all()
+
+
+def test_any_strides():
+    q, k, v = operands(tq=40, tk=40)
+    joined = torch.stack((q, k, v), dim=-1)
+    assert torch.equal(int8_attention(*joined.unbind(-1)), int8_attention(q, k, v))
+    mask = masks(1, 2, 40, 40)["bool"]
+    assert torch.equal(int8_attention(q, k, v, mask.mT.contiguous().mT), int8_attention(q, k, v, mask))
+
+
+def test_a_tokens_heads_lie_side_by_side():
+    q, k, v = operands()
+    assert int8_attention(q, k, v).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    (
+        ({"k": torch.float32}, TypeError, "q, k and v must all be"),
+        ({"q": (1, 2, 40, 32)}, ValueError, "q must be"),
+        ({"k": (1, 3, 70, 64), "v": (1, 3, 70, 64)}, ValueError, "divide"),
+        ({"mask": (2, 40, 71)}, ValueError, "broadcastable"),
+        ({"mask": torch.int32}, TypeError, "mask must be"),
+        ({"key_mean": (3, 64)}, ValueError, "key_mean"),
+    ),
+    ids=str,
+)
+def test_bad_arguments(change, error, text):
+    given = dict(zip("qkv", operands(), strict=True))
+    for name, value in change.items():
+        like = given.get(name, torch.zeros(2, 40, 70, device=DEVICE))
+        given[name] = like.to(value) if isinstance(value, torch.dtype) else like.new_zeros(value)
+    with pytest.raises(error, match=text):
+        int8_attention(**given)
+
+
+def test_gradients_are_refused():
+    q, k, v = operands()
+    with pytest.raises(RuntimeError, match="no gradient"):
+        int8_attention(q.requires_grad_(), k, v)
+
+
+def test_operator():
+    q, k, v = operands(tq=20, tk=30)
+    mask = masks(1, 2, 20, 30)["bool"]
+    operator = torch.ops.int8_dit.int8_attention.default
+    torch.library.opcheck(operator, (q, k, v, mask, 0.1, None))
+
+
+def test_compiled_without_a_graph_break():
+    q, k, v = operands(tq=20, tk=30)
+    compiled = torch.compile(lambda *tensors: int8_attention(*tensors) * 2, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(q, k, v), int8_attention(q, k, v) * 2)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+def test_captured_in_a_graph():
+    q, k, v = operands(tq=300, tk=700, width=128)
+    expected = int8_attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = int8_attention(q, k, v)
+    graph.replay()
+    assert torch.equal(result, expected)
