@@ -78,5 +78,5 @@ class INT8KernelBenchmark(io.ComfyNode):
         outcome = run(model, tokens, ticked, positive, latent_image, auto_decided)
         file = save_json(outcome)
         sections = outcome.sections(shown_methods(ticked), file)
-        picture = plot(outcome.report.shapes, sections[0]["title"])
+        picture = plot(outcome.report.shapes, sections[0]["title"], outcome.attention)
         return io.NodeOutput(picture, text_of(sections), ui={"int8_benchmark": sections})

@@ -28,7 +28,7 @@ from .forward import (
 )
 from .health import Health, examine, examine_again
 from .methods import BENCHMARK_METHODS, BF16, COMFYUI_INT8, TICKS, shown_methods
-from .report import Report, ShapeResult, markdown, method_table, notes
+from .report import Report, ShapeResult, Times, markdown, method_table, notes
 from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
 from .shapes import IDEOGRAM4_SHAPES, LinearShape
 
@@ -53,6 +53,7 @@ __all__ = [
     "Report",
     "ShapeResult",
     "Stopwatch",
+    "Times",
     "attention_memory",
     "attention_table",
     "auto_choice_sentence",

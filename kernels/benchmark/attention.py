@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..card.attention_choice import EXACT_WAY_NAMES, AttentionShape
+from ..card.attention_choice import CUDNN, EFFICIENT, EXACT_WAY_NAMES, FLASH, PYTORCH, AttentionShape
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..internals.kitchen import kitchen_attention
 from ..interruption import interruptible
@@ -110,11 +110,13 @@ class AttentionMethod:
         name: the heading of its row, and its key in results.
         prepare: makes the call that is timed. Raises Unavailable where this machine or this shape does not have it.
         foreign: whether it is the code of others: then what it raises leaves the row out.
+        color: of its bar in the node's picture.
     """
 
     name: str
     prepare: Callable[[AttentionOperands], Callable[[], torch.Tensor]]
     foreign: bool = True
+    color: str | None = None
 
 
 def _exact(way: str, operands: AttentionOperands) -> Callable[[], torch.Tensor]:
@@ -150,10 +152,13 @@ KITCHEN_INT8 = "comfy-kitchen INT8"
 OWN_INT8 = "INT8 of this pack"
 
 ATTENTION_METHODS = (
-    *(AttentionMethod(way, partial(_exact, way)) for way in EXACT_WAY_NAMES),
-    AttentionMethod(COMFYUI_CHOICE, _comfyui),
-    AttentionMethod(KITCHEN_INT8, _kitchen),
-    AttentionMethod(OWN_INT8, _own_int8, foreign=False),
+    AttentionMethod(FLASH, partial(_exact, FLASH), color="#4f5f6e"),
+    AttentionMethod(CUDNN, partial(_exact, CUDNN), color="#6f9a4d"),
+    AttentionMethod(EFFICIENT, partial(_exact, EFFICIENT), color="#c4a83a"),
+    AttentionMethod(PYTORCH, partial(_exact, PYTORCH), color="#b5546b"),
+    AttentionMethod(COMFYUI_CHOICE, _comfyui, color="#7f8c9b"),
+    AttentionMethod(KITCHEN_INT8, _kitchen, color="#9a6fb0"),
+    AttentionMethod(OWN_INT8, _own_int8, foreign=False, color="#2f6fd0"),
 )
 """In the order of the rows. INT8 ones are timed with the quantization of their inputs."""
 
@@ -163,6 +168,10 @@ class AttentionResult(Times):
     """The times of one call."""
 
     call: AttentionCall
+
+    @property
+    def name(self) -> str:
+        return self.call.name
 
     def exact_milliseconds(self) -> dict[str, float]:
         """Those of the ways that `exact_attention` chooses from."""

@@ -29,8 +29,13 @@ class Times:
         """Median over the rounds per method that ran."""
         return medians(self.rounds)
 
+    @property
+    def name(self) -> str:
+        """What is computed, for the user."""
+        raise NotImplementedError
+
     def place(self) -> str:
-        """The sizes of what is computed."""
+        """Its sizes."""
         raise NotImplementedError
 
     def as_json(self) -> dict:
@@ -49,6 +54,10 @@ class ShapeResult(Times):
     """Copies of the weight that the calls rotated over."""
     weight_bytes: dict[str, float] = field(default_factory=dict)
     """What the method's form of the weight takes."""
+
+    @property
+    def name(self) -> str:
+        return self.shape.name
 
     def time_ratio(self, method: str, reference: str) -> float | None:
         """The time of `method` over that of `reference`, or None where either did not run."""

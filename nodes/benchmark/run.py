@@ -101,10 +101,10 @@ class Outcome:
             sections.append(_section("One forward", columns, rows))
         for result in self.report.shapes:
             columns, rows = method_table(result, methods)
-            sections.append(_section(f"{result.shape.name}, {result.place()}", columns, rows))
+            sections.append(_section(f"{result.name}, {result.place()}", columns, rows))
         for result in self.attention:
             columns, rows = attention_table(result)
-            sections.append(_section(f"{result.call.name}, {result.place()}", columns, rows))
+            sections.append(_section(f"{result.name}, {result.place()}", columns, rows))
         sections[-1]["notes"] = self.remarks
         return sections
 

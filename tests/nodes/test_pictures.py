@@ -217,11 +217,43 @@ def test_a_benchmark_of_nothing_can_be_drawn(benchmark, texts_of, results):
 
 def test_methods_without_a_colour_get_their_own(pack):
     from int8_dit.kernels.benchmark import LinearShape, ShapeResult
-    from int8_dit.nodes.pictures.benchmark_plot import _colors
+    from int8_dit.nodes.pictures.benchmark_plot import LINEARS, _colors
 
     result = ShapeResult(LinearShape("o", 1, 1), 1, rounds={name: [1.0] for name in methods()[::-1]})
-    colors = _colors([result])
+    colors = _colors([result], LINEARS)
     assert list(colors) == methods() and len(set(colors.values())) == len(colors)
+
+
+@pytest.fixture
+def attention(pack):
+    """Results of attention calls with these times of each method."""
+    from int8_dit.kernels.benchmark import AttentionCall, AttentionResult, AttentionShape
+
+    def make(*times):
+        call = AttentionCall("cross attention", 40, AttentionShape(128, 32760, 32512, True), 8, 2)
+        return [AttentionResult(call, rounds={name: [ms, ms, 1.1 * ms] for name, ms in each.items()}) for each in times]
+
+    return make
+
+
+@pytest.mark.parametrize("calls", (1, 2, 4))
+def test_the_attention_is_legible(attention, texts_of, calls):
+    from int8_dit.kernels.benchmark import ATTENTION_METHODS
+    from int8_dit.nodes.pictures.benchmark_plot import ATTENTION, draw
+
+    times = {method.name: 1.0 + number for number, method in enumerate(ATTENTION_METHODS)}
+    figure = draw(attention(*[times] * calls), "", ATTENTION)
+    assert_legible(figure, texts_of(figure))
+    assert bars(figure)[0]["flash"] == pytest.approx(1.0 / times["ComfyUI's choice"])
+    assert len(set(ATTENTION.colors.values())) == len(times) and None not in ATTENTION.colors.values()
+
+
+def test_attention_stands_below_the_linears(attention):
+    from int8_dit.nodes.pictures.benchmark_plot import plot
+
+    alone, both = plot([], "a card"), plot([], "a card", attention({"flash": 1.0}))
+    assert both.shape[1] > alone.shape[1] and both.shape[2] == alone.shape[2]
+    assert (both[:, : alone.shape[1]] == alone).all() and both[:, alone.shape[1] :].min() < 0.5
 
 
 # The package that draws.
