@@ -3,11 +3,9 @@
 A new way is a new entry of ATTENTION_METHODS.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -15,6 +13,7 @@ from ..card.attention_choice import CUDNN, EFFICIENT, EXACT_WAY_NAMES, FLASH, PY
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..internals.kitchen import kitchen_attention
 from ..interruption import interruptible
+from ..ops.attention import int8_attention, int8_attention_obstacle
 from ..ops.exact_attention import COMFYUI_ORDER, attend, attend_by, exact_ways
 from .operands import Unavailable, first_line
 from .report import Times, spread
@@ -140,11 +139,10 @@ def _kitchen(operands: AttentionOperands) -> Callable[[], torch.Tensor]:
 
 
 def _own_int8(operands: AttentionOperands) -> Callable[[], torch.Tensor]:
-    try:
-        kernel: Any = importlib.import_module("..ops.attention", __package__).int8_attention
-    except ImportError as error:
-        raise Unavailable("this version has none") from error
-    return lambda: kernel(operands.q, operands.k, operands.v, operands.mask)
+    obstacle = "no GPU" if operands.device.type != "cuda" else int8_attention_obstacle(operands.device)
+    if obstacle is not None:
+        raise Unavailable(obstacle)
+    return lambda: int8_attention(operands.q, operands.k, operands.v, operands.mask)
 
 
 COMFYUI_CHOICE = "ComfyUI's choice"
