@@ -230,14 +230,12 @@ def _candidates(
 
 
 def choose_exact_way(device: torch.device, shape: AttentionShape, takes: tuple[str, ...]) -> str | None:
-    """The way of a shape on a GPU among those that take it: the fastest by the card's own benchmark, else cuDNN from
-    Hopper on; None where PyTorch's own choice is as good as any."""
-    ruled = torch.cuda.get_device_capability(device) >= _CUDNN_FIRST and CUDNN in takes
-    usual = CUDNN if ruled else PYTORCH
+    """The way of a shape on a GPU among those that take it, in the order of EXACT_WAYS: the fastest by the card's own
+    benchmark, else cuDNN from Hopper on; None where neither says anything."""
+    rule = CUDNN if torch.cuda.get_device_capability(device) >= _CUDNN_FIRST and CUDNN in takes else None
     choice = stored_attention_choice(device)
-    measured = None if choice is None else choice.fastest(shape, takes, usual)
-    way = usual if measured is None else measured
-    return None if way == PYTORCH else way
+    measured = None if choice is None else choice.fastest(shape, takes, rule or takes[0])
+    return rule if measured is None else measured
 
 
 def _plan_for_compiler(q: torch.Tensor, mask: torch.Tensor | None, grouped: bool) -> _Plan | None:

@@ -3,7 +3,7 @@
     python tests/studies/attention.py --out FILE.json
 
 It prints milliseconds, and errors against float64 on normal data and on keys with strong means. Methods take turns, in
-CUDA graphs. An H200 needs about a minute. `--tiny` tries the script out on a CPU.
+CUDA graphs; `--seconds` bounds the whole. `--tiny` tries the script out on a CPU.
 """
 
 import argparse
