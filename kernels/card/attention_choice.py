@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .kept_files import is_milliseconds, is_size, path_for, read_object, write_object
+from .kept_files import is_milliseconds, is_size, path_for, read_of_machine, write_of_machine
 from .machine import describe_machine
 
 FLASH, CUDNN, EFFICIENT, PYTORCH = "flash", "cuDNN", "efficient", "PyTorch's choice"
@@ -74,9 +74,7 @@ def stored_attention_choice(device: torch.device) -> AttentionChoice | None:
 @functools.cache
 def _stored(device: torch.device) -> AttentionChoice | None:
     try:
-        content = read_object(_path(device)) or {}
-        if content.get("machine") != _machine_of(device):
-            return None
+        content = read_of_machine(_path(device), _machine_of(device))
         date, times = content["date"], dict(map(_of_shape, content["shapes"]))
         return AttentionChoice(date, times) if isinstance(date, str) and times else None
     except (OSError, ValueError, KeyError, TypeError, ImportError):
@@ -89,9 +87,8 @@ def store_attention_choice(device: torch.device, choice: AttentionChoice) -> Pat
     """Keep a choice for a GPU in place of an earlier one, whole or not at all; the file. Raises OSError."""
     path = _path(device)
     entries = [shape._asdict() | {"milliseconds": dict(times)} for shape, times in choice.milliseconds.items()]
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        write_object(path, {"machine": _machine_of(device), "date": choice.date, "shapes": entries})
+        write_of_machine(path, _machine_of(device), {"date": choice.date, "shapes": entries})
     finally:
         _stored.cache_clear()
     return path

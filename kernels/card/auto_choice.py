@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .kept_files import is_milliseconds, is_size, path_for, read_object, write_object
+from .kept_files import is_milliseconds, is_size, path_for, read_of_machine, write_of_machine
 from .kernel_sources import kernel_source_hash
 from .machine import describe_machine, native_backend
 
@@ -69,9 +69,7 @@ def stored_auto_choice(device: torch.device) -> AutoChoice | None:
 @functools.cache
 def _stored(device: torch.device) -> AutoChoice | None:
     try:
-        content = read_object(_path(device)) or {}
-        if content.get("machine") != _machine_of(device):
-            return None
+        content = read_of_machine(_path(device), _machine_of(device))
         date, times = content["date"], dict(map(_of_shape, content["shapes"]))
         return AutoChoice(date, times) if isinstance(date, str) and times else None
     except (OSError, ValueError, KeyError, TypeError, ImportError):
@@ -84,10 +82,8 @@ def store_auto_choice(device: torch.device, choice: AutoChoice) -> Path:
     """Keep a choice for a GPU in place of an earlier one, whole or not at all; the file. Raises OSError."""
     path = _path(device)
     entries = [{"n": n, "k": k, "milliseconds": dict(times)} for (n, k), times in choice.milliseconds.items()]
-    content = {"machine": _machine_of(device), "date": choice.date, "shapes": entries}
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        write_object(path, content)
+        write_of_machine(path, _machine_of(device), {"date": choice.date, "shapes": entries})
     finally:
         _stored.cache_clear()
     return path

@@ -165,8 +165,8 @@ _LINEAR = (
 _ACTIVATIONS = (
     CodeMutant(
         "the reciprocal of a tiny row's scale becomes Inf",
-        "tl.minimum(tl.div_rn(127.0, tl.where(absmax > 0, absmax, 1.0)), _FLOAT32_MAX)",
-        "tl.div_rn(127.0, tl.where(absmax > 0, absmax, 1.0))",
+        "inverse_scale = tl.minimum(tl.div_rn(127.0, tl.where(absmax > 0, absmax, 1.0)), _FLOAT32_MAX)",
+        "inverse_scale = tl.div_rn(127.0, tl.where(absmax > 0, absmax, 1.0))",
         "kernels/test_quantization.py::test_tiny_and_huge_rows",
     ),
     CodeMutant(
@@ -376,9 +376,27 @@ _CARDS = (
     ),
     CodeMutant(
         "what was measured on another machine decides",
-        'if content.get("machine") != _machine_of(device):',
-        'if "machine" not in content:',
-        "kernels/test_device.py",
+        'return content if content.get("machine") == machine else {}',
+        'return content if "machine" in content else {}',
+        "kernels/test_device.py kernels/test_exact_attention.py",
+    ),
+    CodeMutant(
+        "a way of exact attention that failed is tried again at each call",
+        "        _plans[key] = plan\n",
+        "",
+        "kernels/test_exact_attention.py",
+    ),
+    CodeMutant(
+        "a new measurement of attention counts only after a restart",
+        "    finally:\n        _plans.clear()",
+        "    finally:\n        pass",
+        "kernels/test_exact_attention.py",
+    ),
+    CodeMutant(
+        "the order of attention backends stays after the call",
+        "        put(before)\n",
+        "        put(get())\n",
+        "kernels/test_exact_attention.py",
     ),
     CodeMutant(
         "a smoothed layer is given to ComfyUI's own INT8",
