@@ -42,7 +42,7 @@ def _attend_to_keys(
     MASK: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What BLOCK keys from `first` on add to the rows: their highest logit so far, in powers of two, the sum of their
+    """What KEYS keys from `first` on add to the rows: their highest logit so far, in powers of two, the sum of their
     probabilities and the sums of values, both relative to the highest."""
     key = first + tl.arange(0, KEYS)
     inside = key < end
@@ -178,10 +178,10 @@ class AttentionTiles:
 
 # By channels of a head, padded to a power of two.
 _AMPERE_TILES = {
-    32: AttentionTiles(128, 128, 32, 8, 2),
-    64: AttentionTiles(128, 128, 64, 8, 2),
+    32: AttentionTiles(64, 128, 32, 4, 2),
+    64: AttentionTiles(64, 128, 64, 4, 2),
     128: AttentionTiles(64, 64, 64, 4, 2, ahead=True),
-    256: AttentionTiles(128, 32, 128, 8, 2),
+    256: AttentionTiles(128, 32, 128, 8, 3, ahead=True),
 }
 _HOPPER_TILES = {
     32: AttentionTiles(64, 128, 32, 4, 2),

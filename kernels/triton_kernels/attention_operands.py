@@ -200,7 +200,7 @@ def attention_statistics_constants(
 
 def _rows_and_blocks(channels: int) -> tuple[int, int]:
     """How many tokens a program holds at a time, and how often."""
-    return (32, 4) if channels > _WIDEST_PART else (64, 2)
+    return (32, 8) if channels > _WIDEST_PART else (64, 4)
 
 
 def attention_operands_constants(
