@@ -14,7 +14,8 @@ from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
-from .ops.exact_attention import decide_attention_by
+from .ops.attention import int8_attention, int8_attention_obstacle
+from .ops.exact_attention import decide_attention_by, exact_attention, fastest_way
 from .ops.gates import ACTIVATIONS, activate_quantize
 from .ops.linear import int8_gemm, int8_linear
 from .ops.norms import Norm, gated_residual, norm_quantize
@@ -65,10 +66,14 @@ __all__ = [
     "dequantize_weight",
     "divide_modulation_scale",
     "divide_rows",
+    "exact_attention",
     "expand_codes",
     "expand_gguf",
+    "fastest_way",
     "gated_residual",
     "gguf_channel_scales",
+    "int8_attention",
+    "int8_attention_obstacle",
     "int8_gemm",
     "int8_linear",
     "int8_path",

@@ -3,8 +3,10 @@
 from comfy_api.latest import io
 
 from .host.decision import decision_stamp
+from .loading.file_notes import exact_attention_of
 from .patching.apply_kernel import apply_fused_kernel
-from .patching.attention import AS_COMFYUI, set_attention
+from .patching.attention import set_attention
+from .patching.attention_kinds import AS_COMFYUI
 from .sockets import attention_input, model_outputs, shown_model
 
 
@@ -46,5 +48,5 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
     @classmethod
     def execute(cls, model, kernel: str = "auto", attention: str = AS_COMFYUI) -> io.NodeOutput:
         patched = apply_fused_kernel(model, kernel)
-        set_attention(patched, attention)
+        set_attention(patched, attention, exact_attention_of(patched))
         return shown_model(patched, kernel, otherwise="ComfyUI's own INT8")

@@ -6,8 +6,10 @@ from .comfyui.memory import default_device
 from .files.reading.contents import BRANCHES
 from .host.decision import decision_stamp
 from .host.model_files import model_files, model_path
+from .loading.file_notes import exact_attention_of
 from .loading.load import MEMORY_CHOICES, load_int8_model
-from .patching.attention import AS_COMFYUI, check_attention, set_attention
+from .patching.attention import check_attention, set_attention
+from .patching.attention_kinds import AS_COMFYUI
 from .sockets import attention_input, kernel_input, model_outputs, shown_model
 
 NO_BASE = "none"
@@ -85,5 +87,5 @@ class LoadINT8DiT(io.ComfyNode):
         check_attention(attention, default_device())  # before a file is read for nothing
         base = None if base_checkpoint == NO_BASE else model_path(base_checkpoint)
         model = load_int8_model(model_path(model_name), kernel, branch, base, memory=memory)
-        set_attention(model, attention)
+        set_attention(model, attention, exact_attention_of(model))
         return shown_model(model, kernel)

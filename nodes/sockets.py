@@ -9,7 +9,7 @@ from ..kernels import KERNEL_CHOICES, choose_path, stored_auto_choice
 from .comfyui.patcher import ModelPatcher
 from .host.badges import Badge, badges_output
 from .loading.summary import Summary, floats_of, summarize
-from .patching.attention import AS_COMFYUI, ATTENTION_CHOICES
+from .patching.attention_kinds import ATTENTION_KINDS, DEFAULT_ATTENTION
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
 RecordingType = io.Custom("INT8_RECORDING")
@@ -29,16 +29,17 @@ def kernel_input() -> io.Combo.Input:
     )
 
 
-def attention_input() -> io.Combo.Input:
+def attention_input(advanced: bool | None = None) -> io.Combo.Input:
     """The widget that chooses what a MODEL's attention computes with."""
     return io.Combo.Input(
         "attention",
-        options=list(ATTENTION_CHOICES),
-        default=AS_COMFYUI,
+        options=list(ATTENTION_KINDS),
+        default=DEFAULT_ATTENTION,
         optional=True,
-        tooltip="INT8 (comfy-kitchen): attention in INT8 too, in calls with heads of at most 256; the others run as "
-        "ComfyUI's. Needs comfy-kitchen 0.2.29 and an RTX 20 card or newer. Check your images: it rounds more than the "
-        "linears do.",
+        advanced=advanced,
+        tooltip="auto: exact, the fastest way for this card and shape; what a layer, another node or a launch flag "
+        "chose stays. INT8: attention in INT8 too, on any card from Ampere (RTX 30) on, but for blocks that a "
+        "calibration keeps exact; check your images. INT8 (comfy-kitchen): comfy-kitchen's own, from RTX 20 on.",
     )
 
 

@@ -28,9 +28,27 @@ Attention = Callable[..., torch.Tensor]
 """A function with the arguments of ComfyUI's attention functions: q, k, v, heads, mask=None and others."""
 
 
-def comfyuis_attention(*args: Any, mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+def comfyuis_attention(
+    q: Any, k: Any, v: Any, heads: int, mask: torch.Tensor | None = None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """What ComfyUI computes attention with where nothing else was chosen."""
-    return (_core.optimized_attention if mask is None else _core.optimized_attention_masked)(*args, mask=mask, **kwargs)
+    return _default(mask)(q, k, v, heads, mask, *args, **kwargs)
+
+
+def _default(mask: torch.Tensor | None) -> Attention:
+    return _core.optimized_attention if mask is None else _core.optimized_attention_masked
+
+
+def pytorch_attentions() -> tuple[Attention, ...]:
+    """ComfyUI's function for PyTorch's attention, as models call it and as overrides get it."""
+    own = _core.attention_pytorch
+    return own, getattr(own, "__wrapped__", own)
+
+
+def is_pytorchs(function: Attention, mask: torch.Tensor | None, known: tuple[Attention, ...]) -> bool:
+    """Whether an attention function that would be called is PyTorch's attention, which is exact: then neither a launch
+    flag nor another pack has chosen. `known` are `pytorch_attentions()`."""
+    return (_default(mask) if function is comfyuis_attention else function) in known
 
 
 def in_containers(q: Any) -> bool:
@@ -87,17 +105,19 @@ class _Before:
 
     own: Any  # the layer's
     attend: Callable[..., torch.Tensor]
+    yields: bool
 
     def with_config(self, config: Any) -> Any:
         """ComfyUI's: another one, for what a LoRA chooses."""
-        return _before(self.own.with_config(config), self.attend)
+        return _before(self.own.with_config(config), self.attend, self.yields)
 
 
-def _before(choice: Any, attend: Callable[..., torch.Tensor]) -> Any:
+def _before(choice: Any, attend: Callable[..., torch.Tensor], yields: bool) -> Any:
     before = copy.deepcopy(choice)
     before.__class__ = type("Before", (_Before, type(choice)), {})
-    vars(before).update(own=choice, attend=attend)  # not as parts of a module
-    before.function = partial(attend, choice.function or comfyuis_attention)
+    vars(before).update(own=choice, attend=attend, yields=yields)  # not as parts of a module
+    if not (yields and choice.function):
+        before.function = partial(attend, choice.function or comfyuis_attention)
     return before
 
 
@@ -105,14 +125,15 @@ def _own(part: Any) -> Any:
     return part.own if isinstance(part, _Before) else part
 
 
-def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor]) -> tuple[str, ...]:
+def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor], yields: bool) -> tuple[str, ...]:
     """Let the layers of a MODEL that may choose call `attend`, which takes what they would call as its first argument.
 
-    It is called where nothing overrides attention. Returns the paths of the layers' choices in the MODEL.
+    It is called where nothing overrides attention; with `yields` only for layers that have chosen nothing which runs.
+    Returns the paths of the layers' choices in the MODEL.
     """
     choices = attention_choices(model)
     for name, choice in choices.items():
-        model.add_object_patch(name, _before(choice, attend))
+        model.add_object_patch(name, _before(_own(choice), attend, yields))
     return tuple(choices)
 
 

@@ -19,6 +19,8 @@ from ..host import notices
 RECIPE_KEY = "int8_dit_recipe"
 FOLDED = "folded"
 """The entry of a recipe that says whether smoothing factors were folded into the layers before."""
+ATTENTION = "attention"
+"""The entry of a recipe that says what INT8 attention costs each block ("errors"), and which keep theirs ("exact")."""
 _FOLDED_CALLBACK_KEY = "int8_dit_folded"
 _BLOCK_FORMATS_KEY = "int8_dit_gguf_formats"
 _CHOICES_KEY = "int8_dit_attention_choices"
@@ -41,6 +43,16 @@ def recipe_in(metadata: Mapping[str, str]) -> dict[str, object]:
         return json_object(metadata.get(RECIPE_KEY, ""), _MOST)
     except ValueError:
         return {}
+
+
+def exact_attention_of(model: ModelPatcher) -> tuple[str, ...]:
+    """The blocks of a MODEL whose attention a calibration keeps exact, by path in the diffusion model.
+
+    What is no list of names says nothing: exact attention is never wrong, and neither is INT8 anywhere.
+    """
+    said = recipe_of(model).get(ATTENTION)
+    exact = said.get("exact") if isinstance(said, dict) else None
+    return tuple(name for name in exact if isinstance(name, str)) if isinstance(exact, list) else ()
 
 
 class Notes(NamedTuple):

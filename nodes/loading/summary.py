@@ -14,7 +14,9 @@ from ..comfyui.patcher import ModelPatcher, object_patches, options_of
 from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, layout_of, params
 from ..layers.fused_forward import WeightForm, class_patch, weight_form
 from ..layers.layer_selection import linears, quantizable_linears
-from ..patching.attention import AS_COMFYUI, INT8, INT8Attention
+from ..patching.attention import exact_blocks_of
+from ..patching.attention_kinds import AS_COMFYUI
+from ..patching.attention_override import AttentionOverride
 from .file_notes import unknown_choices_of
 
 _FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line
@@ -117,9 +119,11 @@ def _kind(
 def describe_attention(model: ModelPatcher) -> str:
     """What a MODEL's attention computes with, in words for the user."""
     override = options_of(model).get(OVERRIDE)
-    if override is not None and not isinstance(override, INT8Attention):
+    if override is not None and not isinstance(override, AttentionOverride):
         return "as another node set it"
-    parts = [AS_COMFYUI if override is None else f"{INT8} where it fits"]
+    parts = [AS_COMFYUI if override is None else override.kind.runs]
+    if kept := exact_blocks_of(model):
+        parts.append(f"exact in {kept} block{'s' if kept > 1 else ''}")
     chosen = chosen_layers(model)
     if chosen.runs:
         parts.append(f"{_layers(chosen.runs)} chosen by the file{' or a LoRA' if chosen.by_lora else ''}")

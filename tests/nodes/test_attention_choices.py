@@ -297,7 +297,7 @@ def test_int8_attention_declines_to_the_layers_choice(
     choosing = 1 if widget == "without a LoRA" else 2
     assert describe_attention(model).startswith(f"{INT8} where it fits, {choosing} layer")
     if not fits:
-        monkeypatch.setattr(attention, "_WIDEST_HEAD", 8)
+        monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", 8)
     forward(small, model)
     preferred.clear()
     kernel.calls = 0

@@ -1,6 +1,7 @@
-"""comfy-kitchen's INT8 attention under a MODEL: which calls it gets and how, against ComfyUI's own; what is refused.
+"""INT8 attention under a MODEL, this pack's and comfy-kitchen's: which calls it gets and how, against ComfyUI's own;
+what is refused.
 
-Where the installed comfy-kitchen lacks it, or there is no GPU, a float function with its rules stands in.
+A float function with their rules stands in for both.
 """
 
 import logging
@@ -12,7 +13,8 @@ import torch
 from support.tensors import relative_error
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 10, 16
-INT8 = "INT8 (comfy-kitchen)"
+INT8, KITCHEN = "INT8", "INT8 (comfy-kitchen)"
+CPU = torch.device("cpu")
 NOTICE = "INT8 attention did not run"
 
 
@@ -21,6 +23,13 @@ def attention(pack):
     from int8_dit.nodes.patching import attention
 
     return attention
+
+
+@pytest.fixture
+def override(pack):
+    from int8_dit.nodes.patching import attention_override
+
+    return attention_override
 
 
 @pytest.fixture
@@ -44,10 +53,10 @@ def contained(core, qkv):
 
 
 class StandIn:
-    """int8_attention's signature and its demands on its inputs, computing in floats."""
+    """comfy-kitchen's signature and its demands on its inputs, computing in floats."""
 
-    def __init__(self):
-        self.scales = []
+    def __init__(self, kind=KITCHEN):
+        self.kind, self.scales = kind, []
 
     def __call__(self, q, k, v, *, scale=None, attn_mask=None):
         assert q.ndim == 4 and k.shape == v.shape
@@ -85,15 +94,33 @@ def halves_of(kernel):
 
 
 @pytest.fixture
-def kernel(pack, monkeypatch):
-    """A comfy-kitchen whose INT8 attention runs on the CPU."""
+def install(pack, monkeypatch):
+    """Let a function be one of the two INT8 attentions, on the CPU."""
     import comfy_kitchen
 
-    kernel = StandIn()
-    monkeypatch.setattr(comfy_kitchen, "int8_attention", kernel, raising=False)
-    monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device=None: True, raising=False)
-    for name, half in zip(HALVES, halves_of(kernel), strict=True):
-        monkeypatch.setattr(comfy_kitchen, name, half, raising=False)
+    from int8_dit.nodes.patching import attention_kinds
+
+    def install(kernel, kind, halves=None):
+        if kind == INT8:
+
+            def own(q, k, v, mask=None, scale=None, key_mean=None):
+                return kernel(q, k, v, scale=scale, **({} if mask is None else {"attn_mask": mask}))
+
+            monkeypatch.setattr(attention_kinds, "int8_attention", own)
+            return
+        monkeypatch.setattr(comfy_kitchen, "int8_attention", kernel, raising=False)
+        monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device=None: True, raising=False)
+        for name, half in zip(HALVES, halves or (None, None), strict=True):
+            monkeypatch.setattr(comfy_kitchen, name, half, raising=False)
+
+    return install
+
+
+@pytest.fixture(params=(INT8, KITCHEN))
+def kernel(install, request):
+    """One of the two, in its place."""
+    kernel = StandIn(request.param)
+    install(kernel, request.param, halves_of(kernel))
     return kernel
 
 
@@ -107,8 +134,12 @@ def tensors(kv_heads=HEADS, kv_tokens=TOKENS, by_head=False, dtype=torch.float32
     return made
 
 
-def on_cpu(attention, kernel, outer=None):
-    return attention.INT8Attention(kernel, torch.device("cpu"), outer)
+def on_cpu(kernel, outer=None):
+    """The override of the kind that a kernel was installed for."""
+    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.patching.attention_override import AttentionOverride
+
+    return AttentionOverride(ATTENTION_KINDS[kernel.kind], CPU, outer)
 
 
 def run(function, override, qkv, **keywords):
@@ -120,33 +151,31 @@ def run(function, override, qkv, **keywords):
 @pytest.mark.parametrize("kv_heads", (HEADS, 2, 1))
 @pytest.mark.parametrize("flat_output", (True, False))
 @pytest.mark.parametrize("by_head", (True, False))
-def test_calls_that_fit_equal_comfyuis(
-    attention, comfyui_attention, kernel, by_head, flat_output, kv_heads, scale, kv_tokens
-):
+def test_calls_that_fit_equal_comfyuis(comfyui_attention, kernel, by_head, flat_output, kv_heads, scale, kv_tokens):
     qkv = tensors(kv_heads, kv_tokens, by_head)
     options = {"skip_reshape": by_head, "skip_output_reshape": not flat_output, **scale}
     if kv_heads != HEADS:
         options["enable_gqa"] = True
     expected = comfyui_attention(*qkv, HEADS, **options)
-    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, low_precision_attention=True, **options)
+    actual = run(comfyui_attention, on_cpu(kernel), qkv, low_precision_attention=True, **options)
     torch.testing.assert_close(actual, expected)
     assert kernel.scales == [scale.get("scale")]
 
 
-def test_scattered_channels_are_gathered(attention, comfyui_attention, kernel):
+def test_scattered_channels_are_gathered(comfyui_attention, kernel):
     q, k, v = tensors(by_head=True)
     q = q.transpose(2, 3).contiguous().transpose(2, 3)
     assert q.stride(-1) != 1
-    actual = run(comfyui_attention, on_cpu(attention, kernel), (q, k, v), skip_reshape=True)
+    actual = run(comfyui_attention, on_cpu(kernel), (q, k, v), skip_reshape=True)
     torch.testing.assert_close(actual, comfyui_attention(q, k, v, HEADS, skip_reshape=True))
     assert kernel.calls == 1
 
 
-def test_keys_and_values_may_come_by_head(attention, comfyui_attention, kernel):
+def test_keys_and_values_may_come_by_head(comfyui_attention, kernel):
     """As MMDiTs give them."""
     q, k, v = tensors()
     expected = comfyui_attention(q, k, v, HEADS)
-    actual = run(comfyui_attention, on_cpu(attention, kernel), (q, k, v.unflatten(-1, (HEADS, WIDTH))))
+    actual = run(comfyui_attention, on_cpu(kernel), (q, k, v.unflatten(-1, (HEADS, WIDTH))))
     torch.testing.assert_close(actual, expected)
     assert kernel.calls == 1
 
@@ -170,20 +199,21 @@ MASKS = {
 @pytest.mark.parametrize("kv_heads", (HEADS, 2))
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("by_head", (True, False))
-def test_masked_calls_equal_comfyuis(attention, comfyui_attention, kernel, by_head, mask, kv_heads):
+def test_masked_calls_equal_comfyuis(comfyui_attention, kernel, by_head, mask, kv_heads):
     qkv = tensors(kv_heads, by_head=by_head)
     options = {"skip_reshape": by_head, "mask": MASKS[mask], "enable_gqa": kv_heads != HEADS}
     expected = comfyui_attention(*qkv, HEADS, **options)
     assert relative_error(comfyui_attention(*qkv, HEADS, **options | {"mask": None}), expected) > 0.1
-    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, **options)
+    actual = run(comfyui_attention, on_cpu(kernel), qkv, **options)
     torch.testing.assert_close(actual, expected)
     assert kernel.calls == 1
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_comfy_kitchen_without_masks_gets_none(attention, comfyui_attention, mask):
+def test_a_comfy_kitchen_without_masks_gets_none(install, comfyui_attention, mask):
     qkv, kernel = tensors(), OldStandIn()
-    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, mask=MASKS[mask])
+    install(kernel, KITCHEN)
+    actual = run(comfyui_attention, on_cpu(kernel), qkv, mask=MASKS[mask])
     assert torch.equal(actual, comfyui_attention(*qkv, HEADS, mask=MASKS[mask]))
     assert kernel.calls == 0
 
@@ -199,41 +229,41 @@ MISFITS = {
 
 @pytest.mark.parametrize("by_head", (True, False))
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_other_calls_get_comfyuis(attention, comfyui_attention, kernel, misfit, by_head):
+def test_other_calls_get_comfyuis(comfyui_attention, kernel, misfit, by_head):
     shape, options = MISFITS[misfit]
     qkv = tensors(by_head=by_head, **shape)
     options = {"skip_reshape": by_head, **options}
-    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, **options)
+    actual = run(comfyui_attention, on_cpu(kernel), qkv, **options)
     assert torch.equal(actual, comfyui_attention(*qkv, HEADS, **options))
     assert kernel.calls == 0
 
 
-def test_a_positional_mask_is_seen(attention, comfyui_attention, kernel):
+def test_a_positional_mask_is_seen(comfyui_attention, kernel):
     qkv, mask = tensors(), torch.eye(TOKENS, dtype=torch.bool)
-    options = {"optimized_attention_override": on_cpu(attention, kernel)}
+    options = {"optimized_attention_override": on_cpu(kernel)}
     actual = comfyui_attention(*qkv, HEADS, mask, transformer_options=options)
     torch.testing.assert_close(actual, comfyui_attention(*qkv, HEADS, mask))
     assert kernel.calls == 1
 
 
-def test_keys_for_all_samples_at_once_get_comfyuis(attention, comfyui_attention, kernel):
+def test_keys_for_all_samples_at_once_get_comfyuis(comfyui_attention, kernel):
     q, k, v = tensors(by_head=True)
     qkv = (q, k[:1], v[:1])
-    actual = run(comfyui_attention, on_cpu(attention, kernel), qkv, skip_reshape=True)
+    actual = run(comfyui_attention, on_cpu(kernel), qkv, skip_reshape=True)
     assert torch.equal(actual, comfyui_attention(*qkv, HEADS, skip_reshape=True)) and kernel.calls == 0
 
 
-def test_gradients_get_comfyuis(attention, comfyui_attention, kernel):
+def test_gradients_get_comfyuis(comfyui_attention, kernel):
     q, k, v = tensors()
     q.requires_grad_()
-    run(comfyui_attention, on_cpu(attention, kernel), (q, k, v)).sum().backward()
+    run(comfyui_attention, on_cpu(kernel), (q, k, v)).sum().backward()
     assert q.grad.abs().sum() > 0 and kernel.calls == 0
     with torch.no_grad():
-        run(comfyui_attention, on_cpu(attention, kernel), (q, k, v))
+        run(comfyui_attention, on_cpu(kernel), (q, k, v))
     assert kernel.calls == 1
 
 
-def test_an_override_that_was_there_still_acts(attention, comfyui_attention, kernel):
+def test_an_override_that_was_there_still_acts(comfyui_attention, kernel):
     names = []
 
     def doubling(func, q, *args, **kwargs):
@@ -241,16 +271,17 @@ def test_an_override_that_was_there_still_acts(attention, comfyui_attention, ker
         return func(2 * q, *args, **kwargs)
 
     q, k, v = tensors()
-    actual = run(comfyui_attention, on_cpu(attention, kernel, doubling), (q, k, v))
+    actual = run(comfyui_attention, on_cpu(kernel, doubling), (q, k, v))
     torch.testing.assert_close(actual, comfyui_attention(2 * q, k, v, HEADS))
     assert kernel.calls == 1 and names == ["attention_pytorch"]
 
 
 @pytest.mark.parametrize("in_containers", (False, True), ids=("tensors", "containers"))
-@pytest.mark.parametrize("mask", (None, torch.eye(TOKENS)), ids=("fits", "misfit"))
-def test_compiles_into_one_graph(attention, containers, monkeypatch, mask, in_containers):
+@pytest.mark.parametrize("fits", (True, False), ids=("fits", "misfit"))
+@pytest.mark.parametrize("kind", (INT8, KITCHEN))
+def test_compiles_into_one_graph(override, install, containers, monkeypatch, kind, fits, in_containers):
     # What ComfyUI runs on a CPU asks for the free memory.
-    monkeypatch.setattr(containers, "optimized_attention_masked", containers.attention_pytorch)
+    monkeypatch.setattr(containers, "optimized_attention", containers.attention_pytorch)
     calls = []
 
     @torch.library.custom_op("int8_dit_tests::attention", mutates_args=())
@@ -259,21 +290,27 @@ def test_compiles_into_one_graph(attention, containers, monkeypatch, mask, in_co
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).contiguous()
 
     op.register_fake(lambda q, k, v, scale: q.new_empty(q.shape))
-    override = on_cpu(attention, lambda q, k, v, *, scale=None: op(q, k, v, scale))
-    core, qkv = containers, tensors()
+    kernel = StandIn(kind)
+    install(lambda q, k, v, *, scale=None: op(q, k, v, scale), kind)
+    core, qkv, attend = containers, tensors(), on_cpu(kernel)
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda *qkv: run(core.attention_pytorch, override, contained(core, qkv) if in_containers else qkv, mask=mask),
+        lambda *qkv: run(
+            core.attention_pytorch,
+            attend,
+            contained(core, qkv) if in_containers else qkv,
+            low_precision_attention=fits,
+        ),
         backend="aot_eager",
         fullgraph=True,
     )
     seen = set()
-    token = attention._notes.set(seen)
+    token = override._notes.set(seen)
     for _ in range(2):
-        torch.testing.assert_close(compiled(*qkv), core.attention_pytorch(*qkv, HEADS, mask))
-    attention._notes.reset(token)
-    assert seen == ({None} if mask is None else {"it has a mask, which this comfy-kitchen does not take"})
-    assert len(calls) == (2 if mask is None else 0)
+        torch.testing.assert_close(compiled(*qkv), core.attention_pytorch(*qkv, HEADS))
+    override._notes.reset(token)
+    assert seen == ({None} if fits else {"the model asks for more precision"})
+    assert len(calls) == (2 if fits else 0)
 
 
 # Containers, as ComfyUI from 0.33 on gives them to an override
@@ -281,20 +318,20 @@ def test_compiles_into_one_graph(attention, containers, monkeypatch, mask, in_co
 
 @pytest.mark.parametrize("mask", (None, MASKS["for all"]), ids=("plain", "mask"))
 @pytest.mark.parametrize("by_head", (True, False))
-def test_contained_calls_equal_comfyuis(attention, containers, kernel, by_head, mask):
+def test_contained_calls_equal_comfyuis(install, containers, kernel, by_head, mask):
     qkv = tensors(by_head=by_head)
     options = {"skip_reshape": by_head, "mask": mask}
     expected = containers.attention_pytorch(*qkv, HEADS, **options)
     for halves in (None, halves_of(kernel)):
-        override = attention.INT8Attention(kernel, torch.device("cpu"), None, halves)
+        install(kernel, kernel.kind, halves)
         held = contained(containers, qkv)
-        torch.testing.assert_close(run(containers.attention_pytorch, override, held, **options), expected)
+        torch.testing.assert_close(run(containers.attention_pytorch, on_cpu(kernel), held, **options), expected)
         assert [container.tensor for container in held] == [None] * 3
     assert kernel.calls == 2
 
 
-def test_taken_tensors_are_free_once_they_are_quantized(attention, containers, kernel):
-    held = contained(containers, tensors())
+def test_taken_tensors_are_free_once_they_are_quantized(install, containers):
+    kernel, held = StandIn(), contained(containers, tensors())
     alive = [weakref.ref(container.tensor) for container in held]
     quantize, attend = halves_of(kernel)
 
@@ -302,29 +339,29 @@ def test_taken_tensors_are_free_once_they_are_quantized(attention, containers, k
         assert [tensor() for tensor in alive] == [None] * 3
         return attend(quantized)
 
-    override = attention.INT8Attention(kernel, torch.device("cpu"), None, (quantize, attend_alone))
-    run(containers.attention_pytorch, override, held)
+    install(kernel, KITCHEN, (quantize, attend_alone))
+    run(containers.attention_pytorch, on_cpu(kernel), held)
     assert kernel.calls == 1
 
 
-def test_a_contained_misfit_gets_comfyuis(attention, containers, kernel):
+def test_a_contained_misfit_gets_comfyuis(containers, kernel):
     qkv = tensors()
     held = contained(containers, qkv)
-    actual = run(containers.attention_pytorch, on_cpu(attention, kernel), held, low_precision_attention=False)
+    actual = run(containers.attention_pytorch, on_cpu(kernel), held, low_precision_attention=False)
     assert torch.equal(actual, containers.optimized_attention(*qkv, HEADS))
     assert kernel.calls == 0 and [container.tensor for container in held] == [None] * 3
 
 
 @pytest.mark.parametrize("has_container_function", (True, False))
 @pytest.mark.parametrize("first", (True, False), ids=("it was there", "it comes later"))
-def test_another_override_around_it_in_containers(attention, containers, kernel, first, has_container_function):
+def test_another_override_around_it_in_containers(containers, kernel, first, has_container_function):
     """ComfyUI tells neither which function it would call: one that comes later calls what it found."""
 
     def doubling(func, q, *args, **kwargs):
         return func(2 * q, *args, **kwargs)
 
     q, k, v = tensors()
-    override = on_cpu(attention, kernel, doubling if first else None)
+    override = on_cpu(kernel, doubling if first else None)
     if not first:
         inner = override
 
@@ -344,9 +381,9 @@ def test_another_override_around_it_in_containers(attention, containers, kernel,
     assert kernel.calls == 1
 
 
-def test_it_can_be_hashed(attention, kernel):
+def test_it_can_be_hashed(kernel):
     """ComfyUI 0.37 and newer keys with it."""
-    override = on_cpu(attention, kernel)
+    override = on_cpu(kernel)
     assert {override: 1}[override] == 1
 
 
@@ -374,7 +411,7 @@ def load(dit, monkeypatch):
 def test_a_sampling_runs_it(dit, load, kernel, warnings):
     expected = dit.sample(load())
     assert kernel.calls == 0
-    model = load(attention=INT8)
+    model = load(attention=kernel.kind)
     assert dit.relative_error(dit.sample(model), expected) < 0.02  # other float sums, which INT8 linears round
     assert kernel.calls == 3 and not warnings()  # one in each block
     dit.sample(model.clone())
@@ -393,8 +430,8 @@ def test_old_workflows_have_comfyuis_attention(load, attention):
 
 
 def test_what_no_call_fits_says_so(dit, load, kernel, warnings, monkeypatch):
-    model = load(attention=INT8)
-    monkeypatch.setattr("int8_dit.nodes.patching.attention._WIDEST_HEAD", 8)
+    model = load(attention=kernel.kind)
+    monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", 8)
     dit.sample(model)
     assert kernel.calls == 0
     (warning,) = warnings()
@@ -402,21 +439,26 @@ def test_what_no_call_fits_says_so(dit, load, kernel, warnings, monkeypatch):
 
 
 def test_an_override_that_bypasses_it_is_told(dit, load, kernel, warnings):
-    model = load(attention=INT8)
+    model = load(attention=kernel.kind)
     model.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *a, **k: func(*a, **k)
     dit.sample(model)
     (warning,) = warnings()
     assert kernel.calls == 0 and "no call reached it" in warning
 
 
-def test_setting_it_twice_changes_nothing(dit, load, kernel, attention):
-    model = load(attention=INT8)
-    override = model.model_options["transformer_options"]["optimized_attention_override"]
-    for choice in attention.ATTENTION_CHOICES:
-        attention.set_attention(model, choice)
-    assert model.model_options["transformer_options"]["optimized_attention_override"] is override
-    dit.sample(model)
-    assert kernel.calls == 3
+def test_the_latest_int8_attention_counts_and_no_other_choice_undoes_it(dit, load, install, attention):
+    kernels = {kind: StandIn(kind) for kind in (INT8, KITCHEN)}
+    for kind, kernel in kernels.items():
+        install(kernel, kind)
+    model, names = load(attention=INT8), ("transformer_options", "optimized_attention_override")
+    for kind in (KITCHEN, INT8):
+        attention.set_attention(model, kind)
+        override = model.model_options[names[0]][names[1]]
+        for choice in (kind, "as ComfyUI", "auto"):
+            attention.set_attention(model, choice)
+        assert model.model_options[names[0]][names[1]] is override and override.outer is None
+        dit.sample(model)
+    assert [kernel.calls for kernel in kernels.values()] == [3, 3]
 
 
 # What is refused
@@ -427,30 +469,32 @@ def test_a_comfy_kitchen_without_it(load, monkeypatch):
 
     monkeypatch.delattr(comfy_kitchen, "int8_attention", raising=False)
     with pytest.raises(RuntimeError, match=r"no INT8 attention. 0.2.29 has it: run `pip install .*set to as ComfyUI"):
-        load(attention=INT8)
+        load(attention=KITCHEN)
 
 
-def test_a_machine_without_a_gpu(load, kernel, monkeypatch):
+def test_a_machine_without_a_gpu(load, install, monkeypatch):
     import comfy_kitchen
 
+    install(StandIn(), KITCHEN)
     monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: False)
     with pytest.raises(RuntimeError, match="runs on cpu, and INT8 attention needs a GPU"):
-        load(attention=INT8)
+        load(attention=KITCHEN)
 
 
 @pytest.mark.parametrize(
     "capability, reason", (((7, 0), r"A Card \(sm_70\) is too old"), ((8, 6), "install a PyTorch"))
 )
-def test_a_card_without_it(attention, kernel, monkeypatch, capability, reason):
+def test_a_card_without_it(attention, install, monkeypatch, capability, reason):
     import comfy_kitchen
 
+    install(StandIn(), KITCHEN)
     monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(RuntimeError, match=reason):
-        attention.check_attention(INT8, torch.device("cuda"))
+        attention.check_attention(KITCHEN, torch.device("cuda"))
 
 
 def test_an_unknown_choice(attention):
-    with pytest.raises(ValueError, match="attention must be one of as ComfyUI, INT8"):
+    with pytest.raises(ValueError, match="attention must be one of auto, as ComfyUI, INT8, INT8"):
         attention.check_attention("sage", torch.device("cpu"))

@@ -1,19 +1,14 @@
-"""comfy-kitchen's real INT8 attention on this GPU, against ComfyUI's attention in float."""
+"""INT8 attention on this GPU, this pack's and comfy-kitchen's, against ComfyUI's attention in float."""
 
 import pytest
 import torch
 
 from support.tensors import relative_error
 
-comfy_kitchen = pytest.importorskip("comfy_kitchen")
-GPU = torch.device("cuda")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
 
-if not (
-    torch.cuda.is_available()
-    and hasattr(comfy_kitchen, "int8_attention")
-    and comfy_kitchen.int8_attention_is_available(GPU)
-):
-    pytest.skip("comfy-kitchen has no INT8 attention here", allow_module_level=True)
+GPU = torch.device("cuda")
 
 HEADS = 18
 # batch, heads of keys and values, queries, keys, width of a head
@@ -27,22 +22,16 @@ SHAPES = {
 }
 
 
-@pytest.fixture
-def attention(pack):
-    from int8_dit.nodes.patching import attention
+@pytest.fixture(params=("INT8", "INT8 (comfy-kitchen)"))
+def override(pack, request):
+    """The attention override of a kind."""
+    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.patching.attention_override import AttentionOverride
 
-    return attention
-
-
-class Counting:
-    """comfy-kitchen's function, and how often it was called."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, q, k, v, *, scale=None, attn_mask=None):
-        self.calls += 1
-        return comfy_kitchen.int8_attention(q, k, v, scale=scale, attn_mask=attn_mask)
+    kind = ATTENTION_KINDS[request.param]
+    if obstacle := kind.obstacle(GPU):
+        pytest.skip(obstacle)
+    return AttentionOverride(kind, GPU)
 
 
 def tensors(batch, kv_heads, queries, keys, width, dtype, by_head):
@@ -54,33 +43,39 @@ def tensors(batch, kv_heads, queries, keys, width, dtype, by_head):
     return made
 
 
-def both(attention, qkv, **options):
-    """ComfyUI's attention, the same with the override, and how many calls INT8 attention got."""
+def both(override, qkv, **options):
+    """ComfyUI's attention, and the same with the override, by INT8 attention and no other."""
     from comfy.ldm.modules.attention import attention_pytorch
 
-    kernel = Counting()
-    chosen = {"optimized_attention_override": attention.INT8Attention(kernel, GPU)}
+    from int8_dit.nodes.patching import attention_override
+
+    notes = set()
+    token = attention_override._notes.set(notes)
+    chosen = {"optimized_attention_override": override}
     with torch.inference_mode():
         expected = attention_pytorch(*qkv, HEADS, **options)
-        return expected, attention_pytorch(*qkv, HEADS, transformer_options=chosen, **options), kernel.calls
+        actual = attention_pytorch(*qkv, HEADS, transformer_options=chosen, **options)
+    attention_override._notes.reset(token)
+    assert notes == {None}
+    return expected, actual
 
 
 @pytest.mark.parametrize("by_head", (True, False))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_int8_attention_is_near_comfyuis(attention, shape, dtype, by_head):
+def test_int8_attention_is_near_comfyuis(override, shape, dtype, by_head):
     qkv = tensors(*SHAPES[shape], dtype, by_head)
     options = {"skip_reshape": by_head, **({"enable_gqa": True} if SHAPES[shape][1] != HEADS else {})}
-    expected, actual, calls = both(attention, qkv, **options)
-    assert calls == 1 and actual.shape == expected.shape and actual.dtype == dtype
+    expected, actual = both(override, qkv, **options)
+    assert actual.shape == expected.shape and actual.dtype == dtype
     assert 0 < relative_error(actual.float(), expected.float()) < 0.05
 
 
 @pytest.mark.parametrize("scale", (0.02, 0.2))
-def test_the_scale_is_used(attention, scale):
+def test_the_scale_is_used(override, scale):
     qkv = tensors(*SHAPES["narrow heads"], torch.bfloat16, True)
-    expected, actual, calls = both(attention, qkv, skip_reshape=True, skip_output_reshape=True, scale=scale)
-    assert calls == 1 and relative_error(actual.float(), expected.float()) < 0.05
+    expected, actual = both(override, qkv, skip_reshape=True, skip_output_reshape=True, scale=scale)
+    assert relative_error(actual.float(), expected.float()) < 0.05
 
 
 def causal(*shape):
@@ -95,7 +90,7 @@ def padded(*shape, dtype):
 
 @pytest.mark.parametrize("shape", ("narrow heads", "GQA", "Ideogram 4 at 1024 px"))
 @pytest.mark.parametrize("kind", ("bool", "float", "of keys"))
-def test_masked_calls_are_near_comfyuis(attention, kind, shape):
+def test_masked_calls_are_near_comfyuis(override, kind, shape):
     batch, kv_heads, queries, keys, _ = SHAPES[shape]
     qkv = tensors(*SHAPES[shape], torch.bfloat16, True)
     options = {"skip_reshape": True, "enable_gqa": kv_heads != HEADS}
@@ -104,19 +99,17 @@ def test_masked_calls_are_near_comfyuis(attention, kind, shape):
         "float": lambda: padded(batch, queries, keys, dtype=torch.bfloat16),
         "of keys": lambda: padded(batch, 1, 1, keys, dtype=torch.bfloat16),
     }[kind]()
-    expected, actual, calls = both(attention, qkv, mask=mask, **options)
-    unmasked, _, _ = both(attention, qkv, **options)
-    assert calls == 1 and relative_error(actual.float(), expected.float()) < 0.05
+    expected, actual = both(override, qkv, mask=mask, **options)
+    unmasked = both(override, qkv, **options)[1]
+    assert relative_error(actual.float(), expected.float()) < 0.05
     assert relative_error(unmasked.float(), expected.float()) > 0.1
 
 
-def test_containers_get_the_same(attention):
-    """By comfy-kitchen's two halves, as ComfyUI's own function does."""
-    from int8_dit.nodes.comfyui.attention import kitchen_halves
+def test_containers_get_the_same(override):
+    """From comfy-kitchen by its two halves, as ComfyUI's own function does."""
     from support import comfyui_today
 
     qkv = tensors(*SHAPES["GQA"], torch.bfloat16, True)
-    override = attention.INT8Attention(Counting(), GPU, None, kitchen_halves())
     with comfyui_today.today() as core, torch.inference_mode():
         held = [core.AttentionTensorContainer(tensor) for tensor in qkv]
         options = {"skip_reshape": True, "enable_gqa": True}
@@ -126,9 +119,9 @@ def test_containers_get_the_same(attention):
     assert 0 < relative_error(actual.float(), expected.float()) < 0.05
 
 
-def test_slices_of_one_projection(attention):
+def test_slices_of_one_projection(override):
     """q, k and v as views into the output of one linear, which is how most models make them."""
     joint = torch.randn(1, 300, 3, HEADS, 128, device=GPU, dtype=torch.bfloat16)
     qkv = [joint[:, :, index].transpose(1, 2) for index in range(3)]
-    expected, actual, calls = both(attention, qkv, skip_reshape=True)
-    assert calls == 1 and relative_error(actual.float(), expected.float()) < 0.05
+    expected, actual = both(override, qkv, skip_reshape=True)
+    assert relative_error(actual.float(), expected.float()) < 0.05

@@ -1,0 +1,232 @@
+"""The kinds of attention that a MODEL can have, and the ways to compute a call that these are made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...kernels import exact_attention, fastest_way, int8_attention, int8_attention_obstacle
+from ..comfyui.attention import (
+    comfyuis_attention,
+    is_pytorchs,
+    kitchen_attention,
+    kitchen_attention_runs,
+    kitchen_halves,
+    kitchen_takes_masks,
+    kitchen_version,
+    pytorch_attentions,
+)
+from .attention_call import AttentionCall
+
+AUTO, AS_COMFYUI, INT8, KITCHEN_INT8 = "auto", "as ComfyUI", "INT8", "INT8 (comfy-kitchen)"
+
+KEEPS_EXACT = "int8_dit_exact_attention"
+"""The entry of transformer_options that is True inside of blocks whose attention a calibration keeps exact."""
+
+_KITCHEN_VERSION = "0.2.29"  # the first with INT8 attention
+_KITCHEN_OLDEST = (7, 5)
+_WIDEST_HEAD = 256
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MASK_DTYPES = (torch.bool, *_DTYPES)
+_MOST_HEADS = 65535  # of all samples together: what a grid of CUDA has room for
+_KNOWN_KEYWORDS = {"scale", "enable_gqa", "low_precision_attention", "transformer_options", "_inside_attn_wrapper"}
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A way in two functions: `quantize` keeps none of a call's tensors, `attend` takes what that returns."""
+
+    quantize: Callable[[AttentionCall], Any]
+    attend: Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute attention calls on one device.
+
+    Attributes:
+        misfit: why it does not take a call, in words for the user, or None where it does.
+        attend: a call -> [batch, heads, tokens, width].
+        halves: the same in two steps, or None.
+    """
+
+    misfit: Callable[[AttentionCall], str | None]
+    attend: Callable[[AttentionCall], torch.Tensor]
+    halves: Halves | None = None
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What the widget `attention` can be set to.
+
+    Attributes:
+        name: there.
+        runs: what computes, in words for the user.
+        obstacle: why it cannot be had on a device, in words and with what to do, or None where it can.
+        ways: what it tries for a call on a device, in this order; ComfyUI's own function computes what none takes.
+        in_int8: whether it rounds: then a user has asked for it. It goes before what layers prefer, spares the blocks
+            that a calibration keeps exact, and says where it did not run.
+    """
+
+    name: str
+    runs: str
+    obstacle: Callable[[torch.device], str | None]
+    ways: Callable[[torch.device], tuple[Way, ...]]
+    in_int8: bool
+
+
+def _exact_obstacle(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "there is nothing to choose from but on NVIDIA cards"
+    if not is_pytorchs(comfyuis_attention, None, pytorch_attentions()):
+        return "ComfyUI was started with another attention than PyTorch's"
+    return None
+
+
+def _exact(device: torch.device) -> Way:
+    """The fastest exact way, in the place of PyTorch's attention and of no other."""
+    known = pytorch_attentions()
+
+    def misfit(call: AttentionCall) -> str | None:
+        if not is_pytorchs(call.otherwise, call.mask, known):
+            return "another attention is chosen"
+        if not _is_usual(call, device):
+            return "its shapes or options are unusual"
+        if fastest_way(call.q, call.k, call.v, call.mask, _grouped(call)) is None:
+            return "what PyTorch chooses is as fast"
+        return None
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        return exact_attention(call.q, call.k, call.v, call.mask, call.keywords.get("scale"), _grouped(call))
+
+    return Way(misfit, attend)
+
+
+def int8_way(device: torch.device) -> Way:
+    """This pack's INT8 attention."""
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        return int8_attention(*_dense(call), call.mask, call.keywords.get("scale"))
+
+    return Way(lambda call: _int8_misfit(call, device), attend)
+
+
+def _kitchen(device: torch.device) -> Way:
+    """comfy-kitchen's INT8 attention."""
+    kernel, halves = kitchen_attention(), kitchen_halves()
+    assert kernel is not None  # or there is an obstacle
+    takes_masks = kitchen_takes_masks(kernel)
+
+    def misfit(call: AttentionCall) -> str | None:
+        if call.mask is not None and not takes_masks:
+            return "it has a mask, which this comfy-kitchen does not take"
+        return _int8_misfit(call, device)
+
+    def options(call: AttentionCall) -> dict[str, Any]:
+        return {"scale": call.keywords.get("scale")} | ({} if call.mask is None else {"attn_mask": call.mask})
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        return kernel(*_dense(call), **options(call))
+
+    in_two = None if halves is None else Halves(lambda call: halves[0](*_dense(call), **options(call)), halves[1])
+    return Way(misfit, attend, in_two)
+
+
+def _kitchen_obstacle(device: torch.device) -> str | None:
+    if kitchen_attention() is None:
+        return (
+            f"comfy-kitchen {kitchen_version()} is installed, which has no INT8 attention. {_KITCHEN_VERSION} has it: "
+            f'run `pip install "comfy-kitchen>={_KITCHEN_VERSION}"` with the Python of ComfyUI'
+        )
+    if kitchen_attention_runs(device):
+        return None
+    if device.type != "cuda":
+        return f"the model runs on {device.type}, and INT8 attention needs a GPU"
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < _KITCHEN_OLDEST:
+        return f"{name} (sm_{capability[0]}{capability[1]}) is too old for it: it needs an RTX 20 card (sm_75) or newer"
+    return (
+        f"comfy-kitchen has no GPU code that runs here ({name}, PyTorch {torch.__version__}). On an NVIDIA card "
+        f"install a PyTorch for CUDA 13 (cu130), or set attention to {INT8}"
+    )
+
+
+def _int8_misfit(call: AttentionCall, device: torch.device) -> str | None:
+    options = call.keywords.get("transformer_options")
+    if options is not None and options.get(KEEPS_EXACT) is True:
+        return "a calibration keeps attention exact in its block"
+    asks_for_more = call.attn_precision == torch.float32 != call.q.dtype
+    if asks_for_more or not call.keywords.get("low_precision_attention", True):
+        return "the model asks for more precision"
+    if call.q.device.type != device.type:
+        return f"it runs on {call.q.device.type}"
+    if call.q.dtype not in _DTYPES or not call.q.dtype == call.k.dtype == call.v.dtype:
+        return "its tensors are not all of float16, of bfloat16 or of float32"
+    if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
+        return "gradients are asked for"
+    if call.q.shape[-1] > _WIDEST_HEAD:
+        return f"its heads are wider than {_WIDEST_HEAD}"
+    return None if _is_usual(call, device) else "its shapes or options are unusual"
+
+
+def _is_usual(call: AttentionCall, device: torch.device) -> bool:
+    """Whether a call has the shapes and options that kernels know."""
+    q, k, v, heads, mask, *_ = call
+    keywords = call.keywords
+    usual = (
+        q.device.type == device.type
+        and q.ndim == k.ndim == 4
+        and k.shape == v.shape
+        and (q.shape[0], q.shape[1], q.shape[3]) == (k.shape[0], heads, k.shape[3])
+        and 0 not in (*q.shape, *k.shape)
+        and (heads % k.shape[1] == 0 if keywords.get("enable_gqa") else heads == k.shape[1])
+        and q.shape[0] * heads <= _MOST_HEADS
+        and keywords.keys() <= _KNOWN_KEYWORDS
+    )
+    if not usual or mask is None:
+        return usual
+    full = (q.shape[0], heads, q.shape[2], k.shape[2])
+    fits = mask.ndim == 4 and all(size in (1, most) for size, most in zip(mask.shape, full, strict=True))
+    return fits and mask.dtype in _MASK_DTYPES and mask.device == q.device
+
+
+def _grouped(call: AttentionCall) -> bool:
+    return bool(call.keywords.get("enable_gqa"))
+
+
+def _dense(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v with each token's channels side by side."""
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (call.q, call.k, call.v))
+    return q, k, v
+
+
+def _exact_where_it_runs(device: torch.device) -> tuple[Way, ...]:
+    return (_exact(device),) if _exact_obstacle(device) is None else ()
+
+
+ATTENTION_KINDS = {
+    kind.name: kind
+    for kind in (
+        AttentionKind(AUTO, "the fastest exact way", lambda device: None, _exact_where_it_runs, in_int8=False),
+        AttentionKind(AS_COMFYUI, AS_COMFYUI, lambda device: None, lambda device: (), in_int8=False),
+        AttentionKind(
+            INT8,
+            "INT8 where it fits",
+            int8_attention_obstacle,
+            lambda device: (int8_way(device), *_exact_where_it_runs(device)),
+            in_int8=True,
+        ),
+        AttentionKind(
+            KITCHEN_INT8,
+            f"{KITCHEN_INT8} where it fits",
+            _kitchen_obstacle,
+            lambda device: (_kitchen(device),),
+            in_int8=True,
+        ),
+    )
+}
+"""By name, in the order of the widget."""
+
+DEFAULT_ATTENTION = AUTO
+"""What the widget of a new node is set to."""

@@ -1,0 +1,398 @@
+"""What the widget `attention` can be set to, under models of every family: who computes a call, and that images stay.
+
+A card's fastest exact attention is a function here that counts its calls; INT8 is the pack's own, as a CPU runs it.
+"""
+
+import pytest
+import torch
+
+from support.architectures import ARCHITECTURES
+from support.tensors import relative_error
+
+AUTO, AS_COMFYUI, INT8 = "auto", "as ComfyUI", "INT8"
+HEADS, WIDTH, TOKENS = 4, 64, 12
+OVERRIDE = "optimized_attention_override"
+# With masks and without, with text beside the image and in it, with and without fused blocks.
+FAMILIES = ("Ideogram 4", "Flux", "Qwen-Image", "SD3", "Z-Image", "Lumina 2", "Wan t2v", "Wan i2v")
+
+
+@pytest.fixture
+def core(pack):
+    """comfy.ldm.modules.attention where PyTorch's attention was chosen, as on a GPU."""
+    import comfy.ldm.modules.attention
+
+    from support.inductor_kernels import plain_attention
+
+    with plain_attention():
+        yield comfy.ldm.modules.attention
+
+
+@pytest.fixture
+def today(pack, monkeypatch):
+    """The same of ComfyUI 0.36 and newer: the calls of what layers may choose."""
+    from support import comfyui_today
+
+    calls = []
+
+    def int8(*args, **kwargs):
+        calls.append(kwargs)
+        return core.attention_pytorch(*args, **kwargs)
+
+    with comfyui_today.today() as core, monkeypatch.context() as patch:
+        for name in ("optimized_attention", "optimized_attention_masked"):
+            patch.setattr(core, name, core.attention_pytorch)
+        patch.setattr(core, "attention_comfy_kitchen_int8", int8)
+        patch.setattr(core, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
+        patch.setattr("comfy_kitchen.int8_attention_is_available", lambda *_: True, raising=False)
+        yield calls
+
+
+class Exact:
+    """The fastest exact attention of a card: its calls, each with its mask."""
+
+    def __init__(self):
+        self.masks, self.fastest = [], "cuDNN"
+
+    def __call__(self, q, k, v, mask=None, scale=None, enable_gqa=False):
+        assert enable_gqa or q.shape[1] == k.shape[1]
+        self.masks.append(mask)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+
+    @property
+    def calls(self):
+        return len(self.masks)
+
+
+@pytest.fixture
+def exact(pack, monkeypatch):
+    """A card with something to choose from."""
+    from int8_dit.nodes.patching import attention_kinds
+
+    exact = Exact()
+    monkeypatch.setattr(attention_kinds, "exact_attention", exact)
+    monkeypatch.setattr(attention_kinds, "fastest_way", lambda *_: exact.fastest)
+    monkeypatch.setattr(attention_kinds, "_exact_obstacle", lambda device: None)
+    return exact
+
+
+@pytest.fixture
+def set_attention(pack):
+    from int8_dit.nodes.patching.attention import set_attention
+
+    return set_attention
+
+
+@pytest.fixture
+def auto(core, exact):
+    """The override of the choice `auto`."""
+    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.patching.attention_override import AttentionOverride
+
+    return lambda outer=None: AttentionOverride(ATTENTION_KINDS[AUTO], torch.device("cpu"), outer)
+
+
+def described(model):
+    from int8_dit.nodes.loading.summary import describe_attention
+
+    return describe_attention(model)
+
+
+def tensors(kv_heads=HEADS, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(2, TOKENS, heads * WIDTH, generator=generator).to(dtype) for heads in (HEADS, kv_heads, kv_heads)
+    ]
+
+
+def run(function, override, qkv, **keywords):
+    return function(*qkv, HEADS, transformer_options={OVERRIDE: override}, **keywords)
+
+
+# Which calls `auto` takes
+
+TAKEN = {
+    "plain": {},
+    "masked": {"mask": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()},
+    "grouped": {"enable_gqa": True},
+    "full precision": {"low_precision_attention": False},
+    "float32 logits": {"attn_precision": torch.float32},
+    "scaled": {"scale": 0.3},
+    "by head": {"skip_output_reshape": True},
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("call", TAKEN)
+def test_auto_computes_what_pytorch_would(core, auto, exact, call, dtype):
+    qkv = tensors(2 if call == "grouped" else HEADS, dtype)
+    actual = run(core.attention_pytorch, auto(), qkv, **TAKEN[call])
+    assert torch.equal(actual, core.attention_pytorch(*qkv, HEADS, **TAKEN[call])) and exact.calls == 1
+
+
+def test_what_nothing_is_faster_for_stays_comfyuis(core, auto, exact):
+    exact.fastest, qkv = None, tensors()
+    assert torch.equal(run(core.attention_pytorch, auto(), qkv), core.attention_pytorch(*qkv, HEADS))
+    assert exact.calls == 0
+
+
+@pytest.mark.parametrize("function", ("attention_sub_quad", "attention_split", "attention_basic"))
+def test_another_attention_function_stays(core, auto, exact, function):
+    """Whoever calls it: a model, or a pack that put it in the place of ComfyUI's."""
+    qkv, function = tensors(), getattr(core, function)
+    assert torch.equal(run(function, auto(), qkv), function(*qkv, HEADS)) and exact.calls == 0
+
+
+def doubling(func, q, *args, **kwargs):
+    return func(2 * q, *args, **kwargs)
+
+
+@pytest.mark.parametrize("first", (True, False), ids=("it was there", "it comes later"))
+def test_another_packs_override_keeps_its_say(core, auto, exact, first):
+    q, k, v = tensors()
+    if first:
+        override = auto(doubling)
+    else:
+        inner = auto()
+
+        def override(func, q, *args, **kwargs):
+            return inner(func, 2 * q, *args, **kwargs)
+
+    actual = run(core.attention_pytorch, override, (q, k, v))
+    torch.testing.assert_close(actual, core.attention_pytorch(2 * q, k, v, HEADS))
+    assert exact.calls == 1
+
+
+def test_an_override_that_computes_itself_is_not_replaced(core, auto, exact):
+    """As those of packs with an attention of their own."""
+    qkv = tensors()
+    actual = run(core.attention_pytorch, auto(lambda func, q, *_, **__: torch.zeros_like(q)), qkv)
+    assert not actual.any() and exact.calls == 0
+
+
+# On which MODEL it is put
+
+
+def test_on_a_cpu_auto_is_as_comfyui(dit, set_attention):
+    model = dit.stock()
+    set_attention(model, AUTO)
+    assert OVERRIDE not in model.model_options["transformer_options"] and described(model) == AS_COMFYUI
+
+
+@pytest.mark.parametrize("flag", ("attention_sub_quad", "attention_split"))
+def test_a_launch_flags_attention_stays(core, dit, set_attention, monkeypatch, flag):
+    from int8_dit.nodes.patching import attention_kinds
+
+    gpu = torch.device("cuda")
+    assert attention_kinds._exact_obstacle(gpu) is None
+    for name in ("optimized_attention", "optimized_attention_masked"):
+        monkeypatch.setattr(core, name, getattr(core, flag))
+    assert "started with another" in attention_kinds._exact_obstacle(gpu)
+
+
+def test_it_is_the_default_of_new_nodes_and_not_of_old_workflows(pack):
+    import inspect
+
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
+
+    for node in (LoadINT8DiT, ApplyFusedINT8Kernel):
+        (widget,) = (widget for widget in node.define_schema().inputs if widget.id == "attention")
+        assert widget.default == AUTO and widget.options == [AUTO, AS_COMFYUI, INT8, "INT8 (comfy-kitchen)"]
+        assert inspect.signature(node.execute).parameters["attention"].default == AS_COMFYUI
+
+
+# Models of every family
+
+
+def outputs(small, architecture, model, **options):
+    """What a MODEL's own options and these make of its diffusion model."""
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([model])
+    inputs = {
+        name: small._randn(*value, seed=index) if isinstance(value, tuple) else value
+        for index, (name, value) in enumerate(architecture.inputs.items())
+    }
+    x, t = inputs.pop("x"), torch.full((1,), 0.7)
+    options = model.model_options["transformer_options"] | options
+    with torch.inference_mode():
+        return model.model.diffusion_model(x, t, transformer_options=options, **inputs)
+
+
+@pytest.fixture
+def family(small, core):
+    """A MODEL of a family and its architecture."""
+    import comfy.sd
+
+    def family(name):
+        architecture = ARCHITECTURES[name]
+        with small.known_to_comfyui(architecture):
+            return comfy.sd.load_diffusion_model_state_dict(small.tensors_of(architecture)), architecture
+
+    return family
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_keep_their_output(small, family, exact, set_attention, name):
+    model, architecture = family(name)
+    expected = outputs(small, architecture, model)
+    set_attention(model, AUTO)
+    assert described(model) == "the fastest exact way"
+    torch.testing.assert_close(outputs(small, architecture, model), expected)
+    assert exact.calls > 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_int8_attention_moves_it_a_little(small, family, set_attention, name):
+    model, architecture = family(name)
+    expected = outputs(small, architecture, model)
+    set_attention(model, INT8)
+    assert described(model) == "INT8 where it fits"
+    assert 0 < relative_error(outputs(small, architecture, model), expected) < 0.05
+
+
+@pytest.mark.parametrize("kind", (AUTO, INT8))
+@pytest.mark.parametrize("name", ("Ideogram 4", "Flux", "Qwen-Image", "Z-Image", "Wan i2v"))
+def test_fused_blocks_agree_under_it(small, dit, family, exact, set_attention, fused_runs, kind, name):
+    """And their output is that of ComfyUI's own blocks."""
+    from int8_dit.nodes.blocks import install
+    from int8_dit.nodes.blocks.fusion import fusion_of
+
+    source, architecture = family(name)
+    with small.known_to_comfyui(architecture):
+        model = dit.quantize(source)
+    set_attention(model, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(install, "read_call", lambda *_: "a test wants it")
+        own = outputs(small, architecture, model)
+    outputs(small, architecture, model)
+    fused_runs.clear()
+    assert relative_error(outputs(small, architecture, model), own) < 0.03 and fused_runs
+    assert all(kind.fused == kind.blocks and not kind.why for kind in fusion_of(model))
+
+
+@pytest.mark.parametrize("kind", (AUTO, INT8))
+def test_guided_sampling(dit, core, exact, set_attention, kind):
+    """A KSampler with CFG: both prompts in one batch."""
+    import comfy.sample
+
+    from glyphs import conditioning, latents
+
+    def sample(model):
+        prompts = []
+        for text in ("A", "X"):
+            context, pooled = conditioning.encode(text)
+            prompts.append([[context, {"pooled_output": pooled}]])
+        empty = torch.zeros(1, latents.CHANNELS, latents.SIDE, latents.SIDE)
+        noise = comfy.sample.prepare_noise(empty, 0)
+        return comfy.sample.sample(model, noise, 2, 3.0, "euler", "simple", *prompts, empty, seed=0)
+
+    model = dit.stock()
+    expected = sample(model)
+    set_attention(model, kind)
+    actual = sample(model)
+    if kind == AUTO:
+        torch.testing.assert_close(actual, expected)
+        assert exact.calls == 6 and {mask is None for mask in exact.masks} == {True}
+    else:
+        assert 0 < relative_error(actual, expected) < 0.1 and not exact.calls
+
+
+@pytest.mark.parametrize("kind", (AUTO, INT8))
+def test_patches_beside_attention_still_act(small, family, exact, set_attention, kind):
+    """As ControlNets and IP-Adapters put them into Flux: before attention, and between blocks."""
+    model, architecture = family("Flux")
+    calls = []
+
+    def before(q, k, v, **options):
+        calls.append("attention")
+        return {"q": q, "k": k, "v": 2 * v}
+
+    def between(args):
+        calls.append("block")
+        return args
+
+    plain = outputs(small, architecture, model)
+    options = {"patches": {"attn1_patch": [before], "double_block": [between]}}
+    expected = outputs(small, architecture, model, **options)
+    set_attention(model, kind)
+    calls.clear()
+    actual = outputs(small, architecture, model, **options)
+    assert {"attention"} <= set(calls) and relative_error(expected, plain) > 0.01
+    assert relative_error(actual, expected) < (1e-5 if kind == AUTO else 0.05)
+
+
+@pytest.mark.parametrize("kind", (AUTO, INT8))
+def test_a_compiled_block_is_one_graph(pack, exact, set_attention, kind):
+    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.patching.attention_override import AttentionOverride
+    from support import fusable_blocks as blocks
+    from support.inductor_kernels import plain_attention
+
+    torch._dynamo.reset()
+    family = "Ideogram 4"
+    override = AttentionOverride(ATTENTION_KINDS[kind], torch.device("cpu"))
+    with plain_attention():
+        eager, block = blocks.fused(family), blocks.fused(family)
+        options = {OVERRIDE: override}
+        for each in (eager, block):
+            blocks.run(each, family, **options)
+        expected = blocks.run(eager, family, **options)
+        exact.masks.clear()
+        block.compile(backend="aot_eager", fullgraph=True)
+        actual = blocks.run(block, family, **options)
+    for output, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
+    assert exact.calls == (kind == AUTO)
+
+
+# ComfyUI 0.36 and newer: what layers choose
+
+CHOICE = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)
+LAYER, OTHER = "blocks.1.self_attn.comfy_attention", "blocks.0.cross_attn.comfy_attention"
+LAYERS = 4  # of the small Wan, two in each block
+
+
+def apply_model(small, model):
+    """One call of a MODEL as a sampler makes it, with its own options."""
+    inputs = small.calibration(model)
+    small.comfy.model_management.load_models_gpu([model])
+    x = torch.randn(inputs["latent_image"]["samples"].shape, generator=torch.Generator().manual_seed(2))
+    text, own = inputs["positive"]["positive_0"][0][0], model.model_options["transformer_options"]
+    with torch.inference_mode():
+        options = {**own, "wrappers": model.wrappers}
+        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options)
+
+
+@pytest.mark.parametrize("lora", ("without a LoRA", "before it", "after it"))
+def test_what_layers_choose_wins_over_auto(small, today, exact, set_attention, lora):
+    import comfy.lora
+
+    model = small.wan()
+    model.model.diffusion_model.get_submodule(LAYER).load_state_dict({"config": CHOICE})
+    expected = apply_model(small, model)
+
+    def with_lora(model):
+        clone, key = model.clone(), f"diffusion_model.{OTHER}.config"
+        patches = comfy.lora.load_lora({key: CHOICE}, comfy.lora.model_lora_keys_unet(model.model, {}))
+        assert clone.add_patches(patches, 1.0) == [key]
+        return clone
+
+    if lora == "before it":
+        model = with_lora(model)
+    set_attention(model, AUTO)
+    if lora == "after it":
+        model = with_lora(model)
+    choosing = 1 if lora == "without a LoRA" else 2
+    assert described(model).startswith(f"the fastest exact way, {choosing} layer")
+    today.clear()
+    torch.testing.assert_close(apply_model(small, model), expected)
+    assert (len(today), exact.calls) == (choosing, LAYERS - choosing)
+
+
+def test_where_no_layer_chooses_auto_computes_all(small, today, exact, set_attention):
+    model = small.wan()
+    expected = apply_model(small, model)
+    set_attention(model, AUTO)
+    torch.testing.assert_close(apply_model(small, model), expected)
+    assert exact.calls == LAYERS and not today
