@@ -9,6 +9,7 @@ from .gguf.formats import GGUF_FORMATS
 from .internals.assumptions import missing
 from .internals.torch_functions import all_modules_hooked
 from .interruption import interruptible
+from .numerics.attention_error import MOST_ATTENTION_ERROR, AttentionError
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, transform_candidates
 from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_group
 from .numerics.protection import Protection
@@ -39,6 +40,7 @@ __all__ = [
     "GGUF_FORMATS",
     "KERNEL_CHOICES",
     "METHODS",
+    "MOST_ATTENTION_ERROR",
     "NATIVE",
     "ROUNDINGS",
     "UNCHANGED",
@@ -46,6 +48,7 @@ __all__ = [
     "ActivationStatistics",
     "Addition",
     "AttentionChoice",
+    "AttentionError",
     "AutoChoice",
     "ChannelTransform",
     "GroupedCodes",

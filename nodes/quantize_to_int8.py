@@ -10,13 +10,16 @@ from .host import notices
 from .host.badges import Badge, badges_output
 from .host.decision import decision_stamp
 from .host.work import Progress
+from .loading.file_notes import exact_attention_of
 from .loading.summary import summarize
+from .patching.attention import check_attention, set_attention
+from .patching.attention_kinds import AS_COMFYUI
 from .pictures.drawing import check_matplotlib
 from .pictures.quantization_plot import plot
 from .quantization.chart import chart_of
 from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
 from .quantization.report import BF16, PROTECTED_IN, QuantizationReport
-from .sockets import CalibrationType, kernel_input, runs_where
+from .sockets import CalibrationType, attention_input, kernel_input, runs_where
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]
@@ -202,6 +205,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     tooltip="'calibrated' rounds weights so that outputs on the recorded inputs stay (GPTQ), in layers "
                     "where that is better on inputs held out. It takes longer. Without calibration it is 'nearest'.",
                 ),
+                attention_input(advanced=True),
             ],
             outputs=[
                 io.Model.Output(tooltip="The model with INT8 layers."),
@@ -240,8 +244,10 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         seed=0,
         protected_in=PROTECTED_IN[0],
         rounding=ROUNDINGS[0],
+        attention=AS_COMFYUI,
     ) -> io.NodeOutput:
         protection = _protection(protect)
+        check_attention(attention, model.load_device)
         check_matplotlib()  # before the work whose report it draws
         settings = QuantizationSettings(
             method,
@@ -288,6 +294,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         if calibration is None:  # fragile are then the layers whose weights round worst, which 16 bits do not change
             settings = replace(settings, protected_in=BF16, rounding="nearest")
         quantized, report = quantize_model(model, settings, kernel, calibration, progress)
+        set_attention(quantized, attention, exact_attention_of(quantized))
         progress.finish(f"{len(report.layers)} layers quantized")
         badges = badges_output(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
         ui = badges | {"int8_quantization_report": [asdict(chart_of(report))]}

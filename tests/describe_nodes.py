@@ -58,7 +58,7 @@ GRAPH_SCALE = 1.6
 # width they are collapsed.
 STEPS = {
     "What you generate with": (0, 0, 256, 400),
-    "1  Quantize": (270, 0, 284, 566),
+    "1  Quantize": (270, 0, 284, 590),
     "2  Save": (568, 0, 270, 164),
     "3  Load it from then on": (568, 178, 270, 280),
 }

@@ -1,9 +1,9 @@
-"""A calibration: what the linears of a model got to see while it sampled."""
+"""A calibration: what the linears and the attention of a model got to see while it sampled."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ...kernels import ActivationStatistics
+from ...kernels import ActivationStatistics, AttentionError
 from ..comfyui.layers import CastWeightBiasOp
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -17,10 +17,13 @@ class Calibration:
     Attributes:
         shapes: of every linear that can be quantized, in the order of the model.
         statistics: of those that were called, in host memory.
+        attention: what INT8 would cost the attention of each block, by its path in the diffusion model; in host memory.
+            Empty where that was not measured.
     """
 
     shapes: Shapes
     statistics: Mapping[str, ActivationStatistics]
+    attention: Mapping[str, AttentionError] = field(default_factory=dict)
 
     def check_finite(self) -> None:
         """Raise ValueError naming the layer that was the first to get a NaN or Inf: in the earliest call, and there the
@@ -71,6 +74,10 @@ def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
                 f"in number {index}"
             )
     seen = {name: [c.statistics[name] for c in calibrations if name in c.statistics] for name in shapes}
+    names = dict.fromkeys(name for calibration in calibrations for name in calibration.attention)
+    blocks = {name: [c.attention[name] for c in calibrations if name in c.attention] for name in names}
     return Calibration(
-        shapes, {name: ActivationStatistics.merged(several) for name, several in seen.items() if several}
+        shapes,
+        {name: ActivationStatistics.merged(several) for name, several in seen.items() if several},
+        {name: AttentionError.merged(several) for name, several in blocks.items()},
     )

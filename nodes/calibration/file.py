@@ -3,23 +3,26 @@
 A layer X is `X.absmax` (float32 [K]) and `X.rows` (its sampled rows [R, K] in the dtype of the activations), both only
 where X was called. The metadata entry `int8_dit_calibration` is JSON. It has for each layer that can be quantized, in
 the order of the model, its shape [N, K], its number of calls, its spikiness, and how many rows are of each sampled
-call.
+call. The entry `int8_dit_calibrated_attention` has for each block whose attention was compared [calls, the squares of
+what INT8 lost, the squares of the outputs].
 """
 
 import json
 import os
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import safetensors
 import torch
 
-from ...kernels import ActivationStatistics
+from ...kernels import ActivationStatistics, AttentionError
 from ..files.json_texts import json_object
 from ..files.workflow_entries import with_workflow
 from ..files.writing.safetensors_writer import write_safetensors
 from .calibration import Calibration
 
 _KEY = "int8_dit_calibration"
+_ATTENTION_KEY = "int8_dit_calibrated_attention"
 _ABSMAX, _ROWS = "absmax", "rows"
 _MOST_SIZE = 1 << 31
 _MOST = 1 << 22  # characters; a thousand layers have about 150,000
@@ -42,7 +45,9 @@ def save_calibration(
                 "sampled": [part.shape[0] for part in parts],
             }
             tensors |= {f"{name}.{_ABSMAX}": seen.absmax, f"{name}.{_ROWS}": seen.sample.rows}
-    return write_safetensors(destination, tensors, with_workflow({_KEY: json.dumps(layers)}, workflow), on_tensor)
+    attention = {name: [error.calls, *error.sums] for name, error in calibration.attention.items()}
+    about = {_KEY: json.dumps(layers), _ATTENTION_KEY: json.dumps(attention)}
+    return write_safetensors(destination, tensors, with_workflow(about, workflow), on_tensor)
 
 
 def load_calibration(path: str) -> Calibration:
@@ -50,7 +55,8 @@ def load_calibration(path: str) -> Calibration:
     file = os.path.basename(path)
     try:
         with safetensors.safe_open(path, framework="pt") as opened:
-            text = (opened.metadata() or {}).get(_KEY)
+            metadata = opened.metadata() or {}
+            text = metadata.get(_KEY)
             tensors = {key: opened.get_tensor(key) for key in opened.keys()} if text is not None else {}
     except safetensors.SafetensorError as error:
         raise ValueError(f"{file} is damaged or incomplete ({error}); save the calibration again") from error
@@ -67,13 +73,17 @@ def load_calibration(path: str) -> Calibration:
         if tensors:
             name = None
             raise ValueError(f"{min(tensors)} belongs to no layer")
+        name = None
+        attention = {}
+        for name, sums in json_object(metadata.get(_ATTENTION_KEY, "{}"), _MOST).items():  # earlier files have none
+            attention[name] = _attention_error(*sums)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:
         where = "" if name is None else f" at layer {name[:200]}"
         said = str(error)[:300]
         raise ValueError(f"{file}: the calibration cannot be read{where} ({said}); save it again") from error
     if not statistics:
         raise ValueError(f"{file}: no layer was called while this calibration was recorded; record it again")
-    return Calibration(shapes, statistics)
+    return Calibration(shapes, statistics, attention)
 
 
 def _shape(layer: dict) -> tuple[int, int]:
@@ -90,6 +100,12 @@ def _calls(layer: dict, has_tensors: bool) -> int:
     if has_tensors != (calls > 0):
         raise ValueError(f"it has {'' if has_tensors else 'no '}statistics, and calls is {calls}")
     return calls
+
+
+def _attention_error(calls: Any, lost: Any, output: Any) -> AttentionError:
+    if type(calls) is not int or not all(type(value) in (int, float) for value in (lost, output)):
+        raise ValueError(f"the error of attention must be a whole number and two, not {calls!r}, {lost!r}, {output!r}")
+    return AttentionError(calls, float(lost), float(output))
 
 
 def _statistics(layer: dict, absmax: torch.Tensor, rows: torch.Tensor, columns: int) -> ActivationStatistics:

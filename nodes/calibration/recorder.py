@@ -1,4 +1,4 @@
-"""Recording what enters a model's linears while anything samples with it."""
+"""Recording what enters a model's linears and its attention while anything samples with it."""
 
 import weakref
 from collections.abc import Container, Iterable, Iterator
@@ -11,23 +11,27 @@ from ..comfyui.compiling import is_compiled
 from ..comfyui.execution import executing_node
 from ..comfyui.layers import CastWeightBiasOp
 from ..comfyui.patcher import CallbacksMP, ModelPatcher
+from ..files.block_lists import block_of
 from ..layers.layer_selection import quantizable_linears
+from .attention_observer import AttentionErrors, observe_block, put_observer, take_observer
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
 RECORDER_KEY = "int8_dit_recorder"
 
 
 class Record:
-    """What one sampler shows of a MODEL's linears, filled call by call.
+    """What one sampler shows of a MODEL's linears and attention, filled call by call.
 
     Attributes:
         shapes: of every linear that can be quantized.
         statistics: of the linears that are observed, or were called.
+        attention: what INT8 would cost the attention of each block.
     """
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.statistics: dict[str, ActivationStatistics] = {}
+        self.attention: AttentionErrors = {}
 
     def observe(self, name: str, module: CastWeightBiasOp) -> RemovableHandle:
         """Fill the statistics of a linear from its inputs, until the handle is removed."""
@@ -41,10 +45,13 @@ class Record:
                 self.statistics[name].to_host()
             else:
                 del self.statistics[name]
+        for error in self.attention.values():
+            error.to_host()
 
     def calibration(self) -> Calibration:
         """What was shown so far."""
-        return Calibration(self.shapes, {name: seen for name, seen in self.statistics.items() if seen.calls})
+        statistics = {name: seen for name, seen in self.statistics.items() if seen.calls}
+        return Calibration(self.shapes, statistics, dict(self.attention))
 
 
 class Recording:
@@ -123,6 +130,9 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
         observing[patcher] = record, weakref.finalize(patcher, _remove, handles)
         for name, module in linears.items():
             handles.append(record.observe(name, module))
+        for name in _blocks_of(linears):
+            block = patcher.model.diffusion_model.get_submodule(name)
+            handles.extend(observe_block(block, name, record.attention))
 
     def end(patcher: ModelPatcher) -> None:
         if patcher in observing:
@@ -131,9 +141,16 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
             record.settle()
 
     clone = model.clone()
+    put_observer(clone)
     clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, RECORDER_KEY, begin)
     clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, RECORDER_KEY, end)
     return clone
+
+
+def _blocks_of(linears: Iterable[str]) -> list[str]:
+    """The paths of the blocks that these linears are in, the outermost ones."""
+    places = (block_of(f"{name}.weight") for name in linears)
+    return list(dict.fromkeys(f"{place[0]}{place[1]}" for place in places if place is not None))
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:
@@ -145,3 +162,4 @@ def disarm(model: ModelPatcher) -> None:
     """Take the recorder out of a MODEL, in place."""
     for moment in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_CLEANUP):
         model.remove_callbacks_with_key(moment, RECORDER_KEY)
+    take_observer(model)

@@ -7,6 +7,7 @@ from functools import partial
 
 from ...kernels import (
     ALPHAS,
+    MOST_ATTENTION_ERROR,
     ROUNDINGS,
     ActivationStatistics,
     Protection,
@@ -27,10 +28,11 @@ from ..comfyui.patcher import ModelPatcher, object_patches
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.input_groups import same_input_groups
 from ..layers.layer_selection import check_runs_as_stored, linears, quantizable_linears
-from ..loading.file_notes import FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
+from ..loading.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
+from ..patching.attention import keeps_exact
 from ..patching.folding import foldable_groups
 from .rebuild import source_weight, with_quantized_layers
-from .report import ACT16, BF16, INT8, PROTECTED_IN, LayerReport, QuantizationReport
+from .report import ACT16, BF16, INT8, PROTECTED_IN, AttentionReport, LayerReport, QuantizationReport
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +164,16 @@ def quantize_model(
             for name in targets
         ),
         protected,
+        attention=() if calibration is None else _attention_of(calibration),
     )
 
     progress.say("building the INT8 model")
     quantized = with_quantized_layers(model, results, in_floats, kernel)
     report = replace(report, size=quantized.model_size(), size_before=model.model_size())
-    keep_recipe(quantized, {**report.recipe(), FOLDED: bool(recipe_of(model).get(FOLDED))})
+    before = recipe_of(model)
+    # What an earlier calibration showed of attention holds until another shows it.
+    attention = {ATTENTION: before[ATTENTION]} if ATTENTION in before else {}
+    keep_recipe(quantized, {**attention, **report.recipe(), FOLDED: bool(before.get(FOLDED))})
     kept = len(protected)
     logger.info("INT8: %d layers quantized, %d protected: %s", len(targets) - kept, kept, ", ".join(protected))
     return quantized, report
@@ -177,7 +183,8 @@ def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
     check_runs_as_stored(model)
     patches = object_patches(model).items()
-    replaced = (key for key, patch in patches if not (is_fused_block(patch) or is_attention_choice(patch)))
+    ours = (is_fused_block, is_attention_choice, keeps_exact)
+    replaced = (key for key, patch in patches if not any(is_known(patch) for is_known in ours))
     if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in replaced):
         raise ValueError(
             "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
@@ -228,6 +235,12 @@ def _quantize_layers(
         for _ in group:
             progress.step(doing)
     return results
+
+
+def _attention_of(calibration: Calibration) -> tuple[AttentionReport, ...]:
+    """What INT8 attention costs each block, and which keep exact attention."""
+    errors = {block: seen.error for block, seen in calibration.attention.items() if seen.calls}
+    return tuple(AttentionReport(block, error, error > MOST_ATTENTION_ERROR) for block, error in errors.items())
 
 
 def _size_of(calibration: Calibration | None) -> dict[str, int] | None:

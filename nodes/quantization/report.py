@@ -77,6 +77,21 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class AttentionReport:
+    """The attention of one block.
+
+    Attributes:
+        block: its path in the diffusion model.
+        error: what INT8 attention costs, relative to the output.
+        exact: whether INT8 attention leaves the block out.
+    """
+
+    block: str
+    error: float
+    exact: bool
+
+
+@dataclass(frozen=True)
 class QuantizationReport:
     """A quantization.
 
@@ -87,6 +102,7 @@ class QuantizationReport:
         layers: in the order of the model.
         protected: the names of the protected layers, the most fragile first.
         size, size_before: bytes of the quantized MODEL and of the one it was made of; 0 where they are not known.
+        attention: of each block whose attention was compared, in the order of the model.
     """
 
     settings: Mapping[str, object]
@@ -96,6 +112,7 @@ class QuantizationReport:
     protected: tuple[str, ...]
     size: int = 0
     size_before: int = 0
+    attention: tuple[AttentionReport, ...] = ()
 
     @property
     def title(self) -> str:
@@ -113,6 +130,12 @@ class QuantizationReport:
             parts.append(f"Mean error {percent(after)} of the {self.error_of} (plain INT8: {percent(before)})")
         parts.append(f"{len(self.protected)} of {self.linears} linears protected{self._ways}")
         parts += self._rounding
+        if self.attention:
+            mean = statistics.fmean(block.error for block in self.attention)
+            exact = sum(block.exact for block in self.attention)
+            parts.append(
+                f"INT8 attention: mean error {percent(mean)}, exact in {exact} of {len(self.attention)} blocks"
+            )
         if self.size:
             parts.append(f"{size_text(self.size)} (was {size_text(self.size_before)})")
         return ". ".join(parts) + "."
@@ -166,6 +189,13 @@ class QuantizationReport:
             "calibration": self.calibration,
             "error_of": self.error_of,
             "layers": layers,
+            **({"attention": self._attention()} if self.attention else {}),
+        }
+
+    def _attention(self) -> dict[str, object]:
+        return {
+            "errors": {block.block: rounded(block.error) for block in self.attention},
+            "exact": [block.block for block in self.attention if block.exact],
         }
 
     def markdown(self) -> str:
@@ -189,6 +219,10 @@ class QuantizationReport:
                 done += ", calibrated rounding"
             error = "" if layer.held_in == BF16 else percent(layer.error)
             lines.append(f"| {layer.name} | {percent(layer.fragility)} | {error} | {done} |")
+        if self.attention:
+            lines += ["", "| block | error of INT8 attention | with attention set to INT8 |", "| --- | --- | --- |"]
+        for block in sorted(self.attention, key=lambda block: -block.error):
+            lines.append(f"| {block.block} | {percent(block.error)} | {'exact' if block.exact else 'INT8'} |")
         return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ from ..host.work import Progress, make_room_to_quantize
 from ..layers.layer_selection import check_runs_as_stored, linears
 from ..loading.build import file_metadata
 from ..loading.file_notes import (
+    ATTENTION,
     FOLDED,
     RECIPE_KEY,
     gguf_formats_of,
@@ -86,8 +87,10 @@ def save_gguf_model(
     architecture = architecture_name(model.model)
     about = file_metadata(model.model)
     recipe = recipe_of(model)
-    if recipe.get(FOLDED):  # of which a loader warns; the rest of a recipe is about INT8
-        about[RECIPE_KEY] = json.dumps({FOLDED: True})
+    # Of the one a loader warns, the other holds for these weights too; the rest of a recipe is about INT8.
+    kept = {name: recipe[name] for name in (FOLDED, ATTENTION) if recipe.get(name)}
+    if kept:
+        about[RECIPE_KEY] = json.dumps(kept)
     progress = Progress(len(tensors))
     step = partial(progress.step, "saving tensor")
     path = write_gguf(destination, tensors, architecture, SAVED_TYPES[type], with_workflow(about, workflow), step)

@@ -821,15 +821,33 @@ _MODELS = (
     ),
     CodeMutant(
         "a masked call gets attention without its mask",
-        '({} if full_mask is None else {"attn_mask": full_mask})',
+        '({} if call.mask is None else {"attn_mask": call.mask})',
         "{}",
         "nodes/test_int8_attention.py",
     ),
     CodeMutant(
         "attention that asks for float32 gets INT8",
-        "if attn_precision == torch.float32 != q.dtype or not",
-        "if not",
+        "asks_for_more = call.attn_precision == torch.float32 != call.q.dtype",
+        "asks_for_more = False",
         "nodes/test_int8_attention.py",
+    ),
+    CodeMutant(
+        "the fastest exact attention replaces one that was chosen",
+        "if not is_pytorchs(call.otherwise, call.mask, known):",
+        "if not known:",
+        "nodes/test_attention_kinds.py",
+    ),
+    CodeMutant(
+        "a block that a calibration keeps exact gets INT8 attention",
+        "options.get(KEEPS_EXACT) is True:",
+        "options.get(KEEPS_EXACT) is None:",
+        "nodes/test_calibrated_attention.py",
+    ),
+    CodeMutant(
+        "the file does not say which blocks keep exact attention",
+        "for block in self.attention if block.exact]",
+        "for block in self.attention if not block]",
+        "nodes/test_calibrated_attention.py",
     ),
     CodeMutant(
         "the benchmark lets a card that is not healthy decide",

@@ -1,0 +1,76 @@
+"""Comparing INT8 attention with the exact one while a MODEL samples, block by block."""
+
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...kernels import AttentionError
+from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
+from ..comfyui.patcher import ModelPatcher, options_of
+from ..patching.attention_call import read_call
+from ..patching.attention_kinds import ATTENTION_KINDS, INT8, int8_way
+
+AttentionErrors = dict[str, AttentionError]
+"""What INT8 attention costs, by the path of the block in the diffusion model."""
+
+# The block that computes now in this thread, and where to note what it shows.
+_block: ContextVar[tuple[str, AttentionErrors] | None] = ContextVar("int8_dit_observed_block", default=None)
+
+
+def observe_block(block: torch.nn.Module, name: str, errors: AttentionErrors) -> list[Any]:
+    """Note what the attention calls of a block show, until the handles are removed: those that reach an observer."""
+    return [
+        block.register_forward_pre_hook(lambda *_: _block.set((name, errors)) and None),
+        block.register_forward_hook(lambda *_: _block.set(None) and None, always_call=True),
+    ]
+
+
+class AttentionObserver:
+    """An attention override of ComfyUI's that compares, and lets those compute who did before.
+
+    What single layers prefer is not asked while it watches: an observed MODEL has no one's INT8 attention.
+
+    Args:
+        device: where the MODEL runs.
+        outer: the override that was there before.
+    """
+
+    def __init__(self, device: torch.device, outer: Any = None) -> None:
+        self.outer = outer
+        self._way = int8_way(device) if ATTENTION_KINDS[INT8].obstacle(device) is None else None
+        inner = comfyuis_attention if outer is None else getattr(outer, "container_function", None)
+        if inner is not None:
+            self.container_function = partial(self._attend, inner)
+
+    def __call__(self, func: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._attend(func if self.outer is None else partial(self.outer, func), *args, **kwargs)
+
+    def _attend(self, attend: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        observed = _block.get()
+        if observed is not None and self._way is not None:
+            call = read_call(attend, *args, **kwargs)
+            if self._way.misfit(call) is None:
+                name, errors = observed
+                errors.setdefault(name, AttentionError()).update(
+                    call.q, call.k, call.v, call.mask, call.keywords.get("scale")
+                )
+            del call  # who computes may free q, k and v
+        return attend(*args, **kwargs)
+
+
+def put_observer(model: ModelPatcher) -> None:
+    """Let a MODEL's attention calls be observed, in place."""
+    options = options_of(model)
+    options[OVERRIDE] = AttentionObserver(model.load_device, options.get(OVERRIDE))
+
+
+def take_observer(model: ModelPatcher) -> None:
+    """Undo that, in place. An override that another node put around it stays, and observes nothing."""
+    options = options_of(model)
+    observer = options.get(OVERRIDE)
+    if isinstance(observer, AttentionObserver):
+        options[OVERRIDE] = observer.outer
+        if observer.outer is None:
+            del options[OVERRIDE]

@@ -1,0 +1,430 @@
+"""Which blocks keep exact attention beside INT8: measured by a calibration, kept by files, obeyed by MODELs."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from support.tensors import relative_error
+
+INT8 = "INT8"
+BLOCKS = ["joint_blocks.0", "joint_blocks.1", "joint_blocks.2"]
+FRAGILE = BLOCKS[1]
+OVERRIDE = "optimized_attention_override"
+
+
+@pytest.fixture(scope="module")
+def fragile(dit):
+    """The tensors of a model with one block whose queries and keys are so large that rounding them decides."""
+    tensors = dit.tensors()
+    for stream in ("context", "x"):
+        for part in "qk":
+            tensors[f"{FRAGILE}.{stream}_block.attn.ln_{part}.weight"] *= 12
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def file(dit, fragile, tmp_path_factory):
+    return dit.write(tmp_path_factory.mktemp("fragile") / "fragile.safetensors", fragile)
+
+
+@pytest.fixture(scope="module")
+def calibration(dit, file):
+    """What a calibration shows of it."""
+    model = dit.stock(file)
+    return dit.run_node(model, **dit.calibration(model))[3]
+
+
+@pytest.fixture(scope="module")
+def quantized(dit, file, calibration):
+    return dit.quantize(dit.stock(file), calibration=calibration)
+
+
+@pytest.fixture
+def rounded(pack, monkeypatch):
+    """The attention calls that INT8 computed, which grows with them."""
+    from int8_dit.nodes.patching import attention_kinds
+
+    calls, run = [], attention_kinds.int8_attention
+    monkeypatch.setattr(attention_kinds, "int8_attention", lambda *args: calls.append(args) or run(*args))
+    return calls
+
+
+def set_attention(model, kind=INT8):
+    """As the nodes do."""
+    from int8_dit.nodes.loading.file_notes import exact_attention_of
+    from int8_dit.nodes.patching.attention import set_attention
+
+    set_attention(model, kind, exact_attention_of(model))
+    return model
+
+
+def protected(model, *blocks):
+    """INT8 attention but in these blocks."""
+    from int8_dit.nodes.patching.attention import set_attention
+
+    set_attention(model, INT8, blocks)
+    return model
+
+
+def output(dit, model):
+    """One forward on fixed inputs, with what is attached to the MODEL."""
+    import comfy.model_management
+
+    from glyphs import conditioning, latents
+
+    comfy.model_management.load_models_gpu([model])
+    context, pooled = conditioning.encode("R2")
+    x = torch.randn(2, latents.CHANNELS, latents.SIDE, latents.SIDE, generator=torch.Generator().manual_seed(0))
+    options = model.model_options["transformer_options"] | {"wrappers": model.wrappers}
+    with torch.inference_mode():
+        return model.model.apply_model(
+            x, torch.full((2,), 0.7), c_crossattn=context, y=pooled, transformer_options=options
+        )
+
+
+def described(model):
+    from int8_dit.nodes.loading.summary import describe_attention
+
+    return describe_attention(model)
+
+
+def recipe(model):
+    from int8_dit.nodes.loading.file_notes import recipe_of
+
+    return recipe_of(model)
+
+
+# Measured
+
+
+def test_a_calibration_shows_the_error_of_each_block(dit, file, calibration):
+    """That of the calls which the blocks make, one after another."""
+    from int8_dit.kernels import AttentionError
+
+    calls, model = [], dit.stock(file)
+
+    def watching(func, q, k, v, heads, **kwargs):
+        by_token = [tensor.flatten(2).unflatten(2, (heads, -1)) for tensor in (q, k, v)]
+        calls.append([tensor.transpose(1, 2) for tensor in by_token])
+        return func(q, k, v, heads, **kwargs)
+
+    model.model_options["transformer_options"][OVERRIDE] = watching
+    again = dit.run_node(model, **dit.calibration(model))[3]
+    assert len(calls) == 2 * len(BLOCKS) and list(again.attention) == list(calibration.attention) == BLOCKS
+    for place, block in enumerate(BLOCKS):
+        wanted = AttentionError()
+        for q, k, v in calls[place :: len(BLOCKS)]:
+            wanted.update(q, k, v)
+        for seen in (calibration, again):
+            assert seen.attention[block].calls == 2
+            # A last bit may round the other way.
+            assert seen.attention[block].error == pytest.approx(wanted.error, rel=0.02)
+
+
+def test_of_an_armed_model_nothing_is_seen_but_while_it_samples(dit, file, rounded):
+    from int8_dit.nodes.calibration.recorder import Recording, armed
+
+    recording = Recording()
+    model = armed(dit.stock(file), recording)
+    dit.sample(model)
+    before = recording.calibration().attention[FRAGILE].calls
+    output(dit, model)
+    assert recording.calibration().attention[FRAGILE].calls == before == 1 and not rounded
+
+
+def test_another_nodes_override_computes_while_it_is_observed(dit, file):
+    from int8_dit.nodes.calibration.recorder import Recording, armed
+
+    model, recording = dit.stock(file), Recording()
+    doubling = lambda func, q, *args, **kwargs: func(2 * q, *args, **kwargs)  # noqa: E731
+    model.model_options["transformer_options"][OVERRIDE] = doubling
+    expected = dit.sample(model)
+    assert torch.equal(dit.sample(armed(model, recording)), expected)
+    assert recording.calibration().attention.keys() == set(BLOCKS)
+
+
+def test_a_quantized_armed_model_is_observed_no_more(dit, file):
+    from int8_dit.nodes.calibration.recorder import Recording, armed
+
+    model = dit.stock(file)
+    assert OVERRIDE not in dit.quantize(armed(model, Recording())).model_options["transformer_options"]
+    doubling = lambda func, q, *args, **kwargs: func(2 * q, *args, **kwargs)  # noqa: E731
+    model.model_options["transformer_options"][OVERRIDE] = doubling
+    again = dit.quantize(armed(model, Recording()))
+    assert again.model_options["transformer_options"][OVERRIDE] is doubling
+
+
+def test_in_containers_it_sees_the_same(small, monkeypatch):
+    """As ComfyUI 0.36 and newer give them to overrides."""
+    from support import comfyui_today
+
+    seen = []
+    for today in (False, True):
+        with monkeypatch.context() as patch:
+            if today:
+                with comfyui_today.today():
+                    seen.append(small.recorded(small.ideogram4(patch)).attention)
+            else:
+                seen.append(small.recorded(small.ideogram4(patch)).attention)
+    old, new = seen
+    assert list(old) == list(new) == ["layers.0", "layers.1"]
+    for block in old:
+        assert old[block].sums == pytest.approx(new[block].sums, rel=0.02) and old[block].calls == 2
+
+
+# Decided and shown
+
+
+def test_blocks_above_the_budget_keep_exact_attention(dit, file, calibration):
+    model, _, table, _ = dit.run_node(dit.stock(file), calibration=calibration)
+    found = recipe(model)["attention"]
+    assert found["exact"] == [FRAGILE] and list(found["errors"]) == BLOCKS
+    for block, error in found["errors"].items():
+        assert error == pytest.approx(calibration.attention[block].error, rel=1e-3)
+        assert (error > 0.03) == (block == FRAGILE)
+        assert f"| {block} | {100 * error:.2f} % | {'exact' if block == FRAGILE else 'INT8'} |" in table
+    assert "exact in 1 of 3 blocks" in table
+
+
+def test_without_a_calibration_nothing_is_said(dit, file):
+    model, _, table, _ = dit.run_node(dit.stock(file))
+    assert "attention" not in recipe(model) and "INT8 attention" not in table
+    assert described(set_attention(model)) == "INT8 where it fits"
+
+
+# Obeyed
+
+
+def test_int8_attention_leaves_the_block_out(dit, file, quantized, rounded):
+    model = set_attention(quantized.clone())
+    assert described(model) == "INT8 where it fits, exact in 1 block"
+    output(dit, model)
+    assert len(rounded) == 2
+    rounded.clear()
+    output(dit, quantized)
+    assert not rounded
+
+
+def test_where_all_blocks_are_left_out_nothing_changes(dit, file, rounded):
+    model = dit.stock(file)
+    expected = output(dit, model)
+    assert torch.equal(output(dit, protected(model.clone(), *BLOCKS)), expected) and not rounded
+    assert relative_error(output(dit, protected(model.clone())), expected) > 1e-4
+
+
+def test_other_choices_do_not_touch_the_blocks(dit, quantized):
+    model = set_attention(quantized.clone(), "auto")
+    assert model.object_patches.keys() == quantized.object_patches.keys() and described(model) == "as ComfyUI"
+
+
+def test_the_node_sets_it(dit, file, calibration, rounded):
+    model = dit.run_node(dit.stock(file), calibration=calibration, attention=INT8)[0]
+    assert described(model) == "INT8 where it fits, exact in 1 block"
+    output(dit, model)
+    assert len(rounded) == 2
+
+
+def test_int8_attention_of_an_earlier_node_obeys_too(dit, file, calibration, rounded):
+    """And again after another calibration."""
+    model = set_attention(dit.stock(file))
+    assert described(model) == "INT8 where it fits"
+    model = dit.quantize(model, calibration=calibration)
+    assert described(model) == "INT8 where it fits, exact in 1 block"
+    output(dit, model)
+    assert len(rounded) == 2
+    healthy = dit.quantize(model, calibration=dit.recorded())
+    rounded.clear()
+    output(dit, healthy)
+    assert described(healthy) == "INT8 where it fits" and len(rounded) == 3
+    rounded.clear()
+    output(dit, model)
+    assert len(rounded) == 2
+
+
+def test_another_override_in_front_and_behind(dit, quantized, rounded):
+    def passing(func, *args, **kwargs):
+        return func(*args, **kwargs)
+
+    model = quantized.clone()
+    model.model_options["transformer_options"][OVERRIDE] = passing
+    output(dit, set_attention(model))
+    assert len(rounded) == 2
+    model = set_attention(quantized.clone())
+    inner = model.model_options["transformer_options"][OVERRIDE]
+    model.model_options["transformer_options"][OVERRIDE] = lambda *args, **kwargs: inner(*args, **kwargs)
+    rounded.clear()
+    output(dit, model)
+    assert len(rounded) == 2
+
+
+def call(small, model):
+    """One forward with the MODEL's own options."""
+    inputs = small.calibration(model)
+    small.comfy.model_management.load_models_gpu([model])
+    text, x = inputs["positive"]["positive_0"][0][0], small._randn(*inputs["latent_image"]["samples"].shape, seed=2)
+    options = model.model_options["transformer_options"] | {"wrappers": model.wrappers}
+    with torch.inference_mode():
+        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options)
+
+
+@pytest.mark.parametrize("today", (False, True), ids=("this ComfyUI", "of today"))
+def test_a_fused_block_stays_fused(small, dit, monkeypatch, fused_runs, rounded, today):
+    from contextlib import nullcontext
+
+    from int8_dit.nodes.blocks.fusion import fusion_of
+    from support import comfyui_today
+
+    with comfyui_today.today() if today else nullcontext():
+        model = dit.quantize(small.ideogram4(monkeypatch))
+        expected = call(small, model)
+        protected(model, "layers.1")
+        call(small, model)
+        fused_runs.clear()
+        rounded.clear()
+        assert 0 < relative_error(call(small, model), expected) < 0.05
+        assert len(fused_runs) == 4 and len(rounded) == 1
+        assert [(kind.fused, kind.blocks) for kind in fusion_of(model)] == [(2, 2)]
+
+
+def test_unpatched_the_block_has_its_own_class(small, dit, monkeypatch):
+    model = protected(small.ideogram4(monkeypatch), "layers.1", "layers.9", "no.such")
+    blocks = model.model.diffusion_model.layers
+    own = type(blocks[0])
+    call(small, model)
+    assert type(blocks[0]) is own and type(blocks[1]) is not own and type(blocks[1]).__name__ == own.__name__
+    model.unpatch_model(model.offload_device)
+    assert type(blocks[1]) is own
+
+
+def test_compiled_each_block_does_as_it_was_told(small, monkeypatch):
+    """Blocks are alike to a compiler, which makes one graph for both."""
+    import comfy.ldm.modules.attention
+
+    from support import ideogram_block
+
+    torch._dynamo.reset()
+    for name in ("optimized_attention_masked", "optimized_attention"):
+        monkeypatch.setattr(
+            ideogram_block.ideogram4, name, comfy.ldm.modules.attention.attention_pytorch, raising=False
+        )
+    model = protected(small.ideogram4(monkeypatch), "layers.1")
+    expected = call(small, model)
+    everywhere = call(small, protected(small.ideogram4(monkeypatch)))
+    for block in model.model.diffusion_model.layers:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(call(small, model), expected)
+    assert relative_error(everywhere, expected) > 1e-4
+
+
+# Kept
+
+
+@pytest.mark.parametrize("form", ("safetensors", "gguf"))
+def test_files_keep_it(dit, quantized, rounded, tmp_path, form):
+    from int8_dit.nodes.saving.save import save_int8_model
+    from int8_dit.nodes.saving.save_gguf import save_gguf_model
+
+    path = str(tmp_path / f"saved.{form}")
+    for model in (quantized, None):  # and from file to file
+        model = model or dit.load(path)
+        path = str(tmp_path / f"saved{len(list(tmp_path.iterdir()))}.{form}")
+        save_gguf_model(model, path, {}, "Q8_0") if form == "gguf" else save_int8_model(model, path, {})
+    loaded = dit.load(path)
+    assert recipe(loaded)["attention"] == recipe(quantized)["attention"]
+    assert described(set_attention(loaded)) == "INT8 where it fits, exact in 1 block"
+    output(dit, loaded)
+    assert len(rounded) == 2
+
+
+def test_the_loader_and_apply_obey_a_file(dit, quantized, rounded, tmp_path, monkeypatch):
+    import folder_paths
+
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
+    from int8_dit.nodes.saving.save import save_int8_model
+
+    path = save_int8_model(quantized, str(tmp_path / "saved.safetensors"), {})
+    monkeypatch.setattr(folder_paths, "get_full_path_or_raise", lambda folder, name: name)
+    loaded, line = LoadINT8DiT.execute(path, "fused int8", attention=INT8).result
+    assert line.endswith("attention INT8 where it fits, exact in 1 block")
+    applied, again = ApplyFusedINT8Kernel.execute(dit.load(path), attention=INT8).result
+    assert again.endswith("attention INT8 where it fits, exact in 1 block")
+    for model in (loaded, applied):
+        rounded.clear()
+        output(dit, model)
+        assert len(rounded) == 2
+
+
+def test_other_loaders_read_the_file_as_before(dit, file, calibration, tmp_path):
+    from int8_dit.nodes.saving.save import save_int8_model
+
+    quantized = dit.quantize(dit.stock(file), calibration=calibration, method="none")
+    path = save_int8_model(quantized, str(tmp_path / "native.safetensors"), {})
+    assert {key for key in load_file(path) if "attention" in key} == set()
+    assert relative_error(output(dit, dit.stock(path)), output(dit, quantized)) < 0.05
+
+
+def test_quantizing_again_keeps_it(dit, quantized):
+    again = dit.quantize(quantized)
+    assert recipe(again)["attention"] == recipe(quantized)["attention"]
+
+
+@pytest.mark.parametrize("said", (None, 3, {}, {"exact": None}, {"exact": [1, None]}, {"exact": {}}, ["exact"]))
+def test_a_recipe_that_says_something_else_says_nothing(dit, quantized, said):
+    from int8_dit.nodes.loading.file_notes import keep_recipe
+
+    model = quantized.clone()
+    keep_recipe(model, {"attention": said})
+    assert described(set_attention(model)) == "INT8 where it fits"
+
+
+# Calibrations in files
+
+
+def test_a_calibrations_file_keeps_it(dit, calibration, tmp_path):
+    from int8_dit.nodes.calibration.calibration import merge_calibrations
+    from int8_dit.nodes.calibration.file import load_calibration, save_calibration
+
+    path = str(tmp_path / "c.safetensors")
+    save_calibration(calibration, path, {}, lambda: None)
+    loaded = load_calibration(path)
+    sums = {block: (error.calls, *error.sums) for block, error in calibration.attention.items()}
+    assert {block: (error.calls, *error.sums) for block, error in loaded.attention.items()} == sums
+    merged = merge_calibrations([loaded, calibration])
+    for block, error in merged.attention.items():
+        assert error.calls == 4 and math.isclose(error.error, calibration.attention[block].error)
+
+
+def rewritten(path, said):
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    if said is None:
+        del metadata["int8_dit_calibrated_attention"]
+    else:
+        metadata["int8_dit_calibrated_attention"] = said
+    save_file(load_file(path), path, metadata)
+
+
+def test_an_earlier_file_has_none(calibration, tmp_path):
+    from int8_dit.nodes.calibration.file import load_calibration, save_calibration
+
+    path = str(tmp_path / "c.safetensors")
+    save_calibration(calibration, path, {}, lambda: None)
+    rewritten(path, None)
+    assert load_calibration(path).attention == {}
+
+
+@pytest.mark.parametrize("sums", ([2, 1.0], [2, "a", 1.0], [2, -1.0, 1.0], [True, 1.0, 1.0], 3, [0, 1.0, 1.0], None))
+def test_a_damaged_one_is_named(calibration, tmp_path, sums):
+    from int8_dit.nodes.calibration.file import load_calibration, save_calibration
+
+    path = str(tmp_path / "c.safetensors")
+    save_calibration(calibration, path, {}, lambda: None)
+    rewritten(path, json.dumps({FRAGILE: sums}))
+    with pytest.raises(ValueError, match=f"c.safetensors: the calibration cannot be read at layer {FRAGILE}"):
+        load_calibration(path)
