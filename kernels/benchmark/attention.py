@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ..card.attention_choice import CUDNN, EFFICIENT, EXACT_WAY_NAMES, FLASH, PYTORCH, AttentionShape
+from ..card.attention_choice import CUDNN, EFFICIENT, EXACT_WAY_NAMES, FLASH, PYTORCH, TRITON, AttentionShape
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..internals.kitchen import kitchen_attention
 from ..interruption import interruptible
@@ -121,7 +121,7 @@ class AttentionMethod:
 def _exact(way: str, operands: AttentionOperands) -> Callable[[], torch.Tensor]:
     q, k, v, mask, grouped = operands.q, operands.k, operands.v, operands.mask, operands.grouped
     if way not in exact_ways(q, k, v, mask, grouped):
-        raise Unavailable("PyTorch has no such kernel here")
+        raise Unavailable("there is no such kernel here")
     return lambda: attend_by(way, q, k, v, mask, enable_gqa=grouped)
 
 
@@ -153,6 +153,7 @@ ATTENTION_METHODS = (
     AttentionMethod(FLASH, partial(_exact, FLASH), color="#4f5f6e"),
     AttentionMethod(CUDNN, partial(_exact, CUDNN), color="#6f9a4d"),
     AttentionMethod(EFFICIENT, partial(_exact, EFFICIENT), color="#c4a83a"),
+    AttentionMethod(TRITON, partial(_exact, TRITON), foreign=False, color="#5f93d8"),
     AttentionMethod(PYTORCH, partial(_exact, PYTORCH), color="#b5546b"),
     AttentionMethod(COMFYUI_CHOICE, _comfyui, color="#7f8c9b"),
     AttentionMethod(KITCHEN_INT8, _kitchen, color="#9a6fb0"),

@@ -16,9 +16,9 @@ import torch
 from .kept_files import is_milliseconds, is_size, path_for, read_of_machine, write_of_machine
 from .machine import describe_machine
 
-FLASH, CUDNN, EFFICIENT, PYTORCH = "flash", "cuDNN", "efficient", "PyTorch's choice"
-EXACT_WAY_NAMES = (FLASH, CUDNN, EFFICIENT, PYTORCH)
-"""What computes exact attention: PyTorch's backends by their names, and whichever it chooses itself."""
+FLASH, CUDNN, EFFICIENT, TRITON, PYTORCH = "flash", "cuDNN", "efficient", "Triton", "PyTorch's choice"
+EXACT_WAY_NAMES = (FLASH, CUDNN, EFFICIENT, TRITON, PYTORCH)
+"""What computes exact attention: PyTorch's backends by their names, this pack's kernel, whichever PyTorch chooses."""
 
 # Another way than the one that runs anyway has to be so much faster: less is noise.
 _MARGIN = 0.03

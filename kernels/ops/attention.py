@@ -1,4 +1,4 @@
-"""Attention whose queries and keys are multiplied in INT8, on any card from Ampere on."""
+"""Attention of this pack's kernels: with queries and keys in INT8, and exact for wide heads; from Ampere on."""
 
 import math
 
@@ -164,12 +164,74 @@ def int8_attention_reference(
     return torch.cat(parts, 2)
 
 
+def takes_float_attention(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `float_attention` has a kernel for such tensors: heads of more than 128 channels, in fp16 or bf16."""
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not 128 < q.shape[-1] <= WIDEST_HEAD:
+        return False
+    return q.shape[-1] == v.shape[-1] and int8_attention_obstacle(q.device) is None
+
+
+def float_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """softmax(q k^T scale + mask) v in the dtype of its inputs, with float32 sums.
+
+    For cards and systems where PyTorch has no quick kernel for heads of 256: on Ampere cuDNN stops at 128, and PyTorch
+    for Windows has no FlashAttention.
+
+    Args:
+        q: [B, H, TQ, D] bf16 or fp16, 128 < D <= WIDEST_HEAD.
+        k, v: [B, HK, TK, D] of the dtype of `q`, HK a divisor of H.
+        mask: bool, True where a key counts, or a float that is added to the logits; broadcastable to [B, H, TQ, TK].
+        scale: of the logits; None for 1 / sqrt(D).
+
+    Returns:
+        [B, H, TQ, D], a token's heads side by side in memory. Rows that may see no key are zeros.
+
+    Raises TypeError or ValueError for a wrong dtype, shape or device.
+    """
+    _check(q, k, v, mask, None)
+    if q.dtype == torch.float32 or not 128 < q.shape[-1] <= WIDEST_HEAD:
+        raise ValueError(f"float_attention takes fp16 and bf16 heads of 129 to {WIDEST_HEAD}, got {tuple(q.shape)}")
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    compute = _FLOAT_OPERATOR if watched(q) else _attend_exactly
+    return compute(q, k, v, mask, factor).transpose(1, 2)
+
+
+def _attend_exactly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Checked tensors -> [B, TQ, H, D]."""
+    out = _new_output(q)
+    if not out.numel() or not k.numel():
+        return out.zero_()
+    full = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    if uses_triton(q):
+        from ..triton_kernels.float_attention import launch_float_attention
+
+        launch_float_attention(q, k, v, full, scale, out.transpose(1, 2))
+    else:
+        grouped = q.shape[1] != k.shape[1]
+        exact = torch.nn.functional.scaled_dot_product_attention
+        out.copy_(exact(q, k, v, attn_mask=full, scale=scale, enable_gqa=grouped).transpose(1, 2))
+    return out
+
+
 define_operators(
     {
+        "float_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor": (
+            _attend_exactly,
+            _new_output,
+        ),
         "int8_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, Tensor? key_mean) -> Tensor": (
             _attend,
             _new_output,
-        )
+        ),
     }
 )
 _OPERATOR = getattr(torch.ops, NAMESPACE).int8_attention.default
+_FLOAT_OPERATOR = getattr(torch.ops, NAMESPACE).float_attention.default

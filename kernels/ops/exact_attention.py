@@ -1,4 +1,4 @@
-"""Exact attention by the fastest of the ways that PyTorch has of it: flash, cuDNN, efficient.
+"""Exact attention by the fastest of the ways there are: PyTorch's flash, cuDNN, efficient, and this pack's kernel.
 
 Which one runs follows from a rule known of the card, and from what Kernel Benchmark has measured on it. What a way
 takes (head width, dtype, mask, grouped queries) is asked of PyTorch, and what it refuses goes to the next.
@@ -23,6 +23,7 @@ from ..card.attention_choice import (
     EFFICIENT,
     FLASH,
     PYTORCH,
+    TRITON,
     AttentionChoice,
     AttentionShape,
     clear_attention_choice,
@@ -30,6 +31,7 @@ from ..card.attention_choice import (
     stored_attention_choice,
 )
 from ..internals.torch_functions import in_attention_order
+from .attention import float_attention, takes_float_attention
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class ExactWay:
     Attributes:
         name: one of attention_choice.EXACT_WAY_NAMES.
         backends: which PyTorch may choose from; none leaves that to PyTorch.
-        takes: whether PyTorch says that it computes such a call here.
+        takes: whether it computes such a call here, by what PyTorch says of its backends.
+        compute: q, k, v, mask, scale -> the result, for one that PyTorch does not have.
     """
 
     name: str
     backends: tuple[SDPBackend, ...]
     takes: Callable[[SDPAParams], bool]
+    compute: Callable[..., torch.Tensor] | None = None
 
 
 EXACT_WAYS = {
@@ -53,6 +57,7 @@ EXACT_WAYS = {
         ExactWay(FLASH, (SDPBackend.FLASH_ATTENTION,), can_use_flash_attention),
         ExactWay(CUDNN, (SDPBackend.CUDNN_ATTENTION,), can_use_cudnn_attention),
         ExactWay(EFFICIENT, (SDPBackend.EFFICIENT_ATTENTION,), can_use_efficient_attention),
+        ExactWay(TRITON, (), lambda call: takes_float_attention(call.query, call.value), float_attention),
         ExactWay(PYTORCH, (), lambda call: True),
     )
 }
@@ -177,7 +182,9 @@ def attend_by(
 
     Raises RuntimeError where that way does not compute such a call.
     """
-    backends = EXACT_WAYS[way].backends
+    backends, compute = EXACT_WAYS[way].backends, EXACT_WAYS[way].compute
+    if compute is not None:
+        return compute(q, k, v, mask, scale)
     if not backends:
         return _attend(q, k, v, mask, scale, enable_gqa)
     with sdpa_kernel(list(backends)):
@@ -266,6 +273,9 @@ def _planned(
         grouped = False
     if plan is None or plan.way == PYTORCH:
         return _attend(q, k, v, mask, scale, grouped)
+    compute = EXACT_WAYS[plan.way].compute
+    if compute is not None:
+        return compute(q, k, v, _with_axes(mask), scale)
     # What the way refuses after all goes to the next.
     return attend(_ORDERS[plan.way], q, k, v, mask, scale, grouped)
 

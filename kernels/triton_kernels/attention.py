@@ -1,6 +1,6 @@
 """INT8 attention: queries and keys in int8, an online softmax in float32, probabilities and values in floats."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -36,23 +36,37 @@ def _products(q, k, first, D: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _attend_to_keys(
-    raw, q_scale, k_scale, v, mask, first, end, v_stride, mask_token, mask_key, rows, valid_rows,
+def _logits(raw, k_scale, first, KEYS: tl.constexpr):
+    return raw.to(tl.float32) * tl.load(k_scale + first + tl.arange(0, KEYS))[None, :]
+
+
+@triton.jit
+def attend_to_keys(
+    logits, q_scale, v, mask, first, end, v_stride, mask_token, mask_key, rows, valid_rows,
     highest, total, acc, acc_right,
-    MASK: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
+    MASK: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """What KEYS keys from `first` on add to the rows: their highest logit so far, in powers of two, the sum of their
-    probabilities and the sums of values, both relative to the highest."""
+    probabilities and the sums of values, both relative to the highest.
+
+    MASK is "none", "bool" or "float"; MASK_ROWS "one" for a mask that is the same for all rows, "far" where offsets in
+    it need 64 bits. logits float32 [ROWS, KEYS], to be multiplied by q_scale [ROWS] for powers of two. acc_right: of
+    heads of more channels than PART, the sums of the other half.
+    """
     key = first + tl.arange(0, KEYS)
     inside = key < end
-    scale = tl.load(k_scale + key)
-    logits = raw.to(tl.float32) * scale[None, :]
     if MASK != "none" or RAGGED:
         logits *= q_scale[:, None]
     if MASK != "none":
-        positions = mask + rows[:, None].to(tl.int64) * mask_token + key[None, :].to(tl.int64) * mask_key
-        seen = tl.load(positions, mask=valid_rows[:, None] & inside[None, :], other=0)
+        if MASK_ROWS == "one":
+            seen = tl.load(mask + key.to(tl.int64) * mask_key, mask=inside, other=0)[None, :]
+        else:
+            row, column = rows[:, None], key[None, :]
+            if MASK_ROWS == "far":
+                row, column = row.to(tl.int64), column.to(tl.int64)
+            place = mask + (row * mask_token + column * mask_key)
+            seen = tl.load(place, mask=valid_rows[:, None] & inside[None, :], other=0)
         if MASK == "bool":
             logits = tl.where(seen != 0, logits, float("-inf"))
         else:
@@ -79,7 +93,7 @@ def _attend_to_keys(
 
 
 @triton.jit
-def _store_part(
+def store_part(
     out, acc, inverse, v_scale, rows, valid_rows, out_token, left,
     HAS_V_SCALE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -98,8 +112,8 @@ def int8_attention_kernel(
     q, q_scale, k, k_scale, v, v_scale, mask, out,
     H, GROUP, TQ, TK, TK_PADDED, v_sample, v_head, v_token, out_sample, out_head, out_token,
     mask_sample, mask_head, mask_token, mask_key,
-    MASK: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr, HAS_V_SCALE: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
+    MASK: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS queries of one head.
@@ -135,26 +149,26 @@ def int8_attention_kernel(
             later = _products(queries, k, first + KEYS, D, KEYS)
         else:
             raw = _products(queries, k, first, D, KEYS)
-        highest, total, acc, acc_right = _attend_to_keys(
-            raw, scale, k_scale, v, mask, first, TK, v_token, mask_token, mask_key, rows, valid_rows,
-            highest, total, acc, acc_right, MASK, False, HALF_SUMS, COLUMNS, D, PART, KEYS,
+        highest, total, acc, acc_right = attend_to_keys(
+            _logits(raw, k_scale, first, KEYS), scale, v, mask, first, TK, v_token, mask_token, mask_key,
+            rows, valid_rows, highest, total, acc, acc_right, MASK, MASK_ROWS, False, HALF_SUMS, COLUMNS, D, PART, KEYS,
         )  # fmt: skip
         if AHEAD:
             raw = later
     if RAGGED:
         if not AHEAD:
             raw = _products(queries, k, whole, D, KEYS)
-        highest, total, acc, acc_right = _attend_to_keys(
-            raw, scale, k_scale, v, mask, whole, TK, v_token, mask_token, mask_key, rows, valid_rows,
-            highest, total, acc, acc_right, MASK, True, HALF_SUMS, COLUMNS, D, PART, KEYS,
+        highest, total, acc, acc_right = attend_to_keys(
+            _logits(raw, k_scale, whole, KEYS), scale, v, mask, whole, TK, v_token, mask_token, mask_key,
+            rows, valid_rows, highest, total, acc, acc_right, MASK, MASK_ROWS, True, HALF_SUMS, COLUMNS, D, PART, KEYS,
         )  # fmt: skip
 
     inverse = tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total))
     out += sample.to(tl.int64) * out_sample + own.to(tl.int64) * out_head
     v_scale += k_head * D
-    _store_part(out, acc, inverse, v_scale, rows, valid_rows, out_token, 0, HAS_V_SCALE, WIDTH, PART)
+    store_part(out, acc, inverse, v_scale, rows, valid_rows, out_token, 0, HAS_V_SCALE, WIDTH, PART)
     if PART < D:
-        _store_part(out, acc_right, inverse, v_scale, rows, valid_rows, out_token, PART, HAS_V_SCALE, WIDTH, PART)
+        store_part(out, acc_right, inverse, v_scale, rows, valid_rows, out_token, PART, HAS_V_SCALE, WIDTH, PART)
 
 
 @dataclass(frozen=True)
@@ -195,17 +209,39 @@ _HALF_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
 WIDEST_HEAD = max(_AMPERE_TILES)
 
 
-def tiles_for(capability: tuple[int, int], channels: int) -> AttentionTiles:
-    """The tiles of a card by its compute capability, for heads of so many channels, padded to a power of two."""
-    return _TILES.get(capability, _AMPERE_TILES)[channels]
+def mask_kind(mask: torch.Tensor | None) -> tuple[str, str]:
+    """What the kernels' MASK and MASK_ROWS are for a mask [B, H, TQ, TK]."""
+    if mask is None:
+        return "none", "one"
+    rows, keys, far = mask.stride(2), mask.stride(3), 2**31
+    spread = "one" if not rows else "far" if mask.shape[2] * rows + mask.shape[3] * keys >= far else "many"
+    return "bool" if mask.dtype == torch.bool else "float", spread
+
+
+def tiles_for(capability: tuple[int, int], channels: int, mask: tuple[str, str] = ("none", "one")) -> AttentionTiles:
+    """The tiles of a card by its compute capability, for heads of so many channels, padded to a power of two.
+
+    A mask with a number for each query takes the registers of half of a tile.
+    """
+    tiles = _TILES.get(capability, _AMPERE_TILES)[channels]
+    if mask[1] == "one":
+        return tiles
+    return replace(tiles, keys=tiles.keys if channels == WIDEST_HEAD else 32, stages=2, ahead=False)
 
 
 def int8_attention_constants(
-    tiles: AttentionTiles, width: int, channels: int, mask: str, ragged: bool, half_sums: bool, scaled: bool
+    tiles: AttentionTiles,
+    width: int,
+    channels: int,
+    mask: tuple[str, str],
+    ragged: bool,
+    half_sums: bool,
+    scaled: bool,
 ) -> tuple[dict[str, object], dict[str, object]]:
     """The kernel's constants and compilation options."""
     constants = {
-        "MASK": mask,
+        "MASK": mask[0],
+        "MASK_ROWS": mask[1],
         "RAGGED": ragged,
         "HALF_SUMS": half_sums,
         "HAS_V_SCALE": scaled,
@@ -249,9 +285,8 @@ def launch_int8_attention(
     operands = quantized_operands(q, k, v, scale, key_mean, half_sums or v.dtype == torch.float32 or not v.is_cuda)
     (_, heads, tq, width), (_, kv_heads, tk, _) = q.shape, k.shape
     channels, scaled = operands.q.shape[-1], operands.v_scale is not None
-    tiles = tiles_for(capability, channels)
-    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
-    form = (tiles, width, channels, kind, tk % tiles.keys != 0, half_sums, scaled)
+    tiles = tiles_for(capability, channels, mask_kind(mask))
+    form = (tiles, width, channels, mask_kind(mask), tk % tiles.keys != 0, half_sums, scaled)
     v_strides = (kv_heads * tk * channels, tk * channels, channels) if scaled else v.stride()[:3]
     numbers = (heads, heads // kv_heads, tq, tk, operands.k.shape[1], *v_strides, *out.stride()[:3])
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()

@@ -31,6 +31,11 @@ def fused_ops():
     return reports_of("fused_op_builds.py")
 
 
+@pytest.fixture(scope="module")
+def attention():
+    return reports_of("attention_builds.py")
+
+
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_is_built(builds, capability):
     from kernels.triton_kernels.tiles import gpu_architecture
@@ -72,8 +77,8 @@ def test_nothing_is_spilled(builds, fused_ops):
         assert build["spills_in_loops"] == build["local"] == 0 and build["stack"] <= most, build
 
 
-def test_fits_the_card(builds, fused_ops):
-    for build in (*builds, *fused_ops):
+def test_fits_the_card(builds, fused_ops, attention):
+    for build in (*builds, *fused_ops, *attention):
         assert build["shared"] <= SHARED_MEMORY[build["capability"]], build
         assert build["registers"] * 32 * build["warps"] <= REGISTER_FILE, build
 
@@ -92,3 +97,32 @@ def test_rows_are_rotated_in_registers(fused_ops):
         assert build["IMMA"] == build["IGMMA"] == 0, build
         assert build["group"] == 1 or build["shared"] < 2 * build["channels"], build
         assert build["shared"] <= SHARED_MEMORY[86], build
+
+
+def test_attention_multiplies_on_the_cores_it_names(attention):
+    """INT8 attention q k^T in int8 and p v in floats, the others only floats; statistics nothing."""
+    assert {build["capability"] for build in attention} == set(SHARED_MEMORY)
+    for build in attention:
+        integers, floats = build["IMMA"] + build["IGMMA"], build["HMMA"] + build["HGMMA"]
+        assert (integers > 0) == (build["kernel"] == "int8"), build
+        assert (floats > 0) == (build["kernel"] != "statistics"), build
+
+
+def test_attention_keeps_its_sums_in_registers(attention):
+    """A few more than there are lie on the stack around the loops; with a mask or for an A100 some inside."""
+    for build in attention:
+        plain = build["mask"][0] == "none" and build["capability"] != 80
+        assert build["spills_in_loops"] <= (0 if plain and build["kernel"] in ("int8", "float") else 8), build
+        assert build["local"] == 0 and build["stack"] <= 320, build
+
+
+# The dearest heads of image and video models, by channels, and tensor core cycles of an instruction.
+@pytest.mark.parametrize(("width", "cycles"), ((64, 2.0), (128, 2.2), (256, 2.2)))
+def test_tensor_cores_are_what_int8_attention_waits_for(width, cycles):
+    program = "import json, attention_builds as a, dataclasses as d;"
+    program += f"print(json.dumps(d.asdict(a.main_loop(a.Build('int8', {width}, half_sums=True)))))"
+    folder = Path(__file__).resolve().parents[1] / "support"
+    finished = subprocess.run([sys.executable, "-c", program], cwd=folder, check=False, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    loop = json.loads(finished.stdout)
+    assert loop["cycles"] >= cycles * loop["instructions"], loop

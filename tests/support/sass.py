@@ -26,6 +26,38 @@ class MainLoop:
     operations: int
 
 
+@dataclass(frozen=True)
+class AttentionLoop:
+    """The loop over keys of an attention kernel for an Ampere or Ada GeForce card, of one warp.
+
+    Attributes:
+        tensor: its tensor core instructions.
+        cycles: in which these occupy a quarter of a multiprocessor: 16 for m16n8k32 of int8 and m16n8k16 with fp16
+            sums, 32 for m16n8k16 with float32 sums.
+        exponentials: instructions of the unit for special functions, which takes 8 cycles for each.
+        instructions: all its instructions.
+    """
+
+    tensor: int
+    cycles: int
+    exponentials: int
+    instructions: int
+
+
+def attention_loop(sass: str) -> AttentionLoop:
+    """That of the one kernel in the output of `cuobjdump -sass`: the shortest with products of two kinds, or of one."""
+    found = [body for body in loops(sass) if any(name.startswith("HMMA") for name in body)]
+    body = min(found, key=len)
+    cycles = {
+        "IMMA": 16,
+        "HMMA.16816.F16": 16,
+        "HMMA.16816.F32": 32,
+    }
+    tensor = [name for name in body if name.startswith(("IMMA", "HMMA"))]
+    taken = sum(next(taken for start, taken in cycles.items() if name.startswith(start)) for name in tensor)
+    return AttentionLoop(len(tensor), taken, sum(name.startswith("MUFU") for name in body), len(body))
+
+
 def cuobjdump(*arguments: str | Path, folder: Path | None = None) -> str:
     """What the `cuobjdump` of Triton's wheel prints, run in `folder`."""
     import triton
