@@ -300,17 +300,20 @@ def test_unpatched_the_block_has_its_own_class(small, dit, monkeypatch):
     assert type(blocks[1]) is own
 
 
-def test_compiled_each_block_does_as_it_was_told(small, monkeypatch):
-    """Blocks are alike to a compiler, which makes one graph for both."""
+@pytest.fixture
+def compilable(pack, monkeypatch):
+    """Attention as ComfyUI picks it on a GPU: its choice for a CPU asks for the free memory, which none traces."""
     import comfy.ldm.modules.attention
 
     from support import ideogram_block
 
     torch._dynamo.reset()
-    for name in ("optimized_attention_masked", "optimized_attention"):
-        monkeypatch.setattr(
-            ideogram_block.ideogram4, name, comfy.ldm.modules.attention.attention_pytorch, raising=False
-        )
+    plain = comfy.ldm.modules.attention.attention_pytorch
+    monkeypatch.setattr(ideogram_block.ideogram4, "optimized_attention_masked", plain)
+
+
+def test_compiled_each_block_does_as_it_was_told(compilable, small, monkeypatch):
+    """Blocks are alike to a compiler, which makes one graph for both."""
     model = protected(small.ideogram4(monkeypatch), "layers.1")
     expected = call(small, model)
     everywhere = call(small, protected(small.ideogram4(monkeypatch)))
@@ -319,6 +322,27 @@ def test_compiled_each_block_does_as_it_was_told(small, monkeypatch):
     for _ in range(2):
         torch.testing.assert_close(call(small, model), expected)
     assert relative_error(everywhere, expected) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", (False, True), ids=("bf16", "fused INT8"))
+def test_a_model_under_torch_compile_model(compilable, small, dit, monkeypatch, quantize):
+    """As ComfyUI's node does it, which lets no guard look at transformer_options."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    source = small.ideogram4(monkeypatch)
+    model = protected(dit.quantize(source) if quantize else source, "layers.1")
+    for _ in range(2):
+        expected = call(small, model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = model.clone()
+    options = {"guard_filter_fn": skip_torch_compile_dict}
+    set_torch_compile_wrapper(compiled, backend=counter, fullgraph=True, options=options)
+    for _ in range(2):
+        torch.testing.assert_close(call(small, compiled), expected, rtol=1e-3, atol=1e-3)
+    assert counter.frame_count == 1
 
 
 # Kept

@@ -152,10 +152,10 @@ def test_another_rounding_is_refused(pack):
         QuantizationSettings(rounding="up")
 
 
-def test_the_widget_is_the_last_and_may_be_missing(pack):
+def test_the_widget_is_behind_the_older_ones_and_may_be_missing(pack):
     """Workflows that were saved without it keep the values of the others."""
     from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 
-    last = QuantizeToINT8SmoothQuant.define_schema().inputs[-1]
-    assert (last.id, last.optional, last.advanced) == ("rounding", True, True)
-    assert (last.options, last.default) == (["calibrated", "nearest"], "calibrated")
+    widget = QuantizeToINT8SmoothQuant.define_schema().inputs[-2]
+    assert (widget.id, widget.optional, widget.advanced) == ("rounding", True, True)
+    assert (widget.options, widget.default) == (["calibrated", "nearest"], "calibrated")

@@ -115,6 +115,8 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
     assert set(recipe.pop("protected")) == protected
     layers = recipe.pop("layers")
     assert set(layers) == set(dit.LINEARS)
+    attention = recipe.pop("attention")
+    assert len(attention["errors"]) == 3 and attention["exact"] == []
     assert {layer["transform"] for layer in layers.values()} == {"smooth 0.5"}
     assert recipe == {
         "method": "smooth",

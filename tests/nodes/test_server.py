@@ -69,6 +69,17 @@ def test_glyphs_from_the_saved_int8_file_read_as_well_as_bf16(server, int8_file)
     assert int8 >= bf16 - 2
 
 
+@pytest.mark.parametrize("attention", ("auto", "INT8"))
+def test_glyphs_with_each_attention_read_as_well_as_bf16(server, int8_file, attention):
+    """The file says which blocks keep exact attention, and the node's line how many."""
+    loader = {"model_name": int8_file.name, "kernel": "fused int8", "attention": attention}
+    read = draw(server, lambda prompt: link(prompt.add("LoadINT8DiT", **loader)))
+    assert correct(read) >= correct(draw(server, workflows.stock_model)) - 2
+    with safe_open(int8_file, framework="pt") as file:
+        told = json.loads(file.metadata()["int8_dit_recipe"])["attention"]
+    assert len(told["errors"]) == 3 and not told["exact"] and max(told["errors"].values()) < 0.02
+
+
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_glyphs_from_a_saved_gguf_file_read_as_well_as_bf16(server, memory):
     """The loader lists it where the node puts it."""
