@@ -105,19 +105,17 @@ class _Before:
 
     own: Any  # the layer's
     attend: Callable[..., torch.Tensor]
-    yields: bool
 
     def with_config(self, config: Any) -> Any:
         """ComfyUI's: another one, for what a LoRA chooses."""
-        return _before(self.own.with_config(config), self.attend, self.yields)
+        return _before(self.own.with_config(config), self.attend)
 
 
-def _before(choice: Any, attend: Callable[..., torch.Tensor], yields: bool) -> Any:
+def _before(choice: Any, attend: Callable[..., torch.Tensor]) -> Any:
     before = copy.deepcopy(choice)
     before.__class__ = type("Before", (_Before, type(choice)), {})
-    vars(before).update(own=choice, attend=attend, yields=yields)  # not as parts of a module
-    if not (yields and choice.function):
-        before.function = partial(attend, choice.function or comfyuis_attention)
+    vars(before).update(own=choice, attend=attend)  # not as parts of a module
+    before.function = partial(attend, choice.function or comfyuis_attention)
     return before
 
 
@@ -125,15 +123,14 @@ def _own(part: Any) -> Any:
     return part.own if isinstance(part, _Before) else part
 
 
-def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor], yields: bool) -> tuple[str, ...]:
+def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor]) -> tuple[str, ...]:
     """Let the layers of a MODEL that may choose call `attend`, which takes what they would call as its first argument.
 
-    It is called where nothing overrides attention; with `yields` only for layers that have chosen nothing which runs.
-    Returns the paths of the layers' choices in the MODEL.
+    It is called where nothing overrides attention. Returns the paths of the layers' choices in the MODEL.
     """
     choices = attention_choices(model)
     for name, choice in choices.items():
-        model.add_object_patch(name, _before(_own(choice), attend, yields))
+        model.add_object_patch(name, _before(_own(choice), attend))
     return tuple(choices)
 
 

@@ -63,14 +63,13 @@ class AttentionOverride:
         return self.outer(functools.wraps(func)(functools.partial(self._attend, func)), *args, **kwargs)
 
     def put_before_choices(self, model: ModelPatcher) -> None:
-        """Let the layers of a MODEL that may choose their attention have this one, and decline to their choice; or let
-        those have it that choose nothing, where this does not compute in INT8.
+        """Let the layers of a MODEL that may choose their attention have this one, and decline to their choice.
 
         ComfyUI does not tell an override which layer calls. Where a layer has a choice, this object therefore stands
         aside as an override, for calls of the MODEL that no other override is before.
         """
         if self.outer is None:
-            self._before = put_before_choices(model, self._attend, yields=not self.kind.in_int8)
+            self._before = put_before_choices(model, self._attend)
 
     def _attend(self, otherwise: Attention, q: Any, k: Any, v: Any, heads: int, *args: Any, **kwargs: Any) -> Any:
         """The arguments are those of ComfyUI's attention functions, q, k and v in containers or not. `otherwise` takes

@@ -189,6 +189,26 @@ def test_a_launch_flags_attention_stays(core, dit, set_attention, monkeypatch, f
     assert "started with another" in attention_kinds._exact_obstacle(gpu)
 
 
+def test_the_fastest_exact_way_gives_way_to_int8_and_not_the_other_way_round(dit, core, exact, set_attention):
+    first, second = dit.stock(), dit.stock()
+    for model, kinds in ((first, (AUTO, INT8)), (second, (INT8, AUTO))):
+        for kind in kinds:
+            set_attention(model, kind)
+        assert described(model) == "INT8 where it fits"
+        assert model.model_options["transformer_options"][OVERRIDE].outer is None
+
+
+def test_what_int8_does_not_take_the_fastest_exact_way_does(core, exact):
+    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.patching.attention_override import AttentionOverride
+
+    override, qkv = AttentionOverride(ATTENTION_KINDS[INT8], torch.device("cpu")), tensors()
+    expected = core.attention_pytorch(*qkv, HEADS)
+    assert not torch.equal(run(core.attention_pytorch, override, qkv), expected) and exact.calls == 0
+    assert torch.equal(run(core.attention_pytorch, override, qkv, low_precision_attention=False), expected)
+    assert exact.calls == 1
+
+
 def test_it_is_the_default_of_new_nodes_and_not_of_old_workflows(pack):
     import inspect
 
