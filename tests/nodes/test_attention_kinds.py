@@ -418,3 +418,14 @@ def test_where_no_layer_chooses_auto_computes_all(small, today, exact, set_atten
     set_attention(model, AUTO)
     torch.testing.assert_close(apply_model(small, model), expected)
     assert exact.calls == LAYERS and not today
+
+
+def test_a_later_choice_takes_the_place_of_an_earlier_one_before_layers(
+    small, today, exact, set_attention, monkeypatch
+):
+    monkeypatch.setattr("comfy.ldm.modules.attention.COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", False)
+    model = small.wan()
+    model.model.diffusion_model.get_submodule(LAYER).load_state_dict({"config": CHOICE})
+    for kind, runs in ((AUTO, "the fastest exact way"), (INT8, "INT8 where it fits")):
+        set_attention(model, kind)
+        assert described(model) == f"{runs}, the choice for 1 layer cannot run here"
