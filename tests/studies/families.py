@@ -21,11 +21,19 @@ from support.pack import import_comfyui, import_pack
 
 RESULTS = Path(__file__).resolve().parent / "results" / "families"
 # A name and whether torch.compile is in it.
-VARIANTS = {"bf16": False, "native": False, "pack": False, "compiled-bf16": True, "compiled-pack": True}
+VARIANTS = {
+    **dict.fromkeys(("bf16", "bf16-exact", "native", "pack", "pack-exact", "pack-int8"), False),
+    **dict.fromkeys(("compiled-bf16", "compiled-pack"), True),
+}
+# What its end says of attention; without, it is ComfyUI's.
+ATTENTION = {"exact": "auto", "int8": "INT8"}
 TITLES = {
     "bf16": "bf16",
+    "bf16-exact": "bf16 + the fastest exact attention",
     "native": "native INT8",
     "pack": "this pack",
+    "pack-exact": "this pack + the fastest exact attention",
+    "pack-int8": "this pack + INT8 attention",
     "compiled-bf16": "bf16, torch.compile",
     "compiled-pack": "this pack, torch.compile",
 }
@@ -36,12 +44,14 @@ def measure(random, variant: str, pixels: int | None, repetitions: int, expected
     import comfy.model_management
 
     from support.measuring import graph_counts, kernel_times, wall_and_host
-    from support.random_models import Forward, compiled, load, weights_on_device
+    from support.random_models import Forward, attending, compiled, load, weights_on_device
     from support.tensors import relative_error
 
     builders = {"bf16": random.bf16_model, "native": random.native_model, "pack": random.int8_model}
     with weights_on_device():
-        model = builders[variant.removeprefix("compiled-")]()
+        kind, _, attention = variant.removeprefix("compiled-").partition("-")
+        model = builders[kind]()
+        model = attending(model, ATTENTION[attention]) if attention else model
         model = compiled(model) if VARIANTS[variant] else model
         load(model)
         figures = {

@@ -16,7 +16,7 @@ from comfy.model_patcher import ModelPatcher
 from int8_dit.kernels import ChannelTransform
 from int8_dit.kernels.benchmark import markdown
 from int8_dit.kernels.card.timing import median_milliseconds
-from int8_dit.nodes.patching.attention import INT8, set_attention
+from int8_dit.nodes.patching.attention_kinds import AUTO, INT8, KITCHEN_INT8
 from support.kitchen_blocks import ROTATION_GROUP, with_kitchen_blocks
 from support.measuring import PARTS, Row, Rows, by_part, graph_counts, kernel_times, number, ratio, row_of
 from support.random_models import (
@@ -24,6 +24,7 @@ from support.random_models import (
     Forward,
     Held,
     RandomModel,
+    attending,
     compiled,
     load,
     plain,
@@ -60,11 +61,6 @@ def _protecting(model: RandomModel, how: Held | None) -> ModelPatcher:
     return model.int8_model(lambda name, channels: how if name in protected else plain(name, channels))
 
 
-def _with_int8_attention(model: ModelPatcher) -> ModelPatcher:
-    set_attention(model, INT8)
-    return model
-
-
 def _kitchen(model: RandomModel) -> ModelPatcher:
     return with_kitchen_blocks(model.native_model(ROTATION_GROUP))
 
@@ -72,16 +68,21 @@ def _kitchen(model: RandomModel) -> ModelPatcher:
 # What is compared with one another comes one after the other: a card's clocks drift.
 VARIANTS = {
     "bf16": Variant("bf16", RandomModel.bf16_model),
+    "bf16-exact": Variant("bf16 + the fastest exact attention", lambda m: attending(m.bf16_model(), AUTO)),
     "native": Variant("native INT8", RandomModel.native_model),
     "kitchen": Variant("native INT8 ConvRot, every fusion of comfy-kitchen's", _kitchen),
-    "kitchen-attention": Variant("the same + its INT8 attention", lambda m: _with_int8_attention(_kitchen(m))),
+    "kitchen-attention": Variant("the same + its INT8 attention", lambda m: attending(_kitchen(m), KITCHEN_INT8)),
     "unfused": Variant("this pack, blocks unfused", lambda m: unfused(m.int8_model())),
-    "attention": Variant("this pack + INT8 attention", lambda m: _with_int8_attention(m.int8_model())),
+    "kitchens": Variant(
+        "this pack + comfy-kitchen's INT8 attention", lambda m: attending(m.int8_model(), KITCHEN_INT8)
+    ),
     "protected-bf16": Variant(f"this pack, {PROTECTED} w2 in bf16", partial(_protecting, how=None)),
     "protected-16": Variant(
         f"this pack, {PROTECTED} w2 with 16-bit activations", partial(_protecting, how=Held(activation_bits=16))
     ),
     "pack": Variant("this pack, native INT8 file", RandomModel.int8_model),
+    "exact": Variant("this pack + the fastest exact attention", lambda m: attending(m.int8_model(), AUTO)),
+    "attention": Variant("this pack + INT8 attention", lambda m: attending(m.int8_model(), INT8)),
     "smoothed": Variant("this pack, smoothed file", _smoothed),
     "rotated": Variant("this pack, smoothed and rotated file", partial(_smoothed, group=ROTATION_GROUP)),
     "compiled-bf16": Variant("bf16, torch.compile", lambda m: compiled(m.bf16_model()), compiles=True),

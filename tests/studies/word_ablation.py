@@ -8,7 +8,9 @@ the second words.json, words.md, pareto.png and words.png. All comparisons are p
 bf16; intervals are 95 % bootstrap intervals. With --planted the model has outlier channels (tests/glyphs/outliers.py),
 which change no result in bf16. Every variant but FP8 quantizes the same linears, those of attention and
 MLP in the blocks; FP8 is ComfyUI's cast of the whole model. NF4 and GGUF weights are turned back to bf16 before each
-product, as their users' loaders do; "in INT8" is this pack's way with a GGUF file: its blocks expanded to INT8.
+product, as their users' loaders do; "in INT8" is this pack's way with a GGUF file: its blocks expanded to INT8. INT8
+attention comes on top of what the quantize node does by itself: as calibrated, in all blocks, comfy-kitchen's, and
+rounded as SageAttention 1 does.
 `--pairs 6 --steps 2 --variants bf16 NF4` tries it out.
 """
 
@@ -88,6 +90,52 @@ def naive(model):
     return quantize_model(model, settings, "fused int8", None)[0]
 
 
+def _in_steps(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Rows [..., T, D] rounded to 8 bits with a scale for each so many tokens."""
+    blocks = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % tokens)).unflatten(-2, (-1, tokens))
+    scale = blocks.abs().amax((-1, -2), keepdim=True).clamp_min(1e-12) / 127
+    return ((blocks / scale).round() * scale).flatten(-3, -2)[..., : x.shape[-2], :]
+
+
+def sage_like(function, q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
+    """Attention with q and k in INT8 as SageAttention 1 rounds them (arXiv 2410.02367): the keys less their mean, a
+    scale for 128 queries and for 64 keys, no rotation. In plain operations, as an override of ComfyUI's."""
+    if not skip_reshape:
+        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+    keys = k.float() - k.float().mean(-2, keepdim=True)
+    q, k = (_in_steps(x.float(), tokens).to(v.dtype) for x, tokens in ((q, 128), (keys, 64)))
+    options = {"mask": mask, "skip_reshape": True, "skip_output_reshape": skip_output_reshape}
+    return function(q, k, v, heads, **options, **kwargs)
+
+
+def attention_variants(model) -> dict[str, Callable[[], object]]:
+    """The kinds of INT8 attention on top of a quantized MODEL: clones of it."""
+    import comfy.model_management
+
+    from int8_dit.nodes.patching.attention import set_attention
+    from int8_dit.nodes.patching.attention_kinds import INT8, KITCHEN_INT8
+    from support.random_models import attending
+
+    def everywhere(kind: str):
+        clone = model.clone()
+        set_attention(clone, kind)
+        return clone
+
+    def as_sage():
+        clone = model.clone()
+        clone.model_options["transformer_options"]["optimized_attention_override"] = sage_like
+        return clone
+
+    variants = {
+        "INT8 attention as calibrated": lambda: attending(model.clone(), INT8),
+        "INT8 attention": lambda: everywhere(INT8),
+        "INT8 attention in SageAttention's steps": as_sage,
+    }
+    if comfy.model_management.get_torch_device().type == "cuda":
+        variants["comfy-kitchen's INT8 attention"] = lambda: everywhere(KITCHEN_INT8)
+    return {f"{ablation.DEFAULT}, {name}": make for name, make in variants.items()}
+
+
 def calibrate(model, steps: int):
     """A calibration on texts and seeds of its own."""
     from words import latents
@@ -130,6 +178,10 @@ def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str]
         if wanted is None or name in wanted:
             model, report = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
             keep(name, model, None, list(report.protected))
+            if name == ablation.DEFAULT:
+                for kind, make in attention_variants(model).items():
+                    keep(kind, make(), None, list(report.protected))
+                print(f"  blocks whose attention stays exact: {sum(one.exact for one in report.attention)}", flush=True)
             del model
     return found
 

@@ -296,6 +296,15 @@ def load(model: ModelPatcher) -> None:
     comfy.model_management.load_models_gpu([model], force_full_load=True)
 
 
+def attending(model: ModelPatcher, kind: str) -> ModelPatcher:
+    """The MODEL with a kind of attention, less the blocks that a calibration keeps exact."""
+    from int8_dit.nodes.loading.file_notes import exact_attention_of
+    from int8_dit.nodes.patching.attention import set_attention
+
+    set_attention(model, kind, exact_attention_of(model))
+    return model
+
+
 def compiled(model: ModelPatcher) -> ModelPatcher:
     """The MODEL of ComfyUI's node TorchCompileModel."""
     from comfy_extras.nodes_torch_compile import TorchCompileModel
