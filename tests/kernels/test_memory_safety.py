@@ -99,7 +99,28 @@ print("finished")
 """
 
 
-@pytest.mark.parametrize("program", (PROGRAM, FUSED_OPS, BLOCKS, CODES), ids=("linear", "fused ops", "blocks", "codes"))
+ATTENTION = """
+import torch
+from kernels.ops.attention import float_attention, int8_attention
+
+for batch, heads, kv, tq, tk, width in ((2, 2, 2, 33, 77, 64), (1, 4, 2, 5, 129, 40), (1, 1, 1, 129, 31, 256)):
+    q = torch.randn(batch, tq, heads, width, device="cuda").bfloat16().transpose(1, 2)
+    k, v = (torch.randn(batch, tk, kv, width, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
+    row = torch.rand(batch, 1, 1, tk, device="cuda") > 0.3
+    for mask in (None, row, torch.randn(1, heads, tq, tk, device="cuda")):
+        int8_attention(q, k, v, mask)
+        if width > 128:
+            float_attention(q, k, v, mask)
+torch.cuda.synchronize()
+print("finished")
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    (PROGRAM, FUSED_OPS, BLOCKS, CODES, ATTENTION),
+    ids=("linear", "fused ops", "blocks", "codes", "attention"),
+)
 def test_odd_shapes_under_the_memory_checker(program):
     root = Path(__file__).resolve().parents[2]
     environment = {

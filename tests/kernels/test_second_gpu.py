@@ -9,6 +9,7 @@ import torch
 import kernels.triton_kernels.gemm
 from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize_weight
 from kernels.card.timing import _FLUSH_BYTES
+from kernels.ops.attention import float_attention, int8_attention
 from kernels.ops.fused_op import FUSED_OPS
 from kernels.ops.linear import int8_accumulate, quantize_activations
 from kernels.reference.grouped_codes import GroupedCodes
@@ -67,6 +68,11 @@ def accumulated(device):
     return (int8_accumulate(quantize_activations(x)[0], q),)
 
 
+def attention(device):
+    q, k, v = (values(1, 2, 70, 256, seed=seed, device=device).bfloat16() for seed in range(3))
+    return int8_attention(q, k, v), float_attention(q, k, v)
+
+
 def weights(device):
     transform = ChannelTransform(torch.linspace(0.5, 2, 768, device=device), 256)
     q, scale = requantize_weight(values(512, 768, seed=1, device=device), transform, seed=7)
@@ -110,6 +116,7 @@ COMPUTATIONS = {
     "whole": lambda device: linear(WHOLE, device),
     "transformed": transformed,
     "accumulated": accumulated,
+    "attention": attention,
     "weights": weights,
     "blocks": blocks,
     "grouped": grouped,
