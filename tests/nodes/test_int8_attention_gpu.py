@@ -1,4 +1,4 @@
-"""INT8 attention on this GPU, this pack's and comfy-kitchen's, against ComfyUI's attention in float."""
+"""Attention on this GPU, INT8 of both makers and the fastest exact way, against ComfyUI's attention in float."""
 
 import pytest
 import torch
@@ -125,3 +125,37 @@ def test_slices_of_one_projection(override):
     qkv = [joint[:, :, index].transpose(1, 2) for index in range(3)]
     expected, actual = both(override, qkv, skip_reshape=True)
     assert relative_error(actual.float(), expected.float()) < 0.05
+
+
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_fastest_exact_way_is_exact(pack, shape, masked):
+    """Whichever it is here."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.patching.attention_override import AttentionOverride
+
+    batch, kv_heads, queries, keys, _ = SHAPES[shape]
+    qkv = tensors(*SHAPES[shape], torch.bfloat16, True)
+    options = {"skip_reshape": True, "enable_gqa": kv_heads != HEADS}
+    if masked:
+        options["mask"] = padded(batch, queries, keys, dtype=torch.bfloat16)
+    chosen = {"optimized_attention_override": AttentionOverride(ATTENTION_KINDS["auto"], GPU)}
+    with torch.inference_mode():
+        expected = attention_pytorch(*qkv, HEADS, **options)
+        actual = attention_pytorch(*qkv, HEADS, transformer_options=chosen, **options)
+    assert relative_error(actual.float(), expected.float()) < 0.01
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_calibration_measures_what_int8_attention_loses(pack, shape):
+    from int8_dit.kernels import AttentionError, int8_attention
+
+    q, k, v = tensors(*SHAPES[shape], torch.bfloat16, True)
+    measured = AttentionError()
+    with torch.inference_mode():
+        measured.update(q, k, v)
+        exact = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), enable_gqa=True)
+        wanted = relative_error(int8_attention(q, k, v).float(), exact)
+    assert measured.error == pytest.approx(wanted, rel=0.2)  # of some queries
