@@ -1,5 +1,6 @@
 """Comparing INT8 attention with the exact one while a MODEL samples, block by block."""
 
+from collections.abc import Collection
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -7,10 +8,20 @@ from typing import Any
 import torch
 
 from ...kernels import AttentionError
-from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
-from ..comfyui.patcher import ModelPatcher, options_of
+from ..comfyui.attention import (
+    OVERRIDE,
+    Attention,
+    any_chooses,
+    attention_choices,
+    comfyuis_attention,
+    without_override,
+)
+from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
 from ..patching.attention_call import read_call
 from ..patching.attention_kinds import ATTENTION_KINDS, INT8, int8_way
+from ..patching.attention_override import AttentionOverride
+
+_KEY = "int8_dit_attention_observer"
 
 AttentionErrors = dict[str, AttentionError]
 """What INT8 attention costs, by the path of the block in the diffusion model."""
@@ -30,15 +41,14 @@ def observe_block(block: torch.nn.Module, name: str, errors: AttentionErrors) ->
 class AttentionObserver:
     """An attention override of ComfyUI's that compares, and lets those compute who did before.
 
-    What single layers prefer is not asked while it watches: an observed MODEL has no one's INT8 attention.
-
     Args:
         device: where the MODEL runs.
         outer: the override that was there before.
+        choices: the paths of the MODEL's layers' choices.
     """
 
-    def __init__(self, device: torch.device, outer: Any = None) -> None:
-        self.outer = outer
+    def __init__(self, device: torch.device, outer: Any = None, choices: Collection[str] = ()) -> None:
+        self.outer, self._choices = outer, choices
         self._way = int8_way(device) if ATTENTION_KINDS[INT8].obstacle(device) is None else None
         inner = comfyuis_attention if outer is None else getattr(outer, "container_function", None)
         if inner is not None:
@@ -59,17 +69,29 @@ class AttentionObserver:
             del call  # who computes may free q, k and v
         return attend(*args, **kwargs)
 
+    def stand_aside(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """A wrapper of ComfyUI's around each call of the model: where layers have chosen their attention, and no other
+        pack's override is before them, nothing is observed. Any override would come before them too."""
+        own = self.outer is None or (isinstance(self.outer, AttentionOverride) and self.outer.outer is None)
+        if own and any_chooses(executor, self._choices):
+            args = tuple(without_override(argument, self) for argument in args)
+            kwargs = {name: without_override(argument, self) for name, argument in kwargs.items()}
+        return executor(*args, **kwargs)
+
 
 def put_observer(model: ModelPatcher) -> None:
     """Let a MODEL's attention calls be observed, in place."""
     options = options_of(model)
-    options[OVERRIDE] = AttentionObserver(model.load_device, options.get(OVERRIDE))
+    observer = AttentionObserver(model.load_device, options.get(OVERRIDE), tuple(attention_choices(model)))
+    options[OVERRIDE] = observer
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, observer.stand_aside)
 
 
 def take_observer(model: ModelPatcher) -> None:
     """Undo that, in place. An override that another node put around it stays, and observes nothing."""
     options = options_of(model)
     observer = options.get(OVERRIDE)
+    model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
     if isinstance(observer, AttentionObserver):
         options[OVERRIDE] = observer.outer
         if observer.outer is None:

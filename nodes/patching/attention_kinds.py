@@ -174,19 +174,19 @@ def _is_usual(call: AttentionCall, device: torch.device) -> bool:
     """Whether a call has the shapes and options that kernels know."""
     q, k, v, heads, mask, *_ = call
     keywords = call.keywords
+    if not (q.device.type == device.type and q.ndim == k.ndim == 4 and k.shape == v.shape):
+        return False
+    (batch, own_heads, tokens, width), (key_batch, key_heads, keys, key_width) = q.shape, k.shape
     usual = (
-        q.device.type == device.type
-        and q.ndim == k.ndim == 4
-        and k.shape == v.shape
-        and (q.shape[0], q.shape[1], q.shape[3]) == (k.shape[0], heads, k.shape[3])
-        and 0 not in (*q.shape, *k.shape)
-        and (heads % k.shape[1] == 0 if keywords.get("enable_gqa") else heads == k.shape[1])
-        and q.shape[0] * heads <= _MOST_HEADS
+        (batch, own_heads, width) == (key_batch, heads, key_width)
+        and 0 not in (batch, heads, tokens, width, key_heads, keys)
+        and (heads % key_heads == 0 if keywords.get("enable_gqa") else heads == key_heads)
+        and batch * heads <= _MOST_HEADS
         and keywords.keys() <= _KNOWN_KEYWORDS
     )
     if not usual or mask is None:
         return usual
-    full = (q.shape[0], heads, q.shape[2], k.shape[2])
+    full = (batch, heads, tokens, keys)
     fits = mask.ndim == 4 and all(size in (1, most) for size, most in zip(mask.shape, full, strict=True))
     return fits and mask.dtype in _MASK_DTYPES and mask.device == q.device
 
