@@ -73,16 +73,16 @@ def float_attention_kernel(
         store_part(out, acc_right, inverse, out, rows, valid_rows, out_token, PART, False, WIDTH, PART)
 
 
-# Heads of 129 to 256 channels. With float32 sums tensor cores are busy eight cycles for each instruction of this loop.
+# Heads of 129 to 256 channels.
 _TILES = {(9, 0): AttentionTiles(128, 64, 256, 8, 2)}
-_AMPERE_TILES = AttentionTiles(128, 32, 128, 8, 2)
+_AMPERE_TILES = AttentionTiles(128, 16, 128, 8, 3)
 NARROWEST_HEAD, WIDEST_HEAD = 129, 256
 
 
 def float_tiles_for(capability: tuple[int, int], mask: tuple[str, str] = ("none", "one")) -> AttentionTiles:
     """The tiles of a card by its compute capability."""
     tiles = _TILES.get(capability, _AMPERE_TILES)
-    return tiles if mask[1] == "one" else replace(tiles, keys=tiles.keys // 2)
+    return tiles if mask[1] == "one" else replace(tiles, keys=min(tiles.keys, 32), stages=2)
 
 
 def float_attention_constants(

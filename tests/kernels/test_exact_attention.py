@@ -98,7 +98,7 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setattr(attention_choice, "path_for", lambda kind, found: tmp_path / f"{kind}.json")
 
     def imitate(capability, takes=lambda *call: ALL):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(exact, "_may_choose", lambda q, k, v: True)
         monkeypatch.setattr(exact, "exact_ways", takes)
         return machine

@@ -22,17 +22,17 @@ sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is 
 
 from kernels.benchmark import markdown
 from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig
-from support.sass import MainLoop, cuobjdump, main_loops
+from support.sass import AttentionLoop, MainLoop, cuobjdump, main_loops
 
 RESULTS = TESTS / "studies" / "results" / "rtx3090_projection"
 PIXELS = (768, 1024)
-BLOCKS, WIDTH, FFN, TEXT_TOKENS = 34, 4608, 12288, 256
+BLOCKS, WIDTH, HEAD, FFN, TEXT_TOKENS = 34, 4608, 256, 12288, 256
 PROTECTED = 17
 # N and K of a block's linears; the last is what the recipe protects.
 UNPROTECTED = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (FFN, WIDTH), (FFN, WIDTH))
 W2 = (WIDTH, FFN)
 
-BF16, FP16_SUMS, NATIVE, SEPARATE, PROTOTYPE, FUSED, BF16_PROTECTED, ACT16_PROTECTED = (
+BF16, FP16_SUMS, NATIVE, SEPARATE, PROTOTYPE, FUSED, BF16_PROTECTED, ACT16_PROTECTED, INT8_ATTENTION = (
     "bf16",
     "fp16, fp16 sums",
     "native INT8",
@@ -41,6 +41,7 @@ BF16, FP16_SUMS, NATIVE, SEPARATE, PROTOTYPE, FUSED, BF16_PROTECTED, ACT16_PROTE
     "this pack, fused producers",
     f"fused producers, {PROTECTED} w2 in bf16",
     f"fused producers, {PROTECTED} w2 with 16-bit activations",
+    "this pack, fused producers, INT8 attention",
 )
 # Milliseconds of a step on an H200 by variant and pixels: ComfyUI 0.33.0, comfy-kitchen 0.2.40, torch 2.11.0+cu130,
 # triton 3.6.0, 2026-11-21, and 2026-11-22 from FUSED on. New measurements go here; a variant without one is not
@@ -88,6 +89,30 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class AttentionTile:
+    """An INT8 attention kernel on an Ampere or Ada card.
+
+    Attributes:
+        rows, keys: of a tile of logits.
+        warps: that share a tile.
+        loop: the main loop of one warp.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    loop: AttentionLoop
+
+    def cycles(self) -> float:
+        """Cycles of a quarter of a multiprocessor for one tile, whose warps take turns.
+
+        As if nothing else issued while the tensor cores work, nor while the unit for special functions does.
+        """
+        others = self.loop.instructions - self.loop.tensor - self.loop.exponentials
+        return self.warps / 4 * (self.loop.cycles + 8 * self.loop.exponentials + others)
+
+
+@dataclass(frozen=True)
 class Card:
     """What a step's time depends on.
 
@@ -99,6 +124,7 @@ class Card:
         launch_seconds: what each such pass takes beyond its bytes.
         rope_share: share of that speed which ComfyUI's norm and rotation of q and k reach.
         other_seconds: all else in a step.
+        hertz: of the tensor cores at their peak, where INT8 attention is projected.
     """
 
     name: str
@@ -110,6 +136,7 @@ class Card:
     launch_seconds: float
     rope_share: float
     other_seconds: float
+    hertz: float | None = None
 
 
 PACK, KITCHEN = "this pack", "comfy-kitchen"
@@ -124,6 +151,7 @@ RTX_3090 = Card(
     launch_seconds=9e-6,
     rope_share=0.7,
     other_seconds=10e-3,
+    hertz=284e12 / (82 * 4 * 512),
 )
 H200 = Card(
     "H200",
@@ -170,6 +198,10 @@ ASSUMPTIONS = (
     "FlashAttention-2 reaches 0.95 of the peak on an RTX 4090 (heads of 256: 156 of 165 TFLOPS, TVM's flash_perf.md), "
     "whose tensor cores also halve their rate for float32 sums. It reaches 0.74 on an RTX A5000, sm_86 at the full "
     "rate (82 of 111 TFLOPS, heads of 64, gpu-mode/ring-attention issue 10).",
+    "INT8 attention: a block's warps take turns on the quarters of a multiprocessor. A tile lasts as long as its "
+    "products (16 cycles for m16n8k32 of int8 and for m16n8k16 with fp16 sums), its exponentials (8 cycles each) and "
+    "its other instructions (1 each) one after the other, at 0.92 of the peak's clock. q, k and v go through passes of "
+    "their own.",
     "Elementwise passes move their bytes once, at 0.9 of the memory's speed, plus 9 us each (the quantizer's times at "
     "two widths on an H200). The L2 keeps nothing between passes.",
     "ComfyUI's norm and rotation of q and k reach 0.31 of that speed on an H200 (8.6 ms, taken from the measured step) "
@@ -205,6 +237,8 @@ FUSED_PASSES = {
     "act * up -> INT8": Pass(0, 5),
     "gated residual": Pass(6, 0, 2),
 }
+# q and k to INT8; v is read for its channels' scales, then goes into fp16.
+ATTENTION_PASSES = {"statistics of v": Pass(2, 0), "q, k -> INT8, v -> fp16": Pass(3 + 3 + 4, 0)}
 
 
 @dataclass(frozen=True)
@@ -217,6 +251,7 @@ class Variant:
         fused_rope: q and k are normalized and rotated in one pass.
         protected: blocks whose w2 is protected, in bf16 if `protected_bf16`, else with 16-bit activations.
         protected_passes: what replaces passes of the same name in these blocks.
+        int8_attention: q and k are multiplied in INT8, after passes of their own.
     """
 
     gemm: str
@@ -225,6 +260,7 @@ class Variant:
     protected: int = 0
     protected_bf16: bool = False
     protected_passes: Mapping[str, Pass] = field(default_factory=dict)
+    int8_attention: bool = False
 
 
 _WIDER_W2 = {"act * up -> INT8": Pass(0, 6)}
@@ -237,6 +273,7 @@ VARIANTS = {
     FUSED: Variant(PACK, FUSED_PASSES, fused_rope=True),
     BF16_PROTECTED: Variant(PACK, FUSED_PASSES, True, PROTECTED, True, _WIDER_W2),
     ACT16_PROTECTED: Variant(PACK, FUSED_PASSES, True, PROTECTED, False, _WIDER_W2),
+    INT8_ATTENTION: Variant(PACK, FUSED_PASSES | ATTENTION_PASSES, fused_rope=True, int8_attention=True),
 }
 
 
@@ -265,7 +302,23 @@ def pass_seconds(card: Card, passes: Iterable[Pass], m: int) -> float:
     return moved / card.bytes_per_second + sum(one.times for one in passes) * card.launch_seconds
 
 
-def step(card: Card, variant: Variant, pixels: int, kernels: Mapping[str, Sequence[Tile]]) -> dict[str, float]:
+def int8_attention_seconds(card: Card, tile: AttentionTile, m: int) -> float:
+    """Time of one call with heads of HEAD channels over m tokens, worked off in rounds as a GEMM."""
+    assert card.hertz is not None
+    together = max(1, 8 // tile.warps)  # blocks of eight warps in all that one multiprocessor works on
+    blocks = math.ceil(m / tile.rows) * (WIDTH // HEAD)
+    rounds = math.ceil(blocks / (card.multiprocessors * together))
+    tiles = math.ceil(m / tile.keys)
+    return rounds * together * tiles * tile.cycles() / (card.hertz * card.engines[PACK].sustained)
+
+
+def step(
+    card: Card,
+    variant: Variant,
+    pixels: int,
+    kernels: Mapping[str, Sequence[Tile]],
+    attention: AttentionTile | None = None,
+) -> dict[str, float]:
     """Milliseconds of a step by part; `kernels` are the tiles by whose they are."""
     parts = dict.fromkeys(("GEMM", "attention", "rope", "passes"), 0.0)
     protected = variant.protected
@@ -281,7 +334,11 @@ def step(card: Card, variant: Variant, pixels: int, kernels: Mapping[str, Sequen
         special = linear(*W2, gemm=BF16) if variant.protected_bf16 else linear(W2[0], 2 * W2[1])
         parts["GEMM"] += BLOCKS * sum(linear(*shape) for shape in UNPROTECTED)
         parts["GEMM"] += (BLOCKS - protected) * w2 + protected * special
-        parts["attention"] += BLOCKS * 4 * m * m * WIDTH / (card.attention_tflops[pixels] * 1e12)
+        if variant.int8_attention:
+            assert attention is not None
+            parts["attention"] += BLOCKS * int8_attention_seconds(card, attention, m)
+        else:
+            parts["attention"] += BLOCKS * 4 * m * m * WIDTH / (card.attention_tflops[pixels] * 1e12)
         parts["rope"] += BLOCKS * pass_seconds(rope, [Pass(8, 0)], m)
         plain, other = variant.passes, {**variant.passes, **variant.protected_passes}
         parts["passes"] += (BLOCKS - protected) * pass_seconds(card, plain.values(), m)
@@ -327,10 +384,36 @@ def stored_tiles(path: Path = RESULTS / "rtx3090_projection.json") -> dict[str, 
     }
 
 
-def projection(card: Card, tiles: Mapping[str, list[Tile]]) -> dict[str, dict[int, dict[str, float]]]:
-    """Milliseconds by part, of every variant at every resolution."""
+def compiled_attention() -> AttentionTile:
+    """The INT8 attention kernel that the pack ships for heads of HEAD channels on an RTX 3090, compiled."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_compiled_attention)
+
+
+def _compiled_attention() -> AttentionTile:
+    from kernels.triton_kernels.attention import tiles_for
+    from support.attention_builds import Build, main_loop  # turns Triton's interpreter off, so not for a test's process
+
+    tiles = tiles_for((8, 6), HEAD)
+    return AttentionTile(tiles.rows, tiles.keys, tiles.warps, main_loop(Build("int8", HEAD, half_sums=True)))
+
+
+def stored_attention(path: Path = RESULTS / "rtx3090_projection.json") -> AttentionTile:
+    """That of the last run."""
+    stored = json.loads(path.read_text())["attention"]
+    return AttentionTile(**{**stored, "loop": AttentionLoop(**stored["loop"])})
+
+
+def projection(
+    card: Card, tiles: Mapping[str, list[Tile]], attention: AttentionTile | None = None
+) -> dict[str, dict[int, dict[str, float]]]:
+    """Milliseconds by part, of every variant at every resolution; INT8 attention's where its kernel is given."""
     kernels = {PACK: tiles[card.name], KITCHEN: CUTLASS[card.name]}
-    return {name: {px: step(card, variant, px, kernels) for px in PIXELS} for name, variant in VARIANTS.items()}
+    return {
+        name: {px: step(card, variant, px, kernels, attention) for px in PIXELS}
+        for name, variant in VARIANTS.items()
+        if attention is not None or not variant.int8_attention
+    }
 
 
 def total(parts: Mapping[str, float]) -> float:
@@ -390,7 +473,7 @@ def _steps_table(steps: Mapping[str, Mapping[int, Mapping[str, float]]], pixels:
     return markdown([f"{pixels} px, ms", *steps[BF16][pixels], "step", *rivals], rows)
 
 
-def _sensitivity(tiles: Mapping[str, list[Tile]]) -> str:
+def _sensitivity(tiles: Mapping[str, list[Tile]], attention: AttentionTile) -> str:
     slow = {name: replace(engine, sustained=0.8) for name, engine in RTX_3090.engines.items()}
     cards = {
         "as assumed": RTX_3090,
@@ -404,9 +487,9 @@ def _sensitivity(tiles: Mapping[str, list[Tile]]) -> str:
     }
     rows = []
     for name, card in cards.items():
-        steps = projection(card, tiles)
+        steps = projection(card, tiles, attention)
         in_bf16, in_16_bits = protection_costs(steps, 1024)
-        compared = ((BF16, SEPARATE), (BF16, FUSED), (FP16_SUMS, FUSED))
+        compared = ((BF16, SEPARATE), (BF16, FUSED), (BF16, INT8_ATTENTION), (FP16_SUMS, FUSED))
         speeds = [total(steps[rival][1024]) / total(steps[variant][1024]) for rival, variant in compared]
         rows.append([name, *(f"{speed:.2f} x" for speed in speeds), f"{in_16_bits / in_bf16:.2f}"])
     headings = (f"{rival} / {variant}" for rival, variant in compared)
@@ -414,9 +497,9 @@ def _sensitivity(tiles: Mapping[str, list[Tile]]) -> str:
     return markdown(columns, rows)
 
 
-def document(tiles: Mapping[str, list[Tile]], heading: str) -> str:
+def document(tiles: Mapping[str, list[Tile]], attention: AttentionTile, heading: str) -> str:
     """The projection, its checks and all that it assumes."""
-    steps, checked = projection(RTX_3090, tiles), projection(H200, tiles)
+    steps, checked = projection(RTX_3090, tiles, attention), projection(H200, tiles)
     check_rows = [
         [name, f"{px} px", f"{total(checked[name][px]):.1f}", f"{MEASURED[name][px]:.1f}", f"{error:+.1%}"]
         for (name, px), error in errors(checked).items()
@@ -443,7 +526,7 @@ def document(tiles: Mapping[str, list[Tile]], heading: str) -> str:
         *(_steps_table(steps, px) for px in PIXELS),
         f"What protecting {PROTECTED} w2 with 16-bit activations adds: {', '.join(costs)}.",
         "## What it depends on",
-        _sensitivity(tiles),
+        _sensitivity(tiles, attention),
         "## The same model on an H200, where steps were measured",
         markdown(["variant", "", "model, ms", "measured, ms", "error"], check_rows),
         "The parts err more than their sum:",
@@ -456,6 +539,9 @@ def document(tiles: Mapping[str, list[Tile]], heading: str) -> str:
         "\n".join(f"- {assumption}" for assumption in ASSUMPTIONS),
         "## Main loops",
         markdown(["card", "tile", "tensor core instructions of all"], loops),
+        f"INT8 attention on the RTX 3090, {attention.rows} x {attention.keys}, {attention.warps} warps: "
+        f"{attention.loop.cycles} cycles of the tensor cores in {attention.loop.tensor} of "
+        f"{attention.loop.instructions} instructions, {attention.loop.exponentials} of the unit for special functions.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -467,14 +553,15 @@ def main() -> None:
     arguments = parser.parse_args()
     import triton
 
-    tiles = compiled_tiles()
+    tiles, attention = compiled_tiles(), compiled_attention()
     run = f"triton {triton.__version__}, {datetime.date.today().isoformat()}"
-    text = document(tiles, f"{run}, `python tests/studies/rtx3090_projection.py`.")
+    text = document(tiles, attention, f"{run}, `python tests/studies/rtx3090_projection.py`.")
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "rtx3090_projection.md").write_text(text)
     stored = {
         "tiles": {card: list(map(asdict, own)) for card, own in tiles.items()},
-        "steps": projection(RTX_3090, tiles),
+        "attention": asdict(attention),
+        "steps": projection(RTX_3090, tiles, attention),
     }
     (arguments.out / "rtx3090_projection.json").write_text(json.dumps(stored, indent=1))
     print(text)

@@ -3,8 +3,8 @@
 import pytest
 
 from studies import rtx3090_projection as study
-from studies.rtx3090_projection import FFN, H200, PACK, RTX_3090, WIDTH, Pass, Tile
-from support.sass import MainLoop
+from studies.rtx3090_projection import FFN, H200, PACK, RTX_3090, WIDTH, AttentionTile, Pass, Tile
+from support.sass import AttentionLoop, MainLoop
 
 STORED = study.RESULTS / "rtx3090_projection.md"
 # 64 instructions of 16 cycles each beside 256 others: the tensor cores work for 0.8 of the time.
@@ -52,8 +52,24 @@ def test_steps_measured_on_an_h200_are_reproduced_within_a_tenth():
     assert not {case: error for case, error in errors.items() if abs(error) > 0.1}
 
 
+def test_int8_attention_takes_its_warps_in_turn():
+    loop = AttentionLoop(tensor=96, cycles=1536, exponentials=10, instructions=600)
+    assert AttentionTile(128, 32, 8, loop).cycles() == 2 * (1536 + 80 + 494)
+    a_round, two = (study.int8_attention_seconds(RTX_3090, AttentionTile(128, 32, 8, loop), m) for m in (512, 640))
+    # 18 heads of 4 blocks are one round on 82 multiprocessors, of 5 two, each of more keys.
+    assert two == pytest.approx(a_round * 2 * 5 / 4)
+
+
+def test_int8_attention_changes_attention_and_its_passes_alone():
+    steps = study.projection(RTX_3090, study.stored_tiles(), study.stored_attention())
+    for pixels in study.PIXELS:
+        exact, int8 = steps[study.FUSED][pixels], steps[study.INT8_ATTENTION][pixels]
+        assert int8["attention"] < exact["attention"] and int8["passes"] > exact["passes"]
+        assert {**int8, "attention": 0, "passes": 0} == {**exact, "attention": 0, "passes": 0}
+
+
 def test_fp16_sums_double_the_rate_of_linears_and_change_nothing_else():
-    steps = study.projection(RTX_3090, study.stored_tiles())
+    steps = study.projection(RTX_3090, study.stored_tiles(), study.stored_attention())
     for pixels in study.PIXELS:
         bf16, fp16 = steps[study.BF16][pixels], steps[study.FP16_SUMS][pixels]
         assert fp16["GEMM"] == pytest.approx(bf16["GEMM"] / 2)
@@ -62,7 +78,9 @@ def test_fp16_sums_double_the_rate_of_linears_and_change_nothing_else():
 
 @pytest.mark.parametrize("pixels", study.PIXELS)
 def test_16_bit_protection_adds_at_most_half_of_what_bf16_protection_adds(pixels):
-    in_bf16, in_16_bits = study.protection_costs(study.projection(RTX_3090, study.stored_tiles()), pixels)
+    in_bf16, in_16_bits = study.protection_costs(
+        study.projection(RTX_3090, study.stored_tiles(), study.stored_attention()), pixels
+    )
     assert 0 < in_16_bits <= in_bf16 / 2
 
 
@@ -70,4 +88,4 @@ def test_the_stored_document_is_what_the_model_says_now():
     lines = STORED.read_text().splitlines()
     assert lines[0].endswith("a projection") and lines[2].startswith("**Nothing here was measured on an RTX 3090.**")
     heading = lines[2].partition("** ")[2]
-    assert study.document(study.stored_tiles(), heading).splitlines() == lines
+    assert study.document(study.stored_tiles(), study.stored_attention(), heading).splitlines() == lines
