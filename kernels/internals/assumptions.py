@@ -43,6 +43,28 @@ TENSOR_DESCRIPTORS = Assumption(
     {"triton/tools/tensor_descriptor.py": (r"^class TensorDescriptor\b",)},
     as_new_as="triton/knobs.py",
 )
+_GLUON_LANGUAGE = "triton/experimental/gluon/language"
+GLUON = Assumption(
+    "Gluon, Triton's language with layouts",
+    "the GEMM of RTX 30 and 40 runs without a ring of buffers, which is slower",
+    {
+        "triton/experimental/gluon/_runtime.py": (r"^class GluonJITFunction\b", r"^def jit\("),
+        f"{_GLUON_LANGUAGE}/__init__.py": (
+            r"^\s+allocate_shared_memory,",
+            r"^\s+(?:thread_)?barrier,",
+            r"^\s+NVMMADistributedLayout,",
+            r"^\s+DotOperandLayout,",
+            r"^\s+SwizzledSharedLayout,",
+        ),
+        f"{_GLUON_LANGUAGE}/nvidia/ampere/__init__.py": (r"\bmma_v2\b",),
+        f"{_GLUON_LANGUAGE}/nvidia/ampere/async_copy.py": (
+            r"^def (?:async_load|async_copy_global_to_shared)\b",
+            r"^def commit_group\b",
+            r"^def wait_group\b",
+        ),
+    },
+    as_new_as=f"{_GLUON_LANGUAGE}/nvidia/ampere/__init__.py",
+)
 TRITON_ERRORS = Assumption(
     "what Triton raises for a configuration that does not fit a card",
     "such a configuration ends the tuning with its error",
@@ -99,6 +121,7 @@ KITCHEN_REGISTRY = Assumption(
 ASSUMPTIONS = (
     DIRECT_LAUNCH,
     TENSOR_DESCRIPTORS,
+    GLUON,
     TRITON_ERRORS,
     INDUCTOR,
     DISPATCH_STACK,

@@ -1,13 +1,15 @@
 """Launching the fused INT8 GEMM: the configuration tuned for a shape, its workspace, its tensor descriptors."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
+from ..internals.gluon import HAS_GLUON
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
 from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
-from .launching import Launcher, kept, on_device
-from .tiles import GemmConfig, gemm_candidates
+from .launching import Build, Launcher, kept, on_device
+from .tiles import PIPELINES, GemmConfig, gemm_candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
 # Multiply-adds from which on it pays to write the result with the copy engine: one more descriptor takes the host
@@ -32,10 +34,10 @@ def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
     return held
 
 
-def _fits_descriptors(operand: torch.Tensor) -> bool:
-    """Whether the copy engine can address the matrix: base and rows on 16 bytes."""
-    row_bytes = operand.stride(0) * operand.element_size()
-    return HAS_DESCRIPTORS and operand.data_ptr() % 16 == 0 and row_bytes % 16 == 0
+def _on_16_bytes(matrix: torch.Tensor) -> bool:
+    """Whether base and rows begin there, as Hopper's copy engine wants it and copies into a ring do."""
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    return matrix.data_ptr() % 16 == 0 and row_bytes % 16 == 0
 
 
 def _passes(q: torch.Tensor, weight: torch.Tensor) -> int:
@@ -43,11 +45,26 @@ def _passes(q: torch.Tensor, weight: torch.Tensor) -> int:
     return q.shape[1] // weight.shape[1]
 
 
-def _build(config: GemmConfig, *form) -> tuple[dict[str, bool | int], dict[str, bool | int]]:
+def _build(config: GemmConfig, *form) -> Build:
     return kernel_constants(config, *form), compile_options(config)
 
 
 _GEMM = Launcher(int8_gemm_kernel, _build)
+
+
+@functools.cache
+def _ring_gemm() -> Launcher:
+    """That of the ring's kernel, which can be defined where Gluon is as assumed."""
+    from .ring_gemm_kernel import ring_constants, ring_gemm_kernel, ring_options
+
+    def build(config: GemmConfig, *form) -> Build:
+        return ring_constants(config, *form), ring_options(config)
+
+    return Launcher(ring_gemm_kernel, build)
+
+
+# Those that can run.
+_PIPELINES = tuple(name for name in PIPELINES if name != "ring" or HAS_GLUON)
 
 
 class PreparedGemm:
@@ -69,14 +86,21 @@ class PreparedGemm:
         bias: torch.Tensor | None,
     ) -> None:
         m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
-        described = config.pipeline == "descriptors" and _fits_descriptors(q) and _fits_descriptors(weight)
-        stored = described and m >= stores_blocks_from(n, k * passes) and config.split_k == 1 and _fits_descriptors(out)
+        if not _runs_as_it_is(config, q, weight):
+            config = config.by_pointers
         one_scale = weight_scale is not None and weight_scale.numel() == 1
-        form = (config, bias is not None, k % config.block_k == 0, described, stored, passes, one_scale)
+        tensors = operands(out, q, q_scale, weight, weight_scale, bias)
         self._config, self._columns = config, -(-n // config.block_n)
         self._numbers = (n, k, q.stride(0), weight.stride(0), out.stride(0))
-        tensors = operands(out, q, q_scale, weight, weight_scale, bias)
-        self._launch = _GEMM.prepared(form, tensors, (m, *self._numbers))
+        described, self._multiprocessors = config.pipeline == "descriptors", 0
+        stored = described and m >= stores_blocks_from(n, k * passes) and config.split_k == 1 and _on_16_bytes(out)
+        if config.pipeline == "ring":
+            self._multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+            form = (config.kernel, bias is not None, one_scale)
+            self._launch = _ring_gemm().prepared(form, tensors, (m, *self._numbers, 0, 0, 0))
+        else:
+            form = (config, bias is not None, k % config.block_k == 0, described, stored, passes, one_scale)
+            self._launch = _GEMM.prepared(form, tensors, (m, *self._numbers))
         # None where pointers are used.
         self._a_blocks = MatrixBlocks(q, (config.block_m, config.block_k)) if described else None
         self._b_blocks = MatrixBlocks(weight, (config.block_n, config.block_k)) if described else None
@@ -96,18 +120,31 @@ class PreparedGemm:
         config = self._config
         a, b, a_scale, b_scale, bias, c = given
         tiles = -(-rows // config.block_m) * self._columns
+        shared, parts = config.shared_tiles(tiles, self._multiprocessors), config.split_k
         partial_sums = arrivals = c
-        if config.split_k > 1:
-            sums = tiles * config.split_k * config.block_m * config.block_n
+        if shared:
+            sums = shared * parts * config.block_m * config.block_n
             partial_sums = torch.empty(sums, dtype=torch.int32, device=out.device)
-            arrivals = _arrivals(out.device, tiles)
+            arrivals = _arrivals(out.device, shared)
         if self._a_blocks is not None and self._b_blocks is not None:
             a, b = self._a_blocks.of(q, rows), self._b_blocks.of(weight, self._numbers[0])
         if self._out_blocks is not None:
             c = self._out_blocks.of(out, rows)
-        self._launch(
-            (tiles, config.split_k), a, b, a_scale, b_scale, bias, c, partial_sums, arrivals, rows, *self._numbers
-        )
+        grid, numbers = (tiles, parts), (rows, *self._numbers)
+        if config.pipeline == "ring":
+            grid = (tiles + shared * (parts - 1), 1)
+            numbers = (*numbers, tiles - shared, parts, config.group_m)
+        self._launch(grid, a, b, a_scale, b_scale, bias, c, partial_sums, arrivals, *numbers)
+
+
+def _runs_as_it_is(config: GemmConfig, q: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the copies of a configuration can fetch these operands, here and on this Triton."""
+    if config.pipeline == "pointers":
+        return True
+    aligned = _on_16_bytes(q) and _on_16_bytes(weight)
+    if config.pipeline == "descriptors":
+        return HAS_DESCRIPTORS and aligned
+    return HAS_GLUON and q.is_cuda and aligned and weight.shape[1] % 16 == 0 and _passes(q, weight) == 1
 
 
 def operands(
@@ -162,7 +199,8 @@ def stores_blocks_from(n: int, k: int) -> int:
 
 def _candidates(device: torch.device, m: int, n: int, k: int, passes: int) -> list[GemmConfig]:
     properties = torch.cuda.get_device_properties(device)
-    return gemm_candidates((properties.major, properties.minor), properties.multi_processor_count, m, n, k, passes)
+    capability = properties.major, properties.minor
+    return gemm_candidates(capability, properties.multi_processor_count, m, n, k, passes, _PIPELINES)
 
 
 def launch_config(

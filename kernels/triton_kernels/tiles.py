@@ -1,16 +1,19 @@
 """Tile configurations of the fused GEMM: a table of architectures, and what is worth trying on a card for a shape."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 
-PIPELINES = ("pointers", "descriptors")
+# Each with the numbers of programs that may share the K of a tile.
+_SPLITS = {"pointers": (1, 2, 3, 5), "descriptors": (1, 2, 3, 5), "ring": (1, 2, 3, 4, 5)}
+PIPELINES = tuple(_SPLITS)
 _PARTIAL_SUMS_PER_THREAD = 128
 
 
 @dataclass(frozen=True)
 class GemmConfig:
     """Tile sizes in elements, tile-order group, warps per program, software pipeline stages, how operands are fetched
-    (one of PIPELINES), and how many programs share the K of one tile.
+    (one of PIPELINES), and how many programs share the K of one tile: of each one, and with `ring` of those that the
+    last round of the multiprocessors works off.
 
     Raises ValueError for what no kernel can be launched with.
     """
@@ -34,10 +37,34 @@ class GemmConfig:
                 raise ValueError(f"{name} must be a power of two; got {getattr(self, name)}")
         if self.pipeline not in PIPELINES:
             raise ValueError(f"pipeline must be one of {', '.join(PIPELINES)}; got {self.pipeline!r}")
+        if self.pipeline == "ring" and (self.num_warps * 64 * 64 != self.block_m * self.block_n or self.num_stages < 2):
+            raise ValueError(f"a ring has two stages or more, and warps of 64 x 64 of a tile; got {self}")
 
     def tiles(self, m: int, n: int) -> int:
         """The number of tiles of an [m, n] output."""
         return -(-m // self.block_m) * -(-n // self.block_n)
+
+    def shared_tiles(self, tiles: int, multiprocessors: int) -> int:
+        """How many of the tiles have their K shared by `split_k` programs each.
+
+        With `ring`, where a multiprocessor holds one program, those of the last round if sharing makes it shorter.
+        """
+        if self.split_k == 1 or self.pipeline != "ring":
+            return tiles if self.split_k > 1 else 0
+        rest = tiles % multiprocessors
+        return rest if -(-rest * self.split_k // multiprocessors) < self.split_k else 0
+
+    @property
+    def kernel(self) -> "GemmConfig":
+        """The same for all that run one compiled kernel: a ring is told its group and its split at its launch."""
+        return replace(self, group_m=1, split_k=1) if self.pipeline == "ring" else self
+
+    @property
+    def by_pointers(self) -> "GemmConfig":
+        """What runs in its place where rows do not begin on 16 bytes. A ring's tile is too large without it."""
+        if self.pipeline == "ring":
+            return GemmConfig(128, 128, 64, self.group_m, 4, 3)
+        return replace(self, pipeline="pointers")
 
     @property
     def part_n(self) -> int:
@@ -69,18 +96,29 @@ _MMA_RATES = {
     GemmConfig(64, 256, 64, 16, 4, 3): 0.99,
     GemmConfig(256, 64, 64, 16, 4, 3): 0.98,
     GemmConfig(128, 128, 128, 16, 4, 2): 0.95,
-    GemmConfig(128, 128, 64, 16, 4, 4): 0.95,
     GemmConfig(128, 128, 64, 8, 4, 3): 0.93,
     GemmConfig(128, 64, 128, 16, 4, 3): 0.93,
     GemmConfig(128, 128, 128, 16, 4, 3): 0.92,
     GemmConfig(64, 128, 128, 16, 4, 3): 0.92,
-    GemmConfig(128, 256, 64, 8, 8, 3): 0.88,
     GemmConfig(64, 64, 128, 8, 4, 3): 0.76,
     GemmConfig(32, 64, 256, 4, 4, 3): 0.48,
     GemmConfig(32, 128, 128, 4, 4, 4): 0.47,
     GemmConfig(16, 128, 128, 1, 4, 4): 0.23,
     GemmConfig(16, 64, 256, 1, 4, 4): 0.21,
 }
+
+# `mma.s8` with a ring of shared buffers, rates like those above. Their registers leave a multiprocessor room for one
+# program. What else Ampere runs reaches 0.82 of the best of them.
+_BESIDE_A_RING = 0.82
+_RING_RATES = {
+    GemmConfig(256, 128, 64, 4, 8, 4, "ring"): 1.0,
+    GemmConfig(256, 128, 64, 8, 8, 4, "ring"): 0.995,
+    GemmConfig(256, 128, 64, 16, 8, 4, "ring"): 0.99,
+    GemmConfig(128, 256, 64, 4, 8, 4, "ring"): 0.98,
+    GemmConfig(128, 256, 64, 16, 8, 4, "ring"): 0.97,
+    GemmConfig(128, 256, 128, 16, 8, 2, "ring"): 0.965,
+}
+_AMPERE_RATES = {**_RING_RATES, **{config: _BESIDE_A_RING * rate for config, rate in _MMA_RATES.items()}}
 
 # `wgmma`, operands fetched by Hopper's copy engine. With three stages two blocks share a multiprocessor, so that one
 # computes while the other is in its epilogue. Rates from an H200.
@@ -102,12 +140,12 @@ _WGMMA_RATES = {
 
 ARCHITECTURES = {
     # And Ada, whose tensor cores take the same instructions.
-    "Ampere": Architecture(((8, 0), (8, 6), (8, 7), (8, 9)), _MMA_RATES, balance=32),
+    "Ampere": Architecture(((8, 0), (8, 6), (8, 7), (8, 9)), _AMPERE_RATES, balance=32),
     "Hopper": Architecture(((9, 0),), _WGMMA_RATES, balance=50),
     # These run `mma.s8` too. Nothing was measured on them.
     "Blackwell": Architecture(((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)), _MMA_RATES, balance=32),
 }
-_ELSEWHERE = ARCHITECTURES["Ampere"]
+_ELSEWHERE = ARCHITECTURES["Blackwell"]
 
 # Where the second walk over K leaves ptxas no register for one number.
 _ONE_PASS_ONLY = frozenset({GemmConfig(128, 128, 128, 16, 4, 3)})
@@ -116,29 +154,36 @@ _ONE_PASS_ONLY = frozenset({GemmConfig(128, 128, 128, 16, 4, 3)})
 def gpu_architecture(capability: tuple[int, int]) -> Architecture:
     """The architecture of a card by its compute capability.
 
-    A card of none gets Ampere's, which all later ones can run.
+    A card of none gets what all from Ampere on can run.
     """
     return next((known for known in ARCHITECTURES.values() if capability in known.capabilities), _ELSEWHERE)
 
 
 def walks_twice(config: GemmConfig) -> bool:
     """Whether a configuration can walk K twice, as activations of 16 bits want it."""
-    return config.split_k == 1 and replace(config, group_m=16) not in _ONE_PASS_ONLY
+    return config.split_k == 1 and config.pipeline != "ring" and replace(config, group_m=16) not in _ONE_PASS_ONLY
 
 
 # Channels whose multiplication takes as long as starting a tile and its epilogue, and as long as summing its splits.
 _TILE_OVERHEAD, _SPLIT_OVERHEAD = 512, 1024
-_SPLITS = (1, 2, 3, 5)
 _CHANNELS_PER_SPLIT = 1024
-_MOST_CANDIDATES = 10
+# To compile kernels takes nearly all of the time, and a ring twice as long as another.
+_COMPILE_COST = {"pointers": 1, "descriptors": 1, "ring": 2}
+_MOST_COMPILE_COST = 10
 
 
 def gemm_candidates(
-    capability: tuple[int, int], multiprocessors: int, m: int, n: int, k: int, passes: int = 1
+    capability: tuple[int, int],
+    multiprocessors: int,
+    m: int,
+    n: int,
+    k: int,
+    passes: int = 1,
+    pipelines: Collection[str] = PIPELINES,
 ) -> list[GemmConfig]:
     """The configurations worth trying for [m, k] x [n, k] on a card of this compute capability, likely winners first.
 
-    With two passes K is walked twice.
+    With two passes K is walked twice. `pipelines` are those of PIPELINES that can run; `pointers` always can.
 
     Ordered by an estimate of their time: the rounds in which the multiprocessors work off the tiles, each as long as
     its multiplications or its loads take. Where nothing can be measured, the first is what runs.
@@ -146,37 +191,58 @@ def gemm_candidates(
     architecture = gpu_architecture(capability)
 
     def estimate(config: GemmConfig, rate: float) -> float:
-        programs = config.tiles(m, n) * config.split_k
+        tiles = config.tiles(m, n)
+        shared = config.shared_tiles(tiles, multiprocessors)
         multiplications = config.block_m * config.block_n / rate
         loads = (min(config.block_m, m) + min(config.block_n, n)) * architecture.balance
-        overhead = _TILE_OVERHEAD + (_SPLIT_OVERHEAD if config.split_k > 1 else 0)
-        rounds = -(-programs // multiprocessors)
-        return rounds * (passes * k / config.split_k * max(multiplications, loads) + overhead * multiplications)
+        channel = passes * max(multiplications, loads)
+        whole_rounds = -(-(tiles - shared) // multiprocessors)
+        shared_rounds = -(-shared * config.split_k // multiprocessors)
+        return whole_rounds * (k * channel + _TILE_OVERHEAD * multiplications) + shared_rounds * (
+            k / config.split_k * channel + (_TILE_OVERHEAD + _SPLIT_OVERHEAD) * multiplications
+        )
 
     estimates: dict[GemmConfig, float] = {}
     for config, rate in architecture.rates.items():
         # Groups of more tile rows than there are differ in nothing.
         fitted = replace(config, group_m=min(config.group_m, -(-m // config.block_m)))
-        if k % 16:  # the copy engine wants rows on 16 bytes
-            fitted = replace(fitted, pipeline="pointers")
-        for splits in _SPLITS:
+        if k % 16 or config.pipeline not in pipelines:  # the copies of the others want rows on 16 bytes
+            if config.pipeline == "ring":
+                continue
+            fitted = fitted.by_pointers
+        for splits in _SPLITS[fitted.pipeline]:
             split = replace(fitted, split_k=splits)
-            long_enough = splits == 1 or k >= splits * _CHANNELS_PER_SPLIT
-            if long_enough and (passes == 1 or walks_twice(split)):
+            worthwhile = splits == 1 or (
+                k >= splits * _CHANNELS_PER_SPLIT and split.shared_tiles(split.tiles(m, n), multiprocessors) > 0
+            )
+            if worthwhile and (passes == 1 or walks_twice(split)):
                 estimates.setdefault(split, estimate(split, rate))
-    return sorted(estimates, key=estimates.__getitem__)[:_MOST_CANDIDATES]
+    kernels: set[GemmConfig] = set()
+    unsplit: set[GemmConfig] = set()  # rings of which a split is among the candidates: the likeliest one of each
+    cost, candidates = 0, []
+    for config in sorted(estimates, key=estimates.__getitem__):
+        to_compile = 0 if config.kernel in kernels else _COMPILE_COST[config.pipeline]
+        if cost + to_compile > _MOST_COMPILE_COST:
+            continue
+        if config.pipeline == "ring" and config.split_k > 1:
+            if replace(config, split_k=1) in unsplit:
+                continue
+            unsplit.add(replace(config, split_k=1))
+        cost += to_compile
+        kernels.add(config.kernel)
+        candidates.append(config)
+    return candidates
 
 
 def is_offered(config: GemmConfig, passes: int = 1) -> bool:
     """Whether `gemm_candidates` can have offered a configuration, on any card and for any shape."""
-    if config.split_k not in _SPLITS or passes > 2 or (passes == 2 and not walks_twice(config)):
+    if config.split_k not in _SPLITS[config.pipeline] or passes > 2 or (passes == 2 and not walks_twice(config)):
         return False
     return any(
-        config.group_m <= known.group_m
-        and config.pipeline in (known.pipeline, "pointers")
-        and config == replace(known, group_m=config.group_m, pipeline=config.pipeline, split_k=config.split_k)
+        config.group_m <= known.group_m and config == replace(form, group_m=config.group_m, split_k=config.split_k)
         for architecture in ARCHITECTURES.values()
         for known in architecture.rates
+        for form in (known, known.by_pointers)
     )
 
 

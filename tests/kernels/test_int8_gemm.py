@@ -1,6 +1,7 @@
 """The fused GEMM and the INT8 linear, on the GPU or under Triton's interpreter, against PyTorch and float64."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.ops.linear import int8_accumulate, int8_gemm, quantize_activations
 from kernels.reference.linear import int8_accumulate_reference, int8_gemm_reference
 from kernels.triton_kernels.gemm import launch_config
-from kernels.triton_kernels.tiles import GemmConfig
+from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig
 from support.tensors import DEVICE, random_float, random_int8, rotation_matrix
+
+RINGS = list({config.kernel: config for config in ARCHITECTURES["Ampere"].rates if config.pipeline == "ring"}.values())
 
 # One row, one column, sizes around and between the tile sizes, primes, K below one tile and far above it.
 SHAPES = [
@@ -75,6 +78,50 @@ def test_k_shared_by_several_programs():
             launch_config(config, out, q, scales[0], weight, scales[1], bias)
             expected = int8_gemm_reference(q, scales[0], weight, scales[1], bias, torch.float32)
             assert torch.allclose(out, expected, rtol=1e-5, atol=1e-2), (config, m, n, k)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: Gluon has no interpreter")
+@pytest.mark.parametrize("parts", (1, 2, 5))
+@pytest.mark.parametrize("config", RINGS, ids=repr)
+def test_a_ring_of_buffers(config, parts):
+    """M and N ragged, 1, and of more tiles than multiprocessors; K below the loop's step, ragged, and far above it."""
+    from kernels.triton_kernels.gemm import prepared_gemm
+
+    config = replace(config, split_k=parts)
+    for m, n, k in ((1, 16, 16), (257, 1, 4608), (300, 1001, 1552), (77, 640, 12288), (4352, 4608, 784)):
+        q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
+        expected = int8_accumulate_reference(q, weight)
+        out = torch.empty(m, n, dtype=torch.int32, device=DEVICE)
+        for _ in range(3):  # a later launch finds the workspace as the one before left it
+            out.fill_(12345)
+            launch_config(config, out, q, None, weight, None, None)
+            assert torch.equal(out, expected), (config, m, n, k)
+        assert prepared_gemm(config, out, q, None, weight, None, None).takes_addresses
+        q_scale, bias = random_float(m, seed=3).abs() / 100, random_float(n, seed=5)
+        for weight_scale in (random_float(n, seed=4).abs() / 100, random_float(1, seed=4).abs() / 100):
+            for dtype, rounding in ROUNDING.items():
+                for addend in (None, bias):
+                    out = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
+                    launch_config(config, out, q, q_scale, weight, weight_scale, addend)
+                    exact = expected.double() * q_scale.double()[:, None] * weight_scale.double()
+                    largest = exact.abs() + (0 if addend is None else addend.double().abs())
+                    exact = exact if addend is None else exact + addend.double()
+                    tolerance = rounding * exact.abs() + 2.0**-22 * largest + 2.0**-24
+                    assert ((out.double() - exact).abs() <= tolerance).all(), (config, m, n, k, dtype)
+
+
+@pytest.mark.parametrize("config", RINGS[:1], ids=repr)
+def test_a_ring_is_replaced_where_it_cannot_run(config):
+    """Rows that do not begin on 16 bytes, channels that 16 does not divide, K walked twice; an interpreter."""
+    q, weight = random_int8(33, 256, seed=1), random_int8(24, 256, seed=2)
+    for a, b in ((q[:, 1:65], weight[:, :64]), (q[:, :64], weight[:, 3:67]), (q[:, :72], weight[:, :72])):
+        out = torch.empty(33, 24, dtype=torch.int32, device=DEVICE)
+        launch_config(config, out, a, None, b, None, None)
+        assert torch.equal(out, int8_accumulate_reference(a, b))
+    q[:, 128:] = 0  # no remainders
+    out = torch.empty(33, 24, dtype=torch.int32, device=DEVICE)
+    launch_config(config, out, q, None, weight[:, :128], None, None)
+    assert torch.equal(out, int8_accumulate_reference(q[:, :128], weight[:, :128]))
 
 
 # One rounding to each output dtype. Triton's interpreter truncates to bfloat16 where the hardware rounds to nearest.

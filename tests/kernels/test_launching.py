@@ -2,9 +2,11 @@
 
 import itertools
 
+import pytest
 import torch
 
-from kernels.triton_kernels.launching import Launcher
+from kernels.triton_kernels.launching import Launcher, forget_launches
+from support.tensors import random_int8
 
 
 def test_a_launch_is_for_what_triton_compiles_for():
@@ -25,3 +27,26 @@ def test_a_launch_is_for_what_triton_compiles_for():
     other = torch.ones(128, dtype=torch.float16)
     assert launcher.prepared((1,), [other, other[8:]], (48, 0.25)) is known[0]
     assert launcher.prepared((1,), [other, other], (65, 0.5)) is known[5]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: Gluon has no interpreter")
+def test_a_ring_is_launched_past_triton_for_all_numbers_of_tokens():
+    from kernels.internals.triton_runtime import DIRECT_LAUNCH, holds
+    from kernels.triton_kernels.gemm import launch_config, operands, prepared_gemm
+    from kernels.triton_kernels.tiles import GemmConfig
+
+    config = GemmConfig(256, 128, 64, 4, 8, 4, "ring", 3)
+    forget_launches()
+    weight = random_int8(4608, 4608, seed=2)
+    for rows in (512, 4352, 16, 2560):
+        q = random_int8(rows, 4608, seed=rows)
+        out = torch.full((rows, 4608), 12345, dtype=torch.int32, device="cuda")
+        given = (config, out, q, None, weight, None, None)
+        launch = prepared_gemm(*given)
+        assert launch.takes_addresses == (rows != 512 and holds(DIRECT_LAUNCH))  # the first is Triton's
+        if launch.takes_addresses:
+            addresses = [tensor.data_ptr() for tensor in operands(*given[1:])]
+            launch(rows, q, weight, out, addresses)
+        else:
+            launch_config(*given)
+        assert torch.equal(out, torch._int_mm(q, weight.t()))

@@ -34,6 +34,7 @@ for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 206
     out = torch.empty(m, n, dtype=torch.int32, device="cuda")
     q, q16 = (torch.ones(m, columns, dtype=torch.int8, device="cuda") for columns in (k, 2 * k))
     configs = [GemmConfig(128, 128, 64, 8, 4, 3, split_k=3), GemmConfig(64, 64, 128, 8, 4, 3)]
+    configs.append(GemmConfig(256, 128, 64, 8, 8, 4, "ring", 3))
     if torch.cuda.get_device_capability() == (9, 0):
         configs.append(GemmConfig(128, 128, 128, 8, 4, 3, "descriptors", 2))
     for config in configs:

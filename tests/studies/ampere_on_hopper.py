@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -34,9 +35,24 @@ def _try_prebuild(config: GemmConfig):
         return config, str(error)[:100]
 
 
+def prebuild_all(configs: Iterable[GemmConfig]) -> dict[GemmConfig, tuple[bytes, str, int]]:
+    """The builds of those that can be built; what shares a kernel is built once."""
+    configs = list(configs)
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        built = dict(pool.imap_unordered(_try_prebuild, dict.fromkeys(config.kernel for config in configs)))
+    return {config: built[config.kernel] for config in configs if not isinstance(built[config.kernel], str)}
+
+
 def explored() -> list[GemmConfig]:
     """The shipped configurations and their neighbours, as far as the shared memory of sm_86 allows."""
     configs = list(SHIPPED)
+    for block_m, block_n in ((128, 128), (128, 256), (256, 128)):
+        for block_k in (64, 128):
+            for stages in (2, 3, 4):
+                for group in (4, 8, 16):
+                    if (block_m + block_n) * block_k * stages <= 96 * 1024:
+                        warps = block_m * block_n // 4096
+                        configs.append(GemmConfig(block_m, block_n, block_k, group, warps, stages, "ring"))
     for block_m, block_n in ((128, 128), (128, 256), (256, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64)):
         for block_k in (64, 128):
             for stages in (2, 3, 4, 5):
@@ -55,9 +71,9 @@ def residency_on_sm86(prebuilt: tuple[bytes, str, int], config: GemmConfig) -> i
 
 def short(config: GemmConfig) -> str:
     """A configuration in one word."""
-    return (
-        f"{config.block_m}x{config.block_n}x{config.block_k}/{config.num_warps}w/{config.num_stages}s/g{config.group_m}"
-    )
+    tile = f"{config.block_m}x{config.block_n}x{config.block_k}/{config.num_warps}w/{config.num_stages}s"
+    pipeline = "" if config.pipeline == "pointers" else f"/{config.pipeline}"
+    return f"{tile}{pipeline}/g{config.group_m}" + (f"/split {config.split_k}" if config.split_k > 1 else "")
 
 
 def milliseconds(kernel: AmpereKernel, m: int, n: int, k: int, weights: list[torch.Tensor]) -> float:
@@ -85,9 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results")
     arguments = parser.parse_args()
     shapes = [(m, n, k) for m in (2560, 4352) for n, k in ((13824, 4608), (4608, 4608), (12288, 4608), (4608, 12288))]
-    with multiprocessing.get_context("spawn").Pool() as pool:
-        prebuilt = dict(pool.imap_unordered(_try_prebuild, explored()))
-    prebuilt = {config: result for config, result in prebuilt.items() if not isinstance(result, str)}
+    prebuilt = prebuild_all(explored())
     results, rows = [], []
     for limited in (False, True):
         kernels = {
@@ -105,7 +119,8 @@ def main() -> None:
             ranked = sorted(times, key=times.__getitem__)
             best = times[ranked[0]]
             shipped = next(config for config in ranked if config in SHIPPED)
-            likeliest = replace(gemm_candidates((8, 6), 82, m, n, k)[0], group_m=1)  # whose groups are cut to the tiles
+            # Whose groups are cut to the tiles.
+            likeliest = replace(gemm_candidates((8, 6), 82, m, n, k)[0], group_m=1, split_k=1)
             first = next(config for config in SHIPPED if replace(config, group_m=1) == likeliest)
             rows.append(
                 [

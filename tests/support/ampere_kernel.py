@@ -59,6 +59,7 @@ class AmpereKernel:
         `passes` is how often it walks K: twice for activations of 16 bits.
         """
         self.config = config
+        self._arrivals: torch.Tensor | None = None
         cubin, name, self._shared = prebuilt or prebuild(config, even_k, passes)
         if blocks_per_multiprocessor is not None:
             self._shared = max(self._shared, HOPPER_SHARED // blocks_per_multiprocessor - RESERVED_SHARED)
@@ -75,21 +76,31 @@ class AmpereKernel:
         """
         config = self.config
         m, (n, k) = q.shape[0], weight.shape
-        tiles = config.tiles(m, n)
+        tiles, parts = config.tiles(m, n), config.split_k
+        shared = config.shared_tiles(tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
         partial_sums = arrivals = out
-        if config.split_k > 1:
-            sums = tiles * config.split_k * config.block_m * config.block_n
+        if shared:
+            sums = shared * parts * config.block_m * config.block_n
             partial_sums = torch.empty(sums, dtype=torch.int32, device=q.device)
-            arrivals = torch.zeros(tiles, dtype=torch.int32, device=q.device)
+            arrivals = self._arrivals_of(shared)
         pointers = (q, weight, q_scale, weight_scale, bias, out, partial_sums, arrivals)
         sizes = (m, n, k, q.stride(0), weight.stride(0), out.stride(0))
+        grid = (tiles, parts, 1)
+        if config.pipeline == "ring":
+            grid, sizes = (tiles + shared * (parts - 1), 1, 1), (*sizes, tiles - shared, parts, config.group_m)
         # Triton's kernels end with two pointers to scratch memory, which this one does not use.
         arguments = [*(ctypes.c_uint64(p.data_ptr()) for p in pointers), *map(ctypes.c_int32, sizes)]
         arguments += [ctypes.c_uint64(), ctypes.c_uint64()]
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        grid, block = (tiles, config.split_k, 1), (32 * config.num_warps, 1, 1)
+        block = (32 * config.num_warps, 1, 1)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _driver("cuLaunchKernel", self._function, *grid, *block, self._shared, stream, addresses, None)
+
+    def _arrivals_of(self, tiles: int) -> torch.Tensor:
+        """Zeros, which each launch leaves behind."""
+        if self._arrivals is None or len(self._arrivals) < tiles:
+            self._arrivals = torch.zeros(max(tiles, 4096), dtype=torch.int32, device="cuda")
+        return self._arrivals
 
 
 def prebuild(config: GemmConfig, even_k: bool = True, passes: int = 1) -> tuple[bytes, str, int]:

@@ -20,13 +20,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.internals.gluon import HAS_GLUON
 from kernels.triton_kernels.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, walks_twice
-from support.sass import loops
+from support.sass import loops, main_loops
+
+if HAS_GLUON:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from kernels.triton_kernels.ring_gemm_kernel import ring_constants, ring_gemm_kernel, ring_options
 
 # INT8 and fp16 tensor cores of Ampere and of Hopper, copies into shared memory of both, loads from it, spills.
 COUNTED = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "LDL", "STL")
 SIZES = ("M", "N", "K", "stride_am", "stride_bn", "stride_om")
+TAIL = ("whole", "parts", "group")  # further sizes of the ring
 
 
 @dataclass(frozen=True)
@@ -68,16 +75,22 @@ def compiled(build: Build):
         "arrivals": "*i32",
         **dict.fromkeys(SIZES, "i32"),
     }
-    constants = kernel_constants(config, True, build.even_k, descriptors, build.store_blocks, build.passes)
-    names = int8_gemm_kernel.arg_names
     aligned = [name for name, kind in types.items() if kind.startswith("*") or (name in SIZES and name != "M")]
-    source = ASTSource(
-        int8_gemm_kernel,
+    if config.pipeline == "ring":
+        kernel, kind, options = ring_gemm_kernel, GluonASTSource, ring_options(config)
+        constants = ring_constants(config, True)
+        types |= dict.fromkeys(TAIL, "i32")
+    else:
+        kernel, kind, options = int8_gemm_kernel, ASTSource, compile_options(config)
+        constants = kernel_constants(config, True, build.even_k, descriptors, build.store_blocks, build.passes)
+    names = kernel.arg_names
+    source = kind(
+        kernel,
         {name: types.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=compile_options(config))
+    return triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
 
 
 def _tool(name: str) -> str:
@@ -97,6 +110,7 @@ def report(kernel) -> dict:
         ).stdout
     mnemonics = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", sass)
     return {
+        "loop": next(((loop.tensor, loop.instructions) for _, loop in main_loops(sass)), None),
         **{name: mnemonics.count(name) for name in COUNTED},
         "spills_in_loops": sum(name.startswith(("LDL", "STL")) for body in loops(sass) for name in body),
         "instructions": len(mnemonics) - mnemonics.count("NOP"),
@@ -111,11 +125,15 @@ def report(kernel) -> dict:
 def builds() -> list[Build]:
     """Every shipped configuration on every card that it is shipped for and that can be built for here; on the consumer
     Ampere card also with a ragged K and with K split, on Hopper also with K split and with blocks stored; all that
-    can walk K twice also so."""
+    can walk K twice also so. A ring is one kernel with K split and not, without a ragged K, and on that card also with
+    outputs of 4 bytes."""
     ampere, hopper = (list(ARCHITECTURES[name].rates) for name in ("Ampere", "Hopper"))
+    rings = list(dict.fromkeys(config.kernel for config in ampere if config.pipeline == "ring")) if HAS_GLUON else []
+    ampere = [config for config in ampere if config.pipeline != "ring"]
     twice = [config for config in ampere if walks_twice(config)]
     return [
-        *(Build(config, capability) for capability in (86, 80, 89) for config in ampere),
+        *(Build(config, capability) for capability in (86, 80, 89) for config in (*ampere, *rings)),
+        *(Build(config, out=out) for out in ("fp32", "i32") for config in rings),
         *(Build(config, even_k=False) for config in ampere),
         *(Build(replace(config, split_k=3)) for config in ampere),
         *(Build(config, 90) for config in hopper),
