@@ -126,6 +126,9 @@ class PreparedGemm:
             sums = shared * parts * config.block_m * config.block_n
             partial_sums = torch.empty(sums, dtype=torch.int32, device=out.device)
             arrivals = _arrivals(out.device, shared)
+        elif config.pipeline == "ring" and self._launch.direct is None:
+            # Triton compiles for the workspace's dtype, and the same kernel runs where K is shared.
+            partial_sums = arrivals = torch.empty(1, dtype=torch.int32, device=out.device)
         if self._a_blocks is not None and self._b_blocks is not None:
             a, b = self._a_blocks.of(q, rows), self._b_blocks.of(weight, self._numbers[0])
         if self._out_blocks is not None:

@@ -1,6 +1,7 @@
 """What the kernels assume of the insides of Triton and PyTorch, and what they do where it does not hold."""
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
@@ -118,6 +119,18 @@ def test_a_triton_that_launches_otherwise_launches_itself(driver, monkeypatch):
     assert triton_runtime.direct_launch(object(), 3, {}) is None
     monkeypatch.setattr(triton_runtime, "holds", lambda assumption: assumption is not assumptions.DIRECT_LAUNCH)
     assert triton_runtime.direct_launch(Compiled(3), 3, {}) is None
+
+
+def test_gluon_is_used_where_it_is_as_assumed_and_compiled(monkeypatch):
+    from kernels.internals import gluon
+    from kernels.triton_kernels import gemm
+
+    interpreted = triton_runtime.triton.knobs.runtime.interpret
+    assert ("ring" in gemm._PIPELINES) == gluon.HAS_GLUON == (not interpreted)
+    monkeypatch.setattr(assumptions, "holds", lambda assumption: assumption is not assumptions.GLUON)
+    again = importlib.util.module_from_spec(gluon.__spec__)
+    gluon.__spec__.loader.exec_module(again)
+    assert not again.HAS_GLUON and again.gl is None and again.mma_v2 is None
 
 
 def raised(name, module):
