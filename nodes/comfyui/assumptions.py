@@ -112,6 +112,11 @@ ASSUMPTIONS = (
     ),
     Assumption("comfy.ldm.modules.attention:optimized_attention", "(q, k, v, heads, mask=, ...) -> output"),
     Assumption("comfy.ldm.modules.attention:optimized_attention_masked", "the same, with a mask"),
+    Assumption(
+        "comfy.ldm.modules.attention:attention_pytorch",
+        "PyTorch's attention, which the default is where nothing else was chosen",
+        "attention set to auto runs as ComfyUI's",
+    ),
     Assumption("comfy.utils:get_attr", "(model, path) -> the part of a model"),
     # loading.py
     Assumption(

@@ -40,9 +40,9 @@ def _default(mask: torch.Tensor | None) -> Attention:
 
 
 def pytorch_attentions() -> tuple[Attention, ...]:
-    """ComfyUI's function for PyTorch's attention, as models call it and as overrides get it."""
-    own = _core.attention_pytorch
-    return own, getattr(own, "__wrapped__", own)
+    """ComfyUI's function for PyTorch's attention, as models call it and as overrides get it; none where it is gone."""
+    own = getattr(_core, "attention_pytorch", None)
+    return () if own is None else (own, getattr(own, "__wrapped__", own))
 
 
 def is_pytorchs(function: Attention, mask: torch.Tensor | None, known: tuple[Attention, ...]) -> bool:

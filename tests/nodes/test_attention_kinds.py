@@ -189,6 +189,13 @@ def test_a_launch_flags_attention_stays(core, dit, set_attention, monkeypatch, f
     assert "started with another" in attention_kinds._exact_obstacle(gpu)
 
 
+def test_a_comfyui_without_the_function_keeps_its_attention(pack, monkeypatch):
+    from int8_dit.nodes.patching import attention_kinds
+
+    monkeypatch.delattr("comfy.ldm.modules.attention.attention_pytorch")
+    assert "another attention" in attention_kinds._exact_obstacle(torch.device("cuda"))
+
+
 def test_the_fastest_exact_way_gives_way_to_int8_and_not_the_other_way_round(dit, core, exact, set_attention):
     first, second = dit.stock(), dit.stock()
     for model, kinds in ((first, (AUTO, INT8)), (second, (INT8, AUTO))):
