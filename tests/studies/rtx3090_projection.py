@@ -81,11 +81,12 @@ class Engine:
 
 @dataclass(frozen=True)
 class Tile:
-    """A GEMM kernel: its output tile and its main loop."""
+    """A GEMM kernel: its output tile, its main loop, and whether it is a ring's, which shares its last tiles' K."""
 
     rows: int
     columns: int
     loop: MainLoop
+    ring: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,9 @@ H200 = Card(
     rope_share=0.31,
     other_seconds=2e-3,
 )
-# Channels whose multiplication takes as long as starting a tile and its epilogue, as in
-# kernels/triton_kernels/tiles.py.
-TILE_OVERHEAD = 512
+# Channels whose multiplication takes as long as starting a tile and its epilogue, and as long as summing its parts; and
+# how many these can be: as in kernels/triton_kernels/tiles.py.
+TILE_OVERHEAD, SPLIT_OVERHEAD, TAIL_PARTS = 512, 1024, (2, 3, 4, 5)
 # comfy-kitchen 0.2.40's two large tiles, by `ampere_beside_cutlass.py --loops`: its sm_80 code, and what an H200 runs.
 _IMMA = 2 * 16 * 8 * 32
 CUTLASS = {
@@ -185,7 +186,9 @@ ASSUMPTIONS = (
     "A GEMM takes as many rounds as its tiles need on all multiprocessors. A round lasts as long as the tile's "
     "multiplications at that rate, the other instructions of its main loop one cycle each with the tensor cores idle, "
     "and 512 channels more for start and epilogue. Of the configurations that the pack ships the fastest by this model "
-    "runs; K is not split. comfy-kitchen runs the faster of its 128 x 256 and 128 x 128 tiles.",
+    "runs. A ring shares each tile of its last round among 2 to 5 programs where that is faster, each 1024 channels "
+    "longer; activations of 16 bits run without a ring. comfy-kitchen runs the faster of its 128 x 256 and 128 x 128 "
+    "tiles.",
     "bf16 linears reach 0.92 of the peak on an RTX 3090 and 0.70 on an H200 (682 to 700 TFLOPS in the three wide "
     "shapes).",
     "fp16 linears with fp16 sums, which ComfyUI's `--fast fp16_accumulation` runs, reach the same share of theirs, "
@@ -283,16 +286,25 @@ def tokens(pixels: int) -> tuple[int, int]:
     return image + TEXT_TOKENS, image
 
 
-def gemm_seconds(card: Card, engine: Engine, tiles: Iterable[Tile], m: int, n: int, k: int) -> float:
-    """Time of [m, k] x [n, k] on the fastest of `tiles`, worked off in rounds; two walks over K are a `k` twice as
-    long."""
+def gemm_seconds(card: Card, engine: Engine, tiles: Iterable[Tile], m: int, n: int, k: int, walks: int = 1) -> float:
+    """Time of [m, k] x [n, k] on the fastest of `tiles`, worked off in rounds.
+
+    K is walked `walks` times, more than once without a ring.
+    """
 
     def seconds(tile: Tile) -> float:
-        rounds = math.ceil(math.ceil(m / tile.rows) * math.ceil(n / tile.columns) / card.multiprocessors)
         rate = engine.tops * 1e12 * engine.sustained * engine.efficiency(tile.loop) / card.multiprocessors
-        return rounds * 2 * tile.rows * tile.columns * (k + TILE_OVERHEAD) / rate
+        count = math.ceil(m / tile.rows) * math.ceil(n / tile.columns)
+        rounds, rest = divmod(count, card.multiprocessors)
+        whole = walks * k + TILE_OVERHEAD
+        channels = [(rounds + (rest > 0)) * whole]
+        if tile.ring:
+            for parts in TAIL_PARTS:
+                part = math.ceil(rest * parts / card.multiprocessors)
+                channels.append(rounds * whole + part * (k / parts + TILE_OVERHEAD + SPLIT_OVERHEAD))
+        return min(channels) * 2 * tile.rows * tile.columns / rate
 
-    return min(map(seconds, tiles))
+    return min(seconds(tile) for tile in tiles if walks == 1 or not tile.ring)
 
 
 def pass_seconds(card: Card, passes: Iterable[Pass], m: int) -> float:
@@ -325,13 +337,13 @@ def step(
     rope = replace(card, bytes_per_second=card.bytes_per_second * (1 if variant.fused_rope else card.rope_share))
     for m in tokens(pixels):
 
-        def linear(n: int, k: int, gemm: str = variant.gemm, m: int = m) -> float:
+        def linear(n: int, k: int, gemm: str = variant.gemm, walks: int = 1, m: int = m) -> float:
             if gemm in card.float_tflops:
                 return 2 * m * n * k / (card.float_tflops[gemm] * 1e12)
-            return gemm_seconds(card, card.engines[gemm], kernels[gemm], m, n, k)
+            return gemm_seconds(card, card.engines[gemm], kernels[gemm], m, n, k, walks)
 
         w2 = linear(*W2)
-        special = linear(*W2, gemm=BF16) if variant.protected_bf16 else linear(W2[0], 2 * W2[1])
+        special = linear(*W2, gemm=BF16) if variant.protected_bf16 else linear(*W2, walks=2)
         parts["GEMM"] += BLOCKS * sum(linear(*shape) for shape in UNPROTECTED)
         parts["GEMM"] += (BLOCKS - protected) * w2 + protected * special
         if variant.int8_attention:
@@ -363,14 +375,14 @@ def compiled_tiles() -> dict[str, list[Tile]]:
     jobs = [
         (card.name, config, capability)
         for card, architecture, capability in ((RTX_3090, "Ampere", 86), (H200, "Hopper", 90))
-        for config in ARCHITECTURES[architecture].rates
+        for config in dict.fromkeys(config.kernel for config in ARCHITECTURES[architecture].rates)
         if config.block_m >= 64
     ]
     with multiprocessing.get_context("spawn").Pool() as pool:
         loops = pool.starmap(main_loop, [job[1:] for job in jobs], chunksize=1)
     found: dict[str, list[Tile]] = {}
     for (card, config, _), loop in zip(jobs, loops, strict=True):
-        tile = Tile(config.block_m, config.block_n, loop)
+        tile = Tile(config.block_m, config.block_n, loop, config.pipeline == "ring")
         if tile not in found.setdefault(card, []):
             found[card].append(tile)
     return found
@@ -380,7 +392,7 @@ def stored_tiles(path: Path = RESULTS / "rtx3090_projection.json") -> dict[str, 
     """The tiles of the last run."""
     stored = json.loads(path.read_text())["tiles"]
     return {
-        card: [Tile(t["rows"], t["columns"], MainLoop(**t["loop"])) for t in tiles] for card, tiles in stored.items()
+        card: [Tile(**{**tile, "loop": MainLoop(**tile["loop"])}) for tile in tiles] for card, tiles in stored.items()
     }
 
 
@@ -516,7 +528,11 @@ def document(tiles: Mapping[str, list[Tile]], attention: AttentionTile, heading:
         share = in_16_bits / in_bf16
         costs.append(f"{px} px {in_16_bits:.0f} ms instead of {in_bf16:.0f} ({share:.2f} of it)")
     loops = [
-        [card, f"{tile.rows} x {tile.columns}", f"{tile.loop.tensor} of {tile.loop.instructions}"]
+        [
+            card,
+            f"{tile.rows} x {tile.columns}" + (", ring" if tile.ring else ""),
+            f"{tile.loop.tensor} of {tile.loop.instructions}",
+        ]
         for card, own in tiles.items()
         for tile in own
     ]

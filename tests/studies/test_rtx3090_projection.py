@@ -39,10 +39,23 @@ def test_a_pass_takes_its_bytes_and_its_launches():
 
 def test_a_second_walk_over_k_costs_less_than_a_second_gemm():
     tiles = study.stored_tiles()[RTX_3090.name]
+    gemm = RTX_3090, RTX_3090.engines[PACK]
+    shape = 4352, WIDTH, FFN
     once, twice = (
-        study.gemm_seconds(RTX_3090, RTX_3090.engines[PACK], tiles, 4352, WIDTH, walks * FFN) for walks in (1, 2)
+        study.gemm_seconds(*gemm, [tile for tile in tiles if not tile.ring], *shape, walks) for walks in (1, 2)
     )
     assert 1.9 * once < twice < 2 * once
+    assert study.gemm_seconds(*gemm, tiles, *shape, 2) == twice  # which is without a ring
+    assert study.gemm_seconds(*gemm, tiles, *shape) < once
+
+
+@pytest.mark.parametrize("tiles, whole, parts", ((41, 0, 2), (82 + 27, 1, 3), (82 + 41, 1, 2)))
+def test_a_ring_shares_the_tiles_of_its_last_round(tiles, whole, parts):
+    k = 12288
+    seconds = study.gemm_seconds(RTX_3090, ENGINE, [Tile(128, 64, LOOP, ring=True)], 128, 64 * tiles, k)
+    tail = k / parts + study.TILE_OVERHEAD + study.SPLIT_OVERHEAD
+    rate = 1e12 * 0.5 * 0.8 / 82
+    assert seconds == pytest.approx(2 * 128 * 64 * (whole * (k + study.TILE_OVERHEAD) + tail) / rate)
 
 
 def test_steps_measured_on_an_h200_are_reproduced_within_a_tenth():
