@@ -30,6 +30,7 @@ def kind(build: dict) -> str:
     extras += [] if build["even_k"] else ["ragged K"]
     extras += ["blocks stored"] if build["store_blocks"] else []
     extras += ["K walked twice"] if build["passes"] == 2 else []
+    extras += [] if build["out"] == "bf16" else [f"{build['out']} output"]
     return ", ".join(extras)
 
 
@@ -52,7 +53,7 @@ def document(builds: list[dict]) -> str:
 
 def differences(before: list[dict], after: list[dict]) -> tuple[list[str], bool]:
     """A line for each build that differs, and whether one has become worse."""
-    key = ("config", "capability", "even_k", "store_blocks", "passes")
+    key = ("config", "capability", "even_k", "store_blocks", "passes", "out")
     known = {tuple(build[name] for name in key): build for build in before}
     lines, worse = [], False
     for build in after:
