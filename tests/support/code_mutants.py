@@ -102,8 +102,8 @@ _LINEAR = (
     ),
     CodeMutant(
         "the kernel takes the activations' rows to lie side by side",
-        "(a_rows[:, None] * stride_am + k_offsets[None, :])",
-        "(a_rows[:, None] * K * PASSES + k_offsets[None, :])",
+        "stride_am + (a_rows[:, None] * stride_am + k_offsets[None, :])",
+        "stride_am + (a_rows[:, None] * K * PASSES + k_offsets[None, :])",
         "kernels/test_int8_gemm.py::test_strided_operands kernels/test_16_bit_activations.py",
     ),
     CodeMutant(
