@@ -98,16 +98,16 @@ def test_a_ring_of_buffers(config, parts):
             assert torch.equal(out, expected), (config, m, n, k)
         assert prepared_gemm(config, out, q, None, weight, None, None).takes_addresses
         q_scale, bias = random_float(m, seed=3).abs() / 100, random_float(n, seed=5)
-        for weight_scale in (random_float(n, seed=4).abs() / 100, random_float(1, seed=4).abs() / 100):
-            for dtype, rounding in ROUNDING.items():
-                for addend in (None, bias):
-                    out = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
-                    launch_config(config, out, q, q_scale, weight, weight_scale, addend)
-                    exact = expected.double() * q_scale.double()[:, None] * weight_scale.double()
-                    largest = exact.abs() + (0 if addend is None else addend.double().abs())
-                    exact = exact if addend is None else exact + addend.double()
-                    tolerance = rounding * exact.abs() + 2.0**-22 * largest + 2.0**-24
-                    assert ((out.double() - exact).abs() <= tolerance).all(), (config, m, n, k, dtype)
+        scales = random_float(n, seed=4).abs() / 100
+        forms = (torch.bfloat16, scales, bias), (torch.float16, scales[:1], None), (torch.float32, scales, None)
+        for dtype, weight_scale, addend in forms:
+            out = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
+            launch_config(config, out, q, q_scale, weight, weight_scale, addend)
+            exact = expected.double() * q_scale.double()[:, None] * weight_scale.double()
+            largest = exact.abs() + (0 if addend is None else addend.double().abs())
+            exact = exact if addend is None else exact + addend.double()
+            tolerance = ROUNDING[dtype] * exact.abs() + 2.0**-22 * largest + 2.0**-24
+            assert ((out.double() - exact).abs() <= tolerance).all(), (config, m, n, k, dtype)
 
 
 @pytest.mark.parametrize("config", RINGS[:1], ids=repr)
