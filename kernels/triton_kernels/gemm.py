@@ -1,16 +1,20 @@
 """Launching the fused INT8 GEMM: the configuration tuned for a shape, its workspace, its tensor descriptors."""
 
 import functools
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from ..internals.gluon import HAS_GLUON
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
+from .exactness import WrongResult, check_exact
 from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from .launching import Build, Launcher, kept, on_device
 from .tiles import PIPELINES, GemmConfig, gemm_candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
+
+logger = logging.getLogger(__name__)
 
 # Multiply-adds from which on it pays to write the result with the copy engine: one more descriptor takes the host
 # longer.
@@ -225,6 +229,29 @@ def launch_config(
     prepared_gemm(config, *given)(len(q), q, weight, out, operands(*given))
 
 
+_exact: dict[tuple, bool] = {}
+
+
+def _is_exact(
+    config: GemmConfig, device: torch.device, dtype: torch.dtype, has_bias: bool, weight_scale: torch.Tensor | None
+) -> bool:
+    """Whether a ring computes exactly here, found out once per process and kernel; too little memory says nothing."""
+    one_scale = weight_scale is not None and weight_scale.numel() == 1
+    key = (config.kernel, config.split_k > 1, device, dtype, has_bias, one_scale)
+    if key not in _exact:
+        try:
+            check_exact(functools.partial(launch_config, config), device, dtype, has_bias, one_scale)
+        except torch.cuda.OutOfMemoryError:
+            return False
+        except WrongResult:
+            text = "INT8 GEMM: a kernel does not compute exactly on %s and is not used there: %s. Please report this."
+            logger.warning(text, device_name(device.index), config)
+            _exact[key] = False
+        else:
+            _exact[key] = True
+    return _exact[key]
+
+
 def tuned_gemm(
     out: torch.Tensor,
     q: torch.Tensor,
@@ -239,6 +266,8 @@ def tuned_gemm(
     m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
 
     def launch(config: GemmConfig) -> None:
+        if config.pipeline == "ring" and not _is_exact(config, q.device, out.dtype, bias is not None, weight_scale):
+            raise WrongResult
         launch_config(config, out, q, q_scale, weight, weight_scale, bias)
 
     key = TuningKey(device_name(q.device.index), m_bucket(m), n, k, passes)

@@ -14,6 +14,7 @@ import torch
 from ..card.timing import median_milliseconds
 from ..internals.triton_runtime import is_unfit
 from ..interruption import stop_if_asked
+from .exactness import WrongResult
 from .tiles import SHIPPED, GemmConfig
 from .tuning_cache import Measurement, TuningCache, TuningKey
 
@@ -71,7 +72,9 @@ class Tuner:
         if chosen is not None:
             return chosen
         if torch.cuda.is_current_stream_capturing():
-            return self._known(key) or configs_of_key()[0]
+            configs = configs_of_key()  # a ring is used only where it was seen to be exact
+            plain = next((config for config in configs if config.pipeline != "ring"), configs[0])
+            return self._known(key) or plain
         with self._lock:
             if key not in self._chosen:
                 self._chosen[key] = self._decide(key, configs_of_key, launch)
@@ -179,9 +182,12 @@ def _runs(config: GemmConfig, launch: Callable[[GemmConfig], None]) -> bool:
 
 @contextlib.contextmanager
 def _skipping_unfit() -> Iterator[None]:
-    """Swallow the errors of a configuration that needs more than the card has, or that Triton cannot compile for it."""
+    """Swallow the errors of a configuration that needs more than the card has, that Triton cannot compile for it, or
+    that does not compute exactly there."""
     try:
         yield
+    except WrongResult:
+        pass  # it was told where that was seen
     except Exception as error:
         if not is_unfit(error):
             raise

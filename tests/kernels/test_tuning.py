@@ -20,6 +20,7 @@ import kernels.card.kept_files
 import kernels.card.kernel_sources
 import kernels.triton_kernels.tuning
 import kernels.triton_kernels.tuning_cache
+from kernels.triton_kernels.exactness import WrongResult
 from kernels.triton_kernels.gemm import launch_gemm
 from kernels.triton_kernels.gemm_kernel import int8_gemm_kernel
 from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig
@@ -475,6 +476,7 @@ UNFIT = [
     RuntimeError("`ptxas` failed with error code 255"),
     RuntimeError("PassManager::run failed"),
 ]
+UNFIT.append(WrongResult())
 if hasattr(runtime_errors, "PTXASError"):
     UNFIT.append(runtime_errors.PTXASError("Internal Triton PTX codegen error"))
 
@@ -526,6 +528,13 @@ def test_while_a_graph_is_captured_nothing_is_measured_or_remembered(card, monke
         assert card.choose(known, tuner) == CONFIGS[1]
         assert len(card.measurements) == measurements and card.launched is None
     assert card.choose(tuner=tuner) == CONFIGS[1]
+
+
+def test_while_a_graph_is_captured_no_ring_is_taken_unseen(monkeypatch):
+    ring = next(config for config in ARCHITECTURES["Ampere"].rates if config.pipeline == "ring")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Tuner, "_known", lambda self, key: None)
+    assert Tuner().choose(KEY, lambda: [ring, CONFIGS[0]], lambda config: None) == CONFIGS[0]
 
 
 def test_progress_is_told(card, tmp_path, caplog):

@@ -1,0 +1,120 @@
+"""What a kernel that no interpreter runs is asked before it is used: a small product, exactly."""
+
+import logging
+
+import pytest
+import torch
+
+from kernels.reference.linear import int8_accumulate_reference
+from kernels.triton_kernels import exactness, gemm
+from kernels.triton_kernels.exactness import WrongResult, check_exact
+from kernels.triton_kernels.tiles import ARCHITECTURES
+
+CPU = torch.device("cpu")
+RING = next(config for config in ARCHITECTURES["Ampere"].rates if config.pipeline == "ring")
+DTYPES = (torch.int32, torch.float32, torch.float16, torch.bfloat16)
+
+
+def exact(out, q, q_scale, weight, weight_scale, bias):
+    out.copy_(int8_accumulate_reference(q, weight))
+
+
+def rounding_its_parts(out, q, q_scale, weight, weight_scale, bias):
+    half = q.shape[1] // 2 + 256
+    parts = [int8_accumulate_reference(q[:, some], weight[:, some]) for some in (slice(half), slice(half, None))]
+    out.copy_(sum(part.bfloat16().int() for part in parts))
+
+
+def missing_channels(out, q, q_scale, weight, weight_scale, bias):
+    out.copy_(int8_accumulate_reference(q, weight.roll(16, 1)))
+
+
+def losing_the_last_row(out, q, q_scale, weight, weight_scale, bias):
+    exact(out[:-1], q[:-1], q_scale, weight, weight_scale, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_exact_kernel_passes(dtype):
+    given = []
+
+    def launch(*operands):
+        given.append(operands)
+        exact(*operands)
+
+    check_exact(launch, CPU, dtype, has_bias=True, one_scale=False)
+    assert len(given) == 2
+    out, q, q_scale, weight, weight_scale, bias = given[0]
+    assert out.dtype == dtype and q.dtype == weight.dtype == torch.int8
+    floats = dtype != torch.int32
+    assert [operand is not None for operand in (q_scale, weight_scale, bias)] == [floats] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("launch", (rounding_its_parts, missing_channels, losing_the_last_row))
+def test_a_wrong_kernel_is_seen(launch, dtype):
+    with pytest.raises(WrongResult):
+        check_exact(launch, CPU, dtype, has_bias=False, one_scale=True)
+
+
+def test_a_kernel_that_is_right_only_the_first_time_is_seen():
+    launches = []
+
+    def launch(*operands):
+        launches.append(operands)
+        exact(*operands) if len(launches) == 1 else losing_the_last_row(*operands)
+
+    with pytest.raises(WrongResult):
+        check_exact(launch, CPU, torch.bfloat16, has_bias=False, one_scale=False)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What a card is asked, and what it answers."""
+    answers, calls = [], []
+
+    def check(launch, *form):
+        calls.append(form)
+        if answers and answers[-1] is not None:
+            raise answers[-1]
+
+    monkeypatch.setattr(gemm, "check_exact", check)
+    monkeypatch.setattr(gemm, "_exact", {})
+    monkeypatch.setattr(gemm, "device_name", lambda index: "a card")
+    return answers, calls
+
+
+def test_a_kernel_is_asked_once_and_told_of_once(asked, caplog):
+    answers, calls = asked
+    answers.append(WrongResult())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert not gemm._is_exact(RING, CPU, torch.bfloat16, False, torch.ones(1))
+    assert len(calls) == 1 and [record.getMessage() for record in caplog.records if "not used there" in record.message]
+    assert len(caplog.records) == 1
+    answers.append(None)
+    assert gemm._is_exact(RING, CPU, torch.float16, False, torch.ones(1))  # another kernel
+    assert gemm._is_exact(RING, CPU, torch.float16, False, torch.ones(1)) and len(calls) == 2
+
+
+def test_too_little_memory_says_nothing(asked, caplog):
+    answers, calls = asked
+    answers.append(torch.cuda.OutOfMemoryError("out of memory"))
+    assert not gemm._is_exact(RING, CPU, torch.bfloat16, True, None) and not caplog.records
+    answers.append(None)
+    assert gemm._is_exact(RING, CPU, torch.bfloat16, True, None) and len(calls) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: Gluon has no interpreter")
+@pytest.mark.parametrize("split", (1, 3))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_ring_is_exact_on_this_card(dtype, split):
+    from dataclasses import replace
+    from functools import partial
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    launch = partial(gemm.launch_config, replace(RING, split_k=split))
+    check_exact(launch, device, dtype, has_bias=True, one_scale=False)
+
+
+def test_the_check_is_of_ragged_tiles_and_long_sums():
+    assert exactness._M % 128 and exactness._N % 128 and exactness._K // 2 > 256
