@@ -1,4 +1,4 @@
-"""Draws the charts of README.md out of results/ideogram4/ideogram4.json and results/words/words.json.
+"""Draws the charts of README.md out of results/ideogram4_attention/ideogram4.json and results/words/words.json.
 
 python tests/studies/steps_chart.py
 """
@@ -20,8 +20,9 @@ STEPS = {
     "native": "ComfyUI's INT8",
     "kitchen-attention": "ComfyUI's INT8 ConvRot, all of\ncomfy-kitchen's fusions and INT8 attention",
     "unfused": "this pack, linears only",
-    "pack": "this pack",
-    "attention": "this pack + INT8 attention",
+    "pack": "this pack, ComfyUI's attention",
+    "attention": "this pack, INT8 attention",
+    "exact": "this pack, the fastest exact attention",
 }
 FIDELITY = {
     "NF4": "NF4 (4 bits)",
@@ -61,10 +62,10 @@ def draw(path: Path, heading: str, bars: dict[str, tuple[float, str]], machine: 
 
 
 def main() -> None:
-    stored = json.loads((RESULTS / "ideogram4" / "ideogram4.json").read_text(encoding="utf-8"))
+    stored = json.loads((RESULTS / "ideogram4_attention" / "ideogram4.json").read_text(encoding="utf-8"))
     times = {row["name"]: row[f"ms_{SIDE}"] for row in stored["steps"] if f"ms_{SIDE}" in row}
     draw(
-        RESULTS / "ideogram4" / "steps.png",
+        RESULTS / "ideogram4_attention" / "steps.png",
         f"A step of Ideogram 4 at {SIDE} px: shorter is better",
         {
             label: (times[name], f"{times[name]:.0f} ms   {times['bf16'] / times[name]:.2f} x")

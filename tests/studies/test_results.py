@@ -12,6 +12,7 @@ from studies.ablation import DEFAULT, interval
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROJECT = RESULTS.parents[2]
+STEPS = RESULTS / "ideogram4_attention" / "ideogram4.json"
 
 
 def words(path):
@@ -20,8 +21,8 @@ def words(path):
 
 
 def test_the_readme_shows_the_stored_steps_of_ideogram_4():
-    rows = {row["name"]: row for row in json.loads((RESULTS / "ideogram4" / "ideogram4.json").read_text())["steps"]}
-    bf16, native, pack = (rows[name] for name in ("bf16", "native", "pack"))
+    rows = {row["name"]: row for row in json.loads(STEPS.read_text())["steps"]}
+    bf16, native, pack = (rows[name] for name in ("bf16", "native", "exact"))
     times = [row["ms_1024"] for row in (bf16, native, pack)]
     readme = (PROJECT / "README.md").read_text()
     assert f"| H200, measured | {' | '.join(f'{times[0] / ms:.2f} ×, {ms:.0f} ms' for ms in times)} |" in readme
@@ -45,6 +46,25 @@ def test_the_readme_shows_the_stored_projection_as_one():
     )
     assert f"which no row measured here has, it is {fp16 / fused:.2f} ×" in text
     assert f"adds {in_16_bits:.0f} ms to it, in bf16 {in_bf16:.0f} ms" in text
+
+
+def test_the_text_shows_the_stored_steps_with_each_attention():
+    rows = {row["name"]: row for row in json.loads(STEPS.read_text())["steps"]}
+    bf16, exact_bf16, exact, int8 = (rows[name]["ms_1024"] for name in ("bf16", "bf16-exact", "exact", "attention"))
+    text = words(RESULTS / "README.md")
+    assert (
+        f"takes {exact:.0f} ms, {bf16 / exact:.2f} × bf16 as ComfyUI runs it and {exact_bf16 / exact:.2f} × bf16"
+        in text
+    )
+    assert f"with INT8 attention {int8:.0f} ms" in text
+
+
+def test_the_text_shows_the_stored_gemm_beside_cutlass():
+    stored = (RESULTS / "ampere_beside_cutlass" / "ampere_beside_cutlass.md").read_text()
+    mean, worst = re.search(r"pack (\d\.\d+) x,.*worst shape: (\d\.\d+) x", stored).groups()
+    text = words(RESULTS / "README.md")
+    assert f"has {mean} × the speed of comfy-kitchen's choice" in text
+    assert f"at worst {worst} ×" in text
 
 
 def test_the_readme_shows_the_stored_fidelity():

@@ -101,7 +101,8 @@ def sage_like(function, q, k, v, heads, mask=None, skip_reshape=False, skip_outp
     """Attention with q and k in INT8 as SageAttention 1 rounds them (arXiv 2410.02367): the keys less their mean, a
     scale for 128 queries and for 64 keys, no rotation. In plain operations, as an override of ComfyUI's."""
     if not skip_reshape:
-        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x if x.ndim == 4 else x.unflatten(-1, (heads, -1)) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     keys = k.float() - k.float().mean(-2, keepdim=True)
     q, k = (_in_steps(x.float(), tokens).to(v.dtype) for x, tokens in ((q, 128), (keys, 64)))
     options = {"mask": mask, "skip_reshape": True, "skip_output_reshape": skip_output_reshape}
