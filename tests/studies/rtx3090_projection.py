@@ -307,20 +307,22 @@ def gemm_seconds(card: Card, engine: Engine, tiles: Iterable[Tile], m: int, n: i
     return min(seconds(tile) for tile in tiles if walks == 1 or not tile.ring)
 
 
-def pass_seconds(card: Card, passes: Iterable[Pass], m: int) -> float:
+def pass_seconds(card: Card, passes: Iterable[Pass], m: int, width: int = WIDTH, ffn: int = FFN) -> float:
     """Time of a block's elementwise passes over m tokens."""
     passes = list(passes)
-    moved = sum((one.width * WIDTH + one.ffn * FFN) * one.times for one in passes) * m
+    moved = sum((one.width * width + one.ffn * ffn) * one.times for one in passes) * m
     return moved / card.bytes_per_second + sum(one.times for one in passes) * card.launch_seconds
 
 
-def int8_attention_seconds(card: Card, tile: AttentionTile, m: int) -> float:
-    """Time of one call with heads of HEAD channels over m tokens, worked off in rounds as a GEMM."""
+def int8_attention_seconds(
+    card: Card, tile: AttentionTile, m: int, keys: int | None = None, heads: int = WIDTH // HEAD
+) -> float:
+    """Time of one call over m tokens, of as many keys unless told, worked off in rounds as a GEMM."""
     assert card.hertz is not None
     together = max(1, 8 // tile.warps)  # blocks of eight warps in all that one multiprocessor works on
-    blocks = math.ceil(m / tile.rows) * (WIDTH // HEAD)
+    blocks = math.ceil(m / tile.rows) * heads
     rounds = math.ceil(blocks / (card.multiprocessors * together))
-    tiles = math.ceil(m / tile.keys)
+    tiles = math.ceil((keys or m) / tile.keys)
     return rounds * together * tiles * tile.cycles() / (card.hertz * card.engines[PACK].sustained)
 
 
@@ -396,18 +398,18 @@ def stored_tiles(path: Path = RESULTS / "rtx3090_projection.json") -> dict[str, 
     }
 
 
-def compiled_attention() -> AttentionTile:
-    """The INT8 attention kernel that the pack ships for heads of HEAD channels on an RTX 3090, compiled."""
+def compiled_attention(width: int = HEAD) -> AttentionTile:
+    """The INT8 attention kernel that the pack ships for heads of so many channels on an RTX 3090, compiled."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_compiled_attention)
+        return pool.apply(_compiled_attention, (width,))
 
 
-def _compiled_attention() -> AttentionTile:
+def _compiled_attention(width: int) -> AttentionTile:
     from kernels.triton_kernels.attention import tiles_for
     from support.attention_builds import Build, main_loop  # turns Triton's interpreter off, so not for a test's process
 
-    tiles = tiles_for((8, 6), HEAD)
-    return AttentionTile(tiles.rows, tiles.keys, tiles.warps, main_loop(Build("int8", HEAD, half_sums=True)))
+    tiles = tiles_for((8, 6), width)
+    return AttentionTile(tiles.rows, tiles.keys, tiles.warps, main_loop(Build("int8", width, half_sums=True)))
 
 
 def stored_attention(path: Path = RESULTS / "rtx3090_projection.json") -> AttentionTile:
