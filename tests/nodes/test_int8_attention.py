@@ -48,6 +48,14 @@ def containers(pack):
         yield attention
 
 
+@pytest.fixture
+def plain(containers):
+    """The same where PyTorch's attention was chosen: what ComfyUI runs on a CPU asks for the free memory."""
+    with pytest.MonkeyPatch.context() as patch:  # taken back before the containers are
+        patch.setattr(containers, "optimized_attention", containers.attention_pytorch)
+        yield
+
+
 def contained(core, qkv):
     return [core.AttentionTensorContainer(tensor) for tensor in qkv]
 
@@ -279,9 +287,7 @@ def test_an_override_that_was_there_still_acts(comfyui_attention, kernel):
 @pytest.mark.parametrize("in_containers", (False, True), ids=("tensors", "containers"))
 @pytest.mark.parametrize("fits", (True, False), ids=("fits", "misfit"))
 @pytest.mark.parametrize("kind", (INT8, KITCHEN))
-def test_compiles_into_one_graph(override, install, containers, monkeypatch, kind, fits, in_containers):
-    # What ComfyUI runs on a CPU asks for the free memory.
-    monkeypatch.setattr(containers, "optimized_attention", containers.attention_pytorch)
+def test_compiles_into_one_graph(override, install, containers, plain, kind, fits, in_containers):
     calls = []
 
     @torch.library.custom_op("int8_dit_tests::attention", mutates_args=())

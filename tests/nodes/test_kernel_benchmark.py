@@ -104,7 +104,7 @@ def test_ideogram_s_linears_are_left_out_on_a_cpu_and_named(node, monkeypatch, t
     assert "attention out, 64 x 4608 x 4608" in shape["title"]
     assert attention["title"].startswith("Ideogram 4, 18 heads of 256")
     said = " ".join(attention["notes"])
-    assert "qkv" in said and "too many for a CPU" in said and "(PyTorch has no such kernel here): flash; cuDNN" in said
+    assert "qkv" in said and "too many for a CPU" in said and "(there is no such kernel here): flash; cuDNN" in said
 
 
 def test_each_run_measures_anew(node):

@@ -339,9 +339,39 @@ _CARDS = (
         "kernels/test_tuning.py::test_m_buckets",
     ),
     CodeMutant(
+        "parts of sums may be rounded on their way",
+        "halves = torch.where(channel < _K // 2, signs, -signs)",
+        "halves = torch.where(channel < _K // 2, 0 * signs, 0 * signs)",
+        "kernels/test_exactness.py::test_a_wrong_kernel_is_seen",
+    ),
+    CodeMutant(
+        "a kernel is asked for one launch only",
+        "    for _ in range(2):\n        out = torch.full((_M, _N), 77",
+        "    for _ in range(1):\n        out = torch.full((_M, _N), 77",
+        "kernels/test_exactness.py::test_a_kernel_that_is_right_only_the_first_time_is_seen",
+    ),
+    CodeMutant(
+        "a ring is taken unseen while a graph is captured",
+        'if config.pipeline != "ring"), configs[0])',
+        "if True), configs[0])",
+        "kernels/test_tuning.py::test_while_a_graph_is_captured_no_ring_is_taken_unseen",
+    ),
+    CodeMutant(
+        "keys keep what all have in common",
+        "_rotated(keys - (keys.mean(2) if key_mean is None else key_mean.float()).unsqueeze(-2))",
+        "_rotated(keys - (0 * keys.mean(2) if key_mean is None else key_mean.float()).unsqueeze(-2))",
+        "kernels/test_int8_attention.py",
+    ),
+    CodeMutant(
+        "INT8 attention forgets the last tile's edge",
+        '        logits = tl.where(inside[None, :], logits, float("-inf"))\n    if MASK',
+        "        logits = tl.where(inside[None, :], logits, 0.0)\n    if MASK",
+        "kernels/test_int8_attention.py::test_attention",
+    ),
+    CodeMutant(
         "while a graph is captured nothing is known",
-        "return self._known(key) or configs_of_key()[0]",
-        "return configs_of_key()[0]",
+        "return self._known(key) or plain",
+        "return plain",
         "kernels/test_tuning.py",
     ),
     CodeMutant(
