@@ -40,6 +40,11 @@ def test_the_readme_shows_the_stored_projection_as_one():
     cells = f"| 1.00 × | {bf16 / native:.2f} × | {bf16 / fused:.2f} × |"
     assert f"RTX 3090, **projected, not measured** {cells}" in readme
     assert f"Against `--fast fp16_accumulation` it says {fp16 / fused:.2f} ×." in readme
+    with_int8 = study.projection(study.RTX_3090, study.stored_tiles(), study.stored_attention())
+    assert (
+        f"With `attention` set to *INT8* it says {bf16 / study.total(with_int8[study.INT8_ATTENTION][1024]):.2f} ×"
+        in readme
+    )
     text = words(RESULTS / "README.md")
     assert (
         f"**not a measurement**, puts a step of Ideogram 4 at 1024 px at {fused:.0f} ms, {bf16 / fused:.2f} ×" in text
