@@ -15,7 +15,7 @@ from ..internals.kitchen import kitchen_attention
 from ..interruption import interruptible
 from ..ops.attention import int8_attention, int8_attention_obstacle
 from ..ops.exact_attention import COMFYUI_ORDER, attend, attend_by, exact_ways
-from .operands import Unavailable, first_line
+from .operands import Unavailable, leaving_out
 from .report import Times, spread
 
 _ERROR_ROWS = 256
@@ -222,21 +222,13 @@ def benchmark_attention(
     for method in methods:
         check()
         say(method.name)
-        try:
+        with leaving_out(method.name, method.foreign, result.absent):
             with interruptible(check):
                 run = method.prepare(operands)
                 output = run()[:, :, rows].double()
             result.relative_errors[method.name] = ((output - exact).norm() / exact.norm()).item()
             if rounds:
                 series[method.name] = CallSeries(lambda _, run=run: run(), 1, device, pool)
-        except Unavailable as reason:
-            result.absent[method.name] = str(reason)
-        except torch.cuda.OutOfMemoryError:
-            result.absent[method.name] = "not enough memory"
-        except Exception as error:
-            if not method.foreign:
-                raise
-            result.absent[method.name] = first_line(error)
     result.rounds = sustained_milliseconds(series, rounds, check)
     result.looped = [name for name, calls in series.items() if calls.looped]
     del series, operands

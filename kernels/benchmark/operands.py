@@ -1,6 +1,7 @@
 """What the benchmark's methods compute with: random activations, and weights in the forms that they hold them in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -55,3 +56,19 @@ def first_line(error: BaseException) -> str:
     """An exception in one line."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+@contextmanager
+def leaving_out(name: str, foreign: bool, absent: dict[str, str]) -> Iterator[None]:
+    """Note in `absent` why a method does not run here, in place of its error. Of `foreign` ones, the code of others,
+    any error is such a reason."""
+    try:
+        yield
+    except Unavailable as reason:
+        absent[name] = str(reason)
+    except torch.cuda.OutOfMemoryError:
+        absent[name] = "not enough memory"
+    except Exception as error:
+        if not foreign:
+            raise
+        absent[name] = first_line(error)

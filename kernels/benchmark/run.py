@@ -7,7 +7,7 @@ import torch
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..interruption import interruptible
 from .methods import BENCHMARK_METHODS, Method, bytes_per_copy
-from .operands import Operands, Unavailable, first_line
+from .operands import Operands, leaving_out
 from .report import ShapeResult
 from .shapes import LinearShape
 
@@ -74,7 +74,7 @@ def benchmark_shape(
     for method in sorted(methods, key=lambda method: method.large):
         check()
         say(method.name)
-        try:
+        with leaving_out(method.name, method.foreign, result.absent):
             with interruptible(check):
                 call = method.call(operands)
                 output = call(0)[rows].double()
@@ -82,14 +82,6 @@ def benchmark_shape(
             result.relative_errors[method.name] = ((output - exact).norm() / exact.norm()).item()
             result.weight_bytes[method.name] = method.form.bytes_per_weight * shape.n * shape.k
             series[method.name] = CallSeries(call, operands.copies, device, pool)
-        except Unavailable as reason:
-            result.absent[method.name] = str(reason)
-        except torch.cuda.OutOfMemoryError:
-            result.absent[method.name] = "not enough memory"
-        except Exception as error:
-            if not method.foreign:
-                raise
-            result.absent[method.name] = first_line(error)
     result.rounds = sustained_milliseconds(series, rounds, check)
     result.looped = [name for name, calls in series.items() if calls.looped]
     del series, operands

@@ -1,16 +1,13 @@
 """Attention of this pack's kernels: with queries and keys in INT8, and exact for wide heads; from Ampere on."""
 
-import math
+from collections.abc import Callable
 
 import torch
 
 from ..card.device import fused_obstacle, uses_triton
 from ..checks import FLOAT_DTYPES, check_same_device
 from ..compilers import NAMESPACE, define_operators, watched
-
-WIDEST_HEAD = 256
-"""Channels of a head that the kernel has room for. The reference takes any."""
-_MOST_LOGITS = 1 << 24  # of the reference at a time
+from ..reference.attention import WIDEST_HEAD, int8_attention_reference
 
 
 def int8_attention_obstacle(device: torch.device) -> str | None:
@@ -93,16 +90,29 @@ def _attend(
     key_mean: torch.Tensor | None,
 ) -> torch.Tensor:
     """Checked tensors -> [B, TQ, H, D]."""
+
+    def fill(out: torch.Tensor, full: torch.Tensor | None) -> None:
+        if uses_triton(q) and q.shape[-1] <= WIDEST_HEAD:
+            from ..triton_kernels.attention import launch_int8_attention
+
+            launch_int8_attention(q, k, v, full, scale, key_mean, out)
+        else:
+            out.copy_(int8_attention_reference(q, k, v, full, scale, key_mean))
+
+    return _filled(fill, q, k, mask)
+
+
+def _filled(
+    fill: Callable[[torch.Tensor, torch.Tensor | None], None],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """[B, TQ, H, D] that `fill` wrote as [B, H, TQ, D], given the mask as [B, H, TQ, TK]; zeros without keys."""
     out = _new_output(q)
     if not out.numel() or not k.numel():
         return out.zero_()
-    full = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
-    if uses_triton(q) and q.shape[-1] <= WIDEST_HEAD:
-        from ..triton_kernels.attention import launch_int8_attention
-
-        launch_int8_attention(q, k, v, full, scale, key_mean, out.transpose(1, 2))
-    else:
-        out.copy_(int8_attention_reference(q, k, v, full, scale, key_mean).transpose(1, 2))
+    fill(out.transpose(1, 2), None if mask is None else mask.expand(*q.shape[:3], k.shape[2]))
     return out
 
 
@@ -116,52 +126,6 @@ def _new_output(
 ) -> torch.Tensor:
     batch, heads, tokens, width = q.shape
     return q.new_empty((batch, tokens, heads, width))
-
-
-def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rows of D channels, padded to a power of two with zeros and times the Hadamard matrix of 1 and -1."""
-    width = x.shape[-1]
-    padded = torch.nn.functional.pad(x, (0, max(32, 1 << (width - 1).bit_length()) - width))
-    matrix = torch.ones(1, 1, device=x.device)
-    while len(matrix) < padded.shape[-1]:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return padded @ matrix
-
-
-def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., D] as whole numbers in float32 and their scales [..., 1], NaN for a row that is not finite."""
-    absmax = x.abs().amax(-1, keepdim=True)
-    finite = absmax.isfinite()
-    steps = (x * (127 / torch.where(absmax > 0, absmax, 1.0)).clamp_max(torch.finfo(torch.float32).max)).round()
-    return torch.where(finite, steps, 0.0), torch.where(finite, absmax / 127, math.nan)
-
-
-def int8_attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    key_mean: torch.Tensor | None,
-) -> torch.Tensor:
-    """`int8_attention` in plain PyTorch operations, on checked tensors and a mask [B, H, TQ, TK]; values in float32."""
-    keys = k.float()
-    keys = _rotated(keys - (keys.mean(2) if key_mean is None else key_mean.float()).unsqueeze(-2))
-    (q_steps, q_scale), (k_steps, k_scale) = _quantized(_rotated(q.float())), _quantized(keys)
-    # The rotation multiplies both by the root of the channels.
-    q_scale, group = q_scale * (scale / keys.shape[-1]), q.shape[1] // k.shape[1]
-    k_steps, k_scale, values = (x.repeat_interleave(group, 1) for x in (k_steps.mT, k_scale.mT, v.float()))
-    parts = []
-    rows = max(1, _MOST_LOGITS // (q.shape[0] * q.shape[1] * k.shape[2]))
-    for first in range(0, q.shape[2], rows):
-        some = slice(first, first + rows)
-        logits = q_steps[:, :, some] @ k_steps * q_scale[:, :, some] * k_scale
-        if mask is not None:
-            seen = mask[:, :, some]
-            logits = logits.masked_fill(~seen, -math.inf) if seen.dtype == torch.bool else logits + seen
-        blind = (logits == -math.inf).all(-1, keepdim=True)
-        parts.append(torch.softmax(logits, -1).masked_fill(blind, 0.0) @ values)
-    return torch.cat(parts, 2)
 
 
 def takes_float_attention(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -206,19 +170,18 @@ def _attend_exactly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """Checked tensors -> [B, TQ, H, D]."""
-    out = _new_output(q)
-    if not out.numel() or not k.numel():
-        return out.zero_()
-    full = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
-    if uses_triton(q):
-        from ..triton_kernels.float_attention import launch_float_attention
 
-        launch_float_attention(q, k, v, full, scale, out.transpose(1, 2))
-    else:
-        grouped = q.shape[1] != k.shape[1]
-        exact = torch.nn.functional.scaled_dot_product_attention
-        out.copy_(exact(q, k, v, attn_mask=full, scale=scale, enable_gqa=grouped).transpose(1, 2))
-    return out
+    def fill(out: torch.Tensor, full: torch.Tensor | None) -> None:
+        if uses_triton(q):
+            from ..triton_kernels.float_attention import launch_float_attention
+
+            launch_float_attention(q, k, v, full, scale, out)
+        else:
+            grouped = q.shape[1] != k.shape[1]
+            exact = torch.nn.functional.scaled_dot_product_attention
+            out.copy_(exact(q, k, v, attn_mask=full, scale=scale, enable_gqa=grouped))
+
+    return _filled(fill, q, k, mask)
 
 
 define_operators(

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_operands import padded_width, quantized_operands
+from ..reference.attention import WIDEST_HEAD, padded_width
+from .attention_operands import quantized_operands
 from .launching import Launcher
 
 
@@ -206,7 +207,6 @@ _HOPPER_TILES = {
 _TILES = {(9, 0): _HOPPER_TILES}
 # GeForce's tensor cores halve their speed for float32 sums.
 _HALF_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
-WIDEST_HEAD = max(_AMPERE_TILES)
 
 
 def mask_kind(mask: torch.Tensor | None) -> tuple[str, str]:
@@ -285,8 +285,9 @@ def launch_int8_attention(
     operands = quantized_operands(q, k, v, scale, key_mean, half_sums or v.dtype == torch.float32 or not v.is_cuda)
     (_, heads, tq, width), (_, kv_heads, tk, _) = q.shape, k.shape
     channels, scaled = operands.q.shape[-1], operands.v_scale is not None
-    tiles = tiles_for(capability, channels, mask_kind(mask))
-    form = (tiles, width, channels, mask_kind(mask), tk % tiles.keys != 0, half_sums, scaled)
+    kind = mask_kind(mask)
+    tiles = tiles_for(capability, channels, kind)
+    form = (tiles, width, channels, kind, tk % tiles.keys != 0, half_sums, scaled)
     v_strides = (kv_heads * tk * channels, tk * channels, channels) if scaled else v.stride()[:3]
     numbers = (heads, heads // kv_heads, tq, tk, operands.k.shape[1], *v_strides, *out.stride()[:3])
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference.attention import padded_width
 from .launching import Launcher
 from .rows import INFINITY_BITS, ROUND_TO_EVEN, magnitude_bits
 
@@ -244,11 +245,6 @@ class AttentionOperands(NamedTuple):
     v_scale: torch.Tensor | None
 
 
-def padded_width(width: int) -> int:
-    """Channels of a head of so many in int8."""
-    return max(32, 1 << (width - 1).bit_length())
-
-
 def quantized_operands(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, key_mean: torch.Tensor | None, scaled: bool
 ) -> AttentionOperands:
@@ -270,21 +266,19 @@ def quantized_operands(
     sums = new(keys, _CHUNKS, channels) if key_mean is None else key_mean
     maxima = new(keys, _CHUNKS, channels) if scaled else sums
     step = -(-tk // (_CHUNKS * _SUMMED_ROWS))
+    # A mean that is given is one sum of one key.
+    chunks, count = (_CHUNKS, -(-tk // step)) if key_mean is None else (1, 1)
     if key_mean is None or scaled:
         form = (key_mean is None, scaled, width, channels)
         numbers = (kv_heads, tk, step, *k.stride()[:3], *v.stride()[:3])
         _STATISTICS(form, (_CHUNKS * keys, 1), (k, v, sums, maxima), numbers)
-    dtype = "float32" if not q.is_cuda else "float16" if q.dtype == k.dtype == torch.float16 else "bfloat16"
-    form = (True, _CHUNKS if key_mean is None else 1, scaled, dtype, width, channels)
+    dtype = "float32" if not q.is_cuda else "float16" if q.dtype == torch.float16 else "bfloat16"
+    form = (True, chunks, scaled, dtype, width, channels)
     tensors = (q, k, v, sums, maxima, q8, q_scale, k8, k_scale, v16, v_scale)
     numbers = (batch, heads, kv_heads, tq, tk, key_tokens, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     # The rotation multiplies both by the root of the channels.
     factors = (abs(scale) * math.log2(math.e) / 127 / channels, math.copysign(1 / 127, scale))
-    numbers += (
-        (_CHUNKS if key_mean is None else 1) * channels,
-        *factors,
-        float(-(-tk // step) if key_mean is None else 1),
-    )
+    numbers += (chunks * channels, *factors, float(count))
     rows, blocks = _rows_and_blocks(channels)
     programs = -(-max(tq, tk) // (rows * blocks)) * (queries + keys * (2 if scaled else 1))
     _OPERANDS(form, (programs, 1), tensors, numbers)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference.attention import WIDEST_HEAD
 from .attention import AttentionTiles, attend_to_keys, mask_kind, store_part
 from .launching import Launcher
 
@@ -76,7 +77,6 @@ def float_attention_kernel(
 # Heads of 129 to 256 channels.
 _TILES = {(9, 0): AttentionTiles(128, 64, 256, 8, 2)}
 _AMPERE_TILES = AttentionTiles(128, 16, 128, 8, 3)
-NARROWEST_HEAD, WIDEST_HEAD = 129, 256
 
 
 def float_tiles_for(capability: tuple[int, int], mask: tuple[str, str] = ("none", "one")) -> AttentionTiles:
@@ -109,13 +109,14 @@ _ATTENTION = Launcher(float_attention_kernel, float_attention_constants)
 def launch_float_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, out: torch.Tensor
 ) -> None:
-    """Launch the kernel on checked, non-empty fp16 or bf16 tensors [B, H, T, WIDTH] of NARROWEST_HEAD to WIDEST_HEAD
-    channels and a mask [B, H, TQ, TK]."""
+    """Launch the kernel on checked, non-empty fp16 or bf16 tensors [B, H, T, WIDTH] of more than 128 channels
+    and a mask [B, H, TQ, TK]."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 6)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    tiles = float_tiles_for(capability, mask_kind(mask))
+    kind = mask_kind(mask)
+    tiles = float_tiles_for(capability, kind)
     (batch, heads, tq, width), (_, kv_heads, tk, _) = q.shape, k.shape
-    form = (tiles, width, mask_kind(mask), tk % tiles.keys != 0)
+    form = (tiles, width, kind, tk % tiles.keys != 0)
     strides = (stride for x in (q, k, v, out) for stride in x.stride()[:3])
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
     numbers = (heads, heads // kv_heads, tq, tk, *strides, *mask_strides, scale * math.log2(math.e))

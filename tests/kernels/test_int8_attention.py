@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.ops.attention import int8_attention, int8_attention_reference
+from kernels.ops.attention import int8_attention
+from kernels.reference.attention import int8_attention_reference
 from kernels.triton_kernels.attention import launch_int8_attention
 from support.tensors import DEVICE, relative_error
 

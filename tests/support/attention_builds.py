@@ -18,6 +18,7 @@ from machine_code import report
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.reference.attention import padded_width
 from kernels.triton_kernels import attention, attention_operands, float_attention
 from support.sass import AttentionLoop, attention_loop, cuobjdump
 
@@ -49,7 +50,7 @@ class Build:
 
 def _parts(build: Build):
     """The kernel, its constants and options, and the types of tensors that depend on the build."""
-    width, padded = build.width, attention_operands.padded_width(build.width)
+    width, padded = build.width, padded_width(build.width)
     tiles = attention.tiles_for(divmod(build.capability, 10), padded, build.mask)
     if build.kernel == "int8":
         made = attention.int8_attention_constants(
