@@ -112,6 +112,8 @@ def launch_float_attention(
     """Launch the kernel on checked, non-empty fp16 or bf16 tensors [B, H, T, WIDTH] of more than 128 channels
     and a mask [B, H, TQ, TK]."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 6)
+    if scale < 0:  # the kernel takes the highest logit before it multiplies by the scale
+        q, scale = -q, -scale
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     kind = mask_kind(mask)
     tiles = float_tiles_for(capability, kind)

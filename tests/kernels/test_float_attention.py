@@ -42,6 +42,13 @@ def test_attention(shape, kind):
     assert relative_error(float_attention(q, k, v, mask, 0.1), exact(q, k, v, mask, 0.1)) < ROUNDING
 
 
+@pytest.mark.parametrize("scale", (-0.3, 0.0))
+def test_scales_that_are_not_positive(scale):
+    q, k, v = (heads(1, 2, 70, 256, seed) for seed in range(3))
+    q = q * 8  # whose logits' powers of two do not fit float32 unless the highest is taken from them
+    assert relative_error(float_attention(q, k, v, scale=scale), exact(q, k, v, scale=scale)) < ROUNDING
+
+
 def test_rows_that_see_no_key_are_zeros():
     q, k, v = (heads(1, 1, 70, 256, seed) for seed in range(3))
     seen = torch.ones(70, 70, dtype=torch.bool, device=DEVICE)
