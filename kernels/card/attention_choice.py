@@ -1,6 +1,6 @@
 """What a card's own benchmark found of the exact ways to compute attention, kept for the fastest of them.
 
-A choice counts only for the card, the driver, the PyTorch and the cuDNN that it was measured with.
+A choice counts only for the card, the driver, the PyTorch, the Triton and the cuDNN that it was measured with.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ def clear_attention_choice(device: torch.device) -> None:
 def _machine_of(device: torch.device) -> dict[str, str]:
     """What a choice is bound to."""
     found = describe_machine(device)
-    return {name: found.get(name, "") for name in ("card", "driver", "torch")} | {
+    return {name: found.get(name, "") for name in ("card", "driver", "torch", "triton")} | {
         "cudnn": str(torch.backends.cudnn.version())
     }
 

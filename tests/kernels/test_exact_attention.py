@@ -410,3 +410,11 @@ def test_a_card_computes_it_in_a_graph_and_compiled(unmeasured):
     torch._dynamo.reset()
     compiled = torch.compile(exact_attention, fullgraph=True)(q, k, v)
     torch.testing.assert_close(compiled, right)
+
+
+def test_a_choice_is_bound_to_the_triton_whose_kernel_was_timed(monkeypatch):
+    found = {"card": "a card", "driver": "1", "torch": "2", "triton": "3"}
+    monkeypatch.setattr(attention_choice, "describe_machine", lambda device: dict(found))
+    machine = attention_choice._machine_of.__wrapped__(CARD)
+    found["triton"] = "4"
+    assert attention_choice._machine_of.__wrapped__(CARD) != machine
