@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -35,6 +36,31 @@ def blocks(pack: ModuleType) -> ModuleType:
     from support import fusable_blocks
 
     return fusable_blocks
+
+
+@pytest.fixture
+def of_today(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """comfy.ldm.modules.attention as ComfyUI has it from 0.36 on, also where it is older."""
+    from support import comfyui_today
+
+    with comfyui_today.today() as attention:
+        yield attention
+        monkeypatch.undo()  # later it would bring back names that the imitation has taken away
+
+
+@pytest.fixture
+def preferred(of_today: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """The calls of what layers may choose for their attention, which computes what PyTorch's does."""
+    calls: list[dict] = []
+
+    def int8(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs)
+        return of_today.attention_pytorch(*args, **kwargs)
+
+    monkeypatch.setattr(of_today, "attention_comfy_kitchen_int8", int8)
+    monkeypatch.setattr(of_today, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
+    monkeypatch.setattr("comfy_kitchen.int8_attention_is_available", lambda *_: True, raising=False)
+    return calls
 
 
 @pytest.fixture

@@ -35,30 +35,6 @@ def decoded(tensor):
 
 
 @pytest.fixture
-def core(pack):
-    """comfy.ldm.modules.attention as it is today."""
-    from support import comfyui_today
-
-    with comfyui_today.today() as attention:
-        yield attention
-
-
-@pytest.fixture
-def preferred(core, monkeypatch):
-    """The calls of what layers may choose, which computes what PyTorch's does."""
-    calls = []
-
-    def int8(*args, **kwargs):
-        calls.append(kwargs)
-        return core.attention_pytorch(*args, **kwargs)
-
-    monkeypatch.setattr(core, "attention_comfy_kitchen_int8", int8)
-    monkeypatch.setattr(core, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
-    monkeypatch.setattr("comfy_kitchen.int8_attention_is_available", lambda *_: True, raising=False)
-    return calls
-
-
-@pytest.fixture
 def write(small, tmp_path):
     """Write the file of a small Wan with these tensors more; the path."""
 
@@ -163,7 +139,7 @@ def test_a_loras_choice_is_followed_and_shown(small, write, load, preferred, att
         assert len(preferred) == count
 
 
-def test_what_cannot_run_here_is_shown(write, load, core, attention):
+def test_what_cannot_run_here_is_shown(write, load, of_today, attention):
     model = load(write({KEY: encoded(CHOICE)}))
     assert describe_attention(model) == "as ComfyUI, the choice for 1 layer cannot run here"
 
@@ -173,7 +149,7 @@ def test_what_cannot_run_here_is_shown(write, load, core, attention):
 
 @pytest.mark.parametrize("config", (CHOICE, [CHOICE, {"attention": "comfy_kitchen_int8", "tau": 0.25}]))
 @pytest.mark.parametrize("form", FORMS)
-def test_saved_files_keep_it(write, load, save, core, form, config):
+def test_saved_files_keep_it(write, load, save, of_today, form, config):
     """Also where what is chosen is not available, as here."""
     path, saved = save(load(write({KEY: encoded(config)})), form)
     assert saved == {KEY: config}

@@ -28,23 +28,11 @@ def core(pack):
 
 
 @pytest.fixture
-def today(pack, monkeypatch):
-    """The same of ComfyUI 0.36 and newer: the calls of what layers may choose."""
-    from support import comfyui_today
-
-    calls = []
-
-    def int8(*args, **kwargs):
-        calls.append(kwargs)
-        return core.attention_pytorch(*args, **kwargs)
-
-    with comfyui_today.today() as core, monkeypatch.context() as patch:
-        for name in ("optimized_attention", "optimized_attention_masked"):
-            patch.setattr(core, name, core.attention_pytorch)
-        patch.setattr(core, "attention_comfy_kitchen_int8", int8)
-        patch.setattr(core, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
-        patch.setattr("comfy_kitchen.int8_attention_is_available", lambda *_: True, raising=False)
-        yield calls
+def chosen(preferred, of_today, monkeypatch):
+    """The calls of what layers may choose, where PyTorch's attention was chosen for all others."""
+    for name in ("optimized_attention", "optimized_attention_masked"):
+        monkeypatch.setattr(of_today, name, of_today.attention_pytorch)
+    return preferred
 
 
 class Exact:
@@ -394,7 +382,7 @@ def apply_model(small, model):
 
 
 @pytest.mark.parametrize("lora", ("without a LoRA", "before it", "after it"))
-def test_what_layers_choose_wins_over_auto(small, today, exact, set_attention, lora):
+def test_what_layers_choose_wins_over_auto(small, chosen, exact, set_attention, lora):
     import comfy.lora
 
     model = small.wan()
@@ -414,21 +402,21 @@ def test_what_layers_choose_wins_over_auto(small, today, exact, set_attention, l
         model = with_lora(model)
     choosing = 1 if lora == "without a LoRA" else 2
     assert described(model).startswith(f"the fastest exact way, {choosing} layer")
-    today.clear()
+    chosen.clear()
     torch.testing.assert_close(apply_model(small, model), expected)
-    assert (len(today), exact.calls) == (choosing, LAYERS - choosing)
+    assert (len(chosen), exact.calls) == (choosing, LAYERS - choosing)
 
 
-def test_where_no_layer_chooses_auto_computes_all(small, today, exact, set_attention):
+def test_where_no_layer_chooses_auto_computes_all(small, chosen, exact, set_attention):
     model = small.wan()
     expected = apply_model(small, model)
     set_attention(model, AUTO)
     torch.testing.assert_close(apply_model(small, model), expected)
-    assert exact.calls == LAYERS and not today
+    assert exact.calls == LAYERS and not chosen
 
 
 def test_a_later_choice_takes_the_place_of_an_earlier_one_before_layers(
-    small, today, exact, set_attention, monkeypatch
+    small, chosen, exact, set_attention, monkeypatch
 ):
     monkeypatch.setattr("comfy.ldm.modules.attention.COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", False)
     model = small.wan()

@@ -17,15 +17,7 @@ MASKED = {"Ideogram 4": 1, "Lumina 2": 1, "Z-Image": 1, "Flux.1 double": "attn_m
 
 
 @pytest.fixture
-def attention(pack):
-    from support import comfyui_today
-
-    with comfyui_today.today() as attention:
-        yield attention
-
-
-@pytest.fixture
-def blocks(attention):
+def blocks(of_today):
     from support import fusable_blocks
 
     return fusable_blocks
@@ -57,23 +49,23 @@ def warm(blocks, fused_runs):
 
 
 @pytest.fixture
-def preferred(attention, monkeypatch):
+def preferred(of_today, monkeypatch):
     """The calls of the function that layers may prefer, which moves the channels that PyTorch's computes."""
     calls = []
 
     def int8(*args, **kwargs):
         calls.append(args[0])
-        return attention.attention_pytorch(*args, **kwargs).roll(1, -1)
+        return of_today.attention_pytorch(*args, **kwargs).roll(1, -1)
 
-    monkeypatch.setattr(attention, "attention_comfy_kitchen_int8", int8)
-    monkeypatch.setattr(attention, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
+    monkeypatch.setattr(of_today, "attention_comfy_kitchen_int8", int8)
+    monkeypatch.setattr(of_today, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
     monkeypatch.setattr("comfy_kitchen.int8_attention_is_available", lambda *_: True, raising=False)
     return calls
 
 
-def prefer(attention, block):
+def prefer(of_today, block):
     for module in block.modules():
-        if isinstance(module, attention.ComfyAttention):
+        if isinstance(module, of_today.ComfyAttention):
             module.load_state_dict({"config": CONFIG})
 
 
@@ -101,18 +93,18 @@ def test_a_block_is_fused_and_as_exact(blocks, fused_runs, family):
 
 
 @pytest.mark.parametrize("family", FUSED_BLOCKS)
-def test_what_a_layer_prefers_computes_its_attention(attention, blocks, preferred, warm, fused_runs, family):
+def test_what_a_layer_prefers_computes_its_attention(of_today, blocks, preferred, warm, fused_runs, family):
     block, before = warm(family)
-    prefer(attention, block)
+    prefer(of_today, block)
     own = blocks.unfused(family)
-    prefer(attention, own)
+    prefer(of_today, own)
     expected = blocks.run(own, family)
     asked = len(preferred)
     assert asked and min(errors(before, expected)) > 0.05
     preferred.clear()
     output = blocks.run(block, family)
     assert max(errors(output, expected)) < 0.02 and fused_runs and len(preferred) == asked
-    assert all(isinstance(q, attention.AttentionTensorContainer) for q in preferred)
+    assert all(isinstance(q, of_today.AttentionTensorContainer) for q in preferred)
 
 
 @pytest.mark.parametrize("kind", ("float", "bool"))
@@ -148,7 +140,7 @@ def _copies(values):
 
 
 @pytest.mark.parametrize("family", FUSED_BLOCKS)
-def test_an_override_that_takes_containers(attention, blocks, warm, fused_runs, family):
+def test_an_override_that_takes_containers(of_today, blocks, warm, fused_runs, family):
     calls, alive = [], []
 
     def override(function, *args, **kwargs):
@@ -157,7 +149,7 @@ def test_an_override_that_takes_containers(attention, blocks, warm, fused_runs, 
     def containers(q, k, v, *args, **kwargs):
         calls.append((len(args), sorted(kwargs), q.peek().shape))
         taken = [container.take() for container in (q, k, v)]
-        output = attention.attention_pytorch(*taken, *args, **kwargs)
+        output = of_today.attention_pytorch(*taken, *args, **kwargs)
         storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in taken[:2]]
         del taken
         alive.append(any(not storage.expired() for storage in storages))
@@ -176,7 +168,7 @@ def test_an_override_that_takes_containers(attention, blocks, warm, fused_runs, 
     assert not alive[0]  # the fused forward's own call is the first; queries and keys are gone once they are read
 
 
-def test_hooks_and_weights_of_the_child_are_not_passed_by(attention, blocks, warm, fused_runs):
+def test_hooks_and_weights_of_the_child_are_not_passed_by(of_today, blocks, warm, fused_runs):
     block, own = warm("Ideogram 4")
     child = block.attention.comfy_attention
     handle = child.register_forward_hook(lambda *_: None)
@@ -185,7 +177,7 @@ def test_hooks_and_weights_of_the_child_are_not_passed_by(attention, blocks, war
     blocks.run(block, "Ideogram 4")
     assert fused_runs
     fused_runs.clear()
-    other = attention.ComfyAttention()
+    other = of_today.ComfyAttention()
     other.scale = torch.nn.Parameter(torch.ones(1))
     block.attention.comfy_attention = other
     assert equal(blocks.run(block, "Ideogram 4"), own) and not fused_runs
@@ -216,7 +208,7 @@ def test_a_model_is_fused(blocks, fused_runs, dit, monkeypatch):
     assert len(fused_runs) == 6  # two sums and an activation a block
 
 
-def test_a_lora_that_chooses_a_layers_attention(blocks, attention, preferred, fused_runs, dit, monkeypatch):
+def test_a_lora_that_chooses_a_layers_attention(blocks, of_today, preferred, fused_runs, dit, monkeypatch):
     import comfy.lora
 
     from support import small_models

@@ -40,20 +40,9 @@ def comfyui_attention(pack):
 
 
 @pytest.fixture
-def containers(pack):
-    """comfy.ldm.modules.attention with them, also where ComfyUI is older."""
-    from support import comfyui_today
-
-    with comfyui_today.today() as attention:
-        yield attention
-
-
-@pytest.fixture
-def plain(containers):
-    """The same where PyTorch's attention was chosen: what ComfyUI runs on a CPU asks for the free memory."""
-    with pytest.MonkeyPatch.context() as patch:  # taken back before the containers are
-        patch.setattr(containers, "optimized_attention", containers.attention_pytorch)
-        yield
+def plain(of_today, monkeypatch):
+    """ComfyUI of today where PyTorch's attention was chosen: what it runs on a CPU asks for the free memory."""
+    monkeypatch.setattr(of_today, "optimized_attention", of_today.attention_pytorch)
 
 
 def contained(core, qkv):
@@ -287,7 +276,7 @@ def test_an_override_that_was_there_still_acts(comfyui_attention, kernel):
 @pytest.mark.parametrize("in_containers", (False, True), ids=("tensors", "containers"))
 @pytest.mark.parametrize("fits", (True, False), ids=("fits", "misfit"))
 @pytest.mark.parametrize("kind", (INT8, KITCHEN))
-def test_compiles_into_one_graph(override, install, containers, plain, kind, fits, in_containers):
+def test_compiles_into_one_graph(override, install, of_today, plain, kind, fits, in_containers):
     calls = []
 
     @torch.library.custom_op("int8_dit_tests::attention", mutates_args=())
@@ -298,7 +287,7 @@ def test_compiles_into_one_graph(override, install, containers, plain, kind, fit
     op.register_fake(lambda q, k, v, scale: q.new_empty(q.shape))
     kernel = StandIn(kind)
     install(lambda q, k, v, *, scale=None: op(q, k, v, scale), kind)
-    core, qkv, attend = containers, tensors(), on_cpu(kernel)
+    core, qkv, attend = of_today, tensors(), on_cpu(kernel)
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda *qkv: run(
@@ -324,20 +313,20 @@ def test_compiles_into_one_graph(override, install, containers, plain, kind, fit
 
 @pytest.mark.parametrize("mask", (None, MASKS["for all"]), ids=("plain", "mask"))
 @pytest.mark.parametrize("by_head", (True, False))
-def test_contained_calls_equal_comfyuis(install, containers, kernel, by_head, mask):
+def test_contained_calls_equal_comfyuis(install, of_today, kernel, by_head, mask):
     qkv = tensors(by_head=by_head)
     options = {"skip_reshape": by_head, "mask": mask}
-    expected = containers.attention_pytorch(*qkv, HEADS, **options)
+    expected = of_today.attention_pytorch(*qkv, HEADS, **options)
     for halves in (None, halves_of(kernel)):
         install(kernel, kernel.kind, halves)
-        held = contained(containers, qkv)
-        torch.testing.assert_close(run(containers.attention_pytorch, on_cpu(kernel), held, **options), expected)
+        held = contained(of_today, qkv)
+        torch.testing.assert_close(run(of_today.attention_pytorch, on_cpu(kernel), held, **options), expected)
         assert [container.tensor for container in held] == [None] * 3
     assert kernel.calls == 2
 
 
-def test_taken_tensors_are_free_once_they_are_quantized(install, containers):
-    kernel, held = StandIn(), contained(containers, tensors())
+def test_taken_tensors_are_free_once_they_are_quantized(install, of_today):
+    kernel, held = StandIn(), contained(of_today, tensors())
     alive = [weakref.ref(container.tensor) for container in held]
     quantize, attend = halves_of(kernel)
 
@@ -346,21 +335,21 @@ def test_taken_tensors_are_free_once_they_are_quantized(install, containers):
         return attend(quantized)
 
     install(kernel, KITCHEN, (quantize, attend_alone))
-    run(containers.attention_pytorch, on_cpu(kernel), held)
+    run(of_today.attention_pytorch, on_cpu(kernel), held)
     assert kernel.calls == 1
 
 
-def test_a_contained_misfit_gets_comfyuis(containers, kernel):
+def test_a_contained_misfit_gets_comfyuis(of_today, kernel):
     qkv = tensors()
-    held = contained(containers, qkv)
-    actual = run(containers.attention_pytorch, on_cpu(kernel), held, low_precision_attention=False)
-    assert torch.equal(actual, containers.optimized_attention(*qkv, HEADS))
+    held = contained(of_today, qkv)
+    actual = run(of_today.attention_pytorch, on_cpu(kernel), held, low_precision_attention=False)
+    assert torch.equal(actual, of_today.optimized_attention(*qkv, HEADS))
     assert kernel.calls == 0 and [container.tensor for container in held] == [None] * 3
 
 
 @pytest.mark.parametrize("has_container_function", (True, False))
 @pytest.mark.parametrize("first", (True, False), ids=("it was there", "it comes later"))
-def test_another_override_around_it_in_containers(containers, kernel, first, has_container_function):
+def test_another_override_around_it_in_containers(of_today, kernel, first, has_container_function):
     """ComfyUI tells neither which function it would call: one that comes later calls what it found."""
 
     def doubling(func, q, *args, **kwargs):
@@ -377,13 +366,13 @@ def test_another_override_around_it_in_containers(containers, kernel, first, has
         if has_container_function:
 
             def in_containers(q, *args, **kwargs):
-                return inner.container_function(containers.AttentionTensorContainer(2 * q.take()), *args, **kwargs)
+                return inner.container_function(of_today.AttentionTensorContainer(2 * q.take()), *args, **kwargs)
 
             override.container_function = in_containers
     elif has_container_function:
         doubling.container_function = None  # not called: it would leave no place for INT8 attention
-    actual = run(containers.attention_pytorch, override, contained(containers, (q, k, v)))
-    torch.testing.assert_close(actual, containers.attention_pytorch(2 * q, k, v, HEADS))
+    actual = run(of_today.attention_pytorch, override, contained(of_today, (q, k, v)))
+    torch.testing.assert_close(actual, of_today.attention_pytorch(2 * q, k, v, HEADS))
     assert kernel.calls == 1
 
 
