@@ -5,6 +5,7 @@ from comfy_api.latest import ComfyExtension, io
 from .apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from .calibration_files import LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration, register_folder
 from .compare_images import CompareImagesINT8DiT
+from .demo_letters import DemoLettersINT8DiT
 from .kernel_benchmark import INT8KernelBenchmark
 from .load_int8_dit import LoadINT8DiT
 from .quantize_to_int8 import QuantizeToINT8SmoothQuant
@@ -32,4 +33,5 @@ class INT8DiTExtension(ComfyExtension):
             MergeINT8Calibrations,
             INT8KernelBenchmark,
             CompareImagesINT8DiT,
+            DemoLettersINT8DiT,
         ]

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 
 PROJECT = Path(__file__).resolve().parents[1]
-MOST_BYTES = 1 << 20
+MOST_BYTES = 4 << 20
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 # None of these is in ComfyUI's requirements, or ComfyUI says that it is not essential.
 OPTIONAL = ("triton", "matplotlib", "kornia", "bitsandbytes", "gguf")
