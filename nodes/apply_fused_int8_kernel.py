@@ -19,7 +19,7 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
             node_id="ApplyFusedINT8Kernel",
             display_name="Apply Fused INT8 Kernel",
             category="model/quantization",
-            search_aliases=["int8", "w8a8", "convrot"],
+            search_aliases=["int8", "w8a8", "convrot", "faster", "speed", "3090", "rtx 30"],
             description=(
                 "Runs a model that any loader has loaded as native INT8, with or without ConvRot, on this pack's fused "
                 "INT8 kernel. LoRA loaders can stand before or after it."

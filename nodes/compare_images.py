@@ -18,7 +18,15 @@ class CompareImagesINT8DiT(io.ComfyNode):
             node_id="CompareImagesINT8DiT",
             display_name="Compare Images (PSNR, SSIM)",
             category="image",
-            search_aliases=["psnr", "ssim", "image quality", "image difference", "fidelity", "image metrics"],
+            search_aliases=[
+                "compare",
+                "psnr",
+                "ssim",
+                "image quality",
+                "image difference",
+                "fidelity",
+                "image metrics",
+            ],
             description=(
                 "Measures how close images are to reference images of the same seeds, such as INT8 to bf16: PSNR and "
                 "SSIM of each pair, their mean and its 95 % interval. With a second set of images it says which of the "

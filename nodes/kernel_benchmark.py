@@ -20,7 +20,7 @@ class INT8KernelBenchmark(io.ComfyNode):
             node_id="INT8KernelBenchmark",
             display_name="Kernel Benchmark",
             category="model/quantization",
-            search_aliases=["speed test"],
+            search_aliases=["benchmark", "speed test", "faster", "3090", "rtx 30"],
             description="Times each linear of the connected model (Ideogram 4's without one) in bf16, FP8, GGUF, NF4 "
             "and INT8 on this card, says what INT8 is worth for an image, and lets auto run what is fastest here.",
             inputs=[

@@ -1,4 +1,4 @@
-"""The node "INT8 DiT Loader"."""
+"""The node "Load INT8 DiT"."""
 
 from comfy_api.latest import io
 
@@ -23,9 +23,24 @@ class LoadINT8DiT(io.ComfyNode):
         files = model_files()
         return io.Schema(
             node_id="LoadINT8DiT",
-            display_name="INT8 DiT Loader",
+            display_name="Load INT8 DiT",
             category="model/loaders",
-            search_aliases=["int8", "w8a8", "convrot", "gguf", "low vram", "unet loader", "load diffusion model"],
+            search_aliases=[
+                "int8",
+                "load int8",
+                "w8a8",
+                "convrot",
+                "gguf",
+                "fp8",
+                "low vram",
+                "memory",
+                "faster",
+                "speed",
+                "3090",
+                "rtx 30",
+                "unet loader",
+                "load diffusion model",
+            ],
             description=(
                 "Loads a diffusion transformer whose linear layers run on INT8 tensor cores. Reads INT8 files "
                 "(ComfyUI's native formats, with or without ConvRot, in 4 or 6 bits, and this pack's) and quantizes "

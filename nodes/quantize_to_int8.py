@@ -38,9 +38,9 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QuantizeToINT8SmoothQuant",
-            display_name="Quantize to INT8 (SmoothQuant, ConvRot)",
+            display_name="Quantize to INT8 (SmoothQuant)",
             category="model/quantization",
-            search_aliases=["quantize", "quantize model", "convert model", "w8a8", "smoothquant", "convrot"],
+            search_aliases=["int8", "quantize model", "convert model", "w8a8", "smoothquant", "convrot", "fp8"],
             description=(
                 "Quantizes a diffusion transformer to INT8: per-channel weights, per-token activations, SmoothQuant "
                 "from a calibration, the most fragile layers protected. Connect a calibration, or "

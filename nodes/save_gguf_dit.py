@@ -19,7 +19,7 @@ class SaveGGUFDiT(io.ComfyNode):
             search_aliases=["save quantized model", "convert model", "gguf", "quantize to gguf"],
             description=(
                 "Saves a diffusion model as GGUF: every linear layer in one block format, everything else in 16 or 32 "
-                "bits. ComfyUI-GGUF and the INT8 DiT Loader read the file."
+                "bits. ComfyUI-GGUF and Load INT8 DiT read the file."
             ),
             inputs=[
                 io.Model.Input(

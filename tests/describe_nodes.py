@@ -70,7 +70,7 @@ NODES = {
     "latent_image": ("EmptyLatentImage", "Empty Latent Image", 24, 360, 0, None),
     "quantize": ("QuantizeToINT8SmoothQuant", "Quantize to INT8", 280, 70, 264, None),
     "save": ("SaveINT8DiT", "Save INT8 DiT", 578, 70, 250, None),
-    "load": ("LoadINT8DiT", "INT8 DiT Loader", 578, 248, 250, "INT8_00001_.safetensors"),
+    "load": ("LoadINT8DiT", "Load INT8 DiT", 578, 248, 250, "INT8_00001_.safetensors"),
 }
 PLACE_STEPS = """async ([groups, nodes, scale]) => {
     app.graph.clear();

@@ -144,7 +144,7 @@ def patch_products(model: ModelPatcher) -> None:
 def _refuse_to_save(blocks: bool, *_args: object, **_kwargs: object) -> None:
     form, node = ("in GGUF's blocks", "Save GGUF") if blocks else ("in 4 or 6 bits", "Save INT8 DiT")
     raise ValueError(
-        f"this node cannot save weights that stay {form}. Connect {node}, or set memory of INT8 DiT Loader to INT8"
+        f"this node cannot save weights that stay {form}. Connect {node}, or set memory of Load INT8 DiT to INT8"
     )
 
 

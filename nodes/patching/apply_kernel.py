@@ -34,7 +34,7 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
     names = [name for name, weight in weights.items() if is_comfyui_int8(weight, modules[name])]
     if not names and not any(is_int8(weight) or is_stored(weight) for weight in weights.values()):
         raise ValueError(
-            "this MODEL holds no INT8 linears. Load a native INT8 file before this node, or use the INT8 DiT Loader, "
+            "this MODEL holds no INT8 linears. Load a native INT8 file before this node, or use Load INT8 DiT, "
             "which quantizes other files while loading"
         )
     choose_path(model.load_device, kernel)  # raises where it cannot be

@@ -46,12 +46,12 @@ def save_int8_model(
     weights = [getattr(module, "weight", None) for module in model.model.diffusion_model.modules()]
     if any(map(is_gguf, weights)):
         raise ValueError(
-            "this MODEL holds GGUF's blocks, not INT8. Set memory to INT8 on the INT8 DiT Loader to save it as INT8, "
+            "this MODEL holds GGUF's blocks, not INT8. Set memory to INT8 on Load INT8 DiT to save it as INT8, "
             "or connect Save GGUF"
         )
     if not any(is_int8(weight) or is_grouped(weight) for weight in weights):
         raise ValueError(
-            "this MODEL holds no INT8 weights. Connect Quantize to INT8, or the INT8 DiT Loader with kernel set to "
+            "this MODEL holds no INT8 weights. Connect Quantize to INT8, or Load INT8 DiT with kernel set to "
             "'fused int8' (where bf16 is used instead, the weights are loaded as bf16)"
         )
     check_runs_as_stored(model)

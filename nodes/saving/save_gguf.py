@@ -117,7 +117,7 @@ def architecture_name(model: BaseModel) -> str:
     notices.warn(
         "gguf-architecture",
         "ComfyUI-GGUF may refuse the file",
-        f"it has no name for models of this kind: the file's architecture is {name!r}. The INT8 DiT Loader reads it.",
+        f"it has no name for models of this kind: the file's architecture is {name!r}. Load INT8 DiT reads it.",
     )
     return name
 
@@ -138,7 +138,7 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
         if not (isinstance(weight, QuantizedTensor) or weight.is_floating_point()):
             raise ValueError(
                 f"{name}: its weight is stored as {weight.dtype}, in a format that cannot be read (perhaps by another "
-                "pack's GGUF loader); load the model with INT8 DiT Loader or ComfyUI's own"
+                "pack's GGUF loader); load the model with Load INT8 DiT or ComfyUI's own"
             )
     device = model.load_device
     make_room_to_quantize(device, max((layer.weight.numel() for layer in layers.values()), default=0))

@@ -104,7 +104,7 @@ def test_auto_without_a_gpu_leaves_the_model_and_warns(dit, apply, native, caplo
 
 
 def test_a_model_without_int8_is_refused(dit, apply):
-    with pytest.raises(ValueError, match=r"this MODEL holds no INT8 linears.*use the INT8 DiT Loader"):
+    with pytest.raises(ValueError, match=r"this MODEL holds no INT8 linears.*use Load INT8 DiT"):
         apply(dit.stock())
 
 

@@ -1,4 +1,4 @@
-"""GGUF files in the INT8 DiT Loader: as users have them, as INT8 and as stored, with LoRAs and in little memory."""
+"""GGUF files in Load INT8 DiT: as users have them, as INT8 and as stored, with LoRAs and in little memory."""
 
 import warnings
 from pathlib import Path

@@ -394,7 +394,7 @@ def warnings(caplog):
 
 @pytest.fixture
 def load(dit, monkeypatch):
-    """The MODEL of the INT8 DiT Loader."""
+    """The MODEL of Load INT8 DiT."""
     import folder_paths
 
     from int8_dit.nodes.load_int8_dit import LoadINT8DiT

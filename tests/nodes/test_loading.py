@@ -1,4 +1,4 @@
-"""The INT8 DiT Loader: every kind of file it reads, what becomes INT8, and what the kernel widget does on a CPU."""
+"""Load INT8 DiT: every kind of file it reads, what becomes INT8, and what the kernel widget does on a CPU."""
 
 import json
 import os

@@ -303,7 +303,7 @@ def test_a_model_of_another_gguf_loader_is_refused(dit, save, tmp_path):
     model = dit.stock()
     packed = torch.nn.Parameter(torch.zeros(8, 34, dtype=torch.uint8), requires_grad=False)
     dit.module(model, dit.LAYER).weight = packed
-    with pytest.raises(ValueError, match=rf"{dit.LAYER}: its weight is stored as torch.uint8, .* INT8 DiT Loader"):
+    with pytest.raises(ValueError, match=rf"{dit.LAYER}: its weight is stored as torch.uint8, .* Load INT8 DiT"):
         save(model)
     assert not files(tmp_path)
 

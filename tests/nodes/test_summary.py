@@ -1,4 +1,4 @@
-"""What runs where: the line of the INT8 DiT Loader on the glyph model, whose 34 linears hold 21 that become INT8."""
+"""What runs where: the line of Load INT8 DiT on the glyph model, whose 34 linears hold 21 that become INT8."""
 
 import json
 from types import SimpleNamespace

@@ -258,7 +258,7 @@ def test_comfyuis_loader_refuses_the_smoothed_weights_of_its_save_node(bench, st
 
 
 def test_the_fused_kernel_under_a_model_of_comfyuis_loader(bench, stock_files):
-    """What the INT8 DiT Loader draws of that file; with a LoRA; and ComfyUI's own bits when the node is taken out."""
+    """What Load INT8 DiT draws of that file; with a LoRA; and ComfyUI's own bits when the node is taken out."""
 
     def fused(graph, file):
         model = workflows.stock_model(graph, file)

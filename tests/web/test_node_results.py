@@ -21,7 +21,7 @@ TABLE = {"title": "A machine", "columns": ["linear", "ms"], "rows": [["qkv", "1.
 
 
 def add_loader(page: Page) -> None:
-    """INT8 DiT Loader in a new workflow, and a node that makes it run."""
+    """Load INT8 DiT in a new workflow, and a node that makes it run."""
     widgets = {"model_name": workflows.GLYPH_MODEL, "kernel": "fused int8"}
     add_nodes(page, {"loader": ("LoadINT8DiT", widgets), "text": ("PreviewAny", {})}, [("loader", 1, "text", "source")])
 
