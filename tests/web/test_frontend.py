@@ -50,7 +50,6 @@ SEARCHES = {  # what users type, and the node that they mean
     "rtx 30": LOADER,
     "unet loader": LOADER,
     "load diffusion model": LOADER,
-    "convrot": QUANTIZER,
     "quantize": QUANTIZER,
     "smoothquant": QUANTIZER,
     "convert model": QUANTIZER,
