@@ -10,7 +10,7 @@ from .internals.assumptions import missing
 from .internals.torch_functions import all_modules_hooked
 from .interruption import interruptible
 from .numerics.attention_error import MOST_ATTENTION_ERROR, AttentionError
-from .numerics.candidates import ALPHAS, METHODS, TransformPlan, transform_candidates
+from .numerics.candidates import ALPHAS, METHODS, TransformPlan, rotation_group_of, transform_candidates
 from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_group
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
@@ -91,6 +91,7 @@ __all__ = [
     "quantize_group",
     "quantize_weight",
     "requantize_weight",
+    "rotation_group_of",
     "runs_fused",
     "stored_attention_choice",
     "stored_auto_choice",

@@ -7,10 +7,11 @@ const NUMBER_WIDTH = 20; // a block's number and a gap
 const MARK = 3;
 
 // A mark by what the layer is held in: its name in the legend and its shape around 0, 0.
-const BEFORE = { name: "plain INT8", className: "before", shape: circle };
+const BEFORE = { className: "before", shape: circle }; // its name is the report's
+const AS_QUANTIZED = { name: "as quantized", className: "after", shape: circle };
 const NEVER = { name: "never called", className: "never", shape: cross };
-const HELD = {
-  INT8: { name: "as quantized", className: "after", shape: circle },
+const PROTECTED = {
+  INT8: { name: "8-bit weights", className: "protected", shape: circle },
   "INT8 with 16-bit activations": { name: "16-bit activations", className: "protected", shape: diamond },
   bf16: { name: "kept in bf16", className: "protected", shape: square },
 };
@@ -69,7 +70,11 @@ function cross() {
 }
 
 const percent = (error) => `${(100 * error).toFixed(2)} %`;
-const kindOfMark = (mark) => (mark.before === null ? NEVER : HELD[mark.held_in]);
+
+function kindOfMark(mark) {
+  if (mark.before === null) return NEVER;
+  return mark.protected ? PROTECTED[mark.held_in] : AS_QUANTIZED;
+}
 
 function described(mark) {
   if (mark.before === null) return `${mark.layer}: never called`;
@@ -117,9 +122,10 @@ function chart({ low, high, ticks }, panel, numbers, foot) {
   return svg("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}` }, ...drawn);
 }
 
-function legend(panels) {
-  const found = new Set([BEFORE, ...panels.flatMap((panel) => panel.marks.map(kindOfMark))]);
-  const entries = [BEFORE, ...Object.values(HELD), NEVER].filter((kind) => found.has(kind));
+function legend({ panels, plain = "plain INT8" }) {
+  const found = new Set(panels.flatMap((panel) => panel.marks.map(kindOfMark)));
+  const entries = [AS_QUANTIZED, ...Object.values(PROTECTED), NEVER].filter((kind) => found.has(kind));
+  entries.unshift({ ...BEFORE, name: plain });
   return html(
     "div",
     "legend",
@@ -143,5 +149,5 @@ export function quantizationSection(report) {
     if (foot) parts.push(html("div", "blocks", `number of the block in ${panel.blocks}`));
     return parts;
   });
-  return html("section", "int8-report", html("h4", "", title), html("p", "", summary), legend(panels), ...drawn);
+  return html("section", "int8-report", html("h4", "", title), html("p", "", summary), legend(report), ...drawn);
 }

@@ -7,11 +7,13 @@ from functools import partial
 
 import torch
 
+from ..reference.grouped_codes import GroupedCodes
 from ..reference.int8_weights import quantize_weight
 from ..reference.transform import ChannelTransform
 from .calibrated_rounding import CalibratedRounding
 from .candidates import TransformPlan
 from .output_error import OutputError, relative_rounding_error
+from .rounded_weight import RoundedWeight, quantize_to_codes
 from .smoothing import channel_absmax, smoothing_factors
 from .statistics import ActivationStatistics
 
@@ -25,19 +27,19 @@ class QuantizedLinear:
     """A linear in INT8, in host memory.
 
     Attributes:
-        q: int8 [N, K].
+        q: int8 [N, K], or the codes of 4 bits that stand for it.
         scale: float32 [N].
         transform: what was done to the channels; smoothing factors are float32.
         plan: the candidate that the transform was made of.
         error: relative error of the linear's output on the sampled rows; without statistics, of its weight. With
             calibrated rounding the one to expect on rows that it was not calibrated on.
         plain_error: what `error` would be with neither smoothing nor rotation, nor clipping, nor calibrated rounding:
-            how fragile the layer is.
+            how fragile the layer is. With codes of 4 bits it is that of the codes rounded to nearest.
         activation_bits: to how many bits the linear's input is rounded.
         nearest_error: with calibrated rounding, what `error` would be without; None for a weight rounded to nearest.
     """
 
-    q: torch.Tensor
+    q: torch.Tensor | GroupedCodes
     scale: torch.Tensor
     transform: ChannelTransform
     plan: TransformPlan
@@ -63,6 +65,7 @@ def quantize_group(
     clip: bool = False,
     activation_bits: int = 8,
     rounding: str = "nearest",
+    in_codes: bool = False,
 ) -> dict[str, QuantizedLinear]:
     """Quantize linears that read the same input, all with the same transform and the same smoothing factors.
 
@@ -78,6 +81,7 @@ def quantize_group(
         activation_bits: 8 or 16: to how many bits the input is rounded.
         rounding: one of ROUNDINGS. "calibrated" rounds a weight by the sampled rows where that is better on held-out
             ones (`CalibratedRounding`); the transform is chosen before. Without statistics it is "nearest".
+        in_codes: whether weights become codes of 4 bits (`quantize_to_codes`). There is one candidate then, a rotation.
 
     Raises ValueError naming the linear whose weight holds a NaN or Inf, or if a candidate smooths and nothing was
     recorded.
@@ -90,43 +94,50 @@ def quantize_group(
     factors = _factors(weights, candidates, statistics)
     transforms = [candidate.with_factors(factors) for candidate in candidates]
     parts = statistics.sample.parts if rounding == "calibrated" and statistics is not None else []
-    calibrated = [CalibratedRounding(parts, transform, activation_bits) for transform in transforms]
+    calibrated = [CalibratedRounding(parts, transform, activation_bits, in_codes) for transform in transforms]
 
     results: dict[str, QuantizedLinear] = {}
     plain_errors: dict[str, float] = {}
     errors: dict[str, list[float]] = {}
 
-    def finish(name: str, weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, chosen: int) -> None:
+    def finish(name: str, weight: torch.Tensor, rounded: RoundedWeight, chosen: int) -> None:
         error, nearest_error = errors[name][chosen], None
-        better = calibrated[chosen].improve(weight, q, scale)
+        better = calibrated[chosen].improve(weight, rounded)
         if better is not None:
-            q, error, nearest_error = better.q, error * better.ratio, error
+            rounded, error, nearest_error = better.weight, error * better.ratio, error
         figures = (candidates[chosen], error, plain_errors[name], activation_bits, nearest_error)
-        results[name] = _in_host_memory(q, scale, transforms[chosen], *figures)
+        results[name] = _in_host_memory(rounded, transforms[chosen], *figures)
 
     for name, load in weights.items():
         with naming_layer(name):
             weight = load()
             error_of = _error_measure(weight, statistics, activation_bits)
-            q, scale = quantize_weight(weight)
-            plain_errors[name] = error_of(q, scale)
-            errors[name] = []
-            for candidate, transform in zip(candidates, transforms, strict=True):
-                if clip or candidate != TransformPlan():
-                    q, scale = quantize_weight(weight, transform, clip=clip)
-                    errors[name].append(error_of(q, scale, transform))
-                else:
-                    errors[name].append(plain_errors[name])
+            if in_codes:
+                (transform,) = transforms
+                assert transform.rotation_group is not None
+                rounded = quantize_to_codes(weight, transform.rotation_group)
+                plain_errors[name] = error_of(rounded.q, rounded.scale, transform)
+                errors[name] = [plain_errors[name]]
+            else:
+                rounded = RoundedWeight(*quantize_weight(weight))
+                plain_errors[name] = error_of(rounded.q, rounded.scale)
+                errors[name] = []
+                for candidate, transform in zip(candidates, transforms, strict=True):
+                    if clip or candidate != TransformPlan():
+                        rounded = RoundedWeight(*quantize_weight(weight, transform, clip=clip))
+                        errors[name].append(error_of(rounded.q, rounded.scale, transform))
+                    else:
+                        errors[name].append(plain_errors[name])
             if len(candidates) == 1:
-                finish(name, weight, q, scale, 0)
-            del weight, error_of, q, scale  # before the next is loaded
+                finish(name, weight, rounded, 0)
+            del weight, error_of, rounded  # before the next is loaded
     if results:
         return results
 
     chosen = least_worst(list(errors.values()))
     for name, load in weights.items():
         weight = load()
-        finish(name, weight, *quantize_weight(weight, transforms[chosen], clip=clip), chosen)
+        finish(name, weight, RoundedWeight(*quantize_weight(weight, transforms[chosen], clip=clip)), chosen)
         del weight
     return results
 
@@ -171,8 +182,7 @@ def _error_measure(
 
 
 def _in_host_memory(
-    q: torch.Tensor,
-    scale: torch.Tensor,
+    weight: RoundedWeight,
     transform: ChannelTransform,
     plan: TransformPlan,
     error: float,
@@ -183,4 +193,5 @@ def _in_host_memory(
     # A copy for each: linears of a group must not hold one and the same vector.
     smooth = None if transform.smooth is None else transform.smooth.to("cpu", copy=True)
     transform = ChannelTransform(smooth, transform.rotation_group)
-    return QuantizedLinear(q.cpu(), scale.cpu(), transform, plan, error, plain_error, activation_bits, nearest_error)
+    q = weight.q.cpu() if weight.codes is None else weight.codes.cpu()
+    return QuantizedLinear(q, weight.scale.cpu(), transform, plan, error, plain_error, activation_bits, nearest_error)

@@ -8,6 +8,17 @@ from ..checks import FLOAT_DTYPES, check_same_device
 
 LEVELS = 16
 """How many a codebook has."""
+DEFAULT_CODEBOOK = (
+    *(-0.980602, -0.794529, -0.638165, -0.500986, -0.377321, -0.263187, -0.155210, -0.050720),
+    *(0.052541, 0.156985, 0.265284, 0.379533, 0.502636, 0.638953, 0.794876, 0.980671),
+)
+"""The levels of normally distributed weights in groups of 16, relative to each group's largest (Lloyd 1982). These
+are comfy-kitchen's (0.2.40): its kernel for few tokens reads these alone."""
+GROUP = 16
+"""Columns of one scale in codes that the pack makes: 4.5 bits a weight with its FP8 scale."""
+CANDIDATES = tuple((18 + number) / 32 for number in range(16))
+"""Scales that are tried for a group, relative to the one that gives its largest value the largest level: a smaller one
+wins where few values are large."""
 _SCALES = (torch.float8_e4m3fn, *FLOAT_DTYPES)
 
 
@@ -38,6 +49,11 @@ class GroupedCodes(NamedTuple):
         """Of a code: 4 or 6."""
         return 4 if self.codes.shape[1] * 2 == self.shape[1] else 6
 
+    def cpu(self) -> "GroupedCodes":
+        """The same in host memory."""
+        codebook = None if self.codebook is None else self.codebook.cpu()
+        return GroupedCodes(self.codes.cpu(), self.scale.cpu(), codebook, self.group)
+
     def check(self) -> None:
         """Raise TypeError or ValueError unless it is what the attributes say."""
         codes, scale, codebook, group = self
@@ -66,3 +82,9 @@ class GroupedCodes(NamedTuple):
             if self.bits == 6 or codebook.shape != (LEVELS,):
                 raise ValueError(f"a codebook must have {LEVELS} levels, for 4 bits, got shape {list(codebook.shape)}")
         check_same_device(codes=codes, scale=scale, codebook=codebook)
+
+
+def packed_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits as `GroupedCodes` has them: int8 [N, K / 2] of uint8 [N, K] in 0..15, K even."""
+    pairs = codes.unflatten(1, (-1, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).view(torch.int8)

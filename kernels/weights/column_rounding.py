@@ -30,7 +30,7 @@ def round_columns(target: torch.Tensor, scale: torch.Tensor, feedback: torch.Ten
 
 def round_columns_reference(target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
     """`round_columns` in plain PyTorch."""
-    rows = max(1, _ELEMENTS_AT_ONCE // feedback.shape[0])
+    rows = rows_at_once(target.shape[1])
     q = torch.empty(target.shape, dtype=torch.int8, device=target.device)
     for start in range(0, len(target), rows):
         part = slice(start, start + rows)
@@ -44,3 +44,8 @@ def round_columns_reference(target: torch.Tensor, scale: torch.Tensor, feedback:
         steps = (left / divisor).clamp_(-127, 127).round_()
         q[part] = torch.where(scale[part, None] > 0, steps, 0.0).to(torch.int8)
     return q
+
+
+def rows_at_once(columns: int) -> int:
+    """How many rows of a block PyTorch's operations take at a time."""
+    return max(1, _ELEMENTS_AT_ONCE // columns)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import ChannelTransform, LowRank
+from ...kernels import ChannelTransform, LowRank, rotation_group_of
 from ..comfyui.layers import keep_weight, set_weight_functions, weight_functions
 from ..comfyui.memory import moved
 from ..comfyui.patcher import (
@@ -34,6 +34,11 @@ from .plain_loras import each_once, plain_loras
 
 SMALLEST_STORED = 1 << 16
 """Bytes below which a weight becomes INT8 all the same: ComfyUI patches small weights where they are."""
+
+
+def fits_codes(n: int, k: int) -> bool:
+    """Whether a weight [N, K] that this pack quantizes can be held in codes of 4 bits, as ComfyUI reads them."""
+    return rotation_group_of(k) is not None and n * k // 2 >= SMALLEST_STORED
 
 
 class StoredLoRA(LowVramPatch):

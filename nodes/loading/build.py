@@ -13,8 +13,10 @@ from ..comfyui.patcher import BaseModel, CallbacksMP, ModelPatcher, call_factory
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import CALLBACK_KEY, let_patches_act
 from ..files import quant_config
+from ..files.holding.grouped_weight import held_codes, is_grouped, with_joined_codes
 from ..host import notices
 from ..layers.input_groups import group_inputs
+from ..layers.stored_weights import patch_products
 from .load_plan import LoadPlan
 from .loaded_checks import check_loaded
 from .operations import int8_operations
@@ -95,7 +97,15 @@ def build_like(
 def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
     """A second MODEL with weights of its own, equal to those of `model`, a BaseModel of this pack (multi-GPU)."""
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
-    rebuilt = build_like(model, tensors, LoadPlan(kernel, model.get_dtype_inference()), disable_dynamic)
+    tensors, dtype = with_joined_codes(tensors), model.get_dtype_inference()
+    in_codes = any(map(is_grouped, tensors.values()))
+
+    def as_it_was(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
+        return held_codes(weight, dtype) if is_grouped(weight) else None
+
+    rebuilt = build_like(model, tensors, LoadPlan(kernel, dtype, as_it_was), disable_dynamic)
+    if in_codes:
+        patch_products(rebuilt)
     call_factory(rebuilt, rebuild_int8_model, model, kernel)
     return rebuilt
 

@@ -83,8 +83,7 @@ def int8_operations(plan: LoadPlan) -> type:
                     if is_grouped(read) and is_int8(made):
                         self._hold_int8(made)  # the file's own
                         return
-                    if not is_grouped(made):
-                        self.config = {}
+                    self.config = quant_config_in(made) if is_grouped(made) else {}
                     self._hold(made)
                 elif is_stored(read):
                     decoded = read.dequantize()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..quantization.chart import Chart, Mark, Panel, chart_of
-from ..quantization.report import ACT16, BF16, INT8, QuantizationReport, percent
+from ..quantization.report import ACT16, BF16, CODES, INT8, QuantizationReport, percent
 from .drawing import (
     GRID,
     INK,
@@ -36,14 +36,16 @@ _PANEL, _PANEL_TITLE, _GAP, _FOOT = 0.5, 0.16, 0.1, 0.3
 _LEFT = 0.45  # of the panels: room for their scale
 _POINTS_PER_NUMBER = 13  # two digits and a gap
 _NEVER = "never called"
+_BEFORE = "plain INT8"  # or as the chart calls it
 _MARKS = {
-    "plain INT8": {"marker": "o", "color": PLAIN, "markersize": 3},
+    _BEFORE: {"marker": "o", "color": PLAIN, "markersize": 3},
     "as quantized": {"marker": "o", "color": BLUE, "markersize": 3.6},
+    "8-bit weights": {"marker": "o", "color": PROTECTED, "markersize": 3.6},
     "16-bit activations": {"marker": "D", "color": PROTECTED, "markersize": 3.4},
     "kept in bf16": {"marker": "s", "color": PROTECTED, "markersize": 3.6},
     _NEVER: {"marker": "x", "color": MUTED, "markersize": 3.4},
 }
-_HELD = {INT8: "as quantized", ACT16: "16-bit activations", BF16: "kept in bf16"}
+_HELD = {CODES: "as quantized", INT8: "8-bit weights", ACT16: "16-bit activations", BF16: "kept in bf16"}
 
 
 def plot(report: QuantizationReport) -> torch.Tensor:
@@ -88,9 +90,13 @@ def _ends_its_blocks(panels: Sequence[Panel], index: int) -> bool:
 def _legend(figure: "Figure", chart: Chart, top: float) -> None:
     from matplotlib.lines import Line2D
 
-    names = {"plain INT8", *(_name(mark) for panel in chart.panels for mark in panel.marks)}
+    names = {_BEFORE, *(_name(mark) for panel in chart.panels for mark in panel.marks)}
     figure.legend(
-        handles=[Line2D([], [], linestyle="", label=name, **mark) for name, mark in _MARKS.items() if name in names],
+        handles=[
+            Line2D([], [], linestyle="", label=chart.plain if name == _BEFORE else name, **mark)
+            for name, mark in _MARKS.items()
+            if name in names
+        ],
         loc="upper left",
         bbox_to_anchor=(MARGIN / WIDTH, 1 - top / figure.get_figheight()),
         ncols=len(_MARKS),
@@ -106,7 +112,9 @@ def _legend(figure: "Figure", chart: Chart, top: float) -> None:
 
 
 def _name(mark: Mark) -> str:
-    return _NEVER if mark.before is None else _HELD[mark.held_in]
+    if mark.before is None:
+        return _NEVER
+    return _HELD[mark.held_in] if mark.protected else "as quantized"
 
 
 def _panel(axes: "Axes", chart: Chart, panel: Panel, foot: bool) -> None:
@@ -126,7 +134,7 @@ def _panel(axes: "Axes", chart: Chart, panel: Panel, foot: bool) -> None:
         colors=[PROTECTED if mark.protected else PLAIN for mark in called],
         linewidth=0.8,
     )
-    _draw(axes, "plain INT8", ((mark, mark.before) for mark in called), floor)
+    _draw(axes, _BEFORE, ((mark, mark.before) for mark in called), floor)
     for name in _MARKS:
         _draw(axes, name, ((mark, mark.after) for mark in panel.marks if _name(mark) == name), floor)
 

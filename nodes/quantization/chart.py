@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .report import INT8, LayerReport, QuantizationReport, rounded
+from .report import LayerReport, QuantizationReport, rounded
 
 _TICKS = tuple(digit * 10.0**power for power in range(-4, 1) for digit in (1, 2, 5))
 _MOST_TICKS = 4
@@ -17,9 +17,9 @@ class Mark:
 
     Attributes:
         block: the number of its block; None outside the blocks.
-        before: the error of plain INT8; None for a layer that was never called.
+        before: its fragility, the error of plain INT8; None for a layer that was never called.
         after: its error as it was quantized, 0 in bf16; None as for `before`.
-        held_in: LayerReport's.
+        held_in, protected: LayerReport's.
     """
 
     layer: str
@@ -27,10 +27,7 @@ class Mark:
     before: float | None
     after: float | None
     held_in: str
-
-    @property
-    def protected(self) -> bool:
-        return self.held_in != INT8
+    protected: bool
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,7 @@ class Chart:
     Attributes:
         title, summary: a line each.
         error_of: what the errors are relative to.
+        plain: what the errors before are those of.
         panels: kinds of the same blocks stand together.
         low, high: ends of the logarithmic scale of all panels.
         ticks: what to write at it.
@@ -65,6 +63,7 @@ class Chart:
     title: str
     summary: str
     error_of: str
+    plain: str
     panels: tuple[Panel, ...]
     low: float
     high: float
@@ -82,12 +81,19 @@ def chart_of(report: QuantizationReport) -> Chart:
     low, high = _range(mark for panel in panels for mark in panel.marks)
     inside = [tick for tick in _TICKS if low <= tick <= high]
     ticks = inside[:: -(-len(inside) // _MOST_TICKS) or 1]
-    return Chart(report.title, report.summary, report.error_of, tuple(panels), low, high, tuple(ticks))
+    return Chart(report.title, report.summary, report.error_of, report.plain, tuple(panels), low, high, tuple(ticks))
 
 
 def _panel(blocks: str, kind: str, layers: Iterable[LayerReport]) -> Panel:
     marks = tuple(
-        Mark(layer.name, layer.number, rounded(layer.fragility), rounded(layer.error_as_held), layer.held_in)
+        Mark(
+            layer.name,
+            layer.number,
+            rounded(layer.fragility),
+            rounded(layer.error_as_held),
+            layer.held_in,
+            layer.protected,
+        )
         for layer in layers
     )
     before = [mark.before for mark in marks if mark.before is not None]

@@ -28,11 +28,12 @@ from ..comfyui.patcher import ModelPatcher, object_patches
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.input_groups import same_input_groups
 from ..layers.layer_selection import check_runs_as_stored, linears, quantizable_linears
+from ..layers.stored_weights import fits_codes
 from ..loading.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
 from ..patching.attention import keeps_exact
 from ..patching.folding import foldable_groups
 from .rebuild import source_weight, with_quantized_layers
-from .report import ACT16, BF16, INT8, PROTECTED_IN, AttentionReport, LayerReport, QuantizationReport
+from .report import ACT16, BF16, CODES, INT8, PROTECTED_IN, AttentionReport, LayerReport, QuantizationReport
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,11 @@ class QuantizationSettings:
         smooth_only_foldable: smooth only where the factors can be folded into the layer before.
         protected_in: one of PROTECTED_IN: what protected layers are held in.
         rounding: one of kernels.ROUNDINGS: how weights are rounded.
+        weight_bits: 8 or 4. With 4 bits layers are rotated and in ComfyUI's W4A8 (group 16), and protected ones have
+            weights of 8 bits that are native too, unless `protected_in` is bf16; so stock ComfyUI loads them all. Then
+            `method`, `alpha`, `search_alpha`, `clip` and `smooth_only_foldable` say nothing.
 
-    Raises ValueError for an alpha outside 0..1, or a `protected_in` or `rounding` that is none.
+    Raises ValueError for an alpha outside 0..1, or a `protected_in`, `rounding` or `weight_bits` that is none.
     """
 
     method: str = "smooth"
@@ -65,6 +69,7 @@ class QuantizationSettings:
     smooth_only_foldable: bool = False
     protected_in: str = ACT16
     rounding: str = "nearest"
+    weight_bits: int = 8
 
     def __post_init__(self) -> None:
         check_alpha(self.alpha)
@@ -72,6 +77,8 @@ class QuantizationSettings:
             raise ValueError(f"protected_in must be one of {', '.join(PROTECTED_IN)}; got {self.protected_in!r}")
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; got {self.rounding!r}")
+        if self.weight_bits not in (4, 8):
+            raise ValueError(f"weight_bits must be 4 or 8; got {self.weight_bits}")
 
     @property
     def alphas(self) -> list[float]:
@@ -89,6 +96,7 @@ class QuantizationSettings:
             "smooth_only_foldable": self.smooth_only_foldable,
             "protected_in": self.protected_in,
             "rounding": self.rounding,
+            **({} if self.weight_bits == 8 else {"weight_bits": self.weight_bits}),
         }
 
 
@@ -116,34 +124,44 @@ def quantize_model(
         calibration.check_fits(targets)
     elif settings.method == "best per layer":  # which needs recorded inputs; of the others rotation loses least
         settings = replace(settings, method="rotate")
+    coded: dict[str, CastWeightBiasOp] = {}
+    if settings.weight_bits == 4:
+        settings = replace(settings, method="rotate", search_alpha=False, clip=False, smooth_only_foldable=False)
+        coded = {name: linear for name, linear in targets.items() if fits_codes(*linear.weight.shape)}
     nothing_lost = dict.fromkeys(targets, 0.0)
     settings.protection.choose(nothing_lost, nothing_lost, number_of_linears)
     warn_of_patches_on_folded(model)
 
     statistics = {} if calibration is None else calibration.statistics
     progress = progress or Progress()
-    results = _quantize_layers(
-        model, settings, targets, statistics, progress.part(_QUANTIZING, len(targets)), "quantizing layer"
-    )
+    whole = {name: linear for name, linear in targets.items() if name not in coded}
+    part, doing = progress.part(_QUANTIZING, len(targets)), "quantizing layer"
+    results = _quantize_layers(model, settings, coded, statistics, part, doing, in_codes=True)
+    results |= _quantize_layers(model, settings, whole, statistics, part, doing)
     # A layer that was never called loses nothing.
     called = [name for name in targets if calibration is None or name in statistics]
     fragility = {name: results[name].plain_error for name in called}
     errors = {name: results[name].error for name in called}
-    protected = settings.protection.choose(nothing_lost | fragility, nothing_lost | errors, number_of_linears)
-    held_in = dict.fromkeys(protected, BF16)
+    held_in = dict.fromkeys(coded, CODES) | dict.fromkeys(whole, INT8)
+    if coded:  # what gains by more bits are these alone, and the worst are those that calibrated rounding helps least
+        lost = {name: errors.get(name, 0.0) for name in coded}
+        protected = settings.protection.choose(lost, lost, number_of_linears)
+    else:
+        protected = settings.protection.choose(nothing_lost | fragility, nothing_lost | errors, number_of_linears)
+    held_in |= dict.fromkeys(protected, BF16)
     if protected and settings.protected_in == ACT16:
-        part = progress.part(_PROTECTING, len(protected))
+        more, doing = (INT8, "8-bit weights for layer") if coded else (ACT16, "16-bit activations for layer")
         again = _quantize_layers(
             model,
             settings,
             {name: targets[name] for name in protected},
             statistics,
-            part,
-            "16-bit activations for layer",
-            activation_bits=16,
+            progress.part(_PROTECTING, len(protected)),
+            doing,
+            activation_bits=16 if more == ACT16 else 8,
         )
         accepted = {name: result for name, result in again.items() if settings.protection.accepts(result.error)}
-        held_in |= dict.fromkeys(accepted, ACT16)
+        held_in |= dict.fromkeys(accepted, more)
         errors |= {name: result.error for name, result in accepted.items() if name in errors}
         results |= accepted
     in_floats = [name for name, held in held_in.items() if held == BF16]
@@ -158,8 +176,9 @@ def quantize_model(
                 results[name].plan,
                 fragility.get(name),
                 errors.get(name),
-                held_in.get(name, INT8),
+                held_in[name],
                 results[name].nearest_error,
+                name in protected,
             )
             for name in targets
         ),
@@ -204,11 +223,15 @@ def _quantize_layers(
     progress: Progress,
     doing: str,
     activation_bits: int = 8,
+    in_codes: bool = False,
 ) -> dict[str, QuantizedLinear]:
     """Every target in INT8, those that will be protected too: how fragile they are is known only then.
 
-    With 16-bit activations no layer is kept from smoothing, since none has to be folded for other loaders.
+    With 16-bit activations no layer is kept from smoothing, since none has to be folded for other loaders. `in_codes`
+    means weights of 4 bits.
     """
+    if not targets:
+        return {}
     make_room_to_quantize(model.load_device, max(linear.weight.numel() for linear in targets.values()))
     only_foldable = settings.smooth_only_foldable and activation_bits == 8
     foldable = foldable_groups(model, targets) if only_foldable else None
@@ -231,7 +254,7 @@ def _quantize_layers(
         sources = {member: partial(source_weight, model, member) for member in group}
         seen = statistics.get(name)
         with interruptible(check_cancelled):
-            results |= quantize_group(sources, plans, seen, settings.clip, activation_bits, settings.rounding)
+            results |= quantize_group(sources, plans, seen, settings.clip, activation_bits, settings.rounding, in_codes)
         for _ in group:
             progress.step(doing)
     return results

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from ...kernels import QuantizedLinear
+from ...kernels import GroupedCodes, QuantizedLinear
 from ..blocks.plan import is_fused_block
 from ..calibration.recorder import disarm
 from ..comfyui.attention import state_dict_of
@@ -22,8 +22,10 @@ from ..comfyui.patcher import (
 )
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import CALLBACK_KEY
+from ..files.holding.grouped_weight import coded_weight
 from ..files.holding.stored_weight import is_stored
 from ..layers.int8_weight import int8_weight
+from ..layers.stored_weights import patch_products
 from ..loading.build import build_like, rebuild_int8_model
 from ..loading.load_plan import LoadPlan
 from ..patching.patched_weights import patched_weight
@@ -47,10 +49,16 @@ def with_quantized_layers(
         if name not in results:
             return None
         result = results.pop(name)
+        if isinstance(result.q, GroupedCodes):
+            assert result.transform.rotation_group is not None
+            return coded_weight(result.q, result.scale, result.transform.rotation_group, compute_dtype)
         return int8_weight(result.q, result.scale, compute_dtype, result.transform, result.activation_bits)
 
+    in_codes = any(isinstance(result.q, GroupedCodes) for result in results.values())
     plan = LoadPlan(kernel, compute_dtype, make)
     built = build_like(model.model, _state_dict_with_placeholders(model, targets), plan)
+    if in_codes:
+        patch_products(built)
     return _with_patches_of(model, built, kernel)
 
 

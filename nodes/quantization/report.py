@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...kernels import TransformPlan
 from ..host.output_files import size_text
 
-INT8, ACT16, BF16 = "INT8", "INT8 with 16-bit activations", "bf16"
+CODES, INT8, ACT16, BF16 = "INT8 with 4-bit weights", "INT8", "INT8 with 16-bit activations", "bf16"
 PROTECTED_IN = (ACT16, BF16)
 """What protected layers can be held in; bf16 stands for whatever the model computes in."""
 
@@ -22,8 +22,9 @@ class LayerReport:
         fragility: what plain INT8 costs, relative to the layer's output (without calibration, to its weight); None for
             a layer that was never called.
         error: what INT8 with the transform costs, with the layer's own bits of activations.
-        held_in: INT8, or one of PROTECTED_IN.
+        held_in: CODES, INT8, or one of PROTECTED_IN.
         nearest_error: what `error` would be with the weight rounded to nearest; None where it is.
+        protected: whether it is held in more bits than others, because it is fragile.
     """
 
     name: str
@@ -32,10 +33,7 @@ class LayerReport:
     error: float | None
     held_in: str = INT8
     nearest_error: float | None = None
-
-    @property
-    def protected(self) -> bool:
-        return self.held_in != INT8
+    protected: bool = False
 
     @property
     def calibrated_rounding(self) -> bool:
@@ -117,7 +115,18 @@ class QuantizationReport:
     @property
     def title(self) -> str:
         """What was done."""
-        return f"INT8 quantization ({'uncalibrated' if self.calibration is None else self.settings['method']})"
+        how = "rotate, 4-bit weights" if self.in_codes else self.settings["method"]
+        return f"INT8 quantization ({'uncalibrated' if self.calibration is None else how})"
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether layers have weights of 4 bits."""
+        return any(layer.held_in == CODES for layer in self.layers)
+
+    @property
+    def plain(self) -> str:
+        """What fragility is the error of."""
+        return "nearest 4 bits" if self.in_codes else "plain INT8"
 
     @property
     def summary(self) -> str:
@@ -127,7 +136,7 @@ class QuantizationReport:
         if called:
             before = statistics.fmean(layer.fragility or 0.0 for layer in called)
             after = statistics.fmean(layer.error_as_held or 0.0 for layer in called)
-            parts.append(f"Mean error {percent(after)} of the {self.error_of} (plain INT8: {percent(before)})")
+            parts.append(f"Mean error {percent(after)} of the {self.error_of} ({self.plain}: {percent(before)})")
         parts.append(f"{len(self.protected)} of {self.linears} linears protected{self._ways}")
         parts += self._rounding
         if self.attention:
@@ -143,8 +152,8 @@ class QuantizationReport:
     @property
     def _ways(self) -> str:
         """How many layers are protected in which way, after a colon."""
-        held = Counter(layer.held_in for layer in self.layers)
-        ways = [f"{held[way]} in {way}" for way in PROTECTED_IN if held[way]]
+        held = Counter(layer.held_in for layer in self.layers if layer.protected)
+        ways = [f"{held[way]} in {way}" for way in (INT8, *PROTECTED_IN) if held[way]]
         return ": " + ", ".join(ways) if ways else ""
 
     @property
@@ -176,7 +185,7 @@ class QuantizationReport:
                 "transform": str(layer.transform),
                 "fragility": rounded(layer.fragility),
                 "error": rounded(layer.error),
-                **({"held_in": layer.held_in} if layer.protected else {}),
+                **({"held_in": layer.held_in} if layer.held_in != INT8 else {}),
                 **({"nearest_error": rounded(layer.nearest_error)} if layer.calibrated_rounding else {}),
             }
             for layer in self.layers
@@ -200,19 +209,22 @@ class QuantizationReport:
 
     def markdown(self) -> str:
         """Title, summary and a table of all layers, the most fragile first."""
+        plain = sum(layer.held_in == (CODES if self.in_codes else INT8) for layer in self.layers)
         lines = [
             f"## {self.title}",
             "",
-            f"{len(self.layers) - len(self.protected)} of {self.linears} linears are plain INT8. {self.summary}",
+            f"{plain} of {self.linears} linears are {CODES if self.in_codes else 'plain INT8'}. {self.summary}",
             "",
-            f"Fragility is the error of plain INT8, relative to the layer's {self.error_of}; the error is what is left "
-            "of it as the layer was quantized.",
+            f"Fragility is the error of {self.plain}, relative to the layer's {self.error_of}; the error is what is "
+            "left of it as the layer was quantized.",
             "",
             "| layer | fragility | error | transform |",
             "| --- | --- | --- | --- |",
         ]
         for layer in self.ranked():
             done = f"protected in {layer.held_in}" if layer.protected else str(layer.transform)
+            if layer.held_in == CODES:
+                done = "4 bits"
             if layer.held_in == ACT16 and layer.transform != TransformPlan():
                 done += f", {layer.transform}"
             if layer.calibrated_rounding:

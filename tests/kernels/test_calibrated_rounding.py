@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import kernels.numerics.calibrated_rounding as calibrated_rounding
+import kernels.numerics.column_feedback as column_feedback
 from kernels import (
     ActivationStatistics,
     ChannelTransform,
@@ -12,7 +12,9 @@ from kernels import (
     quantize_group,
     quantize_weight,
 )
-from kernels.numerics.calibrated_rounding import CalibratedRounding, ColumnFeedback
+from kernels.numerics.calibrated_rounding import CalibratedRounding
+from kernels.numerics.column_feedback import ColumnFeedback
+from kernels.numerics.rounded_weight import RoundedWeight
 from kernels.weights.column_rounding import round_columns, round_columns_reference
 from support.tensors import DEVICE, random_float, relative_error
 
@@ -46,8 +48,8 @@ def dense_gptq(x, w, scale):
     """Frantar et al.'s algorithm with the whole K x K matrix in float64, strongest channels first."""
     s = x.double().t() @ x.double() / len(x)
     strength = s.diagonal()
-    damping = calibrated_rounding._DAMPING
-    diagonal = damping * strength.clamp(min=calibrated_rounding._WEAKEST * strength.mean())
+    damping = column_feedback._DAMPING
+    diagonal = damping * strength.clamp(min=column_feedback._WEAKEST * strength.mean())
     h = (1 - damping) * s + torch.diag(diagonal)
     order = strength.argsort(descending=True, stable=True)
     upper = torch.linalg.cholesky(torch.linalg.inv(h[order][:, order]), upper=True)
@@ -106,10 +108,12 @@ def test_what_it_says_it_gains_is_gained_on_new_inputs(transform, activation_bit
 
     w = random_float(96, 192, seed=5)
     q, scale = quantize_weight(w, transform)
-    better = CalibratedRounding(correlated(64, 192).split(4), transform, activation_bits).improve(w, q, scale)
+    better = CalibratedRounding(correlated(64, 192).split(4), transform, activation_bits).improve(
+        w, RoundedWeight(q, scale)
+    )
     assert better is not None and better.ratio < (0.95 if activation_bits == 8 else 0.6)
     error = OutputError(correlated(256, 192, 50), w)
-    nearest, calibrated = (error.of(each, scale, transform, activation_bits) for each in (q, better.q))
+    nearest, calibrated = (error.of(each, scale, transform, activation_bits) for each in (q, better.weight.q))
     assert calibrated / nearest == pytest.approx(better.ratio, abs=0.15)
 
 
@@ -119,7 +123,7 @@ def test_nearest_where_nothing_is_gained_or_nothing_can_be_held_out():
     noise = random_float(16, 64, seed=1)  # no row says anything about another
     zeros = torch.zeros(16, 64, device=DEVICE)
     for parts in (noise.split(1), zeros.split(4), [correlated(16, 64)], []):
-        assert CalibratedRounding(parts, ChannelTransform(), 16).improve(w, q, scale) is None
+        assert CalibratedRounding(parts, ChannelTransform(), 16).improve(w, RoundedWeight(q, scale)) is None
 
 
 def test_one_that_would_lose_is_kept_as_it_was(monkeypatch):
@@ -127,7 +131,9 @@ def test_one_that_would_lose_is_kept_as_it_was(monkeypatch):
     w = random_float(64, 64, seed=5)
     q, scale = quantize_weight(w)
     monkeypatch.setattr(ColumnFeedback, "round", lambda self, values, scale: torch.zeros_like(values).to(torch.int8))
-    assert CalibratedRounding(correlated(64, 64).split(4), ChannelTransform()).improve(w, q, scale) is None
+    assert (
+        CalibratedRounding(correlated(64, 64).split(4), ChannelTransform()).improve(w, RoundedWeight(q, scale)) is None
+    )
 
 
 @pytest.mark.parametrize("clip", (False, True))
@@ -174,12 +180,12 @@ def test_slices_change_nothing(monkeypatch):
     w = random_float(48, 192, seed=1)
     q, scale = quantize_weight(w)
     parts = correlated(64, 192).split(4)
-    whole = CalibratedRounding(parts, ChannelTransform()).improve(w, q, scale)
+    whole = CalibratedRounding(parts, ChannelTransform()).improve(w, RoundedWeight(q, scale))
     monkeypatch.setattr(kernels.reference.int8_weights, "_SLICE_ELEMENTS", 7 * 192)
-    sliced = CalibratedRounding(parts, ChannelTransform()).improve(w, q, scale)
+    sliced = CalibratedRounding(parts, ChannelTransform()).improve(w, RoundedWeight(q, scale))
     assert sliced is not None and whole is not None
     # Products of fewer rows may be summed in another order.
-    assert (sliced.q != whole.q).float().mean() < 0.02
+    assert (sliced.weight.q != whole.weight.q).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("rows, columns", ((1, 16), (33, 32), (40, 128)))

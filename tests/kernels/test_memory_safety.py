@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import torch
 from kernels import ChannelTransform, int8_linear, quantize_weight
+from kernels.numerics.rounded_weight import quantize_to_codes
 from kernels.weights.column_rounding import round_columns
 from kernels.triton_kernels.gemm import launch_config
 from kernels.triton_kernels.tiles import GemmConfig
@@ -29,6 +30,8 @@ for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 206
     transform = ChannelTransform(smooth, group)
     weight, scale = quantize_weight(w, transform)
     round_columns(torch.randn(n, 128, device="cuda"), scale, torch.eye(128, device="cuda"))
+    if k % 16 == 0:
+        quantize_to_codes(w, 16)
     int8_linear(x, weight, scale, bias, transform)
     int8_linear(x, weight, scale, bias, transform, activation_bits=16)
     out = torch.empty(m, n, dtype=torch.int32, device="cuda")

@@ -72,7 +72,8 @@ def quantization(pack):
     def make(errors, held=None, calibration=None):
         held = held or {}
         layers = tuple(
-            LayerReport(name, TransformPlan(), *pair, held.get(name, "INT8")) for name, pair in errors.items()
+            LayerReport(name, TransformPlan(), *pair, held.get(name, "INT8"), protected=name in held)
+            for name, pair in errors.items()
         )
         size = 10_600_000_000
         return draw(

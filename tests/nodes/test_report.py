@@ -15,7 +15,14 @@ def report_of(pack):
     def make(errors, protected=(), calibration=None, **sizes):
         protected = [name if isinstance(name, tuple) else (name, "bf16") for name in protected]
         layers = tuple(
-            LayerReport(name, TransformPlan(0.5), fragility, error, dict(protected).get(name, "INT8"))
+            LayerReport(
+                name,
+                TransformPlan(0.5),
+                fragility,
+                error,
+                dict(protected).get(name, "INT8"),
+                protected=name in dict(protected),
+            )
             for name, (fragility, error) in errors.items()
         )
         return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(dict(protected)), **sizes)

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gguf.formats import GGUF_FORMATS
-from kernels.triton_kernels import activations, column_rounding, gguf, gguf_low_rank, grouped_codes
+from kernels.triton_kernels import activations, code_rounding, column_rounding, gguf, gguf_low_rank, grouped_codes
 from support.fused_op_cases import CASES
 
 
@@ -66,6 +66,8 @@ def _parts(build: Build):
         )
     if build.kernel == "round_columns":
         return column_rounding.round_columns_kernel, column_rounding.round_columns_constants(channels)
+    if build.kernel == "round_to_codes":
+        return code_rounding.round_to_codes_kernel, code_rounding.round_to_codes_constants(channels)
     if build.kernel in ("expand", "dequantize", "scales"):
         form = GGUF_FORMATS[kind]
         row_blocks = channels // form.weights
@@ -124,6 +126,8 @@ def compiled(build: Build):
     if build.kernel.startswith("expand_codes"):  # whose output is words, and whose scales are FP8's bytes
         types |= {"out": "*i32", "codes": "*u8", "scale": "*u8", "codebook": "*fp32"}
         types |= {"channel_scale": "*fp32", "larger": "*fp32"} if "channel_scale" in names else {}
+    if build.kernel == "round_to_codes":
+        types["codes"] = "*u8"
     types |= dict.fromkeys(constants, "constexpr")
     aligned = [name for name in names if types[name] not in ("constexpr", "fp32") and name not in ("T", "N")]
     source = ASTSource(
@@ -151,6 +155,7 @@ def builds() -> list[Build]:
         ),
         *(Build("quantize", channels, group, 16) for channels in (4608, 12288) for group in (1, 256)),
         Build("round_columns", 128, dtype="fp32"),
+        Build("round_to_codes", 128, dtype="fp32"),
     ]
     expand = [Build("expand", 4608, kind=name) for name in GGUF_FORMATS]
     others = ("expand_with_low_rank", "dequantize", "scales")

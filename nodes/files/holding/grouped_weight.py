@@ -79,6 +79,13 @@ def is_grouped(weight: Any) -> TypeGuard[QuantizedTensor]:
     return has_layout(weight, GROUPED_LAYOUT)
 
 
+def coded_weight(codes: GroupedCodes, scale: torch.Tensor, rotation_group: int, dtype: torch.dtype) -> QuantizedTensor:
+    """Codes of 4 bits and the scale [N] of the INT8 weight that they stand for, in floats of `dtype` to ComfyUI."""
+    config = {"format": quant_config.GROUPED_FORMATS[0], "group_size": codes.group, "convrot_groupsize": rotation_group}
+    held = (codes.scale, dtype, codes.shape, scale, codes.codebook, codes.group, rotation_group, 8, json.dumps(config))
+    return HeldWeight(codes.codes, GROUPED_LAYOUT, GroupedCodesLayout.Params(*held))
+
+
 def grouped_codes(weight: QuantizedTensor) -> GroupedCodes:
     """The codes of such a weight, in this layout or in ComfyUI's own."""
     form = params(weight)
