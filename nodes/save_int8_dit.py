@@ -19,8 +19,8 @@ class SaveINT8DiT(io.ComfyNode):
             search_aliases=["save quantized model", "convert model"],
             description=(
                 "Saves an INT8 model. Without smoothing factors, or with them folded, and without 16-bit layers the "
-                "file is in ComfyUI's native INT8 format, which every loader reads; otherwise it needs the INT8 "
-                "DiT Loader, and other loaders refuse it."
+                "file is in ComfyUI's native INT8 format, which every loader reads; otherwise it needs Load "
+                "INT8 DiT, and other loaders refuse it."
             ),
             inputs=[
                 io.Model.Input("model", tooltip="A model with INT8 layers. Its LoRAs are baked into the file."),

@@ -5,11 +5,14 @@ import { app } from "../../scripts/app.js";
 import { element, STYLE } from "./elements.js";
 import { labelChoices } from "./labels.js";
 import { showLastResults, showNewResults, showsResults } from "./results.js";
+import { loadTranslations } from "./translations.js";
 import { SETTINGS, showWarning, WARNING_EVENT } from "./warnings.js";
 
 app.registerExtension({
   name: "int8_dit",
   settings: SETTINGS,
+
+  init: loadTranslations,
 
   setup() {
     document.head.append(element("style", { text: STYLE }));

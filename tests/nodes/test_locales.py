@@ -6,11 +6,12 @@ import re
 
 import pytest
 
-from support.node_texts import english_texts, flat, own_nodes, read_texts
+from support.node_texts import LOCALES, english_texts, flat, own_nodes, read_texts
 from support.server import PROJECT
 
 HELP = PROJECT / "web" / "docs"
 TRANSLATIONS = {"zh": r"[\u4e00-\u9fff]", "ja": r"[\u3040-\u30ff\u4e00-\u9fff]"}  # what each language is written with
+PLACEHOLDER = re.compile(r"\{\w+\}")
 MOST_PICTURE_BYTES = 25_000
 REFRESH = "COMFYUI_PATH=... python tests/describe_nodes.py"
 
@@ -126,3 +127,21 @@ def test_typical_errors_are_errors_of_the_code():
             if not any(re.search(pattern, message) for message in messages):
                 unknown.add(f"{path.name}: {quote}")
     assert not unknown
+
+
+def test_patterns_of_sentences_are_translated():
+    """web/translations.js: the same English patterns in each language, each with its own placeholders in it."""
+    catalogs = {
+        language: json.loads((LOCALES / language / "main.json").read_text("utf-8"))["int8_dit"]
+        for language in TRANSLATIONS
+    }
+    for language, patterns in catalogs.items():
+        first = catalogs[next(iter(TRANSLATIONS))]
+        assert patterns.keys() == first.keys(), listed(language, patterns.keys() ^ first.keys())
+        wrong = {
+            key for key, text in patterns.items() if set(PLACEHOLDER.findall(key)) != set(PLACEHOLDER.findall(text))
+        }
+        assert not wrong, listed("other placeholders", wrong)
+        words = {key: text for key, text in patterns.items() if re.search("[a-z]{3}", PLACEHOLDER.sub("", key))}
+        foreign = {key for key, text in words.items() if not re.search(TRANSLATIONS[language], text)}
+        assert not foreign, listed("not translated", foreign)

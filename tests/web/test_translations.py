@@ -1,0 +1,43 @@
+"""Sentences of runs in the user's language, in the real frontend."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from support.frontend import open_frontend
+
+SENTENCES = (  # what nodes say in English, cut and put together in every way
+    "fused INT8: 204 of 211",
+    "204 of 211 linears fused INT8, 7 bf16 (protected), 34 of 34 blocks fused, attention as ComfyUI",
+    "0 of 34 linears fp32 (the model runs on cpu, and INT8 tensor cores need a GPU), attention as ComfyUI",
+    "17 of 211 linears are protected, the most fragile on recorded inputs.",
+    "the model runs on cpu, and INT8 tensor cores need a GPU. Set kernel to 'fused int8' on the node that made the "
+    "model, to use INT8 all the same.",
+    "saved INT8_00001_.safetensors, 7.7 MB",
+    "quantizing layer 80 of 211",
+)
+UNKNOWN = "a/path, v1.2: what nobody translated (INT8)"
+ENGLISH = r"\b[a-z]{2,}(?: [a-z]{2,}){2,}"  # three words after each other
+TRANSLATE = """async texts => {
+    const { translated } = await import("/extensions/int8_dit/translations.js");
+    return texts.map(translated);
+}"""
+
+
+@pytest.mark.parametrize("tag", ("zh-CN", "ja-JP"))
+def test_sentences_are_translated(browser, server, tag):
+    with open_frontend(browser, server.url, locale=tag) as page:
+        shown = page.evaluate(TRANSLATE, [*SENTENCES, UNKNOWN])
+    assert shown.pop() == UNKNOWN
+    for english, text in zip(SENTENCES, shown, strict=True):
+        assert text != english and not re.search(ENGLISH, text)
+        # Nothing that a run measured or named is lost.
+        assert set(re.findall(r"\d+(?:\.\d+)?", english)) == set(re.findall(r"\d+(?:\.\d+)?", text))
+        assert english.endswith(".") == text.endswith("。")
+
+
+def test_english_stays(browser, server):
+    with open_frontend(browser, server.url) as page:
+        assert page.evaluate(TRANSLATE, [*SENTENCES]) == [*SENTENCES]

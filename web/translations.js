@@ -1,0 +1,95 @@
+// The sentences of runs in the user's language. Python says them in English; locales/*/main.json has, under "int8_dit",
+// English patterns with {placeholders} and what each becomes.
+//
+// A placeholder that is called n, n2, n3 stands for a number, any other for any words, which are translated in turn.
+// What has no pattern is cut at its sentences, then at its clauses; what is not known then stays English.
+
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+
+const PACK = "int8_dit";
+const NUMBER = String.raw`[-+]?\d[\d.,]*?`;
+const PLACEHOLDER = /\{(\w+)\}/;
+const PLACEHOLDERS = new RegExp(PLACEHOLDER, "g");
+// Where texts are cut, the outermost first, never inside of parentheses. The catalog has what stands there instead.
+const CUTS = ["\n", ". ", ": ", "; ", ", "];
+const FULL_STOP = ".";
+const REMARK = /^(.+?) \((.+)\)$/s; // "fp32 (protected)"
+
+const catalogs = {}; // by language
+
+/** Read the catalogs of all languages; until then and where that fails texts stay English. */
+export async function loadTranslations() {
+  try {
+    const answer = await api.fetchApi("/i18n");
+    for (const [language, messages] of Object.entries(await answer.json())) {
+      if (messages[PACK]) catalogs[language] = compiled(messages[PACK]);
+    }
+  } catch (error) {
+    console.warn("INT8 DiT: the translations could not be read:", error);
+  }
+}
+
+function compiled(texts) {
+  const patterns = Object.entries(texts).map(([english, translation]) => {
+    const parts = english.split(PLACEHOLDER); // literal, name, literal, …
+    const names = parts.filter((_, index) => index % 2);
+    const source = parts.map((part, index) => (index % 2 ? `(${/^n\d*$/.test(part) ? NUMBER : ".+?"})` : escaped(part)));
+    const literal = english.replaceAll(PLACEHOLDERS, "").length;
+    return { names, translation, literal, regex: new RegExp(`^${source.join("")}$`, "s") };
+  });
+  // The most that is said literally fits best.
+  patterns.sort((one, other) => other.literal - one.literal);
+  return { texts, patterns: patterns.filter(({ names }) => names.length) };
+}
+
+const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+const withFirst = (text, change) => text.charAt(0)[change]() + text.slice(1);
+
+/** A text of the pack in the user's language; what is not known in it stays as it is. */
+export function translated(text) {
+  const catalog = catalogs[app.extensionManager.setting.get("Comfy.Locale")];
+  return catalog && typeof text === "string" ? (known(text, catalog) ?? pieces(text, catalog, 0)) : text;
+}
+
+/** The translation of a whole text; undefined where it has none. Patterns have no full stop at their end. */
+function known(text, { texts, patterns }) {
+  const stop = text.endsWith(FULL_STOP) ? FULL_STOP : "";
+  const bare = stop ? text.slice(0, -stop.length) : text;
+  for (const form of new Set([bare, withFirst(bare, "toLowerCase"), withFirst(bare, "toUpperCase")])) {
+    if (Object.hasOwn(texts, form)) return texts[form] + (stop && texts[stop]);
+    for (const { regex, names, translation } of patterns) {
+      const values = regex.exec(form)?.slice(1);
+      if (!values) continue;
+      const inWords = Object.fromEntries(names.map((name, index) => [name, translated(values[index])]));
+      return translation.replaceAll(PLACEHOLDERS, (all, name) => inWords[name] ?? all) + (stop && texts[stop]);
+    }
+  }
+}
+
+/** The text cut at the first of CUTS it has, from number `first` on, each piece translated. */
+function pieces(text, catalog, first) {
+  for (let cut = first; cut < CUTS.length; cut++) {
+    const parts = cutAt(text, CUTS[cut]);
+    if (parts.length === 1) continue;
+    const done = parts.map((part) => known(part, catalog) ?? pieces(part, catalog, cut + 1));
+    if (done.every((part, index) => part === parts[index])) continue;
+    return done.join(catalog.texts[CUTS[cut]] ?? CUTS[cut]);
+  }
+  const [, said, remark] = REMARK.exec(text) ?? [];
+  const both = said && [translated(said), translated(remark)];
+  return both && (both[0] !== said || both[1] !== remark) ? `${both[0]}（${both[1]}）` : text;
+}
+
+function cutAt(text, separator) {
+  const parts = [""];
+  let depth = 0;
+  for (let at = 0; at < text.length; at++) {
+    depth += { "(": 1, ")": -1 }[text[at]] ?? 0;
+    if (depth === 0 && text.startsWith(separator, at)) {
+      parts.push("");
+      at += separator.length - 1;
+    } else parts[parts.length - 1] += text[at];
+  }
+  return parts;
+}
