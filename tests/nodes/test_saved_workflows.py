@@ -11,12 +11,13 @@ from PIL import Image
 
 from support import workflows_saved
 from support.server import PROJECT, ExecutionFailed, ExecutionInterrupted
-from support.workflows_saved import MODEL_FOLDERS, NOTES, OLD_WORKFLOWS, TEMPLATES, read
+from support.workflows_saved import BLUEPRINTS, DEMO, MODEL_FOLDERS, NOTES, OLD_WORKFLOWS, TEMPLATES, all_nodes, read
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 
 MOST_BYTES = 400_000
 MOST_THUMBNAIL_BYTES = 60_000
+MOST_OF_A_NOTE = 1800  # characters, half of which are addresses of models
 
 every_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 
@@ -54,20 +55,21 @@ def test_what_no_node_has_is_found(server):
 
 @every_template
 def test_one_press_of_run_does_the_whole(path):
-    nodes = read(path)["nodes"]
+    nodes = all_nodes(read(path))
     assert {node["mode"] for node in nodes} == {0}
     (note,) = (node for node in nodes if node["type"] in NOTES)
-    assert note["widgets_values"][0].startswith("## ")
+    assert note["id"] == 1 and note["widgets_values"][0].startswith("## ")
+    assert len(note["widgets_values"][0]) < MOST_OF_A_NOTE
 
 
 @every_template
 def test_each_model_says_where_it_comes_from(path):
     """For the frontend, which offers to download it, and in the note for the reader."""
-    nodes = read(path)["nodes"]
+    nodes = all_nodes(read(path))
     (note,) = (node["widgets_values"][0] for node in nodes if node["type"] in NOTES)
     published = _published_models()
     for node in nodes:
-        if node["type"] in MODEL_FOLDERS:
+        if node["type"] in MODEL_FOLDERS and node["widgets_values"][0] != DEMO:
             (model,) = node["properties"]["models"]
             assert model["name"] == node["widgets_values"][0]
             assert model["directory"] == MODEL_FOLDERS[node["type"]]
@@ -84,12 +86,12 @@ def _published_models():
     return set(re.findall(r'"url": ?"(https://[^"]+)"', "".join(file.read_text(encoding="utf-8") for file in files)))
 
 
-@every_template
+@pytest.mark.parametrize("path", (*TEMPLATES, *BLUEPRINTS), ids=lambda path: path.stem)
 def test_each_node_names_its_pack(path):
     """By which ComfyUI Manager finds what is missing."""
     pack = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
     own = set(re.findall(r'node_id="(\w+)"', "".join(file.read_text() for file in (PROJECT / "nodes").glob("*.py"))))
-    for node in read(path)["nodes"]:
+    for node in all_nodes(read(path)):
         if node["type"] not in NOTES:
             assert node["properties"]["cnr_id"] == (pack if node["type"] in own else "comfy-core"), node["type"]
             assert re.fullmatch(r"\d+\.\d+\.\d+", node["properties"]["ver"])
@@ -99,7 +101,7 @@ def test_each_node_names_its_pack(path):
 def test_ideograms_prompts_are_json_captions(name, count):
     """In the form of ComfyUI's own caption template: plain prose is not what the model was trained on."""
     (path,) = (path for path in TEMPLATES if path.stem == name)
-    texts = [node["widgets_values"][0] for node in read(path)["nodes"] if node["type"] == "CLIPTextEncode"]
+    texts = [node["widgets_values"][0] for node in all_nodes(read(path)) if node["type"] == "CLIPTextEncode"]
     assert len(texts) == len(set(texts)) == count
     for text in texts:
         caption = json.loads(text)
@@ -114,6 +116,16 @@ def test_ideograms_prompts_are_json_captions(name, count):
             wanted = {"obj": ["type", "bbox", "desc"], "text": ["type", "bbox", "text", "desc"]}[element["type"]]
             assert list(element) == wanted
             assert len(element["desc"].split()) <= 60
+
+
+@pytest.mark.parametrize("path", BLUEPRINTS, ids=lambda path: path.stem)
+def test_a_blueprint_is_one_subgraph_that_comfyui_offers(server, path):
+    blueprint = read(path)
+    (node,), (subgraph,) = blueprint["nodes"], blueprint["definitions"]["subgraphs"]
+    assert node["type"] == subgraph["id"] and subgraph["name"] == path.stem and subgraph["description"]
+    assert workflows_saved.prompt_of(blueprint, server)  # of nodes, inputs and values that there are
+    offered = json.loads(server.get("/global_subgraphs")).values()
+    assert {"source": "custom_node", "name": path.stem, "info": {"node_pack": "custom_nodes.int8_dit"}} in offered
 
 
 @every_template

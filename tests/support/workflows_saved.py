@@ -14,6 +14,7 @@ from .server import PROJECT, TESTS, ComfyServer
 from .workflows import Prompt
 
 TEMPLATES = sorted((PROJECT / "example_workflows").glob("*.json"))
+BLUEPRINTS = sorted((PROJECT / "subgraphs").glob("*.json"))
 OLD_WORKFLOWS = sorted((TESTS / "data" / "workflows").glob("v*/*.json"))
 
 MODEL_FOLDERS = {
@@ -23,7 +24,10 @@ MODEL_FOLDERS = {
     "VAELoader": "vae",
     "LoraLoaderModelOnly": "loras",
 }
+DEMO = "demo_letters_q4_0.gguf"  # comes with the pack
 NOTES = {"MarkdownNote", "Note"}  # what the frontend draws and the server does not know
+_LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
+_FROM_OUTSIDE = -10  # where a link of a subgraph begins that comes in
 _WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 
 
@@ -32,13 +36,73 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def subgraphs(workflow: dict) -> dict[str, dict]:
+    """The definitions of a workflow's subgraphs by the type of the nodes that stand for them."""
+    return {subgraph["id"]: subgraph for subgraph in workflow.get("definitions", {}).get("subgraphs", [])}
+
+
+def all_nodes(workflow: dict) -> list[dict]:
+    """The nodes of a workflow: those inside of its subgraphs, and not those that stand for a subgraph."""
+    inside = subgraphs(workflow)
+    nodes = [node for graph in (workflow, *inside.values()) for node in graph["nodes"]]
+    return [node for node in nodes if node["type"] not in inside]
+
+
 def model_files(workflow: dict) -> set[tuple[str, str]]:
-    """(folder, file name) of the models that a workflow's loaders name first."""
-    return {
-        (MODEL_FOLDERS[node["type"]], node["widgets_values"][0])
-        for node in workflow["nodes"]
-        if node["type"] in MODEL_FOLDERS
-    }
+    """(folder, file name) of the models that a workflow's loaders name first, but for the one of this pack."""
+    named = {(node["type"], node["widgets_values"][0]) for node in all_nodes(workflow) if node["type"] in MODEL_FOLDERS}
+    return {(MODEL_FOLDERS[kind], name) for kind, name in named if name != DEMO}
+
+
+class _Scope:
+    """A graph in a workflow: the workflow itself, or a subgraph where one of its nodes stands for it."""
+
+    def __init__(
+        self,
+        graph: dict,
+        definitions: dict[str, dict],
+        schemas: dict[str, dict],
+        node: dict | None = None,
+        above: _Scope | None = None,
+    ):
+        self._definition, self._schemas, self._node, self._above = graph, schemas, node, above
+        self.prefix = "" if node is None or above is None else f"{above.prefix}{node['id']}:"
+        self.nodes = {item["id"]: item for item in graph["nodes"]}
+        links = graph["links"] if node else [dict(zip(_LINK, link, strict=True)) for link in graph["links"]]
+        self._links = {link["id"]: link for link in links}
+        self.inner = {
+            number: _Scope(definitions[item["type"]], definitions, schemas, item, self)
+            for number, item in self.nodes.items()
+            if item["type"] in definitions
+        }
+
+    def all(self) -> Iterator[_Scope]:
+        yield self
+        for scope in self.inner.values():
+            yield from scope.all()
+
+    def value(self, link: int) -> object:
+        """What an input has by a link, as a prompt says it: a node's output, or what a widget of the node that stands
+        for this subgraph holds; None of neither. Raises ValueError where the output is not of the link's type."""
+        origin, slot, type_ = (self._links[link][key] for key in ("origin_id", "origin_slot", "type"))
+        if origin == _FROM_OUTSIDE:
+            return self._given(self._definition["inputs"][slot]["name"])
+        if origin in self.inner:
+            scope = self.inner[origin]
+            (inside,) = scope._definition["outputs"][slot]["linkIds"]
+            return scope.value(inside)
+        kind = self.nodes[origin]["type"]
+        if self._schemas[kind]["output"][slot : slot + 1] != [type_]:
+            raise ValueError(f"output {slot} of {kind} is no {type_}")
+        return [f"{self.prefix}{origin}", slot]
+
+    def _given(self, name: str) -> object:
+        assert self._node and self._above
+        widgets = [item["name"] for item in self._node["inputs"] if "widget" in item]
+        (link,) = (item["link"] for item in self._node["inputs"] if item["name"] == name)
+        if link is not None:
+            return self._above.value(link)
+        return self._node["widgets_values"][widgets.index(name)] if name in widgets else None
 
 
 @contextmanager
@@ -65,26 +129,24 @@ def prompt_of(workflow: dict, server: ComfyServer, complete: bool = True) -> Pro
 
     Raises ValueError where the workflow has a node, an input, an output or a widget's value that they do not have.
     """
-    nodes = {node["id"]: node for node in workflow["nodes"] if node["type"] not in NOTES}
-    schemas = {node["type"]: server.object_info(node["type"]) for node in nodes.values()}
-    links = {link[0]: link for link in workflow["links"]}
+    schemas = {node["type"]: server.object_info(node["type"]) for node in all_nodes(workflow)}
     prompt = Prompt()
-    for number, node in nodes.items():
-        kind = node["type"]
-        if not schemas[kind]:
-            raise ValueError(f"there is no node {kind}")
-        declared = {**schemas[kind]["input"].get("required", {}), **schemas[kind]["input"].get("optional", {})}
-        inputs = _widget_values(kind, declared, node.get("widgets_values") or [], complete)
-        for slot in node.get("inputs") or []:
-            if slot["name"] not in inputs and slot["name"].partition(".")[0] not in declared:
-                raise ValueError(f"{kind} has no input {slot['name']}")
-            if slot["link"] is None:
+    for scope in _Scope(workflow, subgraphs(workflow), schemas).all():
+        for number, node in scope.nodes.items():
+            kind = node["type"]
+            if number in scope.inner or kind in NOTES:
                 continue
-            _, origin, place, _, _, type_ = links[slot["link"]]
-            if schemas[nodes[origin]["type"]]["output"][place : place + 1] != [type_]:
-                raise ValueError(f"output {place} of {nodes[origin]['type']} is no {type_}")
-            inputs[slot["name"]] = [str(origin), place]
-        prompt[str(number)] = {"class_type": kind, "inputs": inputs}
+            if not schemas[kind]:
+                raise ValueError(f"there is no node {kind}")
+            declared = {**schemas[kind]["input"].get("required", {}), **schemas[kind]["input"].get("optional", {})}
+            inputs = _widget_values(kind, declared, node.get("widgets_values") or [], complete)
+            for slot in node.get("inputs") or []:
+                if slot["name"] not in inputs and slot["name"].partition(".")[0] not in declared:
+                    raise ValueError(f"{kind} has no input {slot['name']}")
+                value = None if slot["link"] is None else scope.value(slot["link"])
+                if value is not None:
+                    inputs[slot["name"]] = value
+            prompt[f"{scope.prefix}{number}"] = {"class_type": kind, "inputs": inputs}
     return prompt
 
 

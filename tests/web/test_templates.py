@@ -12,7 +12,7 @@ import pytest
 from support import workflows_saved
 from support.frontend import open_frontend, settle
 from support.server import ComfyServer
-from support.workflows_saved import OLD_WORKFLOWS, TEMPLATES, read
+from support.workflows_saved import BLUEPRINTS, MODEL_FOLDERS, OLD_WORKFLOWS, TEMPLATES, read, subgraphs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -23,6 +23,7 @@ NOT_FOUND = re.compile(r"/user\.css$|/api/userdata\?dir=|/api/userdata/(user\.cs
 SAID_AT_START = re.compile(r"Failed to load resource: .* 404|ComfyApp graph accessed before initialization")
 TITLE_HEIGHT = 30
 MARK_HEIGHT = 40  # the line below a node whose model file is missing
+MOST_WIDTH, MOST_HEIGHT = 1900, 1000
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,12 +61,7 @@ def nothing_wrong(page: Page) -> Iterator[None]:
 def browse(page: Page) -> None:
     """Open the template browser at this pack's templates."""
     page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
-    extensions = page.get_by_text("Extensions", exact=True)
-    extensions.wait_for()
-    pack = page.get_by_text("int8_dit", exact=True)
-    if not pack.is_visible():
-        extensions.click()
-    pack.click()
+    page.get_by_role("dialog").get_by_role("button", name="int8_dit").click()
 
 
 def open_template(page: Page, name: str) -> None:
@@ -95,12 +91,18 @@ def test_all_are_listed_with_their_thumbnails(page: Page) -> None:
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_it_opens_whole(page: Page, path) -> None:
+def test_it_opens_whole(page: Page, server: ComfyServer, path) -> None:
     with nothing_wrong(page):
         open_template(page, path.stem)
         assert page.locator("[role=dialog]").count() == 0
         assert_opened(page, read(path))
         assert_nothing_overlaps(page)
+        assert_can_be_read(page)
+        sent = page.evaluate("async () => (await app.graphToPrompt()).output")
+        expected = workflows_saved.prompt_of(read(path), server)
+        assert {number: node["inputs"] for number, node in sent.items()} == {
+            number: node["inputs"] for number, node in expected.items()
+        }
 
 
 @pytest.mark.parametrize("path", OLD_WORKFLOWS, ids=lambda path: f"{path.parent.name} {path.stem}")
@@ -118,37 +120,96 @@ def assert_opened(page: Page, workflow: dict) -> None:
     values of the others. A newer node may have more widgets at the end.
     """
     nodes = page.evaluate(
-        """() => app.graph.nodes.map((node) => ({
-            type: node.type,
-            registered: node.type in LiteGraph.registered_node_types,
-            errors: !!node.has_errors,
-            combos: (node.widgets ?? []).filter((widget) => widget.type === "combo")
-                .map(({ name, value, options }) => ({ name, value, options: [...options.values] })),
-        }))"""
+        """() => {
+            const all = (graph) => graph.nodes.flatMap((node) => [node, ...(node.subgraph ? all(node.subgraph) : [])]);
+            return all(app.graph).map((node) => ({
+                type: node.type,
+                registered: node.isSubgraphNode?.() || node.type in LiteGraph.registered_node_types,
+                errors: !!node.has_errors,
+                combos: (node.widgets ?? []).filter((widget) => widget.type === "combo")
+                    .map(({ name, value, options }) => ({ name, value, options: [...options.values] })),
+            }));
+        }"""
     )
     for node in nodes:
         assert node["registered"] and not node["errors"], node
         for combo in node["combos"]:
             assert combo["value"] in combo["options"], (node["type"], combo)
     saved = page.evaluate("() => JSON.parse(JSON.stringify(app.graph.serialize()))")
-    now = {node["id"]: node for node in saved["nodes"]}
-    for node in workflow["nodes"]:
+    assert_same_nodes(workflow, saved)
+    assert sorted(saved["links"]) == sorted(workflow["links"])
+    now = subgraphs(saved)
+    for kind, subgraph in subgraphs(workflow).items():
+        assert_same_nodes(subgraph, now[kind])
+        assert sorted(map(_by_name, now[kind]["links"])) == sorted(map(_by_name, subgraph["links"]))
+
+
+def _by_name(link: dict) -> list:
+    return sorted(link.items())
+
+
+def assert_same_nodes(before: dict, after: dict) -> None:
+    now = {node["id"]: node for node in after["nodes"]}
+    assert now.keys() == {node["id"] for node in before["nodes"]}
+    for node in before["nodes"]:
         values = node.get("widgets_values") or []
         assert now[node["id"]]["type"] == node["type"]
         assert (now[node["id"]].get("widgets_values") or [])[: len(values)] == values
-    assert sorted(saved["links"]) == sorted(workflow["links"])
+
+
+def assert_can_be_read(page: Page) -> None:
+    """The whole fits into the page at a zoom at which the frontend draws words: each node's title is among them."""
+    left, top, right, bottom = page.evaluate(
+        """(title) => {
+            const boxes = app.graph.nodes.map(({ pos, size }) =>
+                [pos[0], pos[1] - title, pos[0] + size[0], pos[1] + size[1]]);
+            return [0, 1].map((i) => Math.min(...boxes.map((box) => box[i])))
+                .concat([2, 3].map((i) => Math.max(...boxes.map((box) => box[i]))));
+        }""",
+        TITLE_HEIGHT,
+    )
+    assert right - left <= MOST_WIDTH and bottom - top <= MOST_HEIGHT
+    seen = page.evaluate(
+        """async (title) => {
+            const { ds, canvas } = app.canvas;
+            const [x, y] = ds.offset, words = [];
+            const draw = CanvasRenderingContext2D.prototype.fillText;
+            CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+                words.push(text);
+                return draw.call(this, text, ...at);
+            };
+            app.canvas.setDirty(true, true);
+            for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame);
+            CanvasRenderingContext2D.prototype.fillText = draw;
+            words.push(...[...document.querySelectorAll("[data-node-id]")].map((node) => node.innerText));
+            return {
+                words: words.join(" "),
+                titles: app.graph.nodes.map((node) => node.title),
+                inside: app.graph.nodes.every(({ pos, size }) => pos[0] + x > 0 && pos[1] - title + y > 0
+                    && (pos[0] + size[0] + x) * ds.scale < canvas.clientWidth
+                    && (pos[1] + size[1] + y) * ds.scale < canvas.clientHeight),
+            };
+        }""",
+        TITLE_HEIGHT,
+    )
+    assert seen["inside"]
+    unread = [title for title in seen["titles"] if " ".join(title.split()) not in " ".join(seen["words"].split())]
+    assert not unread
 
 
 def assert_nothing_overlaps(page: Page) -> None:
     """No node and no group lies on another, and a group holds each of its nodes whole, also those that are marked."""
     boxes = page.evaluate(
-        """([title, mark]) => ({
-            nodes: app.graph.nodes.map(({ title: name, pos, size }) =>
-                ({ name, box: [pos[0], pos[1] - title, pos[0] + size[0], pos[1] + size[1] + mark] })),
+        """([title, mark, loaders]) => ({
+            nodes: app.graph.nodes.map(({ title: name, type, pos, size, isSubgraphNode }) => ({
+                name,
+                box: [pos[0], pos[1] - title, pos[0] + size[0],
+                    pos[1] + size[1] + (isSubgraphNode?.() || loaders.includes(type) ? mark : 0)],
+            })),
             groups: app.graph.groups.map(({ title: name, pos, size }) =>
                 ({ name, box: [pos[0], pos[1], pos[0] + size[0], pos[1] + size[1]] })),
         })""",
-        [TITLE_HEIGHT, MARK_HEIGHT],
+        [TITLE_HEIGHT, MARK_HEIGHT, list(MODEL_FOLDERS)],
     )
     nodes, groups = boxes["nodes"], boxes["groups"]
     for items in (nodes, groups):
@@ -168,24 +229,56 @@ def _inside(inner: list[float], outer: list[float]) -> bool:
     return all(outer[i] <= inner[i] and inner[i + 2] <= outer[i + 2] for i in (0, 1))
 
 
+def test_the_first_image_is_three_clicks_away(page: Page, server: ComfyServer) -> None:
+    """From the template browser, with no model anywhere: the pack, the template, Run."""
+    with nothing_wrong(page):
+        page.evaluate("app.graph.clear()")
+        page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+        page.get_by_role("dialog").get_by_role("button", name="int8_dit").click()
+        page.get_by_test_id("template-workflow-Try INT8 without a download").click()
+        page.wait_for_function("!document.querySelector('[role=dialog]')")
+        outputs = run_to_the_end(page, server)
+        badges = [badge["text"] for output in outputs.values() for badge in output.get("int8_dit_badges", ())]
+        assert any(text.startswith("INT8") for text in badges)
+        wait_for_a_picture(page)
+        assert_nothing_overlaps(page)
+
+
 @pytest.mark.parametrize("page", ("Vue",), indirect=True)  # test_node_results.py draws results with both
 def test_the_benchmark_runs_from_one_click_to_its_picture(page: Page, server: ComfyServer) -> None:
     with nothing_wrong(page):
         open_template(page, "INT8 kernel benchmark")
-        with page.expect_response(
-            lambda response: response.url.endswith("/prompt") and response.request.method == "POST"
-        ) as posted:
-            page.get_by_test_id("queue-button").click()
-        outputs = server.wait(posted.value.json()["prompt_id"], timeout=1200)
+        outputs = run_to_the_end(page, server)
         assert {kind for output in outputs.values() for kind in output} >= {"int8_benchmark", "images"}
         page.wait_for_selector(".int8-result td")
-        page.wait_for_function(
-            """() => {
-                const node = app.graph.nodes.find((node) => node.type === "PreviewImage");
-                const images = [...(node.imgs ?? []),
-                    ...document.querySelectorAll(`[data-node-id="${node.id}"] img`)];
-                return images.some((image) => image.naturalWidth > 0);
-            }"""
-        )
-        settle(page)  # the node grows in the frames after the result
+        wait_for_a_picture(page)
         assert_nothing_overlaps(page)
+
+
+def run_to_the_end(page: Page, server: ComfyServer) -> dict[str, dict]:
+    """Click Run; what the prompt's nodes put out."""
+    with page.expect_response(
+        lambda response: response.url.endswith("/prompt") and response.request.method == "POST"
+    ) as posted:
+        page.get_by_test_id("queue-button").click()
+    return server.wait(posted.value.json()["prompt_id"], timeout=1200)
+
+
+def wait_for_a_picture(page: Page) -> None:
+    """Until Preview Image shows one, and the nodes have grown in the frames after."""
+    page.wait_for_function(
+        """() => {
+            const node = app.graph.nodes.find((node) => node.type === "PreviewImage");
+            const images = [...(node.imgs ?? []), ...document.querySelectorAll(`[data-node-id="${node.id}"] img`)];
+            return images.some((image) => image.naturalWidth > 0);
+        }"""
+    )
+    settle(page)
+
+
+@pytest.mark.parametrize("path", BLUEPRINTS, ids=lambda path: path.stem)
+def test_a_blueprint_opens_as_a_node(page: Page, path) -> None:
+    blueprint = read(path)
+    with nothing_wrong(page):
+        page.evaluate("workflow => app.loadGraphData(workflow)", blueprint)
+        assert_opened(page, blueprint)
