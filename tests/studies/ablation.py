@@ -258,6 +258,26 @@ def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": q, "weight_scale": params.scale, "comfy_quant": encode_config(ChannelTransform(None, group))}
 
 
+def kitchen_codes(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """ComfyUI's W4A8 by comfy-kitchen's own quantizer, where the channels can be rotated; else its ConvRot INT8."""
+    from comfy_kitchen.tensor.w4a8_int8 import quantize_w4a8_int8_weight
+
+    from int8_dit.kernels import rotation_group_of
+
+    group = rotation_group_of(weight.shape[1])
+    if group is None:
+        return convrot_int8(weight)
+    codes, group_scale, scale, _, codebook = quantize_w4a8_int8_weight(weight, 16, group)
+    mark = json.dumps({"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": group}).encode()
+    return {
+        "weight": codes,
+        "weight_s_rel": group_scale,
+        "weight_s_channel": scale,
+        "weight_codebook": codebook,
+        "comfy_quant": torch.tensor(list(mark), dtype=torch.uint8),
+    }
+
+
 def pack_variants(layers: int) -> dict[str, dict[str, object]]:
     """This pack's variants: quantization settings by name."""
     from int8_dit.kernels import Protection
@@ -283,7 +303,13 @@ def pack_variants(layers: int) -> dict[str, dict[str, object]]:
     again = [name for name in ("protection only", "recipe", "smooth, 17 protected") if name in variants]
     in_bf16 = {f"{name}{IN_BF16}": {**variants[name], "protected_in": BF16} for name in again}
     calibrated = {f"{name}{ROUNDED}": {**variants[name], "rounding": "calibrated"} for name in CALIBRATED}
-    return variants | in_bf16 | calibrated
+    codes = {"weight_bits": 4, "rounding": "calibrated"}
+    in_codes = {
+        "W4A8": {**codes, "protection": none},
+        "W4A8, nearest": {**codes, "protection": none, "rounding": "nearest"},
+        "W4A8, protected": {**codes, "protection": share},
+    }
+    return variants | in_bf16 | calibrated | in_codes
 
 
 def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, Outcome], dict[str, list[float]]]:

@@ -94,8 +94,9 @@ def sampling_seconds(model, pixels: int, steps: int) -> float:
     return time.perf_counter() - begin
 
 
-def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict[str, object]:
-    """What recording costs the sampling it rides on, and time and memory of quantizing with and without calibration."""
+def measure_quantization(bf16, pixels: int, steps: int, wanted: str, rounds: int = 3) -> dict[str, object]:
+    """What recording costs the sampling it rides on, and time and memory of quantizing with and without calibration, in
+    the ways whose names have `wanted` in them."""
     import comfy.model_management
 
     from int8_dit.nodes.calibration.recorder import Recording, armed
@@ -111,15 +112,22 @@ def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict
         recorded.append(sampling_seconds(armed(bf16, recording), pixels, steps))
     figures = {}
     searched = QuantizationSettings("best per layer", search_alpha=True)
+    rounded = replace(searched, rounding="calibrated")
     calibration = recording.calibration()
     variants = {
         "uncalibrated": (searched, None),
         "smooth": (QuantizationSettings(), calibration),
         "smooth, alpha searched": (QuantizationSettings(search_alpha=True), calibration),
         "best per layer, alpha searched": (searched, calibration),
-        "the same, calibrated rounding (the node's default)": (replace(searched, rounding="calibrated"), calibration),
+        "the same, calibrated rounding (the node's default)": (rounded, calibration),
+        "weights of 4 bits, calibrated rounding": (
+            replace(searched, rounding="calibrated", weight_bits=4),
+            calibration,
+        ),
     }
     for name, (settings, recorded_inputs) in variants.items():
+        if wanted not in name:
+            continue
         with PeakMemory(device) as peak:
             begin = time.perf_counter()
             quantized, report = quantize_model(bf16, settings, "fused int8", recorded_inputs)
@@ -150,6 +158,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20, help="of the samplings that are recorded")
     parser.add_argument("--only", choices=("steps", "quantization"))
+    parser.add_argument("--quantizations", default="", help="those alone with this in their names")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="of the steps; all of ideogram4_steps.py's")
     parser.add_argument("--profile", nargs="*", default=PROFILED, metavar="NAME", help="by kernel")
     parser.add_argument("--row-seconds", type=float, default=90.0, help="the most for a variant; twice if it compiles")
@@ -180,7 +189,9 @@ def main() -> None:
     if arguments.only != "steps":
         random = RandomModel(FAMILIES["Ideogram 4"], device, {"num_layers": arguments.blocks})
         bf16 = comfy.sd.load_diffusion_model_state_dict({name: random.tensor(name).cpu() for name in random.shapes})
-        results["quantization"] = measured = measure_quantization(bf16, max(arguments.pixels), arguments.steps)
+        results["quantization"] = measured = measure_quantization(
+            bf16, max(arguments.pixels), arguments.steps, arguments.quantizations
+        )
         added = 100 * measured["recording_adds"]
         parts.append(
             f"Recording adds {added:.1f} % to a sampling of {arguments.steps} steps, {max(arguments.pixels)} px."

@@ -85,6 +85,7 @@ VARIANTS = {
     "attention": Variant("this pack + INT8 attention", lambda m: attending(m.int8_model(), INT8)),
     "smoothed": Variant("this pack, smoothed file", _smoothed),
     "rotated": Variant("this pack, smoothed and rotated file", partial(_smoothed, group=ROTATION_GROUP)),
+    "codes": Variant("this pack, weights of 4 bits (W4A8)", RandomModel.coded_model),
     "compiled-bf16": Variant("bf16, torch.compile", lambda m: compiled(m.bf16_model()), compiles=True),
     "compiled-pack": Variant("this pack, torch.compile", lambda m: compiled(m.int8_model()), compiles=True),
 }

@@ -46,7 +46,7 @@ PICTURED[ablation.DEFAULT] = "default"
 """What words.png shows, each with its label."""
 PICTURE_COLUMNS = 6
 REFERENCE = "bf16"
-OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "NF4", *GGUF)
+OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "ComfyUI W4A8", "NF4", *GGUF)
 LABELLED = ("naive W8A8", "recipe", ablation.DEFAULT, "Q4_K in INT8", "Q8_0 in INT8")
 """Of this pack's variants, those that the plot names."""
 
@@ -71,6 +71,7 @@ def peers(state_dict: TensorDict) -> dict[str, tuple[Callable[[], object], float
         "FP8": (partial(stock, state_dict, dtype=torch.float8_e4m3fn), None),
         "FP8 scaled": (partial(ablation.native, state_dict, ablation.fp8_scaled), None),
         "ComfyUI ConvRot INT8": (partial(ablation.native, state_dict, ablation.convrot_int8), None),
+        "ComfyUI W4A8": (partial(ablation.native, state_dict, ablation.kitchen_codes), None),
         "NF4": (lambda: stock(decoded(state_dict, nf4_decoded)), NF4_BITS),
     }
     for name in GGUF:
@@ -152,9 +153,11 @@ def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str]
     """Every variant, or the wanted ones: its images, latent errors, bytes and protected layers."""
     import comfy.model_management
 
+    from int8_dit.nodes.layers import stored_weights
     from int8_dit.nodes.layers.layer_selection import quantizable_linears
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
+    stored_weights.SMALLEST_STORED = 0  # the word model's are small, and ComfyUI's quantizer takes them too
     base = stock(state_dict)
     expected = sample(base, texts, steps=steps)
     found: dict[str, dict] = {}

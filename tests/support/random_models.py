@@ -20,11 +20,14 @@ import comfy.supported_models
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from int8_dit.kernels import UNCHANGED, ChannelTransform, quantize_weight
+from int8_dit.kernels import UNCHANGED, ChannelTransform, quantize_weight, rotation_group_of
+from int8_dit.kernels.numerics.rounded_weight import quantize_to_codes
 from int8_dit.nodes.files import quant_config
+from int8_dit.nodes.files.holding.grouped_weight import coded_weight
 from int8_dit.nodes.layers.input_groups import same_input_groups
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.layers.layer_selection import is_quantizable
+from int8_dit.nodes.layers.stored_weights import patch_products
 from int8_dit.nodes.loading.build import build_model
 from int8_dit.nodes.loading.load_plan import LoadPlan
 
@@ -230,6 +233,21 @@ class RandomModel:
             return int8_weight(q, scale, self.dtype, held.transform, held.activation_bits)
 
         return build_model(self.tensors(), {}, LoadPlan("fused int8", self.dtype, convert))
+
+    def coded_model(self) -> ModelPatcher:
+        """The MODEL of this pack in W4A8: every quantizable layer that it can be, the others in INT8."""
+
+        def convert(name: str, weight: torch.Tensor, _: object) -> torch.Tensor | None:
+            group = rotation_group_of(weight.shape[1])
+            if not is_quantizable(name, tuple(weight.shape)) or group is None:
+                return None
+            rounded = quantize_to_codes(weight, group)
+            assert rounded.codes is not None
+            return coded_weight(rounded.codes, rounded.scale, group, self.dtype)
+
+        model = build_model(self.tensors(), {}, LoadPlan("fused int8", self.dtype, convert))
+        patch_products(model)
+        return model
 
     def inputs(self, pixels: int | None = None, text: bool = True) -> dict[str, object]:
         """What BaseModel.apply_model takes beside its options: latents of a noisy image and the rest."""
