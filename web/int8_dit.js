@@ -4,7 +4,9 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { element, STYLE } from "./elements.js";
 import { labelChoices } from "./labels.js";
+import { menuOf } from "./menus.js";
 import { showLastResults, showNewResults, showsResults } from "./results.js";
+import { listSavedFiles } from "./saved_files.js";
 import { loadTranslations } from "./translations.js";
 import { SETTINGS, showWarning, WARNING_EVENT } from "./warnings.js";
 
@@ -17,7 +19,10 @@ app.registerExtension({
   setup() {
     document.head.append(element("style", { text: STYLE }));
     api.addEventListener(WARNING_EVENT, ({ detail }) => showWarning(detail));
+    listSavedFiles();
   },
+
+  getNodeMenuItems: menuOf,
 
   nodeCreated(node) {
     if (node.comfyClass === "QuantizeToINT8SmoothQuant") labelChoices(node);
