@@ -1,6 +1,7 @@
 """Long work inside ComfyUI: room on the device for it, its progress bar and line of text, the cancel button."""
 
 import copy
+import math
 import time
 
 import torch
@@ -13,6 +14,7 @@ from ..comfyui.execution import ProgressBar, show_text
 _QUANTIZATION_BYTES = 12
 _BAR_STEPS = 1000
 _SECONDS_BETWEEN_TEXTS = 0.25
+_SECONDS_BEFORE_ESTIMATE = 10  # what has run for less says little of what is to come
 
 
 def make_room_to_quantize(device: torch.device, weights: int) -> None:
@@ -38,6 +40,7 @@ class Progress:
     def __init__(self, steps: int = 1) -> None:
         self._bar = ProgressBar(_BAR_STEPS)
         self._line = _Line()
+        self._began = time.monotonic()
         self._begin, self._width = 0.0, 1.0  # of the bar
         self._steps, self._done = max(1, steps), 0.0
 
@@ -59,19 +62,31 @@ class Progress:
     def step(self, doing: str = "", preview: tuple | None = None) -> None:
         """One step is done.
 
-        `doing` is said with the count: "saving tensor" becomes "saving tensor 80 of 211". `preview` is a picture as
-        ComfyUI's previewers make them. Raises ComfyUI's interrupt exception when the user cancelled.
+        `doing` is said with the count: "saving tensor" becomes "saving tensor 80 of 211", and after a while with the
+        time that is left of the whole job. `preview` is a picture as ComfyUI's previewers make them. Raises ComfyUI's
+        interrupt exception when the user cancelled.
         """
         memory.check_cancelled()
         self._done += 1
         if doing:
-            self.say(f"{doing} {self._done:.0f} of {max(self._done, self._steps):.0f}")
+            self.say(f"{doing} {self._done:.0f} of {max(self._done, self._steps):.0f}{self._left()}")
         self._bar.set(round(_BAR_STEPS * self._position), preview=preview)
 
     def finish(self, text: str) -> None:
         """The job is done: the bar is full, and the node keeps this line."""
         self._bar.set(_BAR_STEPS)
         self._line.show(text, at_once=True)
+
+    def _left(self) -> str:
+        """How long the whole job will take from now on, if it goes on as it went; "" where nobody knows or waits."""
+        elapsed = time.monotonic() - self._began
+        if elapsed < _SECONDS_BEFORE_ESTIMATE:
+            return ""
+        seconds = elapsed * (1 / self._position - 1)
+        if seconds < 60:
+            return f", about {10 * math.ceil(seconds / 10)} s left" if seconds > 0 else ""
+        hours, minutes = divmod(math.ceil(seconds / 60), 60)
+        return f", about {f'{hours} h ' if hours else ''}{minutes} min left"
 
     @property
     def _position(self) -> float:

@@ -78,6 +78,29 @@ def test_the_count_of_steps_is_said(bar, texts, clock):
     assert [text for text, *_ in texts] == [*(f"layer {step} of 7" for step in range(1, 8)), "layer 8 of 8"]
 
 
+def test_the_time_left_is_said(bar, texts, clock):
+    """Of the whole job, its later parts included, once it has run for a while."""
+    job = progress(1200)
+    part = job.part(600, 3)
+    for seconds in (5, 5, 20):
+        clock.now += seconds
+        part.step("layer")
+    rest = job.part(600, 600)
+    for _ in range(600):
+        clock.now += 9
+        rest.step("tensor")
+    said = [text for text, *_ in texts]
+    assert said[:3] == ["layer 1 of 3", "layer 2 of 3, about 20 s left", "layer 3 of 3, about 30 s left"]
+    assert said[302] == "tensor 300 of 600, about 16 min left" and said[-1] == "tensor 600 of 600"
+
+
+def test_hours_are_left(bar, texts, clock):
+    job = progress(100)
+    clock.now += 60
+    job.step("layer")
+    assert [text for text, *_ in texts] == ["layer 1 of 100, about 1 h 39 min left"]
+
+
 def test_the_quantize_node_shows_one_job(dit, bar, texts, clock, monkeypatch):
     """Sampling and quantization run the bar once, from the first step to the end, and say what they do."""
     from int8_dit.nodes.host import work
