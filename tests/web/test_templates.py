@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import workflows_saved
-from support.frontend import open_frontend, settle
+from support.frontend import load, open_frontend, settle
+from support.node_results import node_results, show_results
 from support.server import ComfyServer
 from support.workflows_saved import BLUEPRINTS, MODEL_FOLDERS, OLD_WORKFLOWS, TEMPLATES, read, subgraphs
 
@@ -103,6 +104,24 @@ def test_it_opens_whole(page: Page, server: ComfyServer, path) -> None:
         assert {number: node["inputs"] for number, node in sent.items()} == {
             number: node["inputs"] for number, node in expected.items()
         }
+
+
+@pytest.fixture(scope="module")
+def results(server: ComfyServer) -> dict[str, dict]:
+    return node_results(server)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_results_have_room(page: Page, results: dict[str, dict], path) -> None:
+    with nothing_wrong(page):
+        load(page, read(path))
+        settle(page)
+        show_results(page, results)
+        shown = sum(node["type"] in results and "images" not in results[node["type"]] for node in read(path)["nodes"])
+        page.wait_for_function("count => document.querySelectorAll('.int8-result').length >= count", arg=shown)
+        settle(page)
+        assert shown
+        assert_nothing_overlaps(page)
 
 
 @pytest.mark.parametrize("path", OLD_WORKFLOWS, ids=lambda path: f"{path.parent.name} {path.stem}")
