@@ -7,8 +7,11 @@ import { labelChoices } from "./labels.js";
 import { menuOf } from "./menus.js";
 import { showLastResults, showNewResults, showsResults } from "./results.js";
 import { listSavedFiles } from "./saved_files.js";
-import { loadTranslations } from "./translations.js";
+import { loadTranslations, translateOptions } from "./translations.js";
 import { SETTINGS, showWarning, WARNING_EVENT } from "./warnings.js";
+
+// What ComfyUI calls the pack: by its folder.
+const MODULE = `custom_nodes.${decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2))}`;
 
 app.registerExtension({
   name: "int8_dit",
@@ -25,6 +28,7 @@ app.registerExtension({
   getNodeMenuItems: menuOf,
 
   nodeCreated(node) {
+    if (node.constructor.nodeData?.python_module === MODULE) translateOptions(node);
     if (node.comfyClass === "QuantizeToINT8SmoothQuant") labelChoices(node);
     if (showsResults(node)) showNewResults(node);
   },

@@ -8,6 +8,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
 const PACK = "int8_dit";
+const OPTIONS = "int8_dit_options"; // what widgets can be set to
 const NUMBER = String.raw`[-+]?\d[\d.,]*?`;
 const PLACEHOLDER = /\{(\w+)\}/;
 const PLACEHOLDERS = new RegExp(PLACEHOLDER, "g");
@@ -23,7 +24,7 @@ export async function loadTranslations() {
   try {
     const answer = await api.fetchApi("/i18n");
     for (const [language, messages] of Object.entries(await answer.json())) {
-      if (messages[PACK]) catalogs[language] = compiled(messages[PACK]);
+      if (messages[PACK]) catalogs[language] = { ...compiled(messages[PACK]), options: messages[OPTIONS] ?? {} };
     }
   } catch (error) {
     console.warn("INT8 DiT: the translations could not be read:", error);
@@ -46,9 +47,19 @@ function compiled(texts) {
 const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 const withFirst = (text, change) => text.charAt(0)[change]() + text.slice(1);
 
+const catalogOfUser = () => catalogs[app.extensionManager.setting.get("Comfy.Locale")];
+
+/** Show what a node's widgets are set to in the user's language; their values stay what workflows hold. */
+export function translateOptions(node) {
+  for (const widget of node.widgets ?? []) {
+    if (widget.type !== "combo") continue;
+    widget.options.getOptionLabel = (value) => catalogOfUser()?.options[value] ?? value ?? "";
+  }
+}
+
 /** A text of the pack in the user's language; what is not known in it stays as it is. */
 export function translated(text) {
-  const catalog = catalogs[app.extensionManager.setting.get("Comfy.Locale")];
+  const catalog = catalogOfUser();
   return catalog && typeof text === "string" ? (known(text, catalog) ?? pieces(text, catalog, 0)) : text;
 }
 

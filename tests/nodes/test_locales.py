@@ -11,6 +11,7 @@ from support.server import PROJECT
 
 HELP = PROJECT / "web" / "docs"
 TRANSLATIONS = {"zh": r"[\u4e00-\u9fff]", "ja": r"[\u3040-\u30ff\u4e00-\u9fff]"}  # what each language is written with
+ENGLISH = r"\b[a-z]+(?: [a-z]+){2,}"  # three words after each other
 PLACEHOLDER = re.compile(r"\{\w+\}")
 MOST_PICTURE_BYTES = 25_000
 REFRESH = "COMFYUI_PATH=... python tests/describe_nodes.py"
@@ -82,9 +83,9 @@ def test_every_node_has_a_help_page_and_a_picture_and_no_other_has(nodes):
 
 
 def documented(page, section):
-    """The names in the first column of a table of a help page."""
-    table = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    return {name for row in re.findall(r"^\| \*\*(.+?)\*\* \|", table, re.MULTILINE) for name in row.split(", ")}
+    """The names that begin the lines of a help page's list."""
+    lines = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return {name for line in re.findall(r"^- \*\*(.+?)\*\*: ", lines, re.MULTILINE) for name in line.split(", ")}
 
 
 def test_help_pages_name_what_the_nodes_have(nodes):
@@ -101,6 +102,30 @@ def test_help_pages_name_what_the_nodes_have(nodes):
         for section, own in (("Inputs", inputs), ("Outputs", set(info["output_name"]))):
             problems |= {f"{node}: {section} lacks {name}" for name in own - documented(page, section)}
             problems |= {f"{node}: {section} has {name}, the node has not" for name in documented(page, section) - own}
+    assert not problems
+
+
+@pytest.mark.parametrize("language", TRANSLATIONS)
+def test_help_pages_are_translated(language):
+    """With the sections of the English pages, which web/help.js finds by their places, and the nodes' own names."""
+    problems, texts = set(), read_texts(language)
+    pages = {path.parent.name: path.read_text("utf-8") for path in HELP.glob(f"*/{language}.md")}
+    assert pages.keys() == texts.keys()
+    for node, page in pages.items():
+        own, english = texts[node], (HELP / f"{node}.md").read_text("utf-8")
+        title = own["display_name"]
+        if not page.startswith(f"# {title}\n") or f"\n![{title}](pictures/{node}.png)\n" not in page:
+            problems.add(f"{node}: it does not begin with its name and its picture")
+        sections = len(re.findall("^## ", page, re.MULTILINE))
+        if sections != len(re.findall("^## ", english, re.MULTILINE)):
+            problems.add(f"{node}: it has other sections than the English page")
+        slots = [*own["inputs"].values(), *own.get("outputs", {}).values()]
+        lines = {
+            f"\n- **{slot['name']}**\uff1a{slot['tooltip']}\n" for slot in slots if slot.keys() >= {"name", "tooltip"}
+        }
+        problems |= {f"{node}: it lacks{line}" for line in lines if line not in page}
+        prose = re.sub(r"`.*?`|\*.*?\*|\(.*?\)", "", page)
+        problems |= {f"{node}: not translated: {words}" for words in re.findall(ENGLISH, prose)}
     assert not problems
 
 
@@ -145,3 +170,26 @@ def test_patterns_of_sentences_are_translated():
         words = {key: text for key, text in patterns.items() if re.search("[a-z]{3}", PLACEHOLDER.sub("", key))}
         foreign = {key for key, text in words.items() if not re.search(TRANSLATIONS[language], text)}
         assert not foreign, listed("not translated", foreign)
+
+
+def test_what_widgets_can_be_set_to_is_translated(nodes):
+    """But for names of formats and of files, which are the same in all languages."""
+    values = {value for info in nodes.values() for value in options_of(info["input"])}
+    words = {value for value in values if re.search("[a-z]{4}|none|auto", value) and "." not in value}
+    for language in TRANSLATIONS:
+        options = json.loads((LOCALES / language / "main.json").read_text("utf-8"))["int8_dit_options"]
+        assert options.keys() == words, listed(language, options.keys() ^ words)
+        assert all(re.search(TRANSLATIONS[language] + "|comfy-kitchen", text) for text in options.values())
+
+
+def options_of(inputs):
+    """What the combos of a node offer, those below a choice among them."""
+    for group in inputs.values():
+        for kind, *options in group.values() if isinstance(group, dict) else ():
+            choices = options[0].get("options", ()) if options else ()
+            if kind == "COMFY_DYNAMICCOMBO_V3":
+                for choice in choices:
+                    yield choice["key"]
+                    yield from options_of(choice["inputs"])
+            elif kind == "COMBO":
+                yield from choices

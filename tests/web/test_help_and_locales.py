@@ -10,15 +10,19 @@ from support.node_texts import read_texts
 NODES = tuple(read_texts("en"))
 
 
-@pytest.fixture(scope="module")
-def english_page(browser, server):
-    with open_frontend(browser, server.url) as page:
-        yield page
+LANGUAGES = {"en": "en-US", "zh": "zh-CN", "ja": "ja-JP"}
+PANEL_WIDTH = 282  # of a help page as the frontend opens it, in pixels
+
+
+@pytest.fixture(scope="module", params=LANGUAGES)
+def page_of(request, browser, server):
+    with open_frontend(browser, server.url, locale=LANGUAGES[request.param]) as page:
+        yield request.param, page
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_help_opens_with_its_picture(english_page, node):
-    page, answers = english_page, []
+def test_help_opens_with_its_picture_and_fits(page_of, node):
+    (language, page), answers = page_of, []
 
     def heard(response):
         answers.append(response)
@@ -34,7 +38,7 @@ def test_help_opens_with_its_picture(english_page, node):
         }""",
         node,
     )
-    title = read_texts("en")[node]["display_name"]
+    title = read_texts(language)[node]["display_name"]
     picture = page.locator(f".node-help-content img[alt='{title}']")
     # Press the button until it has worked: it comes and goes with selections, which the frontend first does not hear.
     page.wait_for_function(
@@ -52,10 +56,20 @@ def test_help_opens_with_its_picture(english_page, node):
     )
     assert picture.evaluate("image => image.naturalWidth") > 100
     assert page.locator(".node-help-content h1").text_content() == title
-    # The frontend asks for the page in its language first and takes a refusal for an answer.
+    # The frontend asks for the page in its language first; there is no other one in English.
     page.remove_listener("response", heard)
     missing = [answer.url for answer in answers if answer.status >= 400 and not answer.url.endswith(f"/{node}/en.md")]
     assert not missing
+    width, cut = page.evaluate(
+        """() => {
+            const help = document.querySelector(".node-help-content");
+            const right = help.getBoundingClientRect().right;
+            const reach = (part) => Math.max(...[...part.getClientRects()].map((box) => box.right));
+            const cut = [...help.querySelectorAll("*")].filter((part) => reach(part) > right + 0.5);
+            return [help.clientWidth, cut.map((part) => part.textContent.slice(0, 60))];
+        }"""
+    )
+    assert width == PANEL_WIDTH and not cut
 
 
 @pytest.mark.parametrize("language, tag", (("zh", "zh-CN"), ("ja", "ja-JP")))
