@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from support.browser import NoBrowser, chromium
-from support.environment import Environment, PrepareError, run_script, say
+from support.environment import given, run_script, say
 from support.frontend import open_frontend
 from support.node_texts import own_nodes, write_english
 from support.server import PROJECT, ServerError, serve
@@ -34,8 +32,9 @@ SHOWN_FILES = {"diffusion_models": "ideogram4_fp8_scaled.safetensors", "int8_cal
 SCALE = 1.5
 MARGIN = 12
 
+# In a graph of its own: the frontend keeps the values of widgets by graph, node and name.
 PLACE_NODE = """async ([type, scale]) => {
-    app.graph.clear();
+    await app.loadGraphData({ id: crypto.randomUUID(), nodes: [], links: [], version: 0.4 });
     app.canvas.background_image = null;
     app.canvas.render_info = false;
     const node = LiteGraph.createNode(type);
@@ -118,10 +117,7 @@ def draw(page: Page, place: tuple[float, ...], path: Path) -> None:
 
 
 def main() -> None:
-    if not os.environ.get("COMFYUI_PATH"):
-        raise PrepareError("COMFYUI_PATH is not set: name a ComfyUI")
-    environment = Environment(python=Path(sys.executable), comfyui=Path(os.environ["COMFYUI_PATH"]).resolve())
-    with tempfile.TemporaryDirectory(prefix="int8-dit-nodes-") as folder, serve(environment, Path(folder)) as server:
+    with tempfile.TemporaryDirectory(prefix="int8-dit-nodes-") as folder, serve(given(), Path(folder)) as server:
         for kind, name in SHOWN_FILES.items():
             (server.base / "models" / kind).mkdir(parents=True, exist_ok=True)
             (server.base / "models" / kind / name).touch()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +18,7 @@ from PIL import Image
 
 from support import workflows_saved
 from support.browser import NoBrowser, chromium
-from support.environment import Environment, PrepareError, run_script, say
+from support.environment import given, run_script, say
 from support.frontend import load, open_frontend, run, settle
 from support.server import ServerError, serve
 from support.workflows_saved import TEMPLATES, read
@@ -74,12 +72,9 @@ def card(page: Page, picture: bytes, headline: str, line: str) -> Image.Image:
 
 
 def main() -> None:
-    if not os.environ.get("COMFYUI_PATH"):
-        raise PrepareError("COMFYUI_PATH is not set: name a ComfyUI")
-    environment = Environment(python=Path(sys.executable), comfyui=Path(os.environ["COMFYUI_PATH"]).resolve())
     with (
         tempfile.TemporaryDirectory(prefix="int8-dit-thumbnails-") as folder,
-        serve(environment, Path(folder)) as server,
+        serve(given(), Path(folder)) as server,
         workflows_saved.stand_ins(server, map(read, TEMPLATES)),
         chromium() as browser,
         open_frontend(browser, server.url, viewport={"width": 2200, "height": 1300}) as page,

@@ -65,6 +65,13 @@ def prepare() -> Environment:
         return _prepare(cache)
 
 
+def given() -> Environment:
+    """This Python and the ComfyUI that COMFYUI_PATH names, for scripts that need packages themselves."""
+    if not os.environ.get("COMFYUI_PATH"):
+        raise PrepareError("COMFYUI_PATH is not set: name a ComfyUI")
+    return Environment(python=Path(sys.executable), comfyui=Path(os.environ["COMFYUI_PATH"]).resolve())
+
+
 def cache_folder() -> Path:
     """The folder that holds the environment."""
     return Path(os.environ.get("INT8_DIT_CACHE") or Path.home() / ".cache" / "int8-dit").expanduser().resolve()

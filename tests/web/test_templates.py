@@ -22,6 +22,8 @@ RENDERERS = {"classic": False, "Vue": True}
 # What ComfyUI itself asks for in vain, and says on the console, when it starts with an empty user folder.
 NOT_FOUND = re.compile(r"/user\.css$|/api/userdata\?dir=|/api/userdata/(user\.css|comfy\.templates\.json)$")
 SAID_AT_START = re.compile(r"Failed to load resource: .* 404|ComfyApp graph accessed before initialization")
+# What newer frontends say of inputs that grow with their links. The prompt is right, as a test here sees.
+SAID_OF_GROWING_INPUTS = re.compile("Failed to realign input link slots .*occupied-target")
 TITLE_HEIGHT = 30
 MARK_HEIGHT = 40  # the line below a node whose model file is missing
 MOST_WIDTH, MOST_HEIGHT = 1900, 1000
@@ -56,7 +58,8 @@ def nothing_wrong(page: Page) -> Iterator[None]:
     yield
     for event, listener in listeners.items():
         page.remove_listener(event, listener)
-    assert not [what for what in wrong if not NOT_FOUND.search(what) and not SAID_AT_START.search(what)]
+    known = (NOT_FOUND, SAID_AT_START, SAID_OF_GROWING_INPUTS)
+    assert not [what for what in wrong if not any(pattern.search(what) for pattern in known)]
 
 
 def browse(page: Page) -> None:
@@ -156,15 +159,16 @@ def assert_opened(page: Page, workflow: dict) -> None:
             assert combo["value"] in combo["options"], (node["type"], combo)
     saved = page.evaluate("() => JSON.parse(JSON.stringify(app.graph.serialize()))")
     assert_same_nodes(workflow, saved)
-    assert sorted(saved["links"]) == sorted(workflow["links"])
+    assert {_ends(*link) for link in saved["links"]} == {_ends(*link) for link in workflow["links"]}
     now = subgraphs(saved)
     for kind, subgraph in subgraphs(workflow).items():
         assert_same_nodes(subgraph, now[kind])
-        assert sorted(map(_by_name, now[kind]["links"])) == sorted(map(_by_name, subgraph["links"]))
+        assert {_ends(**link) for link in now[kind]["links"]} == {_ends(**link) for link in subgraph["links"]}
 
 
-def _by_name(link: dict) -> list:
-    return sorted(link.items())
+def _ends(id: int, origin_id: int, origin_slot: int, target_id: int, target_slot: int, type: str) -> tuple:
+    """A link but for the place of the input: behind inputs that grow with their links frontends count differently."""
+    return id, origin_id, origin_slot, target_id, type
 
 
 def assert_same_nodes(before: dict, after: dict) -> None:
