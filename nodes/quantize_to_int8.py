@@ -288,7 +288,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             notices.warn(
                 "uncalibrated",
                 "Quantized to INT8 without smoothing",
-                "no calibration inputs are connected. Connect sampler, sigmas, latent_image and conditioning, or a "
+                "no calibration inputs are connected. Connect positive, sampler, sigmas and latent_image, or a "
                 "calibration, to Quantize to INT8 for SmoothQuant.",
             )
         if calibration is None:  # fragile are then the layers whose weights round worst, which 16 bits do not change

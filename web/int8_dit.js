@@ -3,7 +3,7 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { element, STYLE } from "./elements.js";
-import { labelChoices } from "./labels.js";
+import { fitWords, labelChoices, labelGrown } from "./labels.js";
 import { menuOf } from "./menus.js";
 import { showLastResults, showNewResults, showsResults } from "./results.js";
 import { listSavedFiles } from "./saved_files.js";
@@ -28,7 +28,11 @@ app.registerExtension({
   getNodeMenuItems: menuOf,
 
   nodeCreated(node) {
-    if (node.constructor.nodeData?.python_module === MODULE) translateOptions(node);
+    if (node.constructor.nodeData?.python_module === MODULE) {
+      translateOptions(node);
+      labelGrown(node);
+      fitWords(node);
+    }
     if (node.comfyClass === "QuantizeToINT8SmoothQuant") labelChoices(node);
     if (showsResults(node)) showNewResults(node);
   },

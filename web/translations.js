@@ -24,7 +24,9 @@ export async function loadTranslations() {
   try {
     const answer = await api.fetchApi("/i18n");
     for (const [language, messages] of Object.entries(await answer.json())) {
-      if (messages[PACK]) catalogs[language] = { ...compiled(messages[PACK]), options: messages[OPTIONS] ?? {} };
+      if (!messages[PACK]) continue;
+      const { [OPTIONS]: options = {}, nodeDefs = {} } = messages;
+      catalogs[language] = { ...compiled(messages[PACK]), options, nodeDefs };
     }
   } catch (error) {
     console.warn("INT8 DiT: the translations could not be read:", error);
@@ -53,8 +55,15 @@ const catalogOfUser = () => catalogs[app.extensionManager.setting.get("Comfy.Loc
 export function translateOptions(node) {
   for (const widget of node.widgets ?? []) {
     if (widget.type !== "combo") continue;
-    widget.options.getOptionLabel = (value) => catalogOfUser()?.options[value] ?? value ?? "";
+    const nothing = "nothing saved yet"; // where a list of files is empty
+    widget.options.getOptionLabel = (value) => catalogOfUser()?.options[value] ?? value ?? translated(nothing);
   }
+}
+
+/** What an input of a node is called in each language, the user's first; undefined in English, where ids say it. */
+export function namesOfInput(type, input) {
+  const name = (catalog) => catalog?.nodeDefs[type]?.inputs?.[input]?.name;
+  return [name(catalogOfUser()), undefined, ...Object.values(catalogs).map(name)];
 }
 
 /** A text of the pack in the user's language; what is not known in it stays as it is. */

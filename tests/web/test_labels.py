@@ -1,10 +1,13 @@
-"""Names of the widgets below a widget that chooses among them."""
+"""Names of widgets, slots and nodes: that each is there, and that it fits."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from support.frontend import add_nodes, load, saved
+import pytest
+
+from support.frontend import add_nodes, load, open_frontend, saved
+from support.node_texts import read_texts
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -46,3 +49,51 @@ def test_a_nested_widget_has_its_own_name(page: Page, renderer: str) -> None:
         prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
         (inputs,) = [node["inputs"] for node in prompt.values()]
         assert inputs["protect"] == choice and inputs[f"protect.{name}"] == value
+
+
+@pytest.mark.parametrize("language, tag", (("en", "en-US"), ("zh", "zh-CN"), ("ja", "ja-JP")))
+def test_titles_fit_their_nodes(browser, server, language, tag) -> None:
+    """As the classic renderer draws them, behind a dot as high as the title; it cuts what is wider."""
+    with open_frontend(browser, server.url, locale=tag) as page:
+        cut = page.evaluate(
+            """types => types.filter((type) => {
+                const node = LiteGraph.createNode(type);
+                const context = document.createElement("canvas").getContext("2d");
+                context.font = `${LiteGraph.NODE_TEXT_SIZE}px ${LiteGraph.NODE_FONT}`;
+                return context.measureText(node.title).width > node.size[0] - 1.5 * LiteGraph.NODE_TITLE_HEIGHT;
+            })""",
+            list(read_texts(language)),
+        )
+    assert not cut
+
+
+def slots(page: Page) -> list[str]:
+    return page.evaluate(
+        """() => app.graph.nodes.find(({ type }) => type === "QuantizeToINT8SmoothQuant").inputs
+            .filter(({ name }) => name.startsWith("positive.")).map(({ label }) => label)"""
+    )
+
+
+def test_growing_slots_have_numbers(page: Page, renderer: str) -> None:
+    nodes = {"text": ("CLIPTextEncode", {}), "quantize": ("QuantizeToINT8SmoothQuant", {})}
+    add_nodes(page, nodes, [("text", 0, "quantize", "positive.positive_0")])
+    page.wait_for_function(
+        """() => app.graph.nodes.find(({ title }) => title === "quantize").inputs
+            .some(({ label }) => label === "positive 2")"""
+    )
+    if renderer == "Vue":
+        page.get_by_text("positive 2", exact=True).wait_for()
+    load(page, saved(page))
+    assert slots(page) == ["positive 1", "positive 2"]
+
+
+def test_a_slot_keeps_the_name_that_the_user_gave_it(page: Page) -> None:
+    add_nodes(page, {"quantize": ("QuantizeToINT8SmoothQuant", {})}, [])
+    page.evaluate("""app.graph.nodes[0].inputs.find(({ name }) => name === "positive.positive_0").label = 'a cat'""")
+    load(page, saved(page))
+    assert slots(page) == ["a cat"]
+
+
+def test_an_empty_list_of_files_says_so(page: Page) -> None:
+    label = page.evaluate("LiteGraph.createNode('LoadINT8Calibration').widgets[0].options.getOptionLabel(undefined)")
+    assert label == "nothing saved yet"
