@@ -63,7 +63,7 @@ class AttentionObserver:
             call = read_call(attend, *args, **kwargs)
             if self._way.misfit(call) is None:
                 name, errors = observed
-                errors.setdefault(name, AttentionError()).update(
+                errors.setdefault(name, AttentionError()).offer(
                     call.q, call.k, call.v, call.mask, call.keywords.get("scale")
                 )
             del call  # who computes may free q, k and v

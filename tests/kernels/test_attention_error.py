@@ -86,3 +86,14 @@ def test_outputs_that_are_no_numbers(monkeypatch):
 def test_what_no_calls_leave_behind_is_refused(sums):
     with pytest.raises(ValueError, match="calls with squares of"):
         AttentionError(*sums)
+
+
+def test_of_many_calls_some_are_compared():
+    error, calls = AttentionError(), []
+    error.update = lambda *call: calls.append(call)
+    for number in range(40):
+        error.offer(number)
+    compared = [number for (number,) in calls]
+    assert compared[0] == 0 and len(compared) == 8
+    # As many of either branch of CFG, and of a block's first and second attention.
+    assert sum(number % 2 for number in compared) == 4

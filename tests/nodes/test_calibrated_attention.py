@@ -26,6 +26,14 @@ def fragile(dit):
     return tensors
 
 
+@pytest.fixture(scope="module", autouse=True)
+def each_call_is_compared(pack):
+    """Samplings are short here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("int8_dit.kernels.numerics.attention_error._EVERY", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def file(dit, fragile, tmp_path_factory):
     return dit.write(tmp_path_factory.mktemp("fragile") / "fragile.safetensors", fragile)
