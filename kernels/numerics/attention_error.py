@@ -12,8 +12,8 @@ QUERIES = 64
 """As many queries of a sample and head are compared in each call."""
 
 _EVERY = 5
-"""Of the calls that are offered the first is compared, and each fifth after it: to compare all takes a third of the time
-of a sampling. Both branches of CFG, and two attentions of a block, come equally often."""
+"""Of the calls that are offered the first is compared, and each fifth after it: to compare all takes a third of a
+sampling's time. Both branches of CFG, and two attentions of a block, come equally often."""
 
 MOST_ATTENTION_ERROR = 0.03
 """A layer to whose attention INT8 brings a larger relative error keeps exact attention. On normal data it is 0.010:

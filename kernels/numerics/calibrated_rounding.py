@@ -102,7 +102,7 @@ class CalibratedRounding:
         return True
 
     def _feedback(self, parts: Sequence[torch.Tensor]) -> ColumnFeedback:
-        return ColumnFeedback.of(torch.cat(list(parts)), sort=not self._in_codes)
+        return ColumnFeedback.of(torch.cat(list(parts)), codes=self._in_codes)
 
     def _round(self, w: torch.Tensor, scale: torch.Tensor, feedback: ColumnFeedback) -> RoundedWeight:
         transform = self._transform.on(w.device)

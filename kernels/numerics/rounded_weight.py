@@ -34,7 +34,7 @@ def quantize_to_codes(
     Args:
         w: [N, K] bf16, fp16 or fp32; 16 and `rotation_group` divide K.
         rotation_group: channels per Hadamard group.
-        feedback: what rounding a column asks of the later ones, not sorted; None to round each by itself.
+        feedback: what rounding a column asks of the later ones, `of` codes; None to round each by itself.
         scale: float32 [N] of the INT8 weight; None for the largest value's.
 
     Raises TypeError, ValueError as `quantize_weight`.

@@ -96,7 +96,7 @@ def test_correlated_inputs_lose_less_also_where_they_are_new(channels):
 
 def test_nothing_recorded_rounds_each_column_by_itself():
     w = random_float(24, 128, seed=5)
-    alone, nothing = quantize_to_codes(w, 64), ColumnFeedback.of(torch.diag(random_float(128, seed=1)), sort=False)
+    alone, nothing = quantize_to_codes(w, 64), ColumnFeedback.of(torch.diag(random_float(128, seed=1)), codes=True)
     rotated = quantize_to_codes(w, 64, nothing)
     # Inputs of which each speaks to one channel alone leave nothing to make good.
     assert torch.equal(alone.q, rotated.q)

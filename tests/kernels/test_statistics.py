@@ -122,9 +122,10 @@ def test_every_call_is_as_likely_to_be_sampled():
 def test_rows_come_from_all_over_the_input():
     """From the start to the end of an image, not always the same ones, and not neighbours."""
     parts = [part[:, 1] for part in sample_of(numbered(SAMPLED_CALLS, tokens=4001)).parts]
-    assert all(part[-1] - part[0] == (ROWS_PER_CALL - 1) * (4001 // ROWS_PER_CALL) for part in parts)
+    step = 4001 // ROWS_PER_CALL
+    assert all(part[-1] - part[0] == (ROWS_PER_CALL - 1) * step for part in parts)
     starts = torch.stack(parts)[:, 0]
-    assert starts.unique().numel() > SAMPLED_CALLS // 2 and starts.min() < 300 and starts.max() > 700
+    assert starts.unique().numel() > SAMPLED_CALLS // 2 and starts.min() < step / 3 and starts.max() > 2 * step / 3
 
 
 @pytest.mark.parametrize("tokens", (1, 2, ROWS_PER_CALL, ROWS_PER_CALL + 1, 4097))
