@@ -29,6 +29,8 @@ _PROTECT = _SHARE, _NUMBER, _ERROR = "share of all linears", "number of layers",
 _LAYERS_PER_STEP = 2
 _WITHOUT_CALIBRATION = ("none", "rotate")  # the methods that do the same without one
 _ABSMAX, _LEAST_ERROR = "absmax", "least error"
+_EIGHT_BITS = "8 bits"
+_WEIGHTS = {_EIGHT_BITS: 8, "4 bits": 4}
 
 
 class QuantizeToINT8SmoothQuant(io.ComfyNode):
@@ -206,6 +208,14 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                     "where that is better on inputs held out. It takes longer. Without calibration it is 'nearest'.",
                 ),
                 attention_input(advanced=True),
+                io.Combo.Input(
+                    "weights",
+                    options=list(_WEIGHTS),
+                    default=_EIGHT_BITS,
+                    optional=True,
+                    tooltip="'4 bits' halves the file and the memory once more (W4A8) and loses more. Every layer is "
+                    "rotated, the most fragile keep 8 bits, and stock ComfyUI loads the file too.",
+                ),
             ],
             outputs=[
                 io.Model.Output(tooltip="The model with INT8 layers."),
@@ -245,6 +255,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         protected_in=PROTECTED_IN[0],
         rounding=ROUNDINGS[0],
         attention=AS_COMFYUI,
+        weights=_EIGHT_BITS,
     ) -> io.NodeOutput:
         protection = _protection(protect)
         check_attention(attention, model.load_device)
@@ -258,6 +269,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             smooth_only_foldable,
             protected_in,
             rounding,
+            _WEIGHTS[weights],
         )
         prompts = list((positive or {}).values())
         needed = {"sampler": sampler, "sigmas": sigmas, "latent_image": latent_image}
@@ -292,7 +304,9 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 "calibration, to Quantize to INT8 for SmoothQuant.",
             )
         if calibration is None:  # fragile are then the layers whose weights round worst, which 16 bits do not change
-            settings = replace(settings, protected_in=BF16, rounding="nearest")
+            settings = replace(settings, rounding="nearest")
+            if settings.weight_bits == 8:
+                settings = replace(settings, protected_in=BF16)
         quantized, report = quantize_model(model, settings, kernel, calibration, progress)
         set_attention(quantized, attention, exact_attention_of(quantized))
         progress.finish(f"{len(report.layers)} layers quantized")

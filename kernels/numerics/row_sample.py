@@ -7,8 +7,8 @@ import torch
 
 SAMPLED_CALLS = 16
 ROWS_PER_CALL = 8
-"""With 8, the word model's velocities lose 0.65 of what rounding its weights to the nearest of 4 bits loses. With 16, at
-twice the memory, they lose 0.60."""
+"""With 8, the word model's velocities lose 0.65 of what rounding its weights to the nearest of 4 bits loses. With 16,
+at twice the memory, they lose 0.60."""
 
 
 class RowSample:
