@@ -4,6 +4,7 @@ import { app } from "../../scripts/app.js";
 import { translated } from "./translations.js";
 
 const LOADER = "LoadINT8DiT";
+const BENCHMARK = "INT8KernelBenchmark";
 const KERNEL = "ApplyFusedINT8Kernel";
 // Loaders of one diffusion model by their types, each with its input that names the file.
 const REPLACED = { UNETLoader: "unet_name", UnetLoaderGGUF: "unet_name", UnetLoaderGGUFAdvanced: "unet_name" };
@@ -19,6 +20,21 @@ export function menuOf(node) {
   ];
 }
 
+/** Show the workflow's Kernel Benchmark; where it has none, one for the MODEL of this node. */
+export function openBenchmark(node) {
+  const benchmark = node.graph.nodes.find(({ type }) => type === BENCHMARK);
+  if (benchmark) app.canvas.selectItems([benchmark]);
+  else asOneStep(() => addBenchmark(node));
+  app.canvas.centerOnNode(node.graph.nodes.find(({ type }) => type === BENCHMARK));
+}
+
+function addBenchmark(node) {
+  const benchmark = added(node.graph, BENCHMARK, node.pos);
+  benchmark.pos = freePlace(node, benchmark);
+  node.connect(modelOutput(node), benchmark, "model");
+  return benchmark;
+}
+
 function entry(words, change) {
   return { content: translated(words), callback: () => asOneStep(change) };
 }
@@ -27,7 +43,7 @@ function entry(words, change) {
 function asOneStep(change) {
   app.canvas.emitBeforeChange();
   try {
-    app.canvas.select(change());
+    app.canvas.selectItems([change()]);
   } finally {
     app.canvas.emitAfterChange();
   }

@@ -4,6 +4,9 @@
 
 import { app } from "../../scripts/app.js";
 import { element } from "./elements.js";
+import { nodeOfWarning, openHelp, PARAGRAPHS } from "./help.js";
+import { openBenchmark } from "./menus.js";
+import { translated } from "./translations.js";
 
 export const WARNING_EVENT = "int8_dit.warning";
 
@@ -61,18 +64,19 @@ export function showWarning({ reason, summary, detail, node }) {
   if (seen().includes(reason) || app.extensionManager.setting.get(settingOf(reason)) === false) return;
   setSeen(reason, true);
   const title = node && nodeOf(node)?.title;
-  const where = node ? [element("p", { className: "int8-warning-node", text: `${title ?? "Node"} (#${node})` })] : [];
-  const close = element("button", { className: "int8-warning-close", text: "✕", "aria-label": "Close" });
+  const where = node ? [element("p", { className: "int8-warning-node", text: `${title ?? translated("Node")} (#${node})` })] : [];
+  const close = element("button", { className: "int8-warning-close", text: "✕", "aria-label": translated("Close") });
   const mute = element("button", {
     className: "int8-warning-mute",
-    text: "Don't show again",
-    title: "Settings › INT8 DiT › Warnings turns it on again.",
+    text: translated("Don't show again"),
+    title: translated("Settings › INT8 DiT › Warnings turns it on again."),
   });
   const warning = element("div", { className: "int8-warning", role: "alert", "data-severity": "warn" }, [
     close,
-    element("h4", { text: summary }),
+    element("h4", { text: translated(summary) }),
     ...where,
-    element("p", { text: detail }),
+    element("p", { text: translated(detail) }),
+    ...actions(reason, node && nodeOf(node)),
     ...(reason in REASONS ? [mute] : []),
   ]);
   close.onclick = () => warning.remove();
@@ -82,6 +86,21 @@ export function showWarning({ reason, summary, detail, node }) {
   };
   goLater(warning);
   stack().append(warning);
+}
+
+/** What a warning leads to: the paragraph of the help page, and the benchmark that decides what `auto` runs. */
+function actions(reason, node) {
+  const about = nodeOfWarning(reason, node);
+  if (!about) return [];
+  const button = (words, act) => {
+    const made = element("button", { text: translated(words) });
+    made.onclick = act;
+    return made;
+  };
+  return [
+    button("More", () => openHelp(about, PARAGRAPHS[reason]?.[about.type])),
+    ...(reason === "bf16" ? [button("Open Kernel Benchmark", () => openBenchmark(about))] : []),
+  ];
 }
 
 /** Remove a warning some time after nobody points at it any more. */
