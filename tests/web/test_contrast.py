@@ -1,0 +1,65 @@
+"""Words of the pack can be read in the frontend's dark and light palette."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.frontend import WARNING, add_nodes, set_setting
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+LEAST = 4.5  # WCAG 2.2, 1.4.3: of text to what is behind it
+SHOW = """() => {
+    const [loader, benchmark] = app.graph.nodes;
+    const badges = ["good", "note", "warn"].map((severity) => ({ severity, text: "a badge", detail: "its detail" }));
+    loader.onExecuted({ int8_dit_badges: badges });
+    const table = { title: "title", columns: ["one", "other"], rows: [["1", "2"]], notes: ["a note"], summary: ["s"] };
+    benchmark.onExecuted({ int8_benchmark: [{ ...table, download: { filename: "f", subfolder: "", type: "" } }] });
+    sessionStorage.clear();
+    const detail = { reason: "bf16", summary: "summary", detail: "detail", node: String(loader.id) };
+    app.api.dispatchEvent(new CustomEvent("int8_dit.warning", { detail }));
+}"""
+CONTRASTS = """() => {
+    const rgba = (color) => {
+        const numbers = color.match(/[\\d.]+/g).map(Number);
+        const scale = color.startsWith("color(") ? 255 : 1;
+        return [...numbers.slice(0, 3).map((number) => number * scale), numbers[3] ?? 1];
+    };
+    const over = (front, back) => [0, 1, 2].map((at) => front[at] * front[3] + back[at] * (1 - front[3]));
+    const behind = (part) => {
+        if (!part) return [255, 255, 255];
+        const color = rgba(getComputedStyle(part).backgroundColor);
+        return color[3] === 1 ? color : over(color, behind(part.parentElement));
+    };
+    const luminance = (color) => {
+        const [r, g, b] = color.map((value) => value / 255)
+            .map((value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const hasWords = (part) => [...part.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    return [...document.querySelectorAll(".int8-result *, .int8-warning *")].filter(hasWords).map((part) => {
+        const back = behind(part);
+        const both = [luminance(back), luminance(over(rgba(getComputedStyle(part).color), back))];
+        return [part.textContent, (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05)];
+    });
+}"""
+
+
+@pytest.fixture(params=("dark", "light"))
+def palette(page: Page, request: pytest.FixtureRequest) -> Iterator[str]:
+    set_setting(page, "Comfy.ColorPalette", request.param)
+    yield request.param
+    set_setting(page, "Comfy.ColorPalette", "dark")
+
+
+def test_words_stand_out(page: Page, palette: str) -> None:
+    add_nodes(page, {"load": ("LoadINT8DiT", {}), "benchmark": ("INT8KernelBenchmark", {})}, [])
+    page.evaluate(SHOW)
+    page.wait_for_selector(WARNING)
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) > 15
+    assert not {text: ratio for text, ratio in contrasts if ratio < LEAST}
