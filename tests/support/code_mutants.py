@@ -493,8 +493,8 @@ _NUMERICS = (
     ),
     CodeMutant(
         "calibrated rounding feeds the error back with the wrong sign",
-        "error.addmm_((steps.float() * scale[:, None]).sub_(ordered[:, columns]), rows)",
-        "error.addmm_((steps.float() * scale[:, None]).sub_(ordered[:, columns]), rows, alpha=-1)",
+        "error.addmm_((done[-1][0].float() * scale[:, None]).sub_(block), rows)",
+        "error.addmm_((done[-1][0].float() * scale[:, None]).sub_(block), rows, alpha=-1)",
         "kernels/test_calibrated_rounding.py",
     ),
     CodeMutant(
@@ -502,6 +502,30 @@ _NUMERICS = (
         "if not calibrated < nearest:",
         "if calibrated < 0:",
         "kernels/test_calibrated_rounding.py",
+    ),
+    CodeMutant(
+        "codes of 4 bits make no column's error good",
+        "left[:, column:] -= (value - whole * divisor) * feedback[column, column:]",
+        "left[:, column] -= value[:, 0] - whole[:, 0] * divisor[:, 0]",
+        "kernels/test_coded_weights.py",
+    ),
+    CodeMutant(
+        "a group of codes takes the scale of its largest value",
+        "return scales.gather(1, _first_least(squares))[:, 0]",
+        "return scales[:, 14]",
+        "kernels/test_coded_weights.py",
+    ),
+    CodeMutant(
+        "the kernel rounds scales below FP8's smallest normal number as normal ones",
+        "tl.where(values < _SMALLEST_NORMAL, (values + _SUBNORMAL) - _SUBNORMAL, normal)",
+        "normal",
+        "kernels/test_coded_weights.py",
+    ),
+    CodeMutant(
+        "layers with weights of 4 bits are protected by how fragile plain rounding finds them",
+        "lost = {name: errors.get(name, 0.0) for name in coded}",
+        "lost = {name: -errors.get(name, 0.0) for name in coded}",
+        "nodes/test_four_bit_weights.py",
     ),
     CodeMutant(
         "all rows round by the same random numbers",
