@@ -134,7 +134,7 @@ def test_the_widget_is_behind_the_older_ones_and_may_be_missing(pack):
     """Workflows that were saved without it keep the values of the others."""
     from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 
-    widget = QuantizeToINT8SmoothQuant.define_schema().inputs[-3]
+    widget = {widget.id: widget for widget in QuantizeToINT8SmoothQuant.define_schema().inputs}["protected_in"]
     assert (widget.id, widget.optional, widget.options, widget.default) == ("protected_in", True, [ACT16, BF16], ACT16)
 
 

@@ -152,10 +152,12 @@ def test_another_rounding_is_refused(pack):
         QuantizationSettings(rounding="up")
 
 
-def test_the_widget_is_behind_the_older_ones_and_may_be_missing(pack):
-    """Workflows that were saved without it keep the values of the others."""
+def test_widgets_are_behind_the_older_ones_and_may_be_missing(pack):
+    """Workflows that were saved without them keep the values of the others."""
     from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 
-    widget = QuantizeToINT8SmoothQuant.define_schema().inputs[-2]
-    assert (widget.id, widget.optional, widget.advanced) == ("rounding", True, True)
-    assert (widget.options, widget.default) == (["calibrated", "nearest"], "calibrated")
+    last = QuantizeToINT8SmoothQuant.define_schema().inputs[-4:]
+    assert [widget.id for widget in last] == ["protected_in", "rounding", "attention", "weights"]
+    assert all(widget.optional for widget in last)
+    rounding = last[1]
+    assert (rounding.options, rounding.default, rounding.advanced) == (["calibrated", "nearest"], "calibrated", True)
