@@ -9,7 +9,7 @@ export function element(tag, { className, text, ...attributes } = {}, children =
   return made;
 }
 
-/** A line that must be seen: a coloured dot and a few words. `severity` is good, note or warn. */
+/** A line that must be seen: a coloured dot and a few words. `severity` is good, note, warn or error. */
 export function badge(severity, text) {
   return element("strong", { className: "int8-badge", "data-severity": severity, text });
 }
@@ -22,6 +22,8 @@ export const STYLE = `
 [data-severity] { --int8-hue: #8a8f98; }
 [data-severity=good] { --int8-hue: #2ea04f; }
 [data-severity=warn] { --int8-hue: #d98e1f; }
+[data-severity=error] { --int8-hue: #e5484d; }
+.int8-result-old [data-severity] { --int8-hue: #8a8f98; }
 
 .int8-badge { display: block; width: fit-content; max-width: 100%; box-sizing: border-box; padding: 2px 8px;
   border-radius: 6px; font-size: 12px; font-weight: 600; color: var(--input-text);
@@ -45,7 +47,8 @@ export const STYLE = `
   background: color-mix(in srgb, var(--int8-hue) 14%, transparent); color: var(--input-text); font-size: 12px; }
 .int8-result a { display: inline-block; margin-top: 6px; color: var(--input-text); text-decoration: underline; }
 .int8-result .int8-result-age { margin: 0 0 4px; font-style: italic; }
-.int8-result-old section { filter: grayscale(1); opacity: 0.75; }
+.int8-result-old :is(.int8-badge, .int8-summary) { color: var(--descrip-text); }
+.int8-result .int8-error { color: color-mix(in srgb, #e5484d 65%, var(--input-text)); font-size: 12px; }
 
 .int8-warnings { position: fixed; left: 50%; bottom: 16px; transform: translateX(-50%); z-index: 3000;
   width: min(440px, calc(100vw - 32px)); display: flex; flex-direction: column; gap: 8px; }

@@ -21,7 +21,7 @@ const RESULT_NODES = new Set([
   "SaveGGUFDiT",
   "SaveINT8DiT",
 ]);
-const RESULT_WIDGET = "int8_dit_result";
+export const RESULT_WIDGET = "int8_dit_result";
 const MAX_NODE_WIDTH = 900;
 
 export const showsResults = (node) => RESULT_NODES.has(node.comfyClass);
@@ -55,7 +55,7 @@ function downloadLink({ filename, subfolder, type }) {
 }
 
 /** The node's result widget; the first result makes it, so a node that has not run shows nothing. */
-function resultWidget(node) {
+export function resultWidget(node) {
   const existing = node.widgets?.find((widget) => widget.name === RESULT_WIDGET);
   if (existing) return existing;
   const content = element("div", { className: "int8-result-content" });
