@@ -164,7 +164,7 @@ def run(
     if device.type == "cuda" and decision == STORE and health.healthy:
         sentences += store_attention(device, attention)
     remarks += [*_native_remark(device, ticked), *notes(results), *notes(attention)]
-    progress.finish(sentences[0])
+    progress.finish()
     blocks = () if model is None else fusion_of(model)
     if any(kind.why for kind in blocks):
         remarks.append(f"{in_words(blocks)}.")
