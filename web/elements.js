@@ -48,7 +48,7 @@ export const STYLE = `
 .int8-result a { display: inline-block; margin-top: 6px; color: var(--input-text); text-decoration: underline; }
 .int8-result .int8-result-age { margin: 0 0 4px; font-style: italic; }
 .int8-result-old :is(.int8-badge, .int8-summary) { color: var(--descrip-text); }
-.int8-result .int8-error { color: color-mix(in srgb, #e5484d 65%, var(--input-text)); font-size: 12px; }
+.int8-result .int8-error { color: color-mix(in srgb, #e5484d 45%, var(--input-text)); font-size: 12px; }
 
 .int8-warnings { position: fixed; left: 50%; bottom: 16px; transform: translateX(-50%); z-index: 3000;
   width: min(440px, calc(100vw - 32px)); display: flex; flex-direction: column; gap: 8px; }
