@@ -37,7 +37,10 @@ class INT8KernelBenchmark(io.ComfyNode):
                     tooltip="Rows of the activations: image tokens + text tokens. 4352 is Ideogram 4 at 1024 px. A "
                     "connected model's own are used where a forward of it can be measured.",
                 ),
-                *(io.Boolean.Input(tick, default=True, optional=True, tooltip=tip) for tick, tip in TICKS.items()),
+                *(
+                    io.Boolean.Input(tick, default=True, optional=True, advanced=True, tooltip=tip)
+                    for tick, tip in TICKS.items()
+                ),
                 io.Combo.Input(
                     "auto_decided",
                     options=list(DECISIONS),
@@ -73,10 +76,10 @@ class INT8KernelBenchmark(io.ComfyNode):
         if auto_decided == CLEAR:
             device = default_device() if model is None else model.load_device
             sections = [{"title": forget(device), "columns": [], "rows": [], "notes": []}]
-            return io.NodeOutput(plot([], sections[0]["title"]), text_of(sections), ui={"int8_benchmark": sections})
+            return io.NodeOutput(plot([], sections[0]["title"], ""), text_of(sections), ui={"int8_benchmark": sections})
         ticked = [tick for tick in TICKS if ticks.get(tick, True)]
         outcome = run(model, tokens, ticked, positive, latent_image, auto_decided)
         file = save_json(outcome)
         sections = outcome.sections(shown_methods(ticked), file)
-        picture = plot(outcome.report.shapes, sections[0]["title"], outcome.attention)
+        picture = plot(outcome.report.shapes, outcome.headline, outcome.environment, outcome.attention)
         return io.NodeOutput(picture, text_of(sections), ui={"int8_benchmark": sections})

@@ -58,6 +58,7 @@ class LoadINT8DiT(io.ComfyNode):
                     options=list(BRANCHES),
                     default=BRANCHES[0],
                     optional=True,
+                    advanced=True,
                     tooltip="Which model to load from a file that holds both models of Ideogram 4. A file with one "
                     "model is loaded as it is.",
                 ),
@@ -66,6 +67,7 @@ class LoadINT8DiT(io.ComfyNode):
                     options=[NO_BASE, *files],
                     default=NO_BASE,
                     optional=True,
+                    advanced=True,
                     tooltip="For files that hold only linear layers (Transformer Lab's ideogram4-int8-w8a8): a file "
                     "with the whole model of the same branch, in bf16, FP8 or INT8. Only what is missing is taken from "
                     "it. A complete file is loaded without it.",
@@ -76,6 +78,7 @@ class LoadINT8DiT(io.ComfyNode):
                     options=list(MEMORY_CHOICES),
                     default=MEMORY_CHOICES[0],
                     optional=True,
+                    advanced=True,
                     tooltip="How the weights of a GGUF, W4A8 or W6A8 file lie in memory. INT8: 8 bits each, fastest. "
                     "as stored: as in the file, such as 4.5 bits each in Q4_K, and made INT8 in front of each product. "
                     "Other files are not affected.",

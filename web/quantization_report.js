@@ -1,5 +1,7 @@
 // The report of a quantization as an element: a small chart per kind of layer, in the frontend's own colours.
 
+import { translated } from "./translations.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 // Of one chart, in units of which it is WIDTH wide at whatever size it is shown.
 const [WIDTH, LEFT, RIGHT, TOP, HEIGHT, FLOOR, FOOT] = [440, 46, 6, 6, 56, 6, 14];
@@ -131,7 +133,7 @@ function legend({ panels, plain = "plain INT8" }) {
     "div",
     "legend",
     ...entries.map(({ name, className, shape }) =>
-      html("span", "", svg("svg", { class: className, viewBox: "-4 -4 8 8" }, shape()), name),
+      html("span", "", svg("svg", { class: className, viewBox: "-4 -4 8 8" }, shape()), translated(name)),
     ),
   );
 }
@@ -147,8 +149,8 @@ export function quantizationSection(report) {
     name.title = panel.kind;
     const means = panel.before === null ? "" : `${percent(panel.before)} → ${percent(panel.after)}`;
     const parts = [html("div", "kind", name, html("span", "", means)), chart(report, panel, numbers, foot)];
-    if (foot) parts.push(html("div", "blocks", `number of the block in ${panel.blocks}`));
+    if (foot) parts.push(html("div", "blocks", translated(`number of the block in ${panel.blocks}`)));
     return parts;
   });
-  return html("section", "int8-report", html("h4", "", title), html("p", "", summary), legend(report), ...drawn);
+  return html("section", "int8-report", html("h4", "", translated(title)), html("p", "", translated(summary)), legend(report), ...drawn);
 }

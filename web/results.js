@@ -1,102 +1,176 @@
 // What a node shows of its last run: badges and tables, in a widget below the others.
 
 import { api } from "../../scripts/api.js";
-import { badge, BOX_PADDING, element, MAX_RESULT_HEIGHT } from "./elements.js";
+import { badge, element, MAX_RESULT_HEIGHT } from "./elements.js";
 import { recall, remember } from "./last_results.js";
 import { quantizationSection } from "./quantization_report.js";
+import { translated } from "./translations.js";
 
-// What is shown inside a node, by the key of its ui result: a list of values, each made an element.
+// By the key of a ui result, a list of values: what of it is always seen, and what a click on "Details" opens.
 const RESULTS = {
-  int8_dit_badges: badgeSection,
-  int8_benchmark: benchmarkSection,
-  int8_quantization_report: quantizationSection,
+  int8_quantization_report: {
+    line: ([{ headline, title }]) => [headlineOf(headline ?? title)],
+    details: ([report]) => [quantizationSection(report)],
+  },
+  int8_benchmark: { line: benchmarkLine, details: benchmarkDetails },
+  int8_dit_badges: { line: badgeLine, details: badgeDetails },
 };
-const RESULT_NODES = new Set([
-  "CompareImagesINT8DiT",
-  "ApplyFusedINT8Kernel",
-  "INT8KernelBenchmark",
-  "LoadINT8DiT",
-  "QuantizeToINT8SmoothQuant",
-  "SaveINT8Calibration",
-  "SaveGGUFDiT",
-  "SaveINT8DiT",
-]);
-export const RESULT_WIDGET = "int8_dit_result";
-const MAX_NODE_WIDTH = 900;
+// The nodes with results, and how much height each keeps free for them: a run must not make it cover its neighbours.
+const ROOM = {
+  ApplyFusedINT8Kernel: 60,
+  CompareImagesINT8DiT: 74,
+  INT8KernelBenchmark: 140,
+  LoadINT8DiT: 60,
+  QuantizeToINT8SmoothQuant: 104,
+  SaveGGUFDiT: 66,
+  SaveINT8Calibration: 66,
+  SaveINT8DiT: 66,
+};
+const RESULT_WIDGET = "int8_dit_result";
+const MARGIN = 4;
 
-export const showsResults = (node) => RESULT_NODES.has(node.comfyClass);
+export const showsResults = (node) => node.comfyClass in ROOM;
 
-function badgeSection({ severity, text, detail }) {
-  return element("section", { title: detail }, [badge(severity, text), ...paragraphs(detail ? [detail] : [])]);
+const paragraphs = (texts) => texts.map((text) => element("p", { text: translated(text) }));
+const headlineOf = (text) => element("p", { className: "int8-headline", text: translated(text) });
+
+function badgeLine(badges) {
+  return badges.map(({ severity, text, detail }) => {
+    const made = badge(severity, translated(text));
+    if (detail) made.title = translated(detail);
+    return made;
+  });
 }
 
-/** One benchmark: title, what matters of it, table, notes, and its JSON. */
-function benchmarkSection({ title, columns, rows, notes, summary = [], valid = true, download }) {
-  const cells = (tag, texts) => element("tr", {}, texts.map((text) => element(tag, { text })));
-  const severity = valid ? "note" : "warn"; // what a valid one found may be good or bad
-  return element("section", {}, [
-    element("h4", { text: title }),
-    ...(valid ? [] : [badge(severity, "not a valid measurement")]),
-    ...summary.map((text) => element("p", { className: "int8-summary", "data-severity": severity, text })),
-    element("table", {}, [
-      element("thead", {}, [cells("th", columns)]),
-      element("tbody", {}, rows.map((row) => cells("td", row))),
-    ]),
-    ...paragraphs(notes),
-    ...(download ? [downloadLink(download)] : []),
+function badgeDetails(badges) {
+  return badges.map(({ text, detail }) =>
+    element("section", {}, [element("h4", { text: translated(text) }), ...paragraphs(detail ? [detail] : [])]),
+  );
+}
+
+/** What a benchmark or a comparison says first, and of a benchmark this pack's bar beside that of bf16. */
+function benchmarkLine([{ title, bars = [], valid = true }]) {
+  const ours = bars.some((bar) => bar.ours) ? bars.filter((bar) => bar.ours || bar.ratio === 1) : [];
+  return [
+    headlineOf(title),
+    ...(ours.length ? [barsOf(ours)] : []),
+    ...(valid ? [] : [badge("warn", translated("not a valid measurement"))]),
+  ];
+}
+
+function barsOf(bars) {
+  const longest = Math.max(...bars.map(({ ratio }) => ratio));
+  const rows = bars.flatMap(({ name, ratio, ours }) => [
+    element("span", { text: translated(name) }),
+    element("div", { className: "int8-bar", "data-ours": ours, style: `width: ${(100 * ratio) / longest}%` }),
+    element("span", { text: ratio.toFixed(2) }),
   ]);
+  return element("div", { className: "int8-bars" }, rows);
 }
 
-const paragraphs = (texts) => texts.map((text) => element("p", { text }));
+function benchmarkDetails([first, ...others]) {
+  const { bars = [], summary = [], valid = true, download } = first;
+  const severity = valid ? "note" : "warn"; // what a valid one found may be good or bad
+  return [
+    element("section", {}, [
+      ...(bars.length ? [barsOf(bars)] : []),
+      ...summary.map((text) =>
+        element("p", { className: "int8-summary", "data-severity": severity, text: translated(text) }),
+      ),
+      ...tableAndNotes(first),
+    ]),
+    ...others.map((section) =>
+      element("section", {}, [element("h4", { text: translated(section.title) }), ...tableAndNotes(section)]),
+    ),
+    ...(download ? [downloadLink(download)] : []),
+  ];
+}
+
+function tableAndNotes({ columns, rows, notes }) {
+  const cells = (tag, texts) => element("tr", {}, texts.map((text) => element(tag, { text: translated(text) })));
+  const table = element("table", {}, [
+    element("thead", {}, [cells("th", columns)]),
+    element("tbody", {}, rows.map((row) => cells("td", row))),
+  ]);
+  return [...(rows.length ? [table] : []), ...paragraphs(notes)];
+}
 
 function downloadLink({ filename, subfolder, type }) {
   const href = api.apiURL(`/view?${new URLSearchParams({ filename, subfolder, type })}`);
-  return element("a", { href, download: filename, target: "_blank", text: "JSON for an issue" });
+  return element("a", { href, download: filename, target: "_blank", text: translated("JSON for an issue") });
 }
 
 /** The node's result widget; the first result makes it, so a node that has not run shows nothing. */
-export function resultWidget(node) {
+function resultWidget(node) {
   const existing = node.widgets?.find((widget) => widget.name === RESULT_WIDGET);
   if (existing) return existing;
-  const content = element("div", { className: "int8-result-content" });
+  const content = element("div");
   const box = element("div", { className: "int8-result" }, [content]);
   const widget = node.addDOMWidget(RESULT_WIDGET, RESULT_WIDGET, box, {
     serialize: false,
     hideOnZoom: false,
+    margin: MARGIN,
     getMinHeight: () => widget.resultHeight ?? 0,
   });
   // The option keeps the result out of the prompt; this keeps it out of the saved workflow.
   widget.serialize = false;
-  widget.content = content;
+  Object.assign(widget, { box, content });
   // A node outside the viewport has no layout, so its result is measured whenever it gets one.
-  new ResizeObserver(() => fitNode(node, widget, box)).observe(content);
+  new ResizeObserver(() => fitNode(node, widget)).observe(content);
   return widget;
 }
 
-/** Grow the node until its result shows, and never shrink what the user made larger. */
-function fitNode(node, widget, box) {
-  const contentHeight = widget.content.offsetHeight; // a layout size: the canvas zoom is a transform and does not count
-  if (contentHeight === 0) return;
+/** Grow the node where its result has more lines than it kept free; it never shrinks what the user made larger. */
+function fitNode(node, widget) {
+  const height = widget.content.offsetHeight; // a layout size: the canvas zoom is a transform and does not count
+  if (height === 0) return;
   // The frontend takes the widget's margin out of the height that it is given.
-  widget.resultHeight = Math.min(contentHeight + BOX_PADDING, MAX_RESULT_HEIGHT) + 2 * widget.margin;
-  const wanted = Math.min(node.size[0] + box.scrollWidth - box.clientWidth, MAX_NODE_WIDTH);
-  const [minWidth, minHeight] = node.computeSize();
-  node.setSize([Math.max(node.size[0], minWidth, wanted), Math.max(node.size[1], minHeight)]);
+  widget.resultHeight = Math.min(height, MAX_RESULT_HEIGHT) + 2 * widget.margin;
+  node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1])]);
   node.setDirtyCanvas(true, true);
+}
+
+/** The height that a node needs without a result, and what it keeps free for one. */
+export function heightOf(node) {
+  const hasResult = node.widgets?.some((widget) => widget.name === RESULT_WIDGET);
+  return node.computeSize()[1] + (hasResult ? 0 : (ROOM[node.comfyClass] ?? 0));
 }
 
 /** Show the results of a run: of one that has just ended, or, with its time `ranAt`, of one that a page showed before. */
 function show(node, output, ranAt) {
-  const sections = Object.entries(RESULTS).flatMap(([key, draw]) => (output[key] ?? []).map(draw));
-  if (sections.length === 0) return;
-  const { content } = resultWidget(node);
-  content.classList.toggle("int8-result-old", ranAt !== undefined);
-  content.replaceChildren(...(ranAt === undefined ? [] : [ageLine(ranAt)]), ...sections);
+  const shown = Object.entries(RESULTS).filter(([key]) => output[key]?.length);
+  if (shown.length === 0) return;
+  const { box, content } = resultWidget(node);
+  const age = ranAt === undefined ? [] : [ageLine(ranAt)];
+  const details = () => [...age, ...shown.flatMap(([key, { details: draw }]) => draw(output[key]))];
+  const more = element("button", { className: "int8-more", type: "button", text: translated("Details") });
+  more.onclick = () => openDetails(node.title, details());
+  const parts = shown.flatMap(([key, { line }]) => line(output[key]));
+  const row = parts.filter((part) => part.matches(".int8-badge"));
+  box.classList.toggle("int8-result-old", ranAt !== undefined);
+  box.title = age.map((line) => line.textContent).join();
+  content.replaceChildren(
+    ...parts.filter((part) => !row.includes(part)),
+    element("div", { className: "int8-row" }, [...row, more]),
+  );
+}
+
+/** Show a node's details above the graph, at a size that the zoom does not change. */
+function openDetails(title, details) {
+  const close = element("button", { className: "int8-details-close", text: "✕", "aria-label": translated("Close") });
+  const heading = element("p", { className: "int8-headline", text: title });
+  const dialog = element("dialog", { className: "int8-details" }, [close, heading, ...details]);
+  close.onclick = () => dialog.remove();
+  dialog.onclick = ({ target }) => target !== dialog || dialog.remove(); // beside it
+  dialog.oncancel = () => dialog.remove();
+  dialog.onkeydown = ({ key }) => key !== "Escape" || dialog.remove();
+  document.body.append(dialog);
+  dialog.showModal();
 }
 
 function ageLine(ranAt) {
   const time = new Date(ranAt).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
-  return element("p", { className: "int8-result-age", text: `Last run in this browser: ${time}` });
+  return element("p", { className: "int8-result-age", text: translated(`Last run in this browser: ${time}`) });
 }
 
 /** Show what the node's runs return from now on, and keep it for a reload of the page. */

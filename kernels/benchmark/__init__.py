@@ -23,18 +23,19 @@ from .forward import (
     auto_choice_sentence,
     deployment_table,
     forward_table,
+    headline,
+    relative_times,
     times_by_way,
     totals_by_shape,
 )
 from .health import Health, examine, examine_again
-from .methods import BENCHMARK_METHODS, BF16, COMFYUI_INT8, TICKS, shown_methods
+from .methods import BF16, COMFYUI_INT8, TICKS, shown_methods
 from .report import Report, ShapeResult, Times, markdown, method_table, notes
 from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
 from .shapes import IDEOGRAM4_SHAPES, LinearShape
 
 __all__ = [
     "ATTENTION_METHODS",
-    "BENCHMARK_METHODS",
     "BF16",
     "COMFYUI_CHOICE",
     "COMFYUI_INT8",
@@ -66,12 +67,14 @@ __all__ = [
     "feasible_call",
     "feasible_tokens",
     "forward_table",
+    "headline",
     "hopeless",
     "ideogram4_attention",
     "markdown",
     "method_table",
     "native_backend",
     "notes",
+    "relative_times",
     "shown_methods",
     "times_by_way",
     "title",

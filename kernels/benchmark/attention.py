@@ -109,13 +109,11 @@ class AttentionMethod:
         name: the heading of its row, and its key in results.
         prepare: makes the call that is timed. Raises Unavailable where this machine or this shape does not have it.
         foreign: whether it is the code of others: then what it raises leaves the row out.
-        color: of its bar in the node's picture.
     """
 
     name: str
     prepare: Callable[[AttentionOperands], Callable[[], torch.Tensor]]
     foreign: bool = True
-    color: str | None = None
 
 
 def _exact(way: str, operands: AttentionOperands) -> Callable[[], torch.Tensor]:
@@ -150,14 +148,14 @@ KITCHEN_INT8 = "comfy-kitchen INT8"
 OWN_INT8 = "INT8 of this pack"
 
 ATTENTION_METHODS = (
-    AttentionMethod(FLASH, partial(_exact, FLASH), color="#4f5f6e"),
-    AttentionMethod(CUDNN, partial(_exact, CUDNN), color="#6f9a4d"),
-    AttentionMethod(EFFICIENT, partial(_exact, EFFICIENT), color="#c4a83a"),
-    AttentionMethod(TRITON, partial(_exact, TRITON), foreign=False, color="#5f93d8"),
-    AttentionMethod(PYTORCH, partial(_exact, PYTORCH), color="#b5546b"),
-    AttentionMethod(COMFYUI_CHOICE, _comfyui, color="#7f8c9b"),
-    AttentionMethod(KITCHEN_INT8, _kitchen, color="#9a6fb0"),
-    AttentionMethod(OWN_INT8, _own_int8, foreign=False, color="#2f6fd0"),
+    AttentionMethod(FLASH, partial(_exact, FLASH)),
+    AttentionMethod(CUDNN, partial(_exact, CUDNN)),
+    AttentionMethod(EFFICIENT, partial(_exact, EFFICIENT)),
+    AttentionMethod(TRITON, partial(_exact, TRITON), foreign=False),
+    AttentionMethod(PYTORCH, partial(_exact, PYTORCH)),
+    AttentionMethod(COMFYUI_CHOICE, _comfyui),
+    AttentionMethod(KITCHEN_INT8, _kitchen),
+    AttentionMethod(OWN_INT8, _own_int8, foreign=False),
 )
 """In the order of the rows. INT8 ones are timed with the quantization of their inputs."""
 

@@ -194,6 +194,37 @@ def auto_choice_sentence(split: ForwardSplit, results: Sequence[ShapeResult]) ->
     )
 
 
+def relative_times(results: Sequence[ShapeResult], split: ForwardSplit | None) -> dict[str, float]:
+    """What all linears together take by method, relative to bf16, the fastest first: of the methods that ran for all.
+
+    A linear counts as often as a forward calls it, where one was split. Empty where bf16 did not run.
+    """
+    methods = set.intersection(*(set(result.rounds) for result in results)) if results else set()
+    counts = [1 if split is None else split.calls_of(result).count for result in results]
+    times = [result.milliseconds for result in results]
+    totals = {name: sum(n * each[name] for n, each in zip(counts, times, strict=True)) for name in methods}
+    return {name: totals[name] / totals[BF16] for name in sorted(totals, key=totals.__getitem__) if BF16 in totals}
+
+
+def headline(results: Sequence[ShapeResult], split: ForwardSplit | None) -> str:
+    """What INT8 is worth on this card, in one sentence: for an image where that is predicted, else for the linears."""
+    linears = relative_times(results, split).get(FUSED)
+    if linears is None:
+        why = {result.absent[FUSED] for result in results if FUSED in result.absent}
+        return f"INT8 was not timed beside bf16 here{f': {why.pop()}' if why else ''}"
+    if all(same_within_noise(result, FUSED, BF16) for result in results):
+        return "On this card INT8 and bf16 are equally fast, within noise"
+    if split is not None and not split.waits_for_python:
+        reference, fused = split.predicted(results, BF16), split.predicted_blocks() or split.predicted(results, FUSED)
+        assert reference is not None and fused is not None  # all linears were timed in both
+        return f"{_worth(fused / reference)}; your image takes {fused / reference:.2f} of the time"
+    return f"{_worth(linears)} in the linears"
+
+
+def _worth(ratio: float) -> str:
+    return f"On this card INT8 is {'only ' if ratio > 1 else ''}{1 / ratio:.2f} × bf16"
+
+
 def _instead(milliseconds: float, reference: float) -> str:
     return f"{milliseconds:.0f} ms a forward instead of {reference:.0f}"
 

@@ -27,7 +27,6 @@ class Method:
         foreign: whether it is the code of others: then what it raises leaves the row out.
         large: whether it needs so much memory that it is prepared when all else is in place.
         tick: the node's widget that switches it on and off; "" is always on.
-        color: of its bar in the node's picture.
         tip: what it is, in a few words for the widget.
     """
 
@@ -39,7 +38,6 @@ class Method:
     foreign: bool = False
     large: bool = False
     tick: str = ""
-    color: str | None = None
     tip: str = ""
 
     def call(self, operands: Operands) -> PreparedCall:
@@ -53,14 +51,13 @@ COMFYUI_INT8 = "ComfyUI's INT8"
 UNFUSED = "unfused _int_mm"
 
 BENCHMARK_METHODS = (
-    Method(BF16, systems.FLOAT, systems.bf16, color="#7f8c9b"),
+    Method(BF16, systems.FLOAT, systems.bf16),
     Method(
         FP16_SUMS,
         systems.HALF,
         systems.fp16_in_fp16_sums,
         systems.require_fp16_sums,
         foreign=True,
-        color="#4f5f6e",
     ),
     Method(
         "fp8 _scaled_mm",
@@ -69,7 +66,6 @@ BENCHMARK_METHODS = (
         systems.require_fp8,
         foreign=True,
         tick="fp8",
-        color="#b5546b",
         tip="FP8: torch._scaled_mm where the card has FP8 tensor cores; dequantized to bf16 where it has not.",
     ),
     Method(
@@ -79,7 +75,6 @@ BENCHMARK_METHODS = (
         systems.require_fp8_as_storage,
         large=True,
         tick="fp8",
-        color="#d08a9b",
     ),
     Method(
         "NF4 dequantized",
@@ -89,7 +84,6 @@ BENCHMARK_METHODS = (
         foreign=True,
         large=True,
         tick="nf4",
-        color="#8f7a5c",
         tip="NF4 of bitsandbytes, dequantized to bf16 in each call.",
     ),
     Method(
@@ -98,7 +92,6 @@ BENCHMARK_METHODS = (
         systems.gguf("Q8_0"),
         large=True,
         tick="gguf_q8_0",
-        color="#6f9a4d",
         tip="GGUF's Q8_0, dequantized to bf16 in each call by PyTorch operations, as GGUF loaders do.",
     ),
     Method(
@@ -107,7 +100,6 @@ BENCHMARK_METHODS = (
         systems.gguf("Q4_K"),
         large=True,
         tick="gguf_q4_k",
-        color="#a3bf7f",
         tip="GGUF's Q4_K, dequantized to bf16 in each call by PyTorch operations, as GGUF loaders do.",
     ),
     Method(
@@ -118,7 +110,6 @@ BENCHMARK_METHODS = (
         foreign=True,
         large=True,
         tick="native_int8",
-        color="#9a6fb0",
         tip="What your ComfyUI computes its own INT8 files with: comfy-kitchen, on the backend that ComfyUI left on.",
     ),
     Method(
@@ -129,7 +120,6 @@ BENCHMARK_METHODS = (
         foreign=True,
         large=True,
         tick="comfy_kitchen_cuda",
-        color="#c3a3d4",
         tip="comfy-kitchen's CUDA kernel, also where your ComfyUI does not use it.",
     ),
     Method(
@@ -138,7 +128,6 @@ BENCHMARK_METHODS = (
         systems.fake_quant,
         large=True,
         tick="fake_quant",
-        color="#d98841",
         tip="What most INT8 models are: quantized, dequantized again, multiplied in bf16.",
     ),
     Method(
@@ -147,10 +136,9 @@ BENCHMARK_METHODS = (
         systems.unfused,
         large=True,
         tick="unfused",
-        color="#c4a83a",
         tip="torch._int_mm, then a dequantization of its own.",
     ),
-    Method(FUSED, systems.PLAIN, systems.fused, systems.require_fused, color="#2f6fd0"),
+    Method(FUSED, systems.PLAIN, systems.fused, systems.require_fused),
 )
 """In the order of the columns."""
 

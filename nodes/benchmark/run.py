@@ -29,12 +29,14 @@ from ...kernels.benchmark import (
     examine_again,
     feasible_tokens,
     forward_table,
+    headline,
     hopeless,
     ideogram4_attention,
     markdown,
     method_table,
     native_backend,
     notes,
+    relative_times,
     shown_methods,
     times_by_way,
     title,
@@ -82,11 +84,25 @@ class Outcome:
     blocks: Sequence[Fusion] = ()
     attention: Sequence[AttentionResult] = ()
 
+    @property
+    def headline(self) -> str:
+        """What the run found out, in one sentence."""
+        return headline(self.report.shapes, self.split)
+
+    @property
+    def environment(self) -> str:
+        """The card and the versions."""
+        return title(self.report.environment)
+
     def sections(self, methods: Sequence, file: str | None) -> list[dict]:
         """What web/results.js shows inside the node: a table each."""
         columns, rows = deployment_table(self.report.shapes)
         first = {
-            "title": title(self.report.environment),
+            "title": self.headline,
+            "bars": [
+                {"name": name, "ratio": ratio, "ours": name == METHOD_OF_WAY[FUSED]}
+                for name, ratio in relative_times(self.report.shapes, self.split).items()
+            ],
             "summary": self.sentences,
             "valid": self.health.teraflops is None or self.health.healthy,
             "columns": columns,
@@ -105,7 +121,7 @@ class Outcome:
         for result in self.attention:
             columns, rows = attention_table(result)
             sections.append(_section(f"{result.name}, {result.place()}", columns, rows))
-        sections[-1]["notes"] = self.remarks
+        sections[-1]["notes"] = [*self.remarks, f"{self.environment}."]
         return sections
 
 
@@ -164,7 +180,7 @@ def run(
     if device.type == "cuda" and decision == STORE and health.healthy:
         sentences += store_attention(device, attention)
     remarks += [*_native_remark(device, ticked), *notes(results), *notes(attention)]
-    progress.finish()
+    progress.finish(headline(results, split))
     blocks = () if model is None else fusion_of(model)
     if any(kind.why for kind in blocks):
         remarks.append(f"{in_words(blocks)}.")

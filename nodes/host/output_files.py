@@ -38,9 +38,9 @@ def saved_line(path: str) -> str:
     return f"saved {os.path.basename(path)}, {size_text(os.path.getsize(path))}"
 
 
-def size_text(count: int) -> str:
-    """A number of bytes as the user reads it."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+def size_text(count: int, beside: int = 0) -> str:
+    """A number of bytes as the user reads it, in the unit of the one that it stands `beside`."""
+    return f"{count / 1e9:.1f} GB" if max(count, beside) >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def workflow_metadata(hidden: io.HiddenHolder) -> dict[str, str]:

@@ -15,6 +15,13 @@ _METRICS_NOTE = (
     f"PSNR and SSIM of values in 0..1. SSIM: Gaussian window of {SSIM_WINDOW} x {SSIM_WINDOW} pixels, sigma 1.5; the "
     "mean over channels and over all places where it lies inside the image."
 )
+# From so many dB on: with 8 bits a channel, 30 to 50 dB is what good lossy compression leaves.
+_SEEN = (
+    (40.0, "most people see no difference"),
+    (30.0, "small differences, seen side by side"),
+    (20.0, "differences that are seen at once"),
+    (-math.inf, "another picture"),
+)
 _INTERVAL_NOTE = f"95 % interval: of the mean, by the bootstrap over the pairs ({RESAMPLES} resamples, percentiles)."
 
 
@@ -36,7 +43,7 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table with its title and notes, all of it text."""
+    """A table with its verdict and notes, all of it text."""
 
     title: str
     columns: list[str]
@@ -68,8 +75,19 @@ def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> ResultTable:
             verdicts += _verdict(metric, differences, names)
     heads = [*(str(number) for number in range(1, pairs + 1)), "mean", *(["95 % interval"] if pairs > 1 else [])]
     rows = [list(row) for row in zip(heads, *cells, strict=True)]
-    notes = [*verdicts, *_identical_notes(results), *([_INTERVAL_NOTE] if pairs > 1 else []), _METRICS_NOTE]
-    return ResultTable(f"{pairs} {'pair' if pairs == 1 else 'pairs'} with the reference", columns, rows, notes)
+    notes = [*verdicts[1:], *_identical_notes(results), *([_INTERVAL_NOTE] if pairs > 1 else []), _METRICS_NOTE]
+    title = verdicts[0] if verdicts else _seen([fidelity.psnr for fidelity in results[names[0]]])
+    return ResultTable(title, columns, rows, notes)
+
+
+def _seen(psnrs: Sequence[float]) -> str:
+    """What a person sees of the mean PSNR of one candidate, in words."""
+    finites = finite(psnrs)
+    if not finites:
+        return "identical to the reference"
+    mean = float(numpy.mean(finites))
+    words = next(words for least, words in _SEEN if mean >= least)
+    return f"{mean:.1f} dB: {words}"
 
 
 def _column(values: Sequence[float], form: str) -> list[str]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 INK, MUTED, GRID = "#1c2733", "#5a6673", "#e3e8ee"
 PLAIN, INT8, PROTECTED = "#9aa5b1", "#2f6fd0", "#d03b3b"
 WIDTH, MARGIN = 4.5, 0.12
-TITLE, TEXT, SMALL = 9.5, 7.5, 6.5
+HEADLINE, TITLE, TEXT, SMALL = 14.0, 9.5, 7.5, 6.5
 """Sizes of letters, in points: legible also where a node shows a sheet half as large as it is."""
 _DOTS_PER_INCH = 220
 

@@ -52,7 +52,7 @@ class Chart:
     """A quantization, kind by kind.
 
     Attributes:
-        title, summary: a line each.
+        title, headline, summary: a line each.
         error_of: what the errors are relative to.
         plain: what the errors before are those of.
         panels: kinds of the same blocks stand together.
@@ -61,6 +61,7 @@ class Chart:
     """
 
     title: str
+    headline: str
     summary: str
     error_of: str
     plain: str
@@ -81,7 +82,8 @@ def chart_of(report: QuantizationReport) -> Chart:
     low, high = _range(mark for panel in panels for mark in panel.marks)
     inside = [tick for tick in _TICKS if low <= tick <= high]
     ticks = inside[:: -(-len(inside) // _MOST_TICKS) or 1]
-    return Chart(report.title, report.summary, report.error_of, report.plain, tuple(panels), low, high, tuple(ticks))
+    lines = report.title, report.headline, report.summary
+    return Chart(*lines, report.error_of, report.plain, tuple(panels), low, high, tuple(ticks))
 
 
 def _panel(blocks: str, kind: str, layers: Iterable[LayerReport]) -> Panel:

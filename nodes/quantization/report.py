@@ -129,8 +129,17 @@ class QuantizationReport:
         return "nearest 4 bits" if self.in_codes else "plain INT8"
 
     @property
+    def headline(self) -> str:
+        """What it costs and saves, in a sentence for those who read no more."""
+        called = [layer.error_as_held or 0.0 for layer in self.layers if layer.fragility is not None]
+        parts = [f"{100 * statistics.fmean(called):.1f} % of the {self.error_of} changes"] if called else []
+        if self.size:
+            parts.append(f"{size_text(self.size_before)} become {size_text(self.size, self.size_before)}")
+        return "; ".join(parts)
+
+    @property
     def summary(self) -> str:
-        """What it costs and saves, in a line."""
+        """The same with what it is compared to, and how many layers are protected, in a line."""
         called = [layer for layer in self.layers if layer.fragility is not None]
         parts = []
         if called:
@@ -146,7 +155,7 @@ class QuantizationReport:
                 f"INT8 attention: mean error {percent(mean)}, exact in {exact} of {len(self.attention)} blocks"
             )
         if self.size:
-            parts.append(f"{size_text(self.size)} (was {size_text(self.size_before)})")
+            parts.append(f"{size_text(self.size, self.size_before)} (was {size_text(self.size_before)})")
         return ". ".join(parts) + "."
 
     @property

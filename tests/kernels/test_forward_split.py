@@ -4,7 +4,16 @@ import dataclasses
 
 import pytest
 
-from kernels.benchmark.forward import BlockCalls, Calls, ForwardSplit, Product, auto_choice_sentence, forward_table
+from kernels.benchmark.forward import (
+    BlockCalls,
+    Calls,
+    ForwardSplit,
+    Product,
+    auto_choice_sentence,
+    forward_table,
+    headline,
+    relative_times,
+)
 from kernels.benchmark.methods import BF16, COMFYUI_INT8, FUSED
 from kernels.benchmark.report import ShapeResult
 from kernels.benchmark.shapes import LinearShape
@@ -92,3 +101,35 @@ def test_the_table_adds_up():
     assert by_name["linears"][0] == "62.5" and by_name["attention"][0] == "20.0" and by_name["the rest"][0] == "17.5"
     assert by_name[f"predicted, linears in {FUSED}"] == ["59.4", "1.67 x bf16"]
     assert f"predicted, linears in {COMFYUI_INT8}" not in by_name
+
+
+def test_linears_count_as_often_as_they_are_called():
+    assert relative_times(RESULTS, SPLIT) == pytest.approx({FUSED: (4 * 4 + 2 * 3) / (4 * 10 + 2 * 11), BF16: 1.0})
+    assert relative_times(RESULTS, None) == pytest.approx({FUSED: 7 / 21, BF16: 1.0})
+    assert relative_times([], None) == relative_times([result(QKV, **{FUSED: 1.0})], None) == {}
+
+
+SLOW = [result(QKV, **{BF16: 10.0, FUSED: 12.5}), result(DOWN, **{BF16: 11.0, FUSED: 12.0})]
+NOISE = [result(QKV, **{BF16: 10.0, FUSED: 10.0})]
+ABSENT = ShapeResult(LinearShape("", 30, 10), 100, rounds={BF16: [1.0]}, absent={FUSED: "no GPU"})
+
+
+@pytest.mark.parametrize(
+    "results, split, says",
+    (
+        (RESULTS, SPLIT, "On this card INT8 is 1.67 × bf16; your image takes 0.60 of the time"),
+        (
+            RESULTS,
+            dataclasses.replace(SPLIT, block_watched=99.0, blocks=BLOCKS),
+            "On this card INT8 is 1.98 × bf16; your image takes 0.51 of the time",
+        ),
+        (SLOW, SPLIT, "On this card INT8 is only 0.89 × bf16; your image takes 1.12 of the time"),
+        (RESULTS, None, "On this card INT8 is 3.00 × bf16 in the linears"),
+        (RESULTS, dataclasses.replace(SPLIT, watched=300.0), "On this card INT8 is 2.82 × bf16 in the linears"),
+        (NOISE, None, "On this card INT8 and bf16 are equally fast, within noise"),
+        ([ABSENT], None, "INT8 was not timed beside bf16 here: no GPU"),
+        ([], None, "INT8 was not timed beside bf16 here"),
+    ),
+)
+def test_the_headline(results, split, says):
+    assert headline(results, split) == says

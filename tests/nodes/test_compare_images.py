@@ -167,14 +167,28 @@ SIGNS = (1, -1, 1, -1, -1, 1, 1, -1)
 def test_two_candidates_are_compared_pair_by_pair(table_of, other, verdict):
     """Images differ by 8 dB among themselves, which would drown 1 dB if it were not paired."""
     table = table_of(image=EIGHT, other=other)
-    assert table.notes[0] == verdict
+    assert table.title == verdict
     assert table.columns[1:4] == ["PSNR dB, image", "PSNR dB, other", "PSNR dB, difference"]
     assert table.rows[0][3] == f"{EIGHT[0] - other[0]:+.2f}"
 
 
 @pytest.mark.parametrize("pairs, says", ((1, "two pairs or more are needed"), (5, "5 pairs are too few to tell")))
 def test_too_few_pairs_are_no_verdict(table_of, pairs, says):
-    assert says in table_of(image=EIGHT[:pairs], other=[value - 1 for value in EIGHT[:pairs]]).notes[0]
+    assert says in table_of(image=EIGHT[:pairs], other=[value - 1 for value in EIGHT[:pairs]]).title
+
+
+@pytest.mark.parametrize(
+    "psnrs, says",
+    (
+        ([46.0, 47.6], "46.8 dB: most people see no difference"),
+        ([33.0], "33.0 dB: small differences, seen side by side"),
+        ([25.0, math.inf], "25.0 dB: differences that are seen at once"),
+        ([12.0], "12.0 dB: another picture"),
+        ([math.inf], "identical to the reference"),
+    ),
+)
+def test_the_verdict_on_one_candidate(table_of, psnrs, says):
+    assert table_of(image=psnrs).title == says
 
 
 def test_a_pair_with_one_identical_image_has_no_difference_in_psnr(table_of):

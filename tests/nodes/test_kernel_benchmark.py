@@ -58,6 +58,9 @@ def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
     (call,) = [entry["call"] for entry in content["attention"]]
     assert call["count"] == 3 and call["shape"]["tokens"] == call["shape"]["keys"]  # of image and text, a block each
     assert first["valid"] and "No prediction" in first["summary"][0] and "No GPU" in first["summary"][1]
+    assert first["title"] == "INT8 was not timed beside bf16 here: no GPU"
+    assert [bar["ratio"] for bar in first["bars"]] == sorted(bar["ratio"] for bar in first["bars"])
+    assert {(bar["name"], bar["ours"]) for bar in first["bars"]} == {("bf16", False), ("unfused _int_mm", False)}
     assert first["title"] in text and picture.ndim == 4
 
     assert model.model_options["transformer_options"] == before

@@ -86,6 +86,9 @@ def test_the_line_above_all(report_of):
         "Mean error 1.00 % of the output (plain INT8: 6.00 %). 1 of 211 linears protected: 1 in bf16. "
         "10.6 GB (was 18.6 GB)."
     )
+    assert report.headline == "1.0 % of the output changes; 18.6 GB become 10.6 GB"
+    small = report_of(errors, (), {"calls": 3, "rows": 12}, size=953_000_000, size_before=1_600_000_000)
+    assert small.headline.endswith("; 1.6 GB become 1.0 GB")
 
 
 def test_the_line_of_an_uncalibrated_quantization(report_of):

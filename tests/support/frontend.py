@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 TIMEOUT_MS = 120_000
-BADGE, WARNING = ".int8-badge", ".int8-warning"
+BADGE, WARNING, DETAILS = ".int8-badge", ".int8-warning", ".int8-details"
 
 
 @contextmanager
@@ -82,6 +82,13 @@ def run(page: Page, server: ComfyServer, prompt: dict | None = None) -> dict[str
     answer = posted.value.json()
     assert not answer["node_errors"]
     return server.wait(answer["prompt_id"])
+
+
+def open_details(page: Page) -> None:
+    """Press "Details" on the one node that has a result."""
+    page.evaluate("selector => document.querySelector(selector)?.remove()", DETAILS)
+    page.locator(".int8-more").click()
+    page.wait_for_selector(DETAILS)
 
 
 def set_setting(page: Page, name: str, value: object) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import workflows
-from support.frontend import open_frontend, settle
+from support.frontend import open_details, open_frontend, settle
 from support.server import ComfyServer
 
 if TYPE_CHECKING:
@@ -54,13 +54,14 @@ def run(page: Page, server: ComfyServer) -> dict:
 # What is read off the page, in pixels of the window.
 SHOWN = """() => {
     const section = document.querySelector(".int8-report");
-    const box = section.closest(".int8-result");
+    const box = section.closest("dialog");
     const all = (selector) => [...section.querySelectorAll(selector)];
     const rectangle = ({ left, right, top, bottom }) => ({ left, right, top, bottom });
     const color = (selector, of) => getComputedStyle(section.querySelector(selector))[of];
     return {
         title: section.querySelector("h4").textContent,
         summary: section.querySelector("p").textContent,
+        headline: document.querySelector(".int8-result .int8-headline")?.textContent,
         legend: all(".legend > span").map((entry) => entry.textContent),
         kinds: all(".kind").map((kind) => [...kind.children].map((part) => part.textContent)),
         marks: all(".mark title").map((title) => title.textContent),
@@ -106,11 +107,14 @@ def test_the_report_is_drawn_in_its_node(
         page.evaluate("([name, value]) => app.ui.settings.setSettingValueAsync(name, value)", [name, value])
     page.evaluate(ADD_NODES, workflows.GLYPH_MODEL)
     report = run(page, server)
-    page.wait_for_selector(".int8-report .mark")
-    settle(page)  # the node grows in the frames after the result
+    page.wait_for_selector(".int8-result .int8-headline")
+    assert page.locator(".int8-report").count() == 0  # behind a click
+    settle(page)  # the node is measured in the frames after the result
+    open_details(page)
     page.screenshot(path=tmp_path / "report.png")
 
     shown = page.evaluate(SHOWN)
+    assert shown["headline"] == report["headline"]
     assert (shown["title"], shown["summary"]) == (report["title"], report["summary"])
     assert shown["title"] == "INT8 quantization (uncalibrated)"
     assert [kind for kind, _ in shown["kinds"]] == [panel["kind"] for panel in report["panels"]]
@@ -124,7 +128,7 @@ def test_the_report_is_drawn_in_its_node(
 
 
 def test_the_node_says_what_it_does(page: Page, server: ComfyServer) -> None:
-    """In ComfyUI's own line of text, until there is a result."""
+    """In ComfyUI's own line of text, whose last one stays."""
     page.evaluate(ADD_NODES, workflows.GLYPH_MODEL)
     page.evaluate(  # not what the cache has
         """() => {
@@ -136,22 +140,20 @@ def test_the_node_says_what_it_does(page: Page, server: ComfyServer) -> None:
         }"""
     )
     run(page, server)
-    page.wait_for_selector(".int8-result")
+    page.wait_for_function("said.length && said.at(-1)[1] === '21 layers quantized'")
     said = page.evaluate("said")
     assert {node for node, _ in said} == {page.evaluate("nodeId")}
     assert said[0][1].startswith("quantizing layer 1 of 21")
-    assert "$$node-text-preview" not in page.evaluate(
-        "app.graph.nodes.find(({ id }) => `${id}` === nodeId).widgets.map(({ name }) => name)"
-    )
 
 
 LONG = "a_module_with_quite_a_name.in_another_one_with_a_longer_name.that_holds_a_third.query_key_value_projection"
 DRAW = """async report => {
     const { quantizationSection } = await import("/extensions/int8_dit/quantization_report.js");
-    const box = document.createElement("div");
-    box.className = "int8-result";
+    const box = document.createElement("dialog");
+    box.className = "int8-details";
+    box.open = true;
     Object.assign(box.style, { position: "fixed", zIndex: 10000, top: 0, left: 0, width: "430px" });
-    document.querySelectorAll(".int8-report").forEach((earlier) => earlier.remove());
+    document.querySelectorAll(".int8-details").forEach((earlier) => earlier.remove());
     box.append(quantizationSection(report));
     document.body.append(box);
 }"""

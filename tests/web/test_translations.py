@@ -17,6 +17,12 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "model, to use INT8 all the same.",
     "saved INT8_00001_.safetensors, 7.7 MB",
     "quantizing layer 80 of 211",
+    "On this card INT8 is 1.72 × bf16; your image takes 0.58 of the time",
+    "On this card INT8 is only 0.89 × bf16 in the linears",
+    "INT8 was not timed beside bf16 here: no GPU",
+    "0.6 % of the weight changes; 15.1 MB become 9.4 MB",
+    "46.8 dB: most people see no difference",
+    "PSNR: image and other differ within noise.",
 )
 UNKNOWN = "a/path, v1.2: what nobody translated (INT8)"
 ENGLISH = r"\b[a-z]{2,}(?: [a-z]{2,}){2,}"  # three words after each other

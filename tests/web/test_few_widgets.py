@@ -1,0 +1,96 @@
+"""How many widgets a node shows, in both renderers: the rare ones behind a click, unless they say something."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.frontend import add_nodes, load, saved, set_setting, settle
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+SHOWN = {"QuantizeToINT8SmoothQuant": 6, "LoadINT8DiT": 3, "INT8KernelBenchmark": 2, "CompareImagesINT8DiT": 0}
+MORE = "more settings"
+# The names of the widgets that are drawn, without the button.
+CLASSIC = """() => app.graph.nodes.map((node) => node.widgets
+    .filter((widget) => !widget.hidden && widget.name !== "more settings").map(({ name }) => name))"""
+VUE = """() => [...document.querySelectorAll("[data-node-id]")].map((node) =>
+    [...node.querySelectorAll("[data-testid=node-widget]")].length)"""
+
+
+def add(page: Page, node: str, **widgets: object) -> None:
+    add_nodes(page, {"node": (node, widgets)}, [])
+    settle(page)
+
+
+def drawn(page: Page) -> list[str]:
+    """The names of the widgets that the classic renderer draws on the one node."""
+    (names,) = page.evaluate(CLASSIC)
+    return names
+
+
+def press(page: Page) -> None:
+    page.evaluate("name => app.graph.nodes[0].widgets.find((widget) => widget.name === name).callback()", MORE)
+
+
+@pytest.mark.parametrize("node", SHOWN)
+def test_the_classic_renderer_shows_few(page: Page, node: str) -> None:
+    add(page, node)
+    few, values, (_, height) = drawn(page), saved(page)["nodes"][0].get("widgets_values"), size(page)
+    assert len(few) == SHOWN[node]
+    press(page)
+    settle(page)
+    assert len(drawn(page)) > len(few) and size(page)[1] > height
+    press(page)
+    settle(page)
+    assert drawn(page) == few and size(page)[1] == height
+    assert saved(page)["nodes"][0].get("widgets_values") == values
+
+
+def size(page: Page) -> list[float]:
+    return page.evaluate("() => [...app.graph.nodes[0].size]")
+
+
+def test_no_gap_is_left(page: Page) -> None:
+    """Each widget that is drawn stands right below the one before it."""
+    add(page, "QuantizeToINT8SmoothQuant")
+    tops = page.evaluate("() => app.graph.nodes[0].widgets.filter((widget) => !widget.hidden).map(({ y }) => y)")
+    assert len({after - before for before, after in pairwise(tops)}) == 1
+
+
+def test_what_differs_or_is_connected_stays_in_sight(page: Page) -> None:
+    add(page, "QuantizeToINT8SmoothQuant", alpha=0.75, seed=7)
+    workflow = saved(page)
+    load(page, workflow)
+    assert len(drawn(page)) == SHOWN["QuantizeToINT8SmoothQuant"] + 3  # "control after generate" with its seed
+    assert {"alpha", "seed"} <= set(drawn(page))
+    assert saved(page)["nodes"][0]["widgets_values"] == workflow["nodes"][0]["widgets_values"]
+    add_nodes(
+        page,
+        {"text": ("PrimitiveFloat", {}), "node": ("QuantizeToINT8SmoothQuant", {})},
+        [("text", 0, "node", "cfg")],
+    )
+    assert "cfg" in page.evaluate(CLASSIC)[1] and "alpha" not in page.evaluate(CLASSIC)[1]
+
+
+def test_the_vue_renderer_shows_as_few(page: Page) -> None:
+    set_setting(page, "Comfy.VueNodes.Enabled", True)
+    try:
+        for node, count in SHOWN.items():
+            add(page, node)
+            page.wait_for_function("([script, count]) => eval(script)()[0] === count", arg=[VUE, count])
+            assert page.locator("[data-node-id]").get_by_text(MORE).count() == 0
+    finally:
+        set_setting(page, "Comfy.VueNodes.Enabled", False)
+
+
+def test_a_node_that_is_there_when_the_renderer_changes(page: Page) -> None:
+    add(page, "LoadINT8DiT")
+    hidden = "() => app.graph.nodes[0].widgets.filter((widget) => widget.hidden).length"
+    assert page.evaluate(hidden) == 3
+    for vue, count in ((True, 0), (False, 3)):
+        set_setting(page, "Comfy.VueNodes.Enabled", vue)
+        page.wait_for_function(f"count => ({hidden})() === count", arg=count)
