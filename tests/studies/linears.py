@@ -20,7 +20,6 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from kernels.benchmark import BENCHMARK_METHODS as SHOWN
 from kernels.benchmark import (
     IDEOGRAM4_SHAPES,
     LinearShape,
@@ -31,6 +30,7 @@ from kernels.benchmark import (
     notes,
     title,
 )
+from kernels.benchmark.methods import BENCHMARK_METHODS as SHOWN
 from kernels.benchmark.methods import BF16, COMFYUI_INT8, FP16_SUMS, FUSED, UNFUSED, Method
 from kernels.benchmark.operands import Operands, Prepare, PreparedCall, Unavailable, WeightForm
 from kernels.benchmark.report import _milliseconds, _number
