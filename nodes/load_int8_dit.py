@@ -64,7 +64,7 @@ class LoadINT8DiT(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "base_checkpoint",
-                    options=[NO_BASE, *files],
+                    options=[NO_BASE, *files[:-1]],  # the demo, which is last, completes no other
                     default=NO_BASE,
                     optional=True,
                     advanced=True,

@@ -19,6 +19,7 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 
 PROJECT = Path(__file__).resolve().parents[1]
 MOST_BYTES = 4 << 20
+HELP = Path("web", "docs")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 # None of these is in ComfyUI's requirements, or ComfyUI says that it is not essential.
 OPTIONAL = ("triton", "matplotlib", "kornia", "bitsandbytes", "gguf")
@@ -97,10 +98,16 @@ def test_all_that_runs_is_packed(tracked, packed):
     assert {"__init__.py", "LICENSE", "README.md", "pyproject.toml", "requirements.txt", "web/int8_dit.js"} <= packed
 
 
+def _folder_of_links(page):
+    """The frontend takes the links of a help page in any language from the folder of the English one."""
+    folder = Path(page).parent
+    return HELP if HELP in folder.parents else folder
+
+
 def test_no_page_of_the_package_links_what_is_not_in_it(packed):
     pages = [name for name in packed if name.endswith(".md")]
     links = {
-        os.path.normpath(Path(page).parent / link): page
+        os.path.normpath(_folder_of_links(page) / link): page
         for page in pages
         for link in LINK.findall((PROJECT / page).read_text(encoding="utf-8"))
     }

@@ -19,7 +19,7 @@ const PROTECTED = {
 };
 
 const STYLE = `
-.int8-report { min-width: 400px; max-width: 720px; }
+.int8-report { min-width: 380px; max-width: 720px; }
 .int8-report .legend { display: flex; flex-wrap: wrap; gap: 2px 12px; margin: 6px 0; font-size: 11px; }
 .int8-report .legend svg { width: 8px; height: 8px; margin-right: 4px; overflow: visible; }
 .int8-report .kind { display: flex; gap: 12px; justify-content: space-between; margin-top: 4px; font-size: 11px; }

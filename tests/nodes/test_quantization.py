@@ -52,7 +52,7 @@ def test_without_calibration_nothing_is_smoothed_and_it_says_so(dit, model, capl
     assert set(weights) == set(dit.LINEARS)
     assert not [layer for layer, weight in weights.items() if weight._params.smooth is not None]
     (warning,) = [r.getMessage() for r in caplog.records if "without smoothing" in r.getMessage()]
-    assert "sampler, sigmas, latent_image" in warning
+    assert "sampler, sigmas and latent_image" in warning
 
 
 def test_without_calibration_the_weights_that_round_worst_are_protected(dit, model):

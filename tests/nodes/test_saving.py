@@ -129,7 +129,7 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
         "rounding": "nearest",
         "linears": 34,
         "quantized": len(dit.LINEARS) - 2,
-        "calibration": {"calls": 2, "rows": 8},
+        "calibration": {"calls": 2, "rows": 16},
         "error_of": "output",
         "folded": False,
     }

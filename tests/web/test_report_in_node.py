@@ -26,6 +26,14 @@ def page(browser: Browser, server: ComfyServer) -> Iterator[Page]:
     """The frontend, loaded and idle."""
     with open_frontend(browser, server.url, viewport={"width": 1000, "height": 1200}) as page:
         yield page
+        for name, value in {"Comfy.VueNodes.Enabled": False, "Comfy.ColorPalette": "dark"}.items():  # the server's
+            page.evaluate("([name, value]) => app.ui.settings.setSettingValueAsync(name, value)", [name, value])
+
+
+@pytest.fixture(autouse=True)
+def no_dialog_is_left(page: Page) -> Iterator[None]:
+    yield
+    page.evaluate("document.querySelectorAll('dialog.int8-details').forEach((dialog) => dialog.remove())")
 
 
 ADD_NODES = """model => {
