@@ -15,6 +15,7 @@ const PLACEHOLDERS = new RegExp(PLACEHOLDER, "g");
 // Where texts are cut, the outermost first, never inside of parentheses. The catalog has what stands there instead.
 const CUTS = ["\n", ". ", ": ", "; ", ", "];
 const FULL_STOP = ".";
+const JOINS = 8; // a pattern with fewer characters of its own joins words, "{one} and {other}", and no clauses
 const REMARK = /^(.+?) \((.+)\)$/s; // "fp32 (protected)"
 
 const catalogs = {}; // by language
@@ -78,9 +79,9 @@ function known(text, { texts, patterns }) {
   const bare = stop ? text.slice(0, -stop.length) : text;
   for (const form of new Set([bare, withFirst(bare, "toLowerCase"), withFirst(bare, "toUpperCase")])) {
     if (Object.hasOwn(texts, form)) return texts[form] + (stop && texts[stop]);
-    for (const { regex, names, translation } of patterns) {
+    for (const { regex, names, translation, literal } of patterns) {
       const values = regex.exec(form)?.slice(1);
-      if (!values) continue;
+      if (!values || (literal < JOINS && values.some((value) => /[,;:(]/.test(value)))) continue;
       const inWords = Object.fromEntries(names.map((name, index) => [name, translated(values[index])]));
       return translation.replaceAll(PLACEHOLDERS, (all, name) => inWords[name] ?? all) + (stop && texts[stop]);
     }
