@@ -204,7 +204,7 @@ _HOPPER_TILES = {
     128: AttentionTiles(64, 128, 128, 4, 2),
     256: AttentionTiles(128, 64, 256, 8, 3),
 }
-_TILES = {(8, 0): _AMPERE_TILES | {128: AttentionTiles(64, 128, 64, 4, 2)}, (9, 0): _HOPPER_TILES}
+_TILES = {(9, 0): _HOPPER_TILES}
 # GeForce's tensor cores halve their speed for float32 sums.
 _HALF_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
 
