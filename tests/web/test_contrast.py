@@ -41,7 +41,7 @@ CONTRASTS = """() => {
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
     const hasWords = (part) => [...part.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    return [...document.querySelectorAll(".int8-result *, .int8-warning *")].filter(hasWords).map((part) => {
+    return [...document.querySelectorAll(".int8-result *, .int8-details *, .int8-warning *")].filter(hasWords).map((part) => {
         const back = behind(part);
         const both = [luminance(back), luminance(over(rgba(getComputedStyle(part).color), back))];
         return [part.textContent, (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05)];
@@ -60,6 +60,8 @@ def test_words_stand_out(page: Page, palette: str) -> None:
     add_nodes(page, {"load": ("LoadINT8DiT", {}), "benchmark": ("INT8KernelBenchmark", {})}, [])
     page.evaluate(SHOW)
     page.wait_for_selector(WARNING)
+    page.evaluate("[...document.querySelectorAll('.int8-more')].at(-1).click()")
+    page.wait_for_selector(".int8-details")
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 15
     assert not {text: ratio for text, ratio in contrasts if ratio < LEAST}
