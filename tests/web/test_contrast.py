@@ -41,7 +41,8 @@ CONTRASTS = """() => {
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
     const hasWords = (part) => [...part.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    return [...document.querySelectorAll(".int8-result *, .int8-details *, .int8-warning *")].filter(hasWords).map((part) => {
+    const ours = [...document.querySelectorAll(".int8-result *, .int8-details *, .int8-warning *")];
+    return ours.filter(hasWords).map((part) => {
         const back = behind(part);
         const both = [luminance(back), luminance(over(rgba(getComputedStyle(part).color), back))];
         return [part.textContent, (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05)];

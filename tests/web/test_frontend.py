@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def test_glyph_workflow_runs_and_warns(page: Page, server: ComfyServer, tmp_path: Path) -> None:
     load(page, template(server, "int8_glyphs", "glyph_nodes"))
     outputs = run(page, server)
-    page.wait_for_selector(".int8-result td")
+    page.wait_for_selector(".int8-result .int8-headline")
     page.screenshot(path=tmp_path / "int8_glyphs.png")
 
     kinds = {kind for output in outputs.values() for kind in output}
@@ -26,7 +26,7 @@ def test_glyph_workflow_runs_and_warns(page: Page, server: ComfyServer, tmp_path
     assert "calibrated" in page.locator(BADGE).all_text_contents()
     # The workflow leaves the kernel to `auto`, which has nothing to choose on this machine, and says so once.
     text = page.wait_for_selector(WARNING).text_content()
-    assert "bf16" in text and page.locator(WARNING).count() == 1
+    assert "runs in bf16" in text and page.locator(WARNING).count() == 1
     (node,) = re.findall(r"\(#(\d+)\)", text)
     title = page.evaluate("id => app.graph.getNodeById(id).title", int(node))
     assert title != node and text.count(f"{title} (#{node})") == 1

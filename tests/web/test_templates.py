@@ -273,7 +273,7 @@ def test_the_benchmark_runs_from_one_click_to_its_picture(page: Page, server: Co
         open_template(page, "INT8 kernel benchmark")
         outputs = run_to_the_end(page, server)
         assert {kind for output in outputs.values() for kind in output} >= {"int8_benchmark", "images"}
-        page.wait_for_selector(".int8-result td")
+        page.wait_for_selector(".int8-result .int8-headline")
         wait_for_a_picture(page)
         assert_nothing_overlaps(page)
 
