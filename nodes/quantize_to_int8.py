@@ -1,11 +1,13 @@
 """The node "Quantize to INT8"."""
 
+from collections.abc import Set
 from dataclasses import asdict, replace
 
 from comfy_api.latest import io
 
 from ..kernels import METHODS, ROUNDINGS, Protection
 from .calibration.run import calibrate
+from .comfyui.execution import fits
 from .host import notices
 from .host.badges import Badge, badges_output
 from .host.decision import decision_stamp
@@ -28,6 +30,8 @@ _PROTECT = _SHARE, _NUMBER, _ERROR = "share of all linears", "number of layers",
 # the defaults and 4.5 with smoothing alone.
 _LAYERS_PER_STEP = 2
 _WITHOUT_CALIBRATION = ("none", "rotate")  # the methods that do the same without one
+_NEEDED = ("sampler", "sigmas", "latent_image")  # of a calibration run
+_OF_A_RUN = {*_NEEDED, "positive", "negative"}
 _ABSMAX, _LEAST_ERROR = "absmax", "least error"
 _EIGHT_BITS = "8 bits"
 _WEIGHTS = {_EIGHT_BITS: 8, "4 bits": 4}
@@ -239,6 +243,22 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         return decision_stamp(kernel)
 
     @classmethod
+    def validate_inputs(cls, input_types: dict[str, str], *, positive=None, protect=None) -> bool | str:
+        """Refuse calibration inputs that do not make a calibration, before anything runs.
+
+        Of all arguments ComfyUI has, only the types of linked inputs tell which are linked, by names such as
+        `positive.positive_0`. It leaves their check to who asks for them. What grows or has choices it always passes:
+        as positional arguments they would each be called wrong.
+        """
+        expected = {entry.id: entry.get_io_type() for entry in cls.define_schema().inputs}
+        expected["positive"] = io.Conditioning.io_type
+        for name, received in input_types.items():
+            wanted = expected.get(name.partition(".")[0], received)
+            if "." not in name.removeprefix("positive.") and not fits(received, wanted):
+                return f"{name} is linked to {received}, but it takes {wanted}: link it to another output"
+        return _wrong_calibration_inputs({name.partition(".")[0] for name in input_types}) or True
+
+    @classmethod
     def execute(
         cls,
         model,
@@ -277,21 +297,19 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             _WEIGHTS[weights],
         )
         prompts = list((positive or {}).values())
-        needed = {"sampler": sampler, "sigmas": sigmas, "latent_image": latent_image}
-        missing = [name for name, value in needed.items() if value is None]
-        sampling = len(missing) < len(needed) or prompts or negative is not None
-        if calibration is not None and sampling:
-            raise ValueError(
-                "a calibration is connected, and so are inputs of a calibration run: disconnect the calibration, or "
-                "positive, negative, sampler, sigmas and latent_image"
-            )
-        if sampling and missing:
-            raise ValueError(
-                f"calibration also needs {' and '.join(missing)}: connect {'it' if len(missing) == 1 else 'them'}, or "
-                "disconnect all calibration inputs to quantize without smoothing"
-            )
+        inputs = {
+            "calibration": calibration,
+            "positive": prompts or None,
+            "negative": negative,
+            "sampler": sampler,
+            "sigmas": sigmas,
+            "latent_image": latent_image,
+        }
+        given = {name for name, value in inputs.items() if value is not None}
+        if wrong := _wrong_calibration_inputs(given):  # a node before this one gave nothing
+            raise ValueError(wrong)
         progress = Progress()
-        if sampling:
+        if sampler is not None:
             assert sigmas is not None and latent_image is not None  # or they were missing
             if len(sigmas) < 2:
                 raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
@@ -318,6 +336,22 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         badges = badges_output(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
         ui = badges | {"int8_quantization_report": [asdict(chart_of(report))]}
         return io.NodeOutput(quantized, plot(report), report.markdown(), calibration, ui=ui)
+
+
+def _wrong_calibration_inputs(given: Set[str]) -> str:
+    """Why a node with these inputs cannot calibrate, and what to do; "" where it can, or is not to."""
+    if not given & _OF_A_RUN:
+        return ""
+    if "calibration" in given:
+        return (
+            "a calibration is connected, and so are inputs of a calibration run: disconnect the calibration, or "
+            "positive, negative, sampler, sigmas and latent_image"
+        )
+    missing = [name for name in _NEEDED if name not in given]
+    it = "it" if len(missing) == 1 else "them"
+    if not missing:
+        return ""
+    return f"calibration also needs {' and '.join(missing)}: connect {it}, or disconnect all calibration inputs"
 
 
 def _badge(report: QuantizationReport, method: str) -> Badge:

@@ -9,7 +9,7 @@ export function element(tag, { className, text, ...attributes } = {}, children =
   return made;
 }
 
-/** A line that must be seen: a coloured dot and a few words. `severity` is good, note or warn. */
+/** A line that must be seen: a coloured dot and a few words. `severity` is good, note, warn or error. */
 export function badge(severity, text) {
   return element("strong", { className: "int8-badge", "data-severity": severity, text });
 }
@@ -21,6 +21,8 @@ export const STYLE = `
 [data-severity] { --int8-hue: #8a8f98; }
 [data-severity=good] { --int8-hue: #2ea04f; }
 [data-severity=warn] { --int8-hue: #d98e1f; }
+[data-severity=error] { --int8-hue: #e5484d; }
+.int8-result-old [data-severity] { --int8-hue: #8a8f98; }
 
 .int8-badge { width: fit-content; max-width: 100%; box-sizing: border-box; padding: 2px 8px;
   border-radius: 6px; font-size: 12px; font-weight: 600; color: var(--input-text);
@@ -39,7 +41,8 @@ export const STYLE = `
   margin: 0 0 6px; font-variant-numeric: tabular-nums; }
 .int8-bar { height: 10px; border-radius: 2px; background: var(--descrip-text); }
 .int8-bar[data-ours=true] { background: #2f6fd0; }
-.int8-result-old .int8-badge { filter: grayscale(1); }
+.int8-result-old :is(.int8-badge, .int8-headline) { color: var(--descrip-text); }
+.int8-result .int8-error { margin: 4px 0 0; color: color-mix(in srgb, #e5484d 45%, var(--input-text)); }
 
 .int8-details { box-sizing: border-box; max-width: min(900px, 92vw); max-height: 86vh; margin: auto; overflow: auto;
   padding: 14px 18px; border: 1px solid var(--border-color); border-radius: 8px; background: var(--comfy-menu-bg);

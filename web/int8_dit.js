@@ -6,13 +6,12 @@ import { element, STYLE } from "./elements.js";
 import { fitWords, labelChoices, labelGrown } from "./labels.js";
 import { menuOf } from "./menus.js";
 import { followRenderer, hideRareWidgets } from "./more_settings.js";
+import { isPackNode } from "./pack_nodes.js";
 import { heightOf, showLastResults, showNewResults, showsResults } from "./results.js";
+import { followRuns } from "./run_state.js";
 import { listSavedFiles } from "./saved_files.js";
 import { loadTranslations, translateOptions } from "./translations.js";
 import { SETTINGS, showWarning, WARNING_EVENT } from "./warnings.js";
-
-// What ComfyUI calls the pack: by its folder.
-const MODULE = `custom_nodes.${decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2))}`;
 
 app.registerExtension({
   name: "int8_dit",
@@ -25,12 +24,13 @@ app.registerExtension({
     api.addEventListener(WARNING_EVENT, ({ detail }) => showWarning(detail));
     listSavedFiles();
     followRenderer();
+    followRuns();
   },
 
   getNodeMenuItems: menuOf,
 
   nodeCreated(node) {
-    if (node.constructor.nodeData?.python_module === MODULE) {
+    if (isPackNode(node)) {
       translateOptions(node);
       labelGrown(node);
       fitWords(node);

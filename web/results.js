@@ -26,7 +26,7 @@ const ROOM = {
   SaveINT8Calibration: 66,
   SaveINT8DiT: 66,
 };
-const RESULT_WIDGET = "int8_dit_result";
+export const RESULT_WIDGET = "int8_dit_result";
 const MARGIN = 4;
 
 export const showsResults = (node) => node.comfyClass in ROOM;
@@ -101,7 +101,7 @@ function downloadLink({ filename, subfolder, type }) {
 }
 
 /** The node's result widget; the first result makes it, so a node that has not run shows nothing. */
-function resultWidget(node) {
+export function resultWidget(node) {
   const existing = node.widgets?.find((widget) => widget.name === RESULT_WIDGET);
   if (existing) return existing;
   const content = element("div");

@@ -6,6 +6,7 @@ import { app } from "../../scripts/app.js";
 import { element } from "./elements.js";
 import { nodeOfWarning, openHelp, PARAGRAPHS } from "./help.js";
 import { openBenchmark } from "./menus.js";
+import { nodeOf } from "./pack_nodes.js";
 import { translated } from "./translations.js";
 
 export const WARNING_EVENT = "int8_dit.warning";
@@ -47,17 +48,6 @@ function seen() {
 function setSeen(reason, isSeen) {
   const others = seen().filter((other) => other !== reason);
   sessionStorage.setItem(SEEN, JSON.stringify(isSeen ? [...others, reason] : others));
-}
-
-/** The node that a running prompt calls `id`: a path through subgraphs, such as "12:5". */
-function nodeOf(id) {
-  let graph = app.rootGraph ?? app.graph;
-  let node;
-  for (const part of String(id).split(":")) {
-    node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
-    graph = node?.subgraph;
-  }
-  return node;
 }
 
 export function showWarning({ reason, summary, detail, node }) {

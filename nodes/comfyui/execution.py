@@ -11,10 +11,12 @@ if TYPE_CHECKING:  # a type checker does not see ComfyUI
     class DynamicPrompt(Any): ...
 
     is_link: Any
+    validate_node_input: Any
 
 else:
     from comfy_execution.graph import DynamicPrompt
     from comfy_execution.graph_utils import is_link
+    from comfy_execution.validation import validate_node_input
 
 
 def executing_node() -> tuple[str, str] | None:
@@ -44,6 +46,11 @@ def show_text(text: str) -> None:
     if node is not None and server is not None:
         # Only that browser surely has this node.
         server.send_progress_text(text, node[1], server.client_id)
+
+
+def fits(output: str, input: str) -> bool:
+    """Whether an output of a type can be linked to an input of a type, as ComfyUI sees it."""
+    return validate_node_input(output, input)
 
 
 class ProgressBar:

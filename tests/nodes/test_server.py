@@ -289,14 +289,23 @@ def test_alpha_outside_its_range_is_refused_before_anything_runs(server):
 
 
 def test_half_connected_calibration_says_what_is_missing(server):
-    from support.server import ExecutionFailed
+    """Before anything runs."""
+    from support.server import PromptRejected
 
     prompt = Prompt()
     model = workflows.calibrated_model(prompt, workflows.stock_model(prompt))
-    del prompt[model[0]]["inputs"]["sigmas"]
+    inputs = prompt[model[0]]["inputs"]
+    sigmas = inputs.pop("sigmas")
     workflows.save_model(prompt, model)
-    with pytest.raises(ExecutionFailed, match="calibration also needs sigmas: connect it"):
-        server.queue(prompt)
+    with pytest.raises(PromptRejected, match="calibration also needs sigmas: connect it"):
+        server.submit(prompt)
+    inputs["sigmas"] = inputs["sampler"]
+    with pytest.raises(PromptRejected, match="sigmas is linked to SAMPLER, but it takes SIGMAS"):
+        server.submit(prompt)
+    inputs |= {"sigmas": sigmas, "calibration": [model[0], 3]}
+    inputs["calibration"][0] = workflows.calibrated_model(prompt, workflows.stock_model(prompt))[0]
+    with pytest.raises(PromptRejected, match="a calibration is connected, and so are inputs of a calibration run"):
+        server.submit(prompt)
 
 
 async def _listen(server, prompt, stop):

@@ -1,0 +1,164 @@
+"""A failed run looks failed: the sentence on the node, and nothing green."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support import workflows
+from support.frontend import BADGE, add_nodes, open_frontend, run, settle
+from support.server import ComfyServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+RESULT, FAILURE, OLD = ".int8-result", ".int8-error", ".int8-result-old"
+PROGRESS = "$$node-text-preview"
+ENGLISH = r"\b[a-z]{2,}(?: [a-z]{2,}){2,}"  # three words after each other
+BROKEN = "broken.safetensors"
+LOADER, QUANTIZE = ("LoadINT8DiT", {"model_name": workflows.GLYPH_MODEL}), ("QuantizeToINT8SmoothQuant", {})
+SHOWN_LOADER = ({"node": LOADER, "shown": ("PreviewAny", {})}, [("node", 1, "shown", "source")])
+SHOWN_QUANTIZE = (
+    {"file": ("UNETLoader", {"unet_name": workflows.GLYPH_MODEL}), "node": QUANTIZE, "shown": ("PreviewAny", {})},
+    [("file", 0, "node", "model"), ("node", 2, "shown", "source")],
+)
+PROMPT = """() => {
+    const text = LiteGraph.createNode("DemoLettersINT8DiT");
+    app.graph.add(text);
+    text.connect(0, app.graph.nodes.find(({ title }) => title === "node"), "positive.positive_0");
+}"""
+SET = """values => {
+    const { widgets } = app.graph.nodes.find(({ title }) => title === "node");
+    for (const [name, value] of Object.entries(values)) widgets.find((widget) => widget.name === name).value = value;
+}"""
+# By what fails: a graph that runs, what breaks it, and what the node then says.
+FAILING = {
+    "missing file": (
+        *SHOWN_LOADER,
+        (SET, {"model_name": "gone.safetensors"}),
+        "There is no file gone.safetensors for model_name: choose another, or put it into its folder and press R",
+    ),
+    "wrong file": (*SHOWN_LOADER, (SET, {"model_name": BROKEN}), "broken.safetensors is damaged or incomplete"),
+    "missing calibration input": (
+        *SHOWN_QUANTIZE,
+        (PROMPT, None),
+        "Calibration also needs sampler and sigmas and latent_image: connect them, or disconnect",
+    ),
+    "refused kernel": (*SHOWN_LOADER, (SET, {"attention": "INT8 (comfy-kitchen)"}), "INT8 (comfy-kitchen)"),
+}
+# When the page hears that a run failed, and when a node says so.
+CLOCKS = """() => {
+    const heard = () => (window.heardAt ??= performance.now());
+    app.api.addEventListener("execution_error", heard);
+    const { queuePrompt } = app.api;
+    app.api.queuePrompt = async function () {
+        try {
+            return await queuePrompt.apply(this, arguments);
+        } catch (error) {
+            heard();
+            throw error;
+        }
+    };
+    new MutationObserver(() => {
+        if (document.querySelector(".int8-error")) window.shownAt ??= performance.now();
+    }).observe(document.body, { childList: true, subtree: true });
+}"""
+
+
+def severities(page: Page) -> list[str]:
+    return page.evaluate("badge => [...document.querySelectorAll(badge)].map(e => e.dataset.severity)", BADGE)
+
+
+def old(page: Page) -> list[bool]:
+    """Of each result whether it looks like one of an earlier run."""
+    return page.evaluate(
+        "result => [...document.querySelectorAll(result)].map(e => !!e.querySelector('.int8-result-old'))", RESULT
+    )
+
+
+def dispatch(page: Page, event: str, **detail: object) -> None:
+    page.evaluate("([name, detail]) => app.api.dispatchEvent(new CustomEvent(name, { detail }))", [event, detail])
+
+
+def fail(page: Page, change: tuple[str, object]) -> None:
+    page.evaluate(*change)
+    page.evaluate("() => void app.queuePrompt(0)")
+    page.wait_for_selector(FAILURE)
+    settle(page)
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_the_node_says_what_failed(page: Page, server: ComfyServer, renderer: str, case: str, tmp_path) -> None:
+    nodes, links, change, sentence = FAILING[case]
+    (server.base / "models" / "diffusion_models" / BROKEN).write_bytes(b"no model")
+    add_nodes(page, nodes, links)
+    run(page, server)
+    page.wait_for_selector(BADGE)
+    page.evaluate(CLOCKS)
+    fail(page, change)
+    page.screenshot(path=tmp_path / "failed.png")
+    widgets = page.evaluate("app.graph.nodes.flatMap(({ widgets }) => widgets?.map(({ name }) => name) ?? [])")
+    assert PROGRESS not in widgets
+    assert sentence in page.locator(FAILURE).text_content()
+    assert severities(page) == ["error"] and page.locator(FAILURE).is_visible()
+    assert 0 <= page.evaluate("shownAt - heardAt") + 50 < 1000  # the page may show it first
+
+
+def test_what_a_run_is_about_to_replace_is_grey(page: Page, server: ComfyServer, renderer: str) -> None:
+    """While it runs and when it is interrupted; a result that comes out of the cache is as good as new."""
+    add_nodes(page, *SHOWN_LOADER)
+    run(page, server)
+    page.wait_for_selector(BADGE)
+    loader = page.evaluate("`${app.graph.nodes.find(({ title }) => title === 'node').id}`")
+    page.evaluate(
+        """old => app.api.addEventListener("execution_start", ({ detail }) => {
+            Object.assign(window, { started: detail, wasOld: Boolean(document.querySelector(old)) });
+        })""",
+        OLD,
+    )
+    run(page, server)
+    page.wait_for_function("([old]) => !document.querySelector(old)", arg=[OLD])
+    assert page.evaluate("wasOld") and old(page) == [False]
+
+    ids = {"prompt_id": page.evaluate("started.prompt_id"), "node_id": loader, "node_type": "LoadINT8DiT"}
+    dispatch(page, "execution_interrupted", **ids | {"prompt_id": "of another browser"})
+    assert old(page) == [False] and page.locator(FAILURE).count() == 0
+    dispatch(page, "execution_interrupted", **ids)
+    assert severities(page) == ["warn"] and page.locator(BADGE).text_content() == "interrupted"
+    run(page, server)
+    page.wait_for_function("([old]) => !document.querySelector(old)", arg=["section[role=alert]"])
+    page.wait_for_selector(BADGE)
+    assert "interrupted" not in page.locator(BADGE).all_text_contents() and old(page) == [False]
+
+
+def test_a_node_without_results_says_what_failed(page: Page, server: ComfyServer, renderer: str) -> None:
+    add_nodes(
+        page,
+        {"node": ("MergeINT8Calibrations", {}), "save": ("SaveINT8Calibration", {})},
+        [("node", 0, "save", "calibration")],
+    )
+    page.evaluate("() => void app.queuePrompt(0)")
+    page.wait_for_selector(FAILURE)
+    assert severities(page) == ["error"]
+
+
+@pytest.mark.parametrize("tag", ("zh-CN", "ja-JP"))
+def test_inputs_are_called_what_the_user_sees(browser: Browser, server: ComfyServer, tag: str) -> None:
+    with open_frontend(browser, server.url, locale=tag) as page:
+        nodes, links, change, _ = FAILING["missing calibration input"]
+        add_nodes(page, nodes, links)
+        fail(page, change)
+        text = page.locator(FAILURE).text_content()
+        names = page.evaluate(
+            """() => app.graph.nodes.find(({ title }) => title === "node").inputs
+                .filter(({ name }) => ["sampler", "sigmas", "latent_image"].includes(name))
+                .map(({ localized_name }) => localized_name)"""
+        )
+        assert len(names) == 3 and all(name in text for name in names)
+        assert not re.search(ENGLISH, text + page.locator(BADGE).text_content())
+        add_nodes(page, *SHOWN_LOADER)
+        fail(page, FAILING["missing file"][2])
+        text = page.locator(FAILURE).text_content()
+        assert "gone.safetensors" in text and not re.search(ENGLISH, text)
