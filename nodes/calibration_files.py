@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from .calibration.calibration import Calibration, merge_calibrations
 from .calibration.file import load_calibration, save_calibration
 from .comfyui.folders import add_kind, listed_names, path_of
-from .host.output_files import output_paths, saved_file, saved_line, workflow_metadata
+from .host.output_files import output_paths, saved_file, workflow_metadata
 from .host.work import Progress
 from .sockets import CalibrationType, filename_prefix_input
 
@@ -56,7 +56,7 @@ class SaveINT8Calibration(io.ComfyNode):
         progress = Progress(2 * len(calibration.statistics))  # two tensors of each layer
         on_tensor = partial(progress.step, "saving tensor")
         path = save_calibration(calibration, paths, workflow_metadata(cls.hidden), on_tensor)
-        progress.finish(saved_line(path))
+        progress.finish()
         return io.NodeOutput(ui=saved_file(path))
 
 

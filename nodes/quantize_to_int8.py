@@ -332,7 +332,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 settings = replace(settings, protected_in=BF16)
         quantized, report = quantize_model(model, settings, kernel, calibration, progress)
         set_attention(quantized, attention, exact_attention_of(quantized))
-        progress.finish(f"{len(report.layers)} layers quantized")
+        progress.finish()
         badges = badges_output(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
         ui = badges | {"int8_quantization_report": [asdict(chart_of(report))]}
         return io.NodeOutput(quantized, plot(report), report.markdown(), calibration, ui=ui)

@@ -180,7 +180,7 @@ def run(
     if device.type == "cuda" and decision == STORE and health.healthy:
         sentences += store_attention(device, attention)
     remarks += [*_native_remark(device, ticked), *notes(results), *notes(attention)]
-    progress.finish(headline(results, split))
+    progress.finish()
     blocks = () if model is None else fusion_of(model)
     if any(kind.why for kind in blocks):
         remarks.append(f"{in_words(blocks)}.")

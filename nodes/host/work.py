@@ -72,10 +72,9 @@ class Progress:
             self.say(f"{doing} {self._done:.0f} of {max(self._done, self._steps):.0f}{self._left()}")
         self._bar.set(round(_BAR_STEPS * self._position), preview=preview)
 
-    def finish(self, text: str) -> None:
-        """The job is done: the bar is full, and the node keeps this line."""
+    def finish(self) -> None:
+        """The job is done and the bar full. What came of it is for the node's result to say, once."""
         self._bar.set(_BAR_STEPS)
-        self._line.show(text, at_once=True)
 
     def _left(self) -> str:
         """How long the whole job will take from now on, if it goes on as it went; "" where nobody knows or waits."""
@@ -100,8 +99,8 @@ class _Line:
     def __init__(self) -> None:
         self._shown_at = float("-inf")
 
-    def show(self, text: str, at_once: bool = False) -> None:
+    def show(self, text: str) -> None:
         now = time.monotonic()
-        if at_once or now - self._shown_at >= _SECONDS_BETWEEN_TEXTS:
+        if now - self._shown_at >= _SECONDS_BETWEEN_TEXTS:
             self._shown_at = now
             show_text(text)

@@ -20,6 +20,7 @@ from ..layers.stored_weights import patch_products
 from .load_plan import LoadPlan
 from .loaded_checks import check_loaded
 from .operations import int8_operations
+from .summary import floats_name
 
 
 def build_model(
@@ -111,7 +112,7 @@ def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = Fa
 
 
 def add_fallback_warning(model: ModelPatcher, kernel: str) -> None:
-    """Warn once per run and card, when a sampling begins there, that the model runs in bf16 and why.
+    """Warn once per run and card, when a sampling begins there, that the model runs in floats and why.
 
     The sampling raises RuntimeError instead where `kernel` demands what the card cannot do.
     """
@@ -120,17 +121,19 @@ def add_fallback_warning(model: ModelPatcher, kernel: str) -> None:
         warn_of_fallback(
             patcher.load_device,
             kernel,
+            patcher.model.get_dtype_inference(),
             "Set kernel to 'fused int8' on the node that made the model, to use INT8 all the same.",
         )
 
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)
 
 
-def warn_of_fallback(device: torch.device, kernel: str, advice: str) -> None:
-    """Warn once per run and card that INT8 models run in bf16 there, if `kernel` falls back to it, and why.
+def warn_of_fallback(device: torch.device, kernel: str, floats: torch.dtype, advice: str) -> None:
+    """Warn once per run and card that INT8 models run in `floats` there, if `kernel` falls back to it, and why.
 
     `advice` is how to have INT8 all the same, where that can be had. Raises what `choose_path` does.
     """
     compute = choose_path(device, kernel)
     if compute.fallback:
-        notices.warn("bf16", "INT8 DiT runs in bf16", f"{compute.reason}.", "" if compute.blocked else advice)
+        summary = f"INT8 DiT runs in {floats_name(floats)}"
+        notices.warn("bf16", summary, f"{compute.reason}.", "" if compute.blocked else advice)

@@ -54,7 +54,7 @@ def load_int8_model(
         plan = CheckpointPlan(kernel, dtype, **held, devices=devices, as_stored=memory == AS_STORED)
         if plan.falls_back():
             advice = "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it."
-            warn_of_fallback(devices[0], kernel, advice)
+            warn_of_fallback(devices[0], kernel, dtype, advice)
         plan.begin()
         model = build_model(checkpoint.tensors, checkpoint.metadata, plan, disable_dynamic)
     if plan.as_stored:

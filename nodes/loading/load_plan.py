@@ -135,11 +135,9 @@ class CheckpointPlan(LoadPlan):
             self._progress.step("decoding layer")
 
     def finish(self) -> None:
-        """Say on the progress bar what was done."""
-        quantizes = any(weight.doing == "quantizing" for weight in self.weights.values())
-        done = "quantized while loading" if quantizes else "decoded while loading"
+        """Fill the progress bar."""
         if self._progress is not None:
-            self._progress.finish("loaded as stored" if self.as_stored else done)
+            self._progress.finish()
 
     def _is_made(self, key: str) -> bool:
         weight = self.weights.get(key.removesuffix(_WEIGHT)) if key.endswith(_WEIGHT) else None

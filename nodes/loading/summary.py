@@ -81,7 +81,7 @@ def summarize(model: ModelPatcher) -> Summary:
 
 def floats_of(model: ModelPatcher) -> str:
     """The name of the floats that a MODEL computes in."""
-    return _name(model.model.get_dtype_inference())
+    return floats_name(model.model.get_dtype_inference())
 
 
 def _kind(
@@ -107,12 +107,12 @@ def _kind(
     if path is not None and form is not None and path.kind == NATIVE:
         return _NATIVE_RANK, f"ComfyUI's INT8 ({path.reason})"
     if form is not None and form.own:
-        return 2, f"INT8 in memory but computed in {_name(params(weight).orig_dtype)}{why}"
+        return 2, f"INT8 in memory but computed in {floats_name(params(weight).orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
         held = quantized_format(module) or layout_of(weight)
         return 4, f"{_FORMATS.get(held, held)} as in the file{'' if form is None else why}"
     rank, because = otherwise
-    dtype = f"{_name(weight.dtype)} {because}".rstrip()
+    dtype = f"{floats_name(weight.dtype)} {because}".rstrip()
     return rank, dtype if rank == 6 or because == "(protected)" else f"{dtype}{why}"
 
 
@@ -138,5 +138,6 @@ def _layers(number: int) -> str:
     return f"{number} layer{'s' if number > 1 else ''}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def floats_name(dtype: torch.dtype) -> str:
+    """What the user reads of a type of floats."""
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))

@@ -15,7 +15,6 @@ from ..files.saved_quant_configs import quant_configs_as_metadata
 from ..files.workflow_entries import with_workflow
 from ..files.writing.safetensors_writer import PendingTensor, write_safetensors
 from ..host import notices
-from ..host.output_files import saved_line
 from ..host.work import Progress
 from ..layers.int8_weight import is_int8
 from ..layers.layer_selection import check_runs_as_stored
@@ -76,7 +75,7 @@ def save_int8_model(
     metadata = with_workflow(about, workflow)
     progress = Progress(len(tensors))
     path = write_safetensors(destination, tensors, metadata, partial(progress.step, "saving tensor"))
-    progress.finish(saved_line(path))
+    progress.finish()
     return path
 
 

@@ -20,7 +20,6 @@ from ..files.workflow_entries import with_workflow
 from ..files.writing.gguf_writer import PendingGGUF, plain_type, write_gguf
 from ..files.writing.safetensors_writer import PendingTensor
 from ..host import notices
-from ..host.output_files import saved_line
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.layer_selection import check_runs_as_stored, linears
 from ..loading.build import file_metadata
@@ -94,7 +93,7 @@ def save_gguf_model(
     progress = Progress(len(tensors))
     step = partial(progress.step, "saving tensor")
     path = write_gguf(destination, tensors, architecture, SAVED_TYPES[type], with_workflow(about, workflow), step)
-    progress.finish(saved_line(path))
+    progress.finish()
     return path
 
 

@@ -177,7 +177,7 @@ def test_smoothing_factors_divide_the_input(dit, tmp_path):
 
 
 def fallback_warnings(caplog):
-    return [record.getMessage() for record in caplog.records if "runs in bf16" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "INT8 DiT runs in" in record.getMessage()]
 
 
 def dequantized_file(dit, native, path):

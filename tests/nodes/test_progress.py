@@ -66,7 +66,7 @@ def test_parts_share_one_bar(bar):
         second.step()
     last = job.part(0.4, 2)
     last.step()
-    job.finish("done")
+    job.finish()
     assert bar == pytest.approx([0.1, 0.45, 0.6, 0.6, 0.6, 0.6, 0.8, 1.0])
 
 
@@ -121,7 +121,6 @@ def test_the_quantize_node_shows_one_job(dit, bar, texts, clock, monkeypatch):
         "16-bit activations for layer 1 of 2",
         "16-bit activations for layer 2 of 2",
         "building the INT8 model",
-        "21 layers quantized",
     ]
     # A step of the sampler is worth two layers.
     assert bar[2] == pytest.approx(6 / (12 + 21), abs=1e-3)
@@ -137,14 +136,13 @@ def test_texts_go_to_the_node_and_the_browser_that_run_it(bar, texts, clock):
     assert texts == [("layer 1 of 3", "7", "me")]
 
 
-def test_texts_are_few_but_the_last_one_is_shown(bar, texts, clock):
+def test_texts_are_few(bar, texts, clock):
     job = progress(1000)
     for layer in range(1000):
         clock.now += 0.01
         job.part(0.001, 1).say(str(layer))
-    job.finish("done")
     assert [text for text, *_ in texts][:2] == ["0", "25"]
-    assert texts[-1][0] == "done" and len(texts) <= 1000 * 0.01 / 0.25 + 2
+    assert 10 < len(texts) <= 1000 * 0.01 / 0.25 + 2
 
 
 def test_without_a_server_or_a_node_there_is_no_text(bar, texts, clock, monkeypatch):

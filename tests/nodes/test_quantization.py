@@ -455,13 +455,13 @@ def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, ca
     torch.testing.assert_close(dit.module(quantized, dit.LAYER)(x), expected)
 
     dit.sample(quantized)
-    assert len([r for r in caplog.records if "runs in bf16" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "INT8 DiT runs in" in r.getMessage()]) == 1
     assert save_int8_model(quantized, str(tmp_path / "x.safetensors"), {})
 
 
 def test_quantizing_again_with_another_kernel_does_not_warn(dit, model, caplog):
     dit.sample(dit.quantize(dit.quantize(model, kernel="auto"), kernel="fused int8"))
-    assert not [r for r in caplog.records if "runs in bf16" in r.getMessage()]
+    assert not [r for r in caplog.records if "INT8 DiT runs in" in r.getMessage()]
 
 
 def test_a_second_copy_for_another_gpu(dit, model):

@@ -42,7 +42,7 @@ def fallbacks(model, caplog):
     """What the user is told when a sampling begins; nothing is sampled."""
     caplog.clear()
     model.pre_run()
-    return [record.getMessage() for record in caplog.records if "runs in bf16" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "INT8 DiT runs in" in record.getMessage()]
 
 
 def test_auto_decides_by_the_card_that_computes(dit, second_card, caplog):

@@ -369,7 +369,7 @@ def test_the_bf16_fallback_is_a_toast_once_per_run(server):
     _, events = listen(server, prompt, lambda event: event["type"] == "execution_success")
     toasts = [event["data"] for event in events if event["type"] == "int8_dit.warning"]
     (toast,) = [toast for toast in toasts if toast["reason"] == "bf16"]
-    assert toast["summary"] == "INT8 DiT runs in bf16" and prompt[toast["node"]]["class_type"] == "LoadINT8DiT"
+    assert toast["summary"] == "INT8 DiT runs in fp32" and prompt[toast["node"]]["class_type"] == "LoadINT8DiT"
 
 
 def inputs_of(info, inside=""):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 MUTE, SETTING = f"{WARNING} .int8-warning-mute", "INT8DiT.Warnings.bf16"
-IN_LOG = "INT8 DiT runs in bf16"
+IN_LOG = "INT8 DiT runs in fp32"
 
 
 def falls_back(seed: int) -> Prompt:
