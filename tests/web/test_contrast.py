@@ -22,6 +22,9 @@ SHOW = """() => {
     sessionStorage.clear();
     const detail = { reason: "bf16", summary: "summary", detail: "detail", node: String(loader.id) };
     app.api.dispatchEvent(new CustomEvent("int8_dit.warning", { detail }));
+    const failing = app.graph.nodes.find(({ type }) => type === "SaveINT8DiT");
+    const failure = { node_id: String(failing.id), node_type: failing.type, exception_message: "what failed" };
+    app.api.dispatchEvent(new CustomEvent("execution_error", { detail: failure }));
 }"""
 CONTRASTS = """() => {
     const rgba = (color) => {
@@ -58,11 +61,13 @@ def palette(page: Page, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_words_stand_out(page: Page, palette: str) -> None:
-    add_nodes(page, {"load": ("LoadINT8DiT", {}), "benchmark": ("INT8KernelBenchmark", {})}, [])
+    add_nodes(
+        page, {"load": ("LoadINT8DiT", {}), "benchmark": ("INT8KernelBenchmark", {}), "save": ("SaveINT8DiT", {})}, []
+    )
     page.evaluate(SHOW)
     page.wait_for_selector(WARNING)
     page.evaluate("[...document.querySelectorAll('.int8-more')].at(-1).click()")
     page.wait_for_selector(".int8-details")
     contrasts = page.evaluate(CONTRASTS)
-    assert len(contrasts) > 15
+    assert len(contrasts) > 15 and "What failed" in [text for text, _ in contrasts]
     assert not {text: ratio for text, ratio in contrasts if ratio < LEAST}
