@@ -168,7 +168,9 @@ def test_patterns_of_sentences_are_translated():
         }
         assert not wrong, listed("other placeholders", wrong)
         words = {key: text for key, text in patterns.items() if re.search("[a-z]{3}", PLACEHOLDER.sub("", key))}
+        titles = set(dict(flat(read_texts(language))).values())  # 'Sigmas' is what a Chinese node calls the input
         foreign = {key for key, text in words.items() if not re.search(TRANSLATIONS[language], text)}
+        foreign = {key for key in foreign if words[key] not in titles}
         assert not foreign, listed("not translated", foreign)
 
 
