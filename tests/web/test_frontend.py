@@ -26,7 +26,7 @@ def test_glyph_workflow_runs_and_warns(page: Page, server: ComfyServer, tmp_path
     assert "calibrated" in page.locator(BADGE).all_text_contents()
     # The workflow leaves the kernel to `auto`, which has nothing to choose on this machine, and says so once.
     text = page.wait_for_selector(WARNING).text_content()
-    assert "runs in bf16" in text and page.locator(WARNING).count() == 1
+    assert "runs in fp32" in text and page.locator(WARNING).count() == 1
     (node,) = re.findall(r"\(#(\d+)\)", text)
     title = page.evaluate("id => app.graph.getNodeById(id).title", int(node))
     assert title != node and text.count(f"{title} (#{node})") == 1
