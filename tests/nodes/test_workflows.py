@@ -127,7 +127,10 @@ def compiled_lora(graph):
 
 @dataclass(frozen=True)
 class Workflow:
-    """A guider, and the one without what is tested here: what INT8 costs there, it may cost here."""
+    """A guider, and the one without what is tested here: what INT8 costs there, it may cost here.
+
+    Where both models take part that is the second one, which costs more: it is rounded while it is loaded.
+    """
 
     guider: Guider
     without: Guider = plain
@@ -149,10 +152,10 @@ WORKFLOWS = {
         lambda graph: graph.basic(graph.lora(graph.first, "other_lora"), graph.hooked(graph.hook_lora())),
         lambda graph: graph.basic(graph.lora(graph.first, "other_lora")),
     ),
-    "model as LoRA": Workflow(model_as_lora),
-    "merge": Workflow(merged),
+    "model as LoRA": Workflow(model_as_lora, plain_second),
+    "merge": Workflow(merged, plain_second),
     "merge with a LoRA": Workflow(merged_with_lora, merged),
-    "difference added": Workflow(difference_added),
+    "difference added": Workflow(difference_added, plain_second),
     "CFG": Workflow(plain_cfg),
     "two models": Workflow(dual_model, plain_cfg),
     "two conditionings": Workflow(dual_cfg, plain_cfg),
