@@ -37,16 +37,32 @@ def check_tokens(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} must be [B, T, K] or [T, K], got shape {tuple(tensor.shape)}")
 
 
-def check_modulation(name: str, tensor: torch.Tensor | None, x: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless `tensor` is None or has the axes of `x` [B, T, K], B and T possibly 1."""
+def check_modulation(name: str, tensor: torch.Tensor | None, x: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    """Raise TypeError or ValueError unless `tensor` is None or has the axes of `x` [B, T, K], B and T possibly 1; with
+    `rows`, which choose among them, any number in the place of T."""
     if tensor is None:
         return
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}")
-    fits = all(size in (1, whole) for size, whole in zip(tensor.shape[:-1], x.shape[:-1], strict=False))
+    wanted = [f"1 or {size}" for size in x.shape[:-1]]
+    sizes = list(zip(tensor.shape[:-1], x.shape[:-1], strict=False))
+    if rows is not None:
+        wanted[-1], sizes = "any", sizes[:-1]
+    fits = all(size in (1, whole) for size, whole in sizes)
     if tensor.ndim != x.ndim or tensor.shape[-1] != x.shape[-1] or not fits:
-        axes = ", ".join([*(f"1 or {size}" for size in x.shape[:-1]), str(x.shape[-1])])
-        raise ValueError(f"{name} must have shape ({axes}) to match x, got {tuple(tensor.shape)}")
+        raise ValueError(
+            f"{name} must have shape ({', '.join(wanted)}, {x.shape[-1]}) to match x, got {tuple(tensor.shape)}"
+        )
+
+
+def check_modulation_rows(rows: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless `rows` is None or int32 [T], for x [B, T, K] or [T, K]."""
+    if rows is None:
+        return
+    if rows.dtype != torch.int32:
+        raise TypeError(f"rows must be int32, got {rows.dtype}")
+    if rows.shape != (x.shape[-2],):
+        raise ValueError(f"rows must have shape ({x.shape[-2]},) to match x, got {tuple(rows.shape)}")
 
 
 def check_vector(name: str, tensor: torch.Tensor, length: int, axis: str) -> None:

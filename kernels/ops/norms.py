@@ -5,7 +5,14 @@ from typing import Any, Literal
 
 import torch
 
-from ..checks import check_activation_bits, check_modulation, check_same_device, check_tokens, check_vector
+from ..checks import (
+    check_activation_bits,
+    check_modulation,
+    check_modulation_rows,
+    check_same_device,
+    check_tokens,
+    check_vector,
+)
 from ..reference.linear import Quantized, new_quantized, quantize_activations_reference
 from ..reference.transform import UNCHANGED, ChannelTransform
 from .fused_op import fused_op
@@ -32,6 +39,11 @@ def normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return values if norm.bias is None else values + norm.bias.float()
 
 
+def _chosen(modulation: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """A modulation in float32, of each token its own where `rows` choose."""
+    return (modulation if rows is None else modulation.index_select(-2, rows)).float()
+
+
 def _check_norm(norm: Norm, channels: int) -> None:
     if norm.kind not in ("rms", "layer"):
         raise ValueError(f"a norm's kind must be rms or layer, got {norm.kind!r}")
@@ -47,14 +59,18 @@ def _check_norm_quantize(
     shift: torch.Tensor | None,
     transform: ChannelTransform,
     activation_bits: int,
+    rows: torch.Tensor | None,
 ) -> Quantized:
     check_tokens("x", x)
     _check_norm(norm, x.shape[-1])
-    check_modulation("scale", scale, x)
-    check_modulation("shift", shift, x)
+    check_modulation_rows(rows, x)
+    check_modulation("scale", scale, x, rows)
+    check_modulation("shift", shift, x, rows)
     check_activation_bits(activation_bits)
     transform.check(x.shape[-1])
-    check_same_device(x=x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, smooth=transform.smooth)
+    check_same_device(
+        x=x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, smooth=transform.smooth, rows=rows
+    )
     return new_quantized(x, x.shape[-1], activation_bits)
 
 
@@ -72,6 +88,7 @@ def norm_quantize(
     shift: torch.Tensor | None = None,
     transform: ChannelTransform = UNCHANGED,
     activation_bits: int = 8,
+    rows: torch.Tensor | None = None,
 ) -> Quantized:
     """norm(x) (1 + scale) + shift, quantized per token as `quantize_activations` does; float32 in between.
 
@@ -81,6 +98,8 @@ def norm_quantize(
         scale, shift: [B or 1, T or 1, K], with as many axes as `x`, or None.
         transform: what is done to the channels before they are quantized.
         activation_bits: 8 or 16.
+        rows: int32 [T], or None: which row of scale and shift [B or 1, M, K] each token has. Each must be below M,
+            which is not checked: that would wait for the GPU.
 
     Returns:
         int8 [B T, K], or [B T, 2K] for 16 bits, and float32 per-token scale [B T].
@@ -91,24 +110,30 @@ def norm_quantize(
     """
     values = normalized(x, norm)
     if scale is not None:
-        values = values * (1 + scale.float())
+        values = values * (1 + _chosen(scale, rows))
     if shift is not None:
-        values = values + shift.float()
+        values = values + _chosen(shift, rows)
     return quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)
 
 
 def _check_gated_residual(
-    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, norm: Norm | None, tanh: bool
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm: Norm | None,
+    tanh: bool,
+    rows: torch.Tensor | None,
 ) -> torch.Tensor:
     check_tokens("residual", residual)
     check_tokens("x", x)
     if residual.shape != x.shape:
         raise ValueError(f"x must have the residual's shape {tuple(residual.shape)}, got {tuple(x.shape)}")
-    check_modulation("gate", gate, x)
+    check_modulation_rows(rows, x)
+    check_modulation("gate", gate, x, rows)
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     if norm is not None:
         _check_norm(norm, x.shape[-1])
-    check_same_device(residual=residual, x=x, gate=gate, weight=weight, bias=bias)
+    check_same_device(residual=residual, x=x, gate=gate, weight=weight, bias=bias, rows=rows)
     return residual.new_empty(residual.shape)
 
 
@@ -125,6 +150,7 @@ def gated_residual(
     gate: torch.Tensor | None = None,
     norm: Norm | None = None,
     tanh: bool = False,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """residual + gate norm(x), with the gate's tanh where `tanh` says so; float32 in between.
 
@@ -132,6 +158,7 @@ def gated_residual(
         residual, x: [B, T, K] or [T, K], bf16, fp16 or fp32.
         gate: [B or 1, T or 1, K], with as many axes as `x`, or None for ones.
         norm: the norm of `x`, or None.
+        rows: which row of `gate` each token has, as in `norm_quantize`; or None.
 
     Returns:
         A new tensor like `residual`.
@@ -140,5 +167,6 @@ def gated_residual(
     """
     values = x.float() if norm is None else normalized(x, norm)
     if gate is not None:
-        values = values * (gate.float().tanh() if tanh else gate.float())
+        gate = _chosen(gate, rows)
+        values = values * (gate.tanh() if tanh else gate)
     return (residual.float() + values).to(residual.dtype)

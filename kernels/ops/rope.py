@@ -34,8 +34,10 @@ def _check_norm_rope(
             sizes = f"({x.shape[3]},) or ({x.shape[2] * x.shape[3]},)"
             raise ValueError(f"the weight of the norm of {name} must have shape {sizes}, got {tuple(weight.shape)}")
         check_same_device(**{"q": q, name: x, "weight": weight, "freqs": freqs})
-    if not freqs.is_floating_point() or freqs.shape[-2:] != (2, 2) or freqs.numel() != q.shape[1] * q.shape[3] * 2:
-        wanted = f"[..., {q.shape[1]}, {q.shape[3] // 2}, 2, 2]"
+    of_all = q.shape[1] * q.shape[3] * 2
+    of_each = of_all * q.shape[2] if q.shape[2] == k.shape[2] else of_all
+    if not freqs.is_floating_point() or freqs.shape[-2:] != (2, 2) or freqs.numel() not in (of_all, of_each):
+        wanted = f"[..., {q.shape[1]}, {q.shape[3] // 2}, 2, 2], or as many for each head of q and k,"
         raise ValueError(f"freqs must be floating point {wanted}, got {freqs.dtype} {tuple(freqs.shape)}")
     if out is None:
         return q.new_empty(q.shape), k.new_empty(k.shape)
@@ -67,8 +69,8 @@ def norm_rope(
     Args:
         q, k: [B, T, H, D] bf16, fp16 or fp32, of any strides.
         q_norm, k_norm: "rms" norms over the head (weight [D]) or over all heads (weight [H D]), or None.
-        freqs: float32 [..., T, D / 2, 2, 2], axes of size 1 before T: the matrix by which each pair of elements is
-            multiplied.
+        freqs: floats [..., T, D / 2, 2, 2] for all heads, or [..., T, H, D / 2, 2, 2] for each of as many in q and k,
+            axes of size 1 before T: the matrix by which each pair of elements is multiplied.
         pairs: which elements of a head are a pair: 2i and 2i + 1, or i and i + D / 2.
         out: two tensors like q and k to write into, such as slices of a longer sequence; new ones when None.
 
@@ -92,8 +94,8 @@ def _norm_rope(x: torch.Tensor, norm: Norm | None, freqs: torch.Tensor, pairs: s
         values = normalized(values.flatten(-2), norm).unflatten(-1, (heads, width))
     elif norm is not None:
         values = normalized(values, norm)
-    # [T, 1, D / 2, 2, 2]: the same for all samples and heads
-    matrix = freqs.reshape(x.shape[-3], 1, width // 2, 2, 2).float()
+    # [T, 1 or H, D / 2, 2, 2]: the same for all samples
+    matrix = freqs.reshape(x.shape[-3], -1, width // 2, 2, 2).float()
     if pairs == "halves":
         first, second = values.chunk(2, dim=-1)
     else:

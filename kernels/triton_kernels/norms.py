@@ -11,6 +11,7 @@ from .rows import (
     fits_registers,
     input_offsets,
     magnitude_bits,
+    modulation_offset,
     reciprocal,
     row_blocks,
     store_quantized,
@@ -95,6 +96,7 @@ def norm_quantize_kernel(
     scale,
     shift,
     smooth,
+    rows,
     q,
     q_scale,
     T,
@@ -112,6 +114,7 @@ def norm_quantize_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     REMAINDER: tl.constexpr,
     INTERPRETED: tl.constexpr,
     HEAD: tl.constexpr,
@@ -124,8 +127,8 @@ def norm_quantize_kernel(
     """
     row = tl.program_id(0)
     x_row = x + token_offset(row, T, x_sample, x_token)
-    scale_row = scale + token_offset(row, T, scale_sample, scale_token)
-    shift_row = shift + token_offset(row, T, shift_sample, shift_token)
+    scale_row = scale + modulation_offset(row, T, rows, scale_sample, scale_token, HAS_ROWS)
+    shift_row = shift + modulation_offset(row, T, rows, shift_sample, shift_token, HAS_ROWS)
     q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
 
     head_offsets = input_offsets(0, HEAD, GROUP)
@@ -190,6 +193,7 @@ def gated_residual_kernel(
     gate,
     weight,
     bias,
+    rows,
     out,
     T,
     K,
@@ -203,6 +207,7 @@ def gated_residual_kernel(
     NORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     GATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     HEAD: tl.constexpr,
@@ -212,7 +217,7 @@ def gated_residual_kernel(
     row = tl.program_id(0)
     x_row = x + token_offset(row, T, x_sample, x_token)
     residual_row = residual + token_offset(row, T, residual_sample, residual_token)
-    gate_row = gate + token_offset(row, T, gate_sample, gate_token)
+    gate_row = gate + modulation_offset(row, T, rows, gate_sample, gate_token, HAS_ROWS)
     out_row = out + row.to(tl.int64) * K
     first = tl.arange(0, HEAD)
     second = first
@@ -234,10 +239,10 @@ def norm_quantize_constants(
     interpreted: bool,
     *given: bool,
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """The kernel's constants and compilation options; `given` says of weight, bias, scale, shift and smoothing factors
-    which there are."""
+    """The kernel's constants and compilation options; `given` says of weight, bias, scale, shift, smoothing factors
+    and rows which there are."""
     head, tail, _, warps = row_blocks(channels, group)
-    names = ("HAS_WEIGHT", "HAS_BIAS", "HAS_SCALE", "HAS_SHIFT", "HAS_SMOOTH")
+    names = ("HAS_WEIGHT", "HAS_BIAS", "HAS_SCALE", "HAS_SHIFT", "HAS_SMOOTH", "HAS_ROWS")
     constants = {
         "NORM": kind,
         **dict(zip(names, given, strict=True)),
@@ -254,7 +259,8 @@ _NORM_QUANTIZE = Launcher(norm_quantize_kernel, norm_quantize_constants)
 
 
 def _smoothed_as_read(tensors: Tensors) -> Tensors:
-    return [*map(dense_channels, tensors[:-1]), dense_factors(tensors[-1])]
+    *others, smooth, rows = tensors
+    return [*map(dense_channels, others), dense_factors(smooth), dense_channels(rows)]
 
 
 def launch_norm_quantize(
@@ -268,12 +274,13 @@ def launch_norm_quantize(
     smooth: torch.Tensor | None,
     rotation_group: int | None,
     activation_bits: int,
+    rows: torch.Tensor | None,
 ) -> Layout | None:
     """The launch on checked, non-empty tensors like these; None for rows that no program holds."""
     channels, group = x.shape[-1], rotation_group or 1
     if not fits_registers(channels, group):
         return None
-    tensors = (x, weight, bias, scale, shift, smooth)
+    tensors = (x, weight, bias, scale, shift, smooth, rows)
     read = _smoothed_as_read(tensors)
     form = (channels, kind, group, activation_bits, not x.is_cuda, *(tensor is not None for tensor in tensors[1:]))
     strides = (*token_strides(read[0]), *token_strides(read[3]), *token_strides(read[4]))
@@ -284,7 +291,7 @@ def launch_norm_quantize(
 
 
 def gated_residual_constants(
-    channels: int, kind: str, gate: str, has_weight: bool, has_bias: bool, interpreted: bool
+    channels: int, kind: str, gate: str, has_weight: bool, has_bias: bool, has_rows: bool, interpreted: bool
 ) -> tuple[dict[str, object], dict[str, object]]:
     """The kernel's constants and compilation options."""
     head, tail, _, warps = row_blocks(channels, 1)
@@ -292,6 +299,7 @@ def gated_residual_constants(
         "NORM": kind,
         "HAS_WEIGHT": has_weight,
         "HAS_BIAS": has_bias,
+        "HAS_ROWS": has_rows,
         "GATE": gate,
         "INTERPRETED": interpreted,
         "HEAD": head,
@@ -316,14 +324,16 @@ def launch_gated_residual(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     tanh: bool,
+    rows: torch.Tensor | None,
 ) -> Layout | None:
     """The launch on checked, non-empty tensors like these; None for rows that no program holds."""
     channels = x.shape[-1]
     if not fits_registers(channels, 1):
         return None
-    tensors = (residual, x, gate, weight, bias)
+    tensors = (residual, x, gate, weight, bias, rows)
     read = _as_read(tensors)
     gated = "none" if gate is None else "tanh" if tanh else "plain"
-    form = (channels, kind or "none", gated, weight is not None, bias is not None, not x.is_cuda)
+    given = (tensor is not None for tensor in (weight, bias, rows))
+    form = (channels, kind or "none", gated, *given, not x.is_cuda)
     numbers = (x.shape[-2], channels, *(stride for tensor in read[:3] for stride in token_strides(tensor)), eps)
     return Layout(_GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _as_read)

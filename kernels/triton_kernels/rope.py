@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .launching import Launcher, Layout, Tensors, same
-from .rows import dense_channels, dense_factors, fits_registers, token_offset
+from .rows import dense_channels, fits_registers, token_offset
 
 
 @triton.jit
@@ -43,14 +43,23 @@ def _store_pairs(
 
 
 @triton.jit
-def _load_matrix(freqs, row, D: tl.constexpr, HALF: tl.constexpr):
-    """The four elements [1, HALF] of a token's matrices [D / 2, 2, 2]."""
-    element = tl.arange(0, 4 * HALF)
-    values = tl.load(freqs + row.to(tl.int64) * (2 * D) + element, mask=element < 2 * D, other=0.0)
-    column_0, column_1 = tl.split(tl.reshape(values, (HALF, 2, 2)))
+def _load_matrices(
+    freqs, row, heads, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr
+):
+    """The four elements of a token's matrices [D / 2, 2, 2]: [1, HALF], or with EACH [HEADS, HALF] of some heads' own
+    among H."""
+    element = tl.arange(0, 4 * HALF)[None, :]
+    if EACH:
+        first = (row.to(tl.int64) * H + heads) * (2 * D)
+        values = tl.load(freqs + first + element, mask=(heads < H) & (element < 2 * D), other=0.0)
+        values = tl.reshape(values, (HEADS, HALF, 2, 2))
+    else:
+        values = tl.load(freqs + row.to(tl.int64) * (2 * D) + element, mask=element < 2 * D, other=0.0)
+        values = tl.reshape(values, (1, HALF, 2, 2))
+    column_0, column_1 = tl.split(values.to(tl.float32))
     f00, f10 = tl.split(column_0)
     f01, f11 = tl.split(column_1)
-    return f00[None, :], f01[None, :], f10[None, :], f11[None, :]
+    return f00, f01, f10, f11
 
 
 @triton.jit
@@ -81,11 +90,11 @@ def _finish(
 def _norm_rope_token(
     x_row, weight, out_row, freqs, token, x_head, out_head, eps, H: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
-    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEIGHBOURS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """All H heads of one token, HEAD and TAIL of them. NORM is "heads", "all" or "none"."""
-    f00, f01, f10, f11 = _load_matrix(freqs, token, D, HALF)  # pyright: ignore[reportGeneralTypeIssues]
     heads = tl.arange(0, HEAD)[:, None]
+    f00, f01, f10, f11 = _load_matrices(freqs, token, heads, H, D, HEAD, HALF, EACH)  # pyright: ignore[reportGeneralTypeIssues]
     first, second = _load_pairs(x_row, heads, x_head, H, D, HEAD, HALF, NEIGHBOURS)
     if TAIL > 0:
         tail_heads = HEAD + tl.arange(0, TAIL)[:, None]
@@ -101,6 +110,8 @@ def _norm_rope_token(
         D, HEAD, HALF, NORM, HAS_WEIGHT, NEIGHBOURS,
     )  # fmt: skip
     if TAIL > 0:
+        if EACH:
+            f00, f01, f10, f11 = _load_matrices(freqs, token, tail_heads, H, D, TAIL, HALF, EACH)  # pyright: ignore[reportGeneralTypeIssues]
         _finish(
             tail_first, tail_second, inverse, weight, out_row, f00, f01, f10, f11, tail_heads, out_head, H,
             D, TAIL, HALF, NORM, HAS_WEIGHT, NEIGHBOURS,
@@ -142,6 +153,7 @@ def norm_rope_kernel(
     K_HEAD: tl.constexpr,
     K_TAIL: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    EACH: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -152,13 +164,13 @@ def norm_rope_kernel(
         _norm_rope_token(
             q + token_offset(row, T, q_sample, q_token), q_weight,
             q_out + token_offset(row, T, q_out_sample, q_out_token), freqs, row % T, q_head, q_out_head, q_eps,
-            Q_HEADS, D, HALF, Q_HEAD, Q_TAIL, Q_NORM, Q_WEIGHT, NEIGHBOURS,
+            Q_HEADS, D, HALF, Q_HEAD, Q_TAIL, Q_NORM, Q_WEIGHT, NEIGHBOURS, EACH,
         )  # fmt: skip
     else:
         _norm_rope_token(
             k + token_offset(row, T, k_sample, k_token), k_weight,
             k_out + token_offset(row, T, k_out_sample, k_out_token), freqs, row % T, k_head, k_out_head, k_eps,
-            K_HEADS, D, HALF, K_HEAD, K_TAIL, K_NORM, K_WEIGHT, NEIGHBOURS,
+            K_HEADS, D, HALF, K_HEAD, K_TAIL, K_NORM, K_WEIGHT, NEIGHBOURS, EACH,
         )  # fmt: skip
 
 
@@ -171,7 +183,12 @@ def _side(prefix: str, heads: int, width: int, norm: str, has_weight: bool) -> d
 
 
 def norm_rope_constants(
-    heads: tuple[int, int], width: int, norms: tuple[str, str], has_weight: tuple[bool, bool], neighbours: bool
+    heads: tuple[int, int],
+    width: int,
+    norms: tuple[str, str],
+    has_weight: tuple[bool, bool],
+    neighbours: bool,
+    each: bool,
 ) -> tuple[dict[str, object], dict[str, object]]:
     """The kernel's constants and compilation options, of queries and keys."""
     half = 1 << (width // 2 - 1).bit_length()
@@ -179,6 +196,7 @@ def norm_rope_constants(
         **_side("Q", heads[0], width, norms[0], has_weight[0]),
         **_side("K", heads[1], width, norms[1], has_weight[1]),
         "NEIGHBOURS": neighbours,
+        "EACH": each,
         "D": width,
         "HALF": half,
     }
@@ -210,7 +228,8 @@ def _as_they_are(tensors: Tensors) -> Tensors:
 
 def _as_read(tensors: Tensors) -> Tensors:
     *others, freqs = _as_they_are(tensors)
-    return *map(dense_channels, others), dense_factors(freqs)
+    assert freqs is not None
+    return *map(dense_channels, others), freqs.contiguous()
 
 
 def launch_norm_rope(
@@ -239,6 +258,7 @@ def launch_norm_rope(
     results = out or [x.new_empty(x.shape) for x in (q, k)]
     extents = _extent(q_kind, q_weight, heads[0], width), _extent(k_kind, k_weight, heads[1], width)
     form = (heads, width, extents, (q_weight is not None, k_weight is not None), pairs == "neighbours")
+    form += (freqs.numel() != q.shape[1] * width * 2,)
     strides = (stride for x in (*read[:2], *results) for stride in _strides(x))
     grid = (2 * q.shape[0] * q.shape[1], 1)
     as_read = _as_they_are if same(read, _as_they_are(tensors)) else _as_read

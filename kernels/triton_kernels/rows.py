@@ -67,6 +67,15 @@ def token_offset(row, T, sample_stride, token_stride):
 
 
 @triton.jit
+def modulation_offset(row, T, rows, sample_stride, row_stride, HAS_ROWS: tl.constexpr):
+    """Where the modulation of token `row` of [B, T, K] begins: the token's own, or the one that `rows` [T] chooses."""
+    place = row % T
+    if HAS_ROWS:
+        place = tl.load(rows + place)
+    return (row // T).to(tl.int64) * sample_stride + place.to(tl.int64) * row_stride
+
+
+@triton.jit
 def reciprocal(values, INTERPRETED: tl.constexpr):
     """1 / values for float32, off by one unit in the last place at most, in one instruction instead of ten."""
     if INTERPRETED:

@@ -13,9 +13,10 @@ NORM = "str? {0}kind, float {0}eps, Tensor? {0}weight, Tensor? {0}bias"
 TRANSFORM = "Tensor? smooth, int? rotation_group"
 # Compiled graphs name them.
 SCHEMAS = {
-    "norm_quantize": f"Tensor x, {NORM.format('')}, Tensor? scale, Tensor? shift, {TRANSFORM}, int activation_bits",
+    "norm_quantize": f"Tensor x, {NORM.format('')}, Tensor? scale, Tensor? shift, {TRANSFORM}, int activation_bits"
+    ", Tensor? rows",
     "activate_quantize": f"Tensor gate, str activation, Tensor? up, Tensor? beside, {TRANSFORM}, int activation_bits",
-    "gated_residual": f"Tensor residual, Tensor x, Tensor? gate, {NORM.format('')}, bool tanh",
+    "gated_residual": f"Tensor residual, Tensor x, Tensor? gate, {NORM.format('')}, bool tanh, Tensor? rows",
     "norm_rope": f"Tensor q, Tensor k, {NORM.format('q_')}, {NORM.format('k_')}, Tensor freqs, str pairs",
 }
 
@@ -44,7 +45,7 @@ def test_arguments_by_name_and_by_place():
         ((), {}, "missing a required argument: 'norm'"),
         ((RMS,), {"gate": 1}, "unexpected keyword argument 'gate'"),
         ((RMS,), {"x": 1}, "multiple values for argument 'x'"),
-        ((RMS, None, None, ChannelTransform(), 8, 8), {}, "too many positional arguments"),
+        ((RMS, None, None, ChannelTransform(), 8, None, 8), {}, "too many positional arguments"),
     ),
 )
 def test_arguments_that_it_has_not(given, named, message):

@@ -273,6 +273,7 @@ def test_norms_of_one_side_and_in_place():
 
 
 X = torch.zeros(2, 3, 8, device=DEVICE)
+ROWS = torch.zeros(3, dtype=torch.int32, device=DEVICE)
 Q, FREQS = torch.zeros(2, 3, 2, 4, device=DEVICE), torch.zeros(3, 2, 2, 2, device=DEVICE)
 RMS = Norm("rms", 1e-6)
 
@@ -283,6 +284,8 @@ RMS = Norm("rms", 1e-6)
         (lambda: norm_quantize(X.double(), RMS), "x must be bfloat16, float16 or float32"),
         (lambda: norm_quantize(X, RMS, X[:, 0]), r"scale must have shape \(1 or 2, 1 or 3, 8\) to match x"),
         (lambda: norm_quantize(X, RMS, None, X[..., :4]), "shift must have shape"),
+        (lambda: norm_quantize(X, RMS, X, rows=ROWS[:2]), r"rows must have shape \(3,\) to match x"),
+        (lambda: norm_quantize(X, RMS, X[..., :4], rows=ROWS), r"scale must have shape \(1 or 2, any, 8\)"),
         (
             lambda: norm_quantize(X, Norm("rms", 1e-6, torch.ones(4, device=DEVICE))),
             "the norm's weight must have shape",
@@ -295,6 +298,7 @@ RMS = Norm("rms", 1e-6)
         (lambda: activate_quantize(X, "silu", None, X[:1]), "beside must have the rows of gate"),
         (lambda: gated_residual(X, X[:1]), "x must have the residual's shape"),
         (lambda: gated_residual(X, X, X[0]), "gate must have shape"),
+        (lambda: gated_residual(X, X, X, rows=ROWS.long()), "rows must be int32"),
         (lambda: norm_rope(Q, Q[:1], None, None, FREQS, "halves"), "q and k must be"),
         (lambda: norm_rope(Q, Q, None, None, FREQS, "thirds"), "pairs must be neighbours or halves"),
         (lambda: norm_rope(Q, Q, None, None, FREQS[:2], "halves"), "freqs must be floating point"),

@@ -54,7 +54,7 @@ class Build:
 SIZES = ("K", "N", "count", "FORMAT", "QUADS")
 # The tensors that are not of a build's dtype.
 TYPES = {"q": "*i8", "scale": "*fp32", "smooth": "*fp32", "blocks": "*u8"}
-WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8"}
+WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32"}
 
 
 def _parts(build: Build):

@@ -75,6 +75,12 @@ def _modulation(make: Make, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     return make(form.batch, 1, 4 * form.channels).chunk(4, dim=-1)[1:3]
 
 
+def _chosen_by_rows(make: Make, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with two rows, and which of them each token has."""
+    scale, shift = make(form.batch, 2, 4 * form.channels).chunk(4, dim=-1)[1:3]
+    return scale, shift, (make(form.tokens, dtype=torch.float32) > 0).int()
+
+
 def norm_in_float64(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     x = x.double()
     if norm is None:
@@ -88,16 +94,21 @@ def norm_in_float64(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
 
 def _norm_quantize(make: Make, form: Form) -> tuple:
     x, (scale, shift) = make(form.batch, form.tokens, form.channels) * 4 + 1, _modulation(make, form)
-    kind, _, bias = form.kind.partition(" ")
+    kind, *more = form.kind.split()
+    rows = None
+    if "rows" in more:
+        scale, shift, rows = _chosen_by_rows(make, form)
     if kind == "layer":
-        norm = Norm("layer", 1e-6, bias=make(form.channels) if bias else None)
+        norm = Norm("layer", 1e-6, bias=make(form.channels) if "bias" in more else None)
     else:
         norm, shift = Norm("rms", 1e-6, make(form.channels)), None
-    return x, norm, scale, shift, _transform(make, form), form.activation_bits
+    return x, norm, scale, shift, _transform(make, form), form.activation_bits, rows
 
 
-def _norm_quantize_in_float64(x, norm, scale, shift, *_):
+def _norm_quantize_in_float64(x, norm, scale, shift, *rest):
     exact = norm_in_float64(x, norm)
+    if len(rest) == 3 and rest[-1] is not None:
+        scale, shift = (None if part is None else part[:, rest[-1]] for part in (scale, shift))
     exact = exact if scale is None else exact * (1 + scale.double())
     return (exact if shift is None else exact + shift.double(),)
 
@@ -105,15 +116,16 @@ def _norm_quantize_in_float64(x, norm, scale, shift, *_):
 def _gated_residual(make: Make, form: Form) -> tuple:
     """The kind is that of the norm and of the gate."""
     residual, x = (make(form.batch, form.tokens, form.channels) * 3 for _ in range(2))
-    kind, gated = form.kind.split()
+    kind, gated, *more = form.kind.split()
     norm = None if kind == "no" else Norm(kind, 1e-6, make(form.channels))
-    gate = None if gated == "ungated" else _modulation(make, form)[0] * 0.5
-    return residual, x, gate, norm, gated == "tanh"
+    gate, _, rows = _chosen_by_rows(make, form) if more else (*_modulation(make, form), None)
+    return residual, x, None if gated == "ungated" else gate * 0.5, norm, gated == "tanh", rows
 
 
-def _gated_residual_in_float64(residual, x, gate, norm, tanh):
+def _gated_residual_in_float64(residual, x, gate, norm, tanh, rows=None):
     values = norm_in_float64(x, norm)
     if gate is not None:
+        gate = gate if rows is None else gate[:, rows]
         values = values * (gate.double().tanh() if tanh else gate.double())
     return (residual.double() + values,)
 
@@ -143,14 +155,16 @@ def _activate_quantize_in_float64(gate, activation, up, beside, *_):
 
 def _norm_rope(make: Make, form: Form) -> tuple:
     """The kind is what the norms go over, and how elements are paired."""
-    over, pairs = form.kind.split()
+    over, pairs, *each = form.kind.split()
     (heads, kv_heads), width = form.heads, form.channels // form.heads[0] // 2 * 2
+    kv_heads = heads if each else kv_heads
     q, k, _ = make(form.batch, form.tokens, heads + 2 * kv_heads, width).split((heads, kv_heads, kv_heads), dim=2)
     norms = [None, None]
     if over != "none":
         weights = [make(width * (count if over == "all" else 1)) for count in (heads, kv_heads)]
         norms = [Norm("rms", 1e-6, None if over == "plain" else weight) for weight in weights]
-    freqs = make(1, form.tokens, 1, width // 2, 2, 2, dtype=torch.float32)
+    of_all = (1, form.tokens, 1, width // 2, 2, 2)
+    freqs = make(1, form.tokens, heads, width // 2, 2, 2) if each else make(*of_all, dtype=torch.float32)
     return q, k, *norms, freqs, pairs
 
 
@@ -166,7 +180,7 @@ def _rope_in_float64(x, norm, freqs, pairs):
         x = norm_in_float64(x, norm)
     half = width // 2
     first, second = (range(half), range(half, width)) if pairs == "halves" else (range(0, width, 2), range(1, width, 2))
-    out, matrix = torch.empty_like(x, dtype=torch.float64), freqs.double().reshape(-1, 1, half, 2, 2)
+    out, matrix = torch.empty_like(x, dtype=torch.float64), freqs.double().reshape(x.shape[1], -1, half, 2, 2)
     out[..., first] = matrix[..., 0, 0] * x[..., first] + matrix[..., 0, 1] * x[..., second]
     out[..., second] = matrix[..., 1, 0] * x[..., first] + matrix[..., 1, 1] * x[..., second]
     return out
@@ -188,20 +202,24 @@ CASES = {
             norm_quantize,
             _norm_quantize,
             _norm_quantize_in_float64,
-            ("rms", "layer", "layer bias"),
+            ("rms", "layer", "layer bias", "layer rows"),
             (
                 *_forms(("rms", "layer"), WIDTHS),
                 *_forms(("rms",), WIDTHS, activation_bits=16, dtype=torch.float32),
                 *_forms(("rms",), WIDTHS, **_ROTATED_TO_16_BITS),
                 *_forms(("rms",), (4608,), group=64, smooth=True),
+                *_forms(("layer rows",), (4096,)),
             ),
         ),
         Case(
             gated_residual,
             _gated_residual,
             _gated_residual_in_float64,
-            tuple(f"{norm} {gate}" for norm in ("no", "rms", "layer") for gate in ("ungated", "plain", "tanh")),
-            tuple(_forms(("no plain", "rms tanh"), WIDTHS)),
+            (
+                *(f"{norm} {gate}" for norm in ("no", "rms", "layer") for gate in ("ungated", "plain", "tanh")),
+                "no plain rows",
+            ),
+            (*_forms(("no plain", "rms tanh"), WIDTHS), *_forms(("no plain rows",), (4096,))),
         ),
         Case(
             activate_quantize,
@@ -221,13 +239,20 @@ CASES = {
             norm_rope,
             _norm_rope,
             norm_rope_in_float64,
-            tuple(
-                f"{over} {pairs}" for over in ("none", "plain", "heads", "all") for pairs in ("neighbours", "halves")
+            (
+                *(
+                    f"{over} {pairs}"
+                    for over in ("none", "plain", "heads", "all")
+                    for pairs in ("neighbours", "halves")
+                ),
+                "all halves each",
+                "heads neighbours each",
             ),
             (
                 Form("heads halves", 256 * 18, tokens=64, heads=(18, 18)),
                 *(Form("heads neighbours", 128 * n, tokens=64, heads=(n, n)) for n in (24, 30)),
                 Form("all neighbours", 128 * 40, tokens=64, heads=(40, 40)),
+                Form("all halves each", 128 * 32, tokens=64, heads=(32, 32)),
             ),
         ),
     )
