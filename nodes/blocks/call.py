@@ -78,9 +78,12 @@ def read_call(kind: BlockKind, args: tuple, kwargs: dict[str, Any]) -> Call | st
     if inside is not None:
         return inside
     x: Any = args[0] if args else kwargs.get(kind.streams[-1] if kind.streams else "x")
+    several = x if type(x) is tuple else ()
+    x = x[0] if several else x
     if not isinstance(x, torch.Tensor) or x.ndim not in kind.axes or x.dtype not in FLOAT_DTYPES:
         return "its input has an unusual form"
     # Some fifty blocks ask this in each forward: loops that run in C where they can.
     given = (*args, *kwargs.values())
     kinds = [(value.dtype, value.ndim) if isinstance(value, torch.Tensor) else type(value) for value in given]
+    kinds += [(part.dtype, part.ndim, part.numel() > 0) for part in several]
     return Call(x.device, options.get(OVERRIDE), (x.device, tuple(kwargs), tuple(kinds), tuple(options)))

@@ -49,7 +49,7 @@ def compare_first_call(
     named = inspect.signature(own).bind(*args, **kwargs).arguments
     if not all(name in named for name in streams):
         return own(*args, **kwargs), "its own forward takes other arguments here"
-    inputs = [_rows(named[name]) for name in streams]
+    inputs = [rows for name in streams for rows in _sampled(named[name])]
     try:
         outputs = attempt(fused, *args, **kwargs)
     except Failed as failure:
@@ -75,7 +75,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _agree(inputs: Rows, fused: Rows, own: Rows) -> bool | None:
-    """Whether two results [B, rows, K] add the same to the inputs; None where the second adds nothing, or no number."""
+    """Whether two results [B, rows, K] add the same to the inputs; None where the second adds no number, or nothing to
+    any. A stream that both leave as it is, such as that of a video without sound, tells nothing."""
     if len(fused) != len(own) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(fused, own, strict=True)):
         return False
     findings: list[bool | None] = []
@@ -84,6 +85,8 @@ def _agree(inputs: Rows, fused: Rows, own: Rows) -> bool | None:
         rounding = 2 * torch.finfo(x.dtype).eps * torch.maximum(x.float().abs(), expected.float().abs())
         apart = ((result.float() - expected.float()).abs() - rounding).clamp(min=0).norm().item()
         added = (expected.float() - x.float()).norm().item()
+        if added == apart == 0 and len(inputs) > 1:
+            continue
         told = 0 < added < float("inf")
         findings.append(apart <= _MOST_APART * added if told else None)
-    return False if False in findings else (None if None in findings else True)
+    return False if False in findings else (None if None in findings or not findings else True)

@@ -53,7 +53,9 @@ def _alike(layer: Any, form: InputForm, other: Any, others: InputForm) -> bool:
 
 
 def norm_of(module: Any, x: torch.Tensor) -> Norm | None:
-    """A norm of ComfyUI's as a value, with its weight where `x` is; None for the identity."""
+    """A norm of ComfyUI's as a value, with its weight where `x` is; None for the identity. Values stay as they are."""
+    if isinstance(module, Norm):
+        return module
     if isinstance(module, torch.nn.Identity):
         return None
     kind = "layer" if isinstance(module, torch.nn.LayerNorm) else "rms"
@@ -67,37 +69,50 @@ def project_normed(
     norm: Any,
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> Iterator[torch.Tensor]:
     """The products of norm(x) (1 + scale) + shift with each of `layers`, one at a time.
 
     Args:
-        x: [B, T, K].
-        norm: one of ComfyUI's norms.
-        scale, shift: [B or 1, T or 1, K], or None.
+        x: [B, T, K] or [T, K].
+        norm: one of ComfyUI's norms, or the value of one.
+        scale, shift: [B or 1, T or 1, K], or None; with `rows` as `norm_quantize` has them.
     """
-    forms = ((layer, input_form(layer)) for layer in layers)
-    readers = [(layer, form) for layer, form in forms if form is not None]
-    if len(readers) < len(layers):
-        values = norm(x)
-        if scale is not None:
-            values = values * (1 + scale) if shift is None else torch.addcmul(shift, values, 1 + scale)
-        for layer in layers:
+    shape, dtype = x.shape[:-1], x.dtype
+    values = value = made_for = quantized = None
+    for layer in layers:
+        form, held = input_form(layer), None
+        if form is None:  # such as a protected one, or a few gates beside many channels
+            values = _modulated(x, norm, scale, shift, rows) if values is None else values
             yield layer(values)
-        return
-    shape, dtype, norm = x.shape[:-1], x.dtype, norm_of(norm, x)
-    made_for = quantized = None
-    for layer, form in readers:
-        held = None
+            continue
         try:
             if made_for is None or not _alike(layer, form, *made_for):
                 quantized = None  # its memory can be had for the new one
+                value = norm_of(norm, x) if made_for is None else value
                 transform, held = layer.open(form, x.device, dtype)
-                quantized = norm_quantize(x, norm, scale, shift, transform, form.activation_bits)
+                quantized = norm_quantize(x, value, scale, shift, transform, form.activation_bits, rows)
                 made_for = layer, form
             products = [layer.project(quantized, shape, dtype, held)]
         finally:
             layer.close(held)
         yield products.pop()
+
+
+def _modulated(
+    x: torch.Tensor,
+    norm: Any,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:
+    """norm(x) (1 + scale) + shift in floats."""
+    values = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=norm.eps) if isinstance(norm, Norm) else norm(x)
+    if scale is None:
+        return values
+    if rows is not None:
+        scale, shift = scale.index_select(-2, rows), None if shift is None else shift.index_select(-2, rows)
+    return values * (1 + scale) if shift is None else torch.addcmul(shift, values, 1 + scale)
 
 
 def project_activated(
@@ -148,7 +163,7 @@ def norm_and_rotate(
     pairs: Literal["neighbours", "halves"],
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm_rope` with norms of ComfyUI's, and with `rotations`, which may differ between samples."""
+    """`norm_rope` with norms of ComfyUI's, and with matrices that may differ between samples: [1 or B, T, ...]."""
     q_norm, k_norm = norm_of(norms[0], q), norm_of(norms[1], k)
     if len(matrices) == 1:
         return norm_rope(q, k, q_norm, k_norm, matrices[0], pairs, out)
@@ -176,7 +191,12 @@ def attend(
 
 
 def add(
-    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None = None, norm: Any = None, tanh: bool = False
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    norm: Any = None,
+    tanh: bool = False,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gated_residual` with a norm of ComfyUI's."""
-    return gated_residual(residual, x, gate, None if norm is None else norm_of(norm, x), tanh)
+    return gated_residual(residual, x, gate, None if norm is None else norm_of(norm, x), tanh, rows)

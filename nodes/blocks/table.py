@@ -8,6 +8,8 @@ from ..comfyui.classes import (
     FLUX_DOUBLE_BLOCK,
     FLUX_SINGLE_BLOCK,
     IDEOGRAM4_BLOCK,
+    LTX_AV_BLOCK,
+    LTX_BLOCK,
     LTX_FEED_FORWARD,
     LUMINA_BLOCK,
     MINIMAX_FEED_FORWARD,
@@ -15,7 +17,7 @@ from ..comfyui.classes import (
     WAN_BLOCK,
     WAN_FEED_FORWARD,
 )
-from . import feed_forward, flux, ideogram4, lumina, qwen_image, wan
+from . import feed_forward, flux, ideogram4, ltx, lumina, qwen_image, wan
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,17 @@ class BlockKind:
         forward: (block, the module of ComfyUI's that its class is of, its arguments) -> what its own forward returns,
             or NotImplemented, before anything is computed, for arguments that only its own forward knows. It leaves
             its arguments as they are.
-        streams: the names of the arguments that its outputs are sums with, in the order of the outputs. A feed-forward
-            has none: its output is no sum, and its only argument is x [B, T, K] or [T, K].
+        streams: the names of the arguments that its outputs are sums with, in the order of the outputs; an argument
+            may be several in a tuple. A feed-forward has none: its output is no sum, and its only argument is x.
+        axes: how many its input may have: 3 for [B, T, K], 2 for [T, K].
     """
 
     forward: Callable[..., Any]
-    streams: tuple[str, ...]
+    streams: tuple[str, ...] = ()
+    axes: tuple[int, ...] = (3,)
 
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """How many its input may have."""
-        return (3,) if self.streams else (2, 3)
 
+_TOKENS = (2, 3)
 
 BLOCKS = {
     IDEOGRAM4_BLOCK: BlockKind(ideogram4.forward, ("x",)),
@@ -46,7 +47,9 @@ BLOCKS = {
     FLUX_SINGLE_BLOCK: BlockKind(flux.single, ("x",)),
     QWEN_IMAGE_BLOCK: BlockKind(qwen_image.forward, ("encoder_hidden_states", "hidden_states")),
     WAN_BLOCK: BlockKind(wan.forward, ("x",)),
-    WAN_FEED_FORWARD: BlockKind(feed_forward.wan, ()),
-    LTX_FEED_FORWARD: BlockKind(feed_forward.ltx_video, ()),
-    MINIMAX_FEED_FORWARD: BlockKind(feed_forward.minimax, ()),
+    LTX_BLOCK: BlockKind(ltx.video, ("x",)),
+    LTX_AV_BLOCK: BlockKind(ltx.audio_and_video, ("x",)),
+    WAN_FEED_FORWARD: BlockKind(feed_forward.wan, axes=_TOKENS),
+    LTX_FEED_FORWARD: BlockKind(feed_forward.ltx_video, axes=_TOKENS),
+    MINIMAX_FEED_FORWARD: BlockKind(feed_forward.minimax, axes=_TOKENS),
 }

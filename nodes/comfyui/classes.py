@@ -18,6 +18,8 @@ QWEN_IMAGE_BLOCK = "comfy.ldm.qwen_image.model.QwenImageTransformerBlock"
 SD3_BLOCK_HALF = "comfy.ldm.modules.diffusionmodules.mmdit.DismantledBlock"
 WAN_BLOCK = "comfy.ldm.wan.model.WanAttentionBlock"
 WAN_FEED_FORWARD = "comfy.ldm.wan.model.WanFeedForward"
+LTX_BLOCK = "comfy.ldm.lightricks.model.BasicTransformerBlock"
+LTX_AV_BLOCK = "comfy.ldm.lightricks.av_model.BasicAVTransformerBlock"
 LTX_FEED_FORWARD = "comfy.ldm.lightricks.model.FeedForward"
 MINIMAX_FEED_FORWARD = "comfy.ldm.minimax.model.MLP"
 
@@ -32,6 +34,8 @@ FUSED_CLASSES: dict[str, tuple[int, ...]] = {
     QWEN_IMAGE_BLOCK: (0, 30),
     WAN_BLOCK: (0, 30),
     WAN_FEED_FORWARD: (0, 33),
+    LTX_BLOCK: (0, 30),
+    LTX_AV_BLOCK: (0, 30),
     LTX_FEED_FORWARD: (0, 30),
     MINIMAX_FEED_FORWARD: (0, 33),
 }

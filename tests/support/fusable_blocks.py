@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import comfy.ldm.lightricks.av_model
 import comfy.ldm.lightricks.model
 import comfy.ldm.minimax.model
 import comfy.ldm.wan.model
@@ -127,6 +128,72 @@ def _wan(call: Call, context: int = TEXT, image: int | None = None, e: tuple[int
     }
 
 
+def _ltx_rope(call: Call, tokens: int, heads: int, width: int, split: bool) -> tuple[torch.Tensor, bool]:
+    freqs = call.randn(1, tokens, heads * width // 2, seed=7).expand(call.samples, -1, -1).float()
+    return comfy.ldm.lightricks.model.freqs_cis_matrix(freqs, 0, split, heads, call.dtype)
+
+
+def _ltx(call: Call, parts: int, per_token: bool, split: bool) -> tuple[tuple, dict]:
+    steps = call.tokens if per_token else 1
+    return (call.stream(),), {
+        "context": call.stream(4, TEXT),
+        "attention_mask": None,
+        "timestep": call.randn(call.samples, steps, parts * WIDTH, seed=3),
+        "pe": _ltx_rope(call, call.tokens, HEADS, HEAD, split),
+        "self_attention_mask": None,
+        "prompt_timestep": call.randn(call.samples, 1, 2 * WIDTH, seed=5) if parts > 6 else None,
+    }
+
+
+SOUND, SOUND_WIDTH = 3, 64
+
+
+def _ltx_av(call: Call, parts: int) -> tuple[tuple, dict]:
+    """Three frames, each with its own time step."""
+    video, samples = call.stream(tokens=3 * call.tokens), call.samples
+    compressed = comfy.ldm.lightricks.av_model.CompressedTimestep
+
+    def steps(width: int, rows: int, seed: int) -> torch.Tensor:
+        return call.randn(samples, rows, width, seed=seed)
+
+    def frames(width: int, seed: int) -> object:
+        return compressed(steps(width, 3, seed).repeat_interleave(call.tokens, 1), call.tokens)
+
+    prompts = [steps(2 * width, 1, seed) if parts > 6 else None for width, seed in ((WIDTH, 5), (SOUND_WIDTH, 6))]
+    sound = call.randn(samples, SOUND, SOUND_WIDTH, seed=2)
+    return ((video, sound),), {
+        "v_context": call.stream(4, TEXT),
+        "a_context": call.randn(samples, TEXT, SOUND_WIDTH, seed=8),
+        "attention_mask": None,
+        "v_timestep": frames(parts * WIDTH, 10),
+        "a_timestep": steps(parts * SOUND_WIDTH, 1, 11),
+        "v_pe": _ltx_rope(call, 3 * call.tokens, HEADS, HEAD, True),
+        "a_pe": _ltx_rope(call, SOUND, HEADS, SOUND_WIDTH // HEADS, True),
+        "v_cross_pe": _ltx_rope(call, 3 * call.tokens, HEADS, SOUND_WIDTH // HEADS, True),
+        "a_cross_pe": _ltx_rope(call, SOUND, HEADS, SOUND_WIDTH // HEADS, True),
+        "v_cross_scale_shift_timestep": frames(4 * WIDTH, 12),
+        "a_cross_scale_shift_timestep": steps(4 * SOUND_WIDTH, 1, 13),
+        "v_cross_gate_timestep": frames(WIDTH, 14),
+        "a_cross_gate_timestep": steps(SOUND_WIDTH, 1, 15),
+        "self_attention_mask": None,
+        "v_prompt_timestep": prompts[0],
+        "a_prompt_timestep": prompts[1],
+    }
+
+
+def _ltx_block(adaln: bool) -> Callable[..., torch.nn.Module]:
+    return lambda operations, dtype: comfy.ldm.lightricks.model.BasicTransformerBlock(
+        WIDTH, HEADS, HEAD, WIDTH, cross_attention_adaln=adaln, **_settings(operations, dtype)
+    )
+
+
+def _ltx_av_block(adaln: bool, gated: bool) -> Callable[..., torch.nn.Module]:
+    return lambda operations, dtype: comfy.ldm.lightricks.av_model.BasicAVTransformerBlock(
+        WIDTH, SOUND_WIDTH, HEADS, HEADS, HEAD, SOUND_WIDTH // HEADS, WIDTH, SOUND_WIDTH,
+        apply_gated_attention=gated, cross_attention_adaln=adaln, **_settings(operations, dtype),
+    )  # fmt: skip
+
+
 def _flux(cls: type, *sizes: float, **options: bool) -> Callable[..., torch.nn.Module]:
     return lambda operations, dtype: cls(WIDTH, HEADS, *sizes, **options, **_settings(operations, dtype))
 
@@ -167,6 +234,10 @@ FAMILIES = {
     "Wan t2v": Family(_wan_block("t2v_cross_attn"), _wan),
     "Wan i2v": Family(_wan_block("i2v_cross_attn"), lambda call: _wan(call, TEXT + 3, 3)),
     "Wan 2.2": Family(_wan_block("t2v_cross_attn"), lambda call: _wan(call, e=(2,))),
+    "LTX block": Family(_ltx_block(False), lambda call: _ltx(call, 6, False, False)),
+    "LTX block of prompts": Family(_ltx_block(True), lambda call: _ltx(call, 9, True, True)),
+    "LTX-2 block": Family(_ltx_av_block(False, False), lambda call: _ltx_av(call, 6)),
+    "LTX-2.3 block": Family(_ltx_av_block(True, True), lambda call: _ltx_av(call, 9)),
 }
 
 FEED_FORWARDS = {
@@ -206,7 +277,7 @@ def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _linears(block: torch.nn.Module) -> list[str]:
-    small = ("mod", "modulation", "adaLN_modulation")
+    small = ("mod", "modulation", "adaLN_modulation", "to_gate_logits")
     return [
         name
         for name, module in block.named_modules()
@@ -273,5 +344,6 @@ def run(block: torch.nn.Module, family: str, call: Call | None = None, **options
         outputs = block(*args, **kwargs, transformer_options=options)
     again, again_by_name = _family(family).arguments(call or Call())  # Flux adds to its inputs in place
     before = [again[0] if name not in again_by_name else again_by_name[name] for name in streams]
+    before = before[0] if isinstance(before[0], tuple) else before
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return tuple(after.double() - x.double() for after, x in zip(outputs, before, strict=True))

@@ -1,0 +1,93 @@
+"""Calls that only video models make of their blocks."""
+
+import pytest
+import torch
+
+from support.tensors import relative_error
+
+AV = "LTX-2.3 block"
+
+
+def outputs_of(block, family, call, change, **options):
+    """What a block returns; `change` changes its arguments."""
+    args, kwargs = block_arguments(family, call)
+    args, kwargs = change(args, kwargs)
+    with torch.inference_mode():
+        outputs = block(*args, **kwargs, transformer_options=options)
+    return [output.double() for output in (outputs if isinstance(outputs, tuple) else (outputs,))]
+
+
+def block_arguments(family, call):
+    from support import fusable_blocks
+
+    return fusable_blocks.FAMILIES[family].arguments(call)
+
+
+def unchanged(args, kwargs):
+    return args, kwargs
+
+
+def silent(args, kwargs):
+    """A video without sound: a stream of no tokens."""
+    (video, sound), *rest = args
+    return ((video, sound[:, :0]), *rest), kwargs
+
+
+def guided(args, kwargs):
+    """A guide in the last two tokens."""
+    from comfy.ldm.lightricks.model import GuideAttentionMask
+
+    tokens = args[0][0].shape[1]
+    return args, kwargs | {"self_attention_mask": GuideAttentionMask(tokens, tokens - 2, 2, torch.tensor([[0.5, 0.0]]))}
+
+
+def of_one_frame(args, kwargs):
+    """One time step for all frames."""
+    from comfy.ldm.lightricks.av_model import CompressedTimestep
+
+    def one(value):
+        if not isinstance(value, CompressedTimestep):
+            return value
+        return CompressedTimestep(value.data[:, :1], 15, per_frame=True)
+
+    return args, {name: one(value) for name, value in kwargs.items()}
+
+
+@pytest.mark.parametrize(
+    "change, options",
+    (
+        (unchanged, {"run_ax": False}),
+        (unchanged, {"run_vx": False}),
+        (unchanged, {"a2v_cross_attn": False}),
+        (unchanged, {"v2a_cross_attn": False}),
+        (unchanged, {"stg_skip_self_attn": True}),
+        (silent, {}),
+        (guided, {}),
+        (of_one_frame, {}),
+    ),
+    ids=("no sound", "sound only", "no a2v", "no v2a", "skipped attention", "silent", "guided", "one time step"),
+)
+def test_calls_of_ltx_2(blocks, fused_runs, change, options):
+    from comfy.ldm.lightricks.model import CrossAttention
+
+    known = CrossAttention.forward.__code__.co_consts
+    if "stg_skip_self_attn" in options and "stg_skip_self_attn" not in known:
+        pytest.skip("this ComfyUI's attention cannot be skipped")
+    own = outputs_of(blocks.unfused(AV), AV, blocks.Call(), change, **options)
+    block = blocks.fused(AV)
+    first = outputs_of(block, AV, blocks.Call(), change, **options)
+    assert all(map(torch.equal, first, own))
+    count = len(fused_runs)
+    second = outputs_of(block, AV, blocks.Call(), change, **options)
+    # In the second call the fused forward ran, and ComfyUI's own, which sums in place, did not.
+    assert count and len(fused_runs) == 2 * count
+    for output, expected in zip(second, own, strict=True):
+        assert output.shape == expected.shape
+        assert not expected.numel() or relative_error(output, expected) < 0.02
+
+
+def test_sound_is_compared_even_after_a_silent_video(blocks, fused_runs):
+    block = blocks.fused(AV)
+    outputs_of(block, AV, blocks.Call(), silent)
+    own = blocks.run(blocks.unfused(AV), AV)
+    assert all(map(torch.equal, blocks.run(block, AV), own))
