@@ -2,7 +2,8 @@
 // English patterns with {placeholders} and what each becomes.
 //
 // A placeholder that is called n, n2, n3 stands for a number, any other for any words, which are translated in turn.
-// What has no pattern is cut at its sentences, then at its clauses; what is not known then stays English.
+// What has no pattern is cut at its sentences, then at its clauses, of which some following ones may be known together;
+// what is not known then stays English.
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -16,6 +17,10 @@ const PLACEHOLDERS = new RegExp(PLACEHOLDER, "g");
 const CUTS = ["\n", ". ", ": ", "; ", ", "];
 const FULL_STOP = ".";
 const JOINS = 8; // a pattern with fewer characters of its own joins words, "{one} and {other}", and no clauses
+// What a placeholder at a pattern's beginning and at its end does not stand for: a file's name and more, the next clause.
+const BEFORE = [". ", ": "];
+const BEHIND = [". ", ": ", "; "];
+const TOGETHER = 3; // pieces beside each other that can have one pattern
 const REMARK = /^(.+?) \((.+)\)$/s; // "fp32 (protected)"
 
 const catalogs = {}; // by language
@@ -39,8 +44,12 @@ function compiled(texts) {
     const parts = english.split(PLACEHOLDER); // literal, name, literal, …
     const names = parts.filter((_, index) => index % 2);
     const source = parts.map((part, index) => (index % 2 ? `(${/^n\d*$/.test(part) ? NUMBER : ".+?"})` : escaped(part)));
-    const literal = english.replaceAll(PLACEHOLDERS, "").length;
-    return { names, translation, literal, regex: new RegExp(`^${source.join("")}$`, "s") };
+    const literals = parts.filter((_, index) => index % 2 === 0);
+    const literal = literals.join("").length;
+    const [longest] = literals.toSorted((one, other) => other.length - one.length);
+    const ends = [!parts.at(0) && BEFORE, !parts.at(-1) && BEHIND];
+    const [first, last] = ends.map((cuts) => (cuts || []).filter((cut) => !english.includes(cut)));
+    return { names, translation, literal, longest, first, last, regex: new RegExp(`^${source.join("")}$`, "s") };
   });
   // The most that is said literally fits best.
   patterns.sort((one, other) => other.literal - one.literal);
@@ -74,32 +83,50 @@ export function translated(text) {
 }
 
 /** The translation of a whole text; undefined where it has none. Patterns have no full stop at their end. */
-function known(text, { texts, patterns }) {
+function known(text, { texts, patterns, options }) {
   const stop = text.endsWith(FULL_STOP) ? FULL_STOP : "";
   const bare = stop ? text.slice(0, -stop.length) : text;
   for (const form of new Set([bare, withFirst(bare, "toLowerCase"), withFirst(bare, "toUpperCase")])) {
-    if (Object.hasOwn(texts, form)) return texts[form] + (stop && texts[stop]);
-    for (const { regex, names, translation, literal } of patterns) {
+    const whole = [texts, options].find((one) => Object.hasOwn(one, form));
+    if (whole) return whole[form] + (stop && texts[stop]);
+    for (const { regex, names, translation, literal, longest, first, last } of patterns) {
+      if (!form.includes(longest)) continue; // much quicker than the regex
       const values = regex.exec(form)?.slice(1);
       if (!values || (literal < JOINS && values.some((value) => /[,;:(]/.test(value)))) continue;
+      if (holdsAny(values.at(0), first) || holdsAny(values.at(-1), last)) continue;
       const inWords = Object.fromEntries(names.map((name, index) => [name, translated(values[index])]));
       return translation.replaceAll(PLACEHOLDERS, (all, name) => inWords[name] ?? all) + (stop && texts[stop]);
     }
   }
 }
 
+const holdsAny = (text, cuts) => cuts.some((cut) => cutAt(text, cut).length > 1);
+
 /** The text cut at the first of CUTS it has, from number `first` on, each piece translated. */
 function pieces(text, catalog, first) {
   for (let cut = first; cut < CUTS.length; cut++) {
     const parts = cutAt(text, CUTS[cut]);
     if (parts.length === 1) continue;
-    const done = parts.map((part) => known(part, catalog) ?? pieces(part, catalog, cut + 1));
-    if (done.every((part, index) => part === parts[index])) continue;
+    const done = [];
+    for (let at = 0; at < parts.length; ) {
+      const [length, text] = knownTogether(parts, at, CUTS[cut], catalog) ?? [1, pieces(parts[at], catalog, cut + 1)];
+      done.push(text);
+      at += length;
+    }
+    if (done.length === parts.length && done.every((part, index) => part === parts[index])) continue;
     return done.join(catalog.texts[CUTS[cut]] ?? CUTS[cut]);
   }
   const [, said, remark] = REMARK.exec(text) ?? [];
   const both = said && [translated(said), translated(remark)];
   return both && (both[0] !== said || both[1] !== remark) ? `${both[0]}（${both[1]}）` : text;
+}
+
+/** How many of the pieces from one on are known as one text, and its translation; undefined where not even that one. */
+function knownTogether(parts, at, separator, catalog) {
+  for (let length = Math.min(TOGETHER, parts.length - at); length > 0; length--) {
+    const text = known(parts.slice(at, at + length).join(separator), catalog);
+    if (text !== undefined) return [length, text];
+  }
 }
 
 function cutAt(text, separator) {

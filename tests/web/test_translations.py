@@ -7,6 +7,7 @@ import re
 import pytest
 
 from support.frontend import open_frontend
+from support.raised_sentences import raised_sentences
 
 SENTENCES = (  # what nodes say in English, cut and put together in every way
     "fused INT8: 204 of 211",
@@ -24,6 +25,7 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "46.8 dB: most people see no difference",
     "PSNR: image and other differ within noise.",
 )
+OF_FILES = ("nodes/files/", "nodes/loading/")  # where errors get a file's name before them
 UNKNOWN = "a/path, v1.2: what nobody translated (INT8)"
 ENGLISH = r"\b[a-z]{2,}(?: [a-z]{2,}){2,}"  # three words after each other
 TRANSLATE = """async texts => {
@@ -42,6 +44,23 @@ def test_sentences_are_translated(browser, server, tag):
         # Nothing that a run measured or named is lost.
         assert set(re.findall(r"\d+(?:\.\d+)?", english)) == set(re.findall(r"\d+(?:\.\d+)?", text))
         assert english.endswith(".") == text.endswith("。")
+
+
+@pytest.mark.parametrize("file", ("", "a model.v2.safetensors: "), ids=("alone", "behind a file's name"))
+@pytest.mark.parametrize("tag", ("zh-CN", "ja-JP"))
+def test_what_the_pack_raises_is_translated(browser, server, tag, file):
+    raised = {place: text for place, text in raised_sentences().items() if not file or place.startswith(OF_FILES)}
+    assert len(raised) > 100
+    with open_frontend(browser, server.url, locale=tag) as page:
+        shown = page.evaluate(TRANSLATE, [file + text for text in raised.values()])
+    wrong = []
+    for (place, english), text in zip(raised.items(), shown, strict=True):
+        prose = re.sub("`.*?`", "", text)  # without commands
+        lost = set(re.findall(r"v\d+", english)) - set(re.findall(r"v\d+", text))
+        same = text.removeprefix(file) == english and re.search(r"[a-z]{3} [a-z]{2}", re.sub("`.*?`", "", english))
+        if lost or same or re.search(ENGLISH, prose):
+            wrong.append(f"{place}: {english} -> {text}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_english_stays(browser, server):
