@@ -175,17 +175,24 @@ def norm_and_rotate(
 
 
 def attend(
-    function: Callable[..., torch.Tensor], layer: Any, held: list[torch.Tensor], *args: Any, **kwargs: Any
+    function: Callable[..., torch.Tensor],
+    layer: Any,
+    held: list[torch.Tensor],
+    *args: Any,
+    contains: bool = False,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """What `function`, one of ComfyUI's for attention, makes of [q, k, v]; as the own forward of `layer` calls it.
 
     `held` is emptied, so that q, k and v are gone as soon as they are read. Where the layer has a preference, its own
-    forward passes that, and hands tensors over in containers.
+    forward passes that, and hands tensors over in containers; others do that too where `contains` says so.
     """
     given: list[Any] = list(held)
     preferred = preference(layer)
     if preferred is not None:
-        given, kwargs["preferred_attention"] = list(map(contained, held)), preferred
+        kwargs["preferred_attention"] = preferred
+    if preferred is not None or contains:
+        given = list(map(contained, held))
     held.clear()
     return function(*given, *args, **kwargs)
 

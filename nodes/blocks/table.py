@@ -12,12 +12,13 @@ from ..comfyui.classes import (
     LTX_BLOCK,
     LTX_FEED_FORWARD,
     LUMINA_BLOCK,
+    MINIMAX_BLOCK,
     MINIMAX_FEED_FORWARD,
     QWEN_IMAGE_BLOCK,
     WAN_BLOCK,
     WAN_FEED_FORWARD,
 )
-from . import feed_forward, flux, ideogram4, ltx, lumina, qwen_image, wan
+from . import feed_forward, flux, ideogram4, ltx, lumina, minimax, qwen_image, wan
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ BLOCKS = {
     WAN_BLOCK: BlockKind(wan.forward, ("x",)),
     LTX_BLOCK: BlockKind(ltx.video, ("x",)),
     LTX_AV_BLOCK: BlockKind(ltx.audio_and_video, ("x",)),
+    MINIMAX_BLOCK: BlockKind(minimax.forward, ("x",), axes=(2,)),
     WAN_FEED_FORWARD: BlockKind(feed_forward.wan, axes=_TOKENS),
     LTX_FEED_FORWARD: BlockKind(feed_forward.ltx_video, axes=_TOKENS),
     MINIMAX_FEED_FORWARD: BlockKind(feed_forward.minimax, axes=_TOKENS),

@@ -21,6 +21,7 @@ WAN_FEED_FORWARD = "comfy.ldm.wan.model.WanFeedForward"
 LTX_BLOCK = "comfy.ldm.lightricks.model.BasicTransformerBlock"
 LTX_AV_BLOCK = "comfy.ldm.lightricks.av_model.BasicAVTransformerBlock"
 LTX_FEED_FORWARD = "comfy.ldm.lightricks.model.FeedForward"
+MINIMAX_BLOCK = "comfy.ldm.minimax.model.DiTBlock"
 MINIMAX_FEED_FORWARD = "comfy.ldm.minimax.model.MLP"
 
 NORM_MODULES = ("comfy.ops", "torch.nn.modules.normalization")
@@ -37,6 +38,7 @@ FUSED_CLASSES: dict[str, tuple[int, ...]] = {
     LTX_BLOCK: (0, 30),
     LTX_AV_BLOCK: (0, 30),
     LTX_FEED_FORWARD: (0, 30),
+    MINIMAX_BLOCK: (0, 30),
     MINIMAX_FEED_FORWARD: (0, 33),
 }
 """The blocks that have a fused forward, and the ComfyUI that they were first seen in."""

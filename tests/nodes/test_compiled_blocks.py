@@ -84,7 +84,7 @@ def test_a_fused_block_is_one_graph_of_its_operators(blocks, compiled, family, k
     block, operators = compiled(family, kind)
     close(blocks.run(block, family), blocks.run(eager, family))
     fused_ops = operators.fused_ops()
-    assert fused_ops["gated_residual"] and fused_ops["norm_rope"]
+    assert fused_ops["gated_residual"] and bool(fused_ops.get("norm_rope")) == (family != "MiniMax H3")
     assert kind == "protected" or (fused_ops["norm_quantize"] and fused_ops["activate_quantize"])
 
 

@@ -91,3 +91,28 @@ def test_sound_is_compared_even_after_a_silent_video(blocks, fused_runs):
     outputs_of(block, AV, blocks.Call(), silent)
     own = blocks.run(blocks.unfused(AV), AV)
     assert all(map(torch.equal, blocks.run(block, AV), own))
+
+
+H3 = "MiniMax H3"
+
+
+def in_segments(*segments):
+    return lambda args, kwargs: ((*args[:2], list(segments), *args[3:]), kwargs)
+
+
+@pytest.mark.parametrize(
+    "segments, fits",
+    (
+        (((0, 5, 3),), True),
+        (((0, 1, 1), (1, 3, 5), (3, 5, 0)), True),
+        (((0, 2, 1), (2, 4, 0)), False),  # the last token has none
+        (((0, 2, 1), (2, 5, -1)), False),
+    ),
+)
+def test_segments_of_minimax(blocks, fused_runs, segments, fits):
+    change = in_segments(*segments)
+    own = outputs_of(blocks.unfused(H3), H3, blocks.Call(), change)
+    block = blocks.fused(H3)
+    assert all(map(torch.equal, outputs_of(block, H3, blocks.Call(), change), own))
+    (output,), (expected,) = outputs_of(block, H3, blocks.Call(), change), own
+    assert relative_error(output, expected) < 0.02 and len(fused_runs) == (4 if fits else 0)

@@ -181,6 +181,15 @@ def _ltx_av(call: Call, parts: int) -> tuple[tuple, dict]:
     }
 
 
+def _minimax(call: Call) -> tuple[tuple, dict]:
+    """Text, sound, and video of which each token has its own time step."""
+    x, core = call.stream().flatten(0, 1), comfy.ldm.minimax.model
+    angles = call.randn(len(x), 24, seed=7).float()
+    segments = [(0, 2, 4), (2, 3, 2), (3, len(x), torch.arange(len(x) - 3) % 2 * 3)]
+    freqs = core.rope_rotation_table(torch.cat((angles, angles), dim=-1), call.dtype)
+    return (x, call.randn(2, 64, seed=3), segments, freqs), {}
+
+
 def _ltx_block(adaln: bool) -> Callable[..., torch.nn.Module]:
     return lambda operations, dtype: comfy.ldm.lightricks.model.BasicTransformerBlock(
         WIDTH, HEADS, HEAD, WIDTH, cross_attention_adaln=adaln, **_settings(operations, dtype)
@@ -234,6 +243,12 @@ FAMILIES = {
     "Wan t2v": Family(_wan_block("t2v_cross_attn"), _wan),
     "Wan i2v": Family(_wan_block("i2v_cross_attn"), lambda call: _wan(call, TEXT + 3, 3)),
     "Wan 2.2": Family(_wan_block("t2v_cross_attn"), lambda call: _wan(call, e=(2,))),
+    "MiniMax H3": Family(
+        lambda operations, dtype: comfy.ldm.minimax.model.DiTBlock(
+            WIDTH, HEADS, HEAD, 256, 64, 1e-5, 1e-5, **_settings(operations, dtype)
+        ),
+        _minimax,
+    ),
     "LTX block": Family(_ltx_block(False), lambda call: _ltx(call, 6, False, False)),
     "LTX block of prompts": Family(_ltx_block(True), lambda call: _ltx(call, 9, True, True)),
     "LTX-2 block": Family(_ltx_av_block(False, False), lambda call: _ltx_av(call, 6)),
@@ -277,7 +292,7 @@ def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _linears(block: torch.nn.Module) -> list[str]:
-    small = ("mod", "modulation", "adaLN_modulation", "to_gate_logits")
+    small = ("mod", "modulation", "adaLN_modulation", "adaln_proj", "to_gate_logits")
     return [
         name
         for name, module in block.named_modules()
@@ -289,7 +304,7 @@ def exact(family: str) -> torch.nn.Module:
     """A block with float32 weights."""
     block = _family(family).build(comfy.ops.disable_weight_init, torch.float32)
     block.load_state_dict(_tensors(block))
-    return block
+    return block.requires_grad_(False)
 
 
 def unfused(
@@ -314,7 +329,7 @@ def unfused(
     block.load_state_dict({name: tensor.to(dtype) for name, tensor in _tensors(source).items()})
     if sharing:
         group_inputs(block)
-    return block
+    return block.requires_grad_(False)
 
 
 def fused(
