@@ -3,13 +3,10 @@
 It keeps no tensor: ComfyUI runs the model where memory that outlives a forward is not to be had.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..comfyui.memory import moved
-from .steps import add, attend, project_activated, project_normed
+from .steps import add, attend, modulation_rows, project_activated, project_normed
 
 
 def forward(
@@ -17,10 +14,10 @@ def forward(
 ):
     if unknown or attention is not None or rope_freqs is None:
         return NotImplemented
-    shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = block.adaln_proj(t_emb)
-    rows = _rows(mod_segments, len(scale_mlp), x)
+    rows = modulation_rows(mod_segments, len(t_emb) * block.adaln_proj.modalities, x)
     if rows is None:
         return NotImplemented
+    shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = block.adaln_proj(t_emb)
 
     attention, kitchen = block.attn, core.comfy.quant_ops.ck
     heads, width = attention.heads, attention.head_dim
@@ -52,15 +49,3 @@ def forward(
     y = project_activated(block.mlp.fc2, gate, "silu", up)
     del hidden, gate, up
     return add(x, y, gate_mlp, rows=rows)
-
-
-def _rows(segments: Sequence[tuple[int, int, Any]], modulations: int, x: torch.Tensor) -> torch.Tensor | None:
-    """Which modulation each token has, int32 [T]; None for segments that do not follow each other to the end, or name
-    one that is not there."""
-    rows, end = torch.empty(len(x), dtype=torch.int32, device=x.device), 0
-    for start, stop, row in segments:
-        if start != end or not (isinstance(row, torch.Tensor) or 0 <= row < modulations):
-            return None
-        rows[start:stop] = row
-        end = stop
-    return rows if end == len(x) else None

@@ -138,6 +138,29 @@ def project_activated(
     return layer(values if beside is None else torch.cat((beside, values), dim=-1))
 
 
+def modulation_rows(
+    segments: Sequence[tuple[int, int | None, Any]], modulations: int, x: torch.Tensor
+) -> torch.Tensor | None:
+    """Which modulation each token of [B, T, K] or [T, K] has, int32 [T].
+
+    Args:
+        segments: first token, the one behind the last or None for the end, and the number of the modulation, or one
+            for each token.
+        modulations: how many there are.
+
+    Returns:
+        None for segments that do not follow each other to the end, or name a modulation that is not there.
+    """
+    tokens, end = x.shape[-2], 0
+    rows = torch.empty(tokens, dtype=torch.int32, device=x.device)
+    for start, stop, row in segments:
+        if start != end or not (isinstance(row, torch.Tensor) or 0 <= row < modulations):
+            return None
+        end = tokens if stop is None else stop
+        rows[start:end] = row
+    return rows if end == tokens else None
+
+
 def swiglu(feed_forward: Any, x: torch.Tensor, norm: Any, scale: torch.Tensor | None) -> torch.Tensor:
     """w2(silu(w1(y)) w3(y)) of y = norm(x) (1 + scale)."""
     gate, up = project_normed((feed_forward.w1, feed_forward.w3), x, norm, scale)

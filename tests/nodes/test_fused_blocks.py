@@ -165,8 +165,8 @@ def test_gradients_and_training(blocks, warm, fused_runs, monkeypatch):
 @pytest.mark.parametrize(
     "family, unusual",
     (
-        ("Flux.1 double", {"modulation_dims_img": [(0, 5, 0)]}),
-        ("Flux.1 single", {"modulation_dims": [(0, 5, 0)]}),
+        ("Flux.2 double", {"modulation_dims_img": [(0, 5, 0)]}),
+        ("Flux.1 single", {"modulation_dims": [(0, 4, 0)]}),
         ("Z-Image", {"timestep_zero_index": None, "adaln_input": None}),
     ),
 )

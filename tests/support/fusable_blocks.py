@@ -99,6 +99,18 @@ def _double2(call: Call) -> tuple[tuple, dict]:
     return (), _double(call)[1] | {"vec": vec}
 
 
+def _double_of_frames(call: Call) -> tuple[tuple, dict]:
+    """The first frame of a video is given, and has another time step than the rest."""
+    vec = call.randn(call.samples, 2, WIDTH, seed=3)
+    dims = {"modulation_dims_img": [(0, 2, 0), (2, None, 1)], "modulation_dims_txt": [(0, None, 1)]}
+    return (), _double(call)[1] | {"vec": vec} | dims
+
+
+def _single_of_frames(call: Call) -> tuple[tuple, dict]:
+    vec = call.randn(call.samples, 2, WIDTH, seed=3)
+    return (call.stream(),), _single(call)[1] | {"vec": vec, "modulation_dims": [(0, 2, 0), (2, None, 1)]}
+
+
 def _single(call: Call) -> tuple[tuple, dict]:
     vec = call.randn(call.samples, WIDTH, seed=3)
     return (call.stream(),), {"vec": vec, "pe": call.rope(call.tokens), "attn_mask": None}
@@ -231,6 +243,8 @@ FAMILIES = {
     "context refiner": Family(_joint(modulation=False), _refiner),
     "Flux.1 double": Family(_flux(DoubleStreamBlock, 4.0, qkv_bias=True), _double),
     "Flux.1 single": Family(_flux(SingleStreamBlock, 4.0), _single),
+    "Hunyuan i2v double": Family(_flux(DoubleStreamBlock, 4.0, qkv_bias=True), _double_of_frames),
+    "Hunyuan i2v single": Family(_flux(SingleStreamBlock, 4.0), _single_of_frames),
     "Flux.2 double": Family(
         _flux(DoubleStreamBlock, 3.0, modulation=False, mlp_silu_act=True, proj_bias=False), _double2
     ),
