@@ -11,7 +11,7 @@ import torch
 from ...kernels import Norm
 from ..comfyui.attention import preference
 from ..comfyui.memory import moved
-from .steps import add, attend, norm_and_rotate, project_activated, project_normed
+from .steps import add, attend, norm_and_rotate, project_activated, project_normed, rows_of_groups
 
 _NORM = Norm("rms", 1e-6)  # that of ComfyUI's function rms_norm
 
@@ -44,10 +44,7 @@ def _time_of(timestep: Any, x: torch.Tensor) -> _Time:
     """The time step of a stream; ComfyUI keeps that of video once a frame."""
     if isinstance(timestep, torch.Tensor):
         return _Time(timestep)
-    values, tokens = timestep.data, timestep.patches_per_frame
-    if tokens == 1 or values.shape[1] == 1:
-        return _Time(values)
-    return _Time(values, torch.arange(x.shape[1], device=x.device, dtype=torch.int32) // tokens)
+    return _Time(timestep.data, rows_of_groups(timestep.data.shape[1], x))
 
 
 def _projected(layers: Iterable[Any], source: torch.Tensor | _Input) -> Iterator[torch.Tensor]:

@@ -161,6 +161,15 @@ def modulation_rows(
     return rows if end == tokens else None
 
 
+def rows_of_groups(modulations: int, x: torch.Tensor) -> torch.Tensor | None:
+    """The same for modulations that each serve as many tokens that follow each other, the last one what is left: such
+    as those of frames. None where there is one in all, or one for each token."""
+    tokens = x.shape[-2]
+    if modulations in (1, tokens):
+        return None
+    return torch.arange(tokens, dtype=torch.int32, device=x.device) // -(-tokens // modulations)
+
+
 def swiglu(feed_forward: Any, x: torch.Tensor, norm: Any, scale: torch.Tensor | None) -> torch.Tensor:
     """w2(silu(w1(y)) w3(y)) of y = norm(x) (1 + scale)."""
     gate, up = project_normed((feed_forward.w1, feed_forward.w3), x, norm, scale)

@@ -15,8 +15,10 @@ from ..comfyui.classes import (
     MINIMAX_BLOCK,
     MINIMAX_FEED_FORWARD,
     QWEN_IMAGE_BLOCK,
+    WAN_AUDIO_BLOCK,
     WAN_BLOCK,
     WAN_FEED_FORWARD,
+    WAN_VACE_BLOCK,
 )
 from . import feed_forward, flux, ideogram4, ltx, lumina, minimax, qwen_image, wan
 
@@ -48,6 +50,8 @@ BLOCKS = {
     FLUX_SINGLE_BLOCK: BlockKind(flux.single, ("x",)),
     QWEN_IMAGE_BLOCK: BlockKind(qwen_image.forward, ("encoder_hidden_states", "hidden_states")),
     WAN_BLOCK: BlockKind(wan.forward, ("x",)),
+    WAN_VACE_BLOCK: BlockKind(wan.vace, ("c", "c")),
+    WAN_AUDIO_BLOCK: BlockKind(wan.hearing, ("x",)),
     LTX_BLOCK: BlockKind(ltx.video, ("x",)),
     LTX_AV_BLOCK: BlockKind(ltx.audio_and_video, ("x",)),
     MINIMAX_BLOCK: BlockKind(minimax.forward, ("x",), axes=(2,)),

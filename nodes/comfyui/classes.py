@@ -17,6 +17,8 @@ FLUX_SINGLE_BLOCK = "comfy.ldm.flux.layers.SingleStreamBlock"
 QWEN_IMAGE_BLOCK = "comfy.ldm.qwen_image.model.QwenImageTransformerBlock"
 SD3_BLOCK_HALF = "comfy.ldm.modules.diffusionmodules.mmdit.DismantledBlock"
 WAN_BLOCK = "comfy.ldm.wan.model.WanAttentionBlock"
+WAN_VACE_BLOCK = "comfy.ldm.wan.model.VaceWanAttentionBlock"
+WAN_AUDIO_BLOCK = "comfy.ldm.wan.model.WanAttentionBlockAudio"
 WAN_FEED_FORWARD = "comfy.ldm.wan.model.WanFeedForward"
 LTX_BLOCK = "comfy.ldm.lightricks.model.BasicTransformerBlock"
 LTX_AV_BLOCK = "comfy.ldm.lightricks.av_model.BasicAVTransformerBlock"
@@ -34,6 +36,8 @@ FUSED_CLASSES: dict[str, tuple[int, ...]] = {
     FLUX_SINGLE_BLOCK: (0, 30),
     QWEN_IMAGE_BLOCK: (0, 30),
     WAN_BLOCK: (0, 30),
+    WAN_VACE_BLOCK: (0, 30),
+    WAN_AUDIO_BLOCK: (0, 30),
     WAN_FEED_FORWARD: (0, 33),
     LTX_BLOCK: (0, 30),
     LTX_AV_BLOCK: (0, 30),

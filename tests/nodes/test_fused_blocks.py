@@ -426,7 +426,7 @@ def test_while_it_is_calibrated_blocks_run_as_comfyui_has_them(small, model, fus
 # What one fused forward does of a MODEL of each kind: two sums a block, or one, three or four.
 ARCHITECTURES_FUSED = {
     "Flux": 5, "Flux 2": 5, "Chroma": 5, "Hunyuan Video": 5, "Lumina 2": 8, "Z-Image": 12, "Qwen-Image": 8,
-    "Mage Flow": 8, "Wan t2v": 4, "Wan i2v": 4, "LTX-Video": 6, "Ideogram 4": 4,
+    "Mage Flow": 8, "Wan t2v": 6, "Wan i2v": 4, "LTX-Video": 6, "Ideogram 4": 4,
 }  # fmt: skip
 
 

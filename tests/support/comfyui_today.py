@@ -57,7 +57,11 @@ LAYERS = (
 )
 """The classes that get the child; those that derive from them have it too."""
 
-_CROSS_ATTENTIONS = (comfy.ldm.wan.model.WanT2VCrossAttention, comfy.ldm.wan.model.WanI2VCrossAttention)
+_CROSS_ATTENTIONS = (
+    comfy.ldm.wan.model.WanT2VCrossAttention,
+    comfy.ldm.wan.model.WanI2VCrossAttention,
+    comfy.ldm.wan.model.WanT2VCrossAttentionGather,
+)
 _NEW_ARGUMENTS: dict[type, tuple[str, str]] = {  # class -> new argument, and the attribute or its call that it replaces
     comfy.ldm.lumina.model.JointAttention: ("qkv", "self.qkv(x)"),
     comfy.ldm.minimax.model.DiTBlock: ("attention", "self.attn"),

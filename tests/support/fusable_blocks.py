@@ -225,8 +225,19 @@ def _joint(kv_heads: int = HEADS, **options: bool) -> Callable[..., torch.nn.Mod
     )
 
 
-def _wan_block(cross: str) -> Callable[..., torch.nn.Module]:
-    return lambda operations, dtype: comfy.ldm.wan.model.WanAttentionBlock(
+def _vace(call: Call) -> tuple[tuple, dict]:
+    args, kwargs = _wan(call)
+    return args, kwargs | {"x": call.stream(9)}
+
+
+def _hearing(call: Call) -> tuple[tuple, dict]:
+    """Sixteen features of sound for all tokens."""
+    args, kwargs = _wan(call)
+    return args, kwargs | {"audio": call.randn(call.samples, 16, 1536, seed=9)}
+
+
+def _wan_block(cross: str, cls: str = "WanAttentionBlock") -> Callable[..., torch.nn.Module]:
+    return lambda operations, dtype: getattr(comfy.ldm.wan.model, cls)(
         cross, WIDTH, 256, HEADS, cross_attn_norm=True, operation_settings=_settings(operations, dtype)
     )
 
@@ -257,6 +268,8 @@ FAMILIES = {
     "Wan t2v": Family(_wan_block("t2v_cross_attn"), _wan),
     "Wan i2v": Family(_wan_block("i2v_cross_attn"), lambda call: _wan(call, TEXT + 3, 3)),
     "Wan 2.2": Family(_wan_block("t2v_cross_attn"), lambda call: _wan(call, e=(2,))),
+    "Wan VACE": Family(_wan_block("t2v_cross_attn", "VaceWanAttentionBlock"), _vace),
+    "Wan HuMo": Family(_wan_block("t2v_cross_attn", "WanAttentionBlockAudio"), _hearing),
     "MiniMax H3": Family(
         lambda operations, dtype: comfy.ldm.minimax.model.DiTBlock(
             WIDTH, HEADS, HEAD, 256, 64, 1e-5, 1e-5, **_settings(operations, dtype)
