@@ -362,7 +362,7 @@ def _badge(report: QuantizationReport, method: str) -> Badge:
     detail = f"{protected}, those whose weights round worst."
     if method in _WITHOUT_CALIBRATION:
         return Badge("note", "uncalibrated", detail)
-    return Badge("warn", "uncalibrated: nothing is smoothed", f"{detail} Connect a calibration.")
+    return Badge("warn", "uncalibrated: nothing is smoothed", f"{detail} Connect a calibration.", "uncalibrated")
 
 
 def _protection(protect: dict | None) -> Protection:

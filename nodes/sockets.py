@@ -87,7 +87,8 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
         return Badge("good", f"{otherwise}: faster here", str(summary))
     if not choose_path(model.load_device, kernel).fallback:
         return Badge("note", f"{otherwise}, as chosen" if kernel == "bf16" else f"no INT8: 0 of {total}", str(summary))
-    return Badge("warn", f"{otherwise}: {_why_not(model.load_device) if on_gpu else 'no GPU'}", str(summary))
+    why = _why_not(model.load_device) if on_gpu else "no GPU"
+    return Badge("warn", f"{otherwise}: {why}", str(summary), "bf16")
 
 
 def _why_not(gpu: torch.device) -> str:

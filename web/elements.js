@@ -41,7 +41,7 @@ export const STYLE = `
   margin: 0 0 6px; font-variant-numeric: tabular-nums; }
 .int8-bar { height: 10px; border-radius: 2px; background: var(--descrip-text); }
 .int8-bar[data-ours=true] { background: #2f6fd0; }
-.int8-result-old :is(.int8-badge, .int8-headline) { color: var(--descrip-text); }
+.int8-result.int8-result-old .int8-error, .int8-result-old :is(.int8-badge, .int8-headline) { color: var(--descrip-text); }
 .int8-result .int8-error { margin: 4px 0 0; color: color-mix(in srgb, #e5484d 45%, var(--input-text)); }
 
 .int8-details { box-sizing: border-box; max-width: min(900px, 92vw); max-height: 86vh; margin: auto; overflow: auto;

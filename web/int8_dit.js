@@ -42,6 +42,6 @@ app.registerExtension({
   },
 
   loadedGraphNode(node) {
-    if (showsResults(node)) showLastResults(node);
+    if (isPackNode(node)) showLastResults(node);
   },
 });

@@ -24,8 +24,17 @@ function kept() {
 
 export function remember(node, output) {
   const key = keyOf(node);
-  if (!key) return;
-  const newest = Object.entries({ ...kept(), [key]: { output, ranAt: Date.now() } })
+  if (key) keep({ ...kept(), [key]: { output, ranAt: Date.now() } });
+}
+
+/** What the node showed is over, and a reload does not bring it back. */
+export function forget(node) {
+  const { [keyOf(node)]: _, ...others } = kept();
+  keep(others);
+}
+
+function keep(results) {
+  const newest = Object.entries(results)
     .sort(([, one], [, other]) => other.ranAt - one.ranAt)
     .slice(0, MOST);
   try {

@@ -2,18 +2,30 @@
 
 import { api } from "../../scripts/api.js";
 import { badge, element, MAX_RESULT_HEIGHT } from "./elements.js";
-import { recall, remember } from "./last_results.js";
+import { openHelp, PARAGRAPHS } from "./help.js";
+import { forget, recall, remember } from "./last_results.js";
 import { quantizationSection } from "./quantization_report.js";
 import { translated } from "./translations.js";
 
-// By the key of a ui result, a list of values: what of it is always seen, and what a click on "Details" opens.
+const FAILURE = "int8_dit_failure"; // the one result that web/run_state.js makes, and no node
+const TYPICAL_ERRORS = "Typical errors"; // the last heading of every help page
+// How a run can end without a result, and how bad that is.
+const ENDS = { "failed": "error", "not run": "error", "interrupted": "warn" };
+
+// By the key of a ui result, a list of values: what of it is always seen, what a click on "Details" opens, and the
+// heading of the help page that "More" opens, where something is bad.
 const RESULTS = {
+  [FAILURE]: { line: failureLine, help: ([{ words }]) => ENDS[words] === "error" && TYPICAL_ERRORS },
   int8_quantization_report: {
     line: ([{ headline, title }]) => [headlineOf(headline ?? title)],
     details: ([report]) => [quantizationSection(report)],
   },
-  int8_benchmark: { line: benchmarkLine, details: benchmarkDetails },
-  int8_dit_badges: { line: badgeLine, details: badgeDetails },
+  int8_benchmark: {
+    line: benchmarkLine,
+    details: benchmarkDetails,
+    help: ([{ valid = true }]) => !valid && "What the node shows",
+  },
+  int8_dit_badges: { line: badgeLine, details: badgeDetails, help: helpOfBadges },
 };
 // The nodes with results, and how much height each keeps free for them: a run must not make it cover its neighbours.
 const ROOM = {
@@ -26,7 +38,7 @@ const ROOM = {
   SaveINT8Calibration: 66,
   SaveINT8DiT: 66,
 };
-export const RESULT_WIDGET = "int8_dit_result";
+const RESULT_WIDGET = "int8_dit_result";
 const MARGIN = 4;
 
 export const showsResults = (node) => node.comfyClass in ROOM;
@@ -41,6 +53,23 @@ function badgeLine(badges) {
     return made;
   });
 }
+
+/** The paragraph about the first of a node's badges that says something bad. */
+function helpOfBadges(badges, node) {
+  const bad = badges.find(({ severity, reason }) => severity === "warn" && PARAGRAPHS[reason]?.[node.comfyClass]);
+  return bad && PARAGRAPHS[bad.reason][node.comfyClass];
+}
+
+function failureLine([{ words, sentences }]) {
+  const className = `int8-${ENDS[words]}`;
+  return [
+    badge(ENDS[words], translated(words)),
+    ...sentences.map((text) => element("p", { className, text: sentence(translated(text)) })),
+  ];
+}
+
+/** A text with a capital at its beginning, unless that is a file's name or an id. */
+const sentence = (text) => text.replace(/^[a-z](?=[a-z]* )/, (letter) => letter.toUpperCase());
 
 function badgeDetails(badges) {
   return badges.map(({ text, detail }) =>
@@ -101,7 +130,7 @@ function downloadLink({ filename, subfolder, type }) {
 }
 
 /** The node's result widget; the first result makes it, so a node that has not run shows nothing. */
-export function resultWidget(node) {
+function resultWidget(node) {
   const existing = node.widgets?.find((widget) => widget.name === RESULT_WIDGET);
   if (existing) return existing;
   const content = element("div");
@@ -119,6 +148,9 @@ export function resultWidget(node) {
   new ResizeObserver(() => fitNode(node, widget)).observe(content);
   return widget;
 }
+
+export const greyResult = (node) =>
+  node.widgets?.find(({ name }) => name === RESULT_WIDGET)?.box.classList.add("int8-result-old");
 
 /** Grow the node where its result has more lines than it kept free; it never shrinks what the user made larger. */
 function fitNode(node, widget) {
@@ -140,19 +172,52 @@ export function heightOf(node) {
 function show(node, output, ranAt) {
   const shown = Object.entries(RESULTS).filter(([key]) => output[key]?.length);
   if (shown.length === 0) return;
-  const { box, content } = resultWidget(node);
+  const widget = resultWidget(node);
+  const { box, content } = widget;
+  widget.isFailure = FAILURE in output;
   const age = ranAt === undefined ? [] : [ageLine(ranAt)];
   const details = () => [...age, ...shown.flatMap(([key, { details: draw }]) => draw(output[key]))];
-  const more = element("button", { className: "int8-more", type: "button", text: translated("Details") });
-  more.onclick = () => openDetails(node.title, details());
+  const heading = shown.map(([key, { help }]) => help?.(output[key], node)).find(Boolean);
+  const buttons = [
+    ...(widget.isFailure ? [] : [linkTo("Details", () => openDetails(node.title, details()))]),
+    ...(heading ? [linkTo("More", () => openHelp(node, heading))] : []),
+  ];
   const parts = shown.flatMap(([key, { line }]) => line(output[key]));
   const row = parts.filter((part) => part.matches(".int8-badge"));
+  const others = parts.filter((part) => !row.includes(part));
+  const rows = [element("div", { className: "int8-row" }, [...row, ...buttons])];
   box.classList.toggle("int8-result-old", ranAt !== undefined);
   box.title = age.map((line) => line.textContent).join();
-  content.replaceChildren(
-    ...parts.filter((part) => !row.includes(part)),
-    element("div", { className: "int8-row" }, [...row, more]),
-  );
+  if (!widget.isFailure) content.replaceChildren(...others, ...rows);
+  else content.replaceChildren(element("section", ranAt ? {} : { role: "alert" }, [...rows, ...others]));
+}
+
+function linkTo(words, act) {
+  const made = element("button", { className: "int8-more", type: "button", text: translated(words) });
+  made.onclick = act;
+  return made;
+}
+
+/** Show in place of an earlier result what went wrong, and keep it for a reload of the page. */
+export function showFailure(node, words, sentences) {
+  const output = { [FAILURE]: [{ words, sentences }] };
+  show(node, output);
+  remember(node, output);
+}
+
+/** A failure is over when the node runs again: it has no widget and nothing to come back, which true says. */
+export function endFailure(node) {
+  const place = node.widgets?.findIndex(({ name, isFailure }) => name === RESULT_WIDGET && isFailure) ?? -1;
+  if (place < 0) return false;
+  removeWidget(node, place);
+  forget(node);
+  return true;
+}
+
+export function removeWidget(node, place) {
+  node.widgets[place].onRemove?.();
+  node.widgets.splice(place, 1);
+  node.setDirtyCanvas(true, true);
 }
 
 /** Show a node's details above the graph, at a size that the zoom does not change. */

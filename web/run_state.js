@@ -2,14 +2,12 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { badge, element } from "./elements.js";
 import { isPackNode, nodeOf } from "./pack_nodes.js";
-import { RESULT_WIDGET, resultWidget } from "./results.js";
-import { namesOfInput, translated } from "./translations.js";
+import { endFailure, greyResult, removeWidget, showFailure } from "./results.js";
+import { namesOfInput } from "./translations.js";
 
 const PROGRESS_TEXT = "$$node-text-preview"; // the frontend's line of text on a node that runs
 const MOST_RUNS = 100; // remembered, the oldest go first
-const FAILED = Symbol("a failure is shown");
 
 // What ComfyUI refuses before anything runs, by the type of its error, as a sentence with what to do.
 const REFUSALS = {
@@ -20,9 +18,6 @@ const REFUSALS = {
       : `${input} cannot be ${value}: choose another`,
   custom_validation_failed: (_input, _info, details) => details.replace(/^\S+ - /, ""), // behind an input's id
 };
-
-// How a run can end without a result, and how bad that is.
-const ENDS = { "failed": "error", "not run": "error", "interrupted": "warn" };
 
 const runs = new Map(); // by prompt id: the graph that was queued, and the types of its nodes by id
 let latest;
@@ -36,12 +31,12 @@ export function followRuns() {
   on("executed", ({ node, display_node }) => withoutProgress(nodeOf(display_node ?? node)));
   on("execution_error", ({ prompt_id, node_id, node_type, exception_message }) => {
     nodesOf(runs.get(prompt_id)).forEach(greyed);
-    showFailure(nodeOf(node_id), node_type, "failed", exception_message);
+    fail(nodeOf(node_id), node_type, "failed", exception_message);
   });
   on("execution_interrupted", ({ prompt_id, node_id, node_type }) => {
     const run = runs.get(prompt_id); // every browser hears of it
     nodesOf(run).forEach(greyed);
-    if (run) showFailure(run.graph === graphId() && nodeOf(node_id), node_type, "interrupted", "Queue it again for a result");
+    if (run) fail(run.graph === graphId() && nodeOf(node_id), node_type, "interrupted", "Queue it again for a result");
   });
 }
 
@@ -73,7 +68,7 @@ function showRefusals({ graph }, errors) {
       const input = namesOfInput(class_type, info.input_name)[0] ?? info.input_name;
       return REFUSALS[type]?.(input, info, details) ?? `${message}: ${details}`;
     });
-    showFailure(nodeOf(id), class_type, "not run", ...new Set(sentences));
+    fail(nodeOf(id), class_type, "not run", ...new Set(sentences));
   }
 }
 
@@ -86,36 +81,18 @@ function nodesOf(run) {
 /** What is on a node is of an earlier run; a failure is over. */
 function greyed(node) {
   withoutProgress(node);
-  const widget = node.widgets?.find(({ name }) => name === RESULT_WIDGET);
-  if (widget?.[FAILED]) remove(node, RESULT_WIDGET);
-  else widget?.box.classList.add("int8-result-old");
+  if (!endFailure(node)) greyResult(node);
 }
 
 function withoutProgress(node) {
-  if (node && isPackNode(node)) remove(node, PROGRESS_TEXT);
-}
-
-function remove(node, name) {
-  const place = node.widgets?.findIndex((widget) => widget.name === name) ?? -1;
-  if (place < 0) return;
-  node.widgets[place].onRemove?.();
-  node.widgets.splice(place, 1);
-  node.setDirtyCanvas(true, true);
+  if (!node || !isPackNode(node)) return;
+  const place = node.widgets?.findIndex(({ name }) => name === PROGRESS_TEXT) ?? -1;
+  if (place >= 0) removeWidget(node, place);
 }
 
 /** Put what went wrong in place of an earlier result. */
-function showFailure(node, type, words, ...sentences) {
+function fail(node, type, words, ...sentences) {
   if (!node || node.comfyClass !== type || !isPackNode(node)) return;
   withoutProgress(node);
-  const widget = resultWidget(node);
-  widget[FAILED] = true;
-  widget.box.classList.remove("int8-result-old");
-  widget.box.title = "";
-  const className = `int8-${ENDS[words]}`;
-  const lines = sentences.map((text) => element("p", { className, text: sentence(translated(text.trim())) }));
-  const section = element("section", { role: "alert" }, [badge(ENDS[words], translated(words)), ...lines]);
-  widget.content.replaceChildren(section);
+  showFailure(node, words, sentences.map((text) => text.trim()));
 }
-
-/** A text with a capital at its beginning, unless that is a file's name or an id. */
-const sentence = (text) => text.replace(/^[a-z](?=[a-z]* )/, (letter) => letter.toUpperCase());

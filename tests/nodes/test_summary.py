@@ -262,7 +262,7 @@ def test_the_node_shows_it_and_puts_it_out(server):
         results = server.queue(prompt)
         assert results[text]["text"] == [expected]
         (badge,) = results[load]["int8_dit_badges"]
-        assert badge == {"severity": "note", "text": "INT8 without a GPU: 21 of 34", "detail": expected}
+        assert badge == {"severity": "note", "text": "INT8 without a GPU: 21 of 34", "detail": expected, "reason": ""}
 
 
 def test_int8_attention_on_a_cpu_is_refused_by_the_server(server):

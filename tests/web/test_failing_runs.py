@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import workflows
-from support.frontend import BADGE, add_nodes, open_frontend, run, settle
+from support.frontend import BADGE, add_nodes, load, open_frontend, reload, run, saved, settle
 from support.server import ComfyServer
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def severities(page: Page) -> list[str]:
 def old(page: Page) -> list[bool]:
     """Of each result whether it looks like one of an earlier run."""
     return page.evaluate(
-        "result => [...document.querySelectorAll(result)].map(e => !!e.querySelector('.int8-result-old'))", RESULT
+        "result => [...document.querySelectorAll(result)].map(e => e.matches('.int8-result-old'))", RESULT
     )
 
 
@@ -162,3 +162,41 @@ def test_inputs_are_called_what_the_user_sees(browser: Browser, server: ComfySer
         fail(page, FAILING["missing file"][2])
         text = page.locator(FAILURE).text_content()
         assert "gone.safetensors" in text and not re.search(ENGLISH, text)
+
+
+def test_a_failure_comes_back_in_grey_until_the_node_runs_again(page: Page, server: ComfyServer, renderer: str) -> None:
+    add_nodes(page, *SHOWN_LOADER)
+    fail(page, FAILING["missing file"][2])
+    said, workflow = page.locator(FAILURE).text_content(), saved(page)
+    for _ in range(2):
+        reload(page)
+        load(page, workflow)
+        page.wait_for_selector(FAILURE)
+        assert page.locator(FAILURE).text_content() == said and old(page) == [True]
+    page.evaluate(SET, {"model_name": workflows.GLYPH_MODEL})
+    run(page, server)
+    page.wait_for_selector(f"{BADGE}[data-severity=good], {BADGE}[data-severity=note], {BADGE}[data-severity=warn]")
+    assert page.locator(FAILURE).count() == 0 and old(page) == [False]
+    reload(page)
+    load(page, workflow)
+    page.wait_for_selector(BADGE)
+    assert page.locator(FAILURE).count() == 0
+
+
+def test_a_failure_of_a_node_without_results_is_over_when_it_runs(page: Page, server: ComfyServer) -> None:
+    add_nodes(
+        page,
+        {"node": ("MergeINT8Calibrations", {}), "save": ("SaveINT8Calibration", {})},
+        [("node", 0, "save", "calibration")],
+    )
+    page.evaluate("() => void app.queuePrompt(0)")
+    page.wait_for_selector(FAILURE)
+    kept = "() => Object.values(JSON.parse(localStorage.getItem('int8_dit.last_results'))).length"
+    before = page.evaluate(kept)
+    page.evaluate(
+        """async () => {
+            const { endFailure } = await import("/extensions/int8_dit/results.js");
+            app.graph.nodes.forEach(endFailure);
+        }"""
+    )
+    assert before >= 1 and page.evaluate(kept) < before and page.locator(FAILURE).count() == 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.frontend import WARNING, add_nodes, open_frontend
+from support.frontend import BADGE, WARNING, add_nodes, open_frontend
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -72,3 +72,31 @@ def test_the_benchmark_measures_the_model_that_the_warning_is_about(page: Page, 
                 .map((node) => node.getInputNode(node.findInputSlot("model")).title)"""
         )
         assert benchmarks == ["load"]
+
+
+def test_more_beside_a_bad_badge_opens_its_paragraph(page: Page, renderer: str) -> None:
+    """And beside a failure the typical errors; what is good leads nowhere."""
+    add_nodes(page, LOADER, LINKS)
+    show = """([severity, reason]) => {
+        const badge = { severity, text: "bf16: no GPU", detail: "why", reason };
+        app.graph.nodes.find(({ title }) => title === "load").onExecuted({ int8_dit_badges: [badge] });
+    }"""
+    more = page.get_by_role("button", name="More", exact=True)
+    page.evaluate(show, ["good", ""])
+    page.wait_for_selector(BADGE)
+    assert more.count() == 0
+    page.evaluate(show, ["warn", "bf16"])
+    more.click()
+    page.locator(".node-help-content h2", has_text=PARAGRAPH["en-US"]).first.wait_for()
+    page.evaluate(
+        """async () => {
+            const { showFailure } = await import("/extensions/int8_dit/results.js");
+            showFailure(app.graph.nodes.find(({ title }) => title === "load"), "failed", ["it went wrong"]);
+        }"""
+    )
+    more.click()
+    title = page.locator(".node-help-content h2", has_text="Typical errors").first
+    page.wait_for_function(
+        "title => title.getBoundingClientRect().top >= 0 && title.getBoundingClientRect().top < innerHeight",
+        arg=title.element_handle(),
+    )
