@@ -2,7 +2,8 @@
 
 from dataclasses import asdict
 
-from comfy_api.latest import io
+import torch
+from comfy_api.latest import io, ui
 
 from .host.work import Progress
 from .images.comparison_table import comparison_table
@@ -77,4 +78,12 @@ class CompareImagesINT8DiT(io.ComfyNode):
                 progress.step()
             differences += pictures
         table = comparison_table(results)
-        return io.NodeOutput(differences, table.markdown(), ui={"int8_benchmark": [asdict(table)]})
+        worst = min(range(len(references)), key=lambda place: results["image"][place].psnr)
+        pair = _pair_output(worst + 1, references[worst], candidates["image"][worst])
+        return io.NodeOutput(differences, table.markdown(), ui={"int8_benchmark": [asdict(table)]} | pair)
+
+
+def _pair_output(number: int, *images: torch.Tensor) -> dict[str, list[dict]]:
+    """The ui result with two images [H, W, C] of one size, which the node's details lay over each other."""
+    files = ui.PreviewImage(torch.stack([image.cpu() for image in images])).as_dict()["images"]
+    return {"int8_image_pair": [{"number": number, "files": files}]}

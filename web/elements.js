@@ -60,6 +60,10 @@ export const STYLE = `
 .int8-details p { margin: 4px 0 0; overflow-wrap: anywhere; }
 .int8-details .int8-summary { margin: 4px 0; padding: 4px 8px; border-left: 3px solid var(--int8-hue);
   background: color-mix(in srgb, var(--int8-hue) 14%, transparent); }
+.int8-pair { display: grid; width: fit-content; max-width: 100%; margin: 0 auto; }
+.int8-pair img { grid-area: 1 / 1; max-width: 100%; max-height: 56vh; }
+.int8-pair-names { display: flex; gap: 8px; align-items: center; }
+.int8-pair-names input { flex: 1; }
 .int8-details a { display: inline-block; margin-top: 6px; color: var(--input-text); text-decoration: underline; }
 
 .int8-warnings { position: fixed; left: 50%; bottom: 16px; transform: translateX(-50%); z-index: 3000;

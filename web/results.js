@@ -5,7 +5,7 @@ import { badge, element, MAX_RESULT_HEIGHT } from "./elements.js";
 import { openHelp, PARAGRAPHS } from "./help.js";
 import { forget, recall, remember } from "./last_results.js";
 import { quantizationSection } from "./quantization_report.js";
-import { translated } from "./translations.js";
+import { namesOfInput, translated } from "./translations.js";
 
 const FAILURE = "int8_dit_failure"; // the one result that web/run_state.js makes, and no node
 const TYPICAL_ERRORS = "Typical errors"; // the last heading of every help page
@@ -20,6 +20,7 @@ const RESULTS = {
     line: ([{ headline, title }]) => [headlineOf(headline ?? title)],
     details: ([report]) => [quantizationSection(report)],
   },
+  int8_image_pair: { line: () => [], details: ([pair], node) => [pairSection(pair, node)] },
   int8_benchmark: {
     line: benchmarkLine,
     details: benchmarkDetails,
@@ -124,8 +125,31 @@ function tableAndNotes({ columns, rows, notes }) {
   return [...(rows.length ? [table] : []), ...paragraphs(notes)];
 }
 
+/** A reference and an image over each other, with a slider that says how much of each is seen. */
+function pairSection({ number, files }, node) {
+  const names = ["reference", "image"].map((input) => namesOfInput(node.comfyClass, input)[0] ?? input);
+  const images = files.map((file, index) => element("img", { src: urlOf(file), alt: names[index] }));
+  const slider = element("input", { type: "range", min: 0, max: 100, value: 50, "aria-label": names.join(" | ") });
+  slider.oninput = () => images[1].style.setProperty("clip-path", `inset(0 0 0 ${slider.value}%)`);
+  slider.oninput();
+  const section = element("section", {}, [
+    element("h4", { text: translated(`Pair ${number}, the least like its reference`) }),
+    element("div", { className: "int8-pair" }, images),
+    element("div", { className: "int8-pair-names" }, [
+      element("span", { text: names[0] }),
+      slider,
+      element("span", { text: names[1] }),
+    ]),
+  ]);
+  for (const image of images) image.onerror = () => section.remove(); // of a run before ComfyUI started anew
+  return section;
+}
+
+const urlOf = ({ filename, subfolder, type }) =>
+  api.apiURL(`/view?${new URLSearchParams({ filename, subfolder, type })}`);
+
 function downloadLink({ filename, subfolder, type }) {
-  const href = api.apiURL(`/view?${new URLSearchParams({ filename, subfolder, type })}`);
+  const href = urlOf({ filename, subfolder, type });
   return element("a", { href, download: filename, target: "_blank", text: translated("JSON for an issue") });
 }
 
@@ -176,7 +200,7 @@ function show(node, output, ranAt) {
   const { box, content } = widget;
   widget.isFailure = FAILURE in output;
   const age = ranAt === undefined ? [] : [ageLine(ranAt)];
-  const details = () => [...age, ...shown.flatMap(([key, { details: draw }]) => draw(output[key]))];
+  const details = () => [...age, ...shown.flatMap(([key, { details: draw }]) => draw(output[key], node))];
   const heading = shown.map(([key, { help }]) => help?.(output[key], node)).find(Boolean);
   const buttons = [
     ...(widget.isFailure ? [] : [linkTo("Details", () => openDetails(node.title, details()))]),

@@ -196,7 +196,10 @@ def test_a_pair_with_one_identical_image_has_no_difference_in_psnr(table_of):
     assert [row[3] for row in table.rows] == ["-", "+0.00", "+1.00", "+0.50", "+0.00 to +1.00"]
 
 
-def test_the_pictures_have_the_form_of_the_inputs(compare_node):
+def test_the_pictures_have_the_form_of_the_inputs(compare_node, tmp_path, monkeypatch):
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
     reference, image = (
         torch.stack(pictures) for pictures in zip(*(noisy((16, 18, 3), 0.05, seed) for seed in range(3)), strict=True)
     )
@@ -230,6 +233,11 @@ def test_in_a_server(server):
     assert table["rows"][0][1:4] == [f"{20 * math.log10(255 / 3):.2f}", "identical", "-"]
     (markdown,) = results[text]["text"]
     assert table["title"] in markdown
+    (pair,) = results[node]["int8_image_pair"]
+    files = [numpy.asarray(Image.open(io.BytesIO(server.view(**file)))) for file in pair["files"]]
+    assert pair["number"] == 1
+    for found, expected in zip(files, (pixels, pixels + numpy.uint8(3)), strict=True):
+        assert abs(found.astype(int) - expected).max() <= 1  # ComfyUI cuts what is behind the point off
     shown = [Image.open(io.BytesIO(server.view(**image))) for image in results[pictures]["images"]]
     (amplified, zero) = ({value for band in image.convert("RGB").getextrema() for value in band} for image in shown)
     assert amplified <= {29, 30} and zero == {0}  # ComfyUI cuts 29.999 off

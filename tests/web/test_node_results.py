@@ -271,3 +271,27 @@ def test_the_node_has_this_pack_s_bar_and_bf16_s_and_the_details_have_all(page: 
     assert page.evaluate(bars, DETAILS) == [["fused int8", "0.36", "other", "0.70", "bf16", "1.00"]]
     page.locator(f"{DETAILS} [aria-label=Close]").click()
     assert page.locator(DETAILS).count() == 0
+
+
+def test_two_images_lie_over_each_other_with_a_slider(page: Page, server: ComfyServer) -> None:
+    size = {"width": 96, "height": 64}
+    nodes = {
+        "one": ("EmptyImage", size | {"color": 0x336699}),
+        "other": ("EmptyImage", size | {"color": 0x346799}),
+        "compare": ("CompareImagesINT8DiT", {}),
+    }
+    add_nodes(page, nodes, [("one", 0, "compare", "reference"), ("other", 0, "compare", "image")])
+    run(page, server)
+    page.wait_for_selector(HEADLINE)
+    open_details(page)
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.int8-pair img')].every((image) => image.naturalWidth === 96)"
+    )
+    first, second = (image.bounding_box() for image in page.locator(".int8-pair img").all())
+    assert first == second and page.locator(".int8-details section").first.locator("img").count() == 2
+    slider = page.locator(".int8-details input[type=range]")
+    shown = "() => document.querySelectorAll('.int8-pair img')[1].style.clipPath"
+    slider.focus()
+    for key, left in (("Home", 0), ("ArrowRight", 1), ("End", 100)):
+        page.keyboard.press(key)
+        assert page.evaluate(shown).endswith(f" {left}%)") or (left == 0 and page.evaluate(shown) == "inset(0px)")
