@@ -203,8 +203,8 @@ function show(node, output, ranAt) {
   const details = () => [...age, ...shown.flatMap(([key, { details: draw }]) => draw(output[key], node))];
   const heading = shown.map(([key, { help }]) => help?.(output[key], node)).find(Boolean);
   const buttons = [
-    ...(widget.isFailure ? [] : [linkTo("Details", () => openDetails(node.title, details()))]),
-    ...(heading ? [linkTo("More", () => openHelp(node, heading))] : []),
+    ...(widget.isFailure ? [] : [linkTo("int8-more", "Details", () => openDetails(node.title, details()))]),
+    ...(heading ? [linkTo("int8-help", "More", () => openHelp(node, heading))] : []),
   ];
   const parts = shown.flatMap(([key, { line }]) => line(output[key]));
   const row = parts.filter((part) => part.matches(".int8-badge"));
@@ -216,8 +216,8 @@ function show(node, output, ranAt) {
   else content.replaceChildren(element("section", ranAt ? {} : { role: "alert" }, [...rows, ...others]));
 }
 
-function linkTo(words, act) {
-  const made = element("button", { className: "int8-more", type: "button", text: translated(words) });
+function linkTo(className, words, act) {
+  const made = element("button", { className, type: "button", text: translated(words) });
   made.onclick = act;
   return made;
 }

@@ -19,7 +19,7 @@ const FULL_STOP = ".";
 const JOINS = 8; // a pattern with fewer characters of its own joins words, "{one} and {other}", and no clauses
 // What a placeholder at a pattern's beginning and at its end does not stand for: a file's name and more, the next clause.
 const BEFORE = [". ", ": "];
-const BEHIND = [". ", ": ", "; "];
+const BEHIND = [". ", ": ", "; ", ", "];
 const TOGETHER = 3; // pieces beside each other that can have one pattern
 const REMARK = /^(.+?) \((.+)\)$/s; // "fp32 (protected)"
 
