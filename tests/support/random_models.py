@@ -6,6 +6,8 @@ quantized on the device, so that no file of many gigabytes is written. Imported 
 
 from __future__ import annotations
 
+import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,9 +46,12 @@ class Family:
         sizes: arguments of its diffusion model beside those of that class's tables.
         tiny: those of one block a kind, to try a study out.
         latent: the shape of its latent at a number of pixels a side.
+        sound: the same of its second latent, of a model that has one.
         pixels: a side of the image that it is measured at.
         context: shape of the text's features.
-        inputs: what else a forward takes; a tuple is the shape of a random tensor.
+        inputs: what else a forward takes; a tuple is the shape of a random tensor, and a function gives one at a number
+            of pixels a side.
+        config: what the metadata of its files say of it, where its tensors do not.
     """
 
     kind: str
@@ -56,6 +61,12 @@ class Family:
     pixels: int
     context: tuple[int, int, int]
     inputs: Mapping[str, object] = field(default_factory=dict)
+    sound: Callable[[int], tuple[int, ...]] | None = None
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    def metadata(self) -> dict[str, str]:
+        """Those of its files."""
+        return {"config": json.dumps({"transformer": self.config})} if self.config else {}
 
 
 def _mmdit(depth: int) -> dict[str, object]:
@@ -67,6 +78,27 @@ def _image(channels: int, side: int) -> Callable[[int], tuple[int, ...]]:
     """Latents of images, a value for `side` x `side` pixels."""
     return lambda pixels: (1, channels, pixels // side, pixels // side)
 
+
+def _frames(count: int, pixels: int, smallest: int) -> int:
+    """How many frames of latents; one at a size to try a study out."""
+    return count if pixels >= smallest else 1
+
+
+def _video(channels: int, frames: int, side: int, width: float) -> Callable[[int], tuple[int, ...]]:
+    """Latents of a video `pixels` high and `width` times as wide, a value for `side` x `side` pixels."""
+    return lambda pixels: (
+        1,
+        channels,
+        _frames(frames, pixels, 480),
+        pixels // side,
+        int(pixels * width) // side // 2 * 2,
+    )
+
+
+_LTX2 = {
+    **{"apply_gated_attention": True, "cross_attention_adaln": True, "caption_proj_before_connector": True},
+    **{"use_middle_indices_grid": True, "causal_temporal_positioning": True, "rope_type": "split"},
+}
 
 FAMILIES = {
     "Ideogram 4": Family(
@@ -131,6 +163,67 @@ FAMILIES = {
         lambda pixels: (1, 16, 21 if pixels >= 480 else 1, pixels // 8, 104 * pixels // 480 // 2 * 2),
         480,  # 81 frames of 832 x 480: 32,760 tokens
         (1, 512, 4096),
+    ),
+    "Wan VACE 14 B": Family(
+        "WAN21_Vace",
+        {
+            **{"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 2, "in_dim": 16, "out_dim": 16},
+            **{"vace_layers": 1, "vace_in_dim": 96},
+        },
+        {"num_layers": 1},
+        _video(16, 21, 8, 104 / 60),
+        480,
+        (1, 512, 4096),
+        {
+            "vace_context": lambda pixels: (1, 1, *_video(96, 21, 8, 104 / 60)(pixels)[1:]),
+            "vace_strength": [1.0],
+        },
+    ),
+    "LTX-Video 13 B": Family(
+        "LTXV",
+        {"num_layers": 4, "attention_head_dim": 128, "cross_attention_dim": 4096},
+        {"num_layers": 1},
+        _video(128, 16, 32, 1.5),
+        512,  # 121 frames of 768 x 512: 6,144 tokens
+        (1, 256, 4096),
+        {"attention_mask": None},
+    ),
+    "LTX-2.3": Family(
+        "LTXAV",
+        {"num_layers": 4, **_LTX2},
+        {"num_layers": 1},
+        _video(128, 16, 32, 1.5),
+        512,
+        (1, 1024, 4096 + 2048),
+        sound=lambda pixels: (1, 8, 126, 16),
+        config=_LTX2,
+    ),
+    "MiniMax H3": Family(
+        "MiniMaxH3",
+        {"num_layers": 4, "token_refiner_num_layers": 1},
+        {"num_layers": 1},
+        _video(24, 21, 16, 104 / 60),
+        480,  # 8,190 tokens of video, 270 of sound
+        (1, 256, 5376),
+        sound=lambda pixels: (1, 32, 2, 135),
+    ),
+    "HunyuanVideo 1.5": Family(
+        "HunyuanVideo15",
+        {
+            **{"in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "hidden_size": 2048},
+            **{"context_in_dim": 3584, "mlp_ratio": 4.0, "num_heads": 16, "depth": 8, "depth_single_blocks": 0},
+            **{"axes_dim": [16, 56, 56], "theta": 256, "qkv_bias": True, "guidance_embed": False, "byt5": True},
+            **{"meanflow": False, "use_cond_type_embedding": True, "meanflow_sum": True},
+        },
+        {"depth": 1},
+        _video(32, 16, 16, 104 / 60),
+        480,  # 61 frames of 832 x 480: 24,960 tokens
+        (1, 256, 3584),
+        {
+            "c_concat": lambda pixels: _video(33, 16, 16, 104 / 60)(pixels),
+            "txt_byt5": (1, 64, 1472),
+            "clip_fea": (1, 729, 1152),
+        },
     ),
 }
 
@@ -216,11 +309,11 @@ class RandomModel:
 
     def bf16_model(self) -> ModelPatcher:
         """The MODEL of ComfyUI's loader in bf16."""
-        return comfy.sd.load_diffusion_model_state_dict(self.tensors())
+        return comfy.sd.load_diffusion_model_state_dict(self.tensors(), metadata=self.family.metadata())
 
     def native_model(self, rotation_group: int | None = None) -> ModelPatcher:
         """The MODEL of ComfyUI's loader in native INT8."""
-        return comfy.sd.load_diffusion_model_state_dict(self.native(rotation_group))
+        return comfy.sd.load_diffusion_model_state_dict(self.native(rotation_group), metadata=self.family.metadata())
 
     def int8_model(self, plan: Plan = plain) -> ModelPatcher:
         """The MODEL of this pack, its quantizable layers held as `plan` says."""
@@ -232,7 +325,7 @@ class RandomModel:
             q, scale = quantize_weight(weight, held.transform)
             return int8_weight(q, scale, self.dtype, held.transform, held.activation_bits)
 
-        return build_model(self.tensors(), {}, LoadPlan("fused int8", self.dtype, convert))
+        return build_model(self.tensors(), self.family.metadata(), LoadPlan("fused int8", self.dtype, convert))
 
     def coded_model(self) -> ModelPatcher:
         """The MODEL of this pack in W4A8: every quantizable layer that it can be, the others in INT8."""
@@ -245,7 +338,7 @@ class RandomModel:
             assert rounded.codes is not None
             return coded_weight(rounded.codes, rounded.scale, group, self.dtype)
 
-        model = build_model(self.tensors(), {}, LoadPlan("fused int8", self.dtype, convert))
+        model = build_model(self.tensors(), self.family.metadata(), LoadPlan("fused int8", self.dtype, convert))
         patch_products(model)
         return model
 
@@ -257,8 +350,14 @@ class RandomModel:
             return torch.randn(shape, generator=generator, device=self.device)
 
         family = self.family
-        more = {name: randn(*v) if isinstance(v, tuple) else v for name, v in family.inputs.items()}
-        latent = randn(*family.latent(pixels or family.pixels))
+        pixels = pixels or family.pixels
+        values = {name: value(pixels) if callable(value) else value for name, value in family.inputs.items()}
+        more = {name: randn(*value) if isinstance(value, tuple) else value for name, value in values.items()}
+        shape = family.latent(pixels)
+        if family.sound is not None:  # a sampler packs several latents into one
+            more["latent_shapes"] = [shape, family.sound(pixels)]
+            shape = (1, 1, sum(map(math.prod, more["latent_shapes"])))
+        latent = randn(*shape)
         sigma = torch.full((1,), SIGMA, device=self.device)
         return {"x": latent, "t": sigma, "c_crossattn": randn(*family.context) if text else None, **more}
 
