@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from support.frontend import open_frontend
+from support import workflows
+from support.frontend import add_nodes, open_details, open_frontend, run
 from support.raised_sentences import raised_sentences
 
 SENTENCES = (  # what nodes say in English, cut and put together in every way
@@ -61,6 +62,44 @@ def test_what_the_pack_raises_is_translated(browser, server, tag, file):
         if lost or same or re.search(ENGLISH, prose):
             wrong.append(f"{place}: {english} -> {text}")
     assert not wrong, "\n".join(wrong)
+
+
+MODEL, SIZE = ("UNETLoader", {"unet_name": workflows.GLYPH_MODEL}), {"width": 96, "height": 64}
+# By the node with details: a graph that makes it run here.
+DETAILED = {
+    "benchmark": ({"model": MODEL, "node": ("INT8KernelBenchmark", {"tokens": 16})}, [("model", 0, "node", "model")]),
+    "quantize": (
+        {"model": MODEL, "node": ("QuantizeToINT8SmoothQuant", {}), "shown": ("PreviewAny", {})},
+        [("model", 0, "node", "model"), ("node", 2, "shown", "source")],
+    ),
+    "compare": (
+        {
+            "one": ("EmptyImage", SIZE | {"color": 1}),
+            "two": ("EmptyImage", SIZE | {"color": 2}),
+            "node": ("CompareImagesINT8DiT", {}),
+        },
+        [("one", 0, "node", "reference"), ("two", 0, "node", "image"), ("two", 0, "node", "other")],
+    ),
+}
+
+
+@pytest.mark.parametrize("tag", ("zh-CN", "ja-JP"))
+def test_details_are_translated(browser, server, tag):
+    """Headings, columns and notes; names of layers and of others' code stay."""
+    with open_frontend(browser, server.url, locale=tag) as page:
+        for nodes, links in DETAILED.values():
+            add_nodes(page, nodes, links)
+            run(page, server)
+            page.wait_for_selector(".int8-result .int8-headline")
+            open_details(page)
+            texts = page.evaluate(
+                "() => [...document.querySelectorAll('.int8-details :is(h4, p, th, span)')].map((e) => e.textContent)"
+            )
+            assert len(texts) > 5
+            words = {text for text in texts if re.search(r"(?<![\w.-])[a-z]{3,} [a-z]{2,}", re.sub("`.*?`", "", text))}
+            heads = page.locator(".int8-details th").all_text_contents()
+            assert not words and not {head for head in heads if re.search("[a-z]{4} |^[a-z]{3,}$", head)}
+            page.evaluate("document.querySelector('.int8-details').remove()")
 
 
 def test_english_stays(browser, server):
