@@ -95,7 +95,9 @@ def _norm_rope(x: torch.Tensor, norm: Norm | None, freqs: torch.Tensor, pairs: s
     elif norm is not None:
         values = normalized(values, norm)
     # [T, 1 or H, D / 2, 2, 2]: the same for all samples
-    matrix = freqs.reshape(x.shape[-3], -1, width // 2, 2, 2).float()
+    tokens = x.shape[-3]
+    of_each = 1 if freqs.numel() == tokens * width * 2 else heads
+    matrix = freqs.reshape(tokens, of_each, width // 2, 2, 2).float()
     if pairs == "halves":
         first, second = values.chunk(2, dim=-1)
     else:
