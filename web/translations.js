@@ -49,7 +49,7 @@ function compiled(texts) {
     const [longest] = literals.toSorted((one, other) => other.length - one.length);
     const ends = [!parts.at(0) && BEFORE, !parts.at(-1) && BEHIND];
     const [first, last] = ends.map((cuts) => (cuts || []).filter((cut) => !english.includes(cut)));
-    return { names, translation, literal, longest, first, last, regex: new RegExp(`^${source.join("")}$`, "s") };
+    return { names, english, translation, literal, longest, first, last, regex: new RegExp(`^${source.join("")}$`, "s") };
   });
   // The most that is said literally fits best.
   patterns.sort((one, other) => other.literal - one.literal);
@@ -82,23 +82,30 @@ export function translated(text) {
   return catalog && typeof text === "string" ? (known(text, catalog) ?? pieces(text, catalog, 0)) : text;
 }
 
-/** The translation of a whole text; undefined where it has none. Patterns have no full stop at their end. */
-function known(text, { texts, patterns, options }) {
+/**
+ * The translation of a whole text; undefined where it has none. Patterns have no full stop at their end. Of pieces that
+ * are put together a pattern says the separator itself.
+ */
+function known(text, { texts, patterns, options }, separator = "") {
   const stop = text.endsWith(FULL_STOP) ? FULL_STOP : "";
   const bare = stop ? text.slice(0, -stop.length) : text;
   for (const form of new Set([bare, withFirst(bare, "toLowerCase"), withFirst(bare, "toUpperCase")])) {
     const whole = [texts, options].find((one) => Object.hasOwn(one, form));
     if (whole) return whole[form] + (stop && texts[stop]);
-    for (const { regex, names, translation, literal, longest, first, last } of patterns) {
-      if (!form.includes(longest)) continue; // much quicker than the regex
+    for (const { regex, names, english, translation, literal, longest, first, last } of patterns) {
+      if (!form.includes(longest) || !english.includes(separator)) continue; // much quicker than the regex
       const values = regex.exec(form)?.slice(1);
       if (!values || (literal < JOINS && values.some((value) => /[,;:(]/.test(value)))) continue;
+      if (!values.every(isBalanced)) continue;
       if (holdsAny(values.at(0), first) || holdsAny(values.at(-1), last)) continue;
       const inWords = Object.fromEntries(names.map((name, index) => [name, translated(values[index])]));
       return translation.replaceAll(PLACEHOLDERS, (all, name) => inWords[name] ?? all) + (stop && texts[stop]);
     }
   }
 }
+
+/** Whether each parenthesis in a text is closed in it. */
+const isBalanced = (text) => !/[()]/.test(text.replaceAll(/\([^()]*\)/g, "").replaceAll(/\([^()]*\)/g, ""));
 
 const holdsAny = (text, cuts) => cuts.some((cut) => cutAt(text, cut).length > 1);
 
@@ -124,7 +131,7 @@ function pieces(text, catalog, first) {
 /** How many of the pieces from one on are known as one text, and its translation; undefined where not even that one. */
 function knownTogether(parts, at, separator, catalog) {
   for (let length = Math.min(TOGETHER, parts.length - at); length > 0; length--) {
-    const text = known(parts.slice(at, at + length).join(separator), catalog);
+    const text = known(parts.slice(at, at + length).join(separator), catalog, length > 1 ? separator : "");
     if (text !== undefined) return [length, text];
   }
 }
