@@ -161,6 +161,7 @@ ASSUMPTIONS = (
     Assumption("comfy_execution.utils:get_executing_context", "prompt_id and node_id of the node that runs"),
     Assumption("comfy_execution.graph_utils:is_link", "whether an input comes from another node"),
     Assumption("comfy_execution.graph:DynamicPrompt.get_node", "(id) -> the node, with its inputs"),
+    Assumption("comfy_execution.validation:validate_node_input", "(output type, input type) -> whether they link"),
     Assumption("comfy.utils:ProgressBar.update_absolute", "(steps)", keywords=("preview",)),
     Assumption("comfy.utils:string_to_seed", "(key) -> seed"),
     Assumption("comfy.cli_args:args", "disable_metadata"),
