@@ -29,7 +29,7 @@ from .forward import (
     totals_by_shape,
 )
 from .health import Health, examine, examine_again
-from .methods import BF16, COMFYUI_INT8, TICKS, shown_methods
+from .methods import BF16, COMFYUI_INT8, FUSED_CODES, TICKS, shown_methods
 from .report import Report, ShapeResult, Times, markdown, method_table, notes
 from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
 from .shapes import IDEOGRAM4_SHAPES, LinearShape
@@ -39,6 +39,7 @@ __all__ = [
     "BF16",
     "COMFYUI_CHOICE",
     "COMFYUI_INT8",
+    "FUSED_CODES",
     "IDEOGRAM4_SHAPES",
     "METHOD_OF_WAY",
     "TICKS",

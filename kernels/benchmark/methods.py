@@ -49,6 +49,7 @@ class Method:
 FP16_SUMS = "fp16, fp16 sums"
 COMFYUI_INT8 = "ComfyUI's INT8"
 UNFUSED = "unfused _int_mm"
+FUSED_CODES = f"{FUSED}, 4-bit weights"
 
 BENCHMARK_METHODS = (
     Method(BF16, systems.FLOAT, systems.bf16),
@@ -138,6 +139,7 @@ BENCHMARK_METHODS = (
         tick="unfused",
         tip="torch._int_mm, then a dequantization of its own.",
     ),
+    Method(FUSED_CODES, systems.CODES, systems.fused_codes, systems.require_fused, large=True),
     Method(FUSED, systems.PLAIN, systems.fused, systems.require_fused),
 )
 """In the order of the columns."""

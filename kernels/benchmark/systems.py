@@ -14,21 +14,27 @@ from ..card.machine import native_backend
 from ..gguf.formats import GGUF_FORMATS
 from ..internals import kitchen as comfy_kitchen
 from ..internals.torch_functions import scaled_mm
+from ..numerics.rounded_weight import quantize_to_codes
 from ..ops.linear import int8_linear, quantize_activations
+from ..reference.grouped_codes import DEFAULT_CODEBOOK, GROUP, GroupedCodes
 from ..reference.int8_weights import quantize_weight
 from ..reference.linear import int8_accumulate_reference
+from ..reference.transform import ChannelTransform
 from ..weights.gguf import quantize_gguf
+from ..weights.grouped import expand_codes
 from .operands import Operands, Prepare, PreparedCall, Unavailable, WeightForm, first_line
 
 _OLDEST_FP8_CAPABILITY = (8, 9)
 _FP8_MAX = 448.0  # of e4m3
 _NF4_BLOCK = 64  # weights that share a scale, as bitsandbytes' users have them
+_ROTATION_GROUP = 256  # ComfyUI's
 
 
 FLOAT = WeightForm(2, lambda operands: (operands.weight, torch.ones((), device=operands.device)))
 HALF = WeightForm(2, lambda operands: (operands.weight.half(), torch.ones((), device=operands.device)))
 E4M3 = WeightForm(1, lambda operands: quantize_fp8(operands.weight))
 PLAIN = WeightForm(1, lambda operands: quantize_weight(operands.weight))
+CODES = WeightForm(0.5 + 1 / GROUP, lambda operands: _quantize_to_codes(operands.weight))
 NF4 = WeightForm(0.5 + 4 / _NF4_BLOCK, lambda operands: _quantize_nf4(operands.weight))
 
 
@@ -41,6 +47,15 @@ def gguf_form(name: str) -> WeightForm:
         return quantize_gguf(operands.weight, name), torch.ones((), device=operands.device)
 
     return WeightForm(blocks.bytes / blocks.weights, make)
+
+
+def _quantize_to_codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and behind them their groups' scales, as one tensor: int8 [9 N K / 16]; the scale, float32 [N]."""
+    if weight.shape[1] % _ROTATION_GROUP:
+        raise Unavailable(f"K is not a multiple of {_ROTATION_GROUP}")
+    _, scale, codes = quantize_to_codes(weight, _ROTATION_GROUP)
+    assert codes is not None
+    return torch.cat([codes.codes.flatten(), codes.scale.flatten().view(torch.int8)]), scale
 
 
 def require_fp16_sums(device: torch.device) -> None:
@@ -206,3 +221,17 @@ def unfused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor
 
 def fused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
     return lambda copy: int8_linear(operands.x, weights[copy], scale)
+
+
+def fused_codes(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+    n, k = operands.weight.shape
+    codebook = torch.tensor(DEFAULT_CODEBOOK, device=operands.device)
+    transform = ChannelTransform(None, _ROTATION_GROUP)
+
+    def call(copy: int) -> torch.Tensor:
+        codes, groups = weights[copy].split((n * k // 2, n * k // GROUP))
+        groups = groups.view(torch.float8_e4m3fn).view(n, -1)
+        q = expand_codes(GroupedCodes(codes.view(n, -1), groups, codebook, GROUP))
+        return int8_linear(operands.x, q, scale, transform=transform)
+
+    return call

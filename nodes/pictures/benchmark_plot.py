@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...kernels import FUSED
-from ...kernels.benchmark import ATTENTION_METHODS, BF16, COMFYUI_CHOICE, Times
+from ...kernels.benchmark import ATTENTION_METHODS, BF16, COMFYUI_CHOICE, FUSED_CODES, Times
 from .drawing import (
     GRID,
     HEADLINE,
@@ -51,7 +51,7 @@ class Chart:
     ours: frozenset[str]
 
 
-LINEARS = Chart("Time per linear", BF16, frozenset({FUSED}))
+LINEARS = Chart("Time per linear", BF16, frozenset({FUSED, FUSED_CODES}))
 ATTENTION = Chart(
     "Time per attention call",
     COMFYUI_CHOICE,
