@@ -9,6 +9,7 @@ from .gguf.formats import GGUF_FORMATS
 from .internals.assumptions import missing
 from .internals.torch_functions import all_modules_hooked
 from .interruption import interruptible
+from .memory_plan import ask_outside_plan_by, unplanned_memory
 from .numerics.attention_error import MOST_ATTENTION_ERROR, AttentionError
 from .numerics.candidates import ALPHAS, METHODS, TransformPlan, rotation_group_of, transform_candidates
 from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_group
@@ -61,6 +62,7 @@ __all__ = [
     "TransformPlan",
     "activate_quantize",
     "all_modules_hooked",
+    "ask_outside_plan_by",
     "check_alpha",
     "choose_path",
     "decide_attention_by",
@@ -97,4 +99,5 @@ __all__ = [
     "stored_auto_choice",
     "transform_candidates",
     "triton_requirement",
+    "unplanned_memory",
 ]

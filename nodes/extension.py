@@ -2,8 +2,10 @@
 
 from comfy_api.latest import ComfyExtension, io
 
+from ..kernels import ask_outside_plan_by
 from .apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from .calibration_files import LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration, register_folder
+from .comfyui.memory import outside_memory_plan
 from .compare_images import CompareImagesINT8DiT
 from .demo_letters import DemoLettersINT8DiT
 from .kernel_benchmark import INT8KernelBenchmark
@@ -14,6 +16,7 @@ from .save_gguf_dit import SaveGGUFDiT
 from .save_int8_dit import SaveINT8DiT
 
 register_folder()
+ask_outside_plan_by(outside_memory_plan)
 
 
 class INT8DiTExtension(ComfyExtension):

@@ -8,6 +8,7 @@ import torch
 
 from ..internals.gluon import HAS_GLUON
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
+from ..memory_plan import unplanned_memory
 from .exactness import WrongResult, check_exact
 from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from .launching import Build, Launcher, kept, on_device
@@ -34,7 +35,8 @@ def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     held = _arrivals_of_streams.get(key)
     if held is None or held.numel() < tiles:
-        held = _arrivals_of_streams[key] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
+        with unplanned_memory():
+            held = _arrivals_of_streams[key] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
     return held
 
 

@@ -14,6 +14,7 @@ import torch
 from ..card.timing import median_milliseconds
 from ..internals.triton_runtime import is_unfit
 from ..interruption import stop_if_asked
+from ..memory_plan import unplanned_memory
 from .exactness import WrongResult
 from .tiles import SHIPPED, GemmConfig
 from .tuning_cache import Measurement, TuningCache, TuningKey
@@ -116,7 +117,8 @@ class Tuner:
             logger.info(text, key.device, cache.path)
         begin = monotonic()
         try:
-            fastest = _fastest(configs, launch)
+            with unplanned_memory():
+                fastest = _fastest(configs, launch)
         except torch.cuda.OutOfMemoryError:
             logger.info("INT8 GEMM: too little free memory on %s to tune N = %d, K = %d", key.device, key.n, key.k)
             return _first_running(configs, launch)

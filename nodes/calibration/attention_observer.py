@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import AttentionError
+from ...kernels import AttentionError, unplanned_memory
 from ..comfyui.attention import (
     OVERRIDE,
     Attention,
@@ -63,9 +63,10 @@ class AttentionObserver:
             call = read_call(attend, *args, **kwargs)
             if self._way.misfit(call) is None:
                 name, errors = observed
-                errors.setdefault(name, AttentionError()).offer(
-                    call.q, call.k, call.v, call.mask, call.keywords.get("scale")
-                )
+                with unplanned_memory():
+                    errors.setdefault(name, AttentionError()).offer(
+                        call.q, call.k, call.v, call.mask, call.keywords.get("scale")
+                    )
             del call  # who computes may free q, k and v
         return attend(*args, **kwargs)
 

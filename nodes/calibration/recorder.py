@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...kernels import ActivationStatistics
+from ...kernels import ActivationStatistics, unplanned_memory
 from ..comfyui.compiling import is_compiled
 from ..comfyui.execution import executing_node
 from ..comfyui.layers import CastWeightBiasOp
@@ -36,7 +36,12 @@ class Record:
     def observe(self, name: str, module: CastWeightBiasOp) -> RemovableHandle:
         """Fill the statistics of a linear from its inputs, until the handle is removed."""
         seen = self.statistics.setdefault(name, ActivationStatistics())
-        return module.register_forward_pre_hook(lambda _, args: seen.update(args[0]))
+
+        def update(_module: object, args: tuple) -> None:
+            with unplanned_memory():
+                seen.update(args[0])
+
+        return module.register_forward_pre_hook(update)
 
     def settle(self) -> None:
         """A sampling has ended: move what it showed to host memory, and forget the linears that were never called."""

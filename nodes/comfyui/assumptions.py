@@ -144,6 +144,12 @@ ASSUMPTIONS = (
     Assumption(f"{_DETECTION}:count_blocks", "(names, pattern) -> blocks", "as above"),
     Assumption("comfy.ops:disable_weight_init", "layer classes without values", "as above"),
     # memory.py
+    Assumption(
+        "comfy.model_prefetch:pause_malloc_graph",
+        "() -> a context: memory asked for inside may outlive a block's call",
+        "ComfyUI's compiler may end the process when a MiniMax runs first, or is recorded",
+        since=(0, 38),
+    ),
     Assumption(f"{_MANAGEMENT}:InterruptProcessingException", "the user has cancelled"),
     Assumption(f"{_MANAGEMENT}:throw_exception_if_processing_interrupted", "raises it"),
     Assumption(f"{_MANAGEMENT}:OOM_EXCEPTION", "memory has run out"),

@@ -1,10 +1,19 @@
 """Devices, their memory, and the cancel button."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
+
+if TYPE_CHECKING:  # a type checker does not see ComfyUI
+    outside_memory_plan: Callable[[], AbstractContextManager[Any]]
+else:
+    try:
+        from comfy.model_prefetch import pause_malloc_graph as outside_memory_plan
+    except ImportError:  # this ComfyUI plans no memory
+        outside_memory_plan = nullcontext
 
 Cancelled = comfy.model_management.InterruptProcessingException
 """What ComfyUI raises where the user has cancelled."""

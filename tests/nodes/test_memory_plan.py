@@ -1,0 +1,85 @@
+"""ComfyUI's compiler plans the memory that a call of a block asks for: it must hold nothing else when it returns."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from support.architectures import FUSED_BLOCKS
+
+
+class Planned(TorchDispatchMode):
+    """What was asked for inside of calls, but for what was asked for outside of the plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.paused, self.calling, self._asked = 0, False, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = _storages((args, kwargs))
+        output = func(*args, **(kwargs or {}))
+        if self.calling and not self.paused:
+            self._asked += [StorageWeakRef(new) for at, new in _storages(output).items() if at not in given]
+        return output
+
+    def begin(self):
+        self.calling, self._asked = True, []
+
+    @contextmanager
+    def outside(self):
+        self.paused += 1
+        yield
+        self.paused -= 1
+
+    def held(self, output):
+        """How many of them still are at the end of a call, beside its output."""
+        self.calling = False
+        return len({ref.cdata for ref in self._asked if not ref.expired()} - _storages(output).keys())
+
+
+def _storages(tree):
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+
+
+@pytest.fixture
+def plan(pack, monkeypatch):
+    """A plan that the pack knows of, as ComfyUI's compiler makes one."""
+    from int8_dit.kernels import memory_plan
+
+    plan = Planned()
+    monkeypatch.setattr(memory_plan, "_outside", plan.outside)
+    return plan
+
+
+@pytest.mark.parametrize("family", FUSED_BLOCKS)
+def test_a_fused_call_holds_its_output_alone(blocks, fused_runs, plan, family):
+    block = blocks.fused(family)
+    blocks.run(block, family)
+    args, kwargs = blocks.FAMILIES[family].arguments(blocks.Call())
+    fused_runs.clear()
+    if blocks.BLOCKS[f"{type(block).__module__}.{type(block).__qualname__}"].streams:
+        kwargs["transformer_options"] = {}
+    with torch.inference_mode(), plan:
+        plan.begin()
+        outputs = block(*args, **kwargs)
+    assert fused_runs
+    assert plan.held(outputs) == 0
+
+
+@pytest.mark.parametrize("knows", (True, False))
+def test_what_a_calibration_records_is_outside_of_the_plan(small, plan, monkeypatch, knows):
+    from int8_dit.kernels import memory_plan
+
+    if not knows:
+        monkeypatch.setattr(memory_plan, "_outside", nullcontext)
+    model, held = small.wan(), []
+    for block in model.model.diffusion_model.blocks:
+        block.register_forward_pre_hook(lambda *_: plan.begin())
+        block.register_forward_hook(lambda _module, _args, output: held.append(plan.held(output)))
+    with plan:
+        small.recorded(model)
+    assert held and any(held) != knows
