@@ -4,7 +4,8 @@ and this pack's, eager and compiled.
     python tests/studies/families.py --comfyui PATH [--families NAME ...] [--variants NAME ...] [--out DIR]
 
 Needs an NVIDIA card with 60 GB of memory; `--tiny --pixels 64` tries the script out on a CPU. "ms" is the clock from an
-idle GPU until all is done, "host" until the last launch returns, and "busy" the sum of all kernels.
+idle GPU until all is done, "host" until the last launch returns, "busy" the sum of all kernels, and "of it no
+attention" what of that is left without the attention itself.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from support.pack import import_comfyui, import_pack
 RESULTS = Path(__file__).resolve().parent / "results" / "families"
 # A name and whether torch.compile is in it.
 VARIANTS = {
-    **dict.fromkeys(("bf16", "bf16-exact", "native", "pack", "pack-exact", "pack-int8"), False),
+    **dict.fromkeys(("bf16", "bf16-exact", "native", "unfused", "pack", "pack-exact", "pack-int8"), False),
     **dict.fromkeys(("compiled-bf16", "compiled-pack"), True),
 }
 # What its end says of attention; without, it is ComfyUI's.
@@ -31,6 +32,7 @@ TITLES = {
     "bf16": "bf16",
     "bf16-exact": "bf16 + the fastest exact attention",
     "native": "native INT8",
+    "unfused": "this pack, blocks unfused",
     "pack": "this pack",
     "pack-exact": "this pack + the fastest exact attention",
     "pack-int8": "this pack + INT8 attention",
@@ -43,11 +45,16 @@ def measure(random, variant: str, pixels: int | None, repetitions: int, expected
     """The figures of a row."""
     import comfy.model_management
 
-    from support.measuring import graph_counts, kernel_times, wall_and_host
-    from support.random_models import Forward, attending, compiled, load, weights_on_device
+    from support.measuring import by_part, graph_counts, kernel_times, wall_and_host
+    from support.random_models import Forward, attending, compiled, load, unfused, weights_on_device
     from support.tensors import relative_error
 
-    builders = {"bf16": random.bf16_model, "native": random.native_model, "pack": random.int8_model}
+    builders = {
+        "bf16": random.bf16_model,
+        "native": random.native_model,
+        "unfused": lambda: unfused(random.int8_model()),
+        "pack": random.int8_model,
+    }
     with weights_on_device():
         kind, _, attention = variant.removeprefix("compiled-").partition("-")
         model = builders[kind]()
@@ -66,6 +73,7 @@ def measure(random, variant: str, pixels: int | None, repetitions: int, expected
         figures |= graph_counts() if VARIANTS[variant] else {}
         times = kernel_times(forward, random.device)
         figures["busy_ms"] = sum(times.values())
+        figures["linears_ms"] = figures["busy_ms"] - by_part(times)["attention"]
     return figures
 
 
@@ -74,7 +82,8 @@ def table(rows: list[dict]) -> str:
     from int8_dit.kernels.benchmark import markdown
     from support.measuring import number, ratio, row_of
 
-    columns = ["family", "variant", "ms", "vs bf16", "vs native INT8", "busy ms", "host ms", "rel. error"]
+    columns = ["family", "variant", "ms", "vs bf16", "vs native INT8", "busy ms", "of it no attention", "vs bf16"]
+    columns += ["host ms", "rel. error"]
     lines = []
     for row in rows:
         bases = [row_of(rows, family=row["family"], name=name) for name in ("bf16", "native")]
@@ -84,7 +93,9 @@ def table(rows: list[dict]) -> str:
                 TITLES[row["name"]],
                 number(row, "ms", ".1f"),
                 *(ratio(row, base, "ms") for base in bases),
-                *(number(row, key, ".1f") for key in ("busy_ms", "host_ms")),
+                *(number(row, key, ".1f") for key in ("busy_ms", "linears_ms")),
+                ratio(row, bases[0], "linears_ms"),
+                number(row, "host_ms", ".1f"),
                 number(row, "error", ".3f"),
             ]
         )
