@@ -1,5 +1,6 @@
 """INT8 attention: queries and keys in int8, an online softmax in float32, probabilities and values in floats."""
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -205,6 +206,10 @@ _HOPPER_TILES = {
     256: AttentionTiles(128, 64, 256, 8, 3),
 }
 _TILES = {(9, 0): _HOPPER_TILES}
+# Larger ones that are faster where calls leave hardly any multiprocessor without work, and how many run on one.
+_FILLING_TILES = {(9, 0): {128: AttentionTiles(128, 64, 128, 4, 3)}}
+_RESIDENT = 2
+_FILLED = 0.9
 # GeForce's tensor cores halve their speed for float32 sums.
 _HALF_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
 
@@ -218,15 +223,31 @@ def mask_kind(mask: torch.Tensor | None) -> tuple[str, str]:
     return "bool" if mask.dtype == torch.bool else "float", spread
 
 
-def tiles_for(capability: tuple[int, int], channels: int, mask: tuple[str, str] = ("none", "one")) -> AttentionTiles:
+def tiles_for(
+    capability: tuple[int, int],
+    channels: int,
+    mask: tuple[str, str] = ("none", "one"),
+    heads_of: tuple[int, int] = (0, 0),
+    multiprocessors: int = 1,
+) -> AttentionTiles:
     """The tiles of a card by its compute capability, for heads of so many channels, padded to a power of two.
 
-    A mask with a number for each query takes the registers of half of a tile.
+    A mask with a number for each query takes the registers of half of a tile. `heads_of` are the heads of all samples
+    and the queries of one, on a card of so many multiprocessors.
     """
     tiles = _TILES.get(capability, _AMPERE_TILES)[channels]
+    larger = _FILLING_TILES.get(capability, {}).get(channels)
+    if larger is not None and mask[0] == "none" and _fills(larger, *heads_of, multiprocessors):
+        return larger
     if mask[1] == "one":
         return tiles
     return replace(tiles, keys=tiles.keys if channels == WIDEST_HEAD else 32, stages=2, ahead=False)
+
+
+def _fills(tiles: AttentionTiles, heads: int, queries: int, multiprocessors: int) -> bool:
+    """Whether the last round of a call's programs leaves few places on the multiprocessors free, of those of all."""
+    programs, places = heads * -(-queries // tiles.rows), _RESIDENT * multiprocessors
+    return programs >= _FILLED * places * -(-programs // places) > 0
 
 
 def int8_attention_constants(
@@ -255,6 +276,11 @@ def int8_attention_constants(
         "AHEAD": tiles.ahead,
     }
     return constants, {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 _ATTENTION = Launcher(int8_attention_kernel, int8_attention_constants)
@@ -286,7 +312,7 @@ def launch_int8_attention(
     (_, heads, tq, width), (_, kv_heads, tk, _) = q.shape, k.shape
     channels, scaled = operands.q.shape[-1], operands.v_scale is not None
     kind = mask_kind(mask)
-    tiles = tiles_for(capability, channels, kind)
+    tiles = tiles_for(capability, channels, kind, (q.shape[0] * heads, tq), _multiprocessors(q.device))
     form = (tiles, width, channels, kind, tk % tiles.keys != 0, half_sums, scaled)
     v_strides = (kv_heads * tk * channels, tk * channels, channels) if scaled else v.stride()[:3]
     numbers = (heads, heads // kv_heads, tq, tk, operands.k.shape[1], *v_strides, *out.stride()[:3])

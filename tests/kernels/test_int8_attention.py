@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from kernels.ops.attention import int8_attention
 from kernels.reference.attention import int8_attention_reference
-from kernels.triton_kernels.attention import launch_int8_attention
+from kernels.triton_kernels import attention
+from kernels.triton_kernels.attention import launch_int8_attention, tiles_for
 from support.tensors import DEVICE, relative_error
 
 # Error on normal data: 8 bits of q and of k. Of few keys it is larger than the 0.010 of thousands.
@@ -68,6 +69,31 @@ def test_attention(shape, compute, kind):
     mask = masks(q.shape[0], q.shape[1], q.shape[2], k.shape[2])[kind]
     result = compute(q, k, v, mask)
     assert result.shape == q.shape and relative_error(result, exact(q, k, v, mask)) < NORMAL
+
+
+@pytest.mark.parametrize(
+    ("heads_of", "rows"),
+    (
+        ((30, 4352), 128),  # Z-Image: 1020 programs of 128 rows, of 1056 places
+        ((40, 32760), 128),  # Wan
+        ((24, 4608), 64),  # Flux.1: 864 of 1056
+        ((0, 0), 64),
+    ),
+)
+def test_a_call_that_fills_the_card_has_larger_tiles(heads_of, rows):
+    assert tiles_for((9, 0), 128, ("none", "one"), heads_of, 132).rows == rows
+    masked, other_card = tiles_for((9, 0), 128, ("bool", "one"), heads_of, 132), tiles_for((8, 6), 128)
+    assert masked.rows == 64 and tiles_for((8, 6), 128, ("none", "one"), heads_of, 82) == other_card
+
+
+def test_larger_tiles(monkeypatch):
+    capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else (8, 6)
+    (larger,) = attention._FILLING_TILES[9, 0].values()
+    monkeypatch.setattr(attention, "_FILLING_TILES", {capability: {128: larger}})
+    monkeypatch.setattr(attention, "_fills", lambda *_: True)
+    q, k, v = operands(count=3, tq=300, tk=333, width=128)
+    assert tiles_for(capability, 128) is larger
+    assert relative_error(int8_attention(q, k, v), exact(q, k, v)) < NORMAL
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))

@@ -39,6 +39,7 @@ class Build:
         capability: compute capability of the card, as in sm_86.
         mask: "none", "bool" or "float", and of how many rows it is, as `mask_kind` says.
         half_sums: whether a tile's products are summed in fp16.
+        fills: whether the call has work for all of the card.
     """
 
     kernel: str
@@ -46,12 +47,14 @@ class Build:
     capability: int = 86
     mask: tuple[str, str] = ("none", "one")
     half_sums: bool = False
+    fills: bool = False
 
 
 def _parts(build: Build):
     """The kernel, its constants and options, and the types of tensors that depend on the build."""
     width, padded = build.width, padded_width(build.width)
-    tiles = attention.tiles_for(divmod(build.capability, 10), padded, build.mask)
+    call = ((1, 1 << 20), 1) if build.fills else ()
+    tiles = attention.tiles_for(divmod(build.capability, 10), padded, build.mask, *call)
     if build.kernel == "int8":
         made = attention.int8_attention_constants(
             tiles, width, padded, build.mask, True, build.half_sums, build.half_sums
@@ -109,6 +112,7 @@ def builds() -> list[Build]:
     wide = [(width, mask) for width in (40, 64, 128, 256) for mask in (none, keys, ("bool", "many"), many)]
     return [
         *(Build("int8", width, card, mask, half) for card, half in cards for width, mask in wide),
+        Build("int8", 128, 90, fills=True),
         *(Build("float", width, card, mask) for card, _ in cards for width, mask in wide[-4:]),
         *(Build(name, width, 86) for name in ("operands", "statistics") for width in (40, 64, 128, 256)),
         Build("operands", 256, 90),
