@@ -6,7 +6,8 @@ Three subjects: the glyph model as it was trained; the same with outlier channel
 which change no result in bf16; and full-width Ideogram 4 blocks with random weights and outlier channels planted at the
 inputs of some feed_forward.w2. All comparisons are paired, same seed and inputs, against bf16; intervals are 95 %
 bootstrap intervals. Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 2 --pixels 64` tries
-it out on a CPU. `--variants` takes some of the pack's variants alone, without the peers and the folding.
+it out on a CPU. `--variants` takes some of the pack's variants alone, without the peers and the folding; "NAME, INT8
+attention" is one with attention in INT8 too.
 """
 
 import argparse
@@ -43,8 +44,11 @@ IN_BF16 = ", bf16 protection"
 """What a variant is called that is another one with its protected layers in bf16, not INT8 with 16-bit activations."""
 ROUNDED = ", calibrated rounding"
 """What a variant is called that is another one with calibrated rounding, not nearest."""
+INT8_ATTENTION = ", INT8 attention"
+"""What a variant is called that is another one with attention in INT8 where a calibration does not keep it exact."""
 DEFAULT = f"best per layer, protected{ROUNDED}"
 """What the quantize node does by itself."""
+DIFFERENCES = ("bf16 protection", "nearest rounding", "exact attention")
 PICTURED = ("bf16", "FP8", "naive W8A8", "recipe")
 PICTURE_COLUMNS = 14
 COLUMNS = {
@@ -315,7 +319,9 @@ def pack_variants(layers: int) -> dict[str, dict[str, object]]:
 def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, Outcome], dict[str, list[float]]]:
     """Every variant of a subject, and its `folded_cosines`; or only the wanted ones of this pack."""
     from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from int8_dit.nodes.patching.attention_kinds import INT8
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+    from support.random_models import attending
 
     base = stock(subject.state_dict)
     outcomes = {"bf16": subject.evaluate(base)}
@@ -331,11 +337,16 @@ def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, O
     for name, make in makers.items() if wanted is None else ():
         outcomes[name] = _evaluated(name, subject, make())
     for name, settings in pack_variants(len(quantizable_linears(base))).items():
-        if wanted is not None and name not in wanted:
+        attending_int8 = wanted is not None and f"{name}{INT8_ATTENTION}" in wanted
+        if wanted is not None and name not in wanted and not attending_int8:
             continue
         model, report = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
         outcomes[name] = _evaluated(name, subject, model)
         outcomes[name].protected = list(report.protected)
+        if attending_int8:
+            outcomes[f"{name}{INT8_ATTENTION}"] = _evaluated(
+                f"{name}{INT8_ATTENTION}", subject, attending(model.clone(), INT8)
+            )
         del model
     return outcomes, folded_cosines(subject, base, calibration) if wanted is None else {}
 
@@ -400,6 +411,7 @@ def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
         if outcome.read is not None:
             figures[name]["read"] = sum(outcome.read)
         twins = {"bf16 protection": f"{name}{IN_BF16}", "nearest rounding": name.removesuffix(ROUNDED)}
+        twins["exact attention"] = name.removesuffix(INT8_ATTENTION)
         for difference, twin in twins.items():
             if twin in errors and twin != name:
                 ratio = interval(errors[name], errors[twin], statistic=ratio_of_means)
@@ -451,8 +463,9 @@ def comparison(title: str, figures: dict[str, dict]) -> str:
 
 
 def twins(subjects: dict[str, dict[str, dict]], difference: str) -> str:
-    """The error of variants relative to that of others with one difference: "bf16 protection" instead of 16-bit
-    activations, or "nearest rounding" instead of calibrated. Empty without such variants."""
+    """The error of variants relative to that of others with one of DIFFERENCES: "bf16 protection" instead of 16-bit
+    activations, "nearest rounding" instead of calibrated, "exact attention" instead of INT8. Empty without such
+    variants."""
     from int8_dit.kernels.benchmark import markdown
 
     ratio = f"ratio to {difference}"
@@ -480,7 +493,7 @@ def report(heading: str, results: dict[str, dict]) -> str:
     cosines = [folding(key, result["folded"]) for key, result in results.items() if result["folded"]]
     title = "Cosines of outputs, the smallest of all blocks or times, of a folded file in the stock loader:"
     folded = [title, "\n".join(cosines)] if cosines else []
-    differences = [twins(subjects, difference) for difference in ("bf16 protection", "nearest rounding")]
+    differences = [twins(subjects, difference) for difference in DIFFERENCES]
     parts = [heading, note, overview(subjects), *differences, *folded, *tables]
     return "\n\n".join(filter(None, parts)) + "\n"
 
