@@ -1,35 +1,44 @@
-"""Two full Ideogram 4 models on a card with little memory: milliseconds a step, load time and error, ours in INT8 and
-in GGUF's blocks beside ComfyUI's own INT8, in both of its memory modes, with and without a LoRA.
+"""Models on a card with little memory: milliseconds a step, memory, load time and error, in INT8, in W4A8 and in GGUF's
+blocks, ours beside ComfyUI's own and ComfyUI-GGUF's, in both of ComfyUI's memory modes, with and without a LoRA.
 
     python tests/studies/small_cards.py --comfyui PATH [--free 24 16 12] [--modes ordinary dynamic] [--out DIR]
+    python tests/studies/small_cards.py --comfyui PATH --no-errors --free 8 12 --steps 4 --loaders "stock, W4A8" "this
+        pack, W4A8 as stored" "this pack, Q4_K as stored"
+    python tests/studies/small_cards.py --comfyui PATH --no-errors --model "Wan 14 B" --free 12 --steps 3
 
-Needs an NVIDIA card with 44 GB of memory, 100 GB of host memory and 25 GB of disk. Another process holds all of the
-card's memory but `--free` GiB. Weights are random; the LoRA has rank 16 on every INT8 linear of both models. A step is
-one of DualModelGuider's: a conditional forward (256 text tokens) and an unconditional one. Errors are those of the
-latents against bf16 models with the same LoRA. With `--folder` a study can be measured in parts: the table has all
-rows of that folder, and a part that is measured again replaces its own.
+Needs an NVIDIA card with 44 GB of memory, 100 GB of host memory and 40 GB of disk. `--model "Wan 14 B" --tiny --blocks
+1 --pixels 64` tries the script out on a CPU. Another process holds all of the card's memory but `--free` GiB. Weights
+are random; the LoRA has rank 16 on every INT8 linear. A step of Ideogram 4 is one of DualModelGuider's, with two
+models: a conditional forward (256 text tokens) and an unconditional one. A step of Wan is one forward, of 81 frames of
+832 x 480. Errors are those of the latents against bf16 models with the same LoRA. With `--no-errors` no bf16 model
+computes, and the second model of Ideogram 4 is a copy of the first one's file. W4A8 needs a ComfyUI and a comfy-kitchen
+that know it. With `--folder` a model's study can be measured in parts: the table has all rows of that folder, and a
+part that is measured again replaces its own.
 """
 
 import argparse
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS
-from support.pack import import_comfyui, import_pack, use_dynamic_vram
+from studies.gguf_models import load_by_gguf_pack
+from support.pack import import_comfyui, import_pack, import_package, use_dynamic_vram
 from support.tensors import relative_error
 
 RANK = 16
 LORA_SIZE = 0.06  # of a weight's norm
-SIDES = ("conditional", "unconditional")
 GGUF = "Q4_K"
 CASE = ("free", "mode", "lora", "loader")
 """What tells one row from another."""
@@ -38,6 +47,61 @@ HOLD = (
     "kept = torch.empty(free - int(float(sys.argv[1]) * 2**30), dtype=torch.uint8, device='cuda'); "
     "print('held', flush=True); sys.stdin.read()"
 )
+
+
+class Study(NamedTuple):
+    """What is loaded together: a file for each of `sides`, of so many blocks. `tiny` are sizes to try it out."""
+
+    sides: tuple[str, ...]
+    blocks: int
+    tiny: dict[str, int]
+
+
+STUDIES = {
+    "Ideogram 4": Study(("conditional", "unconditional"), 34, {}),
+    "Wan 14 B": Study(("video",), 40, {"dim": 256, "ffn_dim": 512, "num_heads": 2}),
+}
+
+
+def load_stock(path: str):
+    """ComfyUI's own loader."""
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model(path)
+
+
+def load_ours(path: str):
+    """This pack's."""
+    from int8_dit.nodes.loading.load import load_int8_model
+
+    return load_int8_model(path, "fused int8")
+
+
+def load_as_stored(path: str):
+    """This pack's, of a file whose weights keep its bits."""
+    from int8_dit.nodes.loading.load import AS_STORED, load_int8_model
+
+    return load_int8_model(path, "fused int8", memory=AS_STORED)
+
+
+class Loader(NamedTuple):
+    """How a MODEL is made of a file's path, and which files it reads: those whose names end so."""
+
+    load: Callable
+    file: str
+
+
+INT8_FILE, CODES_FILE, GGUF_FILE = "INT8.safetensors", "W4A8.safetensors", f"{GGUF}.gguf"
+LOADERS = {
+    "stock": Loader(load_stock, INT8_FILE),
+    "this pack": Loader(load_ours, INT8_FILE),
+    "stock, W4A8": Loader(load_stock, CODES_FILE),
+    "this pack, W4A8 as stored": Loader(load_as_stored, CODES_FILE),
+    f"ComfyUI-GGUF, {GGUF}": Loader(load_by_gguf_pack, GGUF_FILE),
+    f"this pack, {GGUF} as stored": Loader(load_as_stored, GGUF_FILE),
+}
+FIRST = ("stock", "this pack", f"this pack, {GGUF} as stored")
+"""The loaders that are measured where none are named."""
 
 
 def start_comfyui(path: Path, mode: str) -> None:
@@ -52,18 +116,23 @@ def start_comfyui(path: Path, mode: str) -> None:
         use_dynamic_vram()
 
 
-def sample(models: list, steps: int, pixels: int) -> tuple[torch.Tensor, list[float]]:
+def sample(models: list, family, steps: int, pixels: int) -> tuple[torch.Tensor, list[float]]:
     """Latents of a fixed seed, and the seconds of each step."""
     import comfy.sample
     import comfy.samplers
     from comfy_extras.nodes_custom_sampler import Guider_DualModel
 
     generator = torch.Generator().manual_seed(2)
-    context = torch.randn(1, TEXT_TOKENS, TEXT_FEATURES, generator=generator)
-    guider = Guider_DualModel(*models)
-    guider.inner_set_conds({"positive": [[context, {}]], "negative": [[None, {}]]})
-    guider.set_cfg(3.0)
-    empty = torch.zeros(1, 128, pixels // 16, pixels // 16)
+    text = [[torch.randn(family.context, generator=generator), {}]]
+    if len(models) == 2:
+        guider = Guider_DualModel(*models)
+        guider.inner_set_conds({"positive": text, "negative": [[None, {}]]})
+        guider.set_cfg(3.0)
+    else:
+        guider = comfy.samplers.CFGGuider(*models)
+        guider.inner_set_conds({"positive": text})
+        guider.set_cfg(1.0)
+    empty = torch.zeros(family.latent(pixels))
     sigmas = comfy.samplers.calculate_sigmas(models[0].get_model_object("model_sampling"), "simple", steps)
     noise = comfy.sample.prepare_noise(empty, 3)
     ticks: list[float] = []
@@ -78,190 +147,254 @@ def sample(models: list, steps: int, pixels: int) -> tuple[torch.Tensor, list[fl
     return latents.float().cpu(), [after - before for before, after in itertools.pairwise(ticks)]
 
 
-def with_lora(models: list, folder: Path) -> list:
+def with_lora(models: list, folder: Path, sides: tuple[str, ...]) -> list:
     """The MODELs of ComfyUI's LoRA loader node."""
     import comfy.sd
     import comfy.utils
 
-    files = [comfy.utils.load_torch_file(str(folder / f"{side}-lora.safetensors")) for side in SIDES]
+    files = [comfy.utils.load_torch_file(str(folder / f"{side}-lora.safetensors")) for side in sides]
     return [comfy.sd.load_lora_for_models(m, None, lora, 1.0, 0.0)[0] for m, lora in zip(models, files, strict=True)]
 
 
-def prepare(folder: Path, blocks: int, steps: int, pixels: int) -> None:
-    """Write both models as native INT8 files, both LoRAs, and the latents of bf16."""
+def write_lora(random, seed: int, path: Path) -> None:
+    """A LoRA on every INT8 linear of a model."""
+    from safetensors.torch import save_file
+
+    lora = {}
+    generator = torch.Generator(random.device).manual_seed(seed)
+    for name in random.layers:
+        outputs, channels = random.shapes[f"{name}.weight"]
+        up = torch.randn(outputs, RANK, generator=generator, device=random.device)
+        down = torch.randn(RANK, channels, generator=generator, device=random.device)
+        # |up down| is about sqrt(N K RANK), and |weight| sqrt(N): entries have a variance of 1 / K.
+        up *= LORA_SIZE / (RANK * channels) ** 0.5
+        lora |= {f"diffusion_model.{name}.lora_{end}.weight": t.cpu() for end, t in (("up", up), ("down", down))}
+    save_file(lora, path)
+
+
+def write_files(random, folder: Path, side: str, wanted: set[str]) -> None:
+    """Those of the wanted files of one model that are not there."""
+    from safetensors.torch import save_file
+
+    from int8_dit.nodes.saving.save_gguf import save_gguf_model
+    from support.measuring import release
+    from support.random_models import weights_on_device
+
+    for file in sorted(name for name in wanted if not (folder / f"{side}-{name}").exists()):
+        begin, path = time.perf_counter(), folder / f"{side}-{file}"
+        if file == GGUF_FILE:
+            with weights_on_device():
+                save_gguf_model(random.bf16_model(), str(path), {}, GGUF)
+            release()
+        else:
+            tensors = random.native() if file == INT8_FILE else random.coded()
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path)
+        print(f"{path.name}: {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def prepare(folder: Path, model: str, size: dict, wanted: set[str], steps: int, pixels: int, errors: bool) -> None:
+    """Write the wanted files of a study's models, their LoRAs and, for errors, the latents of bf16."""
     import comfy.model_management
     import comfy.sd
     from safetensors.torch import save_file
 
-    from int8_dit.nodes.saving.save_gguf import save_gguf_model
     from support.random_models import FAMILIES, RandomModel
 
-    device = comfy.model_management.get_torch_device()
-    models = []
-    for index, side in enumerate(SIDES):
-        random = RandomModel(FAMILIES["Ideogram 4"], device, {"num_layers": blocks}, seed=index)
-        save_file({name: tensor.cpu() for name, tensor in random.native().items()}, folder / f"{side}.safetensors")
-        lora = {}
-        generator = torch.Generator(device).manual_seed(10 + index)
-        for name in random.layers:
-            outputs, channels = random.shapes[f"{name}.weight"]
-            up = torch.randn(outputs, RANK, generator=generator, device=device)
-            down = torch.randn(RANK, channels, generator=generator, device=device)
-            # |up down| is about sqrt(N K RANK), and |weight| sqrt(N): entries have a variance of 1 / K.
-            up *= LORA_SIZE / (RANK * channels) ** 0.5
-            lora |= {f"diffusion_model.{name}.lora_{end}.weight": t.cpu() for end, t in (("up", up), ("down", down))}
-        save_file(lora, folder / f"{side}-lora.safetensors")
-        tensors = {name: random.tensor(name).cpu() for name in random.shapes}
-        models.append(comfy.sd.load_diffusion_model_state_dict(tensors))
-        save_gguf_model(models[-1], str(folder / f"{side}.gguf"), {}, GGUF)
-    save_file(
-        {"none": sample(models, steps, pixels)[0], "lora": sample(with_lora(models, folder), steps, pixels)[0]},
-        folder / "bf16.st",
-    )
+    device, family, sides = comfy.model_management.get_torch_device(), FAMILIES[model], STUDIES[model].sides
+    models, errors_known = [], errors or (folder / "bf16.st").exists()
+    for index, side in enumerate(sides):
+        if index and not errors_known:  # times do not depend on what the weights are
+            for name in (*wanted, "lora.safetensors"):
+                shutil.copy(folder / f"{sides[0]}-{name}", folder / f"{side}-{name}")
+            continue
+        random = RandomModel(family, device, size, seed=index)
+        write_files(random, folder, side, wanted)
+        write_lora(random, 10 + index, folder / f"{side}-lora.safetensors")
+        if errors:
+            tensors = {name: random.tensor(name).cpu() for name in random.shapes}
+            models.append(comfy.sd.load_diffusion_model_state_dict(tensors))
+    if errors:
+        latents = {
+            "none": sample(models, family, steps, pixels)[0],
+            "lora": sample(with_lora(models, folder, sides), family, steps, pixels)[0],
+        }
+        save_file(latents, folder / "bf16.st")
 
 
-def load_stock(path: Path):
-    """ComfyUI's own loader."""
-    import comfy.sd
+def measure(folder: Path, model: str, loaders: list[str], labels: dict, steps: int, pixels: int) -> None:
+    """Print a row for each loader without and with the LoRA; for one that fails a row that says why."""
+    from support.measuring import release
 
-    return comfy.sd.load_diffusion_model(str(path.with_suffix(".safetensors")))
-
-
-def load_ours(path: Path):
-    """This pack's."""
-    from int8_dit.nodes.loading.load import load_int8_model
-
-    return load_int8_model(str(path.with_suffix(".safetensors")), "fused int8")
-
-
-def load_gguf(path: Path):
-    """This pack's, of a GGUF file whose blocks stay as they are."""
-    from int8_dit.nodes.loading.load import AS_STORED, load_int8_model
-
-    return load_int8_model(str(path.with_suffix(".gguf")), "fused int8", memory=AS_STORED)
+    for name in loaders:
+        try:
+            measure_loader(folder, model, name, labels, steps, pixels)
+        except Exception as error:  # whatever it is, the next loader can be measured
+            traceback.print_exc(limit=-4)
+            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            print(json.dumps({**labels, "loader": name, "lora": "any", "failed": said}), flush=True)
+        release()
 
 
-LOADERS = {"stock": load_stock, "this pack": load_ours, f"this pack, {GGUF} as stored": load_gguf}
-
-
-def measure(folder: Path, loaders: list[str], mode: str, free: float, steps: int, pixels: int) -> list[dict]:
-    """Each loader in this process, without and with the LoRA."""
-    import gc
-
-    import comfy.model_management
+def measure_loader(folder: Path, model: str, name: str, labels: dict, steps: int, pixels: int) -> None:
+    """One loader's two rows. Of the card's memory they say what tensors take at most during the steps that are timed,
+    and what the process holds behind them: weights that stay, tensors and what is kept for the next ones."""
     from safetensors.torch import load_file
 
-    expected = load_file(folder / "bf16.st")
-    rows = []
-    for name in loaders:
-        load, paths = LOADERS[name], [folder / side for side in SIDES]
-        load(paths[0])  # what is imported or started once
-        begin = time.perf_counter()
-        models = [load(path) for path in paths]
-        load_seconds = time.perf_counter() - begin
-        sample(models, 1, pixels)
-        ready_seconds = time.perf_counter() - begin
-        for lora, variants in (("none", models), ("lora", with_lora(models, folder))):
-            sample(variants, 2, pixels)  # compiles and tunes
-            latents, seconds = sample(variants, steps, pixels)
-            rows.append(
-                {
-                    "free": free,
-                    "mode": mode,
-                    "loader": name,
-                    "lora": lora,
-                    "ms": 1000 * sorted(seconds)[len(seconds) // 2],
-                    "all_ms": [round(1000 * second, 1) for second in seconds],
-                    "error": relative_error(latents, expected[lora]),
-                    "load_seconds": load_seconds,
-                    "ready_seconds": ready_seconds,  # with the first step
-                    "resident_gb": [model.loaded_size() / 1e9 for model in variants],
-                    "reserved_gb": torch.cuda.memory_reserved() / 1e9,
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
-        del models, variants
-        comfy.model_management.unload_all_models()
-        gc.collect()
-        comfy.model_management.soft_empty_cache()
-    return rows
+    from support.random_models import FAMILIES
+
+    family, sides, (load, file) = FAMILIES[model], STUDIES[model].sides, LOADERS[name]
+    paths = [str(folder / f"{side}-{file}") for side in sides]
+    expected = load_file(folder / "bf16.st") if (folder / "bf16.st").exists() else None
+    on_card = torch.cuda.is_available()
+    free = torch.cuda.mem_get_info()[0] if on_card else 0
+    load(paths[0])  # what is imported or started once
+    begin = time.perf_counter()
+    models = [load(path) for path in paths]
+    load_seconds = time.perf_counter() - begin
+    sample(models, family, 1, pixels)
+    ready_seconds = time.perf_counter() - begin
+    for lora, variants in (("none", models), ("lora", with_lora(models, folder, sides))):
+        sample(variants, family, 2, pixels)  # compiles and tunes
+        if on_card:
+            torch.cuda.reset_peak_memory_stats()
+        latents, seconds = sample(variants, family, steps, pixels)
+        row = {
+            **labels,
+            "loader": name,
+            "lora": lora,
+            "ms": 1000 * sorted(seconds)[len(seconds) // 2],
+            "all_ms": [round(1000 * second, 1) for second in seconds],
+            "error": None if expected is None else relative_error(latents, expected[lora]),
+            "load_seconds": load_seconds,
+            "ready_seconds": ready_seconds,  # with the first step
+            "weights_gb": sum(model.model_size() for model in variants) / 1e9,
+            "resident_gb": [model.loaded_size() / 1e9 for model in variants],
+            "tensors_gb": torch.cuda.max_memory_allocated() / 1e9 if on_card else 0.0,
+            "taken_gb": (free - torch.cuda.mem_get_info()[0]) / 1e9 if on_card else 0.0,
+        }
+        print(json.dumps(row), flush=True)
 
 
-def table(rows: list[dict], effect: float) -> str:
-    """A line for each amount of memory, mode, loader and LoRA."""
+def table(rows: list[dict], effect: float | None) -> str:
+    """A line for each amount of memory, mode, loader and LoRA; ratios are to stock's loader of the same file, where
+    that was measured, or of INT8."""
     from int8_dit.kernels.benchmark import markdown
+    from support.measuring import number
 
     lines = []
     for row in rows:
-        same = ("free", "mode", "lora")
-        stock = next((r for r in rows if r["loader"] == "stock" and all(r[key] == row[key] for key in same)), None)
+        kind = row["loader"].partition(", ")[2].partition(" ")[0]
+        rivals = ("stock, W4A8",) if kind == "W4A8" else ("stock",)
+        alike = [other for other in rows if all(other[key] == row[key] for key in ("free", "mode", "lora"))]
+        stock = next((other for other in alike if other["loader"] in rivals and "ms" in other), None)
         lines.append(
             [
                 f"{row['free']:g} GiB",
                 row["mode"],
-                "no" if row["lora"] == "none" else "yes",
+                {"none": "no", "lora": "yes"}.get(row["lora"], "-"),
                 row["loader"],
-                f"{row['ms']:.0f}",
-                f"{row['ms'] / stock['ms']:.2f}" if stock else "-",
-                f"{row['error']:.3f}",
-                f"{row['load_seconds']:.2f}",
-                f"{row['ready_seconds']:.1f}",
+                number(row, "ms", ".0f"),
+                f"{row['ms'] / stock['ms']:.2f}" if stock and "ms" in row else "-",
+                f"{sum(row['resident_gb']):.1f} of {row['weights_gb']:.1f}" if "ms" in row else row["failed"],
+                number(row, "tensors_gb", ".2f"),
+                number(row, "taken_gb", ".2f"),
+                number(row, "error", ".3f"),
+                number(row, "load_seconds", ".2f"),
+                number(row, "ready_seconds", ".1f"),
             ]
         )
-    columns = ["free", "memory mode", "LoRA", "loader", "ms", "of stock", "error", "loaded s", "first step done s"]
-    return markdown(columns, lines) + f"\n\nThe LoRA's own effect is {effect:.3f}."
+    columns = ["free", "memory mode", "LoRA", "loader", "ms", "of stock", "weights on the card GB", "tensors GB"]
+    columns += ["taken GB", "error", "loaded s", "first step done s"]
+    text = markdown(columns, lines)
+    return text if effect is None else text + f"\n\nThe LoRA's own effect is {effect:.3f}."
+
+
+def measured_rows(command: list[str], free: float, modes: list[str]) -> Iterator[dict]:
+    """The rows of all loaders with so much memory, each mode in a process of its own."""
+    holder = None
+    if torch.cuda.is_available():
+        hold = [sys.executable, "-c", HOLD, str(free)]
+        holder = subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert holder.stdout is not None
+        holder.stdout.readline()
+    for mode in modes:
+        part = ["--modes", mode, "--free", str(free), "--part", "measure"]
+        with subprocess.Popen([*command, *part], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                if line.startswith("{"):
+                    yield json.loads(line)
+    if holder is not None:
+        holder.kill()
+        holder.wait()
+
+
+def replaced(rows: list[dict], row: dict) -> list[dict]:
+    """The rows with one more, without what it replaces: a loader's first row replaces all of its earlier run."""
+    keys = [key for key in CASE if key != "lora" or row["lora"] != "none"]
+    return [other for other in rows if any(other[key] != row[key] for key in keys)] + [row]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--blocks", type=int, default=34)
+    parser.add_argument("--model", choices=list(STUDIES), default="Ideogram 4")
+    parser.add_argument("--blocks", type=int, help="all of the model's where it is not given")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--pixels", type=int, default=1024)
+    parser.add_argument("--pixels", type=int, help="the model's own where it is not given")
     parser.add_argument("--free", type=float, nargs="+", default=[24, 16, 12], help="GiB")
     parser.add_argument("--modes", nargs="+", default=["ordinary", "dynamic"])
-    parser.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(LOADERS))
-    parser.add_argument("--folder", type=Path, help="where models and rows are kept for another run")
+    parser.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(FIRST))
+    parser.add_argument("--gguf-pack", type=Path, help="a checkout of ComfyUI-GGUF, for the loader of that name")
+    parser.add_argument("--no-errors", action="store_true", help="no bf16 model computes what errors are against")
+    parser.add_argument("--tuning-seconds", type=float, default=2.0, help="for a shape of the GEMM; 0 for no tuning")
+    parser.add_argument("--tiny", action="store_true", help="a narrow Wan, to try it out on a CPU with few blocks")
+    parser.add_argument("--folder", type=Path, help="where files and rows are kept for another run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part", choices=("prepare", "measure"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    blocks = arguments.blocks or STUDIES[arguments.model].blocks
+    wanted = {LOADERS[name].file for name in arguments.loaders}
     if arguments.part:
         start_comfyui(arguments.comfyui, arguments.modes[0])
+        from support.measuring import limit_tuning
+        from support.random_models import FAMILIES
+
+        limit_tuning(arguments.tuning_seconds)
+        if arguments.gguf_pack:
+            import_package("comfyui_gguf", arguments.gguf_pack)
+        sizes = arguments.steps, arguments.pixels or FAMILIES[arguments.model].pixels
         if arguments.part == "prepare":
-            prepare(arguments.folder, arguments.blocks, arguments.steps, arguments.pixels)
+            size = {"num_layers": blocks, **(STUDIES[arguments.model].tiny if arguments.tiny else {})}
+            prepare(arguments.folder, arguments.model, size, wanted, *sizes, errors=not arguments.no_errors)
         else:
-            sizes = arguments.steps, arguments.pixels
-            measure(arguments.folder, arguments.loaders, arguments.modes[0], arguments.free[0], *sizes)
+            labels = {"free": arguments.free[0], "mode": arguments.modes[0]}
+            measure(arguments.folder, arguments.model, arguments.loaders, labels, *sizes)
         return
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        options = ["--comfyui", arguments.comfyui, "--blocks", arguments.blocks, "--steps", arguments.steps]
-        options += ["--pixels", arguments.pixels, "--loaders", *arguments.loaders]
-        command = [sys.executable, __file__, *map(str, options), "--folder", str(folder)]
-        if not (folder / "bf16.st").exists():
+        options = ["--comfyui", arguments.comfyui, "--model", arguments.model, "--blocks", blocks]
+        options += ["--steps", arguments.steps, "--tuning-seconds", arguments.tuning_seconds]
+        options += ["--loaders", *arguments.loaders, "--folder", folder]
+        for name in ("pixels", "gguf_pack"):
+            if getattr(arguments, name):
+                options += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
+        options += [f"--{name.replace('_', '-')}" for name in ("no_errors", "tiny") if getattr(arguments, name)]
+        command = [sys.executable, __file__, *map(str, options)]
+        files = {f"{side}-{file}" for side in STUDIES[arguments.model].sides for file in wanted}
+        if not arguments.no_errors:
+            files.add("bf16.st")
+        if not all((folder / file).exists() for file in files):
             subprocess.run([*command, "--modes", "ordinary", "--part", "prepare"], check=True)
         kept = folder / "rows.json"
         rows: list[dict] = json.loads(kept.read_text()) if kept.exists() else []
         for free in arguments.free:
-            holder = subprocess.Popen(
-                [sys.executable, "-c", HOLD, str(free)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            assert holder.stdout is not None
-            holder.stdout.readline()
-            for mode in arguments.modes:
-                part = ["--modes", mode, "--free", str(free), "--part", "measure"]
-                with subprocess.Popen([*command, *part], stdout=subprocess.PIPE, text=True) as process:
-                    assert process.stdout is not None
-                    for line in process.stdout:
-                        print(line, end="", flush=True)
-                        if line.startswith("{"):
-                            row = json.loads(line)
-                            rows = [other for other in rows if any(other[key] != row[key] for key in CASE)] + [row]
-                            kept.write_text(json.dumps(rows))
-            holder.kill()
-            holder.wait()
+            for row in measured_rows(command, free, arguments.modes):
+                rows = replaced(rows, row)
+                kept.write_text(json.dumps(rows))
         rows.sort(
             key=lambda row: (-row["free"], row["mode"], row["lora"] != "none", list(LOADERS).index(row["loader"]))
         )
@@ -271,10 +404,13 @@ def main() -> None:
 
         from int8_dit.kernels.benchmark import describe_machine, title
 
-        expected = load_file(folder / "bf16.st")
-        effect = relative_error(expected["lora"], expected["none"])
-        machine = title(describe_machine(torch.device("cuda")))
-        text = f"{machine}, ComfyUI {comfyui_version}, {arguments.blocks} blocks.\n\n{table(rows, effect)}\n"
+        effect = None
+        if (folder / "bf16.st").exists():
+            expected = load_file(folder / "bf16.st")
+            effect = relative_error(expected["lora"], expected["none"])
+        machine = title(describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+        model = f"{blocks} blocks of {arguments.model}"
+        text = f"{machine}, ComfyUI {comfyui_version}, {model}.\n\n{table(rows, effect)}\n"
     print(text)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,9 @@ from comfy.model_patcher import ModelPatcher
 
 from int8_dit.kernels import UNCHANGED, ChannelTransform, quantize_weight, rotation_group_of
 from int8_dit.kernels.numerics.rounded_weight import quantize_to_codes
+from int8_dit.nodes.comfyui.quantized import QuantizedTensor
 from int8_dit.nodes.files import quant_config
-from int8_dit.nodes.files.holding.grouped_weight import coded_weight
+from int8_dit.nodes.files.holding.grouped_weight import coded_weight, quant_config_in
 from int8_dit.nodes.layers.input_groups import same_input_groups
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.layers.layer_selection import is_quantizable
@@ -301,6 +302,16 @@ class RandomModel:
                 tensors |= {f"{layer}.{part}": t for part, t in native_layer(tensors[name], transform).items()}
         return tensors
 
+    def coded(self) -> Tensors:
+        """The same in ComfyUI's W4A8; a layer that cannot be rotated is in native INT8."""
+        tensors = {}
+        for name in self.shapes:
+            tensors[name] = self.tensor(name)
+            layer = name.removesuffix(".weight")
+            if layer != name and layer in self.layers:
+                tensors |= {f"{layer}.{part}": t for part, t in coded_layer(tensors[name]).items()}
+        return tensors
+
     def factors(self, name: str, channels: int) -> torch.Tensor:
         """Smoothing factors of a layer in [0.5, 2], the same for all that read one input."""
         first = self._first_reader.get(name, name)
@@ -331,12 +342,7 @@ class RandomModel:
         """The MODEL of this pack in W4A8: every quantizable layer that it can be, the others in INT8."""
 
         def convert(name: str, weight: torch.Tensor, _: object) -> torch.Tensor | None:
-            group = rotation_group_of(weight.shape[1])
-            if not is_quantizable(name, tuple(weight.shape)) or group is None:
-                return None
-            rounded = quantize_to_codes(weight, group)
-            assert rounded.codes is not None
-            return coded_weight(rounded.codes, rounded.scale, group, self.dtype)
+            return in_codes(weight, self.dtype) if is_quantizable(name, tuple(weight.shape)) else None
 
         model = build_model(self.tensors(), self.family.metadata(), LoadPlan("fused int8", self.dtype, convert))
         patch_products(model)
@@ -370,6 +376,24 @@ def native_layer(weight: torch.Tensor, transform: ChannelTransform = UNCHANGED) 
         quant_config.SCALE: scale[:, None],
         quant_config.QUANT_CONFIG: quant_config.encode_config(transform),
     }
+
+
+def in_codes(weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor | None:
+    """A weight in W4A8, in floats of `dtype` to ComfyUI; None for one that cannot be rotated."""
+    group = rotation_group_of(weight.shape[1])
+    if group is None:
+        return None
+    rounded = quantize_to_codes(weight, group)
+    assert rounded.codes is not None
+    return coded_weight(rounded.codes, rounded.scale, group, dtype)
+
+
+def coded_layer(weight: torch.Tensor) -> Tensors:
+    """The tensors of a layer in a file in W4A8."""
+    coded = in_codes(weight, weight.dtype)
+    if coded is None:
+        return native_layer(weight)
+    return {**coded.state_dict("weight"), quant_config.QUANT_CONFIG: quant_config.encoded(quant_config_in(coded))}
 
 
 @contextmanager
