@@ -6,13 +6,16 @@ import torch
 
 from .steps import (
     GELU,
+    Activated,
     add,
     attend,
+    feed_forward,
     modulation_rows,
     norm_and_rotate,
     project_activated,
     project_normed,
     rotations,
+    silu_gated,
 )
 
 
@@ -91,16 +94,13 @@ def _rows(block: Any, dims: Any, vec: Any, x: torch.Tensor) -> Any:
 
 
 def _mlp(mlp: Any, x: torch.Tensor, norm: Any, mod: Any, rows: torch.Tensor | None) -> torch.Tensor:
+    read = x, norm, mod.scale, mod.shift, rows
     if hasattr(mlp, "gate_proj"):
-        gate, up = project_normed((mlp.gate_proj, mlp.up_proj), x, norm, mod.scale, mod.shift, rows)
-        return project_activated(mlp.down_proj, gate, "silu", up)
-    (hidden,) = project_normed((mlp[0],), x, norm, mod.scale, mod.shift, rows)
-    return project_activated(mlp[2], *_activation(mlp[1], hidden))
+        return feed_forward((mlp.gate_proj, mlp.up_proj), silu_gated, mlp.down_proj, *read)
+    return feed_forward((mlp[0],), lambda hidden: _activation(mlp[1], hidden), mlp[2], *read)
 
 
-def _activation(
-    module: Any, hidden: torch.Tensor, swapped: bool = False
-) -> tuple[torch.Tensor, str, torch.Tensor | None]:
+def _activation(module: Any, hidden: torch.Tensor, swapped: bool = False) -> Activated:
     """What is activated, how, and what that is multiplied with. `swapped`: the latter comes first."""
     if isinstance(module, torch.nn.GELU):
         return hidden, GELU[module.approximate], None

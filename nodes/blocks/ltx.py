@@ -11,7 +11,7 @@ import torch
 from ...kernels import Norm
 from ..comfyui.attention import preference
 from ..comfyui.memory import moved
-from .steps import add, attend, norm_and_rotate, project_activated, project_normed, rows_of_groups
+from .steps import add, attend, feed_forward, norm_and_rotate, project_normed, rows_of_groups
 
 _NORM = Norm("rms", 1e-6)  # that of ComfyUI's function rms_norm
 
@@ -150,11 +150,11 @@ def _self_and_text(
     return _gated(x, y, time, table, 8)
 
 
-def _feed_forward(x: torch.Tensor, time: _Time, table: torch.Tensor, feed_forward: Any) -> torch.Tensor:
-    activated, _, last = feed_forward.net
-    (hidden,) = project_normed((activated.proj,), *_modulated(x, time, table, 3))
-    y = project_activated(last, hidden, "gelu_tanh")
-    del hidden
+def _feed_forward(x: torch.Tensor, time: _Time, table: torch.Tensor, module: Any) -> torch.Tensor:
+    activated, _, last = module.net
+    y = feed_forward(
+        (activated.proj,), lambda hidden: (hidden, "gelu_tanh", None), last, *_modulated(x, time, table, 3)
+    )
     return _gated(x, y, time, table, 5)
 
 

@@ -6,7 +6,7 @@ It keeps no tensor: ComfyUI runs the model where memory that outlives a forward 
 from typing import Any
 
 from ..comfyui.memory import moved
-from .steps import add, attend, modulation_rows, project_activated, project_normed
+from .steps import add, attend, feed_forward, modulation_rows, project_normed, silu_gated
 
 
 def forward(
@@ -44,8 +44,6 @@ def forward(
     x = add(x, attention.out_proj(attended.squeeze(0)), gate_attention, rows=rows)
     del attended
 
-    (hidden,) = project_normed((block.mlp.fc1,), x, block.norm2, scale_mlp, shift_mlp, rows)
-    gate, up = hidden.chunk(2, dim=-1)
-    y = project_activated(block.mlp.fc2, gate, "silu", up)
-    del hidden, gate, up
+    read = x, block.norm2, scale_mlp, shift_mlp, rows
+    y = feed_forward((block.mlp.fc1,), lambda hidden: silu_gated(*hidden.chunk(2, dim=-1)), block.mlp.fc2, *read)
     return add(x, y, gate_mlp, rows=rows)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .steps import GELU, add, attend, norm_and_rotate, project_activated, project_normed, rotations
+from .steps import GELU, add, attend, feed_forward, norm_and_rotate, project_normed, rotations
 
 
 def forward(
@@ -65,5 +65,5 @@ def forward(
 
 def _mlp(mlp: Any, x: torch.Tensor, norm: Any, mod: tuple[torch.Tensor, ...]) -> torch.Tensor:
     activated, _, last = mlp.net
-    (hidden,) = project_normed((activated.proj,), x, norm, mod[4], mod[3])
-    return project_activated(last, hidden, GELU[activated.approximate])
+    kind = GELU[activated.approximate]
+    return feed_forward((activated.proj,), lambda hidden: (hidden, kind, None), last, x, norm, mod[4], mod[3])

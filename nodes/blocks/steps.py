@@ -25,6 +25,12 @@ from ..comfyui.layers import weight_and_bias
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 """torch.nn.GELU's `approximate` -> the name of the activation."""
 
+ROWS_OF_PART = 8192
+"""A feed-forward of twice as many tokens or more is computed in parts of at least so many."""
+
+Activated = tuple[torch.Tensor, str, torch.Tensor | None]
+"""What is activated, how, and what that is multiplied with: `project_activated`'s arguments."""
+
 
 class InputForm(NamedTuple):
     """How a linear's input is to be quantized; smoothing factors may be on another device."""
@@ -170,10 +176,59 @@ def rows_of_groups(modulations: int, x: torch.Tensor) -> torch.Tensor | None:
     return torch.arange(tokens, dtype=torch.int32, device=x.device) // -(-tokens // modulations)
 
 
-def swiglu(feed_forward: Any, x: torch.Tensor, norm: Any, scale: torch.Tensor | None) -> torch.Tensor:
+def feed_forward(
+    layers: Sequence[Any],
+    activated: Callable[..., Activated],
+    last: Any,
+    x: torch.Tensor,
+    norm: Any,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product of `last` with what `activated` makes of the products of `project_normed`.
+
+    Between its linears a feed-forward is several times as wide as its input. So many tokens are computed a part at a
+    time, which gives the same bits: each token is quantized by itself. Each weight is streamed, and made INT8 of fewer
+    bits, once for all parts. A linear that must be given floats would be streamed for each part: then there are none. A
+    compiler sees none either.
+    """
+    tokens, parts = x.shape[-2], 1
+    if not torch.compiler.is_compiling() and all(input_form(layer) is not None for layer in (*layers, last)):
+        parts = x.numel() // (x.shape[-1] * ROWS_OF_PART)
+    if parts < 2:
+        return project_activated(last, *activated(*list(project_normed(layers, x, norm, scale, shift, rows))))
+
+    value, out, step = norm_of(norm, x), None, -(-tokens // parts)
+    *first, second = [layer.keep(x.device, x.dtype) for layer in (*layers, last)]
+    for start in range(0, tokens, step):
+        part = slice(start, start + step)
+        own_scale, own_shift = (_of_part(modulation, part, rows) for modulation in (scale, shift))
+        own_rows = None if rows is None else rows[part]
+        products = project_normed(first, x[..., part, :], value, own_scale, own_shift, own_rows)
+        y = project_activated(second, *activated(*list(products)))
+        out = y.new_empty((*x.shape[:-1], y.shape[-1])) if out is None else out
+        out[..., part, :] = y
+        del y, products
+    assert out is not None
+    return out
+
+
+def _of_part(modulation: torch.Tensor | None, part: slice, rows: torch.Tensor | None) -> torch.Tensor | None:
+    """Those of some tokens of scales or shifts [B or 1, T or 1, K]; all of them where `rows` choose."""
+    if modulation is None or rows is not None or modulation.shape[-2] == 1:
+        return modulation
+    return modulation[..., part, :]
+
+
+def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> Activated:
+    """silu(gate) up."""
+    return gate, "silu", up
+
+
+def swiglu(module: Any, x: torch.Tensor, norm: Any, scale: torch.Tensor | None) -> torch.Tensor:
     """w2(silu(w1(y)) w3(y)) of y = norm(x) (1 + scale)."""
-    gate, up = project_normed((feed_forward.w1, feed_forward.w3), x, norm, scale)
-    return project_activated(feed_forward.w2, gate, "silu", up)
+    return feed_forward((module.w1, module.w3), silu_gated, module.w2, x, norm, scale)
 
 
 def rotations(freqs: torch.Tensor | None, samples: int, tokens: int, width: int) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..comfyui.memory import moved
-from .steps import GELU, add, attend, norm_and_rotate, project_activated, project_normed, rotations, rows_of_groups
+from .steps import GELU, add, attend, feed_forward, norm_and_rotate, project_normed, rotations, rows_of_groups
 
 
 def forward(block: Any, core: Any, x, e, freqs, context, context_img_len=257, *, transformer_options, **unknown):
@@ -71,9 +71,8 @@ def _forward(
     x = _with_text(block, core, x, context, context_img_len, options)
     if audio is not None:
         x = block.audio_cross_attn_wrapper(x, audio, transformer_options=options)
-    (hidden,) = project_normed((block.ffn[0],), x, block.norm2, mod[4], mod[3], rows)
-    y = project_activated(block.ffn[2], hidden, GELU[block.ffn[1].approximate])
-    del hidden
+    kind, read = GELU[block.ffn[1].approximate], (x, block.norm2, mod[4], mod[3], rows)
+    y = feed_forward((block.ffn[0],), lambda hidden: (hidden, kind, None), block.ffn[2], *read)
     return add(x, y, mod[5], rows=rows)
 
 

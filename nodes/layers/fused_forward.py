@@ -290,11 +290,61 @@ class INT8Linear:
         if held is not None:
             give_back(self, held)
 
+    def keep(self, device: torch.device, dtype: torch.dtype) -> "KeptLinear":
+        """This linear for several products, while its weight does not change."""
+        return KeptLinear(self, device, dtype)
+
     def project(
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: Cast | None = None
     ) -> torch.Tensor:
         run_every_op()
         return project(self, quantized, shape, dtype, held)
+
+
+class KeptLinear:
+    """A linear whose weight stays on a device in INT8 for several products: it is streamed once, and made INT8 of fewer
+    bits once. The steps of blocks take it for an INT8Linear.
+    """
+
+    def __init__(self, layer: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.input_group = layer.input_group
+        self._linear: RepeatedLinear | None = None
+        resident = _resident(layer, device, dtype)
+        if resident is not None:
+            self._linear, weight, scale, _, bias = resident
+            parts = _known_parts(layer.weight, layer)
+            smooth = parts.transform.smooth
+        else:
+            with given_back(layer, _cast(layer, device, dtype)) as (cast, bias, _):
+                parts = _known_parts(cast, layer)
+                weight, scale = parts._replace(lora=stored_lora(layer.weight, weight_functions(layer))).operands()
+                # Copies: the next linears are streamed into the same memory.
+                weight = weight.clone() if stored_kind(parts.stored) is None else weight
+                scale, bias, smooth = (None if t is None else t.clone() for t in (scale, bias, parts.transform.smooth))
+        smooth = None if smooth is None else smooth.to(device)
+        self._operands: tuple[Any, Any, torch.Tensor | None] = weight, scale, bias
+        self._form = InputForm(ChannelTransform(smooth, parts.transform.rotation_group), parts.activation_bits)
+
+    def input_form(self) -> InputForm:
+        """How the input is to be quantized."""
+        return self._form
+
+    def open(self, form: InputForm, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, None]:
+        """What is done to the input's channels; there is nothing to be closed."""
+        return form.transform, None
+
+    def close(self, held: None) -> None:
+        """Nothing: what is kept goes with this."""
+
+    def project(
+        self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: None = None
+    ) -> torch.Tensor:
+        """The output [*shape, N] of some rows of the input."""
+        run_every_op()
+        if self._linear is not None:
+            return self._linear.multiply(quantized, *self._operands, shape, dtype)
+        q, q_scale = quantized
+        return int8_gemm(q, q_scale, *self._operands, dtype).view(*shape, -1)
 
 
 def _resident(
