@@ -1,10 +1,11 @@
-"""GPU memory of a step, and whether anything that is kept across steps grows, with a few full-width Ideogram 4 blocks.
+"""GPU memory of a step, and whether anything that is kept across steps grows, with a few full-width blocks.
 
-    python tests/studies/step_memory.py --comfyui PATH [--steps 1000] [--out DIR]
+    python tests/studies/step_memory.py --comfyui PATH [--family NAME] [--steps 1000] [--out DIR]
 
-Needs an NVIDIA card with 8 GB of memory; `--steps 4 --blocks 1 --pixels 32 48` tries the script out on a CPU. A step
-is one conditional and one unconditional forward; resolutions take turns. After each round the allocated memory is
-noted, and now and then the host's and the sizes of all containers and caches of this pack's modules.
+Needs an NVIDIA card with 8 GB of memory; `--steps 4 --blocks 1 --pixels 32 48` tries the script out on a CPU. A step of
+Ideogram 4 is one conditional and one unconditional forward, of others one forward; resolutions take turns. After each
+round the allocated memory is noted, and now and then the host's and the sizes of all containers and caches of this
+pack's modules.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import gc
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +29,8 @@ from support.pack import import_comfyui, import_pack
 RESULTS = Path(__file__).resolve().parent / "results" / "step_memory"
 ROUNDS_BEFORE = 3  # compile and tune
 ROUNDS_BETWEEN_STATES = 50
+WHOLE = "this pack, feed-forwards whole"
+WHOLE_ROWS = 1 << 40
 
 
 def cache_sizes() -> dict[str, int]:
@@ -63,8 +68,23 @@ def state(device: torch.device) -> dict[str, object]:
     }
 
 
-def peaks(random, pixels: list[int], variant: str) -> dict:
-    """GB that a step takes at most beyond the weights, at each resolution, for a MODEL loaded alone."""
+@contextmanager
+def rows_of_part(rows: int | None) -> Iterator[None]:
+    """Let feed-forwards compute parts of at least so many rows; None for the pack's own choice."""
+    from int8_dit.nodes.blocks import steps
+
+    before = steps.ROWS_OF_PART
+    steps.ROWS_OF_PART = before if rows is None else rows
+    try:
+        yield
+    finally:
+        steps.ROWS_OF_PART = before
+
+
+def peaks(random, pixels: list[int], variant: str, texts: tuple[bool, ...]) -> dict:
+    """GB that a step takes at most beyond the weights, and milliseconds of its first forward, at each resolution, for a
+    MODEL loaded alone."""
+    from support.measuring import wall_and_host
     from support.random_models import Forward, load, unfused, weights_on_device
 
     builders = {
@@ -72,25 +92,29 @@ def peaks(random, pixels: list[int], variant: str) -> dict:
         "native INT8": random.native_model,
         "this pack": random.int8_model,
         "this pack, blocks unfused": lambda: unfused(random.int8_model()),
+        WHOLE: random.int8_model,
+        "this pack, W4A8": random.coded_model,
     }
     figures = {}
-    with weights_on_device():
+    with weights_on_device(), rows_of_part(WHOLE_ROWS if variant == WHOLE else None):
         model = builders[variant]()
         load(model)
         for side in pixels:
-            forwards = [Forward(model, random.inputs(side, text=text)) for text in (True, False)]
+            forwards = [Forward(model, random.inputs(side, text=text)) for text in texts]
             for forward in forwards:
-                forward()
+                for _ in range(2):  # is compared with ComfyUI's own, and tuned
+                    forward()
             if random.device.type == "cuda":
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
                 for forward in forwards:
                     forward()
                 figures[f"peak_gb_{side}"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+            figures |= {f"{key}_{side}": ms for key, ms in wall_and_host(forwards[0], random.device, 5).items()}
     return figures
 
 
-def run_steps(random, pixels: list[int], steps: int) -> dict:
+def run_steps(random, pixels: list[int], steps: int, texts: tuple[bool, ...]) -> dict:
     """The allocated bytes after each round of all resolutions; whole states of the first, the last and some between."""
     from support.measuring import synchronize
     from support.random_models import Forward, load, weights_on_device
@@ -98,7 +122,7 @@ def run_steps(random, pixels: list[int], steps: int) -> dict:
     with weights_on_device():
         model = random.int8_model()
         load(model)
-        forwards = [Forward(model, random.inputs(side, text=text)) for side in pixels for text in (True, False)]
+        forwards = [Forward(model, random.inputs(side, text=text)) for side in pixels for text in texts]
         rounds = -(-steps // len(pixels))
         states, allocated, begin = [], [], time.perf_counter()
         for round_ in range(-ROUNDS_BEFORE, rounds + 1):
@@ -143,6 +167,7 @@ def growth_table(measured: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--family", default="Ideogram 4", help='such as "Wan 14 B", with --pixels 480')
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--pixels", type=int, nargs="+", default=[768, 896, 1024])
@@ -162,20 +187,28 @@ def main() -> None:
     limit_tuning(2.0)
     device = comfy.model_management.get_torch_device()
     machine = describe_machine(device)
-    random = RandomModel(FAMILIES["Ideogram 4"], device, {"num_layers": arguments.blocks})
+    random = RandomModel(FAMILIES[arguments.family], device, {"num_layers": arguments.blocks})
+    texts = (True, False) if arguments.family == "Ideogram 4" else (True,)
     rows = Rows()
-    for variant in ("bf16", "native INT8", "this pack, blocks unfused", "this pack"):
-        run = partial(peaks, random, arguments.pixels, variant)
+    for variant in ("bf16", "native INT8", "this pack, blocks unfused", WHOLE, "this pack", "this pack, W4A8"):
+        run = partial(peaks, random, arguments.pixels, variant, texts)
         rows.measure({"variant": variant}, run, arguments.row_seconds)
     lines = [
-        [row["variant"], *(number(row, f"peak_gb_{side}", ".3f") for side in arguments.pixels), row.get("failed", "")]
+        [
+            row["variant"],
+            *(number(row, f"peak_gb_{side}", ".3f") for side in arguments.pixels),
+            *(number(row, f"ms_{side}", ".1f") for side in arguments.pixels),
+            row.get("failed", ""),
+        ]
         for row in rows
     ]
-    columns = ["peak beyond the weights, GB", *(f"{side} px" for side in arguments.pixels), ""]
-    measured = run_steps(random, arguments.pixels, arguments.steps)
+    columns = ["peak beyond the weights, GB", *(f"{side} px" for side in arguments.pixels)]
+    columns += [*(f"{side} px, ms of a forward" for side in arguments.pixels), ""]
+    measured = run_steps(random, arguments.pixels, arguments.steps, texts)
     steps = measured["rounds"] * len(arguments.pixels)
+    model = f"{arguments.blocks} blocks of {arguments.family} with random weights"
     parts = [
-        f"{title(machine)}, ComfyUI {comfyui_version}, {arguments.blocks} blocks of Ideogram 4 with random weights.",
+        f"{title(machine)}, ComfyUI {comfyui_version}, {model}.",
         markdown(columns, lines),
         f"{steps} steps of this pack, {len(arguments.pixels)} resolutions in turn, {measured['took']:.0f} s:",
         growth_table(measured),
