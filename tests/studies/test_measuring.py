@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-FAMILIES = ("Ideogram 4", "Flux.1", "Qwen-Image", "Z-Image", "SD3.5 Large", "Wan 14 B")
+FAMILIES = (
+    *("Ideogram 4", "Flux.1", "Qwen-Image", "Z-Image", "SD3.5 Large", "Wan 14 B", "Wan VACE 14 B"),
+    *("LTX-Video 13 B", "LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5"),
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -16,7 +19,7 @@ def test_comfyui_takes_the_tensors_of_a_family_for_that_family(pack, name):
     assert tuple(families) == FAMILIES
     model = RandomModel(families[name], torch.device("cpu"))
     tensors = {key: torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in model.shapes.items()}
-    config = comfy.model_detection.model_config_from_unet(tensors, "")
+    config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=families[name].metadata())
     assert type(config).__name__ == families[name].kind
     config.set_inference_dtype(torch.bfloat16, None)
     built = config.get_model({}, "", device="meta").diffusion_model.state_dict()
