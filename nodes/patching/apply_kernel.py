@@ -43,7 +43,8 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
     for name in names:
-        own = model.get_model_object(class_patch(name))  # also while an earlier clone is in place
+        found = model.get_model_object(class_patch(name))  # also while an earlier clone is in place
+        own = getattr(found, "replaced", found)  # below the kernel that another node has applied
         patched.add_object_patch(class_patch(name), classes.setdefault(own, running_fused(own, kernel)))
     if names:
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _group_inputs)
@@ -73,6 +74,7 @@ def running_fused(own: Any, kernel: str) -> type:
 
     class FusedINT8Linear(INT8Linear, own):
         int8_kernel = kernel
+        replaced = own
 
         def forward(self, input, *args, **kwargs):
             form = form_of(self)

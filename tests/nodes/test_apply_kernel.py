@@ -54,6 +54,13 @@ def test_a_widget_that_changes_between_two_runs(dit, apply, native):
     assert torch.equal(dit.output(apply(model)), expected)
 
 
+def test_a_second_node_decides(dit, apply, native):
+    once = apply(dit.stock(native))
+    expected = dit.output(once)
+    assert torch.equal(dit.output(apply(apply(dit.stock(native), kernel="auto"))), expected)
+    assert torch.equal(dit.output(apply(once, kernel="auto")), dit.output(dit.stock(native)))
+
+
 @pytest.mark.parametrize("first", (False, True), ids=("LoRA after it", "LoRA before it"))
 def test_loras(dit, apply, native, first):
     lora = dit.lora(dit.LINEARS, 0.5)
