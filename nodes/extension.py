@@ -3,7 +3,7 @@
 from comfy_api.latest import ComfyExtension, io
 
 from ..kernels import ask_outside_plan_by
-from .apply_fused_int8_kernel import ApplyFusedINT8Kernel
+from .apply_fused_int8_kernel import ApplyFusedINT8Kernel, ApplyFusedINT8KernelCLIP
 from .calibration_files import LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration, register_folder
 from .comfyui.memory import outside_memory_plan
 from .compare_images import CompareImagesINT8DiT
@@ -26,6 +26,7 @@ class INT8DiTExtension(ComfyExtension):
         return [
             LoadINT8DiT,
             ApplyFusedINT8Kernel,
+            ApplyFusedINT8KernelCLIP,
             QuantizeToINT8SmoothQuant,
             SaveINT8DiT,
             SaveGGUFDiT,

@@ -1,12 +1,13 @@
 """Types and inputs that several nodes have."""
 
 import logging
+from typing import Any
 
 import torch
 from comfy_api.latest import io
 
 from ..kernels import KERNEL_CHOICES, choose_path, stored_auto_choice
-from .comfyui.patcher import ModelPatcher
+from .comfyui.patcher import ModelPatcher, patcher_of
 from .host.badges import Badge, badges_output
 from .loading.summary import Summary, floats_of, summarize
 from .patching.attention_kinds import ATTENTION_KINDS, DEFAULT_ATTENTION
@@ -61,9 +62,18 @@ def model_outputs() -> list[io.Output]:
 
 def shown_model(model: ModelPatcher, kernel: str, otherwise: str | None = None) -> io.NodeOutput:
     """A MODEL, what of it runs where in words, and the same words on the node. For the others see `runs_where`."""
+    return _shown(model, model, kernel, otherwise)
+
+
+def shown_clip(clip: Any, kernel: str, otherwise: str) -> io.NodeOutput:
+    """The same of a CLIP."""
+    return _shown(clip, patcher_of(clip), kernel, otherwise)
+
+
+def _shown(output: Any, model: Any, kernel: str, otherwise: str | None) -> io.NodeOutput:
     summary = summarize(model)
     logger.info("INT8 DiT: %s", summary)
-    return io.NodeOutput(model, str(summary), ui=badges_output(runs_where(model, summary, kernel, otherwise)))
+    return io.NodeOutput(output, str(summary), ui=badges_output(runs_where(model, summary, kernel, otherwise)))
 
 
 def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: str | None = None) -> Badge:

@@ -5,8 +5,13 @@ import { app } from "../../scripts/app.js";
 // Paragraphs by the reason of a warning: for each node that can have caused it a heading of its English page. Pages in
 // other languages have the same paragraphs in the same order.
 export const PARAGRAPHS = {
-  "bf16": { LoadINT8DiT: "kernel", QuantizeToINT8SmoothQuant: "Inputs", ApplyFusedINT8Kernel: "Inputs" },
-  "not-applied": { ApplyFusedINT8Kernel: "Inputs" },
+  "bf16": {
+    LoadINT8DiT: "kernel",
+    QuantizeToINT8SmoothQuant: "Inputs",
+    ApplyFusedINT8Kernel: "Inputs",
+    ApplyFusedINT8KernelCLIP: "Inputs",
+  },
+  "not-applied": { ApplyFusedINT8Kernel: "Inputs", ApplyFusedINT8KernelCLIP: "Inputs" },
   "uncalibrated": { QuantizeToINT8SmoothQuant: "Calibration" },
   "folded-lora": { LoadINT8DiT: "What is fused" },
   "fold-incomplete": { SaveINT8DiT: "Who can read the file" },

@@ -31,6 +31,7 @@ const RESULTS = {
 // The nodes with results, and how much height each keeps free for them: a run must not make it cover its neighbours.
 const ROOM = {
   ApplyFusedINT8Kernel: 60,
+  ApplyFusedINT8KernelCLIP: 60,
   CompareImagesINT8DiT: 74,
   INT8KernelBenchmark: 140,
   LoadINT8DiT: 60,

@@ -79,6 +79,7 @@ ASSUMPTIONS = (
     Assumption(f"{_PATCHER}.add_object_patch", "(name, value): in place while the MODEL is loaded"),
     Assumption(f"{_PATCHER}.add_callback_with_key", "(kind, key, function): called at that moment"),
     Assumption(f"{_PATCHER}.add_wrapper_with_key", "(kind, key, function): called around that function"),
+    Assumption("comfy.sd:CLIP.clone", "() -> another CLIP; patcher is its ModelPatcher, whose is_clip is True"),
     Assumption("comfy.model_patcher:LowVramPatch", "key and patches: a function that patches a weight in use"),
     Assumption("comfy.model_patcher:get_key_weight", "(model, key) -> the weight first"),
     Assumption("comfy.patcher_extension:CallbacksMP", "ON_LOAD, ON_DETACH, ON_PRE_RUN, ON_CLEANUP, ON_PREPARE_STATE"),

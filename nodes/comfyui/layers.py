@@ -135,8 +135,9 @@ def quantized_format(layer: Any) -> str | None:
 
 
 def wants_full_precision(layer: Any) -> bool:
-    """Whether a layer was marked in its file to multiply floats (`full_precision_matrix_mult`)."""
-    return bool(getattr(layer, "_full_precision_mm_config", False))
+    """Whether ComfyUI wants the product of floats: its file marks the layer (`full_precision_matrix_mult`), or it is a
+    text encoder's."""
+    return getattr(layer, "_full_precision_mm", False) or getattr(layer, "_full_precision_mm_config", False)
 
 
 def set_format(layer: Any, layout: str | None, name: str | None) -> None:

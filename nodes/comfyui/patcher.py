@@ -33,6 +33,30 @@ except ImportError:
 DIFFUSION_MODEL = "diffusion_model."
 """What ComfyUI puts before the names of a diffusion model's parts, in patches and backups."""
 
+
+def is_encoder(model: ModelPatcher) -> bool:
+    """Whether a ModelPatcher is a CLIP's and holds text encoders; else it is a MODEL."""
+    return getattr(model, "is_clip", False)
+
+
+def root_of(model: ModelPatcher) -> tuple[torch.nn.Module, str]:
+    """The module whose linears compute, and what ComfyUI puts before the names of its parts: a MODEL's diffusion model,
+    or all that a CLIP holds."""
+    return (model.model, "") if is_encoder(model) else (model.model.diffusion_model, DIFFUSION_MODEL)
+
+
+def patcher_of(clip: Any) -> ModelPatcher | None:
+    """What patches a CLIP's text encoders; None where a file had none and gave no CLIP."""
+    return getattr(clip, "patcher", None)
+
+
+def clip_around(clip: Any, patched: ModelPatcher) -> Any:
+    """A clone of a CLIP with its tokenizer and settings, whose text encoders another ModelPatcher patches."""
+    clone = clip.clone()
+    clone.patcher = patched
+    return clone
+
+
 PATCHES_BETWEEN_BLOCKS = frozenset(
     (
         *("double_block", "single_block", "noise_refiner", "post_input", "emb_patch", "forward_timestep_embed_patch"),

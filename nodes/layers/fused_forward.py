@@ -66,9 +66,10 @@ class INT8Parts(NamedTuple):
         return kind.expand(weight, scale, low_rank), scale
 
 
-def class_patch(name: str) -> str:
-    """Under which name a ModelPatcher patches the class of a linear, given its module path in the diffusion model."""
-    return f"{DIFFUSION_MODEL}{name}.__class__"
+def class_patch(name: str, prefix: str = DIFFUSION_MODEL) -> str:
+    """Under which name a ModelPatcher patches the class of a linear, given its module path in the diffusion model, or
+    in what else `root_of` says."""
+    return f"{prefix}{name}.__class__"
 
 
 def int8_parts(weight: Any, layer: Any) -> INT8Parts | None:

@@ -5,7 +5,7 @@ import re
 import torch
 
 from ..comfyui.layers import CastWeightBiasOp
-from ..comfyui.patcher import ModelPatcher, injections
+from ..comfyui.patcher import ModelPatcher, injections, root_of
 
 # Modulation, embedders of time, text and guidance, and the like: small, and what leaves them scales or shifts whole
 # blocks. A word of the path must match in full.
@@ -33,8 +33,8 @@ def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
-    """All linears of a MODEL, by module path inside the diffusion model."""
-    return _linears_in(model.model.diffusion_model, "")
+    """All linears of a MODEL, by module path inside the diffusion model; or those of a CLIP's text encoders."""
+    return _linears_in(root_of(model)[0], "")
 
 
 def _linears_in(part: torch.nn.Module, path: str) -> dict[str, CastWeightBiasOp]:
@@ -51,8 +51,8 @@ def _linears_in(part: torch.nn.Module, path: str) -> dict[str, CastWeightBiasOp]
 
 
 def quantizable_linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
-    """Those of a MODEL's linears that would become INT8, by module path inside the diffusion model."""
-    return quantizable_in(model.model.diffusion_model)
+    """Those of `linears` that would become INT8."""
+    return quantizable_in(root_of(model)[0])
 
 
 def quantizable_in(part: torch.nn.Module, path: str = "") -> dict[str, CastWeightBiasOp]:

@@ -10,7 +10,7 @@ from ...kernels import BF16, FUSED, NATIVE, WAYS, choose_path
 from ..blocks.fusion import Fusion, fusion_of, in_words
 from ..comfyui.attention import OVERRIDE, chosen_layers
 from ..comfyui.layers import CastWeightBiasOp, quantized_format
-from ..comfyui.patcher import ModelPatcher, object_patches, options_of
+from ..comfyui.patcher import ModelPatcher, is_encoder, object_patches, options_of, root_of
 from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, layout_of, params
 from ..layers.fused_forward import WeightForm, class_patch, weight_form
 from ..layers.layer_selection import linears, quantizable_linears
@@ -34,18 +34,18 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Summary:
-    """What a MODEL runs.
+    """What a MODEL runs, or a CLIP's text encoders.
 
     Attributes:
         linears: the number of its linears by what they compute with, the INT8 ones first.
-        attention: what its attention computes with.
+        attention: what its attention computes with; None of text encoders, where the pack has no part in it.
         int8: the number of its linears that compute in INT8 on this pack's kernel, or on its CPU reference.
         native: the number of those that `auto` leaves to ComfyUI's own INT8.
         blocks: its blocks that have a fused form; empty where none of its linears computes in INT8 so.
     """
 
     linears: dict[str, int]
-    attention: str
+    attention: str | None
     int8: int = 0
     native: int = 0
     blocks: Sequence[Fusion] = ()
@@ -54,12 +54,14 @@ class Summary:
         (kind, count), *others = self.linears.items() or [("in this model", 0)]
         parts = [f"{count} of {sum(self.linears.values())} linears {kind}"]
         parts += [f"{count} {kind}" for kind, count in others]
-        return ", ".join([*parts, *([in_words(self.blocks)] if self.blocks else []), f"attention {self.attention}"])
+        parts += [in_words(self.blocks)] if self.blocks else []
+        return ", ".join(parts if self.attention is None else [*parts, f"attention {self.attention}"])
 
 
 def summarize(model: ModelPatcher) -> Summary:
-    """What the linears of a MODEL hold now, and what they and its attention will compute with."""
-    attention = describe_attention(model)
+    """What the linears of a MODEL, or of a CLIP's text encoders, hold now, and what they and its attention will compute
+    with."""
+    attention = None if is_encoder(model) else describe_attention(model)
     modules, usual = linears(model), quantizable_linears(model).keys()
     forms = {name: weight_form(module.weight, module) for name, module in modules.items()}
     dequantized = {name for name, module in modules.items() if getattr(module, "dequantized", False)}
@@ -76,7 +78,7 @@ def summarize(model: ModelPatcher) -> Summary:
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
     counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}
-    return Summary(counts, attention, int8, native, fusion_of(model) if int8 else ())
+    return Summary(counts, attention, int8, native, fusion_of(model) if int8 and not is_encoder(model) else ())
 
 
 def floats_of(model: ModelPatcher) -> str:
@@ -92,7 +94,8 @@ def _kind(
     `form` is that of its weight. `otherwise` is the place of one in floats and why it is in them, if that is no path's.
     """
     weight = module.weight
-    kernel = getattr(object_patches(model).get(class_patch(name), type(module)), "int8_kernel", None)
+    patch = class_patch(name, root_of(model)[1])
+    kernel = getattr(object_patches(model).get(patch, type(module)), "int8_kernel", None)
     path = None
     if kernel is not None:  # else this pack has nothing to do with it
         ways = WAYS if form is None else (FUSED, NATIVE) if form.native else (FUSED,)

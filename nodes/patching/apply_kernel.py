@@ -1,5 +1,6 @@
-"""The fused kernel under a MODEL that one of ComfyUI's own loaders has loaded as native INT8, W4A8 or W6A8."""
+"""The fused kernel under a MODEL or CLIP that one of ComfyUI's own loaders has loaded as native INT8, W4A8 or W6A8."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from ...kernels import choose_path, runs_fused
 from ..blocks.install import fuse_blocks
 from ..comfyui.layers import run_every_op
-from ..comfyui.patcher import CallbacksMP, ModelPatcher
+from ..comfyui.patcher import CallbacksMP, ModelPatcher, clip_around, patcher_of, root_of
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import keep_patched
 from ..files.holding.stored_weight import is_stored
@@ -29,39 +30,73 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
 
     Raises ValueError for a MODEL without INT8 linears, RuntimeError where "fused int8" cannot run.
     """
-    modules = {name: module for name, module in model.model.diffusion_model.named_modules() if name}
-    weights = {name: getattr(module, "weight", None) for name, module in modules.items()}
-    names = [name for name, weight in weights.items() if is_comfyui_int8(weight, modules[name])]
-    if not names and not any(is_int8(weight) or is_stored(weight) for weight in weights.values()):
+    names = _comfyui_int8(model)
+    weights = (getattr(module, "weight", None) for module in root_of(model)[0].modules())
+    if not names and not any(is_int8(weight) or is_stored(weight) for weight in weights):
         raise ValueError(
             "this MODEL holds no INT8 linears. Load a native INT8 file before this node, or use Load INT8 DiT, "
             "which quantizes other files while loading"
         )
+    patched = _running_fused(model, names, kernel)
+    if names:
+        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _group_inputs)
+        warn = partial(_warn_of_fallback, kernel, "Apply Fused INT8 Kernel")
+        patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, warn)
+        fuse_blocks(patched)
+    return patched
+
+
+def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
+    """A clone of a CLIP whose native INT8 linears run on the fused kernel, all with activations of 16 bits: ComfyUI
+    multiplies floats in text encoders, whose activations have large outliers. `kernel` is as for a MODEL.
+
+    Raises ValueError for a CLIP that is none or has no INT8 linears, RuntimeError where "fused int8" cannot run.
+    """
+    encoder = patcher_of(clip)
+    if encoder is None:
+        raise ValueError("this CLIP is empty: its file holds no text encoder. Load one with Load CLIP")
+    names = _comfyui_int8(encoder)
+    if not names:
+        raise ValueError(
+            "this CLIP holds no INT8 linears. Load a text encoder in native INT8 before this node, or leave this node "
+            "out"
+        )
+    patched = _running_fused(encoder, names, kernel)
+    # ComfyUI calls nothing back before each prompt, so the user hears it here.
+    _warn_of_fallback(kernel, "Apply Fused INT8 Kernel (Text Encoder)", patched)
+    return clip_around(clip, patched)
+
+
+def _comfyui_int8(model: ModelPatcher) -> list[str]:
+    """The linears that ComfyUI's own loaders hold in INT8, by module path in what `root_of` says."""
+    modules = root_of(model)[0].named_modules()
+    return [name for name, module in modules if name and is_comfyui_int8(getattr(module, "weight", None), module)]
+
+
+def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> ModelPatcher:
+    """A clone whose linears of these names run on the fused kernel."""
     choose_path(model.load_device, kernel)  # raises where it cannot be
     patched = model.clone()
     # ComfyUI puts a patched attribute in place when it loads the MODEL, and the old one back with the next MODEL: the
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
-    for name in names:
-        found = model.get_model_object(class_patch(name))  # also while an earlier clone is in place
+    for patch in (class_patch(name, root_of(model)[1]) for name in names):
+        found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied
-        patched.add_object_patch(class_patch(name), classes.setdefault(own, running_fused(own, kernel)))
+        patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel)))
     if names:
-        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _group_inputs)
-        patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, partial(_warn_of_fallback, kernel))
         keep_patched(patched)
-        fuse_blocks(patched)
     return patched
 
 
-def _warn_of_fallback(kernel: str, model: ModelPatcher) -> None:
+def _warn_of_fallback(kernel: str, node: str, model: ModelPatcher) -> None:
     compute = choose_path(model.load_device, kernel)
     if compute.fallback:
         notices.warn(
             "not-applied",
             "The fused INT8 kernel is not applied",
             f"{compute.reason}. The model runs as ComfyUI runs it.",
-            "" if compute.blocked else "Set kernel on Apply Fused INT8 Kernel to 'fused int8' to apply it anyway.",
+            "" if compute.blocked else f"Set kernel on {node} to 'fused int8' to apply it anyway.",
         )
 
 

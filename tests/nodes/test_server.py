@@ -387,7 +387,7 @@ def inputs_of(info, inside=""):
 def test_all_inputs_and_outputs_have_tooltips(server):
     nodes = json.loads(server.get("/object_info"))
     nodes = {name: info for name, info in nodes.items() if info["python_module"] == "custom_nodes.int8_dit"}
-    assert len(nodes) == 13
+    assert len(nodes) == 14
     for name, info in nodes.items():
         inputs = dict(inputs_of(info["input"]))
         assert inputs and not [key for key, options in inputs.items() if not options.get("tooltip")], name

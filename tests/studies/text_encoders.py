@@ -22,40 +22,26 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only t
 from support.pack import import_comfyui, import_pack
 
 RESULTS = Path(__file__).resolve().parent / "results" / "text_encoders"
-# A name, the form of the weights, and to how many bits this pack's kernel rounds activations; None without the kernel.
+# A name, the form of the weights, and to how many bits the kernel rounds activations: 16 for users, None without it.
 VARIANTS = {
     "bf16": ("bf16", None),
     "fp8": ("fp8", None),
     "native": ("native", None),
-    "pack": ("native", 8),
-    "pack-16": ("native", 16),
+    "pack": ("native", 16),
+    "pack-8": ("native", 8),
 }
 TITLES = {
     "bf16": "bf16",
     "fp8": "scaled FP8",
     "native": "native INT8",
-    "pack": "native INT8, this pack's kernel",
-    "pack-16": "the same, activations of 16 bits",
+    "pack": "this pack",
+    "pack-8": "this pack, activations of 8 bits",
 }
 
 
-def applied(clip, bits: int):
-    """A clone of a native INT8 CLIP whose linears run on this pack's kernel."""
-    from int8_dit.nodes.layers.fused_forward import is_comfyui_int8
-    from int8_dit.nodes.patching.apply_kernel import running_fused
-
-    patched = clip.clone()
-    for name, module in patched.cond_stage_model.named_modules():
-        if is_comfyui_int8(getattr(module, "weight", None), module):
-            module._full_precision_mm_config = bits == 16
-            vars(module).pop("known_weight", None)  # which says how many bits it was
-            own = clip.patcher.get_model_object(f"{name}.__class__")
-            patched.patcher.add_object_patch(f"{name}.__class__", running_fused(own, "fused int8"))
-    return patched
-
-
 class Clips:
-    """The CLIPs of one encoder, of which only the last is held: several variants may have the same."""
+    """The CLIPs of one encoder, of which only the last is held: several variants may have the same. A variant with
+    activations of 8 bits changes it for ComfyUI too, so it comes last."""
 
     def __init__(self, random) -> None:
         self._random = random
@@ -68,7 +54,15 @@ class Clips:
             self._kind = self._clip = None
             self._clip = self._random.clip(kind)
             self._kind = kind
-        return self._clip if bits is None else applied(self._clip, bits)
+        if bits is None:
+            return self._clip
+        from int8_dit.nodes.patching.apply_kernel import apply_to_text_encoder
+
+        for module in self._clip.cond_stage_model.modules():
+            if hasattr(module, "_full_precision_mm"):
+                module._full_precision_mm = bits == 16
+                vars(module).pop("known_weight", None)  # which says how many bits it was
+        return apply_to_text_encoder(self._clip, "fused int8")
 
 
 def measure(random, clips: Clips, variant: str, arguments, expected: dict) -> dict:

@@ -1,0 +1,149 @@
+"""Apply Fused INT8 Kernel (Text Encoder): the conditioning of ComfyUI's own INT8, on the pack's kernel."""
+
+import pytest
+import torch
+
+TOKENS = 24
+ROUNDING = 5e-3  # ComfyUI rounds INT8 weights to bf16, and activations have 16 bits here; with 8 it is 0.3
+
+
+@pytest.fixture(scope="module")
+def encoders(pack):
+    from support.random_encoders import ENCODERS, RandomEncoder
+
+    return {name: RandomEncoder(entry, torch.device("cpu"), entry.tiny, 30.0) for name, entry in ENCODERS.items()}
+
+
+@pytest.fixture(params=("Qwen3-VL 8B (Ideogram 4)", "T5-XXL (SD3, Flux, LTX-Video)"))
+def encoder(encoders, request):
+    return encoders[request.param]
+
+
+@pytest.fixture
+def execute(pack):
+    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8KernelCLIP
+
+    return ApplyFusedINT8KernelCLIP.execute
+
+
+@pytest.fixture
+def apply(execute):
+    return lambda clip, kernel="fused int8": execute(clip, kernel).result[0]
+
+
+@pytest.fixture
+def calls(pack, monkeypatch):
+    """A list that grows with each call of an INT8 linear on the kernel."""
+    import int8_dit.nodes.layers.fused_forward as fused
+
+    found, run = [], fused.RepeatedLinear.multiply
+    monkeypatch.setattr(fused.RepeatedLinear, "multiply", lambda *args: found.append(1) or run(*args))
+    return found
+
+
+@torch.no_grad()
+def conditioning(encoder, clip):
+    return clip.encode_from_tokens(encoder.prompt(TOKENS))
+
+
+def relative_error(actual, expected):
+    return float((actual - expected).norm() / expected.norm())
+
+
+def with_lora(encoder, clip, strength=1.0):
+    """The CLIP of ComfyUI's LoRA loader, with a LoRA on every linear."""
+    import comfy.lora
+    import comfy.sd
+
+    keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, {})
+    prefix, lora, generator = f"{encoder.encoder.key}.transformer.", {}, torch.Generator().manual_seed(3)
+    for name in encoder.layers:
+        outputs, inputs = encoder.shapes[f"{name}.weight"]
+        key = f"text_encoders.{prefix}{name}"
+        assert key in keys
+        lora[f"{key}.lora_up.weight"] = torch.randn(outputs, 4, generator=generator) / 2
+        lora[f"{key}.lora_down.weight"] = torch.randn(4, inputs, generator=generator) * inputs**-0.5
+    return comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1]
+
+
+def test_computes_what_comfyuis_int8_computes(encoder, apply, calls):
+    clip = encoder.clip("native")
+    expected = conditioning(encoder, clip)
+    assert not calls
+    assert 0 < relative_error(conditioning(encoder, apply(clip)), expected) < ROUNDING
+    assert len(calls) >= len(encoder.layers)
+
+
+def test_it_is_as_near_to_bf16_as_comfyuis_int8(encoder, apply):
+    clip, exact = encoder.clip("native"), conditioning(encoder, encoder.clip("bf16"))
+    stock = relative_error(conditioning(encoder, clip), exact)
+    assert relative_error(conditioning(encoder, apply(clip)), exact) < 1.02 * stock
+
+
+def test_bypassed_it_leaves_nothing_behind(encoder, apply):
+    clip = encoder.clip("native")
+    before, patches = conditioning(encoder, clip), dict(clip.patcher.object_patches)
+    applied = apply(clip)
+    assert applied is not clip and applied.cond_stage_model is clip.cond_stage_model
+    assert applied.tokenizer is clip.tokenizer
+    changed = conditioning(encoder, applied)
+    assert torch.equal(conditioning(encoder, clip), before) and not torch.equal(changed, before)
+    assert clip.patcher.object_patches == patches and not clip.patcher.get_all_callbacks("on_load_after")
+    assert not any("Fused" in type(module).__name__ for module in clip.cond_stage_model.modules())
+
+
+def test_a_clone_and_what_is_applied_twice_compute_the_same(encoder, apply):
+    clip = apply(encoder.clip("native"))
+    expected = conditioning(encoder, clip)
+    assert torch.equal(conditioning(encoder, clip.clone()), expected)
+    assert torch.equal(conditioning(encoder, apply(apply(clip, "auto"))), expected)
+
+
+@pytest.mark.parametrize("first", (False, True), ids=("LoRA after it", "LoRA before it"))
+def test_loras(encoder, apply, calls, first):
+    clip = encoder.clip("native")
+    plain = conditioning(encoder, clip)
+    expected = conditioning(encoder, with_lora(encoder, clip))
+    assert relative_error(plain, expected) > 0.1
+    patched = apply(with_lora(encoder, clip)) if first else with_lora(encoder, apply(clip))
+    assert relative_error(conditioning(encoder, patched), expected) < ROUNDING
+    assert calls
+
+
+def test_a_text_that_an_encoder_writes(encoders, apply, calls):
+    encoder = encoders["Qwen3-VL 8B (Ideogram 4)"]
+    clip = encoder.clip("native")
+
+    def written(clip):
+        with torch.no_grad():
+            return clip.generate(encoder.prompt(TOKENS), do_sample=False, max_length=3)
+
+    expected = written(clip)
+    assert written(apply(clip)) == expected and calls
+
+
+def test_auto_without_a_gpu_leaves_the_encoder_and_warns(encoder, apply, calls, caplog):
+    clip = encoder.clip("native")
+    expected = conditioning(encoder, clip)
+    assert torch.equal(conditioning(encoder, apply(clip, "auto")), expected) and not calls
+    assert [r for r in caplog.records if "The fused INT8 kernel is not applied" in r.getMessage()]
+
+
+@pytest.mark.parametrize("kind", ("bf16", "fp8"))
+def test_a_clip_without_int8_is_refused(encoder, apply, kind):
+    with pytest.raises(ValueError, match="this CLIP holds no INT8 linears"):
+        apply(encoder.clip(kind))
+
+
+def test_no_clip_is_refused(apply):
+    """ComfyUI gives None for the CLIP of a checkpoint that has none."""
+    with pytest.raises(ValueError, match="this CLIP is empty"):
+        apply(None)
+
+
+def test_what_runs_where(encoder, execute):
+    clip, linears = encoder.clip("native"), len(encoder.layers)
+    shown = execute(clip, "fused int8")
+    assert shown.result[1] == f"{linears} of {linears} linears INT8 with 16-bit activations in plain PyTorch (no GPU)"
+    assert [badge["text"] for badge in shown.ui["int8_dit_badges"]] == [f"INT8 without a GPU: {linears} of {linears}"]
+    assert execute(clip, "auto").result[1].startswith(f"{linears} of {linears} linears ComfyUI's INT8 as in the file (")
