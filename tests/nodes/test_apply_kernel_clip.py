@@ -11,7 +11,7 @@ ROUNDING = 5e-3  # ComfyUI rounds INT8 weights to bf16, and activations have 16 
 def encoders(pack):
     from support.random_encoders import ENCODERS, RandomEncoder
 
-    return {name: RandomEncoder(entry, torch.device("cpu"), entry.tiny, 30.0) for name, entry in ENCODERS.items()}
+    return {name: RandomEncoder(entry, torch.device("cpu"), entry.tiny, 32.0) for name, entry in ENCODERS.items()}
 
 
 @pytest.fixture(params=("Qwen3-VL 8B (Ideogram 4)", "T5-XXL (SD3, Flux, LTX-Video)"))
@@ -61,7 +61,7 @@ def with_lora(encoder, clip, strength=1.0):
         outputs, inputs = encoder.shapes[f"{name}.weight"]
         key = f"text_encoders.{prefix}{name}"
         assert key in keys
-        lora[f"{key}.lora_up.weight"] = torch.randn(outputs, 4, generator=generator) / 2
+        lora[f"{key}.lora_up.weight"] = torch.randn(outputs, 4, generator=generator) / 8
         lora[f"{key}.lora_down.weight"] = torch.randn(4, inputs, generator=generator) * inputs**-0.5
     return comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1]
 

@@ -82,7 +82,7 @@ ENCODERS = {
         False,
         {"SelfAttention.q": 8.0},
         {
-            "layer_norm": ("SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "wi_0", "wi_1"),
+            ".layer_norm": ("SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "wi_0", "wi_1"),
             "wi_1": ("wo",),
         },
     ),
