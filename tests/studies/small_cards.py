@@ -221,13 +221,15 @@ def prepare(folder: Path, model: str, size: dict, wanted: set[str], steps: int, 
         save_file(latents, folder / "bf16.st")
 
 
-def measure(folder: Path, model: str, loaders: list[str], labels: dict, steps: int, pixels: int) -> None:
+def measure(
+    folder: Path, model: str, loaders: list[str], labels: dict, steps: int, pixels: int, loras: list[str]
+) -> None:
     """Print a row for each loader without and with the LoRA; for one that fails a row that says why."""
     from support.measuring import release
 
     for name in loaders:
         try:
-            measure_loader(folder, model, name, labels, steps, pixels)
+            measure_loader(folder, model, name, labels, steps, pixels, loras)
         except Exception as error:  # whatever it is, the next loader can be measured
             traceback.print_exc(limit=-4)
             said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -235,8 +237,10 @@ def measure(folder: Path, model: str, loaders: list[str], labels: dict, steps: i
         release()
 
 
-def measure_loader(folder: Path, model: str, name: str, labels: dict, steps: int, pixels: int) -> None:
-    """One loader's two rows. Of the card's memory they say what tensors take at most during the steps that are timed,
+def measure_loader(
+    folder: Path, model: str, name: str, labels: dict, steps: int, pixels: int, loras: list[str]
+) -> None:
+    """One loader's rows, one for each of `loras`. Of the card's memory they say what tensors take at most during the steps that are timed,
     and what the process holds behind them: weights that stay, tensors and what is kept for the next ones."""
     from safetensors.torch import load_file
 
@@ -253,7 +257,8 @@ def measure_loader(folder: Path, model: str, name: str, labels: dict, steps: int
     load_seconds = time.perf_counter() - begin
     sample(models, family, 1, pixels)
     ready_seconds = time.perf_counter() - begin
-    for lora, variants in (("none", models), ("lora", with_lora(models, folder, sides))):
+    for lora in loras:
+        variants = models if lora == "none" else with_lora(models, folder, sides)
         sample(variants, family, 2, pixels)  # compiles and tunes
         if on_card:
             torch.cuda.reset_peak_memory_stats()
@@ -346,6 +351,7 @@ def main() -> None:
     parser.add_argument("--free", type=float, nargs="+", default=[24, 16, 12], help="GiB")
     parser.add_argument("--modes", nargs="+", default=["ordinary", "dynamic"])
     parser.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(FIRST))
+    parser.add_argument("--loras", nargs="+", choices=("none", "lora"), default=["none", "lora"])
     parser.add_argument("--gguf-pack", type=Path, help="a checkout of ComfyUI-GGUF, for the loader of that name")
     parser.add_argument("--no-errors", action="store_true", help="no bf16 model computes what errors are against")
     parser.add_argument("--tuning-seconds", type=float, default=2.0, help="for a shape of the GEMM; 0 for no tuning")
@@ -370,7 +376,7 @@ def main() -> None:
             prepare(arguments.folder, arguments.model, size, wanted, *sizes, errors=not arguments.no_errors)
         else:
             labels = {"free": arguments.free[0], "mode": arguments.modes[0]}
-            measure(arguments.folder, arguments.model, arguments.loaders, labels, *sizes)
+            measure(arguments.folder, arguments.model, arguments.loaders, labels, *sizes, arguments.loras)
         return
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -378,7 +384,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         options = ["--comfyui", arguments.comfyui, "--model", arguments.model, "--blocks", blocks]
         options += ["--steps", arguments.steps, "--tuning-seconds", arguments.tuning_seconds]
-        options += ["--loaders", *arguments.loaders, "--folder", folder]
+        options += ["--loaders", *arguments.loaders, "--loras", *arguments.loras, "--folder", folder]
         for name in ("pixels", "gguf_pack"):
             if getattr(arguments, name):
                 options += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
