@@ -240,8 +240,9 @@ def measure(
 def measure_loader(
     folder: Path, model: str, name: str, labels: dict, steps: int, pixels: int, loras: list[str]
 ) -> None:
-    """One loader's rows, one for each of `loras`. Of the card's memory they say what tensors take at most during the steps that are timed,
-    and what the process holds behind them: weights that stay, tensors and what is kept for the next ones."""
+    """One loader's rows, one for each of `loras`. Of the card's memory they say what tensors take at most during the
+    steps that are timed, and what the process holds behind them: weights that stay, tensors and what is kept for the
+    next ones."""
     from safetensors.torch import load_file
 
     from support.random_models import FAMILIES
