@@ -104,6 +104,45 @@ def test_sentences_about_families():
     assert sentence.format(*faster[:4]) in text and f"runs at {faster[4]:.2f}: there" in text
 
 
+def test_sentences_about_video_models():
+    text = words(RESULTS / "README.md")
+    rows = json.loads((RESULTS / "families_video" / "families.json").read_text())["rows"]
+    figures = {(row["family"], row["name"]): row for row in rows}
+    families = ("LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5", "Wan VACE 14 B", "LTX-Video 13 B")
+    faster = [figures[name, "bf16"]["linears_ms"] / figures[name, "pack"]["linears_ms"] for name in families]
+    sentence = (
+        "LTX-2.3 runs at {:.2f} × bf16, MiniMax H3 at {:.2f}, HunyuanVideo 1.5 at {:.2f}, Wan with VACE at {:.2f}"
+    )
+    assert sentence.format(*faster) in text and f"LTX-Video 13 B at {faster[4]:.2f}" in text
+    assert all(figures[name, "pack"]["error"] < 1.1 * figures[name, "unfused"]["error"] for name in families)
+    clock = figures["LTX-2.3", "bf16"]["ms"] / figures["LTX-2.3", "pack"]["ms"]
+    assert f"shows {clock:.2f} × by the clock" in text
+
+
+def test_sentences_about_8_gib():
+    text = words(RESULTS / "README.md")
+    rows = json.loads((RESULTS / "small_cards_codes" / "small_cards.json").read_text())
+    ms = {tuple(row[key] for key in ("loader", "mode", "lora")): row["ms"] for row in rows if row["free"] == 8}
+    own, stock = "this pack, W4A8 as stored", "stock, W4A8"
+    first = (
+        "both models take {:.0f} ms a step with dynamic VRAM, where ComfyUI's own loader of the same files takes {:.0f}"
+    )
+    assert first.format(ms[own, "dynamic", "none"], ms[stock, "dynamic", "none"]) in text
+    for mode, lora in (("dynamic", "lora"), ("ordinary", "none")):
+        assert f"it is {ms[own, mode, lora]:.0f} and {ms[stock, mode, lora]:.0f} ms" in text
+
+
+def test_sentences_about_text_encoders():
+    text = words(RESULTS / "README.md")
+    rows = json.loads((RESULTS / "text_encoders" / "text_encoders.json").read_text())["rows"]
+    figures = {row["name"]: row for row in rows if row["encoder"].startswith("Qwen3-VL")}
+    ms = {name: row["ms_512"] for name, row in figures.items()}
+    assert f"takes Ideogram 4's encoder {ms['pack']:.0f} ms on an H100" in text
+    others = "native INT8 takes {native:.0f} ms, scaled FP8 {fp8:.0f} ms and bf16 {bf16:.0f} ms"
+    assert others.format(**ms) in text and f"is loaded in {figures['pack']['cold_s']:.1f} s" in text
+    assert f"{figures['pack-8']['error_512'] / figures['native']['error_512']:.0f} × as large" in text
+
+
 @pytest.mark.parametrize(
     "subject, variant, other, sentence",
     [
