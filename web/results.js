@@ -177,13 +177,16 @@ function resultWidget(node) {
 export const greyResult = (node) =>
   node.widgets?.find(({ name }) => name === RESULT_WIDGET)?.box.classList.add("int8-result-old");
 
-/** Grow the node where its result has more lines than it kept free; it never shrinks what the user made larger. */
+/** Grow the node where its result has more lines than it kept free; what the user made larger stays so. A result can
+ * be measured before it has its width, and then again: the height before the first of these growths counts. */
 function fitNode(node, widget) {
   const height = widget.content.offsetHeight; // a layout size: the canvas zoom is a transform and does not count
   if (height === 0) return;
+  if (node.size[1] !== widget.grownTo) widget.grownFrom = node.size[1];
   // The frontend takes the widget's margin out of the height that it is given.
   widget.resultHeight = Math.min(height, MAX_RESULT_HEIGHT) + 2 * widget.margin;
-  node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1])]);
+  node.setSize([node.size[0], Math.max(widget.grownFrom, node.computeSize()[1])]);
+  widget.grownTo = node.size[1];
   node.setDirtyCanvas(true, true);
 }
 

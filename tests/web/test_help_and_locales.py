@@ -11,7 +11,7 @@ NODES = tuple(read_texts("en"))
 
 
 LANGUAGES = {"en": "en-US", "zh": "zh-CN", "ja": "ja-JP"}
-PANEL_WIDTH = 282  # of a help page as the frontend opens it, in pixels
+PANEL_WIDTHS = (282, 285)  # of a help page as frontends open it, in pixels: 1.47 and 1.58
 
 
 @pytest.fixture(scope="module", params=LANGUAGES)
@@ -69,7 +69,7 @@ def test_help_opens_with_its_picture_and_fits(page_of, node):
             return [help.clientWidth, cut.map((part) => part.textContent.slice(0, 60))];
         }"""
     )
-    assert width == PANEL_WIDTH and not cut
+    assert width in PANEL_WIDTHS and not cut
 
 
 @pytest.mark.parametrize("language, tag", (("zh", "zh-CN"), ("ja", "ja-JP")))
