@@ -27,8 +27,9 @@ def fragile(dit):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def each_call_is_compared(pack):
+def each_call_is_compared(dit):
     """Samplings are short here."""
+    dit.recorded()  # for other files too, so not while this is so
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("int8_dit.kernels.numerics.attention_error._EVERY", 1)
         yield
