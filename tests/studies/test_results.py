@@ -144,6 +144,20 @@ def test_sentences_about_text_encoders():
 
 
 @pytest.mark.parametrize(
+    "subject, sentence",
+    [
+        ("trained", "INT8 attention leaves {:.2f} × [{:.2f}, {:.2f}] of the default's error as trained"),
+        ("outliers", "and {:.2f} × [{:.2f}, {:.2f}] with outliers. As many glyphs can be read, {} of 300"),
+    ],
+)
+def test_sentences_about_int8_attention(subject, sentence):
+    stored = json.loads((RESULTS / "ablation_attention" / "ablation.json").read_text())["subjects"][subject]["figures"]
+    figure = stored[f"{DEFAULT}, INT8 attention"]
+    assert figure["read"] == stored[DEFAULT]["read"]
+    assert sentence.format(*figure["ratio to exact attention"], figure["read"]) in words(RESULTS / "README.md")
+
+
+@pytest.mark.parametrize(
     "subject, variant, other, sentence",
     [
         ("outliers", "recipe", "FP8", "The recipe's error is {} × FP8's [{}, {}] on the planted outliers"),
