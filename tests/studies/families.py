@@ -82,8 +82,8 @@ def measure(random, variant: str, pixels: int | None, repetitions: int, expected
 
 
 def measure_kernels(random, variant: str, pixels: int | None) -> dict:
-    """The figures of a row's kernels. These come when all clocks were read: on an H100 the rows behind a profiled one
-    took the host up to twice as long."""
+    """The figures of a row's kernels. These come when all clocks were read: on an H100 rows behind a profiled one had
+    up to twice the host's time of a process without a profiler."""
     from support.measuring import by_part, kernel_times
     from support.random_models import weights_on_device
 
