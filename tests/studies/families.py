@@ -93,7 +93,7 @@ def measure_kernels(random, variant: str, pixels: int | None) -> dict:
             forward()
         times = kernel_times(forward, random.device)
     busy = sum(times.values())
-    return {"busy_ms": busy, "linears_ms": busy - by_part(times)["attention"]}
+    return {"busy_ms": busy, "without_attention_ms": busy - by_part(times)["attention"]}
 
 
 def table(rows: list[dict]) -> str:
@@ -112,8 +112,8 @@ def table(rows: list[dict]) -> str:
                 TITLES[row["name"]],
                 number(row, "ms", ".1f"),
                 *(ratio(row, base, "ms") for base in bases),
-                *(number(row, key, ".1f") for key in ("busy_ms", "linears_ms")),
-                ratio(row, bases[0], "linears_ms"),
+                *(number(row, key, ".1f") for key in ("busy_ms", "without_attention_ms")),
+                ratio(row, bases[0], "without_attention_ms"),
                 number(row, "host_ms", ".1f"),
                 number(row, "error", ".3f"),
             ]
