@@ -8,6 +8,8 @@ from ..comfyui.classes import (
     FLUX_DOUBLE_BLOCK,
     FLUX_SINGLE_BLOCK,
     IDEOGRAM4_BLOCK,
+    KANDINSKY5_BLOCK,
+    KANDINSKY6_BLOCK,
     LTX_AV_BLOCK,
     LTX_BLOCK,
     LTX_FEED_FORWARD,
@@ -20,7 +22,7 @@ from ..comfyui.classes import (
     WAN_FEED_FORWARD,
     WAN_VACE_BLOCK,
 )
-from . import feed_forward, flux, ideogram4, ltx, lumina, minimax, qwen_image, wan
+from . import feed_forward, flux, ideogram4, kandinsky, ltx, lumina, minimax, qwen_image, wan
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ BLOCKS = {
     WAN_AUDIO_BLOCK: BlockKind(wan.hearing, ("x",)),
     LTX_BLOCK: BlockKind(ltx.video, ("x",)),
     LTX_AV_BLOCK: BlockKind(ltx.audio_and_video, ("x",)),
+    KANDINSKY5_BLOCK: BlockKind(kandinsky.decoder, ("visual_embed",)),
+    KANDINSKY6_BLOCK: BlockKind(kandinsky.video_and_audio, ("visual_embed", "audio_embed")),
     MINIMAX_BLOCK: BlockKind(minimax.forward, ("x",), axes=(2,)),
     WAN_FEED_FORWARD: BlockKind(feed_forward.wan, axes=_TOKENS),
     LTX_FEED_FORWARD: BlockKind(feed_forward.ltx_video, axes=_TOKENS),

@@ -23,6 +23,8 @@ WAN_FEED_FORWARD = "comfy.ldm.wan.model.WanFeedForward"
 LTX_BLOCK = "comfy.ldm.lightricks.model.BasicTransformerBlock"
 LTX_AV_BLOCK = "comfy.ldm.lightricks.av_model.BasicAVTransformerBlock"
 LTX_FEED_FORWARD = "comfy.ldm.lightricks.model.FeedForward"
+KANDINSKY5_BLOCK = "comfy.ldm.kandinsky5.model.TransformerDecoderBlock"
+KANDINSKY6_BLOCK = "comfy.ldm.kandinsky6.model.FusedTransformerDecoderBlock"
 MINIMAX_BLOCK = "comfy.ldm.minimax.model.DiTBlock"
 MINIMAX_FEED_FORWARD = "comfy.ldm.minimax.model.MLP"
 
@@ -42,6 +44,8 @@ FUSED_CLASSES: dict[str, tuple[int, ...]] = {
     LTX_BLOCK: (0, 30),
     LTX_AV_BLOCK: (0, 30),
     LTX_FEED_FORWARD: (0, 30),
+    KANDINSKY5_BLOCK: (0, 30),
+    KANDINSKY6_BLOCK: (0, 39),
     MINIMAX_BLOCK: (0, 30),
     MINIMAX_FEED_FORWARD: (0, 33),
 }

@@ -5,7 +5,7 @@ import torch
 
 FAMILIES = (
     *("Ideogram 4", "Flux.1", "Qwen-Image", "Z-Image", "SD3.5 Large", "Wan 14 B", "Wan VACE 14 B"),
-    *("LTX-Video 13 B", "LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5"),
+    *("LTX-Video 13 B", "Kandinsky 5 Pro", "LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5"),
 )
 
 

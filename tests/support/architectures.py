@@ -299,7 +299,7 @@ ARCHITECTURES = {
 FUSED_BLOCKS = (
     "Ideogram 4", "Lumina 2", "Z-Image", "context refiner", "Flux.1 double", "Flux.1 single", "Hunyuan i2v double",
     "Hunyuan i2v single", "Flux.2 double", "Flux.2 single", "yak double", "yak single", "Qwen-Image", "Wan t2v",
-    "Wan i2v", "Wan 2.2", "Wan VACE", "Wan HuMo", "MiniMax H3", "LTX block", "LTX block of prompts", "LTX-2 block",
-    "LTX-2.3 block",
+    "Wan i2v", "Wan 2.2", "Wan VACE", "Wan HuMo", "MiniMax H3", "Kandinsky 5", "Kandinsky 6", "Kandinsky 6 without",
+    "LTX block", "LTX block of prompts", "LTX-2 block", "LTX-2.3 block",
 )  # fmt: skip
 """The blocks that have a fused forward: the entries of fusable_blocks.FAMILIES, which need ComfyUI."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import comfy.ldm.kandinsky5.model
 import comfy.ldm.lightricks.av_model
 import comfy.ldm.lightricks.model
 import comfy.ldm.minimax.model
@@ -27,6 +28,8 @@ from int8_dit.nodes.layers.input_groups import group_inputs
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.loading.load_plan import LoadPlan
 from int8_dit.nodes.loading.operations import int8_operations
+
+from . import kandinsky6
 
 WIDTH, HEADS = 128, 2
 HEAD = WIDTH // HEADS
@@ -202,6 +205,26 @@ def _minimax(call: Call) -> tuple[tuple, dict]:
     return (x, call.randn(2, 64, seed=3), segments, freqs), {}
 
 
+def _kandinsky5(call: Call) -> tuple[tuple, dict]:
+    text, step = call.stream(4, TEXT), call.randn(call.samples, 64, seed=3)
+    return (call.stream(), text, step), {"freqs": call.rope(call.tokens).movedim(1, 2)}
+
+
+def _kandinsky6(call: Call) -> tuple[tuple, dict]:
+    """More sound than video, which is half as wide and has heads as large."""
+    tokens, text = call.tokens + 2, call.randn(call.samples, TEXT, HEAD, seed=6)
+    streams = call.stream(), call.randn(call.samples, tokens, HEAD, seed=2)
+    steps = [call.randn(call.samples, 64, seed=seed) for seed in (3, 5)]
+    ropes = [call.rope(tokens)[:1].movedim(1, 2) for tokens in (call.tokens, tokens)]
+    return (*streams, call.stream(4, TEXT), text, *steps, *ropes), {}
+
+
+def _kandinsky6_block(**options: bool) -> Callable[..., torch.nn.Module]:
+    return lambda operations, dtype: kandinsky6.module().FusedTransformerDecoderBlock(
+        WIDTH, 64, 256, HEAD, HEAD, 64, 128, HEAD, operation_settings=_settings(operations, dtype), **options
+    )
+
+
 def _ltx_block(adaln: bool) -> Callable[..., torch.nn.Module]:
     return lambda operations, dtype: comfy.ldm.lightricks.model.BasicTransformerBlock(
         WIDTH, HEADS, HEAD, WIDTH, cross_attention_adaln=adaln, **_settings(operations, dtype)
@@ -276,6 +299,14 @@ FAMILIES = {
         ),
         _minimax,
     ),
+    "Kandinsky 5": Family(
+        lambda operations, dtype: comfy.ldm.kandinsky5.model.TransformerDecoderBlock(
+            WIDTH, 64, 256, HEAD, operation_settings=_settings(operations, dtype)
+        ),
+        _kandinsky5,
+    ),
+    "Kandinsky 6": Family(_kandinsky6_block(cross_gates=True, fix_modulation=True, ca_rope=True), _kandinsky6),
+    "Kandinsky 6 without": Family(_kandinsky6_block(), _kandinsky6),
     "LTX block": Family(_ltx_block(False), lambda call: _ltx(call, 6, False, False)),
     "LTX block of prompts": Family(_ltx_block(True), lambda call: _ltx(call, 9, True, True)),
     "LTX-2 block": Family(_ltx_av_block(False, False), lambda call: _ltx_av(call, 6)),
@@ -319,7 +350,7 @@ def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _linears(block: torch.nn.Module) -> list[str]:
-    small = ("mod", "modulation", "adaLN_modulation", "adaln_proj", "to_gate_logits")
+    small = ("mod", "modulation", "adaLN_modulation", "adaln_proj", "to_gate_logits", "_modulation")
     return [
         name
         for name, module in block.named_modules()
@@ -385,7 +416,7 @@ def run(block: torch.nn.Module, family: str, call: Call | None = None, **options
     with torch.inference_mode():
         outputs = block(*args, **kwargs, transformer_options=options)
     again, again_by_name = _family(family).arguments(call or Call())  # Flux adds to its inputs in place
-    before = [again[0] if name not in again_by_name else again_by_name[name] for name in streams]
+    before = [again_by_name[name] if name in again_by_name else again[streams.index(name)] for name in streams]
     before = before[0] if isinstance(before[0], tuple) else before
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return tuple(after.double() - x.double() for after, x in zip(outputs, before, strict=True))

@@ -189,6 +189,18 @@ FAMILIES = {
         (1, 256, 4096),
         {"attention_mask": None},
     ),
+    "Kandinsky 5 Pro": Family(
+        "Kandinsky5",
+        {
+            **{"in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 1024, "model_dim": 4096, "ff_dim": 16384},
+            **{"num_text_blocks": 1, "num_visual_blocks": 3, "visual_embed_dim": 132, "axes_dims": (32, 48, 48)},
+        },
+        {"num_visual_blocks": 1},
+        _video(16, 21, 8, 104 / 60),
+        480,  # 81 frames of 832 x 480: 32,760 tokens
+        (1, 256, 3584),
+        {"y": (1, 768), "c_concat": _video(17, 21, 8, 104 / 60)},
+    ),
     "LTX-2.3": Family(
         "LTXAV",
         {"num_layers": 4, **_LTX2},
