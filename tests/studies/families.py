@@ -5,10 +5,12 @@ and this pack's, eager and compiled.
 
 Needs an NVIDIA card with 60 GB of memory; `--tiny --pixels 64` tries the script out on a CPU. "ms" is the clock from an
 idle GPU until all is done, "host" until the last launch returns, "busy" the sum of all kernels, and "of it no
-attention" what of that is left without the attention itself.
+attention" what of that is left without the attention itself. A family's variants are loaded together, and take turns on
+the clock; all clocks are read before anything is profiled.
 """
 
 import argparse
+import json
 import logging
 import sys
 from functools import partial
@@ -59,31 +61,31 @@ def running(random, variant: str, pixels: int | None):
     return model, Forward(model, random.inputs(pixels))
 
 
-def measure(random, variant: str, pixels: int | None, repetitions: int, expected: dict) -> dict:
-    """The figures of a row but those of kernels."""
+def prepare(random, variant: str, pixels: int | None, expected: dict, ready: dict) -> dict:
+    """A row's figures but those of clocks and kernels. `ready` gets the MODEL and its forward, warmed up."""
     import comfy.model_management
 
-    from support.measuring import graph_counts, wall_and_host
+    from support.measuring import graph_counts
     from support.random_models import weights_on_device
     from support.tensors import relative_error
 
     with weights_on_device():
         model, forward = running(random, variant, pixels)
-        figures = {
-            "weights_gb": comfy.model_management.module_size(model.model) / 1e9,
-            "dtype": str(model.model.get_dtype_inference()).removeprefix("torch."),
-            "fused_blocks": sum(key.endswith("__class__") for key in model.object_patches),
-        }
-        output = forward.velocity()
-        figures["error"] = relative_error(output, expected.setdefault("velocity", output))
-        figures |= wall_and_host(forward, random.device, repetitions)
-        figures |= graph_counts() if VARIANTS[variant] else {}
+    figures = {
+        "weights_gb": comfy.model_management.module_size(model.model) / 1e9,
+        "dtype": str(model.model.get_dtype_inference()).removeprefix("torch."),
+        "fused_blocks": sum(key.endswith("__class__") for key in model.object_patches),
+    }
+    output = forward.velocity()
+    figures["error"] = relative_error(output, expected.setdefault("velocity", output))
+    forward()
+    figures |= graph_counts() if VARIANTS[variant] else {}
+    ready[variant] = model, forward
     return figures
 
 
 def measure_kernels(random, variant: str, pixels: int | None) -> dict:
-    """The figures of a row's kernels. These come when all clocks were read: on an H100 rows behind a profiled one had
-    up to twice the host's time of a process without a profiler."""
+    """The figures of a row's kernels, with the variant alone on the device."""
     from support.measuring import by_part, kernel_times
     from support.random_models import weights_on_device
 
@@ -147,8 +149,8 @@ def main() -> None:
     from comfyui_version import __version__ as comfyui_version
 
     from int8_dit.kernels.benchmark import describe_machine, title
-    from support.measuring import Rows, limit_tuning, write_results
-    from support.random_models import FAMILIES, RandomModel
+    from support.measuring import Rows, limit_tuning, release, walls_and_hosts, write_results
+    from support.random_models import FAMILIES, RandomModel, weights_on_device
 
     names = arguments.families or [name for name in FAMILIES if name != "Ideogram 4"]
     if unknown := set(names) - FAMILIES.keys():
@@ -158,12 +160,20 @@ def main() -> None:
     machine = describe_machine(device)
     rows, kernels = Rows(), Rows()
     for name in names:
-        family, expected = FAMILIES[name], {}
+        family, expected, ready = FAMILIES[name], {}, {}
         random = RandomModel(family, device, family.tiny if arguments.tiny else {})
         for variant in arguments.variants:
-            run = partial(measure, random, variant, arguments.pixels, arguments.repetitions, expected)
+            run = partial(prepare, random, variant, arguments.pixels, expected, ready)
             seconds = arguments.row_seconds * (2 if VARIANTS[variant] else 1)
-            rows.measure({"family": name, "name": variant}, run, seconds)
+            rows.attempt({"family": name, "name": variant}, run, seconds)
+        with weights_on_device():
+            forwards = {variant: forward for variant, (_, forward) in ready.items()}
+            clocks = walls_and_hosts(forwards, device, arguments.repetitions)
+        print(name, json.dumps(clocks), flush=True)
+        for row in rows[-len(arguments.variants) :]:
+            row |= clocks.get(row["name"], {})
+        del ready, forwards
+        release()
     for row in (row for row in rows if "failed" not in row):
         family = FAMILIES[row["family"]]
         random = RandomModel(family, device, family.tiny if arguments.tiny else {})

@@ -56,6 +56,16 @@ def test_a_row_that_fails_says_why_and_the_next_one_is_measured(pack, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+def test_runs_take_turns_on_the_clock(pack):
+    from support.measuring import walls_and_hosts
+
+    order = []
+    runs = {name: lambda name=name: order.append(name) for name in "ab"}
+    times = walls_and_hosts(runs, torch.device("cpu"), 3)
+    assert order == ["a", "b"] * 5  # two rounds warm up
+    assert all(0 <= row["fastest_ms"] <= row["ms"] and row["host_ms"] <= row["ms"] for row in times.values())
+
+
 @pytest.mark.parametrize(
     "kernel, part",
     (

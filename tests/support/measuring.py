@@ -33,7 +33,14 @@ class Rows(list):
     """Rows of a table. Each is printed when it is there, and one that fails says why and stops no other."""
 
     def measure(self, labels: Mapping[str, object], run: Callable[[], Mapping[str, object]], seconds: float) -> Row:
-        """Append `labels` and what `run` returns; `seconds` is the most that it may take."""
+        """Append `labels` and what `run` returns; `seconds` is the most that it may take. Then all memory is given
+        back."""
+        row = self.attempt(labels, run, seconds)
+        release()
+        return row
+
+    def attempt(self, labels: Mapping[str, object], run: Callable[[], Mapping[str, object]], seconds: float) -> Row:
+        """The same with MODELs that stay loaded."""
         row, begin = dict(labels), time.perf_counter()
         try:
             with _at_most(seconds):
@@ -42,7 +49,6 @@ class Rows(list):
             traceback.print_exc(limit=-4)
             row["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         row["took_s"] = round(time.perf_counter() - begin, 1)
-        release()
         print(json.dumps({key: value for key, value in row.items() if key != "kernels"}, default=str), flush=True)
         self.append(row)
         return row
@@ -94,18 +100,34 @@ def synchronize(device: torch.device) -> None:
 
 def wall_and_host(run: Callable[[], object], device: torch.device, repetitions: int) -> dict[str, float]:
     """Median milliseconds of one `run()` on an idle device: until all is done, and until the last launch returns."""
-    for _ in range(2):
-        run()
-    walls, hosts = [], []
-    for _ in range(repetitions):
-        synchronize(device)
-        begin = time.perf_counter()
-        run()
-        hosts.append((time.perf_counter() - begin) * 1e3)
-        synchronize(device)
-        walls.append((time.perf_counter() - begin) * 1e3)
-    walls, hosts = sorted(walls), sorted(hosts)
-    return {"ms": walls[repetitions // 2], "fastest_ms": walls[0], "host_ms": hosts[repetitions // 2]}
+    return walls_and_hosts({"": run}, device, repetitions)[""]
+
+
+def walls_and_hosts(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, repetitions: int
+) -> dict[str, dict[str, float]]:
+    """The same of several, which take turns: a host that is slow for a while is so for all."""
+    walls: dict[str, list[float]] = {name: [] for name in runs}
+    hosts: dict[str, list[float]] = {name: [] for name in runs}
+    for round_ in range(-2, repetitions):
+        for name, run in runs.items():
+            synchronize(device)
+            begin = time.perf_counter()
+            run()
+            issued = (time.perf_counter() - begin) * 1e3
+            synchronize(device)
+            if round_ >= 0:
+                hosts[name].append(issued)
+                walls[name].append((time.perf_counter() - begin) * 1e3)
+    middle = repetitions // 2
+    return {
+        name: {
+            "ms": sorted(walls[name])[middle],
+            "fastest_ms": min(walls[name]),
+            "host_ms": sorted(hosts[name])[middle],
+        }
+        for name in runs
+    }
 
 
 def kernel_times(run: Callable[[], object], device: torch.device) -> dict[str, float]:
