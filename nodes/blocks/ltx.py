@@ -16,6 +16,9 @@ from .steps import add, attend, feed_forward, norm_and_rotate, project_normed, r
 _NORM = Norm("rms", 1e-6)  # that of ComfyUI's function rms_norm
 
 
+_FEW_ROWS = 256
+
+
 class _Time(NamedTuple):
     """What the time step says of a stream: [B, M, n K], and which of the M rows each token has; None for its own, or
     for one row of all."""
@@ -23,11 +26,22 @@ class _Time(NamedTuple):
     values: torch.Tensor
     rows: torch.Tensor | None = None
 
-    def modulations(self, table: torch.Tensor, part: slice) -> tuple[torch.Tensor, ...]:
-        """Some of the n vectors of `table`, with those of the time step added: [B, M, K] each."""
-        own = moved(table[part], self.values.device, self.values.dtype)
-        samples, rows, _ = self.values.shape
-        return (own + self.values.reshape(samples, rows, len(table), -1)[:, :, part]).unbind(2)
+
+class _Modulation:
+    """The n vectors of `table`, with those of a time step added: [B, M, K] each.
+
+    Few rows are added at once, which saves the host's time; those of single tokens would take too much memory.
+    """
+
+    def __init__(self, time: _Time, table: torch.Tensor) -> None:
+        samples, tokens, _ = time.values.shape
+        self.rows = time.rows
+        self._values = time.values.reshape(samples, tokens, len(table), -1)
+        self._table = moved(table, self._values.device, self._values.dtype)
+        self._all = (self._table + self._values).unbind(2) if tokens <= _FEW_ROWS else None
+
+    def __getitem__(self, part: slice) -> tuple[torch.Tensor, ...]:
+        return (self._table[part] + self._values[:, :, part]).unbind(2) if self._all is None else self._all[part]
 
 
 class _Input(NamedTuple):
@@ -40,11 +54,14 @@ class _Input(NamedTuple):
     rows: torch.Tensor | None = None
 
 
-def _time_of(timestep: Any, x: torch.Tensor) -> _Time:
-    """The time step of a stream; ComfyUI keeps that of video once a frame."""
+def _time_of(timestep: Any, x: torch.Tensor, like: _Time | None = None) -> _Time:
+    """The time step of a stream; ComfyUI keeps that of video once a frame. `like` is another one of the stream."""
     if isinstance(timestep, torch.Tensor):
         return _Time(timestep)
-    return _Time(timestep.data, rows_of_groups(timestep.data.shape[1], x))
+    frames = timestep.data.shape[1]
+    if like is not None and like.rows is not None and like.values.shape[1] == frames:
+        return _Time(timestep.data, like.rows)
+    return _Time(timestep.data, rows_of_groups(frames, x))
 
 
 def _projected(layers: Iterable[Any], source: torch.Tensor | _Input) -> Iterator[torch.Tensor]:
@@ -110,23 +127,23 @@ def _by_groups(attention: Any, mask: Any) -> bool:
     return mask is not None and not isinstance(mask, torch.Tensor)
 
 
-def _modulated(x: torch.Tensor, time: _Time, table: torch.Tensor, start: int, scale_first: bool = False) -> _Input:
+def _modulated(x: torch.Tensor, modulation: _Modulation, start: int, scale_first: bool = False) -> _Input:
     """The norm of a stream modulated with two neighbours in a table."""
-    one, other = time.modulations(table, slice(start, start + 2))
+    one, other = modulation[start : start + 2]
     scale, shift = (one, other) if scale_first else (other, one)
-    return _Input(x, _NORM, scale, shift, time.rows)
+    return _Input(x, _NORM, scale, shift, modulation.rows)
 
 
-def _gated(x: torch.Tensor, y: torch.Tensor, time: _Time, table: torch.Tensor, place: int) -> torch.Tensor:
-    (gate,) = time.modulations(table, slice(place, place + 1))
-    return add(x, y, gate, rows=time.rows)
+def _gated(x: torch.Tensor, y: torch.Tensor, modulation: _Modulation, place: int) -> torch.Tensor:
+    (gate,) = modulation[place : place + 1]
+    return add(x, y, gate, rows=modulation.rows)
 
 
 def _self_and_text(
     block: Any,
     x: torch.Tensor,
-    names: tuple[str, str, str, str],
-    time: _Time,
+    names: tuple[str, str, str],
+    modulation: _Modulation,
     prompt_time: torch.Tensor | None,
     context: Any,
     options: dict[str, Any],
@@ -136,26 +153,24 @@ def _self_and_text(
     text_mask: Any,
 ) -> torch.Tensor:
     """A stream with its attention to itself and to the text added. `names` are those of the attentions and of the
-    tables; `normed`: whether queries of the text are normed where nothing modulates them."""
-    to_self, to_text, table = (getattr(block, name) for name in names[:3])
-    y = _attention(to_self, _modulated(x, time, table, 0), None, options, self_mask, pe)
-    x = _gated(x, y, time, table, 2)
+    prompt's table; `normed`: whether queries of the text are normed where nothing modulates them."""
+    to_self, to_text = getattr(block, names[0]), getattr(block, names[1])
+    y = _attention(to_self, _modulated(x, modulation, 0), None, options, self_mask, pe)
+    x = _gated(x, y, modulation, 2)
     del y
     if not block.cross_attention_adaln:
         return add(x, _attention(to_text, _Input(x, _NORM) if normed else x, context, options, text_mask))
     assert prompt_time is not None
-    shift, scale = _Time(prompt_time).modulations(getattr(block, names[3]), slice(0, 2))
+    shift, scale = _Modulation(_Time(prompt_time), getattr(block, names[2]))[:2]
     context = torch.addcmul(shift, context, 1 + scale)
-    y = _attention(to_text, _modulated(x, time, table, 6), context, options, text_mask)
-    return _gated(x, y, time, table, 8)
+    y = _attention(to_text, _modulated(x, modulation, 6), context, options, text_mask)
+    return _gated(x, y, modulation, 8)
 
 
-def _feed_forward(x: torch.Tensor, time: _Time, table: torch.Tensor, module: Any) -> torch.Tensor:
+def _feed_forward(x: torch.Tensor, modulation: _Modulation, module: Any) -> torch.Tensor:
     activated, _, last = module.net
-    y = feed_forward(
-        (activated.proj,), lambda hidden: (hidden, "gelu_tanh", None), last, *_modulated(x, time, table, 3)
-    )
-    return _gated(x, y, time, table, 5)
+    y = feed_forward((activated.proj,), lambda hidden: (hidden, "gelu_tanh", None), last, *_modulated(x, modulation, 3))
+    return _gated(x, y, modulation, 5)
 
 
 def _known(attention: Any, mask: Any) -> bool:
@@ -180,12 +195,12 @@ def video(
     without = block.cross_attention_adaln and prompt_timestep is None
     if unknown or without or timestep is None or not _known(block.attn1, self_attention_mask):
         return NotImplemented
-    time, table = _time_of(timestep, x), block.scale_shift_table
+    modulation = _Modulation(_time_of(timestep, x), block.scale_shift_table)
     x = _self_and_text(
         block,
         x,
-        ("attn1", "attn2", "scale_shift_table", "prompt_scale_shift_table"),
-        time,
+        ("attn1", "attn2", "prompt_scale_shift_table"),
+        modulation,
         prompt_timestep,
         context,
         transformer_options,
@@ -194,7 +209,7 @@ def video(
         self_attention_mask,
         attention_mask,
     )
-    return _feed_forward(x, time, table, block.ff)
+    return _feed_forward(x, modulation, block.ff)
 
 
 def audio_and_video(
@@ -232,13 +247,15 @@ def audio_and_video(
 
     v_time = _time_of(v_timestep, v) if runs_v else None
     a_time = _time_of(a_timestep, a) if runs_a else None
-    if v_time is not None:
-        names = "attn1", "attn2", "scale_shift_table", "prompt_scale_shift_table"
+    v_mod = None if v_time is None else _Modulation(v_time, block.scale_shift_table)
+    a_mod = None if a_time is None else _Modulation(a_time, block.audio_scale_shift_table)
+    if v_mod is not None:
+        names = "attn1", "attn2", "prompt_scale_shift_table"
         v = _self_and_text(
             block,
             v,
             names,
-            v_time,
+            v_mod,
             v_prompt_timestep,
             v_context,
             options,
@@ -247,36 +264,34 @@ def audio_and_video(
             self_attention_mask,
             attention_mask,
         )
-    if a_time is not None:
-        names = "audio_attn1", "audio_attn2", "audio_scale_shift_table", "audio_prompt_scale_shift_table"
+    if a_mod is not None:
+        names = "audio_attn1", "audio_attn2", "audio_prompt_scale_shift_table"
         a = _self_and_text(
-            block, a, names, a_time, a_prompt_timestep, a_context, options, True, a_pe, None, attention_mask
+            block, a, names, a_mod, a_prompt_timestep, a_context, options, True, a_pe, None, attention_mask
         )
 
     if to_v or to_a:
         v_table, a_table = block.scale_shift_table_a2v_ca_video, block.scale_shift_table_a2v_ca_audio
-        v_scales = _time_of(v_cross_scale_shift_timestep, v)
-        a_scales = _time_of(a_cross_scale_shift_timestep, a)
+        v_cross = _Modulation(_time_of(v_cross_scale_shift_timestep, v, v_time), v_table[:4])
+        a_cross = _Modulation(_time_of(a_cross_scale_shift_timestep, a, a_time), a_table[:4])
         before = v
         if to_v:
-            queries = _modulated(v, v_scales, v_table[:4], 0, scale_first=True)
-            keys = _modulated(a, a_scales, a_table[:4], 0, scale_first=True)
+            queries, keys = _modulated(v, v_cross, 0, scale_first=True), _modulated(a, a_cross, 0, scale_first=True)
             y = _attention(block.audio_to_video_attn, queries, keys, options, None, v_cross_pe, a_cross_pe)
-            v = _gated(v, y, _time_of(v_cross_gate_timestep, v), v_table[4:], 0)
+            v = _gated(v, y, _Modulation(_time_of(v_cross_gate_timestep, v, v_time), v_table[4:]), 0)
             del queries, keys, y
         if to_a:
             seen = v if _sees_changed_video(core.BasicAVTransformerBlock) else before
-            queries = _modulated(a, a_scales, a_table[:4], 2, scale_first=True)
-            keys = _modulated(seen, v_scales, v_table[:4], 2, scale_first=True)
+            queries, keys = _modulated(a, a_cross, 2, scale_first=True), _modulated(seen, v_cross, 2, scale_first=True)
             y = _attention(block.video_to_audio_attn, queries, keys, options, None, a_cross_pe, v_cross_pe)
-            a = _gated(a, y, _time_of(a_cross_gate_timestep, a), a_table[4:], 0)
+            a = _gated(a, y, _Modulation(_time_of(a_cross_gate_timestep, a, a_time), a_table[4:]), 0)
             del queries, keys, y, seen
         del before
 
-    if v_time is not None:
-        v = _feed_forward(v, v_time, block.scale_shift_table, block.ff)
-    if a_time is not None:
-        a = _feed_forward(a, a_time, block.audio_scale_shift_table, block.audio_ff)
+    if v_mod is not None:
+        v = _feed_forward(v, v_mod, block.ff)
+    if a_mod is not None:
+        a = _feed_forward(a, a_mod, block.audio_ff)
     return v, a
 
 
