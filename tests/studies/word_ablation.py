@@ -149,7 +149,7 @@ def calibrate(model, steps: int):
     return ablation.calibrated(model, [[context, {"pooled_output": pooled}]], empty, steps, seed=1000)
 
 
-def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str] | None) -> dict[str, dict]:
+def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str] | None, seed: int) -> dict[str, dict]:
     """Every variant, or the wanted ones: its images, latent errors, bytes and protected layers."""
     import comfy.model_management
 
@@ -159,11 +159,11 @@ def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str]
 
     stored_weights.SMALLEST_STORED = 0  # the word model's are small, and ComfyUI's quantizer takes them too
     base = stock(state_dict)
-    expected = sample(base, texts, steps=steps)
+    expected = sample(base, texts, seed, steps)
     found: dict[str, dict] = {}
 
     def keep(name: str, model, bits: float | None, protected: list[str]) -> None:
-        sampled = expected if model is base else sample(model, texts, steps=steps)
+        sampled = expected if model is base else sample(model, texts, seed, steps)
         errors = (sampled - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
         size = held_bytes(model, state_dict) if bits is None else formula_bytes(state_dict, bits)
         found[name] = {"images": pictures(sampled), "errors": errors.tolist(), "bytes": size, "protected": protected}
@@ -199,9 +199,10 @@ def sample_variants(arguments: argparse.Namespace) -> None:
     from glyphs.outliers import plant
     from int8_dit.kernels.benchmark import describe_machine
 
-    texts = random_texts(arguments.pairs, seed=0)
+    texts = random_texts(arguments.pairs, arguments.seed)
     state_dict = load_file(arguments.model)
-    found = run(plant(state_dict) if arguments.planted else state_dict, texts, arguments.steps, arguments.variants)
+    state_dict = plant(state_dict) if arguments.planted else state_dict
+    found = run(state_dict, texts, arguments.steps, arguments.variants, arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(arguments.out / "sampled.npz", **{name: result.pop("images") for name, result in found.items()})
     data = {
@@ -355,6 +356,7 @@ def main() -> None:
     parser.add_argument("--planted", action="store_true", help="with outlier channels that change no result in bf16")
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=0, help="of the texts and of the noise; the stored results have 0")
     parser.add_argument("--variants", nargs="+", help="these alone, beside bf16")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
