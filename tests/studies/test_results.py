@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from studies import rtx3090_projection as study
-from studies.ablation import DEFAULT, interval
+from studies.ablation import DEFAULT, interval, ratio_of_means
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROJECT = RESULTS.parents[2]
@@ -108,7 +108,7 @@ def test_sentences_about_video_models():
     text = words(RESULTS / "README.md")
     rows = json.loads((RESULTS / "families_video" / "families.json").read_text())["rows"]
     figures = {(row["family"], row["name"]): row for row in rows}
-    families = ("LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5", "Wan VACE 14 B", "LTX-Video 13 B")
+    families = ("LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5", "Wan VACE 14 B", "LTX-Video 13 B", "Kandinsky 5 Pro")
     faster = [
         figures[name, "bf16"]["without_attention_ms"] / figures[name, "pack"]["without_attention_ms"]
         for name in families
@@ -116,10 +116,11 @@ def test_sentences_about_video_models():
     sentence = (
         "LTX-2.3 runs at {:.2f} × bf16, MiniMax H3 at {:.2f}, HunyuanVideo 1.5 at {:.2f}, Wan with VACE at {:.2f}"
     )
-    assert sentence.format(*faster) in text and f"LTX-Video 13 B at {faster[4]:.2f}" in text
+    assert sentence.format(*faster) in text
+    assert "LTX-Video 13 B at {:.2f} and Kandinsky 5 at {:.2f}".format(*faster[4:]) in text
     assert all(figures[name, "pack"]["error"] < 1.1 * figures[name, "unfused"]["error"] for name in families)
-    clock = figures["LTX-2.3", "bf16"]["ms"] / figures["LTX-2.3", "pack"]["ms"]
-    assert f"shows {clock:.2f} × by the clock" in text
+    clocks = [figures[name, "bf16"]["ms"] / figures[name, "pack"]["ms"] for name in families]
+    assert f"run at {min(clocks):.2f} to {max(clocks):.2f} × bf16: least LTX-2.3" in text and min(clocks) == clocks[0]
 
 
 def test_sentences_about_8_gib():
@@ -135,6 +136,45 @@ def test_sentences_about_8_gib():
         assert f"it is {ms[own, mode, lora]:.0f} and {ms[stock, mode, lora]:.0f} ms" in text
 
 
+def test_sentences_about_12_gib():
+    text = words(RESULTS / "README.md")
+    own, stock, gguf = "this pack, W4A8 as stored", "stock, W4A8", "ComfyUI-GGUF, Q4_K"
+    rows = json.loads((RESULTS / "small_cards_codes" / "small_cards.json").read_text())
+    rows = [row for row in rows if row["free"] == 12]
+    ms = {tuple(row[key] for key in ("loader", "mode", "lora")): row["ms"] for row in rows if "ms" in row}
+    dynamic, ordinary = ([ms[name, mode, "none"] for name in (own, stock)] for mode in ("dynamic", "ordinary"))
+    assert "{:.0f} and {:.0f} ms with dynamic VRAM, and {:.0f} and {:.0f} ms".format(*dynamic, *ordinary) in text
+    assert f"ComfyUI-GGUF takes {ms[gguf, 'dynamic', 'none']:.0f} ms" in text
+    failed = [row["failed"] for row in rows if "failed" in row]
+    assert failed and all("out of memory" in said for said in failed)
+    assert f"With a LoRA this pack took {ms[own, 'dynamic', 'lora']:.0f} ms" in text
+    rows = json.loads((RESULTS / "small_cards_wan" / "small_cards.json").read_text())
+    wan = {row["loader"]: row["ms"] for row in rows}
+    assert f"with 12 GiB takes {wan[own]:.0f} ms a step beside {wan[stock]:.0f} ms" in text
+
+
+def test_sentences_about_a_second_sample_of_words(pack):
+    def ratio(folder, variant, other):
+        """On each sample, and on both with its interval."""
+        stored = [json.loads((RESULTS / folder / name).read_text()) for name in ("words.json", "second_sample.json")]
+        pairs = [[data["variants"][name]["errors"] for name in (variant, other)] for data in stored]
+        each = [ratio_of_means(*map(np.array, pair), axis=0) for pair in pairs]
+        joint = [np.concatenate(samples) for samples in zip(*pairs, strict=True)]
+        return *each, *interval(*joint, statistic=ratio_of_means)
+
+    text, attention = words(RESULTS / "README.md"), f"{DEFAULT}, INT8 attention"
+    sentence = "leaves {:.2f} × on the first sample and {:.2f} × on the second, {:.2f} × [{:.2f}, {:.2f}] on both"
+    assert sentence.format(*ratio("words_codes", "W4A8", "ComfyUI W4A8")) in text
+    trained, outliers = (ratio(f, attention, DEFAULT)[2:] for f in ("words_codes", "words_codes_outliers"))
+    sentence = (
+        "has {:.2f} × [{:.2f}, {:.2f}] the default's error as trained and {:.2f} × [{:.2f}, {:.2f}] with outliers"
+    )
+    assert sentence.format(*trained, *outliers) in text
+    kitchen = f"{DEFAULT}, comfy-kitchen's INT8 attention"
+    others = [ratio(folder, kitchen, DEFAULT)[2] for folder in ("words_codes", "words_codes_outliers")]
+    assert "comfy-kitchen's {:.2f} and {:.2f} ×".format(*others) in text
+
+
 def test_sentences_about_text_encoders():
     text = words(RESULTS / "README.md")
     rows = json.loads((RESULTS / "text_encoders" / "text_encoders.json").read_text())["rows"]
@@ -144,6 +184,8 @@ def test_sentences_about_text_encoders():
     others = "native INT8 takes {native:.0f} ms, scaled FP8 {fp8:.0f} ms and bf16 {bf16:.0f} ms"
     assert others.format(**ms) in text and f"is loaded in {figures['pack']['cold_s']:.1f} s" in text
     assert f"{figures['pack-8']['error_512'] / figures['native']['error_512']:.0f} × as large" in text
+    ms = {row["name"]: row["ms_512"] for row in rows if row["encoder"].startswith("T5")}
+    assert "T5-XXL takes {pack:.0f} ms, native INT8 {native:.0f} ms and bf16 {bf16:.0f} ms".format(**ms) in text
 
 
 @pytest.mark.parametrize(
