@@ -67,7 +67,7 @@ def _time_of(timestep: Any, x: torch.Tensor, like: _Time | None = None) -> _Time
 def _projected(layers: Iterable[Any], source: torch.Tensor | _Input) -> Iterator[torch.Tensor]:
     if isinstance(source, torch.Tensor):
         return (layer(source) for layer in layers)
-    return project_normed(tuple(layers), *source)
+    return project_normed(tuple(layers), *source, grouped=True)
 
 
 def _attention(

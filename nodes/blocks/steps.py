@@ -76,6 +76,7 @@ def project_normed(
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
+    grouped: bool = False,
 ) -> Iterator[torch.Tensor]:
     """The products of norm(x) (1 + scale) + shift with each of `layers`, one at a time.
 
@@ -83,13 +84,14 @@ def project_normed(
         x: [B, T, K] or [T, K].
         norm: one of ComfyUI's norms, or the value of one.
         scale, shift: [B or 1, T or 1, K], or None; with `rows` as `norm_quantize` has them.
+        grouped: whether `rows` are those of `rows_of_groups` for all of x.
     """
     shape, dtype = x.shape[:-1], x.dtype
     values = value = made_for = quantized = None
     for layer in layers:
         form, held = input_form(layer), None
         if form is None:  # such as a protected one, or a few gates beside many channels
-            values = _modulated(x, norm, scale, shift, rows) if values is None else values
+            values = _modulated(x, norm, scale, shift, rows, grouped) if values is None else values
             yield layer(values)
             continue
         try:
@@ -111,14 +113,20 @@ def _modulated(
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
     rows: torch.Tensor | None,
+    grouped: bool,
 ) -> torch.Tensor:
     """norm(x) (1 + scale) + shift in floats."""
     values = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=norm.eps) if isinstance(norm, Norm) else norm(x)
     if scale is None:
         return values
-    if rows is not None:
+    scale, shape = 1 + scale, values.shape
+    if rows is not None and grouped and shape[-2] % scale.shape[-2] == 0:
+        # Equal groups: no scale and shift for each token is written.
+        values = values.unflatten(-2, (scale.shape[-2], -1))
+        scale, shift = scale.unsqueeze(-2), None if shift is None else shift.unsqueeze(-2)
+    elif rows is not None:
         scale, shift = scale.index_select(-2, rows), None if shift is None else shift.index_select(-2, rows)
-    return values * (1 + scale) if shift is None else torch.addcmul(shift, values, 1 + scale)
+    return (values * scale if shift is None else torch.addcmul(shift, values, scale)).view(shape)
 
 
 def project_activated(

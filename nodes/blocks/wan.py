@@ -56,7 +56,8 @@ def _forward(
     rows = rows_of_groups(mod[0].shape[1], x)
     x = x.contiguous()
 
-    products = project_normed((attention.q, attention.k, attention.v), x, block.norm1, mod[1], mod[0], rows)
+    layers, read = (attention.q, attention.k, attention.v), (x, block.norm1, mod[1], mod[0], rows)
+    products = project_normed(layers, *read, grouped=True)
     q = next(products).view(samples, tokens, heads, width)
     k = next(products).view(samples, tokens, heads, width)
     q, k = norm_and_rotate(q, k, (attention.norm_q, attention.norm_k), matrices, "neighbours")

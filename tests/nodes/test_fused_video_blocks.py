@@ -116,3 +116,21 @@ def test_segments_of_minimax(blocks, fused_runs, segments, fits):
     assert all(map(torch.equal, outputs_of(block, H3, blocks.Call(), change), own))
     (output,), (expected,) = outputs_of(block, H3, blocks.Call(), change), own
     assert relative_error(output, expected) < 0.02 and len(fused_runs) == (4 if fits else 0)
+
+
+@pytest.mark.parametrize("tokens", (15, 14))
+def test_modulations_of_frames_are_those_of_their_tokens(blocks, tokens):
+    """Three frames; with 14 tokens the last one is shorter."""
+    from int8_dit.kernels import Norm
+    from int8_dit.nodes.blocks import steps
+
+    call = blocks.Call(samples=2, tokens=tokens)
+    x, scale, shift = call.stream(), *(call.randn(2, 3, blocks.WIDTH, seed=seed) for seed in (4, 5))
+    rows = steps.rows_of_groups(3, x)
+    for layers in ((torch.nn.Identity(),), (torch.nn.Identity(), torch.nn.Identity())):
+        outputs = [
+            list(steps.project_normed(layers, x, Norm("rms", 1e-6), scale, shift, rows, grouped=grouped))
+            for grouped in (True, False)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True)) and len(outputs[0]) == len(layers)
+        assert outputs[0][0].shape == x.shape
