@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..comfyui.classes import KANDINSKY5_BLOCK
 from .steps import GELU, add, attend, feed_forward, norm_and_rotate, project_normed, rotations
 
-_ATTENTION = "comfy.ldm.kandinsky5.model"  # where its function is, and that of positions, for both generations
+# The module of both generations' attention function, and of that of positions.
+_ATTENTION = KANDINSKY5_BLOCK.rpartition(".")[0]
 
 
 class _Modulation(NamedTuple):
