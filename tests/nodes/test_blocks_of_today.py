@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from support.architectures import FUSED_BLOCKS
+from support.architectures import CHOOSING_BLOCKS, FUSED_BLOCKS
 from support.tensors import relative_error
 
 AS_EXACT = 1.1  # which of two roundings is luckier with a few tokens is chance
 CONFIG = torch.tensor(list(json.dumps({"attention": "comfy_kitchen_int8"}).encode()), dtype=torch.uint8)
-# Those whose attention modules have a child that says what they prefer; Kandinsky's have none in public files.
-OF_LAYERS = [family for family in FUSED_BLOCKS if not family.startswith("Kandinsky")]
 # Those whose attention takes a mask, and where that is in a call.
 MASKED = {"Ideogram 4": 1, "Lumina 2": 1, "Z-Image": 1, "Flux.1 double": "attn_mask", "Flux.1 single": "attn_mask"}
 
@@ -94,7 +92,7 @@ def test_a_block_is_fused_and_as_exact(blocks, fused_runs, family):
         assert error <= AS_EXACT * usual
 
 
-@pytest.mark.parametrize("family", OF_LAYERS)
+@pytest.mark.parametrize("family", CHOOSING_BLOCKS)
 def test_what_a_layer_prefers_computes_its_attention(of_today, blocks, preferred, warm, fused_runs, family):
     block, before = warm(family)
     prefer(of_today, block)
@@ -141,7 +139,7 @@ def _copies(values):
     return values.clone() if isinstance(values, torch.Tensor) else values
 
 
-@pytest.mark.parametrize("family", OF_LAYERS)
+@pytest.mark.parametrize("family", CHOOSING_BLOCKS)
 def test_an_override_that_takes_containers(of_today, blocks, warm, fused_runs, family):
     calls, alive = [], []
 

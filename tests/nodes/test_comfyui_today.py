@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from support.architectures import CHOOSING_BLOCKS
+
 
 @pytest.fixture
 def imitation(pack):
@@ -63,7 +65,7 @@ def test_nothing_stays(imitation):
 def test_every_layer_has_the_child_and_calls_with_its_choice(attention, preferred):
     from support import fusable_blocks as blocks
 
-    for family in blocks.FAMILIES:
+    for family in CHOOSING_BLOCKS:
         block = blocks.exact(family)
         expected = blocks.run(block, family)
         layers = [module for module in block.modules() if isinstance(module, attention.ComfyAttention)]

@@ -303,3 +303,6 @@ FUSED_BLOCKS = (
     "LTX block", "LTX block of prompts", "LTX-2 block", "LTX-2.3 block",
 )  # fmt: skip
 """The blocks that have a fused forward: the entries of fusable_blocks.FAMILIES, which need ComfyUI."""
+CHOOSING_BLOCKS = tuple(family for family in FUSED_BLOCKS if not family.startswith("Kandinsky"))
+"""Those whose attention modules have a child from ComfyUI 0.36 on that says what they prefer; Kandinsky's have none in
+public files."""
