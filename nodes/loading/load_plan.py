@@ -153,7 +153,8 @@ class CheckpointPlan(LoadPlan):
             return _Planned(shape, "quantizing", self._quantized) if int8 else _Planned(shape)
         if stays and kind.held is not None:
             hold = kind.held
-            return _Planned(shape, "reading", lambda name, weight, scale: hold(weight, self.compute_dtype, int8))
+            asked = self.compute_dtype, int8, self.devices[0]
+            return _Planned(shape, "reading", lambda name, weight, scale: hold(weight, *asked))
         if is_grouped(weight):
             return _Planned(shape, "reading", self._expanded)
         if not linear:
@@ -167,23 +168,28 @@ class CheckpointPlan(LoadPlan):
         if planned.make is None:
             return None
         with naming_layer(name):
-            held = planned.make(name, weight.to(device=self.devices[0]), input_scale)
+            held = planned.make(name, weight, input_scale)
         if self._progress is not None:
             self._progress.step(f"{planned.doing} layer")
         return held.to(device="cpu")
 
     def _quantized(self, name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
-        q, scale = quantize_weight(float_weight(weight, input_scale))
+        q, scale = quantize_weight(float_weight(self._there(weight), input_scale))
         check_finite(f"{name}.weight", 127 * scale)  # 127 of it is the largest value
         return int8_weight(q, scale, self.compute_dtype)
 
     def _expanded(self, name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         """The INT8 weight that codes of 4 or 6 bits stand for, exactly."""
+        weight = self._there(weight)
         q, scale = expand_codes(grouped_codes(weight)), channel_scale(weight)
         return int8_weight(q, scale, self.compute_dtype, **(int8_form(weight) or {}))
 
     def _decoded(self, name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
-        return _checked(f"{name}.weight", float_weight(weight, input_scale)).to(self.compute_dtype)
+        return _checked(f"{name}.weight", float_weight(self._there(weight), input_scale)).to(self.compute_dtype)
+
+    def _there(self, weight: Any) -> Any:
+        """A weight on the device that computes."""
+        return weight.to(device=self.devices[0])
 
 
 def _checked(key: str, values: torch.Tensor) -> torch.Tensor:

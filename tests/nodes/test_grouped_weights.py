@@ -227,6 +227,25 @@ def test_the_codes_of_a_loaded_model_do_not_lie_in_the_file(write):
         assert all(torch.equal(tensor, before[name][key]) for key, tensor in weight.state_dict("").items())
 
 
+def test_codes_that_stay_are_copied_in_host_memory(write, monkeypatch):
+    """Not by way of the card: there and back takes several times as long."""
+    from int8_dit.nodes.comfyui.quantized import stored
+    from int8_dit.nodes.loading import load_plan
+
+    class Elsewhere(load_plan.CheckpointPlan):
+        """Its device loses what is moved there."""
+
+        def begin(self) -> None:
+            super().begin()
+            self.devices = (torch.device("meta"),)
+
+    path = write(4)
+    expected = {name: stored(weight) for name, weight in held_in_codes(load(path)).items()}
+    monkeypatch.setattr("int8_dit.nodes.loading.load.CheckpointPlan", Elsewhere)
+    held = {name: stored(weight) for name, weight in held_in_codes(load(path)).items()}
+    assert held.keys() == expected.keys() and all(map(torch.equal, held.values(), expected.values()))
+
+
 def test_small_weights_become_int8_all_the_same(dit, write, monkeypatch):
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 1 << 16)
     model = load(write(4))

@@ -101,14 +101,18 @@ def with_scales(weight: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(stored(weight), GGUF_LAYOUT, replace(params(weight), scale=scales))
 
 
-def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool) -> HeldWeight:
+def held_gguf(
+    weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, device: torch.device | None = None
+) -> HeldWeight:
     """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more.
 
-    Its product is INT8's, or else that of the floats that its blocks stand for. Raises ValueError where a row holds a
-    NaN or Inf.
+    Its product is INT8's, or else that of the floats that its blocks stand for. The scales are found on `device`, where
+    one is given. Raises ValueError where a row holds a NaN or Inf.
     """
-    scaled = with_scales(weight)
-    form = replace(params(scaled if becomes_int8 else weight), orig_dtype=dtype)
+    found = params(with_scales(weight if device is None else weight.to(device=device))).scale
+    form = replace(params(weight), orig_dtype=dtype)
+    if becomes_int8:
+        form = replace(form, scale=found.to(stored(weight).device))
     return HeldWeight(stored(weight).clone(), GGUF_LAYOUT, form)
 
 

@@ -23,9 +23,9 @@ class StoredKind:
         rotation_group: channels per Hadamard group of the INT8 weight, or None.
         activation_bits: to how many bits its input is rounded.
         expand: (weight, scale, what is added) -> int8 [N, K]. Without anything added the scale is its own.
-        held: (weight that was read, dtype of the linear, whether it is to become INT8) -> the weight that a linear
-            holds, in no file any more; raises ValueError for one that has no finite scale. None for a layout of
-            ComfyUI's, which its own loaders hold.
+        held: (weight that was read, dtype of the linear, whether it is to become INT8, device for what there is to
+            compute) -> the weight that a linear holds, where it was but in no file any more; raises ValueError for one
+            that has no finite scale. None for a layout of ComfyUI's, which its own loaders hold.
     """
 
     name: Callable[[Weight], str]
@@ -33,7 +33,7 @@ class StoredKind:
     rotation_group: Callable[[Weight], int | None]
     activation_bits: Callable[[Weight], int]
     expand: Callable[[Weight, torch.Tensor, LowRank | None], torch.Tensor]
-    held: Callable[[Weight, torch.dtype, bool], Weight] | None = None
+    held: Callable[[Weight, torch.dtype, bool, torch.device], Weight] | None = None
 
 
 def _expanded_blocks(weight: Weight, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
@@ -59,7 +59,7 @@ STORED_KINDS: dict[str, StoredKind] = {
         rotation_group=lambda weight: params(weight).convrot_groupsize,
         activation_bits=lambda weight: params(weight).activation_bits,
         expand=grouped_weight.expanded,
-        held=lambda weight, dtype, becomes_int8: grouped_weight.held_codes(weight, dtype),
+        held=lambda weight, dtype, becomes_int8, device: grouped_weight.held_codes(weight, dtype),
     ),
     NATIVE_GROUPED_LAYOUT: StoredKind(
         name=_bits_in_name,
