@@ -1,6 +1,7 @@
 """The blocks of Kandinsky 5, and those of Kandinsky 6 with a stream of video and one of audio."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +31,8 @@ def decoder(block: Any, core: Any, visual_embed, text_embed, time_embed, freqs, 
     matrices = _matrices(block.self_attention, x, freqs)
     if unknown or matrices is None:
         return NotImplemented
-    own, text, last = _modulations(block.visual_modulation(time_embed))
-    x = _with_itself(block, x, own, matrices, transformer_options)
-    (q,) = project_normed((block.cross_attention.to_query,), x, block.cross_attention_norm, text.scale, text.shift)
-    x = add(x, _to_text(block.cross_attention, q, text_embed, transformer_options), text.gate)
-    del q
+    *mods, last = _modulations(block.visual_modulation(time_embed))
+    x, _ = _with_itself_and_text(block, x, mods, matrices, text_embed, transformer_options)
     return _with_feed_forward(block, x, last)
 
 
@@ -59,22 +57,13 @@ def video_and_audio(
     if unknown or v_matrices is None or a_matrices is None:
         return NotImplemented
     project, options = core._modulation_fp32, transformer_options
-    v_own, v_text, v_last = _modulations(project(block.videoT.visual_modulation, video_time_embed))
-    a_own, a_text, a_last = _modulations(project(block.audioT.visual_modulation, audio_time_embed))
+    *v_mods, v_last = _modulations(project(block.videoT.visual_modulation, video_time_embed))
+    *a_mods, a_last = _modulations(project(block.audioT.visual_modulation, audio_time_embed))
 
-    # Each stream is read by its attention to the text, and as keys and values by the other stream, before it is
-    # changed by either.
-    v = _with_itself(block.videoT, v, v_own, v_matrices, options)
-    text, read = block.videoT.cross_attention, (v, block.videoT.cross_attention_norm, v_text.scale, v_text.shift)
-    q, *v_read = project_normed((text.to_query, to_video.to_key, to_video.to_value), *read)
-    v = add(v, _to_text(text, q, video_text_embed, options), v_text.gate)
-    del q, read
-
-    a = _with_itself(block.audioT, a, a_own, a_matrices, options)
-    text, read = block.audioT.cross_attention, (a, block.audioT.cross_attention_norm, a_text.scale, a_text.shift)
-    q, *a_read = project_normed((text.to_query, to_audio.to_key, to_audio.to_value), *read)
-    a = add(a, _to_text(text, q, audio_text_embed, options), a_text.gate)
-    del q, read
+    # What a stream's attention to its text reads is also keys and values of the other stream.
+    v_readers, a_readers = (to_video.to_key, to_video.to_value), (to_audio.to_key, to_audio.to_value)
+    v, v_read = _with_itself_and_text(block.videoT, v, v_mods, v_matrices, video_text_embed, options, v_readers)
+    a, a_read = _with_itself_and_text(block.audioT, a, a_mods, a_matrices, audio_text_embed, options, a_readers)
 
     v_step, a_step = video_time_embed, audio_time_embed
     if not block.fix_modulation:
@@ -89,12 +78,11 @@ def video_and_audio(
     v_rope, a_rope = (visual_rope, audio_rope) if block.ca_rope else (None, None)
 
     (q,) = project_normed((to_audio.to_query,), v, block.va_normalization, v_cross.scale, v_cross.shift)
-    v_changed = add(v, _to_other(to_audio, q, a_read, v_rope, a_rope), v_gate)
+    v = add(v, _to_other(to_audio, q, a_read, v_rope, a_rope), v_gate)
     (q,) = project_normed((to_video.to_query,), a, block.av_normalization, a_cross.scale, a_cross.shift)
-    del v
     a = add(a, _to_other(to_video, q, v_read, a_rope, v_rope), a_gate)
     del q, v_read, a_read
-    return _with_feed_forward(block.videoT, v_changed, v_last), _with_feed_forward(block.audioT, a, a_last)
+    return _with_feed_forward(block.videoT, v, v_last), _with_feed_forward(block.audioT, a, a_last)
 
 
 def _matrices(attention: Any, x: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor | None:
@@ -125,6 +113,24 @@ def _with_itself(
     held = [q, k, _by_heads(attention, v)]
     del q, k, v, products
     return add(x, _attended(attention, held, options), mod.gate)
+
+
+def _with_itself_and_text(
+    block: Any,
+    x: torch.Tensor,
+    mods: Sequence[_Modulation],
+    matrices: torch.Tensor,
+    text: torch.Tensor,
+    options: dict[str, Any],
+    readers: Sequence[Any] = (),
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The sum with the attentions of a stream to itself and to its text, and the products of `readers` with what the
+    latter reads."""
+    own, mod = mods
+    x, attention = _with_itself(block, x, own, matrices, options), block.cross_attention
+    layers = (attention.to_query, *readers)
+    q, *read = project_normed(layers, x, block.cross_attention_norm, mod.scale, mod.shift)
+    return add(x, _to_text(attention, q, text, options), mod.gate), read
 
 
 def _to_text(attention: Any, q: torch.Tensor, text: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

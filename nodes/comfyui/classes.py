@@ -45,7 +45,7 @@ FUSED_CLASSES: dict[str, tuple[int, ...]] = {
     LTX_AV_BLOCK: (0, 30),
     LTX_FEED_FORWARD: (0, 30),
     KANDINSKY5_BLOCK: (0, 30),
-    KANDINSKY6_BLOCK: (0, 39),
+    KANDINSKY6_BLOCK: (0, 39),  # or a little before: seen in single files, of a version that does not say itself
     MINIMAX_BLOCK: (0, 30),
     MINIMAX_FEED_FORWARD: (0, 33),
 }

@@ -153,8 +153,9 @@ class CheckpointPlan(LoadPlan):
             return _Planned(shape, "quantizing", self._quantized) if int8 else _Planned(shape)
         if stays and kind.held is not None:
             hold = kind.held
-            asked = self.compute_dtype, int8, self.devices[0]
-            return _Planned(shape, "reading", lambda name, weight, scale: hold(weight, *asked))
+            return _Planned(
+                shape, "reading", lambda name, weight, _: hold(weight, self.compute_dtype, int8, self.devices[0])
+            )
         if is_grouped(weight):
             return _Planned(shape, "reading", self._expanded)
         if not linear:

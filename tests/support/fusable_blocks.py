@@ -350,7 +350,7 @@ def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _linears(block: torch.nn.Module) -> list[str]:
-    small = ("mod", "modulation", "adaLN_modulation", "adaln_proj", "to_gate_logits", "_modulation")
+    small = ("mod", "modulation", "adaLN_modulation", "adaln_proj", "to_gate_logits")
     return [
         name
         for name, module in block.named_modules()

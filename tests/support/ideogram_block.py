@@ -38,7 +38,7 @@ def block(
     def convert(name: str, weight: torch.Tensor, _: None) -> torch.Tensor | None:
         if stored == "Q8_0":
             read = read_weight(quantize_gguf(weight, "Q8_0"), "Q8_0", tuple(weight.shape))
-            return held_gguf(read, torch.float32, name in INT8_LINEARS)
+            return held_gguf(read, torch.float32, name in INT8_LINEARS, weight.device)
         if name not in INT8_LINEARS:
             return None
         if stored == "W4A8":

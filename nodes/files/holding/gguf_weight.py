@@ -89,31 +89,20 @@ def has_scales(weight: QuantizedTensor) -> bool:
     return params(weight).scale.numel() > 0
 
 
-def with_scales(weight: QuantizedTensor) -> QuantizedTensor:
-    """A weight that was read, with what its rows are scaled by as INT8.
+def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, device: torch.device) -> HeldWeight:
+    """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more.
 
-    Raises ValueError where a row holds a NaN or Inf.
+    Its product is INT8's, or else that of the floats that its blocks stand for. Scales are found on `device`. Raises
+    ValueError where a row holds a NaN or Inf.
     """
-    scales = _scales(stored(weight), params(weight).gguf_format)
+    blocks, form = stored(weight), replace(params(weight), orig_dtype=dtype)
+    scales = _scales(blocks.to(device), form.gguf_format)
     broken = ~torch.isfinite(scales.flatten())
     if bool(broken.any()):
         raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
-    return QuantizedTensor(stored(weight), GGUF_LAYOUT, replace(params(weight), scale=scales))
-
-
-def held_gguf(
-    weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, device: torch.device | None = None
-) -> HeldWeight:
-    """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more.
-
-    Its product is INT8's, or else that of the floats that its blocks stand for. The scales are found on `device`, where
-    one is given. Raises ValueError where a row holds a NaN or Inf.
-    """
-    found = params(with_scales(weight if device is None else weight.to(device=device))).scale
-    form = replace(params(weight), orig_dtype=dtype)
     if becomes_int8:
-        form = replace(form, scale=found.to(stored(weight).device))
-    return HeldWeight(stored(weight).clone(), GGUF_LAYOUT, form)
+        form = replace(form, scale=scales.to(blocks.device))
+    return HeldWeight(blocks.clone(), GGUF_LAYOUT, form)
 
 
 def with_gguf_bytes(weight: QuantizedTensor, blocks: torch.Tensor) -> QuantizedTensor:
