@@ -41,6 +41,7 @@ def load_beside_weight(layer: Any, own: Any, state_dict: dict[str, Any], prefix:
 
     `args` are those of PyTorch's method behind the prefix.
     """
+    layer.__dict__.pop("weight", None)  # from ComfyUI 0.39 on a plain None until it is loaded
     layer.register_parameter("weight", None)
     theirs: Any = super(own, layer)
     theirs._load_from_state_dict(state_dict, prefix, *args)
@@ -97,6 +98,18 @@ def weight_and_bias(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     with given_back(layer, Cast(*comfy.ops.cast_bias_weight(layer, x, offloadable=True))) as (weight, bias, _):
         # Copies, because the memory of a streamed weight is given back here.
         return weight.clone(), None if bias is None else bias.clone()
+
+
+def other_activation(x: torch.Tensor, activation: str, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
+    """An activation of a linear's input as this ComfyUI computes it; None for one that it does not know."""
+    own = getattr(comfy.ops, "_eager_input_act", None)
+    if own is None:  # before its linears took activations
+        function = getattr(comfy.ops, "INPUT_ACT_EAGER", {}).get(activation)
+        return None if function is None else function(x)
+    try:
+        return own(x, activation, weight, eps)
+    except KeyError:
+        return None
 
 
 def weight_functions(layer: Any) -> list:

@@ -1,22 +1,20 @@
 """An INT8 linear of a model computed by the fused kernel, whoever loaded its weight and whatever patches it."""
 
 import functools
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...kernels import (
-    UNCHANGED,
     ChannelTransform,
     Quantized,
     RepeatedLinear,
     int8_gemm,
     int8_linear,
-    native_computes,
     requantize_weight,
+    runs_fused,
 )
 from ..blocks.steps import InputForm
 from ..comfyui.layers import (
@@ -26,178 +24,21 @@ from ..comfyui.layers import (
     give_back,
     given_back,
     run_every_op,
-    wants_full_precision,
     weight_functions,
 )
 from ..comfyui.patcher import DIFFUSION_MODEL, key_of, seed_of
-from ..comfyui.quantized import QuantizedTensor, is_native_int8, native_product, native_rotation, params, stored
-from ..files.holding.stored_weight import StoredKind, stored_kind
-from .int8_weight import is_int8
+from ..comfyui.quantized import QuantizedTensor, native_product, stored
+from ..files.holding.stored_weight import stored_kind
+from .linear_call import LinearCall, read_linear_call
 from .plain_loras import add_lora, each_once, loras_of
-from .stored_weights import StoredLoRA, stored_lora
-
-
-class INT8Parts(NamedTuple):
-    """An INT8 weight as the kernel takes it.
-
-    Attributes:
-        stored: int8 [N, K], or a weight in another form that a kernel makes that of.
-        scale: float32, one value or one per output channel.
-        transform: what is done to its input.
-        activation_bits: to how many bits its input is rounded.
-        lora: what changes a weight in another form; on the device where it is used, which need not be this one's.
-    """
-
-    stored: Any
-    scale: torch.Tensor
-    transform: ChannelTransform
-    activation_bits: int
-    lora: StoredLoRA | None = None
-
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int8 [N, K] and its scale; of other forms new ones, in memory that PyTorch hands from layer to layer."""
-        weight, scale, lora = self.stored, self.scale, self.lora
-        kind = stored_kind(weight)
-        if kind is None:
-            return weight, scale
-        low_rank = None
-        if lora is not None:
-            scale, low_rank = scale + lora.scale, lora.low_rank
-        return kind.expand(weight, scale, low_rank), scale
+from .stored_weights import stored_lora
+from .weight_form import int8_parts, known_parts, known_weight, weight_form
 
 
 def class_patch(name: str, prefix: str = DIFFUSION_MODEL) -> str:
     """Under which name a ModelPatcher patches the class of a linear, given its module path in the diffusion model, or
     in what else `root_of` says."""
     return f"{prefix}{name}.__class__"
-
-
-def int8_parts(weight: Any, layer: Any) -> INT8Parts | None:
-    """The parts of an INT8 weight of either kind, or of one that is made INT8 for each product; None of any other.
-
-    `layer` is its linear: of ComfyUI's own formats it knows what the quant config says of its input.
-    """
-    if is_int8(weight):
-        held = params(weight)
-        return INT8Parts(stored(weight), held.scale, held.transform, held.activation_bits)
-    if is_native_int8(weight):
-        held, scale, group = stored(weight), params(weight).scale.float(), native_rotation(weight)
-        bits = 16 if wants_full_precision(layer) else 8
-    else:
-        kind, held = stored_kind(weight), weight
-        scale = None if kind is None else kind.scale(weight)
-        if kind is None or scale is None:
-            return None
-        group = kind.rotation_group(weight)
-        bits = 16 if kind.held is None and wants_full_precision(layer) else kind.activation_bits(weight)
-    return INT8Parts(held, scale, _rotation(group), bits)
-
-
-class WeightForm(NamedTuple):
-    """What an INT8 weight is, beside its numbers.
-
-    Attributes:
-        own: whether this pack holds it; else one of ComfyUI's own loaders does.
-        kind: what makes INT8 of it for each product; None for one that is INT8.
-        rotation_group, smoothed, activation_bits: what is done to its input.
-        native: whether ComfyUI's own INT8 could compute the linear.
-    """
-
-    own: bool
-    kind: StoredKind | None
-    rotation_group: int | None
-    smoothed: bool
-    activation_bits: int
-    native: bool
-
-
-def weight_form(weight: Any, layer: Any) -> WeightForm | None:
-    """That of a linear's weight; None of one that is not INT8 in a product."""
-    kind = stored_kind(weight)
-    own = is_int8(weight) or (kind is not None and kind.held is not None)
-    parts = int8_parts(weight, layer)
-    if parts is None:
-        return None
-    smooth, group = parts.transform.smooth, parts.transform.rotation_group
-    native = native_computes(smooth, parts.activation_bits) and (kind is None or not own)
-    return WeightForm(own, kind, group, smooth is not None, parts.activation_bits, native)
-
-
-class KnownWeight:
-    """What a linear's weight is, for as long as it is that weight: this holds none of its tensors.
-
-    Attributes:
-        form: what it is.
-        input_form: how its input is to be quantized; None where smoothing factors belong to that.
-        linear: what computes with it; None before the first product.
-    """
-
-    __slots__ = ("_numbers", "_settings", "form", "input_form", "linear")
-
-    def __init__(self, weight: Any, form: WeightForm) -> None:
-        # ComfyUI replaces a module's weight, or under the same weight what is stored, or both; a patch that is copied
-        # into it replaces its parameters.
-        self._numbers, self._settings = weakref.ref(stored(weight)), weakref.ref(params(weight))
-        self.form = form
-        self.input_form = None if form.smoothed else InputForm(_rotation(form.rotation_group), form.activation_bits)
-        self.linear: RepeatedLinear | None = None
-
-    def is_of(self, weight: Any) -> bool:
-        """Whether it is still that of the weight."""
-        return self._numbers() is stored(weight) and self._settings() is params(weight)
-
-    def __reduce__(self) -> tuple:
-        """A copy of the linear looks at its own weight."""
-        return _nothing, ()
-
-    def operands(self, weight: Any, lora: StoredLoRA | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """int8 [N, K], its scale, and the factors by which its input is divided."""
-        kind = self.form.kind
-        if kind is not None:
-            scale: Any = kind.scale(weight)
-            return *INT8Parts(weight, scale, UNCHANGED, self.form.activation_bits, lora).operands(), None
-        held = params(weight)
-        scale = held.scale if held.scale.dtype == torch.float32 else held.scale.float()
-        return stored(weight), scale, held.smooth if self.form.smoothed else None
-
-
-def _nothing() -> None:
-    return None
-
-
-def known_weight(layer: Any) -> KnownWeight | None:
-    """What a linear's weight is now; None for one that is not INT8 in a product. Not for a compiler."""
-    weight, known = layer._parameters["weight"], layer.__dict__.get("known_weight")
-    if not isinstance(weight, QuantizedTensor):
-        return None
-    if known is None or not known.is_of(weight):
-        form = weight_form(weight, layer)
-        known = layer.known_weight = None if form is None else KnownWeight(weight, form)
-    return known
-
-
-def form_of(layer: Any) -> WeightForm | None:
-    """The form of a linear's weight, also for a compiler."""
-    if torch.compiler.is_compiling():
-        return weight_form(layer.weight, layer)
-    known = known_weight(layer)
-    return None if known is None else known.form
-
-
-def is_comfyui_int8(weight: Any, layer: Any) -> bool:
-    """Whether the weight of a linear is INT8, perhaps in fewer bits, as ComfyUI's own loaders hold it."""
-    form = weight_form(weight, layer)
-    return form is not None and not form.own
-
-
-# A table rather than a cache, which a compiler warns of.
-_ROTATIONS = {4**digits: ChannelTransform(None, 4**digits) for digits in range(1, 7)}
-
-
-def _rotation(group: int | None) -> ChannelTransform:
-    if group is None:
-        return UNCHANGED
-    return _ROTATIONS.get(group) or ChannelTransform(None, group)
 
 
 def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
@@ -214,7 +55,7 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     with given_back(layer, _cast(layer, input.device, input.dtype, fewer)) as (weight, bias, _):
         parts = int8_parts(weight, layer)
         if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
-            held = _known_parts(layer.weight, layer)
+            held = known_parts(layer.weight, layer)
             transform, bits = held.transform, held.activation_bits
             q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
         else:
@@ -224,6 +65,24 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         for factors in thin:
             add_lora(output, input, factors)
     return output
+
+
+def called_forward(layer: Any, call: LinearCall, x: torch.Tensor) -> torch.Tensor:
+    """What a call of a ComfyUI linear with an INT8 weight asks for, in any memory mode; `x` is floating point.
+
+    Where a fused op has the activation, it quantizes in the same pass. A compiler folds separate passes by itself.
+    """
+    rows = x if x.ndim in (2, 3) else x.reshape(-1, x.shape[-1])
+    form = None if torch.compiler.is_compiling() or not call.quantizes(rows, layer.in_features) else layer.input_form()
+    if form is None:
+        return call.around(functools.partial(fused_forward, layer), x)
+    transform, held = layer.open(form, x.device, x.dtype)
+    try:
+        quantized = call.quantized(rows, transform, form.activation_bits)
+        output = project(layer, quantized, x.shape[:-1], x.dtype, held)
+    finally:
+        layer.close(held)
+    return call.added(output)
 
 
 def project(
@@ -241,7 +100,7 @@ def project(
         return linear.multiply(quantized, weight, scale, bias, shape, dtype)
     use = nullcontext(held) if held is not None else given_back(layer, _cast(layer, q.device, dtype))
     with use as (weight, bias, _):
-        parts = _known_parts(weight, layer)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
+        parts = known_parts(weight, layer)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
         return int8_gemm(q, q_scale, *parts.operands(), bias, dtype).view(*shape, -1)
 
 
@@ -257,12 +116,43 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         return native_product(input, *parts.operands(), bias, parts.transform.rotation_group)
 
 
+def needs_gradient(input: torch.Tensor) -> bool:
+    """Whether a product is differentiated, which INT8 has no gradient for."""
+    return input.requires_grad and torch.is_grad_enabled()
+
+
 class INT8Linear:
     """What linears of this pack's classes have beside ComfyUI's own: a fused op may quantize their input for them."""
 
     int8_kernel: str
+    own_arguments: Mapping[str, Any]  # of ComfyUI's own forward behind its input
+    linear_name = ""  # its path, given by name_linears
     input_group: object | None = None  # given by group_inputs to those whose input others read too
     weight: Any
+    in_features: int
+    out_features: int
+
+    def read_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LinearCall | None:
+        """What the arguments behind an input ask for; None for the product alone."""
+        return read_linear_call(self, self.own_arguments, args, kwargs) if args or kwargs else None
+
+    def own_forward(self, forward: Callable[..., torch.Tensor], x: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """What ComfyUI's own forward computes of a call. An older one drops all arguments but the input, so that they
+        are computed around it."""
+        if self.own_arguments:
+            return forward(x, *args, **kwargs)
+        call = self.read_call(args, kwargs)
+        return forward(x) if call is None else call.around(forward, x)
+
+    def _forward(self, input: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """ComfyUI's product with a weight and bias that it has cast, such as for several parts of an input."""
+        form = None if isinstance(input, QuantizedTensor) or needs_gradient(input) else weight_form(weight, self)
+        n, k = self.out_features, self.in_features
+        if form is None or not runs_fused(input.device, self.int8_kernel, n, k, form.native):
+            own: Any = super()
+            return own._forward(input, weight, bias)
+        parts = known_parts(weight, self)
+        return int8_linear(input, *parts.operands(), bias, parts.transform, activation_bits=parts.activation_bits)
 
     def input_form(self) -> InputForm | None:
         """How the input is to be quantized, with factors wherever they are; None where it must be given as floats."""
@@ -284,7 +174,7 @@ class INT8Linear:
         if form.transform.smooth is None or form.transform.smooth.device == device:
             return form.transform, None
         cast = _cast(self, device, dtype)
-        return _known_parts(cast[0], self).transform, cast
+        return known_parts(cast[0], self).transform, cast
 
     def close(self, held: Cast | None) -> None:
         """Give back what `open` cast."""
@@ -313,11 +203,11 @@ class KeptLinear:
         resident = _resident(layer, device, dtype)
         if resident is not None:
             self._linear, weight, scale, _, bias = resident
-            parts = _known_parts(layer.weight, layer)
+            parts = known_parts(layer.weight, layer)
             smooth = parts.transform.smooth
         else:
             with given_back(layer, _cast(layer, device, dtype)) as (cast, bias, _):
-                parts = _known_parts(cast, layer)
+                parts = known_parts(cast, layer)
                 weight, scale = parts._replace(lora=stored_lora(layer.weight, weight_functions(layer))).operands()
                 # Copies: the next linears are streamed into the same memory.
                 weight = weight.clone() if stored_kind(parts.stored) is None else weight
@@ -377,12 +267,6 @@ def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list 
     """`cast_quantized`, where LoRAs of a stored weight are left to it."""
     lora = stored_lora(layer.weight, weight_functions(layer))
     return cast_quantized(layer, device, dtype, functions if lora is None else [])
-
-
-def _known_parts(weight: Any, layer: Any) -> INT8Parts:
-    parts = int8_parts(weight, layer)
-    assert parts is not None
-    return parts
 
 
 def _seed_of_patches(layer: Any) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .fused_forward import INT8Parts, int8_parts
+from .weight_form import INT8Parts, int8_parts
 
 # Attribute names under one parent, in the order of the calls, as in ComfyUI's models. The q of a cross attention reads
 # another tensor than k and v. That does no harm: only fused blocks share, and calibration tells them apart.

@@ -23,6 +23,7 @@ from ..comfyui.quantized import (
 )
 from ..files import quant_config
 from .layout_products import activated_product, modulated_product
+from .linear_call import linear_call
 
 LAYOUT = "PerChannelINT8Layout"
 
@@ -98,10 +99,12 @@ class PerChannelINT8Layout(QuantizedLayout):
         input_act_eps=0.0,
         residual=None,
         residual_scale=None,
+        **others,
     ) -> Any:
         """linear(input_act(x)), then residual + residual_scale of it; or NotImplemented. See `activated_product`."""
-        act = input_act, input_act_weight, input_act_eps
-        return activated_product(weight, x, bias, *act, residual, residual_scale) if is_int8(weight) else NotImplemented
+        named = {"input_act": input_act, "act_weight": input_act_weight, "act_eps": input_act_eps}
+        call = linear_call(weight, {**named, "residual": residual, "residual_scale": residual_scale, **others})
+        return activated_product(weight, x, bias, call) if is_int8(weight) else NotImplemented
 
     @classmethod
     def fused_rms_modulated(cls, x, weight, bias, norm_weight, norm_eps, modulation_scale) -> Any:

@@ -4,18 +4,14 @@ Each is NotImplemented, before anything is computed, where the caller's separate
 no fused op knows, for a gradient, for a compiler, and where the user's choice of a kernel is not INT8.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...kernels import (
     FLOAT_DTYPES,
-    ChannelTransform,
     Norm,
     Quantized,
-    activate_quantize,
-    gated_residual,
     int8_gemm,
     int8_linear,
     native_computes,
@@ -23,66 +19,32 @@ from ...kernels import (
     runs_fused,
 )
 from ..comfyui.quantized import QuantizedTensor, params, stored
-
-Before = Callable[[torch.Tensor, Norm, ChannelTransform, int], Quantized]
-
-
-def _swiglu(x: torch.Tensor, norm: Norm, transform: ChannelTransform, bits: int) -> Quantized:
-    gate, up = x.chunk(2, dim=-1)
-    return activate_quantize(gate, "silu", up, None, transform, bits)
+from .linear_call import LinearCall
 
 
-_BEFORE: dict[str, Before] = {
-    "gelu_tanh": lambda x, norm, *form: activate_quantize(x, "gelu_tanh", None, None, *form),
-    "swiglu": _swiglu,
-    "rms_norm": lambda x, norm, *form: norm_quantize(x, norm, None, None, *form),
-}
-
-
-def activated_product(
-    weight: QuantizedTensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    norm_weight: torch.Tensor | None,
-    norm_eps: float,
-    residual: torch.Tensor | None,
-    residual_scale: torch.Tensor | None,
-) -> Any:
-    """residual + residual_scale (activation(x) weight^T + bias), [..., N] of the dtype of `x`; or NotImplemented.
+def activated_product(weight: QuantizedTensor, x: torch.Tensor, bias: torch.Tensor | None, call: LinearCall) -> Any:
+    """What a call asks for of a linear of this weight, [..., N] of the dtype of `x`; or NotImplemented.
 
     Args:
         weight: of this pack's layout, [N, K].
-        x: [B, T, K] or [T, K]; [..., 2K] for "swiglu", whose halves are gate and up.
-        activation: "gelu_tanh", "swiglu", "rms_norm", "none" or None.
-        norm_weight, norm_eps: of "rms_norm"; [K].
-        residual: [..., N], or None.
-        residual_scale: [N], or as many axes as `x`, all but the last possibly 1.
+        x: [B, T, K] or [T, K], or as wide as the call's activation takes it.
     """
-    if not _multiplies(weight, x, bias, norm_weight, residual, residual_scale):
+    given = bias, call.act_weight, call.residual, call.residual_scale
+    if call.unknown or not _multiplies(weight, x, *given):
         return NotImplemented
-    outputs, channels = weight.shape
-    known = activation in (None, "none") or activation in _BEFORE
-    if not known or x.shape[-1] != channels * (2 if activation == "swiglu" else 1):
+    (outputs, channels), held = weight.shape, params(weight)
+    if call.residual is not None and not call.takes_residual((*x.shape[:-1], outputs)):
         return NotImplemented
-    if activation == "rms_norm" and (norm_weight is None or norm_weight.shape != (channels,)):
-        return NotImplemented
-    if residual is not None:
-        if residual_scale is None or residual.shape != (*x.shape[:-1], outputs):
+    if call.activation is None:
+        if x.shape[-1] != channels:
             return NotImplemented
-        residual_scale = _row(residual_scale, residual) if residual_scale.ndim == 1 else residual_scale
-        sizes = zip(residual_scale.shape[:-1], residual.shape[:-1], strict=False)
-        fits = residual_scale.ndim == residual.ndim and residual_scale.shape[-1] == outputs
-        if not fits or any(size not in (1, whole) for size, whole in sizes):
-            return NotImplemented
-    held = params(weight)
-    form = held.transform, held.activation_bits
-    if activation in (None, "none"):
-        output = int8_linear(x, stored(weight), held.scale, bias, form[0], activation_bits=form[1])
+        bits = held.activation_bits
+        output = int8_linear(x, stored(weight), held.scale, bias, held.transform, activation_bits=bits)
+    elif call.quantizes(x, channels):
+        output = _product(weight, call.quantized(x, held.transform, held.activation_bits), bias, x)
     else:
-        quantized = _BEFORE[activation](x, Norm("rms", norm_eps, norm_weight), *form)
-        output = _product(weight, quantized, bias, x)
-    return output if residual is None else gated_residual(residual.to(output.dtype), output, residual_scale)
+        return NotImplemented
+    return call.added(output)
 
 
 def modulated_product(

@@ -16,6 +16,7 @@ from ..files import quant_config
 from ..files.holding.grouped_weight import held_codes, is_grouped, with_joined_codes
 from ..host import notices
 from ..layers.input_groups import group_inputs
+from ..layers.linear_call import name_linears
 from ..layers.stored_weights import patch_products
 from .load_plan import LoadPlan
 from .loaded_checks import check_loaded
@@ -40,6 +41,7 @@ def build_model(
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
     check_loaded(model, names, operations, plan)
     group_inputs(model.model.diffusion_model)
+    name_linears(model.model.diffusion_model)
     # Merges and hooks look up everything that a BaseModel's state dict names, and add what it holds to other weights.
     model.model.register_state_dict_post_hook(_whole_weights)
     let_patches_act(model)

@@ -6,6 +6,7 @@ module only decides what a linear holds after loading and how it multiplies.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from ..files import quant_config
 from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.holding.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
 from ..files.reading.values import check_finite
-from ..layers.fused_forward import INT8Linear, form_of, fused_forward, native_forward
+from ..layers.fused_forward import INT8Linear, called_forward, fused_forward, native_forward, needs_gradient
 from ..layers.int8_weight import LAYOUT, computed_with, format_of_weight, int8_weight_of, is_int8, quant_config_of
+from ..layers.linear_call import arguments_of, refuse_unknown
 from ..layers.stored_weights import HookedWeight, put_hooked
+from ..layers.weight_form import form_of
 from .load_plan import LoadPlan
 
 
@@ -40,10 +43,12 @@ def int8_operations(plan: LoadPlan) -> type:
     """
     kernel, compute_dtype = plan.kernel, plan.compute_dtype
     base = quantized_operations(compute_dtype)
+    arguments = arguments_of(base.Linear.forward)
 
     class INT8Operations(base):
         class Linear(INT8Linear, base.Linear):
             int8_kernel = kernel
+            own_arguments = arguments
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
             config: Mapping[str, Any] = {}  # of the state dict, as long as the weight is what it says
 
@@ -111,20 +116,23 @@ def int8_operations(plan: LoadPlan) -> type:
                     weight = weight.to(compute_dtype)
                 self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
-            def set_weight(self, weight, inplace_update=False, return_weight=False, **kwargs):
-                if is_stored(self.weight) and not (inplace_update or return_weight):
+            def set_weight(self, weight, inplace_update=False, seed=None, return_weight=False, **others):
+                stays = is_stored(self.weight) and not (inplace_update or return_weight)
+                if not (stays or inplace_update):
+                    return super().set_weight(weight, seed=seed, return_weight=return_weight, **others)
+                refuse_unknown(self, others)
+                if stays:
                     if weight.shape == self.weight.shape:
                         return None  # its patches act in its products
                     # A LoRA widens it. ComfyUI puts the stored one back.
                     self.weight = torch.nn.Parameter(weight.to(compute_dtype), requires_grad=False)
                     return None
-                if not inplace_update:
-                    return super().set_weight(weight, return_weight=return_weight, **kwargs)
                 # By a hook.
                 if is_stored(self.weight) or isinstance(self.weight, HookedWeight):
-                    put_hooked(self, weight, kernel, kwargs.get("seed"))
+                    put_hooked(self, weight, kernel, seed)
                 else:
-                    self.weight.copy_(super().set_weight(weight, return_weight=True, **kwargs))
+                    self.weight.copy_(super().set_weight(weight, seed=seed, return_weight=True))
+                return None
 
             def state_dict(self, *args, destination=None, prefix="", **kwargs):
                 tensors = super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)
@@ -139,20 +147,34 @@ def int8_operations(plan: LoadPlan) -> type:
             def forward(self, input, *args, **kwargs):
                 form = form_of(self)
                 if form is None or not form.own:
-                    if input_scale(self) is None and _is_resident(self, input):
-                        run_every_op()
-                        return torch.nn.functional.linear(input, self.weight, self.bias)
-                    if layout_type(self) in HELD_LAYOUTS:  # ComfyUI's forward would put the input into blocks
-                        run_every_op()
-                        return self.forward_comfy_cast_weights(input)
-                    return super().forward(input, *args, **kwargs)
+                    return self._own_product(input, args, kwargs)
                 run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
+                call = self.read_call(args, kwargs)
                 path = int8_path(input.device, kernel, self.out_features, self.in_features, form.native)
-                if path == BF16 or (input.requires_grad and torch.is_grad_enabled()):
-                    return self.forward_comfy_cast_weights(input)
-                return (fused_forward if path == FUSED else native_forward)(self, input)
+                if path == FUSED and not needs_gradient(input):
+                    return fused_forward(self, input) if call is None else called_forward(self, call, input)
+                if path == BF16 or needs_gradient(input):
+                    product = self.forward_comfy_cast_weights
+                else:
+                    product = partial(native_forward, self)
+                return product(input) if call is None else call.around(product, input)
+
+            def _own_product(self, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
+                """That of a weight that is not this pack's INT8."""
+                if input_scale(self) is None and _is_resident(self, input):
+                    product = self._resident_product
+                elif layout_type(self) in HELD_LAYOUTS:  # ComfyUI's forward would put the input into blocks
+                    product = self.forward_comfy_cast_weights
+                else:
+                    return self.own_forward(super().forward, input, args, kwargs)
+                run_every_op()
+                call = self.read_call(args, kwargs)
+                return product(input) if call is None else call.around(product, input)
+
+            def _resident_product(self, input: torch.Tensor) -> torch.Tensor:
+                return torch.nn.functional.linear(input, self.weight, self.bias)
 
         class Embedding(base.Embedding):
             def _load_from_state_dict(self, state_dict, prefix, *args):
@@ -171,9 +193,9 @@ def _uncast_where_resident(own: Any, plain_forward: Callable[[Any, torch.Tensor]
     """A class of norms like `own`, one of ComfyUI's, that computes as PyTorch's does where nothing is to be cast."""
 
     class Norm(own):
-        def forward(self, input):
-            if not _is_resident(self, input):
-                return super().forward(input)
+        def forward(self, input, *args, **kwargs):
+            if args or kwargs or not _is_resident(self, input):
+                return super().forward(input, *args, **kwargs)
             run_every_op()
             return plain_forward(self, input)
 

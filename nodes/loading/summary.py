@@ -12,8 +12,9 @@ from ..comfyui.attention import OVERRIDE, chosen_layers
 from ..comfyui.layers import CastWeightBiasOp, quantized_format
 from ..comfyui.patcher import ModelPatcher, is_encoder, object_patches, options_of, root_of
 from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, layout_of, params
-from ..layers.fused_forward import WeightForm, class_patch, weight_form
+from ..layers.fused_forward import class_patch
 from ..layers.layer_selection import linears, quantizable_linears
+from ..layers.weight_form import WeightForm, weight_form
 from ..patching.attention import exact_blocks_of
 from ..patching.attention_kinds import AS_COMFYUI
 from ..patching.attention_override import AttentionOverride

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from ...kernels import choose_path, runs_fused
 from ..blocks.install import fuse_blocks
 from ..comfyui.layers import run_every_op
@@ -14,9 +12,11 @@ from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import keep_patched
 from ..files.holding.stored_weight import is_stored
 from ..host import notices
-from ..layers.fused_forward import INT8Linear, class_patch, form_of, fused_forward, is_comfyui_int8
+from ..layers.fused_forward import INT8Linear, called_forward, class_patch, fused_forward, needs_gradient
 from ..layers.input_groups import group_inputs
 from ..layers.int8_weight import is_int8
+from ..layers.linear_call import arguments_of, name_linears
+from ..layers.weight_form import form_of, is_comfyui_int8
 
 _CALLBACK_KEY = "int8_dit_apply"
 
@@ -86,7 +86,12 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
         patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel)))
     if names:
         keep_patched(patched)
+        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _name_linears)
     return patched
+
+
+def _name_linears(model: ModelPatcher, *_: object) -> None:
+    name_linears(root_of(model)[0])
 
 
 def _warn_of_fallback(kernel: str, node: str, model: ModelPatcher) -> None:
@@ -109,16 +114,19 @@ def running_fused(own: Any, kernel: str) -> type:
 
     class FusedINT8Linear(INT8Linear, own):
         int8_kernel = kernel
+        own_arguments = arguments_of(own.forward)
         replaced = own
 
         def forward(self, input, *args, **kwargs):
             form = form_of(self)
             if form is None or form.own:
-                return super().forward(input, *args, **kwargs)
+                return self.own_forward(super().forward, input, args, kwargs)
             fused = runs_fused(input.device, kernel, self.out_features, self.in_features, form.native)
-            if not fused or (input.requires_grad and torch.is_grad_enabled()):
-                return super().forward(input, *args, **kwargs)
+            if not fused or needs_gradient(input):
+                return self.own_forward(super().forward, input, args, kwargs)
             run_every_op()
-            return fused_forward(self, input.dequantize() if isinstance(input, QuantizedTensor) else input)
+            input = input.dequantize() if isinstance(input, QuantizedTensor) else input
+            call = self.read_call(args, kwargs)
+            return fused_forward(self, input) if call is None else called_forward(self, call, input)
 
     return FusedINT8Linear

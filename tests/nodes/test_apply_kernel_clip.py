@@ -74,6 +74,17 @@ def test_computes_what_comfyuis_int8_computes(encoder, apply, calls):
     assert len(calls) >= len(encoder.layers)
 
 
+def test_with_the_activations_that_newer_linears_take(encoders, apply, of_today, monkeypatch):
+    from int8_dit.nodes.layers import linear_call
+
+    encoder = encoders["Qwen3-VL 8B (Ideogram 4)"]
+    clip = encoder.clip("native")
+    expected, gated, run = conditioning(encoder, clip), [], linear_call.activate_quantize
+    monkeypatch.setattr(linear_call, "activate_quantize", lambda *args: gated.append(args[5]) or run(*args))
+    assert 0 < relative_error(conditioning(encoder, apply(clip)), expected) < ROUNDING
+    assert gated == [16] * sum(name.endswith("down_proj") for name in encoder.layers)
+
+
 def test_it_is_as_near_to_bf16_as_comfyuis_int8(encoder, apply):
     clip, exact = encoder.clip("native"), conditioning(encoder, encoder.clip("bf16"))
     stock = relative_error(conditioning(encoder, clip), exact)

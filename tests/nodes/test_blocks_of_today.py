@@ -195,6 +195,36 @@ def test_another_child_of_its_name_is_passed_on(blocks, warm, fused_runs):
     assert max(errors(output, own)) < 0.02 and fused_runs
 
 
+# Blocks whose own forward runs, and gives the activation to the linear
+
+
+@pytest.fixture
+def activations(pack, monkeypatch):
+    """A list that grows with each activation that a linear quantizes in the same pass."""
+    from int8_dit.nodes.layers import linear_call
+
+    calls, run = [], linear_call.activate_quantize
+    monkeypatch.setattr(linear_call, "activate_quantize", lambda *args: calls.append(args[1]) or run(*args))
+    return calls
+
+
+@pytest.mark.parametrize("kind", ("plain", "smoothed", "protected"))
+@pytest.mark.parametrize(
+    "family, activation", (("MiniMax H3", "silu"), ("Wan t2v", "gelu_tanh"), ("LTX block", "gelu_tanh"))
+)
+def test_its_linears_take_the_activation(blocks, activations, fused_runs, family, activation, kind, monkeypatch):
+    from int8_dit.nodes.layers.linear_call import LinearCall
+
+    expected, block = blocks.run(blocks.exact(family), family), blocks.unfused(family, kind)
+    output = blocks.run(block, family)
+    second = [name for name, _ in block.named_modules() if name in ("mlp.fc2", "ffn.2", "ff.net.2")]
+    in_int8 = block.get_submodule(second[0]).input_form() is not None
+    assert activations == [activation] * in_int8 and not fused_runs
+    monkeypatch.setattr(LinearCall, "quantizes", lambda *_: False)
+    for error, usual in zip(errors(output, expected), errors(blocks.run(block, family), expected), strict=True):
+        assert 0 < error <= AS_EXACT * usual < 0.1
+
+
 # MODELs of ComfyUI
 
 

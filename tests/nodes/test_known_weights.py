@@ -60,7 +60,7 @@ def computed(layer, x):
 def expected(layer, x):
     """Of what the weight is now, with nothing kept."""
     from int8_dit.kernels import int8_linear
-    from int8_dit.nodes.layers.fused_forward import int8_parts
+    from int8_dit.nodes.layers.weight_form import int8_parts
 
     parts = int8_parts(layer.weight, layer)
     with torch.inference_mode():

@@ -1,4 +1,5 @@
-"""The interface of ComfyUI 0.36 to 0.38 around attention, put over an older ComfyUI in this process, and taken off.
+"""The interface of ComfyUI 0.36 to 0.43 around attention and linears, put over an older ComfyUI in this process, and
+taken off.
 
 No complete ComfyUI of these versions can be had for tests. What differs for this pack is imitated, as public files of
 them show it:
@@ -6,7 +7,8 @@ them show it:
 - each attention module has a child `comfy_attention` without parameters. It says what the layer prefers;
 - attention functions take tensors in containers and `preferred_attention`, and a fixed order says who computes;
 - `<module>.comfy_attention.config` in state dicts, and in LoRAs, where it becomes an object patch;
-- a few forwards have one argument more.
+- a few forwards have one argument more;
+- linears take an activation and a residual, and clones keep `fast_disk`: linears_today.py.
 
 The older ComfyUI's own forwards run, with their attention calls rewritten. Imported only once ComfyUI can be.
 """
@@ -41,6 +43,8 @@ import comfy_kitchen
 import torch
 from comfy.ldm.flux.math import apply_rope
 from comfy.model_patcher import ModelPatcher
+
+from .linears_today import puts
 
 _CONFIG = ".config"
 _ATTENTION_CALLS = {"optimized_attention", "optimized_attention_masked", "attention"}
@@ -332,6 +336,8 @@ def today() -> Iterator[ModuleType]:
             put(cls, "__init__", _with_child(cls.__init__))
         put(comfy.lora, "load_lora", _load_lora(comfy.lora.load_lora))
         put(ModelPatcher, "add_patches", _add_patches(ModelPatcher.add_patches))
+        for place, name, value in puts():
+            put(place, name, value)
         _replace(replaced)
         undo.callback(_replace, {new: old for old, new in replaced.items()})
         yield attention

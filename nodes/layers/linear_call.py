@@ -1,0 +1,239 @@
+"""What a call of a linear asks for beside its product: an activation of its input, and a residual that it is added to.
+
+ComfyUI's linears take both since the version behind 0.39. This is the one place that says what their arguments mean:
+residual + residual_scale * linear(activation(x)), in the dtype of the product.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels import (
+    FLOAT_DTYPES,
+    ChannelTransform,
+    Norm,
+    Quantized,
+    activate_quantize,
+    gated_residual,
+    norm_quantize,
+)
+from ..comfyui.layers import other_activation
+from ..comfyui.memory import moved
+
+_WITHOUT_EPS = ("input_act", "act_weight", "residual", "residual_scale")
+_WITH_EPS = ("input_act", "act_weight", "act_eps", "residual", "residual_scale")
+"""The arguments behind the input, in the order of ComfyUI's forward; the first revision had no `act_eps`."""
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+class LinearCall(NamedTuple):
+    """What a call asks for beside the product.
+
+    Attributes:
+        layer: the linear.
+        activation: of the input, by ComfyUI's name of it; None for none.
+        act_weight, act_eps: what "rms_norm" has.
+        residual: what the product is added to, or None.
+        residual_scale: what the product is multiplied with before; None for one.
+        unknown: the names of arguments that ask for something which nobody here knows.
+    """
+
+    layer: Any
+    activation: str | None = None
+    act_weight: torch.Tensor | None = None
+    act_eps: float = 0.0
+    residual: torch.Tensor | None = None
+    residual_scale: torch.Tensor | None = None
+    unknown: tuple[str, ...] = ()
+
+    def around(self, product: Product, x: torch.Tensor) -> torch.Tensor:
+        """What is asked for, in separate passes around a linear of floats.
+
+        Raises TypeError for unknown arguments and ValueError for an activation that ComfyUI does not know either.
+        """
+        return self.added(product(self._activated(x)))
+
+    def quantizes(self, x: torch.Tensor, channels: int) -> bool:
+        """Whether a fused op activates this input [B, T, K] or [T, K] and quantizes it, in one pass, for a linear of so
+        many channels."""
+        known = _ACTIVATIONS.get(self.activation or "")
+        return known is not None and not self.unknown and known.takes(self, x, channels)
+
+    def quantized(self, x: torch.Tensor, transform: ChannelTransform, bits: int) -> Quantized:
+        """That input, activated and quantized as `quantize_activations` does."""
+        assert self.activation is not None
+        return _ACTIVATIONS[self.activation].quantize(self, x, transform, bits)
+
+    def takes_residual(self, output: Sequence[int]) -> bool:
+        """Whether the fused op adds a product of this shape to the residual. Its scale has one value a channel, of all
+        tokens or of each."""
+        residual, scale = self.residual, self.residual_scale
+        if residual is None or scale is None or len(output) not in (2, 3) or residual.shape != torch.Size(output):
+            return False
+        if scale.ndim not in (1, len(output)) or scale.shape[-1] != output[-1]:
+            return False
+        tokens = output[len(output) - scale.ndim : -1]
+        fits = all(size in (1, whole) for size, whole in zip(scale.shape[:-1], tokens, strict=True))
+        return fits and _is_plain(residual) and _is_plain(scale)
+
+    def added(self, output: torch.Tensor) -> torch.Tensor:
+        """The residual with a product added to it."""
+        residual, scale = self.residual, self.residual_scale
+        if residual is None:
+            return output
+        residual = residual.to(output.dtype)
+        if not torch.compiler.is_compiling() and self.takes_residual(output.shape) and scale is not None:
+            gate = scale.reshape((1,) * (output.ndim - scale.ndim) + tuple(scale.shape))
+            return gated_residual(residual, output, gate)
+        return residual + output if scale is None else torch.addcmul(residual, output, scale.to(output.dtype))
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        refuse_unknown(self.layer, self.unknown)
+        if self.activation is None:
+            return x
+        known = _ACTIVATIONS.get(self.activation)
+        if known is not None:
+            return known.compute(self, x)
+        values = other_activation(x, self.activation, self.act_weight, self.act_eps)
+        if values is None:
+            raise ValueError(
+                f"{_named(self.layer)} is called with the activation {self.activation!r}, which neither INT8 DiT nor "
+                "this ComfyUI knows, so that the image would be wrong. Update INT8 DiT and ComfyUI"
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class _Activation:
+    """An activation that a fused op computes.
+
+    Attributes:
+        takes: whether it does for a call, its input and a linear of so many channels.
+        compute: the activation in floats, as ComfyUI computes it.
+        quantize: the same and quantized.
+    """
+
+    takes: Callable[[LinearCall, torch.Tensor, int], bool]
+    compute: Callable[[LinearCall, torch.Tensor], torch.Tensor]
+    quantize: Callable[[LinearCall, torch.Tensor, ChannelTransform, int], Quantized]
+
+
+def _swiglu(call: LinearCall, x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _swiglu_quantized(call: LinearCall, x: torch.Tensor, transform: ChannelTransform, bits: int) -> Quantized:
+    gate, up = x.chunk(2, dim=-1)
+    return activate_quantize(gate, "silu", up, None, transform, bits)
+
+
+def _norm_weight(call: LinearCall, x: torch.Tensor) -> torch.Tensor | None:
+    """The norm's weight where the input is: it may be one that ComfyUI keeps elsewhere."""
+    weight = call.act_weight
+    return weight if weight is None or weight.device == x.device else moved(weight, x.device)
+
+
+def _rms_norm(call: LinearCall, x: torch.Tensor) -> torch.Tensor:
+    weight = _norm_weight(call, x)
+    if weight is None:
+        return F.rms_norm(x, x.shape[-1:], eps=call.act_eps)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), call.act_eps)
+
+
+def _rms_norm_quantized(call: LinearCall, x: torch.Tensor, transform: ChannelTransform, bits: int) -> Quantized:
+    return norm_quantize(x, Norm("rms", call.act_eps, _norm_weight(call, x)), None, None, transform, bits)
+
+
+def _norm_fits(call: LinearCall, x: torch.Tensor, channels: int) -> bool:
+    weight = call.act_weight
+    return x.shape[-1] == channels and weight is not None and weight.shape == (channels,) and _is_plain(weight)
+
+
+_ACTIVATIONS = {
+    "gelu_tanh": _Activation(
+        lambda call, x, channels: x.shape[-1] == channels,
+        lambda call, x: F.gelu(x, approximate="tanh"),
+        lambda call, x, *form: activate_quantize(x, "gelu_tanh", None, None, *form),
+    ),
+    "swiglu": _Activation(lambda call, x, channels: x.shape[-1] == 2 * channels, _swiglu, _swiglu_quantized),
+    "rms_norm": _Activation(_norm_fits, _rms_norm, _rms_norm_quantized),
+}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in FLOAT_DTYPES and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def arguments_of(forward: Callable[..., Any]) -> dict[str, Any]:
+    """What a linear's own forward takes behind its input, each with its default. Nothing for one of an older ComfyUI,
+    which drops or refuses what it is given."""
+    given = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = {parameter.name: parameter.default for parameter in given[2:]}
+    return names if _WITHOUT_EPS[0] in names else {}
+
+
+def read_linear_call(
+    layer: Any, own: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> LinearCall | None:
+    """What the arguments behind a linear's input ask for; None where that is its product alone.
+
+    Args:
+        layer: the linear.
+        own: `arguments_of` ComfyUI's own forward, whose order says what the places of `args` mean. Without it that is
+            one of the two orders that are known.
+        args, kwargs: the arguments. ComfyUI gives all of them in some calls, and None where it does not use one.
+    """
+    has_eps = len(args) == len(_WITH_EPS) or (len(args) > 2 and isinstance(args[2], (float, int)))
+    order = [*(own or (_WITH_EPS if has_eps else _WITHOUT_EPS))]
+    order += [f"argument {place + 2}" for place in range(len(order), len(args))]
+    placed = dict(zip(order, args, strict=False))
+    twice = [name for name in placed if name in kwargs]
+    if twice:
+        raise TypeError(f"{_named(layer)} is called with {', '.join(twice)} by place and by name")
+    call = linear_call(layer, {**placed, **kwargs}, own)
+    return None if call.activation is call.residual is None and not call.unknown else call
+
+
+def linear_call(layer: Any, arguments: Mapping[str, Any], own: Mapping[str, Any] = {}) -> LinearCall:
+    """The call that arguments make, by ComfyUI's names of them; `layer` and `own` are as `read_linear_call` has them.
+
+    What nobody here knows asks for nothing where it is None, or its default.
+    """
+    known = {name: value for name, value in arguments.items() if name in _WITH_EPS and value is not None}
+    activation = known.get("input_act")
+    unknown = [name for name, value in arguments.items() if name not in _WITH_EPS and value is not None]
+    return LinearCall(
+        layer,
+        None if activation == "none" else activation,
+        known.get("act_weight"),
+        known.get("act_eps", 0.0),
+        known.get("residual"),
+        known.get("residual_scale"),
+        tuple(name for name in unknown if arguments[name] is not own.get(name)),
+    )
+
+
+def refuse_unknown(layer: Any, arguments: Collection[str]) -> None:
+    """Raise TypeError for arguments of a linear's that nobody here knows: without them an image would be wrong."""
+    if arguments:
+        raise TypeError(
+            f"{_named(layer)} is called with {', '.join(arguments)}, which INT8 DiT does not know, so that the image "
+            "would be wrong. Update INT8 DiT"
+        )
+
+
+def name_linears(root: torch.nn.Module) -> None:
+    """Let the linears of this pack under a module know their paths, which errors name."""
+    for name, module in root.named_modules():
+        if hasattr(module, "linear_name"):
+            module.linear_name = name
+
+
+def _named(layer: Any) -> str:
+    return f"the linear {layer.linear_name or list(layer.weight.shape)}"

@@ -1,0 +1,248 @@
+"""What ComfyUI calls a linear with, beside its input: every kind of linear follows it, or refuses it by its name."""
+
+import pytest
+import torch
+
+from support.tensors import relative_error
+
+APART = 0.01
+
+
+@pytest.fixture(params=("as it is", "today"))
+def version(request, pack):
+    """This ComfyUI, and as it is behind 0.39."""
+    if request.param == "as it is":
+        yield request.param
+        return
+    from support import comfyui_today
+
+    with comfyui_today.today():
+        yield request.param
+
+
+@pytest.fixture
+def linears(version):
+    from support import called_linears
+
+    return called_linears
+
+
+@pytest.fixture
+def make(linears, monkeypatch):
+    """One of KINDS, by its name."""
+
+    def linear(kind):
+        entry = linears.KINDS[kind]
+        if not entry.there():
+            pytest.skip(f"this ComfyUI does not know {entry.needs}")
+        if kind == "ComfyUI's INT8":
+            monkeypatch.setattr("int8_dit.nodes.loading.operations.int8_path", lambda *_: "native int8")
+        return entry.make()
+
+    return linear
+
+
+@pytest.fixture
+def fused_ops(pack, monkeypatch):
+    """The names of the fused ops that calls of linears run."""
+    from int8_dit.nodes.layers import linear_call
+
+    names = []
+    for name in ("activate_quantize", "norm_quantize", "gated_residual"):
+        run = getattr(linear_call, name)
+        monkeypatch.setattr(linear_call, name, lambda *args, run=run, name=name: names.append(name) or run(*args))
+    return names
+
+
+KINDS = (
+    "INT8", "smoothed", "rotated", "16 bits", "a LoRA in use", "GGUF as stored", "GGUF as stored, a LoRA",
+    "GGUF in floats", "W4A8 as stored", "applied", "applied, rotated", "applied, a LoRA in use", "applied to W4A8",
+    "applied, declined", "text encoder", "protected", "protected, cast", "bf16 fallback", "ComfyUI's INT8",
+)  # fmt: skip
+ASKED = (
+    "nothing", "gelu_tanh", "swiglu", "rms_norm", "rms_norm without weight", "a residual",
+    "a residual and a scale of a channel", "a residual and a scale of a sample", "a residual and a scale of a token",
+    "a residual behind gelu_tanh", "a residual behind swiglu", "all",
+)  # fmt: skip
+
+
+def test_the_table_is_whole(linears):
+    assert tuple(linears.KINDS) == KINDS and tuple(linears.ASKED) == ASKED
+
+
+def called(linear, asked, how):
+    x, named = asked.input(), asked.named()
+    with torch.inference_mode():
+        if how == "by name":
+            return linear(x, **named)
+        if how == "by name, what it needs":
+            return linear(x, **{name: value for name, value in named.items() if value is not None})
+        if how == "without act_eps":
+            named.pop("act_eps")
+        return linear(x, *named.values())
+
+
+def expected(linear, asked):
+    with torch.inference_mode():
+        return asked.composed(linear, asked.input())
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_linear_follows_its_arguments(linears, make, fused_ops, kind, asked, version):
+    linear, call = make(kind), linears.ASKED[asked]
+    if asked == "a residual" and version == "today" and linears.KINDS[kind].passed_on:
+        pytest.skip("ComfyUI's own forward wants a scale with a residual")
+    output, wanted = called(linear, call, "by name"), expected(linear, call)
+    assert output.dtype == torch.float32 and output.shape == wanted.shape
+    assert relative_error(output, wanted) <= APART
+    ops = {"gelu_tanh": "activate_quantize", "swiglu": "activate_quantize", "rms_norm": "norm_quantize"}
+    fused = linears.KINDS[kind].fused and call.input_act is not None and asked != "rms_norm without weight"
+    assert [name for name in fused_ops if name != "gated_residual"] == ([ops[call.input_act]] if fused else [])
+    if linears.KINDS[kind].fused:
+        assert fused_ops.count("gated_residual") == (call.residual_scale is not None)
+
+
+@pytest.mark.parametrize("how", ("by name, what it needs", "by place", "without act_eps"))
+@pytest.mark.parametrize("asked", ("nothing", "swiglu", "a residual and a scale of a sample", "all"))
+@pytest.mark.parametrize("kind", ("INT8", "applied", "protected", "protected, cast", "bf16 fallback"))
+def test_by_place_and_by_name(linears, make, version, kind, asked, how):
+    if how == "without act_eps" and version == "today":
+        pytest.skip("that ComfyUI has act_eps")
+    linear, call = make(kind), linears.ASKED[asked]
+    if how == "without act_eps":
+        call = type(call)(**{**call.named(), "act_eps": 0.0})
+    assert relative_error(called(linear, call, how), expected(linear, call)) <= APART
+
+
+@pytest.mark.parametrize("shape", ((), (3,), (2, 1, 3)), ids=str)
+@pytest.mark.parametrize("asked", ("gelu_tanh", "swiglu", "rms_norm"))
+@pytest.mark.parametrize("kind", ("INT8", "applied"))
+def test_inputs_of_other_shapes(linears, make, kind, asked, shape):
+    linear, call = make(kind), linears.ASKED[asked]
+    x = linears.randn(*shape, call.input().shape[-1], seed=9)
+    residual, scale = linears.randn(*shape, linears.N, seed=10), linears.randn(linears.N, seed=11)
+    call = type(call)(**{**call.named(), "residual": residual, "residual_scale": scale})
+    before = residual.clone()
+    with torch.inference_mode():
+        assert relative_error(linear(x, **call.named()), call.composed(linear, x)) <= APART
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("kind", ("INT8", "applied", "protected"))
+def test_a_residual_of_another_dtype_becomes_that_of_the_product(linears, make, kind):
+    linear, call = make(kind), linears.ASKED["a residual and a scale of a channel"]
+    wide = type(call)(**{**call.named(), "residual": call.residual.double()})
+    with torch.inference_mode():
+        output = linear(call.input(), **wide.named())
+    assert kind == "protected" or output.dtype == torch.float32
+    assert relative_error(output.float(), expected(linear, call)) <= APART
+
+
+INT8_KINDS = ("INT8", "GGUF as stored", "GGUF in floats", "W4A8 as stored", "applied", "text encoder", "bf16 fallback")
+
+
+@pytest.mark.parametrize("kind", INT8_KINDS)
+def test_what_nobody_knows_is_refused_and_named(linears, make, kind):
+    linear, x = make(kind), linears.ASKED["nothing"].input()
+    for unknown in ({"act_scale": torch.ones(1)}, {"dropout": 0.5}):
+        (name,) = unknown
+        with pytest.raises(TypeError, match=f"{linears.NAME} is called with {name}"):
+            linear(x, **unknown)
+    with pytest.raises(ValueError, match=f"{linears.NAME} is called with the activation 'leaky'"):
+        linear(x, input_act="leaky")
+    with pytest.raises(TypeError):
+        linear(x, None, None, 0.0, None, None, torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", INT8_KINDS)
+def test_what_asks_for_nothing_is_taken(make, linears, kind):
+    """ComfyUI gives all arguments in some calls: the next one that it has must not end every image."""
+    linear, x = make(kind), linears.ASKED["nothing"].input()
+    with torch.inference_mode():
+        output = linear(x)
+        assert torch.equal(linear(x, None, None), output)
+        assert torch.equal(linear(x, input_act=None, act_weight=torch.ones(2), residual_scale=torch.ones(3)), output)
+        assert torch.equal(linear(x, of_a_later_version=None), output)
+
+
+@pytest.mark.parametrize("kind", ("INT8", "GGUF as stored", "applied", "text encoder", "bf16 fallback", "protected"))
+def test_an_activation_that_only_comfyui_knows(make, linears, kind, monkeypatch):
+    import comfy.ops
+
+    monkeypatch.setitem(comfy.ops.INPUT_ACT_EAGER, "squared", lambda x: x.relu().square())
+    linear, x = make(kind), linears.ASKED["nothing"].input()
+    residual = linears.ASKED["a residual"].residual
+    with torch.inference_mode():
+        output = linear(x, input_act="squared", residual=residual, residual_scale=torch.ones(linears.N))
+        assert relative_error(output, residual + linear(x.relu().square())) <= APART
+
+
+@pytest.mark.parametrize("kind", ("INT8", "smoothed", "GGUF as stored", "applied", "protected", "bf16 fallback"))
+def test_compiled(linears, make, kind):
+    torch._dynamo.reset()
+    linear = make(kind)
+    for asked in ("swiglu", "all"):
+        call = linears.ASKED[asked]
+        named = {name: value for name, value in call.named().items() if value is not None}
+        compiled = torch.compile(lambda x, named=named: linear(x, **named), backend="aot_eager", fullgraph=True)
+        with torch.inference_mode():
+            assert relative_error(compiled(call.input()), call.composed(linear, call.input())) <= APART
+
+
+@pytest.mark.parametrize("kind", ("INT8", "GGUF as stored", "applied", "protected"))
+@pytest.mark.parametrize("asked", ("swiglu", "all"))
+def test_behind_the_hook_of_a_bypass_lora(linears, make, kind, asked):
+    """It calls the forward that was there with all that it was given."""
+    from comfy.weight_adapter.base import WeightAdapterBase
+    from comfy.weight_adapter.bypass import BypassForwardHook
+
+    class AddsOne(WeightAdapterBase):
+        name, weights = "one", ()
+
+        def __init__(self):
+            pass
+
+        def h(self, x, base_out):
+            return torch.ones_like(base_out)
+
+        def g(self, y):
+            return y
+
+    linear, call = make(kind), linears.ASKED[asked]
+    wanted = expected(linear, call) + 1
+    hook = BypassForwardHook(linear, AddsOne())
+    hook.inject()
+    try:
+        assert relative_error(called(linear, call, "by name"), wanted) <= APART
+    finally:
+        hook.eject()
+
+
+@pytest.mark.parametrize("kind", ("INT8", "smoothed", "applied", "text encoder", "bf16 fallback"))
+def test_a_weight_that_comfyui_casts_once_for_parts_of_an_input(linears, make, kind):
+    """As its block-sparse attention does with `_forward`."""
+    import comfy.ops
+
+    linear, x = make(kind), linears.ASKED["nothing"].input()[0]
+    with torch.inference_mode():
+        held = comfy.ops.cast_bias_weight(
+            linear, dtype=linear.weight.dtype, device=x.device, bias_dtype=x.dtype, offloadable=True,
+            compute_dtype=x.dtype, want_requant=True,
+        )  # fmt: skip
+        output = linear._forward(x, held[0].to(dtype=x.dtype), held[1])
+        comfy.ops.uncast_bias_weight(linear, *held)
+        assert relative_error(output, linear(x)) <= APART
+
+
+def test_a_gradient_passes(linears, make):
+    linear, call = make("INT8"), linears.ASKED["all"]
+    x = call.input().requires_grad_()
+    output = linear(x, **call.named())
+    exact = torch.nn.functional.linear(
+        torch.nn.functional.rms_norm(x, (linears.K,), call.act_weight, call.act_eps),
+        linear.weight.dequantize(), linear.bias,
+    )  # fmt: skip
+    torch.testing.assert_close(output, call.residual + call.residual_scale * exact, rtol=1e-4, atol=1e-4)
+    output.sum().backward()
+    assert x.grad.abs().sum() > 0

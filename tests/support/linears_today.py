@@ -1,0 +1,185 @@
+"""The Linears of ComfyUI behind 0.39, put over an older one: they take an activation of their input and a residual.
+
+As public files and other packs' repairs show them, each call of a model gives all arguments by name, None where it does
+not use one. Imported only once ComfyUI can be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import comfy.ldm.lightricks.model
+import comfy.ldm.minimax.model
+import comfy.ldm.wan.model
+import comfy.ops
+import comfy.rmsnorm
+import comfy.text_encoders.llama
+import torch
+from comfy.model_patcher import ModelPatcher
+
+UNUSED = {"input_act": None, "act_weight": None, "act_eps": 0.0, "residual": None, "residual_scale": None}
+
+
+class Put(NamedTuple):
+    """A name of ComfyUI's and what it is today; None for what is gone."""
+
+    place: Any
+    name: str
+    value: Any
+
+
+def eager_input_act(
+    x: torch.Tensor, input_act: str | None, act_weight: torch.Tensor | None = None, act_eps: float = 0.0
+) -> torch.Tensor:
+    """`comfy.ops._eager_input_act`. KeyError for an activation that is not there."""
+    if input_act == "rms_norm":
+        return comfy.rmsnorm.rms_norm(x, act_weight, act_eps)
+    return x if input_act is None else comfy.ops.INPUT_ACT_EAGER[input_act](x)
+
+
+def linear_residual(
+    out: torch.Tensor, residual: torch.Tensor | None, residual_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """`comfy.ops._linear_residual`."""
+    return out if residual is None else torch.addcmul(residual, out, residual_scale)
+
+
+def _with_arguments(linear: type, init: Callable[..., None] | None = None) -> Iterator[Put]:
+    """What a class of Linears has today."""
+    forward, cast, call = linear.forward, linear.forward_comfy_cast_weights, linear.__call__
+
+    def today(
+        self, input, input_act=None, act_weight=None, act_eps=0.0, residual=None, residual_scale=None
+    ) -> torch.Tensor:
+        out = forward(self, eager_input_act(input, input_act, act_weight, act_eps))
+        return linear_residual(out, residual, residual_scale)
+
+    def cast_today(
+        self, input, *form, input_act=None, act_weight=None, act_eps=0.0, residual=None, residual_scale=None, **named
+    ) -> torch.Tensor:
+        out = cast(self, eager_input_act(input, input_act, act_weight, act_eps), *form, **named)
+        return linear_residual(out, residual, residual_scale)
+
+    def called_with_all(self, input, *args, **kwargs) -> torch.Tensor:
+        names = list(UNUSED)[len(args) :]
+        return call(self, input, *args, **{**{name: UNUSED[name] for name in names}, **kwargs})
+
+    def without_weight(self, *args, **kwargs) -> None:
+        init(self, *args, **kwargs)
+        self.weight = None  # until it is loaded
+
+    yield Put(linear, "forward", today)
+    yield Put(linear, "forward_comfy_cast_weights", cast_today)
+    yield Put(linear, "__call__", called_with_all)
+    if init is not None:
+        yield Put(linear, "__init__", without_weight)
+
+
+def _mixed_precision_ops(own: Callable[..., type]) -> Callable[..., type]:
+    @functools.wraps(own)
+    def mixed_precision_ops(*args: Any, **kwargs: Any) -> type:
+        operations = own(*args, **kwargs)
+        for put in _with_arguments(operations.Linear, operations.Linear.__init__):
+            setattr(*put)
+        return operations
+
+    return mixed_precision_ops
+
+
+# Feed-forwards whose second linear gets the activation.
+
+
+def _of(core: ModuleType) -> Callable[[Callable], Callable]:
+    """Let a forward stand where ComfyUI has it: the pack looks at that."""
+
+    def moved(forward: Callable) -> Callable:
+        forward.__module__ = core.__name__
+        return forward
+
+    return moved
+
+
+@_of(comfy.ldm.minimax.model)
+def _minimax(self, x: torch.Tensor) -> torch.Tensor:
+    return self.fc2(self.fc1(x), input_act="swiglu")
+
+
+@_of(comfy.ldm.lightricks.model)
+def _ltx_video(self, x: torch.Tensor) -> torch.Tensor:
+    return self.net[2](self.net[0].proj(x), input_act="gelu_tanh")
+
+
+class WanFeedForward(torch.nn.Sequential):
+    """[Linear, GELU, Linear], a torch.nn.Sequential in ComfyUI 0.30."""
+
+    @_of(comfy.ldm.wan.model)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[2](self[0](x), input_act="gelu_tanh")
+
+
+WanFeedForward.__module__ = comfy.ldm.wan.model.__name__
+
+
+def _wan_init(own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(own)
+    def init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        if type(self.ffn) is torch.nn.Sequential:
+            self.ffn.__class__ = WanFeedForward
+
+    return init
+
+
+def _text_encoder(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A feed-forward of a text encoder, as one with merged gates calls its last linear."""
+
+    @functools.wraps(own)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if getattr(self, "merged_mlp", False) or self.activation is not torch.nn.functional.silu:
+            return own(self, x)
+        return self.down_proj(torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1), input_act="swiglu")
+
+    return forward
+
+
+def _patcher_init(own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(own)
+    def init(self: ModelPatcher, *args: Any, fast_disk: bool = False, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        self.fast_disk = fast_disk
+
+    return init
+
+
+def _clone(own: Callable[..., ModelPatcher]) -> Callable[..., ModelPatcher]:
+    @functools.wraps(own)
+    def clone(self: ModelPatcher, *args: Any, **kwargs: Any) -> ModelPatcher:
+        clone = own(self, *args, **kwargs)
+        clone.fast_disk = self.fast_disk
+        return clone
+
+    return clone
+
+
+def puts() -> Iterator[Put]:
+    """All that differs; nothing where ComfyUI has it already."""
+    ops, wan, llama = comfy.ops, comfy.ldm.wan.model, comfy.text_encoders.llama
+    if hasattr(ops, "_linear_residual"):
+        return
+    yield Put(ops, "_eager_input_act", eager_input_act)
+    yield Put(ops, "_linear_residual", linear_residual)
+    yield Put(ops, "linear_input_act", None)
+    yield from _with_arguments(ops.disable_weight_init.Linear)
+    yield Put(ops, "mixed_precision_ops", _mixed_precision_ops(ops.mixed_precision_ops))
+    yield Put(comfy.ldm.minimax.model.MLP, "forward", _minimax)
+    yield Put(comfy.ldm.lightricks.model.FeedForward, "forward", _ltx_video)
+    if hasattr(wan, "WanFeedForward"):
+        yield Put(wan.WanFeedForward, "forward", WanFeedForward.forward)
+    else:
+        yield Put(wan.WanAttentionBlock, "__init__", _wan_init(wan.WanAttentionBlock.__init__))
+    yield Put(llama.MLP, "forward", _text_encoder(llama.MLP.forward))
+    yield Put(ModelPatcher, "__init__", _patcher_init(ModelPatcher.__init__))
+    yield Put(ModelPatcher, "clone", _clone(ModelPatcher.clone))
