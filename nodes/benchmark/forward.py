@@ -112,7 +112,7 @@ class _Clock:
             span = begun.pop()
             self._watch.end(span)
             n = output.shape[-1]
-            product = Product(output.numel() // n, n, inputs[0].shape[-1])
+            product = Product(output.numel() // n, n, module.in_features)  # its input may be wider, and activated by it
             self._names.setdefault(product, label(name))
             self._spans.setdefault(product, []).append(span)
 

@@ -13,6 +13,7 @@ from ..comfyui.layers import CastWeightBiasOp
 from ..comfyui.patcher import CallbacksMP, ModelPatcher
 from ..files.block_lists import block_of
 from ..layers.layer_selection import quantizable_linears
+from ..layers.linear_call import multiplied
 from .attention_observer import AttentionErrors, observe_block, put_observer, take_observer
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
@@ -34,14 +35,14 @@ class Record:
         self.attention: AttentionErrors = {}
 
     def observe(self, name: str, module: CastWeightBiasOp) -> RemovableHandle:
-        """Fill the statistics of a linear from its inputs, until the handle is removed."""
+        """Fill the statistics of a linear from what it multiplies, until the handle is removed."""
         seen = self.statistics.setdefault(name, ActivationStatistics())
 
-        def update(_module: object, args: tuple) -> None:
+        def update(linear: object, args: tuple, kwargs: dict) -> None:
             with unplanned_memory():
-                seen.update(args[0])
+                seen.update(multiplied(linear, args, kwargs))
 
-        return module.register_forward_pre_hook(update)
+        return module.register_forward_pre_hook(update, with_kwargs=True)
 
     def settle(self) -> None:
         """A sampling has ended: move what it showed to host memory, and forget the linears that were never called."""

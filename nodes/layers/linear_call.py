@@ -56,7 +56,23 @@ class LinearCall(NamedTuple):
 
         Raises TypeError for unknown arguments and ValueError for an activation that ComfyUI does not know either.
         """
-        return self.added(product(self._activated(x)))
+        return self.added(product(self.activated(x)))
+
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        """What the linear multiplies, in floats. Raises as `around` does."""
+        refuse_unknown(self.layer, self.unknown)
+        if self.activation is None:
+            return x
+        known = _ACTIVATIONS.get(self.activation)
+        if known is not None:
+            return known.compute(self, x)
+        values = other_activation(x, self.activation, self.act_weight, self.act_eps)
+        if values is None:
+            raise ValueError(
+                f"{_named(self.layer)} is called with the activation {self.activation!r}, which neither INT8 DiT nor "
+                "this ComfyUI knows, so that the image would be wrong. Update INT8 DiT and ComfyUI"
+            )
+        return values
 
     def quantizes(self, x: torch.Tensor, channels: int) -> bool:
         """Whether a fused op activates this input [B, T, K] or [T, K] and quantizes it, in one pass, for a linear of so
@@ -91,21 +107,6 @@ class LinearCall(NamedTuple):
             gate = scale.reshape((1,) * (output.ndim - scale.ndim) + tuple(scale.shape))
             return gated_residual(residual, output, gate)
         return residual + output if scale is None else torch.addcmul(residual, output, scale.to(output.dtype))
-
-    def _activated(self, x: torch.Tensor) -> torch.Tensor:
-        refuse_unknown(self.layer, self.unknown)
-        if self.activation is None:
-            return x
-        known = _ACTIVATIONS.get(self.activation)
-        if known is not None:
-            return known.compute(self, x)
-        values = other_activation(x, self.activation, self.act_weight, self.act_eps)
-        if values is None:
-            raise ValueError(
-                f"{_named(self.layer)} is called with the activation {self.activation!r}, which neither INT8 DiT nor "
-                "this ComfyUI knows, so that the image would be wrong. Update INT8 DiT and ComfyUI"
-            )
-        return values
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,18 @@ def read_linear_call(
     return None if call.activation is call.residual is None and not call.unknown else call
 
 
+def multiplied(linear: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """What a call of a linear multiplies by its weight, whoever's linear it is: its input, activated if it asks for
+    that."""
+    x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
+    others = {name: value for name, value in kwargs.items() if name != "input"}
+    if not rest and not others:
+        return x
+    own = getattr(linear, "own_arguments", None) or arguments_of(type(linear).forward)
+    call = read_linear_call(linear, own, rest, others)
+    return x if call is None else call.activated(x)
+
+
 def linear_call(layer: Any, arguments: Mapping[str, Any], own: Mapping[str, Any] = {}) -> LinearCall:
     """The call that arguments make, by ComfyUI's names of them; `layer` and `own` are as `read_linear_call` has them.
 
@@ -236,4 +249,4 @@ def name_linears(root: torch.nn.Module) -> None:
 
 
 def _named(layer: Any) -> str:
-    return f"the linear {layer.linear_name or list(layer.weight.shape)}"
+    return f"the linear {getattr(layer, 'linear_name', '') or list(layer.weight.shape)}"

@@ -246,3 +246,19 @@ def test_a_gradient_passes(linears, make):
     torch.testing.assert_close(output, call.residual + call.residual_scale * exact, rtol=1e-4, atol=1e-4)
     output.sum().backward()
     assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("asked", ("gelu_tanh", "swiglu", "rms_norm", "all"))
+@pytest.mark.parametrize("kind", ("INT8", "protected", "protected, cast"))
+def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
+    """And not what the linear is given, which may be twice as wide."""
+    from int8_dit.nodes.calibration.recorder import Record
+
+    linear, call, record = make(kind), linears.ASKED[asked], Record({})
+    for name, run in (("given", lambda: called(linear, call, "by name")), ("before", lambda: expected(linear, call))):
+        handle = record.observe(name, linear)
+        run()
+        handle.remove()
+    given, before = record.statistics["given"], record.statistics["before"]
+    assert given.calls == before.calls == 1 and given.absmax.shape == (linears.K,)
+    torch.testing.assert_close(given.absmax, before.absmax)
