@@ -30,7 +30,7 @@ class RecordINT8Calibration(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, **inputs) -> float:
+    def fingerprint_inputs(cls, **_inputs) -> float:
         """Never equal to itself: every run records anew, and nothing is left of samplers that have changed since."""
         return float("nan")
 

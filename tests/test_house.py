@@ -208,6 +208,97 @@ def test_a_face_shows_what_nodes_use_and_nothing_else(face):
     assert set(ast.literal_eval(assigned)) == used
 
 
+# What takes whatever ComfyUI gives it, and needs none of the rest: it makes nothing of a call.
+DROPS = {
+    "fingerprint_inputs": "a node's other inputs do not change what it says of itself",
+    "_patch_once": "a callback of ComfyUI's, told how a MODEL was loaded",
+    "_load_again": "a callback of ComfyUI's",
+    "_name_linears": "a callback of ComfyUI's, told how a MODEL was loaded",
+    "_group_inputs": "a callback of ComfyUI's, told how a MODEL was loaded",
+    "patch": "a callback of ComfyUI's, told how a MODEL was loaded",
+    "execute": "the ticks of a node, which ComfyUI checks",
+    "attention_call": "it describes a call and makes none",
+}
+
+
+def functions_of(path):
+    return [node for node in ast.walk(FILES[path]) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def free_arguments(function):
+    """The names of what a function takes without saying what."""
+    return {argument.arg for argument in (function.args.vararg, function.args.kwarg) if argument is not None}
+
+
+def names_in(nodes):
+    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
+def paths_that_drop(body, free, read):
+    """The lines where a function returns and has not looked at all of its free arguments; and what it has looked at
+    where it goes on, None where it does not."""
+    lines = []
+    for statement in body:
+        if isinstance(statement, (ast.Return, ast.Raise)):
+            refuses = isinstance(statement, ast.Raise) or ast.unparse(statement) == "return NotImplemented"
+            lines += [statement.lineno] * (not refuses and not free <= read | names_in([statement]))
+            return lines, None
+        if isinstance(statement, ast.If):
+            read = read | names_in([statement.test])
+            ways = [paths_that_drop(branch, free, read) for branch in (statement.body, statement.orelse)]
+            lines += [line for found, _ in ways for line in found]
+            going_on = [after for _, after in ways if after is not None]
+            if not going_on:
+                return lines, None
+            read = set.intersection(*going_on)
+        elif isinstance(statement, (ast.With, ast.Try, ast.For)):
+            found, after = paths_that_drop(statement.body, free, read)
+            lines += found
+            others = [*getattr(statement, "items", ()), *([statement.iter] if isinstance(statement, ast.For) else ())]
+            read = (read if after is None else after) | names_in(others)
+            if after is None and isinstance(statement, ast.With):
+                return lines, None
+        else:
+            read = read | names_in([statement])
+    return lines, read
+
+
+def dropping(function):
+    """The lines where free arguments are dropped."""
+    free = free_arguments(function)
+    lines, read = paths_that_drop(function.body, free, set())
+    return lines + [function.lineno] * (read is not None and not free <= read)
+
+
+def test_nothing_drops_what_comfyui_gives_it():
+    """An argument that is taken and not looked at is a wrong image without a word: it is passed on, followed or
+    refused, on every path."""
+    dropped = {}
+    for path in FILES:
+        for function in functions_of(path) if path.is_relative_to(PROJECT / "nodes") else ():
+            if free_arguments(function) and dropping(function) and function.name not in DROPS:
+                dropped[f"{path.relative_to(PROJECT)}:{function.name}"] = dropping(function)
+    assert not dropped
+    assert DROPS.keys() <= {function.name for path in FILES for function in functions_of(path)}
+
+
+@pytest.mark.parametrize(
+    "body, drops",
+    (
+        ("return own(x, *args, **kwargs)", False),
+        ("if plain(x):\n  return fast(x)\n return own(x, *args, **kwargs)", True),
+        ("call = read(args, kwargs)\n if plain(x):\n  return fast(x, call)\n return slow(x, call)", False),
+        ("if args or kwargs:\n  return NotImplemented\n return fast(x)", False),
+        ("if plain(x):\n  y = own(x, *args, **kwargs)\n else:\n  y = fast(x)\n return y", True),
+        ("with held(x):\n  return fast(x)", True),
+        ("own(x, *args)", True),
+    ),
+)
+def test_what_drops_an_argument_is_seen(body, drops):
+    (function,) = ast.parse(f"def forward(x, *args, **kwargs):\n {body}").body
+    assert bool(dropping(function)) == drops
+
+
 def pyproject():
     return tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
 

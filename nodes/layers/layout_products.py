@@ -4,6 +4,7 @@ Each is NotImplemented, before anything is computed, where the caller's separate
 no fused op knows, for a gradient, for a compiler, and where the user's choice of a kernel is not INT8.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def activated_product(weight: QuantizedTensor, x: torch.Tensor, bias: torch.Tens
         x: [B, T, K] or [T, K], or as wide as the call's activation takes it.
     """
     given = bias, call.act_weight, call.residual, call.residual_scale
-    if call.unknown or not _multiplies(weight, x, *given):
+    if call.unknown or not _multiplies(weight, x, given):
         return NotImplemented
     (outputs, channels), held = weight.shape, params(weight)
     if call.residual is not None and not call.takes_residual((*x.shape[:-1], outputs)):
@@ -63,7 +64,7 @@ def modulated_product(
         norm_weight: K values.
         modulation_scale: K values, one row for all tokens.
     """
-    if not _multiplies(weight, x, bias, norm_weight, modulation_scale):
+    if not _multiplies(weight, x, (bias, norm_weight, modulation_scale)):
         return NotImplemented
     channels = weight.shape[1]
     if not x.shape[-1] == norm_weight.numel() == modulation_scale.numel() == channels:
@@ -74,7 +75,7 @@ def modulated_product(
     return _product(weight, quantized, bias, x)
 
 
-def _multiplies(weight: QuantizedTensor, x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def _multiplies(weight: QuantizedTensor, x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> bool:
     """Whether the kernel is to multiply by a weight, and can read what comes with it."""
     if (
         torch.compiler.is_compiling()

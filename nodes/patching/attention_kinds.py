@@ -182,7 +182,7 @@ def _is_usual(call: AttentionCall, device: torch.device) -> bool:
         and 0 not in (batch, heads, tokens, width, key_heads, keys)
         and (heads % key_heads == 0 if keywords.get("enable_gqa") else heads == key_heads)
         and batch * heads <= _MOST_HEADS
-        and keywords.keys() <= _KNOWN_KEYWORDS
+        and all(name in _KNOWN_KEYWORDS or value is None for name, value in keywords.items())
     )
     if not usual or mask is None:
         return usual

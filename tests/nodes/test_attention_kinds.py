@@ -106,6 +106,7 @@ TAKEN = {
     "float32 logits": {"attn_precision": torch.float32},
     "scaled": {"scale": 0.3},
     "by head": {"skip_output_reshape": True},
+    "with what it does not use": {"of_a_later_version": None},
 }
 
 
@@ -120,6 +121,12 @@ def test_auto_computes_what_pytorch_would(core, auto, exact, call, dtype):
 def test_what_nothing_is_faster_for_stays_comfyuis(core, auto, exact):
     exact.fastest, qkv = None, tensors()
     assert torch.equal(run(core.attention_pytorch, auto(), qkv), core.attention_pytorch(*qkv, HEADS))
+    assert exact.calls == 0
+
+
+def test_a_call_with_an_option_that_nobody_knows_stays(core, auto, exact):
+    qkv = tensors()
+    run(core.attention_pytorch, auto(), qkv, of_a_later_version=1)
     assert exact.calls == 0
 
 
