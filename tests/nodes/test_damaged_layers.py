@@ -33,6 +33,29 @@ def refuse(dit, tmp_path):
     return check
 
 
+def bank(dit):
+    """Experts in W4A8, as ComfyUI 0.38 holds them."""
+    mark = encoded({"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": 64, "num_experts": 2})
+    return dit.tensors() | {
+        f"{LAYER}.weight": torch.zeros(2, 768, 96, dtype=torch.int8),
+        f"{LAYER}.weight_s_rel": torch.ones(2, 768, 12).to(torch.float8_e4m3fn),
+        f"{LAYER}.weight_s_channel": torch.ones(2, 768),
+        f"{LAYER}.comfy_quant": mark,
+    }
+
+
+@pytest.mark.parametrize("name", ("awq_w4a16", "fp16_linear", "of_next_year"))
+def test_a_format_that_nobody_reads(dit, refuse, name):
+    refuse(
+        dit.tensors() | {f"{LAYER}.comfy_quant": encoded({"format": name})},
+        LAYER, f"the quantization format '{name}', which neither INT8 DiT nor this ComfyUI reads", "Update ComfyUI",
+    )  # fmt: skip
+
+
+def test_experts_in_codes(dit, refuse):
+    refuse(bank(dit), f"{LAYER}.weight is a bank of experts in asym_w4a8_int8", "ComfyUI's own loader")
+
+
 def fp8(dit):
     """A file whose one layer is FP8 with a scale."""
     return fp8_scaled(dit.tensors(), [LAYER])

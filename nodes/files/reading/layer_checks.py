@@ -126,7 +126,10 @@ def _check_marked(name: str, tensors: CheckedTensors, parts: CheckedTensors) -> 
         raise ValueError(f"{key} is {error}") from error
     kind, known = config.get("format"), {*known_formats(), *quant_config.INT8_FORMATS, *quant_config.GROUPED_FORMATS}
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"{key} names the quantization format {kind!r}, which is unknown")
+        raise ValueError(
+            f"{key} names the quantization format {kind!r}, which neither INT8 DiT nor this ComfyUI reads. Update "
+            "ComfyUI, or take a file of the model in bf16, fp16, FP8, INT8, W4A8 or GGUF"
+        )
     title = "INT8" if kind in quant_config.INT8_FORMATS else kind
     weight = tensors.get(f"{name}.weight")
     if weight is None:
@@ -134,6 +137,11 @@ def _check_marked(name: str, tensors: CheckedTensors, parts: CheckedTensors) -> 
     form = FORMATS.get(kind)
     if form is None:
         return  # of a newer ComfyUI
+    if kind in quant_config.GROUPED_FORMATS and weight.ndim != 2:
+        raise ValueError(
+            f"{name}.weight is a bank of experts in {kind}, which INT8 DiT does not read. Load the model with "
+            "ComfyUI's own loader, or take a file of it in another format"
+        )
     if weight.dtype != form.dtype:
         raise ValueError(f"{name}.weight is {weight.dtype} although {name} is marked as {title}")
     for part in sorted(parts.keys() & _OWN if form.parts is None else parts.keys() - form.parts):
