@@ -126,6 +126,7 @@ class INT8Linear:
 
     int8_kernel: str
     own_arguments: Mapping[str, Any]  # of ComfyUI's own forward behind its input
+    of_encoder = False  # whether it belongs to a text encoder of ComfyUI's own loader
     linear_name = ""  # its path, given by name_linears
     input_group: object | None = None  # given by group_inputs to those whose input others read too
     weight: Any

@@ -53,15 +53,21 @@ def int8_parts(weight: Any, layer: Any) -> INT8Parts | None:
         return INT8Parts(stored(weight), held.scale, held.transform, held.activation_bits)
     if is_native_int8(weight):
         held, scale, group = stored(weight), params(weight).scale.float(), native_rotation(weight)
-        bits = 16 if wants_full_precision(layer) else 8
+        bits = 16 if _asks_for_16_bits(layer) else 8
     else:
         kind, held = stored_kind(weight), weight
         scale = None if kind is None else kind.scale(weight)
         if kind is None or scale is None:
             return None
         group = kind.rotation_group(weight)
-        bits = 16 if kind.held is None and wants_full_precision(layer) else kind.activation_bits(weight)
+        bits = 16 if kind.held is None and _asks_for_16_bits(layer) else kind.activation_bits(weight)
     return INT8Parts(held, scale, _rotation(group), bits)
+
+
+def _asks_for_16_bits(layer: Any) -> bool:
+    """Whether a linear with a weight of ComfyUI's own is to have activations of 16 bits: one of a text encoder also
+    while ComfyUI lets it multiply quantized activations, to write a text."""
+    return getattr(layer, "of_encoder", False) or wants_full_precision(layer)
 
 
 def known_parts(weight: Any, layer: Any) -> INT8Parts:

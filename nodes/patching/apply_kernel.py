@@ -7,7 +7,7 @@ from typing import Any
 from ...kernels import choose_path, runs_fused
 from ..blocks.install import fuse_blocks
 from ..comfyui.layers import run_every_op
-from ..comfyui.patcher import CallbacksMP, ModelPatcher, clip_around, patcher_of, root_of
+from ..comfyui.patcher import CallbacksMP, ModelPatcher, clip_around, is_encoder, patcher_of, root_of
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import keep_patched
 from ..files.holding.stored_weight import is_stored
@@ -83,7 +83,7 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
     for patch in (class_patch(name, root_of(model)[1]) for name in names):
         found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied
-        patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel)))
+        patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel, is_encoder(model))))
     if names:
         keep_patched(patched)
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _name_linears)
@@ -109,11 +109,14 @@ def _group_inputs(model: ModelPatcher, *_: object) -> None:
     group_inputs(model.model.diffusion_model)
 
 
-def running_fused(own: Any, kernel: str) -> type:
-    """A class of linears like `own`, one of ComfyUI's, with the product of INT8 weights replaced."""
+def running_fused(own: Any, kernel: str, of_encoder: bool = False) -> type:
+    """A class of linears like `own`, one of ComfyUI's, with the product of INT8 weights replaced; those of a text
+    encoder always have activations of 16 bits."""
+    encodes = of_encoder
 
     class FusedINT8Linear(INT8Linear, own):
         int8_kernel = kernel
+        of_encoder = encodes
         own_arguments = arguments_of(own.forward)
         replaced = own
 

@@ -85,6 +85,20 @@ def test_with_the_activations_that_newer_linears_take(encoders, apply, of_today,
     assert gated == [16] * sum(name.endswith("down_proj") for name in encoder.layers)
 
 
+def test_after_a_text_was_written_with_quantized_activations(encoder, apply):
+    """ComfyUI 0.38 and newer let text encoders multiply those while they write a text: not so this kernel."""
+    clip = encoder.clip("native")
+    expected, applied = conditioning(encoder, clip), apply(clip)
+    linears = [module for module in clip.cond_stage_model.modules() if getattr(module, "_full_precision_mm", False)]
+    assert linears
+    for module in linears:
+        module._full_precision_mm = False
+    assert relative_error(conditioning(encoder, applied), expected) < ROUNDING
+    for module in linears:
+        module._full_precision_mm = True
+    assert relative_error(conditioning(encoder, applied), expected) < ROUNDING
+
+
 def test_it_is_as_near_to_bf16_as_comfyuis_int8(encoder, apply):
     clip, exact = encoder.clip("native"), conditioning(encoder, encoder.clip("bf16"))
     stock = relative_error(conditioning(encoder, clip), exact)
