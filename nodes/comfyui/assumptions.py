@@ -25,6 +25,8 @@ class Assumption:
         assumed: what it is taken for.
         instead: what the pack does where it is missing; empty where it cannot run.
         keywords: arguments that it is given by name.
+        known: the arguments that the pack follows, where others would change what it means; empty where that is no
+            matter.
         since: the ComfyUI that brought it; an older one lacks nothing.
     """
 
@@ -32,6 +34,7 @@ class Assumption:
     assumed: str
     instead: str = ""
     keywords: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
     since: tuple[int, ...] = ()
 
     def obstacle(self) -> str | None:
@@ -43,9 +46,12 @@ class Assumption:
                 found = getattr(found, part)
         except (ImportError, AttributeError):
             return self.name.replace(":", ".")
-        if not self.keywords:
+        if not self.keywords and not self.known:
             return None
         parameters = inspect.signature(found).parameters
+        named = [name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if self.known and (more := [name for name in named if name not in self.known]):
+            return f"support for {', '.join(more)} of {self.name.replace(':', '.')}"
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             return None
         lacking = [keyword for keyword in self.keywords if keyword not in parameters]
@@ -53,6 +59,7 @@ class Assumption:
 
 
 _CAST = ("dtype", "device", "bias_dtype", "offloadable", "compute_dtype", "want_requant")
+_LINEAR = ("self", "input", "input_act", "act_weight", "act_eps", "residual", "residual_scale")
 _PATCHER = "comfy.model_patcher:ModelPatcher"
 _MANAGEMENT = "comfy.model_management"
 _DETECTION = "comfy.model_detection"
@@ -73,6 +80,19 @@ ASSUMPTIONS = (
     Assumption("comfy.ops:cast_bias_weight", "a layer's weight, bias and stream where it computes", keywords=_CAST),
     Assumption("comfy.ops:uncast_bias_weight", "(layer, weight, bias, stream) gives them back"),
     Assumption("comfy.ops:run_every_op", "hears the cancel button"),
+    # Of ComfyUI behind 0.39 single files could be read, and no Linear: other packs show what it is called with.
+    Assumption(
+        "comfy.ops:disable_weight_init.Linear.forward",
+        "the arguments of a linear",
+        "a call with it is refused by INT8 layers: update INT8 DiT",
+        known=_LINEAR,
+    ),
+    Assumption(
+        "comfy.ops:_eager_input_act",
+        "(x, activation, weight, eps) -> the activated input; KeyError for one that it does not know",
+        "INT8 layers refuse activations other than gelu_tanh, swiglu and rms_norm",
+        since=(0, 40),
+    ),
     # patcher.py, residency.py, compiling.py
     Assumption(_PATCHER, "patches, backup, object_patches, model_options and their UUIDs"),
     Assumption(f"{_PATCHER}.clone", "a clone around another BaseModel", keywords=("model_override",)),

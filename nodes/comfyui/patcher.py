@@ -179,6 +179,8 @@ def clone_around(model: ModelPatcher, built: ModelPatcher) -> ModelPatcher:
     clone.object_patches |= built.object_patches
     clone.patches_uuid = built.patches_uuid
     clone.hook_mode = built.hook_mode
+    if hasattr(built, "fast_disk"):  # where the weights can be read again from: those of another file, or of none
+        clone.fast_disk = built.fast_disk
     # By this ComfyUI finds the copies of a MODEL on other GPUs, and those of the original are none of this one.
     clone.clone_base_uuid = built.clone_base_uuid
     return clone

@@ -136,3 +136,50 @@ def test_a_lora_replaces_the_choice_of_a_layer(attention, preferred, monkeypatch
     assert len(preferred) == 1 and model.model.state_dict().keys() - before == {f"{name}.config"}
     model.unpatch_model(model.offload_device)
     assert model.model.state_dict().keys() == before
+
+
+# Around linears
+
+
+def test_a_rebuilt_model_does_not_lie_on_the_disk_of_the_other(attention, dit):
+    """ComfyUI reads weights again from a fast disk; what this pack made of them is in no file."""
+    from int8_dit.nodes.patching.apply_kernel import apply_fused_kernel
+
+    model = dit.stock()
+    model.fast_disk = True
+    assert model.clone().fast_disk and not dit.quantize(model).fast_disk
+    native = dit.quantize(dit.stock())
+    native.fast_disk = True
+    assert apply_fused_kernel(native, "fused int8").fast_disk
+
+
+def test_a_file_loads_where_weights_are_none_until_then(attention, dit, tmp_path):
+    path = dit.write(tmp_path / "native.safetensors", dit.native_int8())
+    expected = dit.output(dit.load(path))
+    assert dit.relative_error(expected, dit.output(dit.stock())) < 0.1
+
+
+@pytest.fixture
+def lacking(attention, monkeypatch):
+    """What is said of ComfyUI's linears when the pack is loaded beside 0.43."""
+    from int8_dit.nodes.comfyui import assumptions
+
+    monkeypatch.setattr(assumptions, "comfyui_version", lambda: "0.43.0")
+    return lambda: [found for assumption, found in assumptions.lacking() if assumption.name.startswith("comfy.ops:")]
+
+
+def test_what_is_assumed_of_linears(lacking):
+    import comfy.ops
+
+    assert lacking() == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(comfy.ops, "INPUT_ACT_EAGER")
+        assert lacking() == []
+        patch.delattr(comfy.ops, "_eager_input_act")
+        assert lacking() == ["comfy.ops._eager_input_act"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comfy.ops.disable_weight_init.Linear, "forward", _of_a_later_version)
+        assert lacking() == ["support for act_bias of comfy.ops.disable_weight_init.Linear.forward"]
+
+
+def _of_a_later_version(self, input, input_act=None, act_weight=None, act_bias=None, residual=None): ...
