@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..card.machine import query
 from ..card.timing import CallSeries
 
 # Floating point operations of bf16 tensor cores per multiprocessor and clock, dense, with float32 accumulation, by
@@ -35,13 +34,6 @@ _MOST_BUSY_PERCENT = 25  # a desktop and a browser on the same card stay below
 _MOST_DRIFT = 0.15
 _PROBE = 8192  # M = N = K of the product that is measured
 _ROUNDS = 3
-# Bits of NVML's clocks event reasons that no healthy card shows under load.
-_REASONS = {
-    0x8: "heat or power supply",
-    0x20: "it is too hot",
-    0x40: "it is too hot",
-    0x80: "the power supply asks for it",
-}
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,6 @@ def examine(device: torch.device, check: Callable[[], None] = lambda: None) -> H
         faults.append("The card is throttled or busy: look at its temperature, power limit and other programs.")
     if unsteady(rates):
         faults.append(f"Its speed varies by {max(rates) / min(rates) - 1:.0%} from one moment to the next.")
-    faults += [f"The driver slows the card down: {reason}." for reason in _slowdowns(device)]
     return Health(rate, expected, tuple(faults))
 
 
@@ -138,18 +129,10 @@ def unsteady(rates: Sequence[float]) -> bool:
 
 
 def _busy_percent(device: torch.device) -> int | None:
-    """How busy the card is while this process leaves it alone."""
+    """How busy the card is while this process leaves it alone; None where PyTorch cannot say, without nvidia-ml-py."""
     torch.cuda.synchronize(device)
     time.sleep(1.0)  # the driver averages over up to a second
-    answer = query(device, "utilization.gpu")
-    return int(answer[0]) if answer and answer[0].isdigit() else None
-
-
-def _slowdowns(device: torch.device) -> list[str]:
-    """Why the driver holds the card's clocks down just after work, as far as that is a fault."""
-    answer = query(device, "clocks_throttle_reasons.active")
     try:
-        active = int(answer[0], 16) if answer else 0
-    except ValueError:
-        return []
-    return sorted({reason for bit, reason in _REASONS.items() if active & bit})
+        return torch.cuda.utilization(device)
+    except Exception:  # what is missing, and what the driver's library raises of its own
+        return None

@@ -4,13 +4,16 @@ import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
-import shutil
-import subprocess
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from ..internals import kitchen
+
+# Where NVIDIA's driver for Linux says what it is. Elsewhere nothing that PyTorch brings says its release.
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def triton_available() -> bool:
@@ -21,9 +24,11 @@ def triton_available() -> bool:
 def describe_machine(device: torch.device) -> dict[str, str]:
     """Card, driver, versions and date; what is not there is left out."""
     found = {"card": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
-    found |= _driver(device) if device.type == "cuda" else {}
+    driver = _driver_release() if device.type == "cuda" else None
+    if driver is not None:
+        found["driver"] = driver
     found["torch"] = str(torch.__version__)
-    if triton_available():
+    with contextlib.suppress(Exception):  # a Triton that another PyTorch needs may raise anything
         import triton
 
         found["triton"] = triton.__version__
@@ -49,21 +54,11 @@ def native_backend(device: torch.device) -> str:
     return kitchen.backend_for(x, weight, scale)
 
 
-def query(device: torch.device, fields: str) -> list[str]:
-    """What nvidia-smi answers for a card, a string a field; empty where it does not."""
-    program = shutil.which("nvidia-smi")
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if program is None or uuid is None:
-        return []
-    command = [program, f"--id=GPU-{uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+def _driver_release() -> str | None:
+    """The release of NVIDIA's driver, such as 580.159.04; None where it does not say so."""
     try:
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [value.strip() for value in answer.split(",")]
-
-
-def _driver(device: torch.device) -> dict[str, str]:
-    """The driver's version and the card's power limit as nvidia-smi gives them; empty where it does not."""
-    answer = query(device, "driver_version,power.limit")
-    return {} if len(answer) != 2 else {"driver": answer[0], "power limit": f"{answer[1]} W"}
+        text = _DRIVER.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^NVRM version:.*?\s(\d{3,}(?:\.\d+)+)\s", text, re.MULTILINE)
+    return None if found is None else found[1]

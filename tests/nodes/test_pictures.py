@@ -169,8 +169,8 @@ def methods():
 
 
 MACHINE = (
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition, driver 580.159.04, power limit 600.00 W, torch 2.11.0+cu130, "
-    "triton 3.6.0, comfy-kitchen 0.2.40"
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition, driver 580.159.04, torch 2.11.0+cu130, triton 3.6.0, "
+    "comfy-kitchen 0.2.40"
 )
 
 

@@ -1,0 +1,54 @@
+"""What is said of a machine, and what a choice is bound to with it."""
+
+import sys
+
+import pytest
+import torch
+
+from kernels.card import machine
+
+CARD = torch.device("cuda", 0)
+PROPRIETARY = """\
+NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024
+GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)
+"""
+OPEN = """\
+NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root@builder)
+GCC version:  gcc version 13.3.0 (Ubuntu 13.3.0-6ubuntu2~24.04)
+"""
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """Pretend that there is a card whose driver says this of itself; None for nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 3090")
+
+    def pretend(text):
+        file = tmp_path / "version"
+        if text is not None:
+            file.write_text(text)
+        monkeypatch.setattr(machine, "_DRIVER", file)
+        return machine.describe_machine(CARD)
+
+    return pretend
+
+
+@pytest.mark.parametrize("text, release", ((PROPRIETARY, "535.183.01"), (OPEN, "580.159.04")))
+def test_the_release_of_the_driver_is_what_its_module_says(card, text, release):
+    found = card(text)
+    assert (found["card"], found["driver"]) == ("NVIDIA GeForce RTX 3090", release)
+    assert machine.title(found).startswith(f"NVIDIA GeForce RTX 3090, driver {release}, torch {torch.__version__}")
+
+
+@pytest.mark.parametrize("text", (None, "", "NVRM version: of another kind\n"))
+def test_a_driver_that_says_nothing_is_left_out(card, text):
+    assert "driver" not in card(text)
+
+
+def test_a_triton_that_cannot_be_imported_is_left_out(card, monkeypatch, tmp_path):
+    broken = tmp_path / "packages" / "triton"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise AttributeError('of another PyTorch')")
+    monkeypatch.syspath_prepend(broken.parent)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    assert "triton" not in card(OPEN)
