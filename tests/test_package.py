@@ -1,5 +1,6 @@
 """What the ComfyUI registry gets: the files of the package, the pack that loads from them alone, what is said of it."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,8 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 from packaging.requirements import Requirement
+
+from support.registry_scan import findings
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 
@@ -115,13 +118,82 @@ def test_no_page_of_the_package_links_what_is_not_in_it(packed):
     assert not {link: page for link, page in links.items() if link not in packed}
 
 
+def test_the_registry_reports_nothing(packed):
+    texts = {name: (PROJECT / name) for name in packed if name.endswith((".py", ".js"))}
+    assert len(texts) > 100
+    assert not findings({name: path.read_text(encoding="utf-8") for name, path in texts.items()})
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "# subprocess is not used\n",
+        "import multiprocessing as m",
+        "from urllib.request import urlopen",
+        "import importlib\nimportlib.import_module('ctypes.util')",
+        "from os import system",
+        "import os\nos.execv('a', [])",
+        "run = eval\nrun('1')",
+        "x = compile('1', 'name', 'eval')",
+        "__builtins__['__import__']('o' + 's')",
+        "import torch\ntorch.load('a.pt')",
+        "import torch\ntorch.load('a.pt', weights_only=False)",
+        "start('a program', shell=True)",
+        "@server.routes.post('/delete')\nasync def delete(request): ...",
+        "PromptServer.instance.app.router.add_get('/a', handler)",
+        "from pathlib import Path\nCACHE = Path(__file__).parent / 'cache'\n(CACHE / 'a').write_text('')",
+        "import os\nHERE = os.path.dirname(__file__)\nfile = os.path.join(HERE, 'a')\nopen(file, 'w')",
+        "from pathlib import Path\nPath(__file__).with_name('a').open(mode='ab')",
+        "from pathlib import Path\nPath(__file__).with_name('a').unlink()",
+    ),
+)
+def test_what_the_registry_reports_is_found(text):
+    assert findings({"a.py": text})
+
+
+def test_places_in_the_pack_are_known_in_other_files():
+    files = {"places.py": "from pathlib import Path\nHERE = Path(__file__).parent", "b.py": "(HERE / 'a').touch()"}
+    assert findings(files) == ["b.py:1: (HERE / 'a').touch in the pack's own folder"]
+
+
+def test_code_that_a_browser_runs_is_found():
+    assert len(findings({"a.js": "eval(text);\nnew Function(text);\nmodel.evaluate(text);"})) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "import re\nre.compile('a')\nmodel.training = False",
+        "import torch\ntorch.load('a.pt', weights_only=True)",
+        "from pathlib import Path\nMODEL = Path(__file__).with_name('a')\nMODEL.open('rb')\nopen(MODEL)",
+        "from pathlib import Path\nMODEL = Path(__file__).with_name('a')\nother.write_text('')",
+    ),
+)
+def test_what_the_registry_lets_pass_is_not_found(text):
+    assert not findings({"a.py": text})
+
+
+def test_there_are_files_alone_in_the_package_and_none_that_python_made(packed):
+    assert not [name for name in packed if (PROJECT / name).is_symlink() or not (PROJECT / name).is_file()]
+    assert not [name for name in packed if "__pycache__" in name or name.endswith((".pyc", ".so", ".dll", ".exe"))]
+
+
+def contents(folder):
+    """What is in a folder: each file with a hash of what it holds."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
 @pytest.mark.slow
 def test_the_package_loads_alone_and_without_optional_modules(packed, comfyui, tmp_path):
+    """It writes nothing into its own folder, while it is loaded and while a model runs."""
     package = tmp_path / "int8-dit"
     for name in packed:
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PROJECT / name, package / name)
+    before = contents(package)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     done = subprocess.run(
         [sys.executable, "-c", LOADS_ALONE, comfyui, package, PROJECT / "tests" / "data", *OPTIONAL],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
@@ -131,6 +203,7 @@ def test_the_package_loads_alone_and_without_optional_modules(packed, comfyui, t
     assert {"LoadINT8DiT", "QuantizeToINT8SmoothQuant", "INT8KernelBenchmark"} <= set(loaded["nodes"])
     assert 0 < loaded["error"] < 0.02
     assert done.stderr.count("Triton is not installed") == 1
+    assert len(before) == len(packed) and contents(package) == before
 
 
 def test_installing_replaces_nothing_of_comfyui(project, comfyui):
