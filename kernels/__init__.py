@@ -2,8 +2,8 @@
 
 from .card.attention_choice import AttentionChoice, stored_attention_choice
 from .card.auto_choice import BF16, FUSED, NATIVE, WAYS, AutoChoice, stored_auto_choice
-from .card.device import KERNEL_CHOICES, choose_path, decide_by, int8_path, native_computes, runs_fused
-from .card.triton_release import triton_requirement
+from .card.device import KERNEL_CHOICES, choose_path, decide_by, int8_path, native_computes, runs_fused, takes_kernels
+from .card.triton_release import triton_installation, triton_problem
 from .checks import FLOAT_DTYPES
 from .gguf.formats import GGUF_FORMATS
 from .internals.assumptions import missing
@@ -97,7 +97,9 @@ __all__ = [
     "runs_fused",
     "stored_attention_choice",
     "stored_auto_choice",
+    "takes_kernels",
     "transform_candidates",
-    "triton_requirement",
+    "triton_installation",
+    "triton_problem",
     "unplanned_memory",
 ]

@@ -7,6 +7,7 @@ from comfy_api.latest import io
 from ..kernels.benchmark import TICKS, shown_methods
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json, text_of
 from .comfyui.memory import default_device
+from .host.notices import show_load_warnings
 from .pictures.benchmark_plot import plot
 from .pictures.drawing import check_matplotlib
 
@@ -72,6 +73,7 @@ class INT8KernelBenchmark(io.ComfyNode):
     def execute(
         cls, tokens, model=None, auto_decided=STORE, positive=None, latent_image=None, **ticks
     ) -> io.NodeOutput:
+        show_load_warnings()
         check_matplotlib()  # before the work, and not after it
         if auto_decided == CLEAR:
             device = default_device() if model is None else model.load_device

@@ -282,6 +282,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         attention=AS_COMFYUI,
         weights=_EIGHT_BITS,
     ) -> io.NodeOutput:
+        notices.show_load_warnings()
         protection = _protection(protect)
         check_attention(attention, model.load_device)
         check_matplotlib()  # before the work whose report it draws

@@ -9,6 +9,7 @@ from comfy_api.latest import io
 from ..kernels import KERNEL_CHOICES, choose_path, stored_auto_choice
 from .comfyui.patcher import ModelPatcher, patcher_of
 from .host.badges import Badge, badges_output
+from .host.notices import show_load_warnings
 from .loading.summary import Summary, floats_of, summarize
 from .patching.attention_kinds import ATTENTION_KINDS, DEFAULT_ATTENTION
 
@@ -73,6 +74,7 @@ def shown_clip(clip: Any, kernel: str, otherwise: str) -> io.NodeOutput:
 def _shown(output: Any, model: Any, kernel: str, otherwise: str | None) -> io.NodeOutput:
     summary = summarize(model)
     logger.info("INT8 DiT: %s", summary)
+    show_load_warnings()
     return io.NodeOutput(output, str(summary), ui=badges_output(runs_where(model, summary, kernel, otherwise)))
 
 

@@ -1,4 +1,4 @@
-"""What an install on Windows gets: the requirements, and the Triton that goes with the PyTorch that is there.
+"""What an install on Windows gets, and what the pack says where that is not the Triton that goes with PyTorch.
 
 pip answers for Windows on any system; it only says what it would do, so nothing is installed.
 """
@@ -7,18 +7,17 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from kernels import triton_requirement
+from kernels import triton_installation, triton_problem
 from kernels.card import triton_release
+from kernels.card.triton_release import triton_requirement
 
 PROJECT = Path(__file__).resolve().parents[1]
 FOR_WINDOWS = ("--platform", "win_amd64", "--only-binary", ":all:", "--disable-pip-version-check")
@@ -36,29 +35,48 @@ def pip(*arguments):
     return done.stdout
 
 
+def requirements(system):
+    """By name, those that an install on a system takes."""
+    lines = (PROJECT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    asked = [Requirement(line) for line in lines]
+    return {each.name: each for each in asked if each.marker is None or each.marker.evaluate({"sys_platform": system})}
+
+
 @pytest.mark.parametrize("python", ("3.10", "3.13"))
 def test_the_requirements_have_wheels(python, tmp_path):
     """With all that they need, on the oldest Python and on the one of ComfyUI's portable package."""
-    lines = (PROJECT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    wanted = {requirement.name: requirement for requirement in map(Requirement, lines)}
-    assert not [name for name, requirement in wanted.items() if requirement.marker]  # pip reads them for this system
+    wanted = requirements("win32")
+    for each in wanted.values():
+        each.marker = None  # or pip asks whether it holds on this system
     options = ("--dry-run", "--ignore-installed", "--quiet", "--report", "-", "--target", str(tmp_path))
     report = pip("install", *options, "--python-version", python, *FOR_WINDOWS, *map(str, wanted.values()))
     found = {each["metadata"]["name"]: each for each in json.loads(report)["install"]}
     assert wanted.keys() <= found.keys()
     files = [each["download_info"]["url"].rpartition("/")[2] for each in found.values()]
     assert all(name.endswith(("-any.whl", "-win_amd64.whl")) for name in files)
-    assert any(name.endswith("-win_amd64.whl") for name in files)
-    assert "torch" not in found and not [name for name in found if name.startswith("triton")]
+    assert "torch" not in found and [name for name in found if "triton" in name] == ["triton-windows"]
+    assert Version(found["triton-windows"]["metadata"]["version"]) in wanted["triton-windows"].specifier
 
 
-def test_triton_windows_has_every_release_of_the_table():
-    """Up to its newest: PyTorch's newest may be ahead of it."""
+def test_triton_is_asked_for_on_windows_alone():
+    assert requirements("win32").keys() - requirements("linux").keys() == {"triton-windows"}
+    assert requirements("linux").keys() == requirements("darwin").keys() <= requirements("win32").keys()
+
+
+def test_no_triton_that_goes_with_a_pytorch_is_replaced():
+    """From PyTorch 2.7 on, which ComfyUI asks for."""
+    asked = requirements("win32")["triton-windows"].specifier
+    goes = {release for torch, release in triton_release._OF_TORCH.items() if Version(torch) >= Version("2.7")}
+    assert "3.9" in goes and all(Version(f"{release}.1.post21") in asked for release in goes)
+
+
+def test_triton_windows_has_every_release_that_is_asked_for():
     said = pip("index", "versions", *FOR_WINDOWS, "--python-version", "3.12", "triton-windows")
     (listed,) = re.findall(r"Available versions: (.*)", said)
     released = {Version(version).release[:2] for version in listed.split(", ")}
+    newest = Version(triton_release._NEWEST_FOR_WINDOWS).release
     known = {Version(release).release[:2] for release in triton_release._OF_TORCH.values()}
-    assert {release for release in known if release <= max(released)} <= released
+    assert newest in known and {release for release in known if release <= newest} <= released
 
 
 @pytest.fixture
@@ -83,7 +101,9 @@ def torch_is(monkeypatch):
     (
         ("2.11.0+cu130", ["filelock", NAMED], "win32", "triton-windows==3.6.*"),
         ("2.11.0+cu130", [NAMED], "linux", "triton==3.6.*"),
-        ("2.99.0", ['triton~=4.1.0; platform_system == "Linux"'], "win32", "triton-windows==4.1.*"),
+        ("2.99.0", ['triton~=4.1.0; platform_system == "Linux"'], "linux", "triton==4.1.*"),
+        ("2.15.0", ['triton==3.9.0; platform_system == "Linux"'], "linux", "triton==3.9.*"),
+        ("2.15.0+cu130", None, "win32", "triton-windows==3.8.*"),  # the newest that there is
         ("2.9.0.dev20250901+cu128", ["pytorch-triton==3.5.0+git12345"], "win32", "triton-windows==3.5.*"),
         ("2.8.0+cu129", ["filelock"], "win32", "triton-windows==3.4.*"),
         ("2.10.0", None, "win32", "triton-windows==3.6.*"),
@@ -105,39 +125,105 @@ def test_the_table_says_what_pytorch_says():
     assert triton_release._OF_TORCH[triton_release._torch_release()] == named
 
 
+PORTABLE = r"D:\My files\ComfyUI_windows_portable\python_embeded\python.exe"
+IN_PORTABLE = r"in the folder D:\My files\ComfyUI_windows_portable run `.\python_embeded\python.exe -s -m pip install"
+VENV = r"C:\ComfyUI\venv\Scripts\python.exe"
+IN_VENV = r"in the folder C:\ComfyUI\venv\Scripts run `.\python.exe -m pip install"
+PLACES = ((PORTABLE, IN_PORTABLE), (VENV, IN_VENV))
+
+
 @pytest.fixture
-def install(torch_is, monkeypatch, capsys):
-    """Run install.py in a Python that has these modules; the commands that it ran, and what it printed."""
+def problem(torch_is, monkeypatch, tmp_path):
+    """What is said of a Triton in this Python, beside this PyTorch. None is no Triton; else what is in the package."""
 
-    def run(*there, platform="win32", cuda="13.0", fails=False):
-        ran = []
+    def ask(python, torch, triton, platform="win32", tools=("pip",)):
+        torch_is(torch, (), platform)
+        monkeypatch.setattr(sys, "executable", python)
+        there = {*tools, *(() if triton is None else ("triton",))}
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in there else None)
+        (tmp_path / "triton").mkdir(exist_ok=True)
+        (tmp_path / "triton" / "__init__.py").write_text(triton or "")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+        found = triton_problem()
+        sys.modules.pop("triton", None)
+        return found
 
-        def run_command(command, **_):
-            ran.append(command[1:])
-            return SimpleNamespace(returncode=int(fails))
-
-        torch_is("2.11.0+cu130", [NAMED], platform)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else None)
-        monkeypatch.setattr(subprocess, "run", run_command)
-        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=cuda)))
-        runpy.run_path(str(PROJECT / "install.py"), run_name="__main__")
-        return ran, capsys.readouterr().out
-
-    return run
-
-
-def test_the_matching_triton_is_installed(install):
-    assert install("torch", "pip") == ([["-m", "pip", "install", "triton-windows==3.6.*"]], "")
-    assert install("torch", "uv")[0] == [["-m", "uv", "pip", "install", "triton-windows==3.6.*"]]
+    return ask
 
 
-def test_none_is_installed_where_one_is_or_none_would_run(install):
-    assert install("torch", "pip", "triton") == ([], "")
-    assert install("pip") == ([], "")
-    assert install("torch", "pip", platform="linux") == ([], "")
-    assert install("torch", "pip", cuda=None) == ([], "")
+def of_version(version):
+    return f"__version__ = {version!r}"
 
 
-def test_a_triton_that_cannot_be_had_fails_no_install(install):
-    _, said = install("torch", "pip", fails=True)
-    assert said.count("\n") == 1 and "triton-windows==3.6.* could not be installed" in said and "bf16" in said
+@pytest.mark.parametrize("python, to_do", PLACES)
+def test_a_missing_triton_is_said_with_the_command(problem, python, to_do):
+    found = problem(python, "2.13.0+cu130", None)
+    assert found.summary == "INT8 layers compute in bf16"
+    assert found.detail == f'Triton is not installed; {to_do} "triton-windows==3.7.*"`'
+
+
+@pytest.mark.parametrize("python, to_do", PLACES)
+@pytest.mark.parametrize(
+    "torch, installed, goes",
+    (
+        ("2.13.0+cu130", "3.8.0", "3.7"),  # what pip takes beside a PyTorch of last summer
+        ("2.14.1+cu130", "3.7.1", "3.8"),
+        ("2.9.1+cu128", "3.8.0.post29", "3.5"),
+    ),
+)
+def test_a_triton_of_another_pytorch_is_said_with_the_command(problem, python, to_do, torch, installed, goes):
+    found = problem(python, torch, of_version(installed))
+    versions = [".".join(version.split(".")[:2]) for version in (installed, torch)]
+    assert found.summary == "Triton does not go with PyTorch"
+    assert found.detail == (
+        f"Triton {versions[0]} is installed, but PyTorch {versions[1]} is built for Triton {goes}: torch.compile may "
+        f'fail; {to_do} "triton-windows=={goes}.*"`'
+    )
+
+
+@pytest.mark.parametrize("python, to_do", PLACES)
+def test_a_triton_that_cannot_be_imported_is_installed_anew(problem, python, to_do):
+    """pip would leave one of that version alone."""
+    found = problem(python, "2.13.0", "raise ImportError('DLL load failed while importing libtriton\\nmore')")
+    assert found.summary == "INT8 layers compute in bf16"
+    assert found.detail == (
+        f"Triton cannot be imported (DLL load failed while importing libtriton); {to_do} --force-reinstall --no-deps "
+        '"triton-windows==3.7.*"`'
+    )
+
+
+@pytest.mark.parametrize("python", (PORTABLE, VENV))
+@pytest.mark.parametrize(
+    "torch, installed",
+    (
+        ("2.11.0+cu130", "3.6.0"),
+        ("2.13.0+cu130", "3.7.1"),
+        ("2.13.0+cu130", "3.7.1+git5d6048aa"),
+        ("2.15.0+cu130", "3.8.0"),  # its own is not there for Windows yet
+        ("2.15.0+cu130", "3.9.0"),  # now it is
+        ("2.99.0", "3.9.0"),  # of which nobody knows
+    ),
+)
+def test_of_a_triton_that_goes_with_pytorch_nothing_is_said(problem, python, torch, installed):
+    assert problem(python, torch, of_version(installed)) is None
+
+
+def test_on_linux_the_command_is_one_for_its_shell(problem):
+    found = problem("/home/me/ComfyUI/.venv/bin/python3", "2.13.0", of_version("3.6.0"), "linux")
+    assert found.detail.endswith(
+        'in the folder /home/me/ComfyUI/.venv/bin run `./python3 -m pip install "triton==3.7.*"`'
+    )
+
+
+def test_a_venv_without_pip_has_uv(problem):
+    assert "`.\\python.exe -m uv pip install " in problem(VENV, "2.13.0", None, tools=("uv",)).detail
+    assert "`.\\python.exe -m pip install " in problem(VENV, "2.13.0", None, tools=()).detail
+
+
+def test_the_command_is_a_command():
+    """Of the Python that runs these tests, as a shell takes it."""
+    folder, command = triton_installation()
+    dry = command.replace(" install ", " install --dry-run --no-deps --help ")
+    done = subprocess.run(dry, shell=True, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Install Options" in done.stdout

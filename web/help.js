@@ -22,6 +22,7 @@ export const PARAGRAPHS = {
   },
   "gguf-architecture": { SaveGGUFDiT: "Who can read the file" },
   "gguf-lora": { SaveGGUFDiT: "What is in the file" },
+  "triton": { LoadINT8DiT: "kernel" },
 };
 const WAIT_MS = 5000; // for the panel to show the page
 

@@ -21,6 +21,7 @@ const REASONS = {
   "attention": "INT8 attention did not run",
   "gguf-architecture": "A saved GGUF file may be refused by ComfyUI-GGUF",
   "gguf-lora": "A saved GGUF file may have lost a LoRA",
+  "triton": "Triton is missing, or another one than PyTorch's",
 };
 const LIFE_MS = 20000;
 const SEEN = "int8_dit.seen_warnings"; // in the session's storage, which a reload of the page keeps

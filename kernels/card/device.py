@@ -19,7 +19,7 @@ from .auto_choice import (
     stored_auto_choice,
 )
 from .machine import triton_available
-from .triton_release import triton_requirement
+from .triton_release import triton_installation
 
 KERNEL_CHOICES = ("auto", "fused int8", "bf16")
 CONSUMER_AMPERE = (8, 6)
@@ -66,14 +66,22 @@ def _builds_kernels(device: torch.device) -> bool:
     return fused_obstacle(device) is None
 
 
+def takes_kernels(device: torch.device) -> bool:
+    """Whether a device is a card that the kernels are made for, so that it is worth having a Triton."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _OLDEST_CAPABILITY
+
+
 def fused_obstacle(device: torch.device) -> str | None:
     """Why the fused kernel cannot run on a GPU, in words and with what to do, or None where it can."""
     name = torch.cuda.get_device_name(device)
-    major, minor = capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or capability < _OLDEST_CAPABILITY:
+    if not takes_kernels(device):
+        major, minor = torch.cuda.get_device_capability(device)
         return f"{name} (sm_{major}{minor}) lacks what the fused INT8 kernel needs, an NVIDIA card from Ampere on"
     if not triton_available():
-        return f'Triton is not installed; run `pip install "{triton_requirement()}"`'
+        folder, command = triton_installation()
+        return f"Triton is not installed; in the folder {folder} run `{command}`"
     error = triton_error()
     return None if error is None else f"Triton does not work here ({error}); install a C compiler, or Triton anew"
 

@@ -1,8 +1,13 @@
-"""Which Triton goes with the installed PyTorch. Needs nothing but Python: install.py runs it by its path."""
+"""Which Triton goes with the installed PyTorch, whether that one is installed, and the command that installs it."""
 
 import importlib.metadata
+import importlib.util
 import re
 import sys
+from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
+
+from .machine import triton_available
 
 # Each minor version of PyTorch is built for one of Triton's; another breaks torch.compile, for other packs too. What
 # PyTorch's wheels on PyPI require on Linux, and, up to 2.10, the table in triton-windows' README.
@@ -18,16 +23,96 @@ _OF_TORCH = {
     "2.14": "3.8",
     "2.15": "3.9",
 }
+_NEWEST_FOR_WINDOWS = "3.8"  # of triton-windows on PyPI, which comes weeks after PyTorch
+_PORTABLE = "python_embeded"  # the folder of the Python in ComfyUI's portable build for Windows, as it is spelled there
+
+
+@dataclass(frozen=True)
+class TritonProblem:
+    """What is wrong with the Triton that is installed.
+
+    Attributes:
+        summary: what comes of it, in a few words.
+        detail: what it is and what to do, in one sentence.
+    """
+
+    summary: str
+    detail: str
+
+
+def triton_problem() -> TritonProblem | None:
+    """Whether Triton is missing, cannot be imported, or is another one than PyTorch is built for; None of none."""
+    if not triton_available():
+        return _without_triton("Triton is not installed")
+    try:
+        import triton
+
+        installed = _minor(triton.__version__)
+    except Exception as error:  # it imports what is compiled, and its own parts, which may be of another version
+        line = str(error).strip().partition("\n")[0] or type(error).__name__
+        return _without_triton(f"Triton cannot be imported ({line})", anew=True)
+    wanted = _wanted()
+    if wanted is None or installed == wanted or _is_ahead(wanted):
+        return None
+    what = f"Triton {installed} is installed, but PyTorch {_torch_release()} is built for Triton {wanted}"
+    return TritonProblem("Triton does not go with PyTorch", f"{what}: torch.compile may fail; {_to_do()}")
+
+
+def triton_installation(anew: bool = False) -> tuple[str, str]:
+    """A folder, and the command that installs Triton for the Python that runs, given there in any shell.
+
+    `anew` replaces one that is installed in the same version.
+    """
+    windows = sys.platform == "win32"
+    python = (PureWindowsPath if windows else PurePosixPath)(sys.executable)
+    portable = windows and python.parent.name.lower() == _PORTABLE
+    folder = python.parent.parent if portable else python.parent
+    program = ("\\" if windows else "/").join((".", *python.relative_to(folder).parts))
+    # A venv of uv has no pip.
+    pip = "uv pip" if importlib.util.find_spec("pip") is None and importlib.util.find_spec("uv") else "pip"
+    options = " --force-reinstall --no-deps" if anew else ""
+    isolated = " -s" if portable else ""
+    return str(folder), f'{program}{isolated} -m {pip} install{options} "{triton_requirement()}"'
 
 
 def triton_requirement() -> str:
-    """What pip is asked for where Triton is missing, such as `triton-windows==3.6.*`.
+    """What pip is asked for, such as `triton-windows==3.6.*`.
 
-    Without a version where PyTorch is missing, or is one of which nobody knows.
+    Without a version where PyTorch is missing, or is one of which nobody knows. On Windows the newest that there is,
+    where that of PyTorch is yet to come.
     """
     package = "triton-windows" if sys.platform == "win32" else "triton"
-    release = _named_by_torch() or _OF_TORCH.get(_torch_release())
+    release = _wanted()
+    if release is not None and _is_ahead(release):
+        release = _NEWEST_FOR_WINDOWS
     return package if release is None else f"{package}=={release}.*"
+
+
+def _without_triton(what: str, anew: bool = False) -> TritonProblem:
+    return TritonProblem("INT8 layers compute in bf16", f"{what}; {_to_do(anew)}")
+
+
+def _to_do(anew: bool = False) -> str:
+    folder, command = triton_installation(anew)
+    return f"in the folder {folder} run `{command}`"
+
+
+def _wanted() -> str | None:
+    """The minor version of Triton that the installed PyTorch is built for, as far as it is known."""
+    return _named_by_torch() or _OF_TORCH.get(_torch_release())
+
+
+def _is_ahead(release: str) -> bool:
+    """Whether a release of Triton is not there yet for this system."""
+    return sys.platform == "win32" and _numbers(release) > _numbers(_NEWEST_FOR_WINDOWS)
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in release.split(".")]
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def _torch_release() -> str:
@@ -35,7 +120,7 @@ def _torch_release() -> str:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return ""
-    return ".".join(version.split(".")[:2])
+    return _minor(version)
 
 
 def _named_by_torch() -> str | None:

@@ -243,7 +243,8 @@ def refuse_unknown(layer: Any, arguments: Collection[str]) -> None:
 
 def name_linears(root: torch.nn.Module) -> None:
     """Let the linears of this pack under a module know their paths, which errors name."""
-    for name, module in root.named_modules():
+    modules: dict[str, Any] = dict(root.named_modules())
+    for name, module in modules.items():
         if hasattr(module, "linear_name"):
             module.linear_name = name
 

@@ -1,10 +1,14 @@
-"""Loading the pack beside a comfy-kitchen that lacks what it needs, or without Triton: a line says what to install."""
+"""Loading the pack beside a comfy-kitchen that lacks what it needs, or without Triton: a line says what to install.
+
+What is wrong with Triton is a toast too, in the browsers that run a node where there is a card for it.
+"""
 
 import ast
 import asyncio
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,10 +20,100 @@ def test_the_installed_will_do(pack, caplog):
 
 def test_a_missing_triton_is_said_in_one_line(pack, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(f"{pack.__name__}.nodes.host.notices._from_load", [])  # where there is a card, it is kept
     assert asyncio.run(pack.comfy_entrypoint()) is not None
     (line,) = [record.getMessage() for record in caplog.records]
     assert "bf16" in line and "\n" not in line
-    assert re.search(r"`pip install \"triton(-windows)?==\d+\.\d+\.\*\"`", line)
+    assert re.search(r"in the folder \S+ run `\S+ -m (uv )?pip install \"triton(-windows)?==\d+\.\d+\.\*\"`", line)
+
+
+DETAIL = "Triton 3.8 is installed, but PyTorch 2.13 is built for Triton 3.7: torch.compile may fail; run `a command`"
+
+
+@pytest.fixture
+def loaded(pack, monkeypatch):
+    """Load the pack on a machine with a card or without, where this is wrong with Triton; its module of notices."""
+    from int8_dit.nodes.host import installed, notices
+
+    monkeypatch.setattr(notices, "_from_load", [])
+
+    def load(card=True, summary="Triton does not go with PyTorch", detail=DETAIL):
+        problem = None if detail is None else SimpleNamespace(summary=summary, detail=detail)
+        monkeypatch.setattr(installed, "takes_kernels", lambda device: card)
+        monkeypatch.setattr(installed, "triton_problem", lambda: problem)
+        assert asyncio.run(pack.comfy_entrypoint()) is not None
+        return notices
+
+    return load
+
+
+@pytest.fixture
+def toasts(pack, monkeypatch):
+    """What a browser is shown while a node of its prompt runs."""
+    from int8_dit.nodes.host import notices
+
+    shown = []
+    monkeypatch.setattr(notices, "executing_node", lambda: ("a prompt", "7"))
+    monkeypatch.setattr(notices, "client", lambda: "a browser")
+    monkeypatch.setattr(notices, "send_event", lambda name, event, to: shown.append((to, name, event)))
+    notices._said_in.cache_clear()
+    yield shown
+    notices._said_in.cache_clear()
+
+
+def messages(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_triton_of_another_pytorch_is_one_line_at_load_and_a_toast_of_each_run(loaded, toasts, caplog):
+    """The browser shows a reason once a session."""
+    loaded()
+    (line,) = messages(caplog)
+    assert line == f"INT8 DiT: Triton does not go with PyTorch: {DETAIL}." and not toasts
+    _load_a_model()
+    (toast,) = toasts
+    assert toast == (
+        "a browser",
+        "int8_dit.warning",
+        {"reason": "triton", "summary": "Triton does not go with PyTorch", "detail": f"{DETAIL}.", "node": "7"},
+    )
+    assert messages(caplog) == [line]
+
+
+def test_a_fallback_for_want_of_triton_is_the_same_toast(loaded, toasts):
+    notices = loaded(summary="INT8 layers compute in bf16", detail="Triton is not installed; run `a command`")
+    notices.warn("bf16", "INT8 DiT runs in bf16", "Triton is not installed; run `a command`.")
+    notices.warn("bf16", "INT8 DiT runs in bf16", "the model runs on cpu.")
+    assert [event["reason"] for *_, event in toasts] == ["triton", "bf16"]
+
+
+@pytest.mark.parametrize("card, detail", ((True, None), (False, DETAIL)))
+def test_nothing_is_said_of_a_triton_that_goes_with_pytorch_or_without_a_card(loaded, toasts, caplog, card, detail):
+    loaded(card, detail=detail)
+    _load_a_model()
+    assert not messages(caplog) and not [event for *_, event in toasts if event["reason"] == "triton"]
+
+
+def _load_a_model():
+    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
+
+    LoadINT8DiT.execute("demo_letters_q4_0.gguf", "bf16")  # which the pack brings
+
+
+def test_a_triton_that_raises_when_it_is_imported_stops_nothing(pack, monkeypatch, tmp_path, caplog):
+    """Whatever it raises: the pack is loaded, and says it where there is a card."""
+    from int8_dit.nodes.host import installed, notices
+
+    monkeypatch.setattr(notices, "_from_load", [])
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise AttributeError('of another PyTorch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(installed, "takes_kernels", lambda device: True)
+    assert asyncio.run(pack.comfy_entrypoint()) is not None
+    (line,) = [text for text in messages(caplog) if "cannot be imported" in text]
+    assert "Triton cannot be imported (of another PyTorch); in the folder " in line and "--force-reinstall" in line
 
 
 def test_unknown_insides_are_said_in_one_line(pack, caplog, monkeypatch):

@@ -25,6 +25,15 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "0.6 % of the weight changes; 15.1 MB become 9.4 MB",
     "46.8 dB: most people see no difference",
     "PSNR: image and other differ within noise.",
+    r"Triton is not installed; in the folder D:\My files\portable run `.\python_embeded\python.exe -s -m pip install "
+    '"triton-windows==3.7.*"`.',
+    "Triton 3.8 is installed, but PyTorch 2.13 is built for Triton 3.7: torch.compile may fail; in the folder "
+    r"C:\ComfyUI\venv\Scripts run `.\python.exe -m pip install "
+    '"triton-windows==3.7.*"`.',
+    "Triton cannot be imported (DLL load failed: libtriton.pyd); in the folder "
+    '/home/me/venv/bin run `./python3 -m pip install --force-reinstall --no-deps "triton==3.7.*"`.',
+    "Triton does not go with PyTorch",
+    "INT8 layers compute in bf16",
 )
 OF_FILES = ("nodes/files/", "nodes/loading/")  # where errors get a file's name before them
 UNKNOWN = "a/path, v1.2: what nobody translated (INT8)"
