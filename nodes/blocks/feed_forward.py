@@ -1,5 +1,6 @@
-"""Feed-forwards whose second linear ComfyUI computes itself, with the activation before it and past the linear's own
-forward (its `linear_input_act`): those of Wan, LTX-Video and MiniMax."""
+"""Feed-forwards whose second linear ComfyUI up to 0.39 computes itself, with the activation before it and past the
+linear's own forward (its `linear_input_act`): those of Wan, LTX-Video and MiniMax. Later ones give it the activation.
+"""
 
 from typing import Any
 

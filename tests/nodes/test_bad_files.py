@@ -155,10 +155,18 @@ def marked(dit, mark):
 
 
 @pytest.mark.parametrize(
-    "mark, named", (({"format": "int9_rowwise"}, "'int9_rowwise'"), ({}, "None"), ({"format": []}, "[]"))
+    "mark, named",
+    (
+        ({"format": "int9_rowwise"}, "'int9_rowwise'"),
+        ({"format": "awq_w4a16"}, "'awq_w4a16'"),
+        ({"format": "fp16_linear"}, "'fp16_linear'"),
+        ({}, "None"),
+        ({"format": []}, "[]"),
+    ),
 )
-def test_an_unknown_format(dit, refuse, mark, named):
-    refuse(marked(dit, mark), f"{LAYER}.comfy_quant", "unknown", named)
+def test_a_format_that_nobody_reads(dit, refuse, mark, named):
+    says = f"the quantization format {named}, which neither INT8 DiT nor this ComfyUI reads. Update ComfyUI"
+    refuse(marked(dit, mark), f"{LAYER}.comfy_quant", says)
 
 
 @pytest.mark.parametrize("text", ("{", "[]", "{}", '{"layers": 5}', '{"layers": {"a": {}}', "7"))

@@ -44,14 +44,6 @@ def bank(dit):
     }
 
 
-@pytest.mark.parametrize("name", ("awq_w4a16", "fp16_linear", "of_next_year"))
-def test_a_format_that_nobody_reads(dit, refuse, name):
-    refuse(
-        dit.tensors() | {f"{LAYER}.comfy_quant": encoded({"format": name})},
-        LAYER, f"the quantization format '{name}', which neither INT8 DiT nor this ComfyUI reads", "Update ComfyUI",
-    )  # fmt: skip
-
-
 def test_experts_in_codes(dit, refuse):
     refuse(bank(dit), f"{LAYER}.weight is a bank of experts in asym_w4a8_int8", "ComfyUI's own loader")
 

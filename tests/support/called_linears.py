@@ -127,6 +127,9 @@ class Kind:
         return not self.needs or self.needs in known_formats()
 
 
+FORMS = {"plain": {}, "smoothed": {"smoothed": True}, "rotated": {"group": 64}, "16 bits": {"bits": 16}}
+"""How a weight of this pack's may be INT8: options of `int8`."""
+
 KINDS = {
     "INT8": Kind(lambda: loaded(int8), fused=True),
     "smoothed": Kind(lambda: loaded(partial(int8, smoothed=True)), fused=True),
@@ -162,6 +165,10 @@ class Asked:
 
     def named(self) -> dict[str, Any]:
         return dict(vars(self))
+
+    def of(self, dtype: torch.dtype) -> Asked:
+        """The same in another dtype."""
+        return Asked(**{name: v.to(dtype) if isinstance(v, torch.Tensor) else v for name, v in self.named().items()})
 
     def input(self) -> torch.Tensor:
         """[2, tokens, channels] of the activation's input."""
