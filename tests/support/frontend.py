@@ -18,16 +18,26 @@ if TYPE_CHECKING:
 
 TIMEOUT_MS = 120_000
 BADGE, WARNING, DETAILS = ".int8-badge", ".int8-warning", ".int8-details"
+# A warning goes some time after nobody points at it: by then a busy machine may not have come to look at it.
+_POINT_AT_WARNINGS = """
+    new MutationObserver((records) => {
+        for (const node of records.flatMap(({ addedNodes }) => [...addedNodes]))
+            if (node.matches?.(".int8-warnings, .int8-warning"))
+                for (const warning of node.matches(".int8-warning") ? [node] : node.children)
+                    warning.dispatchEvent(new MouseEvent("mouseenter"));
+    }).observe(document, { childList: true, subtree: true });
+"""
 
 
 @contextmanager
 def open_frontend(browser: Browser, url: str, **options: object) -> Iterator[Page]:
-    """The frontend as a client of its own with nothing stored: loaded, idle, its graph empty.
+    """The frontend as a client of its own with nothing stored: loaded, idle, its graph empty. Warnings stay.
 
     `options` are those of a browser's page. Raises AssertionError at the end if a script raised in it.
     """
     page = browser.new_page(**{"viewport": {"width": 1600, "height": 1000}} | options)
     page.set_default_timeout(TIMEOUT_MS)
+    page.add_init_script(_POINT_AT_WARNINGS)
     errors = []
     page.on("pageerror", lambda error: errors.append(error))
     page.goto(url)
