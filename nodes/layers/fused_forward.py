@@ -137,13 +137,22 @@ class INT8Linear:
         """What the arguments behind an input ask for; None for the product alone."""
         return read_linear_call(self, self.own_arguments, args, kwargs) if args or kwargs else None
 
+    def fused_product(self, x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+        """What the arguments ask for, by the fused kernel."""
+        call = self.read_call(args, kwargs)
+        return fused_forward(self, x) if call is None else called_forward(self, call, x)
+
+    def product_around(
+        self, product: Callable[..., torch.Tensor], x: torch.Tensor, args: Any, kwargs: Any
+    ) -> torch.Tensor:
+        """What the arguments ask for, in separate passes around a product of floats."""
+        call = self.read_call(args, kwargs)
+        return product(x) if call is None else call.around(product, x)
+
     def own_forward(self, forward: Callable[..., torch.Tensor], x: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """What ComfyUI's own forward computes of a call. An older one drops all arguments but the input, so that they
         are computed around it."""
-        if self.own_arguments:
-            return forward(x, *args, **kwargs)
-        call = self.read_call(args, kwargs)
-        return forward(x) if call is None else call.around(forward, x)
+        return forward(x, *args, **kwargs) if self.own_arguments else self.product_around(forward, x, args, kwargs)
 
     def _forward(self, input: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """ComfyUI's product with a weight and bias that it has cast, such as for several parts of an input."""

@@ -28,7 +28,7 @@ from ..files import quant_config
 from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.holding.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
 from ..files.reading.values import check_finite
-from ..layers.fused_forward import INT8Linear, called_forward, fused_forward, native_forward, needs_gradient
+from ..layers.fused_forward import INT8Linear, native_forward, needs_gradient
 from ..layers.int8_weight import LAYOUT, computed_with, format_of_weight, int8_weight_of, is_int8, quant_config_of
 from ..layers.linear_call import arguments_of, refuse_unknown
 from ..layers.stored_weights import HookedWeight, put_hooked
@@ -151,15 +151,12 @@ def int8_operations(plan: LoadPlan) -> type:
                 run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
-                call = self.read_call(args, kwargs)
                 path = int8_path(input.device, kernel, self.out_features, self.in_features, form.native)
-                if path == FUSED and not needs_gradient(input):
-                    return fused_forward(self, input) if call is None else called_forward(self, call, input)
                 if path == BF16 or needs_gradient(input):
-                    product = self.forward_comfy_cast_weights
-                else:
-                    product = partial(native_forward, self)
-                return product(input) if call is None else call.around(product, input)
+                    return self.product_around(self.forward_comfy_cast_weights, input, args, kwargs)
+                if path == FUSED:
+                    return self.fused_product(input, args, kwargs)
+                return self.product_around(partial(native_forward, self), input, args, kwargs)
 
             def _own_product(self, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
                 """That of a weight that is not this pack's INT8."""
@@ -170,8 +167,7 @@ def int8_operations(plan: LoadPlan) -> type:
                 else:
                     return self.own_forward(super().forward, input, args, kwargs)
                 run_every_op()
-                call = self.read_call(args, kwargs)
-                return product(input) if call is None else call.around(product, input)
+                return self.product_around(product, input, args, kwargs)
 
             def _resident_product(self, input: torch.Tensor) -> torch.Tensor:
                 return torch.nn.functional.linear(input, self.weight, self.bias)

@@ -12,7 +12,7 @@ from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import keep_patched
 from ..files.holding.stored_weight import is_stored
 from ..host import notices
-from ..layers.fused_forward import INT8Linear, called_forward, class_patch, fused_forward, needs_gradient
+from ..layers.fused_forward import INT8Linear, class_patch, needs_gradient
 from ..layers.input_groups import group_inputs
 from ..layers.int8_weight import is_int8
 from ..layers.linear_call import arguments_of, name_linears
@@ -128,8 +128,6 @@ def running_fused(own: Any, kernel: str, of_encoder: bool = False) -> type:
             if not fused or needs_gradient(input):
                 return self.own_forward(super().forward, input, args, kwargs)
             run_every_op()
-            input = input.dequantize() if isinstance(input, QuantizedTensor) else input
-            call = self.read_call(args, kwargs)
-            return fused_forward(self, input) if call is None else called_forward(self, call, input)
+            return self.fused_product(input.dequantize() if isinstance(input, QuantizedTensor) else input, args, kwargs)
 
     return FusedINT8Linear
