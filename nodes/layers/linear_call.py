@@ -27,6 +27,7 @@ from ..comfyui.memory import moved
 _WITHOUT_EPS = ("input_act", "act_weight", "residual", "residual_scale")
 _WITH_EPS = ("input_act", "act_weight", "act_eps", "residual", "residual_scale")
 """The arguments behind the input, in the order of ComfyUI's forward; the first revision had no `act_eps`."""
+_KNOWN = frozenset(_WITH_EPS)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -190,6 +191,8 @@ def read_linear_call(
             one of the two orders that are known.
         args, kwargs: the arguments. ComfyUI gives all of them in some calls, and None where it does not use one.
     """
+    if not args and kwargs.keys() <= _KNOWN and kwargs.get("input_act") is kwargs.get("residual") is None:
+        return None  # what most calls ask for, of every linear at every step
     has_eps = len(args) == len(_WITH_EPS) or (len(args) > 2 and isinstance(args[2], (float, int)))
     order = [*(own or (_WITH_EPS if has_eps else _WITHOUT_EPS))]
     order += [f"argument {place + 2}" for place in range(len(order), len(args))]
