@@ -3,7 +3,7 @@
 from .card.attention_choice import AttentionChoice, stored_attention_choice
 from .card.auto_choice import BF16, FUSED, NATIVE, WAYS, AutoChoice, stored_auto_choice
 from .card.device import KERNEL_CHOICES, choose_path, decide_by, int8_path, native_computes, runs_fused, takes_kernels
-from .card.triton_release import triton_installation, triton_problem
+from .card.triton_release import triton_advice, triton_problem
 from .checks import FLOAT_DTYPES
 from .gguf.formats import GGUF_FORMATS
 from .internals.assumptions import missing
@@ -99,7 +99,7 @@ __all__ = [
     "stored_auto_choice",
     "takes_kernels",
     "transform_candidates",
-    "triton_installation",
+    "triton_advice",
     "triton_problem",
     "unplanned_memory",
 ]

@@ -15,9 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from kernels import triton_installation, triton_problem
+from kernels import triton_problem
 from kernels.card import triton_release
-from kernels.card.triton_release import triton_requirement
+from kernels.card.triton_release import triton_installation, triton_requirement
 
 PROJECT = Path(__file__).resolve().parents[1]
 FOR_WINDOWS = ("--platform", "win_amd64", "--only-binary", ":all:", "--disable-pip-version-check")

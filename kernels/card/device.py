@@ -19,7 +19,7 @@ from .auto_choice import (
     stored_auto_choice,
 )
 from .machine import triton_available
-from .triton_release import triton_installation
+from .triton_release import triton_advice
 
 KERNEL_CHOICES = ("auto", "fused int8", "bf16")
 CONSUMER_AMPERE = (8, 6)
@@ -80,8 +80,7 @@ def fused_obstacle(device: torch.device) -> str | None:
         major, minor = torch.cuda.get_device_capability(device)
         return f"{name} (sm_{major}{minor}) lacks what the fused INT8 kernel needs, an NVIDIA card from Ampere on"
     if not triton_available():
-        folder, command = triton_installation()
-        return f"Triton is not installed; in the folder {folder} run `{command}`"
+        return f"Triton is not installed; {triton_advice()}"
     error = triton_error()
     return None if error is None else f"Triton does not work here ({error}); install a C compiler, or Triton anew"
 

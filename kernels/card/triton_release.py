@@ -55,7 +55,7 @@ def triton_problem() -> TritonProblem | None:
     if wanted is None or installed == wanted or _is_ahead(wanted):
         return None
     what = f"Triton {installed} is installed, but PyTorch {_torch_release()} is built for Triton {wanted}"
-    return TritonProblem("Triton does not go with PyTorch", f"{what}: torch.compile may fail; {_to_do()}")
+    return TritonProblem("Triton does not go with PyTorch", f"{what}: torch.compile may fail; {triton_advice()}")
 
 
 def triton_installation(anew: bool = False) -> tuple[str, str]:
@@ -75,6 +75,13 @@ def triton_installation(anew: bool = False) -> tuple[str, str]:
     return str(folder), f'{program}{isolated} -m {pip} install{options} "{triton_requirement()}"'
 
 
+def triton_advice(anew: bool = False) -> str:
+    """What to do for a Triton that goes with PyTorch, as the second half of a sentence; `triton_installation` says the
+    parts."""
+    folder, command = triton_installation(anew)
+    return f"in the folder {folder} run `{command}`"
+
+
 def triton_requirement() -> str:
     """What pip is asked for, such as `triton-windows==3.6.*`.
 
@@ -89,12 +96,7 @@ def triton_requirement() -> str:
 
 
 def _without_triton(what: str, anew: bool = False) -> TritonProblem:
-    return TritonProblem("INT8 layers compute in bf16", f"{what}; {_to_do(anew)}")
-
-
-def _to_do(anew: bool = False) -> str:
-    folder, command = triton_installation(anew)
-    return f"in the folder {folder} run `{command}`"
+    return TritonProblem("INT8 layers compute in bf16", f"{what}; {triton_advice(anew)}")
 
 
 def _wanted() -> str | None:

@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 
-from ...kernels import missing, takes_kernels, triton_installation, triton_problem
+from ...kernels import missing, takes_kernels, triton_advice, triton_problem
 from ..comfyui.assumptions import check_comfyui, comfyui_version
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,6 @@ def _check_triton() -> None:
     elif importlib.util.find_spec("triton") is None:
         logger.warning(
             "INT8 DiT: Triton is not installed, so INT8 layers compute in bf16. An NVIDIA card from Ampere on needs "
-            "it for INT8: in the folder %s run `%s`.",
-            *triton_installation(),
+            "it for INT8: %s.",
+            triton_advice(),
         )
