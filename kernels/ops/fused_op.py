@@ -149,9 +149,9 @@ class FusedOp(Generic[P, R]):
         results = self.operator(*flat)
         if out is None:
             return results
-        for target, result in zip(out, results, strict=True):
+        for target, result in zip(out, (results,) if self._single else results, strict=True):
             target.copy_(result)
-        return out
+        return out[0] if self._single else out
 
     def flat(self, arguments: Sequence[Any]) -> list[Any]:
         """The operator's arguments for the op's."""

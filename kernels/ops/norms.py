@@ -90,7 +90,7 @@ def norm_quantize(
     activation_bits: int = 8,
     rows: torch.Tensor | None = None,
 ) -> Quantized:
-    """norm(x) (1 + scale) + shift, quantized per token as `quantize_activations` does; float32 in between.
+    """norm(x) scale + shift, quantized per token as `quantize_activations` does; float32 in between.
 
     Args:
         x: [B, T, K] or [T, K], bf16, fp16 or fp32.
@@ -110,7 +110,7 @@ def norm_quantize(
     """
     values = normalized(x, norm)
     if scale is not None:
-        values = values * (1 + _chosen(scale, rows))
+        values = values * _chosen(scale, rows)
     if shift is not None:
         values = values + _chosen(shift, rows)
     return quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)
@@ -121,8 +121,8 @@ def _check_gated_residual(
     x: torch.Tensor,
     gate: torch.Tensor | None,
     norm: Norm | None,
-    tanh: bool,
     rows: torch.Tensor | None,
+    out: tuple[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     check_tokens("residual", residual)
     check_tokens("x", x)
@@ -133,8 +133,11 @@ def _check_gated_residual(
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     if norm is not None:
         _check_norm(norm, x.shape[-1])
-    check_same_device(residual=residual, x=x, gate=gate, weight=weight, bias=bias, rows=rows)
-    return residual.new_empty(residual.shape)
+    target = residual.new_empty(residual.shape) if out is None else out[0]
+    if target.shape != x.shape or target.dtype != residual.dtype or not target.is_contiguous():
+        raise ValueError(f"out must be a contiguous {residual.dtype} tensor of shape {tuple(x.shape)}")
+    check_same_device(residual=residual, x=x, gate=gate, weight=weight, bias=bias, rows=rows, out=target)
+    return target
 
 
 def _launch_gated_residual(*arguments: Any):
@@ -149,24 +152,25 @@ def gated_residual(
     x: torch.Tensor,
     gate: torch.Tensor | None = None,
     norm: Norm | None = None,
-    tanh: bool = False,
     rows: torch.Tensor | None = None,
+    out: tuple[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """residual + gate norm(x), with the gate's tanh where `tanh` says so; float32 in between.
+    """residual + gate norm(x); float32 in between.
 
     Args:
         residual, x: [B, T, K] or [T, K], bf16, fp16 or fp32.
         gate: [B or 1, T or 1, K], with as many axes as `x`, or None for ones.
         norm: the norm of `x`, or None.
         rows: which row of `gate` each token has, as in `norm_quantize`; or None.
+        out: the contiguous tensor to write into, which may be `residual`; a new one when None.
 
     Returns:
-        A new tensor like `residual`.
+        The sum in the dtype of `residual`.
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
     values = x.float() if norm is None else normalized(x, norm)
     if gate is not None:
-        gate = _chosen(gate, rows)
-        values = values * (gate.tanh() if tanh else gate)
-    return (residual.float() + values).to(residual.dtype)
+        values = values * _chosen(gate, rows)
+    result = (residual.float() + values).to(residual.dtype)
+    return result if out is None else out[0].copy_(result)

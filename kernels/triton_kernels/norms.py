@@ -12,7 +12,6 @@ from .rows import (
     input_offsets,
     magnitude_bits,
     modulation_offset,
-    reciprocal,
     row_blocks,
     store_quantized,
     store_scale,
@@ -80,9 +79,9 @@ def _affine(values, weight, bias, offsets, K, HAS_WEIGHT: tl.constexpr, HAS_BIAS
 @triton.jit
 def _modulated(values, scale_row, shift_row, offsets, K, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr):
     if HAS_SCALE and HAS_SHIFT:
-        values = tl.fma(values, 1.0 + _load_shared(scale_row, offsets, K), _load_shared(shift_row, offsets, K))
+        values = tl.fma(values, _load_shared(scale_row, offsets, K), _load_shared(shift_row, offsets, K))
     elif HAS_SCALE:
-        values *= 1.0 + _load_shared(scale_row, offsets, K)
+        values *= _load_shared(scale_row, offsets, K)
     elif HAS_SHIFT:
         values += _load_shared(shift_row, offsets, K)
     return values
@@ -121,7 +120,7 @@ def norm_quantize_kernel(
     TAIL: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program: norm(x) (1 + scale) + shift of one token, smoothed, rotated and quantized as activations are.
+    """One program: norm(x) scale + shift of one token, smoothed, rotated and quantized as activations are.
 
     Of each tensor [B, T, K] the kernel knows how far apart samples and tokens lie: 0 where one row serves all.
     """
@@ -153,13 +152,6 @@ def norm_quantize_kernel(
 
 
 @triton.jit
-def _tanh(x, INTERPRETED: tl.constexpr):
-    """tanh to within 2^-22: what it is multiplied with is added to the residual, so relative exactness near 0 is lost
-    there anyhow."""
-    return 1.0 - 2.0 * reciprocal(1.0 + tl.exp(2.0 * x), INTERPRETED)
-
-
-@triton.jit
 def _store_sum(
     out_row,
     values,
@@ -171,18 +163,14 @@ def _store_sum(
     K,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
 ):
     values = _affine(values, weight, bias, offsets, K, HAS_WEIGHT, HAS_BIAS)
-    residual = _load_read_once(residual_row, offsets, K)
-    if GATE == "none":
-        result = residual + values
+    result = _load_read_once(residual_row, offsets, K)
+    if HAS_GATE:
+        result = tl.fma(_load_shared(gate_row, offsets, K), values, result)
     else:
-        gate = _load_shared(gate_row, offsets, K)
-        if GATE == "tanh":
-            gate = _tanh(gate, INTERPRETED)
-        result = tl.fma(gate, values, residual)
+        result += values
     tl.store(out_row + offsets, result.to(out_row.dtype.element_ty), mask=offsets < K)
 
 
@@ -208,12 +196,11 @@ def gated_residual_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
-    GATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """One program: residual + gate norm(x) of one token. GATE is "none", "plain" or "tanh"."""
+    """One program: residual + gate norm(x) of one token. `out` may be `residual`."""
     row = tl.program_id(0)
     x_row = x + token_offset(row, T, x_sample, x_token)
     residual_row = residual + token_offset(row, T, residual_sample, residual_token)
@@ -224,11 +211,9 @@ def gated_residual_kernel(
     if TAIL > 0:
         second = HEAD + tl.arange(0, TAIL)
     head, tail = _normalized(x_row, first, second, K, eps, NORM, TAIL)
-    _store_sum(out_row, head, residual_row, gate_row, weight, bias, first, K, HAS_WEIGHT, HAS_BIAS, GATE, INTERPRETED)
+    _store_sum(out_row, head, residual_row, gate_row, weight, bias, first, K, HAS_WEIGHT, HAS_BIAS, HAS_GATE)
     if TAIL > 0:
-        _store_sum(
-            out_row, tail, residual_row, gate_row, weight, bias, second, K, HAS_WEIGHT, HAS_BIAS, GATE, INTERPRETED
-        )
+        _store_sum(out_row, tail, residual_row, gate_row, weight, bias, second, K, HAS_WEIGHT, HAS_BIAS, HAS_GATE)
 
 
 def norm_quantize_constants(
@@ -291,7 +276,7 @@ def launch_norm_quantize(
 
 
 def gated_residual_constants(
-    channels: int, kind: str, gate: str, has_weight: bool, has_bias: bool, has_rows: bool, interpreted: bool
+    channels: int, kind: str, has_gate: bool, has_weight: bool, has_bias: bool, has_rows: bool
 ) -> tuple[dict[str, object], dict[str, object]]:
     """The kernel's constants and compilation options."""
     head, tail, _, warps = row_blocks(channels, 1)
@@ -300,8 +285,7 @@ def gated_residual_constants(
         "HAS_WEIGHT": has_weight,
         "HAS_BIAS": has_bias,
         "HAS_ROWS": has_rows,
-        "GATE": gate,
-        "INTERPRETED": interpreted,
+        "HAS_GATE": has_gate,
         "HEAD": head,
         "TAIL": tail,
     }
@@ -323,8 +307,8 @@ def launch_gated_residual(
     eps: float,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    tanh: bool,
     rows: torch.Tensor | None,
+    out: tuple[torch.Tensor] | None = None,
 ) -> Layout | None:
     """The launch on checked, non-empty tensors like these; None for rows that no program holds."""
     channels = x.shape[-1]
@@ -332,8 +316,6 @@ def launch_gated_residual(
         return None
     tensors = (residual, x, gate, weight, bias, rows)
     read = _as_read(tensors)
-    gated = "none" if gate is None else "tanh" if tanh else "plain"
-    given = (tensor is not None for tensor in (weight, bias, rows))
-    form = (channels, kind or "none", gated, *given, not x.is_cuda)
+    form = (channels, kind or "none", *(tensor is not None for tensor in (gate, weight, bias, rows)))
     numbers = (x.shape[-2], channels, *(stride for tensor in read[:3] for stride in token_strides(tensor)), eps)
     return Layout(_GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _as_read)

@@ -70,7 +70,7 @@ def modulated_product(
     if not x.shape[-1] == norm_weight.numel() == modulation_scale.numel() == channels:
         return NotImplemented
     norm, held = Norm("rms", norm_eps, norm_weight.reshape(channels)), params(weight)
-    scale = _row(modulation_scale, x)
+    scale = 1 + _row(modulation_scale, x)
     quantized = norm_quantize(x, norm, scale, None, held.transform, held.activation_bits)
     return _product(weight, quantized, bias, x)
 

@@ -16,7 +16,7 @@ SCHEMAS = {
     "norm_quantize": f"Tensor x, {NORM.format('')}, Tensor? scale, Tensor? shift, {TRANSFORM}, int activation_bits"
     ", Tensor? rows",
     "activate_quantize": f"Tensor gate, str activation, Tensor? up, Tensor? beside, {TRANSFORM}, int activation_bits",
-    "gated_residual": f"Tensor residual, Tensor x, Tensor? gate, {NORM.format('')}, bool tanh, Tensor? rows",
+    "gated_residual": f"Tensor residual, Tensor x, Tensor? gate, {NORM.format('')}, Tensor? rows",
     "norm_rope": f"Tensor q, Tensor k, {NORM.format('q_')}, {NORM.format('k_')}, Tensor freqs, str pairs",
 }
 
@@ -36,7 +36,7 @@ def test_arguments_by_name_and_by_place():
         norm_quantize(activation_bits=16, transform=transform, norm=RMS, x=x),
     ):
         assert all(map(torch.equal, result, expected))
-    assert torch.equal(gated_residual(x, x, tanh=True), gated_residual(x, x, None, None, True))
+    assert torch.equal(gated_residual(x, x, gate=x), gated_residual(x, x, x))
 
 
 @pytest.mark.parametrize(

@@ -129,13 +129,16 @@ def test_modulations_of_every_shape(batch, tokens, given):
     norm = Norm("rms", 1e-5, random_float(40, seed=3), random_float(40, seed=4, dtype=torch.bfloat16))
     result = norm_quantize(x, norm, scale, shift)
     exact = norm_in_float64(x, norm)
-    exact = exact if scale is None else exact * (1 + scale.double())
+    exact = exact if scale is None else exact * scale.double()
     exact = exact if shift is None else exact + shift.double()
     assert_quantized(result, exact, norm_quantize.reference(x, norm, scale, shift, ChannelTransform(), 8), 8)
 
     residual, gate = random_float(2, 3, 40, seed=5), modulation(batch, tokens, 40, torch.bfloat16, seed=6)[0]
     exact = residual.double() + gate.double() * norm_in_float64(x, norm)
     torch.testing.assert_close(gated_residual(residual, x, gate, norm).double(), exact, rtol=1e-5, atol=1e-5)
+    written = gated_residual(residual, x, gate, norm, out=(residual,))
+    assert written is residual
+    torch.testing.assert_close(residual.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_strided_tokens_of_a_norm():
@@ -195,8 +198,8 @@ def test_no_further_from_the_truth_than_separate_passes(dtype, channels, smooth,
         return quantize_activations(values.flatten(0, -2), transform, activation_bits)
 
     fused = norm_quantize(x, norm, scale, shift, transform, activation_bits)
-    unfused = separate(F.rms_norm(x, (channels,), norm.weight, 1e-6) * (1 + scale) + shift)
-    exact = norm_in_float64(x, norm) * (1 + scale.double()) + shift.double()
+    unfused = separate(F.rms_norm(x, (channels,), norm.weight, 1e-6) * scale + shift)
+    exact = norm_in_float64(x, norm) * scale.double() + shift.double()
     assert error(fused, exact) <= 1.02 * error(unfused, exact)
 
     fused = activate_quantize(x, "silu", up, None, transform, activation_bits)
@@ -233,7 +236,7 @@ def test_rows_longer_than_registers():
     x, norm = random_float(1, 2, 33000, seed=1, dtype=torch.bfloat16), Norm("rms", 1e-6)
     result, expected = norm_quantize(x, norm), norm_quantize.reference(x, norm, None, None, ChannelTransform(), 8)
     assert_quantized(result, norm_in_float64(x, norm), expected, 8)
-    assert torch.equal(gated_residual(x, x, None, norm), gated_residual.reference(x, x, None, norm, False))
+    assert torch.equal(gated_residual(x, x, None, norm), gated_residual.reference(x, x, None, norm))
 
 
 @pytest.mark.parametrize("pairs", ("neighbours", "halves"))
@@ -298,6 +301,7 @@ RMS = Norm("rms", 1e-6)
         (lambda: activate_quantize(X, "silu", None, X[:1]), "beside must have the rows of gate"),
         (lambda: gated_residual(X, X[:1]), "x must have the residual's shape"),
         (lambda: gated_residual(X, X, X[0]), "gate must have shape"),
+        (lambda: gated_residual(X, X, out=(X.mT,)), "out must be a contiguous"),
         (lambda: gated_residual(X, X, X, rows=ROWS.long()), "rows must be int32"),
         (lambda: norm_rope(Q, Q[:1], None, None, FREQS, "halves"), "q and k must be"),
         (lambda: norm_rope(Q, Q, None, None, FREQS, "thirds"), "pairs must be neighbours or halves"),

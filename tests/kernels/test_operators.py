@@ -390,7 +390,7 @@ def test_compiled_fused_ops_that_do_not_round_have_gradients():
     freqs = random_float(1, 3, 2, 2, 2, seed=3)
 
     def together(residual, x, gate):
-        total = kernels.gated_residual(residual, x, gate, tanh=True)
+        total = kernels.gated_residual(residual, x, gate)
         return kernels.norm_rope(total.view(1, 3, 4, 4), residual.view(1, 3, 4, 4), None, None, freqs, "halves")[0]
 
     gradients = []

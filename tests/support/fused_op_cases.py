@@ -109,7 +109,7 @@ def _norm_quantize_in_float64(x, norm, scale, shift, *rest):
     exact = norm_in_float64(x, norm)
     if len(rest) == 3 and rest[-1] is not None:
         scale, shift = (None if part is None else part[:, rest[-1]] for part in (scale, shift))
-    exact = exact if scale is None else exact * (1 + scale.double())
+    exact = exact if scale is None else exact * scale.double()
     return (exact if shift is None else exact + shift.double(),)
 
 
@@ -119,14 +119,14 @@ def _gated_residual(make: Make, form: Form) -> tuple:
     kind, gated, *more = form.kind.split()
     norm = None if kind == "no" else Norm(kind, 1e-6, make(form.channels))
     gate, _, rows = _chosen_by_rows(make, form) if more else (*_modulation(make, form), None)
-    return residual, x, None if gated == "ungated" else gate * 0.5, norm, gated == "tanh", rows
+    return residual, x, None if gated == "ungated" else gate * 0.5, norm, rows
 
 
-def _gated_residual_in_float64(residual, x, gate, norm, tanh, rows=None):
+def _gated_residual_in_float64(residual, x, gate, norm, rows=None):
     values = norm_in_float64(x, norm)
     if gate is not None:
         gate = gate if rows is None else gate[:, rows]
-        values = values * (gate.double().tanh() if tanh else gate.double())
+        values = values * gate.double()
     return (residual.double() + values,)
 
 
@@ -216,10 +216,10 @@ CASES = {
             _gated_residual,
             _gated_residual_in_float64,
             (
-                *(f"{norm} {gate}" for norm in ("no", "rms", "layer") for gate in ("ungated", "plain", "tanh")),
+                *(f"{norm} {gate}" for norm in ("no", "rms", "layer") for gate in ("ungated", "plain")),
                 "no plain rows",
             ),
-            (*_forms(("no plain", "rms tanh"), WIDTHS), *_forms(("no plain rows",), (4096,))),
+            (*_forms(("no plain", "rms plain"), WIDTHS), *_forms(("no plain rows",), (4096,))),
         ),
         Case(
             activate_quantize,
