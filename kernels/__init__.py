@@ -5,9 +5,10 @@ from .card.auto_choice import BF16, FUSED, NATIVE, WAYS, AutoChoice, stored_auto
 from .card.device import KERNEL_CHOICES, choose_path, decide_by, int8_path, native_computes, runs_fused, takes_kernels
 from .card.triton_release import triton_advice, triton_problem
 from .checks import FLOAT_DTYPES
+from .compilers import read_as_plain
 from .gguf.formats import GGUF_FORMATS
+from .internals import function_modes
 from .internals.assumptions import missing
-from .internals.torch_functions import all_modules_hooked
 from .interruption import interruptible
 from .memory_plan import ask_outside_plan_by, unplanned_memory
 from .numerics.attention_error import MOST_ATTENTION_ERROR, AttentionError
@@ -61,7 +62,6 @@ __all__ = [
     "RepeatedLinear",
     "TransformPlan",
     "activate_quantize",
-    "all_modules_hooked",
     "ask_outside_plan_by",
     "check_alpha",
     "choose_path",
@@ -75,6 +75,7 @@ __all__ = [
     "expand_codes",
     "expand_gguf",
     "fastest_way",
+    "function_modes",
     "gated_residual",
     "gguf_channel_scales",
     "int8_attention",
@@ -92,6 +93,7 @@ __all__ = [
     "quantize_gguf",
     "quantize_group",
     "quantize_weight",
+    "read_as_plain",
     "requantize_weight",
     "rotation_group_of",
     "runs_fused",

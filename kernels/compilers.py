@@ -22,16 +22,20 @@ _log = logging.getLogger(__name__)
 _warned_of: set[type[Exception]] = set()
 
 
+_plain: set[type] = {torch.Tensor, torch.nn.Parameter}
+
+
+def read_as_plain(cls: type) -> None:
+    """Let kernels read tensors of a subclass as plain ones: in memory they are."""
+    _plain.add(cls)
+
+
 def watched(x: torch.Tensor) -> bool:
     """Whether someone wants to see operators: a compiler, a tensor subclass or a dispatch mode.
 
     Plain eager calls go straight to the implementations: dispatching to Python takes longer than the checks do.
     """
-    return (
-        (torch.compiler.is_compiling() and _teach_inductor())
-        or type(x) not in (torch.Tensor, torch.nn.Parameter)
-        or dispatch_modes() > 0
-    )
+    return (torch.compiler.is_compiling() and _teach_inductor()) or type(x) not in _plain or dispatch_modes() > 0
 
 
 def define_operators(operators: Mapping[str, tuple[Callable, Callable | None]]) -> None:

@@ -90,8 +90,7 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
     total = sum(summary.linears.values())
     if summary.int8:
         name = "fused INT8" if on_gpu else "INT8 without a GPU"
-        whole = all(kind.fused == kind.blocks for kind in summary.blocks)
-        return Badge("good" if on_gpu and whole else "note", f"{name}: {summary.int8} of {total}", str(summary))
+        return Badge("good" if on_gpu else "note", f"{name}: {summary.int8} of {total}", str(summary))
     if summary.native:
         return Badge("good", f"ComfyUI's INT8, faster here: {summary.native} of {total}", str(summary))
     otherwise = otherwise or floats_of(model)

@@ -18,7 +18,7 @@ NODE_ROOMS = (
     "demo",
     "host",
     "files",
-    "blocks",
+    "deferred",
     "layers",
     "patching",
     "loading",

@@ -23,6 +23,7 @@ export const PARAGRAPHS = {
   "gguf-architecture": { SaveGGUFDiT: "Who can read the file" },
   "gguf-lora": { SaveGGUFDiT: "What is in the file" },
   "triton": { LoadINT8DiT: "kernel" },
+  "unfused": { LoadINT8DiT: "What is fused", ApplyFusedINT8Kernel: "Outputs", ApplyFusedINT8KernelCLIP: "Outputs" },
 };
 const WAIT_MS = 5000; // for the panel to show the page
 

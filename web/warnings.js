@@ -22,6 +22,7 @@ const REASONS = {
   "gguf-architecture": "A saved GGUF file may be refused by ComfyUI-GGUF",
   "gguf-lora": "A saved GGUF file may have lost a LoRA",
   "triton": "Triton is missing, or another one than PyTorch's",
+  "unfused": "A model runs without the fusion between its linears",
 };
 const LIFE_MS = 20000;
 const SEEN = "int8_dit.seen_warnings"; // in the session's storage, which a reload of the page keeps

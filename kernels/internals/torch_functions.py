@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules import module as _modules
 
 # How many dispatch modes are active. Where PyTorch does not say, one might be.
 dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
@@ -20,11 +19,6 @@ def scaled_mm(q: torch.Tensor, q_scale: torch.Tensor, weight: torch.Tensor, weig
     """FP8 [M, K] x FP8 [K, N], their scales float32 0-dim -> bf16 [M, N], by cuBLASLt with its fast sums."""
     function = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     return function(q, weight, q_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-
-def all_modules_hooked() -> bool:
-    """Whether someone has hooks around the forwards of all modules of the process."""
-    return any(getattr(_modules, name, None) for name in ("_global_forward_hooks", "_global_forward_pre_hooks"))
 
 
 def in_attention_order(

@@ -5,14 +5,15 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...kernels import quantize_weight
 from ...kernels.benchmark import BlockCalls, Stopwatch
-from ..blocks.install import fuse_in_place
 from ..comfyui.quantized import QuantizedTensor, native_weight
+from ..deferred.install import deferred_call
 from ..host.work import make_room
 from ..layers.input_groups import group_inputs
 from ..layers.layer_selection import quantizable_in
@@ -78,7 +79,7 @@ class BlockList:
             fused = int8_copy(block, f"{self.name}.0", device)
             calls = {
                 "own": lambda: block(*args, **kwargs),
-                "fused": lambda: fused(*args, **kwargs),
+                "fused": partial(deferred_call, partial(fused, *args, **kwargs)),
             }
             for _ in range(_WARM):
                 for call in calls.values():
@@ -119,7 +120,7 @@ def block_lists(model: torch.nn.Module) -> list[BlockList]:
 
 
 def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.nn.Module:
-    """A copy of a block of a MODEL on a device, its linears on the fused kernel, and fused where it can be.
+    """A copy of a block of a MODEL on a device, its linears on the fused kernel.
 
     `path` is where it stands. Weights are quantized plainly, per channel. Raises ValueError for one that is no float.
     """
@@ -140,5 +141,4 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
         replaced.__class__ = classes.get(own) or classes.setdefault(own, running_fused(own, "fused int8"))
     copied.to(device)
     group_inputs(copied)
-    fuse_in_place(copied)
     return copied

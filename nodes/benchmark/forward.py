@@ -21,9 +21,9 @@ from .blocks import block_lists
 _NULL_CONDITIONING = [[None, {}]]
 _KEY = "int8_dit_benchmark"
 _PIXELS = 1024
-# A forward compiles and tunes, the next compares fused blocks with ComfyUI's own. Then some are timed as they are, one
-# with a clock at each block, one with a clock at each linear.
-_PLAIN, _BLOCKS, _LINEARS = (3, 4, 5), 6, 7
+# A forward is compared, five find out whether deferring is faster. Then some are timed as they are, one with a clock at
+# each block, one with a clock at each linear.
+_PLAIN, _BLOCKS, _LINEARS = (7, 8, 9), 10, 11
 _WORTH_TIMING, _MOST_ATTENTION_CALLS = 0.98, 4
 # A model of more weights keeps a CPU for minutes.
 _MOST_WEIGHTS_ON_CPU = 100e6

@@ -43,7 +43,6 @@ from ...kernels.benchmark import (
     totals_by_shape,
     working_memory,
 )
-from ..blocks.fusion import Fusion, fusion_of, in_words
 from ..comfyui import memory
 from ..comfyui.patcher import ModelPatcher
 from ..host.output_files import output_paths
@@ -72,7 +71,6 @@ class Outcome:
         health: of the card.
         split: a forward of the MODEL, or None where none was measured.
         sentences: what it means, the most important first.
-        blocks: the MODEL's blocks that have a fused form.
         attention: the longest kinds of attention calls.
     """
 
@@ -81,7 +79,6 @@ class Outcome:
     split: ForwardSplit | None
     sentences: list[str]
     remarks: list[str]
-    blocks: Sequence[Fusion] = ()
     attention: Sequence[AttentionResult] = ()
 
     @property
@@ -181,10 +178,7 @@ def run(
         sentences += store_attention(device, attention)
     remarks += [*_native_remark(device, ticked), *notes(results), *notes(attention)]
     progress.finish()
-    blocks = () if model is None else fusion_of(model)
-    if any(kind.why for kind in blocks):
-        remarks.append(f"{in_words(blocks)}.")
-    return Outcome(report, health, split, sentences, remarks, blocks, attention)
+    return Outcome(report, health, split, sentences, remarks, attention)
 
 
 def forget(device: torch.device) -> str:
@@ -201,8 +195,6 @@ _FORGOTTEN = "The stored verdict is forgotten: auto is fused INT8 on RTX 30 card
 def save_json(outcome: Outcome) -> str | None:
     """Write every figure into ComfyUI's output folder; the file's name, or None where it cannot be written."""
     content = outcome.report.as_json() | {"sentences": outcome.sentences, "notes": outcome.remarks}
-    if outcome.blocks:
-        content["fused_blocks"] = [vars(kind) for kind in outcome.blocks]
     if outcome.attention:
         content["attention"] = [result.as_json() for result in outcome.attention]
     if outcome.split is not None:

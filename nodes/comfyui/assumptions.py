@@ -210,11 +210,6 @@ ASSUMPTIONS = (
     Assumption(
         "latent_preview:get_previewer", "(device, latent format) -> pictures of steps", "calibration shows no previews"
     ),
-    # classes.py
-    *(
-        Assumption(":".join(name.rsplit(".", 1)), "a block", "its linears run one by one", since=since)
-        for name, since in classes.FUSED_CLASSES.items()
-    ),
 )
 
 

@@ -45,6 +45,11 @@ def root_of(model: ModelPatcher) -> tuple[torch.nn.Module, str]:
     return (model.model, "") if is_encoder(model) else (model.model.diffusion_model, DIFFUSION_MODEL)
 
 
+def diffusion_model_of(executor: Any) -> torch.nn.Module:
+    """What a wrapper around BaseModel's apply_model, which is given `executor`, calls in the end."""
+    return executor.class_obj.diffusion_model
+
+
 def patcher_of(clip: Any) -> ModelPatcher | None:
     """What patches a CLIP's text encoders; None where a file had none and gave no CLIP."""
     return getattr(clip, "patcher", None)
@@ -55,15 +60,6 @@ def clip_around(clip: Any, patched: ModelPatcher) -> Any:
     clone = clip.clone()
     clone.patcher = patched
     return clone
-
-
-PATCHES_BETWEEN_BLOCKS = frozenset(
-    (
-        *("double_block", "single_block", "noise_refiner", "post_input", "emb_patch", "forward_timestep_embed_patch"),
-        *("input_block_patch", "input_block_patch_after_skip", "middle_block_after_patch", "output_block_patch"),
-    )
-)
-"""The kinds of `patches` in a MODEL's transformer_options that are called between blocks, and not inside of one."""
 
 
 def weight_below_patches(model: ModelPatcher, key: str) -> torch.Tensor:

@@ -17,6 +17,7 @@ Reason = Literal[
     "gguf-architecture",
     "gguf-lora",
     "triton",
+    "unfused",
 ]
 """What a warning is about. The browser shows each once a session and has a setting for it (web/warnings.js)."""
 

@@ -16,23 +16,22 @@ from ...kernels import (
     requantize_weight,
     runs_fused,
 )
-from ..blocks.steps import InputForm
 from ..comfyui.layers import (
     Cast,
     bias_functions,
     cast_quantized,
     give_back,
     given_back,
-    run_every_op,
     weight_functions,
 )
 from ..comfyui.patcher import DIFFUSION_MODEL, key_of, seed_of
 from ..comfyui.quantized import QuantizedTensor, native_product, stored
-from ..files.holding.stored_weight import stored_kind
+from ..deferred import takers
+from ..deferred.notes import Deferred, outside, tracking, valued
 from .linear_call import LinearCall, read_linear_call
 from .plain_loras import add_lora, each_once, loras_of
 from .stored_weights import stored_lora
-from .weight_form import int8_parts, known_parts, known_weight, weight_form
+from .weight_form import InputForm, form_of, int8_parts, known_parts, known_weight, weight_form
 
 
 def class_patch(name: str, prefix: str = DIFFUSION_MODEL) -> str:
@@ -126,6 +125,7 @@ class INT8Linear:
 
     int8_kernel: str
     own_arguments: Mapping[str, Any]  # of ComfyUI's own forward behind its input
+    holds_own = False  # whether its INT8 weights are this pack's, and not ComfyUI's own
     of_encoder = False  # whether it belongs to a text encoder of ComfyUI's own loader
     linear_name = ""  # its path, given by name_linears
     input_group: object | None = None  # given by group_inputs to those whose input others read too
@@ -133,13 +133,29 @@ class INT8Linear:
     in_features: int
     out_features: int
 
+    @staticmethod
+    def in_forward(product: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        """Call what multiplies. In a forward in which work is deferred no call in it is seen, and its result is."""
+        forward = None if torch.compiler.is_compiling() else tracking.forward
+        if forward is None:
+            return product(*args)
+        forward.settle()
+        with outside():
+            return forward.tracked(product(*args))
+
     def read_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LinearCall | None:
         """What the arguments behind an input ask for; None for the product alone."""
         return read_linear_call(self, self.own_arguments, args, kwargs) if args or kwargs else None
 
     def fused_product(self, x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-        """What the arguments ask for, by the fused kernel."""
-        call = self.read_call(args, kwargs)
+        """What the arguments ask for, by the fused kernel, which takes a deferred input as it is noted."""
+        call = self.read_call(valued(args), valued(kwargs)) if args or kwargs else None
+        if type(x) is Deferred:
+            plain = call is None or (call.activation is None and not call.unknown)
+            output = takers.linear(self, x) if plain else None
+            if output is not None:
+                return output if call is None else call.added(output)
+            x = x.note.value()
         return fused_forward(self, x) if call is None else called_forward(self, call, x)
 
     def product_around(
@@ -148,6 +164,13 @@ class INT8Linear:
         """What the arguments ask for, in separate passes around a product of floats."""
         call = self.read_call(args, kwargs)
         return product(x) if call is None else call.around(product, x)
+
+    def is_fused_on(self, device: torch.device) -> bool:
+        """Whether the fused kernel multiplies by this linear's weight there."""
+        form = form_of(self)
+        if form is None or form.own is not self.holds_own:
+            return False
+        return runs_fused(device, self.int8_kernel, self.out_features, self.in_features, form.native)
 
     def own_forward(self, forward: Callable[..., torch.Tensor], x: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """What ComfyUI's own forward computes of a call. An older one drops all arguments but the input, so that they
@@ -191,61 +214,10 @@ class INT8Linear:
         if held is not None:
             give_back(self, held)
 
-    def keep(self, device: torch.device, dtype: torch.dtype) -> "KeptLinear":
-        """This linear for several products, while its weight does not change."""
-        return KeptLinear(self, device, dtype)
-
     def project(
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: Cast | None = None
     ) -> torch.Tensor:
-        run_every_op()
         return project(self, quantized, shape, dtype, held)
-
-
-class KeptLinear:
-    """A linear whose weight stays on a device in INT8 for several products: it is streamed once, and made INT8 of fewer
-    bits once. The steps of blocks take it for an INT8Linear.
-    """
-
-    def __init__(self, layer: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self.input_group = layer.input_group
-        self._linear: RepeatedLinear | None = None
-        resident = _resident(layer, device, dtype)
-        if resident is not None:
-            self._linear, weight, scale, _, bias = resident
-            parts = known_parts(layer.weight, layer)
-            smooth = parts.transform.smooth
-        else:
-            with given_back(layer, _cast(layer, device, dtype)) as (cast, bias, _):
-                parts = known_parts(cast, layer)
-                weight, scale = parts._replace(lora=stored_lora(layer.weight, weight_functions(layer))).operands()
-                # Copies: the next linears are streamed into the same memory.
-                weight = weight.clone() if stored_kind(parts.stored) is None else weight
-                scale, bias, smooth = (None if t is None else t.clone() for t in (scale, bias, parts.transform.smooth))
-        smooth = None if smooth is None else smooth.to(device)
-        self._operands: tuple[Any, Any, torch.Tensor | None] = weight, scale, bias
-        self._form = InputForm(ChannelTransform(smooth, parts.transform.rotation_group), parts.activation_bits)
-
-    def input_form(self) -> InputForm:
-        """How the input is to be quantized."""
-        return self._form
-
-    def open(self, form: InputForm, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, None]:
-        """What is done to the input's channels; there is nothing to be closed."""
-        return form.transform, None
-
-    def close(self, held: None) -> None:
-        """Nothing: what is kept goes with this."""
-
-    def project(
-        self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: None = None
-    ) -> torch.Tensor:
-        """The output [*shape, N] of some rows of the input."""
-        run_every_op()
-        if self._linear is not None:
-            return self._linear.multiply(quantized, *self._operands, shape, dtype)
-        q, q_scale = quantized
-        return int8_gemm(q, q_scale, *self._operands, dtype).view(*shape, -1)
 
 
 def _resident(

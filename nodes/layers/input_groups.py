@@ -1,4 +1,4 @@
-"""Which linears of a diffusion model read the same input: smoothed alike, and quantized once in a fused block."""
+"""Which linears of a diffusion model read the same input: smoothed alike, and quantized once."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -9,7 +9,8 @@ import torch
 from .weight_form import INT8Parts, int8_parts
 
 # Attribute names under one parent, in the order of the calls, as in ComfyUI's models. The q of a cross attention reads
-# another tensor than k and v. That does no harm: only fused blocks share, and calibration tells them apart.
+# another tensor than k and v. That does no harm: linears share the quantization of one deferred tensor, and calibration
+# tells them apart.
 _GROUPS = (
     ("w1", "w3"),  # Lumina, Z-Image, Ideogram 4, HiDream
     ("gate_proj", "up_proj"),  # Flux 2, Ernie, ACE-Step
@@ -61,7 +62,7 @@ def same_input_groups(names: Iterable[str], alike: Callable[[str, str], bool]) -
 
 def group_inputs(model: torch.nn.Module) -> None:
     """Tell the INT8 linears of `model` that read the same input, and quantize it alike, from each other: those of a
-    group get one object as their `input_group`. A fused block quantizes such an input once.
+    group get one object as their `input_group`. A deferred input is quantized once for such a group.
 
     To be called when all weights are loaded, since factors are compared by value.
     """

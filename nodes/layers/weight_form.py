@@ -6,12 +6,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels import UNCHANGED, ChannelTransform, RepeatedLinear, native_computes
-from ..blocks.steps import InputForm
 from ..comfyui.layers import wants_full_precision
 from ..comfyui.quantized import QuantizedTensor, is_native_int8, native_rotation, params, stored
 from ..files.holding.stored_weight import StoredKind, stored_kind
 from .int8_weight import is_int8
 from .stored_weights import StoredLoRA
+
+
+class InputForm(NamedTuple):
+    """How a linear's input is to be quantized; smoothing factors may be on another device."""
+
+    transform: ChannelTransform
+    activation_bits: int
 
 
 class INT8Parts(NamedTuple):

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from ...kernels import choose_path
-from ..blocks.install import fuse_blocks
 from ..comfyui import loading
 from ..comfyui.architecture import architecture_settings, kind_of
 from ..comfyui.patcher import BaseModel, CallbacksMP, ModelPatcher, call_factory
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import CALLBACK_KEY, let_patches_act
+from ..deferred.install import defer
 from ..files import quant_config
 from ..files.holding.grouped_weight import held_codes, is_grouped, with_joined_codes
 from ..host import notices
@@ -46,7 +46,7 @@ def build_model(
     model.model.register_state_dict_post_hook(_whole_weights)
     let_patches_act(model)
     add_fallback_warning(model, plan.kernel)
-    fuse_blocks(model)
+    defer(model)
     return model
 
 

@@ -5,11 +5,12 @@ ComfyUI keeps owning the weight: loading, offloading, dynamic VRAM, LoRA and sav
 module only decides what a linear holds after loading and how it multiplies.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...kernels import BF16, FUSED, int8_path, native_computes
 from ..comfyui.layers import (
@@ -24,6 +25,9 @@ from ..comfyui.layers import (
     weight_functions,
 )
 from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, storage_shape, stored
+from ..deferred.arithmetic import normed
+from ..deferred.notes import Deferred, outside, tracking, valued
+from ..deferred.tracked import MEMORY
 from ..files import quant_config
 from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.holding.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
@@ -48,6 +52,7 @@ def int8_operations(plan: LoadPlan) -> type:
     class INT8Operations(base):
         class Linear(INT8Linear, base.Linear):
             int8_kernel = kernel
+            holds_own = True
             own_arguments = arguments
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
             config: Mapping[str, Any] = {}  # of the state dict, as long as the weight is what it says
@@ -145,18 +150,21 @@ def int8_operations(plan: LoadPlan) -> type:
                 return tensors
 
             def forward(self, input, *args, **kwargs):
+                return self.in_forward(self._product, input, args, kwargs)
+
+            def _product(self, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
                 form = form_of(self)
                 if form is None or not form.own:
-                    return self._own_product(input, args, kwargs)
+                    return self._own_product(valued(input), valued(args), valued(kwargs))
                 run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
                 path = int8_path(input.device, kernel, self.out_features, self.in_features, form.native)
-                if path == BF16 or needs_gradient(input):
-                    return self.product_around(self.forward_comfy_cast_weights, input, args, kwargs)
-                if path == FUSED:
+                if path == FUSED and not needs_gradient(input):
                     return self.fused_product(input, args, kwargs)
-                return self.product_around(partial(native_forward, self), input, args, kwargs)
+                own = path == BF16 or needs_gradient(input)
+                product = self.forward_comfy_cast_weights if own else partial(native_forward, self)
+                return self.product_around(product, valued(input), valued(args), valued(kwargs))
 
             def _own_product(self, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
                 """That of a weight that is not this pack's INT8."""
@@ -179,21 +187,27 @@ def int8_operations(plan: LoadPlan) -> type:
                     state_dict[f"{prefix}weight"] = table.dequantize()
                 super()._load_from_state_dict(state_dict, prefix, *args)
 
-        LayerNorm = _uncast_where_resident(base.LayerNorm, torch.nn.LayerNorm.forward)
-        RMSNorm = _uncast_where_resident(base.RMSNorm, torch.nn.RMSNorm.forward)
+        LayerNorm = _uncast_where_resident(base.LayerNorm, F.layer_norm, ("weight", "bias"))
+        RMSNorm = _uncast_where_resident(base.RMSNorm, F.rms_norm, ("weight",))
 
     return INT8Operations
 
 
-def _uncast_where_resident(own: Any, plain_forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> type:
+def _uncast_where_resident(own: Any, norm: Callable[..., torch.Tensor], parameters: Sequence[str]) -> type:
     """A class of norms like `own`, one of ComfyUI's, that computes as PyTorch's does where nothing is to be cast."""
 
     class Norm(own):
         def forward(self, input, *args, **kwargs):
-            if args or kwargs or not _is_resident(self, input):
+            if args or kwargs or torch.compiler.is_compiling():
                 return super().forward(input, *args, **kwargs)
+            with outside():
+                resident = _is_resident(self, input)
+            if not resident:
+                return super().forward(input)
             run_every_op()
-            return plain_forward(self, input)
+            given = (self.normalized_shape, *map(self._parameters.get, parameters), self.eps)
+            forward = tracking.forward
+            return norm(input, *given) if forward is None else normed(forward, norm, input, *given)
 
     return Norm
 
@@ -204,7 +218,7 @@ def _is_resident(layer: Any, input: Any) -> bool:
     """
     if torch.compiler.is_compiling() or weight_functions(layer) or bias_functions(layer):
         return False
-    return type(input) is torch.Tensor and all(
+    return type(input) in (*MEMORY, Deferred) and all(
         held is None or (type(held) is torch.nn.Parameter and held.device == input.device and held.dtype == input.dtype)
         for held in layer._parameters.values()
     )

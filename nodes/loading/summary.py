@@ -1,13 +1,11 @@
 """What the parts of a MODEL compute with, counted and in one line for the user."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...kernels import BF16, FUSED, NATIVE, WAYS, choose_path
-from ..blocks.fusion import Fusion, fusion_of, in_words
 from ..comfyui.attention import OVERRIDE, chosen_layers
 from ..comfyui.layers import CastWeightBiasOp, quantized_format
 from ..comfyui.patcher import ModelPatcher, is_encoder, object_patches, options_of, root_of
@@ -42,20 +40,17 @@ class Summary:
         attention: what its attention computes with; None of text encoders, where the pack has no part in it.
         int8: the number of its linears that compute in INT8 on this pack's kernel, or on its CPU reference.
         native: the number of those that `auto` leaves to ComfyUI's own INT8.
-        blocks: its blocks that have a fused form; empty where none of its linears computes in INT8 so.
     """
 
     linears: dict[str, int]
     attention: str | None
     int8: int = 0
     native: int = 0
-    blocks: Sequence[Fusion] = ()
 
     def __str__(self) -> str:
         (kind, count), *others = self.linears.items() or [("in this model", 0)]
         parts = [f"{count} of {sum(self.linears.values())} linears {kind}"]
         parts += [f"{count} {kind}" for kind, count in others]
-        parts += [in_words(self.blocks)] if self.blocks else []
         return ", ".join(parts if self.attention is None else [*parts, f"attention {self.attention}"])
 
 
@@ -79,7 +74,7 @@ def summarize(model: ModelPatcher) -> Summary:
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
     counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}
-    return Summary(counts, attention, int8, native, fusion_of(model) if int8 and not is_encoder(model) else ())
+    return Summary(counts, attention, int8, native)
 
 
 def floats_of(model: ModelPatcher) -> str:

@@ -4,19 +4,22 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ...kernels import choose_path, runs_fused
-from ..blocks.install import fuse_blocks
+import torch
+
+from ...kernels import choose_path
 from ..comfyui.layers import run_every_op
 from ..comfyui.patcher import CallbacksMP, ModelPatcher, clip_around, is_encoder, patcher_of, root_of
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import keep_patched
+from ..deferred.install import defer, deferring_class
+from ..deferred.notes import valued
 from ..files.holding.stored_weight import is_stored
 from ..host import notices
 from ..layers.fused_forward import INT8Linear, class_patch, needs_gradient
 from ..layers.input_groups import group_inputs
 from ..layers.int8_weight import is_int8
 from ..layers.linear_call import arguments_of, name_linears
-from ..layers.weight_form import form_of, is_comfyui_int8
+from ..layers.weight_form import is_comfyui_int8
 
 _CALLBACK_KEY = "int8_dit_apply"
 
@@ -42,7 +45,7 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _group_inputs)
         warn = partial(_warn_of_fallback, kernel, "Apply Fused INT8 Kernel")
         patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, warn)
-        fuse_blocks(patched)
+        defer(patched)
     return patched
 
 
@@ -62,9 +65,21 @@ def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
             "out"
         )
     patched = _running_fused(encoder, names, kernel)
+    for name in _outermost(encoder, names):
+        patched.add_object_patch(
+            class_patch(name, ""), deferring_class(patched.get_model_object(class_patch(name, "")))
+        )
     # ComfyUI calls nothing back before each prompt, so the user hears it here.
     _warn_of_fallback(kernel, "Apply Fused INT8 Kernel (Text Encoder)", patched)
     return clip_around(clip, patched)
+
+
+def _outermost(encoder: ModelPatcher, names: Sequence[str]) -> set[str]:
+    """The modules, by path, whose forwards call these linears and are called by no other module's."""
+    modules = dict(encoder.model.named_modules())
+    parents = ([".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)] for name in names)
+    own = torch.nn.Module.forward
+    return {next(path for path in paths if type(modules[path]).forward is not own) for paths in parents if paths}
 
 
 def _comfyui_int8(model: ModelPatcher) -> list[str]:
@@ -121,12 +136,11 @@ def running_fused(own: Any, kernel: str, of_encoder: bool = False) -> type:
         replaced = own
 
         def forward(self, input, *args, **kwargs):
-            form = form_of(self)
-            if form is None or form.own:
-                return self.own_forward(super().forward, input, args, kwargs)
-            fused = runs_fused(input.device, kernel, self.out_features, self.in_features, form.native)
-            if not fused or needs_gradient(input):
-                return self.own_forward(super().forward, input, args, kwargs)
+            return self.in_forward(self._product, super().forward, input, args, kwargs)
+
+        def _product(self, own: Any, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
+            if not self.is_fused_on(input.device) or needs_gradient(input):
+                return self.own_forward(own, valued(input), valued(args), valued(kwargs))
             run_every_op()
             return self.fused_product(input.dequantize() if isinstance(input, QuantizedTensor) else input, args, kwargs)
 

@@ -18,7 +18,6 @@ from ...kernels import (
     quantize_group,
     transform_candidates,
 )
-from ..blocks.plan import is_fused_block
 from ..calibration.calibration import Calibration
 from ..comfyui.attention import is_attention_choice
 from ..comfyui.compiling import is_compiled
@@ -202,7 +201,7 @@ def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
     check_runs_as_stored(model)
     patches = object_patches(model).items()
-    ours = (is_fused_block, is_attention_choice, keeps_exact)
+    ours = (is_attention_choice, keeps_exact)
     replaced = (key for key, patch in patches if not any(is_known(patch) for is_known in ours))
     if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in replaced):
         raise ValueError(

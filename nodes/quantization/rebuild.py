@@ -5,16 +5,13 @@ from collections.abc import Collection
 import torch
 
 from ...kernels import GroupedCodes, QuantizedLinear
-from ..blocks.plan import is_fused_block
 from ..calibration.recorder import disarm
 from ..comfyui.attention import state_dict_of
-from ..comfyui.compiling import compare_before_compiling
 from ..comfyui.patcher import (
     DIFFUSION_MODEL,
     ModelPatcher,
     call_factory,
     clone_around,
-    object_patches,
     on_other_gpus_again,
     possibly_patched,
     take_callbacks,
@@ -22,6 +19,7 @@ from ..comfyui.patcher import (
 )
 from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import CALLBACK_KEY
+from ..deferred.install import defer
 from ..files.holding.grouped_weight import coded_weight
 from ..files.holding.stored_weight import is_stored
 from ..layers.int8_weight import int8_weight
@@ -105,8 +103,7 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
 def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> ModelPatcher:
     """A clone of `model` (its sampling settings, wrappers, hooks) around the freshly built INT8 model."""
     clone = clone_around(model, built)
-    if any(map(is_fused_block, object_patches(built).values())):
-        compare_before_compiling(clone)
+    defer(clone)
     disarm(clone)  # a recorder was for the MODEL that was quantized
     take_callbacks(clone, built, CALLBACK_KEY)  # those of an earlier quantization go
     call_factory(clone, rebuild_int8_model, clone.model, kernel)

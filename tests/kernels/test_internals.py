@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import missing
-from kernels.internals import assumptions, torch_functions
+from kernels.internals import assumptions
 from support.tensors import random_int8
 
 triton_runtime = pytest.importorskip("kernels.internals.triton_runtime", exc_type=ImportError)
@@ -151,13 +151,3 @@ def raised(name, module):
 )
 def test_errors_of_a_configuration_that_does_not_fit(error, unfit):
     assert triton_runtime.is_unfit(error) == unfit
-
-
-def test_hooks_of_all_modules():
-    assert not torch_functions.all_modules_hooked()
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
-    try:
-        assert torch_functions.all_modules_hooked()
-    finally:
-        hook.remove()
-    assert not torch_functions.all_modules_hooked()

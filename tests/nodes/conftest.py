@@ -31,14 +31,6 @@ def small(pack: ModuleType) -> ModuleType:
 
 
 @pytest.fixture
-def blocks(pack: ModuleType) -> ModuleType:
-    """tests/support/fusable_blocks.py."""
-    from support import fusable_blocks
-
-    return fusable_blocks
-
-
-@pytest.fixture
 def of_today(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """comfy.ldm.modules.attention as ComfyUI has it from 0.36 on, also where it is older."""
     from support import comfyui_today
@@ -60,16 +52,6 @@ def preferred(of_today: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dic
     monkeypatch.setattr(of_today, "attention_comfy_kitchen_int8", int8)
     monkeypatch.setattr(of_today, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
     monkeypatch.setattr("comfy_kitchen.int8_attention_is_available", lambda *_: True, raising=False)
-    return calls
-
-
-@pytest.fixture
-def fused_runs(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows with what only fused forwards do."""
-    from int8_dit.nodes.blocks import steps
-
-    calls, run = [], steps.gated_residual
-    monkeypatch.setattr(steps, "gated_residual", lambda *args: calls.append(1) or run(*args))
     return calls
 
 

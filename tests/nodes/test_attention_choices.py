@@ -122,7 +122,7 @@ def test_the_files_choice_is_followed_and_shown(small, write, load, preferred):
     model = load(write({KEY: encoded(CHOICE)}))
     assert str(summarize(model)).endswith("attention as ComfyUI, 1 layer chosen by the file")
     forward(small, model)
-    preferred.clear()  # the first call compares blocks
+    preferred.clear()  # the first call compares
     assert relative_error(forward(small, model), expected) < 1e-3
     assert len(preferred) == 1
 
@@ -310,7 +310,7 @@ def test_int8_attention_stays_an_override_where_no_layer_chooses(small, write, l
 
     forward(small, model)
     for override in (inner, outer):
-        forward(small, model, optimized_attention_override=override)  # fused blocks are compared with this override
+        forward(small, model, optimized_attention_override=override)  # the first call compares
         kernel.calls = 0
         seen.clear()
         forward(small, model, optimized_attention_override=override)

@@ -12,7 +12,7 @@ from support.tensors import relative_error
 AUTO, AS_COMFYUI, INT8 = "auto", "as ComfyUI", "INT8"
 HEADS, WIDTH, TOKENS = 4, 64, 12
 OVERRIDE = "optimized_attention_override"
-# With masks and without, with text beside the image and in it, with and without fused blocks.
+# With masks and without, with text beside the image and in it.
 FAMILIES = ("Ideogram 4", "Flux", "Qwen-Image", "SD3", "Z-Image", "Lumina 2", "Wan t2v", "Wan i2v")
 
 
@@ -275,26 +275,6 @@ def test_int8_attention_moves_it_a_little(small, family, set_attention, name):
 
 
 @pytest.mark.parametrize("kind", (AUTO, INT8))
-@pytest.mark.parametrize("name", ("Ideogram 4", "Flux", "Qwen-Image", "Z-Image", "Wan i2v"))
-def test_fused_blocks_agree_under_it(small, dit, family, exact, set_attention, fused_runs, kind, name):
-    """And their output is that of ComfyUI's own blocks."""
-    from int8_dit.nodes.blocks import install
-    from int8_dit.nodes.blocks.fusion import fusion_of
-
-    source, architecture = family(name)
-    with small.known_to_comfyui(architecture):
-        model = dit.quantize(source)
-    set_attention(model, kind)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(install, "read_call", lambda *_: "a test wants it")
-        own = outputs(small, architecture, model)
-    outputs(small, architecture, model)
-    fused_runs.clear()
-    assert relative_error(outputs(small, architecture, model), own) < 0.03 and fused_runs
-    assert all(kind.fused == kind.blocks and not kind.why for kind in fusion_of(model))
-
-
-@pytest.mark.parametrize("kind", (AUTO, INT8))
 def test_guided_sampling(dit, core, exact, set_attention, kind):
     """A KSampler with CFG: both prompts in one batch."""
     import comfy.sample
@@ -343,30 +323,6 @@ def test_patches_beside_attention_still_act(small, family, exact, set_attention,
     actual = outputs(small, architecture, model, **options)
     assert {"attention"} <= set(calls) and relative_error(expected, plain) > 0.01
     assert relative_error(actual, expected) < (1e-5 if kind == AUTO else 0.05)
-
-
-@pytest.mark.parametrize("kind", (AUTO, INT8))
-def test_a_compiled_block_is_one_graph(pack, exact, set_attention, kind):
-    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
-    from support import fusable_blocks as blocks
-    from support.inductor_kernels import plain_attention
-
-    torch._dynamo.reset()
-    family = "Ideogram 4"
-    override = AttentionOverride(ATTENTION_KINDS[kind], torch.device("cpu"))
-    with plain_attention():
-        eager, block = blocks.fused(family), blocks.fused(family)
-        options = {OVERRIDE: override}
-        for each in (eager, block):
-            blocks.run(each, family, **options)
-        expected = blocks.run(eager, family, **options)
-        exact.masks.clear()
-        block.compile(backend="aot_eager", fullgraph=True)
-        actual = blocks.run(block, family, **options)
-    for output, wanted in zip(actual, expected, strict=True):
-        torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
-    assert exact.calls == (kind == AUTO)
 
 
 # ComfyUI 0.36 and newer: what layers choose

@@ -314,25 +314,6 @@ def call(small, model):
         return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options)
 
 
-@pytest.mark.parametrize("today", (False, True), ids=("this ComfyUI", "of today"))
-def test_a_fused_block_stays_fused(small, dit, monkeypatch, fused_runs, rounded, today):
-    from contextlib import nullcontext
-
-    from int8_dit.nodes.blocks.fusion import fusion_of
-    from support import comfyui_today
-
-    with comfyui_today.today() if today else nullcontext():
-        model = dit.quantize(small.ideogram4(monkeypatch))
-        expected = call(small, model)
-        protected(model, "layers.1")
-        call(small, model)
-        fused_runs.clear()
-        rounded.clear()
-        assert 0 < relative_error(call(small, model), expected) < 0.05
-        assert len(fused_runs) == 4 and len(rounded) == 1
-        assert [(kind.fused, kind.blocks) for kind in fusion_of(model)] == [(2, 2)]
-
-
 def test_unpatched_the_block_has_its_own_class(small, dit, monkeypatch):
     model = protected(small.ideogram4(monkeypatch), "layers.1", "layers.9", "no.such")
     blocks = model.model.diffusion_model.layers

@@ -63,7 +63,7 @@ def test_nothing_stays(imitation):
 
 
 def test_every_layer_has_the_child_and_calls_with_its_choice(attention, preferred):
-    from support import fusable_blocks as blocks
+    from support import small_blocks as blocks
 
     for family in CHOOSING_BLOCKS:
         block = blocks.exact(family)
@@ -79,7 +79,7 @@ def test_every_layer_has_the_child_and_calls_with_its_choice(attention, preferre
 
 
 def test_the_config_is_read_and_written(attention, preferred):
-    from support import fusable_blocks as blocks
+    from support import small_blocks as blocks
 
     block = blocks.exact(FAMILY)
     weights = block.state_dict()

@@ -311,11 +311,11 @@ def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
 
 @pytest.mark.parametrize("partially", (False, True))
 def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partially):
-    from int8_dit.nodes.blocks import steps
+    from int8_dit.nodes.deferred import takers
     from support import adapters, small_models
 
-    fused_runs, run = [], steps.gated_residual
-    monkeypatch.setattr(steps, "gated_residual", lambda *args: fused_runs.append(1) or run(*args))
+    taken, take = [], takers.linear
+    monkeypatch.setattr(takers, "linear", lambda *args: taken.append(take(*args)) or taken[-1])
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
     source = small_models.ideogram4(monkeypatch)
     tensors = source.model.diffusion_model.state_dict()
@@ -328,10 +328,10 @@ def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partial
     if partially:
         patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
         monkeypatch.setattr("comfy.model_management.load_models_gpu", lambda models: None)
-    fused_runs.clear()
+    taken.clear()
     for _ in range(2):
         assert dit.relative_error(small_models.output(patched), expected) < 0.05
-    assert len(fused_runs) == 8  # two in each of two blocks
+    assert sum(output is not None for output in taken) == 16  # qkv, w1, w3 and w2 in each of two blocks
 
 
 @pytest.mark.parametrize("with_a_lora", (False, True))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 
 class Stopped(Exception):
@@ -45,29 +46,28 @@ def layer(dit, tmp_path, monkeypatch):
     return layer
 
 
-X = torch.linspace(-1, 1, 2 * 3 * 192).view(2, 3, 192)
+X = torch.linspace(-1, 1, 2 * 4 * 192).view(2, 4, 192)
 
 
-def normed(layer):
-    from int8_dit.nodes.blocks import steps
+def behind(layer, function):
+    from int8_dit.nodes.deferred.install import deferred_call
+    from int8_dit.nodes.deferred.tracked import seen_from
 
-    (product,) = steps.project_normed((layer,), X, torch.nn.RMSNorm(192, elementwise_affine=False))
-    return product
-
-
-def activated(layer):
-    from int8_dit.nodes.blocks import steps
-
-    return steps.project_activated(layer, X, "silu")
+    with torch.inference_mode():
+        return deferred_call(lambda: layer(function(seen_from(X))))
 
 
-WAYS = {"called": lambda layer: layer(X), "behind a norm": normed, "behind an activation": activated}
+WAYS = {
+    "called": lambda layer: layer(X),
+    "behind a norm": lambda layer: behind(layer, lambda x: F.rms_norm(x, (192,))),
+    "behind an activation": lambda layer: behind(layer, F.silu),
+}
 STOPS = {
     "the product": ("layers.fused_forward", "int8_gemm"),
     "the whole linear": ("layers.fused_forward", "int8_linear"),
-    "the norm": ("blocks.steps", "norm_quantize"),
-    "the activation": ("blocks.steps", "activate_quantize"),
-    "a cancel": ("layers.fused_forward", "run_every_op"),
+    "the norm": ("deferred.operands", "norm_quantize"),
+    "the activation": ("deferred.operands", "activate_quantize"),
+    "a cancel": ("loading.operations", "run_every_op"),
 }
 MEET = {
     "called": ("the whole linear",),
@@ -86,25 +86,3 @@ def test_a_weight_comes_back(layer, lent, monkeypatch, way, where):
         WAYS[way](layer)
     assert not lent
     assert torch.equal(WAYS[way](layer), expected)
-
-
-def test_a_norms_weight_comes_back(lent, pack, monkeypatch):
-    import comfy.ops
-
-    from int8_dit.nodes.blocks.steps import norm_of
-
-    norm = comfy.ops.manual_cast.RMSNorm(8, eps=1e-6)
-    torch.nn.init.ones_(norm.weight)
-    norm.weight_function = [lambda weight: 2 * weight]
-    assert torch.equal(norm_of(norm, X).weight, torch.full((8,), 2.0)) and not lent
-    norm.weight_function = [lambda weight: _Unclonable(2 * weight)]
-    with pytest.raises(Stopped):
-        norm_of(norm, X)
-    assert not lent
-
-
-class _Unclonable(torch.Tensor):
-    def __new__(cls, data):
-        return torch.Tensor._make_subclass(cls, data)
-
-    clone = stop

@@ -472,13 +472,13 @@ def test_a_hook_acts_and_leaves(dit, quantized, write, lora):
 
 @pytest.mark.parametrize("partially", (False, True))
 def test_blocks_run_fused_with_a_lora(dit, tmp_path, monkeypatch, partially):
-    from int8_dit.nodes.blocks import steps
+    from int8_dit.nodes.deferred import takers
     from int8_dit.nodes.layers.layer_selection import quantizable_linears
     from support import adapters, small_models
     from support.file_formats import FORMATS
 
-    fused_runs, run = [], steps.gated_residual
-    monkeypatch.setattr(steps, "gated_residual", lambda *args: fused_runs.append(1) or run(*args))
+    taken, take = [], takers.linear
+    monkeypatch.setattr(takers, "linear", lambda *args: taken.append(take(*args)) or taken[-1])
     source = small_models.ideogram4(monkeypatch)
     tensors = {key: tensor.float() for key, tensor in source.model.diffusion_model.state_dict().items()}
     layers = [name for name in quantizable_linears(source) if name.startswith("layers.")]
@@ -492,10 +492,10 @@ def test_blocks_run_fused_with_a_lora(dit, tmp_path, monkeypatch, partially):
     if partially:
         patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
         monkeypatch.setattr("comfy.model_management.load_models_gpu", lambda models: None)
-    fused_runs.clear()
+    taken.clear()
     for _ in range(2):
         assert dit.relative_error(small_models.output(patched), expected) < 0.08
-    assert len(fused_runs) == 8  # two in each of two blocks
+    assert sum(output is not None for output in taken) == 16  # qkv, w1, w3 and w2 in each of two blocks
 
 
 # Under ComfyUI's own loader

@@ -67,22 +67,6 @@ def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
     assert not any(module._forward_hooks for module in model.model.diffusion_model.modules())
 
 
-@pytest.mark.slow
-def test_the_file_says_how_many_blocks_are_fused(dit, run, monkeypatch, tmp_path):
-    import folder_paths
-
-    from support import small_models
-
-    monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
-    model = dit.quantize(small_models.ideogram4(monkeypatch))
-    model.model.diffusion_model.layers[0].attention.novelty = torch.nn.Hardtanh()
-    outcome = run.run(model, 8, ("unfused",), None, None, run.KEEP)
-    why = "unknown part Hardtanh of Ideogram4Attention"
-    (kind,) = json.loads((tmp_path / run.save_json(outcome)).read_text())["fused_blocks"]
-    assert kind == {"block": "Ideogram4TransformerBlock", "fused": 1, "blocks": 2, "why": [why]}
-    assert f"1 of 2 blocks fused ({why})." in outcome.remarks
-
-
 def test_a_model_that_needs_text_says_what_to_connect(dit, run):
     from int8_dit.nodes.benchmark.forward import NoForward, measure_forward
 

@@ -1,6 +1,7 @@
 """ComfyUI's compiler plans the memory that a call of a block asks for: it must hold nothing else when it returns."""
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from support.architectures import FUSED_BLOCKS
+from support.architectures import BLOCKS
 
 
 class Planned(TorchDispatchMode):
@@ -55,18 +56,18 @@ def plan(pack, monkeypatch):
     return plan
 
 
-@pytest.mark.parametrize("family", FUSED_BLOCKS)
-def test_a_fused_call_holds_its_output_alone(blocks, fused_runs, plan, family):
-    block = blocks.fused(family)
-    blocks.run(block, family)
-    args, kwargs = blocks.FAMILIES[family].arguments(blocks.Call())
-    fused_runs.clear()
-    if blocks.BLOCKS[f"{type(block).__module__}.{type(block).__qualname__}"].streams:
-        kwargs["transformer_options"] = {}
+@pytest.mark.parametrize("family", BLOCKS)
+def test_a_deferred_call_holds_its_output_alone(plan, family):
+    from int8_dit.nodes.deferred.install import deferred_call
+    from support import small_blocks as blocks
+
+    block = blocks.int8(family)
+    args, kwargs = blocks.FAMILIES[family].arguments(blocks.Call(tokens=9))
+    forward = partial(block, *args, **kwargs, transformer_options={})
     with torch.inference_mode(), plan:
+        deferred_call(forward)
         plan.begin()
-        outputs = block(*args, **kwargs)
-    assert fused_runs
+        outputs = deferred_call(forward)
     assert plan.held(outputs) == 0
 
 

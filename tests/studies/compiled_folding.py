@@ -56,7 +56,7 @@ def main() -> None:
     header = ["model", "folded", "fed by attention", "fed by a product", "fed by a graph input", "graphs", "error"]
     text = f"""# Quantizers that Inductor folds into their producers
 
-Small random models with every linear in INT8 and ComfyUI's own blocks, compiled whole, scheduled for a fake H200 on a
+Small random models with every linear in INT8, compiled whole, scheduled for a fake H200 on a
 CPU. "Folded" are quantizers in one kernel with what computes their input. Attention and products of linears are no
 kernels of Inductor's: what only they feed has nothing to be folded into. The error is that of the compiled graph, run
 on the CPU, to eager.

@@ -74,7 +74,6 @@ def prepare(random, variant: str, pixels: int | None, expected: dict, ready: dic
     figures = {
         "weights_gb": comfy.model_management.module_size(model.model) / 1e9,
         "dtype": str(model.model.get_dtype_inference()).removeprefix("torch."),
-        "fused_blocks": sum(key.endswith("__class__") for key in model.object_patches),
     }
     output = forward.velocity()
     figures["error"] = relative_error(output, expected.setdefault("velocity", output))
@@ -91,7 +90,7 @@ def measure_kernels(random, variant: str, pixels: int | None) -> dict:
 
     with weights_on_device():
         _model, forward = running(random, variant, pixels)
-        for _ in range(2):  # compiles, and compares with ComfyUI's own blocks
+        for _ in range(2):  # compiles, and compares
             forward()
         times = kernel_times(forward, random.device)
     busy = sum(times.values())

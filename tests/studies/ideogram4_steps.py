@@ -123,7 +123,6 @@ def measure_steps(
             patcher = variant.build(model)
             load(patcher)
             figures["weights_gb"] = comfy.model_management.module_size(patcher.model) / 1e9
-            figures["fused_blocks"] = sum(key.endswith("__class__") for key in patcher.object_patches)
             for side in (max(pixels),) if variant.compiles else pixels:
                 step = Step(patcher, inputs[side])
                 output = step.velocities()

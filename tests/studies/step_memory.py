@@ -13,8 +13,6 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +27,6 @@ from support.pack import import_comfyui, import_pack
 RESULTS = Path(__file__).resolve().parent / "results" / "step_memory"
 ROUNDS_BEFORE = 3  # compile and tune
 ROUNDS_BETWEEN_STATES = 50
-WHOLE = "this pack, feed-forwards whole"
-WHOLE_ROWS = 1 << 40
 
 
 def cache_sizes() -> dict[str, int]:
@@ -68,19 +64,6 @@ def state(device: torch.device) -> dict[str, object]:
     }
 
 
-@contextmanager
-def rows_of_part(rows: int | None) -> Iterator[None]:
-    """Let feed-forwards compute parts of at least so many rows; None for the pack's own choice."""
-    from int8_dit.nodes.blocks import steps
-
-    before = steps.ROWS_OF_PART
-    steps.ROWS_OF_PART = before if rows is None else rows
-    try:
-        yield
-    finally:
-        steps.ROWS_OF_PART = before
-
-
 def peaks(random, pixels: list[int], variant: str, texts: tuple[bool, ...]) -> dict:
     """GB that a step takes at most beyond the weights, and milliseconds of its first forward, at each resolution, for a
     MODEL loaded alone."""
@@ -92,17 +75,16 @@ def peaks(random, pixels: list[int], variant: str, texts: tuple[bool, ...]) -> d
         "native INT8": random.native_model,
         "this pack": random.int8_model,
         "this pack, blocks unfused": lambda: unfused(random.int8_model()),
-        WHOLE: random.int8_model,
         "this pack, W4A8": random.coded_model,
     }
     figures = {}
-    with weights_on_device(), rows_of_part(WHOLE_ROWS if variant == WHOLE else None):
+    with weights_on_device():
         model = builders[variant]()
         load(model)
         for side in pixels:
             forwards = [Forward(model, random.inputs(side, text=text)) for text in texts]
             for forward in forwards:
-                for _ in range(2):  # is compared with ComfyUI's own, and tuned
+                for _ in range(2):  # is compared, and tuned
                     forward()
             if random.device.type == "cuda":
                 before = torch.cuda.memory_allocated()
@@ -190,7 +172,7 @@ def main() -> None:
     random = RandomModel(FAMILIES[arguments.family], device, {"num_layers": arguments.blocks})
     texts = (True, False) if arguments.family == "Ideogram 4" else (True,)
     rows = Rows()
-    for variant in ("bf16", "native INT8", "this pack, blocks unfused", WHOLE, "this pack", "this pack, W4A8"):
+    for variant in ("bf16", "native INT8", "this pack, blocks unfused", "this pack", "this pack, W4A8"):
         run = partial(peaks, random, arguments.pixels, variant, texts)
         rows.measure({"variant": variant}, run, arguments.row_seconds)
     lines = [

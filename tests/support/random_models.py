@@ -25,6 +25,7 @@ from comfy.model_patcher import ModelPatcher
 from int8_dit.kernels import UNCHANGED, ChannelTransform, quantize_weight, rotation_group_of
 from int8_dit.kernels.numerics.rounded_weight import quantize_to_codes
 from int8_dit.nodes.comfyui.quantized import QuantizedTensor
+from int8_dit.nodes.deferred.install import KEY
 from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.files.holding.grouped_weight import coded_weight, quant_config_in
 from int8_dit.nodes.layers.input_groups import same_input_groups
@@ -466,10 +467,8 @@ def compiled(model: ModelPatcher) -> ModelPatcher:
 
 
 def unfused(model: ModelPatcher) -> ModelPatcher:
-    """The MODEL without this pack's own block forwards. Raises ValueError where it has none."""
-    names = [name for name in model.object_patches if name.endswith("__class__")]
-    if not names:
-        raise ValueError("no block of this MODEL runs a forward of this pack's")
-    for name in names:
-        del model.object_patches[name]
+    """The MODEL with its linears one by one. Raises ValueError where they are that already."""
+    if not model.get_wrappers(comfy.patcher_extension.WrappersMP.APPLY_MODEL, KEY):
+        raise ValueError("nothing between the linears of this MODEL is fused")
+    model.remove_wrappers_with_key(comfy.patcher_extension.WrappersMP.APPLY_MODEL, KEY)
     return model

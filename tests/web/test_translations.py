@@ -12,7 +12,7 @@ from support.raised_sentences import raised_sentences
 
 SENTENCES = (  # what nodes say in English, cut and put together in every way
     "fused INT8: 204 of 211",
-    "204 of 211 linears fused INT8, 7 bf16 (protected), 34 of 34 blocks fused, attention as ComfyUI",
+    "204 of 211 linears fused INT8, 7 bf16 (protected), attention as ComfyUI",
     "0 of 34 linears fp32 (the model runs on cpu, and INT8 tensor cores need a GPU), attention as ComfyUI",
     "17 of 211 linears are protected, the most fragile on recorded inputs.",
     "the model runs on cpu, and INT8 tensor cores need a GPU. Set kernel to 'fused int8' on the node that made the "
@@ -34,6 +34,9 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     '/home/me/venv/bin run `./python3 -m pip install --force-reinstall --no-deps "triton==3.7.*"`.',
     "Triton does not go with PyTorch",
     "INT8 layers compute in bf16",
+    "The model runs unfused",
+    "Flux runs without the fusion between its linears, which is slower: its fused form does not do the same here.",
+    "Flux runs without the fusion between its linears, which is slower: its fused form failed (ValueError: x: 3. y).",
 )
 OF_FILES = ("nodes/files/", "nodes/loading/")  # where errors get a file's name before them
 UNKNOWN = "a/path, v1.2: what nobody translated (INT8)"

@@ -1,4 +1,4 @@
-"""Small blocks and feed-forwards of the families that have a fused forward, in the hands of the node tests.
+"""Small blocks and feed-forwards of many families, in the hands of the node tests.
 
 Imported only once ComfyUI and the pack can be. Everything is on the CPU.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import comfy.ldm.kandinsky5.model
 import comfy.ldm.lightricks.av_model
@@ -22,8 +23,7 @@ from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
 from comfy.text_encoders.llama import precompute_freqs_cis
 
 from int8_dit.kernels import ChannelTransform, quantize_weight
-from int8_dit.nodes.blocks.install import fused_class
-from int8_dit.nodes.blocks.table import BLOCKS
+from int8_dit.nodes.deferred.install import deferred_call
 from int8_dit.nodes.layers.input_groups import group_inputs
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.loading.load_plan import LoadPlan
@@ -365,9 +365,7 @@ def exact(family: str) -> torch.nn.Module:
     return block.requires_grad_(False)
 
 
-def unfused(
-    family: str, kind: str = "plain", dtype: torch.dtype = torch.float32, sharing: bool = True
-) -> torch.nn.Module:
+def int8(family: str, kind: str = "plain", dtype: torch.dtype = torch.float32, sharing: bool = True) -> torch.nn.Module:
     """The same with INT8 linears, all of one of KINDS, or each third one left in floats ("protected")."""
     source = _family(family).build(comfy.ops.disable_weight_init, torch.float32)
     layers = _linears(source)
@@ -390,31 +388,30 @@ def unfused(
     return block.requires_grad_(False)
 
 
-def fused(
-    family: str, kind: str = "plain", dtype: torch.dtype = torch.float32, sharing: bool = True
-) -> torch.nn.Module:
-    """`unfused`, with its fused forward."""
-    block = unfused(family, kind, dtype, sharing)
-    fuse(block)
-    return block
+_STREAMS = {
+    "DoubleStreamBlock": ("img", "txt"),
+    "QwenImageTransformerBlock": ("encoder_hidden_states", "hidden_states"),
+    "VaceWanAttentionBlock": ("c", "c"),
+    "TransformerDecoderBlock": ("visual_embed",),
+    "FusedTransformerDecoderBlock": ("visual_embed", "audio_embed"),
+    **dict.fromkeys(("WanFeedForward", "FeedForward", "MLP"), ()),
+}
+"""By class, the arguments that a block's outputs are sums with, where that is not x."""
 
 
-def fuse(block: torch.nn.Module) -> None:
-    """Give a block the class that a MODEL's patches give it."""
-    own = type(block)
-    block.__class__ = fused_class(own, BLOCKS[f"{own.__module__}.{own.__qualname__}"])
-
-
-def run(block: torch.nn.Module, family: str, call: Call | None = None, **options: object) -> tuple[torch.Tensor, ...]:
-    """What a block adds to its streams, in float64, or what a feed-forward returns. `options` are transformer options,
-    which a feed-forward does not have."""
+def run(
+    block: torch.nn.Module, family: str, call: Call | None = None, defers: bool = False, **options: object
+) -> tuple[torch.Tensor, ...]:
+    """What a block adds to its streams, in float64, or what a feed-forward returns; deferred or not. `options` are
+    transformer options, which a feed-forward does not have."""
     args, kwargs = _family(family).arguments(call or Call())
-    streams = BLOCKS[f"{type(block).__module__}.{type(block).__qualname__}"].streams
-    if not streams:
-        with torch.inference_mode():
-            return (block(*args, **kwargs).double(),)
+    streams = _STREAMS.get(type(block).__name__, ("x",))
+    kwargs = {**kwargs, "transformer_options": options} if streams else kwargs
     with torch.inference_mode():
-        outputs = block(*args, **kwargs, transformer_options=options)
+        forward = partial(block, *args, **kwargs)
+        outputs = deferred_call(forward) if defers else forward()
+    if not streams:
+        return (outputs.double(),)
     again, again_by_name = _family(family).arguments(call or Call())  # Flux adds to its inputs in place
     before = [again_by_name[name] if name in again_by_name else again[streams.index(name)] for name in streams]
     before = before[0] if isinstance(before[0], tuple) else before

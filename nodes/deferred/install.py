@@ -1,0 +1,199 @@
+"""Where the mode is on: in the calls of a MODEL, of a text encoder, and of single modules."""
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..comfyui.attention import OVERRIDE
+from ..comfyui.compiling import compiles, is_compiled_module
+from ..comfyui.memory import OUT_OF_MEMORY, Cancelled, is_training
+from ..comfyui.patcher import CallbacksMP, ModelPatcher, WrappersMP, diffusion_model_of
+from ..host import notices
+from . import table  # noqa: F401  # pyright: ignore[reportUnusedImport]  # fills the mode's tables
+from .mode import Deferring
+from .tracked import seen_from
+
+KEY = "int8_dit_deferred"
+"""Under which a MODEL has the wrapper."""
+
+_MOST_SAID = 120  # of an error, which may be a page
+
+
+def defer(model: ModelPatcher) -> None:
+    """Let the INT8 linears of a MODEL take the work between them, whatever forwards its blocks have."""
+    calls = _Calls()
+    model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, calls.call)
+    model.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
+    model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, calls.look_again)
+
+
+def deferring_class(own: Any) -> type:
+    """A class of modules like `own` whose calls run in the mode, such as that of a text encoder."""
+    calls = _Calls()
+
+    class DeferringModule(own):
+        deferring = True
+
+        def forward(self, *args, **kwargs):
+            given, device = (*args, *kwargs.values()), next(self.parameters()).device
+            return calls.run(self, partial(super().forward, *args, **kwargs), device, (*_form_of(given), *kwargs), ())
+
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(DeferringModule, name, getattr(own, name))
+    return DeferringModule
+
+
+class _Timing:
+    """Which of two ways is faster for calls of one size: deferring costs the host time, which a fast card waits for.
+
+    Both are timed on calls that are made anyway.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._seconds: dict[bool, float] = {}
+
+    def run(self, call: Callable[[], Any], device: torch.device) -> Any:
+        """A call, deferred or not."""
+        if device.type != "cuda" or self._calls == len(_TIMED) or torch.cuda.is_current_stream_capturing():
+            slower = self._seconds.get(True, 0.0) > _WORTH_LEAVING * self._seconds.get(False, 1.0)
+            return call() if slower else deferred_call(call)
+        defers, counts = _TIMED[self._calls]
+        start = _clock(device)
+        output = deferred_call(call) if defers else call()
+        self._calls += 1
+        if counts:
+            self._seconds[defers] = min(_clock(device) - start, self._seconds.get(defers, math.inf))
+        return output
+
+
+_TIMED = ((True, False), (True, True), (False, True), (False, True), (True, True))
+"""Whether a call is deferred, and whether it is timed; kernels are compiled in the first one."""
+
+_WORTH_LEAVING = 1.05  # times as long: a clock of two calls is no finer
+
+
+def _clock(device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def deferred_call(call: Callable[[], Any]) -> Any:
+    """What a forward gives in which work is deferred, with nothing compared."""
+    with Deferring() as forward:
+        output = call()
+    return forward.finish(output)
+
+
+class _Calls:
+    """The calls of a MODEL and its clones, or of a module."""
+
+    def __init__(self) -> None:
+        # Of each root module: under which conditions deferred calls agree with its own, and what timing showed.
+        self._agreed: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, bool]] = weakref.WeakKeyDictionary()
+        self._timings: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, _Timing]] = weakref.WeakKeyDictionary()
+        self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def call(
+        self,
+        executor: Any,
+        x,
+        t,
+        c_concat=None,
+        c_crossattn=None,
+        control=None,
+        transformer_options=MappingProxyType({}),
+        **named,
+    ) -> Any:
+        """A wrapper around BaseModel's apply_model."""
+        arguments = (x, t, c_concat, c_crossattn, control, transformer_options)
+        root = diffusion_model_of(executor)
+        if compiles(transformer_options):
+            return executor(*arguments, **named)
+        given = (*arguments[:5], *named.values())
+        conditions = (*_form_of(given), _options_of(transformer_options), *named)
+        sizes = tuple([value.shape for value in given if isinstance(value, torch.Tensor)])
+
+        def run() -> Any:
+            return executor(seen_from(x), t, c_concat, seen_from(c_crossattn), control, transformer_options, **named)
+
+        return self.run(root, run, x.device, conditions, sizes)
+
+    def look_again(self, model: ModelPatcher) -> None:
+        """Before each sampling: other nodes may have compiled parts of the model."""
+        self._compiled.clear()
+
+    def run(
+        self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple, sizes: tuple
+    ) -> Any:
+        """Call what runs a module, deferred where its linears run fused and nothing speaks against it."""
+        if torch.is_grad_enabled() or is_training() or torch.compiler.is_compiling():
+            return call()
+        if root not in self._compiled:
+            self._compiled[root] = any(map(is_compiled_module, root.modules()))
+        if self._compiled[root] or not _runs_fused(root, device):
+            return call()
+        agreed = self._agreed.setdefault(root, {})
+        if agreed.get(conditions):
+            timings = self._timings.setdefault(root, {})
+            return timings.setdefault((conditions, sizes), _Timing()).run(call, device)
+        if conditions in agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return call()
+        output, found = _compared(root, call)
+        if found is not None:
+            agreed[conditions] = found
+        return output
+
+
+def _compared(root: torch.nn.Module, call: Callable[[], Any]) -> tuple[Any, bool | None]:
+    """The output of a deferred call in which all is compared, or of the module's own forward where that is not the
+    same; and whether it is. None where no numbers tell."""
+    try:
+        with Deferring(checking=True) as forward:
+            output = call()
+        output, found = forward.finish(output), forward.agreed()
+        why = "its fused form does not do the same here"
+    except (Cancelled, OUT_OF_MEMORY):
+        raise
+    except Exception as error:  # whatever it is, the model's own forward can do without
+        said = str(error).strip().partition("\n")[0]
+        found, why = False, f"its fused form failed ({type(error).__name__}: {said[:_MOST_SAID]})"
+    if found:
+        return output, True
+    if found is False:
+        notices.warn(
+            "unfused",
+            "The model runs unfused",
+            f"{type(root).__name__} runs without the fusion between its linears, which is slower: {why}.",
+        )
+    return call(), found
+
+
+def _runs_fused(root: torch.nn.Module, device: torch.device) -> bool:
+    """Whether any linear of a module runs on the fused kernel."""
+    for module in root.modules():
+        ask = getattr(module, "is_fused_on", None)
+        if ask is not None and ask(device):
+            return True
+    return False
+
+
+def _form_of(values: Any) -> tuple:
+    """Of what kinds arguments are."""
+    return tuple([(value.dtype, value.ndim) if isinstance(value, torch.Tensor) else type(value) for value in values])
+
+
+def _options_of(options: Mapping[str, Any]) -> tuple:
+    """What a MODEL's options change in its forward: their names, the choices among them, the kinds of patches."""
+    kinds = [
+        kind for name in ("patches", "patches_replace") for kind, found in (options.get(name) or {}).items() if found
+    ]
+    choices = [(name, value if isinstance(value, bool) else type(value)) for name, value in options.items()]
+    return (*kinds, *choices, getattr(options.get(OVERRIDE), "__qualname__", None))

@@ -1,0 +1,243 @@
+"""One forward of a model in which work is deferred: which calls of PyTorch's functions are seen, and by whom.
+
+Tensors that the pack's linears give are Tracked: what is called with one is seen here, and so is what is called with a
+deferred one. As long as a note waits, a mode shows all other calls too, since one may write into what the note reads.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ...kernels import FLOAT_DTYPES, function_modes
+from .notes import Deferred, Note, called_on_values, deferred, outside, tracking, valued
+from .tracked import Tracked
+from .writes import hands_out, storages, written_arguments
+
+Handler = Callable[["Deferring", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+"""What a function of PyTorch's becomes: its result, perhaps deferred; NotImplemented where its values are wanted."""
+
+HANDLERS: dict[Any, Handler] = {}
+"""By function: those that are asked where an argument is tracked or deferred."""
+
+OF_DEFERRED: dict[Any, Handler] = {}
+"""By function: those that are asked only where an argument is deferred."""
+
+TRACKED: set[Any] = set()
+"""The functions whose results are tracked where an argument is."""
+
+LEAST_ROWS = 8
+"""Fewer rows, such as the vectors that modulations are made of, are computed at once: a note costs more."""
+
+_READS: set[Any] = set()  # functions that were found to write into none of their arguments
+_MOST_APART = 0.01
+# A result in bf16 is within 0.4 % after three roundings. What was computed otherwise is further away.
+_MANY = 64
+
+
+class _Watch(TorchFunctionMode):
+    """The mode that is on while notes wait."""
+
+    def __init__(self, deferring: "Deferring") -> None:
+        super().__init__()
+        self._deferring = deferring
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if types:
+            return self._deferring.called(func, types, args, kwargs or {})
+        if func not in _READS:
+            self._deferring.before_writes_of(func, args, kwargs or {})
+        if not kwargs:
+            return func(*args)
+        self._deferring.before_write((kwargs.get("out"),))
+        return func(*args, **kwargs)
+
+
+class Deferring:
+    """A context: one forward of a model.
+
+    Args:
+        checking: whether this forward also computes all values as the model itself does, and compares what fused ops
+            take with them.
+    """
+
+    def __init__(self, checking: bool = False) -> None:
+        self.checking = checking
+        self._notes: list[weakref.ref[Note]] = []
+        self._waiting_notes = 0
+        self._watch: _Watch | None = None
+        self._apart: list[torch.Tensor] = []
+        self._handed_out: set[int] = set()  # host memory that something else than PyTorch may write into
+        self._waiting: weakref.ref[Note] | None = None
+        self._rows: dict[tuple, torch.Tensor] = {}
+
+    def __enter__(self) -> "Deferring":
+        self._before, tracking.forward = tracking.forward, self
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        tracking.forward = self._before
+        self._stop_watching(everywhere=True)
+
+    def called(self, func: Any, types: Sequence[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """A call with a tracked or a deferred argument."""
+        with outside():
+            some_deferred = Deferred in types
+            handler = HANDLERS.get(func)
+            if handler is None and some_deferred:
+                handler = OF_DEFERRED.get(func)
+            if handler is not None and args and not torch.is_grad_enabled():
+                result = handler(self, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            if func not in _READS or kwargs:
+                self.before_writes_of(func, args, kwargs)
+            result = called_on_values(func, args, kwargs) if some_deferred else func(*args, **kwargs)
+            if some_deferred and func not in _READS:
+                _follow(args)
+            return self.tracked(result) if func in TRACKED else result
+
+    def tracked(self, result: Any) -> Any:
+        """The same, tracked where it has enough rows of channels."""
+        kind = type(result)
+        if kind is torch.Tensor:
+            shape = result.shape
+            if len(shape) > 1 and result.dtype in FLOAT_DTYPES and shape.numel() >= LEAST_ROWS * shape[-1] > LEAST_ROWS:
+                result.__class__ = Tracked
+        elif kind in (tuple, list):
+            for part in result:
+                self.tracked(part)
+        return result
+
+    def before_writes_of(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Compute what reads memory that a call writes into."""
+        if func not in _READS:
+            written: Any = written_arguments(func)
+            if written is None:
+                _READS.add(func)
+            else:
+                self.before_write(written(args, kwargs))
+                if hands_out(func):
+                    self._handed_out.update(storages(args[:1]))
+        if "out" in kwargs:
+            self.before_write((kwargs["out"],))
+
+    def before_write(self, targets: Any) -> None:
+        """Compute what reads memory that is written into now."""
+        if not self._notes or targets == (None,):
+            return
+        with outside():
+            found = set(storages(targets))
+            for note in self._alive():
+                if note.is_in(found):
+                    note.written()
+
+    def note(
+        self,
+        shape: torch.Size,
+        like: Any,
+        operand: Any,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any] = {},
+    ) -> Deferred:
+        """A deferred tensor. Its value is `call` of `args`, where notes stand for what is not computed yet."""
+        note = Note(shape, like, operand, call, args, kwargs, self)
+        if self._handed_out and note.is_in(self._handed_out):
+            note.written()
+            return deferred(note)
+        if self.checking:
+            note.expect(self.compare)
+        self._waiting_notes += 1
+        if len(self._notes) >= _MANY:
+            self._alive()
+        self._notes.append(weakref.ref(note))
+        if self._watch is None:
+            self._watch = _Watch(self)
+            function_modes.push(self._watch)
+        return deferred(note)
+
+    def waits_no_more(self) -> None:
+        """A note is computed, or nobody has it any more, or all that it reads is tracked and was taken."""
+        self._waiting_notes -= 1
+        if not self._waiting_notes:
+            self._stop_watching()
+
+    def _stop_watching(self, everywhere: bool = False) -> None:
+        """End the mode if it is the last one; where it is not, it goes with the next note, or with the forward."""
+        if self._watch is not None and function_modes.remove(self._watch, everywhere):
+            self._watch = None
+
+    def settle(self) -> None:
+        """End the mode if no note waits, at a place where modes may end."""
+        if self._watch is not None and not self._waiting_notes:
+            self._stop_watching()
+
+    def is_view(self, view: Deferred, of: Deferred) -> Deferred:
+        """The same, which shares its memory with another deferred tensor."""
+        view.note.is_view = of.note.viewed = True
+        return view
+
+    def rows_of(self, each: int, tokens: int, device: torch.device) -> torch.Tensor:
+        """Which row of a modulation each token has, of groups of `each`: int32 [tokens]."""
+        key = each, tokens, device
+        if key not in self._rows:
+            self._rows[key] = torch.arange(tokens, dtype=torch.int32, device=device) // each
+        return self._rows[key]
+
+    def waits(self, note: Note) -> None:
+        """Keep a note for the next call of its kind, as long as someone has it."""
+        self._waiting = weakref.ref(note)
+
+    def waiting(self) -> Note | None:
+        """That note, once."""
+        note, self._waiting = self._waiting and self._waiting(), None
+        return note
+
+    def _alive(self) -> list[Note]:
+        notes = [note for reference in self._notes if (note := reference()) is not None]
+        self._notes = list(map(weakref.ref, notes))
+        return notes
+
+    def compare(self, fused: torch.Tensor, plain: torch.Tensor) -> None:
+        """Note how far the result of a fused op is from that of the model's own calls."""
+        plain = plain.float()
+        apart, size = (fused.float() - plain).norm(), plain.norm()
+        self._apart.append(torch.where(size > 0, apart / size, apart))
+
+    def agreed(self) -> bool | None:
+        """Whether all that was compared differs by rounding at most; None where there are no numbers to tell."""
+        if not self._apart:
+            return True
+        apart = torch.stack(self._apart)
+        told = apart[~apart.isnan()]
+        return None if not len(told) else told.max().item() <= _MOST_APART
+
+    def finish(self, output: Any) -> Any:
+        """A forward's output in values and in plain tensors; what outlives the forward is computed now."""
+        for note in self._alive():
+            note.value()
+            note.let_go()
+        return _plain(valued(output))
+
+
+def _follow(args: Sequence[Any]) -> None:
+    """Let deferred tensors have the form that a call has given their values."""
+    for argument in args:
+        if type(argument) is Deferred:
+            argument.note.follow()
+
+
+def _plain(output: Any) -> Any:
+    kind = type(output)
+    if kind is Tracked:
+        output.__class__ = torch.Tensor
+    elif kind in (tuple, list):
+        for part in output:
+            _plain(part)
+    elif kind is dict:
+        for part in output.values():
+            _plain(part)
+    return output

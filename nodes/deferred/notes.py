@@ -1,0 +1,304 @@
+"""A tensor whose value is not computed yet, and the note of what it is.
+
+A note has two sides. One is the call that gives the value, exactly as the model made it. The other is what the call
+means to a fused op: its operand. Whoever takes the operand computes the value in one pass with something else. Whoever
+does not know of notes reads the value.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...kernels import Norm, function_modes
+
+outside = function_modes.unseen
+_current_stream = function_modes.current_stream
+
+
+class Note:
+    """What a deferred tensor is.
+
+    Attributes:
+        shape, dtype, device: those of the value.
+        operand: what it means to a fused op; None as soon as the value is there.
+        quantized: rows of the operand that a linear had made, by how it wants them; None before.
+        is_view: whether the value shares the memory of another one.
+        viewed: whether another shares the memory of this one.
+        forward: the one that waits for the value to be read or the note to go; None where nobody does.
+        check: takes the operand's own value and `expected`, the plain one, in a forward that compares them; else None.
+    """
+
+    __slots__ = (
+        *(
+            "__weakref__",
+            "_args",
+            "_call",
+            "_kwargs",
+            "_stream",
+            "_value",
+            "check",
+            "device",
+            "dtype",
+            "expected",
+            "forward",
+        ),
+        *("is_view", "operand", "quantized", "shape", "viewed"),
+    )
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        like: Any,
+        operand: Any,
+        call: Callable[..., torch.Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        forward: Any,
+    ) -> None:
+        self.shape, self.dtype, self.device, self.operand = shape, like.dtype, like.device, operand
+        self._call: Any = call
+        self._args: Any = args
+        self._kwargs: Any = kwargs
+        self._value: torch.Tensor | None = None
+        self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else 0
+        self.quantized: dict[tuple, Any] | None = None
+        self.is_view = self.viewed = False
+        self.forward = forward
+        self.check: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self.expected: torch.Tensor | None = None
+
+    @property
+    def computed(self) -> torch.Tensor | None:
+        """The value where it is there."""
+        return self._value
+
+    def value(self) -> torch.Tensor:
+        """The value, computed as the model's own call does, and on the stream of that call."""
+        if self._value is None:
+            if self.expected is not None and not self.is_view:
+                self._value = self.expected
+            elif self._is_here():
+                self._value = self._called(_read)
+            else:
+                now, its = torch.cuda.current_stream(self.device), torch.cuda.ExternalStream(self._stream, self.device)
+                with torch.cuda.stream(its):
+                    self._value = self._called(_read)
+                now.wait_stream(its)
+            self._done()
+        assert self._value is not None
+        return self._value
+
+    def _called(self, read: Callable[[Any], Any]) -> torch.Tensor:
+        with outside():
+            return self._call(*map(read, self._args), **self._kwargs)
+
+    def expect(self, check: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Compute the value as it is now, to be compared with the operand by `check` when that is taken."""
+        self.check, self.expected = check, self._called(_expected)
+
+    def _is_here(self) -> bool:
+        """Whether the stream that computes now is that of the note."""
+        return not self._stream or self._stream == _current_stream(self.device.index)
+
+    def taken(self) -> Any:
+        """The operand for a fused op; None where the value is to be read: it is there, or belongs to another stream."""
+        operand = self.operand
+        if operand is None or not self._is_here():
+            return None
+        if self.check is not None:
+            own = operand.value()
+            if own is None:
+                return None
+            expected: Any = self._called(_expected) if self.is_view else self.expected
+            self.check(own, expected)
+        return operand
+
+    def follow(self) -> None:
+        """Have the form of the value, which a call may have changed."""
+        value = self.value()
+        self.shape, self.dtype = value.shape, value.dtype
+
+    def let_go(self) -> None:
+        """Whoever waited for this note, and for what it is made of, need not any more."""
+        if self.forward is not None:
+            self._end()
+            for made_of in self._args or ():
+                if type(made_of) is Note:
+                    made_of.let_go()
+
+    def _end(self) -> None:
+        forward, self.forward = self.forward, None
+        if forward is not None:
+            forward.waits_no_more()
+
+    def known_value(self, value: torch.Tensor) -> None:
+        """Take the value from where it was computed already."""
+        self._value = value
+        self._done()
+
+    def _done(self) -> None:
+        self._call = self._args = self._kwargs = None
+        self._end()
+        self.operand = self.quantized = self.expected = None
+
+    def __del__(self) -> None:
+        if self.forward is not None:
+            self.forward.waits_no_more()
+
+    def is_in(self, storages: set[int]) -> bool:
+        """Whether the value, or what it would be computed from, is in one of these storages."""
+        given = (self._value, self._args, *(self._kwargs or {}).values(), self.operand)
+        return any(storage_of(tensor) in storages for tensor in _leaves(given))
+
+    def written(self) -> None:
+        """The value is written into next, or what it is computed from."""
+        operand: Any = self.operand
+        if self.quantized and not (self.viewed or self.is_view) and hasattr(operand, "copied"):
+            # It was taken, and perhaps nobody reads it again: a copy of what it is made of takes less than the value.
+            self.operand = copied = operand.copied()
+            self._call, self._args, self._kwargs = lambda: copied.value().to(self.dtype), (), {}
+            return
+        self.value()
+        self.operand = self.quantized = None
+
+
+class _Tracking(threading.local):
+    """The forward that a thread is in; None outside of one."""
+
+    forward: Any = None
+
+
+tracking = _Tracking()
+
+
+def seen(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """A call of one of PyTorch's functions with a tensor of this room's classes."""
+    forward = tracking.forward
+    if forward is not None:
+        return forward.called(func, types, args, kwargs or {})
+    return called_on_values(func, args, kwargs or {})
+
+
+class Deferred(torch.Tensor):
+    """A tensor without memory whose `note` says what it is. What is asked of its form is answered by the note."""
+
+    note: Note
+
+    __torch_function__ = classmethod(seen)  # pyright: ignore[reportIncompatibleMethodOverride,reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return called_on_values(func, args, kwargs or {})
+
+    shape = property(lambda self: self.note.shape)  # pyright: ignore[reportAssignmentType]
+    dtype = property(lambda self: self.note.dtype)  # pyright: ignore[reportAssignmentType]
+    device = property(lambda self: self.note.device)  # pyright: ignore[reportAssignmentType]
+    ndim = property(lambda self: len(self.note.shape))  # pyright: ignore[reportAssignmentType]
+    is_cuda = property(lambda self: self.note.device.type == "cuda")  # pyright: ignore[reportAssignmentType]
+    requires_grad = False  # pyright: ignore[reportAssignmentType]
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.note.shape if dim is None else self.note.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.note.shape)
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return self.note.shape.numel()
+
+    nelement = numel
+
+    def get_device(self) -> int:
+        index = self.note.device.index
+        return -1 if index is None else index
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self.note.shape[0]
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch shows this write to nobody."""
+        if tracking.forward is not None:
+            tracking.forward.before_write((self,))
+        result = self.note.value().set_(*args, **kwargs)
+        self.note.follow()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.note.value().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return copy.deepcopy(self.note.value(), memo)
+
+
+def deferred(note: Note) -> Deferred:
+    """The tensor of a note."""
+    tensor = function_modes.without_memory(Deferred, note.shape, dtype=note.dtype, device=note.device)
+    tensor.note = note
+    return tensor
+
+
+def called_on_values(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a function of PyTorch's makes of arguments, each deferred one by its value."""
+    with outside():
+        return func(*map(valued, args), **{name: valued(value) for name, value in kwargs.items()})
+
+
+def valued(value: Any) -> Any:
+    """The same with values in the place of deferred tensors, also in lists, tuples and dicts."""
+    kind = type(value)
+    if kind is Deferred:
+        return value.note.value()
+    if kind in (list, tuple):
+        return kind(map(valued, value))
+    if kind is dict:
+        return {name: valued(part) for name, part in value.items()}
+    return value
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _read(value: Any) -> Any:
+    """The value of a note as it was, of a deferred tensor as it is now."""
+    if type(value) is Note:
+        return value.value()
+    if type(value) in (list, tuple):
+        return type(value)(map(_read, value))
+    return value.note.value() if type(value) is Deferred else value
+
+
+def _expected(value: Any) -> Any:
+    """The same as `_read` in a forward that compares: no value is read by others for it."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_expected, value))
+    note = value.note if type(value) is Deferred else value
+    if type(note) is not Note:
+        return value
+    if note.computed is not None:
+        return note.computed
+    return note.expected if note.expected is not None and not note.is_view else note._called(_expected)
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in memory that something is, or is computed from."""
+    if type(value) is Deferred:
+        value = value.note
+    if type(value) is Note:
+        value = (value._args, value.operand) if value._value is None else value._value
+    if type(value) is Norm:
+        value = value.weight, value.bias
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _leaves(part)

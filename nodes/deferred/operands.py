@@ -1,0 +1,196 @@
+"""What a deferred value means to a fused op: an entry a kind.
+
+`value` is what one stands for, in floats: only to be compared with what the model's own calls give.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels import ACTIVATIONS, ChannelTransform, Norm, Quantized, activate_quantize, norm_quantize
+
+
+class Segment(NamedTuple):
+    """What tokens that follow each other are multiplied with, and what is added then: [.., 1 or tokens, K], or None."""
+
+    start: int
+    stop: int
+    scale: torch.Tensor | None
+    shift: torch.Tensor | None
+
+
+def _copy_of(tensor: Any) -> Any:
+    return None if tensor is None else tensor.clone()
+
+
+class Normed(NamedTuple):
+    """norm(x) scale + shift. Linears take it; residuals do without a shift, rotary positions without both.
+
+    Attributes:
+        x: [B, T, K] or [T, K]; or heads of queries or keys, whose last axis is the head's.
+        norm: None for x as it is.
+        scale, shift: [B or 1, T or 1, K] with as many axes as `x`, or None; with `rows` [B or 1, M, K].
+        rows: int32 [T], which of the M rows each token has, or None.
+        all_heads: whether the norm is over the last two axes together.
+        segments: modulations of some tokens each.
+    """
+
+    x: torch.Tensor
+    norm: Norm | None = None
+    scale: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    all_heads: bool = False
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def is_unmodulated(self) -> bool:
+        return self.scale is self.shift is None and not self.segments
+
+    def activations(self) -> tuple:
+        """The tensors that it is made of beside parameters."""
+        return self.x, self.scale, self.shift, *(t for segment in self.segments for t in segment[2:])
+
+    def copied(self) -> "Normed":
+        """The same in memory of its own."""
+        x, scale, shift = map(_copy_of, (self.x, self.scale, self.shift))
+        segments = tuple(
+            segment._replace(scale=_copy_of(segment.scale), shift=_copy_of(segment.shift)) for segment in self.segments
+        )
+        norm = self.norm and replace(self.norm, weight=_copy_of(self.norm.weight), bias=_copy_of(self.norm.bias))
+        return self._replace(x=x, norm=norm, scale=scale, shift=shift, segments=segments)
+
+    def value(self) -> torch.Tensor | None:
+        whole = self.in_rows()
+        if whole is None:
+            return None
+        x, norm = self.x.float(), self.norm
+        if norm is not None:
+            x = x.flatten(-2) if self.all_heads else x
+            weight, bias = (None if t is None else t.float() for t in (norm.weight, norm.bias))
+            layer = F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps) if norm.kind == "layer" else None
+            x = F.rms_norm(x, x.shape[-1:], weight, norm.eps) if layer is None else layer
+            x = x.view(self.x.shape)
+        scale, shift = (t if t is None or whole.rows is None else t[..., whole.rows, :] for t in whole[2:4])
+        x = x if scale is None else x * scale
+        return x if shift is None else x + shift
+
+    def quantize(self, transform: ChannelTransform, bits: int) -> Quantized | None:
+        """The rows that a linear reads; None where no fused op makes them."""
+        whole = self.in_rows()
+        if whole is None or whole.norm is None or whole.all_heads or whole.x.ndim not in (2, 3):
+            return None
+        return norm_quantize(whole.x, whole.norm, whole.scale, whole.shift, transform, bits, whole.rows)
+
+    def in_rows(self) -> "Normed | None":
+        """The same with rows in the place of segments; None where these do not follow each other to the end."""
+        if not self.segments:
+            return self
+        rows = torch.empty(self.x.shape[-2], dtype=torch.int32, device=self.x.device)
+        end, scales, shifts = 0, [], []
+        for start, stop, *modulations in sorted(self.segments, key=lambda segment: segment.start):
+            shape = max((t.shape for t in modulations if t is not None), key=lambda shape: shape[-2])
+            if start != end or shape[-2] not in (1, stop - start):
+                return None
+            first = sum(t.shape[-2] for t in scales)
+            rows[start:stop] = (
+                first if shape[-2] == 1 else torch.arange(first, first + stop - start, device=rows.device)
+            )
+            filled = [
+                self.x.new_full((1,) * self.x.ndim, neutral) if t is None else t
+                for t, neutral in zip(modulations, (1.0, 0.0), strict=True)
+            ]
+            samples = self.x.shape[:-2]
+            scale, shift = (t.expand(*samples, *shape[-2:]) for t in filled)
+            scales.append(scale)
+            shifts.append(shift)
+            end = stop
+        if end != len(rows):
+            return None
+        shifted = any(segment.shift is not None for segment in self.segments)
+        return self._replace(
+            scale=torch.cat(scales, -2), shift=torch.cat(shifts, -2) if shifted else None, rows=rows, segments=()
+        )
+
+
+class Activated(NamedTuple):
+    """activation(gate) up, behind the channels of `beside`; as `activate_quantize` has them. Linears take it."""
+
+    gate: torch.Tensor
+    activation: str
+    up: torch.Tensor | None = None
+    beside: torch.Tensor | None = None
+
+    def activations(self) -> tuple:
+        """The tensors that it is made of."""
+        return self.gate, self.up, self.beside
+
+    def value(self) -> torch.Tensor:
+        values = ACTIVATIONS[self.activation](self.gate.float())
+        values = values if self.up is None else values * self.up
+        return values if self.beside is None else torch.cat((self.beside.float(), values), -1)
+
+    def quantize(self, transform: ChannelTransform, bits: int) -> Quantized | None:
+        """The rows that a linear reads."""
+        return activate_quantize(self.gate, self.activation, self.up, self.beside, transform, bits)
+
+
+class Sliced(NamedTuple):
+    """Some tokens of another deferred tensor, a view of it. Linears take it."""
+
+    parent: Any
+    start: int
+    stop: int
+
+    def value(self) -> torch.Tensor | None:
+        whole = _value_of(self.parent)
+        return None if whole is None else whole[..., self.start : self.stop, :]
+
+
+class Joined(NamedTuple):
+    """Tensors, deferred ones among them, that follow each other along an axis. Linears and rotary positions take it."""
+
+    parts: tuple[torch.Tensor, ...]
+    axis: int
+
+    def value(self) -> torch.Tensor:
+        parts = [_value_of(part) for part in self.parts]
+        return torch.cat([part for part in parts if part is not None], self.axis)
+
+
+class Copied(NamedTuple):
+    """The values of `x` in memory of their own. Norms of heads take it."""
+
+    x: torch.Tensor
+
+    def value(self) -> torch.Tensor:
+        return self.x
+
+
+class Spread(NamedTuple):
+    """A modulation of tokens in groups of equal size: row i // each of `values` [B, M, K] for token i."""
+
+    values: torch.Tensor
+    each: int
+    tokens: int
+
+    def value(self) -> torch.Tensor:
+        return self.values.repeat_interleave(self.each, -2)[..., : self.tokens, :]
+
+
+class Turned(NamedTuple):
+    """Heads of queries or keys at their rotary positions. The next ones at the same positions take it with them."""
+
+    heads: torch.Tensor
+    freqs: torch.Tensor
+    pairs: str
+
+
+def _value_of(x: Any) -> torch.Tensor | None:
+    """That of a tensor, deferred or not."""
+    note = getattr(x, "note", None)
+    if note is None:
+        return x
+    return note.value() if note.operand is None else note.operand.value()

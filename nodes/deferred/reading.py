@@ -1,0 +1,100 @@
+"""What handlers of functions ask of their arguments."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...kernels import FLOAT_DTYPES
+from . import mode, takers
+from .mode import HANDLERS, Deferring
+from .notes import Deferred, deferred
+from .operands import Normed, Spread
+from .tracked import MEMORY
+
+T = torch.Tensor
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+PLAIN = (*MEMORY, torch.nn.Parameter)
+"""The types of tensors in memory."""
+
+
+def on(*functions: Any, of: dict = HANDLERS) -> Any:
+    def register(handler: Any) -> Any:
+        of.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+def operand_of(x: Any, *kinds: type) -> Any:
+    """What a deferred tensor stands for, if that is of one of these kinds and no value yet."""
+    operand = x.note.operand if type(x) is Deferred else None
+    return operand if type(operand) in kinds else None
+
+
+def is_rows(x: Any) -> bool:
+    """Whether something is a tensor in memory with enough rows of channels."""
+    if type(x) not in MEMORY or x.ndim < 2 or x.dtype not in FLOAT_DTYPES:
+        return False
+    return x.shape[-1] > 1 and x.numel() >= mode.LEAST_ROWS * x.shape[-1]
+
+
+def modulation_of(x: Any, of: Any) -> tuple[torch.Tensor, Any] | None:
+    """A tensor that modulates tokens of `of`, with as many axes, and which row each token has; None for another."""
+    spread = operand_of(x, Spread)
+    tensor, shape = x if spread is None else spread.values, of.shape
+    ndim = len(shape)
+    if type(tensor) not in PLAIN or ndim not in (2, 3) or tensor.dtype != of.dtype or tensor.device != of.device:
+        return None
+    own = tensor.shape
+    if not own or own[-1] != shape[-1] or len(own) > ndim:
+        return None
+    if len(own) < ndim:
+        tensor = tensor.reshape((1,) * (ndim - len(own)) + own)
+        own = tensor.shape
+    if spread is not None:
+        return (tensor, spread[1:]) if spread.tokens == shape[-2] and own[0] in (1, shape[0]) else None
+    if own[-2] not in (1, shape[-2]) or own[0] not in (1, shape[0]):
+        return None
+    return tensor, None
+
+
+def rows_of(forward: Deferring, spread: tuple[int, int] | None, device: torch.device) -> torch.Tensor | None:
+    """Which row of a modulation each token has, as `modulation_of` says; None where each has its own."""
+    return None if spread is None else forward.rows_of(spread[0], spread[1], device)
+
+
+def now(x: Any) -> Any:
+    """A deferred tensor whose value is there, as that; and a sum that was written norm first, as it is now."""
+    if type(x) is not Deferred:
+        return x
+    note, operand = x.note, x.note.operand
+    if operand is None:
+        return note.computed
+    if type(operand) is Normed and operand.shift is not None and operand.shift.shape == note.shape and note.taken():
+        total = takers.total(operand.shift, operand)
+        if total is not None:
+            note.known_value(total)
+            return total
+    return x
+
+
+def as_noted(x: Any) -> Any:
+    """An argument as a note keeps it: of a deferred tensor, what it is now."""
+    return x.note if type(x) is Deferred else x
+
+
+def gate_of(y: Any, x: Any) -> tuple[torch.Tensor, Any] | None:
+    """A modulation that has fewer numbers than what it modulates."""
+    fewer = operand_of(y, Spread) is not None or (type(y) in PLAIN and y.numel() < x.numel())
+    return modulation_of(y, x) if fewer else None
+
+
+def as_it_is(x: Any) -> Any:
+    """A deferred tensor that later writes into this one do not change."""
+    return deferred(x.note) if type(x) is Deferred else x
+
+
+def or_not(value: Any) -> Any:
+    return NotImplemented if value is None else value

@@ -1,0 +1,176 @@
+"""Who takes deferred operands: linears, residuals, rotary positions. Each returns None where values are to be read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...kernels import FLOAT_DTYPES, Norm, Quantized, gated_residual, norm_rope
+from .notes import Deferred, Note, valued
+from .operands import Activated, Joined, Normed, Sliced
+from .tracked import MEMORY, Tracked
+
+
+def linear(layer: Any, x: Deferred) -> torch.Tensor | None:
+    """The product of an INT8 linear with a deferred tensor, which is quantized once for all that want it alike."""
+    form = layer.input_form()
+    if form is None or x.note.shape[-1] != layer.in_features:
+        return None
+    group, smoothed = form.transform.rotation_group, form.transform.smooth is not None
+    key = (form.activation_bits, group, (layer.input_group or layer) if smoothed else None)
+    transform, held = layer.open(form, x.note.device, x.note.dtype)
+    try:
+        rows = _rows(x, key, (transform, form.activation_bits))
+        return None if rows is None else layer.project(rows, x.note.shape[:-1], x.note.dtype, held)
+    finally:
+        layer.close(held)
+
+
+def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
+    if type(x) is not Deferred:
+        return None
+    note = x.note
+    found = None if note.quantized is None else note.quantized.get(key)
+    if found is None:
+        operand = note.taken()
+        kind = type(operand)
+        if kind is Normed or kind is Activated:
+            found = operand.quantize(*form)
+            _see_writes_into(note, operand)
+        elif kind is Sliced:
+            whole = _rows(operand.parent, key, form)
+            return None if whole is None else (_tokens(whole[0], operand), _tokens(whole[1], operand))
+        elif kind is Joined:
+            parts = (
+                [_rows(part, key, form) for part in operand.parts] if operand.axis == len(note.shape) - 2 else [None]
+            )
+            whole = [part for part in parts if part is not None]
+            found = _joined(whole, note.shape) if len(whole) == len(parts) else None
+        if found is not None:
+            note.quantized = {**(note.quantized or {}), key: found}
+    return found
+
+
+def _see_writes_into(note: Note, operand: Any) -> None:
+    """Let the mode end where writes into what a note reads are seen without: into tracked tensors. A modulation that is
+    none yet becomes one."""
+    x, *others = operand.activations()
+    if note.forward is not None and type(x) is Tracked:
+        for other in others:
+            if type(other) is torch.Tensor:
+                other.__class__ = Tracked
+        note.let_go()
+
+
+def _tokens(rows: torch.Tensor, part: Sliced) -> torch.Tensor:
+    """The rows of some tokens, of those of all tokens of all samples."""
+    tokens = part.parent.note.shape[-2]
+    return rows.unflatten(0, (-1, tokens))[:, part.start : part.stop].flatten(0, 1)
+
+
+def _joined(parts: Sequence[Quantized], shape: torch.Size) -> Quantized:
+    """The rows of parts [B, tokens, K] that follow each other in a tensor of a shape."""
+    samples = shape[0] if len(shape) == 3 else 1
+    q, scale = (
+        torch.cat([t.unflatten(0, (samples, -1)) for t in tensors], 1).flatten(0, 1)
+        for tensors in zip(*parts, strict=True)
+    )
+    return q, scale
+
+
+def residual(x: torch.Tensor, y: Any, gate: Any = None, in_place: bool = False) -> torch.Tensor | None:
+    """x + gate y, or x + y, in one pass; `y` may be deferred. None where it is nothing that the fused op adds."""
+    operand = y.note.taken() if type(y) is Deferred else Normed(y)
+    if type(operand) is not Normed or operand.shift is not None or (gate is not None and operand.scale is not None):
+        return None
+    return total(x, operand if gate is None else operand._replace(scale=gate[0], rows=gate[1]), in_place)
+
+
+def total(x: torch.Tensor, operand: Normed, in_place: bool = False) -> torch.Tensor | None:
+    """The same of an operand, whatever its shift."""
+    if operand.all_heads or operand.segments or operand.norm is operand.scale is None:
+        return None
+    if type(x) not in MEMORY or not adds(x, operand.x):
+        return None
+    out = (x,) if in_place and x.is_contiguous() else None
+    result = gated_residual(x, operand.x, operand.scale, operand.norm, operand.rows, out)
+    return x.copy_(result) if in_place and out is None else result
+
+
+def adds(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the fused op adds tensors of such forms."""
+    return x.shape == y.shape and x.ndim in (2, 3) and x.dtype == y.dtype and x.dtype in FLOAT_DTYPES
+
+
+Part = tuple[torch.Tensor, Norm | None, bool]
+"""Some tokens of queries or keys, their norm, and whether that is over all heads."""
+
+
+def _parts(x: Any) -> tuple[int | None, list[Part]]:
+    """Along which axis the parts of queries or keys follow each other (None for one part), and the parts."""
+    operand = x.note.taken() if type(x) is Deferred else None
+    if type(operand) is Joined:
+        return operand.axis, [
+            _part(part, part.note.taken() if type(part) is Deferred else None) for part in operand.parts
+        ]
+    return None, [_part(x, operand)]
+
+
+def _part(x: Any, operand: Any) -> Part:
+    if type(operand) is Normed and operand.is_unmodulated and operand.norm is not None:
+        norm = operand.norm
+        if norm.kind == "rms" and norm.bias is None and (norm.weight is not None or not operand.all_heads):
+            return operand.x, norm, operand.all_heads
+    return valued(x), None, False
+
+
+def rotated(
+    q: Any, k: Any, freqs: torch.Tensor, pairs: Any, norms: tuple[Norm | None, Norm | None] = (None, None)
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Queries and keys [B, T, H, D] or [B, H, T, D], normed and at their rotary positions, each in new memory.
+
+    Args:
+        freqs: ComfyUI's matrices [.., D / 2, 2, 2], whose other axes say which axis the tokens are.
+        norms: of queries and keys, over each head, where their own are not deferred.
+    """
+    if norms[0] is not None:
+        q, k = valued(q), valued(k)
+    if len(q.shape) != 4 or len(k.shape) != 4 or freqs.ndim != 6 or q.dtype not in FLOAT_DTYPES or q.dtype != k.dtype:
+        return None
+    samples, width = q.shape[0], q.shape[3]
+    if (
+        freqs.shape[-3] * 2 != width
+        or k.shape[0] != samples
+        or k.shape[3] != width
+        or freqs.shape[0] not in (1, samples)
+    ):
+        return None
+    axis = 2 if freqs.shape[1] == 1 and freqs.shape[2] == q.shape[2] else 1
+    tokens, heads = q.shape[axis], q.shape[3 - axis]
+    if freqs.shape[axis] != tokens or k.shape[axis] != tokens or freqs.shape[3 - axis] not in (1, heads):
+        return None
+    if freqs.shape[3 - axis] != 1 and (axis != 1 or k.shape[2] != heads):
+        return None
+    (q_axis, q_parts), (k_axis, k_parts) = sides = _parts(q), _parts(k)
+    sizes = [[part.shape[axis] for part, _, _ in parts] for _, parts in sides]
+    if not {q_axis, k_axis} <= {None, axis} or sizes[0] != sizes[1]:
+        return None
+    if axis == 2 and any(all_heads for _, parts in sides for _, _, all_heads in parts):
+        return None
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
+    if len(q_parts) == len(freqs) == 1:
+        (q_part, q_norm, _), (k_part, k_norm, _) = *q_parts, *k_parts
+        given = (q_part, k_part, *outs) if axis == 1 else [t.transpose(1, 2) for t in (q_part, k_part, *outs)]
+        norm_rope(given[0], given[1], norms[0] or q_norm, norms[1] or k_norm, freqs, pairs, (given[2], given[3]))
+        return outs[0], outs[1]
+    start = 0
+    for (q_part, q_norm, _), (k_part, k_norm, _), count in zip(q_parts, k_parts, sizes[0], strict=True):
+        given = [q_part, k_part, *(out.narrow(axis, start, count) for out in outs)]
+        given = [t.transpose(1, 2) for t in given] if axis == 2 else given
+        places = freqs.narrow(axis, start, count)
+        chosen = norms[0] or q_norm, norms[1] or k_norm
+        for sample in range(len(freqs)):
+            one = given if len(freqs) == 1 else [t[sample : sample + 1] for t in given]
+            norm_rope(one[0], one[1], *chosen, places[sample], pairs, (one[2], one[3]))
+        start += count
+    return outs[0], outs[1]

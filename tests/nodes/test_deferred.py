@@ -1,0 +1,470 @@
+"""Deferred operands: a forward computes what it computes without them, whatever it does with its tensors."""
+
+import contextlib
+import dataclasses
+import math
+import operator
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support import deferred_forwards as forwards
+from support.architectures import ARCHITECTURES
+from support.tensors import relative_error
+
+EXACT, ROUNDED = 1e-6, 1e-2  # behind an INT8 linear a value may round to its neighbour
+TAKEN = {  # linears, residuals and rotary positions at least
+    "Flux": (8, 5, 2),
+    "Flux 2": (8, 5, 2),
+    "SD3": (11, 5, 0),
+    "Hunyuan Video": (14, 9, 2),
+    "Wan t2v": (12, 4, 2),
+    "LTX-Video": (10, 4, 2),
+    "Z-Image": (24, 12, 6),
+    "Qwen-Image": (20, 8, 2),
+    "OmniGen 2": (15, 6, 3),
+    "Ideogram 4": (8, 4, 2),
+    "Krea 2": (34, 4, 2),
+    "Kandinsky 5": (14, 8, 3),
+}
+
+
+@pytest.fixture(scope="session")
+def block(pack):
+    return forwards.Block()
+
+
+@pytest.fixture(scope="session")
+def deferral(pack):
+    """The pack's own modules of it."""
+    from int8_dit.nodes.deferred import install, mode, notes, operands, takers
+
+    return SimpleNamespace(install=install, mode=mode, notes=notes, operands=operands, takers=takers)
+
+
+@pytest.fixture
+def made(deferral, monkeypatch):
+    """A list that grows with each note."""
+    made, init = [], deferral.notes.Note.__init__
+    monkeypatch.setattr(deferral.notes.Note, "__init__", lambda *args, **named: made.append(1) or init(*args, **named))
+    return made
+
+
+@pytest.fixture
+def took(deferral, monkeypatch):
+    """How often each taker took something."""
+    counts = Counter()
+
+    def counting(name, own):
+        def run(*args, **named):
+            result = own(*args, **named)
+            counts[name] += result is not None
+            return result
+
+        return run
+
+    for name in ("linear", "residual", "rotated"):
+        monkeypatch.setattr(deferral.takers, name, counting(name, getattr(deferral.takers, name)))
+    return counts
+
+
+def alike(value, expected, limit):
+    """Whether results are the same: of the same form, numbers up to a relative error."""
+    if isinstance(expected, forwards.Rounded):
+        return len(value) == len(expected) and all(map(alike, value, expected, [ROUNDED] * len(expected)))
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            return False
+        if torch.equal(value, expected) or not (limit and expected.is_floating_point()):
+            return torch.allclose(value, expected, 0, 0, equal_nan=True)
+        return relative_error(value.double(), expected.double()) <= limit
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(alike(value[key], expected[key], limit) for key in expected)
+    if type(expected) in (list, tuple):
+        return len(value) == len(expected) and all(alike(*pair, limit) for pair in zip(value, expected, strict=True))
+    if type(expected) is float:
+        return math.isclose(value, expected, rel_tol=max(limit, 1e-12), abs_tol=10 * limit)
+    return value == expected
+
+
+def is_plain(value):
+    """Whether all tensors of a result are of PyTorch's own classes."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+@pytest.fixture
+def run(block, deferral):
+    """Call a forward on an input of its own. Returns its two lists, what it was given, and the mode."""
+
+    def call(forward, mode=None):
+        block.renewed()
+        x = forwards.randn(forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH, seed=3)
+        modes = torch._C._len_torch_function_stack()
+        try:
+            with torch.no_grad():
+                if mode is None:
+                    outputs = forward(block, x)
+                else:
+                    with mode:
+                        outputs = forward(block, x)
+                    outputs = mode.finish(outputs)
+                    assert is_plain(outputs)
+        finally:
+            assert torch._C._len_torch_function_stack() == modes and deferral.notes.tracking.forward is None
+        exact, rounded = outputs
+        return [exact, forwards.Rounded(rounded), [x, block.norm.weight, block.of_heads.weight]]
+
+    return call
+
+
+@pytest.fixture
+def check(run, made, deferral):
+    """Compare a forward's results, or its error, with and without deferral."""
+
+    def compare(forward, may_fail=False, agrees=False):
+        try:
+            expected = run(forward)
+        except Exception as error:
+            if not may_fail:
+                raise
+            for checking in (True, False):
+                with pytest.raises(type(error)):
+                    run(forward, deferral.mode.Deferring(checking))
+            return
+        made.clear()
+        assert alike(run(forward, deferral.mode.Deferring()), expected, EXACT) and made
+        found = None
+        # A model runs as its own behind an error, as where its values are not alike.
+        with contextlib.suppress(Exception):
+            mode = deferral.mode.Deferring(checking=True)
+            results = run(forward, mode)
+            found = mode.agreed()
+        assert not found or alike(results, expected, ROUNDED)
+        assert found or not agrees, "what was compared is not alike"
+
+    return compare
+
+
+@pytest.mark.parametrize("write", forwards.WRITES)
+@pytest.mark.parametrize("note", forwards.NOTES)
+def test_a_write_into_what_waits_reads(check, block, note, write):
+    make = forwards.NOTES[note]
+    for place in range(1, len(make(block.renewed(), forwards.randn(2, 12, 64)))):
+
+        def forward(block, x, place=place):
+            waiting, *reads = make(block, x)
+            forwards.WRITES[write](reads[place - 1])
+            exact, rounded = forwards.taken(block, waiting)
+            return [*exact, *reads], rounded
+
+        check(forward)
+
+
+@pytest.mark.parametrize("write", forwards.NOTE_WRITES)
+@pytest.mark.parametrize("other", forwards.OTHERS)
+def test_a_write_into_what_waits(check, other, write):
+    for make in (lambda b, y: b.norm(y), lambda b, y: F.silu(y)):
+        for place in (0, 1, 2):  # the note itself, the other one of it, and the note before the other one is made
+
+            def forward(block, x, make=make, place=place):
+                note = make(block, block.enter(x))
+                if place == 2:
+                    forwards.NOTE_WRITES[write](note)
+                second = forwards.OTHERS[other](block, note)
+                if place < 2:
+                    forwards.NOTE_WRITES[write]((note, second)[place])
+                return forwards.taken(block, note, second)
+
+            check(forward, may_fail=True)
+
+
+@pytest.mark.parametrize("read", forwards.READS)
+@pytest.mark.parametrize("note", forwards.NOTES)
+def test_what_is_read_of_it(check, note, read):
+    def forward(block, x):
+        waiting, *_ = forwards.NOTES[note](block, x)
+        first = forwards.READS[read](waiting)
+        exact, rounded = forwards.taken(block, waiting)
+        return [first, *exact], rounded
+
+    check(forward)
+
+
+@pytest.mark.parametrize("shape", forwards.SHAPES)
+@pytest.mark.parametrize("form", forwards.MODULATED)
+def test_modulations(check, form, shape):
+    for write in (False, True):
+
+        def forward(block, x, write=write):
+            y, h, scale = block.enter(x), x.clone(), forwards.SHAPES[shape](block)
+            note = forwards.MODULATED[form](block.norm(y), h, scale, y)
+            if write and isinstance(scale, torch.Tensor):
+                scale.zero_()
+            products = [block.out(note)] if note.dtype == torch.float32 else []
+            return [note, h, y, scale, h + note], products
+
+        check(forward, may_fail=True, agrees=not write)
+
+
+@pytest.mark.parametrize("name", forwards.FORWARDS)
+def test_a_forward(check, name):
+    check(forwards.FORWARDS[name])
+
+
+@pytest.mark.parametrize("checking", (False, True))
+@pytest.mark.parametrize("note", forwards.NOTES)
+def test_what_outlives_the_forward(run, deferral, note, checking):
+    kept, (expected, *_) = [], run(lambda b, x: (forwards.NOTES[note](b, x), []))
+
+    def forward(block, x):
+        made = forwards.NOTES[note](block, x)
+        kept.extend(made)
+        return [], []
+
+    _, _, (x, *weights) = run(forward, deferral.mode.Deferring(checking))
+    for tensor in (x, *weights, *kept[1:]):
+        tensor.zero_()
+    assert alike(kept[0] * 1, expected[0], EXACT)
+    assert torch.equal(kept[0] + 1, 1 + kept[0].clone()) and is_plain(kept[0] + 1)
+
+
+@pytest.mark.parametrize("checking", (False, True))
+@pytest.mark.parametrize("note", forwards.NOTES)
+def test_an_error_in_the_middle(block, deferral, note, checking):
+    kept, modes = [], torch._C._len_torch_function_stack()
+    x, other = forwards.randn(2, 12, 64, seed=3), torch.overrides.BaseTorchFunctionMode()
+    expected = forwards.NOTES[note](block.renewed(), x)[0] + 0
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), other, deferral.mode.Deferring(checking):
+        kept.append(forwards.NOTES[note](block, x)[0])
+        raise ZeroDivisionError
+    assert torch._C._len_torch_function_stack() == modes and deferral.notes.tracking.forward is None
+    assert alike(kept[0] * 1, expected, EXACT)
+
+
+def test_modes_of_others_that_begin_and_end_within(block, deferral):
+    x, modes = forwards.randn(2, 12, 64, seed=3), torch._C._len_torch_function_stack()
+    expected = block.renewed().norm(x)
+    with torch.no_grad(), deferral.mode.Deferring() as mode:
+        first = block.norm(x)
+        with torch.overrides.BaseTorchFunctionMode():
+            second = block.norm(x)
+            with torch.device("cpu"):
+                del first
+                third = block.norm(x)
+            x.zero_()
+    assert torch._C._len_torch_function_stack() == modes
+    assert all(alike(t, expected, EXACT) for t in mode.finish([second, third]))
+
+
+def test_no_forward_is_deferred_that_may_be_differentiated(block, deferral, made):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = block.renewed()
+
+        def forward(self, x):
+            return self.block.out(self.block.norm(x) * 2) + self.block.norm(x)
+
+    model, x = deferral.install.deferring_class(Model)(), forwards.randn(2, 12, 64)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    with torch.enable_grad():
+        for leaf, forward in zip(leaves, (model, lambda x: Model.forward(model, x)), strict=True):
+            forward(leaf).square().sum().backward()
+    assert not made and torch.equal(leaves[0].grad, leaves[1].grad)
+    with torch.no_grad():
+        first, second, own = model(x), model(x), Model.forward(model, x)
+    assert made and alike(first, own, ROUNDED) and alike(second, own, ROUNDED)
+
+
+DEFECTS = {
+    "eps": lambda normed: normed._replace(norm=dataclasses.replace(normed.norm, eps=0.5)),
+    "no norm": lambda normed: normed._replace(norm=None),
+    "another scale": lambda normed: normed._replace(scale=1.05 * normed.scale),
+    "no scale": lambda normed: normed._replace(scale=None),
+    "another shift": lambda normed: normed._replace(shift=normed.shift.roll(1, -1)),
+    "samples swapped": lambda normed: normed._replace(scale=normed.scale.flip(0)),
+    "tokens swapped": lambda normed: normed._replace(x=normed.x.flip(1)),
+}
+
+
+@pytest.mark.parametrize("defect", (None, *DEFECTS))
+def test_checking_finds_a_defect(block, deferral, monkeypatch, defect):
+    scale, shift, x = forwards.modulation(1), forwards.modulation(2), forwards.randn(2, 12, 64)
+
+    def forward():
+        h = block.enter(x)
+        return h + scale * block.norm(block.out(block.norm(h) * scale + shift))
+
+    with torch.no_grad():
+        expected = forward()
+        value = deferral.operands.Normed.value
+
+        def defective(normed):
+            return value(normed if None in (defect, normed.scale, normed.shift) else DEFECTS[defect](normed))
+
+        monkeypatch.setattr(deferral.operands.Normed, "value", defective)
+        with deferral.mode.Deferring(checking=True) as mode:
+            output = forward()
+    assert alike(mode.finish(output), expected, ROUNDED)
+    assert mode.agreed() is (defect is None)
+
+
+SURE = {
+    "a source written": lambda b, n, y: y.zero_(),
+    "a source written by a slice": lambda b, n, y: y[:, :3].zero_(),
+    "a number": lambda b, n, y: n.mul_(2),
+    "+= 1": lambda b, n, y: operator.iadd(n, 1),
+    "tokens zero": lambda b, n, y: operator.setitem(n, (slice(None), slice(0, 2)), 0),
+    "a view": lambda b, n, y: n.view(-1).mul_(2),
+    "a residual": lambda b, n, y: y.add_(n),
+    "a modulation": lambda b, n, y: n.mul_(forwards.modulation(1)),
+}
+
+
+@pytest.mark.parametrize("write", SURE)
+def test_checking_takes_no_write_for_a_defect(block, deferral, write):
+    def forward():
+        note = block.norm(y := block.enter(forwards.randn(2, 12, 64)))
+        SURE[write](block, note, y)
+        return block.out(note)
+
+    with torch.no_grad():
+        expected = forward()
+        with deferral.mode.Deferring(checking=True) as mode:
+            output = forward()
+    assert alike(mode.finish(output), expected, ROUNDED) and mode.agreed() is True
+
+
+@pytest.mark.parametrize(("taker", "fails"), (("rotated", False), ("rotated", True), ("gated_residual", True)))
+def test_a_model_with_a_defect_runs_as_its_own(block, deferral, monkeypatch, taker, fails):
+    fused, warned = getattr(deferral.takers, taker), []
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = block.renewed()
+
+        def forward(self, x):
+            y = self.block.enter(x)
+            y = y + forwards.modulation(1) * self.block.norm(y)
+            q = self.block.of_heads(forwards.heads(y))
+            return forwards.turned(q, q)[0]
+
+    def defective(*args):
+        if fails:
+            raise RuntimeError("no such kernel")
+        return [1.05 * t for t in fused(*args)]
+
+    model, x = deferral.install.deferring_class(Model)(), forwards.randn(2, 12, 64)
+    monkeypatch.setattr(deferral.takers, taker, defective)
+    monkeypatch.setattr(deferral.install.notices, "warn", lambda *said: warned.append(said))
+    with torch.no_grad():
+        outputs, own = [model(x) for _ in range(3)], Model.forward(model, x)
+    assert all(torch.equal(output, own) for output in outputs)
+    assert len(warned) == 1 and "Model" in warned[0][-1]
+
+
+def first_of(output):
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+@pytest.fixture
+def small_quantized(small):
+    """A MODEL of an architecture with all its linears INT8."""
+    import comfy.model_management
+    import comfy.sd
+
+    from int8_dit.kernels import Protection
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+
+    def build(architecture):
+        with small.known_to_comfyui(architecture):
+            stock = comfy.sd.load_diffusion_model_state_dict(small.tensors_of(architecture))
+            model, _ = quantize_model(
+                stock, QuantizationSettings(protection=Protection("number", 0)), "fused int8", None
+            )
+        comfy.model_management.load_models_gpu([model])
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_each_architecture(small, small_quantized, deferral, took, monkeypatch, name):
+    monkeypatch.setattr(deferral.mode, "LEAST_ROWS", 2)
+    model = small_quantized(ARCHITECTURES[name])
+    own = first_of(small.output_of(ARCHITECTURES[name], model))
+    with deferral.mode.Deferring(checking=True) as mode:
+        checked = small.output_of(ARCHITECTURES[name], model)
+    assert relative_error(first_of(mode.finish(checked)), own) <= ROUNDED and mode.agreed() is True
+    took.clear()
+    with deferral.mode.Deferring() as mode:
+        output = small.output_of(ARCHITECTURES[name], model)
+    assert relative_error(first_of(mode.finish(output)), own) <= ROUNDED
+    counts = took["linear"], took["residual"], took["rotated"]
+    assert all(count >= least for count, least in zip(counts, TAKEN.get(name, (1, 0, 0)), strict=True)), counts
+
+
+def scale_first(block, x, mask, places, given):
+    """Ideogram 4's block as another pack may have written it."""
+    from comfy.ldm.modules.attention import optimized_attention_masked
+
+    factors = block.adaln_modulation(given)
+    one, two, three, four = (factors[..., i * x.shape[-1] : (i + 1) * x.shape[-1]] for i in range(4))
+    modulated = torch.mul(torch.add(one, 1), block.attention_norm1(x))
+    attended = attention_of(block.attention, modulated, mask, places, optimized_attention_masked)
+    x = torch.add(block.attention_norm2(attended) * two.tanh(), x)
+    forward = block.feed_forward
+    inner = torch.addcmul(normed := block.ffn_norm1(x), normed, three)
+    product = forward.w2(forward.w3(inner) * F.silu(forward.w1(inner)))
+    return four.tanh().mul(block.ffn_norm2(product)) + x
+
+
+def in_place(block, x, mask, places, given):
+    """The same, in another order and in place."""
+    from comfy.ldm.modules.attention import optimized_attention_masked
+
+    one, two, three, four = block.adaln_modulation(given).unflatten(-1, (4, -1)).unbind(-2)
+    hidden = block.attention_norm1(x)
+    hidden *= 1 + one
+    attended = attention_of(block.attention, hidden, mask, places, optimized_attention_masked)
+    total = x.clone().addcmul_(torch.tanh(two), block.attention_norm2(attended))
+    hidden = block.ffn_norm1(total).mul_(three.add(1))
+    gate, up = block.feed_forward.w1(hidden), block.feed_forward.w3(hidden)
+    product = block.feed_forward.w2(F.silu(gate).mul_(up))
+    total += block.ffn_norm2(product) * torch.tanh(four)
+    return total
+
+
+def attention_of(attention, x, mask, places, attend):
+    from comfy.quant_ops import ck
+
+    q, k, v = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).unbind(-3)
+    q, k = ck.apply_rope_split_half(attention.norm_q(q), attention.norm_k(k), places)
+    q, k, v = (t.movedim(1, 2) for t in (q, k, v))
+    return attention.o(attend(q, k, v, attention.num_heads, mask, skip_reshape=True))
+
+
+@pytest.mark.parametrize("forward", (scale_first, in_place))
+def test_a_block_that_another_pack_rewrote(pack, deferral, took, forward):
+    from support import ideogram_block
+
+    block, inputs = ideogram_block.block(), ideogram_block.inputs(tokens=12)
+
+    def deferred(forward):
+        took.clear()
+        with deferral.mode.Deferring() as mode:
+            output = forward(*inputs)
+        return mode.finish(output), dict(took)
+
+    with torch.inference_mode():
+        own = block(*inputs)
+        output, original = deferred(block)
+        rewritten, counts = deferred(lambda *args: forward(block, *args))
+    assert original["linear"] == counts["linear"] >= 4
+    assert max(relative_error(t, own) for t in (output, rewritten)) <= ROUNDED
