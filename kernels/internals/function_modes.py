@@ -16,6 +16,15 @@ current_stream = getattr(_C, "_cuda_getCurrentRawStream", lambda index: 0)
 """The stream that a GPU computes on now, by its number; 0 for the one that it begins with."""
 
 
+def is_alone(x: torch.Tensor) -> bool:
+    """Whether no other tensor shares the memory of `x`, as far as PyTorch says."""
+    count = getattr(_C, "_storage_Use_Count", None)
+    return count is not None and count(x.untyped_storage()._cdata) <= _OF_ITSELF
+
+
+_OF_ITSELF = 2  # the tensor, and the storage that asks
+
+
 def push(mode: Any) -> None:
     """Let a TorchFunctionMode see all calls from now on, in this thread."""
     _C._push_on_torch_function_stack(mode)

@@ -130,8 +130,10 @@ class Deferring:
             return
         with outside():
             found = set(storages(targets))
-            for note in self._alive():
-                if note.is_in(found):
+            # The latest first: what it was made of is gone with it, if nobody else has that.
+            for reference in reversed(self._notes):
+                note = reference()
+                if note is not None and note.is_in(found):
                     note.written()
 
     def note(

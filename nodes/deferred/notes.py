@@ -8,6 +8,7 @@ does not know of notes reads the value.
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,8 +159,8 @@ class Note:
         operand: Any = self.operand
         if self.quantized and not (self.viewed or self.is_view) and hasattr(operand, "copied"):
             # It was taken, and perhaps nobody reads it again: a copy of what it is made of takes less than the value.
-            self.operand = copied = operand.copied()
-            self._call, self._args, self._kwargs = lambda: copied.value().to(self.dtype), (), {}
+            self.operand = operand.copied()
+            self._call, self._args, self._kwargs = partial(_value_in, self.operand), (self.dtype,), {}
             return
         self.value()
         self.operand = self.quantized = None
@@ -243,6 +244,10 @@ def deferred(note: Note) -> Deferred:
     tensor = function_modes.without_memory(Deferred, note.shape, dtype=note.dtype, device=note.device)
     tensor.note = note
     return tensor
+
+
+def _value_in(operand: Any, dtype: torch.dtype) -> torch.Tensor:
+    return operand.value().to(dtype)
 
 
 def called_on_values(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import FLOAT_DTYPES, Norm, Quantized, gated_residual, norm_rope
+from ...kernels import FLOAT_DTYPES, Norm, Quantized, function_modes, gated_residual, norm_rope
 from .notes import Deferred, Note, valued
 from .operands import Activated, Joined, Normed, Sliced
 from .tracked import MEMORY, Tracked
@@ -94,7 +94,12 @@ def total(x: torch.Tensor, operand: Normed, in_place: bool = False) -> torch.Ten
         return None
     out = (x,) if in_place and x.is_contiguous() else None
     result = gated_residual(x, operand.x, operand.scale, operand.norm, operand.rows, out)
-    return x.copy_(result) if in_place and out is None else result
+    if not in_place or out is not None:
+        return result
+    # A strided stream, such as patches that a convolution gave, would be read and written slowly in every block.
+    alone = type(x) is Tracked and function_modes.is_alone(x)
+    take: Any = torch.Tensor.set_
+    return take(x, result) if alone else x.copy_(result)
 
 
 def adds(x: torch.Tensor, y: torch.Tensor) -> bool:

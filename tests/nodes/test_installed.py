@@ -140,15 +140,11 @@ def test_an_older_one_is_named_with_the_version_that_is_needed(pack, monkeypatch
 
 
 def test_what_the_pack_can_do_without_is_said_in_one_line(pack, caplog, monkeypatch):
-    """A class that was renamed, and a module that is gone: the log says what, and what happens instead."""
-    import comfy.ldm.lumina.model
-
-    monkeypatch.delattr(comfy.ldm.lumina.model, "JointTransformerBlock")
+    """A module that is gone: the log says what, and what happens instead."""
     monkeypatch.setitem(sys.modules, "latent_preview", None)
     assert asyncio.run(pack.comfy_entrypoint()) is not None
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "latent_preview.get_previewer (calibration shows no previews); " in line and "\n" not in line
-    assert "comfy.ldm.lumina.model.JointTransformerBlock (its linears run one by one)" in line
+    assert "latent_preview.get_previewer (calibration shows no previews)" in line and "\n" not in line
 
 
 def test_an_argument_that_is_gone_is_named(pack, monkeypatch):
