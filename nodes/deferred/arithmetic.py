@@ -14,7 +14,6 @@ from .operands import Activated, Copied, Normed, Spread
 from .reading import PLAIN, Args, Kwargs, T, as_noted, gate_of, is_rows, modulation_of, now, on, operand_of, rows_of
 from .tracked import MEMORY
 
-# Norms and activations
 
 _LEAST_EPS = torch.finfo(torch.float32).eps  # what PyTorch takes where a norm says none
 
@@ -75,9 +74,6 @@ def _activation(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.note(
         x.shape, x, Activated(x, name), func, (x,), {k: v for k, v in kwargs.items() if k == "approximate"}
     )
-
-
-# Modulations, gates and residuals
 
 
 def two(args: Args, kwargs: Kwargs) -> tuple[Any, Any] | None:

@@ -22,8 +22,6 @@ from .reading import (
 from .tracked import MEMORY
 from .views import tokens_of
 
-# Writes in place
-
 
 @on(T.add_, T.__iadd__, of=OF_DEFERRED)
 def _add_in_place(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:

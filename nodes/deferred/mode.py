@@ -32,9 +32,9 @@ LEAST_ROWS = 8
 """Fewer rows, such as the vectors that modulations are made of, are computed at once: a note costs more."""
 
 _READS: set[Any] = set()  # functions that were found to write into none of their arguments
-_MOST_APART = 0.01
 # A result in bf16 is within 0.4 % after three roundings. What was computed otherwise is further away.
-_MANY = 64
+_MOST_APART = 0.01
+_MANY = 64  # notes, after which those that are gone are forgotten
 
 
 class _Watch(TorchFunctionMode):

@@ -21,8 +21,6 @@ from .reading import (
 )
 from .tracked import MEMORY
 
-# Views
-
 
 def tokens_of(index: Any, x: Deferred) -> tuple[int, int] | None:
     """Which tokens an index takes, if it takes whole tokens that follow each other of all samples."""
@@ -151,9 +149,6 @@ def _cat_of(axis: int, *parts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, axis)
 
 
-# What changes nothing
-
-
 @on(T.to, T.type_as, of=OF_DEFERRED)
 def _to(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, *rest = args
@@ -188,9 +183,6 @@ def _contiguous(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if type(x) not in MEMORY or x.ndim != 4 or x.is_contiguous() or not is_rows(x):
         return NotImplemented
     return mode.note(x.shape, x, Copied(x), func, (x,))
-
-
-# Modulations of groups of tokens, such as frames
 
 
 @on(torch.repeat_interleave, T.repeat_interleave)
