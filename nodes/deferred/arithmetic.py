@@ -14,7 +14,6 @@ from .operands import Activated, Copied, Normed, Spread
 from .reading import PLAIN, Args, Kwargs, T, as_noted, gate_of, is_rows, modulation_of, now, on, operand_of, rows_of
 from .tracked import MEMORY
 
-
 _LEAST_EPS = torch.finfo(torch.float32).eps  # what PyTorch takes where a norm says none
 
 

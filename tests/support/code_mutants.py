@@ -839,8 +839,8 @@ _MODELS = (
     ),
     CodeMutant(
         "a write into what a deferred operand reads is not seen",
-        "if note.is_in(found):",
-        "if note.is_in(set()):",
+        "if note is not None and note.is_in(found):",
+        "if note is not None and note.is_in(set()):",
         "nodes/test_deferred.py::test_a_write_into_what_waits_reads",
     ),
     CodeMutant(
