@@ -42,6 +42,7 @@ class RepeatedLinear:
         self._repeats = (
             uses_triton(weight)
             and weight.numel() > 0
+            and self._k % 16 == 0  # others are copied into wider rows
             and _is_dense(weight, torch.int8)
             and _is_dense(weight_scale, torch.float32)
             and weight_scale.numel() in (1, self._n)

@@ -58,7 +58,7 @@ FORMS = (
     {"with_smooth": True, "group": 64, "bits": 16},
     {"bits": 16},
     {"one_scale": True},
-    {"channels": 72, "one_scale": True, "with_smooth": True, "bits": 16},
+    {"channels": 80, "one_scale": True, "with_smooth": True, "bits": 16},
     {"channels": 70},
 )
 
@@ -71,7 +71,8 @@ def test_the_same_bits_again_and_again(checked, form, shape):
         expected = layer.expected(x)
         for result in (layer(x), layer.product(x)):
             assert result.shape == expected.shape and torch.equal(result, expected)
-    assert len(checked) == 2  # the first
+    # The first; or all, where rows have to be copied into wider ones.
+    assert len(checked) == 2 if layer.weight.shape[1] % 16 == 0 else len(checked) > 6
 
 
 def test_another_shape_and_dtype(checked):
