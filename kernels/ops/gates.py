@@ -16,7 +16,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
+    "sigmoid": torch.sigmoid,
 }
+"""What each computes. A sigmoid is not 0 for 0, so that only one with `up` is quantized."""
 
 
 def _check_activate_quantize(
@@ -29,6 +31,8 @@ def _check_activate_quantize(
 ) -> Quantized:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    if activation == "sigmoid" and up is None:
+        raise ValueError("a sigmoid is quantized with up, which it is the gate of")
     check_float_rows("gate", gate)
     if not gate.shape[-1]:
         raise ValueError(f"gate must have channels, got shape {tuple(gate.shape)}")

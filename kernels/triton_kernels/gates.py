@@ -23,13 +23,14 @@ from .rows import (
 
 @triton.jit
 def _activated(x, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """silu, gelu_tanh or gelu of float32; 0 for 0."""
+    """silu, gelu_tanh, gelu or sigmoid of float32; 0 for 0, but for the sigmoid."""
     if ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         # (1 + tanh u) / 2 is the sigmoid of 2 u, in which nothing cancels
-        argument = x if ACTIVATION == "silu" else x * tl.fma(x * x, 0.07135481627260025, 1.5957691216057308)
-        return x * reciprocal(1.0 + tl.exp(-argument), INTERPRETED)
+        argument = x * tl.fma(x * x, 0.07135481627260025, 1.5957691216057308) if ACTIVATION == "gelu_tanh" else x
+        sigmoid = reciprocal(1.0 + tl.exp(-argument), INTERPRETED)
+        return sigmoid if ACTIVATION == "sigmoid" else x * sigmoid
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _load_activated(
     if HAS_UP:
         values *= tl.load(up_row + (offsets - FIRST), mask=inside, other=0.0).to(tl.float32)
     if HAS_BESIDE:
-        # activations are 0 where there is no gate
+        # 0 where there is no gate: the activation, or what it is multiplied with
         values += tl.load(beside_row + offsets, mask=offsets < FIRST, other=0.0).to(tl.float32)
     return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, GROUP)
 

@@ -297,6 +297,7 @@ RMS = Norm("rms", 1e-6)
         (lambda: norm_quantize(X, RMS, transform=ChannelTransform(None, 16)), "does not divide K = 8"),
         (lambda: norm_quantize(X, RMS, activation_bits=4), "activation_bits must be 8 or 16"),
         (lambda: activate_quantize(X, "relu"), "activation must be one of"),
+        (lambda: activate_quantize(X, "sigmoid"), "a sigmoid is quantized with up"),
         (lambda: activate_quantize(X, "silu", X[..., :4]), "up must have the rows of gate"),
         (lambda: activate_quantize(X, "silu", None, X[:1]), "beside must have the rows of gate"),
         (lambda: gated_residual(X, X[:1]), "x must have the residual's shape"),

@@ -144,7 +144,9 @@ def _activate_quantize(make: Make, form: Form) -> tuple:
 
 def activation_in_float64(x: torch.Tensor, activation: str) -> torch.Tensor:
     x = x.double()
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if activation in ("silu", "sigmoid"):
+        return F.silu(x) if activation == "silu" else x.sigmoid()
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _activate_quantize_in_float64(gate, activation, up, beside, *_):
@@ -225,9 +227,10 @@ CASES = {
             activate_quantize,
             _activate_quantize,
             _activate_quantize_in_float64,
-            ("silu up", "gelu_tanh beside", "gelu", "silu", "gelu_tanh up"),
+            ("silu up", "gelu_tanh beside", "gelu", "silu", "gelu_tanh up", "sigmoid up"),
             (
                 *_forms(("silu up",), INNER),
+                *_forms(("sigmoid up",), (6144,)),
                 *_forms(("silu up",), INNER, group=256, smooth=True),
                 *_forms(("gelu_tanh beside",), (15360,)),
                 *_forms(("gelu_tanh beside",), (15360,), group=256, smooth=True),
