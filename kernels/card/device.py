@@ -41,7 +41,10 @@ class ComputePath:
 
 def uses_triton(tensor: torch.Tensor) -> bool:
     """Whether operations on `tensor` launch Triton kernels: on a GPU, or on a CPU under Triton's interpreter."""
-    return triton_available() and (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _there()
+
+
+_there = functools.cache(triton_available)  # each op asks
 
 
 @functools.cache

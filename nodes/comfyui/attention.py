@@ -17,9 +17,6 @@ from .patcher import DIFFUSION_MODEL, ModelPatcher, object_patches
 OVERRIDE = "optimized_attention_override"
 """The entry of a MODEL's transformer_options that computes its attention in the place of ComfyUI's function."""
 
-PREFERENCE = "comfy_attention"
-"""The child of a layer, from ComfyUI 0.36 on, that is its choice of its attention."""
-
 _core: Any = comfy.ldm.modules.attention  # what they have is asked for at run time
 _kitchen: Any = comfy_kitchen
 
@@ -70,11 +67,6 @@ def attention_choices(model: ModelPatcher) -> dict[str, Any]:
     """The parts of a MODEL that are layers' choices, its LoRAs' in place of the file's, by path in the MODEL."""
     parts = model.model.diffusion_model.named_modules(prefix=DIFFUSION_MODEL.rstrip("."))
     return {name: model.get_model_object(name) for name, part in parts if is_attention_choice(part)}
-
-
-def preference(layer: torch.nn.Module) -> Any:
-    """A layer's choice, as its forward gives it to attention functions; None in an older ComfyUI."""
-    return getattr(layer, PREFERENCE, None)
 
 
 def contained(tensor: torch.Tensor) -> Any:

@@ -91,15 +91,6 @@ def give_back(layer: Any, cast: Cast) -> None:
     comfy.ops.uncast_bias_weight(layer, *cast)
 
 
-def weight_and_bias(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Those of a norm, in floats, where and in the dtype that `x` is; copies where they had to be moved."""
-    if layer.weight.device == x.device and not layer.weight_function and not layer.bias_function:
-        return layer.weight, getattr(layer, "bias", None)
-    with given_back(layer, Cast(*comfy.ops.cast_bias_weight(layer, x, offloadable=True))) as (weight, bias, _):
-        # Copies, because the memory of a streamed weight is given back here.
-        return weight.clone(), None if bias is None else bias.clone()
-
-
 def other_activation(x: torch.Tensor, activation: str, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
     """An activation of a linear's input as this ComfyUI computes it; None for one that it does not know."""
     own = getattr(comfy.ops, "_eager_input_act", None)

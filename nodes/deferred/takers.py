@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import FLOAT_DTYPES, Norm, Quantized, function_modes, gated_residual, norm_rope
+from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, function_modes, gated_residual, norm_rope
 from .notes import Deferred, Note, valued
 from .operands import Activated, Joined, Normed, Sliced
 from .tracked import MEMORY, Tracked
@@ -13,17 +13,15 @@ from .tracked import MEMORY, Tracked
 
 def linear(layer: Any, x: Deferred) -> torch.Tensor | None:
     """The product of an INT8 linear with a deferred tensor, which is quantized once for all that want it alike."""
-    form = layer.input_form()
-    if form is None or x.note.shape[-1] != layer.in_features:
+    note = x.note
+    if note.shape[-1] != layer.in_features:
         return None
-    group, smoothed = form.transform.rotation_group, form.transform.smooth is not None
-    key = (form.activation_bits, group, (layer.input_group or layer) if smoothed else None)
-    transform, held = layer.open(form, x.note.device, x.note.dtype)
-    try:
-        rows = _rows(x, key, (transform, form.activation_bits))
-        return None if rows is None else layer.project(rows, x.note.shape[:-1], x.note.dtype, held)
-    finally:
-        layer.close(held)
+
+    def quantized(transform: ChannelTransform, bits: int) -> Quantized | None:
+        factors_of = None if transform.smooth is None else layer.input_group or layer
+        return _rows(x, (bits, transform.rotation_group, factors_of), (transform, bits))
+
+    return layer.product_of(quantized, note.shape[:-1], note.dtype, note.device)
 
 
 def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
@@ -80,6 +78,8 @@ def _joined(parts: Sequence[Quantized], shape: torch.Size) -> Quantized:
 
 def residual(x: torch.Tensor, y: Any, gate: Any = None, in_place: bool = False) -> torch.Tensor | None:
     """x + gate y, or x + y, in one pass; `y` may be deferred. None where it is nothing that the fused op adds."""
+    if type(x) not in MEMORY or y.dtype != x.dtype:
+        return None
     operand = y.note.taken() if type(y) is Deferred else Normed(y)
     if type(operand) is not Normed or operand.shift is not None or (gate is not None and operand.scale is not None):
         return None
@@ -122,7 +122,7 @@ def _parts(x: Any) -> tuple[int | None, list[Part]]:
 
 
 def _part(x: Any, operand: Any) -> Part:
-    if type(operand) is Normed and operand.is_unmodulated and operand.norm is not None:
+    if type(operand) is Normed and operand.is_unmodulated and operand.norm is not None and operand.x.dtype == x.dtype:
         norm = operand.norm
         if norm.kind == "rms" and norm.bias is None and (norm.weight is not None or not operand.all_heads):
             return operand.x, norm, operand.all_heads

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from ...kernels import (
     ChannelTransform,
     Quantized,
-    RepeatedLinear,
     int8_gemm,
     int8_linear,
     requantize_weight,
@@ -20,7 +18,6 @@ from ..comfyui.layers import (
     Cast,
     bias_functions,
     cast_quantized,
-    give_back,
     given_back,
     weight_functions,
 )
@@ -30,8 +27,8 @@ from ..deferred import takers
 from ..deferred.notes import Deferred, outside, tracking, valued
 from .linear_call import LinearCall, read_linear_call
 from .plain_loras import add_lora, each_once, loras_of
-from .stored_weights import stored_lora
-from .weight_form import InputForm, form_of, int8_parts, known_parts, known_weight, weight_form
+from .stored_weights import StoredLoRA, stored_lora
+from .weight_form import InputForm, KnownWeight, form_of, int8_parts, known_parts, known_weight, weight_form
 
 
 def class_patch(name: str, prefix: str = DIFFUSION_MODEL) -> str:
@@ -44,8 +41,9 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """The output of a ComfyUI linear with an INT8 weight, in any memory mode; `input` is floating point [..., K]."""
     resident = _resident(layer, input.device, input.dtype)
     if resident is not None:
-        linear, weight, scale, smooth, bias = resident
-        return linear(input, weight, scale, smooth, bias)
+        known, lora, bias = resident
+        operands = known.operands(layer._parameters["weight"], lora)
+        return known.repeated(operands)(input, *operands, bias)
     attached = weight_functions(layer)
     functions = each_once(attached) if len(attached) > 1 else attached
     lora = stored_lora(layer.weight, functions)
@@ -72,35 +70,17 @@ def called_forward(layer: Any, call: LinearCall, x: torch.Tensor) -> torch.Tenso
     Where a fused op has the activation, it quantizes in the same pass. A compiler folds separate passes by itself.
     """
     rows = x if x.ndim in (2, 3) else x.reshape(-1, x.shape[-1])
-    form = None if torch.compiler.is_compiling() or not call.quantizes(rows, layer.in_features) else layer.input_form()
-    if form is None:
-        return call.around(functools.partial(fused_forward, layer), x)
-    transform, held = layer.open(form, x.device, x.dtype)
-    try:
-        quantized = call.quantized(rows, transform, form.activation_bits)
-        output = project(layer, quantized, x.shape[:-1], x.dtype, held)
-    finally:
-        layer.close(held)
-    return call.added(output)
+    output = None
+    if not torch.compiler.is_compiling() and call.quantizes(rows, layer.in_features):
+        quantize = functools.partial(call.quantized, rows)
+        output = layer.product_of(quantize, x.shape[:-1], x.dtype, x.device)
+    return call.around(functools.partial(fused_forward, layer), x) if output is None else call.added(output)
 
 
-def project(
-    layer: Any, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: Cast | None = None
-) -> torch.Tensor:
-    """The output [*shape, N] in `dtype` of a ComfyUI linear with an INT8 weight, in any memory mode.
-
-    `quantized` is its input as int8 [rows, K or 2K] and a scale per row, as its weight wants it; `held` is its weight
-    where that was cast already, and stays cast.
-    """
-    q, q_scale = quantized
-    resident = None if held is not None else _resident(layer, q.device, dtype)
-    if resident is not None:
-        linear, weight, scale, _, bias = resident
-        return linear.multiply(quantized, weight, scale, bias, shape, dtype)
-    use = nullcontext(held) if held is not None else given_back(layer, _cast(layer, q.device, dtype))
-    with use as (weight, bias, _):
-        parts = known_parts(weight, layer)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
-        return int8_gemm(q, q_scale, *parts.operands(), bias, dtype).view(*shape, -1)
+def _multiplied(layer: Any, cast: Cast, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The product with a weight and bias that are cast."""
+    parts = known_parts(cast.weight, layer)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
+    return int8_gemm(*quantized, *parts.operands(), cast.bias, dtype).view(*shape, -1)
 
 
 def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
@@ -130,6 +110,7 @@ class INT8Linear:
     linear_name = ""  # its path, given by name_linears
     input_group: object | None = None  # given by group_inputs to those whose input others read too
     weight: Any
+    _parameters: Any
     in_features: int
     out_features: int
 
@@ -193,38 +174,50 @@ class INT8Linear:
         if functions and stored_lora(self.weight, functions) is None:  # a LoRA of a streamed INT8 weight reads floats
             return None
         known = None if torch.compiler.is_compiling() else known_weight(self)
-        if known is not None and known.input_form is not None:
-            return known.input_form
+        if known is not None:
+            return known.form_of_input(self.weight)
         parts = int8_parts(self.weight, self)
         return None if parts is None else InputForm(parts.transform, parts.activation_bits)
 
-    def open(self, form: InputForm, device: torch.device, dtype: torch.dtype) -> tuple[ChannelTransform, Cast | None]:
-        """What is done to the input's channels, with factors on `device`, and what `project` and then `close` are to be
-        given.
-
-        Factors that are elsewhere come with the weight, which is then cast here.
+    def product_of(
+        self,
+        quantize: Callable[[ChannelTransform, int], Quantized | None],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor | None:
+        """The output [*shape, N] in `dtype`, in any memory mode, for an input that `quantize` makes on `device`: int8
+        [rows, K or 2K] and a scale per row. None where it makes none, or where the input must be given as floats.
         """
-        if form.transform.smooth is None or form.transform.smooth.device == device:
-            return form.transform, None
-        cast = _cast(self, device, dtype)
-        return known_parts(cast[0], self).transform, cast
-
-    def close(self, held: Cast | None) -> None:
-        """Give back what `open` cast."""
-        if held is not None:
-            give_back(self, held)
-
-    def project(
-        self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype, held: Cast | None = None
-    ) -> torch.Tensor:
-        return project(self, quantized, shape, dtype, held)
+        resident = _resident(self, device, dtype)
+        if resident is not None:
+            known, lora, bias = resident
+            weight = self._parameters["weight"]
+            quantized = quantize(*known.form_of_input(weight))
+            if quantized is None:
+                return None
+            operands = known.operands(weight, lora)
+            return known.repeated(operands).multiply(quantized, *operands[:2], bias, shape, dtype)
+        form = self.input_form()
+        if form is None:
+            return None
+        if form.transform.smooth is not None and form.transform.smooth.device != device:
+            # Smoothing factors come with the weight.
+            with given_back(self, _cast(self, device, dtype)) as cast:
+                quantized = quantize(known_parts(cast.weight, self).transform, form.activation_bits)
+                return None if quantized is None else _multiplied(self, cast, quantized, shape, dtype)
+        quantized = quantize(*form)
+        if quantized is None:
+            return None
+        with given_back(self, _cast(self, device, dtype)) as cast:
+            return _multiplied(self, cast, quantized, shape, dtype)
 
 
 def _resident(
     layer: Any, device: torch.device, dtype: torch.dtype
-) -> tuple[RepeatedLinear, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
-    """What computes a linear, and its int8 weight, scale, smoothing factors and bias. None unless its weight lies on
-    `device` with nothing to be done to it but LoRAs of a stored one, and its bias of `dtype` too.
+) -> tuple[KnownWeight, StoredLoRA | None, torch.Tensor | None] | None:
+    """What a linear knows of its weight, the LoRAs of a stored one, and its bias. None unless its weight lies on
+    `device` with nothing else to be done to it, and its bias of `dtype` too.
     """
     if torch.compiler.is_compiling() or bias_functions(layer):
         return None
@@ -237,12 +230,7 @@ def _resident(
     lora = stored_lora(weight, functions) if functions else None
     if functions and lora is None:
         return None
-    operands = known.operands(weight, lora)
-    linear = known.linear
-    if linear is None:
-        linear = RepeatedLinear.of(*operands, known.form.rotation_group, known.form.activation_bits)
-        known.linear = linear
-    return linear, *operands, bias
+    return known, lora, bias
 
 
 def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:

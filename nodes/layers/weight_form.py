@@ -118,19 +118,17 @@ class KnownWeight:
 
     Attributes:
         form: what it is.
-        input_form: how its input is to be quantized; None where smoothing factors belong to that.
-        linear: what computes with it; None before the first product.
     """
 
-    __slots__ = ("_numbers", "_settings", "form", "input_form", "linear")
+    __slots__ = ("_input_form", "_linear", "_numbers", "_settings", "form")
 
     def __init__(self, weight: Any, form: WeightForm) -> None:
         # ComfyUI replaces a module's weight, or under the same weight what is stored, or both; a patch that is copied
         # into it replaces its parameters.
         self._numbers, self._settings = weakref.ref(stored(weight)), weakref.ref(params(weight))
         self.form = form
-        self.input_form = None if form.smoothed else InputForm(_rotation(form.rotation_group), form.activation_bits)
-        self.linear: RepeatedLinear | None = None
+        self._input_form = None if form.smoothed else InputForm(_rotation(form.rotation_group), form.activation_bits)
+        self._linear: RepeatedLinear | None = None
 
     def is_of(self, weight: Any) -> bool:
         """Whether it is still that of the weight."""
@@ -139,6 +137,16 @@ class KnownWeight:
     def __reduce__(self) -> tuple:
         """A copy of the linear looks at its own weight."""
         return _nothing, ()
+
+    def form_of_input(self, weight: Any) -> InputForm:
+        """How its input is to be quantized."""
+        return self._input_form or InputForm(params(weight).transform, self.form.activation_bits)
+
+    def repeated(self, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> RepeatedLinear:
+        """What computes with it, given what `operands` gives."""
+        if self._linear is None:
+            self._linear = RepeatedLinear.of(*operands, self.form.rotation_group, self.form.activation_bits)
+        return self._linear
 
     def operands(self, weight: Any, lora: StoredLoRA | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """int8 [N, K], its scale, and the factors by which its input is divided."""

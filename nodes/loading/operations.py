@@ -218,7 +218,13 @@ def _is_resident(layer: Any, input: Any) -> bool:
     """
     if torch.compiler.is_compiling() or weight_functions(layer) or bias_functions(layer):
         return False
-    return type(input) in (*MEMORY, Deferred) and all(
-        held is None or (type(held) is torch.nn.Parameter and held.device == input.device and held.dtype == input.dtype)
-        for held in layer._parameters.values()
-    )
+    if type(input) not in _ACTIVATIONS:
+        return False
+    device, dtype = input.device, input.dtype
+    for held in layer._parameters.values():
+        if held is not None and (type(held) is not torch.nn.Parameter or held.device != device or held.dtype != dtype):
+            return False
+    return True
+
+
+_ACTIVATIONS = (*MEMORY, Deferred)

@@ -26,11 +26,11 @@ def test_computes_what_load_int8_dit_computes(dit, apply, tmp_path, options):
 
 
 def test_every_int8_linear_runs_the_kernel(dit, apply, native, monkeypatch):
-    import int8_dit.nodes.layers.fused_forward as fused
+    from int8_dit.kernels import RepeatedLinear
 
     calls = []
-    run = fused.RepeatedLinear.multiply
-    monkeypatch.setattr(fused.RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
+    run = RepeatedLinear.multiply
+    monkeypatch.setattr(RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
     dit.output(apply(dit.stock(native)))
     assert len(calls) == len(dit.LINEARS)
 

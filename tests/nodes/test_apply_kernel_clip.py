@@ -34,10 +34,10 @@ def apply(execute):
 @pytest.fixture
 def calls(pack, monkeypatch):
     """A list that grows with each call of an INT8 linear on the kernel."""
-    import int8_dit.nodes.layers.fused_forward as fused
+    from int8_dit.kernels import RepeatedLinear
 
-    found, run = [], fused.RepeatedLinear.multiply
-    monkeypatch.setattr(fused.RepeatedLinear, "multiply", lambda *args: found.append(1) or run(*args))
+    found, run = [], RepeatedLinear.multiply
+    monkeypatch.setattr(RepeatedLinear, "multiply", lambda *args: found.append(1) or run(*args))
     return found
 
 

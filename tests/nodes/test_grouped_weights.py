@@ -510,10 +510,10 @@ def apply(pack):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_apply_computes_what_the_loader_computes(dit, apply, stock, write, bits, monkeypatch):
-    import int8_dit.nodes.layers.fused_forward as fused
+    from int8_dit.kernels import RepeatedLinear
 
-    calls, run = [], fused.RepeatedLinear.multiply
-    monkeypatch.setattr(fused.RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
+    calls, run = [], RepeatedLinear.multiply
+    monkeypatch.setattr(RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
     model = stock(bits)
     before = dit.output(model)
     assert torch.equal(dit.output(apply(model)), dit.output(load(write(bits))))

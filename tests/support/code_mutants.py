@@ -821,14 +821,14 @@ _MODELS = (
     ),
     CodeMutant(
         "linears with different factors share a quantized input",
-        "(layer.input_group or layer) if smoothed else None",
+        "None if transform.smooth is None else layer.input_group or layer",
         "None",
         "nodes/test_input_groups.py::test_readers_with_factors_of_their_own_get_inputs_of_their_own",
     ),
     CodeMutant(
         "a streamed weight is not given back",
-        "            give_back(self, held)",
-        "            pass",
+        "        give_back(layer, cast)",
+        "        pass",
         "nodes/test_given_back.py",
     ),
     CodeMutant(
@@ -839,7 +839,7 @@ _MODELS = (
     ),
     CodeMutant(
         "a write into what a deferred operand reads is not seen",
-        "if note is not None and note.is_in(found):",
+        "if note is not None and note.is_in(storages):",
         "if note is not None and note.is_in(set()):",
         "nodes/test_deferred.py::test_a_write_into_what_waits_reads",
     ),
