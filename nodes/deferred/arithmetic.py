@@ -24,52 +24,69 @@ def normed(forward: Deferring, func: Any, x: Any, *args: Any) -> Any:
     if torch.is_grad_enabled():
         return func(x, *args)
     with outside():
-        operand = operand_of(x, Copied)
-        source = now(x) if operand is None else operand.x
         width, *parameters, eps = args
-        if is_rows(source) and len(width) == 1 and width[0] == source.shape[-1]:
-            norm = Norm("rms" if func is F.rms_norm else "layer", _LEAST_EPS if eps is None else eps, *parameters)
-            return forward.note(source.shape, source, Normed(source, norm), func, (source, *args))
-        return forward.tracked(called_on_values(func, (x, *args), {}))
+        source = _source(x, width)
+        if source is None:
+            return forward.tracked(called_on_values(func, (x, *args), {}))
+        return _noted(forward, func, x, source, parameters, eps, args, {})
 
 
-@on(F.rms_norm, torch.rms_norm, F.layer_norm, torch.layer_norm)
-def _norm(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    kind = "rms" if func in (F.rms_norm, torch.rms_norm) else "layer"
-    names = (
-        ("input", "normalized_shape", "weight", "bias", "eps")
-        if kind == "layer"
-        else ("input", "normalized_shape", "weight", "eps")
-    )
-    given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
-    read: Any = given.get
-    x, shape, weight, bias, eps = map(read, ("input", "normalized_shape", "weight", "bias", "eps"))
+def _source(x: Any, width: Any) -> torch.Tensor | None:
+    """What a norm over so many channels reads; None where that is nothing that a fused op norms."""
     copied = operand_of(x, Copied)
     source = now(x) if copied is None else copied.x
-    if not is_rows(source) or len(shape) != 1 or shape[0] != source.shape[-1]:
+    return source if is_rows(source) and len(width) == 1 and width[0] == source.shape[-1] else None
+
+
+def _noted(
+    forward: Deferring, func: Any, x: Any, source: torch.Tensor, parameters: Any, eps: Any, args: Any, kwargs: Kwargs
+) -> Any:
+    """The note of a norm of `x`, whose values are those of `source`; `args` are what follows it in the call."""
+    if func in _RMS:
+        norm = Norm("rms", _LEAST_EPS if eps is None else eps, *parameters)
+    else:
+        norm = Norm("layer", 1e-5 if eps is None else eps, *parameters)
+    read = source if source.dtype == x.dtype else x.note
+    return forward.note(source.shape, x, Normed(source, norm), func, (read, *args), kwargs)
+
+
+_RMS = (F.rms_norm, torch.rms_norm)
+_NAMES = ("input", "normalized_shape", "weight", "bias", "eps")
+
+
+@on(*_RMS, F.layer_norm, torch.layer_norm)
+def _norm(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    names = tuple(name for name in _NAMES if name != "bias") if func in _RMS else _NAMES
+    given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
+    x, shape = given["input"], given["normalized_shape"]
+    source = _source(x, shape)
+    if source is None:
         return NotImplemented
-    for tensor in (weight, bias):
+    parameters = [given.get(name) for name in names[2:-1]]
+    for tensor in parameters:
         if tensor is not None and (
-            tensor.dtype != source.dtype or tensor.device != source.device or type(tensor) not in PLAIN
+            tensor.dtype != x.dtype or tensor.device != source.device or type(tensor) not in PLAIN
         ):
             return NotImplemented
     # ComfyUI takes back the memory of a weight that it has cast; one of the model's own stays.
-    kept = [t if t is None or type(t) is torch.nn.Parameter else t.clone() for t in (weight, bias)]
-    eps = (1e-5 if kind == "layer" else _LEAST_EPS) if eps is None else eps
-    norm = Norm(kind, eps, *kept)
+    kept = [t if t is None or type(t) is torch.nn.Parameter else t.clone() for t in parameters]
     same = {name: value for name, value in given.items() if name not in ("input", "normalized_shape")}
-    same |= {name: value for name, value in zip(("weight", "bias"), kept, strict=True) if name in same}
-    return mode.note(source.shape, source, Normed(source, norm), func, (source, shape), same)
+    same |= {name: value for name, value in zip(names[2:-1], kept, strict=True) if name in same}
+    return _noted(mode, func, x, source, kept, given.get("eps"), (shape,), same)
 
 
-@on(F.silu, F.gelu)
+_ACTIVATIONS = {
+    F.silu: "silu", F.gelu: "gelu", F.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", T.sigmoid: "sigmoid"
+}  # fmt: skip
+
+
+@on(*_ACTIVATIONS)
 def _activation(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, *others = args or (kwargs["input"],)
     x = now(x)
     if not is_rows(x) or others or kwargs.get("inplace"):
         return NotImplemented
-    tanh = kwargs.get("approximate") == "tanh"
-    name = "silu" if func is F.silu else "gelu_tanh" if tanh else "gelu"
+    name = "gelu_tanh" if kwargs.get("approximate") == "tanh" else _ACTIVATIONS[func]
     return mode.note(
         x.shape, x, Activated(x, name), func, (x,), {k: v for k, v in kwargs.items() if k == "approximate"}
     )

@@ -39,8 +39,6 @@ def deferring_class(own: Any) -> type:
     calls = _Calls()
 
     class DeferringModule(own):
-        deferring = True
-
         def forward(self, *args, **kwargs):
             given, device = (*args, *kwargs.values()), next(self.parameters()).device
             return calls.run(self, partial(super().forward, *args, **kwargs), device, (*_form_of(given), *kwargs), ())

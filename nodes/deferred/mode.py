@@ -37,26 +37,8 @@ _MOST_APART = 0.01
 _MANY = 64  # notes, after which those that are gone are forgotten
 
 
-class _Watch(TorchFunctionMode):
-    """The mode that is on while notes wait."""
-
-    def __init__(self, deferring: "Deferring") -> None:
-        super().__init__()
-        self._deferring = deferring
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if types:
-            return self._deferring.called(func, types, args, kwargs or {})
-        if func not in _READS:
-            self._deferring.before_writes_of(func, args, kwargs or {})
-        if not kwargs:
-            return func(*args)
-        self._deferring.before_write((kwargs.get("out"),))
-        return func(*args, **kwargs)
-
-
-class Deferring:
-    """A context: one forward of a model.
+class Deferring(TorchFunctionMode):
+    """A context: one forward of a model. As a mode it is on while notes wait.
 
     Args:
         checking: whether this forward also computes all values as the model itself does, and compares what fused ops
@@ -64,10 +46,11 @@ class Deferring:
     """
 
     def __init__(self, checking: bool = False) -> None:
+        super().__init__()
         self.checking = checking
         self._notes: list[weakref.ref[Note]] = []
         self._waiting_notes = 0
-        self._watch: _Watch | None = None
+        self._is_on = False
         self._apart: list[torch.Tensor] = []
         self._handed_out: set[int] = set()  # host memory that something else than PyTorch may write into
         self._waiting: weakref.ref[Note] | None = None
@@ -81,6 +64,13 @@ class Deferring:
         tracking.forward = self._before
         self._stop_watching(everywhere=True)
 
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if types:
+            return self.called(func, types, args, kwargs)
+        self.before_writes_of(func, args, kwargs)
+        return func(*args, **kwargs)
+
     def called(self, func: Any, types: Sequence[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A call with a tracked or a deferred argument."""
         with outside():
@@ -92,8 +82,7 @@ class Deferring:
                 result = handler(self, func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            if func not in _READS or kwargs:
-                self.before_writes_of(func, args, kwargs)
+            self.before_writes_of(func, args, kwargs)
             result = called_on_values(func, args, kwargs) if some_deferred else func(*args, **kwargs)
             if some_deferred and func not in _READS:
                 _follow(args)
@@ -126,15 +115,14 @@ class Deferring:
 
     def before_write(self, targets: Any) -> None:
         """Compute what reads memory that is written into now."""
-        if not self._notes or targets == (None,):
+        if not self._notes:
             return
         with outside():
             found = set(storages(targets))
             # The latest first: what it was made of is gone with it, if nobody else has that.
             for reference in reversed(self._notes):
-                note = reference()
-                if note is not None and note.is_in(found):
-                    note.written()
+                _write_into(found, reference())
+            self._notes = [reference for reference in self._notes if _reads(reference())]
 
     def note(
         self,
@@ -144,9 +132,13 @@ class Deferring:
         call: Callable[..., Any],
         args: Any,
         kwargs: Mapping[str, Any] = {},
+        dtype: torch.dtype | None = None,
     ) -> Deferred:
-        """A deferred tensor. Its value is `call` of `args`, where notes stand for what is not computed yet."""
-        note = Note(shape, like, operand, call, args, kwargs, self)
+        """A deferred tensor. Its value is `call` of `args`, where notes stand for what is not computed yet.
+
+        Device and dtype are those of `like`, if no dtype is named.
+        """
+        note = Note(shape, dtype or like.dtype, like.device, operand, call, args, kwargs, self)
         if self._handed_out and note.is_in(self._handed_out):
             note.written()
             return deferred(note)
@@ -154,11 +146,11 @@ class Deferring:
             note.expect(self.compare)
         self._waiting_notes += 1
         if len(self._notes) >= _MANY:
-            self._alive()
+            self._notes = list(map(weakref.ref, self._alive()))
         self._notes.append(weakref.ref(note))
-        if self._watch is None:
-            self._watch = _Watch(self)
-            function_modes.push(self._watch)
+        if not self._is_on:
+            self._is_on = True
+            function_modes.push(self)
         return deferred(note)
 
     def waits_no_more(self) -> None:
@@ -169,12 +161,12 @@ class Deferring:
 
     def _stop_watching(self, everywhere: bool = False) -> None:
         """End the mode if it is the last one; where it is not, it goes with the next note, or with the forward."""
-        if self._watch is not None and function_modes.remove(self._watch, everywhere):
-            self._watch = None
+        if self._is_on and function_modes.remove(self, everywhere):
+            self._is_on = False
 
     def settle(self) -> None:
         """End the mode if no note waits, at a place where modes may end."""
-        if self._watch is not None and not self._waiting_notes:
+        if self._is_on and not self._waiting_notes:
             self._stop_watching()
 
     def is_view(self, view: Deferred, of: Deferred) -> Deferred:
@@ -199,9 +191,7 @@ class Deferring:
         return note
 
     def _alive(self) -> list[Note]:
-        notes = [note for reference in self._notes if (note := reference()) is not None]
-        self._notes = list(map(weakref.ref, notes))
-        return notes
+        return [note for reference in self._notes if (note := reference()) is not None]
 
     def compare(self, fused: torch.Tensor, plain: torch.Tensor) -> None:
         """Note how far the result of a fused op is from that of the model's own calls."""
@@ -223,6 +213,16 @@ class Deferring:
             note.value()
             note.let_go()
         return _plain(valued(output))
+
+
+def _write_into(storages: set[int], note: Note | None) -> None:
+    if note is not None and note.is_in(storages):
+        note.written()
+
+
+def _reads(note: Note | None) -> bool:
+    """Whether a note may still read memory."""
+    return note is not None and note.operand is not None
 
 
 def _follow(args: Sequence[Any]) -> None:

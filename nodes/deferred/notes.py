@@ -33,33 +33,22 @@ class Note:
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "_args",
-            "_call",
-            "_kwargs",
-            "_stream",
-            "_value",
-            "check",
-            "device",
-            "dtype",
-            "expected",
-            "forward",
-        ),
-        *("is_view", "operand", "quantized", "shape", "viewed"),
+        *("__weakref__", "_args", "_call", "_kwargs", "_stream", "_value", "check", "device", "dtype", "expected"),
+        *("forward", "is_view", "operand", "quantized", "shape", "viewed"),
     )
 
     def __init__(
         self,
         shape: torch.Size,
-        like: Any,
+        dtype: torch.dtype,
+        device: torch.device,
         operand: Any,
         call: Callable[..., torch.Tensor],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         forward: Any,
     ) -> None:
-        self.shape, self.dtype, self.device, self.operand = shape, like.dtype, like.device, operand
+        self.shape, self.dtype, self.device, self.operand = shape, dtype, device, operand
         self._call: Any = call
         self._args: Any = args
         self._kwargs: Any = kwargs
@@ -150,7 +139,8 @@ class Note:
             self.forward.waits_no_more()
 
     def is_in(self, storages: set[int]) -> bool:
-        """Whether the value, or what it would be computed from, is in one of these storages."""
+        """Whether the value, or what it would be computed from, is in one of these storages. A note that it would be
+        computed from and that has no value yet is asked itself."""
         given = (self._value, self._args, *(self._kwargs or {}).values(), self.operand)
         return any(storage_of(tensor) in storages for tensor in _leaves(given))
 
@@ -299,7 +289,7 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
     if type(value) is Deferred:
         value = value.note
     if type(value) is Note:
-        value = (value._args, value.operand) if value._value is None else value._value
+        value = value._value
     if type(value) is Norm:
         value = value.weight, value.bias
     if isinstance(value, torch.Tensor):

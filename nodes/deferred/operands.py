@@ -28,6 +28,8 @@ def _copy_of(tensor: Any) -> Any:
 class Normed(NamedTuple):
     """norm(x) scale + shift. Linears take it; residuals do without a shift, rotary positions without both.
 
+    The value may have more bits than `x`, where the norm was asked for in float32.
+
     Attributes:
         x: [B, T, K] or [T, K]; or heads of queries or keys, whose last axis is the head's.
         norm: None for x as it is.
@@ -133,7 +135,9 @@ class Activated(NamedTuple):
         return values if self.beside is None else torch.cat((self.beside.float(), values), -1)
 
     def quantize(self, transform: ChannelTransform, bits: int) -> Quantized | None:
-        """The rows that a linear reads."""
+        """The rows that a linear reads; None of a sigmoid that is no gate."""
+        if self.activation == "sigmoid" and self.up is None:
+            return None
         return activate_quantize(self.gate, self.activation, self.up, self.beside, transform, bits)
 
 
@@ -161,7 +165,7 @@ class Joined(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The values of `x` in memory of their own. Norms of heads take it."""
+    """The values of `x` in memory of their own, perhaps in float32. Norms take it."""
 
     x: torch.Tensor
 

@@ -64,7 +64,7 @@ def _turned(mode: Deferring, func: Any, args: Args, result: Any) -> Any:
     if mode.checking:
         for fused, plain in zip(result, called_on_values(func, args, {}), strict=True):
             mode.compare(fused, plain)
-    return result
+    return mode.tracked(result)
 
 
 def _rope_of_one(pairs: Pairs) -> Any:

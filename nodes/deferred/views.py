@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from ...kernels import FLOAT_DTYPES
 from .mode import OF_DEFERRED, Deferring
-from .notes import Deferred
+from .notes import Deferred, called_on_values
 from .operands import Activated, Copied, Joined, Normed, Sliced, Spread
 from .reading import (
     Args,
@@ -94,10 +94,12 @@ def _chunk(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     of=OF_DEFERRED,
 )
 def _view(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A view of normed queries or keys: the norm of a view, as long as it is over the same numbers."""
+    """A view of normed queries or keys: the norm of a view, as long as it is over the same numbers. Of a copy: that of
+    a view."""
     x = args[0]
-    operand = operand_of(x, Normed)
-    if operand is None or not operand.is_unmodulated or operand.norm is None or func is T.flatten:
+    operand = operand_of(x, Normed, Copied)
+    normed = type(operand) is Normed
+    if operand is None or (normed and (not operand.is_unmodulated or operand.norm is None or func is T.flatten)):
         return NotImplemented
     try:
         view = func(operand.x, *args[1:], **kwargs)
@@ -106,8 +108,10 @@ def _view(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if view.dtype != operand.x.dtype:
         return NotImplemented
     shape, width = view.shape, operand.x.shape[-1]
-    if func in (T.reshape, torch.reshape) and view.data_ptr() != operand.x.data_ptr():
+    if func in (T.reshape, torch.reshape, T.flatten) and view.data_ptr() != operand.x.data_ptr():
         return NotImplemented  # a copy
+    if not normed:
+        return mode.is_view(mode.note(shape, x.note, Copied(view), func, (x, *args[1:]), kwargs), x)
     if operand.all_heads:
         kept = shape[-2:] == operand.x.shape[-2:]
         all_heads = True
@@ -121,11 +125,34 @@ def _view(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.is_view(mode.note(shape, x.note, normed, func, (x, *args[1:]), kwargs), x)
 
 
-@on(torch.cat, torch.concat, of=OF_DEFERRED)
+@on(T.repeat)
+def _repeat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Keys and values for as many heads as queries have, which may be as many as they have."""
+    x, *times = args
+    once = not kwargs and len(times) > 1 and all(type(time) is int and time == 1 for time in times)
+    if not once or not is_rows(x) or len(times) != x.ndim:
+        return NotImplemented
+    return mode.note(x.shape, x, Copied(x), func, args)
+
+
+@on(F.scaled_dot_product_attention, of=OF_DEFERRED)
+def _attention(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return called_on_values(func, tuple(map(_as_read, args)), kwargs)
+
+
+def _as_read(x: Any) -> Any:
+    """What is read in the place of a copy."""
+    operand = operand_of(x, Copied)
+    return operand.x if operand is not None and operand.x.dtype == x.dtype else x
+
+
+@on(torch.cat, torch.concat)
 def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     parts = args[0] if args else kwargs.get("tensors", ())
     axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if not any(type(part) is Deferred for part in parts) or len({len(part.shape) for part in parts}) != 1:
+    if not any(type(part) is Deferred for part in parts):
+        return _cat_of_heads(mode, func, parts, axis)
+    if len({len(part.shape) for part in parts}) != 1:
         return NotImplemented
     ndim = len(parts[0].shape)
     axis, read = axis % ndim, tuple(map(as_noted, parts))
@@ -145,20 +172,57 @@ def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.note(shape, parts[-1], operand, _cat_of, (axis, *read))
 
 
+def _cat_of_heads(mode: Deferring, func: Any, parts: Any, axis: int) -> Any:
+    """Heads of two streams behind each other, such as values: PyTorch's own `cat` is slow where they are parts of wider
+    tensors."""
+    if not all(type(part) in MEMORY and part.ndim == 4 and part.stride(-1) == 1 for part in parts):
+        return NotImplemented
+    axis, forms = axis % 4, {(part.dtype, part.device, part.select(axis, 0).shape) for part in parts if part.numel()}
+    if axis == 3 or len(forms) != 1 or any(part.is_contiguous() or not part.numel() for part in parts):
+        return NotImplemented
+    shape = list(parts[0].shape)
+    sizes = [part.shape[axis] for part in parts]
+    shape[axis] = sum(sizes)
+    joined = parts[0].new_empty(shape)
+    for place, part in zip(joined.split(sizes, axis), parts, strict=True):
+        place.copy_(part)
+    return mode.tracked(joined)
+
+
 def _cat_of(axis: int, *parts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, axis)
 
 
-@on(T.to, T.type_as, of=OF_DEFERRED)
+@on(T.to, T.type_as)
 def _to(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, *rest = args
-    if type(x) is not Deferred or x.note.operand is None or len(rest) != 1 or kwargs:
+    if len(rest) != 1 or kwargs:
         return NotImplemented
     wanted = rest[0]
-    if isinstance(wanted, torch.dtype):
-        return x if wanted == x.note.dtype else NotImplemented
-    if isinstance(wanted, torch.Tensor):
-        return x if (wanted.dtype, wanted.device) == (x.note.dtype, x.note.device) else NotImplemented
+    if isinstance(wanted, torch.Tensor) and wanted.device == x.device:
+        wanted = wanted.dtype
+    return _in_dtype(mode, func, args, wanted) if isinstance(wanted, torch.dtype) else NotImplemented
+
+
+_IN = {T.float: torch.float32, T.bfloat16: torch.bfloat16, T.half: torch.float16}
+
+
+@on(*_IN)
+def _in(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return NotImplemented if len(args) != 1 or kwargs else _in_dtype(mode, func, args, _IN[func])
+
+
+def _in_dtype(mode: Deferring, func: Any, args: Args, dtype: torch.dtype) -> Any:
+    """A tensor in another dtype: many models norm in float32, as the fused ops do anyway."""
+    x = args[0]
+    if type(x) is Deferred:
+        operand = x.note.operand
+        if operand is None or dtype == x.note.dtype:
+            return NotImplemented if operand is None else x
+        if type(operand) is Normed and operand.x.dtype == dtype:
+            return mode.note(x.note.shape, operand.x, operand, func, (x.note, *args[1:]))
+    elif dtype == torch.float32 != x.dtype and is_rows(x):
+        return mode.note(x.shape, x, Copied(x), func, args, dtype=dtype)
     return NotImplemented
 
 

@@ -468,3 +468,22 @@ def test_a_block_that_another_pack_rewrote(pack, deferral, took, forward):
         rewritten, counts = deferred(lambda *args: forward(block, *args))
     assert original["linear"] == counts["linear"] >= 4
     assert max(relative_error(t, own) for t in (output, rewritten)) <= ROUNDED
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_norms_in_float32_and_a_sigmoid_gate(block, deferral, took, dtype):
+    weight = forwards.modulation(2, forwards.WIDTH)
+
+    def forward(x):
+        y = block.enter(x)
+        normed = F.rms_norm(y.float(), weight.shape, weight + 1, 1e-5).to(y.dtype)
+        scaled = normed * forwards.modulation(3).to(y.dtype)
+        return block.smoothed(block.out(scaled) * torch.sigmoid(block.other(normed)))
+
+    x = forwards.randn(forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH, seed=3)
+    with torch.no_grad():
+        exact = forward(x)
+        own = forward(x.to(dtype))
+        output = deferral.install.deferred_call(lambda: forward(x.to(dtype)))
+    assert took["linear"] == 3 and output.dtype == own.dtype
+    assert relative_error(output, exact) <= max(1.1 * relative_error(own, exact), ROUNDED)

@@ -142,6 +142,10 @@ def _spread(values: torch.Tensor, each: int) -> torch.Tensor:
     return values[:, :, None].expand(-1, -1, each, -1).reshape(len(values), -1, values.shape[-1])
 
 
+def _cat_heads(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([heads(part).transpose(1, 2) for part in parts], 2)
+
+
 _Note = tuple[torch.Tensor, ...]
 
 NOTES: dict[str, Callable[[Block, torch.Tensor], _Note]] = {
@@ -152,20 +156,30 @@ NOTES: dict[str, Callable[[Block, torch.Tensor], _Note]] = {
     "norm with a parameter": lambda b, x: (
         F.layer_norm(y := b.enter(x), (WIDTH,), w := torch.nn.Parameter(modulation(1, WIDTH), False)), y, w
     ),
+    "norm in float32": lambda b, x: (
+        F.rms_norm((y := b.enter(x).half()).float(), (WIDTH,), w := modulation(1, WIDTH), 1e-6), y, w
+    ),
+    "norm in float32 and back": lambda b, x: (
+        F.layer_norm((y := b.enter(x).to(torch.float16)).to(torch.float32), (WIDTH,)).to(y), y
+    ),
     "scaled": lambda b, x: (b.norm(y := b.enter(x)) * (s := modulation(1)), y, s),
     "shifted": lambda b, x: (b.layer(y := b.enter(x)) * (1 + (s := modulation(1))) + (t := modulation(2)), y, s, t),
     "addcmul": lambda b, x: (torch.addcmul(t := modulation(2), b.norm(y := b.enter(x)), s := modulation(1)), y, s, t),
     "gate": lambda b, x: ((g := modulation(1)) * (y := b.enter(x)), y, g),
     "activation": lambda b, x: (F.silu(y := b.enter(x)), y),
+    "sigmoid": lambda b, x: (torch.sigmoid(y := b.enter(x)), y),
+    "gated by a sigmoid": lambda b, x: ((z := b.other(x)) * F.sigmoid(y := b.enter(x)), y, z),
     "gated activation": _gated,
     "beside": lambda b, x: (torch.cat((z := b.other(x), F.gelu(y := b.enter(x), approximate="tanh")), -1), y, z),
     "tokens": lambda b, x: (b.norm(y := b.enter(x))[:, 2:11], y),
+    "joined heads": lambda b, x: (b.of_heads(_cat_heads((y := b.enter(x))[:, :5], b.other(x)[:, 5:])), y),
     "joined": lambda b, x: (torch.cat((b.norm(y := b.enter(x)), b.norm(z := b.other(x))), 1), y, z),
     "frames": lambda b, x: (b.norm(y := b.enter(x)) * (s := frames(b)).repeat_interleave(3, 1), y, s),
     "expanded frames": lambda b, x: (b.norm(y := b.enter(x)) * _spread(s := frames(b), 3), y, s),
     "segments": _segments,
     "heads": lambda b, x: (b.of_heads(heads(y := b.enter(x))), y),
     "copied heads": lambda b, x: (b.of_heads(heads(y := b.enter(x)).transpose(1, 2).contiguous()), y),
+    "repeated once": lambda b, x: (heads(y := b.enter(x)).unsqueeze(3).repeat(1, 1, 1, 1, 1).flatten(2, 3), y),
     "turned heads": _turned_first,
 }  # fmt: skip
 """What may wait, and the tensors that it is made of."""
@@ -334,7 +348,8 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "where": lambda n: (
         [torch.where(n > 0, n, -n), torch.einsum("b...->...b", n), n.masked_fill(n > 0, 0), *n.topk(2, -1)]
     ),
-    "linear": lambda n: F.linear(n, randn(3, n.shape[-1])),
+    "linear": lambda n: F.linear(n, randn(3, n.shape[-1]).to(n.dtype)),
+    "attention": lambda n: [F.scaled_dot_product_attention(n, n, n), F.scaled_dot_product_attention(n, n, value=n)],
     "checkpoint": lambda n: checkpoint(torch.sin, n, use_reentrant=False),
     "attributes": lambda n: (setattr(n, "mark", 3), n.mark, hasattr(n, "no_mark"))[1:],
     "weakly": lambda n: weakref.ref(n)().sum(),
