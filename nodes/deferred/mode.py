@@ -78,7 +78,7 @@ class Deferring(TorchFunctionMode):
             handler = HANDLERS.get(func)
             if handler is None and some_deferred:
                 handler = OF_DEFERRED.get(func)
-            if handler is not None and args and not torch.is_grad_enabled():
+            if handler is not None and args and "out" not in kwargs and not torch.is_grad_enabled():
                 result = handler(self, func, args, kwargs)
                 if result is not NotImplemented:
                     return result

@@ -355,6 +355,10 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "weakly": lambda n: weakref.ref(n)().sum(),
     "hash": lambda n: [hash(n) == hash(n), {n: 1}[n], dict.fromkeys([n, n]).__len__()],
     "out=": lambda n: torch.add(n, 1, out=torch.empty_like(n)),
+    "out= of what may wait": lambda n: [
+        (torch.sigmoid(n.clone(), out=(t := torch.zeros(n.shape, dtype=n.dtype))).sum(), t),
+        (torch.cat((n, n), 1, out=(t := torch.cat((n.clone(), n.clone()), 1).zero_())).sum(), t),
+    ],
     "made like it": lambda n: [torch.zeros_like(n), n.new_ones(2), n.new_zeros(n.shape), torch.full_like(n, 2.0)],
 }  # fmt: skip
 """What may be asked of a deferred tensor."""
