@@ -151,7 +151,7 @@ def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     parts = args[0] if args else kwargs.get("tensors", ())
     axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not any(type(part) is Deferred for part in parts):
-        return _cat_of_heads(mode, func, parts, axis)
+        return _cat_of_heads(mode, parts, axis)
     if len({len(part.shape) for part in parts}) != 1:
         return NotImplemented
     ndim = len(parts[0].shape)
@@ -172,7 +172,7 @@ def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.note(shape, parts[-1], operand, _cat_of, (axis, *read))
 
 
-def _cat_of_heads(mode: Deferring, func: Any, parts: Any, axis: int) -> Any:
+def _cat_of_heads(mode: Deferring, parts: Any, axis: int) -> Any:
     """Heads of two streams behind each other, such as values: PyTorch's own `cat` is slow where they are parts of wider
     tensors."""
     if not all(type(part) in MEMORY and part.ndim == 4 and part.stride(-1) == 1 for part in parts):
@@ -217,8 +217,8 @@ def _in_dtype(mode: Deferring, func: Any, args: Args, dtype: torch.dtype) -> Any
     x = args[0]
     if type(x) is Deferred:
         operand = x.note.operand
-        if operand is None or dtype == x.note.dtype:
-            return NotImplemented if operand is None else x
+        if operand is not None and dtype == x.note.dtype:
+            return x
         if type(operand) is Normed and operand.x.dtype == dtype:
             return mode.note(x.note.shape, operand.x, operand, func, (x.note, *args[1:]))
     elif dtype == torch.float32 != x.dtype and is_rows(x):
