@@ -4,8 +4,8 @@ import pytest
 import torch
 
 FAMILIES = (
-    *("Ideogram 4", "Flux.1", "Qwen-Image", "Z-Image", "SD3.5 Large", "Wan 14 B", "Wan VACE 14 B"),
-    *("LTX-Video 13 B", "Kandinsky 5 Pro", "LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5"),
+    *("Ideogram 4", "Flux.1", "Qwen-Image", "Z-Image", "SD3.5 Large", "Krea 2", "OmniGen 2", "AuraFlow"),
+    *("Wan 14 B", "Wan VACE 14 B", "LTX-Video 13 B", "Kandinsky 5 Pro", "LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5"),
 )
 
 
