@@ -1,176 +1,183 @@
-"""Which tests notice defects in the pack's own code: each of tests/support/code_mutants.py is put into a copy of it.
+"""Which tests notice defects in the code: mutants made from its syntax tree, put into a copy of it one at a time.
 
-    python3 tests/studies/code_mutants.py [--only WORDS ...] [--tier default] [--quick] [--jobs 1] [--out DIR]
+    python3 tests/studies/code_mutants.py FILE[:FIRST-LAST] ... --tests TEST ... [--count 20] [--seed 0]
 
-The tests that should notice a mutant run first. Where they do not, all of the default tier run, and then those of
-`--all`. --tier default asks nothing of `--all`, and --quick runs no other tests than those that should notice. In the
-end the tests that noticed something run without a mutant. Leaves code_mutants.md in --out.
-
-Fails if a mutant is left alive, if its text is not there exactly once, or if a test fails without a mutant.
+FILEs are what is broken, or lines of them; TESTs are what is to notice it, as pytest takes them. A mutant changes one
+comparison, operator or number, drops a `not`, an argument, a `raise` or an early `return`, or swaps the values of two
+keywords. Fails if a mutant is left alive. Look at each: what it changes may make no difference.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import ast
+import copy
+import itertools
 import os
+import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
-from support.code_mutants import MUTANTS, CodeMutant, sources
-from support.environment import run_script
+from support.environment import prepare, run_script
 
-PROJECT = TESTS.parent
-DEFAULT, ALL = "default", "--all"
-# They look at the code, and would notice any change.
-LEFT_OUT = ("tests/test_house.py", "tests/test_code_mutants.py")
-_NOTICED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
-_PASSED, _FAILED, _NOTHING_TO_RUN = 0, 1, 5  # pytest's exit codes
-_SECONDS = 3 * 3600  # ten times what all tests take: a mutant that hangs is noticed
+_OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+# What computes nothing.
+_LEFT_OUT = {"annotation", "returns", "decorator_list"}
+_NOTICED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Kill:
-    """What noticed a mutant: the tier, and the first test that failed."""
+class Mutant:
+    """A file's text with one defect."""
 
-    tier: str
-    test: str
+    line: int
+    before: str
+    after: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: " + " -> ".join(" ".join(part.split())[:90] for part in (self.before, self.after))
 
 
-def copied(folder: Path) -> Path:
-    """A copy of the project to be changed."""
-    ignored = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".venv")
-    return Path(shutil.copytree(PROJECT, folder / "int8_dit", ignore=ignored))
+def changed(node: ast.AST, ends_early: bool) -> Iterator[ast.AST]:
+    """What may stand in a node's place. ends_early: whether other statements follow the branch that it is in."""
+    match node:
+        case ast.Compare(ops=[operator]) if type(operator) in _OPERATORS:
+            yield ast.Compare(node.left, [_OPERATORS[type(operator)]()], node.comparators)
+        case ast.BinOp(op=operator) | ast.BoolOp(op=operator) if type(operator) in _OPERATORS:
+            other = copy.copy(node)
+            other.op = _OPERATORS[type(operator)]()
+            yield other
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield operand
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield ast.Constant(value + 1 if isinstance(value, int) else value * 2)
+        case ast.Raise():
+            yield ast.Pass()
+        case ast.Return() if ends_early:
+            yield ast.Pass()
+        case ast.Call(args=places, keywords=keywords):
+            if len(places) > 1:
+                yield ast.Call(node.func, places[:-1], keywords)
+            for number in range(len(keywords)):
+                yield ast.Call(node.func, places, keywords[:number] + keywords[number + 1 :])
+            for one, other in itertools.pairwise(keywords):
+                if one.arg and other.arg and ast.dump(one.value) != ast.dump(other.value):
+                    swapped = {one: ast.keyword(one.arg, other.value), other: ast.keyword(other.arg, one.value)}
+                    yield ast.Call(node.func, places, [swapped.get(keyword, keyword) for keyword in keywords])
 
 
-def run_tests(project: Path, arguments: Sequence[str]) -> tuple[int, str]:
-    """pytest's exit code and output for tests of a copy."""
+def mutants(source: str, lines: range | None = None) -> list[Mutant]:
+    """All mutants of a file's text, or those of some of its lines."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    code, found = source.encode(), []
+
+    def visit(node: ast.AST, ends_early: bool) -> None:
+        if isinstance(node, ast.JoinedStr):  # a part of it has no place of its own before Python 3.12
+            return
+        for other in changed(node, ends_early) if lines is None or getattr(node, "lineno", 0) in lines else ():
+            first = starts[node.lineno - 1] + node.col_offset
+            last = starts[node.end_lineno - 1] + node.end_col_offset
+            after = ast.unparse(other)
+            replacement = f"({after})" if isinstance(other, ast.expr) else after
+            text = code[:first] + replacement.encode() + code[last:]
+            found.append(Mutant(node.lineno, code[first:last].decode(), after, text.decode()))
+        for name, value in ast.iter_fields(node):
+            children = value if isinstance(value, list) else [value]
+            for child in children if name not in _LEFT_OUT else ():
+                if isinstance(child, ast.AST):
+                    visit(child, isinstance(node, ast.If) or child is not children[-1])
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def noticed_by(project: Path, python: Path, tests: Sequence[str], seconds: float | None = None) -> str | None:
+    """The first test that fails, or None. A run that hangs has failed. Raises ValueError where pytest itself fails."""
     # No bytecode: of two texts of one length, written in one second, Python would take the first.
-    with tempfile.TemporaryDirectory() as inductor:
-        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_CACHE_DIR": inductor}
-        command = [sys.executable, "tests/run_tests.py", *arguments, "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
-        command += [f"--ignore={path}" for path in LEFT_OUT]
-        with subprocess.Popen(
-            command,
-            cwd=project,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                return _FAILED, "FAILED tests/a_test.py::that_hangs"
-            return process.returncode, output
-
-
-def stages(mutant: CodeMutant, tier: str, quick: bool, processes: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """What runs for a mutant, one after the other: a tier, and what tests/run_tests.py is given."""
-    candidates = [f"tests/{candidate}" for candidate in mutant.candidates.split()]
-    for name in (DEFAULT, ALL) if tier == ALL else (DEFAULT,):
-        only = ["-m", "not slow"] if name == DEFAULT else []
-        yield name, [*candidates, *only, "-x", *processes]
-        if not quick:
-            yield name, [*([ALL] if name == ALL else []), "-x", *processes]
-
-
-def tried(mutant: CodeMutant, project: Path, tier: str, quick: bool, processes: Sequence[str]) -> Kill | None:
-    """What noticed a mutant; None where nothing did. The copy is whole again afterwards."""
-    code = sources(project)
-    place = mutant.place(code)
-    path = project / place
-    path.write_text(mutant.applied(code[place]), encoding="utf-8")
-    try:
-        for name, arguments in stages(mutant, tier, quick, processes):
-            status, output = run_tests(project, arguments)
-            if status == _FAILED:
-                (test, *_) = _NOTICED.findall(output)
-                return Kill(name, test)
-            if status not in (_PASSED, _NOTHING_TO_RUN):
-                raise ValueError(
-                    f"the mutant {mutant.breaks!r} did not run through (pytest: {status})\n{output[-3000:]}"
-                )
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    command = [python, "-m", "pytest", *tests, "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=project, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "no end"
+    if process.returncode == 0:
         return None
-    finally:
-        path.write_text(code[place], encoding="utf-8")
+    if noticed := _NOTICED.search(output):
+        return noticed[1]
+    if "conftest" in output:
+        return "no test could be imported"
+    raise ValueError(f"pytest ended with {process.returncode}:\n{output[-3000:]}")
 
 
-def table(kills: dict[CodeMutant, Kill | None], tier: str) -> str:
-    """A row a mutant, and how many each tier noticed."""
-
-    def cell(kill: Kill | None, name: str) -> str:
-        return "yes" if kill is not None and kill.tier in (DEFAULT, name) else "**no**"
-
-    tiers = (DEFAULT, ALL) if tier == ALL else (DEFAULT,)
-    rows = [("what is broken", *tiers, "noticed first by"), ("---",) * (len(tiers) + 2)]
-    for mutant, kill in kills.items():
-        test = "" if kill is None else f"`{kill.test.removeprefix('tests/').partition('[')[0]}`"
-        rows.append((mutant.breaks, *(cell(kill, name) for name in tiers), test))
-    counts = [f"{sum(cell(kill, name) == 'yes' for kill in kills.values())} by {name}" for name in tiers]
-    summary = f"Of {len(kills)} mutants were noticed: {', '.join(counts)}."
-    return "\n".join([summary, "", *(f"| {' | '.join(row)} |" for row in rows)])
+def survivors(
+    project: Path, python: Path, places: Sequence[str], tests: Sequence[str], count: int, seed: int
+) -> list[str]:
+    """Break a project `count` times; which defects no test noticed. The project is whole again afterwards."""
+    candidates = []
+    for place in places:
+        name, _, lines = place.partition(":")
+        first, _, last = lines.partition("-")
+        chosen = range(int(first), int(last) + 1) if lines else None
+        candidates += [(project / name, mutant) for mutant in mutants((project / name).read_text("utf-8"), chosen)]
+    start = time.monotonic()
+    if (test := noticed_by(project, python, tests)) is not None:
+        raise ValueError(f"{test} fails without a mutant")
+    seconds = 60 + 5 * (time.monotonic() - start)
+    alive = []
+    for path, mutant in random.Random(seed).sample(candidates, min(count, len(candidates))):
+        whole = path.read_bytes()
+        path.write_text(mutant.text, encoding="utf-8")
+        try:
+            test = noticed_by(project, python, tests, seconds)
+        finally:
+            path.write_bytes(whole)
+        what = f"{path.relative_to(project)}:{mutant}"
+        print(f"{what}: {test or '**left alive**'}", flush=True)
+        if test is None:
+            alive.append(what)
+    return alive
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="WORDS", help="those whose description has any of these")
-    parser.add_argument("--tier", choices=(DEFAULT, "all"), default="all", help="the last tier to ask")
-    parser.add_argument("--quick", action="store_true", help="no tests but those that should notice")
-    parser.add_argument("--jobs", type=int, default=1, help="how many mutants at once")
-    parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results")
+    parser.add_argument("places", nargs="+", metavar="FILE[:FIRST-LAST]", help="what is broken")
+    parser.add_argument("--tests", nargs="+", required=True, help="what is to notice it")
+    parser.add_argument("--count", type=int, default=20, help="how many mutants")
+    parser.add_argument("--seed", type=int, default=0, help="which ones")
     arguments = parser.parse_args()
-    chosen = [m for m in MUTANTS if arguments.only is None or any(words in m.breaks for words in arguments.only)]
-    code = sources(PROJECT)
-    for mutant in chosen:
-        mutant.place(code)
-    tier = ALL if arguments.tier == "all" else DEFAULT
-    # Several mutants at once, or few tests, which cost less than a second process.
-    processes = ["-n", "0"] if arguments.quick or arguments.jobs > 1 else []
-
+    environment = prepare()
+    os.environ["COMFYUI_PATH"] = str(environment.comfyui)
     with tempfile.TemporaryDirectory() as folder:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(arguments.jobs):
-            copies.put(copied(Path(folder, str(number))))
-
-        def one(mutant: CodeMutant) -> Kill | None:
-            project = copies.get()
-            try:
-                kill = tried(mutant, project, tier, arguments.quick, processes)
-            finally:
-                copies.put(project)
-            print(f"{mutant.breaks}: {'left alive' if kill is None else f'{kill.test} ({kill.tier})'}", flush=True)
-            return kill
-
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            kills = dict(zip(chosen, pool.map(one, chosen), strict=True))
-        noticed = sorted({kill.test for kill in kills.values() if kill is not None and "::that_hangs" not in kill.test})
-        status, output = run_tests(copies.get(), noticed) if noticed else (_PASSED, "")
-    only = ["--only", *(shlex.quote(words) for words in arguments.only)] if arguments.only else []
-    options = " ".join([*only, "--tier", arguments.tier, *(["--quick"] if arguments.quick else [])])
-    text = f"# Mutants of the code\n\n`python3 tests/studies/code_mutants.py {options}`, {datetime.date.today()}\n\n"
-    text += f"{table(kills, tier)}\n"
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "code_mutants.md").write_text(text)
-    print(text)
-    if status != _PASSED:
-        print(f"tests that noticed a mutant fail without one:\n{output[-3000:]}")
-    return 1 if None in kills.values() or status != _PASSED else 0
+        ignored = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".venv")
+        project = Path(shutil.copytree(TESTS.parent, Path(folder, "int8_dit"), ignore=ignored))
+        chosen = (arguments.places, arguments.tests, arguments.count, arguments.seed)
+        alive = survivors(project, environment.python, *chosen)
+    print(f"{len(alive)} left alive", *alive, sep="\n")
+    return 1 if alive else 0
 
 
 if __name__ == "__main__":
