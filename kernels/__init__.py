@@ -1,8 +1,19 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
-from .card.attention_choice import AttentionChoice, stored_attention_choice
-from .card.auto_choice import BF16, FUSED, NATIVE, WAYS, AutoChoice, stored_auto_choice
-from .card.device import KERNEL_CHOICES, choose_path, decide_by, int8_path, native_computes, runs_fused, takes_kernels
+from .card.choices import Choice
+from .card.device import (
+    AUTO_CHOICES,
+    BF16,
+    FUSED,
+    KERNEL_CHOICES,
+    NATIVE,
+    WAYS,
+    choose_path,
+    int8_path,
+    native_computes,
+    runs_fused,
+    takes_kernels,
+)
 from .card.triton_release import triton_advice, triton_problem
 from .checks import FLOAT_DTYPES
 from .compilers import read_as_plain
@@ -18,7 +29,7 @@ from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
 from .ops.attention import int8_attention, int8_attention_obstacle
-from .ops.exact_attention import decide_attention_by, exact_attention, fastest_way
+from .ops.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
 from .ops.gates import ACTIVATIONS, activate_quantize
 from .ops.linear import int8_gemm, int8_linear
 from .ops.norms import Norm, gated_residual, norm_quantize
@@ -36,6 +47,8 @@ from .weights.int8 import dequantize_weight, requantize_weight
 __all__ = [
     "ACTIVATIONS",
     "ALPHAS",
+    "ATTENTION_CHOICES",
+    "AUTO_CHOICES",
     "BF16",
     "FLOAT_DTYPES",
     "FUSED",
@@ -49,10 +62,9 @@ __all__ = [
     "WAYS",
     "ActivationStatistics",
     "Addition",
-    "AttentionChoice",
     "AttentionError",
-    "AutoChoice",
     "ChannelTransform",
+    "Choice",
     "GroupedCodes",
     "LowRank",
     "Norm",
@@ -65,8 +77,6 @@ __all__ = [
     "ask_outside_plan_by",
     "check_alpha",
     "choose_path",
-    "decide_attention_by",
-    "decide_by",
     "dequantize_gguf",
     "dequantize_weight",
     "divide_modulation_scale",
@@ -97,8 +107,6 @@ __all__ = [
     "requantize_weight",
     "rotation_group_of",
     "runs_fused",
-    "stored_attention_choice",
-    "stored_auto_choice",
     "takes_kernels",
     "transform_candidates",
     "triton_advice",

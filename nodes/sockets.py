@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
-from ..kernels import KERNEL_CHOICES, choose_path, stored_auto_choice
+from ..kernels import AUTO_CHOICES, KERNEL_CHOICES, choose_path
 from .comfyui.patcher import ModelPatcher, patcher_of
 from .host.badges import Badge, badges_output
 from .host.notices import show_load_warnings
@@ -94,7 +94,7 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
     if summary.native:
         return Badge("good", f"ComfyUI's INT8, faster here: {summary.native} of {total}", str(summary))
     otherwise = otherwise or floats_of(model)
-    if kernel == "auto" and on_gpu and stored_auto_choice(model.load_device) is not None:
+    if kernel == "auto" and on_gpu and AUTO_CHOICES.stored(model.load_device) is not None:
         return Badge("good", f"{otherwise}: faster here", str(summary))
     if not choose_path(model.load_device, kernel).fallback:
         return Badge("note", f"{otherwise}, as chosen" if kernel == "bf16" else f"no INT8: 0 of {total}", str(summary))

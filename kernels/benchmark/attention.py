@@ -9,12 +9,23 @@ from functools import partial
 
 import torch
 
-from ..card.attention_choice import CUDNN, EFFICIENT, EXACT_WAY_NAMES, FLASH, PYTORCH, TRITON, AttentionShape
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..internals.kitchen import kitchen_attention
 from ..interruption import interruptible
 from ..ops.attention import int8_attention, int8_attention_obstacle
-from ..ops.exact_attention import COMFYUI_ORDER, attend, attend_by, exact_ways
+from ..ops.exact_attention import (
+    COMFYUI_ORDER,
+    CUDNN,
+    EFFICIENT,
+    EXACT_WAYS,
+    FLASH,
+    PYTORCH,
+    TRITON,
+    AttentionShape,
+    attend,
+    attend_by,
+    exact_ways,
+)
 from .operands import Unavailable, leaving_out
 from .report import Times, spread
 
@@ -45,7 +56,7 @@ class AttentionCall:
 
     def place(self) -> str:
         """Heads, their width and the tokens, in words."""
-        head_dim, tokens, keys, masked = self.shape
+        tokens, keys, head_dim, masked = self.shape
         grouped = "" if self.key_heads == self.heads else f" ({self.key_heads} of keys)"
         across = "" if keys == tokens else f" x {keys}"
         samples = "" if self.batch == 1 else f"{self.batch} x "
@@ -55,7 +66,7 @@ class AttentionCall:
 def ideogram4_attention(tokens: int) -> AttentionCall:
     """That of Ideogram 4 for so many tokens of image and text, as far as it has so many."""
     tokens = min(tokens, _MOST_TOKENS_OF_IDEOGRAM4)
-    return AttentionCall("Ideogram 4", 18, AttentionShape(256, tokens, tokens, False), 18)
+    return AttentionCall("Ideogram 4", 18, AttentionShape(tokens, tokens, 256, False), 18)
 
 
 class AttentionOperands:
@@ -172,7 +183,7 @@ class AttentionResult(Times):
 
     def exact_milliseconds(self) -> dict[str, float]:
         """Those of the ways that `exact_attention` chooses from."""
-        return {way: time for way, time in self.milliseconds.items() if way in EXACT_WAY_NAMES}
+        return {way: time for way, time in self.milliseconds.items() if way in EXACT_WAYS}
 
     def place(self) -> str:
         return self.call.place()

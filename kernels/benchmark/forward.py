@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..card.auto_choice import BF16, FUSED, NATIVE, Shape, fastest
+from ..card.choices import Shape, fastest
+from ..card.device import BF16, FUSED, NATIVE
 from .attention import AttentionCall
 from .methods import COMFYUI_INT8 as NATIVE_METHOD
 from .report import ShapeResult, same_within_noise
@@ -255,7 +256,7 @@ def deployment_table(results: Sequence[ShapeResult]) -> tuple[list[str], list[li
     rows = []
     for result in results:
         times = times_by_way(result)
-        best = fastest(times)
+        best = fastest(times, FUSED)
         cells = [f"{times[way]:.3f}" if way in times else "-" for way in METHOD_OF_WAY]
         rows.append([result.shape.name, result.place(), *cells, "-" if best is None else _winner(result, best)])
     return columns, rows

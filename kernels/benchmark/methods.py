@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ..card.auto_choice import BF16, FUSED
+from ..card.device import BF16, FUSED
 from . import systems
 from .operands import Operands, Prepare, PreparedCall, WeightForm
 

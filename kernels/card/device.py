@@ -7,29 +7,40 @@ from dataclasses import dataclass
 
 import torch
 
-from .auto_choice import (
-    BF16,
-    FUSED,
-    NATIVE,
-    WAYS,
-    AutoChoice,
-    Shape,
-    clear_auto_choice,
-    store_auto_choice,
-    stored_auto_choice,
-)
-from .machine import triton_available
+from .choices import Choices
+from .kernel_sources import kernel_source_hash
+from .machine import describe_machine, native_backend, triton_available
 from .triton_release import triton_advice
 
-KERNEL_CHOICES = ("auto", "fused int8", "bf16")
+FUSED, NATIVE, BF16 = "fused int8", "native int8", "bf16"
+WAYS = (FUSED, NATIVE, BF16)
+"""What a linear can compute with: this pack's kernel, ComfyUI's own INT8, a weight in bf16."""
+KERNEL_CHOICES = ("auto", FUSED, BF16)
 CONSUMER_AMPERE = (8, 6)
 # Triton builds int8 `tl.dot` for tensor cores from Ampere on.
 _OLDEST_CAPABILITY = (8, 0)
 
 
+@functools.cache
+def _machine_of(device: torch.device) -> dict[str, str]:
+    """What a choice for linears is bound to."""
+    found = describe_machine(device)
+    try:
+        backend = native_backend(device)
+    except LookupError:
+        backend = ""
+    machine = {name: found.get(name, "") for name in ("card", "driver", "torch", "triton", "comfy-kitchen")}
+    return machine | {"native backend": backend, "kernels": kernel_source_hash()}
+
+
+AUTO_CHOICES = Choices("auto", ("n", "k"), WAYS, _machine_of)
+"""What Kernel Benchmark found of linears. Where nothing is clearly faster the fused kernel runs: in blocks it saves
+more."""
+
+
 @dataclass(frozen=True)
 class ComputePath:
-    """What INT8 linears compute with, one of auto_choice.WAYS, and the reason in words for the user."""
+    """What INT8 linears compute with, one of WAYS, and the reason in words for the user."""
 
     kind: str
     reason: str
@@ -89,7 +100,7 @@ def fused_obstacle(device: torch.device) -> str | None:
 
 
 def choose_path(
-    device: torch.device | str, kernel: str = "auto", shape: Shape | None = None, ways: Collection[str] = WAYS
+    device: torch.device | str, kernel: str = "auto", shape: tuple[int, int] | None = None, ways: Collection[str] = WAYS
 ) -> ComputePath:
     """What a linear computes with on a device.
 
@@ -124,10 +135,10 @@ def choose_path(
         if obstacle is not None:
             raise RuntimeError(f"kernel is set to fused int8, but {obstacle}. The alternative is kernel set to bf16")
         return ComputePath(FUSED, f"fused int8 was chosen for {name} (sm_{major}{minor})")
-    choice = None if obstacle is not None else stored_auto_choice(place)
+    choice = None if obstacle is not None else AUTO_CHOICES.stored(place)
     if choice is not None:
         shapes = choice.milliseconds if shape is None else [shape]
-        found = {way for each in shapes if (way := choice.fastest(each, ways)) is not None}
+        found = {way for each in shapes if (way := choice.fastest(each, ways, FUSED)) is not None}
         if found:
             return ComputePath(min(found, key=WAYS.index), f"measured to be the fastest on this {name}, {choice.date}")
     if capability != CONSUMER_AMPERE or torch.version.hip is not None:
@@ -147,29 +158,16 @@ def native_computes(smooth: torch.Tensor | None, activation_bits: int) -> bool:
 
 
 @functools.cache
-def _kind(device: torch.device, kernel: str, shape: Shape, native: bool) -> str:
+def _kind(device: torch.device, kernel: str, shape: tuple[int, int], native: bool) -> str:
     return choose_path(device, kernel, shape, (FUSED, NATIVE) if native else (FUSED,)).kind
 
 
-def decide_by(device: torch.device, choice: AutoChoice | None) -> bool:
-    """Let a choice decide what `auto` runs on a GPU from now on; None forgets the one there is.
-
-    Returns whether there was one. Raises OSError where it cannot be kept.
-    """
-    before = stored_auto_choice(device) is not None
-    try:
-        if choice is None:
-            clear_auto_choice(device)
-        else:
-            store_auto_choice(device, choice)
-    finally:
-        _kind.cache_clear()
-    return before
+AUTO_CHOICES.after_change.append(_kind.cache_clear)
 
 
 @torch.compiler.assume_constant_result
 def int8_path(device: torch.device, kernel: str, n: int, k: int, native: bool) -> str:
-    """What a linear with an INT8 weight [n, k] computes with, one of auto_choice.WAYS: asked in each call, because
+    """What a linear with an INT8 weight [n, k] computes with, one of WAYS: asked in each call, because
     cards of one machine may differ.
 
     `native` says whether ComfyUI's own INT8 could compute it. A choice chooses between the INT8 ways only: a weight

@@ -40,18 +40,6 @@ def path_for(kind: str, machine: Mapping[str, str]) -> Path:
     return folder() / f"{kind}-{slug}-{digest}.json"
 
 
-def read_of_machine(path: Path, machine: Mapping[str, str]) -> dict[str, Any]:
-    """What `write_of_machine` left there for this machine; empty where it is another's. Raises OSError."""
-    content = read_object(path) or {}
-    return content if content.get("machine") == machine else {}
-
-
-def write_of_machine(path: Path, machine: Mapping[str, str], content: Mapping[str, Any]) -> None:
-    """Write a file that counts on one machine, as `write_object` does, and its folder. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_object(path, {"machine": dict(machine), **content})
-
-
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object that a file holds; None where there is something else. Raises OSError, also where nothing is."""
     data = _patiently(lambda: _bytes(path))

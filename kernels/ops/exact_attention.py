@@ -4,8 +4,8 @@ Which one runs follows from a rule known of the card, and from what Kernel Bench
 takes (head width, dtype, mask, grouped queries) is asked of PyTorch, and what it refuses goes to the next.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,48 +18,34 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..card.attention_choice import (
-    CUDNN,
-    EFFICIENT,
-    FLASH,
-    PYTORCH,
-    TRITON,
-    AttentionChoice,
-    AttentionShape,
-    clear_attention_choice,
-    store_attention_choice,
-    stored_attention_choice,
-)
+from ..card.choices import Choices
+from ..card.machine import describe_machine
 from ..internals.torch_functions import in_attention_order
 from .attention import float_attention, takes_float_attention
 
+FLASH, CUDNN, EFFICIENT, TRITON, PYTORCH = "flash", "cuDNN", "efficient", "Triton", "PyTorch's choice"
 
-@dataclass(frozen=True)
-class ExactWay:
+
+class ExactWay(NamedTuple):
     """A way to compute exact attention.
 
     Attributes:
-        name: one of attention_choice.EXACT_WAY_NAMES.
         backends: which PyTorch may choose from; none leaves that to PyTorch.
         takes: whether it computes such a call here, by what PyTorch says of its backends.
         compute: q, k, v, mask, scale -> the result, for one that PyTorch does not have.
     """
 
-    name: str
     backends: tuple[SDPBackend, ...]
     takes: Callable[[SDPAParams], bool]
     compute: Callable[..., torch.Tensor] | None = None
 
 
 EXACT_WAYS = {
-    way.name: way
-    for way in (
-        ExactWay(FLASH, (SDPBackend.FLASH_ATTENTION,), can_use_flash_attention),
-        ExactWay(CUDNN, (SDPBackend.CUDNN_ATTENTION,), can_use_cudnn_attention),
-        ExactWay(EFFICIENT, (SDPBackend.EFFICIENT_ATTENTION,), can_use_efficient_attention),
-        ExactWay(TRITON, (), lambda call: takes_float_attention(call.query, call.value), float_attention),
-        ExactWay(PYTORCH, (), lambda call: True),
-    )
+    FLASH: ExactWay((SDPBackend.FLASH_ATTENTION,), can_use_flash_attention),
+    CUDNN: ExactWay((SDPBackend.CUDNN_ATTENTION,), can_use_cudnn_attention),
+    EFFICIENT: ExactWay((SDPBackend.EFFICIENT_ATTENTION,), can_use_efficient_attention),
+    TRITON: ExactWay((), lambda call: takes_float_attention(call.query, call.value), float_attention),
+    PYTORCH: ExactWay((), lambda call: True),
 }
 """By name, in the order in which ComfyUI asks them; PyTorch's own choice last."""
 
@@ -75,6 +61,27 @@ _MOST_PLANS = 4096
 _MANY_TOKENS = 1 << 20
 
 
+class AttentionShape(NamedTuple):
+    """What the time of an attention call depends on most: tokens of q and of k, the heads' width, and a mask."""
+
+    tokens: int
+    keys: int
+    head_dim: int
+    masked: bool
+
+
+@functools.cache
+def _machine_of(device: torch.device) -> dict[str, str]:
+    """What a choice for attention is bound to."""
+    found = describe_machine(device)
+    machine = {name: found.get(name, "") for name in ("card", "driver", "torch", "triton")}
+    return machine | {"cudnn": str(torch.backends.cudnn.version())}
+
+
+ATTENTION_CHOICES = Choices("attention", AttentionShape._fields, EXACT_WAYS, _machine_of)
+"""What Kernel Benchmark found of exact attention."""
+
+
 class _Plan(NamedTuple):
     """How calls of one layout are computed: by this way, the keys of a group of heads repeated for each if need be."""
 
@@ -83,6 +90,7 @@ class _Plan(NamedTuple):
 
 
 _plans: dict[tuple, _Plan | None] = {}
+ATTENTION_CHOICES.after_change.append(_plans.clear)
 
 
 def exact_attention(
@@ -166,7 +174,7 @@ def exact_ways(
     if q.device.type != "cuda":
         return (PYTORCH,)
     call = SDPAParams(q, k, v, _with_axes(mask), 0.0, False, enable_gqa)
-    return tuple(way.name for way in EXACT_WAYS.values() if way.takes(call))
+    return tuple(name for name, way in EXACT_WAYS.items() if way.takes(call))
 
 
 def attend_by(
@@ -191,22 +199,6 @@ def attend_by(
         return _attend(q, k, v, mask, scale, enable_gqa)
 
 
-def decide_attention_by(device: torch.device, choice: AttentionChoice | None) -> bool:
-    """Let a choice decide what `exact_attention` runs on a GPU from now on; None forgets the one there is.
-
-    Returns whether there was one. Raises OSError where it cannot be kept.
-    """
-    before = stored_attention_choice(device) is not None
-    try:
-        if choice is None:
-            clear_attention_choice(device)
-        else:
-            store_attention_choice(device, choice)
-    finally:
-        _plans.clear()
-    return before
-
-
 def _may_choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether there is anything to choose; a gradient is PyTorch's matter."""
     if q.device.type != "cuda" or torch.version.hip is not None or q.ndim != 4 or q.numel() < _SMALL:
@@ -229,7 +221,7 @@ def _candidates(
     if grouped and takes == (PYTORCH,):  # it would compute that in plain steps, with all logits in memory
         repeats = True
         takes = exact_ways(q, *_repeated(q, k, v), mask)
-    shape = AttentionShape(q.shape[-1], q.shape[-2], k.shape[-2], mask is not None)
+    shape = AttentionShape(q.shape[-2], k.shape[-2], q.shape[-1], mask is not None)
     way = choose_exact_way(q.device, shape, takes)
     if way is not None:
         yield from (_Plan(name, repeats) for name in dict.fromkeys((way, *takes)))
@@ -240,7 +232,7 @@ def choose_exact_way(device: torch.device, shape: AttentionShape, takes: tuple[s
     """The way of a shape on a GPU among those that take it, in the order of EXACT_WAYS: the fastest by the card's own
     benchmark, else cuDNN from Hopper on; None where neither says anything."""
     rule = CUDNN if torch.cuda.get_device_capability(device) >= _CUDNN_FIRST and CUDNN in takes else None
-    choice = stored_attention_choice(device)
+    choice = ATTENTION_CHOICES.stored(device)
     measured = None if choice is None else choice.fastest(shape, takes, rule or takes[0])
     return rule if measured is None else measured
 
@@ -256,7 +248,7 @@ def _plan_for_compiler(q: torch.Tensor, mask: torch.Tensor | None, grouped: bool
 def _way_for_compiler(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
     """The way of the longest sequences that were measured, or else the card's rule."""
     takes = tuple(EXACT_WAYS) if dtype in (torch.float16, torch.bfloat16) else (EFFICIENT, PYTORCH)
-    return choose_exact_way(device, AttentionShape(head_dim, _MANY_TOKENS, _MANY_TOKENS, masked), takes)
+    return choose_exact_way(device, AttentionShape(_MANY_TOKENS, _MANY_TOKENS, head_dim, masked), takes)
 
 
 def _planned(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import AttentionChoice, decide_attention_by, stored_attention_choice
+from ...kernels import ATTENTION_CHOICES, Choice
 from ...kernels.benchmark import (
     ATTENTION_METHODS,
     COMFYUI_CHOICE,
@@ -42,7 +42,7 @@ def attention_call(
     else:
         return None
     name = "attention" if tokens == keys else "cross attention"
-    return AttentionCall(name, heads, AttentionShape(width, tokens, keys, mask is not None), key_heads, batch)
+    return AttentionCall(name, heads, AttentionShape(tokens, keys, width, mask is not None), key_heads, batch)
 
 
 def measure_attention(
@@ -81,8 +81,8 @@ def store_attention(device: torch.device, results: Sequence[AttentionResult]) ->
 
     Returns a sentence, none where there was no choice.
     """
-    earlier = stored_attention_choice(device)
-    totals: dict[AttentionShape, dict[str, float]] = {}
+    earlier = ATTENTION_CHOICES.stored(device)
+    totals: dict[tuple, dict[str, float]] = {}
     for result in results:
         times = result.exact_milliseconds()
         if len(times) > 1:
@@ -92,7 +92,7 @@ def store_attention(device: torch.device, results: Sequence[AttentionResult]) ->
         return []
     found = totals if earlier is None else {**earlier.milliseconds, **totals}
     try:
-        decide_attention_by(device, AttentionChoice(datetime.date.today().isoformat(), found))
+        ATTENTION_CHOICES.decide_by(device, Choice(datetime.date.today().isoformat(), found))
     except OSError as error:
         return [f"What was fastest of attention could not be stored ({error})."]
     return ["This is stored for the attention choice auto."]

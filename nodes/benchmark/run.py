@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels import BF16, FUSED, AutoChoice, decide_attention_by, decide_by, stored_auto_choice
+from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, BF16, FUSED, WAYS, Choice
 from ...kernels.benchmark import (
     COMFYUI_INT8,
     IDEOGRAM4_SHAPES,
@@ -185,7 +185,7 @@ def forget(device: torch.device) -> str:
     """Forget the choice of a card; what was done, in words."""
     if device.type != "cuda":
         return "No GPU: there is no stored verdict."
-    forgotten = [decide_by(device, None), decide_attention_by(device, None)]
+    forgotten = [AUTO_CHOICES.decide_by(device, None), ATTENTION_CHOICES.decide_by(device, None)]
     return _FORGOTTEN if any(forgotten) else "No verdict was stored for this card: nothing changes."
 
 
@@ -274,7 +274,7 @@ def _decide(
     """Store what was measured, where it counts and the user wants it; what `auto` is decided by now, in words."""
     if device.type != "cuda":
         return "auto is bf16: INT8 tensor cores need a GPU."
-    before = stored_auto_choice(device)
+    before = AUTO_CHOICES.stored(device)
     kept = "auto stays as it was" + (f", decided by the run of {before.date}." if before else ", decided by the card.")
     if decision != STORE:
         return f"Nothing was stored: {kept}"
@@ -284,12 +284,12 @@ def _decide(
         return f"Nothing was stored, because the fused kernel was not timed beside bf16: {kept}"
     if "native_int8" not in ticked:
         return f"Nothing was stored, because ComfyUI's own INT8 was not timed (tick native_int8): {kept}"
-    choice = AutoChoice(datetime.date.today().isoformat(), totals_by_shape(results, split))
+    choice = Choice(datetime.date.today().isoformat(), totals_by_shape(results, split))
     try:
-        decide_by(device, choice)
+        AUTO_CHOICES.decide_by(device, choice)
     except OSError as error:
         return f"The verdict could not be stored ({error}): {kept}"
-    winners = [METHOD_OF_WAY[way] for shape in choice.milliseconds if (way := choice.fastest(shape)) is not None]
+    winners = [METHOD_OF_WAY[way] for shape in choice.milliseconds if (way := choice.fastest(shape, WAYS, FUSED))]
     counted = ", ".join(f"{name} for {winners.count(name)}" for name in dict.fromkeys(winners))
     return f"Stored: auto now runs what was fastest here, of {len(winners)} shapes {counted}."
 

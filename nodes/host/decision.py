@@ -2,7 +2,7 @@
 
 import hashlib
 
-from ...kernels import stored_auto_choice
+from ...kernels import AUTO_CHOICES
 from ..comfyui.memory import default_device
 
 
@@ -11,5 +11,5 @@ def decision_stamp(kernel: str) -> str:
     device = default_device()
     if kernel != "auto" or device.type != "cuda":
         return ""
-    choice = stored_auto_choice(device)
+    choice = AUTO_CHOICES.stored(device)
     return "" if choice is None else hashlib.sha256(repr(choice).encode()).hexdigest()[:16]

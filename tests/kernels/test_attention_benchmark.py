@@ -21,14 +21,14 @@ from kernels.benchmark.attention import (
     ideogram4_attention,
 )
 from kernels.benchmark.operands import Unavailable
-from kernels.card.attention_choice import CUDNN, FLASH, PYTORCH, AttentionShape
+from kernels.ops.exact_attention import CUDNN, FLASH, PYTORCH, AttentionShape
 
 CPU = torch.device("cpu")
 
 
 def a_call(heads=4, width=64, tokens=40, keys=None, masked=False, key_heads=None, batch=2):
     return AttentionCall(
-        "a block", heads, AttentionShape(width, tokens, keys or tokens, masked), key_heads or heads, batch
+        "a block", heads, AttentionShape(tokens, keys or tokens, width, masked), key_heads or heads, batch
     )
 
 
@@ -121,7 +121,7 @@ def test_the_table_is_relative_to_comfyuis_choice():
 
 
 def test_ideogram_4_has_no_million_of_tokens():
-    assert ideogram4_attention(4352).shape == AttentionShape(256, 4352, 4352, False)
+    assert ideogram4_attention(4352).shape == AttentionShape(4352, 4352, 256, False)
     assert ideogram4_attention(1 << 20).shape.keys == 1 << 15
 
 

@@ -1,19 +1,12 @@
 """Which path a device gets, decided from what the card says of itself."""
 
-import json
-import os
 import re
 
 import pytest
 import torch
 
 import kernels.card.device
-from kernels import AutoChoice, choose_path, decide_by, int8_path, runs_fused, stored_auto_choice
-from kernels.card import auto_choice
-from kernels.card.machine import triton_available
-from support.limits import no_hang
-
-NEEDS_TRITON = pytest.mark.skipif(not triton_available(), reason="choices are bound to Triton")
+from kernels import AUTO_CHOICES, WAYS, Choice, choose_path, int8_path, runs_fused
 
 
 @pytest.fixture
@@ -28,7 +21,7 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(kernels.card.device, "triton_available", lambda: triton)
         monkeypatch.setattr(kernels.card.device, "triton_error", lambda: error)
-        monkeypatch.setattr(kernels.card.device, "stored_auto_choice", lambda device: choice)
+        monkeypatch.setattr(AUTO_CHOICES, "stored", lambda device: choice)
 
     yield pretend
     kernels.card.device._kind.cache_clear()
@@ -154,7 +147,7 @@ def test_a_compiler_takes_the_answer_for_a_constant():
     assert [float(chosen(torch.zeros(()), kernel)) for kernel in ("fused int8", "bf16")] == [1.0, -1.0]
 
 
-MEASURED = AutoChoice(
+MEASURED = Choice(
     "2026-11-22",
     {
         (4096, 4096): {"fused int8": 1.0, "native int8": 1.2, "bf16": 2.0},
@@ -190,115 +183,12 @@ def test_an_int8_weight_is_never_turned_into_bf16_by_an_auto_choice(card):
 
 
 def test_what_is_faster_by_no_more_than_noise_leaves_the_fused_kernel():
-    close = AutoChoice("", {(1, 1): {"fused int8": 1.02, "native int8": 1.0}, (9, 9): {"bf16": 1.0}})
-    assert close.fastest((1, 1)) == "fused int8"
-    assert close.fastest((9, 9), ("fused int8",)) is None
+    close = Choice("", {(1, 1): {"fused int8": 1.02, "native int8": 1.0}, (9, 9): {"bf16": 1.0}})
+    assert close.fastest((1, 1), WAYS, "fused int8") == "fused int8"
+    assert close.fastest((9, 9), ("fused int8",), "fused int8") is None
 
 
 def test_an_auto_choice_is_nothing_without_a_kernel_that_builds(card):
     card("NVIDIA GeForce RTX 4090", (8, 9), error="no compiler", choice=MEASURED)
     path = choose_path("cuda:0", shape=(4096, 4096))
     assert (path.kind, path.fallback) == ("bf16", True)
-
-
-@pytest.fixture
-def choice_folder(card, monkeypatch, tmp_path):
-    """A card whose choices are kept in a folder of the test; set `machine` to become another one."""
-    machine = {"card": "NVIDIA GeForce RTX 4090", "driver": "1", "kernels": "abc"}
-    monkeypatch.setattr(auto_choice, "_machine_of", lambda device: dict(machine))
-    monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
-    auto_choice._stored.cache_clear()
-    yield machine
-    auto_choice._stored.cache_clear()
-
-
-CARD = torch.device("cuda:0")
-
-
-@NEEDS_TRITON
-def test_an_auto_choice_is_kept_and_forgotten(choice_folder):
-    assert stored_auto_choice(CARD) is None
-    assert not decide_by(CARD, MEASURED)
-    assert stored_auto_choice(CARD) == MEASURED
-    auto_choice._stored.cache_clear()  # as in another process
-    assert stored_auto_choice(CARD) == MEASURED
-    assert decide_by(CARD, None)
-    assert stored_auto_choice(CARD) is None and not decide_by(CARD, None)
-
-
-@NEEDS_TRITON
-@pytest.mark.parametrize("changed", ["card", "driver", "kernels"])
-def test_an_auto_choice_of_another_machine_does_not_count(choice_folder, changed):
-    decide_by(CARD, MEASURED)
-    file = auto_choice._path(CARD)
-    choice_folder[changed] = "another"
-    auto_choice._stored.cache_clear()
-    assert stored_auto_choice(CARD) is None
-    file.rename(auto_choice._path(CARD))  # its content counts, and not its name
-    auto_choice._stored.cache_clear()
-    assert stored_auto_choice(CARD) is None
-
-
-def with_times(times):
-    """A damage: other times of the first shape."""
-
-    def changed(content):
-        content = json.loads(content)
-        content["shapes"][0]["milliseconds"] = times
-        return json.dumps(content)
-
-    return changed
-
-
-@NEEDS_TRITON
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[:40],
-        lambda content: content.replace('"n": 64', '"n": -64'),
-        lambda content: content.replace("3.0", '"fast"'),
-        lambda content: content.replace("native int8", "int4"),
-        lambda content: content.replace('"shapes"', '"forms"'),
-        lambda content: content.replace("{", "[").replace("}", "]"),
-        lambda content: "[" * 100_000,
-        with_times("fast"),
-        with_times(["fast"]),
-        with_times(None),
-        with_times({"bf16": 10**400}),
-        with_times({"bf16": float("inf")}),
-        lambda content: content.replace('"n": 64', f'"n": 1{"0" * 400}'),
-        lambda content: json.dumps({**json.loads(content), "date": ["2026"]}),
-        lambda content: json.dumps({**json.loads(content), "shapes": 7}),
-    ],
-)
-def test_a_damaged_choice_does_not_count(choice_folder, tmp_path, damage):
-    decide_by(CARD, MEASURED)
-    (file,) = tmp_path.glob("auto-*.json")
-    file.write_text(damage(file.read_text()))
-    auto_choice._stored.cache_clear()
-    assert stored_auto_choice(CARD) is None
-
-
-@NEEDS_TRITON
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
-def test_a_pipe_in_place_of_an_auto_choice_is_not_waited_for(choice_folder, tmp_path):
-    decide_by(CARD, MEASURED)
-    (file,) = tmp_path.glob("auto-*.json")
-    file.unlink()
-    os.mkfifo(file)
-    auto_choice._stored.cache_clear()
-    with no_hang(60):
-        assert stored_auto_choice(CARD) is None
-
-
-@NEEDS_TRITON
-def test_an_auto_choice_that_cannot_be_written_leaves_the_earlier_one(choice_folder, monkeypatch, tmp_path):
-    decide_by(CARD, MEASURED)
-
-    def full(source, target):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        decide_by(CARD, AutoChoice("later", {(1, 1): {"bf16": 1.0}}))
-    assert stored_auto_choice(CARD) == MEASURED and not list(tmp_path.glob("*.tmp"))

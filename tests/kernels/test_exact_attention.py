@@ -1,25 +1,23 @@
 """Exact attention: what is computed, by which way, and what becomes of a way that fails."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-import kernels.card.attention_choice as attention_choice
 import kernels.internals.torch_functions as torch_functions
 import kernels.ops.exact_attention as exact
-from kernels.card.attention_choice import (
+from kernels import ATTENTION_CHOICES, Choice
+from kernels.ops.exact_attention import (
     CUDNN,
     EFFICIENT,
     FLASH,
     PYTORCH,
-    AttentionChoice,
     AttentionShape,
-    stored_attention_choice,
+    exact_attention,
+    fastest_way,
 )
-from kernels.ops.exact_attention import exact_attention, fastest_way
 
 CARD = torch.device("cuda:0")
 HOPPER, AMPERE = (9, 0), (8, 6)
@@ -93,28 +91,26 @@ def test_a_cpu_leaves_it_to_pytorch():
 @pytest.fixture
 def card(monkeypatch, tmp_path):
     """A card of a capability, imitated on the CPU, whose ways take what they are said to take."""
-    machine = {"card": "NVIDIA GeForce RTX 4090", "driver": "1", "torch": "2", "cudnn": "91900"}
-    monkeypatch.setattr(attention_choice, "_machine_of", lambda device: dict(machine))
-    monkeypatch.setattr(attention_choice, "path_for", lambda kind, found: tmp_path / f"{kind}.json")
+    monkeypatch.setattr(ATTENTION_CHOICES, "machine", lambda device: {"card": "NVIDIA GeForce RTX 4090"})
+    monkeypatch.setattr(ATTENTION_CHOICES, "path", lambda device: tmp_path / "attention.json")
 
     def imitate(capability, takes=lambda *call: ALL):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(exact, "_may_choose", lambda q, k, v: True)
         monkeypatch.setattr(exact, "exact_ways", takes)
-        return machine
 
-    attention_choice._stored.cache_clear()
-    exact._plans.clear()
+    for forget in ATTENTION_CHOICES.after_change:
+        forget()
     yield imitate
-    attention_choice._stored.cache_clear()
-    exact._plans.clear()
+    for forget in ATTENTION_CHOICES.after_change:
+        forget()
 
 
 def shape(width=128, tokens=4096, keys=None, masked=False):
-    return AttentionShape(width, tokens, keys or tokens, masked)
+    return AttentionShape(tokens, keys or tokens, width, masked)
 
 
-MEASURED = AttentionChoice(
+MEASURED = Choice(
     "2026-11-23",
     {
         shape(128, 1024): {FLASH: 1.0, CUDNN: 0.8, PYTORCH: 1.0},
@@ -147,7 +143,7 @@ MEASURED = AttentionChoice(
 def test_a_rule_or_a_measurement_chooses(card, capability, measured, asked, takes, expected):
     card(capability)
     if measured is not None:
-        exact.decide_attention_by(CARD, measured)
+        ATTENTION_CHOICES.decide_by(CARD, measured)
     assert exact.choose_exact_way(CARD, asked, takes) == expected
 
 
@@ -216,7 +212,7 @@ def test_a_new_measurement_counts_at_once(card, orders):
     q, k, v = operands(width=128)
     exact_attention(q, k, v)
     assert orders == [] and fastest_way(q, k, v) is None
-    exact.decide_attention_by(CARD, AttentionChoice("", {shape(tokens=33): {FLASH: 2.0, EFFICIENT: 1.0}}))
+    ATTENTION_CHOICES.decide_by(CARD, Choice("", {shape(tokens=33): {FLASH: 2.0, EFFICIENT: 1.0}}))
     assert fastest_way(q, k, v) == EFFICIENT
 
 
@@ -295,66 +291,10 @@ def test_it_compiles_without_a_break(card, capability, masked):
     assert not exact._plans
 
 
-def test_a_choice_is_kept_and_forgotten(card):
-    card(AMPERE)
-    assert stored_attention_choice(CARD) is None
-    assert not exact.decide_attention_by(CARD, MEASURED)
-    assert stored_attention_choice(CARD) == MEASURED
-    attention_choice._stored.cache_clear()  # as in another process
-    assert stored_attention_choice(CARD) == MEASURED
-    assert exact.decide_attention_by(CARD, None)
-    assert stored_attention_choice(CARD) is None and not exact.decide_attention_by(CARD, None)
-
-
-@pytest.mark.parametrize("changed", ["card", "driver", "torch", "cudnn"])
-def test_a_choice_of_another_machine_does_not_count(card, changed):
-    machine = card(AMPERE)
-    exact.decide_attention_by(CARD, MEASURED)
-    machine[changed] = "another"
-    attention_choice._stored.cache_clear()
-    assert stored_attention_choice(CARD) is None
-
-
-def with_first_shape(**changes):
-    """A damage: another first shape."""
-
-    def changed(text):
-        content = json.loads(text)
-        content["shapes"][0] |= changes
-        return json.dumps(content)
-
-    return changed
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text[:40],
-        lambda text: "[]",
-        lambda text: text.replace('"shapes"', '"forms"'),
-        lambda text: text.replace('"2026-11-23"', "2026"),
-        lambda text: text.replace('"flash"', '"a way of tomorrow"'),
-        with_first_shape(tokens=-5),
-        with_first_shape(keys=2.5),
-        with_first_shape(masked=1),
-        with_first_shape(milliseconds=[1.0]),
-        with_first_shape(milliseconds={FLASH: "fast"}),
-        with_first_shape(milliseconds={FLASH: float("nan")}),
-    ],
-)
-def test_a_damaged_choice_does_not_count(card, damage):
-    card(AMPERE)
-    exact.decide_attention_by(CARD, MEASURED)
-    file = attention_choice._path(CARD)
-    file.write_text(damage(file.read_text()))
-    attention_choice._stored.cache_clear()
-    assert stored_attention_choice(CARD) is None
-
-
 @pytest.fixture
 def unmeasured(monkeypatch):
     """This machine's card, as if no benchmark had run on it."""
-    monkeypatch.setattr(exact, "stored_attention_choice", lambda device: None)
+    monkeypatch.setattr(ATTENTION_CHOICES, "stored", lambda device: None)
     exact._plans.clear()
     yield
     exact._plans.clear()
@@ -410,11 +350,3 @@ def test_a_card_computes_it_in_a_graph_and_compiled(unmeasured):
     torch._dynamo.reset()
     compiled = torch.compile(exact_attention, fullgraph=True)(q, k, v)
     torch.testing.assert_close(compiled, right)
-
-
-def test_a_choice_is_bound_to_the_triton_whose_kernel_was_timed(monkeypatch):
-    found = {"card": "a card", "driver": "1", "torch": "2", "triton": "3"}
-    monkeypatch.setattr(attention_choice, "describe_machine", lambda device: dict(found))
-    machine = attention_choice._machine_of.__wrapped__(CARD)
-    found["triton"] = "4"
-    assert attention_choice._machine_of.__wrapped__(CARD) != machine

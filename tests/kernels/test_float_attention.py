@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.card.attention_choice import TRITON
 from kernels.ops.attention import float_attention
-from kernels.ops.exact_attention import attend_by, exact_ways
+from kernels.ops.exact_attention import TRITON, attend_by, exact_ways
 from support.tensors import DEVICE, relative_error
 
 # Triton's interpreter multiplies no bf16.

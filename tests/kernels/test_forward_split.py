@@ -17,8 +17,8 @@ from kernels.benchmark.forward import (
 from kernels.benchmark.methods import BF16, COMFYUI_INT8, FUSED
 from kernels.benchmark.report import ShapeResult
 from kernels.benchmark.shapes import LinearShape
-from kernels.card.auto_choice import FUSED as FUSED_WAY
-from kernels.card.auto_choice import NATIVE as NATIVE_WAY
+from kernels.card.device import FUSED as FUSED_WAY
+from kernels.card.device import NATIVE as NATIVE_WAY
 
 QKV, DOWN, TINY = Product(100, 30, 10), Product(100, 10, 40), Product(1, 30, 10)
 LINEARS = {QKV: Calls("qkv", 4, 40.0), DOWN: Calls("w2", 2, 22.0), TINY: Calls("tiny", 1, 0.5)}

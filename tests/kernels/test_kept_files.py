@@ -1,7 +1,7 @@
-"""Damaged copies of what the tuner and `auto` keep: whatever lies there, nothing raises, and nothing odd is taken."""
+"""What outlives the process: choices of a card's benchmark, and damaged copies of them and of what the tuner keeps."""
 
 import json
-import math
+import os
 import random
 
 import pytest
@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")  # what is kept is bound to it
 
-from kernels import AutoChoice
-from kernels.card import auto_choice
+from kernels import ATTENTION_CHOICES, AUTO_CHOICES, Choice
+from kernels.card import device
+from kernels.ops import exact_attention
 from kernels.triton_kernels.tiles import ARCHITECTURES, is_offered
 from kernels.triton_kernels.tuning_cache import Measurement, TuningCache, TuningKey
 from support.json_mutants import MUTATIONS
@@ -18,9 +19,30 @@ from support.limits import no_hang
 
 MUTANTS = 90  # of each; each kind ten times
 SECONDS = 60  # for all of them, which take about one
-CARD = "NVIDIA GeForce RTX 3090"
+NAME = "NVIDIA GeForce RTX 3090"
 CONFIGS = tuple(ARCHITECTURES["Ampere"].rates)
-DEVICE = torch.device("cuda:0")
+CARD = torch.device("cuda:0")
+OF_LINEARS = Choice("2026-11-23", {(64, 128): {"bf16": 1.0, "fused int8": 0.5}, (128, 64): {"native int8": 2.0}})
+OF_ATTENTION = Choice(
+    "2026-11-23", {(64, 64, 128, True): {"flash": 1.0, "cuDNN": 0.5}, (64, 9, 64, False): {"efficient": 2.0}}
+)
+# As an earlier version of this pack wrote them, whose files are on users' disks.
+WRITTEN = {
+    AUTO_CHOICES: (
+        OF_LINEARS,
+        [
+            {"n": 64, "k": 128, "milliseconds": {"bf16": 1.0, "fused int8": 0.5}},
+            {"n": 128, "k": 64, "milliseconds": {"native int8": 2.0}},
+        ],
+    ),
+    ATTENTION_CHOICES: (
+        OF_ATTENTION,
+        [
+            {"head_dim": 128, "tokens": 64, "keys": 64, "masked": True, "milliseconds": {"flash": 1.0, "cuDNN": 0.5}},
+            {"head_dim": 64, "tokens": 64, "keys": 9, "masked": False, "milliseconds": {"efficient": 2.0}},
+        ],
+    ),
+}
 
 
 def mutants(text):
@@ -37,43 +59,150 @@ def folder(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.fixture(params=WRITTEN, ids=("linears", "attention"))
+def choices(request, folder, monkeypatch):
+    """The choices of a made-up card; set an item of its `machine` to make it another one."""
+    machine = {"card": NAME, "driver": "1"}
+    monkeypatch.setattr(request.param, "machine", lambda device: machine)
+    request.param.read_anew()
+    yield request.param
+    request.param.read_anew()
+
+
+def stored_anew(choices):
+    """As in another process."""
+    choices.read_anew()
+    return choices.stored(CARD)
+
+
+def test_a_choice_is_kept_and_forgotten(choices):
+    measured, _ = WRITTEN[choices]
+    assert choices.stored(CARD) is None
+    assert not choices.decide_by(CARD, measured)
+    assert choices.stored(CARD) == measured == stored_anew(choices)
+    assert choices.decide_by(CARD, None)
+    assert choices.stored(CARD) is None and not choices.decide_by(CARD, None)
+
+
+def test_files_of_earlier_versions_are_read(choices):
+    measured, shapes = WRITTEN[choices]
+    content = {"machine": choices.machine(CARD), "date": "2026-11-23", "shapes": shapes}
+    choices.path(CARD).write_text(json.dumps(content))
+    assert choices.stored(CARD) == measured
+
+
+@pytest.mark.parametrize("changed", ("card", "driver"))
+def test_a_choice_of_another_machine_does_not_count(choices, changed):
+    choices.decide_by(CARD, WRITTEN[choices][0])
+    file = choices.path(CARD)
+    choices.machine(CARD)[changed] = "another"
+    assert stored_anew(choices) is None
+    file.rename(choices.path(CARD))  # its content counts, and not its name
+    assert stored_anew(choices) is None
+
+
+def test_what_choices_are_bound_to(monkeypatch):
+    found = {name: name for name in ("card", "driver", "torch", "triton", "comfy-kitchen", "date")}
+    for module in (device, exact_attention):
+        monkeypatch.setattr(module, "describe_machine", lambda card: found)
+    monkeypatch.setattr(device, "native_backend", lambda card: "cuda")
+    linears, attention = (module._machine_of.__wrapped__(CARD) for module in (device, exact_attention))
+    assert list(linears) == ["card", "driver", "torch", "triton", "comfy-kitchen", "native backend", "kernels"]
+    assert list(attention) == ["card", "driver", "torch", "triton", "cudnn"]
+    assert (linears["triton"], linears["native backend"], len(linears["kernels"])) == ("triton", "cuda", 64)
+
+
+def first_shape(**changes):
+    """A damage: another first shape."""
+
+    def changed(content):
+        content["shapes"][0] |= changes
+        return content
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: {**content, "date": ["2026"]},
+        lambda content: {**content, "shapes": 7},
+        lambda content: {**content, "shapes": []},
+        lambda content: {**content, "machine": None},
+        lambda content: [content],
+        first_shape(n=-64, tokens=-64),
+        first_shape(k=0, keys=0),
+        first_shape(n=10**400, tokens=10**400),
+        first_shape(milliseconds="fast"),
+        first_shape(milliseconds=["fast"]),
+        first_shape(milliseconds={"bf16": "fast", "flash": "fast"}),
+        first_shape(milliseconds={"a way of tomorrow": 1.0}),
+        *(first_shape(milliseconds={"bf16": time, "flash": time}) for time in (10**400, float("inf"), float("nan"))),
+    ],
+)
+def test_a_damaged_choice_does_not_count(choices, damage):
+    choices.decide_by(CARD, WRITTEN[choices][0])
+    file = choices.path(CARD)
+    file.write_text(json.dumps(damage(json.loads(file.read_text()))))
+    assert stored_anew(choices) is None
+
+
+def test_mutants_of_a_choice(choices):
+    measured, _ = WRITTEN[choices]
+    choices.decide_by(CARD, measured)
+    path, seen = choices.path(CARD), set()
+    asked, ways = next(iter(measured.milliseconds)), {way for times in measured.milliseconds.values() for way in times}
+    with no_hang(SECONDS):
+        for kind, damaged in mutants(path.read_text()):
+            path.write_text(damaged, encoding="utf-8")
+            found = stored_anew(choices)
+            seen.add(found is not None)
+            if found is not None:
+                assert all(0 < time < 1e7 for times in found.milliseconds.values() for time in times.values()), kind
+                assert isinstance(found.date, str), kind
+                assert found.fastest((4608, 4608, *asked[2:]), ways, "bf16") in (*ways, None), kind
+    assert seen == {True, False}
+    choices.decide_by(CARD, measured)
+    assert stored_anew(choices) == measured
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_pipe_in_place_of_a_choice_is_not_waited_for(choices):
+    choices.decide_by(CARD, WRITTEN[choices][0])
+    choices.path(CARD).unlink()
+    os.mkfifo(choices.path(CARD))
+    with no_hang(SECONDS):
+        assert stored_anew(choices) is None
+
+
+def test_a_choice_that_cannot_be_written_leaves_the_earlier_one(choices, monkeypatch, folder):
+    measured, _ = WRITTEN[choices]
+    choices.decide_by(CARD, measured)
+
+    def full(source, target):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        choices.decide_by(CARD, Choice("later", measured.milliseconds))
+    assert choices.stored(CARD) == measured and not list(folder.glob("*.tmp"))
+
+
 def test_mutants_of_a_tuning_file(folder):
-    first = TuningCache(CARD)
+    first = TuningCache(NAME)
     for n, config in zip((64, 128, 256), CONFIGS, strict=False):
-        first.add(TuningKey(CARD, 1024, n, 4608), Measurement(config, n / 100))
+        first.add(TuningKey(NAME, 1024, n, 4608), Measurement(config, n / 100))
     path, text, seen = first.path, first.path.read_text(), set()
-    new = TuningKey(CARD, 2048, 512, 4608), Measurement(CONFIGS[0], 1.0)
+    new = TuningKey(NAME, 2048, 512, 4608), Measurement(CONFIGS[0], 1.0)
     with no_hang(SECONDS):
         for kind, damaged in mutants(text):
             path.write_text(damaged, encoding="utf-8")
-            found = TuningCache(CARD).read()
+            found = TuningCache(NAME).read()
             seen.add(len(found))
             for key, result in found.items():
                 sizes = (key.m_bucket, key.n, key.k, key.passes)
-                assert key.device == CARD and all(type(size) is int and size > 0 for size in sizes), kind
+                assert key.device == NAME and all(type(size) is int and size > 0 for size in sizes), kind
                 assert is_offered(result.config, key.passes) and 0 < float(result.milliseconds) < 1e7, kind
-            TuningCache(CARD).add(*new)
-            assert TuningCache(CARD).read().keys() == {*found, new[0]}, kind
+            TuningCache(NAME).add(*new)
+            assert TuningCache(NAME).read().keys() == {*found, new[0]}, kind
     assert {0, 2, 3} <= seen
-
-
-def test_mutants_of_an_auto_choice(folder, monkeypatch):
-    monkeypatch.setattr(auto_choice, "_machine_of", lambda device: {"card": CARD, "driver": "1", "kernels": "abc"})
-    measured = AutoChoice("2026-11-23", {(64, 128): {"bf16": 1.0, "fused int8": 0.5}, (128, 64): {"native int8": 2.0}})
-    path, seen = auto_choice.store_auto_choice(DEVICE, measured), set()
-    try:
-        with no_hang(SECONDS):
-            for kind, damaged in mutants(path.read_text()):
-                path.write_text(damaged, encoding="utf-8")
-                auto_choice._stored.cache_clear()
-                found = auto_choice.stored_auto_choice(DEVICE)
-                seen.add(found is not None)
-                if found is not None:
-                    times = [time for way in found.milliseconds.values() for time in way.values()]
-                    assert all(0 < time < 1e7 for time in times) and isinstance(found.date, str), kind
-                    assert math.isfinite(sum(sum(shape) for shape in found.milliseconds)), kind
-                    assert found.fastest((4608, 4608)) in (*auto_choice.WAYS, None), kind
-    finally:
-        auto_choice._stored.cache_clear()
-    assert seen == {True, False}
-    assert json.loads(auto_choice.store_auto_choice(DEVICE, measured).read_text())["date"] == "2026-11-23"

@@ -110,9 +110,9 @@ def made_up(**milliseconds):
 def choices(run, monkeypatch):
     """What was stored for a card, None for forgotten, in order."""
     kept = []
-    monkeypatch.setattr(run, "decide_by", lambda device, choice: kept.append(choice) or True)
-    monkeypatch.setattr(run, "stored_auto_choice", lambda device: None)
-    monkeypatch.setattr(run, "decide_attention_by", lambda device, choice: kept.append(choice) or True)
+    for choices in (run.AUTO_CHOICES, run.ATTENTION_CHOICES):
+        monkeypatch.setattr(choices, "decide_by", lambda device, choice: kept.append(choice) or True)
+        monkeypatch.setattr(choices, "stored", lambda device: None)
     return kept
 
 
@@ -168,15 +168,15 @@ def zeros(*shape):
 @pytest.mark.parametrize(
     "q, k, keywords, expected",
     [
-        (zeros(2, 9, 64), zeros(2, 9, 64), {}, ("attention", 4, (16, 9, 9, False), 4, 2)),
-        (zeros(2, 9, 64), zeros(2, 5, 64), {"mask": zeros(9, 5)}, ("cross attention", 4, (16, 9, 5, True), 4, 2)),
-        (zeros(2, 9, 64), zeros(2, 9, 32), {"enable_gqa": True}, ("attention", 4, (16, 9, 9, False), 2, 2)),
-        (zeros(2, 9, 64), zeros(2, 9, 2, 16), {"enable_gqa": True}, ("attention", 4, (16, 9, 9, False), 2, 2)),
+        (zeros(2, 9, 64), zeros(2, 9, 64), {}, ("attention", 4, (9, 9, 16, False), 4, 2)),
+        (zeros(2, 9, 64), zeros(2, 5, 64), {"mask": zeros(9, 5)}, ("cross attention", 4, (9, 5, 16, True), 4, 2)),
+        (zeros(2, 9, 64), zeros(2, 9, 32), {"enable_gqa": True}, ("attention", 4, (9, 9, 16, False), 2, 2)),
+        (zeros(2, 9, 64), zeros(2, 9, 2, 16), {"enable_gqa": True}, ("attention", 4, (9, 9, 16, False), 2, 2)),
         (
             zeros(1, 4, 9, 16),
             zeros(1, 2, 7, 16),
             {"skip_reshape": True},
-            ("cross attention", 4, (16, 9, 7, False), 2, 1),
+            ("cross attention", 4, (9, 7, 16, False), 2, 1),
         ),
         (zeros(9, 64), zeros(9, 64), {}, None),
     ],
@@ -190,14 +190,15 @@ def test_what_an_attention_call_computes(attention, q, k, keywords, expected):
 def attention_choices(attention, monkeypatch):
     """What was stored of attention, in order; the last one counts."""
     kept = []
-    monkeypatch.setattr(attention, "decide_attention_by", lambda device, choice: kept.append(choice) or False)
-    monkeypatch.setattr(attention, "stored_attention_choice", lambda device: kept[-1] if kept else None)
+    choices = attention.ATTENTION_CHOICES
+    monkeypatch.setattr(choices, "decide_by", lambda device, choice: kept.append(choice) or False)
+    monkeypatch.setattr(choices, "stored", lambda device: kept[-1] if kept else None)
     return kept
 
 
 def attention_times(attention, width=128, tokens=4096, heads=24, **milliseconds):
     names = {"comfyui": attention.COMFYUI_CHOICE, "cudnn": "cuDNN", "flash": "flash", "pytorch": "PyTorch's choice"}
-    shape = attention.AttentionShape(width, tokens, tokens, False)
+    shape = attention.AttentionShape(tokens, tokens, width, False)
     rounds = {names[name]: [time] * 3 for name, time in milliseconds.items()}
     return attention.AttentionResult(attention.AttentionCall("attention", heads, shape, heads), rounds=rounds)
 
@@ -224,7 +225,7 @@ def test_a_full_disk_ends_no_run(attention, attention_choices, monkeypatch):
     def full(device, choice):
         raise OSError("no space left")
 
-    monkeypatch.setattr(attention, "decide_attention_by", full)
+    monkeypatch.setattr(attention.ATTENTION_CHOICES, "decide_by", full)
     (said,) = attention.store_attention(CARD, [attention_times(attention, flash=1.0, cudnn=2.0)])
     assert "could not be stored (no space left)" in said
 
@@ -242,18 +243,18 @@ def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
     """Or a MODEL out of ComfyUI's cache would go on running what another choice chose."""
     import comfy.model_management
 
-    from int8_dit.kernels import AutoChoice
+    from int8_dit.kernels import Choice
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
     from int8_dit.nodes.host import decision
     from int8_dit.nodes.load_int8_dit import LoadINT8DiT
     from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 
     monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
-    choices = [None, AutoChoice("d", {(1, 1): {"bf16": 1.0}}), AutoChoice("d", {(1, 1): {"bf16": 2.0}})]
+    choices = [None, Choice("d", {(1, 1): {"bf16": 1.0}}), Choice("d", {(1, 1): {"bf16": 2.0}})]
     for node in (ApplyFusedINT8Kernel, LoadINT8DiT, QuantizeToINT8SmoothQuant):
         stamps = {"auto": set(), "fused int8": set()}
         for choice in choices:
-            monkeypatch.setattr(decision, "stored_auto_choice", lambda device, choice=choice: choice)
+            monkeypatch.setattr(decision.AUTO_CHOICES, "stored", lambda device, choice=choice: choice)
             for kernel, found in stamps.items():
                 found.add(node.fingerprint_inputs(kernel=kernel))
         assert (len(stamps["auto"]), len(stamps["fused int8"])) == (3, 1)

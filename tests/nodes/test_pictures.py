@@ -227,7 +227,7 @@ def attention(pack):
     from int8_dit.kernels.benchmark import AttentionCall, AttentionResult, AttentionShape
 
     def make(*times):
-        call = AttentionCall("cross attention", 40, AttentionShape(128, 32760, 32512, True), 8, 2)
+        call = AttentionCall("cross attention", 40, AttentionShape(32760, 32512, 128, True), 8, 2)
         return [AttentionResult(call, rounds={name: [ms, ms, 1.1 * ms] for name, ms in each.items()}) for each in times]
 
     return make

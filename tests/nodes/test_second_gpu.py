@@ -31,7 +31,7 @@ def second_card(pack, monkeypatch):
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(device, "triton_available", lambda: True)
         monkeypatch.setattr(device, "triton_error", lambda: None)
-        monkeypatch.setattr(device, "stored_auto_choice", lambda place: None)
+        monkeypatch.setattr(device.AUTO_CHOICES, "stored", lambda place: None)
 
     device._kind.cache_clear()
     yield pretend

@@ -171,7 +171,7 @@ def test_the_short_line_says_what_was_measured_to_be_faster(pack, monkeypatch, n
     from int8_dit.nodes import sockets
     from int8_dit.nodes.loading.summary import Summary
 
-    monkeypatch.setattr(sockets, "stored_auto_choice", lambda device: object())
+    monkeypatch.setattr(sockets.AUTO_CHOICES, "stored", lambda device: object())
     model = SimpleNamespace(load_device=torch.device("cuda"))
     badge = sockets.runs_where(model, Summary({"": 8}, "as ComfyUI", 0, native), "auto", "bf16")
     assert (badge.severity, badge.text) == ("good", expected)

@@ -31,9 +31,8 @@ from kernels.benchmark.attention import (
     feasible_call,
 )
 from kernels.benchmark.report import markdown
-from kernels.card.attention_choice import FLASH, AttentionShape
 from kernels.card.machine import describe_machine, title
-from kernels.ops.exact_attention import exact_attention, fastest_way
+from kernels.ops.exact_attention import FLASH, AttentionShape, exact_attention, fastest_way
 
 STRONG = 4.0
 """Times a normal vector: the mean of the keys of a head."""
@@ -52,7 +51,7 @@ METHODS = (
 
 
 def call(name: str, heads: int, width: int, tokens: int, keys: int | None = None, masked: bool = False):
-    return AttentionCall(name, heads, AttentionShape(width, tokens, keys or tokens, masked), heads)
+    return AttentionCall(name, heads, AttentionShape(tokens, keys or tokens, width, masked), heads)
 
 
 CALLS = (

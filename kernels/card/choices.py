@@ -1,0 +1,130 @@
+"""What a card's own benchmark found to be fastest, kept for `auto`: of linears and of exact attention alike.
+
+A choice counts only for the card, the driver and the versions that it was measured with.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .kept_files import is_milliseconds, is_size, path_for, read_object, write_object
+
+# Another way than the usual one has to be so much faster: less is noise.
+_MARGIN = 0.03
+
+Shape = tuple
+"""Two sizes, then what times are compared within only: (N, K) of a linear, an AttentionShape."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was measured on a healthy card.
+
+    Attributes:
+        date: when, as ISO 8601.
+        milliseconds: per shape, of which there is one at least, the time of each way that ran.
+    """
+
+    date: str
+    milliseconds: Mapping[Shape, Mapping[str, float]]
+
+    def fastest(self, shape: Shape, ways: Collection[str], usual: str) -> str | None:
+        """The fastest of `ways` for a shape, `usual` where no other is clearly faster; None where none ran.
+
+        A shape that was not measured is judged by the nearest in factors of its sizes, among those alike in the rest.
+        """
+        alike = [other for other in self.milliseconds if other[2:] == shape[2:]]
+        if not alike:
+            return None
+        nearest = min(alike, key=lambda other: abs(math.log(other[0] / shape[0])) + abs(math.log(other[1] / shape[1])))
+        return fastest({way: time for way, time in self.milliseconds[nearest].items() if way in ways}, usual)
+
+
+def fastest(times: Mapping[str, float], usual: str) -> str | None:
+    """The way with the least time, `usual` where no other is clearly faster; None of none."""
+    best = min(times, key=times.__getitem__, default=None)
+    return usual if best is not None and times.get(usual, math.inf) <= (1 + _MARGIN) * times[best] else best
+
+
+class Choices:
+    """The choices of one kind, one for each card.
+
+    Args:
+        kind: what their files' names begin with.
+        fields: the names of a shape's parts.
+        ways: what is chosen from.
+        machine: (device) -> what a choice is bound to, with the "card".
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        fields: tuple[str, ...],
+        ways: Collection[str],
+        machine: Callable[[torch.device], Mapping[str, str]],
+    ) -> None:
+        self.machine = machine
+        self.after_change: list[Callable[[], object]] = [self.read_anew]
+        """What forgets what followed from a choice."""
+        self._kind, self._fields, self._ways = kind, fields, ways
+        self._read: dict[torch.device, Choice | None] = {}
+
+    def read_anew(self) -> None:
+        """Read the files when they are asked for next."""
+        self._read.clear()
+
+    def stored(self, device: torch.device) -> Choice | None:
+        """The choice that counts for a GPU, or None where none was stored, or with others of what it is bound to."""
+        if device not in self._read:
+            self._read[device] = self._stored(device)
+        return self._read[device]
+
+    def decide_by(self, device: torch.device, choice: Choice | None) -> bool:
+        """Let a choice decide on a GPU from now on, in place of an earlier one; None forgets that one.
+
+        Returns whether there was one. Raises OSError where it cannot be kept; then the earlier one stays, whole.
+        """
+        before = self.stored(device) is not None
+        try:
+            if choice is None:
+                with contextlib.suppress(ImportError):  # without Triton there is no folder
+                    self.path(device).unlink(missing_ok=True)
+            else:
+                path, entries = self.path(device), []
+                for shape, times in choice.milliseconds.items():
+                    entries.append(dict(zip(self._fields, shape, strict=True)) | {"milliseconds": dict(times)})
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_object(path, {"machine": dict(self.machine(device)), "date": choice.date, "shapes": entries})
+        finally:
+            for forget in self.after_change:
+                forget()
+        return before
+
+    def path(self, device: torch.device) -> Path:
+        """Where the choice of a GPU lies. Raises ImportError without Triton."""
+        return path_for(self._kind, self.machine(device))
+
+    def _stored(self, device: torch.device) -> Choice | None:
+        try:
+            content = read_object(self.path(device)) or {}
+            if content.get("machine") != self.machine(device):
+                return None
+            date, times = content["date"], dict(map(self._of_shape, content["shapes"]))
+            return Choice(date, times) if isinstance(date, str) and times else None
+        # A RuntimeError is a driver that does not answer, which whoever computes on the card will hear too.
+        except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError):
+            return None
+
+    def _of_shape(self, entry: dict[str, Any]) -> tuple[Shape, dict[str, float]]:
+        """A shape and what each way took for it. Raises ValueError, TypeError or KeyError for what no choice says."""
+        shape, times = tuple(entry[name] for name in self._fields), entry["milliseconds"]
+        if not (all(map(is_size, shape[:2])) and isinstance(times, dict)):
+            raise ValueError("no shape with times")
+        if not all(way in self._ways and is_milliseconds(time) for way, time in times.items()):
+            raise ValueError("no times")
+        return shape, times
