@@ -1,46 +1,52 @@
-"""Damaged copies of small files: each is refused in one clear error, or computes what the whole file does."""
+"""Damaged copies of small files: each is refused in one clear error, or computes what the whole file does.
+
+INT8_DIT_MUTANTS=10 tries ten times as many.
+"""
+
+import os
 
 import pytest
 
 from support.limits import no_hang, peak_memory
 
-MUTANTS = 400
+KERNELS = ("fused int8", "auto", "bf16")
+WAYS = (("fused int8", "INT8"), ("fused int8", "as stored"), ("bf16", "INT8"))  # kernel and memory, of GGUF files
+TIMES = int(os.environ.get("INT8_DIT_MUTANTS", "1"))
 SECONDS = 60  # for one file of 8 MB
 MOST_MEMORY = 1 << 30
 
 
-@pytest.fixture(scope="module")
-def mutants(pack):
-    """tests/support/mutants.py, which can be imported only once ComfyUI and the pack can."""
-    from support import mutants
-
-    return mutants
-
-
 @pytest.mark.slow
-def test_mutants_are_refused_or_right(dit, mutants, tmp_path):
-    from support.small_files import base_files
+@pytest.mark.parametrize("kind", ("safetensors", "gguf"))
+def test_mutants_are_refused_or_right(dit, tmp_path, kind):
+    from support import gguf_mutants, mutants, small_files
 
-    files = base_files()
-    path = tmp_path / "the mutant.safetensors"
-    kernels = ("fused int8", "auto", "bf16")
+    path = tmp_path / f"the mutant.{kind}"
+    if kind == "gguf":
+        ways, files = WAYS, gguf_mutants.gguf_files()
+        made = gguf_mutants.mutants(files, 2 * len(gguf_mutants.MUTATIONS) * TIMES)
+    else:
+        ways, files = [(kernel,) for kernel in KERNELS], small_files.base_files()
+        made = mutants.mutants(files, len(files) * len(mutants.MUTATIONS) * TIMES)
+
+    def load(way):
+        return gguf_mutants.load(path, *way) if kind == "gguf" else dit.load(path, *way)
+
     expected = {}
     for base, data in files.items():
         path.write_bytes(data)
-        expected |= {(base, kernel): dit.forward(dit.load(path, kernel)) for kernel in kernels}
+        expected |= {(base, way): dit.forward(load(way)) for way in ways}
     before = peak_memory()
     wrong, seen = [], set()
-    for number, mutant in enumerate(mutants.mutants(files, MUTANTS)):
-        kernel = kernels[number % len(kernels)]
+    for number, mutant in enumerate(made):
+        way = ways[number % len(ways)]
         path.unlink()  # a tensor of the one before may still be mapped
         path.write_bytes(mutant.data)
         with no_hang(SECONDS):
-            outcome, said = mutants.outcome(
-                mutant, lambda kernel=kernel: dit.load(path, kernel), expected[mutant.base, kernel], path.name
-            )
-        seen.add(outcome)
-        if outcome in ("unclear error", "silently wrong") and not mutants.is_known_gap(mutant):
-            wrong.append((outcome, mutant.base, mutant.kind, mutant.where, kernel, said[:300]))
+            ended, said = mutants.outcome(mutant, lambda way=way: load(way), expected[mutant.base, way], path.name)
+        seen.add(ended)
+        if ended in ("unclear error", "silently wrong") and not mutants.is_known_gap(mutant):
+            wrong.append((ended, mutant.base, mutant.kind, mutant.where, way, said[:300]))
     assert not wrong, "\n".join(map(str, wrong))
     assert {"refused clearly", "loads right", "differs legitimately"} <= seen
     assert peak_memory() - before < MOST_MEMORY

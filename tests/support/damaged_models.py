@@ -1,6 +1,6 @@
 """Damage of every kind done to every tensor of small models of several families, and blocks taken out of them.
 
-tests/nodes/test_damaged_models.py loads some of these files, tests/studies/damaged_models.py all. Imported only once
+tests/nodes/test_damaged_models.py loads some of these files. Imported only once
 ComfyUI and the pack can be.
 """
 
