@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -10,7 +10,7 @@ from ..comfyui.architecture import prefix_in
 from ..comfyui.attention import attention_choices
 from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher, is_patched
 from ..comfyui.quantized import params
-from ..files.attention_choices import CONFIG
+from ..files.attention_choices import choices_in
 from ..files.holding.gguf_weight import is_gguf
 from ..files.json_texts import json_object
 from ..files.reading.contents import Checkpoint
@@ -55,42 +55,33 @@ def exact_attention_of(model: ModelPatcher) -> tuple[str, ...]:
     return tuple(name for name in exact if isinstance(name, str)) if isinstance(exact, list) else ()
 
 
-class Notes(NamedTuple):
-    """What a file says beside the weights of its model.
+def notes_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a file says beside the weights of its model, as attachments of the MODEL: its recipe, the formats of GGUF's
+    weights by their names in the diffusion model, and what layers want their attention computed with, by name.
 
-    Attributes:
-        recipe: how its weights were quantized, as `recipe_in`.
-        gguf_formats: the formats of GGUF's weights, by their names in the diffusion model.
-        attention_choices: what layers want their attention computed with, by name.
+    ComfyUI's loader has not emptied the checkpoint's tensors yet.
     """
-
-    recipe: Mapping[str, object]
-    gguf_formats: Mapping[str, str]
-    attention_choices: Mapping[str, torch.Tensor]
-
-
-def notes_of(checkpoint: Checkpoint) -> Notes:
-    """The notes of a checkpoint whose tensors ComfyUI's loader has not emptied yet."""
     tensors, prefix = checkpoint.tensors, prefix_in(checkpoint.tensors)
-    formats = {key.removeprefix(prefix): params(t).gguf_format for key, t in tensors.items() if is_gguf(t)}
-    choices = {key: tensor for key, tensor in tensors.items() if key.endswith(CONFIG)}
-    return Notes(recipe_in(checkpoint.metadata), formats, choices)
+    recipe = recipe_in(checkpoint.metadata)
+    return {
+        RECIPE_KEY: json.dumps(recipe) if recipe else None,
+        _BLOCK_FORMATS_KEY: {k.removeprefix(prefix): params(t).gguf_format for k, t in tensors.items() if is_gguf(t)},
+        _CHOICES_KEY: choices_in(tensors),
+    }
 
 
-def keep_notes(model: ModelPatcher, notes: Notes) -> None:
+def keep_notes(model: ModelPatcher, notes: Mapping[str, Any]) -> None:
     """Let a loaded MODEL know, for its next file, what its file said.
 
     Of the choices of attention it keeps those that this ComfyUI does not know.
     """
-    if notes.recipe:
-        keep_recipe(model, notes.recipe)
-    if notes.recipe.get(FOLDED):
-        model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _FOLDED_CALLBACK_KEY, warn_of_patches_on_folded)
-    if notes.gguf_formats:
-        model.set_attachments(_BLOCK_FORMATS_KEY, dict(notes.gguf_formats))
     known = {f"{name.removeprefix(DIFFUSION_MODEL)}.config" for name in attention_choices(model)}
-    if unknown := {name: choice for name, choice in notes.attention_choices.items() if name not in known}:
-        model.set_attachments(_CHOICES_KEY, unknown)
+    unknown = {name: choice for name, choice in notes[_CHOICES_KEY].items() if name not in known}
+    for key, note in {**notes, _CHOICES_KEY: unknown}.items():
+        if note:
+            model.set_attachments(key, note)
+    if recipe_of(model).get(FOLDED):
+        model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _FOLDED_CALLBACK_KEY, warn_of_patches_on_folded)
 
 
 def gguf_formats_of(model: ModelPatcher) -> Mapping[str, str]:

@@ -1,19 +1,35 @@
-"""Loading a MODEL whose linears run INT8 from a diffusion model file."""
+"""MODELs whose linears run INT8, built by ComfyUI's own loader: out of a diffusion model file, or of another MODEL."""
 
+import json
 from functools import partial
+from typing import Any
+
+import torch
 
 from ...kernels import choose_path
-from ..comfyui.architecture import architecture_of_file, compute_dtypes
+from ..comfyui import loading
+from ..comfyui.architecture import architecture_of_file, architecture_settings, compute_dtypes, kind_of
 from ..comfyui.memory import all_devices, default_device, dtype_computed_in
-from ..comfyui.patcher import ModelPatcher, call_factory
+from ..comfyui.patcher import BaseModel, CallbacksMP, ModelPatcher, call_factory
+from ..comfyui.quantized import QuantizedTensor
+from ..comfyui.residency import CALLBACK_KEY, let_patches_act
+from ..deferred.install import defer
+from ..files import quant_config
 from ..files.errors import naming_file
+from ..files.holding.grouped_weight import held_codes, is_grouped, with_joined_codes
+from ..files.holding.stored_weight import is_stored
 from ..files.reading.checkpoint import read_checkpoint
 from ..files.reading.contents import BRANCHES, Checkpoint
 from ..files.reading.kinds import kind_of_tensors
+from ..host import notices
+from ..layers.input_groups import group_inputs
+from ..layers.linear_call import name_linears
 from ..layers.stored_weights import patch_products
-from .build import build_model, warn_of_fallback
 from .file_notes import FOLDED, keep_notes, notes_of, recipe_in
-from .load_plan import CheckpointPlan
+from .load_plan import LoadPlan, checkpoint_plan, fits_in_floats
+from .loaded_checks import check_loaded
+from .operations import int8_operations
+from .summary import floats_name
 
 MEMORY_CHOICES = ("INT8", "as stored")
 """How a loaded MODEL holds weights in fewer bits (GGUF, W4A8, W6A8); those of other files are INT8 either way."""
@@ -48,21 +64,18 @@ def load_int8_model(
     with naming_file(checkpoint.name):
         architecture, notes = architecture_of_file(checkpoint.tensors, checkpoint.metadata), notes_of(checkpoint)
         if architecture is None:
-            raise ValueError(_unknown(checkpoint))
+            kind = kind_of_tensors(checkpoint.tensors, packed=False)
+            what = "" if kind is None else f"; it seems to be {kind.name}: {kind.advice}"
+            raise ValueError(f"{checkpoint.name} is not a diffusion model that this ComfyUI knows{what}")
         dtype = dtype_computed_in(devices[0], compute_dtypes(architecture))
-        held = {"file": checkpoint.name, "tensors": checkpoint.tensors}
-        plan = CheckpointPlan(kernel, dtype, **held, devices=devices, as_stored=memory == AS_STORED)
-        if plan.falls_back():
+        if fits := fits_in_floats(checkpoint.tensors, dtype, devices):
             advice = "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it."
-            warn_of_fallback(devices[0], kernel, dtype, advice)
-        plan.begin()
+            _warn_of_fallback(devices[0], kernel, dtype, advice)
+        plan = checkpoint_plan(checkpoint, kernel, dtype, devices, fits, memory == AS_STORED)
         model = build_model(checkpoint.tensors, checkpoint.metadata, plan, disable_dynamic)
-    if plan.as_stored:
-        patch_products(model)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
     call_factory(model, partial(load_int8_model, anywhere=True, memory=memory), path, kernel, branch, base_path)
     keep_notes(model, notes)
-    plan.finish()
     return model
 
 
@@ -76,8 +89,106 @@ def _read_base(path: str) -> Checkpoint:
     return base
 
 
-def _unknown(checkpoint: Checkpoint) -> str:
-    """What to say of a file that is no diffusion model which ComfyUI knows."""
-    kind = kind_of_tensors(checkpoint.tensors, packed=False)
-    what = "" if kind is None else f"; it seems to be {kind.name}: {kind.advice}"
-    return f"{checkpoint.name} is not a diffusion model that this ComfyUI knows{what}"
+def build_model(
+    state_dict: dict[str, torch.Tensor],
+    metadata: dict[str, str],
+    plan: LoadPlan,
+    disable_dynamic: bool = False,
+) -> ModelPatcher:
+    """ComfyUI's loader with linears that hold what `plan` says, plus the warning for a bf16 fallback.
+
+    Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
+    """
+    names, operations = list(state_dict), int8_operations(plan)  # the loader empties it
+    model = loading.load(state_dict, metadata, operations, plan.compute_dtype, disable_dynamic)
+    plan.let_go()
+    if model is None:
+        raise ValueError("this is not a diffusion model that this ComfyUI can load")
+    check_loaded(model, names, operations, plan)
+    diffusion_model = model.model.diffusion_model
+    group_inputs(diffusion_model)
+    name_linears(diffusion_model)
+    # Merges and hooks look up everything that a BaseModel's state dict names, and add what it holds to other weights.
+    model.model.register_state_dict_post_hook(_whole_weights)
+    let_patches_act(model)
+    if any(is_stored(getattr(module, "weight", None)) for module in diffusion_model.modules()):
+        patch_products(model)
+
+    def warn(patcher: ModelPatcher) -> None:
+        advice = "Set kernel to 'fused int8' on the node that made the model, to use INT8 all the same."
+        _warn_of_fallback(patcher.load_device, plan.kernel, patcher.model.get_dtype_inference(), advice)
+
+    model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)
+    defer(model)
+    return model
+
+
+def _whole_weights(model: BaseModel, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: object) -> None:
+    """Put each quantized weight into a BaseModel's state dict as what it is, in place of the pieces a file has."""
+    for name, module in model.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        if isinstance(weight, QuantizedTensor) and f"{prefix}{name}.{quant_config.QUANT_CONFIG}" in state_dict:
+            key = f"{prefix}{name}.weight"
+            for piece in (f"{prefix}{name}.{quant_config.QUANT_CONFIG}", *weight.state_dict(key)):
+                state_dict.pop(piece)
+            state_dict[key] = weight
+
+
+def _warn_of_fallback(device: torch.device, kernel: str, floats: torch.dtype, advice: str) -> None:
+    """Warn once per run and card that INT8 models run in `floats` there, if `kernel` falls back to it, and why.
+
+    `advice` is how to have INT8 all the same, where that can be had. Raises what `choose_path` does.
+    """
+    compute = choose_path(device, kernel)
+    if compute.fallback:
+        summary = f"INT8 DiT runs in {floats_name(floats)}"
+        notices.warn("bf16", summary, f"{compute.reason}.", "" if compute.blocked else advice)
+
+
+def file_metadata(model: BaseModel) -> dict[str, str]:
+    """What ComfyUI needs to know of a BaseModel's architecture and cannot see in its tensors, as metadata of its file.
+
+    Some families (LTX-Video, Wan) have it in a "config" there, which ComfyUI does not keep: this is what it made of it.
+    """
+    config = {}
+    for name, value in architecture_settings(model).items():
+        try:
+            if json.loads(json.dumps(value)) == value:
+                config[name] = value
+        except TypeError:  # a dtype
+            pass
+    return {"config": json.dumps({"transformer": config})}
+
+
+def build_like(
+    model: BaseModel,
+    state_dict: dict[str, torch.Tensor],
+    plan: LoadPlan,
+    disable_dynamic: bool = False,
+) -> ModelPatcher:
+    """A MODEL of the same kind as `model`, a BaseModel, from tensors named as its diffusion model's.
+
+    Raises ValueError if ComfyUI takes those for another kind: it may have read from other parts of a checkpoint how the
+    model predicts.
+    """
+    built = build_model(loading.tensors_of_file(model, state_dict), file_metadata(model), plan, disable_dynamic)
+    for before, after in zip(kind_of(model), kind_of(built.model), strict=True):
+        if before != after:
+            raise ValueError(
+                f"the diffusion model by itself would be taken for another kind of model ({after} instead of "
+                f"{before}), and its images would be wrong"
+            )
+    return built
+
+
+def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
+    """A second MODEL with weights of its own, equal to those of `model`, a BaseModel of this pack (multi-GPU)."""
+    tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
+    dtype = model.get_dtype_inference()
+
+    def as_it_was(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
+        return held_codes(weight, dtype) if is_grouped(weight) else None
+
+    rebuilt = build_like(model, with_joined_codes(tensors), LoadPlan(kernel, dtype, as_it_was), disable_dynamic)
+    call_factory(rebuilt, rebuild_int8_model, model, kernel)
+    return rebuilt

@@ -23,8 +23,7 @@ from ..deferred.install import defer
 from ..files.holding.grouped_weight import coded_weight
 from ..files.holding.stored_weight import is_stored
 from ..layers.int8_weight import int8_weight
-from ..layers.stored_weights import patch_products
-from ..loading.build import build_like, rebuild_int8_model
+from ..loading.load import build_like, rebuild_int8_model
 from ..loading.load_plan import LoadPlan
 from ..patching.patched_weights import patched_weight
 
@@ -52,11 +51,8 @@ def with_quantized_layers(
             return coded_weight(result.q, result.scale, result.transform.rotation_group, compute_dtype)
         return int8_weight(result.q, result.scale, compute_dtype, result.transform, result.activation_bits)
 
-    in_codes = any(isinstance(result.q, GroupedCodes) for result in results.values())
     plan = LoadPlan(kernel, compute_dtype, make)
     built = build_like(model.model, _state_dict_with_placeholders(model, targets), plan)
-    if in_codes:
-        patch_products(built)
     return _with_patches_of(model, built, kernel)
 
 

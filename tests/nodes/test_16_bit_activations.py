@@ -177,7 +177,7 @@ def test_stock_comfyui_refuses_the_file(dit, uncalibrated, tmp_path, smoothed):
 @pytest.mark.parametrize("kernel", ("bf16", "auto"))
 @pytest.mark.parametrize("room", (False, True))
 def test_a_fallback_computes_with_the_dequantized_weights(dit, uncalibrated, tmp_path, monkeypatch, kernel, room):
-    monkeypatch.setattr("int8_dit.nodes.loading.load_plan._fits", lambda *_: room)
+    monkeypatch.setattr("int8_dit.nodes.loading.load.fits_in_floats", lambda *_: room)
     int8 = dit.load(dit.write(tmp_path / "x.safetensors", uncalibrated))
     fallback = dit.load(tmp_path / "x.safetensors", kernel)
     assert bool(dit.int8_weights(fallback)) == (not room)

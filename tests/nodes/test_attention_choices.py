@@ -185,7 +185,7 @@ def test_quantizing_keeps_it(small, write, load, save, preferred, stock):
 
 
 def test_a_second_gpus_copy_keeps_it(small, write, load, preferred):
-    from int8_dit.nodes.loading.build import rebuild_int8_model
+    from int8_dit.nodes.loading.load import rebuild_int8_model
 
     model = load(write({KEY: encoded(CHOICE)}))
     again = rebuild_int8_model(model.model, "fused int8")

@@ -142,7 +142,7 @@ def test_a_lora_acts_on_it(dit, quantize, lora):
 
 
 def test_a_copy_for_another_gpu_computes_the_same(dit, quantize):
-    from int8_dit.nodes.loading.build import rebuild_int8_model
+    from int8_dit.nodes.loading.load import rebuild_int8_model
 
     model, _ = quantize(dit.recorded(), protection=protection(2))
     again = rebuild_int8_model(model.model, "fused int8")

@@ -105,7 +105,7 @@ def test_marks_survive_a_lora_and_a_second_gpu(dit, native, lora, tmp_path):
     tensors = marked(native, **FLAG, **UNKNOWN)
     model = dit.load(dit.write(tmp_path / "marked.safetensors", tensors))
     assert marks_of(save(dit.with_lora(model, lora), tmp_path / "saved.safetensors")) == marks_of(tensors)
-    from int8_dit.nodes.loading.build import rebuild_int8_model
+    from int8_dit.nodes.loading.load import rebuild_int8_model
 
     rebuilt = rebuild_int8_model(model.model, "fused int8")
     assert marks_of(rebuilt.model.diffusion_model.state_dict()) == marks_of(tensors)

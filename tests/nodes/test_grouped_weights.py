@@ -230,18 +230,16 @@ def test_the_codes_of_a_loaded_model_do_not_lie_in_the_file(write):
 def test_codes_that_stay_are_copied_in_host_memory(write, monkeypatch):
     """Not by way of the card: there and back takes several times as long."""
     from int8_dit.nodes.comfyui.quantized import stored
-    from int8_dit.nodes.loading import load_plan
+    from int8_dit.nodes.loading.load_plan import checkpoint_plan
 
-    class Elsewhere(load_plan.CheckpointPlan):
-        """Its device loses what is moved there."""
-
-        def begin(self) -> None:
-            super().begin()
-            self.devices = (torch.device("meta"),)
+    def elsewhere(checkpoint, kernel, dtype, devices, *others):
+        """A plan whose device loses what is moved there."""
+        return checkpoint_plan(checkpoint, kernel, dtype, [torch.device("meta")], *others)
 
     path = write(4)
     expected = {name: stored(weight) for name, weight in held_in_codes(load(path)).items()}
-    monkeypatch.setattr("int8_dit.nodes.loading.load.CheckpointPlan", Elsewhere)
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.make_room_to_quantize", lambda *_: None)
+    monkeypatch.setattr("int8_dit.nodes.loading.load.checkpoint_plan", elsewhere)
     held = {name: stored(weight) for name, weight in held_in_codes(load(path)).items()}
     assert held.keys() == expected.keys() and all(map(torch.equal, held.values(), expected.values()))
 

@@ -33,7 +33,7 @@ def line(dit):
 @pytest.fixture
 def no_room(pack, monkeypatch):
     """A device in which no model fits in floats: bf16 keeps INT8 weights."""
-    monkeypatch.setattr("int8_dit.nodes.loading.load_plan._fits", lambda *_: False)
+    monkeypatch.setattr("int8_dit.nodes.loading.load.fits_in_floats", lambda *_: False)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from int8_dit.nodes.layers.input_groups import same_input_groups
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.layers.layer_selection import is_quantizable
 from int8_dit.nodes.layers.stored_weights import patch_products
-from int8_dit.nodes.loading.build import build_model
+from int8_dit.nodes.loading.load import build_model
 from int8_dit.nodes.loading.load_plan import LoadPlan
 
 Tensors = dict[str, torch.Tensor]
