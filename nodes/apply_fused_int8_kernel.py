@@ -3,7 +3,6 @@
 from comfy_api.latest import io
 
 from .host.decision import decision_stamp
-from .loading.file_notes import exact_attention_of
 from .patching.apply_kernel import apply_fused_kernel, apply_to_text_encoder
 from .patching.attention import set_attention
 from .patching.attention_kinds import AS_COMFYUI
@@ -42,7 +41,7 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
     @classmethod
     def execute(cls, model, kernel: str = "auto", attention: str = AS_COMFYUI) -> io.NodeOutput:
         patched = apply_fused_kernel(model, kernel)
-        set_attention(patched, attention, exact_attention_of(patched))
+        set_attention(patched, attention)
         return shown_model(patched, kernel, _OTHERWISE)
 
 

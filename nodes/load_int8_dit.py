@@ -6,7 +6,6 @@ from .comfyui.memory import default_device
 from .files.reading.contents import BRANCHES
 from .host.decision import decision_stamp
 from .host.model_files import model_files, model_path
-from .loading.file_notes import exact_attention_of
 from .loading.load import MEMORY_CHOICES, load_int8_model
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
@@ -105,5 +104,5 @@ class LoadINT8DiT(io.ComfyNode):
         check_attention(attention, default_device())  # before a file is read for nothing
         base = None if base_checkpoint == NO_BASE else model_path(base_checkpoint)
         model = load_int8_model(model_path(model_name), kernel, branch, base, memory=memory)
-        set_attention(model, attention, exact_attention_of(model))
+        set_attention(model, attention)
         return shown_model(model, kernel)

@@ -12,7 +12,6 @@ from .host import notices
 from .host.badges import Badge, badges_output
 from .host.decision import decision_stamp
 from .host.work import Progress
-from .loading.file_notes import exact_attention_of
 from .loading.summary import summarize
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
@@ -332,7 +331,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             if settings.weight_bits == 8:
                 settings = replace(settings, protected_in=BF16)
         quantized, report = quantize_model(model, settings, kernel, calibration, progress)
-        set_attention(quantized, attention, exact_attention_of(quantized))
+        set_attention(quantized, attention)
         progress.finish()
         badges = badges_output(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
         ui = badges | {"int8_quantization_report": [asdict(chart_of(report))]}

@@ -11,15 +11,13 @@ from ...kernels import AttentionError, unplanned_memory
 from ..comfyui.attention import (
     OVERRIDE,
     Attention,
-    any_chooses,
     attention_choices,
+    beside_choices,
     comfyuis_attention,
-    without_override,
 )
 from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
-from ..patching.attention_call import read_call
-from ..patching.attention_kinds import ATTENTION_KINDS, INT8, int8_way
-from ..patching.attention_override import AttentionOverride
+from ..patching.attention import AttentionOverride
+from ..patching.attention_kinds import ATTENTION_KINDS, INT8, int8_way, read_call
 
 _KEY = "int8_dit_attention_observer"
 
@@ -74,10 +72,7 @@ class AttentionObserver:
         """A wrapper of ComfyUI's around each call of the model: where layers have chosen their attention, and no other
         pack's override is before them, nothing is observed. Any override would come before them too."""
         own = self.outer is None or (isinstance(self.outer, AttentionOverride) and self.outer.outer is None)
-        if own and any_chooses(executor, self._choices):
-            args = tuple(without_override(argument, self) for argument in args)
-            kwargs = {name: without_override(argument, self) for name, argument in kwargs.items()}
-        return executor(*args, **kwargs)
+        return beside_choices(self, self._choices if own else (), executor, args, kwargs)
 
 
 def put_observer(model: ModelPatcher) -> None:

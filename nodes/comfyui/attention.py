@@ -126,16 +126,16 @@ def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor])
     return tuple(choices)
 
 
-def any_chooses(executor: Any, paths: Iterable[str]) -> bool:
-    """Whether one of these parts of a MODEL is a choice that runs here, below what was put before it.
+def beside_choices(override: object, paths: Iterable[str], executor: Any, args: tuple, kwargs: dict) -> Any:
+    """Call a MODEL, as a wrapper around its calls does; without this override in its transformer_options where one of
+    these parts is a choice that runs here, below what was put before it."""
+    if any(_own(comfy.utils.get_attr(executor.class_obj, path)).function is not None for path in paths):
+        args = tuple(_without(argument, override) for argument in args)
+        kwargs = {name: _without(argument, override) for name, argument in kwargs.items()}
+    return executor(*args, **kwargs)
 
-    `executor` is what a wrapper around the MODEL's calls gets.
-    """
-    return any(_own(comfy.utils.get_attr(executor.class_obj, path)).function is not None for path in paths)
 
-
-def without_override(argument: Any, override: object) -> Any:
-    """An argument of a model's call; of transformer_options that have this override a copy without."""
+def _without(argument: Any, override: object) -> Any:
     if not isinstance(argument, dict) or argument.get(OVERRIDE) is not override:
         return argument
     return {name: value for name, value in argument.items() if name != OVERRIDE}

@@ -25,7 +25,7 @@ from ..host import notices
 from ..layers.input_groups import group_inputs
 from ..layers.linear_call import name_linears
 from ..layers.stored_weights import patch_products
-from .file_notes import FOLDED, keep_notes, notes_of, recipe_in
+from ..patching.file_notes import FOLDED, keep_notes, notes_of, recipe_in
 from .load_plan import LoadPlan, checkpoint_plan, fits_in_floats
 from .loaded_checks import check_loaded
 from .operations import int8_operations

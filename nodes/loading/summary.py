@@ -13,10 +13,9 @@ from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, layout_of, param
 from ..layers.fused_forward import class_patch
 from ..layers.layer_selection import linears, quantizable_linears
 from ..layers.weight_form import WeightForm, weight_form
-from ..patching.attention import exact_blocks_of
+from ..patching.attention import AttentionOverride, exact_blocks_of
 from ..patching.attention_kinds import AS_COMFYUI
-from ..patching.attention_override import AttentionOverride
-from .file_notes import unknown_choices_of
+from ..patching.file_notes import unknown_choices_of
 
 _FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -1,18 +1,30 @@
 """What a MODEL's attention computes with: ComfyUI's own, the fastest exact way, or INT8 where that applies.
 
-Where ComfyUI's layers have preferences of their own, a call that INT8 attention does not take is left to them.
+It stands in the place of ComfyUI's by its own contract for that: other overrides keep their say, and where layers have
+preferences, a call that INT8 attention does not take is left to them.
 """
 
 import functools
-from collections.abc import Collection
+import logging
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from ..comfyui.attention import OVERRIDE
+from ..comfyui.attention import (
+    OVERRIDE,
+    Attention,
+    beside_choices,
+    comfyuis_attention,
+    in_containers,
+    put_before_choices,
+)
 from ..comfyui.patcher import DIFFUSION_MODEL, ModelPatcher, WrappersMP, object_patches, options_of
-from .attention_kinds import AS_COMFYUI, ATTENTION_KINDS, KEEPS_EXACT
-from .attention_override import AttentionOverride
+from ..host import notices
+from .attention_kinds import AS_COMFYUI, ATTENTION_KINDS, KEEPS_EXACT, AttentionKind, read_call
+from .file_notes import exact_attention_of
+
+logger = logging.getLogger(__name__)
 
 _KEY = "int8_dit_attention"
 
@@ -28,30 +40,23 @@ def check_attention(choice: str, device: torch.device) -> None:
         )
 
 
-def set_attention(model: ModelPatcher, choice: str, exact_blocks: Collection[str] = ()) -> None:
+def set_attention(model: ModelPatcher, choice: str) -> None:
     """Let a MODEL's attention compute as the choice says. ComfyUI's own leaves the MODEL as it is, and so does an exact
     one where an earlier node has chosen.
 
     An override that another node gave the MODEL stays: this attention then takes the place of the function which that
-    override calls. INT8 attention leaves out `exact_blocks`, which are paths in the diffusion model. Raises what
-    `check_attention` raises.
+    override calls. INT8 attention leaves out the blocks that a calibration keeps exact. Raises what `check_attention`
+    raises.
     """
     device = model.load_device
     check_attention(choice, device)
-    kind, options = ATTENTION_KINDS[choice], options_of(model)
-    there = options.get(OVERRIDE)
+    kind, there = ATTENTION_KINDS[choice], options_of(model).get(OVERRIDE)
     own = there if isinstance(there, AttentionOverride) else None
     if kind.ways(device) and (own is None or (kind.in_int8 and own.kind is not kind)):
         own = AttentionOverride(kind, device, there if own is None else own.outer)
-        options[OVERRIDE] = own
-        own.put_before_choices(model)
-        model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
-        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, own.watch)
-    _keep_exact(model, exact_blocks if own is not None and own.kind.in_int8 else ())
-
-
-def _keep_exact(model: ModelPatcher, blocks: Collection[str]) -> None:
-    """Let these blocks of a MODEL, and no others, say in their attention calls that these stay exact."""
+        own.put_into(model)
+    # These blocks, and no others, say in their attention calls that they stay exact.
+    blocks = exact_attention_of(model) if own is not None and own.kind.in_int8 else ()
     classes: dict[type, type] = {}
     for name, _ in model.model.diffusion_model.named_modules():
         patch = f"{DIFFUSION_MODEL}{name}.__class__"
@@ -93,3 +98,107 @@ def _exact_class(own: Any) -> type:
 
 def _marked(argument: Any, is_options: bool) -> Any:
     return {**argument, KEEPS_EXACT: True} if is_options and isinstance(argument, dict) else argument
+
+
+# What the attention calls of the model call that runs now did: a reason for each kind that the first way did not take,
+# None for those that it took.
+_notes: ContextVar[set[str | None] | None] = ContextVar("int8_dit_attention_notes", default=None)
+
+
+@torch.compiler.assume_constant_result
+def _note(misfit: str | None) -> bool:
+    """Note what an attention call does; in a compiled model only while that is traced."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.add(misfit)
+    return True
+
+
+class AttentionOverride:
+    """An attention override of ComfyUI's: each call goes to the first way that takes it, else to ComfyUI's function.
+
+    Args:
+        kind: what the user chose.
+        device: where the MODEL runs.
+        outer: the override that was there before. It is called as ComfyUI calls it, with this one in place of
+            ComfyUI's function: so what it does to its inputs is still done.
+
+    Attributes:
+        kind, outer: as given.
+    """
+
+    def __init__(self, kind: AttentionKind, device: torch.device, outer: Attention | None = None) -> None:
+        self.kind, self.outer = kind, outer
+        self._ways = kind.ways(device)
+        self._before: tuple[str, ...] = ()
+        self._noted: set[str | None] = set()
+        if outer is None:  # else ComfyUI takes the tensors out of their containers, for the other override
+            self.container_function = functools.partial(self._attend, comfyuis_attention)
+
+    def __call__(self, func: Attention, *args, **kwargs) -> torch.Tensor:
+        if self.outer is None:
+            return self._attend(func, *args, **kwargs)
+        return self.outer(functools.wraps(func)(functools.partial(self._attend, func)), *args, **kwargs)
+
+    def put_into(self, model: ModelPatcher) -> None:
+        """Let the attention calls of a MODEL come here, in place.
+
+        ComfyUI does not tell an override which layer calls. Layers that may choose their attention therefore have this
+        one by themselves, and decline to their choice. Where one has a choice, this object stands aside as an override,
+        for calls of the MODEL that no other override is before.
+        """
+        options_of(model)[OVERRIDE] = self
+        if self.outer is None:
+            self._before = put_before_choices(model, self._attend)
+        model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, self._watch)
+
+    def _attend(self, otherwise: Attention, q: Any, k: Any, v: Any, heads: int, *args: Any, **kwargs: Any) -> Any:
+        """The arguments are those of ComfyUI's attention functions, q, k and v in containers or not. `otherwise` takes
+        the same."""
+        call = read_call(otherwise, q, k, v, heads, *args, **kwargs)
+        first = None
+        for way in self._ways:
+            misfit = way.misfit(call)
+            first = first or misfit
+            if misfit is None:
+                break
+        else:
+            way = None
+        _note(first)
+        if way is None:
+            return otherwise(q, k, v, heads, *args, **kwargs)
+        contained, flat_output = in_containers(q), call.flat_output
+        for container in (q, k, v) if contained else ():
+            container.take()
+        if contained and way.halves is not None and not torch.compiler.is_compiling():
+            quantize, attend = way.halves
+            quantized = quantize(call)
+            del call  # the last that holds the tensors
+            output = attend(quantized)
+        else:
+            output = way.attend(call)
+        return output.transpose(1, 2).flatten(2) if flat_output else output
+
+    def _watch(self, executor: Any, *args, **kwargs) -> Any:
+        """A wrapper of ComfyUI's around each call of the model, which says where INT8 attention did not run."""
+        if not self.kind.in_int8:
+            return beside_choices(self, self._before, executor, args, kwargs)
+        notes: set[str | None] = set()
+        token = _notes.set(notes)
+        try:
+            output = beside_choices(self, self._before, executor, args, kwargs)
+        finally:
+            _notes.reset(token)
+        if None in notes and len(notes) > 1 and notes != self._noted:
+            logger.info("INT8 attention runs, and another for the calls that do not fit: %s", _reasons(notes))
+        # A compiled model that is not traced any more does what it did then.
+        self._noted = notes or self._noted
+        if None not in self._noted:
+            why = _reasons(self._noted) or "no call reached it: the model, or another node's override, bypasses it"
+            notices.warn("attention", "INT8 attention did not run", f"a call of the model ran without it: {why}.")
+        return output
+
+
+def _reasons(notes: set[str | None]) -> str:
+    return "; ".join(sorted(note for note in notes if note is not None))

@@ -1,14 +1,15 @@
-"""The kinds of attention that a MODEL can have, and the ways to compute a call that these are made of."""
+"""The kinds of attention that a MODEL can have: the ways that they try, and the call that a way computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels import exact_attention, fastest_way, int8_attention, int8_attention_obstacle
 from ..comfyui.attention import (
     comfyuis_attention,
+    in_containers,
     is_pytorchs,
     kitchen_attention,
     kitchen_attention_runs,
@@ -17,7 +18,6 @@ from ..comfyui.attention import (
     kitchen_version,
     pytorch_attentions,
 )
-from .attention_call import AttentionCall
 
 AUTO, AS_COMFYUI, INT8, KITCHEN_INT8 = "auto", "as ComfyUI", "INT8", "INT8 (comfy-kitchen)"
 
@@ -33,12 +33,60 @@ _MOST_HEADS = 65535  # of all samples together: what a grid of CUDA has room for
 _KNOWN_KEYWORDS = {"scale", "enable_gqa", "low_precision_attention", "transformer_options", "_inside_attn_wrapper"}
 
 
-@dataclass(frozen=True)
-class Halves:
-    """A way in two functions: `quantize` keeps none of a call's tensors, `attend` takes what that returns."""
+class AttentionCall(NamedTuple):
+    """An attention call.
 
-    quantize: Callable[[AttentionCall], Any]
-    attend: Callable[[Any], torch.Tensor]
+    Attributes:
+        q: [batch, heads, tokens, width].
+        k, v: the same, perhaps of fewer heads and of other tokens. A call whose tensors have no such form has other
+            axes in them.
+        heads: as many as q has.
+        mask: of four axes, or None.
+        flat_output: whether its output is [batch, tokens, heads * width].
+        attn_precision: what the layer asks the logits to be computed in, or None.
+        keywords: the other named arguments of the call.
+        otherwise: what computes it where nothing else does; a function with the arguments of ComfyUI's.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    heads: int
+    mask: torch.Tensor | None
+    flat_output: bool
+    attn_precision: torch.dtype | None
+    keywords: Mapping[str, Any]
+    otherwise: Callable[..., torch.Tensor]
+
+
+def read_call(
+    otherwise: Callable[..., torch.Tensor],
+    q: Any,
+    k: Any,
+    v: Any,
+    heads: int,
+    mask: torch.Tensor | None = None,
+    attn_precision: torch.dtype | None = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **keywords: Any,
+) -> AttentionCall:
+    """The call that ComfyUI's arguments make. q, k and v may be in containers, where they stay."""
+    tensors = [tensor.peek() for tensor in (q, k, v)] if in_containers(q) else [q, k, v]
+    q4, k4, v4 = (_by_head(tensor, tensors[0], heads, skip_reshape) for tensor in tensors)
+    full_mask = mask if mask is None or mask.ndim > 3 else mask[(None,) * (3 - mask.ndim)].unsqueeze(1)
+    return AttentionCall(q4, k4, v4, heads, full_mask, not skip_output_reshape, attn_precision, keywords, otherwise)
+
+
+def _by_head(tensor: torch.Tensor, q: torch.Tensor, heads: int, skip_reshape: bool) -> torch.Tensor:
+    """[b, heads, n, width] of what ComfyUI's attention takes: that already (`skip_reshape`), [b, n, heads * width] or
+    (keys and values) [b, n, heads, width]; anything else unchanged."""
+    if skip_reshape:
+        return tensor
+    width = q.shape[-1] // heads
+    if tensor.ndim == 3 and width > 0 and tensor.shape[-1] % width == 0:
+        tensor = tensor.unflatten(-1, (-1, width))
+    return tensor.transpose(1, 2) if tensor.ndim == 4 else tensor
 
 
 @dataclass(frozen=True)
@@ -48,12 +96,13 @@ class Way:
     Attributes:
         misfit: why it does not take a call, in words for the user, or None where it does.
         attend: a call -> [batch, heads, tokens, width].
-        halves: the same in two steps, or None.
+        halves: the same in two functions, or None: the first keeps none of a call's tensors, the second takes what it
+            returns.
     """
 
     misfit: Callable[[AttentionCall], str | None]
     attend: Callable[[AttentionCall], torch.Tensor]
-    halves: Halves | None = None
+    halves: tuple[Callable[[AttentionCall], Any], Callable[[Any], torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +178,7 @@ def _kitchen(device: torch.device) -> Way:
     def attend(call: AttentionCall) -> torch.Tensor:
         return kernel(*_dense(call), **options(call))
 
-    in_two = None if halves is None else Halves(lambda call: halves[0](*_dense(call), **options(call)), halves[1])
+    in_two = None if halves is None else (lambda call: halves[0](*_dense(call), **options(call)), halves[1])
     return Way(misfit, attend, in_two)
 
 

@@ -28,8 +28,8 @@ from ..host.work import Progress, make_room_to_quantize
 from ..layers.input_groups import same_input_groups
 from ..layers.layer_selection import check_runs_as_stored, linears, quantizable_linears
 from ..layers.stored_weights import fits_codes
-from ..loading.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
 from ..patching.attention import keeps_exact
+from ..patching.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
 from ..patching.folding import foldable_groups
 from .rebuild import source_weight, with_quantized_layers
 from .report import ACT16, BF16, CODES, INT8, PROTECTED_IN, AttentionReport, LayerReport, QuantizationReport

@@ -18,8 +18,8 @@ from ..host import notices
 from ..host.work import Progress
 from ..layers.int8_weight import is_int8
 from ..layers.layer_selection import check_runs_as_stored
-from ..loading.file_notes import FOLDED, RECIPE_KEY, recipe_of, unknown_choices_of, warn_of_patches_on_folded
 from ..loading.load import file_metadata
+from ..patching.file_notes import FOLDED, RECIPE_KEY, recipe_of, unknown_choices_of, warn_of_patches_on_folded
 from ..patching.folding import fold
 from ..patching.patched_weights import state_dict_for_saving
 

@@ -22,7 +22,8 @@ from ..files.writing.safetensors_writer import PendingTensor
 from ..host import notices
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.layer_selection import check_runs_as_stored, linears
-from ..loading.file_notes import (
+from ..loading.load import file_metadata
+from ..patching.file_notes import (
     ATTENTION,
     FOLDED,
     RECIPE_KEY,
@@ -31,7 +32,6 @@ from ..loading.file_notes import (
     unknown_choices_of,
     warn_of_patches_on_folded,
 )
-from ..loading.load import file_metadata
 from ..patching.patched_weights import patched_weight
 
 SAVED_TYPES = {"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_K_S", "Q4_K": "MOSTLY_Q4_K_S"}

@@ -39,7 +39,7 @@ def of_16_bits(dit, model):
 
 
 def recipe(model):
-    from int8_dit.nodes.loading.file_notes import recipe_of
+    from int8_dit.nodes.patching.file_notes import recipe_of
 
     return recipe_of(model)
 

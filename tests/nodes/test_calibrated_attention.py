@@ -64,19 +64,18 @@ def rounded(pack, monkeypatch):
 
 def set_attention(model, kind=INT8):
     """As the nodes do."""
-    from int8_dit.nodes.loading.file_notes import exact_attention_of
     from int8_dit.nodes.patching.attention import set_attention
 
-    set_attention(model, kind, exact_attention_of(model))
+    set_attention(model, kind)
     return model
 
 
 def protected(model, *blocks):
     """INT8 attention but in these blocks."""
-    from int8_dit.nodes.patching.attention import set_attention
+    from int8_dit.nodes.patching.file_notes import keep_recipe
 
-    set_attention(model, INT8, blocks)
-    return model
+    keep_recipe(model, {"attention": {"exact": blocks}})
+    return set_attention(model)
 
 
 def output(dit, model):
@@ -102,7 +101,7 @@ def described(model):
 
 
 def recipe(model):
-    from int8_dit.nodes.loading.file_notes import recipe_of
+    from int8_dit.nodes.patching.file_notes import recipe_of
 
     return recipe_of(model)
 
@@ -424,7 +423,7 @@ def test_quantizing_again_keeps_it(dit, quantized):
 
 @pytest.mark.parametrize("said", (None, 3, {}, {"exact": None}, {"exact": [1, None]}, {"exact": {}}, ["exact"]))
 def test_a_recipe_that_says_something_else_says_nothing(dit, quantized, said):
-    from int8_dit.nodes.loading.file_notes import keep_recipe
+    from int8_dit.nodes.patching.file_notes import keep_recipe
 
     model = quantized.clone()
     keep_recipe(model, {"attention": said})

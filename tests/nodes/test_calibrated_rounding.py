@@ -10,7 +10,7 @@ ACT16 = "INT8 with 16-bit activations"
 
 
 def recipe(model):
-    from int8_dit.nodes.loading.file_notes import recipe_of
+    from int8_dit.nodes.patching.file_notes import recipe_of
 
     return recipe_of(model)
 

@@ -139,7 +139,7 @@ def test_a_prefix_of_a_whole_checkpoint(dit, write):
     prefixed = {f"model.diffusion_model.{key}": tensor for key, tensor in dit.tensors().items()}
     model, plain = load(write(tensors=prefixed)), load(write())
     assert torch.equal(dit.output(model), dit.output(plain))
-    from int8_dit.nodes.loading.file_notes import gguf_formats_of
+    from int8_dit.nodes.patching.file_notes import gguf_formats_of
 
     assert f"{dit.LAYER}.weight" in gguf_formats_of(plain)
     assert gguf_formats_of(model) == gguf_formats_of(plain)

@@ -26,13 +26,6 @@ def attention(pack):
 
 
 @pytest.fixture
-def override(pack):
-    from int8_dit.nodes.patching import attention_override
-
-    return attention_override
-
-
-@pytest.fixture
 def comfyui_attention(pack):
     from comfy.ldm.modules.attention import attention_pytorch
 
@@ -133,8 +126,8 @@ def tensors(kv_heads=HEADS, kv_tokens=TOKENS, by_head=False, dtype=torch.float32
 
 def on_cpu(kernel, outer=None):
     """The override of the kind that a kernel was installed for."""
+    from int8_dit.nodes.patching.attention import AttentionOverride
     from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
 
     return AttentionOverride(ATTENTION_KINDS[kernel.kind], CPU, outer)
 
@@ -276,7 +269,7 @@ def test_an_override_that_was_there_still_acts(comfyui_attention, kernel):
 @pytest.mark.parametrize("in_containers", (False, True), ids=("tensors", "containers"))
 @pytest.mark.parametrize("fits", (True, False), ids=("fits", "misfit"))
 @pytest.mark.parametrize("kind", (INT8, KITCHEN))
-def test_compiles_into_one_graph(override, install, of_today, plain, kind, fits, in_containers):
+def test_compiles_into_one_graph(attention, install, of_today, plain, kind, fits, in_containers):
     calls = []
 
     @torch.library.custom_op("int8_dit_tests::attention", mutates_args=())
@@ -300,10 +293,10 @@ def test_compiles_into_one_graph(override, install, of_today, plain, kind, fits,
         fullgraph=True,
     )
     seen = set()
-    token = override._notes.set(seen)
+    token = attention._notes.set(seen)
     for _ in range(2):
         torch.testing.assert_close(compiled(*qkv), core.attention_pytorch(*qkv, HEADS))
-    override._notes.reset(token)
+    attention._notes.reset(token)
     assert seen == ({None} if fits else {"the model asks for more precision"})
     assert len(calls) == (2 if fits else 0)
 

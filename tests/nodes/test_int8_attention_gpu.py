@@ -25,8 +25,8 @@ SHAPES = {
 @pytest.fixture(params=("INT8", "INT8 (comfy-kitchen)"))
 def override(pack, request):
     """The attention override of a kind."""
+    from int8_dit.nodes.patching.attention import AttentionOverride
     from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
 
     kind = ATTENTION_KINDS[request.param]
     if obstacle := kind.obstacle(GPU):
@@ -47,15 +47,15 @@ def both(override, qkv, **options):
     """ComfyUI's attention, and the same with the override, by INT8 attention and no other."""
     from comfy.ldm.modules.attention import attention_pytorch
 
-    from int8_dit.nodes.patching import attention_override
+    from int8_dit.nodes.patching import attention
 
     notes = set()
-    token = attention_override._notes.set(notes)
+    token = attention._notes.set(notes)
     chosen = {"optimized_attention_override": override}
     with torch.inference_mode():
         expected = attention_pytorch(*qkv, HEADS, **options)
         actual = attention_pytorch(*qkv, HEADS, transformer_options=chosen, **options)
-    attention_override._notes.reset(token)
+    attention._notes.reset(token)
     assert notes == {None}
     return expected, actual
 
@@ -133,8 +133,8 @@ def test_the_fastest_exact_way_is_exact(pack, shape, masked):
     """Whichever it is here."""
     from comfy.ldm.modules.attention import attention_pytorch
 
+    from int8_dit.nodes.patching.attention import AttentionOverride
     from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
 
     batch, kv_heads, queries, keys, _ = SHAPES[shape]
     qkv = tensors(*SHAPES[shape], torch.bfloat16, True)

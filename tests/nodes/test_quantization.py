@@ -68,7 +68,7 @@ def test_without_calibration_the_weights_that_round_worst_are_protected(dit, mod
 
 def recipe(model):
     """What a MODEL says of how it was quantized."""
-    from int8_dit.nodes.loading.file_notes import recipe_of
+    from int8_dit.nodes.patching.file_notes import recipe_of
 
     return recipe_of(model)
 

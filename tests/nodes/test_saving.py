@@ -145,7 +145,7 @@ def test_the_marks_are_in_the_metadata_too(dit, smoothed, save):
 
 def test_a_recipe_that_is_none_is_ignored(dit, smoothed, tmp_path):
     """Whoever wrote it."""
-    from int8_dit.nodes.loading.file_notes import recipe_of
+    from int8_dit.nodes.patching.file_notes import recipe_of
 
     for text in ("[1]", "{", "7"):
         path = dit.write(tmp_path / "other.safetensors", dit.native_int8(), {"int8_dit_recipe": text})

@@ -481,10 +481,9 @@ def load(model: ModelPatcher) -> None:
 
 def attending(model: ModelPatcher, kind: str) -> ModelPatcher:
     """The MODEL with a kind of attention, less the blocks that a calibration keeps exact."""
-    from int8_dit.nodes.loading.file_notes import exact_attention_of
     from int8_dit.nodes.patching.attention import set_attention
 
-    set_attention(model, kind, exact_attention_of(model))
+    set_attention(model, kind)
     return model
 
 
