@@ -6,7 +6,7 @@ from .host.decision import decision_stamp
 from .patching.apply_kernel import apply_fused_kernel, apply_to_text_encoder
 from .patching.attention import set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .sockets import attention_input, model_outputs, shown_clip, shown_model
+from .sockets import attention_input, model_outputs, shown
 
 _OTHERWISE = "ComfyUI's own INT8"
 
@@ -42,7 +42,7 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
     def execute(cls, model, kernel: str = "auto", attention: str = AS_COMFYUI) -> io.NodeOutput:
         patched = apply_fused_kernel(model, kernel)
         set_attention(patched, attention)
-        return shown_model(patched, kernel, _OTHERWISE)
+        return shown(patched, kernel, _OTHERWISE)
 
 
 class ApplyFusedINT8KernelCLIP(io.ComfyNode):
@@ -79,7 +79,7 @@ class ApplyFusedINT8KernelCLIP(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip, kernel: str = "auto") -> io.NodeOutput:
-        return shown_clip(apply_to_text_encoder(clip, kernel), kernel, _OTHERWISE)
+        return shown(apply_to_text_encoder(clip, kernel), kernel, _OTHERWISE)
 
 
 def _kernel_input() -> io.Combo.Input:

@@ -6,17 +6,12 @@ from comfy_api.latest import io
 
 from .calibration.calibration import Calibration, merge_calibrations
 from .calibration.file import load_calibration, save_calibration
-from .comfyui.folders import add_kind, listed_names, path_of
+from .comfyui.folders import listed_names, path_of
 from .host.output_files import output_paths, saved_file, workflow_metadata
 from .host.work import Progress
 from .sockets import CalibrationType, filename_prefix_input
 
 FOLDER = "int8_calibrations"
-
-
-def register_folder() -> None:
-    """Let ComfyUI look for calibrations where models are, and where Save Calibration puts them."""
-    add_kind(FOLDER, {".safetensors"})
 
 
 def _given(calibration: Calibration | None) -> Calibration:

@@ -4,7 +4,8 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..kernels import ask_outside_plan_by
 from .apply_fused_int8_kernel import ApplyFusedINT8Kernel, ApplyFusedINT8KernelCLIP
-from .calibration_files import LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration, register_folder
+from .calibration_files import FOLDER, LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration
+from .comfyui.folders import add_kind
 from .comfyui.memory import outside_memory_plan
 from .compare_images import CompareImagesINT8DiT
 from .demo_letters import DemoLettersINT8DiT
@@ -15,7 +16,7 @@ from .record_calibration import CollectINT8Calibration, RecordINT8Calibration
 from .save_gguf_dit import SaveGGUFDiT
 from .save_int8_dit import SaveINT8DiT
 
-register_folder()
+add_kind(FOLDER, {".safetensors"})
 ask_outside_plan_by(outside_memory_plan)
 
 

@@ -9,7 +9,7 @@ from .host.model_files import model_files, model_path
 from .loading.load import MEMORY_CHOICES, load_int8_model
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .sockets import attention_input, kernel_input, model_outputs, shown_model
+from .sockets import attention_input, kernel_input, model_outputs, shown
 
 NO_BASE = "none"
 
@@ -105,4 +105,4 @@ class LoadINT8DiT(io.ComfyNode):
         base = None if base_checkpoint == NO_BASE else model_path(base_checkpoint)
         model = load_int8_model(model_path(model_name), kernel, branch, base, memory=memory)
         set_attention(model, attention)
-        return shown_model(model, kernel)
+        return shown(model, kernel)

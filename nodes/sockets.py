@@ -10,7 +10,7 @@ from ..kernels import AUTO_CHOICES, KERNEL_CHOICES, choose_path
 from .comfyui.patcher import ModelPatcher, patcher_of
 from .host.badges import Badge, badges_output
 from .host.notices import show_load_warnings
-from .loading.summary import Summary, floats_of, summarize
+from .loading.summary import Summary, floats_name, summarize
 from .patching.attention_kinds import ATTENTION_KINDS, DEFAULT_ATTENTION
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
@@ -51,7 +51,7 @@ def filename_prefix_input(default: str) -> io.String.Input:
 
 
 def model_outputs() -> list[io.Output]:
-    """The outputs of a node that ends in `shown_model`."""
+    """The outputs of a node that ends in `shown`."""
     return [
         io.Model.Output(tooltip="The model, for samplers and LoRA loaders."),
         io.String.Output(
@@ -61,17 +61,10 @@ def model_outputs() -> list[io.Output]:
     ]
 
 
-def shown_model(model: ModelPatcher, kernel: str, otherwise: str | None = None) -> io.NodeOutput:
-    """A MODEL, what of it runs where in words, and the same words on the node. For the others see `runs_where`."""
-    return _shown(model, model, kernel, otherwise)
-
-
-def shown_clip(clip: Any, kernel: str, otherwise: str) -> io.NodeOutput:
-    """The same of a CLIP."""
-    return _shown(clip, patcher_of(clip), kernel, otherwise)
-
-
-def _shown(output: Any, model: Any, kernel: str, otherwise: str | None) -> io.NodeOutput:
+def shown(output: Any, kernel: str, otherwise: str | None = None) -> io.NodeOutput:
+    """A MODEL or CLIP, what of it runs where in words, and the same words on the node. For the others see
+    `runs_where`."""
+    model = patcher_of(output) or output
     summary = summarize(model)
     logger.info("INT8 DiT: %s", summary)
     show_load_warnings()
@@ -93,7 +86,7 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
         return Badge("good" if on_gpu else "note", f"{name}: {summary.int8} of {total}", str(summary))
     if summary.native:
         return Badge("good", f"ComfyUI's INT8, faster here: {summary.native} of {total}", str(summary))
-    otherwise = otherwise or floats_of(model)
+    otherwise = otherwise or floats_name(model.model.get_dtype_inference())
     if kernel == "auto" and on_gpu and AUTO_CHOICES.stored(model.load_device) is not None:
         return Badge("good", f"{otherwise}: faster here", str(summary))
     if not choose_path(model.load_device, kernel).fallback:

@@ -25,40 +25,36 @@ from .load_plan import LoadPlan
 _MAY_BE_MISSING = re.compile(r"(audio|video)_embeddings_connector\.")
 # Buffers that modules compute when they are made: blur kernels, rotary frequencies, a fixed mix of frames.
 _COMPUTED = re.compile(r"(.*\.)?(kernel|freqs|scale|mix_factor)")
-_AT_ONCE = 1 << 20  # elements; on a card a larger tensor is looked at when it got there
+_AT_ONCE = 1 << 20  # elements; on a card a larger tensor is checked when it got there
 _INDICES = (torch.int64, torch.bool)  # of buffers. No damage makes them of floats, which are shorter.
 
 
 def check_loaded(model: ModelPatcher, names: Collection[str], operations: type, plan: LoadPlan) -> None:
     """Raise ValueError naming the first tensor that a loaded MODEL lacks, or of a file's that no trained model has.
 
-    On a card, large tensors are looked at there when a sampling begins, which then raises it: on the host it would
-    take long.
+    On a card, large tensors are checked there when a sampling begins, which then raises it: on the host it would take
+    long.
 
     Args:
         model: just built.
         names: of the tensors that it was loaded from.
         operations, plan: what it was built with.
     """
-    _check_complete(model.model.diffusion_model, set(names), operations, plan)
-    if plan.file:
-        _check_values(model, names, plan)
-
-
-def _check_complete(module: torch.nn.Module, names: set[str], operations: type, plan: LoadPlan) -> None:
+    module = model.model.diffusion_model
     computed = {name for name, held in module.named_buffers() if held.numel() == 0 or _COMPUTED.fullmatch(name)}
     linears = (operations.Linear, expert_banks(operations))
     unset = [f"{name}.weight" for name, m in module.named_modules() if isinstance(m, linears) and m.weight is None]
-    lacking = [name for name in (*unset, *plan.missing) if name not in computed]
-    lacking = [name for name in lacking if not _MAY_BE_MISSING.match(name)]
+    needed = [name for name in (*unset, *plan.missing) if name not in computed and not _MAY_BE_MISSING.match(name)]
     # Of layers' choices an older ComfyUI knows nothing, and a model lacks none of them.
     unexpected = [name for name in plan.unexpected if not name.endswith(CONFIG)]
-    names = names.union(unexpected)  # which ComfyUI may have renamed
-    lacking = list(dict.fromkeys([*lacking, *_overlooked(unexpected, names)]))
+    known = {*names, *unexpected}  # which ComfyUI may have renamed
+    lacking = list(dict.fromkeys([*needed, *_overlooked(unexpected, known)]))
     if lacking:
         others = f", and {len(lacking) - 1} more tensors" if len(lacking) > 1 else ""
         raise ValueError(f"{lacking[0]} is missing{others}; {AGAIN}")
-    _check_blocks(module, unexpected, names)
+    _check_blocks(module, unexpected, known)
+    if plan.file:
+        _check_values(model, set(names), plan)
 
 
 def _overlooked(unexpected: Sequence[str], names: Collection[str]) -> Iterator[str]:
@@ -93,41 +89,43 @@ def _check_blocks(module: torch.nn.Module, unexpected: Sequence[str], names: Col
     """
     unbuilt = []  # of lists that are not there
     for name in unexpected:
-        parent, before, part = _where_it_ends(module, name)
+        parent, before = module, 0  # the last module on the way to the tensor, and how long the name up to it is
+        for part in name.split("."):
+            child = getattr(parent, part, None)
+            if not isinstance(child, torch.nn.Module):
+                break
+            parent, before = child, before + len(part) + 1
+        of_list, part = name[:before], name[before:].partition(".")[0]
         if isinstance(parent, torch.nn.ModuleList) and part.isdecimal():
-            if any(other.startswith(f"{before}{len(parent)}.") for other in names):
+            if any(other.startswith(f"{of_list}{len(parent)}.") for other in names):
                 raise ValueError(
-                    f"the model would have {len(parent)} blocks of {before[:-1]}, and the file holds more, such as "
-                    f"{before}{part}; its metadata or its tensors are damaged; {AGAIN}"
+                    f"the model would have {len(parent)} blocks of {of_list[:-1]}, and the file holds more, such as "
+                    f"{of_list}{part}; its metadata or its tensors are damaged; {AGAIN}"
                 )
-            raise ValueError(f"{before}{len(parent)} is missing, but {before}{part} is there; {AGAIN}")
-        if (block := block_of(name)) and len(before) <= len(block[0]):
+            raise ValueError(f"{of_list}{len(parent)} is missing, but {of_list}{part} is there; {AGAIN}")
+        if (block := block_of(name)) and before <= len(block[0]):
             unbuilt.append(name)
     check_lists(unbuilt, names)
 
 
-def _where_it_ends(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str, str]:
-    """The last module on the way to a tensor that a model has not, the name up to it, and the next part of the name."""
-    before = 0
-    for part in name.split("."):
-        child = getattr(module, part, None)
-        if not isinstance(child, torch.nn.Module):
-            break
-        module, before = child, before + len(part) + 1
-    return module, name[:before], name[before:].partition(".")[0]
-
-
 def _check_values(model: ModelPatcher, names: Collection[str], plan: LoadPlan) -> None:
+    module = model.model.diffusion_model
+    buffers = dict(module.named_buffers())
     for name in sorted(plan.unexplained.keys() - set(plan.unexpected)):
-        _check_index(model.model.diffusion_model, name, plan.unexplained[name])
+        dtype, buffer = plan.unexplained[name], buffers.get(name)
+        if dtype not in _INDICES or buffer is None or buffer.dtype != dtype:  # no table of indices that the model has
+            raise ValueError(f"{name} is {dtype}, which no weight is; {AGAIN}")
     on_card = not is_cpu(model.load_device)
     later = []
-    for name, tensor in _floats(model.model.diffusion_model, names):
+    # Of buffers those that come from its file. PixArt's is a parameter.
+    for name, tensor in (*module.named_parameters(), *((n, held) for n, held in buffers.items() if n in names)):
+        if isinstance(tensor, QuantizedTensor) or tensor.dtype not in WEIGHT_DTYPES:
+            continue
         small = tensor.numel() <= _AT_ONCE
         if small and name in names and name.endswith((".weight", ".bias")):
-            continue  # looked at in the file
+            continue  # checked in the file
         if small or not on_card:
-            check_finite(name, tensor)
+            check_finite(name, tensor.detach())
         else:
             later.append(name)
 
@@ -139,20 +137,3 @@ def _check_values(model: ModelPatcher, names: Collection[str], plan: LoadPlan) -
 
     if later:
         model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, check_there)
-
-
-def _check_index(module: torch.nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Raise ValueError for a tensor whose dtype no weight has, unless it is a table of indices that the model has."""
-    buffer = dict(module.named_buffers()).get(name)
-    if dtype not in _INDICES or buffer is None or buffer.dtype != dtype:
-        raise ValueError(f"{name} is {dtype}, which no weight is; download or copy the file again")
-
-
-def _floats(module: torch.nn.Module, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a model holds in floats: parameters, and those buffers that come from its file."""
-    for name, parameter in module.named_parameters():
-        if not isinstance(parameter, QuantizedTensor) and parameter.dtype in WEIGHT_DTYPES:
-            yield name, parameter.detach()
-    for name, buffer in module.named_buffers():
-        if name in names and buffer.dtype in WEIGHT_DTYPES:
-            yield name, buffer.detach()  # PixArt's is a parameter

@@ -81,35 +81,29 @@ def int8_operations(plan: LoadPlan) -> type:
                         f"{prefix}weight has shape {list(weight.shape)}, but the model needs {list(needed)}"
                     )
                 if is_int8_in_file:
-                    self._hold_int8(int8_weight_of(pieces, self.config, compute_dtype))
+                    made, of_file = int8_weight_of(pieces, self.config, compute_dtype), True
                 else:
-                    self._hold_planned(prefix, read)
-
-            def _hold_planned(self, prefix: str, read: Any) -> None:
-                """Hold what the plan makes of a weight that is not INT8, or that weight."""
-                made = plan.make(prefix.removesuffix("."), read, input_scale(self))
+                    made = plan.make(prefix.removesuffix("."), read, input_scale(self))
+                    of_file = is_grouped(read) and is_int8(made)
+                    if made is not None:
+                        forget_input_scale(self)
+                    elif is_stored(read):
+                        made = read.dequantize()
+                        check_finite(f"{prefix}weight", made)
+                    elif isinstance(read, QuantizedTensor):
+                        held = HeldWeight(stored(read), layout_of(read), params(read))
+                        self.weight = torch.nn.Parameter(held, requires_grad=False)
                 if made is not None:
-                    forget_input_scale(self)
-                    if is_grouped(read) and is_int8(made):
-                        self._hold_int8(made)  # the file's own
-                        return
-                    self.config = quant_config_in(made) if is_grouped(made) else {}
-                    self._hold(made)
-                elif is_stored(read):
-                    decoded = read.dequantize()
-                    check_finite(f"{prefix}weight", decoded)
-                    self._hold(decoded)
-                elif isinstance(read, QuantizedTensor):
-                    held = HeldWeight(stored(read), layout_of(read), params(read))
-                    self.weight = torch.nn.Parameter(held, requires_grad=False)
+                    self._hold(made, of_file)
 
-            def _hold_int8(self, weight: QuantizedTensor) -> None:
-                """Hold an INT8 weight of the file, or the floats that it stands for."""
-                native = native_computes(params(weight).smooth, params(weight).activation_bits)
-                self.dequantized = plan.in_floats(self.out_features, self.in_features, native)
-                self._hold(weight.dequantize() if self.dequantized else weight)
-
-            def _hold(self, weight: Any) -> None:
+            def _hold(self, weight: Any, of_file: bool) -> None:
+                """Hold a weight that was made; of an INT8 one of the file perhaps the floats that it stands for."""
+                if of_file:
+                    native = native_computes(params(weight).smooth, params(weight).activation_bits)
+                    self.dequantized = plan.in_floats(self.out_features, self.in_features, native)
+                    weight = weight.dequantize() if self.dequantized else weight
+                else:
+                    self.config = quant_config_in(weight) if is_grouped(weight) else {}
                 kind = stored_kind(weight)
                 if is_int8(weight):
                     set_format(self, LAYOUT, format_of_weight(weight))
@@ -169,16 +163,13 @@ def int8_operations(plan: LoadPlan) -> type:
             def _own_product(self, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
                 """That of a weight that is not this pack's INT8."""
                 if input_scale(self) is None and _is_resident(self, input):
-                    product = self._resident_product
+                    product = partial(F.linear, weight=self.weight, bias=self.bias)
                 elif layout_type(self) in HELD_LAYOUTS:  # ComfyUI's forward would put the input into blocks
                     product = self.forward_comfy_cast_weights
                 else:
                     return self.own_forward(super().forward, input, args, kwargs)
                 run_every_op()
                 return self.product_around(product, input, args, kwargs)
-
-            def _resident_product(self, input: torch.Tensor) -> torch.Tensor:
-                return torch.nn.functional.linear(input, self.weight, self.bias)
 
         class Embedding(base.Embedding):
             def _load_from_state_dict(self, state_dict, prefix, *args):

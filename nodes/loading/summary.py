@@ -76,11 +76,6 @@ def summarize(model: ModelPatcher) -> Summary:
     return Summary(counts, attention, int8, native)
 
 
-def floats_of(model: ModelPatcher) -> str:
-    """The name of the floats that a MODEL computes in."""
-    return floats_name(model.model.get_dtype_inference())
-
-
 def _kind(
     model: ModelPatcher, name: str, module: CastWeightBiasOp, form: WeightForm | None, otherwise: tuple[int, str]
 ) -> tuple[int, str]:

@@ -42,7 +42,6 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
         )
     patched = _running_fused(model, names, kernel)
     if names:
-        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _group_inputs)
         warn = partial(_warn_of_fallback, kernel, "Apply Fused INT8 Kernel")
         patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, warn)
         defer(patched)
@@ -101,12 +100,16 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
         patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel, is_encoder(model))))
     if names:
         keep_patched(patched)
-        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _name_linears)
+        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _tell_linears)
     return patched
 
 
-def _name_linears(model: ModelPatcher, *_: object) -> None:
-    name_linears(root_of(model)[0])
+def _tell_linears(model: ModelPatcher, *_: object) -> None:
+    """Once their classes are in place: their names, and in a MODEL which others read the same input."""
+    root, _ = root_of(model)
+    name_linears(root)
+    if not is_encoder(model):
+        group_inputs(root)
 
 
 def _warn_of_fallback(kernel: str, node: str, model: ModelPatcher) -> None:
@@ -120,14 +123,9 @@ def _warn_of_fallback(kernel: str, node: str, model: ModelPatcher) -> None:
         )
 
 
-def _group_inputs(model: ModelPatcher, *_: object) -> None:
-    group_inputs(model.model.diffusion_model)
-
-
-def running_fused(own: Any, kernel: str, of_encoder: bool = False) -> type:
+def running_fused(own: Any, kernel: str, encodes: bool = False) -> type:
     """A class of linears like `own`, one of ComfyUI's, with the product of INT8 weights replaced; those of a text
     encoder always have activations of 16 bits."""
-    encodes = of_encoder
 
     class FusedINT8Linear(INT8Linear, own):
         int8_kernel = kernel
