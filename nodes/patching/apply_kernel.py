@@ -106,7 +106,7 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
 
 def _tell_linears(model: ModelPatcher, *_: object) -> None:
     """Once their classes are in place: their names, and in a MODEL which others read the same input."""
-    root, _ = root_of(model)
+    root = root_of(model)[0]
     name_linears(root)
     if not is_encoder(model):
         group_inputs(root)

@@ -25,9 +25,9 @@ from ..comfyui.classes import (
 from ..comfyui.patcher import DIFFUSION_MODEL, ModelPatcher, weight_below_patches
 from ..comfyui.quantized import QuantizedTensor, params
 from ..files import quant_config
-from ..files.writing.safetensors_writer import Tensors
+from ..files.writing.safetensors_writer import PendingTensor, Tensors
 from ..layers.int8_weight import is_int8
-from .patched_weights import MappedTensor
+from .patched_weights import LaterTensor
 
 _Change = tuple[str, slice | None, Callable[[torch.Tensor], torch.Tensor]]
 """A tensor's name, the rows of it that change (None: all), and what becomes of them."""
@@ -198,7 +198,7 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
         rows_in = quant_config.SCALE if is_int8(producer) else "weight"
         for key, rows, change in site.changes(divisor, rows_in):
             if key in folded:
-                folded[key] = MappedTensor(folded[key], _on_rows(key, rows, change))
+                folded[key] = _later(folded[key], _on_rows(key, rows, change))
         for name, weight in stored.items():
             config: Any = folded.get(f"{name}.{quant_config.QUANT_CONFIG}")
             others = {} if config is None else quant_config.other_options(quant_config.decode_config(config))
@@ -216,7 +216,7 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
                 key, change = f"{name}.{quant_config.SCALE}", partial(torch.div, other=common)
             else:
                 key, change = f"{name}.weight", partial(multiply_columns, smooth=divisor)
-            folded[key] = MappedTensor(folded[key], change)
+            folded[key] = _later(folded[key], change)
 
     left = quant_config.configured_layers(folded, quant_config.SMOOTHED_FORMAT)
     if left:
@@ -225,6 +225,11 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
             "them. Quantize with smooth_only_foldable switched on, or save without folding"
         )
     return folded
+
+
+def _later(tensor: torch.Tensor | PendingTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> PendingTensor:
+    """What a function makes of a tensor, with the same shape and dtype, when it is written."""
+    return LaterTensor(tensor, lambda: change(tensor.to("cpu")))
 
 
 def _has_16_bits(weight: torch.Tensor) -> TypeGuard[QuantizedTensor]:

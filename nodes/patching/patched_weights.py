@@ -4,6 +4,7 @@ Computed from the stored weights one at a time, whatever is loaded where: ComfyU
 MODEL inside the very same weights, or apply them only while it streams.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,92 +49,73 @@ def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = No
     return weight if weight.dtype in (torch.bfloat16, torch.float16, torch.float32) else weight.float()  # raw float8
 
 
-def patched_weight(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
-    """What a layer multiplies its input by, patches applied, as a float tensor of its own on `device`."""
-    weight = _patched_as_stored(model, key, device)
-    layer, _, part = key.rpartition(".")
-    return float_weight(weight, input_scale(model.model.get_submodule(layer)) if part == "weight" else None)
+def patched_weight(model: ModelPatcher, name: str) -> torch.Tensor:
+    """What a layer multiplies its input by, patches applied, as a float tensor of its own on the MODEL's device; `name`
+    is its own in the diffusion model."""
+    weight = _patched_as_stored(model, DIFFUSION_MODEL + name)
+    layer, _, part = name.rpartition(".")
+    module = model.model.diffusion_model.get_submodule(layer)
+    return float_weight(weight, input_scale(module) if part == "weight" else None)
 
 
-def _patched_as_stored(model: ModelPatcher, key: str, device: torch.device) -> torch.Tensor:
-    """A stored weight with patches applied, as a float tensor of its own on `device`."""
-    weight = float_weight(moved(weight_below_patches(model, key), device, copy=True))
+def _patched_as_stored(model: ModelPatcher, key: str) -> torch.Tensor:
+    """A stored weight with patches applied, as a float tensor of its own on the MODEL's device."""
+    weight = float_weight(moved(weight_below_patches(model, key), model.load_device, copy=True))
     return with_patches(model, key, weight.float()) if is_patched(model, key) else weight
 
 
-class _PatchedEntry:
-    """A weight that is patched only when it is written, in the form it is stored in; its pieces share the work."""
+class LaterTensor(PendingTensor):
+    """A tensor with the shape and dtype of another, that is made when it is written."""
 
-    def __init__(self, model: ModelPatcher, key: str) -> None:
-        self._model, self._key = model, key
-        self._tensors: dict[str, torch.Tensor] | None = None
-
-    def tensor(self, key: str) -> torch.Tensor:
-        if self._tensors is None:
-            stored: Any = weight_below_patches(self._model, self._key)
-            seed = seed_of(self._key)
-            patched = _patched_as_stored(self._model, self._key, self._model.load_device)
-            if isinstance(stored, QuantizedTensor):
-                again = requantized(_form_when_patched(stored), patched, seed)
-                if not bool(torch.isfinite(params(again).scale).all()):
-                    raise ValueError(f"{self._key}: its patches (a LoRA?) make a NaN or Inf of it; it cannot be saved")
-                self._tensors = {k: t.to("cpu") for k, t in again.state_dict(self._key).items()}
-            else:
-                self._tensors = {self._key: rounded(patched, stored.dtype, seed).to("cpu")}
-        return self._tensors.pop(key)
-
-
-class _PatchedTensor(PendingTensor):
-    """One of the tensors that a patched weight consists of."""
-
-    def __init__(self, entry: _PatchedEntry, key: str, like: torch.Tensor) -> None:
+    def __init__(self, like: torch.Tensor | PendingTensor, make: Callable[[], torch.Tensor]) -> None:
         super().__init__(like)
-        self._entry, self._key = entry, key
+        self._make = make
 
     def to(self, device: str) -> torch.Tensor:
-        return self._entry.tensor(self._key).to(device)
+        return self._make().to(device)
 
 
-class MappedTensor(PendingTensor):
-    """What a function makes of another tensor, with the same shape and dtype."""
+def _patched_pieces(model: ModelPatcher, key: str, form: torch.Tensor) -> dict[str, torch.Tensor | PendingTensor]:
+    """What a patched weight is written as, in the form of a stored one; the first of its tensors makes them all."""
+    pieces = form.state_dict(key) if isinstance(form, QuantizedTensor) else {key: form}
 
-    def __init__(self, source: torch.Tensor | PendingTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(source)
-        self._source, self._function = source, function
+    @functools.cache
+    def made() -> dict[str, torch.Tensor]:
+        patched, seed = _patched_as_stored(model, key), seed_of(key)
+        if not isinstance(form, QuantizedTensor):
+            return {key: rounded(patched, form.dtype, seed).to("cpu")}
+        again = requantized(form, patched, seed)
+        if not bool(torch.isfinite(params(again).scale).all()):
+            raise ValueError(f"{key}: its patches (a LoRA?) make a NaN or Inf of it; it cannot be saved")
+        return {name: tensor.to("cpu") for name, tensor in again.state_dict(key).items()}
 
-    def to(self, device: str) -> torch.Tensor:
-        return self._function(self._source.to(device))
+    return {name: LaterTensor(piece, lambda name=name: made().pop(name)) for name, piece in pieces.items()}
 
 
 def state_dict_for_saving(model: ModelPatcher) -> Tensors:
-    """The diffusion model's tensors under its own names, patches applied (those lazily)."""
-    entries, replaced, gone = {}, {}, set()
-    for key in (DIFFUSION_MODEL + name for name in possibly_patched(model)):
+    """The diffusion model's tensors under its own names, patches applied (those when they are written).
+
+    Codes of 4 or 6 bits would lose most of a LoRA: weights in them that are patched become INT8.
+    """
+    tensors: Tensors = dict(state_dict_of(model))
+    for name in possibly_patched(model):
+        key = DIFFUSION_MODEL + name
         stored: Any = weight_below_patches(model, key)
         pieces = stored.state_dict(key) if isinstance(stored, QuantizedTensor) else {key: stored}
+        if is_patched(model, key) and is_grouped(stored):
+            for piece in pieces:
+                tensors.pop(piece.removeprefix(DIFFUSION_MODEL), None)
+            # Its values are those of no weight.
+            q = torch.empty(stored.shape, dtype=torch.int8, device="meta")
+            scale = torch.empty(len(stored), device="meta")
+            form = int8_weight(q, scale, stored.dtype, **(int8_form(stored) or {}))
+            config = quant_config_of(form, quant_config.other_options(quant_config_in(stored)))
+            tensors[f"{name.removesuffix('.weight')}.{quant_config.QUANT_CONFIG}"] = config
+            pieces = _patched_pieces(model, key, form)
+            tensors |= {piece.removeprefix(DIFFUSION_MODEL): tensor for piece, tensor in pieces.items()}
+            continue
         if is_patched(model, key):
-            entry = _PatchedEntry(model, key)
-            if is_grouped(stored):
-                form, config = _form_when_patched(stored), f"{key.removesuffix('.weight')}.{quant_config.QUANT_CONFIG}"
-                gone |= pieces.keys()
-                replaced[config] = quant_config_of(form, quant_config.other_options(quant_config_in(stored)))
-                pieces = form.state_dict(key)
-                replaced |= {name: _PatchedTensor(entry, name, piece) for name, piece in pieces.items()}
-                continue
-            pieces = {name: _PatchedTensor(entry, name, piece) for name, piece in pieces.items()}
-        entries.update(pieces)
-    whole = {
-        key: entries.get(DIFFUSION_MODEL + key, tensor)
-        for key, tensor in state_dict_of(model).items()
-        if DIFFUSION_MODEL + key not in gone
-    }
-    return whole | {key.removeprefix(DIFFUSION_MODEL): tensor for key, tensor in replaced.items()}
-
-
-def _form_when_patched(weight: Any) -> QuantizedTensor:
-    """The form that a weight is saved in with its patches: codes of 4 or 6 bits would lose most of a LoRA, so that
-    they become INT8. Its values are those of no weight."""
-    if not is_grouped(weight):
-        return weight
-    q, scale = torch.empty(weight.shape, dtype=torch.int8, device="meta"), torch.empty(len(weight), device="meta")
-    return int8_weight(q, scale, weight.dtype, **(int8_form(weight) or {}))
+            pieces = _patched_pieces(model, key, stored)
+        own = {piece.removeprefix(DIFFUSION_MODEL): tensor for piece, tensor in pieces.items()}
+        tensors |= {piece: tensor for piece, tensor in own.items() if piece in tensors}
+    return tensors

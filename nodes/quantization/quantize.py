@@ -31,7 +31,8 @@ from ..layers.stored_weights import fits_codes
 from ..patching.attention import keeps_exact
 from ..patching.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
 from ..patching.folding import foldable_groups
-from .rebuild import source_weight, with_quantized_layers
+from ..patching.patched_weights import patched_weight
+from .rebuild import with_quantized_layers
 from .report import ACT16, BF16, CODES, INT8, PROTECTED_IN, AttentionReport, LayerReport, QuantizationReport
 
 logger = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ def _quantize_layers(
         smoothable = name in statistics and (foldable is None or set(group) in foldable)
         channels = targets[name].weight.shape[1]
         plans = transform_candidates(settings.method, settings.alphas if smoothable else [], channels, activation_bits)
-        sources = {member: partial(source_weight, model, member) for member in group}
+        sources = {member: partial(patched_weight, model, f"{member}.weight") for member in group}
         seen = statistics.get(name)
         with interruptible(check_cancelled):
             results |= quantize_group(sources, plans, seen, settings.clip, activation_bits, settings.rounding, in_codes)

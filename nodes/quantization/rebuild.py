@@ -29,20 +29,18 @@ from ..patching.patched_weights import patched_weight
 
 
 def with_quantized_layers(
-    model: ModelPatcher,
-    results: dict[str, QuantizedLinear],
-    in_floats: Collection[str],
-    kernel: str,
+    model: ModelPatcher, results: dict[str, QuantizedLinear], in_floats: Collection[str], kernel: str
 ) -> ModelPatcher:
-    """A MODEL as `model` with its quantized layers, which are taken out of `results`, but for those held in floats."""
+    """A MODEL as `model`, its sampling settings, wrappers and hooks, with its quantized layers, which are taken out of
+    `results`, but for those held in floats."""
     compute_dtype = model.model.get_dtype_inference()
-    targets = set(results)
+    tensors = _state_dict_with_placeholders(model, set(results))
     for name in in_floats:
         del results[name]
 
     def make(name: str, weight: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor | None:
         if name in in_floats:
-            return source_weight(model, name).to(device="cpu", dtype=compute_dtype, copy=True)
+            return patched_weight(model, f"{name}.weight").to(device="cpu", dtype=compute_dtype, copy=True)
         if name not in results:
             return None
         result = results.pop(name)
@@ -51,14 +49,13 @@ def with_quantized_layers(
             return coded_weight(result.q, result.scale, result.transform.rotation_group, compute_dtype)
         return int8_weight(result.q, result.scale, compute_dtype, result.transform, result.activation_bits)
 
-    plan = LoadPlan(kernel, compute_dtype, make)
-    built = build_like(model.model, _state_dict_with_placeholders(model, targets), plan)
-    return _with_patches_of(model, built, kernel)
-
-
-def source_weight(model: ModelPatcher, name: str) -> torch.Tensor:
-    """A layer's float weight with patches applied, on the MODEL's device."""
-    return patched_weight(model, f"{DIFFUSION_MODEL}{name}.weight", model.load_device)
+    built = build_like(model.model, tensors, LoadPlan(kernel, compute_dtype, make))
+    clone = clone_around(model, built)
+    defer(clone)
+    disarm(clone)  # a recorder was for the MODEL that was quantized
+    take_callbacks(clone, built, CALLBACK_KEY)  # those of an earlier quantization go
+    call_factory(clone, rebuild_int8_model, clone.model, kernel)
+    return on_other_gpus_again(clone)
 
 
 def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dict[str, torch.Tensor]:
@@ -66,41 +63,23 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
     `targets`.
 
     A placeholder has a shape and dtype but no data: it lets the loader recognise the model, and each real weight is
-    made only when its layer is loaded.
+    made only when its layer is loaded. Of another layer the weight is a float if it is quantized and patched, or in a
+    form of which a state dict has only the pieces.
     """
-    diffusion_model = model.model.diffusion_model
-    changed = possibly_patched(model)
-    float_weights = {f"{name}.weight" for name in targets}
-    for key in changed:
-        if key not in float_weights and isinstance(weight_below_patches(model, DIFFUSION_MODEL + key), QuantizedTensor):
-            float_weights.add(key)  # the patched weight of a layer that is left alone stays a float
-    # So does one that was in another form, of which a state dict has only the pieces.
-    modules = diffusion_model.named_modules()
-    float_weights |= {f"{name}.weight" for name, module in modules if is_stored(getattr(module, "weight", None))}
+    changed, targets = possibly_patched(model), {f"{name}.weight" for name in targets}
+    held = {f"{name}.weight": module for name, module in model.model.diffusion_model.named_modules()}
+    floats = {key for key, module in held.items() if is_stored(getattr(module, "weight", None))} - targets
+    below = {key: weight_below_patches(model, DIFFUSION_MODEL + key) for key in {*changed, *targets, *floats}}
+    floats |= {key for key in changed - targets if isinstance(below[key], QuantizedTensor)}
 
     state_dict = {}
     for key, tensor in state_dict_of(model).items():
         layer, _, tensor_name = key.rpartition(".")
-        if f"{layer}.weight" in float_weights and tensor_name != "bias":
+        if f"{layer}.weight" in targets | floats and tensor_name != "bias":
             continue  # the weight, and what belongs to its quantized form
         if key in changed:
-            tensor = patched_weight(model, DIFFUSION_MODEL + key, model.load_device).to(tensor.dtype)
+            tensor = patched_weight(model, key).to(tensor.dtype)
         # A copy, because a loader may adopt the tensors it is given, and these belong to the original model.
         state_dict[key] = tensor.to(device="cpu", copy=True)
-    for key in float_weights:
-        weight = weight_below_patches(model, DIFFUSION_MODEL + key)
-        if key.removesuffix(".weight") in targets:
-            state_dict[key] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        else:
-            state_dict[key] = patched_weight(model, DIFFUSION_MODEL + key, model.load_device).to("cpu", weight.dtype)
-    return state_dict
-
-
-def _with_patches_of(model: ModelPatcher, built: ModelPatcher, kernel: str) -> ModelPatcher:
-    """A clone of `model` (its sampling settings, wrappers, hooks) around the freshly built INT8 model."""
-    clone = clone_around(model, built)
-    defer(clone)
-    disarm(clone)  # a recorder was for the MODEL that was quantized
-    take_callbacks(clone, built, CALLBACK_KEY)  # those of an earlier quantization go
-    call_factory(clone, rebuild_int8_model, clone.model, kernel)
-    return on_other_gpus_again(clone)
+    state_dict |= {key: torch.empty(below[key].shape, dtype=below[key].dtype, device="meta") for key in targets}
+    return state_dict | {key: patched_weight(model, key).to("cpu", below[key].dtype) for key in floats}

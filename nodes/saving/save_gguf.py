@@ -177,7 +177,7 @@ def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], 
         return _plain(lambda: weight_below_patches(model, key), shape)
 
     def read() -> torch.Tensor:
-        return patched_weight(model, key, model.load_device)
+        return patched_weight(model, entry.name)
 
     fitting = _fitting(shape, type)
     if part != "weight" or layer not in layers or not fitting:

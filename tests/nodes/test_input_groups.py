@@ -212,19 +212,19 @@ def test_joint_factors_are_as_good_as_separate_ones(dit, small, request, monkeyp
 
 def test_the_weights_of_a_group_are_looked_at_one_by_one(dit, small, attention, monkeypatch):
     """Never two weights at a time, and each no more than twice: for the joint absmax, and to be quantized."""
-    from int8_dit.nodes.quantization import quantize, rebuild
+    from int8_dit.nodes.quantization import quantize
 
-    original, given = rebuild.patched_weight, []
-    keys = {f"diffusion_model.{layer}.weight" for layer in quantize.quantizable_linears(attention)}
+    original, given = quantize.patched_weight, []
+    keys = {f"{layer}.weight" for layer in quantize.quantizable_linears(attention)}
 
-    def watching(model, key, device):
-        weight = original(model, key, device)
+    def noting(model, key):
+        weight = original(model, key)
         if key in keys:
             assert all(other() is None for _, other in given)
             given.append((key, weakref.ref(weight)))
         return weight
 
-    monkeypatch.setattr(rebuild, "patched_weight", watching)
+    monkeypatch.setattr(quantize, "patched_weight", noting)
     dit.quantize(attention, **small.calibration(attention))
     looks = Counter(key for key, _ in given)
     assert looks.keys() == keys
