@@ -9,7 +9,7 @@ from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json, text
 from .comfyui.memory import default_device
 from .host.notices import show_load_warnings
 from .pictures.benchmark_plot import plot
-from .pictures.drawing import check_matplotlib
+from .pictures.plot import check_matplotlib
 
 
 class INT8KernelBenchmark(io.ComfyNode):

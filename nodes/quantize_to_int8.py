@@ -15,7 +15,7 @@ from .host.work import Progress
 from .loading.summary import summarize
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .pictures.drawing import check_matplotlib
+from .pictures.plot import check_matplotlib
 from .pictures.quantization_plot import plot
 from .quantization.chart import chart_of
 from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model

@@ -1,8 +1,9 @@
 """What a quantization did, layer by layer: a table for the user, JSON for the file."""
 
+import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...kernels import TransformPlan
@@ -11,6 +12,8 @@ from ..host.output_files import size_text
 CODES, INT8, ACT16, BF16 = "INT8 with 4-bit weights", "INT8", "INT8 with 16-bit activations", "bf16"
 PROTECTED_IN = (ACT16, BF16)
 """What protected layers can be held in; bf16 stands for whatever the model computes in."""
+
+_IN_A_BLOCK = re.compile(r"(?:(.*?)\.)?(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -41,37 +44,16 @@ class LayerReport:
         return self.nearest_error is not None and self.held_in != BF16
 
     @property
-    def block(self) -> str:
-        """The repeated block it is in, as the model names it ("layers.7"), or its whole name."""
-        return self._parts[0]
-
-    @property
-    def blocks(self) -> str:
-        """What the model calls the blocks it is one of ("layers"); "" outside the blocks."""
-        return self.block.rpartition(".")[0] if self.number is not None else ""
-
-    @property
-    def number(self) -> int | None:
-        """The number of its block; None outside the blocks."""
-        return None if self.block == self.name else int(self.block.rpartition(".")[2])
-
-    @property
     def error_as_held(self) -> float | None:
         """What was lost of it: nothing in bf16. None for a layer that was never called."""
         return 0.0 if self.held_in == BF16 and self.error is not None else self.error
 
     @property
-    def kind(self) -> str:
-        """Its name inside the block."""
-        return self._parts[1]
-
-    @property
-    def _parts(self) -> tuple[str, str]:
-        path = self.name.split(".")
-        for index, part in enumerate(path[:-1]):
-            if part.isdigit():
-                return ".".join(path[: index + 1]), ".".join(path[index + 1 :])
-        return self.name, self.name
+    def place(self) -> tuple[str, int | None, str]:
+        """What the model calls the blocks it is one of ("layers"), the number of its block, and its name inside of it;
+        outside the blocks "", None and its whole name."""
+        found = _IN_A_BLOCK.fullmatch(self.name)
+        return (found[1] or "", int(found[2]), found[3]) if found else ("", None, self.name)
 
 
 @dataclass(frozen=True)
@@ -131,8 +113,8 @@ class QuantizationReport:
     @property
     def headline(self) -> str:
         """What it costs and saves, in a sentence for those who read no more."""
-        called = [layer.error_as_held or 0.0 for layer in self.layers if layer.fragility is not None]
-        parts = [f"{100 * statistics.fmean(called):.1f} % of the {self.error_of} changes"] if called else []
+        after = mean(layer.error_as_held for layer in self.layers)
+        parts = [] if after is None else [f"{100 * after:.1f} % of the {self.error_of} changes"]
         if self.size:
             parts.append(f"{size_text(self.size_before)} become {size_text(self.size, self.size_before)}")
         return "; ".join(parts)
@@ -140,52 +122,31 @@ class QuantizationReport:
     @property
     def summary(self) -> str:
         """The same with what it is compared to, and how many layers are protected, in a line."""
-        called = [layer for layer in self.layers if layer.fragility is not None]
-        parts = []
-        if called:
-            before = statistics.fmean(layer.fragility or 0.0 for layer in called)
-            after = statistics.fmean(layer.error_as_held or 0.0 for layer in called)
-            parts.append(f"Mean error {percent(after)} of the {self.error_of} ({self.plain}: {percent(before)})")
-        parts.append(f"{len(self.protected)} of {self.linears} linears protected{self._ways}")
-        parts += self._rounding
+        before = mean(layer.fragility for layer in self.layers)
+        after = mean(layer.error_as_held for layer in self.layers)
+        held = Counter(layer.held_in for layer in self.layers if layer.protected)
+        ways = ", ".join(f"{held[way]} in {way}" for way in (INT8, *PROTECTED_IN) if held[way])
+        parts = [f"{len(self.protected)} of {self.linears} linears protected{ways and f': {ways}'}"]
+        if before is not None:
+            parts.insert(0, f"Mean error {percent(after)} of the {self.error_of} ({self.plain}: {percent(before)})")
+        if self.settings.get("rounding") == "calibrated":
+            taken = [layer for layer in self.layers if layer.calibrated_rounding]
+            error, nearest = mean(layer.error for layer in taken), mean(layer.nearest_error for layer in taken)
+            gained = f", mean error {percent(error)} there on held-out inputs (rounded to nearest: {percent(nearest)})"
+            parts.append(f"Calibrated rounding in {len(taken)} of {len(self.layers)} layers{gained if taken else ''}")
         if self.attention:
-            mean = statistics.fmean(block.error for block in self.attention)
-            exact = sum(block.exact for block in self.attention)
+            error, exact = mean(block.error for block in self.attention), sum(block.exact for block in self.attention)
             parts.append(
-                f"INT8 attention: mean error {percent(mean)}, exact in {exact} of {len(self.attention)} blocks"
+                f"INT8 attention: mean error {percent(error)}, exact in {exact} of {len(self.attention)} blocks"
             )
         if self.size:
             parts.append(f"{size_text(self.size, self.size_before)} (was {size_text(self.size_before)})")
         return ". ".join(parts) + "."
 
     @property
-    def _ways(self) -> str:
-        """How many layers are protected in which way, after a colon."""
-        held = Counter(layer.held_in for layer in self.layers if layer.protected)
-        ways = [f"{held[way]} in {way}" for way in (INT8, *PROTECTED_IN) if held[way]]
-        return ": " + ", ".join(ways) if ways else ""
-
-    @property
-    def _rounding(self) -> list[str]:
-        """What calibrated rounding gained, where it was asked for."""
-        if self.settings.get("rounding") != "calibrated":
-            return []
-        taken = [layer for layer in self.layers if layer.calibrated_rounding]
-        gained = ""
-        if taken:
-            error = statistics.fmean(layer.error or 0.0 for layer in taken)
-            nearest = statistics.fmean(layer.nearest_error or 0.0 for layer in taken)
-            gained = f", mean error {percent(error)} there on held-out inputs (rounded to nearest: {percent(nearest)})"
-        return [f"Calibrated rounding in {len(taken)} of {len(self.layers)} layers{gained}"]
-
-    @property
     def error_of(self) -> str:
         """What the errors are relative to."""
         return "output" if self.calibration is not None else "weight"
-
-    def ranked(self) -> list[LayerReport]:
-        """The layers, the most fragile first, those that were never called last."""
-        return sorted(self.layers, key=lambda layer: (layer.fragility is None, -(layer.fragility or 0.0), layer.name))
 
     def recipe(self) -> dict[str, object]:
         """How the model was made, as it is kept in a file: values that JSON has."""
@@ -199,6 +160,10 @@ class QuantizationReport:
             }
             for layer in self.layers
         }
+        attention = {
+            "errors": {block.block: rounded(block.error) for block in self.attention},
+            "exact": [block.block for block in self.attention if block.exact],
+        }
         return {
             **self.settings,
             "linears": self.linears,
@@ -207,22 +172,17 @@ class QuantizationReport:
             "calibration": self.calibration,
             "error_of": self.error_of,
             "layers": layers,
-            **({"attention": self._attention()} if self.attention else {}),
-        }
-
-    def _attention(self) -> dict[str, object]:
-        return {
-            "errors": {block.block: rounded(block.error) for block in self.attention},
-            "exact": [block.block for block in self.attention if block.exact],
+            **({"attention": attention} if self.attention else {}),
         }
 
     def markdown(self) -> str:
-        """Title, summary and a table of all layers, the most fragile first."""
-        plain = sum(layer.held_in == (CODES if self.in_codes else INT8) for layer in self.layers)
+        """Title, summary and a table of all layers."""
+        usual, name = (CODES, CODES) if self.in_codes else (INT8, "plain INT8")
+        count = sum(layer.held_in == usual for layer in self.layers)
         lines = [
             f"## {self.title}",
             "",
-            f"{plain} of {self.linears} linears are {CODES if self.in_codes else 'plain INT8'}. {self.summary}",
+            f"{count} of {self.linears} linears are {name}. {self.summary}",
             "",
             f"Fragility is the error of {self.plain}, relative to the layer's {self.error_of}; the error is what is "
             "left of it as the layer was quantized.",
@@ -230,10 +190,11 @@ class QuantizationReport:
             "| layer | fragility | error | transform |",
             "| --- | --- | --- | --- |",
         ]
-        for layer in self.ranked():
-            done = f"protected in {layer.held_in}" if layer.protected else str(layer.transform)
-            if layer.held_in == CODES:
-                done = "4 bits"
+        # The most fragile first, those that were never called last.
+        for layer in sorted(self.layers, key=lambda one: (one.fragility is None, -(one.fragility or 0), one.name)):
+            done = "4 bits" if layer.held_in == CODES else str(layer.transform)
+            if layer.protected:
+                done = f"protected in {layer.held_in}"
             if layer.held_in == ACT16 and layer.transform != TransformPlan():
                 done += f", {layer.transform}"
             if layer.calibrated_rounding:
@@ -245,6 +206,12 @@ class QuantizationReport:
         for block in sorted(self.attention, key=lambda block: -block.error):
             lines.append(f"| {block.block} | {percent(block.error)} | {'exact' if block.exact else 'INT8'} |")
         return "\n".join(lines)
+
+
+def mean(errors: Iterable[float | None]) -> float | None:
+    """That of those that are known; None where none is."""
+    known = [error for error in errors if error is not None]
+    return statistics.fmean(known) if known else None
 
 
 def rounded(error: float | None) -> float | None:

@@ -261,9 +261,9 @@ def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
 
 
 def test_a_missing_matplotlib_is_said_before_anything_is_measured(node, run, monkeypatch):
-    from int8_dit.nodes.pictures import drawing
+    from int8_dit.nodes.pictures import plot
 
-    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(run, "examine", lambda *args: pytest.fail("measured"))
     with pytest.raises(ImportError, match="pip install matplotlib"):
         node.execute(8)

@@ -41,7 +41,7 @@ def report_of(pack):
 )
 def test_the_block_and_kind_of_a_layer(report_of, name, blocks, number, kind):
     (layer,) = report_of({name: (0.01, 0.01)}).layers
-    assert (layer.blocks, layer.number, layer.kind) == (blocks, number, kind)
+    assert layer.place == (blocks, number, kind)
 
 
 ERRORS = {

@@ -1,0 +1,186 @@
+"""The plot that nodes draw as an IMAGE: panels of rows, each a bar beside a name or a mark above a number.
+
+matplotlib takes a second to import, so that is done when something is drawn. Only its objects are used: what pyplot
+keeps is one for the whole process, which other packs draw in too.
+"""
+
+import importlib.util
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+PLAIN, INT8, PROTECTED, MUTED = "#9aa5b1", "#2f6fd0", "#d03b3b", "#5a6673"
+_INK, _GRID = "#1c2733", "#e3e8ee"
+_DOTS_PER_INCH = 220
+_LARGE, _TEXT, _SMALL = 14.0, 7.5, 6.5  # points: legible also where a node shows a sheet half as large as it is
+# Inches: a sheet, its lines, what stands around the inside of a panel, and that: a bar, and marks.
+_WIDTH, _MARGIN, _LARGE_LINE, _LINE, _LEGEND = 4.5, 0.12, 0.26, 0.15, 0.25
+_NAMES, _TICKS, _FIGURES, _BELOW = 1.3, 0.48, 0.42, 0.36
+_BAR, _MARKS = 0.145, 0.5
+_LETTERS_PER_INCH = 19  # of small text that surely fit
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value.
+
+    Attributes:
+        place: the name beside a bar, or the number below a mark.
+        series: what it is, in the legend.
+        span: the ends of a line along it.
+        figure: what is written behind a bar.
+    """
+
+    place: str | int
+    series: str
+    value: float
+    span: tuple[float, float]
+    figure: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The rows of a chart, as many lines above it as the others have, and what is below it."""
+
+    title: str
+    axis: str
+    rows: Sequence[Row]
+
+
+def check_matplotlib() -> None:
+    """Raise ImportError with what to do where matplotlib is missing; for before the work whose result is drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            "the report is drawn with matplotlib, which is not installed: run `pip install matplotlib` with ComfyUI's "
+            "Python"
+        )
+
+
+def as_comfyui_image(figure: "Figure") -> torch.Tensor:
+    """A sheet as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = numpy.asarray(canvas.buffer_rgba())[..., :3]
+    return torch.from_numpy(pixels.astype(numpy.float32) / 255)[None]
+
+
+def draw(
+    title: str,
+    text: str,
+    panels: Sequence[Panel],
+    series: Mapping[str, tuple[str, str]],
+    ends: tuple[float, float],
+    ticks: Mapping[float, str],
+) -> "Figure":
+    """A sheet: a title and a text, a legend of what is drawn, and the panels, all on one scale of values.
+
+    Args:
+        panels: all with names, of which the one with the least values is on top, or all with numbers.
+        series: by name a color and a marker.
+        ends, ticks: of the scale, which is logarithmic for marks; a longer bar ends there.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    rows = [row for panel in panels for row in panel.rows]
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        if isinstance(row.place, str):
+            values.setdefault(row.place, []).append(row.value)
+    names = sorted(values, key=lambda name: (statistics.fmean(values[name]), name))
+    columns = 2 if names and len(panels) > 2 else 1
+    large, small = textwrap.wrap(title, 38), textwrap.wrap(text, 80)
+    text_top = _MARGIN + _LARGE_LINE * len(large)
+    legend_top = text_top + _LINE * len(small) + 0.05
+    above = 0.05 + _LINE * max((1 + panel.title.count("\n") for panel in panels), default=0)
+    inside = _BAR * len(names) or _MARKS
+    line = above + inside + _BELOW
+    height = legend_top + _LEGEND + line * -(-len(panels) // columns)
+    figure = Figure((_WIDTH, height), _DOTS_PER_INCH, facecolor="white")
+    left = _MARGIN / _WIDTH
+    figure.text(left, 1 - _MARGIN / height, "\n".join(large), size=_LARGE, weight="bold", color=_INK, va="top")
+    figure.text(left, 1 - text_top / height, "\n".join(small), size=_TEXT, color=_INK, va="top", linespacing=1.25)
+    handles = [
+        Line2D([], [], linestyle="", label=name, color=color, marker=marker, markersize=3.6)
+        for name, (color, marker) in series.items()
+        if any(row.series == name for row in rows)
+    ]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(left, 1 - legend_top / height),
+        ncols=len(series),
+        fontsize=_SMALL,
+        labelcolor=_INK,
+        frameon=False,
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=0.8,
+        handletextpad=0.3,
+        columnspacing=1.0,
+    )
+    beside, behind = (_NAMES, _FIGURES) if names else (_TICKS, _MARGIN)
+    width = (_WIDTH - beside) / columns - behind
+    for index, panel in enumerate(panels):
+        x, y = beside + index % columns * (width + behind), height - legend_top - _LEGEND - index // columns * line
+        axes = figure.add_axes((x / _WIDTH, (y - above - inside) / height, width / _WIDTH, inside / height))
+        scale = _fill(axes, panel, names, series, ends)
+        scale.set_ticks([*ticks], [*ticks.values()])
+        scale.set_ticks([], minor=True)
+        scale.grid(color=_GRID, linewidth=0.6)
+        heading, axis = (_shortened(text, width + behind) for text in (panel.title, panel.axis))
+        axes.set_title(heading, loc="left", pad=3, size=_SMALL, color=_INK)
+        axes.set_xlabel(axis, size=_SMALL, color=MUTED, labelpad=1)
+        axes.tick_params(length=0, pad=4, labelsize=_SMALL, labelcolor=MUTED, labelleft=index % columns == 0)
+    return figure
+
+
+def _fill(
+    axes: "Axes", panel: Panel, names: Sequence[str], series: Mapping[str, tuple[str, str]], ends: tuple[float, float]
+) -> "Axis":
+    """Draw bars beside the names, or marks above numbers where there are no names. Return the axis of values."""
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    axes.spines[:].set_visible(False)
+    axes.set_axisbelow(True)
+    for row in panel.rows:
+        color, marker = series[row.series]
+        if isinstance(row.place, str):
+            place = names.index(row.place)
+            axes.barh(place, row.value, height=0.72, color=color)
+            axes.hlines(place, *row.span, color=_INK, linewidth=1.0)
+            where = {"xycoords": axes.get_yaxis_transform(), "xytext": (72 * _FIGURES - 4, 0)}  # behind the panel
+            how = {"ha": "right", "va": "center_baseline", "size": _SMALL, "color": _INK}
+            axes.annotate(row.figure, (1, place), textcoords="offset points", **where, **how)
+        else:
+            axes.vlines(row.place, *row.span, color=color, linewidth=0.8)
+            axes.plot(row.place, row.value, marker, color=color, markersize=3.4, clip_on=False)
+    if names:
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlim(ends)
+        return axes.xaxis
+    places = [row.place for row in panel.rows if isinstance(row.place, int)]
+    axes.set_xlim(min(places) - 0.5, max(places) + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(20, integer=True, min_n_ticks=1) if panel.axis else NullLocator())
+    axes.set_yscale("log")
+    axes.set_ylim(ends)
+    return axes.yaxis
+
+
+def _shortened(text: str, width: float) -> str:
+    """Lines of small text without the beginning of those that are wider than `width` inches."""
+    letters = int(_LETTERS_PER_INCH * width)
+    return "\n".join(line if len(line) <= letters else f"…{line[1 - letters :]}" for line in text.split("\n"))
