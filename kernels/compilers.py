@@ -7,7 +7,6 @@ input for itself, and all of it is one kernel.
 """
 
 import logging
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +15,8 @@ from .internals.torch_functions import dispatch_modes
 from .reference.linear import quantize_activations_reference
 from .reference.transform import ChannelTransform
 
-NAMESPACE = "int8_dit"
-_libraries: list[torch.library.Library] = []  # an operator lives as long as its library
 _log = logging.getLogger(__name__)
 _warned_of: set[type[Exception]] = set()
-
-
 _plain: set[type] = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -36,29 +31,6 @@ def watched(x: torch.Tensor) -> bool:
     Plain eager calls go straight to the implementations: dispatching to Python takes longer than the checks do.
     """
     return (torch.compiler.is_compiling() and _teach_inductor()) or type(x) not in _plain or dispatch_modes() > 0
-
-
-def define_operators(operators: Mapping[str, tuple[Callable, Callable | None]]) -> None:
-    """Define operators by their schemas, once per process: what computes each, and what says what its results are.
-
-    They are opaque and refuse gradients themselves, where that costs least. One without the second function is composed
-    of others, and a compiler sees those.
-
-    The pack can be imported twice in one process under different names (as ComfyUI's custom node and as plain
-    `kernels`), but operators belong to the process: the first import defines them, and the second uses those.
-    """
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for schema, (implementation, fake) in operators.items():
-        if hasattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0]):
-            continue
-        name = library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        if fake is None:
-            library.impl(name, implementation, "CompositeImplicitAutograd")
-            continue
-        library.impl(name, implementation, "CompositeExplicitAutograd")
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    _libraries.append(library)
 
 
 @torch.compiler.assume_constant_result

@@ -110,7 +110,7 @@ class CalibratedRounding:
             assert transform.rotation_group is not None
             return quantize_to_codes(w, transform.rotation_group, feedback, scale)
         q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
-        for rows in row_slices(w):
+        for rows in row_slices(w.shape):
             stop_if_asked()
             q[rows] = feedback.round(transform.to_weight(w[rows]), scale[rows])
         return RoundedWeight(q, scale)

@@ -21,7 +21,7 @@ class OutputError:
     def __init__(self, rows: torch.Tensor, w: torch.Tensor) -> None:
         self._rows = rows.to(w.device).float()
         self._exact = torch.empty((rows.shape[0], w.shape[0]), dtype=torch.float32, device=w.device)
-        for channels in row_slices(w):
+        for channels in row_slices(w.shape):
             self._exact[:, channels] = self._rows @ w[channels].float().t()
         self._norm = float(torch.linalg.vector_norm(self._exact, dtype=torch.float64))
 
@@ -58,7 +58,7 @@ class OutputError:
             x += steps[:, q.shape[1] :].float() / REMAINDER_STEPS
         x *= x_scale[:, None]
         squares = torch.zeros((), dtype=torch.float64, device=q.device)
-        for channels in row_slices(q):
+        for channels in row_slices(q.shape):
             output = x @ (q[channels].float() * scale[channels, None]).t()
             squares += output.sub_(self._exact[:, channels]).square().sum(dtype=torch.float64)
         return float(squares)
@@ -72,7 +72,7 @@ def relative_rounding_error(
     It stands in for the output error where no activations were seen.
     """
     squares = torch.zeros((), dtype=torch.float64, device=w.device)
-    for channels in row_slices(w):
+    for channels in row_slices(w.shape):
         restored = dequantize_weight(q[channels], scale[channels], transform, torch.float32)
         squares += restored.sub_(w[channels]).square().sum(dtype=torch.float64)
     norm = torch.linalg.vector_norm(w, dtype=torch.float32).double()

@@ -45,7 +45,7 @@ def quantize_to_codes(
     codebook = torch.tensor(DEFAULT_CODEBOOK, device=w.device)
     feedback = feedback or ColumnFeedback.alone(w.shape[1], w.device)
     done = []
-    for rows in row_slices(w):
+    for rows in row_slices(w.shape):
         stop_if_asked()
         done.append(feedback.round_to_codes(transform.to_weight(w[rows]), scale[rows], codebook))
     whole = CodedColumns(*(torch.cat(part) for part in zip(*done, strict=True)))

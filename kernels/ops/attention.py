@@ -1,12 +1,13 @@
 """Attention of this pack's kernels: with queries and keys in INT8, and exact for wide heads; from Ampere on."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..card.device import fused_obstacle, uses_triton
 from ..checks import FLOAT_DTYPES, check_same_device
-from ..compilers import NAMESPACE, define_operators, watched
+from ..operators import Result, operator
 from ..reference.attention import WIDEST_HEAD, int8_attention_reference
 
 
@@ -48,17 +49,18 @@ def int8_attention(
         TypeError, ValueError: wrong dtype, shape or device.
         RuntimeError: a gradient is asked to pass the rounding.
     """
-    _check(q, k, v, mask, key_mean)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise RuntimeError("int8_attention has no gradient, as it rounds: run it under torch.no_grad()")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    compute = _OPERATOR if watched(q) else _attend
-    return compute(q, k, v, mask, factor, key_mean).transpose(1, 2)
+    return _int8_attention(q, k, v, mask, factor, key_mean).transpose(1, 2)
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, key_mean: torch.Tensor | None
-) -> None:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    key_mean: torch.Tensor | None = None,
+) -> list[Result]:
     if q.dtype not in FLOAT_DTYPES or not q.dtype == k.dtype == v.dtype:
         kinds = f"{q.dtype}, {k.dtype} and {v.dtype}"
         raise TypeError(f"q, k and v must all be bfloat16, float16 or float32, got {kinds}")
@@ -79,9 +81,42 @@ def _check(
         if not key_mean.is_floating_point() or given[1:] != full[1:] or given[0] not in (1, full[0]):
             raise ValueError(f"key_mean must be floating point {full[1:]} or {full}, got {tuple(key_mean.shape)}")
     check_same_device(q=q, k=k, v=v, mask=mask, key_mean=key_mean)
+    return [((q.shape[0], q.shape[2], q.shape[1], q.shape[3]), q.dtype)]
 
 
-def _attend(
+def _check_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[Result]:
+    results = _check(q, k, v, *rest)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise RuntimeError("int8_attention has no gradient, as it rounds: run it under torch.no_grad()")
+    return results
+
+
+def _check_float(q: torch.Tensor, *rest: Any) -> list[Result]:
+    results = _check(q, *rest)
+    if q.dtype == torch.float32 or not 128 < q.shape[-1] <= WIDEST_HEAD:
+        raise ValueError(f"float_attention takes fp16 and bf16 heads of 129 to {WIDEST_HEAD}, got {tuple(q.shape)}")
+    return results
+
+
+def _filled(
+    fill: Callable[[torch.Tensor, torch.Tensor | None], None],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """[B, TQ, H, D] that `fill` wrote as [B, H, TQ, D], given the mask as [B, H, TQ, TK]; zeros without keys."""
+    batch, heads, tokens, width = q.shape
+    out = q.new_empty((batch, tokens, heads, width))
+    if not out.numel() or not k.numel():
+        return out.zero_()
+    fill(out.transpose(1, 2), None if mask is None else mask.expand(*q.shape[:3], k.shape[2]))
+    return out
+
+
+@operator(
+    "int8_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, Tensor? key_mean) -> Tensor", _check_int8
+)
+def _int8_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -89,7 +124,7 @@ def _attend(
     scale: float,
     key_mean: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Checked tensors -> [B, TQ, H, D]."""
+    """[B, TQ, H, D]."""
 
     def fill(out: torch.Tensor, full: torch.Tensor | None) -> None:
         if uses_triton(q) and q.shape[-1] <= WIDEST_HEAD:
@@ -100,32 +135,6 @@ def _attend(
             out.copy_(int8_attention_reference(q, k, v, full, scale, key_mean))
 
     return _filled(fill, q, k, mask)
-
-
-def _filled(
-    fill: Callable[[torch.Tensor, torch.Tensor | None], None],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """[B, TQ, H, D] that `fill` wrote as [B, H, TQ, D], given the mask as [B, H, TQ, TK]; zeros without keys."""
-    out = _new_output(q)
-    if not out.numel() or not k.numel():
-        return out.zero_()
-    fill(out.transpose(1, 2), None if mask is None else mask.expand(*q.shape[:3], k.shape[2]))
-    return out
-
-
-def _new_output(
-    q: torch.Tensor,
-    k: object = None,
-    v: object = None,
-    mask: object = None,
-    scale: float = 1.0,
-    key_mean: object = None,
-) -> torch.Tensor:
-    batch, heads, tokens, width = q.shape
-    return q.new_empty((batch, tokens, heads, width))
 
 
 def takes_float_attention(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -158,18 +167,15 @@ def float_attention(
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
-    _check(q, k, v, mask, None)
-    if q.dtype == torch.float32 or not 128 < q.shape[-1] <= WIDEST_HEAD:
-        raise ValueError(f"float_attention takes fp16 and bf16 heads of 129 to {WIDEST_HEAD}, got {tuple(q.shape)}")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    compute = _FLOAT_OPERATOR if watched(q) else _attend_exactly
-    return compute(q, k, v, mask, factor).transpose(1, 2)
+    return _float_attention(q, k, v, mask, factor).transpose(1, 2)
 
 
-def _attend_exactly(
+@operator("float_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor", _check_float)
+def _float_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Checked tensors -> [B, TQ, H, D]."""
+    """[B, TQ, H, D]."""
 
     def fill(out: torch.Tensor, full: torch.Tensor | None) -> None:
         if uses_triton(q):
@@ -182,19 +188,3 @@ def _attend_exactly(
             out.copy_(exact(q, k, v, attn_mask=full, scale=scale, enable_gqa=grouped))
 
     return _filled(fill, q, k, mask)
-
-
-define_operators(
-    {
-        "float_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor": (
-            _attend_exactly,
-            _new_output,
-        ),
-        "int8_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, Tensor? key_mean) -> Tensor": (
-            _attend,
-            _new_output,
-        ),
-    }
-)
-_OPERATOR = getattr(torch.ops, NAMESPACE).int8_attention.default
-_FLOAT_OPERATOR = getattr(torch.ops, NAMESPACE).float_attention.default

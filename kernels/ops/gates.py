@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..checks import check_activation_bits, check_float_rows, check_same_device
-from ..reference.linear import Quantized, new_quantized, quantize_activations_reference
+from ..operators import Result
+from ..reference.linear import Quantized, quantize_activations_reference, quantized_layouts
 from ..reference.transform import UNCHANGED, ChannelTransform
 from .fused_op import fused_op
 
@@ -28,7 +28,7 @@ def _check_activate_quantize(
     beside: torch.Tensor | None,
     transform: ChannelTransform,
     activation_bits: int,
-) -> Quantized:
+) -> list[Result]:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if activation == "sigmoid" and up is None:
@@ -45,16 +45,10 @@ def _check_activate_quantize(
     channels = gate.shape[-1] + (0 if beside is None else beside.shape[-1])
     transform.check(channels)
     check_same_device(gate=gate, up=up, beside=beside, smooth=transform.smooth)
-    return new_quantized(gate, channels, activation_bits)
+    return quantized_layouts(gate, channels, activation_bits)
 
 
-def _launch_activate_quantize(*arguments: Any):
-    from ..triton_kernels.gates import launch_activate_quantize
-
-    return launch_activate_quantize(*arguments)
-
-
-@fused_op(check=_check_activate_quantize, launch=_launch_activate_quantize, rounds=True)
+@fused_op("gates", check=_check_activate_quantize, rounds=True)
 def activate_quantize(
     gate: torch.Tensor,
     activation: str,

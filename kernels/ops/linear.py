@@ -18,16 +18,79 @@ from ..checks import (
     check_vector,
     check_weight_scale,
 )
-from ..compilers import define_operators, watched
+from ..operators import Result, operator
 from ..reference.linear import (
     int8_accumulate_reference,
     int8_gemm_reference,
     new_quantized,
     quantize_activations_reference,
+    quantized_layouts,
 )
 from ..reference.transform import UNCHANGED, ChannelTransform
 
 
+def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The input [..., K] of a linear as a matrix. Raises what `int8_linear` does for a bad `x` or `weight`."""
+    if x.ndim == 0:
+        raise ValueError("x must have at least one dimension")
+    check_int8_matrix("weight", weight)
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x has K = {x.shape[-1]} but weight has K = {weight.shape[1]}")
+    _refuse_gradient("int8_linear", x)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _refuse_gradient(name: str, activations: torch.Tensor) -> None:
+    """Raise RuntimeError where a gradient is asked to pass the rounding.
+
+    Weights, scales and biases are constants here.
+    """
+    if activations.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name} has no gradient: run it under torch.no_grad() or use the bf16 kernel")
+
+
+def _check_quantization(x: torch.Tensor, transform: ChannelTransform, activation_bits: int) -> list[Result]:
+    _refuse_gradient("quantize_activations", x)
+    check_float_matrix("x", x)
+    check_activation_bits(activation_bits)
+    transform.check(x.shape[1])
+    check_same_device(x=x, smooth=transform.smooth)
+    return quantized_layouts(x, x.shape[1], activation_bits)
+
+
+def _check_operands(q: torch.Tensor, weight: torch.Tensor) -> None:
+    check_int8_matrix("q", q)
+    check_int8_matrix("weight", weight)
+    if q.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
+        raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
+
+
+def _check_gemm(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> list[Result]:
+    _refuse_gradient("int8_gemm", q_scale)
+    _check_operands(q, weight)
+    if q_scale.dtype != torch.float32:
+        raise TypeError(f"q_scale must be float32, got {q_scale.dtype}")
+    check_vector("q_scale", q_scale, q.shape[0], "the rows of q")
+    check_weight_scale(weight_scale, weight.shape[0])
+    if bias is not None:
+        check_vector("bias", bias, weight.shape[0], "the rows of weight")
+    check_out_dtype(out_dtype)
+    check_same_device(q=q, q_scale=q_scale, weight=weight, weight_scale=weight_scale, bias=bias)
+    return [((q.shape[0], weight.shape[0]), out_dtype)]
+
+
+@operator(
+    "quantize_activations(Tensor x, Tensor? smooth=None, int? rotation_group=None, int activation_bits=8)"
+    " -> (Tensor, Tensor)",
+    _check_quantization,
+)
 def quantize_activations(
     x: torch.Tensor, transform: ChannelTransform = UNCHANGED, activation_bits: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,12 +113,22 @@ def quantize_activations(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    if watched(x):
-        flat = (transform.smooth, transform.rotation_group, activation_bits)
-        return torch.ops.int8_dit.quantize_activations.default(x, *flat)
-    return _quantize(x, transform, activation_bits)
+    if x.numel() == 0:
+        q, scale = new_quantized(x, x.shape[1], activation_bits)
+        return q, scale.zero_()
+    if uses_triton(x):
+        from ..triton_kernels.activations import launch_activation_quantizer
+
+        return launch_activation_quantizer(x, transform, activation_bits)
+    with torch.no_grad():
+        return quantize_activations_reference(x, transform, activation_bits)
 
 
+@operator(
+    "int8_gemm(Tensor q, Tensor q_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype)"
+    " -> Tensor",
+    _check_gemm,
+)
 def int8_gemm(
     q: torch.Tensor,
     q_scale: torch.Tensor,
@@ -81,10 +154,22 @@ def int8_gemm(
         TypeError, ValueError: wrong dtype, shape or device.
         RuntimeError: `q_scale` needs a gradient, which rounding does not have.
     """
-    gemm = torch.ops.int8_dit.int8_gemm.default if watched(q) else _gemm
-    return gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
+    if q.numel() == 0 or weight.numel() == 0:
+        empty_sum = torch.zeros((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
+        return empty_sum if bias is None else empty_sum.add_(bias.detach().to(out_dtype))
+    if uses_triton(q):
+        from ..triton_kernels.gemm import launch_gemm
+
+        return launch_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
+    with torch.no_grad():
+        return int8_gemm_reference(q, q_scale, weight, weight_scale, bias, out_dtype)
 
 
+@operator(
+    "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, Tensor? smooth=None, "
+    "int? rotation_group=None, ScalarType? out_dtype=None, int activation_bits=8) -> Tensor",
+    check=None,
+)
 def int8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -112,10 +197,9 @@ def int8_linear(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    if watched(x):
-        flat = (transform.smooth, transform.rotation_group, out_dtype, activation_bits)
-        return torch.ops.int8_dit.int8_linear.default(x, weight, weight_scale, bias, *flat)
-    return _linear(x, weight, weight_scale, bias, transform, out_dtype, activation_bits)
+    q, q_scale = quantize_activations(linear_rows(x, weight), transform, activation_bits)
+    out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -135,162 +219,3 @@ def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
         return launch_gemm(q, None, weight, None, None, torch.int32)
     return int8_accumulate_reference(q, weight)
-
-
-def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The input [..., K] of a linear as a matrix. Raises what `int8_linear` does for a bad `x` or `weight`."""
-    if x.ndim == 0:
-        raise ValueError("x must have at least one dimension")
-    check_int8_matrix("weight", weight)
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x has K = {x.shape[-1]} but weight has K = {weight.shape[1]}")
-    _refuse_gradient("int8_linear", x)
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _refuse_gradient(name: str, activations: torch.Tensor) -> None:
-    """Raise RuntimeError where a gradient is asked to pass the rounding.
-
-    Weights, scales and biases are constants here.
-    """
-    if activations.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{name} has no gradient: run it under torch.no_grad() or use the bf16 kernel")
-
-
-def _check_quantization(x: torch.Tensor, transform: ChannelTransform, activation_bits: int) -> None:
-    _refuse_gradient("quantize_activations", x)
-    check_float_matrix("x", x)
-    check_activation_bits(activation_bits)
-    transform.check(x.shape[1])
-    check_same_device(x=x, smooth=transform.smooth)
-
-
-def _check_operands(q: torch.Tensor, weight: torch.Tensor) -> None:
-    check_int8_matrix("q", q)
-    check_int8_matrix("weight", weight)
-    if q.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
-        raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
-
-
-def _check_gemm(
-    q: torch.Tensor,
-    q_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    _refuse_gradient("int8_gemm", q_scale)
-    _check_operands(q, weight)
-    if q_scale.dtype != torch.float32:
-        raise TypeError(f"q_scale must be float32, got {q_scale.dtype}")
-    check_vector("q_scale", q_scale, q.shape[0], "the rows of q")
-    check_weight_scale(weight_scale, weight.shape[0])
-    if bias is not None:
-        check_vector("bias", bias, weight.shape[0], "the rows of weight")
-    check_out_dtype(out_dtype)
-    check_same_device(q=q, q_scale=q_scale, weight=weight, weight_scale=weight_scale, bias=bias)
-
-
-def _quantize(x: torch.Tensor, transform: ChannelTransform, activation_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_quantization(x, transform, activation_bits)
-    if x.numel() == 0:
-        q, scale = new_quantized(x, x.shape[1], activation_bits)
-        return q, scale.zero_()
-    if uses_triton(x):
-        from ..triton_kernels.activations import launch_activation_quantizer
-
-        return launch_activation_quantizer(x, transform, activation_bits)
-    with torch.no_grad():
-        return quantize_activations_reference(x, transform, activation_bits)
-
-
-def _gemm(
-    q: torch.Tensor,
-    q_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    _check_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
-    if q.numel() == 0 or weight.numel() == 0:
-        empty_sum = torch.zeros((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
-        return empty_sum if bias is None else empty_sum.add_(bias.detach().to(out_dtype))
-    if uses_triton(q):
-        from ..triton_kernels.gemm import launch_gemm
-
-        return launch_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
-    with torch.no_grad():
-        return int8_gemm_reference(q, q_scale, weight, weight_scale, bias, out_dtype)
-
-
-def _linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    transform: ChannelTransform,
-    out_dtype: torch.dtype | None,
-    activation_bits: int,
-) -> torch.Tensor:
-    q, q_scale = quantize_activations(linear_rows(x, weight), transform, activation_bits)
-    out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
-
-
-# What a compiler calls: the same with flat arguments, and what their results look like.
-
-
-def _quantize_operator(
-    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None, activation_bits: int = 8
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _quantize(x, ChannelTransform(smooth, rotation_group), activation_bits)
-
-
-def _fake_quantize_operator(
-    x: torch.Tensor, smooth: torch.Tensor | None = None, rotation_group: int | None = None, activation_bits: int = 8
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_quantization(x, ChannelTransform(smooth, rotation_group), activation_bits)
-    return new_quantized(x, x.shape[1], activation_bits)
-
-
-def _fake_gemm(
-    q: torch.Tensor,
-    q_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    _check_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
-    return q.new_empty((q.shape[0], weight.shape[0]), dtype=out_dtype)
-
-
-def _linear_operator(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    smooth: torch.Tensor | None = None,
-    rotation_group: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    activation_bits: int = 8,
-) -> torch.Tensor:
-    transform = ChannelTransform(smooth, rotation_group)
-    return _linear(x, weight, weight_scale, bias, transform, out_dtype, activation_bits)
-
-
-define_operators(
-    {
-        "quantize_activations(Tensor x, Tensor? smooth=None, int? rotation_group=None, int activation_bits=8)"
-        " -> (Tensor, Tensor)": (_quantize_operator, _fake_quantize_operator),
-        "int8_gemm(Tensor q, Tensor q_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype)"
-        " -> Tensor": (_gemm, _fake_gemm),
-        "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, Tensor? smooth=None, "
-        "int? rotation_group=None, ScalarType? out_dtype=None, int activation_bits=8) -> Tensor": (
-            _linear_operator,
-            None,
-        ),
-    }
-)

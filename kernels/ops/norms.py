@@ -1,7 +1,7 @@
 """Norms: modulated and quantized for the next linear, or gated and added to the residual."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -13,7 +13,8 @@ from ..checks import (
     check_tokens,
     check_vector,
 )
-from ..reference.linear import Quantized, new_quantized, quantize_activations_reference
+from ..operators import Result
+from ..reference.linear import Quantized, quantize_activations_reference, quantized_layouts
 from ..reference.transform import UNCHANGED, ChannelTransform
 from .fused_op import fused_op
 
@@ -60,7 +61,7 @@ def _check_norm_quantize(
     transform: ChannelTransform,
     activation_bits: int,
     rows: torch.Tensor | None,
-) -> Quantized:
+) -> list[Result]:
     check_tokens("x", x)
     _check_norm(norm, x.shape[-1])
     check_modulation_rows(rows, x)
@@ -71,16 +72,10 @@ def _check_norm_quantize(
     check_same_device(
         x=x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, smooth=transform.smooth, rows=rows
     )
-    return new_quantized(x, x.shape[-1], activation_bits)
+    return quantized_layouts(x, x.shape[-1], activation_bits)
 
 
-def _launch_norm_quantize(*arguments: Any):
-    from ..triton_kernels.norms import launch_norm_quantize
-
-    return launch_norm_quantize(*arguments)
-
-
-@fused_op(check=_check_norm_quantize, launch=_launch_norm_quantize, rounds=True)
+@fused_op("norms", check=_check_norm_quantize, rounds=True)
 def norm_quantize(
     x: torch.Tensor,
     norm: Norm,
@@ -123,7 +118,7 @@ def _check_gated_residual(
     norm: Norm | None,
     rows: torch.Tensor | None,
     out: tuple[torch.Tensor] | None = None,
-) -> torch.Tensor:
+) -> list[Result]:
     check_tokens("residual", residual)
     check_tokens("x", x)
     if residual.shape != x.shape:
@@ -133,20 +128,14 @@ def _check_gated_residual(
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     if norm is not None:
         _check_norm(norm, x.shape[-1])
-    target = residual.new_empty(residual.shape) if out is None else out[0]
-    if target.shape != x.shape or target.dtype != residual.dtype or not target.is_contiguous():
+    target = None if out is None else out[0]
+    if target is not None and (target.shape != x.shape or target.dtype != residual.dtype or not target.is_contiguous()):
         raise ValueError(f"out must be a contiguous {residual.dtype} tensor of shape {tuple(x.shape)}")
     check_same_device(residual=residual, x=x, gate=gate, weight=weight, bias=bias, rows=rows, out=target)
-    return target
+    return [(residual.shape, residual.dtype)]
 
 
-def _launch_gated_residual(*arguments: Any):
-    from ..triton_kernels.norms import launch_gated_residual
-
-    return launch_gated_residual(*arguments)
-
-
-@fused_op(check=_check_gated_residual, launch=_launch_gated_residual)
+@fused_op("norms", check=_check_gated_residual)
 def gated_residual(
     residual: torch.Tensor,
     x: torch.Tensor,

@@ -1,10 +1,11 @@
 """Norms of queries and keys and their rotary positions."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ..checks import check_float_rows, check_same_device
+from ..operators import Result
 from .fused_op import fused_op
 from .norms import Norm, normalized
 
@@ -19,7 +20,7 @@ def _check_norm_rope(
     freqs: torch.Tensor,
     pairs: str,
     out: Pair | None = None,
-) -> Pair:
+) -> list[Result]:
     if pairs not in ("neighbours", "halves"):
         raise ValueError(f"pairs must be neighbours or halves, got {pairs!r}")
     for name, x, norm in (("q", q, q_norm), ("k", k, k_norm)):
@@ -39,22 +40,14 @@ def _check_norm_rope(
     if not freqs.is_floating_point() or freqs.shape[-2:] != (2, 2) or freqs.numel() not in (of_all, of_each):
         wanted = f"[..., {q.shape[1]}, {q.shape[3] // 2}, 2, 2], or as many for each head of q and k,"
         raise ValueError(f"freqs must be floating point {wanted}, got {freqs.dtype} {tuple(freqs.shape)}")
-    if out is None:
-        return q.new_empty(q.shape), k.new_empty(k.shape)
-    for name, target, x in (("q", out[0], q), ("k", out[1], k)):
+    for name, target, x in zip(("q", "k"), out or (), (q, k), strict=False):
         if target.shape != x.shape:
             raise ValueError(f"the output of {name} must have shape {tuple(x.shape)}, got {tuple(target.shape)}")
         check_same_device(q=q, out=target)
-    return out
+    return [(q.shape, q.dtype), (k.shape, k.dtype)]
 
 
-def _launch_norm_rope(*arguments: Any):
-    from ..triton_kernels.rope import launch_norm_rope
-
-    return launch_norm_rope(*arguments)
-
-
-@fused_op(check=_check_norm_rope, launch=_launch_norm_rope)
+@fused_op("rope", check=_check_norm_rope)
 def norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,

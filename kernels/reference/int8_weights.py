@@ -1,6 +1,6 @@
 """Per-output-channel INT8 quantization of weights and its inverse, in plain PyTorch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,10 +15,10 @@ _CLIPPING = tuple(1.0 - step / 50 for step in range(26))
 SMALLEST_SCALE = 2 * torch.finfo(torch.float32).tiny
 
 
-def row_slices(weight: torch.Tensor) -> Iterator[slice]:
-    """Slices over the rows of a weight [N, K] that are few enough to be worked on in float32."""
-    rows = max(1, _SLICE_ELEMENTS // max(1, weight.shape[1]))
-    return (slice(start, start + rows) for start in range(0, weight.shape[0], rows))
+def row_slices(shape: Sequence[int]) -> Iterator[slice]:
+    """Slices over the rows of a weight of shape [N, K] that are few enough to be worked on in float32."""
+    rows = max(1, _SLICE_ELEMENTS // max(1, shape[1]))
+    return (slice(start, start + rows) for start in range(0, shape[0], rows))
 
 
 def _least_error_scale(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def quantize_rows(
     """`quantize_weight` of checked arguments, in plain PyTorch; a NaN or Inf gives its channel the scale NaN."""
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     scale = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
-    for rows in row_slices(w):
+    for rows in row_slices(w.shape):
         values = transform.to_weight(w[rows])
         absmax = values.abs().amax(dim=1) if w.shape[1] else values.new_zeros(values.shape[0])
         scale[rows] = absmax / torch.full_like(absmax, 127)
@@ -92,6 +92,6 @@ def dequantize_rows(
     """`dequantize_weight` of checked arguments, in plain PyTorch."""
     per_channel = scale.reshape(-1, 1).expand(q.shape[0], 1)
     weight = torch.empty(q.shape, dtype=dtype, device=q.device)
-    for rows in row_slices(q):
+    for rows in row_slices(q.shape):
         weight[rows] = transform.from_weight(q[rows].float() * per_channel[rows]).to(dtype)
     return weight

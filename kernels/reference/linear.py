@@ -1,6 +1,7 @@
 """Eager references of the fast paths: the same signatures in plain PyTorch. They are also what runs on a CPU."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,6 @@ from ..internals.torch_functions import int_mm
 from .transform import UNCHANGED, ChannelTransform
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-
-
 REMAINDER_STEPS = 254
 """How finely the second int8 number of a 16-bit activation divides the step of the first."""
 
@@ -18,11 +17,16 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 """Rows of activations: int8 [rows, K], or [rows, 2K] for 16 bits, and their float32 scale [rows]."""
 
 
-def new_quantized(x: torch.Tensor, channels: int, activation_bits: int) -> Quantized:
-    """Uninitialised rows of `channels` for those of `x` [..., any]."""
+def quantized_layouts(x: torch.Tensor, channels: int, activation_bits: int) -> list[tuple[Sequence[int], torch.dtype]]:
+    """Shapes and dtypes of rows of `channels` made of those of `x` [..., any]."""
     rows = math.prod(x.shape[:-1])
-    q = torch.empty((rows, channels * (activation_bits // 8)), dtype=torch.int8, device=x.device)
-    return q, torch.empty(rows, dtype=torch.float32, device=x.device)
+    return [((rows, channels * (activation_bits // 8)), torch.int8), ((rows,), torch.float32)]
+
+
+def new_quantized(x: torch.Tensor, channels: int, activation_bits: int) -> Quantized:
+    """The same, uninitialised."""
+    q, scale = (x.new_empty(shape, dtype=dtype) for shape, dtype in quantized_layouts(x, channels, activation_bits))
+    return q, scale
 
 
 def quantize_activations_reference(

@@ -24,7 +24,7 @@ class LowRank(NamedTuple):
         each row of up @ down."""
         scale = torch.empty(self.up.shape[0], device=self.up.device)
         down = self.down.float()
-        for rows in row_slices(torch.empty(len(scale), down.shape[1], device="meta")):
+        for rows in row_slices((len(scale), down.shape[1])):
             scale[rows] = (self.up[rows].float() @ down).abs().amax(dim=1) / 127
         return scale
 

@@ -5,13 +5,31 @@ import torch
 
 from ..card.device import weights_use_triton
 from ..checks import FLOAT_DTYPES, check_float_matrix, check_same_device, check_weight_scale
-from ..compilers import define_operators, watched
 from ..gguf.formats import GGUF_FORMATS, GGUFFormat
+from ..operators import Result, operator
 from ..reference.int8_weights import SMALLEST_SCALE, row_slices
 from ..reference.low_rank import LowRank, rounded_rows
 
 # A minimum of the K formats is at most 63 times an fp16 number.
 _LARGEST = 63 * int(torch.finfo(torch.float16).max)
+
+
+def _format(name: str) -> GGUFFormat:
+    if name not in GGUF_FORMATS:
+        raise ValueError(f"{name!r} is no known GGUF format; known are {', '.join(GGUF_FORMATS)}")
+    return GGUF_FORMATS[name]
+
+
+def _check_blocks(blocks: torch.Tensor, name: str) -> GGUFFormat:
+    """The format of this name. Raises TypeError or ValueError unless `blocks` are rows of its blocks."""
+    form = _format(name)
+    if blocks.dtype != torch.uint8:
+        raise TypeError(f"blocks must be uint8, got {blocks.dtype}")
+    if blocks.ndim != 2:
+        raise ValueError(f"blocks must be 2-D, got shape {tuple(blocks.shape)}")
+    if blocks.shape[1] % form.bytes:
+        raise ValueError(f"rows of {name} must be a multiple of {form.bytes} bytes, got {blocks.shape[1]}")
+    return form
 
 
 def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
@@ -37,7 +55,7 @@ def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
         raise ValueError(f"K must be a multiple of {blocks.weights} for {name}, got {channels}")
     row_bytes = channels // blocks.weights * blocks.bytes
     out = torch.empty(weight.shape[0], row_bytes, dtype=torch.uint8, device=weight.device)
-    for rows in row_slices(weight):
+    for rows in row_slices(weight.shape):
         values = weight[rows].float()
         _refuse_where(~torch.isfinite(values), rows.start, "a NaN or Inf")
         _refuse_where(values.abs() > _LARGEST, rows.start, f"a value beyond {_LARGEST}, too large for {name},")
@@ -45,6 +63,14 @@ def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
+def _check_dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> list[Result]:
+    form = _check_blocks(blocks, name)
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+    return [(_weight_shape(blocks, form), dtype)]
+
+
+@operator("dequantize_blocks(Tensor blocks, str name, ScalarType dtype) -> Tensor", _check_dequantize)
 def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The float weight [N, K], computed in float32 as ggml does.
 
@@ -56,15 +82,7 @@ def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.
     Raises:
         TypeError, ValueError: wrong dtype, shape or format.
     """
-    if watched(blocks):
-        return torch.ops.int8_dit.dequantize_blocks.default(blocks, name, dtype)
-    return _dequantize(blocks, name, dtype)
-
-
-def _dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-    form = _check_blocks(blocks, name)
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+    form = GGUF_FORMATS[name]
     if blocks.numel() and weights_use_triton(blocks):
         from ..triton_kernels.gguf import launch_dequantizer
 
@@ -91,7 +109,7 @@ def gguf_channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
 
         return launch_scales(blocks, name, form)
     scale = torch.zeros(blocks.shape[0], device=blocks.device)
-    for rows in row_slices(_shaped_as_weight(blocks, form)):
+    for rows in row_slices(_weight_shape(blocks, form)):
         if blocks.shape[1]:
             absmax = _decode(blocks[rows], form).abs().amax(dim=1)
             scale[rows] = absmax / torch.full_like(absmax, 127)
@@ -99,6 +117,19 @@ def gguf_channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
     return torch.where(torch.isfinite(scale), scale, torch.nan)
 
 
+def _check_expand(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None) -> list[Result]:
+    shape = _weight_shape(blocks, _check_blocks(blocks, name))
+    check_weight_scale(scale, shape[0])
+    if low_rank is not None:
+        low_rank.check(*shape)
+    up, down = low_rank or (None, None)
+    check_same_device(blocks=blocks, scale=scale, up=up, down=down)
+    return [(shape, torch.int8)]
+
+
+@operator(
+    "expand_blocks(Tensor blocks, str name, Tensor scale, Tensor? up=None, Tensor? down=None) -> Tensor", _check_expand
+)
 def expand_gguf(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None) -> torch.Tensor:
     """The INT8 weight: round(w / scale), halves to even. With the scale of `gguf_channel_scales` it is
     `quantize_weight`'s.
@@ -118,24 +149,7 @@ def expand_gguf(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: 
     Raises:
         TypeError, ValueError: wrong dtype, shape, format or device.
     """
-    if watched(blocks):
-        return torch.ops.int8_dit.expand_blocks.default(blocks, name, scale, *(low_rank or (None, None)))
-    return _expand(blocks, name, scale, *(low_rank or (None, None)))
-
-
-def _expand(
-    blocks: torch.Tensor,
-    name: str,
-    scale: torch.Tensor,
-    up: torch.Tensor | None = None,
-    down: torch.Tensor | None = None,
-) -> torch.Tensor:
-    form = _check_blocks(blocks, name)
-    low_rank = None if up is None or down is None else LowRank(up, down)
-    if low_rank is not None:
-        low_rank.check(*_shaped_as_weight(blocks, form).shape)
-    check_weight_scale(scale, blocks.shape[0])
-    check_same_device(blocks=blocks, scale=scale, up=up, down=down)
+    form = GGUF_FORMATS[name]
     per_channel = scale.reshape(-1, 1).expand(blocks.shape[0], 1)
     if blocks.numel() and weights_use_triton(blocks):
         if low_rank is not None:
@@ -149,34 +163,15 @@ def _expand(
     return _by_rows(blocks, form, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
 
 
-def _format(name: str) -> GGUFFormat:
-    if name not in GGUF_FORMATS:
-        raise ValueError(f"{name!r} is no known GGUF format; known are {', '.join(GGUF_FORMATS)}")
-    return GGUF_FORMATS[name]
-
-
-def _check_blocks(blocks: torch.Tensor, name: str) -> GGUFFormat:
-    """The format of this name. Raises TypeError or ValueError unless `blocks` are rows of its blocks."""
-    form = _format(name)
-    if blocks.dtype != torch.uint8:
-        raise TypeError(f"blocks must be uint8, got {blocks.dtype}")
-    if blocks.ndim != 2:
-        raise ValueError(f"blocks must be 2-D, got shape {tuple(blocks.shape)}")
-    if blocks.shape[1] % form.bytes:
-        raise ValueError(f"rows of {name} must be a multiple of {form.bytes} bytes, got {blocks.shape[1]}")
-    return form
-
-
 def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:
     """Raise ValueError that names the channel, counted from `first`, where any of `wrong` [rows, K] is true."""
     if bool(wrong.any()):
         raise ValueError(f"weight has {complaint} in output channel {first + int(wrong.nonzero()[0, 0])}")
 
 
-def _shaped_as_weight(blocks: torch.Tensor, form: GGUFFormat) -> torch.Tensor:
-    """A tensor without memory in the shape [N, K] of the weight."""
-    rows, row_bytes = blocks.shape
-    return torch.empty(rows, row_bytes // form.bytes * form.weights, device="meta")
+def _weight_shape(blocks: torch.Tensor, form: GGUFFormat) -> tuple[int, int]:
+    """N and K of the weight."""
+    return blocks.shape[0], blocks.shape[1] // form.bytes * form.weights
 
 
 def _decode(blocks: torch.Tensor, form: GGUFFormat) -> torch.Tensor:
@@ -185,32 +180,8 @@ def _decode(blocks: torch.Tensor, form: GGUFFormat) -> torch.Tensor:
 
 def _by_rows(blocks: torch.Tensor, form: GGUFFormat, dtype: torch.dtype, change) -> torch.Tensor:
     """[N, K] in `dtype`: what `change` (values float32, rows) makes of some decoded rows at a time."""
-    shaped = _shaped_as_weight(blocks, form)
-    out = torch.empty(shaped.shape, dtype=dtype, device=blocks.device)
+    out = torch.empty(_weight_shape(blocks, form), dtype=dtype, device=blocks.device)
     if out.numel():
-        for rows in row_slices(shaped):
+        for rows in row_slices(out.shape):
             out[rows] = change(_decode(blocks[rows], form), rows).to(dtype)
     return out
-
-
-# What their results look like to a compiler. A wrong format is refused here too.
-
-
-def _fake_dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-    form = _check_blocks(blocks, name)
-    return blocks.new_empty(blocks.shape[0], blocks.shape[1] // form.bytes * form.weights, dtype=dtype)
-
-
-def _fake_expand(blocks: torch.Tensor, name: str, scale: torch.Tensor, up=None, down=None) -> torch.Tensor:
-    return _fake_dequantize(blocks, name, torch.int8)
-
-
-define_operators(
-    {
-        "dequantize_blocks(Tensor blocks, str name, ScalarType dtype) -> Tensor": (_dequantize, _fake_dequantize),
-        "expand_blocks(Tensor blocks, str name, Tensor scale, Tensor? up=None, Tensor? down=None) -> Tensor": (
-            _expand,
-            _fake_expand,
-        ),
-    }
-)

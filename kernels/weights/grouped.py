@@ -8,7 +8,7 @@ import torch
 
 from ..card.device import weights_use_triton
 from ..checks import check_same_device, check_weight_scale
-from ..compilers import define_operators, watched
+from ..operators import Result, operator
 from ..reference.grouped_codes import GroupedCodes
 from ..reference.int8_weights import row_slices
 from ..reference.low_rank import Addition, LowRank, rounded_rows
@@ -30,32 +30,42 @@ def expand_codes(weight: GroupedCodes, addition: Addition | None = None) -> torc
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
     """
-    flat = (None,) * 4 if addition is None else (*addition.low_rank, addition.scale, addition.larger)
-    if watched(weight.codes):
-        return torch.ops.int8_dit.expand_codes.default(*weight, *flat)
-    return _expand(*weight, *flat)
+    if addition is None:
+        return _expand(weight)
+    return _expand(weight, addition.low_rank, addition.scale, addition.larger)
 
 
-def _expand(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    codebook: torch.Tensor | None,
-    group: int,
-    up: torch.Tensor | None = None,
-    down: torch.Tensor | None = None,
-    channel_scale: torch.Tensor | None = None,
-    larger: torch.Tensor | None = None,
-) -> torch.Tensor:
-    weight = GroupedCodes(codes, scale, codebook, group)
+def _check(
+    weight: GroupedCodes,
+    low_rank: LowRank | None,
+    channel_scale: torch.Tensor | None,
+    larger: torch.Tensor | None,
+) -> list[Result]:
     weight.check()
     rows, channels = weight.shape
-    addition = None
-    if up is not None and down is not None and channel_scale is not None and larger is not None:
-        low_rank = LowRank(up, down)
+    if low_rank is not None and channel_scale is not None and larger is not None:
         low_rank.check(rows, channels)
         check_weight_scale(channel_scale, rows)
         check_weight_scale(larger, rows)
-        check_same_device(codes=codes, up=up, down=down, scale=channel_scale, larger=larger)
+        up, down = low_rank
+        check_same_device(codes=weight.codes, up=up, down=down, scale=channel_scale, larger=larger)
+    return [(weight.shape, torch.int8)]
+
+
+@operator(
+    "expand_codes(Tensor codes, Tensor scale, Tensor? codebook, int group, Tensor? up=None, Tensor? down=None, "
+    "Tensor? channel_scale=None, Tensor? larger=None) -> Tensor",
+    _check,
+)
+def _expand(
+    weight: GroupedCodes,
+    low_rank: LowRank | None = None,
+    channel_scale: torch.Tensor | None = None,
+    larger: torch.Tensor | None = None,
+) -> torch.Tensor:
+    codes, (rows, channels) = weight.codes, weight.shape
+    addition = None
+    if low_rank is not None and channel_scale is not None and larger is not None:
         scales = (values.reshape(-1, 1).expand(rows, 1).contiguous() for values in (channel_scale, larger))
         addition = Addition(low_rank, *scales)
     if codes.numel() and weights_use_triton(codes):
@@ -64,7 +74,7 @@ def _expand(
         return launch_codes_expander(weight) if addition is None else launch_codes_low_rank_expander(weight, addition)
     out = torch.empty(rows, channels, dtype=torch.int8, device=codes.device)
     if out.numel():
-        for some in row_slices(out):
+        for some in row_slices(out.shape):
             whole = _levels(weight, some).round_().clamp_(-127, 127)
             if addition is not None:
                 whole = rounded_rows(whole * addition.scale[some], addition.larger, addition.low_rank, some)
@@ -83,17 +93,3 @@ def _levels(weight: GroupedCodes, rows: slice) -> torch.Tensor:
         codes |= (packed[:, channels // 2 :, None] >> shifts & 3).flatten(1) << 4
     levels = codes.float() - (1 << weight.bits - 1) if weight.codebook is None else weight.codebook[codes.int()]
     return (levels.unflatten(1, (-1, weight.group)) * weight.scale[rows].float()[:, :, None]).flatten(1)
-
-
-def _fake_expand(codes: torch.Tensor, scale: torch.Tensor, codebook, group: int, *_addition) -> torch.Tensor:
-    weight = GroupedCodes(codes, scale, codebook, group)
-    weight.check()
-    return codes.new_empty(weight.shape)
-
-
-define_operators(
-    {
-        "expand_codes(Tensor codes, Tensor scale, Tensor? codebook, int group, Tensor? up=None, Tensor? down=None, "
-        "Tensor? channel_scale=None, Tensor? larger=None) -> Tensor": (_expand, _fake_expand)
-    }
-)

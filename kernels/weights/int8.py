@@ -5,11 +5,21 @@ import torch
 
 from ..card.device import weights_use_triton
 from ..checks import check_float_matrix, check_int8_matrix, check_same_device, check_weight_scale
-from ..compilers import define_operators, watched
+from ..operators import Result, operator
 from ..reference.int8_weights import dequantize_rows, quantize_rows
 from ..reference.transform import UNCHANGED, ChannelTransform
 
 
+def _check_requantize(w: torch.Tensor, transform: ChannelTransform, seed: int | None) -> list[Result]:
+    check_float_matrix("w", w)
+    transform.check(w.shape[1])
+    return [(w.shape, torch.int8), (w.shape[:1], torch.float32)]
+
+
+@operator(
+    "requantize_weight(Tensor w, Tensor? smooth, int? rotation_group, int? seed) -> (Tensor, Tensor)",
+    _check_requantize,
+)
 def requantize_weight(
     w: torch.Tensor, transform: ChannelTransform = UNCHANGED, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,14 +37,6 @@ def requantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or group.
     """
-    if watched(w):
-        return torch.ops.int8_dit.requantize_weight.default(w, transform.smooth, transform.rotation_group, seed)
-    return _requantize(w, transform, seed)
-
-
-def _requantize(w: torch.Tensor, transform: ChannelTransform, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    check_float_matrix("w", w)
-    transform.check(w.shape[1])
     transform = transform.on(w.device)
     if w.numel() and weights_use_triton(w):
         from ..triton_kernels.weights import can_launch, launch_weight_quantizer
@@ -45,6 +47,20 @@ def _requantize(w: torch.Tensor, transform: ChannelTransform, seed: int | None) 
     return quantize_rows(w, transform, generator)
 
 
+def _check_dequantize(
+    q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform, dtype: torch.dtype
+) -> list[Result]:
+    check_int8_matrix("q", q)
+    check_weight_scale(scale, q.shape[0])
+    transform.check(q.shape[1])
+    check_same_device(q=q, scale=scale)
+    return [(q.shape, dtype)]
+
+
+@operator(
+    "dequantize_weight(Tensor q, Tensor scale, Tensor? smooth, int? rotation_group, ScalarType dtype) -> Tensor",
+    _check_dequantize,
+)
 def dequantize_weight(
     q: torch.Tensor,
     scale: torch.Tensor,
@@ -62,62 +78,10 @@ def dequantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape or group.
     """
-    if watched(q):
-        flat = (transform.smooth, transform.rotation_group)
-        return torch.ops.int8_dit.dequantize_weight.default(q, scale, *flat, dtype)
-    return _dequantize(q, scale, transform, dtype)
-
-
-def _dequantize(q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform, dtype: torch.dtype) -> torch.Tensor:
-    check_int8_matrix("q", q)
-    check_weight_scale(scale, q.shape[0])
-    transform.check(q.shape[1])
     transform = transform.on(q.device)
-    check_same_device(q=q, scale=scale)
     if q.numel() and weights_use_triton(q):
         from ..triton_kernels.weights import can_launch, launch_weight_dequantizer
 
         if can_launch(transform):
             return launch_weight_dequantizer(q.contiguous(), scale.contiguous(), transform, dtype)
     return dequantize_rows(q, scale, transform, dtype)
-
-
-# What a compiler calls: the same with flat arguments, and what their results look like.
-
-
-def _requantize_operator(
-    w: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _requantize(w, ChannelTransform(smooth, rotation_group), seed)
-
-
-def _fake_requantize(
-    w: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return w.new_empty(w.shape, dtype=torch.int8), w.new_empty(w.shape[:1], dtype=torch.float32)
-
-
-def _dequantize_operator(
-    q: torch.Tensor, scale: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return _dequantize(q, scale, ChannelTransform(smooth, rotation_group), dtype)
-
-
-def _fake_dequantize(
-    q: torch.Tensor, scale: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return q.new_empty(q.shape, dtype=dtype)
-
-
-define_operators(
-    {
-        "requantize_weight(Tensor w, Tensor? smooth, int? rotation_group, int? seed) -> (Tensor, Tensor)": (
-            _requantize_operator,
-            _fake_requantize,
-        ),
-        "dequantize_weight(Tensor q, Tensor scale, Tensor? smooth, int? rotation_group, ScalarType dtype) -> Tensor": (
-            _dequantize_operator,
-            _fake_dequantize,
-        ),
-    }
-)

@@ -101,7 +101,7 @@ def _of_op(build: Build):
         arguments = case.call(lambda *shape, dtype=form.dtype: torch.empty(shape, dtype=dtype, device="cuda"), form)
         flat = case.op.flat(arguments)
         layout = case.op.launch(*flat)
-        results = case.op.check(*arguments)
+        results = case.op._fake(*flat)
         operands = layout.operands(case.op._tensors(flat), results if isinstance(results, tuple) else (results,))
     launcher = layout.launcher
     words = [f"*{WORDS[tensor.dtype]}" for tensor in operands]
