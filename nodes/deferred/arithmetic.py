@@ -1,6 +1,6 @@
-"""Norms, activations, modulations, gates and residuals: what functions of PyTorch's do to deferred operands."""
+"""Norms, activations, modulations, gates and residuals, also in place: what functions do to deferred operands."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from ...kernels import Norm
 from . import takers
 from .mode import OF_DEFERRED, Deferring
-from .notes import Deferred, called_on_values, outside, valued
-from .operands import Activated, Copied, Normed, Spread
-from .reading import PLAIN, Args, Kwargs, T, as_noted, gate_of, is_rows, modulation_of, now, on, operand_of, rows_of
-from .tracked import MEMORY
+from .notes import MEMORY, Deferred, called_on_values, outside, valued
+from .operands import Activated, Copied, Normed, Segment, Sliced, Spread
+from .reading import PLAIN, Args, Kwargs, Modulation, T, gate_of, is_rows, modulation_of, now, on, operand_of
+from .views import tokens_of
 
-_LEAST_EPS = torch.finfo(torch.float32).eps  # what PyTorch takes where a norm says none
+_RMS: Any = ("rms", torch.finfo(torch.float32).eps)  # and what PyTorch adds where a norm says nothing
+_LAYER: Any = ("layer", 1e-5)
+_NORMS = {F.rms_norm: _RMS, torch.rms_norm: _RMS, F.layer_norm: _LAYER, torch.layer_norm: _LAYER}
+_NAMES = ("input", "normalized_shape", "weight", "bias", "eps")
 
 
 def normed(forward: Deferring, func: Any, x: Any, *args: Any) -> Any:
@@ -39,40 +42,37 @@ def _source(x: Any, width: Any) -> torch.Tensor | None:
 
 
 def _noted(
-    forward: Deferring, func: Any, x: Any, source: torch.Tensor, parameters: Any, eps: Any, args: Any, kwargs: Kwargs
+    forward: Deferring,
+    func: Any,
+    x: Any,
+    source: torch.Tensor,
+    parameters: Collection[torch.Tensor | None],
+    eps: float | None,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """The note of a norm of `x`, whose values are those of `source`; `args` are what follows it in the call."""
-    if func in _RMS:
-        norm = Norm("rms", _LEAST_EPS if eps is None else eps, *parameters)
-    else:
-        norm = Norm("layer", 1e-5 if eps is None else eps, *parameters)
-    read = source if source.dtype == x.dtype else x.note
-    return forward.note(source.shape, x, Normed(source, norm), func, (read, *args), kwargs)
+    kind, least = _NORMS[func]
+    operand = Normed(source, Norm(kind, least if eps is None else eps, *parameters))
+    return forward.note(x, operand, func, (source if source.dtype == x.dtype else x, *args), kwargs)
 
 
-_RMS = (F.rms_norm, torch.rms_norm)
-_NAMES = ("input", "normalized_shape", "weight", "bias", "eps")
-
-
-@on(*_RMS, F.layer_norm, torch.layer_norm)
+@on(*_NORMS)
 def _norm(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    names = tuple(name for name in _NAMES if name != "bias") if func in _RMS else _NAMES
+    names = [name for name in _NAMES if name != "bias" or _NORMS[func] is _LAYER]
     given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
-    x, shape = given["input"], given["normalized_shape"]
-    source = _source(x, shape)
+    x, shape = given.pop("input"), given.pop("normalized_shape")
+    source, parameters = _source(x, shape), {name: given.get(name) for name in names[2:-1]}
     if source is None:
         return NotImplemented
-    parameters = [given.get(name) for name in names[2:-1]]
-    for tensor in parameters:
-        if tensor is not None and (
-            tensor.dtype != x.dtype or tensor.device != source.device or type(tensor) not in PLAIN
-        ):
+    for name, tensor in parameters.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype or tensor.device != source.device or type(tensor) not in PLAIN:
             return NotImplemented
-    # ComfyUI takes back the memory of a weight that it has cast; one of the model's own stays.
-    kept = [t if t is None or type(t) is torch.nn.Parameter else t.clone() for t in parameters]
-    same = {name: value for name, value in given.items() if name not in ("input", "normalized_shape")}
-    same |= {name: value for name, value in zip(names[2:-1], kept, strict=True) if name in same}
-    return _noted(mode, func, x, source, kept, given.get("eps"), (shape,), same)
+        if type(tensor) is not torch.nn.Parameter:
+            parameters[name] = tensor.clone()  # ComfyUI takes back the memory of a weight that it has cast
+    return _noted(mode, func, x, source, parameters.values(), given.get("eps"), (shape,), {**given, **parameters})
 
 
 _ACTIVATIONS = {
@@ -82,29 +82,22 @@ _ACTIVATIONS = {
 
 @on(*_ACTIVATIONS)
 def _activation(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, *others = args or (kwargs["input"],)
+    x, *others = args
     x = now(x)
     if not is_rows(x) or others or kwargs.get("inplace"):
         return NotImplemented
     name = "gelu_tanh" if kwargs.get("approximate") == "tanh" else _ACTIVATIONS[func]
-    return mode.note(
-        x.shape, x, Activated(x, name), func, (x,), {k: v for k, v in kwargs.items() if k == "approximate"}
-    )
+    return mode.note(x, Activated(x, name), func, (x,), kwargs)
 
 
-def two(args: Args, kwargs: Kwargs) -> tuple[Any, Any] | None:
+def _two(args: Args, kwargs: Kwargs) -> tuple[Any, Any] | None:
     """Both operands of an arithmetic function that is called without options."""
     return (now(args[0]), now(args[1])) if len(args) == 2 and not kwargs else None
 
 
-def _modulated(mode: Deferring, func: Any, args: Args, x: Deferred, operand: Any) -> Any:
-    """The note of a deferred tensor with a modulation more."""
-    return mode.note(x.note.shape, x.note, operand, func, tuple(map(as_noted, args)))
-
-
 @on(torch.mul, torch.multiply, T.mul, T.multiply, T.__mul__, T.__rmul__)
-def mul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    both = two(args, kwargs)
+def _mul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    both = _two(args, kwargs)
     if both is None:
         return NotImplemented
     for x, y in (both, both[::-1]):
@@ -112,95 +105,161 @@ def mul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
             continue
         operand = x.note.operand
         if type(operand) is Normed and operand.is_unmodulated and not operand.all_heads:
-            modulation = modulation_of(y, x)
+            modulation = modulation_of(mode, y, x)
             if modulation is not None:
-                rows = rows_of(mode, modulation[1], y.device)
-                return _modulated(mode, func, both, x, operand._replace(scale=modulation[0], rows=rows))
+                return mode.note(x, operand._replace(scale=modulation[0], rows=modulation[1]), func, both)
         elif type(operand) is Activated and operand.up is operand.beside is None and type(y) in (*MEMORY, Deferred):
             up = valued(y)
             if type(up) in MEMORY and up.shape == x.note.shape and up.dtype == x.note.dtype:
-                return _modulated(mode, func, both, x, operand._replace(up=up))
+                return mode.note(x, operand._replace(up=up), func, both)
     for x, y in (both, both[::-1]):
-        if type(x) is not Deferred and is_rows(x) and (modulation := gate_of(y, x)) is not None:
-            operand = Normed(x, None, modulation[0], rows=rows_of(mode, modulation[1], x.device))
-            return mode.note(x.shape, x, operand, func, tuple(map(as_noted, both)))
+        if type(x) is not Deferred and is_rows(x) and (gate := gate_of(mode, y, x)) is not None:
+            return mode.note(x, Normed(x, None, gate[0], rows=gate[1]), func, both)
     return _spread_plus(mode, func, both)
 
 
 def _spread_plus(mode: Deferring, func: Any, both: tuple[Any, Any]) -> Any:
     """Arithmetic of a modulation of groups and a number, or what all tokens share: done once a group."""
-    for place, (x, y) in enumerate((both, both[::-1])):
+    for x, y in (both, both[::-1]):
         spread = operand_of(x, Spread)
         if spread is not None and (
             isinstance(y, (int, float)) or (type(y) in PLAIN and y.ndim and y.numel() == y.shape[-1])
         ):
-            values = func(spread.values, y) if place == 0 else func(y, spread.values)
+            values = func(spread.values, y) if x is both[0] else func(y, spread.values)
             if values.shape == spread.values.shape and values.dtype == spread.values.dtype:
-                return mode.note(x.note.shape, x.note, spread._replace(values=values), func, tuple(map(as_noted, both)))
+                return mode.note(x, spread._replace(values=values), func, both)
     return NotImplemented
 
 
 @on(torch.add, T.add, T.__add__, T.__radd__, of=OF_DEFERRED)
-def add(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    both = two(args, kwargs)
-    if both is None or (type(both[0]) is not Deferred and type(both[1]) is not Deferred):
+def _add(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    both = _two(args, kwargs)
+    if both is None:
         return NotImplemented
     for x, y in (both, both[::-1]):
         operand = operand_of(x, Normed)
         if operand is not None and operand.norm is not None and operand.shift is None and not operand.segments:
             # What has as many numbers is a shift of each token, or a residual, which models write first.
-            modulation = modulation_of(y, x) if x is both[0] else gate_of(y, x)
-            rows = None if modulation is None else rows_of(mode, modulation[1], y.device)
-            if modulation is not None and not operand.all_heads and (operand.scale is None or operand.rows is rows):
-                return _modulated(mode, func, both, x, operand._replace(shift=modulation[0], rows=rows))
+            shift = modulation_of(mode, y, x) if x is both[0] else gate_of(mode, y, x)
+            if shift is not None and not operand.all_heads and (operand.scale is None or operand.rows is shift[1]):
+                return mode.note(x, operand._replace(shift=shift[0], rows=shift[1]), func, both)
     for x, y in (both, both[::-1]):
         if type(y) is Deferred and operand_of(y, Normed) is not None:
-            total = residual(mode, valued(x), y)
-            if total is not None:
+            total = _residual(mode, valued(x), y)
+            if total is not NotImplemented:
                 return total
     return _spread_plus(mode, func, both)
 
 
-def residual(mode: Deferring, x: Any, y: Any, gate: Any = None, in_place: bool = False) -> Any:
-    """x + gate y by the fused op, or None."""
-    return mode.tracked(takers.residual(x, y, gate, in_place))
+def _residual(mode: Deferring, x: Any, y: Any, gate: Modulation | None = None, in_place: bool = False) -> Any:
+    """x + gate y by the fused op."""
+    total = takers.residual(x, y, gate, in_place)
+    return NotImplemented if total is None else mode.tracked(total)
 
 
-@on(torch.addcmul, T.addcmul)
+@on(torch.addcmul, T.addcmul, T.addcmul_)
 def _addcmul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if len(args) != 3 or kwargs:
+    in_place = func is T.addcmul_
+    if len(args) != 3 or kwargs or (in_place and type(args[0]) not in MEMORY):
         return NotImplemented
     start, *factors = map(now, args)
-    for x, y in (factors, factors[::-1]):
+    if in_place:
+        mode.before_write((start,))
+    for x, y in () if in_place else (factors, factors[::-1]):
         operand = operand_of(x, Normed)
         if operand is not None and operand.is_unmodulated and not operand.all_heads and operand.norm is not None:
-            modulation = modulation_of(y, x)
+            modulation = modulation_of(mode, y, x)
             if modulation is None:
                 continue
-            rows = rows_of(mode, modulation[1], x.device)
+            scale, rows = modulation
             if start is x:
-                return _modulated(mode, func, args, x, operand._replace(scale=1 + modulation[0], rows=rows))
-            shift = gate_of(start, x)
-            if shift is not None and shift[1] == modulation[1]:
-                scaled = operand._replace(scale=modulation[0], shift=shift[0], rows=rows)
-                return _modulated(mode, func, args, x, scaled)
-            total = residual(mode, valued(start), x, (modulation[0], rows))
-            if total is not None:
-                return total
-    return gated(mode, valued(start), factors)
+                return mode.note(x, operand._replace(scale=1 + scale, rows=rows), func, args)
+            shift = gate_of(mode, start, x)
+            if shift is not None and shift[1] is rows:
+                return mode.note(x, operand._replace(scale=scale, shift=shift[0], rows=rows), func, args)
+    return _gated(mode, valued(start), factors, in_place)
 
 
-def gated(mode: Deferring, start: Any, factors: Sequence[Any], in_place: bool = False) -> Any:
-    """start + y gate, for a y in memory."""
+def _gated(mode: Deferring, start: Any, factors: Sequence[Any], in_place: bool) -> Any:
+    """start + y gate by the fused op, for a y that is normed or in memory."""
     for y, gate in (factors, factors[::-1]):
-        if (
-            is_rows(y)
-            and type(start) in MEMORY
-            and start.shape == y.shape
-            and (modulation := gate_of(gate, y)) is not None
-        ):
-            given = modulation[0], rows_of(mode, modulation[1], y.device)
-            total = residual(mode, start, y, given, in_place)
-            if total is not None:
+        operand, modulation = operand_of(y, Normed), None
+        if operand is not None and operand.is_unmodulated:
+            modulation = modulation_of(mode, gate, y)
+        elif is_rows(y) and type(start) in MEMORY and start.shape == y.shape:
+            modulation = gate_of(mode, gate, y)
+        if modulation is not None:
+            total = _residual(mode, start, y, modulation, in_place)
+            if total is not NotImplemented:
                 return total
+    return NotImplemented
+
+
+_IN_PLACE = {T.add_: torch.add, T.__iadd__: torch.add, T.mul_: torch.mul, T.__imul__: torch.mul}
+
+
+@on(*_IN_PLACE, of=OF_DEFERRED)
+def _write(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    both = _two(args, kwargs)
+    if both is None:
+        return NotImplemented
+    (target, other), func = both, _IN_PLACE[func]
+    if type(target) is Deferred:
+        return _absorbed(mode, func, target, other)
+    if func is torch.mul or operand_of(other, Normed) is None or other.note.shape != target.shape:
+        return NotImplemented
+    mode.before_write((target,))
+    return _residual(mode, target, other, in_place=True)
+
+
+def _absorbed(mode: Deferring, func: Any, target: Deferred, other: Any) -> Any:
+    """A write into a deferred tensor becomes part of its note; views of it read what it is from now on."""
+    sliced = operand_of(target, Sliced)
+    if sliced is not None:
+        return _segment(mode, func, target, other, sliced)
+    note = target.note
+    if operand_of(target, Normed, Activated) is None or note.viewed or note.is_view:
+        return NotImplemented
+    result = (_mul if func is torch.mul else _add)(mode, func, (target, other), {})
+    if type(result) is not Deferred or result.note.shape != note.shape:
+        return NotImplemented
+    target.note = result.note
+    return target
+
+
+def _segment(mode: Deferring, func: Any, target: Deferred, other: Any, sliced: Sliced) -> Any:
+    """The same for a write into some tokens of one."""
+    parent, start, stop = sliced
+    operand = operand_of(parent, Normed)
+    if operand is None or operand.norm is None or not (operand.scale is operand.shift is None) or operand.all_heads:
+        return NotImplemented
+    modulation = modulation_of(mode, other, target)
+    if parent.note.viewed or parent.note.is_view or modulation is None or modulation[1] is not None:
+        return NotImplemented
+    others = {(segment.start, segment.stop): segment for segment in operand.segments}
+    known = others.pop((start, stop), Segment(start, stop, None, None))
+    if any(segment.start < stop and start < segment.stop for segment in others.values()) or known.shift is not None:
+        return NotImplemented
+    value = modulation[0]
+    if func is torch.add:
+        known = known._replace(shift=value)
+    else:
+        known = known._replace(scale=value if known.scale is None else known.scale * value)
+    new = operand._replace(segments=(*others.values(), known))
+    parent.note = mode.note(parent, new, _with_tokens_changed, (parent, func, start, stop, other)).note
+    return target
+
+
+def _with_tokens_changed(x: torch.Tensor, func: Any, start: int, stop: int, other: torch.Tensor) -> torch.Tensor:
+    changed = x.clone()
+    changed[..., start:stop, :] = func(x[..., start:stop, :], other)
+    return changed
+
+
+@on(T.__setitem__, of=OF_DEFERRED)
+def _set_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    target, index, value = args
+    sliced = operand_of(value, Sliced)
+    if sliced is not None and sliced.parent is target and tokens_of(index, target) == (sliced.start, sliced.stop):
+        return None  # what `target[index] *= scale` ends with
     return NotImplemented

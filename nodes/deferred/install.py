@@ -15,9 +15,9 @@ from ..comfyui.compiling import compiles, is_compiled_module
 from ..comfyui.memory import OUT_OF_MEMORY, Cancelled, is_training
 from ..comfyui.patcher import CallbacksMP, ModelPatcher, WrappersMP, diffusion_model_of
 from ..host import notices
-from . import table  # noqa: F401  # pyright: ignore[reportUnusedImport]  # fills the mode's tables
+from . import arithmetic, rotary, views  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the mode's handlers
 from .mode import Deferring
-from .tracked import seen_from
+from .notes import seen_from
 
 KEY = "int8_dit_deferred"
 """Under which a MODEL has the wrapper."""
@@ -176,11 +176,8 @@ def _compared(root: torch.nn.Module, call: Callable[[], Any]) -> tuple[Any, bool
 
 def _runs_fused(root: torch.nn.Module, device: torch.device) -> bool:
     """Whether any linear of a module runs on the fused kernel."""
-    for module in root.modules():
-        ask = getattr(module, "is_fused_on", None)
-        if ask is not None and ask(device):
-            return True
-    return False
+    asks = (getattr(module, "is_fused_on", None) for module in root.modules())
+    return any(ask is not None and ask(device) for ask in asks)
 
 
 def _form_of(values: Any) -> tuple:

@@ -12,9 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...kernels import FLOAT_DTYPES, function_modes
-from .notes import Deferred, Note, called_on_values, deferred, outside, tracking, valued
-from .tracked import Tracked
-from .writes import hands_out, storages, written_arguments
+from .notes import Deferred, Note, Tracked, called_on_values, deferred, outside, tracking, valued
+from .writes import HANDED_OUT, storages, written_arguments
 
 Handler = Callable[["Deferring", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """What a function of PyTorch's becomes: its result, perhaps deferred; NotImplemented where its values are wanted."""
@@ -53,7 +52,7 @@ class Deferring(TorchFunctionMode):
         self._is_on = False
         self._apart: list[torch.Tensor] = []
         self._handed_out: set[int] = set()  # host memory that something else than PyTorch may write into
-        self._waiting: weakref.ref[Note] | None = None
+        self.turned: weakref.ref[Note] | None = None  # rotary positions that wait for the next ones
         self._rows: dict[tuple, torch.Tensor] = {}
 
     def __enter__(self) -> "Deferring":
@@ -84,8 +83,10 @@ class Deferring(TorchFunctionMode):
                     return result
             self.before_writes_of(func, args, kwargs)
             result = called_on_values(func, args, kwargs) if some_deferred else func(*args, **kwargs)
-            if some_deferred and func not in _READS:
-                _follow(args)
+            if some_deferred and func not in _READS:  # a call may have given their values another form
+                for argument in args:
+                    if type(argument) is Deferred:
+                        argument.note.follow()
             return self.tracked(result) if func in TRACKED else result
 
     def tracked(self, result: Any) -> Any:
@@ -108,7 +109,7 @@ class Deferring(TorchFunctionMode):
                 _READS.add(func)
             else:
                 self.before_write(written(args, kwargs))
-                if hands_out(func):
+                if getattr(func, "__name__", "") in HANDED_OUT:
                     self._handed_out.update(storages(args[:1]))
         if "out" in kwargs:
             self.before_write((kwargs["out"],))
@@ -122,23 +123,26 @@ class Deferring(TorchFunctionMode):
             # The latest first: what it was made of is gone with it, if nobody else has that.
             for reference in reversed(self._notes):
                 _write_into(found, reference())
-            self._notes = [reference for reference in self._notes if _reads(reference())]
+            self._notes = [note for note in self._notes if getattr(note(), "operand", None) is not None]
 
     def note(
         self,
-        shape: torch.Size,
         like: Any,
         operand: Any,
         call: Callable[..., Any],
-        args: Any,
+        args: Sequence[Any],
         kwargs: Mapping[str, Any] = {},
+        shape: torch.Size | None = None,
         dtype: torch.dtype | None = None,
+        is_view: bool = False,
     ) -> Deferred:
-        """A deferred tensor. Its value is `call` of `args`, where notes stand for what is not computed yet.
-
-        Device and dtype are those of `like`, if no dtype is named.
-        """
-        note = Note(shape, dtype or like.dtype, like.device, operand, call, args, kwargs, self)
+        """A deferred tensor of the form of `like`, if no other is named. Its value is `call` of `args`: with what a
+        deferred tensor among them is now, or for a view with what that is when the value is read."""
+        if not is_view:
+            args = [argument.note if type(argument) is Deferred else argument for argument in args]
+        like = like.note if type(like) is Deferred else like
+        note = Note(shape or like.shape, dtype or like.dtype, like.device, operand, call, args, kwargs, self)
+        note.is_view = is_view
         if self._handed_out and note.is_in(self._handed_out):
             note.written()
             return deferred(note)
@@ -169,26 +173,12 @@ class Deferring(TorchFunctionMode):
         if self._is_on and not self._waiting_notes:
             self._stop_watching()
 
-    def is_view(self, view: Deferred, of: Deferred) -> Deferred:
-        """The same, which shares its memory with another deferred tensor."""
-        view.note.is_view = of.note.viewed = True
-        return view
-
     def rows_of(self, each: int, tokens: int, device: torch.device) -> torch.Tensor:
         """Which row of a modulation each token has, of groups of `each`: int32 [tokens]."""
         key = each, tokens, device
         if key not in self._rows:
             self._rows[key] = torch.arange(tokens, dtype=torch.int32, device=device) // each
         return self._rows[key]
-
-    def waits(self, note: Note) -> None:
-        """Keep a note for the next call of its kind, as long as someone has it."""
-        self._waiting = weakref.ref(note)
-
-    def waiting(self) -> Note | None:
-        """That note, once."""
-        note, self._waiting = self._waiting and self._waiting(), None
-        return note
 
     def _alive(self) -> list[Note]:
         return [note for reference in self._notes if (note := reference()) is not None]
@@ -218,18 +208,6 @@ class Deferring(TorchFunctionMode):
 def _write_into(storages: set[int], note: Note | None) -> None:
     if note is not None and note.is_in(storages):
         note.written()
-
-
-def _reads(note: Note | None) -> bool:
-    """Whether a note may still read memory."""
-    return note is not None and note.operand is not None
-
-
-def _follow(args: Sequence[Any]) -> None:
-    """Let deferred tensors have the form that a call has given their values."""
-    for argument in args:
-        if type(argument) is Deferred:
-            argument.note.follow()
 
 
 def _plain(output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A tensor whose value is not computed yet, and the note of what it is.
+"""What is noted: tensors whose values are not computed yet, the notes of what they are, and tensors that are watched.
 
 A note has two sides. One is the call that gives the value, exactly as the model made it. The other is what the call
 means to a fused op: its operand. Whoever takes the operand computes the value in one pass with something else. Whoever
@@ -8,12 +8,11 @@ does not know of notes reads the value.
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from ...kernels import Norm, function_modes
+from ...kernels import Norm, function_modes, read_as_plain
 
 outside = function_modes.unseen
 _current_stream = function_modes.current_stream
@@ -24,6 +23,7 @@ class Note:
 
     Attributes:
         shape, dtype, device: those of the value.
+        computed: the value where it is there, else None.
         operand: what it means to a fused op; None as soon as the value is there.
         quantized: rows of the operand that a linear had made, by how it wants them; None before.
         is_view: whether the value shares the memory of another one.
@@ -33,7 +33,7 @@ class Note:
     """
 
     __slots__ = (
-        *("__weakref__", "_args", "_call", "_kwargs", "_stream", "_value", "check", "device", "dtype", "expected"),
+        *("__weakref__", "_args", "_call", "_kwargs", "_stream", "check", "computed", "device", "dtype", "expected"),
         *("forward", "is_view", "operand", "quantized", "shape", "viewed"),
     )
 
@@ -52,7 +52,7 @@ class Note:
         self._call: Any = call
         self._args: Any = args
         self._kwargs: Any = kwargs
-        self._value: torch.Tensor | None = None
+        self.computed: torch.Tensor | None = None
         self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else 0
         self.quantized: dict[tuple, Any] | None = None
         self.is_view = self.viewed = False
@@ -60,26 +60,27 @@ class Note:
         self.check: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self.expected: torch.Tensor | None = None
 
-    @property
-    def computed(self) -> torch.Tensor | None:
-        """The value where it is there."""
-        return self._value
-
     def value(self) -> torch.Tensor:
         """The value, computed as the model's own call does, and on the stream of that call."""
-        if self._value is None:
+        if self.computed is None:
             if self.expected is not None and not self.is_view:
-                self._value = self.expected
+                value = self.expected
             elif self._is_here():
-                self._value = self._called(_read)
+                value = self._called(valued)
             else:
                 now, its = torch.cuda.current_stream(self.device), torch.cuda.ExternalStream(self._stream, self.device)
                 with torch.cuda.stream(its):
-                    self._value = self._called(_read)
+                    value = self._called(valued)
                 now.wait_stream(its)
-            self._done()
-        assert self._value is not None
-        return self._value
+            self.has(value)
+        assert self.computed is not None
+        return self.computed
+
+    def has(self, value: torch.Tensor) -> None:
+        """Take the value, wherever it was computed."""
+        self.computed = value
+        self._call = self._args = self._kwargs = self.operand = self.quantized = self.expected = None
+        self._end()
 
     def _called(self, read: Callable[[Any], Any]) -> torch.Tensor:
         with outside():
@@ -124,24 +125,12 @@ class Note:
         if forward is not None:
             forward.waits_no_more()
 
-    def known_value(self, value: torch.Tensor) -> None:
-        """Take the value from where it was computed already."""
-        self._value = value
-        self._done()
-
-    def _done(self) -> None:
-        self._call = self._args = self._kwargs = None
-        self._end()
-        self.operand = self.quantized = self.expected = None
-
-    def __del__(self) -> None:
-        if self.forward is not None:
-            self.forward.waits_no_more()
+    __del__ = _end
 
     def is_in(self, storages: set[int]) -> bool:
         """Whether the value, or what it would be computed from, is in one of these storages. A note that it would be
         computed from and that has no value yet is asked itself."""
-        given = (self._value, self._args, *(self._kwargs or {}).values(), self.operand)
+        given = (self.computed, self._args, *(self._kwargs or {}).values(), self.operand)
         return any(storage_of(tensor) in storages for tensor in _leaves(given))
 
     def written(self) -> None:
@@ -150,10 +139,9 @@ class Note:
         if self.quantized and not (self.viewed or self.is_view) and hasattr(operand, "copied"):
             # It was taken, and perhaps nobody reads it again: a copy of what it is made of takes less than the value.
             self.operand = operand.copied()
-            self._call, self._args, self._kwargs = partial(_value_in, self.operand), (self.dtype,), {}
-            return
-        self.value()
-        self.operand = self.quantized = None
+            self._call, self._args, self._kwargs = _value_in, (self.operand, self.dtype), {}
+        else:
+            self.value()
 
 
 class _Tracking(threading.local):
@@ -173,12 +161,49 @@ def seen(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -
     return called_on_values(func, args, kwargs or {})
 
 
-class Deferred(torch.Tensor):
+class _Seen(torch.Tensor):
+    """A tensor whose calls the forward sees that its thread is in."""
+
+    __torch_function__ = classmethod(seen)  # pyright: ignore[reportIncompatibleMethodOverride,reportAssignmentType]
+
+    def _plain(self) -> torch.Tensor:
+        """The same as any tensor."""
+        with outside():
+            return self.as_subclass(torch.Tensor)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch shows this write to nobody."""
+        if tracking.forward is not None:
+            tracking.forward.before_write((self,))
+        return super().set_(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return copy.deepcopy(self._plain(), memo)
+
+
+class Tracked(_Seen):
+    """A tensor that a linear of this pack gave, or a view or a sum of one. Outside of its forward it is any tensor."""
+
+
+read_as_plain(Tracked)
+MEMORY = (torch.Tensor, Tracked)
+"""The types of activations in memory."""
+
+
+def seen_from(x: Any) -> Any:
+    """A tensor in the memory of another that is tracked, in a forward in which work is deferred; else the same."""
+    if tracking.forward is None or type(x) is not torch.Tensor or not x.is_floating_point():
+        return x
+    return x.as_subclass(Tracked)
+
+
+class Deferred(_Seen):
     """A tensor without memory whose `note` says what it is. What is asked of its form is answered by the note."""
 
     note: Note
-
-    __torch_function__ = classmethod(seen)  # pyright: ignore[reportIncompatibleMethodOverride,reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -214,19 +239,15 @@ class Deferred(torch.Tensor):
     def __len__(self) -> int:
         return self.note.shape[0]
 
+    def _plain(self) -> torch.Tensor:
+        return self.note.value()
+
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch shows this write to nobody."""
         if tracking.forward is not None:
             tracking.forward.before_write((self,))
-        result = self.note.value().set_(*args, **kwargs)
+        result = self._plain().set_(*args, **kwargs)
         self.note.follow()
         return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.note.value().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        return copy.deepcopy(self.note.value(), memo)
 
 
 def deferred(note: Note) -> Deferred:
@@ -247,10 +268,12 @@ def called_on_values(func: Callable[..., Any], args: Any, kwargs: Mapping[str, A
 
 
 def valued(value: Any) -> Any:
-    """The same with values in the place of deferred tensors, also in lists, tuples and dicts."""
+    """The same with values in the place of deferred tensors and of notes, also in lists, tuples and dicts."""
     kind = type(value)
     if kind is Deferred:
         return value.note.value()
+    if kind is Note:
+        return value.value()
     if kind in (list, tuple):
         return kind(map(valued, value))
     if kind is dict:
@@ -263,17 +286,8 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _read(value: Any) -> Any:
-    """The value of a note as it was, of a deferred tensor as it is now."""
-    if type(value) is Note:
-        return value.value()
-    if type(value) in (list, tuple):
-        return type(value)(map(_read, value))
-    return value.note.value() if type(value) is Deferred else value
-
-
 def _expected(value: Any) -> Any:
-    """The same as `_read` in a forward that compares: no value is read by others for it."""
+    """The same as `valued` in a forward that compares: no value is read by others for it."""
     if type(value) in (list, tuple):
         return type(value)(map(_expected, value))
     note = value.note if type(value) is Deferred else value
@@ -289,7 +303,7 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
     if type(value) is Deferred:
         value = value.note
     if type(value) is Note:
-        value = value._value
+        value = value.computed
     if type(value) is Norm:
         value = value.weight, value.bias
     if isinstance(value, torch.Tensor):

@@ -51,16 +51,10 @@ class Normed(NamedTuple):
     def is_unmodulated(self) -> bool:
         return self.scale is self.shift is None and not self.segments
 
-    def activations(self) -> tuple:
-        """The tensors that it is made of beside parameters."""
-        return self.x, self.scale, self.shift, *(t for segment in self.segments for t in segment[2:])
-
     def copied(self) -> "Normed":
         """The same in memory of its own."""
         x, scale, shift = map(_copy_of, (self.x, self.scale, self.shift))
-        segments = tuple(
-            segment._replace(scale=_copy_of(segment.scale), shift=_copy_of(segment.shift)) for segment in self.segments
-        )
+        segments = tuple(Segment(start, stop, *map(_copy_of, tensors)) for start, stop, *tensors in self.segments)
         norm = self.norm and replace(self.norm, weight=_copy_of(self.norm.weight), bias=_copy_of(self.norm.bias))
         return self._replace(x=x, norm=norm, scale=scale, shift=shift, segments=segments)
 
@@ -73,8 +67,7 @@ class Normed(NamedTuple):
             x = x.flatten(-2) if self.all_heads else x
             weight, bias = (None if t is None else t.float() for t in (norm.weight, norm.bias))
             layer = F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps) if norm.kind == "layer" else None
-            x = F.rms_norm(x, x.shape[-1:], weight, norm.eps) if layer is None else layer
-            x = x.view(self.x.shape)
+            x = (F.rms_norm(x, x.shape[-1:], weight, norm.eps) if layer is None else layer).view(self.x.shape)
         scale, shift = (t if t is None or whole.rows is None else t[..., whole.rows, :] for t in whole[2:4])
         x = x if scale is None else x * scale
         return x if shift is None else x + shift
@@ -90,31 +83,22 @@ class Normed(NamedTuple):
         """The same with rows in the place of segments; None where these do not follow each other to the end."""
         if not self.segments:
             return self
-        rows = torch.empty(self.x.shape[-2], dtype=torch.int32, device=self.x.device)
-        end, scales, shifts = 0, [], []
+        x, end, scales, shifts = self.x, 0, [], []
+        rows = torch.empty(x.shape[-2], dtype=torch.int32, device=x.device)
         for start, stop, *modulations in sorted(self.segments, key=lambda segment: segment.start):
-            shape = max((t.shape for t in modulations if t is not None), key=lambda shape: shape[-2])
-            if start != end or shape[-2] not in (1, stop - start):
+            tokens = max(t.shape[-2] for t in modulations if t is not None)
+            if start != end or tokens not in (1, stop - start):
                 return None
             first = sum(t.shape[-2] for t in scales)
-            rows[start:stop] = (
-                first if shape[-2] == 1 else torch.arange(first, first + stop - start, device=rows.device)
-            )
-            filled = [
-                self.x.new_full((1,) * self.x.ndim, neutral) if t is None else t
-                for t, neutral in zip(modulations, (1.0, 0.0), strict=True)
-            ]
-            samples = self.x.shape[:-2]
-            scale, shift = (t.expand(*samples, *shape[-2:]) for t in filled)
-            scales.append(scale)
-            shifts.append(shift)
+            rows[start:stop] = first if tokens == 1 else torch.arange(first, first + tokens, device=rows.device)
+            for t, neutral, found in zip(modulations, (1.0, 0.0), (scales, shifts), strict=True):
+                filled = x.new_full((1,) * x.ndim, neutral) if t is None else t
+                found.append(filled.expand(*x.shape[:-2], tokens, x.shape[-1]))
             end = stop
         if end != len(rows):
             return None
-        shifted = any(segment.shift is not None for segment in self.segments)
-        return self._replace(
-            scale=torch.cat(scales, -2), shift=torch.cat(shifts, -2) if shifted else None, rows=rows, segments=()
-        )
+        shift = torch.cat(shifts, -2) if any(segment.shift is not None for segment in self.segments) else None
+        return self._replace(scale=torch.cat(scales, -2), shift=shift, rows=rows, segments=())
 
 
 class Activated(NamedTuple):
@@ -124,10 +108,6 @@ class Activated(NamedTuple):
     activation: str
     up: torch.Tensor | None = None
     beside: torch.Tensor | None = None
-
-    def activations(self) -> tuple:
-        """The tensors that it is made of."""
-        return self.gate, self.up, self.beside
 
     def value(self) -> torch.Tensor:
         values = ACTIVATIONS[self.activation](self.gate.float())

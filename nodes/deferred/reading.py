@@ -8,9 +8,8 @@ import torch
 from ...kernels import FLOAT_DTYPES
 from . import mode, takers
 from .mode import HANDLERS, Deferring
-from .notes import Deferred, deferred
+from .notes import MEMORY, Deferred, deferred
 from .operands import Normed, Spread
-from .tracked import MEMORY
 
 T = torch.Tensor
 Args = Sequence[Any]
@@ -18,8 +17,13 @@ Kwargs = Mapping[str, Any]
 PLAIN = (*MEMORY, torch.nn.Parameter)
 """The types of tensors in memory."""
 
+Modulation = tuple[torch.Tensor, torch.Tensor | None]
+"""What multiplies tokens, or is added to them, with as many axes; and which of its rows each token has, if any says."""
+
 
 def on(*functions: Any, of: dict = HANDLERS) -> Any:
+    """Let a handler be that of these functions."""
+
     def register(handler: Any) -> Any:
         of.update(dict.fromkeys(functions, handler))
         return handler
@@ -40,8 +44,8 @@ def is_rows(x: Any) -> bool:
     return x.shape[-1] > 1 and x.numel() >= mode.LEAST_ROWS * x.shape[-1]
 
 
-def modulation_of(x: Any, of: Any) -> tuple[torch.Tensor, Any] | None:
-    """A tensor that modulates tokens of `of`, with as many axes, and which row each token has; None for another."""
+def modulation_of(forward: Deferring, x: Any, of: Any) -> Modulation | None:
+    """A tensor as a modulation of tokens of `of`; None where it is none."""
     spread = operand_of(x, Spread)
     tensor, shape = x if spread is None else spread.values, of.shape
     ndim = len(shape)
@@ -53,16 +57,15 @@ def modulation_of(x: Any, of: Any) -> tuple[torch.Tensor, Any] | None:
     if len(own) < ndim:
         tensor = tensor.reshape((1,) * (ndim - len(own)) + own)
         own = tensor.shape
-    if spread is not None:
-        return (tensor, spread[1:]) if spread.tokens == shape[-2] and own[0] in (1, shape[0]) else None
-    if own[-2] not in (1, shape[-2]) or own[0] not in (1, shape[0]):
+    if own[0] not in (1, shape[0]) or (own[-2] not in (1, shape[-2]) if spread is None else spread.tokens != shape[-2]):
         return None
-    return tensor, None
+    return tensor, None if spread is None else forward.rows_of(spread.each, spread.tokens, of.device)
 
 
-def rows_of(forward: Deferring, spread: tuple[int, int] | None, device: torch.device) -> torch.Tensor | None:
-    """Which row of a modulation each token has, as `modulation_of` says; None where each has its own."""
-    return None if spread is None else forward.rows_of(spread[0], spread[1], device)
+def gate_of(forward: Deferring, y: Any, x: Any) -> Modulation | None:
+    """A modulation that has fewer numbers than what it modulates."""
+    fewer = operand_of(y, Spread) is not None or (type(y) in PLAIN and y.numel() < x.numel())
+    return modulation_of(forward, y, x) if fewer else None
 
 
 def now(x: Any) -> Any:
@@ -75,26 +78,11 @@ def now(x: Any) -> Any:
     if type(operand) is Normed and operand.shift is not None and operand.shift.shape == note.shape and note.taken():
         total = takers.total(operand.shift, operand)
         if total is not None:
-            note.known_value(total)
+            note.has(total)
             return total
     return x
-
-
-def as_noted(x: Any) -> Any:
-    """An argument as a note keeps it: of a deferred tensor, what it is now."""
-    return x.note if type(x) is Deferred else x
-
-
-def gate_of(y: Any, x: Any) -> tuple[torch.Tensor, Any] | None:
-    """A modulation that has fewer numbers than what it modulates."""
-    fewer = operand_of(y, Spread) is not None or (type(y) in PLAIN and y.numel() < x.numel())
-    return modulation_of(y, x) if fewer else None
 
 
 def as_it_is(x: Any) -> Any:
     """A deferred tensor that later writes into this one do not change."""
     return deferred(x.note) if type(x) is Deferred else x
-
-
-def or_not(value: Any) -> Any:
-    return NotImplemented if value is None else value

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, function_modes, gated_residual, norm_rope
-from .notes import Deferred, Note, valued
+from .notes import MEMORY, Deferred, Note, Tracked, valued
 from .operands import Activated, Joined, Normed, Sliced
-from .tracked import MEMORY, Tracked
 
 
 def linear(layer: Any, x: Deferred) -> torch.Tensor | None:
@@ -38,12 +37,9 @@ def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
         elif kind is Sliced:
             whole = _rows(operand.parent, key, form)
             return None if whole is None else (_tokens(whole[0], operand), _tokens(whole[1], operand))
-        elif kind is Joined:
-            parts = (
-                [_rows(part, key, form) for part in operand.parts] if operand.axis == len(note.shape) - 2 else [None]
-            )
-            whole = [part for part in parts if part is not None]
-            found = _joined(whole, note.shape) if len(whole) == len(parts) else None
+        elif kind is Joined and operand.axis == len(note.shape) - 2:
+            parts: Any = [_rows(part, key, form) for part in operand.parts]
+            found = None if None in parts else _joined(parts, note.shape)
         if found is not None:
             note.quantized = {**(note.quantized or {}), key: found}
     return found
@@ -52,8 +48,10 @@ def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
 def _see_writes_into(note: Note, operand: Any) -> None:
     """Let the mode end where writes into what a note reads are seen without: into tracked tensors. A modulation that is
     none yet becomes one."""
-    x, *others = operand.activations()
+    x, _, *others = operand[:4]
     if note.forward is not None and type(x) is Tracked:
+        for segment in getattr(operand, "segments", ()):
+            others += segment[2:]
         for other in others:
             if type(other) is torch.Tensor:
                 other.__class__ = Tracked
@@ -90,10 +88,13 @@ def total(x: torch.Tensor, operand: Normed, in_place: bool = False) -> torch.Ten
     """The same of an operand, whatever its shift."""
     if operand.all_heads or operand.segments or operand.norm is operand.scale is None:
         return None
-    if type(x) not in MEMORY or not adds(x, operand.x):
+    y = operand.x
+    if type(x) not in MEMORY or x.shape != y.shape or x.ndim not in (2, 3):
+        return None
+    if x.dtype != y.dtype or x.dtype not in FLOAT_DTYPES:
         return None
     out = (x,) if in_place and x.is_contiguous() else None
-    result = gated_residual(x, operand.x, operand.scale, operand.norm, operand.rows, out)
+    result = gated_residual(x, y, operand.scale, operand.norm, operand.rows, out)
     if not in_place or out is not None:
         return result
     # A strided stream, such as patches that a convolution gave, would be read and written slowly in every block.
@@ -102,26 +103,20 @@ def total(x: torch.Tensor, operand: Normed, in_place: bool = False) -> torch.Ten
     return take(x, result) if alone else x.copy_(result)
 
 
-def adds(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the fused op adds tensors of such forms."""
-    return x.shape == y.shape and x.ndim in (2, 3) and x.dtype == y.dtype and x.dtype in FLOAT_DTYPES
-
-
 Part = tuple[torch.Tensor, Norm | None, bool]
 """Some tokens of queries or keys, their norm, and whether that is over all heads."""
 
 
 def _parts(x: Any) -> tuple[int | None, list[Part]]:
     """Along which axis the parts of queries or keys follow each other (None for one part), and the parts."""
+    joined = x.note.operand if type(x) is Deferred else None
+    if type(joined) is Joined and x.note.taken() is not None:
+        return joined.axis, list(map(_part, joined.parts))
+    return None, [_part(x)]
+
+
+def _part(x: Any) -> Part:
     operand = x.note.taken() if type(x) is Deferred else None
-    if type(operand) is Joined:
-        return operand.axis, [
-            _part(part, part.note.taken() if type(part) is Deferred else None) for part in operand.parts
-        ]
-    return None, [_part(x, operand)]
-
-
-def _part(x: Any, operand: Any) -> Part:
     if type(operand) is Normed and operand.is_unmodulated and operand.norm is not None and operand.x.dtype == x.dtype:
         norm = operand.norm
         if norm.kind == "rms" and norm.bias is None and (norm.weight is not None or not operand.all_heads):
@@ -142,19 +137,15 @@ def rotated(
         q, k = valued(q), valued(k)
     if len(q.shape) != 4 or len(k.shape) != 4 or freqs.ndim != 6 or q.dtype not in FLOAT_DTYPES or q.dtype != k.dtype:
         return None
-    samples, width = q.shape[0], q.shape[3]
-    if (
-        freqs.shape[-3] * 2 != width
-        or k.shape[0] != samples
-        or k.shape[3] != width
-        or freqs.shape[0] not in (1, samples)
-    ):
-        return None
     axis = 2 if freqs.shape[1] == 1 and freqs.shape[2] == q.shape[2] else 1
-    tokens, heads = q.shape[axis], q.shape[3 - axis]
-    if freqs.shape[axis] != tokens or k.shape[axis] != tokens or freqs.shape[3 - axis] not in (1, heads):
-        return None
-    if freqs.shape[3 - axis] != 1 and (axis != 1 or k.shape[2] != heads):
+    fits = (
+        freqs.shape[-3] * 2 == q.shape[3] == k.shape[3]
+        and q.shape[0] == k.shape[0]
+        and freqs.shape[0] in (1, len(q))
+        and freqs.shape[axis] == q.shape[axis] == k.shape[axis]
+        and (freqs.shape[3 - axis] == 1 or (axis == 1 and freqs.shape[2] == q.shape[2] == k.shape[2]))
+    )
+    if not fits:
         return None
     (q_axis, q_parts), (k_axis, k_parts) = sides = _parts(q), _parts(k)
     sizes = [[part.shape[axis] for part, _, _ in parts] for _, parts in sides]
@@ -163,19 +154,14 @@ def rotated(
     if axis == 2 and any(all_heads for _, parts in sides for _, _, all_heads in parts):
         return None
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
-    if len(q_parts) == len(freqs) == 1:
-        (q_part, q_norm, _), (k_part, k_norm, _) = *q_parts, *k_parts
-        given = (q_part, k_part, *outs) if axis == 1 else [t.transpose(1, 2) for t in (q_part, k_part, *outs)]
-        norm_rope(given[0], given[1], norms[0] or q_norm, norms[1] or k_norm, freqs, pairs, (given[2], given[3]))
-        return outs[0], outs[1]
-    start = 0
+    whole, start = len(q_parts) == len(freqs) == 1, 0
     for (q_part, q_norm, _), (k_part, k_norm, _), count in zip(q_parts, k_parts, sizes[0], strict=True):
-        given = [q_part, k_part, *(out.narrow(axis, start, count) for out in outs)]
+        given = [q_part, k_part, *(outs if whole else (out.narrow(axis, start, count) for out in outs))]
         given = [t.transpose(1, 2) for t in given] if axis == 2 else given
-        places = freqs.narrow(axis, start, count)
+        places = freqs if whole else freqs.narrow(axis, start, count)
         chosen = norms[0] or q_norm, norms[1] or k_norm
         for sample in range(len(freqs)):
             one = given if len(freqs) == 1 else [t[sample : sample + 1] for t in given]
-            norm_rope(one[0], one[1], *chosen, places[sample], pairs, (one[2], one[3]))
+            norm_rope(one[0], one[1], *chosen, places if whole else places[sample], pairs, (one[2], one[3]))
         start += count
     return outs[0], outs[1]

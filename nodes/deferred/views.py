@@ -6,44 +6,39 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels import FLOAT_DTYPES
-from .mode import OF_DEFERRED, Deferring
-from .notes import Deferred, called_on_values
+from .mode import OF_DEFERRED, TRACKED, Deferring
+from .notes import MEMORY, Deferred, called_on_values
 from .operands import Activated, Copied, Joined, Normed, Sliced, Spread
-from .reading import (
-    Args,
-    Kwargs,
-    T,
-    as_it_is,
-    as_noted,
-    is_rows,
-    on,
-    operand_of,
+from .reading import Args, Kwargs, T, as_it_is, is_rows, on, operand_of
+
+TRACKED.update(
+    (
+        *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.dropout, torch.tanh, T.tanh, torch.nan_to_num, T.clone),
+        *(torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, T.sub, T.__sub__, T.to, T.type_as),
+        *(T.float, T.bfloat16, T.half),
+        *(torch.mul, T.mul, T.__mul__, T.__rmul__, torch.addcmul, T.addcmul, torch.cat, torch.concat, T.contiguous),
+        *(T.view, T.reshape, T.unflatten, T.transpose, T.permute, T.movedim, T.swapaxes, T.unsqueeze, T.squeeze),
+        *(torch.reshape, torch.unflatten, torch.transpose, torch.permute, torch.movedim, torch.unsqueeze),
+        *(torch.squeeze, torch.flatten, T.flatten, T.expand, T.__getitem__, T.select, T.narrow, torch.narrow),
+        *(torch.chunk, T.chunk, torch.split, T.split, T.split_with_sizes, torch.unbind, T.unbind),
+    )
 )
-from .tracked import MEMORY
 
 
 def tokens_of(index: Any, x: Deferred) -> tuple[int, int] | None:
     """Which tokens an index takes, if it takes whole tokens that follow each other of all samples."""
-    parts = index if type(index) is tuple else (index,)
-    axis, shape = len(x.note.shape) - 2, x.note.shape
-    if (
-        len(shape) not in (2, 3)
-        or not axis < len(parts) <= len(shape)
-        or any(type(part) is not slice for part in parts)
-    ):
-        return None
-    whole = slice(None)
-    if any(part != whole for place, part in enumerate(parts) if place != axis):
+    parts, shape = index if type(index) is tuple else (index,), x.note.shape
+    axis = len(shape) - 2
+    if axis not in (0, 1) or not axis < len(parts) <= len(shape) or any(type(part) is not slice for part in parts):
         return None
     start, stop, step = parts[axis].indices(shape[axis])
-    return (start, stop) if step == 1 and start < stop else None
+    whole = all(part == slice(None) for place, part in enumerate(parts) if place != axis)
+    return (start, stop) if whole and step == 1 and start < stop else None
 
 
-def _slice(mode: Deferring, x: Deferred, start: int, stop: int) -> Deferred:
+def _slice(mode: Deferring, x: Deferred, start: int, stop: int, operand: Any = None) -> Deferred:
     shape = torch.Size((*x.note.shape[:-2], stop - start, x.note.shape[-1]))
-    part = mode.note(shape, x.note, Sliced(x, start, stop), _tokens, (x, start, stop))
-    part.note.is_view = True  # it asks the tensor, also what that becomes
-    return part
+    return mode.note(x, operand or Sliced(x, start, stop), _tokens, (x, start, stop), shape=shape, is_view=True)
 
 
 def _tokens(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -53,8 +48,6 @@ def _tokens(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 @on(T.__getitem__, of=OF_DEFERRED)
 def _get_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, index = args
-    if type(x) is not Deferred:
-        return NotImplemented
     operand = operand_of(x, Normed, Spread)
     if operand is None:
         return NotImplemented
@@ -67,8 +60,8 @@ def _get_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _slice(mode, x, *tokens)
     if tokens[0]:
         return NotImplemented
-    shape = torch.Size((*x.note.shape[:-2], tokens[1], x.note.shape[-1]))
-    return mode.is_view(mode.note(shape, x.note, operand._replace(tokens=tokens[1]), _tokens, (x, *tokens)), x)
+    x.note.viewed = True
+    return _slice(mode, x, *tokens, operand._replace(tokens=tokens[1]))
 
 
 @on(torch.chunk, T.chunk, of=OF_DEFERRED)
@@ -77,11 +70,8 @@ def _chunk(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     x, number = args[:2]
     axis = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    if (
-        operand_of(x, Normed) is None
-        or len(x.note.shape) not in (2, 3)
-        or axis % len(x.note.shape) != len(x.note.shape) - 2
-    ):
+    ndim = len(x.shape)
+    if operand_of(x, Normed) is None or ndim not in (2, 3) or axis % ndim != ndim - 2:
         return NotImplemented
     tokens = x.note.shape[-2]
     each = -(-tokens // number)
@@ -98,31 +88,31 @@ def _view(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     a view."""
     x = args[0]
     operand = operand_of(x, Normed, Copied)
-    normed = type(operand) is Normed
-    if operand is None or (normed and (not operand.is_unmodulated or operand.norm is None or func is T.flatten)):
+    norm = operand.norm if type(operand) is Normed else None
+    if operand is None or (type(operand) is Normed and (not operand.is_unmodulated or not norm or func is T.flatten)):
         return NotImplemented
     try:
         view = func(operand.x, *args[1:], **kwargs)
     except RuntimeError:  # the value may lie in memory otherwise
         return NotImplemented
-    if view.dtype != operand.x.dtype:
+    copies = func in (T.reshape, torch.reshape, T.flatten) and view.data_ptr() != operand.x.data_ptr()
+    if view.dtype != operand.x.dtype or copies:
         return NotImplemented
-    shape, width = view.shape, operand.x.shape[-1]
-    if func in (T.reshape, torch.reshape, T.flatten) and view.data_ptr() != operand.x.data_ptr():
-        return NotImplemented  # a copy
-    if not normed:
-        return mode.is_view(mode.note(shape, x.note, Copied(view), func, (x, *args[1:]), kwargs), x)
-    if operand.all_heads:
-        kept = shape[-2:] == operand.x.shape[-2:]
-        all_heads = True
-    else:
-        all_heads = view.ndim > 1 and shape[-1] != width and shape[-2] * shape[-1] == width
-        all_heads = all_heads and func in (T.view, T.reshape, T.unflatten, torch.reshape, torch.unflatten)
-        kept = all_heads or (shape[-1:] == (width,) and view.stride(-1) == operand.x.stride(-1))
-    if not kept or (all_heads and not operand.all_heads and operand.norm.kind != "rms"):
-        return NotImplemented
-    normed = Normed(view, operand.norm, all_heads=all_heads)
-    return mode.is_view(mode.note(shape, x.note, normed, func, (x, *args[1:]), kwargs), x)
+    new: Any = Copied(view)
+    if norm is not None:
+        shape, width, all_heads = view.shape, operand.x.shape[-1], operand.all_heads
+        if all_heads:
+            kept = shape[-2:] == operand.x.shape[-2:]
+        else:
+            splits = func in (T.view, T.reshape, T.unflatten, torch.reshape, torch.unflatten)
+            all_heads = splits and view.ndim > 1 and shape[-1] != width == shape[-2] * shape[-1]
+            one = shape[-1:] == (width,) and view.stride(-1) == operand.x.stride(-1)
+            kept = norm.kind == "rms" if all_heads else one
+        if not kept:
+            return NotImplemented
+        new = Normed(view, norm, all_heads=all_heads)
+    x.note.viewed = True
+    return mode.note(x, new, func, args, kwargs, view.shape, is_view=True)
 
 
 @on(T.repeat)
@@ -132,7 +122,7 @@ def _repeat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     once = not kwargs and len(times) > 1 and all(type(time) is int and time == 1 for time in times)
     if not once or not is_rows(x) or len(times) != x.ndim:
         return NotImplemented
-    return mode.note(x.shape, x, Copied(x), func, args)
+    return mode.note(x, Copied(x), func, args)
 
 
 @on(F.scaled_dot_product_attention, of=OF_DEFERRED)
@@ -152,24 +142,21 @@ def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not any(type(part) is Deferred for part in parts):
         return _cat_of_heads(mode, parts, axis)
-    if len({len(part.shape) for part in parts}) != 1:
+    first, ndim = parts[0], len(parts[0].shape)
+    if any(len(part.shape) != ndim or part.dtype != first.dtype for part in parts):
         return NotImplemented
-    ndim = len(parts[0].shape)
-    axis, read = axis % ndim, tuple(map(as_noted, parts))
-    if len({part.dtype for part in parts}) != 1:
-        return NotImplemented
-    size = sum(part.shape[axis] for part in parts)
-    shape = torch.Size((*parts[0].shape[:axis], size, *parts[0].shape[axis + 1 :]))
+    axis %= ndim
     if axis == ndim - 1:
         activated = operand_of(parts[-1], Activated)
-        if len(parts) != 2 or activated is None or activated.beside is not None or type(parts[0]) not in MEMORY:
+        if len(parts) != 2 or activated is None or activated.beside is not None or type(first) not in MEMORY:
             return NotImplemented
-        operand = activated._replace(beside=parts[0])
+        operand = activated._replace(beside=first)
     elif axis and all(type(part) in MEMORY or operand_of(part, Normed, Sliced) is not None for part in parts):
         operand = Joined(tuple(map(as_it_is, parts)), axis)
     else:
         return NotImplemented
-    return mode.note(shape, parts[-1], operand, _cat_of, (axis, *read))
+    shape = torch.Size((*first.shape[:axis], sum(part.shape[axis] for part in parts), *first.shape[axis + 1 :]))
+    return mode.note(parts[-1], operand, _cat_of, (axis, *parts), shape=shape)
 
 
 def _cat_of_heads(mode: Deferring, parts: Any, axis: int) -> Any:
@@ -193,36 +180,27 @@ def _cat_of(axis: int, *parts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, axis)
 
 
-@on(T.to, T.type_as)
+_DTYPES = {T.float: torch.float32, T.bfloat16: torch.bfloat16, T.half: torch.float16}
+
+
+@on(T.to, T.type_as, *_DTYPES)
 def _to(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, *rest = args
-    if len(rest) != 1 or kwargs:
-        return NotImplemented
-    wanted = rest[0]
-    if isinstance(wanted, torch.Tensor) and wanted.device == x.device:
-        wanted = wanted.dtype
-    return _in_dtype(mode, func, args, wanted) if isinstance(wanted, torch.dtype) else NotImplemented
-
-
-_IN = {T.float: torch.float32, T.bfloat16: torch.bfloat16, T.half: torch.float16}
-
-
-@on(*_IN)
-def _in(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return NotImplemented if len(args) != 1 or kwargs else _in_dtype(mode, func, args, _IN[func])
-
-
-def _in_dtype(mode: Deferring, func: Any, args: Args, dtype: torch.dtype) -> Any:
     """A tensor in another dtype: many models norm in float32, as the fused ops do anyway."""
-    x = args[0]
-    if type(x) is Deferred:
+    x, *given = args
+    given = [_DTYPES[func], *given] if func in _DTYPES else given
+    if len(given) != 1 or kwargs:
+        return NotImplemented
+    (dtype,) = given
+    if isinstance(dtype, torch.Tensor) and dtype.device == x.device:
+        dtype = dtype.dtype
+    if type(x) is Deferred and isinstance(dtype, torch.dtype):
         operand = x.note.operand
         if operand is not None and dtype == x.note.dtype:
             return x
         if type(operand) is Normed and operand.x.dtype == dtype:
-            return mode.note(x.note.shape, operand.x, operand, func, (x.note, *args[1:]))
+            return mode.note(x, operand, func, args, dtype=dtype)
     elif dtype == torch.float32 != x.dtype and is_rows(x):
-        return mode.note(x.shape, x, Copied(x), func, args, dtype=dtype)
+        return mode.note(x, Copied(x), func, args, dtype=torch.float32)
     return NotImplemented
 
 
@@ -243,10 +221,10 @@ def _contiguous(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
             return NotImplemented
         if not x.note.is_view or (type(operand) is Normed and operand.x.is_contiguous()):
             return x
-        return mode.note(x.note.shape, x.note, operand, func, (x.note,))
+        return mode.note(x, operand, func, args)
     if type(x) not in MEMORY or x.ndim != 4 or x.is_contiguous() or not is_rows(x):
         return NotImplemented
-    return mode.note(x.shape, x, Copied(x), func, (x,))
+    return mode.note(x, Copied(x), func, args)
 
 
 @on(torch.repeat_interleave, T.repeat_interleave)
@@ -263,7 +241,8 @@ def _spread(mode: Deferring, values: torch.Tensor, each: int) -> Any:
     if values.dtype not in FLOAT_DTYPES or each < 1:
         return NotImplemented
     shape = torch.Size((values.shape[0], values.shape[1] * each, values.shape[2]))
-    return mode.note(shape, values, Spread(values, each, shape[1]), torch.repeat_interleave, (values, each), {"dim": 1})
+    call = torch.repeat_interleave, (values, each), {"dim": 1}
+    return mode.note(values, Spread(values, each, shape[1]), *call, shape)
 
 
 @on(T.reshape, T.flatten)

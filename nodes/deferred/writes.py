@@ -2,45 +2,35 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .notes import storage_of, valued
 
-_HANDED_OUT = (
-    "data_ptr",
-    "numpy",
-    "__array__",
-    "__dlpack__",
-    "untyped_storage",
-    "storage",
-    "_typed_storage",
-    "__reduce_ex__",
-)
-"""Methods after which something else than PyTorch may write."""
+HANDED_OUT = ("numpy", "__array__", "__dlpack__")
+"""Methods after which something else than PyTorch may write into a tensor's memory at any later time."""
 
-_NAMES_OF_READS = ("requires_grad_", "__init__", "__index__", "__int__", "__invert__")
+_WRITES = (
+    *(*HANDED_OUT, "data_ptr", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__"),
+    *("__setitem__", "__set__", "__delete__", "__setstate__"),
+)
+_READS = ("requires_grad_", "__init__", "__index__", "__int__", "__invert__")
+"""Names of functions that write, and of some that do not, though they are called like those that do."""
 
 
 @functools.lru_cache(4096)
-def written_arguments(func: Any) -> Callable[[tuple, dict], Iterator[Any]] | None:
+def written_arguments(func: Any) -> Callable[[Sequence, Mapping], Iterable[Any]] | None:
     """What gives the arguments that a function may write into; None for one that only reads."""
     name = getattr(func, "__name__", "")
-    schema = getattr(func, "_schema", None)
-    if schema is not None:
-        written = [
-            (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-        ]
-        return functools.partial(_chosen, tuple(written)) if written else None
     if hasattr(func, "overloads"):  # an operator that has not chosen its overload yet
-        schemas = [getattr(func, overload)._schema for overload in func.overloads()]
-        writes = any(a.alias_info is not None and a.alias_info.is_write for s in schemas for a in s.arguments)
-        return _all if writes else None
+        return _all if any(_written(getattr(func, overload)._schema) for overload in func.overloads()) else None
+    if getattr(func, "_schema", None) is not None:
+        written = _written(func._schema)
+        return functools.partial(_chosen, written) if written else None
     in_place = name.endswith("_") and not name.endswith("__")
-    operator = name.startswith("__i") or name in ("__setitem__", "__set__", "__delete__", "__setstate__")
-    if (in_place or operator or name in _HANDED_OUT) and name not in _NAMES_OF_READS:
+    if (in_place or name.startswith("__i") or name in _WRITES) and name not in _READS:
         return _all if name.startswith("_foreach") else _first
     try:
         return _if_in_place if "inplace" in inspect.signature(func).parameters else None
@@ -48,31 +38,25 @@ def written_arguments(func: Any) -> Callable[[tuple, dict], Iterator[Any]] | Non
         return None
 
 
-def hands_out(func: Any) -> bool:
-    """Whether a function lets others write into a tensor's memory at any later time."""
-    return getattr(func, "__name__", "") in ("numpy", "__array__", "__dlpack__")
+def _written(schema: Any) -> list[tuple[int, str]]:
+    """The places and names of the arguments that an operator writes into."""
+    return [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _first(args: tuple, kwargs: dict) -> Iterator[Any]:
-    yield from args[:1] or tuple(kwargs.values())[:1]
+def _first(args: Sequence, kwargs: Mapping) -> Sequence:
+    return args[:1] or tuple(kwargs.values())[:1]
 
 
-def _all(args: tuple, kwargs: dict) -> Iterator[Any]:
-    yield from args
-    yield from kwargs.values()
+def _all(args: Sequence, kwargs: Mapping) -> Sequence:
+    return *args, *kwargs.values()
 
 
-def _if_in_place(args: tuple, kwargs: dict) -> Iterator[Any]:
-    if kwargs.get("inplace") or True in args[1:]:
-        yield from _first(args, kwargs)
+def _if_in_place(args: Sequence, kwargs: Mapping) -> Sequence:
+    return _first(args, kwargs) if kwargs.get("inplace") or True in args[1:] else ()
 
 
-def _chosen(written: tuple[tuple[int, str], ...], args: tuple, kwargs: dict) -> Iterator[Any]:
-    for place, name in written:
-        if place < len(args):
-            yield args[place]
-        elif name in kwargs:
-            yield kwargs[name]
+def _chosen(written: Sequence[tuple[int, str]], args: Sequence, kwargs: Mapping) -> Sequence:
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
 
 
 def storages(values: Any) -> Iterator[int]:

@@ -26,8 +26,7 @@ from ..comfyui.layers import (
 )
 from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, storage_shape, stored
 from ..deferred.arithmetic import normed
-from ..deferred.notes import Deferred, outside, tracking, valued
-from ..deferred.tracked import MEMORY
+from ..deferred.notes import MEMORY, Deferred, outside, tracking, valued
 from ..files import quant_config
 from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.holding.stored_weight import HELD_LAYOUTS, is_stored, stored_kind

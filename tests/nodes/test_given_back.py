@@ -51,7 +51,7 @@ X = torch.linspace(-1, 1, 2 * 4 * 192).view(2, 4, 192)
 
 def behind(layer, function):
     from int8_dit.nodes.deferred.install import deferred_call
-    from int8_dit.nodes.deferred.tracked import seen_from
+    from int8_dit.nodes.deferred.notes import seen_from
 
     with torch.inference_mode():
         return deferred_call(lambda: layer(function(seen_from(X))))
