@@ -13,7 +13,7 @@ kept.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -118,11 +118,27 @@ def take_pieces(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {part: state_dict.pop(f"{prefix}{part}", None) for part in ("weight", SCALE, SMOOTH, QUANT_CONFIG)}
 
 
+def marked_layers(tensors: Iterable[str]) -> list[str]:
+    """The layers that have a quant config, by the names of a state dict's tensors."""
+    suffix = f".{QUANT_CONFIG}"
+    return [key.removesuffix(suffix) for key in tensors if key.endswith(suffix)]
+
+
+def configs_in(tensors: Mapping[str, Any]) -> dict[str, dict]:
+    """The decoded quant configs of a state dict, by layer. Raises ValueError naming one that is none."""
+    configs = {}
+    for layer in marked_layers(tensors):
+        key = ".".join((layer, QUANT_CONFIG))
+        try:
+            configs[layer] = decode_config(tensors[key])
+        except ValueError as error:
+            raise ValueError(f"{key} is {error}") from error
+    return configs
+
+
 def configured_layers(tensors: Mapping[str, Any], format: str) -> list[str]:
     """The layers of a state dict whose quant config names this format."""
-    suffix = f".{QUANT_CONFIG}"
-    configs = {key.removesuffix(suffix): decode_config(t) for key, t in tensors.items() if key.endswith(suffix)}
-    return [layer for layer, config in configs.items() if config.get("format") == format]
+    return [layer for layer, config in configs_in(tensors).items() if config.get("format") == format]
 
 
 def rotation_group(config: dict) -> int | None:
@@ -136,7 +152,7 @@ def rotation_group(config: dict) -> int | None:
         raise ValueError("its mark names a convrot_groupsize and not whether it is rotated (convrot)")
     if not isinstance(rotated, bool | None):
         raise ValueError(f"its mark has convrot = {rotated!r}, which is neither true nor false")
-    return group_size(options) if rotated else None
+    return group_size(config) if rotated else None
 
 
 def quant_config_options(config: dict) -> dict:
@@ -145,18 +161,18 @@ def quant_config_options(config: dict) -> dict:
     return {**(nested if isinstance(nested, dict) else {}), **config}
 
 
-def group_size(options: dict) -> int:
-    """The rotation group that options name. Raises ValueError where it is no whole number."""
-    return _whole_number(options, "convrot_groupsize", DEFAULT_ROTATION_GROUP)
+def group_size(config: dict) -> int:
+    """The rotation group that a quant config names. Raises ValueError where it is no whole number."""
+    return _whole_number(config, "convrot_groupsize", DEFAULT_ROTATION_GROUP)
 
 
-def code_group(options: dict) -> int:
-    """The columns of one scale that the options of a layer in codes name. Raises ValueError as `group_size`."""
-    return _whole_number(options, "group_size", DEFAULT_CODE_GROUP)
+def code_group(config: dict) -> int:
+    """The columns of one scale that the config of a layer in codes names. Raises ValueError as `group_size`."""
+    return _whole_number(config, "group_size", DEFAULT_CODE_GROUP)
 
 
-def _whole_number(options: dict, name: str, default: int) -> int:
-    number = options.get(name, default)
+def _whole_number(config: dict, name: str, default: int) -> int:
+    number = quant_config_options(config).get(name, default)
     if type(number) is not int:
         raise ValueError(f"its mark has {name} = {number!r}, which is no whole number")
     return number

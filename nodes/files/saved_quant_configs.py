@@ -17,7 +17,7 @@ _MOST = 1 << 22  # characters; a thousand layers have about 100,000
 
 def quant_configs_as_metadata(tensors: Mapping[str, Any]) -> dict[str, str]:
     """The metadata entry for a state dict that is about to be written: its layers' quant configs, by name."""
-    return {_KEY: json.dumps(_configs(tensors))}
+    return {_KEY: json.dumps(quant_config.configs_in(tensors))}
 
 
 def check_quant_configs_as_written(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
@@ -29,18 +29,13 @@ def check_quant_configs_as_written(tensors: Mapping[str, Any], metadata: Mapping
     except ValueError as error:
         raise ValueError(f"the metadata entry {_KEY} is {error}; it was damaged after it was saved") from error
     written = {k: quant_config.with_present_name(v) if isinstance(v, dict) else v for k, v in written.items()}
-    configs = _configs(tensors)
+    configs = quant_config.configs_in(tensors)
     for layer in sorted({*written, *configs}):
         if written.get(layer) != configs.get(layer):
             raise ValueError(
                 f"{layer}.{quant_config.QUANT_CONFIG} is {_said(configs.get(layer))}, but was "
                 f"{_said(written.get(layer))} when the file was saved; download or copy it again"
             )
-
-
-def _configs(tensors: Mapping[str, Any]) -> dict[str, dict]:
-    suffix = f".{quant_config.QUANT_CONFIG}"
-    return {k.removesuffix(suffix): quant_config.decode_config(t) for k, t in tensors.items() if k.endswith(suffix)}
 
 
 def _said(config: object) -> str:

@@ -1,6 +1,5 @@
 """Files that cannot be loaded: each ends in one ValueError that names the file and, where there is one, the tensor."""
 
-import json
 import math
 import os
 import pickle
@@ -94,119 +93,12 @@ def test_a_gguf_file_that_ends_too_early(dit, tmp_path):
     assert_refused(dit, path, "damaged or incomplete")
 
 
-# Its INT8 layers
-
-
-@pytest.mark.parametrize("marked", (True, False))
-def test_a_missing_scale(dit, refuse, marked):
-    state_dict = dit.native_int8()
-    del state_dict[f"{LAYER}.weight_scale"]
-    if not marked:
-        state_dict = {key: tensor for key, tensor in state_dict.items() if not key.endswith(".comfy_quant")}
-    refuse(state_dict, f"{LAYER}.weight_scale is missing")
-
-
-@pytest.mark.parametrize("shape", ((767,), (769, 1), (1, 768), (192,), (0,)))
-def test_a_scale_of_the_wrong_length(dit, refuse, shape):
-    state_dict = dit.native_int8() | {f"{LAYER}.weight_scale": torch.ones(shape)}
-    refuse(state_dict, f"{LAYER}.weight_scale", "1 or 768", str(shape))
-
-
-def test_a_scale_of_the_wrong_dtype(dit, refuse):
-    state_dict = dit.native_int8() | {f"{LAYER}.weight_scale": torch.ones(768, 1, dtype=torch.int32)}
-    refuse(state_dict, f"{LAYER}.weight_scale", "floating point", "int32")
-
-
-@pytest.mark.parametrize("tensor", ("weight_scale", "weight_smooth"))
-@pytest.mark.parametrize("value", (math.nan, math.inf))
-def test_nan_and_inf(dit, refuse, tensor, value):
-    state_dict = dit.smoothed_int8()
-    state_dict[f"{LAYER}.{tensor}"].flatten()[7] = value
-    refuse(state_dict, f"{LAYER}.{tensor} holds a NaN or Inf")
-
-
-def test_a_weight_that_is_not_int8(dit, refuse):
-    state_dict = dit.native_int8()
-    state_dict[f"{LAYER}.weight"] = state_dict[f"{LAYER}.weight"].float()
-    refuse(state_dict, f"{LAYER}.weight is torch.float32", "INT8")
-
-
-def test_a_weight_that_is_missing(dit, refuse):
-    state_dict = dit.native_int8()
-    del state_dict[f"{LAYER}.weight"]
-    refuse(state_dict, f"{LAYER}.weight is missing")
-
-
-@pytest.mark.parametrize("mark", (b"\xff\x00\x80", b"{", b"", b"[]", b"7"))
-def test_a_mark_that_is_no_json_object(dit, refuse, mark):
-    state_dict = dit.native_int8() | {f"{LAYER}.comfy_quant": torch.tensor(list(mark), dtype=torch.uint8)}
-    refuse(state_dict, f"{LAYER}.comfy_quant", "JSON object")
-
-
-def test_a_mark_of_another_dtype(dit, refuse):
-    state_dict = dit.native_int8() | {f"{LAYER}.comfy_quant": torch.tensor([0.5, 300.0])}
-    refuse(state_dict, f"{LAYER}.comfy_quant")
-
-
-def marked(dit, mark):
-    """A native file with this mark on one layer."""
-    encoded = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
-    return dit.native_int8() | {f"{LAYER}.comfy_quant": encoded}
-
-
-@pytest.mark.parametrize(
-    "mark, named",
-    (
-        ({"format": "int9_rowwise"}, "'int9_rowwise'"),
-        ({"format": "awq_w4a16"}, "'awq_w4a16'"),
-        ({"format": "fp16_linear"}, "'fp16_linear'"),
-        ({}, "None"),
-        ({"format": []}, "[]"),
-    ),
-)
-def test_a_format_that_nobody_reads(dit, refuse, mark, named, monkeypatch):
-    monkeypatch.setattr("int8_dit.nodes.files.reading.layer_checks.known_formats", set)  # a later ComfyUI knows some
-    says = f"the quantization format {named}, which neither INT8 DiT nor this ComfyUI reads. Update ComfyUI"
-    refuse(marked(dit, mark), f"{LAYER}.comfy_quant", says)
+# Its layers; tests/nodes/test_damaged_layers.py has more
 
 
 @pytest.mark.parametrize("text", ("{", "[]", "{}", '{"layers": 5}', '{"layers": {"a": {}}', "7"))
 def test_quantization_metadata_that_cannot_be_read(dit, refuse, text):
     refuse(dit.native_int8(), "quantization metadata", metadata={"_quantization_metadata": text})
-
-
-def test_missing_smoothing_factors(dit, refuse):
-    state_dict = dit.smoothed_int8()
-    del state_dict[f"{LAYER}.weight_smooth"]
-    refuse(state_dict, f"{LAYER}.weight_smooth is missing")
-
-
-def test_unexpected_smoothing_factors(dit, refuse):
-    """A native layer with factors beside it would come out wrong in every other loader."""
-    state_dict = dit.native_int8() | {f"{LAYER}.weight_smooth": torch.ones(192)}
-    refuse(state_dict, f"{LAYER}.weight_smooth is there although the layer is not marked as smoothed")
-
-
-@pytest.mark.parametrize("shape", ((191,), (768,), (192, 1), ()))
-def test_smoothing_factors_of_the_wrong_length(dit, refuse, shape):
-    state_dict = dit.smoothed_int8() | {f"{LAYER}.weight_smooth": torch.ones(shape)}
-    refuse(state_dict, f"{LAYER}.weight_smooth", "192", str(shape))
-
-
-@pytest.mark.parametrize("value", (0.0, -1.0))
-def test_smoothing_factors_that_are_not_positive(dit, refuse, value):
-    state_dict = dit.smoothed_int8()
-    state_dict[f"{LAYER}.weight_smooth"][3] = value
-    refuse(state_dict, f"{LAYER}.weight_smooth", "not positive")
-
-
-@pytest.mark.parametrize(
-    "group, reason", ((256, "does not divide K = 192"), (48, "power of 4"), (0, "power of 4"), ("x", "x"))
-)
-@pytest.mark.parametrize("nested", (False, True), ids=("flat", "under params"))
-def test_a_rotation_group_that_does_not_fit(dit, refuse, group, reason, nested):
-    options = {"convrot": True, "convrot_groupsize": group}
-    refuse(marked(dit, {"format": "int8_tensorwise"} | ({"params": options} if nested else options)), LAYER, reason)
 
 
 def test_a_float_weight_with_a_nan(dit, refuse, monkeypatch):

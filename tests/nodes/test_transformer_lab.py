@@ -272,7 +272,7 @@ def test_a_base_of_another_shape(models, refuse, file, key, convert):
 def test_a_base_with_more_blocks(models, refuse, file):
     base = models["conditional"]
     more = {key.replace("layers.1.", "layers.2."): tensor.clone() for key, tensor in base.items() if "layers.1." in key}
-    refuse(BASE, "another model", "layers.2.", file=file, base=base | more)
+    refuse(BASE, "layers.2.", "is no layer of this Ideogram 4", file=file, base=base | more)
 
 
 def test_the_other_branch_as_base(models, refuse, file):

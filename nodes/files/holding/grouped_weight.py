@@ -82,8 +82,13 @@ def is_grouped(weight: Any) -> TypeGuard[QuantizedTensor]:
 def coded_weight(codes: GroupedCodes, scale: torch.Tensor, rotation_group: int, dtype: torch.dtype) -> QuantizedTensor:
     """Codes of 4 bits and the scale [N] of the INT8 weight that they stand for, in floats of `dtype` to ComfyUI."""
     config = {"format": quant_config.GROUPED_FORMATS[0], "group_size": codes.group, "convrot_groupsize": rotation_group}
-    held = (codes.scale, dtype, codes.shape, scale, codes.codebook, codes.group, rotation_group, 8, json.dumps(config))
-    return HeldWeight(codes.codes, GROUPED_LAYOUT, GroupedCodesLayout.Params(*held))
+    return HeldWeight(codes.codes, GROUPED_LAYOUT, _form(codes, scale, dtype, config))
+
+
+def _form(codes: GroupedCodes, scale: torch.Tensor, dtype: torch.dtype, config: dict) -> GroupedCodesLayout.Params:
+    rotation_group, bits = quant_config.group_size(config), quant_config.activation_bits(config)
+    held = (codes.scale, dtype, codes.shape, scale, codes.codebook, codes.group, rotation_group, bits)
+    return GroupedCodesLayout.Params(*held, json.dumps(config))
 
 
 def grouped_codes(weight: QuantizedTensor) -> GroupedCodes:
@@ -113,34 +118,25 @@ def quant_config_in(weight: QuantizedTensor) -> dict[str, Any]:
     return json.loads(params(weight).config)
 
 
+def codes_in(parts: Mapping[str, torch.Tensor], config: dict[str, Any]) -> GroupedCodes:
+    """The codes of a layer of a file, by the ends of its tensors' names and its decoded quant config. Raises ValueError
+    for options that are no numbers."""
+    scale, group = parts[quant_config.GROUP_SCALE], quant_config.code_group(config)
+    scale = scale.view(torch.float8_e4m3fn) if scale.dtype == torch.uint8 else scale
+    return GroupedCodes(parts["weight"], scale, parts.get(quant_config.CODEBOOK), group)
+
+
 def with_joined_codes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a checked file with each layer in codes as one weight, without a quant config: that is in the
     weight."""
-    suffix, together = f".{quant_config.QUANT_CONFIG}", dict(tensors)
-    for key, tensor in tensors.items():
-        config = quant_config.decode_config(tensor) if key.endswith(suffix) else {}
+    together = dict(tensors)
+    for layer, config in quant_config.configs_in(tensors).items():
         if config.get("format") not in quant_config.GROUPED_FORMATS:
             continue
-        del together[key]
-        layer, options = key.removesuffix(suffix), quant_config.quant_config_options(config)
-        codes = together.pop(f"{layer}.weight")
-        scale, channels = (
-            together.pop(f"{layer}.{part}") for part in (quant_config.GROUP_SCALE, quant_config.CHANNEL_SCALE)
-        )
-        codebook = together.pop(f"{layer}.{quant_config.CODEBOOK}", None)
-        if scale.dtype == torch.uint8:
-            scale = scale.view(torch.float8_e4m3fn)
-        group = quant_config.code_group(options)
-        form = GroupedCodesLayout.Params(
-            scale,
-            torch.float32,
-            (codes.shape[0], scale.shape[1] * group),
-            channels,
-            codebook,
-            group,
-            quant_config.group_size(options),
-            quant_config.activation_bits(config),
-            json.dumps(config),
-        )
-        together[f"{layer}.weight"] = QuantizedTensor(codes, GROUPED_LAYOUT, form)
+        del together[f"{layer}.{quant_config.QUANT_CONFIG}"]
+        names = ("weight", quant_config.GROUP_SCALE, quant_config.CHANNEL_SCALE, quant_config.CODEBOOK)
+        parts = {name: together.pop(f"{layer}.{name}") for name in names if f"{layer}.{name}" in together}
+        codes = codes_in(parts, config)
+        form = _form(codes, parts[quant_config.CHANNEL_SCALE], torch.float32, config)
+        together[f"{layer}.weight"] = QuantizedTensor(codes.codes, GROUPED_LAYOUT, form)
     return together

@@ -14,8 +14,9 @@ from ..errors import naming_file
 from ..holding.grouped_weight import is_grouped, with_joined_codes
 from ..saved_quant_configs import check_quant_configs_as_written
 from .contents import BRANCHES, Checkpoint
+from .diffusers_names import with_native_names
 from .gguf_file import MAGIC, read_gguf
-from .importers import IMPORTERS, NAMINGS, translated
+from .importers import IMPORTERS
 from .kinds import Kind, kind_of_bytes, kind_of_tensors
 from .layer_checks import check_layers
 
@@ -30,34 +31,35 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
     Raises ValueError naming the file, and the tensor where there is one, for anything that cannot be loaded.
     """
     name = os.path.basename(path)
-    tensors, metadata = _read(path, name)
-    kind = kind_of_tensors(tensors, packed=True)
-    if kind is not None:
-        raise ValueError(f"{name} is {kind.name}; {kind.advice}")
-    checkpoint = translated(Checkpoint(name, tensors, metadata or {}, branch, base), IMPORTERS)
     with naming_file(name):
+        tensors, metadata = _read(path, name)
+        kind = kind_of_tensors(tensors, packed=True)
+        if kind is not None:
+            raise ValueError(f"{name} is {kind.name}; {kind.advice}")
+        checkpoint = Checkpoint(name, tensors, metadata or {}, branch, base)
+        for bring in IMPORTERS.values():
+            checkpoint = bring(checkpoint)
         check_layers(checkpoint.tensors)
         check_quant_configs_as_written(checkpoint.tensors, checkpoint.metadata)
-        checkpoint = replace(checkpoint, tensors=with_joined_codes(checkpoint.tensors))
-    return translated(checkpoint, NAMINGS)
+        tensors = with_joined_codes(checkpoint.tensors)
+        return replace(checkpoint, tensors=with_native_names(tensors, checkpoint.metadata))
 
 
 def holds_int8(tensors: Mapping[str, Any]) -> bool:
     """Whether any layer is INT8 already, perhaps in fewer bits. Of others only quant configs are looked at."""
     if any(map(is_grouped, tensors.values())):
         return True
-    configs = (tensor for key, tensor in tensors.items() if key.endswith(f".{quant_config.QUANT_CONFIG}"))
-    return any(quant_config.decode_config(config).get("format") in quant_config.INT8_FORMATS for config in configs)
+    configs = quant_config.configs_in(tensors).values()
+    return any(config.get("format") in quant_config.INT8_FORMATS for config in configs)
 
 
 def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
     with open(path, "rb") as file:
         beginning = file.read(_BEGINNING)
-    if not beginning.startswith(MAGIC):
-        _check_safetensors(path, name, kind_of_bytes(beginning))
-        return read_safetensors(path)
-    with naming_file(name):
+    if beginning.startswith(MAGIC):
         return read_gguf(path)
+    _check_safetensors(path, name, kind_of_bytes(beginning))
+    return read_safetensors(path)
 
 
 def _check_safetensors(path: str, name: str, kind: Kind | None) -> None:

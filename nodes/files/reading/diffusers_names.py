@@ -5,112 +5,111 @@ it would keep the weight and lose the scale, so the scales take the same way her
 of GGUF's blocks take it as bytes.
 """
 
-from typing import Any
-
 import torch
 
 from ....kernels import ChannelTransform, expand_codes
 from ...comfyui.architecture import architecture_of, diffusers_unet_of, renamed_from_diffusers
-from ...comfyui.quantized import QuantizedTensor, params, stored
+from ...comfyui.quantized import params, stored
 from .. import quant_config
 from ..block_lists import AGAIN, check_lists
 from ..holding.gguf_weight import is_gguf, with_gguf_bytes
 from ..holding.grouped_weight import channel_scale, grouped_codes, is_grouped, quant_config_in
 
 
-def is_named_by_diffusers(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bool:
-    """Whether ComfyUI has to rename these tensors before it knows their model."""
-    return architecture_of(tensors, metadata) is None
+def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The tensors of a diffusion transformer that has diffusers' names under ComfyUI's own; of anything else, as they
+    are.
 
-
-def with_native_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a diffusion transformer under ComfyUI's own names; of anything else, as they are.
-
-    Raises ValueError naming a layer whose quantization cannot follow.
+    Rows of GGUF's blocks that come together in one tensor stay blocks where all are in one format; else they become
+    float32. Raises ValueError naming a layer whose quantization cannot follow, or of which a part is missing.
     """
+    if architecture_of(tensors, metadata) is not None:
+        return tensors
     tensors = _with_int8_for_codes(tensors)
-    _check_whole(tensors)
-    suffix = f".{quant_config.QUANT_CONFIG}"
-    configs = {
-        key.removesuffix(suffix): quant_config.decode_config(t) for key, t in tensors.items() if key.endswith(suffix)
-    }
-    for layer, config in configs.items():
-        if config.get("format") != quant_config.NATIVE_FORMAT:
+    configs = quant_config.configs_in(tensors)
+    pieces = {f"{layer}.{piece}" for layer in configs for piece in (quant_config.QUANT_CONFIG, quant_config.SCALE)}
+    plain = {key: tensor for key, tensor in tensors.items() if key not in pieces}
+    sizes = {key: len(tensor) for key, tensor in plain.items() if tensor.ndim}
+    origins = _origins(sizes)
+    if origins is None:
+        if configs and diffusers_unet_of(tensors) is not None:
+            raise ValueError("this is a quantized UNet under the names of diffusers; convert it to ComfyUI's names")
+        return tensors
+    keys, owner = [*sizes], torch.arange(len(sizes)).repeat_interleave(torch.tensor([*sizes.values()]))
+    scales = torch.cat([_scales(tensors, key, size) for key, size in sizes.items()])
+    forms, floats, quantization = {}, set(), {}
+    for name, rows in origins.items():
+        parts = [keys[index] for index in owner[rows].unique().tolist()]
+        packed = [key for key in parts if is_gguf(plain[key])]
+        if len(packed) == len(parts) and len({params(plain[key]).gguf_format for key in packed}) == 1:
+            forms[name] = plain[packed[0]]
+        else:
+            floats.update(packed)
+        layers = [key.removesuffix(".weight") for key in parts]
+        if not configs.keys().isdisjoint(layers):
+            layer = name.removesuffix(".weight")
+            quantization[f"{layer}.{quant_config.QUANT_CONFIG}"] = _joined(layer, layers, configs)
+            quantization[f"{layer}.{quant_config.SCALE}"] = scales[rows][:, None]
+    held = {key: t if not is_gguf(t) else t.dequantize() if key in floats else stored(t) for key, t in plain.items()}
+    renamed = renamed_from_diffusers(held) or {}
+    joined = {name: with_gguf_bytes(form, renamed[name]) for name, form in forms.items()}
+    return renamed | joined | quantization
+
+
+def _origins(sizes: dict[str, int]) -> dict[str, torch.Tensor] | None:
+    """Which rows make each tensor under ComfyUI's own names, in the order of tensors of so many rows; None where it
+    renames nothing.
+
+    Raises ValueError where ComfyUI would join what is not all there, or leave blocks behind a missing one away.
+    """
+    # In place of each tensor one column: a number for each row, from 1.
+    count = sum(sizes.values())
+    columns = torch.arange(1, count + 1, dtype=torch.float64)[:, None].split([*sizes.values()])
+    joined = renamed_from_diffusers(dict(zip(sizes, columns, strict=True)))
+    if joined is None:
+        return None
+    # The rows of a missing part are whatever lay in memory: no number, or that of another row.
+    origins, seen = {}, torch.zeros(count + 1, dtype=torch.bool)
+    for name, column in joined.items():
+        numbers = torch.where((column >= 1) & (column <= count), column, 0).long().flatten()
+        if not bool(numbers.all()) or bool(seen[numbers].any()) or len(numbers.unique()) < len(numbers):
+            raise ValueError(f"a part of {name} is missing, which has several under the names of diffusers; {AGAIN}")
+        seen[numbers], origins[name] = True, numbers - 1
+    taken = zip(sizes, seen[1:].split([*sizes.values()]), strict=True)
+    check_lists([key for key, rows in taken if not rows.all()], sizes)
+    return origins
+
+
+def _scales(tensors: dict[str, torch.Tensor], key: str, size: int) -> torch.Tensor:
+    """[N] for a tensor of N rows: what each is scaled by, NaN where it is not quantized."""
+    scale = tensors.get(f"{key.removesuffix('.weight')}.{quant_config.SCALE}") if key.endswith(".weight") else None
+    return (torch.tensor(torch.nan) if scale is None else scale.float().flatten()).expand(size)
+
+
+def _joined(name: str, layers: list[str], configs: dict[str, dict]) -> torch.Tensor:
+    """The quant config of a layer that is made of these: full precision where any asks for it, else what all say.
+
+    Raises ValueError where they are not quantized alike, or other than in ComfyUI's own INT8.
+    """
+    said = [configs.get(layer, {}) for layer in layers]
+    for layer, config in zip(layers, said, strict=True):
+        if config and config.get("format") != quant_config.NATIVE_FORMAT:
             raise ValueError(
                 f"{layer} is quantized ({config.get('format')}) under the name that diffusers gives it, which can be "
                 "read of INT8 only; convert the file to ComfyUI's names"
             )
-    said = list(configs.values())
-    quantization = {
-        f"{layer}.weight": (tensors.get(f"{layer}.{quant_config.SCALE}"), config, number)
-        for number, (layer, config) in enumerate(configs.items())
-    }
-    pieces = {f"{layer}.{piece}" for layer in configs for piece in (quant_config.QUANT_CONFIG, quant_config.SCALE)}
-    plain = {key: tensor for key, tensor in tensors.items() if key not in pieces}
-    packed = {key: tensor for key, tensor in plain.items() if is_gguf(tensor)}
-    if packed:
-        return _with_native_rows(plain, packed)
-    # Columns in place of each tensor: what every row of it is scaled by, in what groups it is rotated, and its quant
-    # config.
-    columns = {
-        key: _columns(tensor, *quantization.get(key, (None, {}, 0))) for key, tensor in plain.items() if tensor.ndim
-    }
-
-    renamed = renamed_from_diffusers(plain)
-    if renamed is None:
-        if configs and diffusers_unet_of(tensors) is not None:
-            raise ValueError("this is a quantized UNet under the names of diffusers; convert it to ComfyUI's names")
-        return tensors
-    if configs:
-        for key, rows in (renamed_from_diffusers(columns) or {}).items():
-            scale, group, numbers = rows.unbind(1)
-            if scale.isnan().all():
-                continue
-            layer = key.removesuffix(".weight")
-            if scale.isnan().any() or group.unique().numel() > 1:
-                raise ValueError(
-                    f"{layer} is made of several layers of the file that are not quantized alike; convert the file to "
-                    "ComfyUI's names"
-                )
-            renamed[f"{layer}.{quant_config.SCALE}"] = scale[:, None].contiguous()
-            others = _joined([quant_config.other_options(said[int(number)]) for number in numbers.unique()])
-            rotation, bits = (
-                ChannelTransform(None, int(group[0]) or None),
-                16 if quant_config.FULL_PRECISION in others else 8,
-            )
-            renamed[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(rotation, bits, others)
-    return renamed
-
-
-def _check_whole(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where ComfyUI would join what is not all there, or leave blocks behind a missing one away."""
-    places, rows = {}, 0
-    for key, tensor in tensors.items():
-        if tensor.ndim:
-            # In place of each tensor one column: a number for each row, from 1.
-            places[key] = torch.arange(rows + 1, rows + len(tensor) + 1, dtype=torch.float64)[:, None]
-            rows += len(tensor)
-    joined = renamed_from_diffusers(places)
-    if joined is None:
-        return
-    # The rows of a missing part are whatever lay in memory: no number, or that of another row.
-    seen = torch.zeros(rows + 1, dtype=torch.bool)
-    for name, column in joined.items():
-        numbers = column.flatten()
-        numbers = torch.where((numbers >= 1) & (numbers <= rows), numbers, 0).long()
-        if not bool(numbers.all()) or bool(seen[numbers].any()) or len(numbers.unique()) < len(numbers):
-            raise ValueError(f"a part of {name} is missing, which has several under the names of diffusers; {AGAIN}")
-        seen[numbers] = True
-    check_lists([key for key, column in places.items() if len(column) and not seen[int(column[0])]], tensors)
-
-
-def _joined(options: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the quant configs of layers that become one say alike; full precision where any asks for it."""
-    alike = {key: value for key, value in options[0].items() if all(other.get(key) == value for other in options)}
+    groups = {quant_config.rotation_group(config) if config else 0 for config in said}
+    if not all(said) or len(groups) > 1:
+        raise ValueError(
+            f"{name} is made of several layers of the file that are not quantized alike; convert the file to "
+            "ComfyUI's names"
+        )
+    first, *others = map(quant_config.other_options, said)
+    alike = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    bits = max(map(quant_config.activation_bits, said))
+    full = {quant_config.FULL_PRECISION: True} if bits == 16 else {}
     alike.pop(quant_config.FULL_PRECISION, None)
-    return alike | (
-        {quant_config.FULL_PRECISION: True} if any(o.get(quant_config.FULL_PRECISION) for o in options) else {}
-    )
+    return quant_config.encode_config(ChannelTransform(None, groups.pop()), bits, alike | full)
 
 
 def _with_int8_for_codes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -130,48 +129,3 @@ def _with_int8_for_codes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
                 rotation, params(weight).activation_bits, others
             )
     return native
-
-
-def _columns(tensor: torch.Tensor, scale: torch.Tensor | None, config: dict, number: int) -> torch.Tensor:
-    """[N, 3] for a tensor of N rows: the scale, the rotation group (or 0) and the quant config's number; NaN where it
-    is not quantized."""
-    columns = torch.full((tensor.shape[0], 3), torch.nan)
-    if scale is not None:
-        columns[:, 0] = scale.float().flatten()
-        columns[:, 1] = quant_config.rotation_group(config) or 0
-        columns[:, 2] = number
-    return columns
-
-
-def _with_native_rows(tensors: dict[str, torch.Tensor], packed: dict[str, QuantizedTensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a file with GGUF's blocks under ComfyUI's own names.
-
-    Rows that come together in one tensor stay blocks where all are in one format; else they become float32.
-    """
-    keys = list(packed)
-    numbers = {key: number for number, key in enumerate(keys)}
-    # In place of each tensor one column: which of the packed ones its rows are of.
-    sources = {
-        key: torch.full((len(tensor), 1), numbers.get(key, -1)) for key, tensor in tensors.items() if tensor.ndim
-    }
-    joined = renamed_from_diffusers(sources)
-    if joined is None:
-        return tensors
-    forms: dict[str, QuantizedTensor] = {}
-    mixed: set[str] = set()
-    for key, column in joined.items():
-        names = [keys[number] if number >= 0 else None for number in column.unique().tolist()]
-        weights = [packed[name] for name in names if name is not None]
-        if len(weights) == len(names) and len({params(w).gguf_format for w in weights}) == 1:
-            forms[key] = weights[0]
-        else:
-            mixed |= {name for name in names if name is not None}
-    rows = dict(tensors)
-    for key, weight in packed.items():
-        rows[key] = weight.dequantize() if key in mixed else stored(weight)
-    renamed = renamed_from_diffusers(rows) or {}
-    # A tensor that goes to several places, of which one is mixed, is floats in all of them.
-    return {
-        key: with_gguf_bytes(forms[key], tensor) if key in forms and tensor.dtype == torch.uint8 else tensor
-        for key, tensor in renamed.items()
-    }

@@ -17,49 +17,42 @@ from .contents import BRANCHES, Checkpoint
 _PARTS = ("wq", "ws", "smooth")
 
 
-def holds_branches(checkpoint: Checkpoint) -> bool:
-    """Whether this is such a file, by its tensors."""
-    prefixes = tuple(f"{branch}." for branch in BRANCHES)
-    return any(key.startswith(prefixes) and key.endswith(".wq") for key in checkpoint.tensors)
-
-
 def one_branch(checkpoint: Checkpoint) -> Checkpoint:
-    """The chosen model in ComfyUI's own conventions, completed by the base checkpoint.
+    """Of such a file the chosen model in ComfyUI's own conventions, completed by the base checkpoint.
 
-    Raises ValueError naming the file, or the base file, and the tensor or the widget.
+    Raises ValueError naming the tensor, the base file or the widget.
     """
-    name, linears = checkpoint.name, _linears(checkpoint)
+    prefixes = tuple(f"{branch}." for branch in BRANCHES)
+    if not any(key.startswith(prefixes) and key.endswith(".wq") for key in checkpoint.tensors):
+        return checkpoint
+    branch, linears = checkpoint.branch, _linears(checkpoint)
     shapes = ideogram4_shapes(linears)
-    strange = _strange(linears, shapes)
-    if strange is not None:
-        raise ValueError(f"{name}: {checkpoint.branch}.{strange} is no layer of Ideogram 4")
+    _check_shapes(f"{branch}.", linears, shapes)
     missing = [key for key in shapes if key not in linears]
     if not missing:
-        return replace(checkpoint, tensors=_checked(name, linears, shapes))
+        return replace(checkpoint, tensors=linears)
     if checkpoint.base is None:
         raise ValueError(
-            f"{name} is a Transformer Lab INT8 file, which holds only linear layers of Ideogram 4: {len(missing)} "
-            f"tensors of its {checkpoint.branch} model are missing, the first is {missing[0]}. Set base_checkpoint to "
-            f"a file with the whole {checkpoint.branch} model (bf16, FP8 or INT8)"
+            f"{checkpoint.name} is a Transformer Lab INT8 file, which holds only linear layers of Ideogram 4: "
+            f"{len(missing)} tensors of its {branch} model are missing, the first is {missing[0]}. Set base_checkpoint "
+            f"to a file with the whole {branch} model (bf16, FP8 or INT8)"
         )
 
     base = checkpoint.base()
     lacking = [key for key in missing if key not in base.tensors]
     if lacking:
         raise ValueError(
-            f"base_checkpoint {base.name} lacks {len(lacking)} of the tensors that {name} needs, the first is "
-            f"{lacking[0]}. Name a file with the whole {checkpoint.branch} model of Ideogram 4"
+            f"base_checkpoint {base.name} lacks {len(lacking)} of the tensors that {checkpoint.name} needs, the first "
+            f"is {lacking[0]}. Name a file with the whole {branch} model of Ideogram 4"
         )
-    strange = _strange(base.tensors, shapes)
-    if strange is not None:
-        raise ValueError(f"base_checkpoint {base.name} is another model than {name}, which has no {strange}")
+    others = {key: tensor for key, tensor in base.tensors.items() if key not in linears}
+    _check_shapes(f"base_checkpoint {base.name}: ", others, shapes)
     _check_branch(checkpoint, base)
     # Of a quantized layer a weight is nothing without its quant config and its scales, so that it is taken with all of
     # them.
     layers = {key.removesuffix(".weight") for key in missing if key.endswith(".weight")}
-    taken = {key: t for key, t in base.tensors.items() if key in missing or key.rpartition(".")[0] in layers}
-    _checked(f"base_checkpoint {base.name}", taken, shapes)
-    return replace(checkpoint, tensors=taken | _checked(name, linears, shapes))
+    taken = {key: t for key, t in others.items() if key in missing or key.rpartition(".")[0] in layers}
+    return replace(checkpoint, tensors=taken | linears)
 
 
 def _linears(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -68,17 +61,15 @@ def _linears(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     stored = {key.removeprefix(prefix): t for key, t in checkpoint.tensors.items() if key.startswith(prefix)}
     if not stored:
         raise ValueError(f"{checkpoint.name} holds no {checkpoint.branch} model. Set branch to the other one")
-    parts = {key for key in stored if key.rpartition(".")[2] in _PARTS}
-    linears = {key: tensor for key, tensor in stored.items() if key not in parts}
-    for layer in sorted({key.rpartition(".")[0] for key in parts}):
+    linears = {key: tensor for key, tensor in stored.items() if key.rpartition(".")[2] not in _PARTS}
+    for layer in sorted({key.rpartition(".")[0] for key in stored.keys() - linears.keys()}):
         if f"{layer}.weight" in stored:
             continue  # protected
-        for part in ("wq", "ws"):
-            if f"{layer}.{part}" not in stored:
-                raise ValueError(f"{checkpoint.name}: {prefix}{layer}.{part} is missing")
-        smooth = stored.get(f"{layer}.smooth")
-        linears[f"{layer}.weight"] = stored[f"{layer}.wq"]
-        linears[f"{layer}.{quant_config.SCALE}"] = _float32(stored[f"{layer}.ws"])
+        weight, scale, smooth = (stored.get(f"{layer}.{part}") for part in _PARTS)
+        if weight is None or scale is None:
+            raise ValueError(f"{prefix}{layer}.{'wq' if weight is None else 'ws'} is missing")
+        linears[f"{layer}.weight"] = weight
+        linears[f"{layer}.{quant_config.SCALE}"] = _float32(scale)
         linears[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(ChannelTransform(smooth, None))
         if smooth is not None:
             linears[f"{layer}.{quant_config.SMOOTH}"] = _float32(smooth)
@@ -86,22 +77,18 @@ def _linears(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _float32(tensor: torch.Tensor) -> torch.Tensor:
-    """What is not floating point stays, and is refused where all quant configs are checked."""
+    """What is not floating point stays, and is refused where all layers are checked."""
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _strange(tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]) -> str | None:
-    """The first weight that the model has no place for."""
-    return next((key for key in tensors if key.endswith(".weight") and key not in shapes), None)
-
-
-def _checked(owner: str, tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """These tensors, all of the shapes that the model needs."""
+def _check_shapes(before: str, tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]) -> None:
+    """Raise ValueError for a weight that the model has no place for, and for a tensor of another shape."""
     for key, tensor in tensors.items():
+        if key.endswith(".weight") and key not in shapes:
+            raise ValueError(f"{before}{key} is no layer of this Ideogram 4")
         # Of the formats that pack several values into one byte, the shape says nothing.
         if key in shapes and tensor.dtype != torch.uint8 and tensor.shape != shapes[key]:
-            raise ValueError(f"{owner}: {key} has shape {list(tensor.shape)}, but the model needs {list(shapes[key])}")
-    return tensors
+            raise ValueError(f"{before}{key} has shape {list(tensor.shape)}, but the model needs {list(shapes[key])}")
 
 
 def _check_branch(checkpoint: Checkpoint, base: Checkpoint) -> None:
