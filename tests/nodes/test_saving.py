@@ -284,7 +284,7 @@ def test_a_disk_that_becomes_full(plain, target, monkeypatch):
     from int8_dit.nodes.files.writing import new_file
 
     def open_full(path, mode, **options):
-        return open("/dev/full" if mode == "r+b" else path, mode, **options)
+        return open("/dev/full" if mode == "xb" else path, "r+b" if mode == "xb" else mode, **options)
 
     paths, assert_untouched = target
     monkeypatch.setattr(new_file, "open", open_full, raising=False)

@@ -40,9 +40,9 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     forms, floats, quantization = {}, set(), {}
     for name, rows in origins.items():
         parts = [keys[index] for index in owner[rows].unique().tolist()]
-        packed = [key for key in parts if is_gguf(plain[key])]
-        if len(packed) == len(parts) and len({params(plain[key]).gguf_format for key in packed}) == 1:
-            forms[name] = plain[packed[0]]
+        packed = {key: weight for key in parts if is_gguf(weight := plain[key])}
+        if len(packed) == len(parts) and len({params(weight).gguf_format for weight in packed.values()}) == 1:
+            forms[name] = packed[parts[0]]
         else:
             floats.update(packed)
         layers = [key.removesuffix(".weight") for key in parts]

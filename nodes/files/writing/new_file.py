@@ -1,10 +1,8 @@
 """A new file: whole or not there, never over another, whoever else saves into the same folder or is killed there.
 
-Each writer has a temporary file of its own and holds a lock on its name, in a file beside it. The operating system
-releases the lock of a killed writer, and the next one to save into the folder removes what it left.
-
-The order makes that safe. A writer creates its file first, locks it, and goes on only if the file still exists. Whoever
-cleans up locks first and then removes the file. So nobody removes the file of a writer that goes on.
+It is written beside its place under a name of its own, brought to the disk, and then given its name. Until then it is
+locked; on Windows any open file is. The system unlocks that of a killed writer, and the next one to save into the
+folder removes it.
 """
 
 import contextlib
@@ -17,11 +15,10 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 
-from filelock import FileLock, Timeout
-
-# Does not end in .safetensors: ComfyUI must not offer it as a model.
-_TEMPORARY = re.compile(r"(int8_dit-[0-9a-f]{32}\.partial)(?:\.lock)?")
 _ON_WINDOWS = os.name == "nt"
+# Does not end in .safetensors: ComfyUI must not offer it as a model. Earlier versions had locks beside theirs.
+_TEMPORARY = re.compile(r"int8_dit-[0-9a-f]{32}\.partial(\.lock)?")
+_ABANDONED_SECONDS = 60  # without a lock: it takes less to lock a new file, and to give a finished one its name
 _SCANNER_SECONDS = 10  # how long a virus scanner may hold a finished file
 _PAUSE_SECONDS = 0.1
 
@@ -38,31 +35,37 @@ def write_new_file(destination: str | Iterable[str], size: int, chunks: Iterable
     paths = iter([destination] if isinstance(destination, str) else destination)
     for path in paths:
         with _explained(path, size):
-            if _is_free(path):
-                break
-    else:
-        raise _taken(destination)
-    folder = os.path.dirname(path)
-    _remove_abandoned(folder)
-    with contextlib.ExitStack() as stack:
-        with _explained(path, size):
+            if not _is_free(path):
+                continue
+            folder = os.path.dirname(path)
+            _remove_abandoned(folder)
             if shutil.disk_usage(folder).free < size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            temporary = stack.enter_context(_temporary_file(folder))
-        with open(temporary, "r+b", buffering=0) as file:
-            for chunk in chunks:
-                with _explained(path, size):
-                    rest = memoryview(chunk)
-                    while len(rest):  # one call may write less than all, and at most 2 GB
-                        rest = rest[file.write(rest) :]
-                del chunk, rest  # frees a tensor before the next is made
-            with _explained(path, size):
-                os.fsync(file.fileno())
-        for place in itertools.chain([path], paths):
-            with contextlib.suppress(FileExistsError), _explained(place, size):
-                _name(temporary, place)
-                return place
-    raise _taken(destination)
+            temporary = os.path.join(folder, f"int8_dit-{uuid.uuid4().hex}.partial")
+            try:
+                _write(temporary, chunks)
+                for place in itertools.chain([path], paths):
+                    with contextlib.suppress(FileExistsError):
+                        _name(temporary, place)
+                        return place
+            finally:
+                with contextlib.suppress(OSError):
+                    os.remove(temporary)
+    name = os.path.basename(destination) if isinstance(destination, str) else "every name to save under"
+    text = f"{name} exists already and is not overwritten; choose another name. Nothing was saved"
+    raise FileExistsError(errno.EEXIST, text)
+
+
+def _write(path: str, chunks: Iterable[memoryview | bytes]) -> None:
+    with open(path, "xb", buffering=0) as file:
+        with contextlib.suppress(OSError):  # no file system without locks removes it
+            _lock(file.fileno())
+        for chunk in chunks:
+            rest = memoryview(chunk)
+            while len(rest):  # one call may write less than all, and at most 2 GB
+                rest = rest[file.write(rest) :]
+            del chunk, rest  # frees a tensor before the next is made
+        os.fsync(file.fileno())
 
 
 def _is_free(path: str) -> bool:
@@ -82,19 +85,15 @@ def _name(temporary: str, path: str) -> None:
     microseconds.
     """
     try:
-        os.link(temporary, path)
-        return
+        return os.link(temporary, path)
     except FileExistsError:
         raise
     except OSError:
         if _ON_WINDOWS:
-            _rename_patiently(temporary, path)
-            return
-    import fcntl
-
+            return _rename_patiently(temporary, path)
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        _lock(folder, wait=True)
         if not _is_free(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         os.rename(temporary, path)
@@ -113,57 +112,24 @@ def _rename_patiently(temporary: str, path: str) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-@contextlib.contextmanager
-def _temporary_file(folder: str) -> Iterator[str]:
-    """An empty file that is this process's own, and gone at the end."""
-    while True:
-        temporary = os.path.join(folder, f"int8_dit-{uuid.uuid4().hex}.partial")
-        try:
-            with open(temporary, "xb"):
-                pass
-            with _locked(temporary) as may_write:
-                if may_write and os.path.exists(temporary):  # else another process was here between the two
-                    yield temporary
-                    return
-        finally:
-            _remove(temporary)
-
-
 def _remove_abandoned(folder: str) -> None:
     """Remove the temporary files of writers that were killed. What cannot be removed stays until the next time."""
-    with contextlib.suppress(OSError):
-        for name in {match[1] for name in os.listdir(folder) if (match := _TEMPORARY.fullmatch(name))}:
-            with contextlib.suppress(OSError), _locked(os.path.join(folder, name)):
-                pass
+    last = time.time() - _ABANDONED_SECONDS
+    for name in filter(_TEMPORARY.fullmatch, os.listdir(folder)):
+        path = os.path.join(folder, name)
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_mtime < last:
+                with open(path, "r+b") as file:
+                    _lock(file.fileno())
+                os.remove(path)
 
 
-@contextlib.contextmanager
-def _locked(temporary: str) -> Iterator[bool]:
-    """Lock a temporary file if no process holds it; what is locked is removed at the end, and its lock too.
+def _lock(file: int, wait: bool = False) -> None:
+    """Lock an open file. Raises OSError where another writer has it; on Windows that shows when it is removed."""
+    if not _ON_WINDOWS:
+        import fcntl
 
-    True where a file system has no locks: then nobody else comes by to remove it.
-    """
-    lock = FileLock(f"{temporary}.lock", timeout=0)
-    ours = True
-    try:
-        lock.acquire()
-    except Timeout:
-        ours = False
-    except NotImplementedError:
-        pass
-    try:
-        yield ours
-    finally:
-        if lock.is_locked:
-            _remove(temporary)
-            lock.release()
-        if ours:
-            _remove(lock.lock_file)
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.remove(path)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
 _CAUSES = {
@@ -190,9 +156,3 @@ def _explained(path: str, size: int) -> Iterator[None]:
             f"{os.path.basename(path)} ({size / 1e9:.2f} GB) could not be written: {cause}, or choose another output "
             "directory. Nothing was saved",
         ) from error
-
-
-def _taken(destination: str | Iterable[str]) -> OSError:
-    name = os.path.basename(destination) if isinstance(destination, str) else "every name to save under"
-    text = f"{name} exists already and is not overwritten; choose another name. Nothing was saved"
-    return FileExistsError(errno.EEXIST, text)
