@@ -1,7 +1,7 @@
 """The fidelity of one or two sets of images as a table, with what chance can make of it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -23,22 +23,8 @@ _SEEN = (
     (-math.inf, "another picture"),
 )
 _INTERVAL_NOTE = f"95 % interval: of the mean, by the bootstrap over the pairs ({RESAMPLES} resamples, percentiles)."
-
-
-@dataclass(frozen=True)
-class _Metric:
-    """A figure of a pair: its name, its unit, how it is written, and where it stands."""
-
-    name: str
-    unit: str
-    digits: int
-    of: Callable[[Fidelity], float]
-
-
-_METRICS = (
-    _Metric("PSNR", " dB", 2, lambda fidelity: fidelity.psnr),
-    _Metric("SSIM", "", 4, lambda fidelity: fidelity.ssim),
-)
+# Fields of Fidelity by name, each with its unit and decimals.
+_METRICS = (("PSNR", " dB", 2), ("SSIM", "", 4))
 
 
 @dataclass(frozen=True)
@@ -63,16 +49,16 @@ def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> ResultTable:
     names = list(results)
     columns, cells, verdicts = ["pair"], [], []
     pairs = len(results[names[0]])
-    for metric in _METRICS:
-        values = {name: [metric.of(fidelity) for fidelity in results[name]] for name in names}
+    for metric, unit, digits in _METRICS:
+        values = {name: [getattr(fidelity, metric.lower()) for fidelity in results[name]] for name in names}
         for name in names:
-            columns.append(f"{metric.name}{metric.unit}" + (f", {name}" if len(names) > 1 else ""))
-            cells.append(_column(values[name], f".{metric.digits}f"))
+            columns.append(f"{metric}{unit}" + (f", {name}" if len(names) > 1 else ""))
+            cells.append(_column(values[name], f".{digits}f"))
         if len(names) > 1:
             differences = [minus(a, b) for a, b in zip(*values.values(), strict=True)]
-            columns.append(f"{metric.name}{metric.unit}, difference")
-            cells.append(_column(differences, f"+.{metric.digits}f"))
-            verdicts += _verdict(metric, differences, names)
+            columns.append(f"{metric}{unit}, difference")
+            cells.append(_column(differences, f"+.{digits}f"))
+            verdicts.append(f"{metric}: {_verdict(differences, names, unit, digits)}")
     heads = [*(str(number) for number in range(1, pairs + 1)), "mean", *(["95 % interval"] if pairs > 1 else [])]
     rows = [list(row) for row in zip(heads, *cells, strict=True)]
     notes = [*verdicts[1:], *_identical_notes(results), *([_INTERVAL_NOTE] if pairs > 1 else []), _METRICS_NOTE]
@@ -105,29 +91,26 @@ def _cell(value: float, form: str) -> str:
     return "identical" if math.isinf(value) else "-" if math.isnan(value) else format(value, form)
 
 
-def _verdict(metric: _Metric, differences: Sequence[float], names: Sequence[str]) -> list[str]:
-    """A line that says which of two candidates is closer to the reference, or that this is not known."""
+def _verdict(differences: Sequence[float], names: Sequence[str], unit: str, digits: int) -> str:
+    """Which of two candidates is closer to the reference, or that this is not known."""
     finites = finite(differences)
     bounds = interval(finites)
     if bounds is None:
-        return [f"{metric.name}: two pairs or more are needed to tell a difference from noise."]
-    mean, form = float(numpy.mean(finites)), f".{metric.digits}f"
+        return "two pairs or more are needed to tell a difference from noise."
+    mean = float(numpy.mean(finites))
     closer = names[0] if mean > 0 else names[1]
     if bounds[0] <= 0 <= bounds[1]:
-        return [f"{metric.name}: {names[0]} and {names[1]} differ within noise."]
+        return f"{names[0]} and {names[1]} differ within noise."
     if len(finites) < _FEWEST_PAIRS:
-        return [f"{metric.name}: {closer} looks closer to the reference, but {len(finites)} pairs are too few to tell."]
-    by = f"{abs(mean):{form}}{metric.unit}"
-    return [f"{metric.name}: {closer} is closer to the reference by {by}, more than noise."]
+        return f"{closer} looks closer to the reference, but {len(finites)} pairs are too few to tell."
+    return f"{closer} is closer to the reference by {abs(mean):.{digits}f}{unit}, more than noise."
 
 
 def _identical_notes(results: Mapping[str, Sequence[Fidelity]]) -> list[str]:
-    notes = []
-    for name, fidelities in results.items():
-        count = sum(math.isinf(fidelity.psnr) for fidelity in fidelities)
-        if count:
-            notes.append(
-                f"{count} of {len(fidelities)} in {name} are identical to the reference; their PSNR is infinite and in "
-                "no mean."
-            )
-    return notes
+    counts = {name: sum(math.isinf(one.psnr) for one in fidelities) for name, fidelities in results.items()}
+    return [
+        f"{count} of {len(results[name])} in {name} are identical to the reference; their PSNR is infinite and in no "
+        "mean."
+        for name, count in counts.items()
+        if count
+    ]

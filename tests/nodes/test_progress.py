@@ -49,15 +49,12 @@ def progress(steps=1):
     return Progress(steps)
 
 
-def test_a_step_is_its_share_of_the_bar(bar):
-    job = progress(4)
-    for _ in range(4):
-        job.step()
-    assert bar == [0.25, 0.5, 0.75, 1.0]
-
-
 def test_parts_share_one_bar(bar):
-    """A part of a part too; one that ends early leaves its room empty, one that takes longer waits at its end."""
+    """A part of a part too; one that ends early leaves its room empty, one that takes longer waits at its end, one
+    without steps is done at once."""
+    progress(0).part(0.5, 0).step()
+    assert bar == [0.5]
+    bar.clear()
     job = progress()
     sampling = job.part(0.6, 1)
     first, second = sampling.part(0.5, 3), sampling.part(0.5, 2)
@@ -92,13 +89,10 @@ def test_the_time_left_is_said(bar, texts, clock):
     said = [text for text, *_ in texts]
     assert said[:3] == ["layer 1 of 3", "layer 2 of 3, about 20 s left", "layer 3 of 3, about 30 s left"]
     assert said[302] == "tensor 300 of 600, about 16 min left" and said[-1] == "tensor 600 of 600"
-
-
-def test_hours_are_left(bar, texts, clock):
-    job = progress(100)
+    long = progress(100)
     clock.now += 60
-    job.step("layer")
-    assert [text for text, *_ in texts] == ["layer 1 of 100, about 1 h 39 min left"]
+    long.step("layer")
+    assert texts[-1][0] == "layer 1 of 100, about 1 h 39 min left"
 
 
 def test_the_quantize_node_shows_one_job(dit, bar, texts, clock, monkeypatch):
@@ -126,22 +120,12 @@ def test_the_quantize_node_shows_one_job(dit, bar, texts, clock, monkeypatch):
     assert bar[2] == pytest.approx(6 / (12 + 21), abs=1e-3)
 
 
-def test_no_steps_at_all(bar):
-    progress(0).part(0.5, 0).step()
-    assert bar == [0.5]
-
-
-def test_texts_go_to_the_node_and_the_browser_that_run_it(bar, texts, clock):
-    progress().say("layer 1 of 3")
-    assert texts == [("layer 1 of 3", "7", "me")]
-
-
-def test_texts_are_few(bar, texts, clock):
+def test_texts_are_few_and_go_to_the_node_and_the_browser_that_run_it(bar, texts, clock):
     job = progress(1000)
     for layer in range(1000):
         clock.now += 0.01
         job.part(0.001, 1).say(str(layer))
-    assert [text for text, *_ in texts][:2] == ["0", "25"]
+    assert texts[:2] == [("0", "7", "me"), ("25", "7", "me")]
     assert 10 < len(texts) <= 1000 * 0.01 / 0.25 + 2
 
 
