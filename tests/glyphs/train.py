@@ -16,6 +16,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -142,6 +143,20 @@ def save_sheet(images: torch.Tensor, path: Path, columns: int = 36) -> None:
     Image.fromarray((sheet * 255).round().byte().numpy()).save(path)
 
 
+def optimizer_of(weights: Iterable[torch.Tensor], fused: bool) -> torch.optim.AdamW:
+    """Biases, norms and other vectors are not decayed."""
+    weights = list(weights)
+    matrices, vectors = [w for w in weights if w.ndim > 1], [w for w in weights if w.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=fused)
+
+
+def set_rate(optimizer: torch.optim.AdamW, peak: float, step: int, done: float) -> None:
+    """The learning rate rises for 200 steps and falls as a cosine over the share of the time that is done."""
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min(1.0, (step + 1) / 200) * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", type=Path, required=True, help="a ComfyUI checkout")
@@ -166,15 +181,7 @@ def main() -> int:
     average = {name: weight.detach().clone() for name, weight in weights.items()}
     count = sum(weight.numel() for weight in weights.values())
     codes = conditioning.CLASS_CODES.to(device, dtype)
-    # Biases, norms and other vectors are not decayed.
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [w for w in weights.values() if w.ndim > 1], "weight_decay": 0.01},
-            {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.99),
-        fused=device.type == "cuda",
-    )
+    optimizer = optimizer_of(weights.values(), device.type == "cuda")
     print(f"{count / 1e6:.2f} M parameters, {device}, {dtype}, batch {batch}, {args.minutes:g} min", flush=True)
 
     def check(copies: int) -> tuple[torch.Tensor, float]:
@@ -192,9 +199,7 @@ def main() -> int:
     running_loss = None
     step = 0
     while (done := (time.monotonic() - start) / budget) < 1:
-        rate = args.lr * min(1.0, (step + 1) / 200) * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(optimizer, args.lr, step, done)
 
         classes = torch.randint(len(ALPHABET), (batch,), generator=generator, device=device)
         clean = latents.image_to_model(draw(classes, generator, device))

@@ -7,7 +7,6 @@ the conditional one with 256 text tokens. The prediction knows nothing of the me
 forward in bf16 and of the linears timed one by one.
 """
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -16,32 +15,24 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from support.pack import import_comfyui, import_pack
-
-RESULTS = Path(__file__).resolve().parent / "results"
-TITLES = {"bf16": "bf16", "unfused": "this pack, blocks unfused", "pack": "this pack"}
+from studies.frame import RESULTS, Study
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--blocks", type=int, default=34)
-    parser.add_argument("--pixels", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for forward_prediction.md")
-    arguments = parser.parse_args()
-    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
-    import_pack()
+    study = Study(__doc__, "forward_prediction", RESULTS)
+    study.option("--blocks", type=int, default=34)
+    study.option("--pixels", type=int, default=1024)
+    study.option("--rounds", type=int, default=3)
+    arguments = study.start()
     import comfy.model_management
-    from comfyui_version import __version__ as comfyui_version
 
-    from int8_dit.kernels.benchmark import describe_machine, markdown, shown_methods, title
+    from int8_dit.kernels.benchmark import markdown, shown_methods
     from int8_dit.nodes.benchmark.forward import measure_forward
     from int8_dit.nodes.benchmark.run import KEEP, run, text_of
-    from support.random_models import FAMILIES, RandomModel, unfused, weights_on_device
+    from studies.variants import VARIANTS
+    from support.random_models import FAMILIES, RandomModel, weights_on_device
 
-    device = comfy.model_management.get_torch_device()
-    random = RandomModel(FAMILIES["Ideogram 4"], device, {"num_layers": arguments.blocks})
+    random = RandomModel(FAMILIES["Ideogram 4"], study.device, {"num_layers": arguments.blocks})
     inputs = random.inputs(arguments.pixels)
     latent = {"samples": torch.zeros(tuple(inputs["x"].shape))}
     positive = [[inputs["c_crossattn"].cpu(), {}]]
@@ -49,40 +40,28 @@ def main() -> None:
         model = random.bf16_model()
         outcome = run(model, 1, ["native_int8"], positive, latent, KEEP)
         comfy.model_management.unload_all_models()
-        by_linears = outcome.split.predicted(outcome.report.shapes, "fused int8")
-        by_blocks = outcome.split.predicted_blocks()
-        measured = {}
-        builders = {
-            "bf16": random.bf16_model,
-            "unfused": lambda: unfused(random.int8_model()),
-            "pack": random.int8_model,
+        split = outcome.split
+        predicted = {
+            "bf16": (split.total, "the node's own forward"),
+            "unfused": (split.predicted(outcome.report.shapes, "fused int8"), "from the linears"),
+            "pack": (split.predicted_blocks(), "from the blocks"),
         }
-        for name, build in builders.items():
-            patcher = build()
+        rows = []
+        for name, (expected, source) in predicted.items():
+            patcher = VARIANTS[name].build(random)
             totals = [measure_forward(patcher, positive, latent, lambda: None).total for _ in range(arguments.rounds)]
-            measured[name] = statistics.median(totals)
+            found = statistics.median(totals)
             del patcher
             comfy.model_management.unload_all_models()
-    predicted = {"bf16": outcome.split.total, "unfused": by_linears, "pack": by_blocks}
-    told = {"bf16": "the node's own forward", "unfused": "from the linears", "pack": "from the blocks"}
-    rows = [
-        [
-            TITLES[name],
-            f"{measured[name]:.1f}",
-            f"{predicted[name]:.1f} ({told[name]})",
-            f"{predicted[name] / measured[name] - 1:+.1%}",
-        ]
-        for name in TITLES
-    ]
-    parts = [
-        f"# Kernel Benchmark's prediction\n\n{title(describe_machine(device))}, ComfyUI {comfyui_version}, "
-        f"{arguments.blocks} blocks with random weights, {arguments.pixels} px, 256 text tokens, one forward.",
+            title = VARIANTS[name].title
+            rows.append([title, f"{found:.1f}", f"{expected:.1f} ({source})", f"{expected / found - 1:+.1%}"])
+    study.write(
+        f", {arguments.blocks} blocks with random weights, {arguments.pixels} px, 256 text tokens, one forward.",
         markdown(["one forward", "measured, ms", "Kernel Benchmark on the bf16 model, ms", "off by"], rows),
         "What the node shows:",
         text_of(outcome.sections(shown_methods(["native_int8"]), None)),
-    ]
-    (arguments.out / "forward_prediction.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print("\n\n".join(parts))
+        rows=rows,
+    )
 
 
 if __name__ == "__main__":

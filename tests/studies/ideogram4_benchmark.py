@@ -5,17 +5,17 @@ pack's, and what it takes to calibrate and quantize it.
 
 Needs an NVIDIA card with about 60 GB of memory; `--blocks 1 --pixels 64` tries the script out on a CPU. One step is one
 conditional forward (256 text tokens) and one unconditional one, as DualModelGuider runs them. Every variant goes
-through ComfyUI's own model loading, and all figures come from one process. The table of variants is
-ideogram4_steps.py's; the first of them is what errors are relative to.
+through ComfyUI's own model loading, and all figures come from one process. The table of variants is variants.py's; the
+first of them is what errors are relative to. A compiled one runs at the largest size alone.
 """
 
-import argparse
 import json
-import logging
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,29 +23,11 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from support.pack import import_comfyui, import_pack
+from studies.frame import PARTS, Row, Rows, Study, by_part, failures, graph_counts, kernel_times, number, ratio, row_of
 
-RESULTS = Path(__file__).resolve().parent / "results" / "ideogram4"
 PROFILED = ["bf16", "kitchen", "protected-16", "pack", "smoothed", "rotated", "compiled-pack"]
 TEXT_TOKENS = 256
 TEXT_FEATURES = 53248
-
-
-def quantization_table(figures: dict[str, dict]) -> str:
-    """The table of `measure_quantization`'s variants."""
-    from int8_dit.kernels.benchmark import markdown
-
-    columns = ["quantization", "seconds", "GPU memory beyond bf16, GB", "host memory, GB", "result, GB", "protected"]
-    rows = [
-        [
-            name,
-            f"{figure['seconds']:.1f}",
-            *(f"{figure[key]:.1f}" for key in ("device_peak_gb", "host_peak_gb", "result_gb")),
-            str(figure["protected"]),
-        ]
-        for name, figure in figures.items()
-    ]
-    return markdown(columns, rows)
 
 
 class PeakMemory:
@@ -120,10 +102,7 @@ def measure_quantization(bf16, pixels: int, steps: int, wanted: str, rounds: int
         "smooth, alpha searched": (QuantizationSettings(search_alpha=True), calibration),
         "best per layer, alpha searched": (searched, calibration),
         "the same, calibrated rounding (the node's default)": (rounded, calibration),
-        "weights of 4 bits, calibrated rounding": (
-            replace(searched, rounding="calibrated", weight_bits=4),
-            calibration,
-        ),
+        "weights of 4 bits, calibrated rounding": (replace(rounded, weight_bits=4), calibration),
     }
     for name, (settings, recorded_inputs) in variants.items():
         if wanted not in name:
@@ -150,66 +129,144 @@ def measure_quantization(bf16, pixels: int, steps: int, wanted: str, rounds: int
     }
 
 
+def quantization_table(figures: dict[str, dict]) -> str:
+    """The table of `measure_quantization`'s variants."""
+    from int8_dit.kernels.benchmark import markdown
+
+    columns = ["quantization", "seconds", "GPU memory beyond bf16, GB", "host memory, GB", "result, GB", "protected"]
+    keys = ("seconds", "device_peak_gb", "host_peak_gb", "result_gb")
+    rows = [
+        [name, *(f"{figure[key]:.1f}" for key in keys), str(figure["protected"])] for name, figure in figures.items()
+    ]
+    return markdown(columns, rows)
+
+
+def measure_steps(
+    random, pixels: Sequence[int], repetitions: int, names: Sequence[str], profiled: Sequence[str], seconds: float
+) -> Rows:
+    """A row for each variant in `names`, of one process; those in `profiled` with the times of their kernels.
+
+    `seconds` is the most that a row may take, building and tuning included; twice as long if it compiles.
+    """
+    import comfy.model_management
+
+    from int8_dit.kernels.card.timing import median_milliseconds
+    from studies.variants import VARIANTS, Step, inputs_of
+    from support.random_models import weights_on_device
+    from support.tensors import relative_error
+
+    on_gpu = random.device.type == "cuda"
+    inputs = {side: inputs_of(random, side) for side in pixels}
+    expected: dict[int, torch.Tensor] = {}
+
+    def measure(name: str) -> Row:
+        variant = VARIANTS[name]
+        with weights_on_device():
+            model = variant.build(random)
+            figures: Row = {"weights_gb": comfy.model_management.module_size(model.model) / 1e9}
+            for side in (max(pixels),) if variant.compiles else pixels:
+                step = Step(model, inputs[side])
+                output = step.velocities()
+                figures[f"error_{side}"] = relative_error(output, expected.setdefault(side, output))
+                del output
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
+                figures[f"ms_{side}"] = median_milliseconds(step.run, random.device, repetitions)
+                if on_gpu:
+                    figures[f"peak_gb_{side}"] = torch.cuda.max_memory_allocated() / 1e9
+            if variant.compiles:
+                figures |= graph_counts()
+            if name in profiled:
+                figures["kernels"] = kernel_times(step.run, random.device)
+        return figures
+
+    rows = Rows()
+    for name in names:
+        variant = VARIANTS[name]
+        labels = {"name": name, "variant": variant.title}
+        rows.measure(labels, partial(measure, name), seconds * (1 + variant.compiles))
+    return rows
+
+
+def steps_table(rows: Sequence[Row], pixels: Sequence[int]) -> str:
+    """Times, and how many times as fast as bf16 and as native INT8; memory; errors."""
+    from int8_dit.kernels.benchmark import markdown
+
+    bf16, native = row_of(rows, name="bf16"), row_of(rows, name="native")
+    columns = ["variant"]
+    for side in pixels:
+        columns += [f"{side} px ms (vs bf16)", f"{side} px vs native INT8"]
+    columns += [*(f"{side} px peak GB" for side in pixels), "weights GB", "rel. error"]
+    cells = []
+    for row in rows:
+        cell = [str(row["variant"])]
+        for side in pixels:
+            milliseconds = number(row, f"ms_{side}", ".1f")
+            cell.append("-" if milliseconds == "-" else f"{milliseconds} ({ratio(row, bf16, f'ms_{side}')})")
+            cell.append(ratio(row, native, f"ms_{side}"))
+        cell += [number(row, f"peak_gb_{side}", ".1f") for side in pixels]
+        errors = [row[f"error_{side}"] for side in pixels if f"error_{side}" in row]
+        cell += [number(row, "weights_gb", ".1f"), f"{max(errors):.3f}" if errors else "-"]
+        cells.append(cell)
+    graphs = [
+        f"- {row['variant']}: {row['graphs']} graphs, {row['graph_breaks']} graph breaks, {row['took_s']:.0f} s with "
+        "compilation"
+        for row in rows
+        if "graphs" in row
+    ]
+    lists = (("Compiled:", "\n".join(graphs)), ("Not measured:", failures(rows, "variant")))
+    return "\n\n".join([markdown(columns, cells), *(f"{head}\n\n{lines}" for head, lines in lists if lines)])
+
+
+def parts_table(rows: Sequence[Row]) -> str:
+    """Milliseconds of a step's kernels by part, a column a profiled variant; empty where there is none."""
+    from int8_dit.kernels.benchmark import markdown
+
+    profiled = [row for row in rows if "kernels" in row]
+    parts = [by_part(row["kernels"]) for row in profiled]
+    if not parts:
+        return ""
+    lines = [[part, *(f"{each[part]:.1f}" for each in parts)] for part in PARTS]
+    lines.append(["all kernels", *(f"{sum(each.values()):.1f}" for each in parts)])
+    return markdown(["GPU time, ms", *(str(row["variant"]) for row in profiled)], lines)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--blocks", type=int, default=34)
-    parser.add_argument("--pixels", type=int, nargs="+", default=[768, 1024])
-    parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20, help="of the samplings that are recorded")
-    parser.add_argument("--only", choices=("steps", "quantization"))
-    parser.add_argument("--quantizations", default="", help="those alone with this in their names")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="of the steps; all of ideogram4_steps.py's")
-    parser.add_argument("--profile", nargs="*", default=PROFILED, metavar="NAME", help="by kernel")
-    parser.add_argument("--row-seconds", type=float, default=90.0, help="the most for a variant; twice if it compiles")
-    parser.add_argument("--tuning-seconds", type=float, default=2.0, help="for a shape of the GEMM; 0 for no tuning")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for ideogram4.md and ideogram4.json")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("int8_dit").setLevel(logging.INFO)  # says where a block does not run fused
-    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
-    import_pack()
+    study = Study(__doc__, "ideogram4")
+    study.option("--blocks", type=int, default=34)
+    study.option("--pixels", type=int, nargs="+", default=[768, 1024])
+    study.option("--repetitions", type=int, default=15)
+    study.option("--steps", type=int, default=20, help="of the samplings that are recorded")
+    study.option("--only", choices=("steps", "quantization"))
+    study.option("--quantizations", default="", help="those alone with this in their names")
+    study.option("--variants", nargs="+", metavar="NAME", help="of the steps; all of variants.py's")
+    study.option("--profile", nargs="*", default=PROFILED, metavar="NAME", help="by kernel")
+    study.option("--row-seconds", type=float, default=90.0, help="the most for a variant; twice if it compiles")
+    study.tuning(2.0)
+    arguments = study.start()
     import comfy.model_management
     import comfy.sd
-    from comfyui_version import __version__ as comfyui_version
 
-    from int8_dit.kernels.benchmark import describe_machine, title
-    from studies.ideogram4_steps import VARIANTS, measure_steps, parts_table, steps_table
-    from support.measuring import limit_tuning, write_results
+    from studies.variants import VARIANTS
     from support.random_models import FAMILIES, RandomModel
 
-    names = arguments.variants or list(VARIANTS)
-    if unknown := set(names) - VARIANTS.keys():
-        parser.error(f"no variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
-    limit_tuning(arguments.tuning_seconds)
-    device = comfy.model_management.get_torch_device()
-    machine = describe_machine(device)
-    parts = [f"{title(machine)}, ComfyUI {comfyui_version}, {arguments.blocks} blocks with random weights."]
-    results: dict[str, object] = {}
+    names = study.known(arguments.variants or list(VARIANTS), VARIANTS)
+    random = RandomModel(FAMILIES["Ideogram 4"], study.device, {"num_layers": arguments.blocks})
+    parts, results, pixels = [f", {arguments.blocks} blocks with random weights."], {}, arguments.pixels
     if arguments.only != "steps":
-        random = RandomModel(FAMILIES["Ideogram 4"], device, {"num_layers": arguments.blocks})
         bf16 = comfy.sd.load_diffusion_model_state_dict({name: random.tensor(name).cpu() for name in random.shapes})
-        results["quantization"] = measured = measure_quantization(
-            bf16, max(arguments.pixels), arguments.steps, arguments.quantizations
-        )
-        added = 100 * measured["recording_adds"]
-        parts.append(
-            f"Recording adds {added:.1f} % to a sampling of {arguments.steps} steps, {max(arguments.pixels)} px."
-        )
+        measured = measure_quantization(bf16, max(pixels), arguments.steps, arguments.quantizations)
+        results["quantization"], added = measured, 100 * measured["recording_adds"]
+        parts.append(f"Recording adds {added:.1f} % to a sampling of {arguments.steps} steps, {max(pixels)} px.")
         parts.append(quantization_table(measured["variants"]))
         comfy.model_management.unload_all_models()
         del bf16
     if arguments.only != "quantization":
-        often, profiled, seconds = arguments.repetitions, arguments.profile, arguments.row_seconds
-        rows = measure_steps(arguments.blocks, arguments.pixels, often, names, profiled, seconds)
-        results["steps"] = rows
-        parts.append(
-            f"A step is one conditional and one unconditional forward. Errors are relative to {rows[0]['variant']}'s "
-            "outputs."
-        )
-        parts += [table for table in (steps_table(rows, arguments.pixels), parts_table(rows)) if table]
-    data = {"environment": machine, "comfyui": comfyui_version, **results}
-    write_results(arguments.out, "ideogram4", "\n\n".join(parts) + "\n", data)
+        rows = measure_steps(random, pixels, arguments.repetitions, names, arguments.profile, arguments.row_seconds)
+        results["steps"], first = rows, rows[0]["variant"]
+        parts.append(f"A step is a conditional and an unconditional forward. Errors are relative to {first}'s outputs.")
+        parts += [steps_table(rows, pixels), parts_table(rows)]
+    study.write(*parts, **results)
 
 
 if __name__ == "__main__":

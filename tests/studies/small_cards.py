@@ -33,8 +33,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.gguf_models import load_by_gguf_pack
-from support.pack import import_comfyui, import_pack, import_package, use_dynamic_vram
+from studies.frame import Study, number, release
+from support.pack import import_package, use_dynamic_vram
 from support.tensors import relative_error
 
 RANK = 16
@@ -49,7 +49,7 @@ HOLD = (
 )
 
 
-class Study(NamedTuple):
+class Sides(NamedTuple):
     """What is loaded together: a file for each of `sides`, of so many blocks. `tiny` are sizes to try it out."""
 
     sides: tuple[str, ...]
@@ -58,8 +58,8 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "Ideogram 4": Study(("conditional", "unconditional"), 34, {}),
-    "Wan 14 B": Study(("video",), 40, {"dim": 256, "ffn_dim": 512, "num_heads": 2}),
+    "Ideogram 4": Sides(("conditional", "unconditional"), 34, {}),
+    "Wan 14 B": Sides(("video",), 40, {"dim": 256, "ffn_dim": 512, "num_heads": 2}),
 }
 
 
@@ -84,6 +84,17 @@ def load_as_stored(path: str):
     return load_int8_model(path, "fused int8", memory=AS_STORED)
 
 
+def load_by_gguf_pack(path: str):
+    """The MODEL of ComfyUI-GGUF's node."""
+    import comfy.sd
+    from comfyui_gguf.loader import gguf_sd_loader
+    from comfyui_gguf.nodes import GGUFModelPatcher
+    from comfyui_gguf.ops import GGMLOps
+
+    options = {"custom_operations": GGMLOps()}
+    return GGUFModelPatcher.clone(comfy.sd.load_diffusion_model_state_dict(gguf_sd_loader(path), model_options=options))
+
+
 class Loader(NamedTuple):
     """How a MODEL is made of a file's path, and which files it reads: those whose names end so."""
 
@@ -104,16 +115,17 @@ FIRST = ("stock", "this pack", f"this pack, {GGUF} as stored")
 """The loaders that are measured where none are named."""
 
 
-def start_comfyui(path: Path, mode: str) -> None:
+def start(study: Study, arguments: argparse.Namespace, mode: str) -> None:
     """Import ComfyUI and the pack with a memory mode, which holds for the whole process."""
-    sys.path.insert(0, str(path))
+    sys.path.insert(0, str(arguments.comfyui))
     import comfy_aimdo.control
 
     comfy_aimdo.control.init()
-    import_comfyui(path, cpu=not torch.cuda.is_available())
-    import_pack()
+    study.start(arguments)
     if mode == "dynamic":
         use_dynamic_vram()
+    if arguments.gguf_pack:
+        import_package("comfyui_gguf", arguments.gguf_pack)
 
 
 def sample(models: list, family, steps: int, pixels: int) -> tuple[torch.Tensor, list[float]]:
@@ -177,7 +189,6 @@ def write_files(random, folder: Path, side: str, wanted: set[str]) -> None:
     from safetensors.torch import save_file
 
     from int8_dit.nodes.saving.save_gguf import save_gguf_model
-    from support.measuring import release
     from support.random_models import weights_on_device
 
     for file in sorted(name for name in wanted if not (folder / f"{side}-{name}").exists()):
@@ -225,7 +236,6 @@ def measure(
     folder: Path, model: str, loaders: list[str], labels: dict, steps: int, pixels: int, loras: list[str]
 ) -> None:
     """Print a row for each loader without and with the LoRA; for one that fails a row that says why."""
-    from support.measuring import release
 
     for name in loaders:
         try:
@@ -281,11 +291,10 @@ def measure_loader(
         print(json.dumps(row), flush=True)
 
 
-def table(rows: list[dict], effect: float | None) -> str:
+def table(rows: list[dict]) -> str:
     """A line for each amount of memory, mode, loader and LoRA; ratios are to stock's loader of the same file, where
     that was measured, or of INT8."""
     from int8_dit.kernels.benchmark import markdown
-    from support.measuring import number
 
     lines = []
     for row in rows:
@@ -311,8 +320,7 @@ def table(rows: list[dict], effect: float | None) -> str:
         )
     columns = ["free", "memory mode", "LoRA", "loader", "ms", "of stock", "weights on the card GB", "tensors GB"]
     columns += ["taken GB", "error", "loaded s", "first step done s"]
-    text = markdown(columns, lines)
-    return text if effect is None else text + f"\n\nThe LoRA's own effect is {effect:.3f}."
+    return markdown(columns, lines)
 
 
 def measured_rows(command: list[str], free: float, modes: list[str]) -> Iterator[dict]:
@@ -343,37 +351,32 @@ def replaced(rows: list[dict], row: dict) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--model", choices=list(STUDIES), default="Ideogram 4")
-    parser.add_argument("--blocks", type=int, help="all of the model's where it is not given")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--pixels", type=int, help="the model's own where it is not given")
-    parser.add_argument("--free", type=float, nargs="+", default=[24, 16, 12], help="GiB")
-    parser.add_argument("--modes", nargs="+", default=["ordinary", "dynamic"])
-    parser.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(FIRST))
-    parser.add_argument("--loras", nargs="+", choices=("none", "lora"), default=["none", "lora"])
-    parser.add_argument("--gguf-pack", type=Path, help="a checkout of ComfyUI-GGUF, for the loader of that name")
-    parser.add_argument("--no-errors", action="store_true", help="no bf16 model computes what errors are against")
-    parser.add_argument("--tuning-seconds", type=float, default=2.0, help="for a shape of the GEMM; 0 for no tuning")
-    parser.add_argument("--tiny", action="store_true", help="a narrow Wan, to try it out on a CPU with few blocks")
-    parser.add_argument("--folder", type=Path, help="where files and rows are kept for another run")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--part", choices=("prepare", "measure"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    blocks = arguments.blocks or STUDIES[arguments.model].blocks
+    study = Study(__doc__, "small_cards")
+    study.option("--model", choices=list(STUDIES), default="Ideogram 4")
+    study.option("--blocks", type=int, help="all of the model's where it is not given")
+    study.option("--steps", type=int, default=6)
+    study.option("--pixels", type=int, help="the model's own where it is not given")
+    study.option("--free", type=float, nargs="+", default=[24, 16, 12], help="GiB")
+    study.option("--modes", nargs="+", default=["ordinary", "dynamic"])
+    study.option("--loaders", nargs="+", choices=list(LOADERS), default=list(FIRST))
+    study.option("--loras", nargs="+", choices=("none", "lora"), default=["none", "lora"])
+    study.option("--gguf-pack", type=Path, help="a checkout of ComfyUI-GGUF, for the loader of that name")
+    study.option("--no-errors", action="store_true", help="no bf16 model computes what errors are against")
+    study.tuning(2.0)
+    study.option("--tiny", action="store_true", help="a narrow Wan, to try it out on a CPU with few blocks")
+    study.option("--folder", type=Path, help="where files and rows are kept for another run")
+    study.option("--part", choices=("prepare", "measure"), help=argparse.SUPPRESS)
+    arguments = study.parser.parse_args()
+    chosen = STUDIES[arguments.model]
+    blocks = arguments.blocks or chosen.blocks
     wanted = {LOADERS[name].file for name in arguments.loaders}
     if arguments.part:
-        start_comfyui(arguments.comfyui, arguments.modes[0])
-        from support.measuring import limit_tuning
+        start(study, arguments, arguments.modes[0])
         from support.random_models import FAMILIES
 
-        limit_tuning(arguments.tuning_seconds)
-        if arguments.gguf_pack:
-            import_package("comfyui_gguf", arguments.gguf_pack)
         sizes = arguments.steps, arguments.pixels or FAMILIES[arguments.model].pixels
         if arguments.part == "prepare":
-            size = {"num_layers": blocks, **(STUDIES[arguments.model].tiny if arguments.tiny else {})}
+            size = {"num_layers": blocks, **(chosen.tiny if arguments.tiny else {})}
             prepare(arguments.folder, arguments.model, size, wanted, *sizes, errors=not arguments.no_errors)
         else:
             labels = {"free": arguments.free[0], "mode": arguments.modes[0]}
@@ -383,17 +386,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        options = ["--comfyui", arguments.comfyui, "--model", arguments.model, "--blocks", blocks]
-        options += ["--steps", arguments.steps, "--tuning-seconds", arguments.tuning_seconds]
-        options += ["--loaders", *arguments.loaders, "--loras", *arguments.loras, "--folder", folder]
-        for name in ("pixels", "gguf_pack"):
-            if getattr(arguments, name):
-                options += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
-        options += [f"--{name.replace('_', '-')}" for name in ("no_errors", "tiny") if getattr(arguments, name)]
-        command = [sys.executable, __file__, *map(str, options)]
-        files = {f"{side}-{file}" for side in STUDIES[arguments.model].sides for file in wanted}
-        if not arguments.no_errors:
-            files.add("bf16.st")
+        # A later option replaces an earlier one.
+        command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder)]
+        files = {f"{side}-{file}" for side in chosen.sides for file in wanted}
+        files |= set() if arguments.no_errors else {"bf16.st"}
         if not all((folder / file).exists() for file in files):
             subprocess.run([*command, "--modes", "ordinary", "--part", "prepare"], check=True)
         kept = folder / "rows.json"
@@ -405,24 +401,14 @@ def main() -> None:
         rows.sort(
             key=lambda row: (-row["free"], row["mode"], row["lora"] != "none", list(LOADERS).index(row["loader"]))
         )
-        start_comfyui(arguments.comfyui, "ordinary")
-        from comfyui_version import __version__ as comfyui_version
+        start(study, arguments, "ordinary")
         from safetensors.torch import load_file
 
-        from int8_dit.kernels.benchmark import describe_machine, title
-
-        effect = None
+        effect = ""
         if (folder / "bf16.st").exists():
             expected = load_file(folder / "bf16.st")
-            effect = relative_error(expected["lora"], expected["none"])
-        machine = title(describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
-        model = f"{blocks} blocks of {arguments.model}"
-        text = f"{machine}, ComfyUI {comfyui_version}, {model}.\n\n{table(rows, effect)}\n"
-    print(text)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "small_cards.md").write_text(text)
-        (arguments.out / "small_cards.json").write_text(json.dumps(rows, indent=1) + "\n")
+            effect = f"The LoRA's own effect is {relative_error(expected['lora'], expected['none']):.3f}."
+    study.write(f", {blocks} blocks of {arguments.model}.", table(rows), effect, rows=rows)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ round the allocated memory is noted, and now and then the host's and the sizes o
 pack's modules.
 """
 
-import argparse
 import gc
-import logging
 import sys
 import time
 from functools import partial
@@ -22,9 +20,9 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from support.pack import import_comfyui, import_pack
+from studies.frame import Rows, Study, number, synchronize, wall_and_host
 
-RESULTS = Path(__file__).resolve().parent / "results" / "step_memory"
+VARIANTS = ("bf16", "native", "unfused", "pack", "codes")
 ROUNDS_BEFORE = 3  # compile and tune
 ROUNDS_BETWEEN_STATES = 50
 
@@ -64,52 +62,41 @@ def state(device: torch.device) -> dict[str, object]:
     }
 
 
-def peaks(random, pixels: list[int], variant: str, texts: tuple[bool, ...]) -> dict:
-    """GB that a step takes at most beyond the weights, and milliseconds of its first forward, at each resolution, for a
-    MODEL loaded alone."""
-    from support.measuring import wall_and_host
-    from support.random_models import Forward, load, unfused, weights_on_device
+def peaks(random, pixels: list[int], name: str) -> dict:
+    """GB that a step takes at most beyond the weights, and milliseconds of it, at each resolution, for a MODEL loaded
+    alone."""
+    from studies.variants import VARIANTS, Step, inputs_of
+    from support.random_models import weights_on_device
 
-    builders = {
-        "bf16": random.bf16_model,
-        "native INT8": random.native_model,
-        "this pack": random.int8_model,
-        "this pack, blocks unfused": lambda: unfused(random.int8_model()),
-        "this pack, W4A8": random.coded_model,
-    }
     figures = {}
     with weights_on_device():
-        model = builders[variant]()
-        load(model)
+        model = VARIANTS[name].build(random)
         for side in pixels:
-            forwards = [Forward(model, random.inputs(side, text=text)) for text in texts]
-            for forward in forwards:
-                for _ in range(2):  # is compared, and tuned
-                    forward()
+            step = Step(model, inputs_of(random, side))
+            for _ in range(2):  # is compared, and tuned
+                step.run()
             if random.device.type == "cuda":
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
-                for forward in forwards:
-                    forward()
+                step.run()
                 figures[f"peak_gb_{side}"] = (torch.cuda.max_memory_allocated() - before) / 1e9
-            figures |= {f"{key}_{side}": ms for key, ms in wall_and_host(forwards[0], random.device, 5).items()}
+            figures |= {f"{key}_{side}": ms for key, ms in wall_and_host(step.run, random.device, 5).items()}
     return figures
 
 
-def run_steps(random, pixels: list[int], steps: int, texts: tuple[bool, ...]) -> dict:
+def run_steps(random, pixels: list[int], steps: int) -> dict:
     """The allocated bytes after each round of all resolutions; whole states of the first, the last and some between."""
-    from support.measuring import synchronize
-    from support.random_models import Forward, load, weights_on_device
+    from studies.variants import Step, inputs_of
+    from support.random_models import weights_on_device
 
     with weights_on_device():
         model = random.int8_model()
-        load(model)
-        forwards = [Forward(model, random.inputs(side, text=text)) for side in pixels for text in texts]
+        runs = [Step(model, inputs_of(random, side)).run for side in pixels]
         rounds = -(-steps // len(pixels))
         states, allocated, begin = [], [], time.perf_counter()
         for round_ in range(-ROUNDS_BEFORE, rounds + 1):
-            for forward in forwards:
-                forward()
+            for run in runs:
+                run()
             synchronize(random.device)
             if round_ >= 0:
                 allocated.append(torch.cuda.memory_allocated() if random.device.type == "cuda" else 0)
@@ -123,82 +110,65 @@ def growth_table(measured: dict) -> str:
     """First, last and largest of what was noted, and the caches that changed."""
     from int8_dit.kernels.benchmark import markdown
 
-    states = measured["states"]
-    lines = []
-    for key, unit in (("allocated_bytes", 1 << 20), ("reserved_bytes", 1 << 20), ("host_bytes", 1 << 20)):
-        values = [each[key] / unit for each in states]
-        name = key.partition("_")[0].replace("host", "host's memory")
-        lines.append([f"{name}, MiB", *(f"{value:.2f}" for value in (values[0], values[-1], max(values)))])
-    values = [value / (1 << 20) for value in measured["allocated"]]
-    lines.append(["allocated, all rounds, MiB", *(f"{value:.2f}" for value in (values[0], values[-1], max(values)))])
-    objects = [each["objects"] for each in states]
-    lines.append(["Python objects", *(f"{value}" for value in (objects[0], objects[-1], max(objects)))])
-    totals = [sum(each["caches"].values()) for each in states]
-    held = f"entries in {len(states[-1]['caches'])} containers and caches of this pack's"
-    lines.append([held, *(f"{value}" for value in (totals[0], totals[-1], max(totals)))])
+    states, mib = measured["states"], 1 << 20
+    noted = {
+        "allocated, MiB": [each["allocated_bytes"] / mib for each in states],
+        "reserved, MiB": [each["reserved_bytes"] / mib for each in states],
+        "host's memory, MiB": [each["host_bytes"] / mib for each in states],
+        "allocated, all rounds, MiB": [value / mib for value in measured["allocated"]],
+        "Python objects": [each["objects"] for each in states],
+        f"entries in {len(states[-1]['caches'])} containers and caches of this pack's": [
+            sum(each["caches"].values()) for each in states
+        ],
+    }
+    lines = [
+        [name, *(f"{value:.2f}" if "MiB" in name else str(value) for value in (values[0], values[-1], max(values)))]
+        for name, values in noted.items()
+    ]
     first, last = states[0]["caches"], states[-1]["caches"]
     changed = [f"- {name}: {first.get(name, 0)} to {size}" for name, size in last.items() if first.get(name, 0) != size]
-    return "\n\n".join(
-        [
-            markdown(["", "first round", "last round", "most"], lines),
-            "\n".join(["Containers that grew:", "", *changed]) if changed else "No container grew.",
-        ]
-    )
+    grown = "\n".join(["Containers that grew:", "", *changed]) if changed else "No container grew."
+    return f"{markdown(['', 'first round', 'last round', 'most'], lines)}\n\n{grown}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--family", default="Ideogram 4", help='such as "Wan 14 B", with --pixels 480')
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--pixels", type=int, nargs="+", default=[768, 896, 1024])
-    parser.add_argument("--row-seconds", type=float, default=60.0, help="the most for a variant's peaks")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for step_memory.md and step_memory.json")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
-    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
-    import_pack()
-    import comfy.model_management
-    from comfyui_version import __version__ as comfyui_version
-
-    from int8_dit.kernels.benchmark import describe_machine, markdown, title
-    from support.measuring import Rows, limit_tuning, number, write_results
+    study = Study(__doc__, "step_memory")
+    study.option("--family", default="Ideogram 4", help='such as "Wan 14 B", with --pixels 480')
+    study.option("--blocks", type=int, default=2)
+    study.option("--steps", type=int, default=1000)
+    study.option("--pixels", type=int, nargs="+", default=[768, 896, 1024])
+    study.option("--row-seconds", type=float, default=60.0, help="the most for a variant's peaks")
+    study.tuning(2.0)
+    arguments = study.start()
+    from int8_dit.kernels.benchmark import markdown
+    from studies.variants import VARIANTS as TITLES
     from support.random_models import FAMILIES, RandomModel
 
-    limit_tuning(2.0)
-    device = comfy.model_management.get_torch_device()
-    machine = describe_machine(device)
-    random = RandomModel(FAMILIES[arguments.family], device, {"num_layers": arguments.blocks})
-    texts = (True, False) if arguments.family == "Ideogram 4" else (True,)
+    random, sides = (
+        RandomModel(FAMILIES[arguments.family], study.device, {"num_layers": arguments.blocks}),
+        arguments.pixels,
+    )
     rows = Rows()
-    for variant in ("bf16", "native INT8", "this pack, blocks unfused", "this pack", "this pack, W4A8"):
-        run = partial(peaks, random, arguments.pixels, variant, texts)
-        rows.measure({"variant": variant}, run, arguments.row_seconds)
-    lines = [
-        [
-            row["variant"],
-            *(number(row, f"peak_gb_{side}", ".3f") for side in arguments.pixels),
-            *(number(row, f"ms_{side}", ".1f") for side in arguments.pixels),
-            row.get("failed", ""),
-        ]
-        for row in rows
-    ]
-    columns = ["peak beyond the weights, GB", *(f"{side} px" for side in arguments.pixels)]
-    columns += [*(f"{side} px, ms of a forward" for side in arguments.pixels), ""]
-    measured = run_steps(random, arguments.pixels, arguments.steps, texts)
-    steps = measured["rounds"] * len(arguments.pixels)
-    model = f"{arguments.blocks} blocks of {arguments.family} with random weights"
-    parts = [
-        f"{title(machine)}, ComfyUI {comfyui_version}, {model}.",
-        markdown(columns, lines),
-        f"{steps} steps of this pack, {len(arguments.pixels)} resolutions in turn, {measured['took']:.0f} s:",
-        growth_table(measured),
-    ]
+    for name in VARIANTS:
+        run = partial(peaks, random, sides, name)
+        rows.measure({"name": name, "variant": TITLES[name].title}, run, arguments.row_seconds)
+    figures = [*((f"peak_gb_{side}", ".3f") for side in sides), *((f"ms_{side}", ".1f") for side in sides)]
+    lines = [[row["variant"], *(number(row, *each) for each in figures), row.get("failed", "")] for row in rows]
+    columns = ["peak beyond the weights, GB", *(f"{side} px" for side in sides)]
+    columns += [*(f"{side} px, ms of a step" for side in sides), ""]
+    measured = run_steps(random, sides, arguments.steps)
+    steps = measured["rounds"] * len(sides)
     states = measured.pop("states")
-    data = {"environment": machine, "comfyui": comfyui_version, "peaks": rows, **measured}
-    data |= {"first": states[0], "last": states[-1]}
-    write_results(arguments.out, "step_memory", "\n\n".join(parts) + "\n", data)
+    study.write(
+        f", {arguments.blocks} blocks of {arguments.family} with random weights.",
+        markdown(columns, lines),
+        f"{steps} steps of this pack, {len(sides)} resolutions in turn, {measured['took']:.0f} s:",
+        growth_table({**measured, "states": states}),
+        peaks=rows,
+        **measured,
+        first=states[0],
+        last=states[-1],
+    )
 
 
 if __name__ == "__main__":

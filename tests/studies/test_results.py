@@ -15,6 +15,12 @@ PROJECT = RESULTS.parents[2]
 STEPS = RESULTS / "ideogram4_attention" / "ideogram4.json"
 
 
+def stored_rows(*names):
+    """The rows of a study's JSON file."""
+    stored = json.loads(RESULTS.joinpath(*names).read_text())
+    return stored if isinstance(stored, list) else stored["rows"]
+
+
 def words(path):
     """A document without its line breaks."""
     return " ".join(path.read_text().split())
@@ -84,18 +90,18 @@ def test_the_readme_shows_the_stored_fidelity():
 
 def test_sentences_about_gguf():
     text = words(RESULTS / "README.md")
-    rows = json.loads((RESULTS / "gguf_models" / "gguf_models.json").read_text())
+    rows = stored_rows("gguf_models", "gguf_models.json")
     ms = {(row["file"], row["loaded"]): row["ms"] for row in rows if "load_s" in row}
     ratios = [ms[name, "as stored"] / ms[name, "INT8"] for name in ("Q8_0", "Q4_K")]
     assert "takes {:.2f} × the time of INT8 in Q8_0 and {:.2f} × in Q4_K".format(*ratios) in text
-    rows = json.loads((RESULTS / "small_cards_gguf" / "small_cards.json").read_text())
+    rows = stored_rows("small_cards_gguf", "small_cards.json")
     ms = {tuple(row[key] for key in ("loader", "mode", "free", "lora")): row["ms"] for row in rows}
     stored, int8 = (ms[name, "dynamic", 12, "none"] for name in ("this pack, Q4_K as stored", "this pack"))
     assert f"takes {stored:.0f} ms, where INT8 takes {int8:.0f} ms" in text
 
 
 def test_sentences_about_families():
-    rows = json.loads((RESULTS / "families" / "families.json").read_text())["rows"]
+    rows = stored_rows("families", "families.json")
     ms = {(row["family"], row["name"]): row["ms"] for row in rows}
     names = ("Flux.1", "Z-Image", "Qwen-Image", "Wan 14 B", "SD3.5 Large")
     faster = [ms[name, "bf16"] / ms[name, "pack"] for name in names]
@@ -106,7 +112,7 @@ def test_sentences_about_families():
 
 def test_sentences_about_video_models():
     text = words(RESULTS / "README.md")
-    rows = json.loads((RESULTS / "families_video" / "families.json").read_text())["rows"]
+    rows = stored_rows("families_video", "families.json")
     figures = {(row["family"], row["name"]): row for row in rows}
     families = ("LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5", "Wan VACE 14 B", "LTX-Video 13 B", "Kandinsky 5 Pro")
     faster = [
@@ -125,7 +131,7 @@ def test_sentences_about_video_models():
 
 def test_sentences_about_8_gib():
     text = words(RESULTS / "README.md")
-    rows = json.loads((RESULTS / "small_cards_codes" / "small_cards.json").read_text())
+    rows = stored_rows("small_cards_codes", "small_cards.json")
     ms = {tuple(row[key] for key in ("loader", "mode", "lora")): row["ms"] for row in rows if row["free"] == 8}
     own, stock = "this pack, W4A8 as stored", "stock, W4A8"
     first = (
@@ -139,7 +145,7 @@ def test_sentences_about_8_gib():
 def test_sentences_about_12_gib():
     text = words(RESULTS / "README.md")
     own, stock, gguf = "this pack, W4A8 as stored", "stock, W4A8", "ComfyUI-GGUF, Q4_K"
-    rows = json.loads((RESULTS / "small_cards_codes" / "small_cards.json").read_text())
+    rows = stored_rows("small_cards_codes", "small_cards.json")
     rows = [row for row in rows if row["free"] == 12]
     ms = {tuple(row[key] for key in ("loader", "mode", "lora")): row["ms"] for row in rows if "ms" in row}
     dynamic, ordinary = ([ms[name, mode, "none"] for name in (own, stock)] for mode in ("dynamic", "ordinary"))
@@ -148,7 +154,7 @@ def test_sentences_about_12_gib():
     failed = [row["failed"] for row in rows if "failed" in row]
     assert failed and all("out of memory" in said for said in failed)
     assert f"With a LoRA this pack took {ms[own, 'dynamic', 'lora']:.0f} ms" in text
-    rows = json.loads((RESULTS / "small_cards_wan" / "small_cards.json").read_text())
+    rows = stored_rows("small_cards_wan", "small_cards.json")
     wan = {row["loader"]: row["ms"] for row in rows}
     assert f"with 12 GiB takes {wan[own]:.0f} ms a step beside {wan[stock]:.0f} ms" in text
 
@@ -177,7 +183,7 @@ def test_sentences_about_a_second_sample_of_words(pack):
 
 def test_sentences_about_text_encoders():
     text = words(RESULTS / "README.md")
-    rows = json.loads((RESULTS / "text_encoders" / "text_encoders.json").read_text())["rows"]
+    rows = stored_rows("text_encoders", "text_encoders.json")
     figures = {row["name"]: row for row in rows if row["encoder"].startswith("Qwen3-VL")}
     ms = {name: row["ms_512"] for name, row in figures.items()}
     assert f"takes Ideogram 4's encoder {ms['pack']:.0f} ms on an H100" in text

@@ -8,8 +8,6 @@ Needs an NVIDIA card with 40 GB of memory and 64 GB of host memory; `--tiny` tri
 later one. The other times are medians of prompts whose encoder lies on the card.
 """
 
-import argparse
-import logging
 import sys
 import time
 from functools import partial
@@ -19,23 +17,15 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from support.pack import import_comfyui, import_pack
+from studies.frame import Rows, Study, failures, number, ratio, row_of, synchronize, wall_and_host
 
-RESULTS = Path(__file__).resolve().parent / "results" / "text_encoders"
-# A name, the form of the weights, and to how many bits the kernel rounds activations: 16 for users, None without it.
+# A title, the form of the weights, and to how many bits the kernel rounds activations: 16 for users, None without it.
 VARIANTS = {
-    "bf16": ("bf16", None),
-    "fp8": ("fp8", None),
-    "native": ("native", None),
-    "pack": ("native", 16),
-    "pack-8": ("native", 8),
-}
-TITLES = {
-    "bf16": "bf16",
-    "fp8": "scaled FP8",
-    "native": "native INT8",
-    "pack": "this pack",
-    "pack-8": "this pack, activations of 8 bits",
+    "bf16": ("bf16", "bf16", None),
+    "fp8": ("scaled FP8", "fp8", None),
+    "native": ("native INT8", "native", None),
+    "pack": ("this pack", "native", 16),
+    "pack-8": ("this pack, activations of 8 bits", "native", 8),
 }
 
 
@@ -49,7 +39,7 @@ class Clips:
 
     def get(self, variant: str):
         """That of a variant."""
-        kind, bits = VARIANTS[variant]
+        _, kind, bits = VARIANTS[variant]
         if kind != self._kind:
             self._kind = self._clip = None
             self._clip = self._random.clip(kind)
@@ -69,7 +59,6 @@ def measure(random, clips: Clips, variant: str, arguments, expected: dict) -> di
     """The figures of a row."""
     import comfy.model_management
 
-    from support.measuring import synchronize, wall_and_host
     from support.tensors import relative_error
 
     clip, device = clips.get(variant), random.device
@@ -104,7 +93,7 @@ def measure(random, clips: Clips, variant: str, arguments, expected: dict) -> di
         figures[f"error_{tokens}"] = relative_error(output, expected.setdefault(tokens, output))
         times = wall_and_host(partial(encode, prompt), device, arguments.repetitions)
         figures |= {f"{name}_{tokens}": value for name, value in times.items()}
-    if random.encoder.writes and arguments.written and VARIANTS[variant][1] != 8:
+    if random.encoder.writes and arguments.written and VARIANTS[variant][2] != 8:
 
         def write(count: int) -> None:
             clip.generate(prompts[min(prompts)], do_sample=False, max_length=count)
@@ -118,7 +107,6 @@ def measure(random, clips: Clips, variant: str, arguments, expected: dict) -> di
 def table(rows: list[dict], tokens: list[int]) -> str:
     """A line a row."""
     from int8_dit.kernels.benchmark import markdown
-    from support.measuring import number, ratio, row_of
 
     columns = ["encoder", "variant", "weights GB", "peak GB", "first s", "cold s"]
     for count in tokens:
@@ -127,74 +115,55 @@ def table(rows: list[dict], tokens: list[int]) -> str:
     lines = []
     for row in rows:
         base = row_of(rows, encoder=row["encoder"], name="native")
-        line = [row["encoder"], TITLES[row["name"]]]
+        line = [row["encoder"], row["variant"]]
         line += [number(row, key, ".2f") for key in ("weights_gb", "peak_gb", "first_s", "cold_s")]
         for count in tokens:
             line.append(number(row, f"ms_{count}", ".1f"))
             line.append(ratio(row, base, f"ms_{count}"))
             line.append(number(row, f"error_{count}", ".4f"))
         lines.append([*line, number(row, "token_ms", ".1f")])
-    notes = [f"- {row['encoder']}, {TITLES[row['name']]}: {row['failed']}" for row in rows if "failed" in row]
-    return "\n\n".join([markdown(columns, lines), *(["\n".join(notes)] if notes else [])])
+    return markdown(columns, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--encoders", nargs="+", metavar="NAME", help="how names begin; all by default")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 512], help="lengths of prompts")
-    parser.add_argument("--written", type=int, default=16, help="tokens that an encoder goes on with; 0 for none")
-    parser.add_argument("--spikes", type=float, default=32.0, help="how large outlier channels are; 1 for none")
-    parser.add_argument("--layers", type=int, help="so many, instead of all")
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--row-seconds", type=float, default=90.0, help="the most for a row")
-    parser.add_argument("--total-seconds", type=float, default=230.0, help="the most for all; later rows are left out")
-    parser.add_argument("--tuning-seconds", type=float, default=0.5, help="for a shape of the GEMM; 0 for no tuning")
-    parser.add_argument("--tiny", action="store_true", help="a few small layers")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for text_encoders.md and text_encoders.json")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("int8_dit").setLevel(logging.INFO)
-    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
-    import_pack()
-    import comfy.model_management
-    from comfyui_version import __version__ as comfyui_version
-
-    from int8_dit.kernels.benchmark import describe_machine, title
-    from support.measuring import Rows, limit_tuning, write_results
+    study = Study(__doc__, "text_encoders")
+    study.option("--encoders", nargs="+", metavar="NAME", help="how names begin; all by default")
+    study.option("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    study.option("--tokens", nargs="+", type=int, default=[64, 512], help="lengths of prompts")
+    study.option("--written", type=int, default=16, help="tokens that an encoder goes on with; 0 for none")
+    study.option("--spikes", type=float, default=32.0, help="how large outlier channels are; 1 for none")
+    study.option("--layers", type=int, help="so many, instead of all")
+    study.option("--repetitions", type=int, default=9)
+    study.option("--row-seconds", type=float, default=90.0, help="the most for a row")
+    study.option("--total-seconds", type=float, default=230.0, help="the most for all; later rows are left out")
+    study.tuning(0.5)
+    study.option("--tiny", action="store_true", help="a few small layers")
+    arguments = study.start()
     from support.random_encoders import ENCODERS, RandomEncoder
 
-    begun = arguments.encoders or list(ENCODERS)
-    names = [name for name in ENCODERS if any(name.startswith(beginning) for beginning in begun)]
-    if not names:
-        parser.error(f"no encoder begins so; there are {', '.join(ENCODERS)}")
-    limit_tuning(arguments.tuning_seconds)
-    device = comfy.model_management.get_torch_device()
-    machine = describe_machine(device)
+    begun = tuple(arguments.encoders or ENCODERS)
     rows, begin = Rows(), time.monotonic()
-    for name in names:
-        encoder, expected = ENCODERS[name], {}
-        settings = dict(encoder.tiny) if arguments.tiny else {}
+    for name, encoder in ENCODERS.items():
+        if not name.startswith(begun):
+            continue
+        expected, settings = {}, dict(encoder.tiny) if arguments.tiny else {}
         if arguments.layers:
             settings[encoder.depth] = arguments.layers
-        random = RandomEncoder(encoder, device, settings, arguments.spikes)
+        random = RandomEncoder(encoder, study.device, settings, arguments.spikes)
         clips = Clips(random)
         for variant in arguments.variants:
+            labels = {"encoder": name, "name": variant, "variant": VARIANTS[variant][0]}
             left = arguments.total_seconds - (time.monotonic() - begin)
             if left < 5:
-                rows.append({"encoder": name, "name": variant, "failed": "left out, the time was over"})
+                rows.append({**labels, "failed": "left out, the time was over"})
                 continue
             run = partial(measure, random, clips, variant, arguments, expected)
             with torch.inference_mode():  # as ComfyUI loads and runs everything
-                rows.measure({"encoder": name, "name": variant}, run, min(arguments.row_seconds, left))
+                rows.measure(labels, run, min(arguments.row_seconds, left))
     spikes = f"{arguments.spikes:g} times as large as the others" if arguments.spikes != 1 else "as large as the others"
-    text = (
-        f"{title(machine)}, ComfyUI {comfyui_version}, random weights, some channels {spikes}. The error is that of "
-        f"the conditioning against bf16's.\n\n{table(rows, arguments.tokens)}\n"
-    )
-    data = {"environment": machine, "comfyui": comfyui_version, "spikes": arguments.spikes, "rows": rows}
-    write_results(arguments.out, "text_encoders", text, data)
+    about = f", random weights, some channels {spikes}. The error is that of the conditioning against bf16's."
+    tables = table(rows, arguments.tokens), failures(rows, "encoder", "variant")
+    study.write(about, *tables, spikes=arguments.spikes, rows=rows)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,12 +29,13 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
-from studies import ablation, fidelity
+from studies import ablation
 from studies.ablation import TensorDict, stock
 from studies.decoded_weights import NF4_BITS, decoded, gguf_decoded, nf4_decoded, quantizable
 from support.pack import import_comfyui, import_pack
 from support.small_png import save_small_png
 from words.alphabet import Text, random_texts
+from words.reading import edit_distance, normalised, read
 from words.sampling import STEPS, pictures, sample
 
 WORD_MODEL = TESTS / "data" / "word_dit.safetensors"
@@ -49,6 +49,15 @@ REFERENCE = "bf16"
 OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "ComfyUI W4A8", "NF4", *GGUF)
 LABELLED = ("naive W8A8", "recipe", ablation.DEFAULT, "Q4_K in INT8", "Q8_0 in INT8")
 """Of this pack's variants, those that the plot names."""
+READING = {"exact": ("OCR exact match, %", ".1f", 100), "distance": ("edit distance", ".2f", 1)}
+METRICS = {
+    **READING,
+    "psnr": ("PSNR, dB", ".2f", 1),
+    "ssim": ("SSIM", ".4f", 1),
+    "latent": ("latent error, %", ".2f", 100),
+}
+"""What is said of each image: its title, and the form and unit of its mean. Those of READING need no reference."""
+ALL = "all"
 
 
 def formula_bytes(state_dict: TensorDict, bits: float) -> int:
@@ -216,6 +225,52 @@ def sample_variants(arguments: argparse.Namespace) -> None:
     (arguments.out / "sampled.json").write_text(json.dumps(data) + "\n")
 
 
+def scored(images: np.ndarray, expected: np.ndarray, texts: Sequence[str]) -> tuple[dict[str, list[float]], list[str]]:
+    """METRICS of a variant's images [B, H, W] but for the latent's, and what OCR reads in each: letters and digits
+    alone, 0 as O and 1 as I."""
+    from int8_dit.nodes.images.fidelity import compare_images
+
+    found = [read(image) for image in images]
+    distances = [edit_distance(normalised(a), normalised(b)) for a, b in zip(found, texts, strict=True)]
+    floats = [torch.tensor(stack)[..., None].float() / 255 for stack in (expected, images)]
+    pairs = [compare_images(*pair, f"image {number}") for number, pair in enumerate(zip(*floats, strict=True))]
+    metrics = {"exact": [float(distance == 0) for distance in distances], "distance": list(map(float, distances))}
+    return metrics | {name: [getattr(pair, name) for pair in pairs] for name in ("psnr", "ssim")}, found
+
+
+def figure(values: Sequence[float]) -> list[float | None]:
+    """The mean of those that are finite and its interval; None for what is not known."""
+    from int8_dit.nodes.images.bootstrap import finite, interval
+
+    finites = finite(values)
+    return [float(np.mean(finites)) if finites else None, *(interval(finites) or (None, None))]
+
+
+def figures_of(scores: Mapping[str, Mapping[str, Sequence[float]]], categories: Sequence[str]) -> dict[str, dict]:
+    """Figures of each variant by category of the images: each metric, and "minus reference" what can be read less or
+    more often than there, by pairs."""
+    result: dict[str, dict] = {name: {} for name in scores}
+    for category in (*dict.fromkeys(categories), ALL):
+        chosen = [number for number, own in enumerate(categories) if category in (own, ALL)]
+        values = {name: {m: [own[m][n] for n in chosen] for m in own} for name, own in scores.items()}
+        for name, own in values.items():
+            known = READING if name == REFERENCE else METRICS
+            result[name][category] = cell = {"images": len(chosen), **{metric: figure(own[metric]) for metric in known}}
+            if name != REFERENCE:
+                pairs = {metric: zip(own[metric], values[REFERENCE][metric], strict=True) for metric in READING}
+                cell["minus reference"] = {metric: figure([a - b for a, b in pairs[metric]]) for metric in READING}
+    return result
+
+
+def formatted(metric: str, values: Sequence[float | None] | None, sign: str = "") -> str:
+    """A figure with its interval; nothing for what is not known."""
+    if values is None or values[0] is None:
+        return ""
+    _, form, unit = METRICS[metric]
+    middle, *bounds = (format(unit * value, sign + form) for value in values if value is not None)
+    return f"{middle} [{', '.join(bounds)}]" if bounds else middle
+
+
 def overview(variants: Mapping[str, dict], figures: Mapping[str, dict]) -> str:
     """One row a variant: bytes, latent error, and what can be read."""
     from int8_dit.kernels.benchmark import markdown
@@ -223,12 +278,12 @@ def overview(variants: Mapping[str, dict], figures: Mapping[str, dict]) -> str:
     categories = list(figures[REFERENCE])
     rows = []
     for name, cells in figures.items():
-        everything = cells[fidelity.ALL]
+        everything = cells[ALL]
         row = [name, f"{variants[name]['bytes'] / 1e6:.2f}", str(len(variants[name]["protected"]) or "")]
-        row.append(fidelity.formatted("latent", everything.get("latent")))
-        row += [fidelity.formatted("exact", cells[category]["exact"]) for category in categories]
-        row.append(fidelity.formatted("exact", everything.get("minus reference", {}).get("exact"), "+"))
-        row += [fidelity.formatted(metric, everything.get(metric)) for metric in ("distance", "psnr", "ssim")]
+        row.append(formatted("latent", everything.get("latent")))
+        row += [formatted("exact", cells[category]["exact"]) for category in categories]
+        row.append(formatted("exact", everything.get("minus reference", {}).get("exact"), "+"))
+        row += [formatted(metric, everything.get(metric)) for metric in ("distance", "psnr", "ssim")]
         rows.append(row)
     read = [f"read, %: {category}" for category in categories]
     columns = ["variant", "MB", "protected", "latent error, %", *read, f"read minus {REFERENCE}"]
@@ -247,10 +302,10 @@ def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path:
     canvas = Figure(figsize=(12, 5), dpi=100, layout="constrained")
     for place, (metric, better) in enumerate((("latent", -1), ("exact", 1)), 1):
         axes = canvas.add_subplot(1, 2, place)
-        scale = fidelity.METRICS[metric].scale
+        title, _, scale = METRICS[metric]
         points = []
         for name, cells in figures.items():
-            values = cells[fidelity.ALL].get(metric)
+            values = cells[ALL].get(metric)
             if values is None or values[0] is None:
                 continue
             x, (y, low, high) = variants[name]["bytes"] / 1e6, (scale * value for value in values)
@@ -268,7 +323,7 @@ def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path:
                 best = better * y
         axes.plot(*zip(*front, strict=True), color="gray", linewidth=1, zorder=0, drawstyle="steps-post")
         axes.set_xlabel("MB")
-        axes.set_ylabel(fidelity.METRICS[metric].title)
+        axes.set_ylabel(title)
         if metric == "latent":
             axes.set_yscale("log")
             for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
@@ -306,30 +361,24 @@ def evaluate(out: Path) -> None:
     variants = data["variants"]
     with np.load(out / "sampled.npz", allow_pickle=False) as stored:
         images = {name: stored[name] for name in variants}
-    items = [fidelity.Item(f"{n:04d}", entry["text"], entry["category"]) for n, entry in enumerate(data["texts"])]
-    sets = {
-        name: fidelity.ImageSet(dict(zip((item.name for item in items), stack, strict=True)), {})
-        for name, stack in images.items()
-    }
-    scores = {}
-    for name, candidate in sets.items():
-        own = fidelity.score_set(name, candidate, sets[REFERENCE], items)
-        scores[name] = [replace(s, latent=error) for s, error in zip(own, variants[name]["errors"], strict=True)]
-        print(f"  {name}: {np.mean([score.exact for score in scores[name]]):.1%} read", flush=True)
-    figures = fidelity.summary(scores, items)
+    texts, categories = ([entry[key] for entry in data["texts"]] for key in ("text", "category"))
+    scores, found = {}, {}
+    for name, stack in images.items():
+        scores[name], found[name] = scored(stack, images[REFERENCE], texts)
+        scores[name]["latent"] = variants[name]["errors"]
+        print(f"  {name}: {np.mean(scores[name]['exact']):.1%} read", flush=True)
+    figures = figures_of(scores, categories)
+    exact = {name: [bool(value) for value in own["exact"]] for name, own in scores.items()}
     outcomes = {
-        name: ablation.Outcome(
-            variants[name]["errors"], [bool(score.exact) for score in own], variants[name]["protected"]
-        )
-        for name, own in scores.items()
+        name: ablation.Outcome(variants[name]["errors"], exact[name], variants[name]["protected"]) for name in scores
     }
     subject = "the word model, outlier channels planted" if data.get("planted") else "the word model as trained"
     parts = [
         f"{title(data['environment'])}, ComfyUI {data['comfyui']}, {data['steps']} steps, {subject}",
-        f"{len(items)} texts. Means over the images, in brackets 95 % bootstrap intervals; differences are of pairs.",
+        f"{len(texts)} texts. Means over the images, in brackets 95 % bootstrap intervals; differences are of pairs.",
         overview(variants, figures),
     ]
-    ratios = ablation.summary(outcomes) if len(items) > 1 else {}
+    ratios = ablation.summary(outcomes) if len(texts) > 1 else {}
     parts.append(ablation.twins({"latent errors": ratios}, "nearest rounding"))
     if set(ablation.PEERS) <= set(outcomes):
         parts.append(ablation.comparison("latent errors", ratios))
@@ -337,8 +386,8 @@ def evaluate(out: Path) -> None:
     print("\n" + text)
     (out / "words.md").write_text(text)
     compact = {
-        "misread": {name: {n: s.read for n, s in enumerate(own) if not s.exact} for name, own in scores.items()},
-        "exact": {name: "".join("01"[bool(score.exact)] for score in own) for name, own in scores.items()},
+        "misread": {name: {n: found[name][n] for n, good in enumerate(own) if not good} for name, own in exact.items()},
+        "exact": {name: "".join("01"[good] for good in own) for name, own in exact.items()},
     }
     for result in variants.values():
         result["errors"] = [float(f"{error:.4g}") for error in result["errors"]]

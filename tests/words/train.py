@@ -1,11 +1,11 @@
 """Train the word model: a DiT of 9.0 M parameters that writes words and that stock ComfyUI loads as a small SD3.
 
-    python tests/words/train.py --comfyui PATH --out FOLDER --minutes 9 [--resume FOLDER/word_dit.safetensors]
+    python tests/words/train.py --comfyui PATH --out FOLDER --minutes 9
 
 As tests/glyphs/train.py does it for single characters: ComfyUI's own MMDiT, a rectified flow, images drawn on the fly
 that never repeat, and arithmetic in bfloat16 on float32 weights. Every two minutes, and at the end, --out gets the
-model (word_dit.safetensors) and samples (sheet.png); at the end images.npy and texts.json too, which
-studies/fidelity.py reads. There is no OCR here: `agreement` compares samples with drawn images.
+model (word_dit.safetensors) and samples (sheet.png). There is no OCR here: `agreement` compares samples with drawn
+images.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # as a script, this folder would be there: `words` must be
 
-from glyphs.train import TIMESTEPS, build_model, save_sheet, shifted
+from glyphs.train import TIMESTEPS, build_model, optimizer_of, save_sheet, set_rate, shifted
 from words import conditioning, latents
 from words.alphabet import Text, random_texts
 from words.drawing import SHIFT, draw, layout, random_layout
@@ -65,14 +65,6 @@ def agreement(images: torch.Tensor, texts: list[Text]) -> torch.Tensor:
     return best.amin(1)
 
 
-def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """The file is whole or is not there."""
-    path = folder / "word_dit.safetensors"
-    tensors = {name: weight.bfloat16().cpu().contiguous() for name, weight in weights.items()}
-    save_file(tensors, path.with_suffix(".part"), metadata)
-    os.replace(path.with_suffix(".part"), path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", type=Path, required=True, help="a ComfyUI checkout")
@@ -82,9 +74,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="images per step (default 1024 on a GPU, 16 on a CPU)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="stop after so many steps")
-    parser.add_argument("--samples", type=int, default=300, help="images sampled at the end")
-    parser.add_argument("--resume", type=Path, help="a word_dit.safetensors to go on from")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     args = parser.parse_args()
 
@@ -96,28 +85,19 @@ def main() -> None:
     torch.manual_seed(args.seed)
     generator = torch.Generator(device).manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "word_dit.safetensors"
 
     model = build_model(args.comfyui, device, DEPTH)
-    if args.resume:
-        model.load_state_dict(load_file(args.resume))
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}  # float32
     average = {name: weight.clone() for name, weight in weights.items()}
     count = sum(weight.numel() for weight in weights.values())
     model.to(dtype)
     rounded = dict(model.named_parameters())
     # Blocks alone: they are alike, so what one was compiled to serves the others, and compiling takes less time.
-    compiled = [] if args.eager else list(model.joint_blocks)
-    for block in compiled:
-        block.compile()
-    # Biases, norms and other vectors are not decayed.
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [w for w in weights.values() if w.ndim > 1], "weight_decay": 0.01},
-            {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.99),
-        fused=on_gpu,
-    )
+    if not args.eager:
+        for block in model.joint_blocks:
+            block.compile()
+    optimizer = optimizer_of(weights.values(), on_gpu)
     print(f"{count / 1e6:.2f} M parameters, {device}, {dtype}, batch {batch}, {args.minutes:g} min", flush=True)
 
     def metadata(agreed: str) -> dict[str, str]:
@@ -125,7 +105,6 @@ def main() -> None:
         return {
             "made_by": "tests/words/train.py",
             "arguments": json.dumps({name: getattr(args, name) for name in settings} | {"batch": batch}),
-            "resumed": str(bool(args.resume)),
             "steps": str(step),
             "parameters": str(count),
             "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
@@ -135,7 +114,7 @@ def main() -> None:
         }
 
     @torch.no_grad()
-    def checkpoint(samples: int) -> tuple[torch.Tensor, list[Text]]:
+    def checkpoint(samples: int) -> None:
         """Save the averaged weights and samples of them. A generator of its own: looking must change nothing."""
         torch._foreach_copy_(list(rounded.values()), [w.bfloat16() for w in average.values()])
         texts = random_texts(samples, seed=1)
@@ -148,17 +127,17 @@ def main() -> None:
         agreed = ", ".join(f"{kind} {np.mean(values):.0%}" for kind, values in kinds.items())
         print(f"agreement {cosine.mean():.3f}; above {AGREES}: {agreed}", flush=True)
         save_sheet(1 - images[: len(images) // 6 * 6][:96], args.out / "sheet.png", columns=6)
-        write_checkpoint(args.out, average, metadata(agreed))
-        return images, texts
+        # The file is whole or is not there.
+        tensors = {name: weight.bfloat16().cpu().contiguous() for name, weight in average.items()}
+        save_file(tensors, path.with_suffix(".part"), metadata(agreed))
+        os.replace(path.with_suffix(".part"), path)
 
     budget = args.minutes * 60
     saved = reported = start
     running_loss = torch.zeros((), device=device)
     step = 0
-    while (done := (time.monotonic() - start) / budget) < 1 and step != args.steps:
-        rate = args.lr * min(1.0, (step + 1) / 200) * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+    while (done := (time.monotonic() - start) / budget) < 1:
+        set_rate(optimizer, args.lr, step, done)
         torch._foreach_copy_([w.detach() for w in rounded.values()], list(weights.values()))
 
         texts = random_layout(batch, generator, device)
@@ -171,18 +150,8 @@ def main() -> None:
         noisy = clean.lerp(noise, sigma[:, None, None, None]).to(dtype)
         inputs = (noisy, sigma * TIMESTEPS, conditioning.context_of(texts).to(dtype))
         pooled = inputs[2].new_zeros(batch, conditioning.WIDTH)
-        try:
-            loss = F.mse_loss(model(*inputs, pooled).float(), noise - clean)
-            loss.backward()
-        except Exception as error:
-            if not compiled or step:
-                raise
-            print(f"torch.compile failed, going on without it: {str(error)[:500]}", flush=True)
-            for block in compiled:
-                block._compiled_call_impl = None
-            compiled = []
-            model.zero_grad()
-            continue
+        loss = F.mse_loss(model(*inputs, pooled).float(), noise - clean)
+        loss.backward()
         for name, weight in weights.items():
             weight.grad = None if rounded[name].grad is None else rounded[name].grad.float()
             rounded[name].grad = None
@@ -206,11 +175,8 @@ def main() -> None:
                 checkpoint(96)
 
     print(f"{step} steps in {(time.monotonic() - start) / 60:.1f} min", flush=True)
-    images, texts = checkpoint(args.samples)
-    np.save(args.out / "images.npy", ((1 - images) * 255).round().byte().numpy())
-    described = [{"text": "\n".join(t.lines), "category": t.category} for t in texts]
-    (args.out / "texts.json").write_text(json.dumps(described) + "\n")
-    print(f"{args.out / 'word_dit.safetensors'}: {(args.out / 'word_dit.safetensors').stat().st_size / 1e6:.2f} MB")
+    checkpoint(300)
+    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What studies of whole models share: rows printed as they come, times on the clock and by kernel, memory released."""
+"""What studies of models in ComfyUI share: arguments, rows printed as they come, times by the clock and by kernel."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
+import logging
 import re
 import signal
 import sys
@@ -16,6 +18,9 @@ from pathlib import Path
 
 import torch
 
+from support.pack import import_comfyui, import_pack
+
+RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, object]
 
 # What a kernel's name says, the first that matches.
@@ -27,6 +32,63 @@ _PARTS = {
     "other elementwise passes": r"elementwise|reduce|cat|copy|memcpy|memset|triton_|fill",
 }
 PARTS = (*_PARTS, "else")
+
+
+class Study:
+    """A command: its arguments, ComfyUI and the pack once it has started, and the files that it leaves.
+
+    Args:
+        doc: of its module, whose first paragraph describes it.
+        name: of its files.
+        folder: where they go unless --out says another place; one of that name in results/ if it is not given.
+    """
+
+    def __init__(self, doc: str, name: str, folder: Path | None = None) -> None:
+        self.name = name
+        self.parser = argparse.ArgumentParser(description=doc.partition("\n\n")[0])
+        self.option = self.parser.add_argument
+        self.option("--comfyui", type=Path, required=True)
+        self.option("--out", type=Path, default=folder or RESULTS / name, help=f"folder for {name}.md and {name}.json")
+
+    def tuning(self, seconds: float) -> None:
+        """Add the option that limits tuning, which `start` obeys."""
+        help_ = "for a shape of the GEMM; 0 for no tuning"
+        self.option("--tuning-seconds", type=float, default=seconds, help=help_)
+
+    def start(self, arguments: argparse.Namespace | None = None) -> argparse.Namespace:
+        """The arguments, parsed unless they are given. From here on ComfyUI and the pack can be imported."""
+        arguments = arguments or self.parser.parse_args()
+        logging.basicConfig(level=logging.WARNING)
+        logging.getLogger("int8_dit").setLevel(logging.INFO)  # says where a block does not run fused
+        import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
+        import_pack()
+        import comfy.model_management
+        from comfyui_version import __version__ as comfyui_version
+
+        from int8_dit.kernels.benchmark import describe_machine, title
+
+        self.out = arguments.out
+        self.device = comfy.model_management.get_torch_device()
+        self.about = {"environment": describe_machine(self.device), "comfyui": comfyui_version}
+        self.heading = f"{title(self.about['environment'])}, ComfyUI {comfyui_version}"
+        if "tuning_seconds" in arguments:
+            limit_tuning(arguments.tuning_seconds)
+        return arguments
+
+    def known(self, names: Sequence[str], table: Mapping[str, object]) -> Sequence[str]:
+        """The names. The command ends with an error where one of them is not in the table."""
+        if unknown := set(names) - table.keys():
+            self.parser.error(f"no {', '.join(unknown)}; there are {', '.join(table)}")
+        return names
+
+    def write(self, *parts: str, **data: object) -> None:
+        """Leave the paragraphs behind the heading, and as JSON what they were made of; show them on the screen. An
+        empty one is left out."""
+        text = "\n\n".join(filter(None, (self.heading + parts[0], *parts[1:]))) + "\n"
+        print(text, flush=True)
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / f"{self.name}.md").write_text(text)
+        (self.out / f"{self.name}.json").write_text(json.dumps({**self.about, **data}, indent=1, default=str) + "\n")
 
 
 class Rows(list):
@@ -178,14 +240,12 @@ def ratio(row: Mapping[str, object], base: Mapping[str, object] | None, key: str
     return "-" if mine is None or other is None else f"{other / mine:.2f} x"
 
 
+def failures(rows: Sequence[Mapping[str, object]], *names: str) -> str:
+    """A list of the rows that failed, each by its values of `names`; empty where none did."""
+    lines = [f"- {', '.join(str(row[name]) for name in names)}: {row['failed']}" for row in rows if "failed" in row]
+    return "\n".join(lines)
+
+
 def row_of(rows: Sequence[Mapping[str, object]], **labels: object) -> Mapping[str, object] | None:
     """The first row with these labels."""
     return next((row for row in rows if all(row.get(key) == value for key, value in labels.items())), None)
-
-
-def write_results(folder: Path, name: str, text: str, data: Mapping[str, object]) -> None:
-    """`name`.md and `name`.json, and the text on the screen."""
-    print(text, flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(text)
-    (folder / f"{name}.json").write_text(json.dumps(data, indent=1, default=str) + "\n")

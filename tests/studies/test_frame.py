@@ -26,23 +26,10 @@ def test_comfyui_takes_the_tensors_of_a_family_for_that_family(pack, name):
     assert {key: tuple(tensor.shape) for key, tensor in built.items()} == model.shapes
 
 
-def test_layers_of_one_input_are_smoothed_alike(pack):
-    from support.random_models import FAMILIES as families
-    from support.random_models import RandomModel
-
-    model = RandomModel(families["Ideogram 4"], torch.device("cpu"), {"num_layers": 1})
-    w1, w3, qkv = (
-        model.factors(f"layers.0.{name}", 64) for name in ("feed_forward.w1", "feed_forward.w3", "attention.qkv")
-    )
-    assert torch.equal(w1, w3)
-    assert not torch.equal(w1, qkv)
-    assert 0.5 <= w1.min() < w1.max() <= 2
-
-
 def test_a_row_that_fails_says_why_and_the_next_one_is_measured(pack, capsys):
     import time
 
-    from support.measuring import Rows
+    from studies.frame import Rows
 
     def fail():
         raise ValueError("no such card\nmore")
@@ -57,7 +44,7 @@ def test_a_row_that_fails_says_why_and_the_next_one_is_measured(pack, capsys):
 
 
 def test_runs_take_turns_on_the_clock(pack):
-    from support.measuring import walls_and_hosts
+    from studies.frame import walls_and_hosts
 
     order = []
     runs = {name: lambda name=name: order.append(name) for name in "ab"}
@@ -66,20 +53,31 @@ def test_runs_take_turns_on_the_clock(pack):
     assert all(0 <= row["fastest_ms"] <= row["ms"] and row["host_ms"] <= row["ms"] for row in times.values())
 
 
-@pytest.mark.parametrize(
-    "kernel, part",
-    (
-        ("int8_gemm_kernel", "GEMM"),
-        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "GEMM"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
-        ("rms_rope_split_half_kernel", "qk-norm and rope"),
-        ("_quantize_rows_kernel", "norms, activations, quantizer"),
-        ("void at::native::vectorized_elementwise_kernel<4, ...>", "other elementwise passes"),
-        ("something", "else"),
-    ),
-)
-def test_a_kernel_belongs_to_a_part(kernel, part):
-    from support.measuring import by_part
+def test_a_kernel_belongs_to_a_part(pack):
+    from studies.frame import by_part
 
-    assert by_part({kernel: 2.0})[part] == 2.0
+    parts = {
+        "int8_gemm_kernel": "GEMM",
+        "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT": "GEMM",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+        "rms_rope_split_half_kernel": "qk-norm and rope",
+        "_quantize_rows_kernel": "norms, activations, quantizer",
+        "void at::native::vectorized_elementwise_kernel<4, ...>": "other elementwise passes",
+        "something": "else",
+    }
+    for kernel, part in parts.items():
+        assert by_part({kernel: 2.0})[part] == 2.0
+
+
+def test_a_study_leaves_its_text_and_figures(pack, tmp_path):
+    from studies.frame import Study
+
+    study = Study("What it is.\n\n    python it", "it")
+    assert study.parser.description == "What it is."
+    study.heading, study.about, study.out = "A card", {"comfyui": "1"}, tmp_path / "new"
+    study.write(", random.", "a table", "", rows=[1])
+    assert (tmp_path / "new" / "it.md").read_text() == "A card, random.\n\na table\n"
+    assert (tmp_path / "new" / "it.json").read_text() == '{\n "comfyui": "1",\n "rows": [\n  1\n ]\n}\n'
+    assert study.known(["a"], {"a": 1}) == ["a"]
+    with pytest.raises(SystemExit):
+        study.known(["b"], {"a": 1})
