@@ -73,8 +73,8 @@ class Operator(Generic[P, R]):
         function: what is computed of arguments that have passed the check: tensors, plain values, and dataclasses and
             named tuples of these.
         check: takes the same. It raises TypeError or ValueError for bad ones, RuntimeError where a gradient is asked
-            that the results cannot have, and returns shape and dtype of each result. None for an operator that is composed of
-            others: a compiler sees those.
+            that the results cannot have, and returns shape and dtype of each result. None for an operator that is
+            composed of others: a compiler sees those.
         schema: of the operator; None for what follows from the signature. A last parameter `out` is none of the
             operator's.
 

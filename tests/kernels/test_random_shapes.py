@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels import Norm, activate_quantize, norm_quantize
+from kernels.benchmark import IDEOGRAM4_SHAPES
 from kernels.ops.linear import int8_accumulate, int8_gemm
 from kernels.reference.linear import int8_accumulate_reference
 from kernels.reference.transform import UNCHANGED
@@ -47,18 +48,24 @@ def test_accumulator_is_bit_exact(seed, passes):
         assert torch.equal(out, expected), (config, m, n, k)
 
 
-@pytest.mark.parametrize("m, n, k", ((80661, 21504, 5376), (512, 4608, 53248), (80661, 5376, 14336), (77, 13824, 4608)))
-def test_the_largest_shapes(m, n, k):
+LARGEST = ((80661, 21504, 5376), (512, 4608, 53248), (80661, 5376, 14336), (77, 13824, 4608))
+IDEOGRAM4 = tuple((shape.tokens or tokens, shape.n, shape.k) for shape in IDEOGRAM4_SHAPES for tokens in (2304, 4352))
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
+
+
+@pytest.mark.parametrize("out_dtype", ROUNDING)
+@pytest.mark.parametrize("m, n, k", (*LARGEST, *IDEOGRAM4))
+def test_the_largest_shapes(m, n, k, out_dtype):
     q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
-    q_scale, weight_scale = torch.rand(m, device="cuda"), torch.rand(n, device="cuda")
-    out = int8_gemm(q, q_scale, weight, weight_scale)
+    q_scale, weight_scale = torch.rand(m, device="cuda") / k, torch.rand(n, device="cuda") / 127
+    out = int8_gemm(q, q_scale, weight, weight_scale, None, out_dtype)
     accumulator = int8_accumulate(q, weight)
     for rows in torch.arange(m, device="cuda").split(8192):
         first, last = rows[0].item(), rows[-1].item() + 1
         expected = int8_accumulate_reference(q[first:last], weight)
         assert torch.equal(accumulator[first:last], expected)
         scaled = expected.double() * q_scale[first:last, None].double() * weight_scale.double()
-        assert ((out[first:last].double() - scaled).abs() <= 2.0**-8 * scaled.abs() + 2.0**-20).all()
+        assert ((out[first:last].double() - scaled).abs() <= ROUNDING[out_dtype] * scaled.abs() + 2.0**-20).all()
 
 
 @pytest.mark.parametrize("seed", range(60))

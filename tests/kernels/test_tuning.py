@@ -23,7 +23,7 @@ import kernels.triton_kernels.tuning_cache
 from kernels.triton_kernels.exactness import WrongResult
 from kernels.triton_kernels.gemm import launch_gemm
 from kernels.triton_kernels.gemm_kernel import int8_gemm_kernel
-from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig
+from kernels.triton_kernels.tiles import ARCHITECTURES
 from kernels.triton_kernels.tuning import Tuner, TuningKey, m_bucket
 from kernels.triton_kernels.tuning_cache import TuningCache
 from support.limits import no_hang
@@ -102,11 +102,6 @@ def test_only_candidates_within_reach_are_measured_again(card):
     assert [config for config, repetitions in card.measurements if repetitions == 15] == [*CONFIGS[1::-1]]
 
 
-def test_a_clear_winner_is_measured_once(card):
-    card.choose()
-    assert [repetitions for _, repetitions in card.measurements] == [3, 3, 3]
-
-
 def test_the_closer_look_decides(card, monkeypatch):
     card.times = dict(zip(CONFIGS[:2], (1.0, 1.05), strict=True))
 
@@ -119,11 +114,9 @@ def test_the_closer_look_decides(card, monkeypatch):
     assert card.choose() == CONFIGS[0]
 
 
-def test_the_second_process_measures_nothing(card):
+def test_a_clear_winner_is_measured_once(card):
     card.choose()
-    second = Tuner()
-    assert card.choose(tuner=second) == CONFIGS[1]
-    assert second.measured == 0
+    assert [repetitions for _, repetitions in card.measurements] == [3, 3, 3]
 
 
 def test_a_new_m_of_a_known_bucket_measures_nothing(card):
@@ -146,13 +139,9 @@ def test_k_walked_twice_is_measured_for_itself_and_kept(card):
 def test_a_file_that_names_no_passes_means_one(card, tmp_path):
     card.choose()
     path = cache_file(tmp_path)
-    content = json.loads(path.read_text())
-    assert content["entries"][0].pop("passes") == 1
-    path.write_text(json.dumps(content))
+    path.write_text(path.read_text().replace('"passes": 1,', ""))
     later = Tuner()
-    assert card.choose(tuner=later) == CONFIGS[1]
-    card.choose(dataclasses.replace(KEY, passes=2), later)
-    assert later.measured == 1
+    assert card.choose(tuner=later) == CONFIGS[1] and later.measured == 0
 
 
 def test_what_another_process_measured_meanwhile_is_found(card):
@@ -164,28 +153,17 @@ def test_what_another_process_measured_meanwhile_is_found(card):
     assert tuner.measured == 1
 
 
-def test_another_card_does_not_reuse(card, tmp_path):
+@pytest.mark.parametrize("changed", (None, "card", "triton", "sources"))
+def test_who_reuses_what_another_process_measured(card, monkeypatch, tmp_path, changed):
     card.choose()
+    key = dataclasses.replace(KEY, device="NVIDIA GeForce RTX 3060") if changed == "card" else KEY
+    if changed == "triton":
+        monkeypatch.setattr(triton, "__version__", "99.0")
+    if changed == "sources":
+        monkeypatch.setattr(kernels.triton_kernels.tuning_cache, "kernel_source_hash", lambda: "0" * 64)
     other = Tuner()
-    card.choose(dataclasses.replace(KEY, device="NVIDIA GeForce RTX 3060"), other)
-    assert other.measured == 1
-    assert len(list((tmp_path / "cache").glob("*.json"))) == 2
-
-
-def test_another_triton_does_not_reuse(card, monkeypatch):
-    card.choose()
-    monkeypatch.setattr(triton, "__version__", "99.0")
-    other = Tuner()
-    card.choose(tuner=other)
-    assert other.measured == 1
-
-
-def test_other_kernel_sources_do_not_reuse(card, monkeypatch):
-    card.choose()
-    monkeypatch.setattr(kernels.triton_kernels.tuning_cache, "kernel_source_hash", lambda: "0" * 64)
-    other = Tuner()
-    card.choose(tuner=other)
-    assert other.measured == 1
+    assert card.choose(key, other) == CONFIGS[1]
+    assert other.measured == len(list((tmp_path / "cache").glob("*.json"))) - 1 == (changed is not None)
 
 
 def test_the_source_hash_follows_the_kernel_and_its_launcher(monkeypatch, tmp_path):
@@ -269,40 +247,24 @@ def config_with(**values):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda entry: None,
         lambda entry: [1, 2],
         lambda entry: {},
         entry_with(n="4608"),
-        entry_with(k=-1),
         entry_with(m_bucket=True),
         entry_with(k=10**400),
         entry_with(passes=3),
-        entry_with(passes=True),
-        entry_with(passes="2"),
         lambda entry: config_with(split_k=3)(entry_with(passes=2)(entry)),
-        entry_with(milliseconds="1"),
         entry_with(milliseconds=float("nan")),
         entry_with(milliseconds=10**400),
         entry_with(milliseconds=0),
-        entry_with(milliseconds=-1.0),
-        entry_with(milliseconds=1e300),
         entry_with(config=None),
-        entry_with(config=[128, 128]),
         entry_with(config={}),
-        config_with(block_m="128"),
         config_with(block_n=128.0),
-        config_with(block_k=0),
         config_with(block_m=100),
         config_with(num_warps=True),
         config_with(num_stages=None),
         config_with(pipeline="unheard of"),
-        config_with(pipeline=1),
-        config_with(split_k=-2),
         config_with(split_k=1 << 40),
-        config_with(split_k=4),
-        config_with(group_m=1 << 40),
-        config_with(block_m=1 << 20),
-        config_with(num_stages=99),
         config_with(clusters=2),
     ],
 )
@@ -442,32 +404,21 @@ def test_tuning_can_be_turned_off(card, monkeypatch, value):
     measurements, tuner = len(card.measurements), Tuner()
     assert card.choose(tuner=tuner) == CONFIGS[1]
     assert card.choose(dataclasses.replace(KEY, n=128), tuner) == CONFIGS[0]
+    card.times[CONFIGS[0]] = runtime_errors.OutOfResources(200, 100, "shared memory")
+    assert card.choose(dataclasses.replace(KEY, n=64), tuner) == CONFIGS[1]
     assert (tuner.measured, len(card.measurements)) == (0, measurements)
 
 
-def test_turned_off_the_first_that_runs_is_taken(card, monkeypatch):
-    monkeypatch.setenv("INT8_DIT_TUNING", "off")
-    card.times[CONFIGS[0]] = runtime_errors.OutOfResources(200, 100, "shared memory")
-    assert card.choose() == CONFIGS[1]
-
-
-def test_a_shipped_configuration_saves_measuring(card, monkeypatch):
+@pytest.mark.parametrize("case, chosen", (("alone", 2), ("measured here", 1), ("does not run here", 1)))
+def test_a_shipped_configuration(card, monkeypatch, case, chosen):
+    if case == "measured here":
+        card.choose()
     monkeypatch.setitem(kernels.triton_kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
+    if case == "does not run here":
+        card.times[CONFIGS[2]] = runtime_errors.OutOfResources(200, 100, "shared memory")
     tuner = Tuner()
-    assert card.choose(tuner=tuner) == CONFIGS[2]
-    assert tuner.measured == 0
-
-
-def test_what_was_measured_here_comes_before_what_was_shipped(card, monkeypatch):
-    card.choose()
-    monkeypatch.setitem(kernels.triton_kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
-    assert card.choose() == CONFIGS[1]
-
-
-def test_a_shipped_configuration_that_does_not_run_here_is_measured_anew(card, monkeypatch):
-    monkeypatch.setitem(kernels.triton_kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
-    card.times[CONFIGS[2]] = runtime_errors.OutOfResources(200, 100, "shared memory")
-    assert card.choose() == CONFIGS[1]
+    assert card.choose(tuner=tuner) == CONFIGS[chosen]
+    assert tuner.measured == (case == "does not run here")
 
 
 UNFIT = [
@@ -537,19 +488,6 @@ def test_while_a_graph_is_captured_no_ring_is_taken_unseen(monkeypatch):
     assert Tuner().choose(KEY, lambda: [ring, CONFIGS[0]], lambda config: None) == CONFIGS[0]
 
 
-def test_progress_is_told(card, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    tuner = Tuner()
-    for n in (64, 128):
-        card.choose(dataclasses.replace(KEY, n=n), tuner)
-    first, *shapes = [
-        record.getMessage() for record in caplog.records if record.name == "kernels.triton_kernels.tuning"
-    ]
-    assert "once per card and shape" in first and str(cache_file(tmp_path)) in first
-    for index, (shape, n) in enumerate(zip(shapes, (64, 128), strict=True), start=1):
-        assert f"shape {index}, M <= 1024, N = {n}, K = 18432" in shape and repr(CONFIGS[1]) in shape
-
-
 def test_m_buckets():
     buckets = [m_bucket(m) for m in range(1, 70_000)]
     assert buckets == sorted(buckets)
@@ -557,11 +495,6 @@ def test_m_buckets():
     assert sorted(set(buckets))[:12] == [16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144]
     assert len({m_bucket(m) for m in range(1, 1_000_001, 7)}) <= 40
     assert all(m_bucket(bucket) == bucket for bucket in set(buckets))
-
-
-def test_a_configuration_is_hashable_and_plain_by_default():
-    assert len({*CONFIGS, *CONFIGS}) == len(CONFIGS)
-    assert (GemmConfig(16, 16, 32, 1, 4, 2).pipeline, GemmConfig(16, 16, 32, 1, 4, 2).split_k) == ("pointers", 1)
 
 
 @pytest.mark.parametrize(
