@@ -3,13 +3,17 @@
 import torch
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ACTIVATION_BITS = (8, 16)
+
+
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError unless `dtype` is bf16, fp16 or fp32."""
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {dtype}")
 
 
 def check_float_matrix(name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError or ValueError unless `tensor` is a 2-D bf16, fp16 or fp32 tensor."""
-    if tensor.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}")
+    check_float(name, tensor.dtype)
     if tensor.ndim != 2:
         raise ValueError(f"{name} must be 2-D, got shape {tuple(tensor.shape)}")
 
@@ -24,8 +28,7 @@ def check_int8_matrix(name: str, tensor: torch.Tensor) -> None:
 
 def check_float_rows(name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError or ValueError unless `tensor` is bf16, fp16 or fp32 of shape [..., K]."""
-    if tensor.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}")
+    check_float(name, tensor.dtype)
     if tensor.ndim < 2:
         raise ValueError(f"{name} must have at least two dimensions, got shape {tuple(tensor.shape)}")
 
@@ -42,8 +45,7 @@ def check_modulation(name: str, tensor: torch.Tensor | None, x: torch.Tensor, ro
     `rows`, which choose among them, any number in the place of T."""
     if tensor is None:
         return
-    if tensor.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {tensor.dtype}")
+    check_float(name, tensor.dtype)
     wanted = [f"1 or {size}" for size in x.shape[:-1]]
     sizes = list(zip(tensor.shape[:-1], x.shape[:-1], strict=False))
     if rows is not None:
@@ -83,15 +85,9 @@ def check_weight_scale(scale: torch.Tensor, channels: int) -> None:
         )
 
 
-def check_out_dtype(out_dtype: torch.dtype) -> None:
-    """Raise TypeError unless `out_dtype` is one the epilogue can write."""
-    if out_dtype not in FLOAT_DTYPES:
-        raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-
-
 def check_activation_bits(activation_bits: int) -> None:
     """Raise ValueError unless activations can be quantized to so many bits."""
-    if activation_bits not in ACTIVATION_BITS:
+    if activation_bits not in (8, 16):
         raise ValueError(f"activation_bits must be 8 or 16, got {activation_bits!r}")
 
 

@@ -26,30 +26,16 @@ def _bits(packed: torch.Tensor) -> torch.Tensor:
     return _fields(packed, 1).transpose(-1, -2).flatten(-2)
 
 
-def decode_q4_0(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    top, packed = blocks.split([2, 16], -1)
-    (d,) = _halves(top, dtype)
-    q = _fields(packed, 4).flatten(-2).view(torch.int8) - 8
-    return (d * q).flatten(1)
-
-
-def decode_q4_1(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    tops, packed = blocks.split([4, 16], -1)
-    d, m = _halves(tops, dtype)
-    return (d * _fields(packed, 4).flatten(-2) + m).flatten(1)
-
-
-def decode_q5_0(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    top, high, packed = blocks.split([2, 4, 16], -1)
-    (d,) = _halves(top, dtype)
-    q = (_fields(packed, 4).flatten(-2) | _bits(high) << 4).view(torch.int8) - 16
-    return (d * q).flatten(1)
-
-
-def decode_q5_1(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    tops, high, packed = blocks.split([4, 4, 16], -1)
-    d, m = _halves(tops, dtype)
-    return (d * (_fields(packed, 4).flatten(-2) | _bits(high) << 4) + m).flatten(1)
+def decode_legacy(blocks: torch.Tensor, dtype: torch.dtype, bits: int, middle: int | None = None) -> torch.Tensor:
+    """Q4_0 and Q5_0 with the `middle` of their integers; without one Q4_1 and Q5_1, which have a minimum."""
+    tops, high, packed = blocks.split([2 if middle else 4, 4 if bits == 5 else 0, 16], -1)
+    d, *minimum = _halves(tops, dtype)
+    q = _fields(packed, 4).flatten(-2)
+    if bits == 5:
+        q = q | _bits(high) << 4
+    if middle:
+        return (d * (q.view(torch.int8) - middle)).flatten(1)
+    return (d * q + minimum[0]).flatten(1)
 
 
 def decode_q8_0(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -83,19 +69,13 @@ def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return sc, m
 
 
-def decode_q4_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    tops, scales, packed = blocks.split([4, 12, 128], -1)
+def decode_q45_k(blocks: torch.Tensor, dtype: torch.dtype, bits: int) -> torch.Tensor:
+    tops, scales, high, packed = blocks.split([4, 12, 32 if bits == 5 else 0, 128], -1)
     d, dmin = _halves(tops, dtype)
     sc, m = _scales_and_minima(scales)
     q = _fields(packed.unflatten(-1, (4, 32)), 4).flatten(-3, -2)
-    return ((d * sc)[..., None] * q - (dmin * m)[..., None]).flatten(1)
-
-
-def decode_q5_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    tops, scales, high, packed = blocks.split([4, 12, 32, 128], -1)
-    d, dmin = _halves(tops, dtype)
-    sc, m = _scales_and_minima(scales)
-    q = _fields(packed.unflatten(-1, (4, 32)), 4).flatten(-3, -2) | _fields(high, 1) << 4
+    if bits == 5:
+        q = q | _fields(high, 1) << 4
     return ((d * sc)[..., None] * q - (dmin * m)[..., None]).flatten(1)
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from . import decoding, quantizing
+from .decoding import decode_legacy, decode_q2_k, decode_q3_k, decode_q6_k, decode_q8_0, decode_q45_k
+from .quantizing import quantize_q6_k, quantize_q8_0, quantize_q45_k
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,14 @@ class GGUFFormat:
 
 
 GGUF_FORMATS = {
-    "Q4_0": GGUFFormat(32, 18, 2, decoding.decode_q4_0),
-    "Q4_1": GGUFFormat(32, 20, 3, decoding.decode_q4_1),
-    "Q5_0": GGUFFormat(32, 22, 6, decoding.decode_q5_0),
-    "Q5_1": GGUFFormat(32, 24, 7, decoding.decode_q5_1),
-    "Q8_0": GGUFFormat(32, 34, 8, decoding.decode_q8_0, quantizing.quantize_q8_0),
-    "Q2_K": GGUFFormat(256, 84, 10, decoding.decode_q2_k),
-    "Q3_K": GGUFFormat(256, 110, 11, decoding.decode_q3_k),
-    "Q4_K": GGUFFormat(256, 144, 12, decoding.decode_q4_k, quantizing.quantize_q4_k),
-    "Q5_K": GGUFFormat(256, 176, 13, decoding.decode_q5_k, quantizing.quantize_q5_k),
-    "Q6_K": GGUFFormat(256, 210, 14, decoding.decode_q6_k, quantizing.quantize_q6_k),
+    "Q4_0": GGUFFormat(32, 18, 2, partial(decode_legacy, bits=4, middle=8)),
+    "Q4_1": GGUFFormat(32, 20, 3, partial(decode_legacy, bits=4)),
+    "Q5_0": GGUFFormat(32, 22, 6, partial(decode_legacy, bits=5, middle=16)),
+    "Q5_1": GGUFFormat(32, 24, 7, partial(decode_legacy, bits=5)),
+    "Q8_0": GGUFFormat(32, 34, 8, decode_q8_0, quantize_q8_0),
+    "Q2_K": GGUFFormat(256, 84, 10, decode_q2_k),
+    "Q3_K": GGUFFormat(256, 110, 11, decode_q3_k),
+    "Q4_K": GGUFFormat(256, 144, 12, partial(decode_q45_k, bits=4), partial(quantize_q45_k, bits=4)),
+    "Q5_K": GGUFFormat(256, 176, 13, partial(decode_q45_k, bits=5), partial(quantize_q45_k, bits=5)),
+    "Q6_K": GGUFFormat(256, 210, 14, decode_q6_k, quantize_q6_k),
 }

@@ -72,10 +72,12 @@ def _fit_line(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
     return size.squeeze(-1).clamp_(min=0), (-(start + lowest)).squeeze(-1).clamp_(min=0)
 
 
-def _on_line(groups: torch.Tensor, size: torch.Tensor, offset: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+def _on_line(
+    groups: torch.Tensor, size: torch.Tensor, offset: torch.Tensor, most: int, least: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q of size q - offset, and its squared error in each sub-block."""
     size, offset = size[..., None], offset[..., None]
-    q = ((groups + offset) * _ratio(torch.ones_like(size), size)).round_().clamp_(0, most)
+    q = ((groups + offset) * _ratio(torch.ones_like(size), size)).round_().clamp_(least, most)
     return q, (size * q).sub_(offset).sub_(groups).square_().sum(-1)
 
 
@@ -121,18 +123,12 @@ def _packed_scales(sc: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     return torch.cat([low, middle, sc[..., 4:] & 15 | (m[..., 4:] & 15) << 4], -1)
 
 
-def quantize_q4_k(weight: torch.Tensor) -> torch.Tensor:
-    """w = d sc q - dmin m: 4 bits q per weight, 6 bits sc and m per 32 of them, fp16 d and dmin per 256."""
-    d, dmin, sc, m, q = _scales_and_minima(weight.unflatten(1, (-1, 8, 32)), 15)
-    packed = _packed(q.unflatten(-2, (4, 2)), 4).flatten(-2)
-    return torch.cat([_bytes_of(d), _bytes_of(dmin), _packed_scales(sc, m), packed], -1)
-
-
-def quantize_q5_k(weight: torch.Tensor) -> torch.Tensor:
-    """w = d sc q - dmin m: as Q4_K with 5 bits q."""
-    d, dmin, sc, m, q = _scales_and_minima(weight.unflatten(1, (-1, 8, 32)), 31)
+def quantize_q45_k(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """w = d sc q - dmin m: 4 or 5 bits q per weight, 6 bits sc and m per 32 of them, fp16 d and dmin per 256."""
+    d, dmin, sc, m, q = _scales_and_minima(weight.unflatten(1, (-1, 8, 32)), (1 << bits) - 1)
+    high = [_packed(q >> 4, 1)] if bits == 5 else []
     packed = _packed((q & 15).unflatten(-2, (4, 2)), 4).flatten(-2)
-    return torch.cat([_bytes_of(d), _bytes_of(dmin), _packed_scales(sc, m), _packed(q >> 4, 1), packed], -1)
+    return torch.cat([_bytes_of(d), _bytes_of(dmin), _packed_scales(sc, m), *high, packed], -1)
 
 
 def _fit_size(groups: torch.Tensor) -> torch.Tensor:
@@ -149,11 +145,9 @@ def _fit_size(groups: torch.Tensor) -> torch.Tensor:
     return size.squeeze(-1)
 
 
-def _on_size(groups: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _on_size(groups: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """q of size q, and its squared error in each sub-block."""
-    size = size[..., None]
-    q = (groups * _ratio(torch.ones_like(size), size)).round_().clamp_(-32, 31)
-    return q, (size * q).sub_(groups).square_().sum(-1)
+    return _on_line(groups, size, torch.zeros_like(size), 31, -32)
 
 
 def quantize_q6_k(weight: torch.Tensor) -> torch.Tensor:

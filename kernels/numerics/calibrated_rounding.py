@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -18,19 +17,6 @@ from .rounded_weight import RoundedWeight, quantize_to_codes
 
 _FOLDS = 4
 _JUDGED_CHANNELS = 1024  # of the outputs, evenly spaced: their mean error says enough of the others'
-
-
-@dataclass(frozen=True)
-class Improved:
-    """A weight that was rounded better.
-
-    Attributes:
-        weight: what was made of it for the same scale.
-        ratio: the error of the output on held-out inputs, relative to that of the weight rounded to nearest; below 1.
-    """
-
-    weight: RoundedWeight
-    ratio: float
 
 
 class CalibratedRounding:
@@ -57,7 +43,7 @@ class CalibratedRounding:
         self._whole: ColumnFeedback | None = None
         self._folds: list[tuple[torch.Tensor, ColumnFeedback]] = []
 
-    def improve(self, w: torch.Tensor, rounded: RoundedWeight) -> Improved | None:
+    def improve(self, w: torch.Tensor, rounded: RoundedWeight) -> tuple[RoundedWeight, float] | None:
         """Round a weight anew, if that is better on inputs that it was not calibrated on.
 
         Whether it is, is measured by cross-validation: the calls are dealt into folds, and the linear's error on each
@@ -68,7 +54,8 @@ class CalibratedRounding:
             rounded: as `quantize_weight` or `quantize_to_codes` made it with this transform.
 
         Returns:
-            What was made of it for the same scale; None where that is no better, or fewer than two calls were recorded.
+            What was made of it for the same scale, and the error of the output on held-out inputs, relative to that of
+            the weight rounded to nearest; None where it is no better, or fewer than two calls were recorded.
         """
         if not self._prepare(w.device):
             return None
@@ -82,7 +69,7 @@ class CalibratedRounding:
         if not calibrated < nearest:
             return None
         assert self._whole is not None
-        return Improved(self._round(w, rounded.scale, self._whole), math.sqrt(calibrated / nearest))
+        return self._round(w, rounded.scale, self._whole), math.sqrt(calibrated / nearest)
 
     def _prepare(self, device: torch.device) -> bool:
         """Make what all linears of the input share; False where nothing can be held out."""
@@ -97,12 +84,10 @@ class CalibratedRounding:
                 return False
             for fold in range(count):
                 others = [part for index, part in enumerate(transformed) if index % count != fold]
-                self._folds.append((torch.cat(parts[fold::count]), self._feedback(others)))
-            self._whole = self._feedback(transformed)
+                feedback = ColumnFeedback.of(torch.cat(others), codes=self._in_codes)
+                self._folds.append((torch.cat(parts[fold::count]), feedback))
+            self._whole = ColumnFeedback.of(torch.cat(transformed), codes=self._in_codes)
         return True
-
-    def _feedback(self, parts: Sequence[torch.Tensor]) -> ColumnFeedback:
-        return ColumnFeedback.of(torch.cat(list(parts)), codes=self._in_codes)
 
     def _round(self, w: torch.Tensor, scale: torch.Tensor, feedback: ColumnFeedback) -> RoundedWeight:
         transform = self._transform.on(w.device)

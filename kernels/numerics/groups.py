@@ -104,14 +104,28 @@ def quantize_group(
         error, nearest_error = errors[name][chosen], None
         better = calibrated[chosen].improve(weight, rounded)
         if better is not None:
-            rounded, error, nearest_error = better.weight, error * better.ratio, error
-        figures = (candidates[chosen], error, plain_errors[name], activation_bits, nearest_error)
-        results[name] = _in_host_memory(rounded, transforms[chosen], *figures)
+            (rounded, ratio), nearest_error = better, error
+            error *= ratio
+        # A copy for each: linears of a group must not hold one and the same vector.
+        smooth = transforms[chosen].smooth
+        smooth = None if smooth is None else smooth.to("cpu", copy=True)
+        results[name] = QuantizedLinear(
+            rounded.q.cpu() if rounded.codes is None else rounded.codes.cpu(),
+            rounded.scale.cpu(),
+            ChannelTransform(smooth, transforms[chosen].rotation_group),
+            candidates[chosen],
+            error,
+            plain_errors[name],
+            activation_bits,
+            nearest_error,
+        )
 
     for name, load in weights.items():
         with naming_layer(name):
             weight = load()
-            error_of = _error_measure(weight, statistics, activation_bits)
+            error_of = partial(relative_rounding_error, weight)
+            if statistics is not None:
+                error_of = partial(OutputError(statistics.sample.rows, weight).of, activation_bits=activation_bits)
             if in_codes:
                 (transform,) = transforms
                 assert transform.rotation_group is not None
@@ -170,28 +184,3 @@ def _factors(
             largest.append(channel_absmax(load()))
     weight_absmax = torch.stack(largest).amax(dim=0)
     return {alpha: smoothing_factors(absmax.to(weight_absmax.device), weight_absmax, alpha) for alpha in alphas}
-
-
-def _error_measure(
-    weight: torch.Tensor, statistics: ActivationStatistics | None, activation_bits: int
-) -> Callable[..., float]:
-    """(q, scale, transform) -> relative error of the output; without statistics, of the weight."""
-    if statistics is not None:
-        return partial(OutputError(statistics.sample.rows, weight).of, activation_bits=activation_bits)
-    return partial(relative_rounding_error, weight)
-
-
-def _in_host_memory(
-    weight: RoundedWeight,
-    transform: ChannelTransform,
-    plan: TransformPlan,
-    error: float,
-    plain_error: float,
-    activation_bits: int,
-    nearest_error: float | None,
-) -> QuantizedLinear:
-    # A copy for each: linears of a group must not hold one and the same vector.
-    smooth = None if transform.smooth is None else transform.smooth.to("cpu", copy=True)
-    transform = ChannelTransform(smooth, transform.rotation_group)
-    q = weight.q.cpu() if weight.codes is None else weight.codes.cpu()
-    return QuantizedLinear(q, weight.scale.cpu(), transform, plan, error, plain_error, activation_bits, nearest_error)

@@ -11,9 +11,9 @@ import torch
 from ..card.device import uses_triton
 from ..checks import (
     check_activation_bits,
+    check_float,
     check_float_matrix,
     check_int8_matrix,
-    check_out_dtype,
     check_same_device,
     check_vector,
     check_weight_scale,
@@ -81,7 +81,7 @@ def _check_gemm(
     check_weight_scale(weight_scale, weight.shape[0])
     if bias is not None:
         check_vector("bias", bias, weight.shape[0], "the rows of weight")
-    check_out_dtype(out_dtype)
+    check_float("out_dtype", out_dtype)
     check_same_device(q=q, q_scale=q_scale, weight=weight, weight_scale=weight_scale, bias=bias)
     return [((q.shape[0], weight.shape[0]), out_dtype)]
 

@@ -4,7 +4,7 @@ kernel, and to a compiler it is an opaque operator."""
 import torch
 
 from ..card.device import weights_use_triton
-from ..checks import FLOAT_DTYPES, check_float_matrix, check_same_device, check_weight_scale
+from ..checks import check_float, check_float_matrix, check_same_device, check_weight_scale
 from ..gguf.formats import GGUF_FORMATS, GGUFFormat
 from ..operators import Result, operator
 from ..reference.int8_weights import SMALLEST_SCALE, row_slices
@@ -65,8 +65,7 @@ def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
 
 def _check_dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> list[Result]:
     form = _check_blocks(blocks, name)
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+    check_float("dtype", dtype)
     return [(_weight_shape(blocks, form), dtype)]
 
 
