@@ -1,21 +1,21 @@
 // The report of a quantization as an element: a small chart per kind of layer, in the frontend's own colours.
 
+import { element } from "./elements.js";
 import { translated } from "./translations.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 // Of one chart, in units of which it is WIDTH wide at whatever size it is shown.
 const [WIDTH, LEFT, RIGHT, TOP, HEIGHT, FLOOR, FOOT] = [440, 46, 6, 6, 56, 6, 14];
 const NUMBER_WIDTH = 20; // a block's number and a gap
-const MARK = 3;
-
-// A mark by what the layer is held in: its name in the legend and its shape around 0, 0.
-const BEFORE = { className: "before", shape: circle }; // its name is the report's
-const AS_QUANTIZED = { name: "as quantized", className: "after", shape: circle };
-const NEVER = { name: "never called", className: "never", shape: cross };
+// A mark by what the layer is held in: its name in the legend, its class and its shape around 0, 0.
+const CIRCLE = "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0Z";
+const BEFORE = { className: "before", shape: CIRCLE }; // its name is the report's
+const AS_QUANTIZED = { name: "as quantized", className: "after", shape: CIRCLE };
+const NEVER = { name: "never called", className: "never", shape: "M-3-3L3 3M-3 3L3-3" };
 const PROTECTED = {
-  INT8: { name: "8-bit weights", className: "protected", shape: circle },
-  "INT8 with 16-bit activations": { name: "16-bit activations", className: "protected", shape: diamond },
-  bf16: { name: "kept in bf16", className: "protected", shape: square },
+  INT8: { name: "8-bit weights", className: "protected", shape: CIRCLE },
+  "INT8 with 16-bit activations": { name: "16-bit activations", className: "protected", shape: "M0-4L4 0L0 4L-4 0Z" },
+  bf16: { name: "kept in bf16", className: "protected", shape: "M-3-3H3V3H-3Z" },
 };
 
 const STYLE = `
@@ -37,38 +37,13 @@ const STYLE = `
 .int8-report .protected { fill: var(--int8-protected); stroke: var(--int8-protected); }
 .int8-report .never { stroke: var(--descrip-text); }
 `;
-const style = document.createElement("style");
-style.textContent = STYLE;
-document.head.append(style);
-
-function html(tag, className, ...children) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  made.append(...children);
-  return made;
-}
+document.head.append(element("style", { text: STYLE }));
 
 function svg(tag, attributes, ...children) {
   const made = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   made.append(...children);
   return made;
-}
-
-function circle() {
-  return svg("circle", { r: MARK });
-}
-
-function diamond() {
-  return svg("path", { d: `M0 ${-MARK - 1}L${MARK + 1} 0L0 ${MARK + 1}L${-MARK - 1} 0Z` });
-}
-
-function square() {
-  return svg("rect", { x: -MARK, y: -MARK, width: 2 * MARK, height: 2 * MARK });
-}
-
-function cross() {
-  return svg("path", { d: `M${-MARK} ${-MARK}L${MARK} ${MARK}M${-MARK} ${MARK}L${MARK} ${-MARK}` });
 }
 
 const percent = (error) => `${(100 * error).toFixed(2)} %`;
@@ -107,7 +82,7 @@ function chart({ low, high, ticks }, panel, numbers, foot) {
   for (const mark of panel.marks) {
     const kind = kindOfMark(mark);
     const at = (error, { className, shape }) =>
-      svg("g", { class: className, transform: `translate(${x(mark.block)} ${y(error ?? 0)})` }, shape());
+      svg("path", { class: className, d: shape, transform: `translate(${x(mark.block)} ${y(error ?? 0)})` });
     const parts = [at(mark.after, kind)];
     if (mark.before !== null) {
       const line = { x1: x(mark.block), x2: x(mark.block), y1: y(mark.before), y2: y(mark.after) };
@@ -129,13 +104,10 @@ function legend({ panels, plain = "plain INT8" }) {
   const found = new Set(panels.flatMap((panel) => panel.marks.map(kindOfMark)));
   const entries = [AS_QUANTIZED, ...Object.values(PROTECTED), NEVER].filter((kind) => found.has(kind));
   entries.unshift({ ...BEFORE, name: plain });
-  return html(
-    "div",
-    "legend",
-    ...entries.map(({ name, className, shape }) =>
-      html("span", "", svg("svg", { class: className, viewBox: "-4 -4 8 8" }, shape()), translated(name)),
-    ),
+  const drawn = entries.map(({ name, className, shape }) =>
+    element("span", {}, [svg("svg", { class: className, viewBox: "-4 -4 8 8" }, svg("path", { d: shape })), translated(name)]),
   );
+  return element("div", { className: "legend" }, drawn);
 }
 
 /** The report as a section; `report` is what nodes/quantization/chart.py says of a Chart. */
@@ -145,12 +117,12 @@ export function quantizationSection(report) {
     const same = panels.filter(({ blocks }) => blocks && blocks === panel.blocks);
     const numbers = same.length ? same.flatMap(({ marks }) => marks.map(({ block }) => block)) : [0];
     const foot = panel.blocks !== "" && panels[index + 1]?.blocks !== panel.blocks;
-    const name = html("span", "", panel.kind);
-    name.title = panel.kind;
     const means = panel.before === null ? "" : `${percent(panel.before)} → ${percent(panel.after)}`;
-    const parts = [html("div", "kind", name, html("span", "", means)), chart(report, panel, numbers, foot)];
-    if (foot) parts.push(html("div", "blocks", translated(`number of the block in ${panel.blocks}`)));
-    return parts;
+    const heading = [element("span", { text: panel.kind, title: panel.kind }), element("span", { text: means })];
+    const parts = [element("div", { className: "kind" }, heading), chart(report, panel, numbers, foot)];
+    const below = translated(`number of the block in ${panel.blocks}`);
+    return foot ? [...parts, element("div", { className: "blocks", text: below })] : parts;
   });
-  return html("section", "int8-report", html("h4", "", translated(title)), html("p", "", translated(summary)), legend(report), ...drawn);
+  const words = [element("h4", { text: translated(title) }), element("p", { text: translated(summary) })];
+  return element("section", { className: "int8-report" }, [...words, legend(report), ...drawn]);
 }

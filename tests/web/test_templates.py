@@ -267,17 +267,6 @@ def test_the_first_image_is_three_clicks_away(page: Page, server: ComfyServer) -
         assert_nothing_overlaps(page)
 
 
-@pytest.mark.parametrize("page", ("Vue",), indirect=True)  # test_node_results.py draws results with both
-def test_the_benchmark_runs_from_one_click_to_its_picture(page: Page, server: ComfyServer) -> None:
-    with nothing_wrong(page):
-        open_template(page, "INT8 kernel benchmark")
-        outputs = run_to_the_end(page, server)
-        assert {kind for output in outputs.values() for kind in output} >= {"int8_benchmark", "images"}
-        page.wait_for_selector(".int8-result .int8-headline")
-        wait_for_a_picture(page)
-        assert_nothing_overlaps(page)
-
-
 def run_to_the_end(page: Page, server: ComfyServer) -> dict[str, dict]:
     """Click Run; what the prompt's nodes put out."""
     with page.expect_response(
