@@ -2,11 +2,10 @@
 
 from comfy_api.latest import io
 
-from .host.decision import decision_stamp
 from .patching.apply_kernel import apply_fused_kernel, apply_to_text_encoder
 from .patching.attention import set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .sockets import attention_input, model_outputs, shown
+from .sockets import attention_input, decision_stamp, model_outputs, shown
 
 _OTHERWISE = "ComfyUI's own INT8"
 

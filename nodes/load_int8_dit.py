@@ -4,12 +4,11 @@ from comfy_api.latest import io
 
 from .comfyui.memory import default_device
 from .files.reading.contents import BRANCHES
-from .host.decision import decision_stamp
 from .host.model_files import model_files, model_path
 from .loading.load import MEMORY_CHOICES, load_int8_model
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .sockets import attention_input, kernel_input, model_outputs, shown
+from .sockets import attention_input, decision_stamp, kernel_input, model_outputs, shown
 
 NO_BASE = "none"
 

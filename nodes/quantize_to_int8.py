@@ -10,7 +10,6 @@ from .calibration.run import calibrate
 from .comfyui.execution import fits
 from .host import notices
 from .host.badges import Badge, badges_output
-from .host.decision import decision_stamp
 from .host.work import Progress
 from .loading.summary import summarize
 from .patching.attention import check_attention, set_attention
@@ -20,7 +19,7 @@ from .pictures.quantization_plot import plot
 from .quantization.chart import chart_of
 from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
 from .quantization.report import BF16, PROTECTED_IN, QuantizationReport
-from .sockets import CalibrationType, attention_input, kernel_input, runs_where
+from .sockets import CalibrationType, attention_input, decision_stamp, kernel_input, runs_where
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]

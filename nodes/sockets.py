@@ -1,5 +1,6 @@
 """Types and inputs that several nodes have."""
 
+import hashlib
 import logging
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from comfy_api.latest import io
 
 from ..kernels import AUTO_CHOICES, KERNEL_CHOICES, choose_path
+from .comfyui.memory import default_device
 from .comfyui.patcher import ModelPatcher, patcher_of
 from .host.badges import Badge, badges_output
 from .host.notices import show_load_warnings
@@ -29,6 +31,16 @@ def kernel_input() -> io.Combo.Input:
         "Ampere (RTX 30), bf16 with a warning on other cards. fused int8: the INT8 kernel on any card from Ampere on "
         "(on a CPU, its slow reference). bf16: never INT8.",
     )
+
+
+def decision_stamp(kernel: str) -> str:
+    """What decides `auto` on this machine, as a text for ComfyUI's cache: a node runs again when it changes.
+
+    It is short, as ComfyUI writes it into the metadata of images.
+    """
+    device = default_device()
+    choice = AUTO_CHOICES.stored(device) if kernel == "auto" and device.type == "cuda" else None
+    return "" if choice is None else hashlib.sha256(repr(choice).encode()).hexdigest()[:16]
 
 
 def attention_input(advanced: bool | None = None) -> io.Combo.Input:

@@ -244,8 +244,8 @@ def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
     import comfy.model_management
 
     from int8_dit.kernels import Choice
+    from int8_dit.nodes import sockets
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.host import decision
     from int8_dit.nodes.load_int8_dit import LoadINT8DiT
     from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 
@@ -254,7 +254,7 @@ def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
     for node in (ApplyFusedINT8Kernel, LoadINT8DiT, QuantizeToINT8SmoothQuant):
         stamps = {"auto": set(), "fused int8": set()}
         for choice in choices:
-            monkeypatch.setattr(decision.AUTO_CHOICES, "stored", lambda device, choice=choice: choice)
+            monkeypatch.setattr(sockets.AUTO_CHOICES, "stored", lambda device, choice=choice: choice)
             for kernel, found in stamps.items():
                 found.add(node.fingerprint_inputs(kernel=kernel))
         assert (len(stamps["auto"]), len(stamps["fused int8"])) == (3, 1)
