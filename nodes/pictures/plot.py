@@ -136,29 +136,35 @@ def draw(
     for index, panel in enumerate(panels):
         x, y = beside + index % columns * (width + behind), height - legend_top - _LEGEND - index // columns * line
         axes = figure.add_axes((x / _WIDTH, (y - above - inside) / height, width / _WIDTH, inside / height))
-        scale = _fill(axes, panel, names, series, ends)
+        numbers = [row.place for other in panels if other.axis == panel.axis for row in other.rows]
+        scale = _fill(axes, panel.rows, names or numbers, series, ends)
         scale.set_ticks([*ticks], [*ticks.values()])
         scale.set_ticks([], minor=True)
         scale.grid(color=_GRID, linewidth=0.6)
         heading, axis = (_shortened(text, width + behind) for text in (panel.title, panel.axis))
         axes.set_title(heading, loc="left", pad=3, size=_SMALL, color=_INK)
         axes.set_xlabel(axis, size=_SMALL, color=MUTED, labelpad=1)
-        axes.tick_params(length=0, pad=4, labelsize=_SMALL, labelcolor=MUTED, labelleft=index % columns == 0)
+        axes.tick_params(length=0, pad=4, labelsize=_SMALL, labelcolor=MUTED)
+        axes.tick_params(labelleft=index % columns == 0, labelbottom=panel.axis != "")
     return figure
 
 
 def _fill(
-    axes: "Axes", panel: Panel, names: Sequence[str], series: Mapping[str, tuple[str, str]], ends: tuple[float, float]
+    axes: "Axes",
+    rows: Sequence[Row],
+    places: Sequence,
+    series: Mapping[str, tuple[str, str]],
+    ends: tuple[float, float],
 ) -> "Axis":
-    """Draw bars beside the names, or marks above numbers where there are no names. Return the axis of values."""
-    from matplotlib.ticker import MaxNLocator, NullLocator
+    """Draw bars beside names or marks above numbers, where all `places` have room. Return the axis of values."""
+    from matplotlib.ticker import MaxNLocator
 
     axes.spines[:].set_visible(False)
     axes.set_axisbelow(True)
-    for row in panel.rows:
+    for row in rows:
         color, marker = series[row.series]
         if isinstance(row.place, str):
-            place = names.index(row.place)
+            place = places.index(row.place)
             axes.barh(place, row.value, height=0.72, color=color)
             axes.hlines(place, *row.span, color=_INK, linewidth=1.0)
             where = {"xycoords": axes.get_yaxis_transform(), "xytext": (72 * _FIGURES - 4, 0)}  # behind the panel
@@ -167,14 +173,13 @@ def _fill(
         else:
             axes.vlines(row.place, *row.span, color=color, linewidth=0.8)
             axes.plot(row.place, row.value, marker, color=color, markersize=3.4, clip_on=False)
-    if names:
-        axes.set_yticks(range(len(names)), names)
-        axes.set_ylim(len(names) - 0.5, -0.5)
+    if isinstance(places[0], str):
+        axes.set_yticks(range(len(places)), places)
+        axes.set_ylim(len(places) - 0.5, -0.5)
         axes.set_xlim(ends)
         return axes.xaxis
-    places = [row.place for row in panel.rows if isinstance(row.place, int)]
     axes.set_xlim(min(places) - 0.5, max(places) + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(20, integer=True, min_n_ticks=1) if panel.axis else NullLocator())
+    axes.xaxis.set_major_locator(MaxNLocator(20, integer=True, min_n_ticks=1))
     axes.set_yscale("log")
     axes.set_ylim(ends)
     return axes.yaxis

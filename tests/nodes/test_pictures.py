@@ -96,8 +96,10 @@ def test_the_marks_are_where_their_figures_are(pack):
     from int8_dit.nodes.pictures.plot import INT8, MUTED, PLAIN, PROTECTED
 
     errors = {"b.0.k": (0.1, 0.02), "b.1.k": (0.2, 0.01), "b.2.k": (0.3, 0.03), "b.5.k": (None, None)}
+    errors["b.1.j"] = (0.1, 0.1)
     figure = quantization(errors, {"b.1.k": "INT8 with 16-bit activations", "b.2.k": "bf16"}, {"calls": 1, "rows": 1})
-    (panel,) = figure.axes
+    panel, other = figure.axes
+    assert other.get_xlim() == panel.get_xlim() == (-0.5, 5.5)  # block below block
     foot = panel.get_ylim()[0]
     assert foot < 0.01
     marks = {
