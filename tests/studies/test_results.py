@@ -37,7 +37,8 @@ def test_the_readme_shows_the_stored_steps_of_ideogram_4():
 
 
 def test_the_readme_shows_the_stored_projection_as_one():
-    steps = study.projection(study.RTX_3090, study.stored_tiles())
+    tiles, attention, _ = study.stored()
+    steps = study.projection(study.RTX_3090, tiles, attention)
     bf16, fp16, native, fused = (
         study.total(steps[name][1024]) for name in (study.BF16, study.FP16_SUMS, study.NATIVE, study.FUSED)
     )
@@ -46,9 +47,9 @@ def test_the_readme_shows_the_stored_projection_as_one():
     cells = f"| 1.00 × | {bf16 / native:.2f} × | {bf16 / fused:.2f} × |"
     assert f"RTX 3090, **projected, not measured** {cells}" in readme
     assert f"Against `--fast fp16_accumulation` it says {fp16 / fused:.2f} ×." in readme
-    with_int8 = study.projection(study.RTX_3090, study.stored_tiles(), study.stored_attention())
+
     assert (
-        f"With `attention` set to *INT8* it says {bf16 / study.total(with_int8[study.INT8_ATTENTION][1024]):.2f} ×"
+        f"With `attention` set to *INT8* it says {bf16 / study.total(steps[study.INT8_ATTENTION][1024]):.2f} ×"
         in readme
     )
     text = words(RESULTS / "README.md")
