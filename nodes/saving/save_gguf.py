@@ -145,7 +145,7 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
     for name, value in (unknown_choices_of(model) | tensors_of_file(model.model, _entries(model))).items():
         with _naming(name):
             if isinstance(value, _Entry):
-                found[name] = _of_model(model, value, layers, type)
+                found[name] = _of_model(model, value.name, layers, type)
             else:  # a part of the checkpoint beside the diffusion model, or a layer's choice of attention
                 value = value.view(torch.int8) if name.endswith(CONFIG) else value  # GGUF has no plain bytes
                 found[name] = _plain(lambda value=value: value, tuple(value.shape))
@@ -157,55 +157,54 @@ def _entries(model: ModelPatcher) -> dict[str, Any]:
     diffusion_model = model.model.diffusion_model
     parts = diffusion_model.named_modules()
     quantized = {name for name, part in parts if isinstance(getattr(part, "weight", None), QuantizedTensor)}
-    return {
-        name: tensor if name.endswith(CONFIG) else _Entry(weight_below_patches(model, DIFFUSION_MODEL + name), name)
-        for name, tensor in state_dict_of(model).items()
-        if _is_whole(name, quantized)
-    }
+    entries = {}
+    for name, tensor in state_dict_of(model).items():
+        layer, _, part = name.rpartition(".")
+        if name.endswith(CONFIG):
+            entries[name] = tensor
+        elif layer not in quantized or part in ("weight", "bias"):
+            entries[name] = _Entry(weight_below_patches(model, DIFFUSION_MODEL + name), name)
+    return entries
 
 
-def _is_whole(key: str, quantized: set[str]) -> bool:
-    layer, _, part = key.rpartition(".")
-    return layer not in quantized or part in ("weight", "bias")
-
-
-def _of_model(model: ModelPatcher, entry: _Entry, layers: Mapping[str, object], type: str) -> PendingGGUF:
-    key = DIFFUSION_MODEL + entry.name
-    layer, _, part = entry.name.rpartition(".")
-    shape = tuple(entry.shape)
-    if not (entry.dtype.is_floating_point or isinstance(weight_below_patches(model, key), QuantizedTensor)):
-        return _plain(lambda: weight_below_patches(model, key), shape)
+def _of_model(model: ModelPatcher, name: str, layers: Mapping[str, object], type: str) -> PendingGGUF:
+    key = DIFFUSION_MODEL + name
+    held: Any = weight_below_patches(model, key)
+    shape = tuple(held.shape)
+    if not (held.dtype.is_floating_point or isinstance(held, QuantizedTensor)):
+        return _plain(lambda: held, shape)
 
     def read() -> torch.Tensor:
-        return patched_weight(model, entry.name)
+        return patched_weight(model, name)
 
-    fitting = _fitting(shape, type)
-    if part != "weight" or layer not in layers or not fitting:
+    layer, _, part = name.rpartition(".")
+    fitting = _fitting(shape, type) if part == "weight" and layer in layers else None
+    if fitting is None:
         return _plain(read, shape)
-    held = weight_below_patches(model, key)
-    if not is_patched(model, key) and is_gguf(held) and params(held).gguf_format == fitting[0]:
-        return PendingGGUF(shape, fitting[0], lambda: iter([stored(held)]))
+    if not is_patched(model, key) and is_gguf(held) and params(held).gguf_format == fitting:
+        return PendingGGUF(shape, fitting, lambda: stored(held))
 
-    def blocks() -> Iterator[torch.Tensor]:
-        with _naming(entry.name):
-            yield quantize_gguf(read(), fitting[0])
+    def blocks() -> torch.Tensor:
+        with _naming(name):
+            return quantize_gguf(read(), fitting)
 
-    return PendingGGUF(shape, fitting[0], blocks)
+    return PendingGGUF(shape, fitting, blocks)
 
 
-def _fitting(shape: tuple[int, ...], type: str) -> list[str]:
-    """The formats whose blocks divide the rows of a linear's weight, the best first."""
-    return [name for name in (type, _OTHERWISE) if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0]
+def _fitting(shape: tuple[int, ...], type: str) -> str | None:
+    """The best format whose blocks divide the rows of a linear's weight."""
+    formats = (name for name in (type, _OTHERWISE) if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0)
+    return next(formats, None)
 
 
 def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
     """Warn, once, if a patch changes weights that may round back to the values that they had in another GGUF file."""
     formats = gguf_formats_of(model)
     for name, layer in linears(model).items():
-        before = formats.get(f"{name}.weight")
-        if before is None or not is_patched(model, f"{DIFFUSION_MODEL}{name}.weight"):
+        before, after = formats.get(f"{name}.weight"), _fitting(tuple(layer.weight.shape), type)
+        if before is None or after is None or not is_patched(model, f"{DIFFUSION_MODEL}{name}.weight"):
             continue
-        if any(_rounds_back(before, after) for after in _fitting(tuple(layer.weight.shape), type)[:1]):
+        if _rounds_back(before, after):
             notices.warn(
                 "gguf-lora",
                 "Save GGUF may lose a LoRA",
@@ -230,11 +229,7 @@ def _plain(read: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> PendingG
     if value.is_floating_point() and not bool(torch.isfinite(value).all()):
         raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
     dtype = value.dtype if not value.is_floating_point() else torch.float16 if _fits_half(value) else torch.float32
-
-    def pieces() -> Iterator[torch.Tensor]:
-        yield read().to(dtype)
-
-    return PendingGGUF(shape, plain_type(dtype), pieces)
+    return PendingGGUF(shape, plain_type(dtype), lambda: read().to(dtype))
 
 
 def _fits_half(value: torch.Tensor) -> bool:

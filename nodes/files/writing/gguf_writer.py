@@ -8,15 +8,16 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ..reading.gguf_package import ORIGINAL_SHAPE, gguf_package
-from .new_file import write_new_file
+from .new_file import Make, write_new_file
 
 _VERSION = 3
+_ALIGNMENT = 32  # GGUF's default
 _MOST_NAME_BYTES = 127  # readers written in C keep a name in 128 bytes
 _MOST_DIMENSIONS = 4
 _PLAIN = {
@@ -38,12 +39,12 @@ class PendingGGUF:
     Attributes:
         shape: as the model has it.
         type: ggml's name of the type, such as Q4_K or F16.
-        pieces: gives its values once, in consecutive parts: uint8 blocks, or numbers of that type.
+        make: gives its values once: uint8 blocks, or numbers of that type.
     """
 
     shape: tuple[int, ...]
     type: str
-    pieces: Callable[[], Iterator[torch.Tensor]]
+    make: Make
 
 
 def plain_type(dtype: torch.dtype) -> str:
@@ -69,31 +70,6 @@ def write_gguf(
 
     Raises ValueError for a name that readers cannot hold, ImportError where the package gguf is missing.
     """
-    header, sizes = _header(tensors, architecture, file_type, metadata)
-
-    def chunks() -> Iterator[memoryview | bytes]:
-        yield header
-        for name, tensor in tensors.items():
-            written = 0
-            for piece in tensor.pieces():
-                data = piece.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-                del piece
-                written += len(data)
-                yield data
-                del data
-            if written != sizes[name]:
-                raise ValueError(f"{name} has {written} bytes and was announced with {sizes[name]}")
-            yield bytes(_padding(written))
-            on_tensor()
-
-    total = len(header) + sum(size + _padding(size) for size in sizes.values())
-    return write_new_file(destination, total, chunks())
-
-
-def _header(
-    tensors: Mapping[str, PendingGGUF], architecture: str, file_type: str, metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int]]:
-    """All that stands in front of the values, and how many bytes each tensor has."""
     gguf = gguf_package()
     kinds = gguf.GGUFValueType
     values = {
@@ -102,30 +78,31 @@ def _header(
         "general.file_type": _value(kinds.UINT32, struct.pack("<I", gguf.LlamaFileType[file_type])),
         **{key: _value(kinds.STRING, _string(text)) for key, text in metadata.items()},
     }
-    entries, sizes, offset = [], {}, 0
+    entries, made, offset = [], {}, 0
     for name, tensor in tensors.items():
         if len(name.encode()) > _MOST_NAME_BYTES:
             raise ValueError(
                 f"the tensor name {name!r} has {len(name.encode())} bytes, and GGUF readers take "
                 f"{_MOST_NAME_BYTES}; this model cannot be saved as GGUF"
             )
-        kind = gguf.GGMLQuantizationType[tensor.type]
+        kind, shape = gguf.GGMLQuantizationType[tensor.type], tensor.shape
         weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        count = math.prod(tensor.shape)
-        if count % weights or (weights > 1 and tensor.shape[-1] % weights):
-            raise ValueError(f"{name}: rows of {tensor.shape[-1]} weights do not divide into blocks of {weights}")
-        sizes[name] = count // weights * block_bytes
-        shape = tensor.shape
+        count = math.prod(shape)
+        if count % weights or (weights > 1 and shape[-1] % weights):
+            raise ValueError(f"{name}: rows of {shape[-1]} weights do not divide into blocks of {weights}")
+        size = count // weights * block_bytes
         if len(shape) > _MOST_DIMENSIONS:
             items = struct.pack(f"<IQ{len(shape)}i", kinds.INT32, len(shape), *shape)
             values[ORIGINAL_SHAPE + name] = _value(kinds.ARRAY, items)
             shape = (shape[0], math.prod(shape[1:]))
         dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         entries.append(_string(name) + dimensions + struct.pack("<IQ", kind, offset))
-        offset += sizes[name] + _padding(sizes[name])
+        made[name] = size, tensor.make
+        offset += size + -size % _ALIGNMENT
     counts = struct.pack("<4sIQQ", b"GGUF", _VERSION, len(entries), len(values))
     header = b"".join([counts, *(_string(key) + value for key, value in values.items()), *entries])
-    return header + bytes(_padding(len(header))), sizes
+    header += bytes(-len(header) % _ALIGNMENT)
+    return write_new_file(destination, header, made, on_tensor, _ALIGNMENT)
 
 
 def _string(text: str) -> bytes:
@@ -135,8 +112,3 @@ def _string(text: str) -> bytes:
 
 def _value(kind: int, encoded: bytes) -> bytes:
     return struct.pack("<I", kind) + encoded
-
-
-def _padding(size: int) -> int:
-    """How many bytes are missing to GGUF's default alignment."""
-    return -size % 32

@@ -13,7 +13,9 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
 
 _ON_WINDOWS = os.name == "nt"
 # Does not end in .safetensors: ComfyUI must not offer it as a model. Earlier versions had locks beside theirs.
@@ -23,27 +25,42 @@ _SCANNER_SECONDS = 10  # how long a virus scanner may hold a finished file
 _PAUSE_SECONDS = 0.1
 
 
-def write_new_file(destination: str | Iterable[str], size: int, chunks: Iterable[memoryview | bytes]) -> str:
-    """Write `size` bytes, which come in `chunks`, to a new file, and return its path.
+Make = Callable[[], torch.Tensor]
 
-    `destination` is a path, or several in one folder of which the first is taken that is free at the end. What `chunks`
-    raises stops the writing; nothing is left of it then.
+
+def write_new_file(
+    destination: str | Iterable[str],
+    header: bytes,
+    tensors: Mapping[str, tuple[int, Make]],
+    on_tensor: Callable[[], None],
+    alignment: int = 1,
+) -> str:
+    """Write a header and tensors to a new file, one at a time, and return its path.
+
+    Args:
+        destination: a path, or several in one folder of which the first is taken that is free at the end.
+        header: what stands in front of the tensors.
+        tensors: by name how many bytes each has, and what makes it, once, when its turn comes.
+        on_tensor: is called after each. It and what makes a tensor may raise to stop; nothing is left of the file then.
+        alignment: bytes that each tensor is filled up to a multiple of.
 
     Raises OSError that names the file and says what to do: FileExistsError if every path is taken, others if the disk
-    is full, a quota is exceeded, the file is too large or the disk fails.
+    is full, a quota is exceeded, the file is too large or the disk fails. ValueError naming a tensor that has other
+    bytes than announced.
     """
+    total = len(header) + sum(size + -size % alignment for size, _ in tensors.values())
     paths = iter([destination] if isinstance(destination, str) else destination)
     for path in paths:
-        with _explained(path, size):
+        with _explained(path, total):
             if not _is_free(path):
                 continue
             folder = os.path.dirname(path)
             _remove_abandoned(folder)
-            if shutil.disk_usage(folder).free < size:
+            if shutil.disk_usage(folder).free < total:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             temporary = os.path.join(folder, f"int8_dit-{uuid.uuid4().hex}.partial")
             try:
-                _write(temporary, chunks)
+                _write(temporary, _chunks(header, tensors, on_tensor, alignment))
                 for place in itertools.chain([path], paths):
                     with contextlib.suppress(FileExistsError):
                         _name(temporary, place)
@@ -56,7 +73,21 @@ def write_new_file(destination: str | Iterable[str], size: int, chunks: Iterable
     raise FileExistsError(errno.EEXIST, text)
 
 
-def _write(path: str, chunks: Iterable[memoryview | bytes]) -> None:
+def _chunks(
+    header: bytes, tensors: Mapping[str, tuple[int, Make]], on_tensor: Callable[[], None], alignment: int
+) -> Iterator[memoryview | bytes]:
+    yield header
+    for name, (size, make) in tensors.items():
+        data = make().detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+        if len(data) != size:
+            raise ValueError(f"{name} has {len(data)} bytes and was announced with {size}")
+        yield data
+        del data
+        yield bytes(-size % alignment)
+        on_tensor()
+
+
+def _write(path: str, chunks: Iterator[memoryview | bytes]) -> None:
     with open(path, "xb", buffering=0) as file:
         with contextlib.suppress(OSError):  # no file system without locks removes it
             _lock(file.fileno())

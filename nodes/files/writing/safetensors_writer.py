@@ -5,7 +5,8 @@ which the user's cancel could be heard.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 
@@ -60,24 +61,17 @@ def write_safetensors(
     Raises ValueError for a dtype the format lacks, and for a header that readers refuse.
     """
     header: dict[str, dict] = {"__metadata__": metadata}
-    end = 0
+    made, end = {}, 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPE_NAMES:
             raise ValueError(f"{name} is {tensor.dtype}, which safetensors files cannot hold")
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
         header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        made[name] = end - begin, partial(tensor.to, "cpu")
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     _check_header(encoded, metadata)
-
-    def chunks() -> Iterator[memoryview | bytes]:
-        yield len(encoded).to_bytes(8, "little")
-        yield encoded
-        for name, tensor in tensors.items():
-            yield _bytes(tensor.to("cpu"), header[name])
-            on_tensor()
-
-    return write_new_file(destination, 8 + len(encoded) + end, chunks())
+    return write_new_file(destination, len(encoded).to_bytes(8, "little") + encoded, made, on_tensor)
 
 
 def _check_header(encoded: bytes, metadata: Mapping[str, str]) -> None:
@@ -92,11 +86,3 @@ def _check_header(encoded: bytes, metadata: Mapping[str, str]) -> None:
         f"Most of it is {largest} ({sizes[largest] / 1e6:.1f} MB). Make that smaller; a workflow is left out where "
         "ComfyUI runs with --disable-metadata. Nothing was saved"
     )
-
-
-def _bytes(tensor: torch.Tensor, entry: dict) -> memoryview:
-    begin, end = entry["data_offsets"]
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.numel() != end - begin:  # a lazily computed tensor that is not what its placeholder promised
-        raise ValueError(f"a tensor of {flat.numel()} bytes was announced with {end - begin}")
-    return flat.numpy().data
