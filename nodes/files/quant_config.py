@@ -27,7 +27,6 @@ ACT16_FORMAT = "int8_act16 (needs the node pack ComfyUI-INT8-DiT)"
 _EARLIER_NAMES = {"int8_smoothquant": SMOOTHED_FORMAT, "int8_act16": ACT16_FORMAT}
 INT8_FORMATS = (NATIVE_FORMAT, SMOOTHED_FORMAT, ACT16_FORMAT)
 GROUPED_FORMATS = ("asym_w4a8_int8", "w6a8_int8")
-DEFAULT_ROTATION_GROUP, DEFAULT_CODE_GROUP = 256, 16
 
 QUANT_CONFIG = "comfy_quant"
 SCALE = "weight_scale"
@@ -41,6 +40,8 @@ _SAID = {"format", "convrot", "convrot_groupsize", SMOOTHED}
 _SAID_OF_CODES = {*_SAID, "group_size"}
 
 _MOST_BYTES = 4096  # quant configs have up to about 150
+_METADATA = "int8_dit_marks"
+MOST_METADATA = 1 << 22  # characters; a thousand layers have about 100,000
 
 
 def format_name(transform: ChannelTransform, activation_bits: int, others: Mapping[str, Any] = {}) -> str:
@@ -102,15 +103,9 @@ def with_present_name(config: dict) -> dict:
 
 
 def of_layer(state_dict: Mapping[str, Any], prefix: str) -> dict:
-    """The decoded quant config of a layer whose tensors' names begin with `prefix`; empty where it has none.
-
-    Raises ValueError naming smoothing factors that it does not speak of.
-    """
-    encoded_mark = state_dict.get(f"{prefix}{QUANT_CONFIG}")
-    config = {} if encoded_mark is None else decode_config(encoded_mark)
-    if f"{prefix}{SMOOTH}" in state_dict and config.get("format") not in (SMOOTHED_FORMAT, ACT16_FORMAT):
-        raise ValueError(f"{prefix}{SMOOTH} is there although the layer is not marked as smoothed")
-    return config
+    """The decoded quant config of a layer whose tensors' names begin with `prefix`; empty where it has none."""
+    config = state_dict.get(f"{prefix}{QUANT_CONFIG}")
+    return {} if config is None else decode_config(config)
 
 
 def take_pieces(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -163,12 +158,12 @@ def quant_config_options(config: dict) -> dict:
 
 def group_size(config: dict) -> int:
     """The rotation group that a quant config names. Raises ValueError where it is no whole number."""
-    return _whole_number(config, "convrot_groupsize", DEFAULT_ROTATION_GROUP)
+    return _whole_number(config, "convrot_groupsize", 256)
 
 
 def code_group(config: dict) -> int:
     """The columns of one scale that the config of a layer in codes names. Raises ValueError as `group_size`."""
-    return _whole_number(config, "group_size", DEFAULT_CODE_GROUP)
+    return _whole_number(config, "group_size", 16)
 
 
 def _whole_number(config: dict, name: str, default: int) -> int:
@@ -176,3 +171,34 @@ def _whole_number(config: dict, name: str, default: int) -> int:
     if type(number) is not int:
         raise ValueError(f"its mark has {name} = {number!r}, which is no whole number")
     return number
+
+
+def as_metadata(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata entry for a state dict that is about to be written: its layers' quant configs, by name.
+
+    A quant config that lost its rotation still is one: files in which some layers are rotated and others are not are as
+    legitimate as those in which all are. So a file says at its end what each layer was when it was written.
+    """
+    return {_METADATA: json.dumps(configs_in(tensors))}
+
+
+def check_as_written(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Raise ValueError naming the first quant config that is not what the file's own metadata, if any, says of it."""
+    if _METADATA not in metadata:
+        return
+    try:
+        written = json_object(metadata[_METADATA], MOST_METADATA)
+    except ValueError as error:
+        raise ValueError(f"the metadata entry {_METADATA} is {error}; it was damaged after it was saved") from error
+    written = {k: with_present_name(v) if isinstance(v, dict) else v for k, v in written.items()}
+    configs = configs_in(tensors)
+    for layer in sorted({*written, *configs}):
+        if written.get(layer) != configs.get(layer):
+            raise ValueError(
+                f"{layer}.{QUANT_CONFIG} is {_said(configs.get(layer))}, but was "
+                f"{_said(written.get(layer))} when the file was saved; download or copy it again"
+            )
+
+
+def _said(config: object) -> str:
+    return "missing" if config is None else json.dumps(config)[:200]

@@ -11,7 +11,6 @@ from ..comfyui.patcher import ModelPatcher
 from ..files import quant_config
 from ..files.holding.gguf_weight import is_gguf
 from ..files.holding.grouped_weight import is_grouped
-from ..files.saved_quant_configs import quant_configs_as_metadata
 from ..files.workflow_entries import with_workflow
 from ..files.writing.safetensors_writer import PendingTensor, write_safetensors
 from ..host import notices
@@ -71,7 +70,7 @@ def save_int8_model(
     warn_of_patches_on_folded(model)
     recipe = recipe_of(model)
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))
-    about = {RECIPE_KEY: json.dumps(recipe), **quant_configs_as_metadata(tensors), **file_metadata(model.model)}
+    about = {RECIPE_KEY: json.dumps(recipe), **quant_config.as_metadata(tensors), **file_metadata(model.model)}
     metadata = with_workflow(about, workflow)
     progress = Progress(len(tensors))
     path = write_safetensors(destination, tensors, metadata, partial(progress.step, "saving tensor"))

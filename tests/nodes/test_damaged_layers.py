@@ -278,16 +278,6 @@ def test_zero_scales_of_zeros(dit, tmp_path):
         assert dit.output(dit.load(dit.write(tmp_path / NAME, state_dict))).isfinite().all()
 
 
-def test_smoothing_factors_never_change_another_layers_mark(dit):
-    """What builds a model refuses them too."""
-    from int8_dit.nodes.files import quant_config
-
-    mark = encoded({"format": "float8_e4m3fn"})
-    for marks in ({}, {"x.comfy_quant": mark}):
-        with pytest.raises(ValueError, match=r"x\.weight_smooth is there"):
-            quant_config.of_layer({"x.weight_smooth": torch.ones(4), **marks}, "x.")
-
-
 def test_what_comfyui_may_know_of_its_own_formats_is_left_to_it(dit, tmp_path):
     """A part that today's does not have."""
     expected = dit.output(dit.load(dit.write(tmp_path / "fp8.safetensors", fp8(dit))))

@@ -10,8 +10,7 @@ from comfy.quant_ops import TensorWiseINT8Layout
 from safetensors.torch import save
 
 from int8_dit.kernels import ChannelTransform
-from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH, encode_config
-from int8_dit.nodes.files.saved_quant_configs import quant_configs_as_metadata
+from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH, as_metadata, encode_config
 from support import glyph_dit
 from support.file_formats import fp8_scaled
 
@@ -61,7 +60,7 @@ def base_files() -> dict[str, bytes]:
     return {
         "native INT8": save(_int8()),
         "ConvRot": save(_int8(64)),
-        "this pack's": save(own, {"int8_dit_recipe": '{"method": "smooth"}', **quant_configs_as_metadata(own)}),
+        "this pack's": save(own, {"int8_dit_recipe": '{"method": "smooth"}', **as_metadata(own)}),
         "FP8 scaled": save(_fp8()),
         "bf16": save(glyph_dit.tensors()),
         "older pack's": save(_unmarked()),

@@ -79,11 +79,6 @@ def is_gguf(weight: Any) -> TypeGuard[QuantizedTensor]:
     return has_layout(weight, GGUF_LAYOUT)
 
 
-def gguf_can_stay(weight: Any) -> bool:
-    """Whether a tensor is a weight in blocks that a kernel reads, so that it can stay in them while a MODEL runs."""
-    return is_gguf(weight) and params(weight).gguf_format in GGUF_FORMATS
-
-
 def has_scales(weight: QuantizedTensor) -> bool:
     """Whether a weight in GGUF's blocks can become INT8 for a product."""
     return params(weight).scale.numel() > 0
@@ -103,12 +98,6 @@ def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, d
     if becomes_int8:
         form = replace(form, scale=scales.to(blocks.device))
     return HeldWeight(blocks.clone(), GGUF_LAYOUT, form)
-
-
-def with_gguf_bytes(weight: QuantizedTensor, blocks: torch.Tensor) -> QuantizedTensor:
-    """Other rows in the form of a weight that was read."""
-    shape = (blocks.shape[0], weight.shape[1])
-    return QuantizedTensor(blocks, GGUF_LAYOUT, replace(params(weight), orig_shape=shape))
 
 
 def _scales(blocks: torch.Tensor, gguf_format: str) -> torch.Tensor:

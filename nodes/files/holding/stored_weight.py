@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ....kernels import LowRank, expand_gguf
+from ....kernels import GGUF_FORMATS, LowRank, expand_gguf
 from ...comfyui.quantized import NATIVE_GROUPED_LAYOUT, QuantizedTensor, is_plain_grouped, layout_of, params, stored
 from . import gguf_weight, grouped_weight
 
@@ -86,12 +86,7 @@ def is_stored(weight: Any) -> bool:
     return kind is not None and kind.held is not None
 
 
-def becomes_int8(weight: Any) -> bool:
-    """Whether a tensor is a weight that this pack holds and makes INT8 for a product."""
-    kind = stored_kind(weight)
-    return kind is not None and kind.held is not None and kind.scale(weight) is not None
-
-
 def can_stay(weight: Any) -> bool:
     """Whether a tensor is a weight in a form that a kernel reads, so that it can stay in it while a MODEL runs."""
-    return gguf_weight.gguf_can_stay(weight) or grouped_weight.is_grouped(weight)
+    in_kernels = gguf_weight.is_gguf(weight) and params(weight).gguf_format in GGUF_FORMATS
+    return in_kernels or grouped_weight.is_grouped(weight)

@@ -12,7 +12,6 @@ from ...comfyui.loading import read_safetensors
 from .. import quant_config
 from ..errors import naming_file
 from ..holding.grouped_weight import is_grouped, with_joined_codes
-from ..saved_quant_configs import check_quant_configs_as_written
 from .contents import BRANCHES, Checkpoint
 from .diffusers_names import with_native_names
 from .gguf_file import MAGIC, read_gguf
@@ -40,7 +39,7 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
         for bring in IMPORTERS.values():
             checkpoint = bring(checkpoint)
         check_layers(checkpoint.tensors)
-        check_quant_configs_as_written(checkpoint.tensors, checkpoint.metadata)
+        quant_config.check_as_written(checkpoint.tensors, checkpoint.metadata)
         tensors = with_joined_codes(checkpoint.tensors)
         return replace(checkpoint, tensors=with_native_names(tensors, checkpoint.metadata))
 

@@ -12,7 +12,7 @@ from ...comfyui.architecture import architecture_of, diffusers_unet_of, renamed_
 from ...comfyui.quantized import params, stored
 from .. import quant_config
 from ..block_lists import AGAIN, check_lists
-from ..holding.gguf_weight import is_gguf, with_gguf_bytes
+from ..holding.gguf_weight import is_gguf, read_weight
 from ..holding.grouped_weight import channel_scale, grouped_codes, is_grouped, quant_config_in
 
 
@@ -41,8 +41,9 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     for name, rows in origins.items():
         parts = [keys[index] for index in owner[rows].unique().tolist()]
         packed = {key: weight for key in parts if is_gguf(weight := plain[key])}
-        if len(packed) == len(parts) and len({params(weight).gguf_format for weight in packed.values()}) == 1:
-            forms[name] = packed[parts[0]]
+        in_them = {(params(weight).gguf_format, weight.shape[1]) for weight in packed.values()}
+        if len(packed) == len(parts) and len(in_them) == 1:
+            (forms[name],) = in_them
         else:
             floats.update(packed)
         layers = [key.removesuffix(".weight") for key in parts]
@@ -52,8 +53,9 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
             quantization[f"{layer}.{quant_config.SCALE}"] = scales[rows][:, None]
     held = {key: t if not is_gguf(t) else t.dequantize() if key in floats else stored(t) for key, t in plain.items()}
     renamed = renamed_from_diffusers(held) or {}
-    joined = {name: with_gguf_bytes(form, renamed[name]) for name, form in forms.items()}
-    return renamed | joined | quantization
+    for name, (gguf_format, columns) in forms.items():
+        renamed[name] = read_weight(renamed[name], gguf_format, (len(renamed[name]), columns))
+    return renamed | quantization
 
 
 def _origins(sizes: dict[str, int]) -> dict[str, torch.Tensor] | None:

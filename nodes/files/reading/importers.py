@@ -15,22 +15,21 @@ from ..json_texts import json_object
 from .contents import Checkpoint
 from .transformer_lab import one_branch
 
-_MOST_METADATA = 1 << 22  # characters; a thousand layers have about 100,000
-
 
 def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
     """With the quant configs that ComfyUI itself makes of what its older files have in their metadata or in other
     tensors."""
     try:
-        told = json_object(checkpoint.metadata.get("_quantization_metadata", "{}"), _MOST_METADATA)
-        layers = set(quant_config.marked_layers(checkpoint.tensors)).intersection(told.get("layers", {}))
+        told = json_object(checkpoint.metadata.get("_quantization_metadata", "{}"), quant_config.MOST_METADATA)
+        keys = [f"{layer}.{quant_config.QUANT_CONFIG}" for layer in told.get("layers", {})]
+        configs = {key: checkpoint.tensors[key] for key in keys if key in checkpoint.tensors}
         tensors, metadata = with_quant_configs(checkpoint.tensors, checkpoint.metadata)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the quantization metadata cannot be read ({error!r})") from error
-    for layer in sorted(layers):
-        key = f"{layer}.{quant_config.QUANT_CONFIG}"
-        own, other = (quant_config.configs_in({key: source[key]})[layer] for source in (checkpoint.tensors, tensors))
-        if own != other:
+    others = quant_config.configs_in({key: tensors[key] for key in configs})
+    for layer, own in quant_config.configs_in(configs).items():
+        if own != (other := others[layer]):
+            key = f"{layer}.{quant_config.QUANT_CONFIG}"
             raise ValueError(
                 f"{key} is {str(own)[:200]}, but the metadata entry _quantization_metadata says {str(other)[:200]}; "
                 "download the file again or use another"

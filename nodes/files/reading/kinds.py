@@ -1,13 +1,12 @@
 """Files that are well known and cannot be loaded: a table, an entry a kind. What a file is, is asked of its content."""
 
-import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from .. import quant_config
+from ..quant_config import QUANT_CONFIG
 
 _OTHER_LOADER = "use the loader that is made for it"
 _OTHER_FILE = "use a bf16, fp16, FP8 or INT8 file of the model"
@@ -23,17 +22,15 @@ class Kind:
         name: with its article.
         advice: what to do.
         begins: a pattern of its first bytes, where it is no safetensors file.
-        holds: a pattern of the name of one of its tensors.
-        marked: what a quant config of its layers has.
+        holds: a pattern of the name of one of its tensors, behind which a quant config's text follows: `=` and JSON.
         packed: whether it is a model whose layers are stored in a way that nothing here reads. Others are named only
             where ComfyUI sees no diffusion model, since a file can hold several models.
     """
 
     name: str
     advice: str
-    begins: bytes | None = None
-    holds: str | None = None
-    marked: Callable[[dict], bool] | None = None
+    begins: bytes = b""
+    holds: str = ""
     packed: bool = False
 
 
@@ -47,7 +44,7 @@ FILE_KINDS = (
     Kind(
         "an INT8 model saved by ComfyUI-INT8-Fast, whose marks other packs do not read",
         "load it with that pack, or quantize the model again to ComfyUI's own INT8",
-        marked=lambda config: "quarot" in config and "format" not in config,
+        holds=r'(?s)=(?!.*"format").*"quarot"',
         packed=True,
     ),
     Kind(
@@ -85,20 +82,10 @@ def kind_of_bytes(beginning: bytes) -> Kind | None:
 
 def kind_of_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -> Kind | None:
     """What a safetensors file is: among the kinds that are `packed`, or among the others."""
-    return next((kind for kind in FILE_KINDS if kind.packed == packed and _is(kind, tensors)), None)
+    names = [f"{key}={_text(tensor)}" if key.endswith(f".{QUANT_CONFIG}") else key for key, tensor in tensors.items()]
+    kinds = (kind for kind in FILE_KINDS if kind.packed == packed and kind.holds)
+    return next((kind for kind in kinds if any(re.search(kind.holds, name) for name in names)), None)
 
 
-def _is(kind: Kind, tensors: Mapping[str, torch.Tensor]) -> bool:
-    if kind.holds is not None:
-        pattern = re.compile(kind.holds)
-        return any(pattern.search(key) for key in tensors)
-    return kind.marked is not None and any(kind.marked(config) for config in _readable_marks(tensors))
-
-
-def _readable_marks(tensors: Mapping[str, torch.Tensor]) -> list[dict]:
-    configs = []
-    for key, tensor in tensors.items():
-        if key.endswith(f".{quant_config.QUANT_CONFIG}"):
-            with contextlib.suppress(ValueError):  # refused by its name when the layers are checked
-                configs.append(quant_config.decode_config(tensor))
-    return configs
+def _text(config: torch.Tensor) -> str:
+    return config.flatten()[:4096].numpy().tobytes().decode(errors="replace") if config.dtype == torch.uint8 else ""
