@@ -4,7 +4,10 @@ import time
 
 from comfy_api.latest import io
 
-from ..kernels.benchmark import TICKS, shown_methods
+from ..kernels.benchmark import (
+    TICKS,
+    title,
+)
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json, text_of
 from .comfyui.memory import default_device
 from .host.notices import show_load_warnings
@@ -82,6 +85,6 @@ class INT8KernelBenchmark(io.ComfyNode):
         ticked = [tick for tick in TICKS if ticks.get(tick, True)]
         outcome = run(model, tokens, ticked, positive, latent_image, auto_decided)
         file = save_json(outcome)
-        sections = outcome.sections(shown_methods(ticked), file)
-        picture = plot(outcome.report.shapes, outcome.headline, outcome.environment, outcome.attention)
+        sections = outcome.sections(file)
+        picture = plot(outcome.linears, outcome.headline, title(outcome.machine), outcome.attention)
         return io.NodeOutput(picture, text_of(sections), ui={"int8_benchmark": sections})

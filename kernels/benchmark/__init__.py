@@ -9,27 +9,22 @@ from .attention import (
     AttentionResult,
     AttentionShape,
     attention_memory,
-    attention_table,
-    benchmark_attention,
     feasible_call,
     ideogram4_attention,
 )
 from .forward import (
-    METHOD_OF_WAY,
     BlockCalls,
     Calls,
     ForwardSplit,
-    Product,
-    auto_choice_sentence,
     deployment_table,
     forward_table,
     headline,
     relative_times,
-    times_by_way,
+    total_times,
     totals_by_shape,
 )
 from .health import Health, examine, examine_again
-from .methods import BF16, COMFYUI_INT8, FUSED_CODES, TICKS, shown_methods
-from .report import Report, ShapeResult, Times, markdown, method_table, notes
-from .run import benchmark_shape, feasible_tokens, hopeless, working_memory
-from .shapes import IDEOGRAM4_SHAPES, LinearShape
+from .methods import BF16, COMFYUI_INT8, FUSED_CODES, METHOD_OF_WAY, TICKS, shown_methods
+from .operands import IDEOGRAM4_SHAPES, LinearShape
+from .report import ShapeResult, Times, markdown, notes
+from .run import benchmark_attention, benchmark_shape, feasible_tokens, hopeless, working_memory

@@ -3,20 +3,15 @@
 G. M. Amdahl, 1967: what takes a share p of the time, made s times as fast, leaves 1 - p + p / s of it.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..card.choices import Shape, fastest
-from ..card.device import BF16, FUSED, NATIVE
+from ..card.device import BF16, FUSED
 from .attention import AttentionCall
-from .methods import COMFYUI_INT8 as NATIVE_METHOD
-from .report import ShapeResult, same_within_noise
-from .shapes import LinearShape
-
-METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED, NATIVE: NATIVE_METHOD}
-"""The benchmark's row that stands for each way to compute a linear."""
+from .methods import METHOD_OF_WAY
+from .operands import LinearShape
+from .report import ShapeResult
 
 _WORTH_TIMING = 0.98
 # A forward with a clock at each linear takes so many times as long at most; where the card waits for Python it is more.
@@ -24,43 +19,24 @@ _MOST_WATCHED = 1.15
 _MOST_SHAPES = 8
 
 
-class Product(NamedTuple):
-    """A product [m, k] x [n, k] of a linear."""
-
-    m: int
-    n: int
-    k: int
-
-
 @dataclass(frozen=True)
 class Calls:
-    """The calls of the linears that compute one product.
+    """Calls of a forward: how many there are, and the milliseconds that they take together."""
 
-    Attributes:
-        name: of the first such linear.
-        count: how many calls a forward has.
-        milliseconds: what they take together.
-    """
-
-    name: str
     count: int
     milliseconds: float
 
 
 @dataclass(frozen=True)
-class BlockCalls:
+class BlockCalls(Calls):
     """The calls of the blocks of one list of a model.
 
     Attributes:
         name: module path of the list.
-        count: how many calls a forward has.
-        milliseconds: what they take together.
         speedup: how many times as fast a copy of one of them is on the fused kernels; None where none could be made.
     """
 
     name: str
-    count: int
-    milliseconds: float
     speedup: float | None
 
 
@@ -70,21 +46,19 @@ class ForwardSplit:
 
     Attributes:
         total: the whole, with nothing in its way.
-        watched: the same with a clock at each linear and attention.
-        linears: the linears that INT8 takes over, by product.
+        watched: the same with a clock at each block, linear and attention.
+        linears: the linears that INT8 takes over: calls of the same product, named after the first such linear.
         attention: the attention, without the linears around it.
-        now: the way that all linears compute with as the model is; None where it is none of the benchmark's.
-        block_watched: the same as `watched`, with a clock at each block only.
+        in_bf16: whether the model as it is computes all linears in floats.
         blocks: the repeated blocks, which hold nearly all linears.
         attention_calls: those that together take nearly all of its time, the longest first.
     """
 
     total: float
     watched: float
-    linears: Mapping[Product, Calls]
+    linears: Mapping[LinearShape, Calls]
     attention: float
-    now: str | None = None
-    block_watched: float = math.nan
+    in_bf16: bool = False
     blocks: Sequence[BlockCalls] = ()
     attention_calls: Sequence[AttentionCall] = ()
 
@@ -100,13 +74,11 @@ class ForwardSplit:
 
     def shapes(self) -> list[LinearShape]:
         """The products that are worth timing, the largest first: together nearly all of the linears' time."""
-        ordered = sorted(self.linears.items(), key=lambda item: -item[1].milliseconds)
         chosen, covered = [], 0.0
-        for product, calls in ordered[:_MOST_SHAPES]:
-            if covered >= _WORTH_TIMING * self.linear_milliseconds:
-                break
-            chosen.append(LinearShape(calls.name, product.n, product.k, product.m))
-            covered += calls.milliseconds
+        for shape in sorted(self.linears, key=lambda shape: -self.linears[shape].milliseconds)[:_MOST_SHAPES]:
+            if covered < _WORTH_TIMING * self.linear_milliseconds:
+                chosen.append(shape)
+            covered += self.linears[shape].milliseconds
         return chosen
 
     def predicted(self, results: Sequence[ShapeResult], way: str) -> float | None:
@@ -115,29 +87,15 @@ class ForwardSplit:
         Everything else stays what it was. A product alone and one in a model meet different clocks, so that only the
         ratio of two products alone counts, where the way that the model computes now was timed.
         """
-        before = sum(self.calls_of(result).milliseconds for result in results)
-        after = self._timed_linears(results, way)
-        return None if after is None else self.total * (1 - (before - after) / self.watched)
-
-    def share(self, results: Sequence[ShapeResult], way: str) -> float | None:
-        """What the timed products are of the forward in which they are computed that way; None as in `predicted`."""
-        whole, linears = self.predicted(results, way), self._timed_linears(results, way)
-        return None if whole is None or linears is None else linears * self.total / self.watched / whole
-
-    def _timed_linears(self, results: Sequence[ShapeResult], way: str) -> float | None:
-        total = 0.0
+        saved = 0.0
         for result in results:
-            calls, times = self.calls_of(result), result.milliseconds
-            other = times.get(METHOD_OF_WAY[way])
-            if other is None:
+            calls, times = self.linears[result.shape], result.milliseconds
+            if METHOD_OF_WAY[way] not in times:
                 return None
-            now = None if self.now is None else times.get(METHOD_OF_WAY[self.now])
-            total += calls.count * other if now is None else calls.milliseconds * other / now
-        return total
-
-    def calls_of(self, result: ShapeResult) -> Calls:
-        """The calls that a timed product stands for."""
-        return self.linears[Product(result.m, result.shape.n, result.shape.k)]
+            other = times[METHOD_OF_WAY[way]]
+            by_ratio = self.in_bf16 and BF16 in times
+            saved += calls.milliseconds - (calls.milliseconds / times[BF16] if by_ratio else calls.count) * other
+        return self.total * (1 - saved / self.watched)
 
     def predicted_blocks(self) -> float | None:
         """The forward with all blocks on the fused kernels, norms and activations between the linears included; None
@@ -147,7 +105,7 @@ class ForwardSplit:
             if blocks.speedup is None:
                 return None
             saved += blocks.milliseconds * (1 - 1 / blocks.speedup)
-        return self.total * (1 - saved / self.block_watched) if self.blocks else None
+        return self.total * (1 - saved / self.watched) if self.blocks else None
 
 
 def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
@@ -170,40 +128,13 @@ def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[
     return ["", "ms", "share"], rows
 
 
-def auto_choice_sentence(split: ForwardSplit, results: Sequence[ShapeResult]) -> str:
-    """What the fused kernel makes of an image of this model, in words."""
-    if split.waits_for_python:
-        return (
-            "No prediction for an image: the card waits for Python. A clock at each linear makes a forward of "
-            f"{split.total:.0f} ms one of {split.watched:.0f}."
-        )
-    reference, fused = split.predicted(results, BF16), split.predicted(results, FUSED)
-    if reference is None or fused is None:
-        return "No prediction for an image: the fused kernel or bf16 was not timed for all of its linears."
-    if all(same_within_noise(result, FUSED, BF16) for result in results):
-        return "On this card the fused kernel and bf16 differ by no more than noise: an image takes the same time."
-    before, after = split.share(results, BF16), split.share(results, FUSED)
-    assert before is not None and after is not None  # or there were no predictions
-    speed = before * reference / (after * fused)
-    sentence = f"In bf16 the linears are {before:.0%} of a step, and the fused kernel is {speed:.1f} x as fast."
-    blocks = split.predicted_blocks()
-    if blocks is None:
-        return f"{sentence} So an image takes {fused / reference:.2f} of the time ({_instead(fused, reference)})."
-    return (
-        f"{sentence} That alone leaves {fused / reference:.2f} of the time. With what stands around them fused too, an "
-        f"image takes {blocks / reference:.2f} of it ({_instead(blocks, reference)})."
-    )
-
-
 def relative_times(results: Sequence[ShapeResult], split: ForwardSplit | None) -> dict[str, float]:
     """What all linears together take by method, relative to bf16, the fastest first: of the methods that ran for all.
 
     A linear counts as often as a forward calls it, where one was split. Empty where bf16 did not run.
     """
     methods = set.intersection(*(set(result.rounds) for result in results)) if results else set()
-    counts = [1 if split is None else split.calls_of(result).count for result in results]
-    times = [result.milliseconds for result in results]
-    totals = {name: sum(n * each[name] for n, each in zip(counts, times, strict=True)) for name in methods}
+    totals = {name: sum(_count(split, each) * each.milliseconds[name] for each in results) for name in methods}
     return {name: totals[name] / totals[BF16] for name in sorted(totals, key=totals.__getitem__) if BF16 in totals}
 
 
@@ -213,21 +144,15 @@ def headline(results: Sequence[ShapeResult], split: ForwardSplit | None) -> str:
     if linears is None:
         why = {result.absent[FUSED] for result in results if FUSED in result.absent}
         return f"INT8 was not timed beside bf16 here{f': {why.pop()}' if why else ''}"
-    if all(same_within_noise(result, FUSED, BF16) for result in results):
+    if all(result.same_within_noise(FUSED, BF16) for result in results):
         return "On this card INT8 and bf16 are equally fast, within noise"
+    ratio, of_what = linears, " in the linears"
     if split is not None and not split.waits_for_python:
         reference, fused = split.predicted(results, BF16), split.predicted_blocks() or split.predicted(results, FUSED)
         assert reference is not None and fused is not None  # all linears were timed in both
-        return f"{_worth(fused / reference)}; your image takes {fused / reference:.2f} of the time"
-    return f"{_worth(linears)} in the linears"
-
-
-def _worth(ratio: float) -> str:
-    return f"On this card INT8 is {'only ' if ratio > 1 else ''}{1 / ratio:.2f} × bf16"
-
-
-def _instead(milliseconds: float, reference: float) -> str:
-    return f"{milliseconds:.0f} ms a forward instead of {reference:.0f}"
+        ratio = fused / reference
+        of_what = f"; your image takes {ratio:.2f} of the time"
+    return f"On this card INT8 is {'only ' if ratio > 1 else ''}{1 / ratio:.2f} × bf16{of_what}"
 
 
 def times_by_way(result: ShapeResult) -> dict[str, float]:
@@ -237,33 +162,38 @@ def times_by_way(result: ShapeResult) -> dict[str, float]:
 
 
 def totals_by_shape(results: Sequence[ShapeResult], split: ForwardSplit | None) -> dict[Shape, dict[str, float]]:
-    """Per N and K the milliseconds of each way: those of all products of a forward, where one was split.
+    """Per N and K the milliseconds of each way: those of all products of a forward, where one was split."""
+    counted = ((result, _count(split, result)) for result in results)
+    return total_times(
+        ((result.shape.n, result.shape.k), {way: count * time for way, time in times_by_way(result).items()})
+        for result, count in counted
+    )
 
-    A way counts for a shape where it ran for all of its products.
-    """
+
+def total_times(measured: Iterable[tuple[Shape, Mapping[str, float]]]) -> dict[Shape, dict[str, float]]:
+    """The milliseconds of each way per shape: a way counts where it ran for all that have the shape."""
     totals: dict[Shape, dict[str, float]] = {}
-    for result in results:
-        times, shape = times_by_way(result), (result.shape.n, result.shape.k)
-        count = 1 if split is None else split.calls_of(result).count
+    for shape, times in measured:
         before = totals.get(shape, dict.fromkeys(times, 0.0))
-        totals[shape] = {way: before[way] + count * times[way] for way in before if way in times}
+        totals[shape] = {way: before[way] + times[way] for way in before if way in times}
     return {shape: times for shape, times in totals.items() if times}
 
 
+def _count(split: ForwardSplit | None, result: ShapeResult) -> int:
+    """How often a forward calls a product."""
+    return 1 if split is None else split.linears[result.shape].count
+
+
 def deployment_table(results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
-    """Column headings and a row for each shape: what the ways of `auto` take, and which of them is the fastest."""
+    """Column headings and a row for each shape: what the ways of `auto` take, and which of them is the fastest, with
+    those that differ from it by noise only."""
     columns = ["linear", "M x N x K", *(f"{method} ms" for method in METHOD_OF_WAY.values()), "fastest"]
     rows = []
     for result in results:
         times = times_by_way(result)
-        best = fastest(times, FUSED)
         cells = [f"{times[way]:.3f}" if way in times else "-" for way in METHOD_OF_WAY]
-        rows.append([result.shape.name, result.place(), *cells, "-" if best is None else _winner(result, best)])
+        best = METHOD_OF_WAY.get(fastest(times, FUSED) or "", "-")
+        others = [METHOD_OF_WAY[way] for way in times if METHOD_OF_WAY[way] != best]
+        noise = ", ".join(other for other in others if result.same_within_noise(best, other))
+        rows.append([result.name, result.place(), *cells, best + (f" (noise: {noise})" if noise else "")])
     return columns, rows
-
-
-def _winner(result: ShapeResult, best: str) -> str:
-    """The fastest way, and those that differ from it by noise only."""
-    own, others = METHOD_OF_WAY[best], [METHOD_OF_WAY[way] for way in times_by_way(result) if way != best]
-    noise = [other for other in others if same_within_noise(result, own, other)]
-    return own + (f" (noise: {', '.join(noise)})" if noise else "")

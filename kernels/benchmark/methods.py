@@ -5,13 +5,13 @@ A new row is a new entry of BENCHMARK_METHODS, and what it computes in systems.p
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from ..card.device import BF16, FUSED
+from ..card.device import BF16, FUSED, NATIVE
+from ..card.machine import native_backend
 from . import systems
-from .operands import Operands, Prepare, PreparedCall, WeightForm
+from .operands import Operands, WeightForm
 
 
 @dataclass(frozen=True)
@@ -19,31 +19,28 @@ class Method:
     """A way to compute a linear.
 
     Attributes:
-        name: the heading of its column, and its key in results.
+        name: the heading of its row, and its key in results.
         form: how it holds its weight.
-        prepare: makes the call that is timed.
+        prepare: (operands, the form's scale) -> the call that is timed: weight -> [M, N] in bf16 or fp16.
         require: (device) -> raises Unavailable where the method does not exist.
-        with_bias: whether its result has the bias in it.
         foreign: whether it is the code of others: then what it raises leaves the row out.
-        large: whether it needs so much memory that it is prepared when all else is in place.
         tick: the node's widget that switches it on and off; "" is always on.
-        tip: what it is, in a few words for the widget.
     """
 
     name: str
     form: WeightForm
-    prepare: Prepare
+    prepare: systems.Prepare
     require: Callable[[torch.device], object] = lambda device: None
-    with_bias: bool = False
     foreign: bool = False
-    large: bool = False
     tick: str = ""
-    tip: str = ""
 
-    def call(self, operands: Operands) -> PreparedCall:
-        """The call that is timed. Raises Unavailable where this machine or this shape does not have it."""
+    def call(self, operands: Operands) -> Callable[[int], torch.Tensor]:
+        """The call with the copy of the weight at an index. Raises Unavailable where this machine or this shape does
+        not have the method."""
         self.require(operands.device)
-        return self.prepare(operands, *operands.weights(self.form))
+        weights, scale = operands.weights(self.form)
+        call = self.prepare(operands, scale)
+        return lambda copy: call(weights[copy])
 
 
 FP16_SUMS = "fp16, fp16 sums"
@@ -53,99 +50,36 @@ FUSED_CODES = f"{FUSED}, 4-bit weights"
 
 BENCHMARK_METHODS = (
     Method(BF16, systems.FLOAT, systems.bf16),
-    Method(
-        FP16_SUMS,
-        systems.HALF,
-        systems.fp16_in_fp16_sums,
-        systems.require_fp16_sums,
-        foreign=True,
-    ),
-    Method(
-        "fp8 _scaled_mm",
-        systems.E4M3,
-        systems.fp8,
-        systems.require_fp8,
-        foreign=True,
-        tick="fp8",
-        tip="FP8: torch._scaled_mm where the card has FP8 tensor cores; dequantized to bf16 where it has not.",
-    ),
-    Method(
-        "fp8 dequantized",
-        systems.E4M3,
-        systems.fp8_dequantized,
-        systems.require_fp8_as_storage,
-        large=True,
-        tick="fp8",
-    ),
-    Method(
-        "NF4 dequantized",
-        systems.NF4,
-        systems.nf4,
-        lambda device: systems.bitsandbytes(),
-        foreign=True,
-        large=True,
-        tick="nf4",
-        tip="NF4 of bitsandbytes, dequantized to bf16 in each call.",
-    ),
-    Method(
-        "GGUF Q8_0 dequantized",
-        systems.gguf_form("Q8_0"),
-        systems.gguf("Q8_0"),
-        large=True,
-        tick="gguf_q8_0",
-        tip="GGUF's Q8_0, dequantized to bf16 in each call by PyTorch operations, as GGUF loaders do.",
-    ),
-    Method(
-        "GGUF Q4_K dequantized",
-        systems.gguf_form("Q4_K"),
-        systems.gguf("Q4_K"),
-        large=True,
-        tick="gguf_q4_k",
-        tip="GGUF's Q4_K, dequantized to bf16 in each call by PyTorch operations, as GGUF loaders do.",
-    ),
-    Method(
-        COMFYUI_INT8,
-        systems.PLAIN,
-        systems.native,
-        systems.require_native,
-        foreign=True,
-        large=True,
-        tick="native_int8",
-        tip="What your ComfyUI computes its own INT8 files with: comfy-kitchen, on the backend that ComfyUI left on.",
-    ),
-    Method(
-        "comfy-kitchen cuda",
-        systems.PLAIN,
-        systems.kitchen("cuda"),
-        partial(systems.kitchen_int8_linear, "cuda"),
-        foreign=True,
-        large=True,
-        tick="comfy_kitchen_cuda",
-        tip="comfy-kitchen's CUDA kernel, also where your ComfyUI does not use it.",
-    ),
-    Method(
-        "fake-quant",
-        systems.PLAIN,
-        systems.fake_quant,
-        large=True,
-        tick="fake_quant",
-        tip="What most INT8 models are: quantized, dequantized again, multiplied in bf16.",
-    ),
-    Method(
-        UNFUSED,
-        systems.PLAIN,
-        systems.unfused,
-        large=True,
-        tick="unfused",
-        tip="torch._int_mm, then a dequantization of its own.",
-    ),
-    Method(FUSED_CODES, systems.CODES, systems.fused_codes, systems.require_fused, large=True),
+    Method(FP16_SUMS, systems.HALF, systems.fp16_in_fp16_sums, systems.require_fp16_sums, foreign=True),
+    Method("fp8 _scaled_mm", systems.E4M3, systems.fp8, systems.require_fp8, foreign=True, tick="fp8"),
+    Method("fp8 dequantized", systems.E4M3, systems.fp8_dequantized, systems.require_fp8_as_storage, tick="fp8"),
+    Method("NF4 dequantized", systems.NF4, systems.nf4, foreign=True, tick="nf4"),
+    Method("GGUF Q8_0 dequantized", systems.gguf_form("Q8_0"), systems.gguf("Q8_0"), tick="gguf_q8_0"),
+    Method("GGUF Q4_K dequantized", systems.gguf_form("Q4_K"), systems.gguf("Q4_K"), tick="gguf_q4_k"),
+    Method(COMFYUI_INT8, systems.PLAIN, systems.native, native_backend, foreign=True, tick="native_int8"),
+    Method("comfy-kitchen cuda", systems.PLAIN, systems.kitchen("cuda"), foreign=True, tick="comfy_kitchen_cuda"),
+    Method("fake-quant", systems.PLAIN, systems.fake_quant, tick="fake_quant"),
+    Method(UNFUSED, systems.PLAIN, systems.unfused, tick="unfused"),
+    Method(FUSED_CODES, systems.CODES, systems.fused_codes, systems.require_fused),
     Method(FUSED, systems.PLAIN, systems.fused, systems.require_fused),
 )
-"""In the order of the columns."""
+"""In the order of the rows."""
 
-TICKS = {method.tick: method.tip for method in BENCHMARK_METHODS if method.tip}
+TICKS = {
+    "fp8": "FP8: torch._scaled_mm where the card has FP8 tensor cores; dequantized to bf16 where it has not.",
+    "nf4": "NF4 of bitsandbytes, dequantized to bf16 in each call.",
+    "gguf_q8_0": "GGUF's Q8_0, dequantized to bf16 in each call by PyTorch operations, as GGUF loaders do.",
+    "gguf_q4_k": "GGUF's Q4_K, dequantized to bf16 in each call by PyTorch operations, as GGUF loaders do.",
+    "native_int8": "What your ComfyUI computes its own INT8 files with: comfy-kitchen, on the backend that ComfyUI "
+    "left on.",
+    "comfy_kitchen_cuda": "comfy-kitchen's CUDA kernel, also where your ComfyUI does not use it.",
+    "fake_quant": "What most INT8 models are: quantized, dequantized again, multiplied in bf16.",
+    "unfused": "torch._int_mm, then a dequantization of its own.",
+}
 """The node's switches, and what each stands for."""
+
+METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED, NATIVE: COMFYUI_INT8}
+"""The row that stands for each way to compute a linear that `auto` chooses from."""
 
 
 def shown_methods(ticked: Collection[str]) -> tuple[Method, ...]:

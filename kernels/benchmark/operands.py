@@ -6,9 +6,32 @@ from dataclasses import dataclass
 
 import torch
 
+ERROR_ROWS = 256
+_ERROR_COLUMNS = 1024  # of a float64 weight at a time
+
 
 class Unavailable(Exception):
     """A method that does not exist on this machine or for this shape; the message says why."""
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear layer of N output and K input channels; `tokens` overrides the run's M for a layer with its own."""
+
+    name: str
+    n: int
+    k: int
+    tokens: int | None = None
+
+
+IDEOGRAM4_SHAPES = (
+    LinearShape("qkv", 13824, 4608),
+    LinearShape("attention out", 4608, 4608),
+    LinearShape("ffn up", 12288, 4608),
+    LinearShape("ffn down", 4608, 12288),
+    LinearShape("llm projection", 4608, 53248, tokens=512),
+)
+"""Those of a block of Ideogram 4, and the one in front of its blocks."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +48,12 @@ class WeightForm:
 
 
 class Operands:
-    """What the methods compute with: random x [M, K], bias [N], smoothing factors [K], copies of weights [N, K]."""
+    """What the methods compute with: random x [M, K], and copies of a weight [N, K]."""
 
     def __init__(self, m: int, n: int, k: int, copies: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        self.device = device
-        self.copies = copies
+        self.device, self.copies = device, copies
         self.x = torch.randn(m, k, device=device, generator=generator).bfloat16()
-        self.bias = torch.randn(n, device=device, generator=generator).bfloat16()
-        self.smooth = torch.rand(k, device=device, generator=generator) + 0.5
         self.weight = torch.randn(n, k, device=device, generator=generator).bfloat16() / k**0.5
         self._copies_of_forms: dict[WeightForm, tuple[list[torch.Tensor], torch.Tensor]] = {}
 
@@ -44,18 +64,19 @@ class Operands:
             self._copies_of_forms[form] = [weight, *(weight.clone() for _ in range(self.copies - 1))], scale
         return self._copies_of_forms[form]
 
+    def exact(self) -> torch.Tensor:
+        """x . weight^T in float64, the rows that `sample` takes."""
+        x = self.sample(self.x).double()
+        return torch.cat([x @ part.double().t() for part in self.weight.split(_ERROR_COLUMNS)], 1)
 
-PreparedCall = Callable[[int], torch.Tensor]
-"""One call of a method with the copy of the weight at this index: [M, N] in bf16 or fp16."""
-
-Prepare = Callable[[Operands, list[torch.Tensor], torch.Tensor], PreparedCall]
-"""(operands, copies of the weight in the method's form, their scale) -> the call that is timed."""
+    def sample(self, output: torch.Tensor) -> torch.Tensor:
+        """The rows [.., N] of an output [M, N] that errors are measured on."""
+        return output[sampled_rows(len(self.x), self.device)]
 
 
-def first_line(error: BaseException) -> str:
-    """An exception in one line."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def sampled_rows(count: int, device: torch.device) -> torch.Tensor:
+    """Indices of the rows of so many that errors are measured on."""
+    return torch.arange(0, count, max(1, count // ERROR_ROWS), device=device)
 
 
 @contextmanager
@@ -72,3 +93,8 @@ def leaving_out(name: str, foreign: bool, absent: dict[str, str]) -> Iterator[No
         if not foreign:
             raise
         absent[name] = first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

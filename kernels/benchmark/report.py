@@ -2,13 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import ClassVar
 
-from .methods import BF16, Method
-from .shapes import LinearShape
+from ..card.device import BF16
+from .operands import LinearShape
 
-LOOPED_NOTE = "\\* not captured in a CUDA graph: a loop of calls, the host's launches included."
 _UNSTEADY = 0.1
 _WRONG = 0.15  # Q4_K has 0.08
 
@@ -17,17 +17,14 @@ _WRONG = 0.15  # Q4_K has 0.08
 class Times:
     """Milliseconds per method and round of one thing that is computed; `absent` says why a method did not run."""
 
+    reference: ClassVar[str]
+    """The method that others are compared with."""
     rounds: dict[str, list[float]] = field(default_factory=dict)
     relative_errors: dict[str, float] = field(default_factory=dict)
     """||method - float64|| / ||float64|| on a sample of rows of this random data."""
     looped: list[str] = field(default_factory=list)
     """Methods that no CUDA graph could be made of."""
     absent: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def milliseconds(self) -> dict[str, float]:
-        """Median over the rounds per method that ran."""
-        return medians(self.rounds)
 
     @property
     def name(self) -> str:
@@ -37,6 +34,32 @@ class Times:
     def place(self) -> str:
         """Its sizes."""
         raise NotImplementedError
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """Median over the rounds per method that ran."""
+        return {name: statistics.median(times) for name, times in self.rounds.items()}
+
+    def speedup(self, method: str, reference: str | None = None) -> float | None:
+        """How many times faster than `reference`, or None where either did not run."""
+        times, reference = self.milliseconds, reference or self.reference
+        return times[reference] / times[method] if method in times and reference in times else None
+
+    def same_within_noise(self, first: str, second: str) -> bool:
+        """Whether the rounds of two methods overlap, so that neither is the faster one."""
+        one, other = self.rounds[first], self.rounds[second]
+        return min(one) <= max(other) and min(other) <= max(one)
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Column headings and a row for each method that ran."""
+        rows = []
+        for method, rounds in self.rounds.items():
+            median, speedup = statistics.median(rounds), self.speedup(method)
+            star = "\\*" if method in self.looped else ""
+            spread = f"± {50 * (max(rounds) - min(rounds)) / median:.1f} %"  # half the range
+            ratio = "-" if speedup is None else f"{speedup:.2f}"
+            rows.append([method, f"{median:.3f}{star}", spread, ratio, f"{self.relative_errors[method]:.4f}"])
+        return ["", "ms", "spread", f"x {self.reference}", "error"], rows
 
     def as_json(self) -> dict:
         """All figures in JSON's types, the medians with them; an error that is no number is null."""
@@ -48,6 +71,7 @@ class Times:
 class ShapeResult(Times):
     """The times at [M, K] x [N, K]."""
 
+    reference: ClassVar[str] = BF16
     shape: LinearShape
     m: int
     copies: int = 1
@@ -59,85 +83,29 @@ class ShapeResult(Times):
     def name(self) -> str:
         return self.shape.name
 
-    def time_ratio(self, method: str, reference: str) -> float | None:
-        """The time of `method` over that of `reference`, or None where either did not run."""
-        if method not in self.rounds or reference not in self.rounds:
-            return None
-        return statistics.median(self.rounds[method]) / statistics.median(self.rounds[reference])
-
-    def speedup(self, method: str, reference: str = BF16) -> float | None:
-        """How many times faster than `reference`, or None where either did not run."""
-        ratio = self.time_ratio(method, reference)
-        return None if ratio is None else 1 / ratio
-
-    def teraflops(self, method: str) -> float | None:
-        """Achieved rate in 10^12 operations per second, two per multiply-add, or None where the method did not run."""
-        if method not in self.rounds:
-            return None
-        return 2 * self.m * self.shape.n * self.shape.k / statistics.median(self.rounds[method]) / 1e9
-
     def place(self) -> str:
         """M x N x K."""
         return f"{self.m} x {self.shape.n} x {self.shape.k}"
 
+    def teraflops(self, method: str) -> float:
+        """Achieved rate of a method that ran in 10^12 operations per second, two per multiply-add."""
+        return 2 * self.m * self.shape.n * self.shape.k / self.milliseconds[method] / 1e9
 
-@dataclass
-class Report:
-    """Everything one run of the benchmark found out."""
-
-    environment: dict[str, str]
-    shapes: list[ShapeResult] = field(default_factory=list)
-    health: str = ""
-    """What the gate in front of the run found."""
-
-    def as_json(self) -> dict:
-        """All figures in JSON's types. Two more keys are those of `tests/studies/linears.py`, whose files are read
-        alike."""
-        return {
-            "environment": dict(self.environment),
-            "shapes": [result.as_json() for result in self.shapes],
-            "quantizations": [],
-            "copy_gigabytes_per_second": None,
-            "health": self.health,
-        }
-
-
-def medians(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Median per name."""
-    return {name: statistics.median(times) for name, times in rounds.items()}
-
-
-def method_table(result: ShapeResult, methods: Sequence[Method]) -> tuple[list[str], list[list[str]]]:
-    """Column headings and a row for each method that ran on a shape."""
-    columns = ["", "ms", "spread", "TOPS", f"x {BF16}", "error", "weight MB"]
-    rows = []
-    for method in (method for method in methods if method.name in result.rounds):
-        times = result.rounds[method.name]
-        rows.append(
-            [
-                method.name,
-                _milliseconds(result, method.name),
-                spread(times),
-                _number(result.teraflops(method.name), ".3g"),
-                _number(result.speedup(method.name), ".2f"),
-                _number(result.relative_errors.get(method.name), ".4f"),
-                _number(result.weight_bytes[method.name] / 1e6, ".1f"),
-            ]
-        )
-    return columns, rows
-
-
-def same_within_noise(result: ShapeResult, first: str, second: str) -> bool:
-    """Whether the rounds of two methods overlap, so that neither is the faster one."""
-    one, other = result.rounds[first], result.rounds[second]
-    return min(one) <= max(other) and min(other) <= max(one)
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The same, with rates and the sizes of weights."""
+        (*first, ratio, error), rows = super().table()
+        rows = [
+            [*row[:3], f"{self.teraflops(row[0]):.3g}", *row[3:], f"{self.weight_bytes[row[0]] / 1e6:.1f}"]
+            for row in rows
+        ]
+        return [*first, "TOPS", ratio, error, "weight MB"], rows
 
 
 def notes(results: Sequence[Times]) -> list[str]:
     """One line each: what was left out and why, what is timed another way, and what makes the figures doubtful."""
     lines = []
     if any(result.looped for result in results):
-        lines.append(LOOPED_NOTE)
+        lines.append("\\* not captured in a CUDA graph: a loop of calls, the host's launches included.")
     reasons: dict[str, dict[str, list[str]]] = {}
     for result in results:
         for method, reason in result.absent.items():
@@ -159,16 +127,3 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """The table as GitHub markdown."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
-
-
-def spread(times: Sequence[float]) -> str:
-    """Half the range of some times, in percent of their median."""
-    return f"± {50 * (max(times) - min(times)) / statistics.median(times):.1f} %"
-
-
-def _milliseconds(result: Times, method: str) -> str:
-    return _number(result.milliseconds.get(method), ".3f") + ("\\*" if method in result.looped else "")

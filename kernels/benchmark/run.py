@@ -1,19 +1,18 @@
-"""Timing methods side by side on one shape."""
+"""Timing methods side by side, on a linear or on an attention call."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..interruption import interruptible
+from .attention import ATTENTION_METHODS, AttentionCall, AttentionMethod, AttentionOperands, AttentionResult
 from .methods import BENCHMARK_METHODS, Method, bytes_per_copy
-from .operands import Operands, leaving_out
-from .report import ShapeResult
-from .shapes import LinearShape
+from .operands import LinearShape, Operands, leaving_out
+from .report import ShapeResult, Times
 
 _MOST_COPIES = 64
-_ERROR_ROWS = 256
-_ERROR_COLUMNS = 1024  # of a float64 weight at a time
 # What a CPU does in a fraction of a second, so that a run there ends and can be cancelled.
 _MOST_WEIGHTS_ON_CPU = 32 << 20
 _MOST_TOKENS_ON_CPU = 64
@@ -49,59 +48,66 @@ def feasible_tokens(tokens: int, device: torch.device) -> int:
 
 
 def benchmark_shape(
-    shape: LinearShape,
-    tokens: int,
-    device: torch.device,
-    methods: Sequence[Method] = BENCHMARK_METHODS,
+    shape: LinearShape, tokens: int, device: torch.device, methods: Sequence[Method] = BENCHMARK_METHODS, **how: Any
+) -> ShapeResult:
+    """Time `methods` on one shape with random bf16 data, as `time_methods` does, whose keywords these are.
+
+    The quantization of the activations is part of every INT8 and FP8 method's time.
+    """
+    m, weights = shape.tokens or tokens, shape.n * shape.k
+    copies = 1
+    if device.type == "cuda":
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        copies = weight_copies(weights, cache_bytes, int(bytes_per_copy(methods) * weights), free_bytes(device))
+    result = ShapeResult(shape, m, copies)
+    time_methods(result, methods, Operands(m, shape.n, shape.k, copies, device), **how)
+    ran = [method for method in methods if method.name in result.rounds]
+    result.weight_bytes = {method.name: method.form.bytes_per_weight * weights for method in ran}
+    torch.cuda.empty_cache()
+    return result
+
+
+def benchmark_attention(
+    call: AttentionCall, device: torch.device, methods: Sequence[AttentionMethod] = ATTENTION_METHODS, **how: Any
+) -> AttentionResult:
+    """The same for one call of attention."""
+    result = AttentionResult(call)
+    time_methods(result, methods, AttentionOperands(call, device), **how)
+    torch.cuda.empty_cache()
+    return result
+
+
+def time_methods(
+    result: Times,
+    methods: Sequence[Method] | Sequence[AttentionMethod],
+    operands: Any,
     rounds: int = 3,
     check: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda method: None,
-) -> ShapeResult:
-    """Time `methods` on one shape with random bf16 data; `check` runs between them and may raise to stop.
+) -> None:
+    """Time `methods` on their operands, for a result; `check` runs between them and may raise to stop.
 
-    The quantization of the activations is part of every INT8 and FP8 method's time except of those called "GEMM alone".
     What this machine does not have, or has no memory for, is left out. A GPU must be the current one. `say` gets the
-    name of each method that is prepared.
+    name of each method that is prepared. What the user can switch off is prepared last: it may take the memory.
     """
-    m = shape.tokens or tokens
-    on_gpu = device.type == "cuda"
-    operands = Operands(m, shape.n, shape.k, _copies(shape, device, methods) if on_gpu else 1, device)
-    result = ShapeResult(shape, m, operands.copies)
-    rows = torch.arange(0, m, max(1, m // _ERROR_ROWS), device=device)
-    expected = _exact_product(operands, rows)
-    pool = GraphPool() if on_gpu else None
+    exact, device = operands.exact(), operands.device
+    pool = GraphPool() if device.type == "cuda" else None
     series = {}
-    for method in sorted(methods, key=lambda method: method.large):
+    for method in sorted(methods, key=lambda method: method.tick != ""):
         check()
         say(method.name)
         with leaving_out(method.name, method.foreign, result.absent):
             with interruptible(check):
                 call = method.call(operands)
-                output = call(0)[rows].double()
-            exact = expected + operands.bias.double() if method.with_bias else expected
+                output = operands.sample(call(0)).double()
             result.relative_errors[method.name] = ((output - exact).norm() / exact.norm()).item()
-            result.weight_bytes[method.name] = method.form.bytes_per_weight * shape.n * shape.k
             series[method.name] = CallSeries(call, operands.copies, device, pool)
-    result.rounds = sustained_milliseconds(series, rounds, check)
-    result.looped = [name for name, calls in series.items() if calls.looped]
-    del series, operands
-    if on_gpu:
-        torch.cuda.empty_cache()
-    return result
+    ran = {method.name: series[method.name] for method in methods if method.name in series}
+    result.rounds = sustained_milliseconds(ran, rounds, check)
+    result.looped = [name for name, calls in ran.items() if calls.looped]
 
 
-def _exact_product(operands: Operands, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of x . weight^T in float64."""
-    x = operands.x[rows].double()
-    return torch.cat([x @ part.double().t() for part in operands.weight.split(_ERROR_COLUMNS)], 1)
-
-
-def _copies(shape: LinearShape, device: torch.device, methods: Sequence[Method]) -> int:
-    weights = shape.n * shape.k
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return weight_copies(weights, cache_bytes, int(bytes_per_copy(methods) * weights), _free_bytes(device))
-
-
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is to be had."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused

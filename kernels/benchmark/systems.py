@@ -1,16 +1,14 @@
 """How each system of the benchmark holds its weight and computes a linear: this pack's, PyTorch's, those of others."""
 
-import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..card.device import fused_obstacle
-from ..card.machine import native_backend
 from ..gguf.formats import GGUF_FORMATS
 from ..internals import kitchen as comfy_kitchen
 from ..internals.torch_functions import scaled_mm
@@ -22,7 +20,10 @@ from ..reference.linear import int8_accumulate_reference
 from ..reference.transform import ChannelTransform
 from ..weights.gguf import quantize_gguf
 from ..weights.grouped import expand_codes
-from .operands import Operands, Prepare, PreparedCall, Unavailable, WeightForm, first_line
+from .operands import Operands, Unavailable, WeightForm
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+Prepare = Callable[[Operands, torch.Tensor], Call]
 
 _OLDEST_FP8_CAPABILITY = (8, 9)
 _FP8_MAX = 448.0  # of e4m3
@@ -66,18 +67,6 @@ def require_fp16_sums(device: torch.device) -> None:
         raise Unavailable("no fp16 sums in this PyTorch; those for CUDA have them from 2.7 on")
 
 
-@contextlib.contextmanager
-def fp16_sums() -> Iterator[None]:
-    """cuBLAS adds fp16 products in fp16, which ComfyUI's `--fast fp16_accumulation` allows for good."""
-    settings = torch.backends.cuda.matmul
-    before = settings.allow_fp16_accumulation
-    settings.allow_fp16_accumulation = True
-    try:
-        yield
-    finally:
-        settings.allow_fp16_accumulation = before
-
-
 def require_fp8(device: torch.device) -> None:
     """Raise Unavailable where `torch._scaled_mm` has no e4m3 to run on."""
     if device.type != "cuda":
@@ -105,10 +94,7 @@ def require_fp8_as_storage(device: torch.device) -> None:
 def bitsandbytes() -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise Unavailable("bitsandbytes is not installed: `pip install bitsandbytes`")
-    try:
-        return importlib.import_module("bitsandbytes.functional")
-    except Exception as error:  # it looks for its CUDA library while it is imported
-        raise Unavailable(f"bitsandbytes does not work here: {first_line(error)}") from error
+    return importlib.import_module("bitsandbytes.functional")
 
 
 def _quantize_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,64 +102,47 @@ def _quantize_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, state.absmax
 
 
-def require_native(device: torch.device) -> None:
-    """Raise Unavailable where ComfyUI's own INT8 linears cannot run."""
-    try:
-        native_backend(device)
-    except LookupError as error:
-        raise Unavailable(str(error)) from error
-
-
-def kitchen_int8_linear(backend: str, device: torch.device) -> Callable[..., torch.Tensor]:
-    """comfy-kitchen's `int8_linear` of one backend, "cuda" or "triton", past its choice of the best one.
-
-    Raises Unavailable with comfy-kitchen's reason where the backend cannot be had. The function itself may still raise.
-    """
-    if device.type != "cuda":
-        raise Unavailable("no GPU")
-    try:
-        return comfy_kitchen.kitchen_linear(backend)
-    except LookupError as error:
-        raise Unavailable(str(error)) from error
-
-
 def require_fused(device: torch.device) -> None:
     """Raise Unavailable where the fused kernel cannot run."""
-    obstacle = "no GPU" if device.type != "cuda" else fused_obstacle(device)
-    if obstacle is not None:
+    if obstacle := "no GPU" if device.type != "cuda" else fused_obstacle(device):
         raise Unavailable(obstacle)
 
 
-def bf16(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
-    return lambda copy: F.linear(operands.x, weights[copy])
+def bf16(operands: Operands, scale: torch.Tensor) -> Call:
+    return lambda weight: F.linear(operands.x, weight)
 
 
-def fp16_in_fp16_sums(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+def fp16_in_fp16_sums(operands: Operands, scale: torch.Tensor) -> Call:
     x = operands.x.half()  # exact: a model in fp16 has its activations so
 
-    def call(copy: int) -> torch.Tensor:
-        with fp16_sums():
-            return F.linear(x, weights[copy])
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        settings = torch.backends.cuda.matmul
+        before = settings.allow_fp16_accumulation
+        settings.allow_fp16_accumulation = True  # as ComfyUI's `--fast fp16_accumulation` does for good
+        try:
+            return F.linear(x, weight)
+        finally:
+            settings.allow_fp16_accumulation = before
 
     return call
 
 
-def fp8(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
-    return lambda copy: scaled_mm(*quantize_fp8(operands.x), weights[copy].t(), scale)
+def fp8(operands: Operands, scale: torch.Tensor) -> Call:
+    return lambda weight: scaled_mm(*quantize_fp8(operands.x), weight.t(), scale)
 
 
-def fp8_dequantized(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+def fp8_dequantized(operands: Operands, scale: torch.Tensor) -> Call:
     factor = scale.bfloat16()
-    return lambda copy: F.linear(operands.x, weights[copy].bfloat16() * factor)
+    return lambda weight: F.linear(operands.x, weight.bfloat16() * factor)
 
 
-def nf4(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+def nf4(operands: Operands, scale: torch.Tensor) -> Call:
     library = bitsandbytes()
 
-    def call(copy: int) -> torch.Tensor:
-        weight = torch.empty_like(operands.weight)
-        library.dequantize_4bit(weights[copy], absmax=scale, out=weight, blocksize=_NF4_BLOCK, quant_type="nf4")
-        return F.linear(operands.x, weight)
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        floats = torch.empty_like(operands.weight)
+        library.dequantize_4bit(weight, absmax=scale, out=floats, blocksize=_NF4_BLOCK, quant_type="nf4")
+        return F.linear(operands.x, floats)
 
     return call
 
@@ -181,55 +150,58 @@ def nf4(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) ->
 def gguf(name: str) -> Prepare:
     blocks = GGUF_FORMATS[name]
 
-    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
-        stacked = [weight.unflatten(1, (-1, blocks.bytes)) for weight in weights]
-        return lambda copy: F.linear(operands.x, blocks.decode(stacked[copy], torch.bfloat16))
+    def floats(weight: torch.Tensor) -> torch.Tensor:
+        return blocks.decode(weight.unflatten(1, (-1, blocks.bytes)), torch.bfloat16)
 
-    return prepare
+    return lambda operands, scale: lambda weight: F.linear(operands.x, floats(weight))
 
 
-def native(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+def native(operands: Operands, scale: torch.Tensor) -> Call:
     linear = comfy_kitchen.kitchen_linear()
-    return lambda copy: linear(operands.x, weights[copy], scale, None, torch.bfloat16)
+    return lambda weight: linear(operands.x, weight, scale, None, torch.bfloat16)
 
 
 def kitchen(backend: str, **options: object) -> Prepare:
-    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
-        linear = kitchen_int8_linear(backend, operands.device)
-        return lambda copy: linear(operands.x, weights[copy], scale, out_dtype=torch.bfloat16, **options)
+    """comfy-kitchen's `int8_linear` of one backend, "cuda" or "triton", past its choice of the best one."""
+
+    def prepare(operands: Operands, scale: torch.Tensor) -> Call:
+        if operands.device.type != "cuda":
+            raise Unavailable("no GPU")
+        linear = comfy_kitchen.kitchen_linear(backend)
+        return lambda weight: linear(operands.x, weight, scale, out_dtype=torch.bfloat16, **options)
 
     return prepare
 
 
-def fake_quant(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+def fake_quant(operands: Operands, scale: torch.Tensor) -> Call:
     scale_column = scale[:, None].bfloat16()
 
-    def call(copy: int) -> torch.Tensor:
+    def call(weight: torch.Tensor) -> torch.Tensor:
         q, q_scale = quantize_activations(operands.x)
-        return F.linear(q.bfloat16() * q_scale[:, None].bfloat16(), weights[copy].bfloat16() * scale_column)
+        return F.linear(q.bfloat16() * q_scale[:, None].bfloat16(), weight.bfloat16() * scale_column)
 
     return call
 
 
-def unfused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
-    def call(copy: int) -> torch.Tensor:
+def unfused(operands: Operands, scale: torch.Tensor) -> Call:
+    def call(weight: torch.Tensor) -> torch.Tensor:
         q, q_scale = quantize_activations(operands.x)
-        return (int8_accumulate_reference(q, weights[copy]).float() * q_scale[:, None] * scale).bfloat16()
+        return (int8_accumulate_reference(q, weight).float() * q_scale[:, None] * scale).bfloat16()
 
     return call
 
 
-def fused(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
-    return lambda copy: int8_linear(operands.x, weights[copy], scale)
+def fused(operands: Operands, scale: torch.Tensor) -> Call:
+    return lambda weight: int8_linear(operands.x, weight, scale)
 
 
-def fused_codes(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+def fused_codes(operands: Operands, scale: torch.Tensor) -> Call:
     n, k = operands.weight.shape
     codebook = torch.tensor(DEFAULT_CODEBOOK, device=operands.device)
     transform = ChannelTransform(None, _ROTATION_GROUP)
 
-    def call(copy: int) -> torch.Tensor:
-        codes, groups = weights[copy].split((n * k // 2, n * k // GROUP))
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        codes, groups = weight.split((n * k // 2, n * k // GROUP))
         groups = groups.view(torch.float8_e4m3fn).view(n, -1)
         q = expand_codes(GroupedCodes(codes.view(n, -1), groups, codebook, GROUP))
         return int8_linear(operands.x, q, scale, transform=transform)

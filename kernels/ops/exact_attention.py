@@ -16,7 +16,7 @@ from torch.backends.cuda import (
     can_use_efficient_attention,
     can_use_flash_attention,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from ..card.choices import Choices
 from ..card.machine import describe_machine
@@ -177,28 +177,6 @@ def exact_ways(
     return tuple(name for name, way in EXACT_WAYS.items() if way.takes(call))
 
 
-def attend_by(
-    way: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Exact attention by one way and no other, with the arguments of `exact_attention`.
-
-    Raises RuntimeError where that way does not compute such a call.
-    """
-    backends, compute = EXACT_WAYS[way].backends, EXACT_WAYS[way].compute
-    if compute is not None:
-        return compute(q, k, v, mask, scale)
-    if not backends:
-        return _attend(q, k, v, mask, scale, enable_gqa)
-    with sdpa_kernel(list(backends)):
-        return _attend(q, k, v, mask, scale, enable_gqa)
-
-
 def _may_choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether there is anything to choose; a gradient is PyTorch's matter."""
     if q.device.type != "cuda" or torch.version.hip is not None or q.ndim != 4 or q.numel() < _SMALL:
@@ -263,13 +241,28 @@ def _planned(
     if plan is not None and plan.repeats:
         k, v = _repeated(q, k, v)
         grouped = False
-    if plan is None or plan.way == PYTORCH:
-        return _attend(q, k, v, mask, scale, grouped)
-    compute = EXACT_WAYS[plan.way].compute
+    return attend_by(PYTORCH if plan is None else plan.way, q, k, v, mask, scale, grouped)
+
+
+def attend_by(
+    way: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Exact attention by one of `exact_ways`, with the arguments of `exact_attention`.
+
+    What the way refuses after all goes to the next. Raises RuntimeError where it promised too much.
+    """
+    if way == PYTORCH:
+        return _attend(q, k, v, mask, scale, enable_gqa)
+    compute = EXACT_WAYS[way].compute
     if compute is not None:
         return compute(q, k, v, _with_axes(mask), scale)
-    # What the way refuses after all goes to the next.
-    return attend(_ORDERS[plan.way], q, k, v, mask, scale, grouped)
+    return attend(_ORDERS[way], q, k, v, mask, scale, enable_gqa)
 
 
 def attend(

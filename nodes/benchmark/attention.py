@@ -1,4 +1,4 @@
-"""A MODEL's attention, or Ideogram 4's, by every way; and what follows for exact attention on this card."""
+"""A MODEL's attention: which calls it makes, and what follows for exact attention on this card from their times."""
 
 import datetime
 from collections.abc import Sequence
@@ -8,17 +8,12 @@ import torch
 
 from ...kernels import ATTENTION_CHOICES, Choice
 from ...kernels.benchmark import (
-    ATTENTION_METHODS,
     COMFYUI_CHOICE,
     AttentionCall,
     AttentionResult,
     AttentionShape,
-    attention_memory,
-    benchmark_attention,
-    feasible_call,
+    total_times,
 )
-from ..comfyui import memory
-from ..host.work import Progress, make_room
 
 
 def attention_call(
@@ -45,34 +40,16 @@ def attention_call(
     return AttentionCall(name, heads, AttentionShape(tokens, keys, width, mask is not None), key_heads, batch)
 
 
-def measure_attention(
-    calls: Sequence[AttentionCall], device: torch.device, progress: Progress
-) -> list[AttentionResult]:
-    """Time every way on these calls. Raises ComfyUI's interrupt on cancel."""
-    timing = progress.part(1, max(1, len(calls) * len(ATTENTION_METHODS)))
-    results = []
-    for call in (feasible_call(call, device) for call in calls):
-        make_room(device, attention_memory(call))
-
-        def say(method: str, call: AttentionCall = call) -> None:
-            timing.step()
-            timing.say(f"{call.name}: {method}")
-
-        results.append(benchmark_attention(call, device, check=memory.check_cancelled, say=say))
-    return results
-
-
 def attention_sentences(results: Sequence[AttentionResult]) -> list[str]:
     """The fastest exact way of each call, in words; none where there was no choice."""
     sentences = []
     for result in results:
         times = result.exact_milliseconds()
-        if len(times) < 2 or COMFYUI_CHOICE not in result.milliseconds:
+        if len(times) < 2 or COMFYUI_CHOICE not in result.rounds:
             continue
         best = min(times, key=times.__getitem__)
-        speed = result.milliseconds[COMFYUI_CHOICE] / times[best]
-        place = result.place()
-        sentences.append(f"Exact attention, {place}: {best} is the fastest, {speed:.2f} x ComfyUI's choice.")
+        speed = f"{result.speedup(best):.2f} x ComfyUI's choice"
+        sentences.append(f"Exact attention, {result.place()}: {best} is the fastest, {speed}.")
     return sentences
 
 
@@ -81,18 +58,14 @@ def store_attention(device: torch.device, results: Sequence[AttentionResult]) ->
 
     Returns a sentence, none where there was no choice.
     """
-    earlier = ATTENTION_CHOICES.stored(device)
-    totals: dict[tuple, dict[str, float]] = {}
-    for result in results:
-        times = result.exact_milliseconds()
-        if len(times) > 1:
-            before = totals.get(result.call.shape, dict.fromkeys(times, 0.0))
-            totals[result.call.shape] = {way: before[way] + times[way] for way in before if way in times}
+    found = [(result.call.shape, result.exact_milliseconds()) for result in results]
+    totals = total_times((shape, times) for shape, times in found if len(times) > 1)
     if not totals:
         return []
-    found = totals if earlier is None else {**earlier.milliseconds, **totals}
+    earlier = ATTENTION_CHOICES.stored(device)
+    choice = Choice(datetime.date.today().isoformat(), {**(earlier.milliseconds if earlier else {}), **totals})
     try:
-        ATTENTION_CHOICES.decide_by(device, Choice(datetime.date.today().isoformat(), found))
+        ATTENTION_CHOICES.decide_by(device, choice)
     except OSError as error:
         return [f"What was fastest of attention could not be stored ({error})."]
     return ["This is stored for the attention choice auto."]

@@ -9,21 +9,27 @@ from typing import Any
 
 import torch
 
-from ...kernels import BF16
-from ...kernels.benchmark import AttentionCall, Calls, ForwardSplit, Product, Stopwatch
+from ...kernels.benchmark import (
+    AttentionCall,
+    BlockCalls,
+    Calls,
+    ForwardSplit,
+    LinearShape,
+    Stopwatch,
+)
 from ..comfyui.attention import OVERRIDE
 from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
 from ..comfyui.sampling import empty_latent, euler, latent_of, sample, simple_sigmas
 from ..layers.layer_selection import quantizable_linears
 from .attention import attention_call
-from .blocks import block_lists
+from .blocks import block_lists, fused_speedup
 
 _NULL_CONDITIONING = [[None, {}]]
 _KEY = "int8_dit_benchmark"
 _PIXELS = 1024
-# A forward is compared, five find out whether deferring is faster. Then some are timed as they are, one with a clock at
-# each block, one with a clock at each linear.
-_PLAIN, _BLOCKS, _LINEARS = (7, 8, 9), 10, 11
+# A forward is compared, five find out whether deferring is faster. Then three are timed as they are, and one with a
+# clock at each block, linear and attention.
+_BEFORE, _STEPS = 6, 10
 _WORTH_TIMING, _MOST_ATTENTION_CALLS = 0.98, 4
 # A model of more weights keeps a CPU for minutes.
 _MOST_WEIGHTS_ON_CPU = 100e6
@@ -41,13 +47,14 @@ def measure_forward(
     Without `positive` the model runs without text, without `latent` at 1024 px. Raises NoForward where that fails,
     what `check` raises between steps.
     """
-    if model.load_device.type == "cpu" and _weights(model) > _MOST_WEIGHTS_ON_CPU:
+    weights = sum(parameter.numel() for parameter in model.model.diffusion_model.parameters())
+    if model.load_device.type == "cpu" and weights > _MOST_WEIGHTS_ON_CPU:
         raise NoForward("a forward of a model of this size takes too long on a CPU")
     watched = model.clone()
     clock = _Clock(watched, check)
     watched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, clock.call)
     samples = latent_of(watched, empty_latent(watched, _PIXELS) if latent is None else latent)
-    sigmas = simple_sigmas(watched, _LINEARS)
+    sigmas = simple_sigmas(watched, _STEPS)
     try:
         prompt = positive or _NULL_CONDITIONING
         sample(watched, prompt, None, 1.0, euler(), sigmas, samples, 0, lambda *_: check())
@@ -58,69 +65,65 @@ def measure_forward(
     return clock.split()
 
 
-def _weights(model: ModelPatcher) -> float:
-    return sum(parameter.numel() for parameter in model.model.diffusion_model.parameters())
-
-
 class _Clock:
-    """Times calls of a MODEL: one undisturbed, one with every block watched, one with every linear and attention."""
+    """Times calls of a MODEL: some undisturbed, then one with every block, linear and attention watched."""
 
     def __init__(self, model: ModelPatcher, check: Callable[[], None]) -> None:
         self._linears = quantizable_linears(model)
-        self._lists = block_lists(model.model.diffusion_model)
+        lists = block_lists(model.model.diffusion_model)
+        self._notes: list[tuple[torch.nn.Module, Callable[..., None]]] = [
+            *((block, partial(self._note_block, path)) for path, blocks in lists.items() for block in blocks),
+            *((module, partial(self._note_linear, name)) for name, module in self._linears.items()),
+        ]
         self._device, self._check = model.load_device, check
         self._watch = Stopwatch(model.load_device)
-        self._calls = 0
-        self._whole: dict[int, Any] = {}
-        self._spans: dict[Product, list[Any]] = {}
-        self._names: dict[Product, str] = {}
+        self._whole: list[Any] = []
+        self._products: dict[tuple[int, int, int], tuple[str, list]] = {}
         self._attention: list[tuple[AttentionCall | None, Any]] = []
-        self._watches_attention = False
-        self._blocks: list[Any] = []
+        self._called: dict[str, tuple[list, tuple]] = {}  # the blocks of a list, and what one was called with
+        self._blocks: list[BlockCalls] = []
+        self._watches = False
         options = options_of(model)
         options[OVERRIDE] = partial(self._attend, options.get(OVERRIDE))
 
     def call(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        self._calls += 1
+        self._watches = len(self._whole) == _STEPS - 1
         with ExitStack() as undo:
-            if self._calls == _BLOCKS:
-                for blocks in self._lists:
-                    for remove in blocks.watch(self._watch):
-                        undo.callback(remove)
-            elif self._calls == _LINEARS:
-                self._watches_attention = True
-                for name, module in self._linears.items():
-                    begin, end = self._watching(name)
-                    undo.callback(module.register_forward_pre_hook(begin).remove)
-                    undo.callback(module.register_forward_hook(end).remove)
-            span = self._whole[self._calls] = self._watch.begin()
+            for module, note in self._notes if self._watches else ():
+                self._time(module, undo, note)
+            self._whole.append(self._watch.begin())
             output = executor(*args, **kwargs)
-            self._watch.end(span)
-        if self._calls == _LINEARS:
-            self._watches_attention = False
-            found = (blocks.measured(self._watch, self._device, self._check) for blocks in self._lists)
-            self._blocks = [blocks for blocks in found if blocks is not None]
+            self._watch.end(self._whole[-1])
+        self._watches = False
+        for path, (spans, (block, args, kwargs)) in self._called.items():
+            speedup = fused_speedup(block, f"{path}.0", args, kwargs, self._device, self._check)
+            self._blocks.append(BlockCalls(len(spans), self._total(spans), path, speedup))
+        self._called.clear()
         return output
 
-    def _watching(self, name: str) -> tuple[Callable, Callable]:
+    def _time(self, module: torch.nn.Module, undo: ExitStack, note: Callable[..., None]) -> None:
+        """Let `note` know of each call of a module until `undo`: its span, the module, its arguments, its output."""
         begun: list[Any] = []
 
-        def begin(module: torch.nn.Module, inputs: tuple) -> None:
-            begun.append(self._watch.begin())
+        def end(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            self._watch.end(begun[-1])
+            note(begun.pop(), module, args, kwargs, output)
 
-        def end(module: Any, inputs: tuple, output: torch.Tensor) -> None:
-            span = begun.pop()
-            self._watch.end(span)
-            n = output.shape[-1]
-            product = Product(output.numel() // n, n, module.in_features)  # its input may be wider, and activated by it
-            self._names.setdefault(product, label(name))
-            self._spans.setdefault(product, []).append(span)
+        undo.enter_context(module.register_forward_pre_hook(lambda *_: begun.append(self._watch.begin())))
+        undo.enter_context(module.register_forward_hook(end, with_kwargs=True))
 
-        return begin, end
+    def _note_block(self, path: str, span: Any, module: Any, args: tuple, kwargs: dict, output: Any) -> None:
+        spans, _ = self._called.get(path, ([], ()))
+        self._called[path] = [*spans, span], (module, args, kwargs)
+
+    def _note_linear(self, name: str, span: Any, module: Any, args: tuple, kwargs: dict, output: torch.Tensor) -> None:
+        n = output.shape[-1]
+        product = output.numel() // n, n, module.in_features  # its input may be wider, and activated by it
+        self._products.setdefault(product, (label(name), []))[1].append(span)
 
     def _attend(self, earlier: Callable | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
         attend = function if earlier is None else partial(earlier, function)
-        if not self._watches_attention:
+        if not self._watches:
             return attend(*args, **kwargs)
         span = self._watch.begin()
         output = attend(*args, **kwargs)
@@ -128,34 +131,35 @@ class _Clock:
         self._attention.append((attention_call(*args, **kwargs), span))
         return output
 
+    def _total(self, spans: list) -> float:
+        return sum(map(self._watch.milliseconds, spans))
+
     def _attention_calls(self) -> tuple[AttentionCall, ...]:
         """The kinds of attention calls that together take nearly all of its time, the longest first."""
-        found: dict[AttentionCall | None, list[float]] = {}
+        found: dict[AttentionCall | None, list] = {}
         for call, span in self._attention:
-            found.setdefault(call, []).append(self._watch.milliseconds(span))
-        ordered = sorted(found, key=lambda call: -sum(found[call]))
-        total, chosen, covered = sum(map(sum, found.values())), [], 0.0
-        for call in ordered[:_MOST_ATTENTION_CALLS]:
-            if call is not None and covered < _WORTH_TIMING * total:
+            found.setdefault(call, []).append(span)
+        times = {call: self._total(spans) for call, spans in found.items()}
+        chosen, covered = [], 0.0
+        for call in sorted(times, key=lambda call: -times[call])[:_MOST_ATTENTION_CALLS]:
+            if call is not None and covered < _WORTH_TIMING * sum(times.values()):
                 chosen.append(dataclasses.replace(call, count=len(found[call])))
-            covered += sum(found[call])
+            covered += times[call]
         return tuple(chosen)
 
     def split(self) -> ForwardSplit:
         """What was found. Raises NoForward where the sampling called no linear."""
-        if not self._spans:
+        if not self._products:
             raise NoForward("no linear of this model was called")
-        times = {product: sum(map(self._watch.milliseconds, spans)) for product, spans in self._spans.items()}
-        calls = {p: Calls(self._names[p], len(spans), times[p]) for p, spans in self._spans.items()}
-        in_floats = all(type(module.weight) is torch.nn.Parameter for module in self._linears.values())
-        whole = {number: self._watch.milliseconds(span) for number, span in self._whole.items()}
         return ForwardSplit(
-            statistics.median(whole[number] for number in _PLAIN),
-            whole[_LINEARS],
-            calls,
-            sum(self._watch.milliseconds(span) for _, span in self._attention),
-            BF16 if in_floats else None,
-            whole[_BLOCKS],
+            statistics.median(map(self._watch.milliseconds, self._whole[_BEFORE : _STEPS - 1])),
+            self._watch.milliseconds(self._whole[_STEPS - 1]),
+            {
+                LinearShape(name, n, k, m): Calls(len(spans), self._total(spans))
+                for (m, n, k), (name, spans) in self._products.items()
+            },
+            self._total([span for _, span in self._attention]),
+            all(type(module.weight) is torch.nn.Parameter for module in self._linears.values()),
             self._blocks,
             self._attention_calls(),
         )

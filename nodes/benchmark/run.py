@@ -4,13 +4,14 @@ import contextlib
 import datetime
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, BF16, FUSED, WAYS, Choice
+from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, FUSED, WAYS, Choice
 from ...kernels.benchmark import (
+    ATTENTION_METHODS,
     COMFYUI_INT8,
     IDEOGRAM4_SHAPES,
     METHOD_OF_WAY,
@@ -18,27 +19,25 @@ from ...kernels.benchmark import (
     ForwardSplit,
     Health,
     LinearShape,
-    Report,
     ShapeResult,
-    attention_table,
-    auto_choice_sentence,
+    attention_memory,
+    benchmark_attention,
     benchmark_shape,
     deployment_table,
     describe_machine,
     examine,
     examine_again,
+    feasible_call,
     feasible_tokens,
     forward_table,
     headline,
     hopeless,
     ideogram4_attention,
     markdown,
-    method_table,
     native_backend,
     notes,
     relative_times,
     shown_methods,
-    times_by_way,
     title,
     totals_by_shape,
     working_memory,
@@ -48,7 +47,7 @@ from ..comfyui.patcher import ModelPatcher
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
 from ..layers.layer_selection import quantizable_linears
-from .attention import attention_sentences, measure_attention, store_attention
+from .attention import attention_sentences, store_attention
 from .forward import NoForward, label, measure_forward
 
 STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"
@@ -67,62 +66,73 @@ class Outcome:
     """What one run found out.
 
     Attributes:
-        report: every figure of the linears.
+        machine: card, driver, versions and date.
         health: of the card.
+        linears: the times of the linears.
+        attention: those of the longest kinds of attention calls.
         split: a forward of the MODEL, or None where none was measured.
         sentences: what it means, the most important first.
-        attention: the longest kinds of attention calls.
+        remarks: what else is to be said.
     """
 
-    report: Report
+    machine: dict[str, str]
     health: Health
+    linears: Sequence[ShapeResult]
+    attention: Sequence[AttentionResult]
     split: ForwardSplit | None
     sentences: list[str]
     remarks: list[str]
-    attention: Sequence[AttentionResult] = ()
 
     @property
     def headline(self) -> str:
         """What the run found out, in one sentence."""
-        return headline(self.report.shapes, self.split)
+        return headline(self.linears, self.split)
 
-    @property
-    def environment(self) -> str:
-        """The card and the versions."""
-        return title(self.report.environment)
-
-    def sections(self, methods: Sequence, file: str | None) -> list[dict]:
+    def sections(self, file: str | None) -> list[dict]:
         """What web/results.js shows inside the node: a table each."""
-        columns, rows = deployment_table(self.report.shapes)
-        first = {
-            "title": self.headline,
-            "bars": [
-                {"name": name, "ratio": ratio, "ours": name == METHOD_OF_WAY[FUSED]}
-                for name, ratio in relative_times(self.report.shapes, self.split).items()
-            ],
+        ratios = relative_times(self.linears, self.split)
+        first = _section(self.headline, deployment_table(self.linears)) | {
+            "bars": [{"name": name, "ratio": ratio, "ours": name == FUSED} for name, ratio in ratios.items()],
             "summary": self.sentences,
             "valid": self.health.teraflops is None or self.health.healthy,
-            "columns": columns,
-            "rows": rows,
-            "notes": [],
         }
         if file is not None:
             first["download"] = {"filename": file, "subfolder": "", "type": "output"}
         sections = [first]
         if self.split is not None:
-            columns, rows = forward_table(self.split, self.report.shapes)
-            sections.append(_section("One forward", columns, rows))
-        for result in self.report.shapes:
-            columns, rows = method_table(result, methods)
-            sections.append(_section(f"{result.name}, {result.place()}", columns, rows))
-        for result in self.attention:
-            columns, rows = attention_table(result)
-            sections.append(_section(f"{result.name}, {result.place()}", columns, rows))
-        sections[-1]["notes"] = [*self.remarks, f"{self.environment}."]
+            sections.append(_section("One forward", forward_table(self.split, self.linears)))
+        for result in (*self.linears, *self.attention):
+            sections.append(_section(f"{result.name}, {result.place()}", result.table()))
+        sections[-1]["notes"] = [*self.remarks, f"{title(self.machine)}."]
         return sections
 
+    def as_json(self) -> dict:
+        """Every figure in JSON's types."""
+        content = {
+            "environment": self.machine,
+            "shapes": [result.as_json() for result in self.linears],
+            "health": str(self.health),
+            "sentences": self.sentences,
+            "notes": self.remarks,
+        }
+        if self.attention:
+            content["attention"] = [result.as_json() for result in self.attention]
+        if self.split is not None:
+            content["forward"] = {
+                "milliseconds": self.split.total,
+                "watched": self.split.watched,
+                "attention": self.split.attention,
+                "linears": [
+                    {"m": shape.tokens, "n": shape.n, "k": shape.k, "name": shape.name, **vars(calls)}
+                    for shape, calls in self.split.linears.items()
+                ],
+                "blocks": [vars(blocks) for blocks in self.split.blocks],
+            }
+        return content
 
-def _section(heading: str, columns: list[str], rows: list[list[str]]) -> dict:
+
+def _section(heading: str, table: tuple[list[str], list[list[str]]]) -> dict:
+    columns, rows = table
     return {"title": heading, "columns": columns, "rows": rows, "notes": []}
 
 
@@ -149,9 +159,8 @@ def run(
     methods = shown_methods(ticked)
     progress = Progress()
     progress.say("checking the card")
-    sentences, remarks = [], [_METHODS_NOTE]
+    split, remarks = None, [_METHODS_NOTE]
     with memory.current(device):
-        split = None
         if model is not None:
             progress.say("measuring a forward of the model")
             try:
@@ -161,52 +170,52 @@ def run(
         make_room(device, _GATE_BYTES)
         health = examine(device, check)
         shapes = _shapes(model, split, device, remarks)
-        timing = progress.part(0.85, max(1, len(shapes) * len(methods)))
+        timing = progress.part(0.85, len(shapes) * len(methods))
         if shapes:
             make_room(device, max(working_memory(shape, tokens) for shape in shapes))
-        results = [_time(shape, tokens, device, methods, timing) for shape in shapes]
+        linears = []
+        for shape in shapes:
+            rows, say = feasible_tokens(shape.tokens or tokens, device), _saying(timing, shape.name)
+            linears.append(benchmark_shape(shape, rows, device, methods, check=check, say=say))
         calls = [ideogram4_attention(tokens)] if model is None else [] if split is None else split.attention_calls
-        attention = measure_attention(calls, device, progress.part(0.1))
+        timing = progress.part(0.1, len(calls) * len(ATTENTION_METHODS))
+        attention = []
+        for call in (feasible_call(call, device) for call in calls):
+            make_room(device, attention_memory(call))
+            attention.append(benchmark_attention(call, device, check=check, say=_saying(timing, call.name)))
         health = examine_again(health, device)
-    report = Report(describe_machine(device), results)
-    report.health = str(health)
-    if split is not None and results:
-        sentences.append(auto_choice_sentence(split, results))
-    sentences += [str(health), _decide(device, health, split, results, ticked, decision)]
+    sentences = [str(health), _decide(device, health, split, linears, ticked, decision)]
     sentences += attention_sentences(attention)
     if device.type == "cuda" and decision == STORE and health.healthy:
         sentences += store_attention(device, attention)
-    remarks += [*_native_remark(device, ticked), *notes(results), *notes(attention)]
+    remarks += [*_native_remark(device, ticked), *notes(linears), *notes(attention)]
     progress.finish()
-    return Outcome(report, health, split, sentences, remarks, attention)
+    return Outcome(describe_machine(device), health, linears, attention, split, sentences, remarks)
+
+
+def _saying(progress: Progress, name: str) -> Callable[[str], None]:
+    """What shows that a method is prepared for what is called `name`, a step of the progress."""
+
+    def say(method: str) -> None:
+        progress.step()
+        progress.say(f"{name}: {method}")
+
+    return say
 
 
 def forget(device: torch.device) -> str:
-    """Forget the choice of a card; what was done, in words."""
+    """Forget the choices of a card; what was done, in words."""
     if device.type != "cuda":
-        return "No GPU: there is no stored verdict."
-    forgotten = [AUTO_CHOICES.decide_by(device, None), ATTENTION_CHOICES.decide_by(device, None)]
-    return _FORGOTTEN if any(forgotten) else "No verdict was stored for this card: nothing changes."
-
-
-_FORGOTTEN = "The stored verdict is forgotten: auto is fused INT8 on RTX 30 cards and bf16 on others again."
+        return "No GPU: there is no stored choice."
+    forgotten = [choices.decide_by(device, None) for choices in (AUTO_CHOICES, ATTENTION_CHOICES)]
+    if any(forgotten):
+        return "The stored choice is forgotten: auto is fused INT8 on RTX 30 cards and bf16 on others again."
+    return "No choice was stored for this card: nothing changes."
 
 
 def save_json(outcome: Outcome) -> str | None:
     """Write every figure into ComfyUI's output folder; the file's name, or None where it cannot be written."""
-    content = outcome.report.as_json() | {"sentences": outcome.sentences, "notes": outcome.remarks}
-    if outcome.attention:
-        content["attention"] = [result.as_json() for result in outcome.attention]
-    if outcome.split is not None:
-        linears = [product._asdict() | vars(calls) for product, calls in outcome.split.linears.items()]
-        content["forward"] = {
-            "milliseconds": outcome.split.total,
-            "watched": outcome.split.watched,
-            "attention": outcome.split.attention,
-            "linears": linears,
-            "blocks": [vars(blocks) for blocks in outcome.split.blocks],
-        }
-    text = json.dumps(content, indent=1, allow_nan=False)
+    text = json.dumps(outcome.as_json(), indent=1, allow_nan=False)
     for path in output_paths("int8_benchmark", "json"):
         try:
             with open(path, "x", encoding="utf-8") as file:
@@ -248,21 +257,6 @@ def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
     return list(shapes.values())
 
 
-def _time(shape: LinearShape, tokens: int, device: torch.device, methods: Sequence, progress: Progress) -> ShapeResult:
-    check = memory.check_cancelled
-
-    def say(method: str) -> None:
-        progress.step()
-        progress.say(f"{shape.name}: {method}")
-
-    tokens = feasible_tokens(shape.tokens or tokens, device)
-    result = benchmark_shape(shape, tokens, device, methods, check=check, say=say)
-    speed = result.speedup(METHOD_OF_WAY[FUSED])
-    if speed is not None:
-        progress.say(f"{shape.name}: fused INT8 {speed:.2f} x bf16")
-    return result
-
-
 def _decide(
     device: torch.device,
     health: Health,
@@ -280,7 +274,7 @@ def _decide(
         return f"Nothing was stored: {kept}"
     if not health.healthy:
         return f"Nothing was stored, because this run does not count: {kept}"
-    if not any({BF16, FUSED} <= times_by_way(result).keys() for result in results):
+    if all(result.speedup(FUSED) is None for result in results):
         return f"Nothing was stored, because the fused kernel was not timed beside bf16: {kept}"
     if "native_int8" not in ticked:
         return f"Nothing was stored, because ComfyUI's own INT8 was not timed (tick native_int8): {kept}"
@@ -288,7 +282,7 @@ def _decide(
     try:
         AUTO_CHOICES.decide_by(device, choice)
     except OSError as error:
-        return f"The verdict could not be stored ({error}): {kept}"
+        return f"The choice could not be stored ({error}): {kept}"
     winners = [METHOD_OF_WAY[way] for shape in choice.milliseconds if (way := choice.fastest(shape, WAYS, FUSED))]
     counted = ", ".join(f"{name} for {winners.count(name)}" for name in dict.fromkeys(winners))
     return f"Stored: auto now runs what was fastest here, of {len(winners)} shapes {counted}."

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from kernels.benchmark import methods as methods_table
 from kernels.benchmark import systems
 from kernels.benchmark.methods import (
     BENCHMARK_METHODS,
@@ -19,12 +18,12 @@ from kernels.benchmark.methods import (
     FUSED_CODES,
     TICKS,
     UNFUSED,
+    bytes_per_copy,
     shown_methods,
 )
-from kernels.benchmark.operands import Unavailable
-from kernels.benchmark.report import Report, ShapeResult, method_table, notes, same_within_noise
+from kernels.benchmark.operands import LinearShape, Operands, Unavailable
+from kernels.benchmark.report import ShapeResult, notes
 from kernels.benchmark.run import benchmark_shape, feasible_tokens, hopeless, weight_copies
-from kernels.benchmark.shapes import LinearShape
 from kernels.card.timing import CallSeries, GraphPool, sustained_milliseconds
 
 FP8, KITCHEN_CUDA = "fp8 _scaled_mm", "comfy-kitchen cuda"
@@ -45,21 +44,6 @@ def methods(*names, **changes):
     return [dataclasses.replace(method, **changes) for method in chosen]
 
 
-def cells(columns, row):
-    return dict(zip(columns, row, strict=True))
-
-
-def test_medians_speeds_and_rates():
-    result = made_up({BF16: 8.0, FUSED: 2.0})
-    result.rounds[BF16] = [9.0, 8.0, 3.0]
-    assert result.milliseconds == {BF16: 8.0, FUSED: 2.0}
-    assert result.speedup(FUSED) == 4.0
-    assert result.time_ratio(FUSED, BF16) == 0.25
-    assert result.speedup(KITCHEN_CUDA) is None and result.speedup(FUSED, KITCHEN_CUDA) is None
-    assert result.teraflops(BF16) == pytest.approx(2 * 100 * 1000 * 2000 / 8e-3 / 1e12)
-    assert result.teraflops(FP8) is None
-
-
 def test_the_table_of_methods_is_consistent():
     names = [method.name for method in BENCHMARK_METHODS]
     assert len(set(names)) == len(names)
@@ -68,7 +52,7 @@ def test_the_table_of_methods_is_consistent():
     assert everything == BENCHMARK_METHODS
     assert {method.tick for method in BENCHMARK_METHODS} == {"", *TICKS}
     # bf16, fp16, e4m3, INT8, NF4, Q8_0, Q4_K, W4A8
-    assert methods_table.bytes_per_copy() == 2 + 2 + 1 + 1 + 0.5625 + 34 / 32 + 144 / 256 + 9 / 16
+    assert bytes_per_copy() == 2 + 2 + 1 + 1 + 0.5625 + 34 / 32 + 144 / 256 + 9 / 16
 
 
 def test_notes_say_what_is_missing_and_what_is_doubtful():
@@ -87,21 +71,23 @@ def test_notes_say_what_is_missing_and_what_is_doubtful():
     assert "not captured" in looped and wrong.startswith(FUSED) and "20%" in unsteady
 
 
-def test_json_holds_every_figure():
-    result = made_up({BF16: 1.0, FUSED: 0.5})
-    result.rounds[BF16] = [3.0, 1.0, 2.0]
-    result.relative_errors = {BF16: 0.002, FUSED: math.nan}
-    result.absent = {FP8: "no FP8"}
-    report = Report({"card": "card", "date": "today"}, [result], "healthy")
-    content = json.loads(json.dumps(report.as_json(), allow_nan=False))
-    (shape,) = content["shapes"]
-    assert ShapeResult(LinearShape(**shape["shape"]), shape["m"], rounds=shape["rounds"]).rounds == result.rounds
-    assert shape["milliseconds"] == {BF16: 2.0, FUSED: 0.5}
-    assert shape["relative_errors"] == {BF16: 0.002, FUSED: None}
-    assert shape["absent"] == result.absent
-    assert list(content) == ["environment", "shapes", "quantizations", "copy_gigabytes_per_second", "health"]
-    assert content["quantizations"] == [] and content["copy_gigabytes_per_second"] is None
-    assert content["environment"] == report.environment
+def test_tables_and_json_of_one_shape():
+    result = made_up({BF16: 8.0, FUSED: 2.0})
+    result.rounds = {BF16: [9.0, 8.0, 3.0], FUSED: [1.9, 2.0, 2.1]}
+    result.relative_errors, result.weight_bytes = {BF16: 0.002, FUSED: math.nan}, {BF16: 4e6, FUSED: 2e6}
+    result.looped, result.absent = [FUSED], {FP8: "no FP8"}
+    assert result.speedup(FUSED) == 4.0 and result.speedup(KITCHEN_CUDA) is result.speedup(FUSED, FP8) is None
+    assert result.teraflops(BF16) == pytest.approx(2 * 100 * 1000 * 2000 / 8e-3 / 1e12)
+    columns, rows = result.table()
+    assert columns == ["", "ms", "spread", "TOPS", "x bf16", "error", "weight MB"]
+    assert rows == [
+        [BF16, "8.000", "± 37.5 %", "0.05", "1.00", "0.0020", "4.0"],
+        [FUSED, "2.000\\*", "± 5.0 %", "0.2", "4.00", "nan", "2.0"],
+    ]
+    content = json.loads(json.dumps(result.as_json(), allow_nan=False))
+    again = ShapeResult(LinearShape(**content["shape"]), content["m"], rounds=content["rounds"])
+    assert again.rounds == result.rounds and content["milliseconds"] == {BF16: 8.0, FUSED: 2.0}
+    assert content["relative_errors"] == {BF16: 0.002, FUSED: None} and content["absent"] == result.absent
 
 
 @pytest.mark.parametrize(
@@ -128,15 +114,16 @@ def test_rounds_alternate_between_the_methods():
 
 def test_peers_are_unavailable_on_a_cpu(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    operands = Operands(4, 32, 256, 1, CPU)
     for method in BENCHMARK_METHODS:
         if method.name in (COMFYUI_INT8, "NF4 dequantized"):
-            with pytest.raises(Unavailable, match="not installed"):
-                method.require(CPU)
+            with pytest.raises((Unavailable, LookupError), match="not installed"):
+                method.call(operands)
         elif method.foreign or method.name in (FUSED, FUSED_CODES):
             with pytest.raises(Unavailable, match="no GPU"):
-                method.require(CPU)
+                method.call(operands)
         else:
-            method.require(CPU)
+            method.call(operands)
 
 
 @pytest.fixture(params=(False, True))
@@ -176,8 +163,8 @@ def test_fp16_sums_are_left_out_where_pytorch_has_none(monkeypatch):
 
 @NEEDS_GPU
 def test_fp16_sums_are_what_they_say():
-    def in_float32_sums(operands, weights, scale):
-        return lambda copy: operands.x.half() @ weights[copy].t()
+    def in_float32_sums(operands, scale):
+        return lambda weight: operands.x.half() @ weight.t()
 
     (row,), (wide,) = methods(FP16_SUMS), methods(FP16_SUMS, prepare=in_float32_sums)
     errors = [
@@ -189,8 +176,8 @@ def test_fp16_sums_are_what_they_say():
 
 
 def test_a_peer_that_fails_is_left_out_and_our_own_method_is_not():
-    def failing(operands, weights, scale):
-        def call(copy):
+    def failing(operands, scale):
+        def call(weight):
             raise RuntimeError("first line\nsecond line")
 
         return call
@@ -231,23 +218,6 @@ def test_comfyui_s_own_int8_is_measured_where_it_can_be_had():
     (native,) = methods(COMFYUI_INT8)
     result = benchmark_shape(LinearShape("small", 96, 1024), 32, CPU, [native], rounds=1)
     assert 0.01 <= result.relative_errors[COMFYUI_INT8] <= 0.02 and result.rounds[COMFYUI_INT8][0] > 0
-
-
-def test_rows_of_one_shape():
-    result = made_up({BF16: 8.0, FUSED: 2.0})
-    result.rounds[FUSED] = [1.9, 2.0, 2.1]
-    result.relative_errors, result.weight_bytes = {BF16: 0.002}, {BF16: 4e6, FUSED: 2e6}
-    columns, rows = method_table(result, BENCHMARK_METHODS)
-    first, second = (cells(columns, row) for row in rows)
-    assert (first[""], second[""]) == (BF16, FUSED)
-    assert (second["ms"], second["spread"], second["x bf16"]) == ("2.000", "± 5.0 %", "4.00")
-    assert (first["error"], second["error"], second["weight MB"]) == ("0.0020", "-", "2.0")
-
-
-def test_what_overlaps_is_noise():
-    result = made_up({BF16: 1.0, FUSED: 1.0})
-    result.rounds = {BF16: [1.0, 1.1], FUSED: [1.05, 1.2], UNFUSED: [2.0, 2.1]}
-    assert same_within_noise(result, BF16, FUSED) and not same_within_noise(result, BF16, UNFUSED)
 
 
 def test_a_cpu_is_spared_what_is_hopeless():

@@ -120,14 +120,19 @@ def test_the_marks_are_where_their_figures_are(pack):
 
 def shapes(results):
     """The results of linears given as shape: {method: rounds}."""
-    from int8_dit.kernels.benchmark import LinearShape, ShapeResult
+    from int8_dit.kernels.benchmark.report import LinearShape, ShapeResult
 
     return [ShapeResult(LinearShape(name, 13824, 53248), 80661, rounds=rounds) for name, rounds in results.items()]
 
 
 def calls(count):
     """Results of attention calls, each method slower than the one before."""
-    from int8_dit.kernels.benchmark import ATTENTION_METHODS, AttentionCall, AttentionResult, AttentionShape
+    from int8_dit.kernels.benchmark.attention import (
+        ATTENTION_METHODS,
+        AttentionCall,
+        AttentionResult,
+        AttentionShape,
+    )
 
     call = AttentionCall("cross attention", 40, AttentionShape(32760, 32512, 128, True), 8, 2)
     rounds = {method.name: [n, n, 1.1 * n] for n, method in enumerate(ATTENTION_METHODS, 1)}

@@ -23,7 +23,8 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
-from kernels.benchmark import IDEOGRAM4_SHAPES, describe_machine, markdown, title
+from kernels.benchmark import describe_machine, markdown, title
+from kernels.benchmark.operands import IDEOGRAM4_SHAPES
 from kernels.card.timing import CallSeries, GraphPool, sustained_milliseconds
 from kernels.triton_kernels.tiles import GemmConfig, gemm_candidates
 from studies.ampere_on_hopper import prebuild_all, residency_on_sm86, short

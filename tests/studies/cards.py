@@ -14,8 +14,9 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 sys.path.append(str(PROJECT))
 
-from kernels.benchmark import LinearShape, ShapeResult, markdown, title
+from kernels.benchmark import markdown, title
 from kernels.benchmark.methods import BF16, COMFYUI_INT8, FUSED
+from kernels.benchmark.report import LinearShape, ShapeResult
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RIVALS = (

@@ -26,7 +26,7 @@ def main() -> None:
     arguments = study.start()
     import comfy.model_management
 
-    from int8_dit.kernels.benchmark import markdown, shown_methods
+    from int8_dit.kernels.benchmark import markdown
     from int8_dit.nodes.benchmark.forward import measure_forward
     from int8_dit.nodes.benchmark.run import KEEP, run, text_of
     from studies.variants import VARIANTS
@@ -43,7 +43,7 @@ def main() -> None:
         split = outcome.split
         predicted = {
             "bf16": (split.total, "the node's own forward"),
-            "unfused": (split.predicted(outcome.report.shapes, "fused int8"), "from the linears"),
+            "unfused": (split.predicted(outcome.linears, "fused int8"), "from the linears"),
             "pack": (split.predicted_blocks(), "from the blocks"),
         }
         rows = []
@@ -59,7 +59,7 @@ def main() -> None:
         f", {arguments.blocks} blocks with random weights, {arguments.pixels} px, 256 text tokens, one forward.",
         markdown(["one forward", "measured, ms", "Kernel Benchmark on the bf16 model, ms", "off by"], rows),
         "What the node shows:",
-        text_of(outcome.sections(shown_methods(["native_int8"]), None)),
+        text_of(outcome.sections(None)),
         rows=rows,
     )
 

@@ -20,31 +20,13 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from kernels.benchmark import (
-    IDEOGRAM4_SHAPES,
-    LinearShape,
-    Report,
-    ShapeResult,
-    benchmark_shape,
-    markdown,
-    notes,
-    title,
-)
+from kernels.benchmark import describe_machine, markdown, title
 from kernels.benchmark.methods import BENCHMARK_METHODS as SHOWN
 from kernels.benchmark.methods import BF16, COMFYUI_INT8, FP16_SUMS, FUSED, UNFUSED, Method
-from kernels.benchmark.operands import Operands, Prepare, PreparedCall, Unavailable, WeightForm
-from kernels.benchmark.report import _milliseconds, _number
-from kernels.benchmark.run import _free_bytes
-from kernels.benchmark.systems import (
-    E4M3,
-    PLAIN,
-    kitchen,
-    kitchen_int8_linear,
-    quantize_fp8,
-    require_fp8,
-    require_fused,
-)
-from kernels.card.machine import describe_machine
+from kernels.benchmark.operands import IDEOGRAM4_SHAPES, LinearShape, Operands, Unavailable, WeightForm
+from kernels.benchmark.report import ShapeResult, notes
+from kernels.benchmark.run import benchmark_shape, free_bytes
+from kernels.benchmark.systems import E4M3, PLAIN, Call, Prepare, kitchen, quantize_fp8, require_fp8, require_fused
 from kernels.card.timing import CallSeries, sustained_milliseconds
 from kernels.internals.torch_functions import scaled_mm
 from kernels.ops.linear import int8_gemm, int8_linear, quantize_activations
@@ -58,9 +40,11 @@ FUSED_GEMM, ROTATION = "fused GEMM alone", "fused + rotation"
 
 def transform(operands: Operands, smooth: bool = False, rotate: bool = False) -> ChannelTransform:
     """What a variant of the INT8 linear does to the channels. Raises Unavailable where K cannot be rotated."""
-    if rotate and operands.x.shape[1] % ROTATION_GROUP:
+    k, device = operands.x.shape[1], operands.device
+    if rotate and k % ROTATION_GROUP:
         raise Unavailable(f"K is not a multiple of {ROTATION_GROUP}")
-    return ChannelTransform(operands.smooth if smooth else None, ROTATION_GROUP if rotate else None)
+    factors = torch.rand(k, device=device, generator=torch.Generator(device).manual_seed(0)) + 0.5
+    return ChannelTransform(factors if smooth else None, ROTATION_GROUP if rotate else None)
 
 
 def form(smooth: bool = False, rotate: bool = False) -> WeightForm:
@@ -70,29 +54,30 @@ def form(smooth: bool = False, rotate: bool = False) -> WeightForm:
 ROTATED = form(rotate=True)
 
 
-def fp8_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+def fp8_gemm(operands: Operands, scale: torch.Tensor) -> Call:
     q, q_scale = quantize_fp8(operands.x)
-    return lambda copy: scaled_mm(q, q_scale, weights[copy].t(), scale)
+    return lambda weight: scaled_mm(q, q_scale, weight.t(), scale)
 
 
-def fused_gemm(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
+def fused_gemm(operands: Operands, scale: torch.Tensor) -> Call:
     q, q_scale = quantize_activations(operands.x)
-    return lambda copy: int8_gemm(q, q_scale, weights[copy], scale)
+    return lambda weight: int8_gemm(q, q_scale, weight, scale)
 
 
 def fused(bias: bool = False, smooth: bool = False, rotate: bool = False, activation_bits: int = 8) -> Prepare:
-    def prepare(operands: Operands, weights: list[torch.Tensor], scale: torch.Tensor) -> PreparedCall:
-        added = operands.bias if bias else None
+    def prepare(operands: Operands, scale: torch.Tensor) -> Call:
+        # It takes as long as any other bias, and the product is still that of the other rows.
+        added = torch.zeros_like(operands.weight[:, 0]) if bias else None
         options = {"transform": transform(operands, smooth, rotate), "activation_bits": activation_bits}
-        return lambda copy: int8_linear(operands.x, weights[copy], scale, added, **options)
+        return lambda weight: int8_linear(operands.x, weight, scale, added, **options)
 
     return prepare
 
 
-_kitchen = partial(Method, foreign=True, large=True)
+_kitchen = partial(Method, foreign=True)
 _fused = partial(Method, require=require_fused)
 VARIANTS = (
-    _fused("fused + bias", PLAIN, fused(bias=True), with_bias=True),
+    _fused("fused + bias", PLAIN, fused(bias=True)),
     _fused("fused + smoothing", form(smooth=True), fused(smooth=True)),
     _fused(ROTATION, ROTATED, fused(rotate=True)),
     _fused("fused + smoothing + rotation", form(smooth=True, rotate=True), fused(smooth=True, rotate=True)),
@@ -107,9 +92,8 @@ _BEHIND = {
             "comfy-kitchen cuda ConvRot",
             ROTATED,
             kitchen("cuda", convrot=True, convrot_groupsize=ROTATION_GROUP),
-            partial(kitchen_int8_linear, "cuda"),
         ),
-        _kitchen("comfy-kitchen triton", PLAIN, kitchen("triton"), partial(kitchen_int8_linear, "triton")),
+        _kitchen("comfy-kitchen triton", PLAIN, kitchen("triton")),
     ],
     UNFUSED: [_fused(FUSED_GEMM, PLAIN, fused_gemm)],
     FUSED: VARIANTS,
@@ -205,7 +189,7 @@ def benchmark_quantization(m: int, k: int, device: torch.device, rounds: int = 3
 def copy_bandwidth(device: torch.device, rounds: int = 3) -> float:
     """GB/s, read and written, of a copy that no cache holds any of."""
     on_gpu = device.type == "cuda"
-    size = min(_LARGE_COPY_BYTES, _free_bytes(device) // 4) if on_gpu else _LARGE_COPY_BYTES_ON_CPU
+    size = min(_LARGE_COPY_BYTES, free_bytes(device) // 4) if on_gpu else _LARGE_COPY_BYTES_ON_CPU
     source = torch.zeros(size, dtype=torch.int8, device=device)
     target = torch.zeros_like(source)
     times = sustained_milliseconds({COPY: CallSeries(lambda _: target.copy_(source), 1, device)}, rounds)
@@ -232,7 +216,7 @@ def table(results: Sequence[ShapeResult], methods: Sequence[Method]) -> tuple[li
                 result.place(),
                 *(_milliseconds(result, method) for method in ran),
                 *(_number(result.speedup(FUSED, reference), ".2f", " x") for reference in references),
-                _number(result.teraflops(BF16), ".3g"),
+                _number(result.teraflops(BF16) if BF16 in result.rounds else None, ".3g"),
                 _number(error, ".4f"),
             ]
         )
@@ -251,7 +235,7 @@ def variant_table(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[
     for result in results:
         cells = []
         for variant in VARIANTS:
-            ratio = result.time_ratio(variant.name, FUSED)
+            ratio = result.speedup(FUSED, variant.name)
             cost = "" if ratio is None else f" ({_percent(ratio)})"
             cells.append(_milliseconds(result, variant.name) + cost)
         rows.append([result.shape.name, result.place(), _milliseconds(result, FUSED), *cells])
@@ -285,7 +269,7 @@ def summary(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]
             mean = f"{statistics.geometric_mean(speeds.values()):.3f} x"
             rows.append([f"{method} vs {reference}", mean, f"{speeds[worst]:.3f} x", _where(blocks[worst])])
     for variant in VARIANTS:
-        costs = ((r, blocks[r].time_ratio(variant.name, FUSED)) for r in range(len(blocks)))
+        costs = ((r, blocks[r].speedup(FUSED, variant.name)) for r in range(len(blocks)))
         ratios = {r: ratio for r, ratio in costs if ratio is not None}
         if ratios:
             worst = max(ratios, key=ratios.__getitem__)
@@ -301,12 +285,28 @@ def summary(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]
     return ["", "geometric mean", "worst", "at"], rows
 
 
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _milliseconds(result: ShapeResult, method: str) -> str:
+    return _number(result.milliseconds.get(method), ".3f") + ("\\*" if method in result.looped else "")
+
+
 def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
 def _where(result: ShapeResult) -> str:
     return f"{result.shape.name}, M = {result.m}"
+
+
+@dataclass
+class Report:
+    """Everything of a run but the quantizations."""
+
+    environment: dict[str, str]
+    shapes: list[ShapeResult] = field(default_factory=list)
 
 
 def document(report: Report, quantizations: Sequence[QuantizationResult], copy_rate: float) -> str:
@@ -330,8 +330,12 @@ def document(report: Report, quantizations: Sequence[QuantizationResult], copy_r
 
 def figures(report: Report, quantizations: Sequence[QuantizationResult], copy_rate: float) -> dict:
     """Every figure in JSON's types."""
-    alone = [asdict(result) | {"milliseconds": result.milliseconds} for result in quantizations]
-    return report.as_json() | {"quantizations": alone, "copy_gigabytes_per_second": copy_rate}
+    return {
+        "environment": report.environment,
+        "shapes": [result.as_json() for result in report.shapes],
+        "quantizations": [asdict(result) | {"milliseconds": result.milliseconds} for result in quantizations],
+        "copy_gigabytes_per_second": copy_rate,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,8 +6,10 @@ import json
 import pytest
 import torch
 
-from kernels.benchmark import LinearShape, ShapeResult, benchmark_shape, notes, title
+from kernels.benchmark import title
 from kernels.benchmark.methods import BF16, FP16_SUMS, FUSED, UNFUSED
+from kernels.benchmark.report import LinearShape, ShapeResult, notes
+from kernels.benchmark.run import benchmark_shape
 from studies import linears as study
 from studies.linears import (
     COPY,
