@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from comfy_api.latest import io
 
 from ..kernels import METHODS, ROUNDINGS, Protection
-from .calibration.run import calibrate
+from .calibration.recorder import calibrate
 from .comfyui.execution import fits
 from .host import notices
 from .host.badges import Badge, badges_output

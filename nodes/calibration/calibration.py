@@ -16,14 +16,21 @@ class Calibration:
 
     Attributes:
         shapes: of every linear that can be quantized, in the order of the model.
-        statistics: of those that were called, in host memory.
-        attention: what INT8 would cost the attention of each block, by its path in the diffusion model; in host memory.
-            Empty where that was not measured.
+        statistics: of those that were called.
+        attention: what INT8 would cost the attention of each block, by its path in the diffusion model. Empty where
+            that was not measured.
     """
 
     shapes: Shapes
-    statistics: Mapping[str, ActivationStatistics]
-    attention: Mapping[str, AttentionError] = field(default_factory=dict)
+    statistics: dict[str, ActivationStatistics] = field(default_factory=dict)
+    attention: dict[str, AttentionError] = field(default_factory=dict)
+
+    def to_host(self) -> None:
+        """A sampling has ended: move what it showed to host memory, and forget the linears that were never called."""
+        for name in [name for name, seen in self.statistics.items() if not seen.calls]:
+            del self.statistics[name]
+        for seen in (*self.statistics.values(), *self.attention.values()):
+            seen.to_host()
 
     def check_finite(self) -> None:
         """Raise ValueError naming the layer that was the first to get a NaN or Inf: in the earliest call, and there the
@@ -73,7 +80,8 @@ def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
                 f"calibrations of different models cannot be merged: layer {name} is {first} in the first and {second} "
                 f"in number {index}"
             )
-    seen = {name: [c.statistics[name] for c in calibrations if name in c.statistics] for name in shapes}
+    called = [{name: seen for name, seen in c.statistics.items() if seen.calls} for c in calibrations]
+    seen = {name: [statistics[name] for statistics in called if name in statistics] for name in shapes}
     names = dict.fromkeys(name for calibration in calibrations for name in calibration.attention)
     blocks = {name: [c.attention[name] for c in calibrations if name in c.attention] for name in names}
     return Calibration(

@@ -62,23 +62,22 @@ def load_calibration(path: str) -> Calibration:
         raise ValueError(f"{file} is damaged or incomplete ({error}); save the calibration again") from error
     if text is None:
         raise ValueError(f"{file} is not a calibration: Save Calibration did not write it")
-    name = None
-    shapes, statistics = {}, {}
+    where = ""
+    shapes, statistics, attention = {}, {}, {}
     try:
         for name, layer in json_object(text, _MOST).items():
+            where = f" at layer {name[:200]}"
             shapes[name] = _shape(layer)
             own = {part: tensors.pop(f"{name}.{part}") for part in (_ABSMAX, _ROWS) if f"{name}.{part}" in tensors}
             if _calls(layer, bool(own)):
                 statistics[name] = _statistics(layer, own[_ABSMAX], own[_ROWS], shapes[name][1])
+        where = ""
         if tensors:
-            name = None
             raise ValueError(f"{min(tensors)} belongs to no layer")
-        name = None
-        attention = {}
         for name, sums in json_object(metadata.get(_ATTENTION_KEY, "{}"), _MOST).items():  # earlier files have none
+            where = f" at layer {name[:200]}"
             attention[name] = _attention_error(*sums)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:
-        where = "" if name is None else f" at layer {name[:200]}"
         said = str(error)[:300]
         raise ValueError(f"{file}: the calibration cannot be read{where} ({said}); save it again") from error
     if not statistics:

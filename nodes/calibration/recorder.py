@@ -1,7 +1,9 @@
-"""Recording what enters a model's linears and its attention while anything samples with it."""
+"""Recording what enters a model's linears and its attention while anything samples with it: the user, or a calibration
+run."""
 
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -11,69 +13,31 @@ from ..comfyui.compiling import is_compiled
 from ..comfyui.execution import executing_node
 from ..comfyui.layers import CastWeightBiasOp
 from ..comfyui.patcher import CallbacksMP, ModelPatcher
+from ..comfyui.sampling import latent_of, previewer, sample
 from ..files.block_lists import block_of
+from ..host.work import Progress
 from ..layers.layer_selection import quantizable_linears
 from ..layers.linear_call import multiplied
-from .attention_observer import AttentionErrors, observe_block, put_observer, take_observer
+from .attention_observer import observe_block, put_observer, take_observer
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
 RECORDER_KEY = "int8_dit_recorder"
-
-
-class Record:
-    """What one sampler shows of a MODEL's linears and attention, filled call by call.
-
-    Attributes:
-        shapes: of every linear that can be quantized.
-        statistics: of the linears that are observed, or were called.
-        attention: what INT8 would cost the attention of each block.
-    """
-
-    def __init__(self, shapes: Shapes) -> None:
-        self.shapes = shapes
-        self.statistics: dict[str, ActivationStatistics] = {}
-        self.attention: AttentionErrors = {}
-
-    def observe(self, name: str, module: CastWeightBiasOp) -> RemovableHandle:
-        """Fill the statistics of a linear from what it multiplies, until the handle is removed."""
-        seen = self.statistics.setdefault(name, ActivationStatistics())
-
-        def update(linear: object, args: tuple, kwargs: dict) -> None:
-            with unplanned_memory():
-                seen.update(multiplied(linear, args, kwargs))
-
-        return module.register_forward_pre_hook(update, with_kwargs=True)
-
-    def settle(self) -> None:
-        """A sampling has ended: move what it showed to host memory, and forget the linears that were never called."""
-        for name in list(self.statistics):
-            if self.statistics[name].calls:
-                self.statistics[name].to_host()
-            else:
-                del self.statistics[name]
-        for error in self.attention.values():
-            error.to_host()
-
-    def calibration(self) -> Calibration:
-        """What was shown so far."""
-        statistics = {name: seen for name, seen in self.statistics.items() if seen.calls}
-        return Calibration(self.shapes, statistics, dict(self.attention))
 
 
 class Recording:
     """What an armed MODEL showed, by the node of the graph that sampled and the device it sampled on."""
 
     def __init__(self) -> None:
-        self._records: dict[tuple[str | None, torch.device], Record] = {}
-        self._latest: Record | None = None
+        self._records: dict[tuple[str | None, torch.device], Calibration] = {}
+        self._latest: Calibration | None = None
 
-    def begin(self, shapes: Shapes, device: torch.device) -> Record:
-        """The record of a sampling that begins; the executing node is the one that samples.
+    def begin(self, shapes: Shapes, device: torch.device) -> Calibration:
+        """What a sampling that begins fills, call by call; the executing node is the one that samples.
 
         All samplings of a node fill the same, so that the many of a tiled upscaler take no more memory than one.
         """
         _, node = executing_node() or (None, None)
-        self._latest = self._records.setdefault((node, device), Record(shapes))
+        self._latest = self._records.setdefault((node, device), Calibration(shapes))
         return self._latest
 
     def check_latest(self) -> None:
@@ -83,12 +47,11 @@ class Recording:
         """
         if self._latest is None:
             return
-        seen = (seen for seen in self._latest.statistics.values() if seen.calls)
-        peaks = [peak for peak in (s.latest_peak for s in seen) if peak is not None]
+        peaks = [peak for peak in (seen.latest_peak for seen in self._latest.statistics.values()) if peak is not None]
         # What an earlier sampling left in host memory lies beside what this one has on its device.
         for device in {peak.device for peak in peaks}:
             if not bool(torch.isfinite(torch.stack([peak for peak in peaks if peak.device == device])).all()):
-                self._latest.calibration().check_finite()
+                self._latest.check_finite()
 
     def calibration(self, nodes: Container[str] | None = None) -> Calibration:
         """What was recorded, by these nodes of the graph (None: by all).
@@ -96,17 +59,17 @@ class Recording:
         Raises ValueError if that is nothing, or naming the layer that was the first to get a NaN or Inf.
         """
         recorded = [
-            record.calibration()
+            record
             for (node, _), record in self._records.items()
             if nodes is None or node is None or any(name in nodes for name in _with_ancestors(node))
         ]
-        if not any(calibration.statistics for calibration in recorded):
+        if not any(seen.calls for record in recorded for seen in record.statistics.values()):
             raise ValueError(
                 "no sampling was recorded: connect the MODEL output of Record Calibration to the sampler or guider, "
                 "and an output of that sampler to this node"
             )
-        for calibration in recorded:
-            calibration.check_finite()
+        for record in recorded:
+            record.check_finite()
         return merge_calibrations(recorded)
 
 
@@ -123,7 +86,8 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
     cancel or an error takes them away too. When such a sampling begins it raises ValueError for a compiled MODEL,
     inside which nothing could be seen.
     """
-    observing: weakref.WeakKeyDictionary[ModelPatcher, tuple[Record, weakref.finalize]] = weakref.WeakKeyDictionary()
+    observing: weakref.WeakKeyDictionary[ModelPatcher, tuple[Calibration, weakref.finalize]]
+    observing = weakref.WeakKeyDictionary()
 
     def begin(patcher: ModelPatcher) -> None:
         if is_compiled(patcher):
@@ -131,20 +95,23 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
         end(patcher)
         linears = quantizable_linears(patcher)
         record = recording.begin(shapes_of(linears), patcher.load_device)
-        handles: list[RemovableHandle] = []
+        observers = ExitStack()
         # A clone that goes away without an end must not leave observers in the modules it shares with others.
-        observing[patcher] = record, weakref.finalize(patcher, _remove, handles)
+        observing[patcher] = record, weakref.finalize(patcher, observers.close)
         for name, module in linears.items():
-            handles.append(record.observe(name, module))
-        for name in _blocks_of(linears):
+            seen = record.statistics.setdefault(name, ActivationStatistics())
+            observers.callback(observe_linear(module, seen).remove)
+        places = (block_of(f"{name}.weight") for name in linears)
+        for name in dict.fromkeys(f"{place[0]}{place[1]}" for place in places if place is not None):  # outermost blocks
             block = patcher.model.diffusion_model.get_submodule(name)
-            handles.extend(observe_block(block, name, record.attention))
+            for handle in observe_block(block, name, record.attention):
+                observers.callback(handle.remove)
 
     def end(patcher: ModelPatcher) -> None:
         if patcher in observing:
             record, stop = observing.pop(patcher)
             stop()
-            record.settle()
+            record.to_host()
 
     clone = model.clone()
     put_observer(clone)
@@ -153,15 +120,14 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
     return clone
 
 
-def _blocks_of(linears: Iterable[str]) -> list[str]:
-    """The paths of the blocks that these linears are in, the outermost ones."""
-    places = (block_of(f"{name}.weight") for name in linears)
-    return list(dict.fromkeys(f"{place[0]}{place[1]}" for place in places if place is not None))
+def observe_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> RemovableHandle:
+    """Fill the statistics of a linear from what it multiplies, until the handle is removed."""
 
+    def update(linear: object, args: tuple, kwargs: dict) -> None:
+        with unplanned_memory():
+            seen.update(multiplied(linear, args, kwargs))
 
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+    return module.register_forward_pre_hook(update, with_kwargs=True)
 
 
 def disarm(model: ModelPatcher) -> None:
@@ -169,3 +135,39 @@ def disarm(model: ModelPatcher) -> None:
     for moment in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_CLEANUP):
         model.remove_callbacks_with_key(moment, RECORDER_KEY)
     take_observer(model)
+
+
+def calibrate(
+    model: ModelPatcher,
+    prompts: Sequence[list],
+    negative: list | None,
+    cfg: float,
+    sampler: object,
+    sigmas: torch.Tensor,
+    latent: dict,
+    seed: int,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Sample every prompt once, as the user would, and return what the linears got to see.
+
+    The n-th prompt, a conditioning, is sampled with the noise of `seed` + n; `progress` is run through once. Nothing of
+    it stays in `model`, also when it is cancelled or fails. Raises ValueError naming the layer that was the first to
+    get a NaN or Inf, after the step in which it did.
+    """
+    recording = Recording()
+    observed = armed(model, recording)
+    samples, preview = latent_of(observed, latent), previewer(observed)
+    progress = progress or Progress()
+
+    for index, positive in enumerate(prompts):
+        doing = f"calibrating, prompt {index + 1} of {len(prompts)}"
+        progress.say(doing)
+        sampling = progress.part(1 / len(prompts), sigmas.shape[-1] - 1)
+
+        def after_step(_step, x0, _x, _steps, doing=doing, sampling=sampling):
+            recording.check_latest()
+            sampling.step(f"{doing}, step", preview(x0))
+
+        noise_seed = (seed + index) % (1 << 64)
+        sample(observed, positive, negative, cfg, sampler, sigmas, samples, noise_seed, after_step, latent)
+    return recording.calibration()

@@ -43,7 +43,7 @@ import_pack()
 import int8_dit.kernels.triton_kernels.gemm as gemm
 import int8_dit.nodes.loading.load_plan as load_plan
 from int8_dit.kernels import Protection
-from int8_dit.nodes.calibration.run import calibrate
+from int8_dit.nodes.calibration.recorder import calibrate
 from int8_dit.nodes.loading.load import load_int8_model
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 from int8_dit.nodes.saving.save import save_int8_model

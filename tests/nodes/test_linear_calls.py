@@ -281,13 +281,13 @@ def test_a_gradient_passes(linears, make):
 @pytest.mark.parametrize("kind", ("INT8", "protected", "protected, cast"))
 def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
     """And not what the linear is given, which may be twice as wide."""
-    from int8_dit.nodes.calibration.recorder import Record
+    from int8_dit.kernels import ActivationStatistics
+    from int8_dit.nodes.calibration.recorder import observe_linear
 
-    linear, call, record = make(kind), linears.ASKED[asked], Record({})
-    for name, run in (("given", lambda: called(linear, call, "by name")), ("before", lambda: expected(linear, call))):
-        handle = record.observe(name, linear)
+    linear, call, given, before = make(kind), linears.ASKED[asked], ActivationStatistics(), ActivationStatistics()
+    for seen, run in ((given, lambda: called(linear, call, "by name")), (before, lambda: expected(linear, call))):
+        handle = observe_linear(linear, seen)
         run()
         handle.remove()
-    given, before = record.statistics["given"], record.statistics["before"]
     assert given.calls == before.calls == 1 and given.absmax.shape == (linears.K,)
     torch.testing.assert_close(given.absmax, before.absmax)

@@ -201,7 +201,7 @@ def calibrated(model, condition: list, empty: torch.Tensor, steps: int, seed: in
     """The calibration of a MODEL from one sampling of `condition`."""
     import comfy.samplers
 
-    from int8_dit.nodes.calibration.run import calibrate
+    from int8_dit.nodes.calibration.recorder import calibrate
 
     sampling = model.get_model_object("model_sampling")
     return calibrate(

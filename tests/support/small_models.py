@@ -32,7 +32,7 @@ from comfy.ldm.anima.model import LLMAdapter
 from comfy.model_patcher import ModelPatcher
 
 from int8_dit.nodes.calibration.calibration import Calibration
-from int8_dit.nodes.calibration.run import calibrate
+from int8_dit.nodes.calibration.recorder import calibrate
 from support.architectures import Architecture
 
 TEXT = 4096  # ComfyUI takes no other width for Wan
