@@ -62,9 +62,7 @@ class AttentionObserver:
             if self._way.misfit(call) is None:
                 name, errors = observed
                 with unplanned_memory():
-                    errors.setdefault(name, AttentionError()).offer(
-                        call.q, call.k, call.v, call.mask, call.keywords.get("scale")
-                    )
+                    errors.setdefault(name, AttentionError()).offer(call.q, call.k, call.v, call.mask, call.scale)
             del call  # who computes may free q, k and v
         return attend(*args, **kwargs)
 

@@ -58,6 +58,16 @@ class AttentionCall(NamedTuple):
     keywords: Mapping[str, Any]
     otherwise: Callable[..., torch.Tensor]
 
+    @property
+    def scale(self) -> float | None:
+        """What the logits are multiplied with; None for the width to the power of -1/2."""
+        return self.keywords.get("scale")
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several heads of q share one of k and v."""
+        return bool(self.keywords.get("enable_gqa"))
+
 
 def read_call(
     otherwise: Callable[..., torch.Tensor],
@@ -125,16 +135,14 @@ class AttentionKind:
     in_int8: bool
 
 
-def _exact_obstacle(device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "there is nothing to choose from but on NVIDIA cards"
-    if not is_pytorchs(comfyuis_attention, None, pytorch_attentions()):
-        return "ComfyUI was started with another attention than PyTorch's"
-    return None
+def _chooses_exact(device: torch.device) -> bool:
+    """Whether there are exact ways to choose from: on NVIDIA cards, where ComfyUI's attention is PyTorch's."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and is_pytorchs(comfyuis_attention, None, pytorch_attentions())
 
 
-def _exact(device: torch.device) -> Way:
-    """The fastest exact way, in the place of PyTorch's attention and of no other."""
+def _exact(device: torch.device) -> tuple[Way, ...]:
+    """The fastest exact way, in the place of PyTorch's attention and of no other; none where there is no choice."""
     known = pytorch_attentions()
 
     def misfit(call: AttentionCall) -> str | None:
@@ -142,21 +150,21 @@ def _exact(device: torch.device) -> Way:
             return "another attention is chosen"
         if not _is_usual(call, device):
             return "its shapes or options are unusual"
-        if fastest_way(call.q, call.k, call.v, call.mask, _grouped(call)) is None:
+        if fastest_way(call.q, call.k, call.v, call.mask, call.grouped) is None:
             return "what PyTorch chooses is as fast"
         return None
 
     def attend(call: AttentionCall) -> torch.Tensor:
-        return exact_attention(call.q, call.k, call.v, call.mask, call.keywords.get("scale"), _grouped(call))
+        return exact_attention(call.q, call.k, call.v, call.mask, call.scale, call.grouped)
 
-    return Way(misfit, attend)
+    return (Way(misfit, attend),) if _chooses_exact(device) else ()
 
 
 def int8_way(device: torch.device) -> Way:
     """This pack's INT8 attention."""
 
     def attend(call: AttentionCall) -> torch.Tensor:
-        return int8_attention(*_dense(call), call.mask, call.keywords.get("scale"))
+        return int8_attention(*_dense(call), call.mask, call.scale)
 
     return Way(lambda call: _int8_misfit(call, device), attend)
 
@@ -173,7 +181,7 @@ def _kitchen(device: torch.device) -> Way:
         return _int8_misfit(call, device)
 
     def options(call: AttentionCall) -> dict[str, Any]:
-        return {"scale": call.keywords.get("scale")} | ({} if call.mask is None else {"attn_mask": call.mask})
+        return {"scale": call.scale} | ({} if call.mask is None else {"attn_mask": call.mask})
 
     def attend(call: AttentionCall) -> torch.Tensor:
         return kernel(*_dense(call), **options(call))
@@ -222,16 +230,15 @@ def _int8_misfit(call: AttentionCall, device: torch.device) -> str | None:
 def _is_usual(call: AttentionCall, device: torch.device) -> bool:
     """Whether a call has the shapes and options that kernels know."""
     q, k, v, heads, mask, *_ = call
-    keywords = call.keywords
     if not (q.device.type == device.type and q.ndim == k.ndim == 4 and k.shape == v.shape):
         return False
     (batch, own_heads, tokens, width), (key_batch, key_heads, keys, key_width) = q.shape, k.shape
     usual = (
         (batch, own_heads, width) == (key_batch, heads, key_width)
         and 0 not in (batch, heads, tokens, width, key_heads, keys)
-        and (heads % key_heads == 0 if keywords.get("enable_gqa") else heads == key_heads)
+        and (heads % key_heads == 0 if call.grouped else heads == key_heads)
         and batch * heads <= _MOST_HEADS
-        and all(name in _KNOWN_KEYWORDS or value is None for name, value in keywords.items())
+        and all(name in _KNOWN_KEYWORDS or value is None for name, value in call.keywords.items())
     )
     if not usual or mask is None:
         return usual
@@ -240,30 +247,22 @@ def _is_usual(call: AttentionCall, device: torch.device) -> bool:
     return fits and mask.dtype in _MASK_DTYPES and mask.device == q.device
 
 
-def _grouped(call: AttentionCall) -> bool:
-    return bool(call.keywords.get("enable_gqa"))
-
-
 def _dense(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v with each token's channels side by side."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (call.q, call.k, call.v))
     return q, k, v
 
 
-def _exact_where_it_runs(device: torch.device) -> tuple[Way, ...]:
-    return (_exact(device),) if _exact_obstacle(device) is None else ()
-
-
 ATTENTION_KINDS = {
     kind.name: kind
     for kind in (
-        AttentionKind(AUTO, "the fastest exact way", lambda device: None, _exact_where_it_runs, in_int8=False),
+        AttentionKind(AUTO, "the fastest exact way", lambda device: None, _exact, in_int8=False),
         AttentionKind(AS_COMFYUI, AS_COMFYUI, lambda device: None, lambda device: (), in_int8=False),
         AttentionKind(
             INT8,
             "INT8 where it fits",
             int8_attention_obstacle,
-            lambda device: (int8_way(device), *_exact_where_it_runs(device)),
+            lambda device: (int8_way(device), *_exact(device)),
             in_int8=True,
         ),
         AttentionKind(

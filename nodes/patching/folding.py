@@ -29,115 +29,85 @@ from ..files.writing.safetensors_writer import PendingTensor, Tensors
 from ..layers.int8_weight import is_int8
 from .patched_weights import LaterTensor
 
-_Change = tuple[str, slice | None, Callable[[torch.Tensor], torch.Tensor]]
-"""A tensor's name, the rows of it that change (None: all), and what becomes of them."""
-
 
 @dataclass(frozen=True)
 class _Site:
-    """A tensor that `readers`, and nothing else, read, and whose channels its producer can divide.
+    """A tensor that `readers`, and nothing else, read, and whose channels its producer can divide: a norm with a
+    weight, behind which channels are scaled, if anything, or a linear.
 
     Attributes:
         producer: the module that has the channels.
         readers: all linears that read the tensor.
+        parts: which parts of the producer's rows, each as many as there are channels, are divided. A factor on them
+            passes through to the readers, as through attention (from v) and through the linear half of a SwiGLU.
+        of: how many parts it has; None for any number.
+        scale: the one of `parts` that makes x (1 + scale) of a tensor x, if any; the other is added to that.
     """
 
     producer: str
     readers: tuple[str, ...]
+    parts: tuple[int, ...] = (0,)
+    of: int | None = 1
+    scale: int | None = None
 
     def fits(self, width: int, channels: int) -> bool:
         """Whether a producer of this many output channels can be the one of readers with this many input channels."""
-        return width == channels
+        if self.of is not None:
+            return width == self.of * channels
+        return width % channels == 0 and width > max(self.parts) * channels
 
     def divisor(self, smooth: torch.Tensor, produced: torch.Tensor) -> torch.Tensor:
         """What the channels of the producer, whose weight is given, are divided by: the smoothing factors up to a
         common factor, which the readers' weights take."""
-        return smooth
-
-    def changes(self, divisor: torch.Tensor, rows_in: str) -> Iterator[_Change]:
-        """What happens to the producer, whose rows are divided in its tensor `rows_in`: weight, or INT8 scale."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _Norm(_Site):
-    """A norm with a weight, behind which channels are scaled, if anything."""
-
-    def divisor(self, smooth: torch.Tensor, produced: torch.Tensor) -> torch.Tensor:
-        # The norm's weight keeps its spread: ComfyUI tells by that of a Z-Image whether it may run in fp16.
+        if self.scale is not None:
+            # At most 1, or (1 + scale) / s - 1 would lie so close to -1 that bf16 loses what is left of it.
+            return smooth / smooth.max()
+        if produced.ndim > 1:
+            return smooth
+        # A norm's weight keeps its spread: ComfyUI tells by that of a Z-Image whether it may run in fp16.
         weight = produced.detach().float().to(smooth.device)
         before, after = weight.std(), (weight / smooth).std()
         return smooth * (after / before) if before > 0 and after > 0 else smooth
 
-    def changes(self, divisor: torch.Tensor, rows_in: str) -> Iterator[_Change]:
-        for name in (rows_in, "bias"):
-            yield f"{self.producer}.{name}", None, lambda tensor: divide_rows(tensor, divisor)
-
-
-@dataclass(frozen=True)
-class _Rows(_Site):
-    """A linear, one of whose `parts` equal parts has the channels: a factor on them passes through to the readers, as
-    through attention (from v) and through the linear half of a SwiGLU."""
-
-    part: int = 0
-    parts: int = 1
-
-    def fits(self, width: int, channels: int) -> bool:
-        return width == self.parts * channels
-
-    def changes(self, divisor: torch.Tensor, rows_in: str) -> Iterator[_Change]:
-        rows = slice(self.part * len(divisor), (self.part + 1) * len(divisor))
-        for name in (rows_in, "bias"):
-            yield f"{self.producer}.{name}", rows, lambda tensor: divide_rows(tensor, divisor)
-
-
-@dataclass(frozen=True)
-class _Modulation(_Site):
-    """A linear with a bias whose parts number `shift` and `scale` make x (1 + scale) + shift of a tensor x."""
-
-    shift: int = 0
-    scale: int = 1
-
-    def fits(self, width: int, channels: int) -> bool:
-        return width % channels == 0 and width >= (self.scale + 1) * channels
-
-    def divisor(self, smooth: torch.Tensor, produced: torch.Tensor) -> torch.Tensor:
-        # At most 1, or (1 + scale) / s - 1 would lie so close to -1 that bf16 loses what is left of it.
-        return smooth / smooth.max()
-
-    def changes(self, divisor: torch.Tensor, rows_in: str) -> Iterator[_Change]:
-        shift, scale = (slice(part * len(divisor), (part + 1) * len(divisor)) for part in (self.shift, self.scale))
-        for rows in (shift, scale):
-            yield f"{self.producer}.{rows_in}", rows, lambda tensor: divide_rows(tensor, divisor)
-        yield f"{self.producer}.bias", shift, lambda tensor: divide_rows(tensor, divisor)
-        yield f"{self.producer}.bias", scale, lambda tensor: divide_modulation_scale(tensor, divisor)
+    def changes(
+        self, divisor: torch.Tensor, rows_in: str
+    ) -> Iterator[tuple[str, slice, Callable[[torch.Tensor], torch.Tensor]]]:
+        """What happens to the producer, whose rows are divided in its tensor `rows_in` (weight, or INT8 scale) and in
+        its bias: a tensor's name, the rows of it that change, and what becomes of them."""
+        divided = partial(divide_rows, smooth=divisor)
+        for part in self.parts:
+            rows = slice(part * len(divisor), (part + 1) * len(divisor))
+            yield f"{self.producer}.{rows_in}", rows, divided
+            scaled = partial(divide_modulation_scale, smooth=divisor)
+            yield f"{self.producer}.bias", rows, scaled if part == self.scale else divided
 
 
 def _swiglu_block(attention_output: str) -> tuple[_Site, ...]:
     """Ideogram 4's and Lumina's blocks, Z-Image among them: RMSNorms with a weight, and modulation that only scales."""
     return (
-        _Norm("attention_norm1", ("attention.qkv",)),
-        _Rows("attention.qkv", (attention_output,), part=2, parts=3),
-        _Norm("ffn_norm1", ("feed_forward.w1", "feed_forward.w3")),
-        _Rows("feed_forward.w3", ("feed_forward.w2",)),
+        _Site("attention_norm1", ("attention.qkv",)),
+        _Site("attention.qkv", (attention_output,), parts=(2,), of=3),
+        _Site("ffn_norm1", ("feed_forward.w1", "feed_forward.w3")),
+        _Site("feed_forward.w3", ("feed_forward.w2",)),
     )
 
 
-def _modulated(producer: str, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[_Site, ...]:
-    """One linear that makes shift, scale and gate of the attention, then of the MLP."""
-    return _Modulation(producer, first, 0, 1), _Modulation(producer, second, 3, 4)
+def _modulated(producer: str, *readers: tuple[str, ...]) -> tuple[_Site, ...]:
+    """One linear with a bias that makes shift, scale and gate of the attention, then of the MLP."""
+    at = enumerate(readers)
+    return tuple(_Site(producer, those, (3 * n, 3 * n + 1), of=None, scale=3 * n + 1) for n, those in at)
 
 
 _SITES: dict[str, tuple[_Site, ...]] = {
     IDEOGRAM4_BLOCK: _swiglu_block("attention.o"),
-    IDEOGRAM4: (_Norm("llm_cond_norm", ("llm_cond_proj",)),),
+    IDEOGRAM4: (_Site("llm_cond_norm", ("llm_cond_proj",)),),
     LUMINA_BLOCK: _swiglu_block("attention.out"),
     SD3_BLOCK_HALF: _modulated("adaLN_modulation.1", ("attn.qkv",), ("mlp.fc1",)),
     FLUX_DOUBLE_BLOCK: (
         *_modulated("img_mod.lin", ("img_attn.qkv",), ("img_mlp.0",)),
         *_modulated("txt_mod.lin", ("txt_attn.qkv",), ("txt_mlp.0",)),
     ),
-    FLUX_SINGLE_BLOCK: (_Modulation("modulation.lin", ("linear1",)),),
+    FLUX_SINGLE_BLOCK: _modulated("modulation.lin", ("linear1",)),
     QWEN_IMAGE_BLOCK: (
         *_modulated("img_mod.1", ("attn.to_q", "attn.to_k", "attn.to_v"), ("img_mlp.net.0.proj",)),
         *_modulated("txt_mod.1", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), ("txt_mlp.net.0.proj",)),
@@ -198,7 +168,7 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
         rows_in = quant_config.SCALE if is_int8(producer) else "weight"
         for key, rows, change in site.changes(divisor, rows_in):
             if key in folded:
-                folded[key] = _later(folded[key], _on_rows(key, rows, change))
+                folded[key] = _changed(key, folded[key], change, rows)
         for name, weight in stored.items():
             config: Any = folded.get(f"{name}.{quant_config.QUANT_CONFIG}")
             others = {} if config is None else quant_config.other_options(quant_config.decode_config(config))
@@ -216,7 +186,7 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
                 key, change = f"{name}.{quant_config.SCALE}", partial(torch.div, other=common)
             else:
                 key, change = f"{name}.weight", partial(multiply_columns, smooth=divisor)
-            folded[key] = _later(folded[key], change)
+            folded[key] = _changed(key, folded[key], change, slice(None))
 
     left = quant_config.configured_layers(folded, quant_config.SMOOTHED_FORMAT)
     if left:
@@ -227,9 +197,22 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
     return folded
 
 
-def _later(tensor: torch.Tensor | PendingTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> PendingTensor:
-    """What a function makes of a tensor, with the same shape and dtype, when it is written."""
-    return LaterTensor(tensor, lambda: change(tensor.to("cpu")))
+def _changed(
+    key: str, tensor: torch.Tensor | PendingTensor, change: Callable[[torch.Tensor], torch.Tensor], rows: slice
+) -> PendingTensor:
+    """The tensor `key` with these rows changed when it is written: ValueError where fp16 then overflows."""
+
+    def made() -> torch.Tensor:
+        changed = tensor.to("cpu").clone()
+        changed[rows] = change(changed[rows])
+        if not bool(torch.isfinite(changed).all()):
+            raise ValueError(
+                f"with the smoothing factors folded into it, {key} leaves the range of {changed.dtype}; save without "
+                "folding"
+            )
+        return changed
+
+    return LaterTensor(tensor, made)
 
 
 def _has_16_bits(weight: torch.Tensor) -> TypeGuard[QuantizedTensor]:
@@ -245,22 +228,3 @@ def _common_factors(weights: Iterable[torch.Tensor]) -> torch.Tensor | None:
     if not factors or any(smooth is None for smooth in factors) or not all(map(_can_be_divided, weights)):
         return None
     return factors[0] if all(torch.equal(smooth, factors[0]) for smooth in factors) else None
-
-
-def _on_rows(
-    key: str, rows: slice | None, change: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`change` for these rows of the tensor `key` (None: for all). It raises ValueError where fp16 overflows."""
-
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.clone()
-        part = slice(None) if rows is None else rows
-        tensor[part] = change(tensor[part])
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(
-                f"with the smoothing factors folded into it, {key} leaves the range of {tensor.dtype}; save without "
-                "folding"
-            )
-        return tensor
-
-    return changed

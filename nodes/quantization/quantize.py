@@ -8,7 +8,6 @@ from functools import partial
 from ...kernels import (
     ALPHAS,
     MOST_ATTENTION_ERROR,
-    ROUNDINGS,
     ActivationStatistics,
     Protection,
     QuantizedLinear,
@@ -23,7 +22,7 @@ from ..comfyui.attention import is_attention_choice
 from ..comfyui.compiling import is_compiled
 from ..comfyui.layers import CastWeightBiasOp
 from ..comfyui.memory import check_cancelled
-from ..comfyui.patcher import ModelPatcher, object_patches
+from ..comfyui.patcher import DIFFUSION_MODEL, ModelPatcher, object_patches
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.input_groups import same_input_groups
 from ..layers.layer_selection import check_runs_as_stored, linears, quantizable_linears
@@ -33,7 +32,7 @@ from ..patching.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, war
 from ..patching.folding import foldable_groups
 from ..patching.patched_weights import patched_weight
 from .rebuild import with_quantized_layers
-from .report import ACT16, BF16, CODES, INT8, PROTECTED_IN, AttentionReport, LayerReport, QuantizationReport
+from .report import ACT16, BF16, CODES, INT8, AttentionReport, LayerReport, QuantizationReport
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class QuantizationSettings:
             weights of 8 bits that are native too, unless `protected_in` is bf16; so stock ComfyUI loads them all. Then
             `method`, `alpha`, `search_alpha`, `clip` and `smooth_only_foldable` say nothing.
 
-    Raises ValueError for an alpha outside 0..1, or a `protected_in`, `rounding` or `weight_bits` that is none.
+    Raises ValueError for an alpha outside 0..1.
     """
 
     method: str = "smooth"
@@ -73,12 +72,6 @@ class QuantizationSettings:
 
     def __post_init__(self) -> None:
         check_alpha(self.alpha)
-        if self.protected_in not in PROTECTED_IN:
-            raise ValueError(f"protected_in must be one of {', '.join(PROTECTED_IN)}; got {self.protected_in!r}")
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; got {self.rounding!r}")
-        if self.weight_bits not in (4, 8):
-            raise ValueError(f"weight_bits must be 4 or 8; got {self.weight_bits}")
 
     @property
     def alphas(self) -> list[float]:
@@ -134,56 +127,50 @@ def quantize_model(
 
     statistics = {} if calibration is None else calibration.statistics
     progress = progress or Progress()
+    quantize = partial(_quantize_layers, model, settings, statistics)
     whole = {name: linear for name, linear in targets.items() if name not in coded}
     part, doing = progress.part(_QUANTIZING, len(targets)), "quantizing layer"
-    results = _quantize_layers(model, settings, coded, statistics, part, doing, in_codes=True)
-    results |= _quantize_layers(model, settings, whole, statistics, part, doing)
+    results = quantize(coded, part, doing, in_codes=True) | quantize(whole, part, doing)
     # A layer that was never called loses nothing.
     called = [name for name in targets if calibration is None or name in statistics]
     fragility = {name: results[name].plain_error for name in called}
     errors = {name: results[name].error for name in called}
     held_in = dict.fromkeys(coded, CODES) | dict.fromkeys(whole, INT8)
-    if coded:  # what gains by more bits are these alone, and the worst are those that calibrated rounding helps least
-        lost = {name: errors.get(name, 0.0) for name in coded}
-        protected = settings.protection.choose(lost, lost, number_of_linears)
-    else:
-        protected = settings.protection.choose(nothing_lost | fragility, nothing_lost | errors, number_of_linears)
+    # Of layers in codes these alone gain by more bits, and the worst are those that calibrated rounding helps least.
+    ranked = errors if coded else fragility
+    losses = ({name: lost.get(name, 0.0) for name in coded or targets} for lost in (ranked, errors))
+    protected = settings.protection.choose(*losses, number_of_linears)
     held_in |= dict.fromkeys(protected, BF16)
     if protected and settings.protected_in == ACT16:
         more, doing = (INT8, "8-bit weights for layer") if coded else (ACT16, "16-bit activations for layer")
-        again = _quantize_layers(
-            model,
-            settings,
-            {name: targets[name] for name in protected},
-            statistics,
-            progress.part(_PROTECTING, len(protected)),
-            doing,
-            activation_bits=16 if more == ACT16 else 8,
-        )
+        fragile, part = {name: targets[name] for name in protected}, progress.part(_PROTECTING, len(protected))
+        again = quantize(fragile, part, doing, activation_bits=8 if coded else 16)
         accepted = {name: result for name, result in again.items() if settings.protection.accepts(result.error)}
         held_in |= dict.fromkeys(accepted, more)
         errors |= {name: result.error for name, result in accepted.items() if name in errors}
         results |= accepted
     in_floats = [name for name, held in held_in.items() if held == BF16]
     settings.protection.check_left(len(targets), len(in_floats), number_of_linears)
+    layers = (
+        LayerReport(
+            name,
+            result.plan,
+            fragility.get(name),
+            errors.get(name),
+            held_in[name],
+            result.nearest_error,
+            name in protected,
+        )
+        for name, result in ((name, results[name]) for name in targets)
+    )
+    seen, attention = None, ()
+    if calibration is not None:
+        busiest = max(statistics.values(), key=lambda seen: seen.calls)
+        seen = {"calls": busiest.calls, "rows": len(busiest.sample.rows)}
+        lost = {block: error.error for block, error in calibration.attention.items() if error.calls}
+        attention = tuple(AttentionReport(block, error, error > MOST_ATTENTION_ERROR) for block, error in lost.items())
     report = QuantizationReport(
-        settings.described(),
-        number_of_linears,
-        _size_of(calibration),
-        tuple(
-            LayerReport(
-                name,
-                results[name].plan,
-                fragility.get(name),
-                errors.get(name),
-                held_in[name],
-                results[name].nearest_error,
-                name in protected,
-            )
-            for name in targets
-        ),
-        protected,
-        attention=() if calibration is None else _attention_of(calibration),
+        settings.described(), number_of_linears, seen, tuple(layers), protected, attention=attention
     )
 
     progress.say("building the INT8 model")
@@ -191,10 +178,10 @@ def quantize_model(
     report = replace(report, size=quantized.model_size(), size_before=model.model_size())
     before = recipe_of(model)
     # What an earlier calibration showed of attention holds until another shows it.
-    attention = {ATTENTION: before[ATTENTION]} if ATTENTION in before else {}
-    keep_recipe(quantized, {**attention, **report.recipe(), FOLDED: bool(before.get(FOLDED))})
-    kept = len(protected)
-    logger.info("INT8: %d layers quantized, %d protected: %s", len(targets) - kept, kept, ", ".join(protected))
+    earlier = {ATTENTION: before[ATTENTION]} if ATTENTION in before else {}
+    keep_recipe(quantized, {**earlier, **report.recipe(), FOLDED: bool(before.get(FOLDED))})
+    rest = len(targets) - len(protected)
+    logger.info("INT8: %d layers quantized, %d protected: %s", rest, len(protected), ", ".join(protected))
     return quantized, report
 
 
@@ -202,9 +189,8 @@ def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
     check_runs_as_stored(model)
     patches = object_patches(model).items()
-    ours = (is_attention_choice, keeps_exact)
-    replaced = (key for key, patch in patches if not any(is_known(patch) for is_known in ours))
-    if is_compiled(model) or any(key.partition(".")[0] == "diffusion_model" for key in replaced):
+    replaced = (key for key, patch in patches if not (is_attention_choice(patch) or keeps_exact(patch)))
+    if is_compiled(model) or any(f"{key}.".startswith(DIFFUSION_MODEL) for key in replaced):
         raise ValueError(
             "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
             "Quantize to INT8"
@@ -218,8 +204,8 @@ def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
 def _quantize_layers(
     model: ModelPatcher,
     settings: QuantizationSettings,
-    targets: Mapping[str, CastWeightBiasOp],
     statistics: Mapping[str, ActivationStatistics],
+    targets: Mapping[str, CastWeightBiasOp],
     progress: Progress,
     doing: str,
     activation_bits: int = 8,
@@ -258,17 +244,3 @@ def _quantize_layers(
         for _ in group:
             progress.step(doing)
     return results
-
-
-def _attention_of(calibration: Calibration) -> tuple[AttentionReport, ...]:
-    """What INT8 attention costs each block, and which keep exact attention."""
-    errors = {block: seen.error for block, seen in calibration.attention.items() if seen.calls}
-    return tuple(AttentionReport(block, error, error > MOST_ATTENTION_ERROR) for block, error in errors.items())
-
-
-def _size_of(calibration: Calibration | None) -> dict[str, int] | None:
-    """How much a calibration has seen: calls of its busiest layer, and rows sampled of it."""
-    if calibration is None:
-        return None
-    busiest = max(calibration.statistics.values(), key=lambda seen: seen.calls)
-    return {"calls": busiest.calls, "rows": len(busiest.sample.rows)}

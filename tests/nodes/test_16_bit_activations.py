@@ -138,13 +138,6 @@ def test_the_widget_is_behind_the_older_ones_and_may_be_missing(pack):
     assert (widget.id, widget.optional, widget.options, widget.default) == ("protected_in", True, [ACT16, BF16], ACT16)
 
 
-def test_another_way_to_hold_them_is_refused(pack):
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings
-
-    with pytest.raises(ValueError, match="protected_in must be one of INT8 with 16-bit activations, bf16; got 'fp8'"):
-        QuantizationSettings(protected_in="fp8")
-
-
 # In files
 
 

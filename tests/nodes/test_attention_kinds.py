@@ -59,7 +59,7 @@ def exact(pack, monkeypatch):
     exact = Exact()
     monkeypatch.setattr(attention_kinds, "exact_attention", exact)
     monkeypatch.setattr(attention_kinds, "fastest_way", lambda *_: exact.fastest)
-    monkeypatch.setattr(attention_kinds, "_exact_obstacle", lambda device: None)
+    monkeypatch.setattr(attention_kinds, "_chooses_exact", lambda device: True)
     return exact
 
 
@@ -178,17 +178,17 @@ def test_a_launch_flags_attention_stays(core, dit, set_attention, monkeypatch, f
     from int8_dit.nodes.patching import attention_kinds
 
     gpu = torch.device("cuda")
-    assert attention_kinds._exact_obstacle(gpu) is None
+    assert attention_kinds._chooses_exact(gpu)
     for name in ("optimized_attention", "optimized_attention_masked"):
         monkeypatch.setattr(core, name, getattr(core, flag))
-    assert "started with another" in attention_kinds._exact_obstacle(gpu)
+    assert not attention_kinds._chooses_exact(gpu)
 
 
 def test_a_comfyui_without_the_function_keeps_its_attention(pack, monkeypatch):
     from int8_dit.nodes.patching import attention_kinds
 
     monkeypatch.delattr("comfy.ldm.modules.attention.attention_pytorch")
-    assert "another attention" in attention_kinds._exact_obstacle(torch.device("cuda"))
+    assert not attention_kinds._chooses_exact(torch.device("cuda"))
 
 
 def test_the_fastest_exact_way_gives_way_to_int8_and_not_the_other_way_round(dit, core, exact, set_attention):

@@ -192,7 +192,7 @@ def test_what_layers_choose_computes_while_they_are_recorded(small, rounded, mon
     from int8_dit.nodes.patching import attention_kinds
     from support import comfyui_today
 
-    monkeypatch.setattr(attention_kinds, "_exact_obstacle", lambda device: None)
+    monkeypatch.setattr(attention_kinds, "_chooses_exact", lambda device: True)
     config = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)
     calls = []
     with comfyui_today.today() as core, monkeypatch.context() as patch:

@@ -145,13 +145,6 @@ def test_the_model_is_untouched_by_a_cancel(dit, model, calibration, interrupt_a
         dit.quantize(model, calibration=calibration, rounding="calibrated")
 
 
-def test_another_rounding_is_refused(pack):
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings
-
-    with pytest.raises(ValueError, match="rounding must be one of calibrated, nearest; got 'up'"):
-        QuantizationSettings(rounding="up")
-
-
 def test_widgets_are_behind_the_older_ones_and_may_be_missing(pack):
     """Workflows that were saved without them keep the values of the others."""
     from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
