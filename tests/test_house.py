@@ -212,7 +212,6 @@ DROPS = {
     "_tell_linears": "a callback of ComfyUI's, told how a MODEL was loaded",
     "patch": "a callback of ComfyUI's, told how a MODEL was loaded",
     "execute": "the ticks of a node, which ComfyUI checks",
-    "attention_call": "it describes a call and makes none",
 }
 
 

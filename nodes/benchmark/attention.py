@@ -14,30 +14,18 @@ from ...kernels.benchmark import (
     AttentionShape,
     total_times,
 )
+from ..comfyui.attention import comfyuis_attention
+from ..patching.attention_kinds import read_call
 
 
-def attention_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    mask: torch.Tensor | None = None,
-    attn_precision: torch.dtype | None = None,
-    skip_reshape: bool = False,
-    *_args: Any,
-    **_keywords: Any,
-) -> AttentionCall | None:
+def attention_call(*args: Any, **keywords: Any) -> AttentionCall | None:
     """What a call of ComfyUI's attention functions computes, whose arguments these are; None where it is unusual."""
-    if skip_reshape and q.ndim == k.ndim == 4:
-        (batch, _, tokens, width), (_, key_heads, keys, _) = q.shape, k.shape
-    elif not skip_reshape and q.ndim == 3 and k.ndim in (3, 4):
-        (batch, tokens, inner), keys = q.shape, k.shape[1]
-        width = inner // heads
-        key_heads = k[0, 0].numel() // width
-    else:
+    call = read_call(comfyuis_attention, *args, **keywords)
+    if not call.q.ndim == call.k.ndim == 4:
         return None
+    (batch, _, tokens, width), (_, key_heads, keys, _) = call.q.shape, call.k.shape
     name = "attention" if tokens == keys else "cross attention"
-    return AttentionCall(name, heads, AttentionShape(tokens, keys, width, mask is not None), key_heads, batch)
+    return AttentionCall(name, call.heads, AttentionShape(tokens, keys, width, call.mask is not None), key_heads, batch)
 
 
 def attention_sentences(results: Sequence[AttentionResult]) -> list[str]:

@@ -101,7 +101,7 @@ def build_model(
     """
     names, operations = list(state_dict), int8_operations(plan)  # the loader empties it
     model = loading.load(state_dict, metadata, operations, plan.compute_dtype, disable_dynamic)
-    plan.let_go()
+    plan.release()
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
     check_loaded(model, names, operations, plan)

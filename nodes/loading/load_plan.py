@@ -53,7 +53,7 @@ class LoadPlan:
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """All is made: fill the progress bar, and forget what weights are made of, as the plan lives as long as the
         MODEL's layers."""
         self.make = lambda name, weight, input_scale: None

@@ -151,7 +151,7 @@ class AttentionOverride:
         if self.outer is None:
             self._before = put_before_choices(model, self._attend)
         model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
-        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, self._watch)
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, self._wrap)
 
     def _attend(self, otherwise: Attention, q: Any, k: Any, v: Any, heads: int, *args: Any, **kwargs: Any) -> Any:
         """The arguments are those of ComfyUI's attention functions, q, k and v in containers or not. `otherwise` takes
@@ -180,7 +180,7 @@ class AttentionOverride:
             output = way.attend(call)
         return output.transpose(1, 2).flatten(2) if flat_output else output
 
-    def _watch(self, executor: Any, *args, **kwargs) -> Any:
+    def _wrap(self, executor: Any, *args, **kwargs) -> Any:
         """A wrapper of ComfyUI's around each call of the model, which says where INT8 attention did not run."""
         if not self.kind.in_int8:
             return beside_choices(self, self._before, executor, args, kwargs)
