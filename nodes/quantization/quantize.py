@@ -138,8 +138,8 @@ def quantize_model(
     held_in = dict.fromkeys(coded, CODES) | dict.fromkeys(whole, INT8)
     # Of layers in codes these alone gain by more bits, and the worst are those that calibrated rounding helps least.
     ranked = errors if coded else fragility
-    losses = ({name: lost.get(name, 0.0) for name in coded or targets} for lost in (ranked, errors))
-    protected = settings.protection.choose(*losses, number_of_linears)
+    ranked, lost = ({name: found.get(name, 0.0) for name in coded or targets} for found in (ranked, errors))
+    protected = settings.protection.choose(ranked, lost, number_of_linears)
     held_in |= dict.fromkeys(protected, BF16)
     if protected and settings.protected_in == ACT16:
         more, doing = (INT8, "8-bit weights for layer") if coded else (ACT16, "16-bit activations for layer")

@@ -38,12 +38,6 @@ def of_16_bits(dit, model):
     return {layer for layer, weight in dit.int8_weights(model).items() if weight._params.activation_bits == 16}
 
 
-def recipe(model):
-    from int8_dit.nodes.patching.file_notes import recipe_of
-
-    return recipe_of(model)
-
-
 def save(model, path, fold=False):
     from int8_dit.nodes.saving.save import save_int8_model
 
@@ -63,19 +57,19 @@ def test_the_fragile_layers_get_them(dit, model, calibration, quantized):
     in_bf16 = dit.quantize(model, 3, calibration=calibration)
     assert of_16_bits(dit, quantized) == set(dit.LINEARS) - set(dit.int8_weights(in_bf16))
     assert set(dit.int8_weights(quantized)) == set(dit.LINEARS)
-    assert recipe(quantized)["protected"] == recipe(in_bf16)["protected"]
+    assert dit.recipe(quantized)["protected"] == dit.recipe(in_bf16)["protected"]
     expected = dit.output(model)
     assert 0 < dit.relative_error(dit.output(quantized), expected) < 0.08
 
 
 def test_what_they_lose_is_the_rounding_of_the_weight(dit, model, calibration, quantized):
     """It is in the report, and less than with 8 bits."""
-    with_8 = recipe(dit.quantize(model, calibration=calibration))["layers"]
+    with_8 = dit.recipe(dit.quantize(model, calibration=calibration))["layers"]
     for layer in of_16_bits(dit, quantized):
         rows = calibration.statistics[layer].sample.rows.double()
         exact = rows @ dit.module(model, layer).weight.double().t()
         held = rows @ dit.module(quantized, layer).weight.dequantize().double().t()
-        reported = recipe(quantized)["layers"][layer]
+        reported = dit.recipe(quantized)["layers"][layer]
         assert reported["held_in"] == ACT16
         assert reported["error"] == pytest.approx(float((held - exact).norm() / exact.norm()), rel=0.02)
         assert reported["error"] < with_8[layer]["error"]
@@ -100,8 +94,8 @@ def test_a_layer_computes_with_them(dit, quantized):
 
 def test_an_error_budget_chooses_layer_by_layer(dit, model, calibration):
     """8 bits where they keep to it, then 16, then bf16."""
-    with_8 = recipe(dit.quantize(model, calibration=calibration))["layers"]
-    six = recipe(dit.quantize(model, 6, calibration=calibration, protected_in=ACT16))["layers"]
+    with_8 = dit.recipe(dit.quantize(model, calibration=calibration))["layers"]
+    six = dit.recipe(dit.quantize(model, 6, calibration=calibration, protected_in=ACT16))["layers"]
     with_16 = {layer: figures["error"] for layer, figures in six.items() if "held_in" in figures}
     budget = min(figures["error"] for figures in with_8.values()) + 1e-6
     rule = {"protect": "error budget", "percent": 100 * budget}
@@ -111,12 +105,12 @@ def test_an_error_budget_chooses_layer_by_layer(dit, model, calibration):
     assert of_16_bits(dit, chosen) | in_bf16 == over >= set(with_16)
     assert of_16_bits(dit, chosen) and in_bf16
     assert in_bf16 & set(with_16) == {layer for layer, error in with_16.items() if error > budget}
-    held = [figures for figures in recipe(chosen)["layers"].values() if figures.get("held_in") != BF16]
+    held = [figures for figures in dit.recipe(chosen)["layers"].values() if figures.get("held_in") != BF16]
     assert max(figures["error"] for figures in held) <= budget
 
 
 def test_a_budget_that_no_layer_meets_with_8_bits(dit, model, calibration):
-    with_8 = recipe(dit.quantize(model, calibration=calibration))["layers"]
+    with_8 = dit.recipe(dit.quantize(model, calibration=calibration))["layers"]
     rule = {"protect": "error budget", "percent": 97 * min(figures["error"] for figures in with_8.values())}
     chosen, *_ = dit.run_node(model, protect=rule, calibration=calibration, protected_in=ACT16)
     assert of_16_bits(dit, chosen) == set(dit.int8_weights(chosen)) != set()
@@ -127,15 +121,7 @@ def test_without_calibration_protected_layers_are_in_bf16(dit, model):
     quantized = dit.quantize(model, 2, protected_in=ACT16)
     assert not of_16_bits(dit, quantized)
     assert len(dit.int8_weights(quantized)) == len(dit.LINEARS) - 2
-    assert recipe(quantized)["protected_in"] == BF16
-
-
-def test_the_widget_is_behind_the_older_ones_and_may_be_missing(pack):
-    """Workflows that were saved without it keep the values of the others."""
-    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
-
-    widget = {widget.id: widget for widget in QuantizeToINT8SmoothQuant.define_schema().inputs}["protected_in"]
-    assert (widget.id, widget.optional, widget.options, widget.default) == ("protected_in", True, [ACT16, BF16], ACT16)
+    assert dit.recipe(quantized)["protected_in"] == BF16
 
 
 # In files
@@ -179,15 +165,6 @@ def test_a_fallback_computes_with_the_dequantized_weights(dit, uncalibrated, tmp
     torch.testing.assert_close(module(x), torch.nn.functional.linear(x, weight.dequantize(), module.bias))
 
 
-def test_the_summary_counts_them(dit, quantized):
-    from int8_dit.nodes.loading.summary import summarize
-
-    on_cpu = "in plain PyTorch (no GPU)"
-    assert str(summarize(quantized)).startswith(
-        f"18 of 34 linears INT8 {on_cpu}, 3 INT8 with 16-bit activations {on_cpu}, 13 fp32 (small or sensitive)"
-    )
-
-
 # Patched
 
 
@@ -209,12 +186,6 @@ def test_a_saved_lora_keeps_them(dit, quantized, lora, tmp_path):
     loaded = dit.load(save(dit.with_lora(quantized, lora), tmp_path / "x.safetensors"))
     assert of_16_bits(dit, loaded) == before
     assert torch.equal(dit.output(loaded), dit.output(dit.with_lora(quantized, lora)))
-
-
-def test_a_copy_for_another_gpu_keeps_them(dit, quantized):
-    twin = quantized.deepclone_multigpu()
-    assert of_16_bits(dit, twin) == of_16_bits(dit, quantized)
-    assert torch.equal(dit.output(twin), dit.output(quantized))
 
 
 def test_quantized_again_they_are_a_source_like_others(dit, quantized):

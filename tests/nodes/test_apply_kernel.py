@@ -25,16 +25,6 @@ def test_computes_what_load_int8_dit_computes(dit, apply, tmp_path, options):
     assert torch.equal(dit.output(apply(dit.stock(path))), dit.output(dit.load(path)))
 
 
-def test_every_int8_linear_runs_the_kernel(dit, apply, native, monkeypatch):
-    from int8_dit.kernels import RepeatedLinear
-
-    calls = []
-    run = RepeatedLinear.multiply
-    monkeypatch.setattr(RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
-    dit.output(apply(dit.stock(native)))
-    assert len(calls) == len(dit.LINEARS)
-
-
 def test_bypassed_it_leaves_nothing_behind(dit, apply, native):
     model = dit.stock(native)
     before, tensors = dit.output(model), dit.snapshot(model)
@@ -128,11 +118,6 @@ def test_what_runs_where(pack, dit, native):
     assert text.startswith(f"{len(dit.LINEARS)} of 34 linears INT8 in plain PyTorch (no GPU), ")
     text = ApplyFusedINT8Kernel.execute(model, "auto").result[1]
     assert f"{len(dit.LINEARS)} of 34 linears ComfyUI's INT8 as in the file (the model runs on cpu" in text
-
-
-def test_attention_that_comfy_kitchen_lacks_is_refused(apply, dit, native):
-    with pytest.raises(RuntimeError, match=r"attention is set to INT8 \(comfy-kitchen\), but"):
-        apply(dit.stock(native), attention="INT8 (comfy-kitchen)")
 
 
 def test_a_copy_for_another_gpu(dit, apply, native):

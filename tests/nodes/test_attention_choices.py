@@ -20,12 +20,6 @@ IN_LORA = f"diffusion_model.{OTHER_KEY}"
 INT8 = "INT8 (comfy-kitchen)"
 
 
-def describe_attention(model):
-    from int8_dit.nodes.loading import summary
-
-    return summary.describe_attention(model)
-
-
 def encoded(config):
     return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
 
@@ -127,11 +121,11 @@ def test_the_files_choice_is_followed_and_shown(small, write, load, preferred):
     assert len(preferred) == 1
 
 
-def test_a_loras_choice_is_followed_and_shown(small, write, load, preferred, attention):
+def test_a_loras_choice_is_followed_and_shown(dit, small, write, load, preferred, attention):
     model = load(write({KEY: encoded(CHOICE)}))
     clone = with_lora(model)
-    assert describe_attention(clone) == "as ComfyUI, 2 layers chosen by the file or a LoRA"
-    assert describe_attention(model) == "as ComfyUI, 1 layer chosen by the file"
+    assert dit.described(clone) == "as ComfyUI, 2 layers chosen by the file or a LoRA"
+    assert dit.described(model) == "as ComfyUI, 1 layer chosen by the file"
     for chosen, count in ((clone, 2), (model, 1)):
         forward(small, chosen)
         preferred.clear()
@@ -139,9 +133,9 @@ def test_a_loras_choice_is_followed_and_shown(small, write, load, preferred, att
         assert len(preferred) == count
 
 
-def test_what_cannot_run_here_is_shown(write, load, of_today, attention):
+def test_what_cannot_run_here_is_shown(dit, write, load, of_today, attention):
     model = load(write({KEY: encoded(CHOICE)}))
-    assert describe_attention(model) == "as ComfyUI, the choice for 1 layer cannot run here"
+    assert dit.described(model) == "as ComfyUI, the choice for 1 layer cannot run here"
 
 
 # Kept
@@ -218,12 +212,12 @@ def older(pack):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_older_comfyui_ignores_and_keeps_it(older, small, write, load, save, attention, monkeypatch, form):
+def test_an_older_comfyui_ignores_and_keeps_it(dit, older, small, write, load, save, attention, monkeypatch, form):
     """Nor is what an earlier block does not choose taken for missing."""
     monkeypatch.setitem(small.WAN_SIZES, "num_layers", 3)
     choices = {f"blocks.{block}.self_attn.comfy_attention.config": CHOICE for block in (1, 2)}
     model = load(write({key: encoded(config) for key, config in choices.items()}))
-    assert describe_attention(model) == "as ComfyUI, the file's choice for 2 layers needs a newer ComfyUI"
+    assert dit.described(model) == "as ComfyUI, the file's choice for 2 layers needs a newer ComfyUI"
     assert torch.equal(forward(small, model), forward(small, load(write({}, "plain.safetensors"))))
     path, saved = save(model, form)
     assert saved == choices
@@ -261,7 +255,7 @@ LAYERS = 4  # of the small Wan, two in each block
 @pytest.mark.parametrize("widget", ("before the LoRA", "after the LoRA", "without a LoRA"))
 @pytest.mark.parametrize("fits", (True, False), ids=("fits", "declines"))
 def test_int8_attention_declines_to_the_layers_choice(
-    small, write, load, preferred, kernel, attention, monkeypatch, widget, fits
+    dit, small, write, load, preferred, kernel, attention, monkeypatch, widget, fits
 ):
     model = load(write({KEY: encoded(CHOICE)}))
     expected = forward(small, model)
@@ -271,7 +265,7 @@ def test_int8_attention_declines_to_the_layers_choice(
     if widget == "before the LoRA":
         model = with_lora(model)
     choosing = 1 if widget == "without a LoRA" else 2
-    assert describe_attention(model).startswith(f"{INT8} where it fits, {choosing} layer")
+    assert dit.described(model).startswith(f"{INT8} where it fits, {choosing} layer")
     if not fits:
         monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", 8)
     forward(small, model)

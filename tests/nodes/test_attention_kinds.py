@@ -79,12 +79,6 @@ def auto(core, exact):
     return lambda outer=None: AttentionOverride(ATTENTION_KINDS[AUTO], torch.device("cpu"), outer)
 
 
-def described(model):
-    from int8_dit.nodes.loading.summary import describe_attention
-
-    return describe_attention(model)
-
-
 def tensors(kv_heads=HEADS, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return [
@@ -170,7 +164,7 @@ def test_an_override_that_computes_itself_is_not_replaced(core, auto, exact):
 def test_on_a_cpu_auto_is_as_comfyui(dit, set_attention):
     model = dit.stock()
     set_attention(model, AUTO)
-    assert OVERRIDE not in model.model_options["transformer_options"] and described(model) == AS_COMFYUI
+    assert OVERRIDE not in model.model_options["transformer_options"] and dit.described(model) == AS_COMFYUI
 
 
 @pytest.mark.parametrize("flag", ("attention_sub_quad", "attention_split"))
@@ -196,7 +190,7 @@ def test_the_fastest_exact_way_gives_way_to_int8_and_not_the_other_way_round(dit
     for model, kinds in ((first, (AUTO, INT8)), (second, (INT8, AUTO))):
         for kind in kinds:
             set_attention(model, kind)
-        assert described(model) == "INT8 where it fits"
+        assert dit.described(model) == "INT8 where it fits"
         assert model.model_options["transformer_options"][OVERRIDE].outer is None
 
 
@@ -256,21 +250,21 @@ def family(small, core):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_models_keep_their_output(small, family, exact, set_attention, name):
+def test_models_keep_their_output(dit, small, family, exact, set_attention, name):
     model, architecture = family(name)
     expected = outputs(small, architecture, model)
     set_attention(model, AUTO)
-    assert described(model) == "the fastest exact way"
+    assert dit.described(model) == "the fastest exact way"
     torch.testing.assert_close(outputs(small, architecture, model), expected)
     assert exact.calls > 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_int8_attention_moves_it_a_little(small, family, set_attention, name):
+def test_int8_attention_moves_it_a_little(dit, small, family, set_attention, name):
     model, architecture = family(name)
     expected = outputs(small, architecture, model)
     set_attention(model, INT8)
-    assert described(model) == "INT8 where it fits"
+    assert dit.described(model) == "INT8 where it fits"
     assert 0 < relative_error(outputs(small, architecture, model), expected) < 0.05
 
 
@@ -344,7 +338,7 @@ def apply_model(small, model):
 
 
 @pytest.mark.parametrize("lora", ("without a LoRA", "before it", "after it"))
-def test_what_layers_choose_wins_over_auto(small, chosen, exact, set_attention, lora):
+def test_what_layers_choose_wins_over_auto(dit, small, chosen, exact, set_attention, lora):
     import comfy.lora
 
     model = small.wan()
@@ -363,7 +357,7 @@ def test_what_layers_choose_wins_over_auto(small, chosen, exact, set_attention, 
     if lora == "after it":
         model = with_lora(model)
     choosing = 1 if lora == "without a LoRA" else 2
-    assert described(model).startswith(f"the fastest exact way, {choosing} layer")
+    assert dit.described(model).startswith(f"the fastest exact way, {choosing} layer")
     chosen.clear()
     torch.testing.assert_close(apply_model(small, model), expected)
     assert (len(chosen), exact.calls) == (choosing, LAYERS - choosing)
@@ -378,11 +372,11 @@ def test_where_no_layer_chooses_auto_computes_all(small, chosen, exact, set_atte
 
 
 def test_a_later_choice_takes_the_place_of_an_earlier_one_before_layers(
-    small, chosen, exact, set_attention, monkeypatch
+    dit, small, chosen, exact, set_attention, monkeypatch
 ):
     monkeypatch.setattr("comfy.ldm.modules.attention.COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", False)
     model = small.wan()
     model.model.diffusion_model.get_submodule(LAYER).load_state_dict({"config": CHOICE})
     for kind, runs in ((AUTO, "the fastest exact way"), (INT8, "INT8 where it fits")):
         set_attention(model, kind)
-        assert described(model) == f"{runs}, the choice for 1 layer cannot run here"
+        assert dit.described(model) == f"{runs}, the choice for 1 layer cannot run here"

@@ -94,18 +94,6 @@ def output(dit, model):
         )
 
 
-def described(model):
-    from int8_dit.nodes.loading.summary import describe_attention
-
-    return describe_attention(model)
-
-
-def recipe(model):
-    from int8_dit.nodes.patching.file_notes import recipe_of
-
-    return recipe_of(model)
-
-
 # Measured
 
 
@@ -222,7 +210,7 @@ def test_what_layers_choose_computes_while_they_are_recorded(small, rounded, mon
 
 def test_blocks_above_the_budget_keep_exact_attention(dit, file, calibration):
     model, _, table, _ = dit.run_node(dit.stock(file), calibration=calibration)
-    found = recipe(model)["attention"]
+    found = dit.recipe(model)["attention"]
     assert found["exact"] == [FRAGILE] and list(found["errors"]) == BLOCKS
     for block, error in found["errors"].items():
         assert error == pytest.approx(calibration.attention[block].error, rel=1e-3)
@@ -233,8 +221,8 @@ def test_blocks_above_the_budget_keep_exact_attention(dit, file, calibration):
 
 def test_without_a_calibration_nothing_is_said(dit, file):
     model, _, table, _ = dit.run_node(dit.stock(file))
-    assert "attention" not in recipe(model) and "INT8 attention" not in table
-    assert described(set_attention(model)) == "INT8 where it fits"
+    assert "attention" not in dit.recipe(model) and "INT8 attention" not in table
+    assert dit.described(set_attention(model)) == "INT8 where it fits"
 
 
 # Obeyed
@@ -242,7 +230,7 @@ def test_without_a_calibration_nothing_is_said(dit, file):
 
 def test_int8_attention_leaves_the_block_out(dit, file, quantized, rounded):
     model = set_attention(quantized.clone())
-    assert described(model) == "INT8 where it fits, exact in 1 block"
+    assert dit.described(model) == "INT8 where it fits, exact in 1 block"
     output(dit, model)
     assert len(rounded) == 2
     rounded.clear()
@@ -260,12 +248,12 @@ def test_where_all_blocks_are_left_out_nothing_changes(dit, file, rounded):
 
 def test_other_choices_do_not_touch_the_blocks(dit, quantized):
     model = set_attention(quantized.clone(), "auto")
-    assert model.object_patches.keys() == quantized.object_patches.keys() and described(model) == "as ComfyUI"
+    assert model.object_patches.keys() == quantized.object_patches.keys() and dit.described(model) == "as ComfyUI"
 
 
 def test_the_node_sets_it(dit, file, calibration, rounded):
     model = dit.run_node(dit.stock(file), calibration=calibration, attention=INT8)[0]
-    assert described(model) == "INT8 where it fits, exact in 1 block"
+    assert dit.described(model) == "INT8 where it fits, exact in 1 block"
     output(dit, model)
     assert len(rounded) == 2
 
@@ -273,15 +261,15 @@ def test_the_node_sets_it(dit, file, calibration, rounded):
 def test_int8_attention_of_an_earlier_node_obeys_too(dit, file, calibration, rounded):
     """And again after another calibration."""
     model = set_attention(dit.stock(file))
-    assert described(model) == "INT8 where it fits"
+    assert dit.described(model) == "INT8 where it fits"
     model = dit.quantize(model, calibration=calibration)
-    assert described(model) == "INT8 where it fits, exact in 1 block"
+    assert dit.described(model) == "INT8 where it fits, exact in 1 block"
     output(dit, model)
     assert len(rounded) == 2
     healthy = dit.quantize(model, calibration=dit.recorded())
     rounded.clear()
     output(dit, healthy)
-    assert described(healthy) == "INT8 where it fits" and len(rounded) == 3
+    assert dit.described(healthy) == "INT8 where it fits" and len(rounded) == 3
     rounded.clear()
     output(dit, model)
     assert len(rounded) == 2
@@ -382,8 +370,8 @@ def test_files_keep_it(dit, quantized, rounded, tmp_path, form):
         path = str(tmp_path / f"saved{len(list(tmp_path.iterdir()))}.{form}")
         save_gguf_model(model, path, {}, "Q8_0") if form == "gguf" else save_int8_model(model, path, {})
     loaded = dit.load(path)
-    assert recipe(loaded)["attention"] == recipe(quantized)["attention"]
-    assert described(set_attention(loaded)) == "INT8 where it fits, exact in 1 block"
+    assert dit.recipe(loaded)["attention"] == dit.recipe(quantized)["attention"]
+    assert dit.described(set_attention(loaded)) == "INT8 where it fits, exact in 1 block"
     output(dit, loaded)
     assert len(rounded) == 2
 
@@ -418,7 +406,7 @@ def test_other_loaders_read_the_file_as_before(dit, file, calibration, tmp_path)
 
 def test_quantizing_again_keeps_it(dit, quantized):
     again = dit.quantize(quantized)
-    assert recipe(again)["attention"] == recipe(quantized)["attention"]
+    assert dit.recipe(again)["attention"] == dit.recipe(quantized)["attention"]
 
 
 @pytest.mark.parametrize("said", (None, 3, {}, {"exact": None}, {"exact": [1, None]}, {"exact": {}}, ["exact"]))
@@ -427,7 +415,7 @@ def test_a_recipe_that_says_something_else_says_nothing(dit, quantized, said):
 
     model = quantized.clone()
     keep_recipe(model, {"attention": said})
-    assert described(set_attention(model)) == "INT8 where it fits"
+    assert dit.described(set_attention(model)) == "INT8 where it fits"
 
 
 # Calibrations in files

@@ -9,12 +9,6 @@ import torch
 ACT16 = "INT8 with 16-bit activations"
 
 
-def recipe(model):
-    from int8_dit.nodes.patching.file_notes import recipe_of
-
-    return recipe_of(model)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def no_interpreter():
     """Before the fixtures of this module, which quantize."""
@@ -66,7 +60,7 @@ def relative_output_errors(dit, model, quantized, seen):
 def test_only_the_rounding_of_weights_differs(dit, quantized):
     """Scales, transforms and protected layers do not; and no layer is said to lose more."""
     nearest, calibrated = (dit.int8_weights(quantized[way]) for way in ("nearest", "calibrated"))
-    before, after = (recipe(quantized[way]) for way in ("nearest", "calibrated"))
+    before, after = (dit.recipe(quantized[way]) for way in ("nearest", "calibrated"))
     assert (before["rounding"], after["rounding"]) == ("nearest", "calibrated")
     assert before["protected"] == after["protected"]
     taken = {layer for layer, figures in after["layers"].items() if "nearest_error" in figures}
@@ -90,8 +84,8 @@ def test_less_is_lost_on_another_prompt(dit, model, quantized):
     assert statistics.fmean(calibrated[layer] / nearest[layer] for layer in dit.LINEARS) < 0.97
 
 
-def test_the_report_says_how_many_and_what_they_gained(outputs, quantized):
-    taken = sum("nearest_error" in layer for layer in recipe(quantized["calibrated"])["layers"].values())
+def test_the_report_says_how_many_and_what_they_gained(dit, outputs, quantized):
+    taken = sum("nearest_error" in layer for layer in dit.recipe(quantized["calibrated"])["layers"].values())
     table = outputs["calibrated"].result[2]
     assert f"Calibrated rounding in {taken} of 21 layers, mean error " in table
     assert table.count(", calibrated rounding |") == taken
@@ -113,7 +107,7 @@ def test_it_is_saved_and_loaded(dit, quantized, tmp_path):
     with safe_open(path, "pt") as file:
         kept = json.loads(file.metadata()["int8_dit_recipe"])
     assert kept["rounding"] == "calibrated"
-    assert kept["layers"] == recipe(quantized["calibrated"])["layers"]
+    assert kept["layers"] == dit.recipe(quantized["calibrated"])["layers"]
 
 
 def test_with_other_settings(dit, model, calibration):
@@ -134,15 +128,7 @@ def test_with_other_settings(dit, model, calibration):
 def test_without_calibration_it_is_nearest(dit, model):
     nearest, asked = (dit.run_node(model, rounding=way)[0] for way in ("nearest", "calibrated"))
     dit.assert_same_tensors(dit.snapshot(asked), dit.snapshot(nearest))
-    assert recipe(asked)["rounding"] == "nearest"
-
-
-def test_the_model_is_untouched_by_a_cancel(dit, model, calibration, interrupt_at):
-    from comfy.model_management import InterruptProcessingException
-
-    with dit.untouched(model), pytest.raises(InterruptProcessingException):
-        interrupt_at(0.3)
-        dit.quantize(model, calibration=calibration, rounding="calibrated")
+    assert dit.recipe(asked)["rounding"] == "nearest"
 
 
 def test_widgets_are_behind_the_older_ones_and_may_be_missing(pack):
@@ -154,3 +140,4 @@ def test_widgets_are_behind_the_older_ones_and_may_be_missing(pack):
     assert all(widget.optional for widget in last)
     rounding = last[1]
     assert (rounding.options, rounding.default, rounding.advanced) == (["calibrated", "nearest"], "calibrated", True)
+    assert (last[0].options, last[0].default) == ([ACT16, "bf16"], ACT16)

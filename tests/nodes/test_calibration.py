@@ -265,11 +265,6 @@ def test_mask_and_batch_index_of_the_latent_are_used(dit, model):
         )
 
 
-def test_nothing_recorded_says_what_to_connect(recorder):
-    with pytest.raises(ValueError, match="MODEL output of Record Calibration to the sampler"):
-        recorder.Recording().calibration()
-
-
 def test_an_error_while_recording_leaves_no_observer(dit, model, recorder):
     def fail(apply_model, arguments):
         raise ArithmeticError("out of luck")
@@ -360,19 +355,6 @@ def test_a_calibration_comes_back_from_its_file(dit, model, calibration, files, 
     )
 
 
-def test_the_file_is_the_same_every_time(dit, model, calibration, files, tmp_path):
-    first, second = (save(files, calibration, tmp_path / f"{i}.safetensors") for i in range(2))
-    with open(first, "rb") as a, open(second, "rb") as b:
-        assert a.read() == b.read()
-    again = calibration_of(dit, model, dit.calibration(model))
-    assert_same(calibration, again)
-    # Attention may differ in its last bits by where tensors lie in memory, and some values then round otherwise.
-    assert calibration.attention.keys() == again.attention.keys()
-    for name, error in calibration.attention.items():
-        assert error.calls == again.attention[name].calls
-        assert error.sums == pytest.approx(again.attention[name].sums, rel=0.05)
-
-
 def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, monkeypatch):
     import folder_paths
 
@@ -436,28 +418,11 @@ LAYER = "joint_blocks.1.x_block.mlp.fc1"
         (None, lambda t: t.update({f"{LAYER}.absmax": torch.ones(3)}), r"absmax must be float32 \[192\], not .*\[3\]"),
         (None, lambda t: t.update({f"{LAYER}.rows": torch.ones(16, 5)}), r"rows must be floating point \[rows, 192\]"),
         (None, lambda t: t[f"{LAYER}.absmax"].fill_(math.nan), rf"at layer {LAYER} .*absmax holds a value"),
-        (None, lambda t: t[f"{LAYER}.absmax"].neg_(), rf"at layer {LAYER} .*negative"),
-        (None, lambda t: t[f"{LAYER}.rows"][0].fill_(math.inf), rf"at layer {LAYER} .*rows hold a NaN or Inf"),
-        (None, lambda t: t[f"{LAYER}.rows"][0].fill_(1e30), rf"at layer {LAYER} .*rows hold .*a value above"),
-        (
-            None,
-            lambda t: [t[f"{LAYER}.{part}"].fill_(1e30) for part in ("rows", "absmax")],
-            rf"at layer {LAYER} .*1e\+12",
-        ),
         (None, lambda t: t.update({"other.rows": torch.ones(1, 3)}), r"read \(other\.rows belongs to no layer"),
-        (lambda layers: layers[LAYER].update(shape="12"), None, rf"at layer {LAYER} .*two whole numbers .*'12'"),
         (lambda layers: layers[LAYER].update(shape=[768.0, 192]), None, rf"at layer {LAYER} .*two whole numbers"),
-        (
-            lambda layers: layers[LAYER].update(sampled=[0]),
-            lambda t: t.update({f"{LAYER}.rows": torch.ones(0, 192)}),
-            rf"at layer {LAYER} .*rows are of 1 calls",
-        ),
         (lambda layers: layers[LAYER].update(calls=-5), None, rf"at layer {LAYER} .*whole number .*-5"),
-        (lambda layers: layers[LAYER].update(calls=math.inf), None, f"at layer {LAYER} .*whole number .*inf"),
-        (lambda layers: layers[LAYER].update(calls=2.0), None, f"at layer {LAYER} .*whole number"),
         (lambda layers: layers[LAYER].update(calls=True), None, f"at layer {LAYER} .*whole number"),
         (lambda layers: layers[LAYER].update(calls=0), None, rf"at layer {LAYER} .*it has statistics, and calls is 0"),
-        (lambda layers: layers[LAYER].update(spikiness=math.nan), None, rf"at layer {LAYER} .*spikiness of nan"),
         (
             lambda layers: [layer.update(calls=0) for layer in layers.values()],
             lambda t: t.clear(),

@@ -119,21 +119,15 @@ def test_a_protected_layer_reads_the_divided_input_too(blocks, folding, name):
     assert_same_but_for_rounding(folded, block, lambda module: module())
 
 
-def test_layers_that_share_an_input_but_not_its_factors_are_not_folded(blocks, folding):
+@pytest.mark.parametrize("smoothed", (True, False))
+def test_layers_that_share_an_input_but_not_its_factors_are_not_folded(blocks, folding, smoothed):
     readers = blocks.readers_of("Z-Image")
     smooth = factors(blocks, folding, "Z-Image", readers)
-    smooth["block.feed_forward.w3"] = smooth["block.feed_forward.w3"] * 2
+    other = smooth.pop("block.feed_forward.w3") * 2
+    if smoothed:
+        smooth["block.feed_forward.w3"] = other
     model = blocks.build("Z-Image", smooth.get, readers)
-    with pytest.raises(ValueError, match=r"factors of 2 layers, block.feed_forward.w1 first, cannot be folded"):
-        folding.fold(model, model.model.diffusion_model.state_dict())
-
-
-def test_one_of_them_that_is_not_smoothed_at_all(blocks, folding):
-    readers = blocks.readers_of("Z-Image")
-    smooth = factors(blocks, folding, "Z-Image", readers)
-    del smooth["block.feed_forward.w3"]
-    model = blocks.build("Z-Image", smooth.get, readers)
-    with pytest.raises(ValueError, match=r"block.feed_forward.w1 first, cannot be folded"):
+    with pytest.raises(ValueError, match=rf"of {1 + smoothed} layers, block.feed_forward.w1 first, cannot be folded"):
         folding.fold(model, model.model.diffusion_model.state_dict())
 
 
@@ -346,9 +340,3 @@ def test_what_is_made_of_a_folded_file_stays_folded(dit, tmp_path, caplog):
     again = save(dit.quantize(model), tmp_path / "again.safetensors", fold=False)
     dit.sample(dit.with_lora(dit.load(again), dit.lora([dit.LAYER])))
     assert len(warnings(caplog)) == 1
-
-
-def test_a_lora_on_an_ordinary_file_does_not_warn(dit, tmp_path, caplog):
-    path = save(dit.quantize(dit.stock(), calibration=dit.recorded()), tmp_path / "own.safetensors", fold=False)
-    dit.sample(dit.with_lora(dit.load(path), dit.lora([dit.LAYER])))
-    assert not warnings(caplog)

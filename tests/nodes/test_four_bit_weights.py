@@ -147,9 +147,3 @@ def test_a_copy_for_another_gpu_computes_the_same(dit, quantize):
     model, _ = quantize(dit.recorded(), protection=protection(2))
     again = rebuild_int8_model(model.model, "fused int8")
     assert set(coded(again)) == set(coded(model)) and torch.equal(dit.output(again), dit.output(model))
-
-
-def test_the_model_that_was_quantized_stays_as_it_was(dit, quantize):
-    model = dit.stock()
-    with dit.untouched(model):
-        quantize(dit.recorded(), model=model)

@@ -369,12 +369,6 @@ def test_another_override_around_it_in_containers(of_today, kernel, first, has_c
     assert kernel.calls == 1
 
 
-def test_it_can_be_hashed(kernel):
-    """ComfyUI 0.37 and newer keys with it."""
-    override = on_cpu(kernel)
-    assert {override: 1}[override] == 1
-
-
 # The whole way: a node, its MODEL, a sampling
 
 
@@ -406,15 +400,9 @@ def test_a_sampling_runs_it(dit, load, kernel, warnings):
     assert kernel.calls == 6
 
 
-def describe_attention(model):
-    from int8_dit.nodes.loading import summary
-
-    return summary.describe_attention(model)
-
-
-def test_old_workflows_have_comfyuis_attention(load, attention):
+def test_old_workflows_have_comfyuis_attention(dit, load, attention):
     assert "optimized_attention_override" not in load().model_options["transformer_options"]
-    assert describe_attention(load("conditional", "none")) == "as ComfyUI"
+    assert dit.described(load("conditional", "none")) == "as ComfyUI"
 
 
 def test_what_no_call_fits_says_so(dit, load, kernel, warnings, monkeypatch):

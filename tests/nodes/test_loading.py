@@ -29,14 +29,6 @@ def test_linears_of_native_files_against_stock_comfyui(dit, tmp_path, options):
         assert dit.relative_error(ours(x), theirs(x)) < 1e-3, layer
 
 
-@pytest.mark.parametrize("options", NATIVE.values(), ids=NATIVE)
-def test_a_native_file_computes_what_stock_comfyui_computes(dit, tmp_path, options):
-    """A few steps aside grow through three blocks, but not to what INT8 itself costs."""
-    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(**options))
-    stock = dit.output(dit.stock(path))
-    assert dit.relative_error(dit.output(dit.load(path)), stock) < dit.relative_error(stock, dit.output(dit.stock()))
-
-
 @pytest.fixture
 def native(dit):
     return dit.native_int8()

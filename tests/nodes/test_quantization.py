@@ -41,12 +41,6 @@ def test_smoothing_factors(dit, model, alpha):
         assert ((weight.dequantize() - original).abs() <= bound * (1 + 1e-4)).all()
 
 
-def test_quantized_model_computes_nearly_the_same(dit, model):
-    quantized = dit.quantize(model, protect=2, calibration=dit.recorded())
-    # INT8 noise of 19 linears is a few percent; a layer without its smoothing would be over 50 %.
-    assert 0 < dit.relative_error(dit.output(quantized), dit.output(model)) < 0.08
-
-
 def test_without_calibration_nothing_is_smoothed_and_it_says_so(dit, model, caplog):
     weights = dit.int8_weights(dit.quantize(model))
     assert set(weights) == set(dit.LINEARS)
@@ -64,13 +58,6 @@ def test_without_calibration_the_weights_that_round_worst_are_protected(dit, mod
     worst = sorted(dit.LINEARS, key=rounding_error, reverse=True)[:2]
     quantized = dit.quantize(model, protect=2)
     assert set(dit.LINEARS) - set(dit.int8_weights(quantized)) == set(worst)
-
-
-def recipe(model):
-    """What a MODEL says of how it was quantized."""
-    from int8_dit.nodes.patching.file_notes import recipe_of
-
-    return recipe_of(model)
 
 
 def protected(dit, model):
@@ -92,11 +79,11 @@ def test_the_most_fragile_layers_are_protected(dit, model, calibration):
 
     fragile = sorted(dit.LINEARS, key=fragility, reverse=True)[:3]
     quantized = dit.quantize(model, 3, calibration=calibration)
-    assert recipe(quantized)["protected"] == fragile
+    assert dit.recipe(quantized)["protected"] == fragile
     assert protected(dit, quantized) == set(fragile)
     for layer in fragile:
         assert torch.equal(dit.module(quantized, layer).weight, dit.module(model, layer).weight)
-    for layer, figures in recipe(quantized)["layers"].items():
+    for layer, figures in dit.recipe(quantized)["layers"].items():
         assert figures["fragility"] == pytest.approx(fragility(layer), rel=2e-3)
 
 
@@ -105,7 +92,7 @@ def test_the_report_tells_what_the_layers_lose(dit, model, calibration):
     for layer, weight in dit.int8_weights(quantized).items():
         rows = calibration.statistics[layer].sample.rows
         expected = relative_output_error(rows, dit.module(model, layer).weight, weight)
-        assert recipe(quantized)["layers"][layer]["error"] == pytest.approx(expected, rel=2e-3)
+        assert dit.recipe(quantized)["layers"][layer]["error"] == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +106,7 @@ def test_the_report_tells_what_the_layers_lose(dit, model, calibration):
 )
 def test_how_many_are_protected(dit, model, calibration, rule, count):
     quantized, *_ = dit.run_node(model, protect=rule, calibration=calibration)
-    assert len(protected(dit, quantized)) == len(recipe(quantized)["protected"]) == count
+    assert len(protected(dit, quantized)) == len(dit.recipe(quantized)["protected"]) == count
 
 
 def test_an_unknown_rule_of_protection_is_named_with_its_choices(model):
@@ -148,7 +135,7 @@ def test_an_error_budget_holds(dit, model, calibration):
 
 
 def layers_of(dit, model, calibration, **settings):
-    return recipe(dit.quantize(model, calibration=calibration, **settings))["layers"]
+    return dit.recipe(dit.quantize(model, calibration=calibration, **settings))["layers"]
 
 
 @pytest.mark.parametrize("alpha", (0.5, 0.45))
@@ -173,9 +160,9 @@ def test_best_per_layer_is_the_best_of_all_methods(dit, model, calibration):
 @pytest.mark.parametrize("weight_scales", ("absmax", "least error"))
 def test_every_method_computes_nearly_the_same(dit, model, calibration, method, weight_scales):
     quantized = dit.quantize(model, method=method, weight_scales=weight_scales, calibration=calibration)
-    transforms = {recipe(quantized)["layers"][layer]["transform"] for layer in dit.LINEARS}
+    transforms = {dit.recipe(quantized)["layers"][layer]["transform"] for layer in dit.LINEARS}
     for layer, weight in dit.int8_weights(quantized).items():
-        transform = recipe(quantized)["layers"][layer]["transform"]
+        transform = dit.recipe(quantized)["layers"][layer]["transform"]
         assert (weight._params.smooth is not None) == ("smooth" in transform)
         assert weight._params.rotation_group == ((256 if "fc2" in layer else 64) if "rotate" in transform else None)
     if method in METHODS:
@@ -211,7 +198,7 @@ def test_a_layer_that_was_never_called_is_not_smoothed_and_not_protected(dit, mo
     (left,) = dit.int8_weights(quantized).items()
     assert left[0] == dit.LAYER and left[1]._params.smooth is None
     assert f"| {dit.LAYER} | never called | never called |" in table
-    assert recipe(quantized)["layers"][dit.LAYER]["error"] is None
+    assert dit.recipe(quantized)["layers"][dit.LAYER]["error"] is None
 
 
 SOURCES = {
@@ -286,17 +273,6 @@ def test_the_input_model_is_untouched(dit, model, calibrated):
     with dit.untouched(model):
         quantized = dit.quantize(model, protect=2, **inputs)
         dit.output(quantized)
-
-
-def test_the_input_model_is_untouched_by_an_error_in_calibration(dit, model):
-    def fail(apply_model, arguments):
-        raise ArithmeticError("out of luck")
-
-    inputs = dit.calibration(model)
-    failing = model.clone()
-    failing.set_model_unet_function_wrapper(fail)
-    with dit.untouched(model), pytest.raises(ArithmeticError, match="out of luck"):
-        dit.quantize(failing, **inputs)
 
 
 @pytest.mark.parametrize("share", (0, 0.7), ids=("calibration", "quantization"))
@@ -403,14 +379,6 @@ def test_a_nan_weight_names_its_layer(dit, tmp_path):
         dit.quantize(broken)
 
 
-def test_a_nan_activation_names_the_first_layer_that_gets_it(dit, tmp_path):
-    weights = dit.tensors()
-    weights["joint_blocks.1.x_block.attn.proj.bias"][0] = math.nan
-    broken = dit.stock(dit.write(tmp_path / "nan.safetensors", weights))
-    with pytest.raises(ValueError, match=r"layer joint_blocks\.1\.x_block\.mlp\.fc1 held a NaN or Inf"):
-        dit.quantize(broken, **dit.calibration(broken))
-
-
 def test_a_compiled_model_is_refused(dit, model):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
@@ -466,7 +434,7 @@ def test_quantizing_again_with_another_kernel_does_not_warn(dit, model, caplog):
 
 def test_a_second_copy_for_another_gpu(dit, model):
     """ComfyUI rebuilds a MODEL through its `cached_patcher_init`; there is no file to load it from."""
-    quantized = dit.quantize(model, protect=2, calibration=dit.recorded())
+    quantized = dit.quantize(model, protect=2, calibration=dit.recorded(), protected_in="INT8 with 16-bit activations")
     twin = quantized.deepclone_multigpu()
     assert twin.model is not quantized.model
     dit.assert_same_tensors(dit.snapshot(twin), dit.snapshot(quantized))
@@ -499,8 +467,9 @@ def test_the_defaults_are_the_recipe_with_the_best_method_per_layer(pack):
     assert protection == Protection("share", 0.08)
 
 
-def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path):
-    """It is in no weight: it would be gone from the quantized model and from a file, and nobody could see it."""
+def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path, interrupt_at):
+    """It is in no weight: it would be gone from the quantized model and from a file, and nobody could see it. A
+    sampling before that would be for nothing."""
     import comfy.sd
 
     from int8_dit.nodes.saving.save import save_int8_model
@@ -509,20 +478,12 @@ def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path):
         return comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)[0]
 
     message = r"not in its weights .bypass_lora. and would be lost. Load a bypass LoRA with"
-    with pytest.raises(ValueError, match=message):
-        dit.quantize(with_bypass(model), **dit.calibration(model))
     with pytest.raises(ValueError, match="bypass_lora"):
         save_int8_model(with_bypass(dit.quantize(model)), str(tmp_path / "x.safetensors"), {})
     assert not list(tmp_path.iterdir())
-
-
-def test_what_cannot_be_quantized_is_refused_before_it_is_sampled(dit, model, interrupt_at):
-    import comfy.sd
-
-    bypassed, _ = comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)
     interrupt_at(0)  # pressed after the first step, it must not be reached
-    with pytest.raises(ValueError, match="bypass_lora"):
-        dit.quantize(bypassed, **dit.calibration(model, steps=50))
+    with pytest.raises(ValueError, match=message):
+        dit.quantize(with_bypass(model), **dit.calibration(model))
 
 
 def test_a_weight_packed_in_an_unknown_way_is_refused(dit, model):

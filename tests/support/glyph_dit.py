@@ -30,6 +30,8 @@ from int8_dit.nodes.calibration.calibration import Calibration
 from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH, encode_config
 from int8_dit.nodes.layers.int8_weight import is_int8
 from int8_dit.nodes.loading.load import load_int8_model
+from int8_dit.nodes.loading.summary import describe_attention as described  # noqa: F401
+from int8_dit.nodes.patching.file_notes import recipe_of as recipe  # noqa: F401
 from support import adapters
 from support.adapters import with_delta as with_delta  # tests have these two as `dit.…`
 from support.tensors import relative_error as relative_error
