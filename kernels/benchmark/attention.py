@@ -11,13 +11,14 @@ from typing import ClassVar
 import torch
 
 from ..internals.kitchen import kitchen_attention
+from ..internals.torch_functions import in_attention_order
 from ..ops.attention import int8_attention, int8_attention_obstacle
 from ..ops.exact_attention import (
     COMFYUI_ORDER,
     EXACT_WAYS,
+    PYTORCH,
     TRITON,
     AttentionShape,
-    attend,
     attend_by,
     exact_ways,
 )
@@ -128,7 +129,8 @@ def _exact(way: str, operands: AttentionOperands) -> Callable[[int], torch.Tenso
 
 
 def _comfyui(operands: AttentionOperands) -> Callable[[int], torch.Tensor]:
-    return lambda _: attend(COMFYUI_ORDER, operands.q, operands.k, operands.v, operands.mask, None, operands.grouped)
+    call = PYTORCH, operands.q, operands.k, operands.v, operands.mask, None, operands.grouped
+    return lambda _: in_attention_order(COMFYUI_ORDER, attend_by, *call)
 
 
 def _kitchen(operands: AttentionOperands) -> Callable[[int], torch.Tensor]:

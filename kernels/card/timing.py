@@ -12,31 +12,6 @@ import torch
 _FLUSH_BYTES = 256 << 20
 
 
-def median_milliseconds(run: Callable[[], object], device: torch.device, repetitions: int) -> float:
-    """Median time of one `run()` in milliseconds, after one call that compiles and warms up.
-
-    On a GPU, which must be the current one, the time between device events, each run starting with a cold L2; on a CPU
-    wall clock.
-    """
-    run()
-    if device.type != "cuda":
-        times = []
-        for _ in range(repetitions):
-            begin = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - begin) * 1e3)
-        return sorted(times)[repetitions // 2]
-    flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
-    for start, end in events:
-        flush.sum()
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize(device)
-    return sorted(start.elapsed_time(end) for start, end in events)[repetitions // 2]
-
-
 class Stopwatch:
     """Spans of time on a device: device events on a GPU, which must be the current one, the wall clock elsewhere."""
 
@@ -59,12 +34,34 @@ class Stopwatch:
         end.synchronize()
         return begin.elapsed_time(end)
 
+    def mean(self, work: Callable[[], object], passes: int = 1) -> float:
+        """Milliseconds of one `work()` among so many, back to back."""
+        span = self.begin()
+        for _ in range(passes):
+            work()
+        self.end(span)
+        return self.milliseconds(span) / passes
+
     def _now(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def median_milliseconds(run: Callable[[], object], device: torch.device, repetitions: int) -> float:
+    """Median time of one `run()` in milliseconds, after one call that compiles and warms up; each run starts with a
+    cold L2."""
+    run()
+    watch, spans = Stopwatch(device), []
+    flush = torch.zeros(_FLUSH_BYTES // 4 if device.type == "cuda" else 0, dtype=torch.float32, device=device)
+    for _ in range(repetitions):
+        flush.sum()
+        spans.append(watch.begin())
+        run()
+        watch.end(spans[-1])
+    return sorted(map(watch.milliseconds, spans))[repetitions // 2]
 
 
 _WINDOW_MILLISECONDS = 150.0
@@ -102,17 +99,17 @@ class CallSeries:
     def __init__(
         self, run: Callable[[int], object], operands: int, device: torch.device, pool: GraphPool | None = None
     ) -> None:
-        self._run = run
-        self._on_gpu = device.type == "cuda"
+        self._run, self._watch = run, Stopwatch(device)
+        self._window = _WINDOW_MILLISECONDS if device.type == "cuda" else 0.0
         self._indices = list(range(operands))
-        self._graph = None
-        if self._on_gpu:
-            passes_in_time = int(_MILLISECONDS_PER_GRAPH / _gpu_milliseconds(self._call_all))
+        self._work, self.looped = self._call_all, False
+        if device.type == "cuda":
+            passes_in_time = int(_MILLISECONDS_PER_GRAPH / self._watch.mean(self._call_all))
             self._indices *= max(1, min(math.ceil(_CALLS_PER_GRAPH / operands), passes_in_time))
-            self._graph = self._capture(device, pool or GraphPool())
+            graph = self._capture(device, pool or GraphPool())
+            self._work, self.looped = (self._call_all, True) if graph is None else (graph.replay, False)
         else:
             self._indices *= _PASSES_ON_CPU
-        self.looped = self._on_gpu and self._graph is None
 
     def _capture(self, device: torch.device, pool: GraphPool) -> torch.cuda.CUDAGraph | None:
         stream = torch.cuda.Stream(device)
@@ -137,24 +134,8 @@ class CallSeries:
 
     def milliseconds(self) -> float:
         """Mean time of one call over a window of uninterrupted work; on a CPU over a few calls, by the wall clock."""
-        if not self._on_gpu:
-            begin = time.perf_counter()
-            self._call_all()
-            return (time.perf_counter() - begin) * 1e3 / len(self._indices)
-        work = self._call_all if self._graph is None else self._graph.replay
-        passes = math.ceil(_WINDOW_MILLISECONDS / _gpu_milliseconds(work))
-        return _gpu_milliseconds(work, passes) / (passes * len(self._indices))
-
-
-def _gpu_milliseconds(work: Callable[[], object], passes: int = 1) -> float:
-    """Time between device events around `passes` times `work()` on the current stream."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(passes):
-        work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+        passes = math.ceil(self._window / self._watch.mean(self._work)) if self._window else 1
+        return self._watch.mean(self._work, passes) / len(self._indices)
 
 
 def sustained_milliseconds(

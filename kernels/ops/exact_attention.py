@@ -5,7 +5,7 @@ takes (head width, dtype, mask, grouped queries) is asked of PyTorch, and what i
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -118,7 +118,7 @@ def exact_attention(
         RuntimeError: of PyTorch, for shapes that do not fit.
     """
     if not _may_choose(q, k, v):
-        return _attend(q, k, v, mask, scale, enable_gqa)
+        return attend_by(PYTORCH, q, k, v, mask, scale, enable_gqa)
     grouped = enable_gqa and q.shape[1] != k.shape[1]
     mask = _with_axes(mask)
     if torch.compiler.is_compiling():
@@ -258,35 +258,11 @@ def attend_by(
     What the way refuses after all goes to the next. Raises RuntimeError where it promised too much.
     """
     if way == PYTORCH:
-        return _attend(q, k, v, mask, scale, enable_gqa)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     compute = EXACT_WAYS[way].compute
     if compute is not None:
         return compute(q, k, v, _with_axes(mask), scale)
-    return attend(_ORDERS[way], q, k, v, mask, scale, enable_gqa)
-
-
-def attend(
-    order: Sequence[SDPBackend],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Exact attention by the first of these backends that PyTorch says computes the call."""
-    return in_attention_order(order, _attend, q, k, v, mask, scale, enable_gqa)
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    return in_attention_order(_ORDERS[way], attend_by, PYTORCH, q, k, v, mask, scale, enable_gqa)
 
 
 def _repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,21 +55,12 @@ def fused_speedup(
         return None
     watch, totals = Stopwatch(device), [0.0, 0.0]
     for number, call in enumerate(_ROUNDS * calls):
-        milliseconds = _mean(watch, call, 2)
+        milliseconds = watch.mean(call, 2)
         for window in (_SETTLING, _WINDOW):
             check()
-            milliseconds = _mean(watch, call, math.ceil(window / milliseconds))
+            milliseconds = watch.mean(call, math.ceil(window / milliseconds))
         totals[number % 2] += milliseconds
     return totals[0] / totals[1]
-
-
-def _mean(watch: Stopwatch, call: Callable[[], object], times: int) -> float:
-    """Milliseconds of one call among `times` of them, back to back."""
-    span = watch.begin()
-    for _ in range(times):
-        call()
-    watch.end(span)
-    return watch.milliseconds(span) / times
 
 
 def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.nn.Module:

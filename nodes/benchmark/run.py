@@ -1,6 +1,5 @@
 """The benchmark of a card inside ComfyUI: the gate, a model's forward, the linears, and what follows for `auto`."""
 
-import contextlib
 import datetime
 import json
 import os
@@ -44,6 +43,7 @@ from ...kernels.benchmark import (
 )
 from ..comfyui import memory
 from ..comfyui.patcher import ModelPatcher
+from ..files.writing.new_file import write_new_file
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
 from ..layers.layer_selection import quantizable_linears
@@ -216,19 +216,12 @@ def forget(device: torch.device) -> str:
 def save_json(outcome: Outcome) -> str | None:
     """Write every figure into ComfyUI's output folder; the file's name, or None where it cannot be written."""
     text = json.dumps(outcome.as_json(), indent=1, allow_nan=False)
-    for path in output_paths("int8_benchmark", "json"):
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(path)  # half written, on a full disk
-            outcome.remarks.append(f"The figures could not be written to the output folder: {error}.")
-            return None
-        return os.path.basename(path)
-    return None
+    try:
+        path = write_new_file(output_paths("int8_benchmark", "json"), text.encode(), {}, lambda: None)
+    except OSError as error:
+        outcome.remarks.append(f"The figures could not be written to the output folder: {error}.")
+        return None
+    return os.path.basename(path)
 
 
 def _shapes(

@@ -1,7 +1,6 @@
 """The node "Kernel Benchmark" in this process, on a CPU and on made-up cards."""
 
 import json
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -266,18 +265,10 @@ def test_a_missing_matplotlib_is_said_before_anything_is_measured(node, run, mon
         node.execute(8)
 
 
-def test_a_full_disk_leaves_no_half_written_json(run, monkeypatch, tmp_path):
-    import folder_paths
+def test_a_full_disk_ends_no_run_and_is_said(run, monkeypatch):
+    def full(*args):
+        raise OSError("no space left")
 
-    @contextmanager
-    def full(path, *args, **kwargs):
-        with open(path, *args, **kwargs) as file:
-            file.write("{")
-            raise OSError("no space left")
-        yield
-
-    monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
-    monkeypatch.setattr(run, "open", full, raising=False)
+    monkeypatch.setattr(run, "write_new_file", full)
     outcome = run.Outcome({"card": "a card"}, healthy(), [], [], None, [], [])
-    assert run.save_json(outcome) is None
-    assert "no space left" in outcome.remarks[0] and not list(tmp_path.iterdir())
+    assert run.save_json(outcome) is None and "no space left" in outcome.remarks[0]
