@@ -1,10 +1,11 @@
-"""INT8 attention: the kernels (interpreted where there is no card) and the reference, against attention in float64."""
+"""Attention in INT8 and exact for wide heads: the kernels and the reference, against attention in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.ops.attention import int8_attention
+from kernels.ops.attention import float_attention, int8_attention
+from kernels.ops.exact_attention import TRITON, attend_by, exact_ways
 from kernels.reference.attention import int8_attention_reference
 from kernels.triton_kernels import attention
 from kernels.triton_kernels.attention import launch_int8_attention, tiles_for
@@ -12,6 +13,8 @@ from support.tensors import DEVICE, relative_error
 
 # Error on normal data: 8 bits of q and of k. Of few keys it is larger than the 0.010 of thousands.
 NORMAL = 0.016
+# Triton's interpreter multiplies no bf16.
+FLOATS = {"width": 256, "dtype": torch.bfloat16 if DEVICE == "cuda" else torch.float16}
 
 
 def heads(batch, count, tokens, width, seed, dtype=torch.bfloat16):
@@ -37,10 +40,24 @@ def exact(q, k, v, mask=None, scale=None):
     )
 
 
+def floats(q, k, v, mask=None, scale=None):
+    return float_attention(q, k, v, mask, scale)
+
+
 def of_reference(q, k, v, mask=None, scale=None, key_mean=None):
     full = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return int8_attention_reference(q, k, v, full, scale, key_mean)
+
+
+# What computes, with which operands and how near. Exact attention has heads of 129 channels and more.
+COMPUTED = {
+    "int8": (int8_attention, {}, NORMAL),
+    "reference": (of_reference, {}, NORMAL),
+    "floats": (floats, FLOATS, 4e-3 if DEVICE == "cuda" else 1e-3),
+}
+both = pytest.mark.parametrize("compute", (int8_attention, of_reference), ids=("kernels", "reference"))
+each = pytest.mark.parametrize("compute, form, rounding", COMPUTED.values(), ids=COMPUTED)
 
 
 def masks(batch, count, tq, tk):
@@ -51,24 +68,33 @@ def masks(batch, count, tq, tk):
     return {"none": None, "bool": seen.to(DEVICE), "float": bias.to(DEVICE), "bf16": bias.to(DEVICE, torch.bfloat16)}
 
 
+SHAPES = (
+    {"batch": 2, "tq": 33, "tk": 77},  # ragged
+    {"count": 4, "kv": 2, "tq": 20, "tk": 128, "width": 128},  # grouped queries
+    {"count": 1, "tq": 65, "tk": 31, "width": 256},
+    {"count": 3, "tq": 16, "tk": 130, "width": 40},
+    {"count": 1, "tq": 1, "tk": 1, "width": 96},
+)
+WIDE = (
+    {"count": 1, "tq": 65, "tk": 33, "width": 256},
+    {"batch": 2, "count": 4, "kv": 2, "tq": 20, "tk": 96, "width": 192},
+    {"tq": 1, "tk": 1, "width": 136},
+)
+
+
 @pytest.mark.parametrize("kind", ("none", "bool", "float", "bf16"))
-@pytest.mark.parametrize("compute", (int8_attention, of_reference), ids=("kernels", "reference"))
 @pytest.mark.parametrize(
-    "shape",
-    (
-        {"batch": 2, "tq": 33, "tk": 77},  # ragged
-        {"count": 4, "kv": 2, "tq": 20, "tk": 128, "width": 128},  # grouped queries
-        {"count": 1, "tq": 65, "tk": 31, "width": 256},
-        {"count": 3, "tq": 16, "tk": 130, "width": 40},
-        {"count": 1, "tq": 1, "tk": 1, "width": 96},
-    ),
+    "shape, computed",
+    [(shape, name) for shape in SHAPES for name in ("int8", "reference")] + [(shape, "floats") for shape in WIDE],
     ids=str,
 )
-def test_attention(shape, compute, kind):
-    q, k, v = operands(**shape)
+def test_attention(shape, computed, kind):
+    compute, form, rounding = COMPUTED[computed]
+    q, k, v = operands(**{**form, **shape})
     mask = masks(q.shape[0], q.shape[1], q.shape[2], k.shape[2])[kind]
     result = compute(q, k, v, mask)
-    assert result.shape == q.shape and relative_error(result, exact(q, k, v, mask)) < NORMAL
+    assert result.shape == q.shape and relative_error(result, exact(q, k, v, mask)) < rounding
+    assert computed == "reference" or result.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +131,7 @@ def test_other_dtypes_and_sums(dtype, half_sums):
     assert relative_error(out, exact(q, k, v, scale=0.05)) < NORMAL
 
 
-@pytest.mark.parametrize("compute", (int8_attention, of_reference), ids=("kernels", "reference"))
+@both
 def test_a_common_vector_of_keys_costs_nothing(compute):
     q, k, v = operands(tk=200)
     strong = k + 20 * heads(1, 2, 1, 64, 5)
@@ -145,28 +171,28 @@ def test_one_key_that_takes_all():
     assert relative_error(int8_attention(q, k, v)[:, :, 3], exact(q, k, v)[:, :, 3]) < NORMAL
 
 
-@pytest.mark.parametrize("compute", (int8_attention, of_reference), ids=("kernels", "reference"))
+@each
 @pytest.mark.parametrize("kind", ("bool", "float"))
-def test_rows_that_see_no_key_are_zeros(compute, kind):
-    q, k, v = operands(tq=10, tk=150)
+def test_rows_that_see_no_key_are_zeros(compute, form, rounding, kind):
+    q, k, v = operands(tq=10, tk=150, **form)
     seen = torch.ones(10, 150, dtype=torch.bool, device=DEVICE)
     seen[3], seen[4, :149], seen[5, 1:] = False, False, False
     mask = seen if kind == "bool" else torch.zeros(10, 150, device=DEVICE).masked_fill(~seen, -torch.inf)
     result = compute(q, k, v, mask)
     assert (result[:, :, 3] == 0).all()
-    assert relative_error(result, exact(q, k, v, seen)) < NORMAL
+    assert relative_error(result, exact(q, k, v, seen)) < rounding
 
 
+@each
 @pytest.mark.parametrize("broken", (torch.nan, torch.inf))
-@pytest.mark.parametrize("compute", (int8_attention, of_reference), ids=("kernels", "reference"))
-def test_a_broken_query_stays_in_its_row(compute, broken):
-    q, k, v = operands()
+def test_a_broken_query_stays_in_its_row(compute, form, rounding, broken):
+    q, k, v = operands(**form)
     expected = exact(q, k, v)
     q[0, 1, 5, 3] = broken
     result = compute(q, k, v)
     assert result[0, 1, 5].isnan().all()
     result[0, 1, 5] = expected[0, 1, 5]
-    assert relative_error(result, expected) < NORMAL
+    assert relative_error(result, expected) < rounding
 
 
 @pytest.mark.parametrize("which", (1, 2), ids=("key", "value"))
@@ -179,20 +205,25 @@ def test_a_broken_key_or_value_is_seen(which):
     assert relative_error(result[0, 0], expected[0, 0]) < NORMAL
 
 
+@pytest.mark.parametrize("computed, times", (("int8", 0.05), ("floats", 1), ("floats", 8)))
 @pytest.mark.parametrize("scale", (-0.2, 0.0, 3.0))
-def test_scales_of_the_logits(scale):
-    q, k, v = operands(tk=200)
-    q = q / 20
-    assert relative_error(int8_attention(q, k, v, scale=scale), exact(q, k, v, scale=scale)) < NORMAL
+def test_scales_of_the_logits(computed, times, scale):
+    """Also such that their powers of two do not fit float32 unless the highest is taken from them."""
+    compute, form, rounding = COMPUTED[computed]
+    q, k, v = operands(tk=200, **form)
+    q = q * times
+    assert relative_error(compute(q, k, v, scale=scale), exact(q, k, v, scale=scale)) < rounding
 
 
-def test_zeros_and_empty_inputs():
-    q, k, v = operands()
-    assert relative_error(int8_attention(0 * q, k, v), exact(0 * q, k, v)) < NORMAL
-    assert relative_error(int8_attention(q, 0 * k, v), exact(q, 0 * k, v)) < NORMAL
-    assert (int8_attention(q, k, 0 * v) == 0).all()
-    assert int8_attention(q[:, :, :0], k, v).shape == (1, 2, 0, 64)
-    assert (int8_attention(q, k[:, :, :0], v[:, :, :0]) == 0).all()
+@each
+def test_zeros_and_empty_inputs(compute, form, rounding):
+    q, k, v = operands(**form)
+    assert relative_error(compute(0 * q, k, v), exact(0 * q, k, v)) < rounding
+    assert relative_error(compute(q, 0 * k, v), exact(q, 0 * k, v)) < rounding
+    assert (compute(q, k, 0 * v) == 0).all()
+    if compute is not of_reference:
+        assert compute(q[:, :, :0], k, v).shape == (1, 2, 0, q.shape[3])
+        assert (compute(q, k[:, :, :0], v[:, :, :0]) == 0).all()
 
 
 def test_any_strides():
@@ -201,11 +232,6 @@ def test_any_strides():
     assert torch.equal(int8_attention(*joined.unbind(-1)), int8_attention(q, k, v))
     mask = masks(1, 2, 40, 40)["bool"]
     assert torch.equal(int8_attention(q, k, v, mask.mT.contiguous().mT), int8_attention(q, k, v, mask))
-
-
-def test_a_tokens_heads_lie_side_by_side():
-    q, k, v = operands()
-    assert int8_attention(q, k, v).transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -229,17 +255,29 @@ def test_bad_arguments(change, error, text):
         int8_attention(**given)
 
 
-def test_gradients_are_refused():
+def test_gradients_and_narrow_heads_are_refused():
     q, k, v = operands()
+    with pytest.raises(ValueError, match="heads of 129 to 256"):
+        float_attention(q, k, v)
+    with pytest.raises(ValueError, match="heads of 129 to 256"):
+        float_attention(*operands(width=256, dtype=torch.float32))
     with pytest.raises(RuntimeError, match="no gradient"):
         int8_attention(q.requires_grad_(), k, v)
 
 
-def test_operator():
+def test_operators():
     q, k, v = operands(tq=20, tk=30)
     mask = masks(1, 2, 20, 30)["bool"]
-    operator = torch.ops.int8_dit.int8_attention.default
-    torch.library.opcheck(operator, (q, k, v, mask, 0.1, None))
+    torch.library.opcheck(torch.ops.int8_dit.int8_attention.default, (q, k, v, mask, 0.1, None))
+    torch.library.opcheck(torch.ops.int8_dit.float_attention.default, (*operands(tq=20, tk=30, **FLOATS), mask, 0.1))
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+def test_the_kernel_is_a_way_of_exact_attention():
+    q, k, v = operands(tq=300, tk=300, **FLOATS)
+    assert TRITON in exact_ways(q, k, v)
+    assert TRITON not in exact_ways(*(x[..., :128] for x in (q, k, v)))
+    assert relative_error(attend_by(TRITON, q, k, v), exact(q, k, v)) < COMPUTED["floats"][2]
 
 
 def test_compiled_without_a_graph_break():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import ChannelTransform, int8_linear, quantize_weight
+from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
 from kernels.ops.linear import int8_accumulate, int8_gemm, quantize_activations
 from kernels.reference.linear import int8_accumulate_reference, int8_gemm_reference
 from kernels.triton_kernels import gemm
@@ -312,19 +312,17 @@ def test_bad_arguments_are_named(changes, error, message):
 
 
 @pytest.mark.parametrize(
-    "x, options, error, message",
+    "x, transform, error, message",
     [
-        (torch.zeros(2, 16, dtype=torch.float64), {}, TypeError, "x must be bfloat16"),
-        (torch.zeros(16), {}, ValueError, "x must be 2-D"),
-        (torch.zeros(2, 16), {"smooth": torch.ones(15)}, ValueError, "smooth must have shape"),
-        (torch.zeros(2, 16), {"rotation_group": 8}, ValueError, "power of 4, got 8"),
-        (torch.zeros(2, 16), {"rotation_group": 1}, ValueError, "power of 4, got 1"),
-        (torch.zeros(2, 16), {"rotation_group": 64}, ValueError, "does not divide K = 16"),
+        (torch.zeros(2, 16, dtype=torch.float64), UNCHANGED, TypeError, "x must be bfloat16"),
+        (torch.zeros(16), UNCHANGED, ValueError, "x must be 2-D"),
+        (torch.zeros(2, 16), ChannelTransform(torch.ones(15)), ValueError, "smooth must have shape"),
+        (torch.zeros(2, 16), ChannelTransform(None, 64), ValueError, "does not divide K = 16"),
     ],
 )
-def test_bad_activations_are_named(x, options, error, message):
+def test_bad_activations_are_named(x, transform, error, message):
     with pytest.raises(error, match=message):
-        quantize_activations(x, ChannelTransform(**options))
+        quantize_activations(x, transform)
 
 
 def test_linear_names_its_own_arguments():

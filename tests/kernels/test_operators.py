@@ -45,12 +45,18 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 TRANSFORMS = ((False, None), (True, None), (False, 16), (True, 64))
 
 
+def opcheck(name, *arguments):
+    torch.library.opcheck(getattr(OPERATORS, name).default, arguments)
+
+
+def factors(with_smooth):
+    return random_float(64, seed=1).abs() + 0.5 if with_smooth else None
+
+
 @pytest.mark.parametrize("form, rows", covering(list(itertools.product(TRANSFORMS, (8, 16), FLOATS)), (0, 1, 2, 5, 7)))
 def test_opcheck_of_the_quantization(form, rows):
     (with_smooth, group), bits, dtype = form
-    smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
-    arguments = (random_float(rows, 64, dtype=dtype), smooth, group, bits)
-    torch.library.opcheck(OPERATORS.quantize_activations.default, arguments)
+    opcheck("quantize_activations", random_float(rows, 64, dtype=dtype), factors(with_smooth), group, bits)
 
 
 @pytest.mark.parametrize("tokens, dtype", covering((0, 1, 5), (torch.bfloat16, torch.float32)))
@@ -58,7 +64,7 @@ def test_opcheck_of_the_fused_ops(tokens, dtype):
     form = Form("", 64, tokens=tokens, heads=(4, 1), dtype=dtype)
     rotated = replace(form, group=16, smooth=True)
     for case, _, arguments in calls(DEVICE, form, rotated, replace(form, activation_bits=16)):
-        torch.library.opcheck(case.op.operator, tuple(case.op.flat(arguments)))
+        opcheck(case.name, *case.op.flat(arguments))
 
 
 # Five shapes and 18 forms: in turn each form meets another shape.
@@ -74,39 +80,27 @@ def test_opcheck_of_the_gemm(shape, form):
     bias = None if bias_dtype is None else random_float(8, seed=3, dtype=bias_dtype)
     weight_scale = torch.full(scale_shape, 0.01, device=DEVICE)
     operands = random_int8(rows, passes * channels), torch.ones(rows, device=DEVICE), random_int8(8, channels, seed=1)
-    torch.library.opcheck(OPERATORS.int8_gemm.default, (*operands, weight_scale, bias, out_dtype))
-
-
-@pytest.mark.parametrize("with_smooth, group", ((False, None), (True, 16)))
-def test_opcheck_of_weights(with_smooth, group):
-    smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
-    torch.library.opcheck(OPERATORS.requantize_weight.default, (random_float(8, 64), smooth, group, 3))
-    weight, scale = random_int8(8, 64), torch.full((8, 1), 0.01, device=DEVICE)
-    torch.library.opcheck(OPERATORS.dequantize_weight.default, (weight, scale, smooth, group, torch.bfloat16))
+    opcheck("int8_gemm", *operands, weight_scale, bias, out_dtype)
 
 
 @pytest.mark.parametrize("rows", (0, 1, 5))
-@pytest.mark.parametrize("name", ("Q8_0", "Q4_K"))
-def test_opcheck_of_blocks(rows, name):
-    blocks = kernels.quantize_gguf(random_float(rows, 512), name)
-    for scale in (kernels.gguf_channel_scales(blocks, name), torch.ones(rows, 1, device=DEVICE)):
-        factors = random_float(rows, 3, seed=1), random_float(3, 512, seed=2)
-        for low_rank in ((), factors):
-            torch.library.opcheck(OPERATORS.expand_blocks.default, (blocks, name, scale, *low_rank))
-    for dtype in (torch.bfloat16, torch.float32):
-        torch.library.opcheck(OPERATORS.dequantize_blocks.default, (blocks, name, dtype))
-
-
-@pytest.mark.parametrize("rows", (0, 1, 5))
-@pytest.mark.parametrize("bits", (4, 6))
-def test_opcheck_of_codes(rows, bits):
-    codes = random_int8(rows, 64 * bits // 8)
-    group_scale = random_float(rows, 4, dtype=torch.bfloat16)  # the check computes with it, and cannot in FP8
+def test_opcheck_of_weights(rows):
     scale = torch.ones(rows, 1, device=DEVICE)
+    for with_smooth, group in ((False, None), (True, 16)):
+        opcheck("requantize_weight", random_float(rows, 64), factors(with_smooth), group, 3)
+        opcheck("dequantize_weight", random_int8(rows, 64), scale, factors(with_smooth), group, torch.bfloat16)
+    for name in ("Q8_0", "Q4_K"):
+        blocks = kernels.quantize_gguf(random_float(rows, 512), name)
+        for low_rank in ((), (random_float(rows, 3, seed=1), random_float(3, 512, seed=2))):
+            opcheck("expand_blocks", blocks, name, scale, *low_rank)
+        for dtype in (torch.bfloat16, torch.float32):
+            opcheck("dequantize_blocks", blocks, name, dtype)
     addition = random_float(rows, 3, seed=1), random_float(3, 64, seed=2), scale, scale * 2
-    for codebook in (None, random_float(16)) if bits == 4 else (None,):
+    for bits, codebook in ((4, None), (4, random_float(16)), (6, None)):
+        codes = random_int8(rows, 64 * bits // 8)
+        group_scale = random_float(rows, 4, dtype=torch.bfloat16)  # the check computes with it, and cannot in FP8
         for added in ((), addition):
-            torch.library.opcheck(OPERATORS.expand_codes.default, (codes, group_scale, codebook, 16, *added))
+            opcheck("expand_codes", codes, group_scale, codebook, 16, *added)
 
 
 def test_blocks_in_a_compiled_graph():
@@ -140,11 +134,10 @@ def test_blocks_in_a_compiled_graph():
 )
 def test_opcheck_of_the_linear(form, leading):
     (dtype, out_dtype), (with_bias, with_smooth, group), bits = form
-    smooth = random_float(64, seed=1).abs() + 0.5 if with_smooth else None
+    smooth = factors(with_smooth)
     bias = random_float(8, seed=3) if with_bias else None
     weight, scale = quantize_weight(random_float(8, 64, seed=2), ChannelTransform(smooth, group))
-    arguments = (random_float(*leading, 64, dtype=dtype), weight, scale, bias, smooth, group, out_dtype, bits)
-    torch.library.opcheck(OPERATORS.int8_linear.default, arguments)
+    opcheck("int8_linear", random_float(*leading, 64, dtype=dtype), weight, scale, bias, smooth, group, out_dtype, bits)
 
 
 @pytest.mark.parametrize("bits", (8, 16))
@@ -218,42 +211,23 @@ def assert_same_block(actual, expected):
     assert (actual - expected).norm() <= (1e-3 if BACKEND == "aot_eager" else 1e-2) * expected.norm()
 
 
-def test_a_block_is_one_graph():
-    with torch.no_grad():
-        explanation = torch._dynamo.explain(Block())(tokens(12))
-    assert explanation.graph_break_count == 0, explanation.break_reasons
-    assert explanation.graph_count == 1
-
-
+@pytest.mark.parametrize(
+    "counts, dynamic, most",
+    (((12, 12, 12, 12), False, 1), ((12, 20, 28, 7), False, 2), ((12, 20, 28), True, 1)),
+    ids=str,
+)
 @pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
-def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(context):
+def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(context, counts, dynamic, most):
+    """A block is one graph for all steps, one more for other numbers of tokens, and one where these are marked."""
     block, counter = Block(), CompileCounterWithBackend(BACKEND)
     compiled = torch.compile(block, backend=counter, fullgraph=True)
     with context():
-        for step in range(4):
-            x = tokens(12, seed=step)
-            assert_same_block(compiled(x), block(x))
-    assert counter.frame_count == 1
-
-
-def test_other_token_counts_compile_once_more():
-    block, counter = Block(), CompileCounterWithBackend(BACKEND)
-    compiled = torch.compile(block, backend=counter, fullgraph=True)
-    with torch.no_grad():
-        for count in (12, 20, 28, 7):
-            assert_same_block(compiled(tokens(count)), block(tokens(count)))
-    assert counter.frame_count <= 2
-
-
-def test_marked_dynamic_compiles_once():
-    block, counter = Block(), CompileCounterWithBackend(BACKEND)
-    compiled = torch.compile(block, backend=counter, fullgraph=True)
-    with torch.no_grad():
-        for count in (12, 20, 28):
-            x = tokens(count)
-            torch._dynamo.mark_dynamic(x, 1)
-            assert_same_block(compiled(x), block(tokens(count)))
-    assert counter.frame_count == 1
+        for step, count in enumerate(counts):
+            x = tokens(count, seed=step)
+            if dynamic:
+                torch._dynamo.mark_dynamic(x, 1)
+            assert_same_block(compiled(x), block(tokens(count, seed=step)))
+    assert counter.frame_count <= most
 
 
 def targets_in_compiled_graph(function, *arguments):

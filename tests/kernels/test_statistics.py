@@ -51,21 +51,7 @@ def test_before_the_first_call():
     assert statistics.calls == statistics.finite_calls == statistics.spikiness == 0
 
 
-def test_figures_can_be_asked_for_between_calls():
-    inputs = calls(5)
-    statistics = ActivationStatistics()
-    for index, x in enumerate(inputs):
-        statistics.update(x)
-        assert torch.equal(statistics.absmax, torch.cat(inputs[: index + 1]).abs().amax(0))
-
-
-def test_a_call_whose_squares_leave_float32_counts_as_not_finite():
-    inputs = calls(20)
-    inputs[7][0, 0] = 1e30
-    assert statistics_of(inputs).finite_calls == 7
-
-
-@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf))
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 1e30))
 @pytest.mark.parametrize("bad", (0, 3, 15, 16, 20, 39))
 def test_the_first_call_that_is_not_finite(value, bad):
     inputs = calls(40)
@@ -73,8 +59,8 @@ def test_the_first_call_that_is_not_finite(value, bad):
     inputs[-1][0, 0] = value
     statistics = statistics_of(inputs)
     assert statistics.finite_calls == bad
-    assert not torch.isfinite(statistics.absmax[5])
-    assert not torch.isfinite(statistics_of(inputs[: bad + 1]).latest_peak)
+    for seen in (statistics.absmax[5], statistics_of(inputs[: bad + 1]).latest_peak):
+        assert not seen <= 2.0**40
 
 
 def sample_of(inputs):
@@ -144,24 +130,6 @@ def test_a_sample_does_not_hold_on_to_the_input():
     assert torch.equal(sample.rows, rows)
 
 
-def test_the_same_calls_give_the_same_sample():
-    assert torch.equal(sample_of(numbered(300)).rows, sample_of(numbered(300)).rows)
-
-
-def test_an_empty_sample_has_no_rows():
-    with pytest.raises(ValueError, match="no call was sampled"):
-        _ = RowSample().rows
-
-
-def test_host_memory_changes_nothing():
-    statistics = statistics_of(calls(20))
-    absmax, spikiness, rows = statistics.absmax.cpu(), statistics.spikiness, statistics.sample.rows.cpu()
-    statistics.to_host()
-    assert statistics.absmax.device.type == statistics.sample.rows.device.type == "cpu"
-    assert torch.equal(statistics.absmax, absmax) and torch.equal(statistics.sample.rows, rows)
-    assert (statistics.spikiness, statistics.calls, statistics.finite_calls) == (spikiness, 20, 20)
-
-
 @pytest.mark.parametrize("counts", ((3, 5), (1, 40), (30, 10), (20, 0), (7, 9, 24)))
 def test_merged_statistics(counts):
     inputs = numbered(sum(counts))
@@ -185,6 +153,7 @@ def test_of_many_that_are_merged_none_comes_first():
     merged = ActivationStatistics.merged([statistics_of(inputs[5 * i : 5 * i + 5]) for i in range(64)])
     sources = [int(part[0, 0]) // 5 for part in merged.sample.parts]
     assert len(sources) == SAMPLED_CALLS
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in merged.sample.parts)
     assert sorted({source // 16 for source in sources}) == [0, 1, 2, 3]
     assert all(sum(source // 16 == quarter for source in sources) == 4 for quarter in range(4))
 
@@ -198,20 +167,16 @@ def test_an_input_of_which_most_channels_are_zero():
     ActivationStatistics.restored(2, statistics.spikiness, statistics.absmax, statistics.sample.parts)
 
 
-def test_statistics_of_different_widths_are_not_merged():
-    with pytest.raises(ValueError, match="8 and 16 channels"):
-        ActivationStatistics.merged([statistics_of(calls(1, channels)) for channels in (16, 8)])
-
-
 def test_restored_statistics():
+    """What was taken to the host and restored is what it was."""
     statistics = statistics_of(calls(20))
+    absmax, spikiness, rows = statistics.absmax.cpu(), statistics.spikiness, statistics.sample.rows.cpu()
     statistics.to_host()
-    again = ActivationStatistics.restored(
-        statistics.calls, statistics.spikiness, statistics.absmax, statistics.sample.parts
-    )
-    assert (again.calls, again.finite_calls) == (20, 20)
-    assert again.spikiness == pytest.approx(statistics.spikiness)
-    assert torch.equal(again.absmax, statistics.absmax) and torch.equal(again.sample.rows, statistics.sample.rows)
+    again = ActivationStatistics.restored(20, statistics.spikiness, statistics.absmax, statistics.sample.parts)
+    for each in (statistics, again):
+        assert (each.calls, each.finite_calls) == (20, 20) and each.spikiness == pytest.approx(spikiness)
+        assert each.absmax.device.type == each.sample.rows.device.type == "cpu"
+        assert torch.equal(each.absmax, absmax) and torch.equal(each.sample.rows, rows)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +201,13 @@ def test_what_no_calls_leave_behind_is_not_restored(calls, spikiness, absmax, ro
         ActivationStatistics.restored(calls, spikiness, torch.tensor([1.0, absmax]), [torch.tensor([[1.0, row]])])
 
 
-def test_rows_of_more_calls_than_there_were_are_not_restored():
+def test_what_does_not_fit_together_is_refused():
     with pytest.raises(ValueError, match="rows are of 2 calls out of 1"):
         ActivationStatistics.restored(1, 1.0, torch.ones(2), [torch.ones(1, 2)] * 2)
+    with pytest.raises(ValueError, match="8 and 16 channels"):
+        ActivationStatistics.merged([statistics_of(calls(1, channels)) for channels in (16, 8)])
+    with pytest.raises(ValueError, match="no call was sampled"):
+        _ = RowSample().rows
 
 
 def test_statistics_go_on_after_they_were_taken_to_the_host():
@@ -257,9 +226,3 @@ def test_statistics_go_on_after_they_were_taken_to_the_host():
     assert (taken.calls, taken.finite_calls) == (40, 40)
     assert taken.spikiness == pytest.approx(at_once.spikiness, rel=1e-6)
     assert torch.equal(taken.absmax, at_once.absmax) and torch.equal(taken.sample.rows, at_once.sample.rows)
-
-
-def test_kept_rows_hold_no_more_memory_than_they_need():
-    several = [statistics_of(calls(30)) for _ in range(4)]
-    for part in ActivationStatistics.merged(several).sample.parts:
-        assert part.untyped_storage().nbytes() == part.nbytes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.reference.transform import UNCHANGED, ChannelTransform
-from support.tensors import DEVICE, random_float, rotation_matrix
+from support.tensors import DEVICE, random_float
 
 CHANNELS, GROUP = 64, 16
 
@@ -26,13 +26,6 @@ def test_the_product_is_unchanged(transform, dtype):
     expected = x.double() @ w.double().t()
     torch.testing.assert_close(activations.double() @ weight.double().t(), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(transform.from_weight(weight), w.float(), rtol=1e-5, atol=1e-5)
-
-
-def test_smoothing_comes_before_rotation():
-    x, smooth = random_float(3, CHANNELS), factors()
-    groups = (x.double() / smooth.double()).reshape(3, -1, GROUP) @ rotation_matrix(GROUP)
-    actual = ChannelTransform(smooth, GROUP).to_activations(x)
-    torch.testing.assert_close(actual.double(), groups.reshape(3, CHANNELS), rtol=0, atol=1e-5)
 
 
 def test_equal_by_value_not_by_object():
