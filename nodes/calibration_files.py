@@ -2,11 +2,11 @@
 
 from functools import partial
 
+import folder_paths
 from comfy_api.latest import io
 
 from .calibration.calibration import Calibration, merge_calibrations
 from .calibration.file import load_calibration, save_calibration
-from .comfyui.folders import listed_names, path_of
 from .host.output_files import output_paths, saved_file, workflow_metadata
 from .host.work import Progress
 from .sockets import CalibrationType, filename_prefix_input
@@ -68,7 +68,7 @@ class LoadINT8Calibration(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "calibration_name",
-                    options=listed_names(FOLDER),
+                    options=folder_paths.get_filename_list(FOLDER),
                     tooltip=f"A .safetensors file in output/{FOLDER} or models/{FOLDER}.",
                 )
             ],
@@ -77,7 +77,7 @@ class LoadINT8Calibration(io.ComfyNode):
 
     @classmethod
     def execute(cls, calibration_name: str) -> io.NodeOutput:
-        return io.NodeOutput(load_calibration(path_of([FOLDER], calibration_name)))
+        return io.NodeOutput(load_calibration(folder_paths.get_full_path_or_raise(FOLDER, calibration_name)))
 
 
 class MergeINT8Calibrations(io.ComfyNode):

@@ -1,12 +1,14 @@
 """What ComfyUI sees of the pack: the list of its nodes."""
 
+import os
+
+import folder_paths
 from comfy_api.latest import ComfyExtension, io
 
 from ..kernels import ask_outside_plan_by
 from .apply_fused_int8_kernel import ApplyFusedINT8Kernel, ApplyFusedINT8KernelCLIP
 from .calibration_files import FOLDER, LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration
-from .comfyui.folders import add_kind
-from .comfyui.memory import outside_memory_plan
+from .comfyui.compiling import outside_memory_plan
 from .compare_images import CompareImagesINT8DiT
 from .demo_letters import DemoLettersINT8DiT
 from .kernel_benchmark import INT8KernelBenchmark
@@ -16,7 +18,9 @@ from .record_calibration import CollectINT8Calibration, RecordINT8Calibration
 from .save_gguf_dit import SaveGGUFDiT
 from .save_int8_dit import SaveINT8DiT
 
-add_kind(FOLDER, {".safetensors"})
+for _base in (folder_paths.models_dir, folder_paths.get_output_directory()):
+    folder_paths.add_model_folder_path(FOLDER, os.path.join(_base, FOLDER))
+folder_paths.folder_names_and_paths[FOLDER] = (folder_paths.folder_names_and_paths[FOLDER][0], {".safetensors"})
 ask_outside_plan_by(outside_memory_plan)
 
 

@@ -2,6 +2,7 @@
 
 import time
 
+import comfy.model_management
 from comfy_api.latest import io
 
 from ..kernels.benchmark import (
@@ -9,7 +10,6 @@ from ..kernels.benchmark import (
     title,
 )
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json, text_of
-from .comfyui.memory import default_device
 from .host.notices import show_load_warnings
 from .pictures.benchmark_plot import plot
 from .pictures.plot import check_matplotlib
@@ -79,7 +79,7 @@ class INT8KernelBenchmark(io.ComfyNode):
         show_load_warnings()
         check_matplotlib()  # before the work, and not after it
         if auto_decided == CLEAR:
-            device = default_device() if model is None else model.load_device
+            device = comfy.model_management.get_torch_device() if model is None else model.load_device
             sections = [{"title": forget(device), "columns": [], "rows": [], "notes": []}]
             return io.NodeOutput(plot([], sections[0]["title"], ""), text_of(sections), ui={"int8_benchmark": sections})
         ticked = [tick for tick in TICKS if ticks.get(tick, True)]

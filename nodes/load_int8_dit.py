@@ -1,8 +1,8 @@
 """The node "Load INT8 DiT"."""
 
+import comfy.model_management
 from comfy_api.latest import io
 
-from .comfyui.memory import default_device
 from .files.reading.contents import BRANCHES
 from .host.model_files import model_files, model_path
 from .loading.load import MEMORY_CHOICES, load_int8_model
@@ -100,7 +100,7 @@ class LoadINT8DiT(io.ComfyNode):
         attention: str = AS_COMFYUI,
         memory: str = MEMORY_CHOICES[0],
     ) -> io.NodeOutput:
-        check_attention(attention, default_device())  # before a file is read for nothing
+        check_attention(attention, comfy.model_management.get_torch_device())  # before a file is read for nothing
         base = None if base_checkpoint == NO_BASE else model_path(base_checkpoint)
         model = load_int8_model(model_path(model_name), kernel, branch, base, memory=memory)
         set_attention(model, attention)

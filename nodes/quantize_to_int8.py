@@ -4,10 +4,10 @@ from collections.abc import Set
 from dataclasses import asdict, replace
 
 from comfy_api.latest import io
+from comfy_execution.validation import validate_node_input
 
 from ..kernels import METHODS, ROUNDINGS, Protection
 from .calibration.recorder import calibrate
-from .comfyui.execution import fits
 from .host import notices
 from .host.badges import Badge, badges_output
 from .host.work import Progress
@@ -252,7 +252,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         expected["positive"] = io.Conditioning.io_type
         for name, received in input_types.items():
             wanted = expected.get(name.partition(".")[0], received)
-            if "." not in name.removeprefix("positive.") and not fits(received, wanted):
+            if "." not in name.removeprefix("positive.") and not validate_node_input(received, wanted):
                 return f"{name} is linked to {received}, but it takes {wanted}: link it to another output"
         return _wrong_calibration_inputs({name.partition(".")[0] for name in input_types}) or True
 

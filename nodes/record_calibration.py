@@ -1,9 +1,10 @@
 """The nodes "Record Calibration", which arms a MODEL, and "Collect Calibration", which takes what samplers showed."""
 
 from comfy_api.latest import io
+from comfy_execution.graph import DynamicPrompt
+from comfy_execution.graph_utils import is_link
 
 from .calibration.recorder import Recording, armed
-from .comfyui.execution import DynamicPrompt, is_link
 from .sockets import CalibrationType, RecordingType
 
 

@@ -4,12 +4,12 @@ import hashlib
 import logging
 from typing import Any
 
+import comfy.model_management
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ..kernels import AUTO_CHOICES, KERNEL_CHOICES, choose_path
-from .comfyui.memory import default_device
-from .comfyui.patcher import ModelPatcher, patcher_of
 from .host.badges import Badge, badges_output
 from .host.notices import show_load_warnings
 from .loading.summary import Summary, floats_name, summarize
@@ -38,7 +38,7 @@ def decision_stamp(kernel: str) -> str:
 
     It is short, as ComfyUI writes it into the metadata of images.
     """
-    device = default_device()
+    device = comfy.model_management.get_torch_device()
     choice = AUTO_CHOICES.stored(device) if kernel == "auto" and device.type == "cuda" else None
     return "" if choice is None else hashlib.sha256(repr(choice).encode()).hexdigest()[:16]
 
@@ -76,7 +76,7 @@ def model_outputs() -> list[io.Output]:
 def shown(output: Any, kernel: str, otherwise: str | None = None) -> io.NodeOutput:
     """A MODEL or CLIP, what of it runs where in words, and the same words on the node. For the others see
     `runs_where`."""
-    model = patcher_of(output) or output
+    model = getattr(output, "patcher", None) or output
     summary = summarize(model)
     logger.info("INT8 DiT: %s", summary)
     show_load_warnings()

@@ -30,13 +30,21 @@ NODE_ROOMS = (
     "images",
 )
 
-# What of ComfyUI's objects is no interface of theirs: only the door reaches it.
-PRIVATE = {
-    *("_qdata", "_params", "_layout_cls", "quant_format", "layout_type", "pre_quant_scale", "requantize_from_float"),
-    *("weight_function", "bias_function", "weight_lowvram_function", "comfy_patched_weights", "is_lowvram_patch"),
-    *("patches", "patches_uuid", "current_weight_patches_uuid", "backup", "object_patches", "injections", "wrappers"),
-    *("model_options", "hook_mode", "cached_patcher_init", "clone_base_uuid", "model_config", "unet_config"),
-    *("sampling_settings", "class_obj", "in_training", "client_id", "send_sync", "send_progress_text"),
+# What differs between versions of ComfyUI and comfy-kitchen: only the door asks for it.
+VERSIONED = {
+    *("COMPILE_KEY", "ComfyAttention", "EnumHookMode", "INPUT_ACT_EAGER", "LoRAAdapter"),
+    *("attention_pytorch", "clone_base_uuid", "comfy_patched_weights", "create_multigpu_deepclones"),
+    *("current_weight_patches_uuid", "fast_disk", "hook_mode", "is_lowvram_patch", "pause_malloc_graph"),
+}
+# Private names of others that files outside of the doors have: they override them, or read them in every call.
+FOREIGN = {
+    "_load_from_state_dict": {"operations"},  # PyTorch's
+    "_parameters": {"fused_forward", "operations", "weight_form"},
+    "_schema": {"writes"},
+    "_copy_with": {"stored_weights"},  # comfy-kitchen's
+    "_forward": {"fused_forward"},  # ComfyUI's
+    "_get": {"gguf_file"},  # gguf's
+    "_get_field_parts": {"gguf_file"},
 }
 
 FILES = {path: ast.parse(path.read_text()) for room in ("kernels", "nodes") for path in (PROJECT / room).rglob("*.py")}
@@ -140,30 +148,40 @@ def test_one_room_names_the_insides_of_triton_and_torch():
     assert {path.name for path in found} >= {"triton_runtime.py", "torch_functions.py", "inductor.py"}
 
 
-def private_names(path):
-    """What a file names of ComfyUI's insides: modules, classes by their path, attributes."""
+def names_of_others(path):
+    """What a file asks of objects and modules by name: attributes, also by getattr, and what it imports."""
     for node in ast.walk(FILES[path]):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
+        if isinstance(node, ast.Attribute):
+            yield node.attr, ast.unparse(node.value) == "super()"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            yield ast.unparse(node.args[1]).strip("'"), False
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            modules = [node.module]
-        else:
-            modules = []
-        theirs = ("comfy", "comfy_kitchen", "comfy_execution", "comfy_extras", "comfy_api", "comfy_api_nodes")
-        others = ("folder_paths", "latent_preview", "server", "execution", "nodes", "node_helpers")
-        yield from (m for m in modules if m.partition(".")[0] in theirs + others and m != "comfy_api.latest")
-        if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
-            yield node.attr
-        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-        if re.match(r"comfy(_kitchen|_execution)?\.(?!gguf\.)[\w.]+$", text):  # comfy.gguf is a key of files
-            yield text
+            yield from ((alias.name, False) for alias in node.names)
+
+
+def own_names(paths):
+    """What files define: functions, classes, and what is assigned."""
+    for node in (node for path in paths for node in ast.walk(FILES[path])):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (getattr(name, "attr", getattr(name, "id", "")) for part in targets for name in ast.walk(part))
 
 
 def test_one_room_reaches_into_comfyui():
-    door, nodes = PROJECT / "nodes" / "comfyui", [path for path in FILES if path.is_relative_to(PROJECT / "nodes")]
-    outside = {path.name: names for path in nodes if door not in path.parents and (names := set(private_names(path)))}
-    assert not outside
-    assert any(any(private_names(path)) for path in nodes if door in path.parents)
+    """The door alone names what is private in other packages, but for FOREIGN, and what differs between versions."""
+    nodes = {path for path in FILES if path.is_relative_to(PROJECT / "nodes")}
+    door = {path for path in nodes if path.is_relative_to(PROJECT / "nodes" / "comfyui")}
+    own = {*own_names(nodes - door), "_asdict", "_fields", "_replace"} - FOREIGN.keys()
+    foreign, versioned = {}, set()
+    for path in nodes - door:
+        for name, of_parent in names_of_others(path):
+            if re.match("_(?!_)", name) and (of_parent or name not in own):
+                foreign.setdefault(name, set()).add(path.stem)
+            versioned |= {name} & VERSIONED
+    assert foreign == FOREIGN and not versioned
+    assert {"_qdata", "_params", *VERSIONED} <= {name for path in door for name, _ in names_of_others(path)}
 
 
 def room_of(module, rooms):

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from comfy.quant_ops import QuantizedTensor, get_layout_class
 
 from ...kernels import quantize_weight
 from ...kernels.benchmark import Stopwatch
-from ..comfyui.quantized import QuantizedTensor, native_weight
+from ..comfyui.quantized import NATIVE_LAYOUT
 from ..deferred.install import deferred_call
 from ..host.work import make_room
 from ..layers.input_groups import group_inputs
@@ -78,7 +79,8 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
         if isinstance(weight, QuantizedTensor) or not weight.is_floating_point():
             raise ValueError("the block is quantized already")
         q, scale = quantize_weight(weight.to(device))
-        held = native_weight(q, scale[:, None], weight.dtype)
+        form = get_layout_class(NATIVE_LAYOUT).Params(scale[:, None], weight.dtype, tuple(q.shape))
+        held = QuantizedTensor(q, NATIVE_LAYOUT, form)
         replaced: Any = copied.get_submodule(name.removeprefix(path).removeprefix("."))
         replaced.weight = torch.nn.Parameter(held, requires_grad=False)
         own = type(replaced)

@@ -7,7 +7,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import comfy.samplers
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 
 from ...kernels.benchmark import (
     AttentionCall,
@@ -18,8 +21,7 @@ from ...kernels.benchmark import (
     Stopwatch,
 )
 from ..comfyui.attention import OVERRIDE
-from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
-from ..comfyui.sampling import empty_latent, euler, latent_of, sample, simple_sigmas
+from ..host.sampling import empty_latent, latent_of, sample
 from ..layers.layer_selection import quantizable_linears
 from .attention import attention_call
 from .blocks import block_lists, fused_speedup
@@ -54,10 +56,11 @@ def measure_forward(
     clock = _Clock(watched, check)
     watched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, clock.call)
     samples = latent_of(watched, empty_latent(watched, _PIXELS) if latent is None else latent)
-    sigmas = simple_sigmas(watched, _STEPS)
+    sigmas = comfy.samplers.calculate_sigmas(watched.get_model_object("model_sampling"), "simple", _STEPS)
     try:
         prompt = positive or _NULL_CONDITIONING
-        sample(watched, prompt, None, 1.0, euler(), sigmas, samples, 0, lambda *_: check())
+        euler = comfy.samplers.sampler_object("euler")
+        sample(watched, prompt, None, 1.0, euler, sigmas, samples, 0, lambda *_: check())
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         if positive is not None and latent is not None:
             raise
@@ -83,7 +86,7 @@ class _Clock:
         self._called: dict[str, tuple[list, tuple]] = {}  # the blocks of a list, and what one was called with
         self._blocks: list[BlockCalls] = []
         self._watches = False
-        options = options_of(model)
+        options = model.model_options["transformer_options"]
         options[OVERRIDE] = partial(self._attend, options.get(OVERRIDE))
 
     def call(self, executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,10 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import comfy.model_management
 import torch
+from comfy.model_management import throw_exception_if_processing_interrupted as check_cancelled
+from comfy.model_patcher import ModelPatcher
 
 from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, FUSED, WAYS, Choice
 from ...kernels.benchmark import (
@@ -41,8 +44,6 @@ from ...kernels.benchmark import (
     totals_by_shape,
     working_memory,
 )
-from ..comfyui import memory
-from ..comfyui.patcher import ModelPatcher
 from ..files.writing.new_file import write_new_file
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
@@ -154,21 +155,20 @@ def run(
     decision: str,
 ) -> Outcome:
     """Measure this machine, and let `auto` be decided as the user wants it. Raises ComfyUI's interrupt on cancel."""
-    device = memory.default_device() if model is None else model.load_device
-    check = memory.check_cancelled
+    device = comfy.model_management.get_torch_device() if model is None else model.load_device
     methods = shown_methods(ticked)
     progress = Progress()
     progress.say("checking the card")
     split, remarks = None, [_METHODS_NOTE]
-    with memory.current(device):
+    with comfy.model_management.cuda_device_context(device):
         if model is not None:
             progress.say("measuring a forward of the model")
             try:
-                split = measure_forward(model, positive, latent, check)
+                split = measure_forward(model, positive, latent, check_cancelled)
             except NoForward as reason:
                 remarks.append(f"No forward was measured: {reason}.")
         make_room(device, _GATE_BYTES)
-        health = examine(device, check)
+        health = examine(device, check_cancelled)
         shapes = _shapes(model, split, device, remarks)
         timing = progress.part(0.85, len(shapes) * len(methods))
         if shapes:
@@ -176,13 +176,13 @@ def run(
         linears = []
         for shape in shapes:
             rows, say = feasible_tokens(shape.tokens or tokens, device), _saying(timing, shape.name)
-            linears.append(benchmark_shape(shape, rows, device, methods, check=check, say=say))
+            linears.append(benchmark_shape(shape, rows, device, methods, check=check_cancelled, say=say))
         calls = [ideogram4_attention(tokens)] if model is None else [] if split is None else split.attention_calls
         timing = progress.part(0.1, len(calls) * len(ATTENTION_METHODS))
         attention = []
         for call in (feasible_call(call, device) for call in calls):
             make_room(device, attention_memory(call))
-            attention.append(benchmark_attention(call, device, check=check, say=_saying(timing, call.name)))
+            attention.append(benchmark_attention(call, device, check=check_cancelled, say=_saying(timing, call.name)))
         health = examine_again(health, device)
     sentences = [str(health), _decide(device, health, split, linears, ticked, decision)]
     sentences += attention_sentences(attention)

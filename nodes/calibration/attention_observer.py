@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 
 from ...kernels import AttentionError, unplanned_memory
 from ..comfyui.attention import (
@@ -15,7 +17,6 @@ from ..comfyui.attention import (
     beside_choices,
     comfyuis_attention,
 )
-from ..comfyui.patcher import ModelPatcher, WrappersMP, options_of
 from ..patching.attention import AttentionOverride
 from ..patching.attention_kinds import ATTENTION_KINDS, INT8, int8_way, read_call
 
@@ -75,7 +76,7 @@ class AttentionObserver:
 
 def put_observer(model: ModelPatcher) -> None:
     """Let a MODEL's attention calls be observed, in place."""
-    options = options_of(model)
+    options = model.model_options["transformer_options"]
     observer = AttentionObserver(model.load_device, options.get(OVERRIDE), tuple(attention_choices(model)))
     options[OVERRIDE] = observer
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, observer.stand_aside)
@@ -83,7 +84,7 @@ def put_observer(model: ModelPatcher) -> None:
 
 def take_observer(model: ModelPatcher) -> None:
     """Undo that, in place. An override that another node put around it stays, and observes nothing."""
-    options = options_of(model)
+    options = model.model_options["transformer_options"]
     observer = options.get(OVERRIDE)
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
     if isinstance(observer, AttentionObserver):

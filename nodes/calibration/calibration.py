@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from comfy.ops import CastWeightBiasOp
+
 from ...kernels import ActivationStatistics, AttentionError
-from ..comfyui.layers import CastWeightBiasOp
 
 Shapes = Mapping[str, tuple[int, int]]
 """[N, K] of linears by name."""

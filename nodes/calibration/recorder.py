@@ -6,15 +6,16 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.ops import CastWeightBiasOp
+from comfy.patcher_extension import CallbacksMP
+from comfy_execution.utils import get_executing_context
 from torch.utils.hooks import RemovableHandle
 
 from ...kernels import ActivationStatistics, unplanned_memory
 from ..comfyui.compiling import is_compiled
-from ..comfyui.execution import executing_node
-from ..comfyui.layers import CastWeightBiasOp
-from ..comfyui.patcher import CallbacksMP, ModelPatcher
-from ..comfyui.sampling import latent_of, previewer, sample
 from ..files.block_lists import block_of
+from ..host.sampling import latent_of, previewer, sample
 from ..host.work import Progress
 from ..layers.layer_selection import quantizable_linears
 from ..layers.linear_call import multiplied
@@ -36,7 +37,8 @@ class Recording:
 
         All samplings of a node fill the same, so that the many of a tiled upscaler take no more memory than one.
         """
-        _, node = executing_node() or (None, None)
+        context = get_executing_context()
+        node = None if context is None else context.node_id
         self._latest = self._records.setdefault((node, device), Calibration(shapes))
         return self._latest
 

@@ -1,4 +1,4 @@
-"""The one door to ComfyUI and comfy-kitchen: all of theirs that the pack relies on, and what is assumed of it.
+"""The door to ComfyUI and comfy-kitchen: what is private there or differs between versions, and what is assumed.
 
-The rest of the pack imports nothing of ComfyUI's but `comfy_api.latest`. What changes with ComfyUI changes here.
+The rest of the pack uses their public names as they are.
 """

@@ -1,25 +1,21 @@
-"""Attention: who computes it in a MODEL, what its layers prefer, and comfy-kitchen's in INT8."""
+"""Attention: who computes it in a MODEL, and what its layers prefer."""
 
 import copy
-import importlib.metadata
-import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import comfy.ldm.modules.attention
 import comfy.utils
-import comfy_kitchen
 import torch
+from comfy.model_patcher import ModelPatcher
 
-from .patcher import DIFFUSION_MODEL, ModelPatcher, object_patches
+from .patcher import DIFFUSION_MODEL
 
 OVERRIDE = "optimized_attention_override"
 """The entry of a MODEL's transformer_options that computes its attention in the place of ComfyUI's function."""
 
-_core: Any = comfy.ldm.modules.attention  # what they have is asked for at run time
-_kitchen: Any = comfy_kitchen
-
+_core: Any = comfy.ldm.modules.attention  # what it has is asked for at run time
 
 Attention = Callable[..., torch.Tensor]
 """A function with the arguments of ComfyUI's attention functions: q, k, v, heads, mask=None and others."""
@@ -48,11 +44,6 @@ def is_pytorchs(function: Attention, mask: torch.Tensor | None, known: tuple[Att
     return (_default(mask) if function is comfyuis_attention else function) in known
 
 
-def in_containers(q: Any) -> bool:
-    """Whether an attention call has q, k and v in containers: who computes takes them out (from 0.33 on)."""
-    return not isinstance(q, torch.Tensor)
-
-
 def is_attention_choice(part: Any) -> bool:
     """Whether a part of a diffusion model, or what a LoRA puts in its place, is a layer's choice of its attention.
 
@@ -69,11 +60,6 @@ def attention_choices(model: ModelPatcher) -> dict[str, Any]:
     return {name: model.get_model_object(name) for name, part in parts if is_attention_choice(part)}
 
 
-def contained(tensor: torch.Tensor) -> Any:
-    """A tensor as layers with a choice give it to attention functions: who takes it out owns it."""
-    return _core.AttentionTensorContainer(tensor)
-
-
 class Chosen(NamedTuple):
     """How many layers of a MODEL choose their attention, by whether the choice can run here; and whether a LoRA chose
     for one."""
@@ -87,7 +73,7 @@ def chosen_layers(model: ModelPatcher) -> Chosen:
     """Who chooses the attention of a MODEL's layers, below what `put_before_choices` put before them."""
     parts = [part for part in attention_choices(model).values() if part.config is not None]
     runs = sum(_own(part).function is not None for part in parts)
-    patches = object_patches(model).values()
+    patches = model.object_patches.values()
     by_lora = any(is_attention_choice(patch) and not isinstance(patch, _Before) for patch in patches)
     return Chosen(runs, len(parts) - runs, by_lora)
 
@@ -152,30 +138,3 @@ def state_dict_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
         tensors.pop(f"{prefix}config", None)
         tensors.update(choice.state_dict(prefix=prefix))
     return tensors
-
-
-def kitchen_attention() -> Callable[..., torch.Tensor] | None:
-    """comfy-kitchen's INT8 attention, (q, k, v, scale=) over [batch, heads, tokens, width]; None where it has none."""
-    return getattr(_kitchen, "int8_attention", None)
-
-
-def kitchen_takes_masks(kernel: Callable[..., torch.Tensor]) -> bool:
-    """Whether an INT8 attention has attn_mask=, broadcastable to [batch, heads, queries, keys]: bool or float."""
-    return "attn_mask" in inspect.signature(kernel).parameters
-
-
-def kitchen_halves() -> tuple[Callable[..., Any], Callable[[Any], torch.Tensor]] | None:
-    """The same in two functions: the first keeps none of the tensors, the second takes what the first returns."""
-    quantize = getattr(_kitchen, "prequantize_int8_attention", None)
-    attend = getattr(_kitchen, "int8_attention_from_prequantized", None)
-    return None if quantize is None or attend is None else (quantize, attend)
-
-
-def kitchen_attention_runs(device: torch.device) -> bool:
-    """Whether comfy-kitchen has code for it that runs on a device."""
-    return _kitchen.int8_attention_is_available(device)
-
-
-def kitchen_version() -> str:
-    """The version of comfy-kitchen that is installed."""
-    return importlib.metadata.version("comfy-kitchen")

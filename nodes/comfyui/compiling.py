@@ -1,17 +1,25 @@
-"""MODELs under torch.compile."""
+"""MODELs under torch.compile, and memory beside ComfyUI's own plan of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from comfy.patcher_extension import get_wrappers_with_key
-
-from .patcher import ModelPatcher, WrappersMP
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 
 try:
     from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 except ImportError:
     COMPILE_KEY = "torch.compile"
+
+try:
+    from comfy.model_prefetch import pause_malloc_graph
+except ImportError:  # this ComfyUI plans no memory
+    pause_malloc_graph = nullcontext
+
+outside_memory_plan: Callable[[], AbstractContextManager[Any]] = pause_malloc_graph
+"""Memory that is asked for inside may outlive a block's call."""
 
 
 def is_compiled(model: ModelPatcher) -> bool:

@@ -3,19 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import comfy.model_management
 import comfy.ops
 import torch
-
-from .memory import default_device
-
-if TYPE_CHECKING:  # a type checker does not see ComfyUI
-
-    class CastWeightBiasOp(Any): ...
-
-else:
-    from comfy.ops import CastWeightBiasOp
 
 
 class Cast(NamedTuple):
@@ -33,7 +25,8 @@ def quantized_operations(compute_dtype: torch.dtype) -> Any:
     them.
     """
     quantized = SimpleNamespace(quant_config={"mixed_ops": True})
-    return comfy.ops.pick_operations(None, compute_dtype, load_device=default_device(), model_config=quantized)
+    device = comfy.model_management.get_torch_device()
+    return comfy.ops.pick_operations(None, compute_dtype, load_device=device, model_config=quantized)
 
 
 def load_beside_weight(layer: Any, own: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -45,11 +38,6 @@ def load_beside_weight(layer: Any, own: Any, state_dict: dict[str, Any], prefix:
     layer.register_parameter("weight", None)
     theirs: Any = super(own, layer)
     theirs._load_from_state_dict(state_dict, prefix, *args)
-
-
-def run_every_op() -> None:
-    """What ComfyUI does before each layer: it hears the cancel button."""
-    comfy.ops.run_every_op()
 
 
 def cast_quantized(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:
@@ -83,12 +71,7 @@ def given_back(layer: Any, cast: Cast) -> Iterator[Cast]:
     try:
         yield cast
     finally:
-        give_back(layer, cast)
-
-
-def give_back(layer: Any, cast: Cast) -> None:
-    """Let ComfyUI have what was cast."""
-    comfy.ops.uncast_bias_weight(layer, *cast)
+        comfy.ops.uncast_bias_weight(layer, *cast)
 
 
 def other_activation(x: torch.Tensor, activation: str, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
@@ -103,63 +86,7 @@ def other_activation(x: torch.Tensor, activation: str, weight: torch.Tensor | No
         return None
 
 
-def weight_functions(layer: Any) -> list:
-    """What changes a layer's weight in use."""
-    return layer.weight_function
-
-
-def bias_functions(layer: Any) -> list:
-    """What changes a layer's bias in use."""
-    return layer.bias_function
-
-
-def set_weight_functions(layer: Any, functions: list) -> None:
-    """Let nothing else change a layer's weight in use, however ComfyUI loads it."""
-    layer.weight_function = functions
-
-
-def keep_weight(layer: Any) -> None:
-    """Let dynamic VRAM write no patched weight into a layer."""
-    layer.weight_lowvram_function = None
-
-
-def is_linear(module: Any) -> bool:
-    """Whether a module is one of ComfyUI's linears, by what it has: its classes for them have no base of their own."""
-    return hasattr(module, "in_features") and hasattr(module, "weight_function")
-
-
-def input_scale(layer: Any) -> torch.Tensor | None:
-    """What a layer in ModelOpt's AWQ form multiplies its input by, [K]."""
-    return getattr(layer, "pre_quant_scale", None)
-
-
-def quantized_format(layer: Any) -> str | None:
-    """The format that a quantized layer was marked with in its file."""
-    return getattr(layer, "quant_format", None)
-
-
 def wants_full_precision(layer: Any) -> bool:
     """Whether ComfyUI wants the product of floats: its file marks the layer (`full_precision_matrix_mult`), or it is a
     text encoder's."""
     return getattr(layer, "_full_precision_mm", False) or getattr(layer, "_full_precision_mm_config", False)
-
-
-def set_format(layer: Any, layout: str | None, name: str | None) -> None:
-    """Let ComfyUI know how a layer's weight is quantized now; None for floats."""
-    layer.layout_type, layer.quant_format = layout, name
-
-
-def layout_type(layer: Any) -> str | None:
-    """The layout that a layer's weight was quantized with when it was loaded."""
-    return getattr(layer, "layout_type", None)
-
-
-def forget_input_scale(layer: Any) -> None:
-    """Let a layer multiply its input by nothing: its weight has the factors now."""
-    if input_scale(layer) is not None:
-        layer.pre_quant_scale = None
-
-
-def expert_banks(operations: type) -> type:
-    """The class of a bank of experts among an operations class's layers; that of linears where there is none."""
-    return getattr(operations, "MoEExperts", operations.Linear)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,29 +1,9 @@
 """MODELs: what patches change in them, and what a MODEL is besides its weights."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-import comfy.float
-import comfy.lora
-import comfy.utils
 import torch
-from comfy.model_patcher import get_key_weight
-
-if TYPE_CHECKING:  # a type checker does not see ComfyUI
-
-    class BaseModel(Any): ...
-
-    class LowVramPatch(Any): ...
-
-    class ModelPatcher(Any): ...
-
-    CallbacksMP: Any
-    WrappersMP: Any
-
-else:
-    from comfy.model_base import BaseModel
-    from comfy.model_patcher import LowVramPatch, ModelPatcher
-    from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.model_patcher import LowVramPatch, ModelPatcher, get_key_weight
 
 try:
     from comfy.weight_adapter.lora import LoRAAdapter
@@ -34,32 +14,10 @@ DIFFUSION_MODEL = "diffusion_model."
 """What ComfyUI puts before the names of a diffusion model's parts, in patches and backups."""
 
 
-def is_encoder(model: ModelPatcher) -> bool:
-    """Whether a ModelPatcher is a CLIP's and holds text encoders; else it is a MODEL."""
-    return getattr(model, "is_clip", False)
-
-
 def root_of(model: ModelPatcher) -> tuple[torch.nn.Module, str]:
     """The module whose linears compute, and what ComfyUI puts before the names of its parts: a MODEL's diffusion model,
     or all that a CLIP holds."""
-    return (model.model, "") if is_encoder(model) else (model.model.diffusion_model, DIFFUSION_MODEL)
-
-
-def diffusion_model_of(executor: Any) -> torch.nn.Module:
-    """What a wrapper around BaseModel's apply_model, which is given `executor`, calls in the end."""
-    return executor.class_obj.diffusion_model
-
-
-def patcher_of(clip: Any) -> ModelPatcher | None:
-    """What patches a CLIP's text encoders; None where a file had none and gave no CLIP."""
-    return getattr(clip, "patcher", None)
-
-
-def clip_around(clip: Any, patched: ModelPatcher) -> Any:
-    """A clone of a CLIP with its tokenizer and settings, whose text encoders another ModelPatcher patches."""
-    clone = clip.clone()
-    clone.patcher = patched
-    return clone
+    return (model.model, "") if model.is_clip else (model.model.diffusion_model, DIFFUSION_MODEL)
 
 
 def weight_below_patches(model: ModelPatcher, key: str) -> torch.Tensor:
@@ -71,41 +29,6 @@ def possibly_patched(model: ModelPatcher) -> set[str]:
     """The names in the diffusion model of all that patches may change, or have changed."""
     keys = {*model.patches, *model.backup}
     return {key.removeprefix(DIFFUSION_MODEL) for key in keys if key.startswith(DIFFUSION_MODEL)}
-
-
-def is_patched(model: ModelPatcher, key: str | None = None) -> bool:
-    """Whether patches (LoRAs) change a weight of a MODEL, or any where `key` is None."""
-    return bool(model.patches) if key is None else key in model.patches
-
-
-def patches_of(model: ModelPatcher, key: str) -> list[tuple]:
-    """What changes a weight."""
-    return model.patches[key]
-
-
-def identity_of_patches(model: ModelPatcher) -> object:
-    """A value that another set of patches does not have."""
-    return model.patches_uuid
-
-
-def with_patches(model: ModelPatcher, key: str, weight: torch.Tensor) -> torch.Tensor:
-    """A float weight with its patches applied; it may be changed in place."""
-    return comfy.lora.calculate_weight(model.patches[key], weight, key) if key in model.patches else weight
-
-
-def forget_stored(model: ModelPatcher, key: str) -> None:
-    """Let a MODEL put nothing back in the place of a weight that its patches left as it was."""
-    model.backup.pop(key, None)
-
-
-def seed_of(key: str) -> int:
-    """With what ComfyUI rounds a patched weight."""
-    return comfy.utils.string_to_seed(key)
-
-
-def rounded(weight: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A patched float weight in the dtype that it is stored in, as ComfyUI rounds it."""
-    return comfy.float.stochastic_rounding(weight, dtype, seed=seed)
 
 
 class LoRAFactors(NamedTuple):
@@ -136,34 +59,9 @@ def key_of(function: object) -> str | None:
     return getattr(function, "key", None) if isinstance(function, LowVramPatch) else None
 
 
-def patches_in(function: LowVramPatch) -> list[tuple]:
-    """What a function which patches a weight in use applies to it."""
-    return function.patches[function.key]
-
-
 def is_patch(function: object) -> bool:
     """Whether a function that changes a weight in use was attached by ComfyUI for a patch."""
     return getattr(function, "is_lowvram_patch", False)
-
-
-def object_patches(model: ModelPatcher) -> Mapping[str, Any]:
-    """The parts of a BaseModel that a MODEL replaces while it is loaded, by name."""
-    return model.object_patches
-
-
-def injections(model: ModelPatcher) -> list[str]:
-    """What acts on a MODEL's modules only while it samples, such as a bypass LoRA, by name."""
-    return list(model.injections)
-
-
-def options_of(model: ModelPatcher) -> dict[str, Any]:
-    """A MODEL's transformer_options, which its own calls get."""
-    return model.model_options["transformer_options"]
-
-
-def call_factory(model: ModelPatcher, factory: Callable[..., ModelPatcher], *args: object) -> None:
-    """Let ComfyUI make another MODEL like this one, for a second GPU, by calling `factory`."""
-    model.cached_patcher_init = (factory, args)
 
 
 def clone_around(model: ModelPatcher, built: ModelPatcher) -> ModelPatcher:

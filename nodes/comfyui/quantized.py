@@ -1,24 +1,9 @@
 """Quantized weights as ComfyUI carries them: QuantizedTensors of comfy-kitchen's, with layouts that are registered."""
 
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
-import comfy_kitchen
 import torch
-from comfy.quant_ops import QUANT_ALGOS, get_layout_class
-
-if TYPE_CHECKING:  # a type checker does not see ComfyUI
-
-    class QuantizedLayout(Any): ...
-
-    class QuantizedTensor(Any): ...
-
-    class BaseLayoutParams(Any): ...
-
-    register_layout_class: Any
-
-else:
-    from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
-    from comfy_kitchen.tensor import BaseLayoutParams
+from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
 NATIVE_FORMAT = "int8_tensorwise"
 """ComfyUI's own INT8, by the name that files have."""
@@ -31,19 +16,9 @@ NATIVE_GROUPED_LAYOUT = "AsymW4A8Int8Layout"
 `s_channel`, `codebook`, `group_size` and `convrot_groupsize`."""
 
 
-def known_formats() -> set[str]:
-    """The names of the quantized formats that this ComfyUI loads."""
-    return set(QUANT_ALGOS)
-
-
 def stored(weight: QuantizedTensor) -> torch.Tensor:
     """The integers, bytes or small floats that a quantized weight consists of."""
     return weight._qdata
-
-
-def params(weight: QuantizedTensor) -> Any:
-    """The scales and settings of a quantized weight, as its layout has them."""
-    return weight._params
 
 
 def layout_of(weight: QuantizedTensor) -> str:
@@ -76,35 +51,6 @@ def storage_shape(weight: QuantizedTensor, shape: tuple[int, int]) -> tuple[int,
     if weight._layout_cls == "TensorCoreConvRotW4A4Layout":  # which has no such method
         return shape[0], shape[1] // 2
     return shape if weight._qdata.is_floating_point() or is_native_int8(weight) else None
-
-
-def native_rotation(weight: QuantizedTensor) -> int | None:
-    """The channels per Hadamard group of a weight in ComfyUI's own INT8 format, or None."""
-    params = weight._params
-    return params.convrot_groupsize if params.convrot else None
-
-
-def native_weight(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor:
-    """int8 [N, K] and its scale [N, 1] in ComfyUI's own INT8 format; `dtype` is that of the dequantized weight."""
-    params = get_layout_class(NATIVE_LAYOUT).Params(scale, dtype, tuple(q.shape))
-    return QuantizedTensor(q, NATIVE_LAYOUT, params)
-
-
-def native_product(
-    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, group: int | None
-) -> torch.Tensor:
-    """The output [..., N] of a linear as ComfyUI computes its own INT8, of the dtype of `x` [..., K].
-
-    `group` is the channels per Hadamard group, or None.
-    """
-    rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
-    rows = x.reshape(-1, x.shape[-1])
-    return comfy_kitchen.int8_linear(rows, q, scale, bias, x.dtype, **rotation).view(*x.shape[:-1], -1)
-
-
-def requantized(weight: QuantizedTensor, values: torch.Tensor, seed: int) -> QuantizedTensor:
-    """Other float values [N, K] in the form of a quantized weight, with scales of their own, rounded by a seed."""
-    return weight.requantize_from_float(values, scale="recalculate", stochastic_rounding=seed)
 
 
 class HeldWeight(QuantizedTensor):

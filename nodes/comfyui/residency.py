@@ -3,7 +3,8 @@
 All of it goes through the ModelPatcher's callbacks, which clones inherit.
 """
 
-from .patcher import CallbacksMP, ModelPatcher
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
 
 try:
     from comfy.hooks import EnumHookMode

@@ -8,12 +8,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import comfy.model_management
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfyui.attention import OVERRIDE
 from ..comfyui.compiling import compiles, is_compiled_module
-from ..comfyui.memory import OUT_OF_MEMORY, Cancelled, is_training
-from ..comfyui.patcher import CallbacksMP, ModelPatcher, WrappersMP, diffusion_model_of
 from ..host import notices
 from . import arithmetic, rotary, views  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the mode's handlers
 from .mode import Deferring
@@ -112,7 +113,7 @@ class _Calls:
     ) -> Any:
         """A wrapper around BaseModel's apply_model."""
         arguments = (x, t, c_concat, c_crossattn, control, transformer_options)
-        root = diffusion_model_of(executor)
+        root = executor.class_obj.diffusion_model
         if compiles(transformer_options):
             return executor(*arguments, **named)
         given = (*arguments[:5], *named.values())
@@ -132,7 +133,7 @@ class _Calls:
         self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple, sizes: tuple
     ) -> Any:
         """Call what runs a module, deferred where its linears run fused and nothing speaks against it."""
-        if torch.is_grad_enabled() or is_training() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or comfy.model_management.in_training or torch.compiler.is_compiling():
             return call()
         if root not in self._compiled:
             self._compiled[root] = any(map(is_compiled_module, root.modules()))
@@ -158,7 +159,7 @@ def _compared(root: torch.nn.Module, call: Callable[[], Any]) -> tuple[Any, bool
             output = call()
         output, found = forward.finish(output), forward.agreed()
         why = "its fused form does not do the same here"
-    except (Cancelled, OUT_OF_MEMORY):
+    except (comfy.model_management.InterruptProcessingException, comfy.model_management.OOM_EXCEPTION):
         raise
     except Exception as error:  # whatever it is, the model's own forward can do without
         said = str(error).strip().partition("\n")[0]

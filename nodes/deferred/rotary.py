@@ -4,10 +4,10 @@ import weakref
 from functools import partial
 from typing import Any, Literal
 
+import comfy_kitchen  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines its operators
 import torch
 
 from ...kernels import Norm
-from ..comfyui.kitchen_operators import KITCHEN
 from . import takers
 from .mode import Deferring
 from .notes import MEMORY, called_on_values, valued
@@ -83,4 +83,6 @@ for _name, _handler in {
     "apply_rope1": partial(_rope_of_one, "neighbours"),
     "apply_rope_split_half1": partial(_rope_of_one, "halves"),
 }.items():
-    on(*KITCHEN.get(_name, ()))(_handler)
+    _operator = getattr(torch.ops.comfy_kitchen, _name, None)
+    if _operator is not None:  # or the installed one lacks it
+        on(_operator, _operator.default)(_handler)

@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import comfy.model_management
 import torch
 
-from ..comfyui.memory import OUT_OF_MEMORY
-
 # What a device reports is no fault of the file.
-_OF_THE_DEVICE = (OUT_OF_MEMORY, getattr(torch, "AcceleratorError", ()))
+_OF_THE_DEVICE = (comfy.model_management.OOM_EXCEPTION, getattr(torch, "AcceleratorError", ()))
 _OF_TRUSTING_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 
 

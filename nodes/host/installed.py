@@ -3,6 +3,8 @@
 import importlib.util
 import logging
 
+import comfy.model_management
+
 from ...kernels import missing, takes_kernels, triton_advice, triton_problem
 from ..comfyui.assumptions import check_comfyui, comfyui_version
 
@@ -23,11 +25,10 @@ def check_installed() -> None:
 
 def _check_triton() -> None:
     """Say what is wrong with Triton, and to browsers too where a card needs it."""
-    # They import ComfyUI, which is known to do only now.
-    from ..comfyui.memory import default_device
+    # It imports ComfyUI, which is known to do only now.
     from .notices import warn_from_load
 
-    if takes_kernels(default_device()):
+    if takes_kernels(comfy.model_management.get_torch_device()):
         problem = triton_problem()
         if problem is not None:
             warn_from_load("triton", problem.summary, problem.detail)

@@ -1,6 +1,7 @@
 """Files of diffusion models: those that ComfyUI lists, GGUF files, which it does not, and the demo of this pack."""
 
-from ..comfyui.folders import all_names, folders_of, listed_names, path_of
+import folder_paths
+
 from ..demo.letters import FILE as DEMO
 
 _KINDS = ("diffusion_models", "unet_gguf")
@@ -9,11 +10,16 @@ _KINDS = ("diffusion_models", "unet_gguf")
 
 def model_files() -> list[str]:
     """The names of all files, relative to their folders. The demo is last: no loader is to begin with it."""
-    folders = dict.fromkeys(path for kind in _KINDS for path in folders_of(kind))
-    gguf = (name for folder in folders for name in all_names(folder) if name.lower().endswith(".gguf"))
-    return [*sorted({*listed_names(_KINDS[0]), *gguf} - {DEMO.name}), DEMO.name]
+    known = [kind for kind in _KINDS if kind in folder_paths.folder_names_and_paths]
+    folders = dict.fromkeys(path for kind in known for path in folder_paths.get_folder_paths(kind))
+    names = (name for folder in folders for name in folder_paths.recursive_search(folder, [".git"])[0])
+    gguf = (name for name in names if name.lower().endswith(".gguf"))
+    return [*sorted({*folder_paths.get_filename_list(_KINDS[0]), *gguf} - {DEMO.name}), DEMO.name]
 
 
 def model_path(name: str) -> str:
     """Where a file of `model_files` is. Raises FileNotFoundError, as ComfyUI does, where none has that name."""
-    return str(DEMO) if name == DEMO.name else path_of(_KINDS, name)
+    if name == DEMO.name:
+        return str(DEMO)
+    found = filter(None, (folder_paths.get_full_path(kind, name) for kind in _KINDS))
+    return next(found, None) or folder_paths.get_full_path_or_raise(_KINDS[0], name)

@@ -2,9 +2,10 @@
 
 import functools
 import logging
-from typing import Literal
+import sys
+from typing import Any, Literal
 
-from ..comfyui.execution import client, executing_node, send_event
+from comfy_execution.utils import get_executing_context
 
 WARNING_EVENT = "int8_dit.warning"
 Reason = Literal[
@@ -24,6 +25,11 @@ Reason = Literal[
 logger = logging.getLogger(__name__)
 
 
+def prompt_server() -> Any:
+    """The ComfyUI server (server.PromptServer) that runs in this process, or None."""
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+
+
 # What the load of the pack warned of: reason, summary, detail. No browser is connected then.
 _from_load: list[tuple[Reason, str, str]] = []
 
@@ -34,8 +40,8 @@ def warn(reason: Reason, summary: str, detail: str, advice: str = "") -> None:
 
     The same with another `advice`, which ends the detail, is the same.
     """
-    prompt, node = executing_node() or (None, None)
-    said = set() if prompt is None else _said_in(prompt)
+    context = get_executing_context()
+    said = set() if context is None else _said_in(context.prompt_id)
     if (summary, detail) in said:
         return
     said.add((summary, detail))
@@ -44,7 +50,7 @@ def warn(reason: Reason, summary: str, detail: str, advice: str = "") -> None:
     for known, _, found in _from_load:
         if detail.startswith(found):  # one toast a session, for the load and for what comes of it in a run
             reason = known
-    _show(reason, summary, text, node)
+    _show(reason, summary, text)
 
 
 def warn_from_load(reason: Reason, summary: str, detail: str) -> None:
@@ -55,15 +61,17 @@ def warn_from_load(reason: Reason, summary: str, detail: str) -> None:
 
 def show_load_warnings() -> None:
     """Show the browser that queued the prompt what the load warned of. The nodes that compute in INT8 call it."""
-    _, node = executing_node() or (None, None)
     for reason, summary, detail in _from_load:
-        _show(reason, summary, f"{detail}.", node)
+        _show(reason, summary, f"{detail}.")
 
 
-def _show(reason: Reason, summary: str, detail: str, node: str | None) -> None:
-    browser = client()
+def _show(reason: Reason, summary: str, detail: str) -> None:
+    server, context = prompt_server(), get_executing_context()
+    browser = getattr(server, "client_id", None)  # a script may have queued the prompt without one
     if browser is not None:
-        send_event(WARNING_EVENT, {"reason": reason, "summary": summary, "detail": detail, "node": node}, browser)
+        node = None if context is None else context.node_id
+        event = {"reason": reason, "summary": summary, "detail": detail, "node": node}
+        server.send_sync(WARNING_EVENT, event, browser)
 
 
 # More than a few prompts never run side by side.

@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Iterator
 
+import folder_paths
+from comfy.cli_args import args
 from comfy_api.latest import io
 
-from ..comfyui.folders import keeps_workflow, output_folder, output_place
 from .badges import Badge, badges_output
 
 
@@ -19,7 +20,7 @@ def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterat
     ComfyUI's own count is not used. It looks for another name than the file gets where a prefix is no plain path, such
     as `foo/`, and is then always 1.
     """
-    folder, filename = output_place(filename_prefix)
+    folder, filename, *_ = folder_paths.get_save_image_path(filename_prefix, folder_paths.get_output_directory())
     numbered = re.compile(re.escape(os.path.normcase(filename)) + r"_(\d+)(?![^._])")
     names = (numbered.match(os.path.normcase(name)) for name in os.listdir(folder))
     first = 1 + max((int(name[1]) for name in names if name), default=0)
@@ -28,14 +29,10 @@ def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterat
 
 def saved_file(path: str) -> dict:
     """The ui result of a node that saved a file in the output folder: the file, and a line on the node."""
-    subfolder, filename = os.path.split(os.path.relpath(path, output_folder()))
-    badge = Badge("good", saved_line(path), os.path.join("output", subfolder))
+    subfolder, filename = os.path.split(os.path.relpath(path, folder_paths.get_output_directory()))
+    said = f"saved {filename}, {size_text(os.path.getsize(path))}"
+    badge = Badge("good", said, os.path.join("output", subfolder))
     return {"saved": [{"filename": filename, "subfolder": subfolder, "type": "output"}], **badges_output(badge)}
-
-
-def saved_line(path: str) -> str:
-    """What the node that saved a file says of it."""
-    return f"saved {os.path.basename(path)}, {size_text(os.path.getsize(path))}"
 
 
 def size_text(count: int, beside: int = 0) -> str:
@@ -45,7 +42,7 @@ def size_text(count: int, beside: int = 0) -> str:
 
 def workflow_metadata(hidden: io.HiddenHolder) -> dict[str, str]:
     """The workflow as ComfyUI's save nodes store it, unless the user disabled that."""
-    if not keeps_workflow():
+    if args.disable_metadata:
         return {}
     metadata = {} if hidden.prompt is None else {"prompt": json.dumps(hidden.prompt)}
     return metadata | {key: json.dumps(value) for key, value in (hidden.extra_pnginfo or {}).items()}

@@ -4,10 +4,12 @@ import copy
 import math
 import time
 
+import comfy.model_management
+import comfy.utils
 import torch
+from comfy_execution.utils import get_executing_context
 
-from ..comfyui import memory
-from ..comfyui.execution import ProgressBar, show_text
+from .notices import prompt_server
 
 # What quantizing a layer takes, per weight: 5 bytes measured for the largest of Ideogram 4, and twice that while a LoRA
 # is patched into it.
@@ -24,7 +26,8 @@ def make_room_to_quantize(device: torch.device, weights: int) -> None:
 
 def make_room(device: torch.device, needed: int) -> None:
     """Let ComfyUI unload what it must for `needed` bytes of work on a GPU."""
-    memory.free(needed, device)
+    if not comfy.model_management.is_device_cpu(device):
+        comfy.model_management.free_memory(needed, device)
 
 
 class Progress:
@@ -38,7 +41,7 @@ class Progress:
     """
 
     def __init__(self, steps: int = 1) -> None:
-        self._bar = ProgressBar(_BAR_STEPS)
+        self._bar = comfy.utils.ProgressBar(_BAR_STEPS)
         self._line = _Line()
         self._began = time.monotonic()
         self._begin, self._width = 0.0, 1.0  # of the bar
@@ -66,15 +69,15 @@ class Progress:
         time that is left of the whole job. `preview` is a picture as ComfyUI's previewers make them. Raises ComfyUI's
         interrupt exception when the user cancelled.
         """
-        memory.check_cancelled()
+        comfy.model_management.throw_exception_if_processing_interrupted()
         self._done += 1
         if doing:
             self.say(f"{doing} {self._done:.0f} of {max(self._done, self._steps):.0f}{self._left()}")
-        self._bar.set(round(_BAR_STEPS * self._position), preview=preview)
+        self._bar.update_absolute(round(_BAR_STEPS * self._position), preview=preview)
 
     def finish(self) -> None:
         """The job is done and the bar full. What came of it is for the node's result to say, once."""
-        self._bar.set(_BAR_STEPS)
+        self._bar.update_absolute(_BAR_STEPS)
 
     def _left(self) -> str:
         """How long the whole job will take from now on, if it goes on as it went; "" where nobody knows or waits."""
@@ -103,4 +106,7 @@ class _Line:
         now = time.monotonic()
         if now - self._shown_at >= _SECONDS_BETWEEN_TEXTS:
             self._shown_at = now
-            show_text(text)
+            context, server = get_executing_context(), prompt_server()
+            if context is not None and server is not None:
+                # Only the browser that queued the prompt surely has this node.
+                server.send_progress_text(text, context.node_id, server.client_id)

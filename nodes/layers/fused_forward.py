@@ -4,7 +4,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import comfy.utils
+import comfy_kitchen
 import torch
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import (
     ChannelTransform,
@@ -14,15 +17,9 @@ from ...kernels import (
     requantize_weight,
     runs_fused,
 )
-from ..comfyui.layers import (
-    Cast,
-    bias_functions,
-    cast_quantized,
-    given_back,
-    weight_functions,
-)
-from ..comfyui.patcher import DIFFUSION_MODEL, key_of, seed_of
-from ..comfyui.quantized import QuantizedTensor, native_product, stored
+from ..comfyui.layers import Cast, cast_quantized, given_back
+from ..comfyui.patcher import DIFFUSION_MODEL, key_of
+from ..comfyui.quantized import stored
 from ..deferred import takers
 from ..deferred.notes import Deferred, outside, tracking, valued
 from .linear_call import LinearCall, read_linear_call
@@ -44,7 +41,7 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         known, lora, bias = resident
         operands = known.operands(layer._parameters["weight"], lora)
         return known.repeated(operands)(input, *operands, bias)
-    attached = weight_functions(layer)
+    attached = layer.weight_function
     functions = each_once(attached) if len(attached) > 1 else attached
     lora = stored_lora(layer.weight, functions)
     thin = loras_of(functions, layer.weight.shape) if functions and lora is None else []
@@ -79,7 +76,7 @@ def called_forward(layer: Any, call: LinearCall, x: torch.Tensor) -> torch.Tenso
 
 def _multiplied(layer: Any, cast: Cast, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The product with a weight and bias that are cast."""
-    parts = known_parts(cast.weight, layer)._replace(lora=stored_lora(layer.weight, weight_functions(layer)))
+    parts = known_parts(cast.weight, layer)._replace(lora=stored_lora(layer.weight, layer.weight_function))
     return int8_gemm(*quantized, *parts.operands(), cast.bias, dtype).view(*shape, -1)
 
 
@@ -92,7 +89,11 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         parts = int8_parts(weight, layer)
         if parts is None:  # a patch has made it a float
             return torch.nn.functional.linear(input, weight, bias)
-        return native_product(input, *parts.operands(), bias, parts.transform.rotation_group)
+        q, scale = parts.operands()
+        group = parts.transform.rotation_group
+        rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
+        rows = input.reshape(-1, input.shape[-1])
+        return comfy_kitchen.int8_linear(rows, q, scale, bias, input.dtype, **rotation).view(*input.shape[:-1], -1)
 
 
 def needs_gradient(input: torch.Tensor) -> bool:
@@ -110,6 +111,7 @@ class INT8Linear:
     linear_name = ""  # its path, given by name_linears
     input_group: object | None = None  # given by group_inputs to those whose input others read too
     weight: Any
+    weight_function: list
     _parameters: Any
     in_features: int
     out_features: int
@@ -170,7 +172,7 @@ class INT8Linear:
 
     def input_form(self) -> InputForm | None:
         """How the input is to be quantized, with factors wherever they are; None where it must be given as floats."""
-        functions = weight_functions(self)
+        functions = self.weight_function
         if functions and stored_lora(self.weight, functions) is None:  # a LoRA of a streamed INT8 weight reads floats
             return None
         known = None if torch.compiler.is_compiling() else known_weight(self)
@@ -219,14 +221,14 @@ def _resident(
     """What a linear knows of its weight, the LoRAs of a stored one, and its bias. None unless its weight lies on
     `device` with nothing else to be done to it, and its bias of `dtype` too.
     """
-    if torch.compiler.is_compiling() or bias_functions(layer):
+    if torch.compiler.is_compiling() or layer.bias_function:
         return None
     known, weight, bias = known_weight(layer), layer._parameters["weight"], layer._parameters["bias"]
     if known is None or stored(weight).device != device:
         return None
     if bias is not None and (bias.dtype != dtype or bias.device != device):
         return None
-    functions = weight_functions(layer)
+    functions = layer.weight_function
     lora = stored_lora(weight, functions) if functions else None
     if functions and lora is None:
         return None
@@ -235,14 +237,14 @@ def _resident(
 
 def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:
     """`cast_quantized`, where LoRAs of a stored weight are left to it."""
-    lora = stored_lora(layer.weight, weight_functions(layer))
+    lora = stored_lora(layer.weight, layer.weight_function)
     return cast_quantized(layer, device, dtype, functions if lora is None else [])
 
 
 def _seed_of_patches(layer: Any) -> int | None:
     """The seed with which ComfyUI rounds a patched weight; None where what changes the weight is no patch."""
-    key = next(filter(None, map(key_of, weight_functions(layer))), None)
+    key = next(filter(None, map(key_of, layer.weight_function)), None)
     return None if key is None else _seed(key)
 
 
-_seed = functools.lru_cache(maxsize=4096)(seed_of)
+_seed = functools.lru_cache(maxsize=4096)(comfy.utils.string_to_seed)

@@ -9,18 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
+from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
+from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, requantize_weight
-from ..comfyui.quantized import (
-    BaseLayoutParams,
-    HeldWeight,
-    QuantizedLayout,
-    QuantizedTensor,
-    has_layout,
-    params,
-    register_layout_class,
-    stored,
-)
+from ..comfyui.quantized import HeldWeight, has_layout, stored
 from ..files import quant_config
 from .layout_products import activated_product, modulated_product
 from .linear_call import linear_call
@@ -74,7 +67,7 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return stored(qtensor), params(qtensor).scale
+        return stored(qtensor), qtensor.params.scale
 
     @classmethod
     def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
@@ -85,7 +78,7 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        form = params(qtensor)
+        form = qtensor.params
         return {"transform": form.transform, "activation_bits": form.activation_bits, "kernel": form.kernel}
 
     @classmethod
@@ -142,7 +135,7 @@ def int8_weight_of(pieces: Mapping[str, Any], config: dict[str, Any], dtype: tor
 
 def computed_with(weight: QuantizedTensor, kernel: str) -> QuantizedTensor:
     """One of our weights that knows what its linear is to compute with: its layout is asked for products, too."""
-    return HeldWeight(stored(weight), LAYOUT, replace(params(weight), kernel=kernel))
+    return HeldWeight(stored(weight), LAYOUT, replace(weight.params, kernel=kernel))
 
 
 def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
@@ -152,9 +145,9 @@ def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
 
 def format_of_weight(weight: QuantizedTensor) -> str:
     """The format a weight is marked with in files."""
-    return quant_config.format_name(params(weight).transform, params(weight).activation_bits)
+    return quant_config.format_name(weight.params.transform, weight.params.activation_bits)
 
 
 def quant_config_of(weight: QuantizedTensor, others: Mapping[str, Any] = {}) -> torch.Tensor:
     """The quant config of a weight in files; `others` are int8_mark's `other_options` of the one that its layer had."""
-    return quant_config.encode_config(params(weight).transform, params(weight).activation_bits, others)
+    return quant_config.encode_config(weight.params.transform, weight.params.activation_bits, others)

@@ -3,9 +3,10 @@
 import re
 
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.ops import CastWeightBiasOp
 
-from ..comfyui.layers import CastWeightBiasOp
-from ..comfyui.patcher import ModelPatcher, injections, root_of
+from ..comfyui.patcher import root_of
 
 # Modulation, embedders of time, text and guidance, and the like: small, and what leaves them scales or shifts whole
 # blocks. A word of the path must match in full.
@@ -64,7 +65,7 @@ def quantizable_in(part: torch.nn.Module, path: str = "") -> dict[str, CastWeigh
 def check_runs_as_stored(model: ModelPatcher) -> None:
     """Raise ValueError for a MODEL with injections (a bypass LoRA): they act on its modules when it samples, and are in
     no weight that could be quantized or saved."""
-    found = injections(model)
+    found = model.injections
     if found:
         raise ValueError(
             f"this MODEL carries something that is not in its weights ({', '.join(found)}) and would be "

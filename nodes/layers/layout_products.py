@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import (
     FLOAT_DTYPES,
@@ -19,7 +20,7 @@ from ...kernels import (
     norm_quantize,
     runs_fused,
 )
-from ..comfyui.quantized import QuantizedTensor, params, stored
+from ..comfyui.quantized import stored
 from .linear_call import LinearCall
 
 
@@ -33,7 +34,7 @@ def activated_product(weight: QuantizedTensor, x: torch.Tensor, bias: torch.Tens
     given = bias, call.act_weight, call.residual, call.residual_scale
     if call.unknown or not _multiplies(weight, x, given):
         return NotImplemented
-    (outputs, channels), held = weight.shape, params(weight)
+    (outputs, channels), held = weight.shape, weight.params
     if call.residual is not None and not call.takes_residual((*x.shape[:-1], outputs)):
         return NotImplemented
     if call.activation is None:
@@ -69,7 +70,7 @@ def modulated_product(
     channels = weight.shape[1]
     if not x.shape[-1] == norm_weight.numel() == modulation_scale.numel() == channels:
         return NotImplemented
-    norm, held = Norm("rms", norm_eps, norm_weight.reshape(channels)), params(weight)
+    norm, held = Norm("rms", norm_eps, norm_weight.reshape(channels)), weight.params
     scale = 1 + _row(modulation_scale, x)
     quantized = norm_quantize(x, norm, scale, None, held.transform, held.activation_bits)
     return _product(weight, quantized, bias, x)
@@ -92,7 +93,7 @@ def _multiplies(weight: QuantizedTensor, x: torch.Tensor, others: Sequence[torch
 
 
 def _runs_fused(weight: QuantizedTensor, device: torch.device) -> bool:
-    held = params(weight)
+    held = weight.params
     native = native_computes(held.smooth, held.activation_bits)
     n, k = stored(weight).shape
     return runs_fused(device, held.kernel, n, k, native)
@@ -104,5 +105,5 @@ def _row(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _product(weight: QuantizedTensor, quantized: Quantized, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    output = int8_gemm(*quantized, stored(weight), params(weight).scale, bias, x.dtype)
+    output = int8_gemm(*quantized, stored(weight), weight.params.scale, bias, x.dtype)
     return output.view(*x.shape[:-1], -1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from comfy.model_management import cast_to_device
 
 from ...kernels import (
     FLOAT_DTYPES,
@@ -22,7 +23,6 @@ from ...kernels import (
     norm_quantize,
 )
 from ..comfyui.layers import other_activation
-from ..comfyui.memory import moved
 
 _WITHOUT_EPS = ("input_act", "act_weight", "residual", "residual_scale")
 _WITH_EPS = ("input_act", "act_weight", "act_eps", "residual", "residual_scale")
@@ -138,7 +138,7 @@ def _swiglu_quantized(call: LinearCall, x: torch.Tensor, transform: ChannelTrans
 def _norm_weight(call: LinearCall, x: torch.Tensor) -> torch.Tensor | None:
     """The norm's weight where the input is: it may be one that ComfyUI keeps elsewhere."""
     weight = call.act_weight
-    return weight if weight is None or weight.device == x.device else moved(weight, x.device)
+    return weight if weight is None or weight.device == x.device else cast_to_device(weight, x.device, None)
 
 
 def _rms_norm(call: LinearCall, x: torch.Tensor) -> torch.Tensor:

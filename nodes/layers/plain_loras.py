@@ -3,14 +3,15 @@
 from collections.abc import Iterable, Sequence
 
 import torch
+from comfy.model_management import cast_to_device
+from comfy.model_patcher import LowVramPatch
 
-from ..comfyui.memory import moved
-from ..comfyui.patcher import LoRAFactors, LowVramPatch, key_of, lora_factors, patches_in
+from ..comfyui.patcher import LoRAFactors, key_of, lora_factors
 
 
 def add_lora(output: torch.Tensor, input: torch.Tensor, lora: LoRAFactors) -> None:
     """Add input @ (factor up @ down)^T to the output, where it is: two thin products."""
-    up, down = (moved(t, input.device, input.dtype) for t in (lora.up, lora.down))
+    up, down = (cast_to_device(t, input.device, input.dtype) for t in (lora.up, lora.down))
     rows = torch.nn.functional.linear(input, down).flatten(0, -2)
     output.view(-1, output.shape[-1]).addmm_(rows, up.t(), alpha=lora.factor)
 
@@ -35,7 +36,7 @@ def loras_of(functions: Iterable, shape: Sequence[int]) -> list[LoRAFactors]:
     for function in functions:
         if not isinstance(function, LowVramPatch):
             return []
-        patches += patches_in(function)
+        patches += function.patches[function.key]
     return plain_loras(patches, shape)
 
 

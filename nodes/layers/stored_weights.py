@@ -11,21 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from comfy.model_management import cast_to_device
+from comfy.model_patcher import LowVramPatch, ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import ChannelTransform, LowRank, rotation_group_of
-from ..comfyui.layers import keep_weight, set_weight_functions, weight_functions
-from ..comfyui.memory import moved
-from ..comfyui.patcher import (
-    CallbacksMP,
-    LowVramPatch,
-    ModelPatcher,
-    forget_stored,
-    identity_of_patches,
-    is_patch,
-    is_patched,
-    patches_of,
-)
-from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, stored
+from ..comfyui.patcher import is_patch
+from ..comfyui.quantized import HeldWeight, layout_of, stored
 from ..comfyui.residency import CALLBACK_KEY
 from ..files.holding.gguf_weight import is_gguf
 from ..files.holding.stored_weight import StoredKind, is_stored, stored_kind
@@ -79,7 +72,7 @@ class HookedWeight:
 class _HookedINT8(HookedWeight, HeldWeight):
     def _copy_with(self, *args, **kwargs) -> "_HookedINT8":
         copied = super()._copy_with(*args, **kwargs)
-        hooked = _HookedINT8(stored(copied), layout_of(copied), params(copied))
+        hooked = _HookedINT8(stored(copied), layout_of(copied), copied.params)
         hooked.linear = self.linear
         return hooked
 
@@ -109,7 +102,7 @@ def put_hooked(linear: Any, weight: torch.Tensor, kernel: str, seed: int | None)
 def int8_form(weight: Any) -> dict[str, Any] | None:
     """How a stored weight, or what a hook made of it, is INT8 in a product; None where it computes in floats."""
     if is_int8(weight):
-        return {"transform": params(weight).transform, "activation_bits": params(weight).activation_bits}
+        return {"transform": weight.params.transform, "activation_bits": weight.params.activation_bits}
     kind = stored_kind(weight)
     if kind is None or kind.scale(weight) is None:
         return None
@@ -130,15 +123,15 @@ def patch_products(model: ModelPatcher) -> None:
 
     def patch(loaded: ModelPatcher, *_: object) -> None:
         for key, module in _stored(loaded):
-            if is_patched(loaded, key):
-                forget_stored(loaded, key)
+            if key in loaded.patches:
+                loaded.backup.pop(key, None)
                 patched = _patch_of(loaded, key, module.weight, known)
-                set_weight_functions(module, [patched, *_without_patches(module)])
-                keep_weight(module)
+                module.weight_function = [patched, *_without_patches(module)]
+                module.weight_lowvram_function = None  # else dynamic VRAM writes a patched weight into it
 
     def take_off(unloaded: ModelPatcher, unpatched: bool) -> None:
         for _, module in _stored(unloaded) if unpatched else ():
-            set_weight_functions(module, _without_patches(module))
+            module.weight_function = _without_patches(module)
 
     model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, patch)
     model.add_callback_with_key(CallbacksMP.ON_DETACH, CALLBACK_KEY, take_off)
@@ -161,7 +154,7 @@ def _stored(model: ModelPatcher) -> Iterator[tuple[str, Any]]:
 
 
 def _without_patches(module: Any) -> list:
-    return [function for function in weight_functions(module) if not is_patch(function)]
+    return [function for function in module.weight_function if not is_patch(function)]
 
 
 def _patch_of(
@@ -172,16 +165,16 @@ def _patch_of(
     `known` holds scales of LoRAs by `key`, each beside what ComfyUI tells a MODEL's patches by: to find them takes a
     product as large as the weight.
     """
-    patches, device, kind = patches_of(model, key), model.load_device, stored_kind(weight)
+    patches, device, kind = model.patches[key], model.load_device, stored_kind(weight)
     if kind is None or kind.scale(weight) is None:
         return LowVramPatch(key, {key: patches})
     low_rank = _low_rank(patches, weight, device, _rotation(kind, weight))
     if low_rank is None:
         return LowVramPatch(key, {key: patches})
     found_for, scale = known.get(key, (None, None))
-    if scale is None or found_for != identity_of_patches(model) or scale.device != device:
+    if scale is None or found_for != model.patches_uuid or scale.device != device:
         scale = low_rank.channel_scales()[:, None]
-        known[key] = identity_of_patches(model), scale
+        known[key] = model.patches_uuid, scale
     return StoredLoRA(key, patches, low_rank, scale)
 
 
@@ -193,6 +186,6 @@ def _low_rank(
     loras, dtype = plain_loras(patches, weight.shape), weight.dtype
     if not loras:
         return None
-    up = torch.cat([lora.factor * moved(lora.up, device, torch.float32) for lora in loras], dim=1)
-    down = torch.cat([moved(lora.down, device, dtype) for lora in loras])
+    up = torch.cat([lora.factor * cast_to_device(lora.up, device, torch.float32) for lora in loras], dim=1)
+    down = torch.cat([cast_to_device(lora.down, device, dtype) for lora in loras])
     return LowRank(up.to(dtype), rotation.to_weight(down).to(dtype))

@@ -4,10 +4,11 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import UNCHANGED, ChannelTransform, RepeatedLinear, native_computes
 from ..comfyui.layers import wants_full_precision
-from ..comfyui.quantized import QuantizedTensor, is_native_int8, native_rotation, params, stored
+from ..comfyui.quantized import is_native_int8, stored
 from ..files.holding.stored_weight import StoredKind, stored_kind
 from .int8_weight import is_int8
 from .stored_weights import StoredLoRA
@@ -55,10 +56,11 @@ def int8_parts(weight: Any, layer: Any) -> INT8Parts | None:
     `layer` is its linear: of ComfyUI's own formats it knows what the quant config says of its input.
     """
     if is_int8(weight):
-        held = params(weight)
+        held = weight.params
         return INT8Parts(stored(weight), held.scale, held.transform, held.activation_bits)
     if is_native_int8(weight):
-        held, scale, group = stored(weight), params(weight).scale.float(), native_rotation(weight)
+        held, scale = stored(weight), weight.params.scale.float()
+        group = weight.params.convrot_groupsize if weight.params.convrot else None
         bits = 16 if _asks_for_16_bits(layer) else 8
     else:
         kind, held = stored_kind(weight), weight
@@ -125,14 +127,14 @@ class KnownWeight:
     def __init__(self, weight: Any, form: WeightForm) -> None:
         # ComfyUI replaces a module's weight, or under the same weight what is stored, or both; a patch that is copied
         # into it replaces its parameters.
-        self._numbers, self._settings = weakref.ref(stored(weight)), weakref.ref(params(weight))
+        self._numbers, self._settings = weakref.ref(stored(weight)), weakref.ref(weight.params)
         self.form = form
         self._input_form = None if form.smoothed else InputForm(_rotation(form.rotation_group), form.activation_bits)
         self._linear: RepeatedLinear | None = None
 
     def is_of(self, weight: Any) -> bool:
         """Whether it is still that of the weight."""
-        return self._numbers() is stored(weight) and self._settings() is params(weight)
+        return self._numbers() is stored(weight) and self._settings() is weight.params
 
     def __reduce__(self) -> tuple:
         """A copy of the linear looks at its own weight."""
@@ -140,7 +142,7 @@ class KnownWeight:
 
     def form_of_input(self, weight: Any) -> InputForm:
         """How its input is to be quantized."""
-        return self._input_form or InputForm(params(weight).transform, self.form.activation_bits)
+        return self._input_form or InputForm(weight.params.transform, self.form.activation_bits)
 
     def repeated(self, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> RepeatedLinear:
         """What computes with it, given what `operands` gives."""
@@ -154,7 +156,7 @@ class KnownWeight:
         if kind is not None:
             scale: Any = kind.scale(weight)
             return *INT8Parts(weight, scale, UNCHANGED, self.form.activation_bits, lora).operands(), None
-        held = params(weight)
+        held = weight.params
         scale = held.scale if held.scale.dtype == torch.float32 else held.scale.float()
         return stored(weight), scale, held.smooth if self.form.smoothed else None
 

@@ -1,17 +1,21 @@
 """MODELs whose linears run INT8, built by ComfyUI's own loader: out of a diffusion model file, or of another MODEL."""
 
 import json
+import re
 from functools import partial
 from typing import Any
 
+import comfy.model_detection
+import comfy.model_management
+import comfy.sd
+import comfy.utils
 import torch
+from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path
-from ..comfyui import loading
-from ..comfyui.architecture import architecture_of_file, architecture_settings, compute_dtypes, kind_of
-from ..comfyui.memory import all_devices, default_device, dtype_computed_in
-from ..comfyui.patcher import BaseModel, CallbacksMP, ModelPatcher, call_factory
-from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
 from ..files import quant_config
@@ -34,6 +38,9 @@ from .summary import floats_name
 MEMORY_CHOICES = ("INT8", "as stored")
 """How a loaded MODEL holds weights in fewer bits (GGUF, W4A8, W6A8); those of other files are INT8 either way."""
 AS_STORED = MEMORY_CHOICES[1]
+_COUNT = re.compile(r"(^|_)(layers|blocks|depth)(_|$)")  # names of what ComfyUI counts in a file
+_PREFIXES = ("model.diffusion_model.", "model.model.", "model.", "")
+"""What ComfyUI puts before the names of a diffusion model's tensors in a checkpoint, by kind of model."""
 
 
 def load_int8_model(
@@ -58,25 +65,47 @@ def load_int8_model(
     Raises ValueError naming the file for anything that cannot be loaded, RuntimeError where `kernel` demands what the
     card cannot do.
     """
-    devices = [default_device(), *(all_devices() if anywhere else [])]
+    devices = [comfy.model_management.get_torch_device()]
+    devices += comfy.model_management.get_all_torch_devices() if anywhere else []
     choose_path(devices[0], kernel)  # what cannot run is refused before a file is read for nothing
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     with naming_file(checkpoint.name):
-        architecture, notes = architecture_of_file(checkpoint.tensors, checkpoint.metadata), notes_of(checkpoint)
+        architecture, notes = _architecture_of(checkpoint), notes_of(checkpoint)
         if architecture is None:
             kind = kind_of_tensors(checkpoint.tensors, packed=False)
             what = "" if kind is None else f"; it seems to be {kind.name}: {kind.advice}"
             raise ValueError(f"{checkpoint.name} is not a diffusion model that this ComfyUI knows{what}")
-        dtype = dtype_computed_in(devices[0], compute_dtypes(architecture))
+        dtype = comfy.model_management.unet_manual_cast(None, devices[0], architecture.supported_inference_dtypes)
         if fits := fits_in_floats(checkpoint.tensors, dtype, devices):
             advice = "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it."
             _warn_of_fallback(devices[0], kernel, dtype, advice)
         plan = checkpoint_plan(checkpoint, kernel, dtype, devices, fits, memory == AS_STORED)
         model = build_model(checkpoint.tensors, checkpoint.metadata, plan, disable_dynamic)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
-    call_factory(model, partial(load_int8_model, anywhere=True, memory=memory), path, kernel, branch, base_path)
+    factory = partial(load_int8_model, anywhere=True, memory=memory)
+    model.cached_patcher_init = (factory, (path, kernel, branch, base_path))
     keep_notes(model, notes)
     return model
+
+
+def _architecture_of(checkpoint: Checkpoint) -> Any:
+    """The class of models that ComfyUI takes a file's tensors for, also a UNet under the names of diffusers; None
+    where it knows no such model.
+
+    Raises ValueError where the metadata say another number of blocks than the tensors: ComfyUI builds as many.
+    """
+    tensors, metadata = checkpoint.tensors, checkpoint.metadata
+    if "config" in metadata:
+        counted = comfy.model_detection.detect_unet_config(tensors, "", metadata=None) or {}
+        told = comfy.model_detection.detect_unet_config(tensors, "", metadata=metadata) or {}
+        for name in sorted(filter(_COUNT.search, counted)):
+            if type(counted[name]) is int and told[name] != counted[name]:
+                raise ValueError(
+                    f"its metadata say {name} = {str(told[name])[:20]}, but its tensors have {counted[name]}; download "
+                    "or copy the file again"
+                )
+    found = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
+    return found or comfy.model_detection.model_config_from_diffusers_unet(tensors)
 
 
 def _read_base(path: str) -> Checkpoint:
@@ -100,7 +129,10 @@ def build_model(
     Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
     """
     names, operations = list(state_dict), int8_operations(plan)  # the loader empties it
-    model = loading.load(state_dict, metadata, operations, plan.compute_dtype, disable_dynamic)
+    options = {"custom_operations": operations, "dtype": plan.compute_dtype}
+    model = comfy.sd.load_diffusion_model_state_dict(
+        state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
+    )
     plan.release()
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
@@ -151,13 +183,32 @@ def file_metadata(model: BaseModel) -> dict[str, str]:
     Some families (LTX-Video, Wan) have it in a "config" there, which ComfyUI does not keep: this is what it made of it.
     """
     config = {}
-    for name, value in architecture_settings(model).items():
+    for name, value in model.model_config.unet_config.items():
         try:
             if json.loads(json.dumps(value)) == value:
                 config[name] = value
         except TypeError:  # a dtype
             pass
     return {"config": json.dumps({"transformer": config})}
+
+
+def tensors_of_file(model: BaseModel, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A diffusion model file's tensors, made of those of `model.diffusion_model`, a ComfyUI BaseModel's.
+
+    Beside them are the marks of how the model predicts, and the few conditioners that ComfyUI loads with it.
+    """
+    # The class's: a MODEL may refuse ComfyUI's save nodes.
+    tensors = type(model).state_dict_for_saving(model, state_dict)
+    if model.model_config.sampling_settings.get("zsnr"):
+        tensors["ztsnr"] = torch.tensor([])
+    prefix = next(prefix for prefix in _PREFIXES if any(key.startswith(prefix) for key in tensors))
+    return comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: ""})
+
+
+def _kind_of(model: BaseModel) -> tuple[object, ...]:
+    """What decides how a BaseModel is sampled, apart from its weights."""
+    latents = type(model.latent_format).__name__
+    return type(model).__name__, model.model_type, model.model_config.sampling_settings, latents
 
 
 def build_like(
@@ -171,8 +222,8 @@ def build_like(
     Raises ValueError if ComfyUI takes those for another kind: it may have read from other parts of a checkpoint how the
     model predicts.
     """
-    built = build_model(loading.tensors_of_file(model, state_dict), file_metadata(model), plan, disable_dynamic)
-    for before, after in zip(kind_of(model), kind_of(built.model), strict=True):
+    built = build_model(tensors_of_file(model, state_dict), file_metadata(model), plan, disable_dynamic)
+    for before, after in zip(_kind_of(model), _kind_of(built.model), strict=True):
         if before != after:
             raise ValueError(
                 f"the diffusion model by itself would be taken for another kind of model ({after} instead of "
@@ -190,5 +241,5 @@ def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = Fa
         return held_codes(weight, dtype) if is_grouped(weight) else None
 
     rebuilt = build_like(model, with_joined_codes(tensors), LoadPlan(kernel, dtype, as_it_was), disable_dynamic)
-    call_factory(rebuilt, rebuild_int8_model, model, kernel)
+    rebuilt.cached_patcher_init = (rebuild_int8_model, (model, kernel))
     return rebuilt

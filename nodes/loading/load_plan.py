@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import comfy.model_management
+import comfy.utils
 import torch
 
 from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, naming_layer, quantize_weight
-from ..comfyui.loading import parameters_in
-from ..comfyui.memory import reserved_for_inference, total_memory
 from ..files.holding.gguf_weight import is_gguf
 from ..files.holding.grouped_weight import channel_scale, grouped_codes, is_grouped
 from ..files.holding.stored_weight import can_stay, stored_kind
@@ -63,8 +63,9 @@ class LoadPlan:
 
 def fits_in_floats(tensors: dict[str, Any], dtype: torch.dtype, devices: Sequence[torch.device]) -> bool:
     """Whether all weights fit each device in `dtype` and leave ComfyUI what it reserves for inference."""
-    needed = parameters_in(tensors) * dtype.itemsize + reserved_for_inference()
-    return all(needed <= total_memory(device) for device in devices)
+    needed = comfy.utils.calculate_parameters(tensors) * dtype.itemsize
+    needed += comfy.model_management.minimum_inference_memory()
+    return all(needed <= comfy.model_management.get_total_memory(device) for device in devices)
 
 
 def checkpoint_plan(

@@ -8,12 +8,13 @@ says.
 import re
 from collections.abc import Collection, Iterator, Sequence
 
+import comfy.model_management
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+from comfy.quant_ops import QuantizedTensor
 
-from ..comfyui.layers import expert_banks
-from ..comfyui.memory import is_cpu
-from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher, weight_below_patches
-from ..comfyui.quantized import QuantizedTensor
+from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..comfyui.residency import CALLBACK_KEY
 from ..files.attention_choices import CONFIG
 from ..files.block_lists import AGAIN, block_of, check_lists
@@ -42,7 +43,7 @@ def check_loaded(model: ModelPatcher, names: Collection[str], operations: type, 
     """
     module = model.model.diffusion_model
     computed = {name for name, held in module.named_buffers() if held.numel() == 0 or _COMPUTED.fullmatch(name)}
-    linears = (operations.Linear, expert_banks(operations))
+    linears = (operations.Linear, getattr(operations, "MoEExperts", operations.Linear))
     unset = [f"{name}.weight" for name, m in module.named_modules() if isinstance(m, linears) and m.weight is None]
     needed = [name for name in (*unset, *plan.missing) if name not in computed and not _MAY_BE_MISSING.match(name)]
     # Of layers' choices an older ComfyUI knows nothing, and a model lacks none of them.
@@ -115,7 +116,7 @@ def _check_values(model: ModelPatcher, names: Collection[str], plan: LoadPlan) -
         dtype, buffer = plan.unexplained[name], buffers.get(name)
         if dtype not in _INDICES or buffer is None or buffer.dtype != dtype:  # no table of indices that the model has
             raise ValueError(f"{name} is {dtype}, which no weight is; {AGAIN}")
-    on_card = not is_cpu(model.load_device)
+    on_card = not comfy.model_management.is_device_cpu(model.load_device)
     later = []
     # Of buffers those that come from its file. PixArt's is a parameter.
     for name, tensor in (*module.named_parameters(), *((n, held) for n, held in buffers.items() if n in names)):

@@ -9,22 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import comfy.ops
 import torch
 import torch.nn.functional as F
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import BF16, FUSED, int8_path, native_computes
-from ..comfyui.layers import (
-    bias_functions,
-    forget_input_scale,
-    input_scale,
-    layout_type,
-    load_beside_weight,
-    quantized_operations,
-    run_every_op,
-    set_format,
-    weight_functions,
-)
-from ..comfyui.quantized import HeldWeight, QuantizedTensor, layout_of, params, storage_shape, stored
+from ..comfyui.layers import load_beside_weight, quantized_operations
+from ..comfyui.quantized import HeldWeight, layout_of, storage_shape, stored
 from ..deferred.arithmetic import normed
 from ..deferred.notes import MEMORY, Deferred, outside, tracking, valued
 from ..files import quant_config
@@ -82,15 +74,17 @@ def int8_operations(plan: LoadPlan) -> type:
                 if is_int8_in_file:
                     made, of_file = int8_weight_of(pieces, self.config, compute_dtype), True
                 else:
-                    made = plan.make(prefix.removesuffix("."), read, input_scale(self))
+                    input_scale = getattr(self, "pre_quant_scale", None)
+                    made = plan.make(prefix.removesuffix("."), read, input_scale)
                     of_file = is_grouped(read) and is_int8(made)
                     if made is not None:
-                        forget_input_scale(self)
+                        if input_scale is not None:
+                            self.pre_quant_scale = None  # the weight has the factors now
                     elif is_stored(read):
                         made = read.dequantize()
                         check_finite(f"{prefix}weight", made)
                     elif isinstance(read, QuantizedTensor):
-                        held = HeldWeight(stored(read), layout_of(read), params(read))
+                        held = HeldWeight(stored(read), layout_of(read), read.params)
                         self.weight = torch.nn.Parameter(held, requires_grad=False)
                 if made is not None:
                     self._hold(made, of_file)
@@ -98,19 +92,19 @@ def int8_operations(plan: LoadPlan) -> type:
             def _hold(self, weight: Any, of_file: bool) -> None:
                 """Hold a weight that was made; of an INT8 one of the file perhaps the floats that it stands for."""
                 if of_file:
-                    native = native_computes(params(weight).smooth, params(weight).activation_bits)
+                    native = native_computes(weight.params.smooth, weight.params.activation_bits)
                     self.dequantized = plan.in_floats(self.out_features, self.in_features, native)
                     weight = weight.dequantize() if self.dequantized else weight
                 else:
                     self.config = quant_config_in(weight) if is_grouped(weight) else {}
                 kind = stored_kind(weight)
                 if is_int8(weight):
-                    set_format(self, LAYOUT, format_of_weight(weight))
+                    self.layout_type, self.quant_format = LAYOUT, format_of_weight(weight)
                     weight = computed_with(weight, kernel)
                 elif kind is not None:
-                    set_format(self, layout_of(weight), kind.name(weight))
+                    self.layout_type, self.quant_format = layout_of(weight), kind.name(weight)
                 else:
-                    set_format(self, None, None)
+                    self.layout_type = self.quant_format = None
                     weight = weight.to(compute_dtype)
                 self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
@@ -149,7 +143,7 @@ def int8_operations(plan: LoadPlan) -> type:
                 form = form_of(self)
                 if form is None or not form.own:
                     return self._own_product(valued(input), valued(args), valued(kwargs))
-                run_every_op()
+                comfy.ops.run_every_op()
                 if isinstance(input, QuantizedTensor):
                     input = input.dequantize()
                 path = int8_path(input.device, kernel, self.out_features, self.in_features, form.native)
@@ -161,13 +155,14 @@ def int8_operations(plan: LoadPlan) -> type:
 
             def _own_product(self, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
                 """That of a weight that is not this pack's INT8."""
-                if input_scale(self) is None and _is_resident(self, input):
+                if getattr(self, "pre_quant_scale", None) is None and _is_resident(self, input):
                     product = partial(F.linear, weight=self.weight, bias=self.bias)
-                elif layout_type(self) in HELD_LAYOUTS:  # ComfyUI's forward would put the input into blocks
+                elif getattr(self, "layout_type", None) in HELD_LAYOUTS:
+                    # ComfyUI's forward would put the input into blocks.
                     product = self.forward_comfy_cast_weights
                 else:
                     return self.own_forward(super().forward, input, args, kwargs)
-                run_every_op()
+                comfy.ops.run_every_op()
                 return self.product_around(product, input, args, kwargs)
 
         class Embedding(base.Embedding):
@@ -194,7 +189,7 @@ def _uncast_where_resident(own: Any, norm: Callable[..., torch.Tensor], paramete
                 resident = _is_resident(self, input)
             if not resident:
                 return super().forward(input)
-            run_every_op()
+            comfy.ops.run_every_op()
             given = (self.normalized_shape, *map(self._parameters.get, parameters), self.eps)
             forward = tracking.forward
             return norm(input, *given) if forward is None else normed(forward, norm, input, *given)
@@ -206,7 +201,7 @@ def _is_resident(layer: Any, input: Any) -> bool:
     """Whether a layer in floats can multiply as it is: ComfyUI's operations for quantized models cast each weight in
     each call, which keeps a fast card waiting.
     """
-    if torch.compiler.is_compiling() or weight_functions(layer) or bias_functions(layer):
+    if torch.compiler.is_compiling() or layer.weight_function or layer.bias_function:
         return False
     if type(input) not in _ACTIVATIONS:
         return False

@@ -4,12 +4,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.ops import CastWeightBiasOp
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import BF16, FUSED, NATIVE, WAYS, choose_path
 from ..comfyui.attention import OVERRIDE, chosen_layers
-from ..comfyui.layers import CastWeightBiasOp, quantized_format
-from ..comfyui.patcher import ModelPatcher, is_encoder, object_patches, options_of, root_of
-from ..comfyui.quantized import NATIVE_FORMAT, QuantizedTensor, layout_of, params
+from ..comfyui.patcher import root_of
+from ..comfyui.quantized import NATIVE_FORMAT, layout_of
 from ..layers.fused_forward import class_patch
 from ..layers.layer_selection import linears, quantizable_linears
 from ..layers.weight_form import WeightForm, weight_form
@@ -56,7 +58,7 @@ class Summary:
 def summarize(model: ModelPatcher) -> Summary:
     """What the linears of a MODEL, or of a CLIP's text encoders, hold now, and what they and its attention will compute
     with."""
-    attention = None if is_encoder(model) else describe_attention(model)
+    attention = None if model.is_clip else describe_attention(model)
     modules, usual = linears(model), quantizable_linears(model).keys()
     forms = {name: weight_form(module.weight, module) for name, module in modules.items()}
     dequantized = {name for name, module in modules.items() if getattr(module, "dequantized", False)}
@@ -85,7 +87,7 @@ def _kind(
     """
     weight = module.weight
     patch = class_patch(name, root_of(model)[1])
-    kernel = getattr(object_patches(model).get(patch, type(module)), "int8_kernel", None)
+    kernel = getattr(model.object_patches.get(patch, type(module)), "int8_kernel", None)
     path = None
     if kernel is not None:  # else this pack has nothing to do with it
         ways = WAYS if form is None else (FUSED, NATIVE) if form.native else (FUSED,)
@@ -100,9 +102,9 @@ def _kind(
     if path is not None and form is not None and path.kind == NATIVE:
         return _NATIVE_RANK, f"ComfyUI's INT8 ({path.reason})"
     if form is not None and form.own:
-        return 2, f"INT8 in memory but computed in {floats_name(params(weight).orig_dtype)}{why}"
+        return 2, f"INT8 in memory but computed in {floats_name(weight.params.orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
-        held = quantized_format(module) or layout_of(weight)
+        held = getattr(module, "quant_format", None) or layout_of(weight)
         return 4, f"{_FORMATS.get(held, held)} as in the file{'' if form is None else why}"
     rank, because = otherwise
     dtype = f"{floats_name(weight.dtype)} {because}".rstrip()
@@ -111,7 +113,7 @@ def _kind(
 
 def describe_attention(model: ModelPatcher) -> str:
     """What a MODEL's attention computes with, in words for the user."""
-    override = options_of(model).get(OVERRIDE)
+    override = model.model_options["transformer_options"].get(OVERRIDE)
     if override is not None and not isinstance(override, AttentionOverride):
         return "as another node set it"
     parts = [AS_COMFYUI if override is None else override.kind.runs]

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import comfy.ops
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path
-from ..comfyui.layers import run_every_op
-from ..comfyui.patcher import CallbacksMP, ModelPatcher, clip_around, is_encoder, patcher_of, root_of
-from ..comfyui.quantized import QuantizedTensor
+from ..comfyui.patcher import root_of
 from ..comfyui.residency import keep_patched
 from ..deferred.install import defer, deferring_class
 from ..deferred.notes import valued
@@ -54,7 +56,7 @@ def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
 
     Raises ValueError for a CLIP that is none or has no INT8 linears, RuntimeError where "fused int8" cannot run.
     """
-    encoder = patcher_of(clip)
+    encoder = getattr(clip, "patcher", None)
     if encoder is None:
         raise ValueError("this CLIP is empty: its file holds no text encoder. Load one with Load CLIP")
     names = _comfyui_int8(encoder)
@@ -70,7 +72,9 @@ def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
         )
     # ComfyUI calls nothing back before each prompt, so the user hears it here.
     _warn_of_fallback(kernel, "Apply Fused INT8 Kernel (Text Encoder)", patched)
-    return clip_around(clip, patched)
+    clone = clip.clone()
+    clone.patcher = patched
+    return clone
 
 
 def _outermost(encoder: ModelPatcher, names: Sequence[str]) -> set[str]:
@@ -97,7 +101,7 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
     for patch in (class_patch(name, root_of(model)[1]) for name in names):
         found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied
-        patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel, is_encoder(model))))
+        patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel, model.is_clip)))
     if names:
         keep_patched(patched)
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _tell_linears)
@@ -108,7 +112,7 @@ def _tell_linears(model: ModelPatcher, *_: object) -> None:
     """Once their classes are in place: their names, and in a MODEL which others read the same input."""
     root = root_of(model)[0]
     name_linears(root)
-    if not is_encoder(model):
+    if not model.is_clip:
         group_inputs(root)
 
 
@@ -139,7 +143,7 @@ def running_fused(own: Any, kernel: str, encodes: bool = False) -> type:
         def _product(self, own: Any, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
             if not self.is_fused_on(input.device) or needs_gradient(input):
                 return self.own_forward(own, valued(input), valued(args), valued(kwargs))
-            run_every_op()
+            comfy.ops.run_every_op()
             return self.fused_product(input.dequantize() if isinstance(input, QuantizedTensor) else input, args, kwargs)
 
     return FusedINT8Linear

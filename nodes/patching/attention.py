@@ -10,16 +10,17 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 
 from ..comfyui.attention import (
     OVERRIDE,
     Attention,
     beside_choices,
     comfyuis_attention,
-    in_containers,
     put_before_choices,
 )
-from ..comfyui.patcher import DIFFUSION_MODEL, ModelPatcher, WrappersMP, object_patches, options_of
+from ..comfyui.patcher import DIFFUSION_MODEL
 from ..host import notices
 from .attention_kinds import AS_COMFYUI, ATTENTION_KINDS, KEEPS_EXACT, AttentionKind, read_call
 from .file_notes import exact_attention_of
@@ -50,7 +51,7 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
     """
     device = model.load_device
     check_attention(choice, device)
-    kind, there = ATTENTION_KINDS[choice], options_of(model).get(OVERRIDE)
+    kind, there = ATTENTION_KINDS[choice], model.model_options["transformer_options"].get(OVERRIDE)
     own = there if isinstance(there, AttentionOverride) else None
     if kind.ways(device) and (own is None or (kind.in_int8 and own.kind is not kind)):
         own = AttentionOverride(kind, device, there if own is None else own.outer)
@@ -60,7 +61,7 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
     classes: dict[type, type] = {}
     for name, _ in model.model.diffusion_model.named_modules():
         patch = f"{DIFFUSION_MODEL}{name}.__class__"
-        own: Any = model.get_model_object(patch) if name in blocks else object_patches(model).get(patch)
+        own: Any = model.get_model_object(patch) if name in blocks else model.object_patches.get(patch)
         if own is None or (name in blocks) == keeps_exact(own):
             continue
         # ComfyUI puts a class in place with the MODEL and takes it away with it; a compiler tells classes apart.
@@ -75,7 +76,7 @@ def keeps_exact(patch: Any) -> bool:
 
 def exact_blocks_of(model: ModelPatcher) -> int:
     """How many blocks of a MODEL INT8 attention leaves out."""
-    return sum(map(keeps_exact, object_patches(model).values()))
+    return sum(map(keeps_exact, model.object_patches.values()))
 
 
 def _exact_class(own: Any) -> type:
@@ -147,7 +148,7 @@ class AttentionOverride:
         one by themselves, and decline to their choice. Where one has a choice, this object stands aside as an override,
         for calls of the MODEL that no other override is before.
         """
-        options_of(model)[OVERRIDE] = self
+        model.model_options["transformer_options"][OVERRIDE] = self
         if self.outer is None:
             self._before = put_before_choices(model, self._attend)
         model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
@@ -168,7 +169,7 @@ class AttentionOverride:
         _note(first)
         if way is None:
             return otherwise(q, k, v, heads, *args, **kwargs)
-        contained, flat_output = in_containers(q), call.flat_output
+        contained, flat_output = not isinstance(q, torch.Tensor), call.flat_output
         for container in (q, k, v) if contained else ():
             container.take()
         if contained and way.halves is not None and not torch.compiler.is_compiling():

@@ -1,23 +1,18 @@
 """The kinds of attention that a MODEL can have: the ways that they try, and the call that a way computes."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import comfy_kitchen
 import torch
 
 from ...kernels import exact_attention, fastest_way, int8_attention, int8_attention_obstacle
-from ..comfyui.attention import (
-    comfyuis_attention,
-    in_containers,
-    is_pytorchs,
-    kitchen_attention,
-    kitchen_attention_runs,
-    kitchen_halves,
-    kitchen_takes_masks,
-    kitchen_version,
-    pytorch_attentions,
-)
+from ..comfyui.attention import comfyuis_attention, is_pytorchs, pytorch_attentions
+
+_comfy_kitchen: Any = comfy_kitchen  # what it has is asked for at run time
 
 AUTO, AS_COMFYUI, INT8, KITCHEN_INT8 = "auto", "as ComfyUI", "INT8", "INT8 (comfy-kitchen)"
 
@@ -82,7 +77,7 @@ def read_call(
     **keywords: Any,
 ) -> AttentionCall:
     """The call that ComfyUI's arguments make. q, k and v may be in containers, where they stay."""
-    tensors = [tensor.peek() for tensor in (q, k, v)] if in_containers(q) else [q, k, v]
+    tensors = [tensor.peek() for tensor in (q, k, v)] if not isinstance(q, torch.Tensor) else [q, k, v]
     q4, k4, v4 = (_by_head(tensor, tensors[0], heads, skip_reshape) for tensor in tensors)
     full_mask = mask if mask is None or mask.ndim > 3 else mask[(None,) * (3 - mask.ndim)].unsqueeze(1)
     return AttentionCall(q4, k4, v4, heads, full_mask, not skip_output_reshape, attn_precision, keywords, otherwise)
@@ -171,9 +166,10 @@ def int8_way(device: torch.device) -> Way:
 
 def _kitchen(device: torch.device) -> Way:
     """comfy-kitchen's INT8 attention."""
-    kernel, halves = kitchen_attention(), kitchen_halves()
-    assert kernel is not None  # or there is an obstacle
-    takes_masks = kitchen_takes_masks(kernel)
+    kernel = _comfy_kitchen.int8_attention
+    takes_masks = "attn_mask" in inspect.signature(kernel).parameters
+    first = getattr(comfy_kitchen, "prequantize_int8_attention", None)
+    second = getattr(comfy_kitchen, "int8_attention_from_prequantized", None)
 
     def misfit(call: AttentionCall) -> str | None:
         if call.mask is not None and not takes_masks:
@@ -186,17 +182,18 @@ def _kitchen(device: torch.device) -> Way:
     def attend(call: AttentionCall) -> torch.Tensor:
         return kernel(*_dense(call), **options(call))
 
-    in_two = None if halves is None else (lambda call: halves[0](*_dense(call), **options(call)), halves[1])
-    return Way(misfit, attend, in_two)
+    if first is None or second is None:
+        return Way(misfit, attend)
+    return Way(misfit, attend, (lambda call: first(*_dense(call), **options(call)), second))
 
 
 def _kitchen_obstacle(device: torch.device) -> str | None:
-    if kitchen_attention() is None:
+    if not hasattr(comfy_kitchen, "int8_attention"):
         return (
-            f"comfy-kitchen {kitchen_version()} is installed, which has no INT8 attention. {_KITCHEN_VERSION} has it: "
-            f'run `pip install "comfy-kitchen>={_KITCHEN_VERSION}"` with the Python of ComfyUI'
+            f"comfy-kitchen {version('comfy-kitchen')} is installed, which has no INT8 attention. {_KITCHEN_VERSION} "
+            f'has it: run `pip install "comfy-kitchen>={_KITCHEN_VERSION}"` with the Python of ComfyUI'
         )
-    if kitchen_attention_runs(device):
+    if _comfy_kitchen.int8_attention_is_available(device):
         return None
     if device.type != "cuda":
         return f"the model runs on {device.type}, and INT8 attention needs a GPU"

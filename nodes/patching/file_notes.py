@@ -4,12 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import comfy.model_detection
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
 
-from ..comfyui.architecture import prefix_in
 from ..comfyui.attention import attention_choices
-from ..comfyui.patcher import DIFFUSION_MODEL, CallbacksMP, ModelPatcher, is_patched
-from ..comfyui.quantized import params
+from ..comfyui.patcher import DIFFUSION_MODEL
 from ..files.attention_choices import choices_in
 from ..files.holding.gguf_weight import is_gguf
 from ..files.json_texts import json_object
@@ -61,11 +62,11 @@ def notes_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
     ComfyUI's loader has not emptied the checkpoint's tensors yet.
     """
-    tensors, prefix = checkpoint.tensors, prefix_in(checkpoint.tensors)
+    tensors, prefix = checkpoint.tensors, comfy.model_detection.unet_prefix_from_state_dict(checkpoint.tensors)
     recipe = recipe_in(checkpoint.metadata)
     return {
         RECIPE_KEY: json.dumps(recipe) if recipe else None,
-        _BLOCK_FORMATS_KEY: {k.removeprefix(prefix): params(t).gguf_format for k, t in tensors.items() if is_gguf(t)},
+        _BLOCK_FORMATS_KEY: {k.removeprefix(prefix): t.params.gguf_format for k, t in tensors.items() if is_gguf(t)},
         _CHOICES_KEY: choices_in(tensors),
     }
 
@@ -97,7 +98,7 @@ def unknown_choices_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
 
 def warn_of_patches_on_folded(model: ModelPatcher) -> None:
     """Warn, once per run, if weights are patched (LoRA) in a MODEL whose weights are not in the original's basis."""
-    if is_patched(model) and recipe_of(model).get(FOLDED):
+    if model.patches and recipe_of(model).get(FOLDED):
         notices.warn(
             "folded-lora",
             "LoRA on a folded INT8 file",

@@ -10,20 +10,11 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, divide_modulation_scale, divide_rows, multiply_columns
-from ..comfyui.classes import (
-    FLUX_DOUBLE_BLOCK,
-    FLUX_SINGLE_BLOCK,
-    IDEOGRAM4,
-    IDEOGRAM4_BLOCK,
-    LUMINA_BLOCK,
-    QWEN_IMAGE_BLOCK,
-    SD3_BLOCK_HALF,
-    full_name,
-)
-from ..comfyui.patcher import DIFFUSION_MODEL, ModelPatcher, weight_below_patches
-from ..comfyui.quantized import QuantizedTensor, params
+from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..files import quant_config
 from ..files.writing.safetensors_writer import PendingTensor, Tensors
 from ..layers.int8_weight import is_int8
@@ -99,16 +90,18 @@ def _modulated(producer: str, *readers: tuple[str, ...]) -> tuple[_Site, ...]:
 
 
 _SITES: dict[str, tuple[_Site, ...]] = {
-    IDEOGRAM4_BLOCK: _swiglu_block("attention.o"),
-    IDEOGRAM4: (_Site("llm_cond_norm", ("llm_cond_proj",)),),
-    LUMINA_BLOCK: _swiglu_block("attention.out"),
-    SD3_BLOCK_HALF: _modulated("adaLN_modulation.1", ("attn.qkv",), ("mlp.fc1",)),
-    FLUX_DOUBLE_BLOCK: (
+    "comfy.ldm.ideogram4.model.Ideogram4TransformerBlock": _swiglu_block("attention.o"),
+    "comfy.ldm.ideogram4.model.Ideogram4Transformer2DModel": (_Site("llm_cond_norm", ("llm_cond_proj",)),),
+    "comfy.ldm.lumina.model.JointTransformerBlock": _swiglu_block("attention.out"),
+    "comfy.ldm.modules.diffusionmodules.mmdit.DismantledBlock": _modulated(
+        "adaLN_modulation.1", ("attn.qkv",), ("mlp.fc1",)
+    ),
+    "comfy.ldm.flux.layers.DoubleStreamBlock": (
         *_modulated("img_mod.lin", ("img_attn.qkv",), ("img_mlp.0",)),
         *_modulated("txt_mod.lin", ("txt_attn.qkv",), ("txt_mlp.0",)),
     ),
-    FLUX_SINGLE_BLOCK: _modulated("modulation.lin", ("linear1",)),
-    QWEN_IMAGE_BLOCK: (
+    "comfy.ldm.flux.layers.SingleStreamBlock": _modulated("modulation.lin", ("linear1",)),
+    "comfy.ldm.qwen_image.model.QwenImageTransformerBlock": (
         *_modulated("img_mod.1", ("attn.to_q", "attn.to_k", "attn.to_v"), ("img_mlp.net.0.proj",)),
         *_modulated("txt_mod.1", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), ("txt_mlp.net.0.proj",)),
     ),
@@ -119,7 +112,7 @@ def _sites(model: ModelPatcher) -> Iterator[_Site]:
     """The sites of a MODEL whose modules are there and fit together, by names in the diffusion model."""
     modules = dict(model.model.diffusion_model.named_modules())
     for prefix, block in modules.items():
-        for site in _SITES.get(full_name(type(block)), ()):
+        for site in _SITES.get(f"{type(block).__module__}.{type(block).__qualname__}", ()):
             dot = f"{prefix}." if prefix else ""
             named = replace(site, producer=dot + site.producer, readers=tuple(dot + name for name in site.readers))
             if named.producer not in modules or any(name not in modules for name in named.readers):
@@ -173,15 +166,15 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
             config: Any = folded.get(f"{name}.{quant_config.QUANT_CONFIG}")
             others = {} if config is None else quant_config.other_options(quant_config.decode_config(config))
             if _has_16_bits(weight):
-                own = params(weight).smooth
+                own = weight.params.smooth
                 back = divisor.reciprocal() if own is None else own / divisor
                 folded[f"{name}.{quant_config.SMOOTH}"] = back
-                transform = ChannelTransform(back, params(weight).rotation_group)
+                transform = ChannelTransform(back, weight.params.rotation_group)
                 folded[f"{name}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(transform, 16, others)
                 continue
             if is_int8(weight):
                 del folded[f"{name}.{quant_config.SMOOTH}"]
-                transform = ChannelTransform(None, params(weight).rotation_group)
+                transform = ChannelTransform(None, weight.params.rotation_group)
                 folded[f"{name}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(transform, 8, others)
                 key, change = f"{name}.{quant_config.SCALE}", partial(torch.div, other=common)
             else:
@@ -217,14 +210,14 @@ def _changed(
 
 def _has_16_bits(weight: torch.Tensor) -> TypeGuard[QuantizedTensor]:
     """Whether a weight is INT8 and its input rounded to 16 bits."""
-    return is_int8(weight) and params(weight).activation_bits == 16
+    return is_int8(weight) and weight.params.activation_bits == 16
 
 
 def _common_factors(weights: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """The smoothing factors that all plain INT8 weights of a site's readers share; None where there are none, where
     they differ, or where another weight could not take its share."""
     weights = list(weights)
-    factors = [params(weight).smooth for weight in weights if is_int8(weight) and not _has_16_bits(weight)]
+    factors = [weight.params.smooth for weight in weights if is_int8(weight) and not _has_16_bits(weight)]
     if not factors or any(smooth is None for smooth in factors) or not all(map(_can_be_divided, weights)):
         return None
     return factors[0] if all(torch.equal(smooth, factors[0]) for smooth in factors) else None

@@ -8,22 +8,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import comfy.float
+import comfy.lora
+import comfy.utils
 import torch
+from comfy.model_management import cast_to_device
+from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
 
 from ..comfyui.attention import state_dict_of
-from ..comfyui.layers import input_scale
-from ..comfyui.memory import moved
-from ..comfyui.patcher import (
-    DIFFUSION_MODEL,
-    ModelPatcher,
-    is_patched,
-    possibly_patched,
-    rounded,
-    seed_of,
-    weight_below_patches,
-    with_patches,
-)
-from ..comfyui.quantized import QuantizedTensor, params, requantized
+from ..comfyui.patcher import DIFFUSION_MODEL, possibly_patched, weight_below_patches
 from ..files import quant_config
 from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.writing.safetensors_writer import PendingTensor, Tensors
@@ -55,13 +49,13 @@ def patched_weight(model: ModelPatcher, name: str) -> torch.Tensor:
     weight = _patched_as_stored(model, DIFFUSION_MODEL + name)
     layer, _, part = name.rpartition(".")
     module = model.model.diffusion_model.get_submodule(layer)
-    return float_weight(weight, input_scale(module) if part == "weight" else None)
+    return float_weight(weight, getattr(module, "pre_quant_scale", None) if part == "weight" else None)
 
 
 def _patched_as_stored(model: ModelPatcher, key: str) -> torch.Tensor:
     """A stored weight with patches applied, as a float tensor of its own on the MODEL's device."""
-    weight = float_weight(moved(weight_below_patches(model, key), model.load_device, copy=True))
-    return with_patches(model, key, weight.float()) if is_patched(model, key) else weight
+    weight = float_weight(cast_to_device(weight_below_patches(model, key), model.load_device, None, copy=True))
+    return comfy.lora.calculate_weight(model.patches[key], weight.float(), key) if key in model.patches else weight
 
 
 class LaterTensor(PendingTensor):
@@ -75,17 +69,17 @@ class LaterTensor(PendingTensor):
         return self._make().to(device)
 
 
-def _patched_pieces(model: ModelPatcher, key: str, form: torch.Tensor) -> dict[str, torch.Tensor | PendingTensor]:
+def _patched_pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor | PendingTensor]:
     """What a patched weight is written as, in the form of a stored one; the first of its tensors makes them all."""
     pieces = form.state_dict(key) if isinstance(form, QuantizedTensor) else {key: form}
 
     @functools.cache
     def made() -> dict[str, torch.Tensor]:
-        patched, seed = _patched_as_stored(model, key), seed_of(key)
+        patched, seed = _patched_as_stored(model, key), comfy.utils.string_to_seed(key)
         if not isinstance(form, QuantizedTensor):
-            return {key: rounded(patched, form.dtype, seed).to("cpu")}
-        again = requantized(form, patched, seed)
-        if not bool(torch.isfinite(params(again).scale).all()):
+            return {key: comfy.float.stochastic_rounding(patched, form.dtype, seed=seed).to("cpu")}
+        again = form.requantize_from_float(patched, scale="recalculate", stochastic_rounding=seed)
+        if not bool(torch.isfinite(again.params.scale).all()):
             raise ValueError(f"{key}: its patches (a LoRA?) make a NaN or Inf of it; it cannot be saved")
         return {name: tensor.to("cpu") for name, tensor in again.state_dict(key).items()}
 
@@ -102,7 +96,7 @@ def state_dict_for_saving(model: ModelPatcher) -> Tensors:
         key = DIFFUSION_MODEL + name
         stored: Any = weight_below_patches(model, key)
         pieces = stored.state_dict(key) if isinstance(stored, QuantizedTensor) else {key: stored}
-        if is_patched(model, key) and is_grouped(stored):
+        if key in model.patches and is_grouped(stored):
             for piece in pieces:
                 tensors.pop(piece.removeprefix(DIFFUSION_MODEL), None)
             # Its values are those of no weight.
@@ -114,7 +108,7 @@ def state_dict_for_saving(model: ModelPatcher) -> Tensors:
             pieces = _patched_pieces(model, key, form)
             tensors |= {piece.removeprefix(DIFFUSION_MODEL): tensor for piece, tensor in pieces.items()}
             continue
-        if is_patched(model, key):
+        if key in model.patches:
             pieces = _patched_pieces(model, key, stored)
         own = {piece.removeprefix(DIFFUSION_MODEL): tensor for piece, tensor in pieces.items()}
         tensors |= {piece: tensor for piece, tensor in own.items() if piece in tensors}

@@ -5,6 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from comfy.model_management import throw_exception_if_processing_interrupted as check_cancelled
+from comfy.model_patcher import ModelPatcher
+from comfy.ops import CastWeightBiasOp
+
 from ...kernels import (
     ALPHAS,
     MOST_ATTENTION_ERROR,
@@ -20,9 +24,7 @@ from ...kernels import (
 from ..calibration.calibration import Calibration
 from ..comfyui.attention import is_attention_choice
 from ..comfyui.compiling import is_compiled
-from ..comfyui.layers import CastWeightBiasOp
-from ..comfyui.memory import check_cancelled
-from ..comfyui.patcher import DIFFUSION_MODEL, ModelPatcher, object_patches
+from ..comfyui.patcher import DIFFUSION_MODEL
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.input_groups import same_input_groups
 from ..layers.layer_selection import check_runs_as_stored, linears, quantizable_linears
@@ -188,7 +190,7 @@ def quantize_model(
 def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
     """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
     check_runs_as_stored(model)
-    patches = object_patches(model).items()
+    patches = model.object_patches.items()
     replaced = (key for key, patch in patches if not (is_attention_choice(patch) or keeps_exact(patch)))
     if is_compiled(model) or any(f"{key}.".startswith(DIFFUSION_MODEL) for key in replaced):
         raise ValueError(

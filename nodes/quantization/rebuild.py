@@ -3,21 +3,20 @@
 from collections.abc import Collection
 
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import GroupedCodes, QuantizedLinear
 from ..calibration.recorder import disarm
 from ..comfyui.attention import state_dict_of
 from ..comfyui.patcher import (
     DIFFUSION_MODEL,
-    ModelPatcher,
-    call_factory,
     clone_around,
     on_other_gpus_again,
     possibly_patched,
     take_callbacks,
     weight_below_patches,
 )
-from ..comfyui.quantized import QuantizedTensor
 from ..comfyui.residency import CALLBACK_KEY
 from ..deferred.install import defer
 from ..files.holding.grouped_weight import coded_weight
@@ -54,7 +53,7 @@ def with_quantized_layers(
     defer(clone)
     disarm(clone)  # a recorder was for the MODEL that was quantized
     take_callbacks(clone, built, CALLBACK_KEY)  # those of an earlier quantization go
-    call_factory(clone, rebuild_int8_model, clone.model, kernel)
+    clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
     return on_other_gpus_again(clone)
 
 

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
+from comfy.model_patcher import ModelPatcher
 
-from ..comfyui.loading import tensors_of_file
-from ..comfyui.patcher import ModelPatcher
 from ..files import quant_config
 from ..files.holding.gguf_weight import is_gguf
 from ..files.holding.grouped_weight import is_grouped
@@ -17,7 +16,7 @@ from ..host import notices
 from ..host.work import Progress
 from ..layers.int8_weight import is_int8
 from ..layers.layer_selection import check_runs_as_stored
-from ..loading.load import file_metadata
+from ..loading.load import file_metadata, tensors_of_file
 from ..patching.file_notes import FOLDED, RECIPE_KEY, recipe_of, unknown_choices_of, warn_of_patches_on_folded
 from ..patching.folding import fold
 from ..patching.patched_weights import state_dict_for_saving

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import GGUF_FORMATS, quantize_gguf
-from ..comfyui.architecture import architecture_names, architecture_settings
 from ..comfyui.attention import state_dict_of
-from ..comfyui.loading import tensors_of_file
-from ..comfyui.patcher import DIFFUSION_MODEL, BaseModel, ModelPatcher, is_patched, weight_below_patches
-from ..comfyui.quantized import QuantizedTensor, params, stored
+from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
+from ..comfyui.quantized import stored
 from ..files.attention_choices import CONFIG
 from ..files.holding.gguf_weight import is_gguf
 from ..files.workflow_entries import with_workflow
@@ -22,7 +23,7 @@ from ..files.writing.safetensors_writer import PendingTensor
 from ..host import notices
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.layer_selection import check_runs_as_stored, linears
-from ..loading.load import file_metadata
+from ..loading.load import file_metadata, tensors_of_file
 from ..patching.file_notes import (
     ATTENTION,
     FOLDED,
@@ -108,11 +109,11 @@ def _naming(name: str) -> Iterator[None]:
 
 def architecture_name(model: BaseModel) -> str:
     """What `general.architecture` says of a model of ComfyUI's; warns where ComfyUI-GGUF has no name for it."""
-    names = architecture_names(model)
+    names = [kind.__name__ for kind in type(model.model_config).__mro__]
     for kind in names:
         if kind in _ARCHITECTURES:
             return _ARCHITECTURES[kind]
-    name = str(architecture_settings(model).get("image_model") or names[0].lower())
+    name = str(model.model_config.unet_config.get("image_model") or names[0].lower())
     notices.warn(
         "gguf-architecture",
         "ComfyUI-GGUF may refuse the file",
@@ -181,7 +182,7 @@ def _of_model(model: ModelPatcher, name: str, layers: Mapping[str, object], type
     fitting = _fitting(shape, type) if part == "weight" and layer in layers else None
     if fitting is None:
         return _plain(read, shape)
-    if not is_patched(model, key) and is_gguf(held) and params(held).gguf_format == fitting:
+    if key not in model.patches and is_gguf(held) and held.params.gguf_format == fitting:
         return PendingGGUF(shape, fitting, lambda: stored(held))
 
     def blocks() -> torch.Tensor:
@@ -202,7 +203,7 @@ def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
     formats = gguf_formats_of(model)
     for name, layer in linears(model).items():
         before, after = formats.get(f"{name}.weight"), _fitting(tuple(layer.weight.shape), type)
-        if before is None or after is None or not is_patched(model, f"{DIFFUSION_MODEL}{name}.weight"):
+        if before is None or after is None or f"{DIFFUSION_MODEL}{name}.weight" not in model.patches:
             continue
         if _rounds_back(before, after):
             notices.warn(

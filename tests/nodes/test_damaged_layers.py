@@ -241,7 +241,7 @@ def test_what_is_left_of_a_layer(dit, refuse, kind, left, says):
 
 @pytest.mark.parametrize("format", ("int9_rowwise", "awq_w4a16", "fp16_linear", None, []))
 def test_a_format_that_nobody_reads(dit, refuse, format, monkeypatch):
-    monkeypatch.setattr("int8_dit.nodes.files.reading.layer_checks.known_formats", set)  # a later ComfyUI knows some
+    monkeypatch.setattr("int8_dit.nodes.files.reading.layer_checks.QUANT_ALGOS", {})  # a later ComfyUI knows some
     says = f"the quantization format {format!r}, which neither INT8 DiT nor this ComfyUI reads. Update ComfyUI"
     refuse(dit.native_int8() | {f"{LAYER}.comfy_quant": encoded({"format": format})}, f"{LAYER}.comfy_quant", says)
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,7 +134,8 @@ def on_card(dit, monkeypatch):
 
     monkeypatch.setattr(layer_checks, "_SMALL", 0)
     monkeypatch.setattr(loaded_checks, "_AT_ONCE", 0)
-    monkeypatch.setattr(loaded_checks, "is_cpu", lambda device: False)
+    management = SimpleNamespace(is_device_cpu=lambda device: False)
+    monkeypatch.setattr(loaded_checks, "comfy", SimpleNamespace(model_management=management))
 
 
 @pytest.mark.parametrize("value", (math.nan, -math.inf, 1e30))

@@ -14,10 +14,10 @@ import comfy.ops
 import torch
 import torch.nn.functional as F
 from comfy.model_patcher import LowVramPatch
+from comfy.quant_ops import QUANT_ALGOS
 from comfy.weight_adapter.lora import LoRAAdapter
 
 from int8_dit.kernels import ChannelTransform, LowRank, quantize_gguf, quantize_weight
-from int8_dit.nodes.comfyui.quantized import known_formats
 from int8_dit.nodes.files.holding.gguf_weight import held_gguf, read_weight
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.layers.linear_call import name_linears
@@ -124,7 +124,7 @@ class Kind:
 
     def there(self) -> bool:
         """Whether this ComfyUI has it."""
-        return not self.needs or self.needs in known_formats()
+        return not self.needs or self.needs in QUANT_ALGOS
 
 
 FORMS = {"plain": {}, "smoothed": {"smoothed": True}, "rotated": {"group": 64}, "16 bits": {"bits": 16}}

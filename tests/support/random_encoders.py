@@ -18,7 +18,6 @@ import comfy.text_encoders.ideogram4
 import comfy.text_encoders.sd3_clip
 import torch
 
-from int8_dit.nodes.comfyui.layers import is_linear
 from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.layers.layer_selection import is_quantizable
 
@@ -109,7 +108,7 @@ class RandomEncoder:
         skeleton = self._class({})(device="meta", dtype=torch.bfloat16, model_options=self._options)
         transformer = getattr(skeleton, encoder.key).transformer
         self.shapes = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
-        linears = {name: module for name, module in transformer.named_modules() if is_linear(module)}
+        linears = [name for name, module in transformer.named_modules() if hasattr(module, "in_features")]
         self.layers = [name for name in linears if is_quantizable(name, self.shapes[f"{name}.weight"])]
 
     def _class(self, tensors: Tensors) -> type:

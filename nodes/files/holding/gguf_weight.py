@@ -8,18 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
+from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
+from comfy_kitchen.tensor import BaseLayoutParams
 
 from ....kernels import GGUF_FORMATS, dequantize_gguf, gguf_channel_scales, quantize_gguf
-from ...comfyui.quantized import (
-    BaseLayoutParams,
-    HeldWeight,
-    QuantizedLayout,
-    QuantizedTensor,
-    has_layout,
-    params,
-    register_layout_class,
-    stored,
-)
+from ...comfyui.quantized import HeldWeight, has_layout, stored
 from ..reading.gguf_package import decode_gguf
 
 GGUF_LAYOUT = "GGUFBlocksLayout"
@@ -53,7 +46,7 @@ class GGUFLayout(QuantizedLayout):
 
     @classmethod
     def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return stored(qtensor), params(qtensor).scale
+        return stored(qtensor), qtensor.params.scale
 
     @classmethod
     def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
@@ -61,7 +54,7 @@ class GGUFLayout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        return {"gguf_format": params(qtensor).gguf_format, "computes_in_floats": not has_scales(qtensor)}
+        return {"gguf_format": qtensor.params.gguf_format, "computes_in_floats": not has_scales(qtensor)}
 
 
 register_layout_class(GGUF_LAYOUT, GGUFLayout)
@@ -81,7 +74,7 @@ def is_gguf(weight: Any) -> TypeGuard[QuantizedTensor]:
 
 def has_scales(weight: QuantizedTensor) -> bool:
     """Whether a weight in GGUF's blocks can become INT8 for a product."""
-    return params(weight).scale.numel() > 0
+    return weight.params.scale.numel() > 0
 
 
 def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, device: torch.device) -> HeldWeight:
@@ -90,7 +83,7 @@ def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, d
     Its product is INT8's, or else that of the floats that its blocks stand for. Scales are found on `device`. Raises
     ValueError where a row holds a NaN or Inf.
     """
-    blocks, form = stored(weight), replace(params(weight), orig_dtype=dtype)
+    blocks, form = stored(weight), replace(weight.params, orig_dtype=dtype)
     scales = _scales(blocks.to(device), form.gguf_format)
     broken = ~torch.isfinite(scales.flatten())
     if bool(broken.any()):

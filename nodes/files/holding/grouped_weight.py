@@ -13,18 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
+from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
+from comfy_kitchen.tensor import BaseLayoutParams
 
 from ....kernels import Addition, ChannelTransform, GroupedCodes, LowRank, dequantize_weight, expand_codes
-from ...comfyui.quantized import (
-    BaseLayoutParams,
-    HeldWeight,
-    QuantizedLayout,
-    QuantizedTensor,
-    has_layout,
-    params,
-    register_layout_class,
-    stored,
-)
+from ...comfyui.quantized import HeldWeight, has_layout, stored
 from .. import quant_config
 
 GROUPED_LAYOUT = "GroupedCodesLayout"
@@ -58,7 +51,7 @@ class GroupedCodesLayout(QuantizedLayout):
 
     @classmethod
     def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, ...]:
-        held = params(qtensor)
+        held = qtensor.params
         return stored(qtensor), *(getattr(held, field) for field in held._tensor_fields())
 
     @classmethod
@@ -93,13 +86,13 @@ def _form(codes: GroupedCodes, scale: torch.Tensor, dtype: torch.dtype, config: 
 
 def grouped_codes(weight: QuantizedTensor) -> GroupedCodes:
     """The codes of such a weight, in this layout or in ComfyUI's own."""
-    form = params(weight)
+    form = weight.params
     return GroupedCodes(stored(weight), form.scale, form.codebook, form.group_size)
 
 
 def channel_scale(weight: QuantizedTensor) -> torch.Tensor:
     """float32 [N, 1], of the INT8 weight that they stand for."""
-    return params(weight).s_channel.view(-1, 1)
+    return weight.params.s_channel.view(-1, 1)
 
 
 def expanded(weight: QuantizedTensor, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
@@ -110,12 +103,12 @@ def expanded(weight: QuantizedTensor, scale: torch.Tensor, low_rank: LowRank | N
 
 def held_codes(weight: QuantizedTensor, dtype: torch.dtype) -> HeldWeight:
     """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more."""
-    return HeldWeight(stored(weight).clone(), GROUPED_LAYOUT, replace(params(weight).clone(), orig_dtype=dtype))
+    return HeldWeight(stored(weight).clone(), GROUPED_LAYOUT, replace(weight.params.clone(), orig_dtype=dtype))
 
 
 def quant_config_in(weight: QuantizedTensor) -> dict[str, Any]:
     """The quant config that it had in its file."""
-    return json.loads(params(weight).config)
+    return json.loads(weight.params.config)
 
 
 def codes_in(parts: Mapping[str, torch.Tensor], config: dict[str, Any]) -> GroupedCodes:

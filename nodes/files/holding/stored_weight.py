@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from comfy.quant_ops import QuantizedTensor
 
 from ....kernels import GGUF_FORMATS, LowRank, expand_gguf
-from ...comfyui.quantized import NATIVE_GROUPED_LAYOUT, QuantizedTensor, is_plain_grouped, layout_of, params, stored
+from ...comfyui.quantized import NATIVE_GROUPED_LAYOUT, is_plain_grouped, layout_of, stored
 from . import gguf_weight, grouped_weight
-
-Weight = QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -28,26 +27,26 @@ class StoredKind:
             that has no finite scale. None for a layout of ComfyUI's, which its own loaders hold.
     """
 
-    name: Callable[[Weight], str]
-    scale: Callable[[Weight], torch.Tensor | None]
-    rotation_group: Callable[[Weight], int | None]
-    activation_bits: Callable[[Weight], int]
-    expand: Callable[[Weight, torch.Tensor, LowRank | None], torch.Tensor]
-    held: Callable[[Weight, torch.dtype, bool, torch.device], Weight] | None = None
+    name: Callable[[QuantizedTensor], str]
+    scale: Callable[[QuantizedTensor], torch.Tensor | None]
+    rotation_group: Callable[[QuantizedTensor], int | None]
+    activation_bits: Callable[[QuantizedTensor], int]
+    expand: Callable[[QuantizedTensor, torch.Tensor, LowRank | None], torch.Tensor]
+    held: Callable[[QuantizedTensor, torch.dtype, bool, torch.device], QuantizedTensor] | None = None
 
 
-def _expanded_blocks(weight: Weight, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
-    return expand_gguf(stored(weight), params(weight).gguf_format, scale, low_rank)
+def _expanded_blocks(weight: QuantizedTensor, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
+    return expand_gguf(stored(weight), weight.params.gguf_format, scale, low_rank)
 
 
-def _bits_in_name(weight: Weight) -> str:
+def _bits_in_name(weight: QuantizedTensor) -> str:
     return f"W{grouped_weight.grouped_codes(weight).bits}A8"
 
 
 STORED_KINDS: dict[str, StoredKind] = {
     gguf_weight.GGUF_LAYOUT: StoredKind(
-        name=lambda weight: f"GGUF {params(weight).gguf_format}",
-        scale=lambda weight: params(weight).scale if gguf_weight.has_scales(weight) else None,
+        name=lambda weight: f"GGUF {weight.params.gguf_format}",
+        scale=lambda weight: weight.params.scale if gguf_weight.has_scales(weight) else None,
         rotation_group=lambda weight: None,
         activation_bits=lambda weight: 8,
         expand=_expanded_blocks,
@@ -56,15 +55,15 @@ STORED_KINDS: dict[str, StoredKind] = {
     grouped_weight.GROUPED_LAYOUT: StoredKind(
         name=_bits_in_name,
         scale=grouped_weight.channel_scale,
-        rotation_group=lambda weight: params(weight).convrot_groupsize,
-        activation_bits=lambda weight: params(weight).activation_bits,
+        rotation_group=lambda weight: weight.params.convrot_groupsize,
+        activation_bits=lambda weight: weight.params.activation_bits,
         expand=grouped_weight.expanded,
         held=lambda weight, dtype, becomes_int8, device: grouped_weight.held_codes(weight, dtype),
     ),
     NATIVE_GROUPED_LAYOUT: StoredKind(
         name=_bits_in_name,
         scale=lambda weight: grouped_weight.channel_scale(weight) if is_plain_grouped(weight) else None,
-        rotation_group=lambda weight: params(weight).convrot_groupsize,
+        rotation_group=lambda weight: weight.params.convrot_groupsize,
         activation_bits=lambda weight: 8,
         expand=grouped_weight.expanded,
     ),
@@ -88,5 +87,5 @@ def is_stored(weight: Any) -> bool:
 
 def can_stay(weight: Any) -> bool:
     """Whether a tensor is a weight in a form that a kernel reads, so that it can stay in it while a MODEL runs."""
-    in_kernels = gguf_weight.is_gguf(weight) and params(weight).gguf_format in GGUF_FORMATS
+    in_kernels = gguf_weight.is_gguf(weight) and weight.params.gguf_format in GGUF_FORMATS
     return in_kernels or grouped_weight.is_grouped(weight)

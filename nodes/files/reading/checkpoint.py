@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import comfy.utils
 import safetensors
 import torch
 
-from ...comfyui.loading import read_safetensors
 from .. import quant_config
 from ..errors import naming_file
 from ..holding.grouped_weight import is_grouped, with_joined_codes
@@ -58,7 +58,7 @@ def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]
     if beginning.startswith(MAGIC):
         return read_gguf(path)
     _check_safetensors(path, name, kind_of_bytes(beginning))
-    return read_safetensors(path)
+    return comfy.utils.load_torch_file(path, return_metadata=True)
 
 
 def _check_safetensors(path: str, name: str, kind: Kind | None) -> None:

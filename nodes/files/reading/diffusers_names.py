@@ -5,11 +5,11 @@ it would keep the weight and lose the scale, so the scales take the same way her
 of GGUF's blocks take it as bytes.
 """
 
+import comfy.model_detection
 import torch
 
 from ....kernels import ChannelTransform, expand_codes
-from ...comfyui.architecture import architecture_of, diffusers_unet_of, renamed_from_diffusers
-from ...comfyui.quantized import params, stored
+from ...comfyui.quantized import stored
 from .. import quant_config
 from ..block_lists import AGAIN, check_lists
 from ..holding.gguf_weight import is_gguf, read_weight
@@ -23,7 +23,7 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     Rows of GGUF's blocks that come together in one tensor stay blocks where all are in one format; else they become
     float32. Raises ValueError naming a layer whose quantization cannot follow, or of which a part is missing.
     """
-    if architecture_of(tensors, metadata) is not None:
+    if comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata) is not None:
         return tensors
     tensors = _with_int8_for_codes(tensors)
     configs = quant_config.configs_in(tensors)
@@ -32,7 +32,7 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     sizes = {key: len(tensor) for key, tensor in plain.items() if tensor.ndim}
     origins = _origins(sizes)
     if origins is None:
-        if configs and diffusers_unet_of(tensors) is not None:
+        if configs and comfy.model_detection.model_config_from_diffusers_unet(tensors) is not None:
             raise ValueError("this is a quantized UNet under the names of diffusers; convert it to ComfyUI's names")
         return tensors
     keys, owner = [*sizes], torch.arange(len(sizes)).repeat_interleave(torch.tensor([*sizes.values()]))
@@ -41,7 +41,7 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     for name, rows in origins.items():
         parts = [keys[index] for index in owner[rows].unique().tolist()]
         packed = {key: weight for key in parts if is_gguf(weight := plain[key])}
-        in_them = {(params(weight).gguf_format, weight.shape[1]) for weight in packed.values()}
+        in_them = {(weight.params.gguf_format, weight.shape[1]) for weight in packed.values()}
         if len(packed) == len(parts) and len(in_them) == 1:
             (forms[name],) = in_them
         else:
@@ -52,7 +52,7 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
             quantization[f"{layer}.{quant_config.QUANT_CONFIG}"] = _joined(layer, layers, configs)
             quantization[f"{layer}.{quant_config.SCALE}"] = scales[rows][:, None]
     held = {key: t if not is_gguf(t) else t.dequantize() if key in floats else stored(t) for key, t in plain.items()}
-    renamed = renamed_from_diffusers(held) or {}
+    renamed = _renamed(held) or {}
     for name, (gguf_format, columns) in forms.items():
         renamed[name] = read_weight(renamed[name], gguf_format, (len(renamed[name]), columns))
     return renamed | quantization
@@ -67,7 +67,7 @@ def _origins(sizes: dict[str, int]) -> dict[str, torch.Tensor] | None:
     # In place of each tensor one column: a number for each row, from 1.
     count = sum(sizes.values())
     columns = torch.arange(1, count + 1, dtype=torch.float64)[:, None].split([*sizes.values()])
-    joined = renamed_from_diffusers(dict(zip(sizes, columns, strict=True)))
+    joined = _renamed(dict(zip(sizes, columns, strict=True)))
     if joined is None:
         return None
     # The rows of a missing part are whatever lay in memory: no number, or that of another row.
@@ -125,9 +125,23 @@ def _with_int8_for_codes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
                 expand_codes(grouped_codes(weight)),
                 channel_scale(weight),
             )
-            rotation = ChannelTransform(None, params(weight).convrot_groupsize)
+            rotation = ChannelTransform(None, weight.params.convrot_groupsize)
             others = quant_config.other_options(quant_config_in(weight))
             native[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(
-                rotation, params(weight).activation_bits, others
+                rotation, weight.params.activation_bits, others
             )
     return native
+
+
+def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """A transformer under the names of diffusers with ComfyUI's names, tensors joined as it holds them; None for any
+    other.
+
+    ComfyUI swaps rows of some tensors where they are. Those are copied before: a file may be mapped read-only.
+    """
+    rows = {key: torch.arange(len(tensor))[:, None] for key, tensor in tensors.items() if tensor.ndim}
+    if comfy.model_detection.convert_diffusers_mmdit(dict(rows), "") is None:
+        return None
+    swapped = {key for key, numbers in rows.items() if not torch.equal(numbers[:, 0], torch.arange(len(numbers)))}
+    own = {key: tensor.clone() if key in swapped else tensor for key, tensor in tensors.items()}
+    return comfy.model_detection.convert_diffusers_mmdit(own, "")

@@ -6,10 +6,10 @@ config `X.comfy_quant` (quant_config.py). A file can be of several origins.
 
 from dataclasses import replace
 
+import comfy.model_detection
+import comfy.utils
 import torch
 
-from ...comfyui.architecture import prefix_in
-from ...comfyui.loading import with_quant_configs, without_prefix
 from .. import quant_config
 from ..json_texts import json_object
 from .contents import Checkpoint
@@ -23,7 +23,7 @@ def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
         told = json_object(checkpoint.metadata.get("_quantization_metadata", "{}"), quant_config.MOST_METADATA)
         keys = [f"{layer}.{quant_config.QUANT_CONFIG}" for layer in told.get("layers", {})]
         configs = {key: checkpoint.tensors[key] for key in keys if key in checkpoint.tensors}
-        tensors, metadata = with_quant_configs(checkpoint.tensors, checkpoint.metadata)
+        tensors, metadata = comfy.utils.convert_old_quants(checkpoint.tensors, "", metadata=checkpoint.metadata)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the quantization metadata cannot be read ({error!r})") from error
     others = quant_config.configs_in({key: tensors[key] for key in configs})
@@ -39,7 +39,8 @@ def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
 
 def _of_diffusion_model(checkpoint: Checkpoint) -> Checkpoint:
     """Without the other models of the file, and without the prefix of those that hold some."""
-    tensors = without_prefix(checkpoint.tensors, prefix_in(checkpoint.tensors))
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.tensors)
+    tensors = comfy.utils.state_dict_prefix_replace(dict(checkpoint.tensors), {prefix: ""}, filter_keys=True)
     if not tensors:
         return checkpoint
     # Again without the prefix, since the metadata may name layers either way.

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from comfy.quant_ops import QUANT_ALGOS
 
 from ....kernels import FLOAT_DTYPES, ChannelTransform
-from ...comfyui.quantized import known_formats
 from .. import quant_config
 from ..attention_choices import check_choices
 from ..block_lists import AGAIN
@@ -181,7 +181,7 @@ def _is_json(tensor: torch.Tensor) -> bool:
 
 
 def _check_marked(name: str, config: dict, weight: torch.Tensor | None, parts: CheckedTensors) -> None:
-    kind, known = config.get("format"), {*known_formats(), *quant_config.INT8_FORMATS, *quant_config.GROUPED_FORMATS}
+    kind, known = config.get("format"), {*QUANT_ALGOS, *quant_config.INT8_FORMATS, *quant_config.GROUPED_FORMATS}
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(
             f"{name}.{quant_config.QUANT_CONFIG} names the quantization format {kind!r}, which neither INT8 DiT nor "

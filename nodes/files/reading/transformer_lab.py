@@ -5,12 +5,15 @@ channel), optionally `X.smooth` (float [K], what its input is divided by) and `X
 The other tensors of the model come from a base checkpoint.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+import comfy.model_detection
+import comfy.ops
+import comfy.supported_models
 import torch
 
 from ....kernels import ChannelTransform
-from ...comfyui.architecture import ideogram4_shapes
 from .. import quant_config
 from .contents import BRANCHES, Checkpoint
 
@@ -26,7 +29,7 @@ def one_branch(checkpoint: Checkpoint) -> Checkpoint:
     if not any(key.startswith(prefixes) and key.endswith(".wq") for key in checkpoint.tensors):
         return checkpoint
     branch, linears = checkpoint.branch, _linears(checkpoint)
-    shapes = ideogram4_shapes(linears)
+    shapes = _shapes(linears)
     _check_shapes(f"{branch}.", linears, shapes)
     missing = [key for key in shapes if key not in linears]
     if not missing:
@@ -105,3 +108,16 @@ def _check_branch(checkpoint: Checkpoint, base: Checkpoint) -> None:
             f"base_checkpoint {base.name} is the {nearest} model, by its biases. Name the file of the "
             f"{checkpoint.branch} one, or set branch to {nearest}"
         )
+
+
+def _shapes(names: Iterable[str]) -> dict[str, torch.Size]:
+    """The shapes of all tensors of an Ideogram 4 with as many blocks as tensors with these names are of."""
+    from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
+
+    model = Ideogram4Transformer2DModel(
+        num_layers=comfy.model_detection.count_blocks(list(names), "layers.{}."),
+        **comfy.supported_models.Ideogram4.unet_extra_config,
+        device="meta",
+        operations=comfy.ops.disable_weight_init,
+    )
+    return {key: tensor.shape for key, tensor in model.state_dict().items()}

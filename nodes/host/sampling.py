@@ -6,8 +6,7 @@ from typing import Any
 import comfy.sample
 import comfy.samplers
 import torch
-
-from .patcher import ModelPatcher
+from comfy.model_patcher import ModelPatcher
 
 
 def latent_of(model: ModelPatcher, latent: dict) -> torch.Tensor:
@@ -22,16 +21,6 @@ def empty_latent(model: ModelPatcher, pixels: int) -> dict:
     form: Any = model.get_model_object("latent_format")
     side = pixels // form.spacial_downscale_ratio
     return {"samples": torch.zeros(1, form.latent_channels, side, side)}
-
-
-def simple_sigmas(model: ModelPatcher, steps: int) -> torch.Tensor:
-    """The noise levels of ComfyUI's schedule "simple"."""
-    return comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
-
-
-def euler() -> object:
-    """The SAMPLER "euler"."""
-    return comfy.samplers.sampler_object("euler")
 
 
 def sample(
