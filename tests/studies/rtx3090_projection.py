@@ -169,7 +169,7 @@ H200 = Card(
 # Channels whose multiplication takes as long as starting a tile and its epilogue, and as long as summing its parts; and
 # how many these can be: as in kernels/triton_kernels/tiles.py.
 TILE_OVERHEAD, SPLIT_OVERHEAD, TAIL_PARTS = 512, 1024, (2, 3, 4, 5)
-# comfy-kitchen 0.2.40's two large tiles, by `ampere_beside_cutlass.py --loops`: its sm_80 code, and what an H200 runs.
+# comfy-kitchen 0.2.40's two large tiles, by `ampere_on_hopper.py --loops`: its sm_80 code, and what an H200 runs.
 _IMMA = 2 * 16 * 8 * 32
 CUTLASS = {
     RTX_3090.name: [Tile(128, 256, MainLoop(64, 150, _IMMA)), Tile(128, 128, MainLoop(64, 162, _IMMA))],
