@@ -359,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = planned_shapes(options.tokens, options.tall, options.models)
     report, copy_rate = Report(describe_machine(device)), copy_bandwidth(device, options.rounds)
     for number, (shape, m) in enumerate(plan, 1):
-        report.shapes.append(benchmark_shape(shape, m, device, METHODS, options.rounds))
+        report.shapes.append(benchmark_shape(shape, m, device, METHODS, rounds=options.rounds))
         print(f"{number}/{len(plan)} {shape.name}, {report.shapes[-1].place()}", file=sys.stderr)
     distinct = dict.fromkeys((m, shape.k) for shape, m in plan)
     quantizations = [benchmark_quantization(m, k, device, options.rounds) for m, k in distinct]
