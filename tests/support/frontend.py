@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from .server import ComfyServer
 
@@ -66,11 +65,6 @@ def settle(page: Page) -> None:
             for (let frame = 0; frame < 20; frame++) await new Promise(requestAnimationFrame);
         }"""
     )
-
-
-def template(server: ComfyServer, name: str, pack: str = "int8_dit") -> dict:
-    """An example workflow of a pack as the template browser gets it."""
-    return json.loads(server.get(f"/api/workflow_templates/{pack}/{quote(name)}.json"))
 
 
 def load(page: Page, workflow: dict) -> None:

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support import frontend, workflows
+from support import frontend
 from support.browser import NoBrowser, chromium
 from support.server import ComfyServer
-from support.workflows import Prompt
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-
-SAVED_MODEL = "INT8_00001_.safetensors"  # what the first run of the glyph workflow saves and then loads
 
 
 # Not for the whole session: its event loop stands in the way of tests/nodes that run one of their own.
@@ -31,19 +28,8 @@ def browser() -> Iterator[Browser]:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(str(missing))
 
 
-@pytest.fixture(scope="session")
-def model_files(server: ComfyServer) -> None:
-    """The INT8 file that the glyph workflow names."""
-    if not (server.base / "output" / "diffusion_models" / SAVED_MODEL).exists():
-        prompt = Prompt()
-        workflows.save_model(
-            prompt, workflows.calibrated_model(prompt, workflows.stock_model(prompt), text="A", steps=2)
-        )
-        server.queue(prompt)
-
-
 @pytest.fixture
-def new_client(browser: Browser, server: ComfyServer, model_files: None) -> Iterator[Callable[[], Page]]:
+def new_client(browser: Browser, server: ComfyServer) -> Iterator[Callable[[], Page]]:
     """Open the frontend as a client of its own; the test fails if a script raised in one."""
     with ExitStack() as pages:
         yield lambda: pages.enter_context(frontend.open_frontend(browser, server.url))

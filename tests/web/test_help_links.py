@@ -65,6 +65,7 @@ def test_the_benchmark_measures_the_model_that_the_warning_is_about(page: Page, 
     for _ in range(2):  # the second time it is there already
         page.evaluate("sessionStorage.clear()")
         warn(page, "bf16", "sample")
+        assert "sample (#" in page.locator(WARNING).text_content()
         page.get_by_role("button", name="Open Kernel Benchmark").click()
         page.click(f"{WARNING} .int8-warning-close")
         benchmarks = page.evaluate(

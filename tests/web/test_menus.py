@@ -59,30 +59,23 @@ def came_from(page: Page, kind: str) -> str:
     return classes[inputs[kind]["model"][0]]
 
 
+@pytest.mark.parametrize("words, kind", ((REPLACE, "LoadINT8DiT"), (ADD, "ApplyFusedINT8Kernel")))
 @pytest.mark.parametrize("place", ("workflow", "subgraph"))
-def test_the_packs_loader_takes_a_loaders_place(page: Page, renderer: str, place: str) -> None:
+def test_the_pack_gets_between_a_loader_and_what_it_feeds(
+    page: Page, renderer: str, place: str, words: str, kind: str
+) -> None:
+    """In the loader's place, with its file, or behind it, where no node lies on another."""
     add_nodes(page, NODES, LINKS)
     if place == "subgraph":
         page.evaluate(OUTSIDE)
-    choose(page, "UNETLoader", REPLACE)
-    page.wait_for_function("app.canvas.graph.nodes.some(({ type }) => type === 'LoadINT8DiT')")
-    assert came_from(page, "SaveINT8DiT") == came_from(page, "ModelSamplingSD3") == "LoadINT8DiT"
-    assert prompt(page)[0]["LoadINT8DiT"]["model_name"] == GLYPH_MODEL
-    assert "UNETLoader" not in prompt(page)[0]
-    page.evaluate("app.canvas.setGraph(app.rootGraph)")
-    load(page, saved(page))  # what was linked by hand is what a workflow can hold
-    assert came_from(page, "SaveINT8DiT") == came_from(page, "ModelSamplingSD3") == "LoadINT8DiT"
-
-
-@pytest.mark.parametrize("place", ("workflow", "subgraph"))
-def test_the_kernel_goes_behind_a_loader(page: Page, renderer: str, place: str) -> None:
-    add_nodes(page, NODES, LINKS)
-    if place == "subgraph":
-        page.evaluate(OUTSIDE)
-    choose(page, "UNETLoader", ADD)
-    page.wait_for_function("app.canvas.graph.nodes.some(({ type }) => type === 'ApplyFusedINT8Kernel')")
-    assert came_from(page, "SaveINT8DiT") == came_from(page, "ModelSamplingSD3") == "ApplyFusedINT8Kernel"
-    assert came_from(page, "ApplyFusedINT8Kernel") == "UNETLoader"
+    choose(page, "UNETLoader", words)
+    page.wait_for_function("kind => app.canvas.graph.nodes.some(({ type }) => type === kind)", arg=kind)
+    assert came_from(page, "SaveINT8DiT") == came_from(page, "ModelSamplingSD3") == kind
+    inputs = prompt(page)[0]
+    if words == ADD:
+        assert came_from(page, kind) == "UNETLoader"
+    else:
+        assert inputs[kind]["model_name"] == GLYPH_MODEL and "UNETLoader" not in inputs
     assert not page.evaluate(
         """() => {
             const nodes = app.canvas.graph.nodes.map((node) => [node.pos, node.size]);
@@ -90,6 +83,9 @@ def test_the_kernel_goes_behind_a_loader(page: Page, renderer: str, place: str) 
                 one !== other && x < left + w && left < x + width && y - 30 < top + h && top - 30 < y + height));
         }"""
     )
+    page.evaluate("app.canvas.setGraph(app.rootGraph)")
+    load(page, saved(page))  # what was linked by hand is what a workflow can hold
+    assert came_from(page, "SaveINT8DiT") == came_from(page, "ModelSamplingSD3") == kind
 
 
 @pytest.mark.parametrize("words, kind", ((REPLACE, "LoadINT8DiT"), (ADD, "ApplyFusedINT8Kernel")))

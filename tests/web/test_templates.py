@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import workflows_saved
-from support.frontend import load, open_frontend, settle
+from support.frontend import open_frontend, settle
 from support.node_results import node_results, show_results
 from support.server import ComfyServer
 from support.workflows_saved import BLUEPRINTS, MODEL_FOLDERS, OLD_WORKFLOWS, TEMPLATES, read, subgraphs
@@ -94,33 +94,27 @@ def test_all_are_listed_with_their_thumbnails(page: Page) -> None:
         page.wait_for_function("!document.querySelector('[role=dialog]')")
 
 
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_it_opens_whole(page: Page, server: ComfyServer, path) -> None:
-    with nothing_wrong(page):
-        open_template(page, path.stem)
-        assert page.locator("[role=dialog]").count() == 0
-        assert_opened(page, read(path))
-        assert_nothing_overlaps(page)
-        assert_can_be_read(page)
-        sent = page.evaluate("async () => (await app.graphToPrompt()).output")
-        expected = workflows_saved.prompt_of(read(path), server)
-        assert {number: node["inputs"] for number, node in sent.items()} == {
-            number: node["inputs"] for number, node in expected.items()
-        }
-
-
 @pytest.fixture(scope="module")
 def results(server: ComfyServer) -> dict[str, dict]:
     return node_results(server)
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_results_have_room(page: Page, results: dict[str, dict], path) -> None:
+def test_it_opens_whole_and_has_room_for_results(page: Page, server: ComfyServer, results: dict, path) -> None:
     with nothing_wrong(page):
-        load(page, read(path))
-        settle(page)
+        open_template(page, path.stem)
+        assert page.locator("[role=dialog]").count() == 0
+        workflow = read(path)
+        assert_opened(page, workflow)
+        assert_nothing_overlaps(page)
+        assert_can_be_read(page)
+        sent = page.evaluate("async () => (await app.graphToPrompt()).output")
+        expected = workflows_saved.prompt_of(workflow, server)
+        assert {number: node["inputs"] for number, node in sent.items()} == {
+            number: node["inputs"] for number, node in expected.items()
+        }
         show_results(page, results)
-        shown = sum(node["type"] in results and "images" not in results[node["type"]] for node in read(path)["nodes"])
+        shown = sum(node["type"] in results and "images" not in results[node["type"]] for node in workflow["nodes"])
         page.wait_for_function("count => document.querySelectorAll('.int8-result').length >= count", arg=shown)
         settle(page)
         assert shown
