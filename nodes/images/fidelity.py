@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -31,8 +32,8 @@ def paired_images(
     Raises ValueError for candidates without a reference of the same size, and for images that SSIM's window does not
     fit into.
     """
-    references = _single_images(reference)
-    images = {name: _single_images(batches) for name, batches in candidates.items()}
+    references = [*chain(*reference)]
+    images = {name: [*chain(*batches)] for name, batches in candidates.items()}
     count = max(map(len, images.values()))
     references *= count if len(references) == 1 else 1
     for name, own in images.items():
@@ -73,10 +74,6 @@ def compare_images(reference: torch.Tensor, image: torch.Tensor, name: str) -> F
 def difference(reference: torch.Tensor, image: torch.Tensor, amplification: float) -> torch.Tensor:
     """`amplification` times the absolute difference of two images [H, W, C], cut off at 1."""
     return (image - reference.to(image)).abs_().mul_(amplification).clamp_(max=1)
-
-
-def _single_images(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [image for batch in batches for image in batch]
 
 
 def _planes(image: torch.Tensor, name: str) -> torch.Tensor:
