@@ -1,5 +1,4 @@
-"""Write anew what is made of the nodes themselves: the pictures of their help pages, locales/en/nodeDefs.json, and
-README.md's picture of its three steps.
+"""Draw anew what shows the nodes themselves: the pictures of their help pages, README.md's picture of its three steps.
 
     COMFYUI_PATH=~/ComfyUI python tests/describe_nodes.py
 
@@ -20,7 +19,7 @@ from PIL import Image
 from support.browser import NoBrowser, chromium
 from support.environment import given, run_script, say
 from support.frontend import open_frontend
-from support.node_texts import own_nodes, write_english
+from support.node_texts import own_nodes
 from support.server import PROJECT, ServerError, serve
 from support.small_png import save_small_png
 
@@ -123,7 +122,6 @@ def main() -> None:
             (server.base / "models" / kind / name).touch()
         (server.base / "models" / "diffusion_models" / "glyph_dit.safetensors").unlink()
         nodes = own_nodes(json.loads(server.get("/object_info")))
-        write_english(nodes)
         PICTURES.mkdir(exist_ok=True)
         with chromium() as browser, open_frontend(browser, server.url) as page:
             for node in nodes:

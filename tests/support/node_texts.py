@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from .server import PROJECT
 
 LOCALES = PROJECT / "locales"
-ENGLISH = LOCALES / "en" / "nodeDefs.json"
 MODULE = "custom_nodes.int8_dit"
 
 
@@ -26,12 +25,6 @@ def own_nodes(object_info: Mapping[str, dict]) -> dict[str, dict]:
 def english_texts(object_info: Mapping[str, dict]) -> dict[str, dict]:
     """The texts of this pack's nodes, from the server's /object_info."""
     return {name: _node_texts(info) for name, info in own_nodes(object_info).items()}
-
-
-def write_english(object_info: Mapping[str, dict]) -> None:
-    """Make the English texts what the nodes say."""
-    ENGLISH.parent.mkdir(parents=True, exist_ok=True)
-    ENGLISH.write_text(json.dumps(english_texts(object_info), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_texts(language: str) -> dict[str, dict]:

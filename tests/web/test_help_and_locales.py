@@ -6,10 +6,12 @@ import pytest
 
 from support.frontend import open_frontend
 from support.node_texts import read_texts
+from support.server import PROJECT
 
-NODES = tuple(read_texts("en"))
+NODES = tuple(read_texts("zh"))
 
 
+HELP = PROJECT / "web" / "docs"
 LANGUAGES = {"en": "en-US", "zh": "zh-CN", "ja": "ja-JP"}
 PANEL_WIDTHS = (282, 285)  # of a help page as frontends open it, in pixels: 1.47 and 1.58
 
@@ -38,7 +40,8 @@ def test_help_opens_with_its_picture_and_fits(page_of, node):
         }""",
         node,
     )
-    title = read_texts(language)[node]["display_name"]
+    path = HELP / (f"{node}.md" if language == "en" else f"{node}/{language}.md")
+    title = path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
     picture = page.locator(f".node-help-content img[alt='{title}']")
     # Press the button until it has worked: it comes and goes with selections, which the frontend first does not hear.
     page.wait_for_function(
