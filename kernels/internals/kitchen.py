@@ -15,7 +15,7 @@ def kitchen_linear(backend: str | None = None) -> Callable[..., torch.Tensor]:
     installed, or has none here; the function itself may still raise.
     """
     if backend is None:
-        return importlib.import_module("comfy_kitchen").int8_linear
+        return _module("comfy_kitchen").int8_linear
     return _asked(lambda registry: registry.get_implementation("int8_linear", backend=backend))
 
 
@@ -24,9 +24,7 @@ def kitchen_attention(device: torch.device) -> Callable[..., torch.Tensor]:
 
     Raises LookupError where comfy-kitchen is not installed, or has none that runs on a device.
     """
-    if importlib.util.find_spec("comfy_kitchen") is None:
-        raise LookupError("comfy-kitchen is not installed")
-    library = importlib.import_module("comfy_kitchen")
+    library = _module("comfy_kitchen")
     runs = getattr(library, "int8_attention_is_available", None)
     if runs is None or not runs(device):
         raise LookupError("comfy-kitchen has no INT8 attention here")
@@ -40,10 +38,15 @@ def backend_for(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> s
     return _asked(lambda registry: registry.get_capable_backend("int8_linear", arguments))
 
 
-def _asked(question: Callable[[Any], Any]) -> Any:
+def _module(name: str) -> Any:
     if importlib.util.find_spec("comfy_kitchen") is None:
         raise LookupError("comfy-kitchen is not installed")
+    return importlib.import_module(name)
+
+
+def _asked(question: Callable[[Any], Any]) -> Any:
+    registry = _module("comfy_kitchen.registry").registry
     try:
-        return question(importlib.import_module("comfy_kitchen.registry").registry)
+        return question(registry)
     except Exception as error:
         raise LookupError(str(error).strip().partition("\n")[0] or type(error).__name__) from error

@@ -91,31 +91,23 @@ class ColumnFeedback:
 
     def round(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """int8 [N, K] in -127..127 for float32 values [N, K] and their scales [N]."""
-
-        def rounded(target: torch.Tensor, within: torch.Tensor) -> tuple[torch.Tensor]:
-            return (round_columns(target, scale, within),)
-
-        (q,) = self._walk(values, scale, rounded)
+        (q,) = self._walk(values, scale, lambda *given: (round_columns(*given),))
         return q[:, self.order.argsort()]
 
     def round_to_codes(self, values: torch.Tensor, scale: torch.Tensor, codebook: torch.Tensor) -> CodedColumns:
         """The same in codes, K / 16 scales a row; for feedback `of` codes."""
-
-        def rounded(target: torch.Tensor, within: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            coded = round_to_codes(target, scale, within, codebook)
-            return coded.q, coded.codes, coded.group_scale
-
-        q, codes, group_scale = self._walk(values, scale, rounded)
-        return CodedColumns(codes, group_scale, q)
+        return CodedColumns(*self._walk(values, scale, round_to_codes, codebook))
 
     def _walk(
         self,
         values: torch.Tensor,
         scale: torch.Tensor,
-        rounded: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+        rounded: Callable[..., tuple[torch.Tensor, ...]],
+        *more: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Round block after block. `rounded` makes of what a block's columns are to come near to, and of `within`, the
-        int8 steps [N, B], perhaps more of as many or fewer columns; the same of all blocks is returned."""
+        """Round block after block. `rounded` makes of what a block's columns are to come near to, the scale, `within`
+        and `more` the int8 steps [N, B], perhaps more of as many or fewer columns; the same of all blocks is returned.
+        """
         channels = values.shape[1]
         ordered = F.pad(values[:, self.order], (0, -channels % _BLOCK))
         done = []
@@ -123,7 +115,7 @@ class ColumnFeedback:
         # These products may be TF32: they carry errors, of which a thousandth more or less is nothing.
         for index, (rows, correction, within) in enumerate(zip(self.rows, self.correction, self.within, strict=True)):
             block = ordered[:, index * _BLOCK : (index + 1) * _BLOCK]
-            done.append(rounded(torch.addmm(block, error, correction, alpha=-1), within))
+            done.append(rounded(torch.addmm(block, error, correction, alpha=-1), scale, within, *more))
             error.addmm_((done[-1][0].float() * scale[:, None]).sub_(block), rows)
         # A padded column is one of the last.
         parts = (torch.cat(part, dim=1) for part in zip(*done, strict=True))

@@ -35,12 +35,6 @@ FUSED_OPS: dict[str, "FusedOp"] = {}
 MOST_KEPT = 512
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple([values[place] for place in places])
-
-
 def _differentiated(values: Iterable[Any]) -> bool:
     """Whether a gradient is asked of a tensor among them."""
     return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
@@ -69,7 +63,7 @@ class FusedOp(Operator[P, R]):
         super().__init__(reference, check)
         self.reference, self.rounds, self._kernel = self.function, rounds, kernel
         self._tensors, self._options = (
-            _picker([place for place, word in enumerate(self._words) if word.startswith("Tensor") == wanted])
+            itemgetter(*[place for place, word in enumerate(self._words) if word.startswith("Tensor") == wanted])
             for wanted in (True, False)
         )
         # By all of a call but its data: the launch, None for the reference, and the results' shapes and dtypes.

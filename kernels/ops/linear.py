@@ -20,7 +20,6 @@ from ..checks import (
 )
 from ..operators import Result, operator
 from ..reference.linear import (
-    int8_accumulate_reference,
     int8_gemm_reference,
     new_quantized,
     quantize_activations_reference,
@@ -58,13 +57,6 @@ def _check_quantization(x: torch.Tensor, transform: ChannelTransform, activation
     return quantized_layouts(x, x.shape[1], activation_bits)
 
 
-def _check_operands(q: torch.Tensor, weight: torch.Tensor) -> None:
-    check_int8_matrix("q", q)
-    check_int8_matrix("weight", weight)
-    if q.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
-        raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
-
-
 def _check_gemm(
     q: torch.Tensor,
     q_scale: torch.Tensor,
@@ -74,7 +66,10 @@ def _check_gemm(
     out_dtype: torch.dtype,
 ) -> list[Result]:
     _refuse_gradient("int8_gemm", q_scale)
-    _check_operands(q, weight)
+    check_int8_matrix("q", q)
+    check_int8_matrix("weight", weight)
+    if q.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
+        raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
     if q_scale.dtype != torch.float32:
         raise TypeError(f"q_scale must be float32, got {q_scale.dtype}")
     check_vector("q_scale", q_scale, q.shape[0], "the rows of q")
@@ -200,22 +195,3 @@ def int8_linear(
     q, q_scale = quantize_activations(linear_rows(x, weight), transform, activation_bits)
     out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def int8_accumulate(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The bare accumulator of `int8_gemm`: int8 [M, K] x int8 [N, K] -> int32 [M, N].
-
-    It is exact for K up to 133,144, for which K 127^2 < 2^31: no int8 of this pack's is -128. Of 16-bit activations
-    [M, 2K] the sums over the remainders are rounded to steps first, halves away from zero; the limit is the same.
-
-    Raises TypeError or ValueError for wrong dtypes, shapes or devices.
-    """
-    _check_operands(q, weight)
-    check_same_device(q=q, weight=weight)
-    if q.numel() == 0 or weight.numel() == 0:
-        return torch.zeros((q.shape[0], weight.shape[0]), dtype=torch.int32, device=q.device)
-    if uses_triton(q):
-        from ..triton_kernels.gemm import launch_gemm
-
-        return launch_gemm(q, None, weight, None, None, torch.int32)
-    return int8_accumulate_reference(q, weight)

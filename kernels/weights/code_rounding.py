@@ -14,14 +14,14 @@ class CodedColumns(NamedTuple):
     """Columns in codes.
 
     Attributes:
+        q: int8 [N, B] that the others stand for: level times scale, rounded.
         codes: uint8 [N, B] in 0..15: which level of the codebook.
         group_scale: float32 [N, B / 16] that FP8 (e4m3) holds exactly.
-        q: int8 [N, B] that these stand for: level times scale, rounded.
     """
 
+    q: torch.Tensor
     codes: torch.Tensor
     group_scale: torch.Tensor
-    q: torch.Tensor
 
 
 def round_to_codes(
@@ -46,7 +46,8 @@ def round_to_codes(
     if target.numel() and weights_use_triton(target):
         from ..triton_kernels.code_rounding import launch_code_rounding
 
-        return CodedColumns(*launch_code_rounding(target, scale, feedback, codebook))
+        codes, group_scale, q = launch_code_rounding(target, scale, feedback, codebook)
+        return CodedColumns(q, codes, group_scale)
     return round_to_codes_reference(target, scale, feedback, codebook)
 
 
@@ -73,7 +74,7 @@ def round_to_codes_reference(
                 whole = levels.gather(1, code)
                 codes[part, column], q[part, column] = code[:, 0].to(torch.uint8), whole[:, 0].to(torch.int8)
                 left[:, column:] -= (value - whole * divisor) * feedback[column, column:]
-    return CodedColumns(codes, group_scale, q)
+    return CodedColumns(q, codes, group_scale)
 
 
 def _nearest(values: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Weights rounded by recorded inputs: GPTQ's own result, better outputs, and nearest rounding where it does not win."""
+"""Weights rounded by recorded inputs: GPTQ's own result, better outputs, and nearest rounding where it does not win.
+
+In steps of INT8, and in codes of 4 bits: what the format can hold, nearest.
+"""
 
 import pytest
 import torch
@@ -8,13 +11,17 @@ from kernels import (
     ActivationStatistics,
     ChannelTransform,
     TransformPlan,
+    expand_codes,
     interruptible,
     quantize_group,
     quantize_weight,
 )
 from kernels.numerics.calibrated_rounding import CalibratedRounding
 from kernels.numerics.column_feedback import ColumnFeedback
-from kernels.numerics.rounded_weight import RoundedWeight
+from kernels.numerics.output_error import OutputError, relative_rounding_error
+from kernels.numerics.rounded_weight import RoundedWeight, quantize_to_codes
+from kernels.reference.grouped_codes import CANDIDATES, DEFAULT_CODEBOOK
+from kernels.weights.code_rounding import round_to_codes, round_to_codes_reference
 from kernels.weights.column_rounding import round_columns, round_columns_reference
 from support.tensors import DEVICE, random_float, relative_error
 
@@ -104,8 +111,6 @@ def test_channels_without_weight_or_signal():
 @pytest.mark.parametrize("activation_bits", (8, 16))
 @pytest.mark.parametrize("transform", (ChannelTransform(), ChannelTransform(None, 64)))
 def test_what_it_says_it_gains_is_gained_on_new_inputs(transform, activation_bits):
-    from kernels.numerics.output_error import OutputError
-
     w = random_float(96, 192, seed=5)
     q, scale = quantize_weight(w, transform)
     rounding = CalibratedRounding(correlated(64, 192).split(4), transform, activation_bits)
@@ -186,20 +191,38 @@ def test_slices_change_nothing(monkeypatch):
     assert (sliced.q != whole.q).float().mean() < 0.02
 
 
-@pytest.mark.parametrize("rows, columns", ((1, 16), (33, 32), (40, 128)))
-def test_the_kernel_has_the_bits_of_the_reference(monkeypatch, rows, columns):
+def codebook():
+    return torch.tensor(DEFAULT_CODEBOOK, device=DEVICE)
+
+
+ROUNDED = {
+    "INT8": (lambda *given: (round_columns(*given),), lambda *given: (round_columns_reference(*given),)),
+    "codes": (
+        lambda *given: round_to_codes(*given, codebook()),
+        lambda *given: round_to_codes_reference(*given, codebook()),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("rows, columns", ((1, 16), (33, 32), (20, 128)))
+def test_the_kernel_has_the_bits_of_the_reference(monkeypatch, rows, columns, kind):
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     target = random_float(rows, columns, seed=1)
     target[0, :2] = torch.tensor([200.0, 2.5])  # far beyond the range, and between two steps
     scale = target.abs().amax(1) / torch.linspace(60, 127, rows, device=DEVICE)
     scale[0] = 1.0
+    if kind == "codes":
+        scale[rows // 3] *= 10_000  # scales below FP8's normal numbers
     scale[rows // 2 :: 7] = 0 if rows > 1 else 1
     feedback = torch.eye(columns, device=DEVICE) + (0.3 * random_float(columns, columns, seed=2)).triu(1)
-    q = round_columns(target, scale, feedback)
-    assert q.dtype == torch.int8
-    assert torch.equal(q, round_columns_reference(target, scale, feedback))
-    assert not q[scale == 0].any()
+    actual, expected = (compute(target, scale, feedback) for compute in ROUNDED[kind])
+    assert actual[0].dtype == torch.int8 and all(map(torch.equal, actual, expected))
+    for of_rows in actual[:1] if kind == "INT8" else (actual.q, actual.group_scale):
+        assert not of_rows[scale == 0].any()
+    if kind == "codes":
+        assert torch.equal(actual.group_scale.to(torch.float8_e4m3fn).float(), actual.group_scale)
 
 
 @pytest.mark.parametrize("interpreted", (False, True))
@@ -212,3 +235,79 @@ def test_a_part_of_the_channels_is_rounded_as_among_all(monkeypatch, interpreted
     feedback = torch.eye(8, device=DEVICE) + 0.3 * random_float(8, 8, seed=1).triu(1)
     expected = round_columns(target, scale, feedback)[::5]
     assert torch.equal(round_columns(target[::5], scale[::5], feedback.t().contiguous().t()), expected)
+
+
+# Codes of 4 bits.
+
+
+@pytest.mark.parametrize("channels", (64, 192, 320))
+def test_the_codes_stand_for_the_weight_that_was_measured(channels):
+    w = random_float(40, channels, seed=5)
+    w[3] = 0
+    rounded = quantize_to_codes(w, 64)
+    assert rounded.codes is not None
+    rounded.codes.check()
+    assert rounded.codes.bits == 4 and rounded.codes.scale.dtype == torch.float8_e4m3fn
+    assert torch.equal(expand_codes(rounded.codes), rounded.q) and not rounded.q[3].any()
+    # Rounding to 16 levels costs a normally distributed weight about 7 %; other scales than the largest's are worth it.
+    assert 0.05 < relative_rounding_error(w, rounded.q, rounded.scale, ChannelTransform(None, 64)) < 0.08
+
+
+def test_no_other_code_or_scale_is_nearer():
+    """Every candidate and every level, tried one by one."""
+    values, scale, levels = random_float(9, 16), torch.full((9,), 0.02, device=DEVICE), codebook()
+    coded = round_to_codes(values, scale, torch.eye(16, device=DEVICE), levels)
+    wanted = values / scale[:, None]
+    whole = wanted.abs().amax(dim=1) / levels.abs().max()
+    least = []
+    for candidate in CANDIDATES:
+        tried = (whole * candidate).to(torch.float8_e4m3fn).float()
+        steps = (tried[:, None] * levels).round().clamp(-127, 127)
+        least.append((wanted[:, :, None] - steps[:, None, :]).abs().amin(dim=2).square().sum(dim=1))
+    torch.testing.assert_close((wanted - coded.q).square().sum(dim=1), torch.stack(least).amin(dim=0))
+
+
+@pytest.mark.parametrize("channels", (192, 256))
+def test_correlated_inputs_lose_less_in_codes_too(channels):
+    w, transform = random_float(64, channels, seed=5), ChannelTransform(None, 64)
+    nearest = quantize_to_codes(w, 64)
+    better, ratio = CalibratedRounding(correlated(64, channels).split(4), transform, in_codes=True).improve(w, nearest)
+    assert ratio < 0.7 and torch.equal(better.scale, nearest.scale)
+    assert torch.equal(expand_codes(better.codes), better.q)
+    x = transform.to_activations(correlated(256, channels, 50))
+
+    errors = [output_error(x, transform.to_weight(w), each.q, each.scale) for each in (better, nearest)]
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_nothing_recorded_rounds_each_column_by_itself():
+    w = random_float(24, 128, seed=5)
+    alone, nothing = quantize_to_codes(w, 64), ColumnFeedback.of(torch.diag(random_float(128, seed=1)), codes=True)
+    rotated = quantize_to_codes(w, 64, nothing)
+    # Inputs of which each speaks to one channel alone leave nothing to make good.
+    assert torch.equal(alone.q, rotated.q)
+
+
+@pytest.mark.parametrize("recorded", (False, True))
+def test_a_group_in_codes(recorded):
+    x, weights = correlated(64, 128), {name: random_float(32, 128, seed=seed) for seed, name in enumerate("qkv")}
+    statistics = statistics_of(x)
+    loads = {name: lambda w=w: w for name, w in weights.items()}
+    results = quantize_group(
+        loads, [TransformPlan(None, 64)], statistics if recorded else None, rounding="calibrated", in_codes=True
+    )
+    for name, result in results.items():
+        assert result.q.bits == 4 and result.q.codes.device.type == "cpu" and result.plan.rotation_group == 64
+        assert result.nearest_error == (result.plain_error if recorded else None)
+        assert result.error < 0.8 * result.plain_error if recorded else result.error == result.plain_error
+        if not recorded:
+            q, scale = expand_codes(result.q).to(DEVICE), result.scale.to(DEVICE)
+            assert result.error == pytest.approx(relative_rounding_error(weights[name], q, scale, result.transform))
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_what_is_not_finite_is_refused(value):
+    w = random_float(4, 64)
+    w[1, 2] = value
+    with pytest.raises(ValueError, match="NaN or Inf in output channel 1"):
+        quantize_to_codes(w, 64)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
-from kernels.ops.linear import int8_accumulate, int8_gemm, quantize_activations
+from kernels.ops.linear import int8_gemm, quantize_activations
 from kernels.reference.linear import int8_accumulate_reference, int8_gemm_reference
 from kernels.triton_kernels import gemm
 from kernels.triton_kernels.gemm import launch_config
 from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, gpu_architecture
-from support.tensors import DEVICE, random_float, random_int8, relative_error, rotation_matrix
+from support.tensors import DEVICE, int8_accumulate, random_float, random_int8, relative_error, rotation_matrix
 
 RINGS = list({config.kernel: config for config in ARCHITECTURES["Ampere"].rates if config.pipeline == "ring"}.values())
 

@@ -8,11 +8,11 @@ import torch
 
 from kernels import Norm, activate_quantize, norm_quantize
 from kernels.benchmark import IDEOGRAM4_SHAPES
-from kernels.ops.linear import int8_accumulate, int8_gemm
+from kernels.ops.linear import int8_gemm
 from kernels.reference.linear import int8_accumulate_reference
 from kernels.reference.transform import UNCHANGED
 from kernels.triton_kernels.tiles import ARCHITECTURES, gpu_architecture
-from support.tensors import random_float, random_int8
+from support.tensors import int8_accumulate, random_float, random_int8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,7 +11,7 @@ from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize
 from kernels.card.timing import _FLUSH_BYTES
 from kernels.ops.attention import float_attention, int8_attention
 from kernels.ops.fused_op import FUSED_OPS
-from kernels.ops.linear import int8_accumulate, quantize_activations
+from kernels.ops.linear import quantize_activations
 from kernels.reference.grouped_codes import GroupedCodes
 from kernels.reference.low_rank import Addition, LowRank
 from kernels.triton_kernels.gemm import _candidates
@@ -20,6 +20,7 @@ from kernels.triton_kernels.tuning import Tuner
 from kernels.weights.gguf import dequantize_gguf, expand_gguf, gguf_channel_scales, quantize_gguf
 from kernels.weights.grouped import expand_codes
 from support.fused_op_cases import Form, calls
+from support.tensors import int8_accumulate
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

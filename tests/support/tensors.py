@@ -17,6 +17,13 @@ def random_float(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
+def int8_accumulate(q, weight):
+    """The bare sums of the GEMM's kernel: int8 [M, K] or [M, 2K] x int8 [N, K] -> int32 [M, N]."""
+    from kernels.triton_kernels.gemm import launch_gemm
+
+    return launch_gemm(q, None, weight, None, None, torch.int32)
+
+
 def rotation_matrix(group):
     """The regular Hadamard matrix in float64, written out as the Kronecker power of its 4 x 4 base."""
     base = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64)
