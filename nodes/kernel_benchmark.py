@@ -5,11 +5,8 @@ import time
 import comfy.model_management
 from comfy_api.latest import io
 
-from ..kernels.benchmark import (
-    TICKS,
-    title,
-)
-from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json, text_of
+from ..kernels.benchmark import TICKS, text_of, title
+from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json
 from .host.notices import show_load_warnings
 from .pictures.benchmark_plot import plot
 from .pictures.plot import check_matplotlib

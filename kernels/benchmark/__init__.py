@@ -9,22 +9,12 @@ from .attention import (
     AttentionResult,
     AttentionShape,
     attention_memory,
-    feasible_call,
     ideogram4_attention,
 )
-from .forward import (
-    BlockCalls,
-    Calls,
-    ForwardSplit,
-    deployment_table,
-    forward_table,
-    headline,
-    relative_times,
-    total_times,
-    totals_by_shape,
-)
+from .forward import BlockCalls, Calls, ForwardSplit, total_times, totals_by_shape
 from .health import Health, examine, examine_again
 from .methods import BF16, COMFYUI_INT8, FUSED_CODES, METHOD_OF_WAY, TICKS, shown_methods
 from .operands import IDEOGRAM4_SHAPES, LinearShape
+from .outcome import Outcome, text_of
 from .report import ShapeResult, Times, markdown, notes
-from .run import benchmark_attention, benchmark_shape, feasible_tokens, hopeless, working_memory
+from .run import benchmark_attention, benchmark_shape, hopeless, working_memory

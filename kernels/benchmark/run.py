@@ -7,7 +7,14 @@ import torch
 
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..interruption import interruptible
-from .attention import ATTENTION_METHODS, AttentionCall, AttentionMethod, AttentionOperands, AttentionResult
+from .attention import (
+    ATTENTION_METHODS,
+    AttentionCall,
+    AttentionMethod,
+    AttentionOperands,
+    AttentionResult,
+    feasible_call,
+)
 from .methods import BENCHMARK_METHODS, Method, bytes_per_copy
 from .operands import LinearShape, Operands, leaving_out
 from .report import ShapeResult, Times
@@ -42,19 +49,16 @@ def hopeless(shape: LinearShape, device: torch.device) -> str | None:
     return f"{shape.n} x {shape.k} weights are too many for a CPU"
 
 
-def feasible_tokens(tokens: int, device: torch.device) -> int:
-    """How many tokens are timed where `tokens` are asked for: fewer on a CPU."""
-    return min(tokens, _MOST_TOKENS_ON_CPU) if device.type == "cpu" else tokens
-
-
 def benchmark_shape(
     shape: LinearShape, tokens: int, device: torch.device, methods: Sequence[Method] = BENCHMARK_METHODS, **how: Any
 ) -> ShapeResult:
     """Time `methods` on one shape with random bf16 data, as `time_methods` does, whose keywords these are.
 
-    The quantization of the activations is part of every INT8 and FP8 method's time.
+    The quantization of the activations is part of every INT8 and FP8 method's time. `tokens` count where the shape has
+    none of its own; on a CPU they are fewer.
     """
-    m, weights = shape.tokens or tokens, shape.n * shape.k
+    m = shape.tokens or (min(tokens, _MOST_TOKENS_ON_CPU) if device.type == "cpu" else tokens)
+    weights = shape.n * shape.k
     copies = 1
     if device.type == "cuda":
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -70,9 +74,9 @@ def benchmark_shape(
 def benchmark_attention(
     call: AttentionCall, device: torch.device, methods: Sequence[AttentionMethod] = ATTENTION_METHODS, **how: Any
 ) -> AttentionResult:
-    """The same for one call of attention."""
-    result = AttentionResult(call)
-    time_methods(result, methods, AttentionOperands(call, device), **how)
+    """The same for one call of attention; on a CPU for fewer tokens."""
+    result = AttentionResult(feasible_call(call, device))
+    time_methods(result, methods, AttentionOperands(result.call, device), **how)
     torch.cuda.empty_cache()
     return result
 

@@ -107,7 +107,7 @@ class Choices:
 
     def path(self, device: torch.device) -> Path:
         """Where the choice of a GPU lies. Raises ImportError without Triton."""
-        return path_for(self._kind, self.machine(device))
+        return path_for(self.machine(device), f"{self._kind}-")
 
     def _stored(self, device: torch.device) -> Choice | None:
         try:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .choices import Choices
-from .kernel_sources import kernel_source_hash
-from .machine import describe_machine, native_backend, triton_available
+from .machine import describe_machine, kernel_source_hash, native_backend, triton_available
 from .triton_release import triton_advice
 
 FUSED, NATIVE, BF16 = "fused int8", "native int8", "bf16"

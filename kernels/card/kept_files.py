@@ -33,11 +33,11 @@ def folder() -> Path:
     return Path(named).expanduser() if named else Path(triton_cache_folder()) / "int8-dit"
 
 
-def path_for(kind: str, machine: Mapping[str, str]) -> Path:
+def path_for(machine: Mapping[str, str], kind: str = "") -> Path:
     """Where a file of a kind lies for a machine, which has a "card": another machine has another file."""
     slug = re.sub(r"[^a-z0-9]+", "-", machine["card"].lower()).strip("-")[:60]
     digest = hashlib.sha256("\n".join(machine.values()).encode()).hexdigest()[:16]
-    return folder() / f"{kind}-{slug}-{digest}.json"
+    return folder() / f"{kind}{slug}-{digest}.json"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

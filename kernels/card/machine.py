@@ -1,7 +1,9 @@
-"""Card, driver, versions and date: without them a figure means nothing, and what was measured counts nowhere else."""
+"""Card, driver, versions, kernels and date: without them a figure means nothing, and a measurement counts nowhere."""
 
 import contextlib
 import datetime
+import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import re
@@ -14,6 +16,9 @@ from ..internals import kitchen
 
 # Where NVIDIA's driver for Linux says what it is. Elsewhere nothing that PyTorch brings says its release.
 _DRIVER = Path("/proc/driver/nvidia/version")
+# Named one by one: a file that moves away is an error here, and not a hash that no longer follows it.
+_NAMES = ("gemm_kernel.py", "ring_gemm_kernel.py", "gemm.py")
+MEASURED_SOURCES = tuple(Path(__file__).parents[1] / "triton_kernels" / name for name in _NAMES)
 
 
 def triton_available() -> bool:
@@ -62,3 +67,12 @@ def _driver_release() -> str | None:
         return None
     found = re.search(r"^NVRM version:.*?\s(\d{3,}(?:\.\d+)+)\s", text, re.MULTILINE)
     return None if found is None else found[1]
+
+
+@functools.cache
+def kernel_source_hash() -> str:
+    """SHA-256 over the GEMM's kernels and their launcher: what was measured with others says nothing about these."""
+    digest = hashlib.sha256()
+    for source in MEASURED_SOURCES:
+        digest.update(f"{source.name}\n{source.read_text(encoding='utf-8')}\n".encode())
+    return digest.hexdigest()

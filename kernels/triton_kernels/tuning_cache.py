@@ -1,18 +1,16 @@
 """Tuning results and where they outlive the process: one JSON file per card, kernel sources and Triton version."""
 
 import errno
-import hashlib
 import logging
 import os
-import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import triton
 from filelock import FileLock
 
-from ..card.kept_files import folder, is_milliseconds, is_size, read_object, write_object
-from ..card.kernel_sources import kernel_source_hash
+from ..card.kept_files import is_milliseconds, is_size, path_for, read_object, write_object
+from ..card.machine import kernel_source_hash
 from .tiles import GemmConfig, is_offered
 
 logger = logging.getLogger(__name__)
@@ -51,9 +49,7 @@ class TuningCache:
 
     def __init__(self, card: str) -> None:
         self._header = {"card": card, "triton": triton.__version__, "kernel_source": kernel_source_hash()}
-        slug = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")[:60]
-        digest = hashlib.sha256("\n".join(self._header.values()).encode()).hexdigest()[:16]
-        self.path = folder() / f"{slug}-{digest}.json"
+        self.path = path_for(self._header)
         self._measured: dict[TuningKey, Measurement] = {}
         self._said: set[str] = set()
 

@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import comfy.model_management
 import torch
@@ -17,30 +16,22 @@ from ...kernels.benchmark import (
     COMFYUI_INT8,
     IDEOGRAM4_SHAPES,
     METHOD_OF_WAY,
-    AttentionResult,
     ForwardSplit,
     Health,
     LinearShape,
+    Outcome,
     ShapeResult,
     attention_memory,
     benchmark_attention,
     benchmark_shape,
-    deployment_table,
     describe_machine,
     examine,
     examine_again,
-    feasible_call,
-    feasible_tokens,
-    forward_table,
-    headline,
     hopeless,
     ideogram4_attention,
-    markdown,
     native_backend,
     notes,
-    relative_times,
     shown_methods,
-    title,
     totals_by_shape,
     working_memory,
 )
@@ -60,90 +51,6 @@ _METHODS_NOTE = (
     "Median times of a busy device with weights out of its cache; ± is half the range of the rounds. The quantization "
     "of the activations is included. x bf16: how many times as fast as bf16. error: against float64, on random data."
 )
-
-
-@dataclass
-class Outcome:
-    """What one run found out.
-
-    Attributes:
-        machine: card, driver, versions and date.
-        health: of the card.
-        linears: the times of the linears.
-        attention: those of the longest kinds of attention calls.
-        split: a forward of the MODEL, or None where none was measured.
-        sentences: what it means, the most important first.
-        remarks: what else is to be said.
-    """
-
-    machine: dict[str, str]
-    health: Health
-    linears: Sequence[ShapeResult]
-    attention: Sequence[AttentionResult]
-    split: ForwardSplit | None
-    sentences: list[str]
-    remarks: list[str]
-
-    @property
-    def headline(self) -> str:
-        """What the run found out, in one sentence."""
-        return headline(self.linears, self.split)
-
-    def sections(self, file: str | None) -> list[dict]:
-        """What web/results.js shows inside the node: a table each."""
-        ratios = relative_times(self.linears, self.split)
-        first = _section(self.headline, deployment_table(self.linears)) | {
-            "bars": [{"name": name, "ratio": ratio, "ours": name == FUSED} for name, ratio in ratios.items()],
-            "summary": self.sentences,
-            "valid": self.health.teraflops is None or self.health.healthy,
-        }
-        if file is not None:
-            first["download"] = {"filename": file, "subfolder": "", "type": "output"}
-        sections = [first]
-        if self.split is not None:
-            sections.append(_section("One forward", forward_table(self.split, self.linears)))
-        for result in (*self.linears, *self.attention):
-            sections.append(_section(f"{result.name}, {result.place()}", result.table()))
-        sections[-1]["notes"] = [*self.remarks, f"{title(self.machine)}."]
-        return sections
-
-    def as_json(self) -> dict:
-        """Every figure in JSON's types."""
-        content = {
-            "environment": self.machine,
-            "shapes": [result.as_json() for result in self.linears],
-            "health": str(self.health),
-            "sentences": self.sentences,
-            "notes": self.remarks,
-        }
-        if self.attention:
-            content["attention"] = [result.as_json() for result in self.attention]
-        if self.split is not None:
-            content["forward"] = {
-                "milliseconds": self.split.total,
-                "watched": self.split.watched,
-                "attention": self.split.attention,
-                "linears": [
-                    {"m": shape.tokens, "n": shape.n, "k": shape.k, "name": shape.name, **vars(calls)}
-                    for shape, calls in self.split.linears.items()
-                ],
-                "blocks": [vars(blocks) for blocks in self.split.blocks],
-            }
-        return content
-
-
-def _section(heading: str, table: tuple[list[str], list[list[str]]]) -> dict:
-    columns, rows = table
-    return {"title": heading, "columns": columns, "rows": rows, "notes": []}
-
-
-def text_of(sections: Sequence[dict]) -> str:
-    """The sections as markdown."""
-    parts = []
-    for section in sections:
-        table = [markdown(section["columns"], section["rows"])] if section["rows"] else []
-        parts += [f"**{section['title']}**", *section.get("summary", []), *table, *section["notes"]]
-    return "\n\n".join(parts)
 
 
 def run(
@@ -175,12 +82,12 @@ def run(
             make_room(device, max(working_memory(shape, tokens) for shape in shapes))
         linears = []
         for shape in shapes:
-            rows, say = feasible_tokens(shape.tokens or tokens, device), _saying(timing, shape.name)
-            linears.append(benchmark_shape(shape, rows, device, methods, check=check_cancelled, say=say))
+            say = _saying(timing, shape.name)
+            linears.append(benchmark_shape(shape, tokens, device, methods, check=check_cancelled, say=say))
         calls = [ideogram4_attention(tokens)] if model is None else [] if split is None else split.attention_calls
         timing = progress.part(0.1, len(calls) * len(ATTENTION_METHODS))
         attention = []
-        for call in (feasible_call(call, device) for call in calls):
+        for call in calls:
             make_room(device, attention_memory(call))
             attention.append(benchmark_attention(call, device, check=check_cancelled, say=_saying(timing, call.name)))
         health = examine_again(health, device)

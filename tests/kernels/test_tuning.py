@@ -17,7 +17,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime import errors as runtime_errors
 
 import kernels.card.kept_files
-import kernels.card.kernel_sources
+import kernels.card.machine
 import kernels.triton_kernels.tuning
 import kernels.triton_kernels.tuning_cache
 from kernels.triton_kernels.exactness import WrongResult
@@ -169,19 +169,19 @@ def test_who_reuses_what_another_process_measured(card, monkeypatch, tmp_path, c
 def test_the_source_hash_follows_the_kernel_and_its_launcher(monkeypatch, tmp_path):
     defined = {Path(function.__code__.co_filename) for function in (int8_gemm_kernel.fn, launch_gemm)}
     defined.add(Path(launch_gemm.__code__.co_filename).with_name("ring_gemm_kernel.py"))
-    assert defined == set(kernels.card.kernel_sources.MEASURED_SOURCES)
-    copies = tuple(tmp_path / source.name for source in kernels.card.kernel_sources.MEASURED_SOURCES)
-    monkeypatch.setattr(kernels.card.kernel_sources, "MEASURED_SOURCES", copies)
+    assert defined == set(kernels.card.machine.MEASURED_SOURCES)
+    copies = tuple(tmp_path / source.name for source in kernels.card.machine.MEASURED_SOURCES)
+    monkeypatch.setattr(kernels.card.machine, "MEASURED_SOURCES", copies)
     for copy in copies:
         copy.write_text("a = 1")
-    hashes = {kernels.card.kernel_sources.kernel_source_hash.__wrapped__()}
+    hashes = {kernels.card.machine.kernel_source_hash.__wrapped__()}
     for copy in copies:
         copy.write_text("a = 2")
-        hashes.add(kernels.card.kernel_sources.kernel_source_hash.__wrapped__())
+        hashes.add(kernels.card.machine.kernel_source_hash.__wrapped__())
     assert len(hashes) == len(copies) + 1
     copies[0].unlink()
     with pytest.raises(FileNotFoundError):
-        kernels.card.kernel_sources.kernel_source_hash.__wrapped__()
+        kernels.card.machine.kernel_source_hash.__wrapped__()
 
 
 def test_the_file_can_be_read_by_people_and_named_on_windows(card, tmp_path):

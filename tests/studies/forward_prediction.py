@@ -26,9 +26,9 @@ def main() -> None:
     arguments = study.start()
     import comfy.model_management
 
-    from int8_dit.kernels.benchmark import markdown
+    from int8_dit.kernels.benchmark import markdown, text_of
     from int8_dit.nodes.benchmark.forward import measure_forward
-    from int8_dit.nodes.benchmark.run import KEEP, run, text_of
+    from int8_dit.nodes.benchmark.run import KEEP, run
     from studies.variants import VARIANTS
     from support.random_models import FAMILIES, RandomModel, weights_on_device
 
