@@ -141,35 +141,18 @@ def test_the_registry_reports_nothing(packed):
         "start('a program', shell=True)",
         "@server.routes.post('/delete')\nasync def delete(request): ...",
         "PromptServer.instance.app.router.add_get('/a', handler)",
-        "from pathlib import Path\nCACHE = Path(__file__).parent / 'cache'\n(CACHE / 'a').write_text('')",
-        "import os\nHERE = os.path.dirname(__file__)\nfile = os.path.join(HERE, 'a')\nopen(file, 'w')",
-        "from pathlib import Path\nPath(__file__).with_name('a').open(mode='ab')",
-        "from pathlib import Path\nPath(__file__).with_name('a').unlink()",
     ),
 )
 def test_what_the_registry_reports_is_found(text):
     assert findings({"a.py": text})
 
 
-def test_places_in_the_pack_are_known_in_other_files():
-    files = {"places.py": "from pathlib import Path\nHERE = Path(__file__).parent", "b.py": "(HERE / 'a').touch()"}
-    assert findings(files) == ["b.py:1: (HERE / 'a').touch in the pack's own folder"]
-
-
 def test_code_that_a_browser_runs_is_found():
     assert len(findings({"a.js": "eval(text);\nnew Function(text);\nmodel.evaluate(text);"})) == 2
 
 
-@pytest.mark.parametrize(
-    "text",
-    (
-        "import re\nre.compile('a')\nmodel.training = False",
-        "import torch\ntorch.load('a.pt', weights_only=True)",
-        "from pathlib import Path\nMODEL = Path(__file__).with_name('a')\nMODEL.open('rb')\nopen(MODEL)",
-        "from pathlib import Path\nMODEL = Path(__file__).with_name('a')\nother.write_text('')",
-    ),
-)
-def test_what_the_registry_lets_pass_is_not_found(text):
+def test_what_the_registry_lets_pass_is_not_found():
+    text = "import re\nre.compile('a')\nmodel.training = False\nimport torch\ntorch.load('a.pt', weights_only=True)"
     assert not findings({"a.py": text})
 
 

@@ -42,6 +42,7 @@ def requirements(system):
     return {each.name: each for each in asked if each.marker is None or each.marker.evaluate({"sys_platform": system})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", ("3.10", "3.13"))
 def test_the_requirements_have_wheels(python, tmp_path):
     """With all that they need, on the oldest Python and on the one of ComfyUI's portable package."""
@@ -156,41 +157,33 @@ def of_version(version):
     return f"__version__ = {version!r}"
 
 
-@pytest.mark.parametrize("python, to_do", PLACES)
-def test_a_missing_triton_is_said_with_the_command(problem, python, to_do):
-    found = problem(python, "2.13.0+cu130", None)
-    assert found.summary == "INT8 layers compute in bf16"
-    assert found.detail == f'Triton is not installed; {to_do} "triton-windows==3.7.*"`'
+NO_INT8, ANOTHER = "INT8 layers compute in bf16", "Triton does not go with PyTorch"
+OTHER = "Triton {} is installed, but PyTorch {} is built for Triton {}: torch.compile may fail; "
 
 
 @pytest.mark.parametrize("python, to_do", PLACES)
 @pytest.mark.parametrize(
-    "torch, installed, goes",
+    "torch, triton, summary, why, options, goes",
     (
-        ("2.13.0+cu130", "3.8.0", "3.7"),  # what pip takes beside a PyTorch of last summer
-        ("2.14.1+cu130", "3.7.1", "3.8"),
-        ("2.9.1+cu128", "3.8.0.post29", "3.5"),
+        ("2.13.0+cu130", None, NO_INT8, "Triton is not installed; ", "", "3.7"),
+        # What pip takes beside a PyTorch of last summer.
+        ("2.13.0+cu130", of_version("3.8.0"), ANOTHER, OTHER.format("3.8", "2.13", "3.7"), "", "3.7"),
+        ("2.14.1+cu130", of_version("3.7.1"), ANOTHER, OTHER.format("3.7", "2.14", "3.8"), "", "3.8"),
+        ("2.9.1+cu128", of_version("3.8.0.post29"), ANOTHER, OTHER.format("3.8", "2.9", "3.5"), "", "3.5"),
+        # pip would leave one of that version alone.
+        (
+            "2.13.0",
+            "raise ImportError('DLL load failed while importing libtriton\\nmore')",
+            NO_INT8,
+            "Triton cannot be imported (DLL load failed while importing libtriton); ",
+            "--force-reinstall --no-deps ",
+            "3.7",
+        ),
     ),
 )
-def test_a_triton_of_another_pytorch_is_said_with_the_command(problem, python, to_do, torch, installed, goes):
-    found = problem(python, torch, of_version(installed))
-    versions = [".".join(version.split(".")[:2]) for version in (installed, torch)]
-    assert found.summary == "Triton does not go with PyTorch"
-    assert found.detail == (
-        f"Triton {versions[0]} is installed, but PyTorch {versions[1]} is built for Triton {goes}: torch.compile may "
-        f'fail; {to_do} "triton-windows=={goes}.*"`'
-    )
-
-
-@pytest.mark.parametrize("python, to_do", PLACES)
-def test_a_triton_that_cannot_be_imported_is_installed_anew(problem, python, to_do):
-    """pip would leave one of that version alone."""
-    found = problem(python, "2.13.0", "raise ImportError('DLL load failed while importing libtriton\\nmore')")
-    assert found.summary == "INT8 layers compute in bf16"
-    assert found.detail == (
-        f"Triton cannot be imported (DLL load failed while importing libtriton); {to_do} --force-reinstall --no-deps "
-        '"triton-windows==3.7.*"`'
-    )
+def test_a_problem_is_said_with_the_command(problem, python, to_do, torch, triton, summary, why, options, goes):
+    found = problem(python, torch, triton)
+    assert (found.summary, found.detail) == (summary, f'{why}{to_do} {options}"triton-windows=={goes}.*"`')
 
 
 @pytest.mark.parametrize("python", (PORTABLE, VENV))

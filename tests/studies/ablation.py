@@ -6,8 +6,8 @@ Three subjects: the glyph model as it was trained; the same with outlier channel
 which change no result in bf16; and full-width Ideogram 4 blocks with random weights and outlier channels planted at the
 inputs of some feed_forward.w2. All comparisons are paired, same seed and inputs, against bf16; intervals are 95 %
 bootstrap intervals. Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 2 --pixels 64` tries
-it out on a CPU. `--variants` takes some of the pack's variants alone, without the peers and the folding; "NAME, INT8
-attention" is one with attention in INT8 too.
+it out on a CPU. `--variants` takes some variants alone, without the folding; "NAME, INT8 attention" is one of the
+pack's with attention in INT8 too.
 """
 
 import argparse
@@ -334,7 +334,9 @@ def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, O
         "Q8_0": lambda: stock(decoded(subject.state_dict, partial(gguf_decoded, name="Q8_0"))),
         "Q4_K": lambda: stock(decoded(subject.state_dict, partial(gguf_decoded, name="Q4_K"))),
     }
-    for name, make in makers.items() if wanted is None else ():
+    for name, make in makers.items():
+        if wanted is not None and name not in wanted:
+            continue
         outcomes[name] = _evaluated(name, subject, make())
     for name, settings in pack_variants(len(quantizable_linears(base))).items():
         attending_int8 = wanted is not None and f"{name}{INT8_ATTENTION}" in wanted
@@ -563,7 +565,7 @@ def main() -> None:
             results[key]["planted"] = {layer: layer in found for layer in subject.planted}
         elif key != "blocks":
             results[key]["read"] = {v: "".join("01"[r] for r in outcome.read) for v, outcome in outcomes.items()}
-        if key == "outliers" and arguments.variants is None:
+        if key == "outliers" and set(PICTURED) <= set(outcomes):
             save_picture(outcomes, arguments.out / "glyphs.png")
         del subject, outcomes
         # After each subject, so that a later one that fails takes nothing along.

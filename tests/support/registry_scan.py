@@ -22,21 +22,15 @@ WORDS = re.compile(r"subprocess|runpy|os\.system|os\.popen|pickle\.load|__import
 IN_A_BROWSER = re.compile(r"(?<!\w)eval\(|new Function\b")
 # Of a server: handlers of the pack's own, whatever they do.
 ROUTES = {"routes", "add_routes", "add_route", "add_post", "add_get", "add_on_prompt_handler", "router"}
-WRITERS = re.compile(
-    r"write_text|write_bytes|touch|mkdir|makedirs|unlink|remove|rmdir|rmtree|rename|replace|symlink\w*|hardlink_to|"
-    r"link|copy\w*|move|chmod|save|save_file|savefig|extractall"
-)
 
 
 def findings(files: Mapping[str, str]) -> list[str]:
     """What is reported of the texts of a package's files, by their names: `file:line: what`."""
-    trees = {name: ast.parse(text) for name, text in files.items() if name.endswith(".py")}
-    inside = {"__file__", *(name for tree in trees.values() for name in _named_after_the_pack(tree))}
     found = []
     for name, text in files.items():
         if name.endswith(".py"):
             found += [f"{name}:{line}: {what}" for line, what in _of_words(text, WORDS)]
-            found += [f"{name}:{line}: {what}" for line, what in _of_python(trees[name], inside)]
+            found += [f"{name}:{line}: {what}" for line, what in _of_python(ast.parse(text))]
         elif name.endswith((".js", ".mjs", ".html")):
             found += [f"{name}:{line}: {what}" for line, what in _of_words(text, IN_A_BROWSER)]
     return found
@@ -47,7 +41,7 @@ def _of_words(text: str, words: re.Pattern) -> Iterator[tuple[int, str]]:
         yield from ((number, match[0]) for match in words.finditer(line))
 
 
-def _of_python(tree: ast.Module, inside: set[str]) -> Iterator[tuple[int, str]]:
+def _of_python(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -70,8 +64,6 @@ def _of_python(tree: ast.Module, inside: set[str]) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"import_module of {_text(args)}"
                 if any(each.arg == "shell" for each in keywords):
                     yield node.lineno, "a shell"
-                if _writes(function, args, keywords) and _names(node) & inside:
-                    yield node.lineno, f"{called} in the pack's own folder"
 
 
 def _package(module: str) -> str:
@@ -85,35 +77,3 @@ def _text(args: list[ast.expr]) -> str:
 
 def _is_safe(keywords: list[ast.keyword]) -> bool:
     return any(each.arg == "weights_only" and ast.unparse(each.value) == "True" for each in keywords)
-
-
-def _writes(function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if name != "open":
-        return WRITERS.fullmatch(name) is not None
-    own = args[0:1] if isinstance(function, ast.Attribute) else args[1:2]  # a Path's own, or the function of a path
-    modes = [*own, *(each.value for each in keywords if each.arg == "mode")]
-    return any(not isinstance(mode, ast.Constant) or set("wax+") & set(str(mode.value)) for mode in modes)
-
-
-def _names(node: ast.AST) -> set[str]:
-    attributes = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-    return attributes | {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-
-def _named_after_the_pack(tree: ast.Module) -> set[str]:
-    """The names that a module gives to places in the pack's own folder, and to what it makes of them."""
-    named: set[str] = {"__file__"}
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
-    while True:
-        new = {
-            each.id
-            for node in assigned
-            if node.value is not None and _names(node.value) & named
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-            for each in ast.walk(target)
-            if isinstance(each, ast.Name)
-        }
-        if new <= named:
-            return named
-        named |= new
