@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support import workflows
-from support.frontend import WARNING, reload, run, set_setting, settle
-from support.server import ComfyServer
+from support.frontend import WARNING, load, reload, run, set_setting, settle
+from support.server import TESTS, ComfyServer
 from support.workflows import Prompt
 
 if TYPE_CHECKING:
@@ -34,6 +35,17 @@ def warn(page: Page, **warning: str) -> None:
         """detail => app.api.dispatchEvent(new CustomEvent("int8_dit.warning", { detail }))""",
         {"reason": "bf16", "summary": "Summary", "detail": "detail", "node": None} | warning,
     )
+
+
+def test_the_demo_s_workflow_runs_and_warns_once(page: Page, server: ComfyServer) -> None:
+    prompt = Prompt()  # the file that it names
+    workflows.save_model(prompt, workflows.calibrated_model(prompt, workflows.stock_model(prompt), text="A", steps=2))
+    server.queue(prompt)
+    load(page, json.loads((TESTS / "glyph_nodes" / "example_workflows" / "int8_glyphs.json").read_text("utf-8")))
+    kinds = {kind for output in run(page, server).values() for kind in output}
+    assert {"images", "saved", "int8_benchmark", "int8_dit_badges"} <= kinds
+    text = page.wait_for_selector(WARNING).text_content()
+    assert IN_LOG in text and page.locator(WARNING).count() == 1
 
 
 @pytest.fixture
