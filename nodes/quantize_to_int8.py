@@ -23,7 +23,45 @@ from .sockets import CalibrationType, attention_input, decision_stamp, kernel_in
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]
-_PROTECT = _SHARE, _NUMBER, _ERROR = "share of all linears", "number of layers", "error budget"
+_PROTECT = {
+    "share of all linears": (
+        "share",
+        io.Float.Input(
+            "percent",
+            display_name="protect %",
+            default=8.0,
+            min=0.0,
+            max=100.0,
+            step=0.5,
+            round=0.1,
+            tooltip="More is closer to the original, slower and larger. 8 % are 17 of Ideogram 4's 211 linears.",
+        ),
+    ),
+    "number of layers": (
+        "number",
+        io.Int.Input(
+            "layers",
+            default=17,
+            min=0,
+            max=10000,
+            tooltip="So many of the most fragile layers. More is closer to the original, slower and larger.",
+        ),
+    ),
+    "error budget": (
+        "error",
+        io.Float.Input(
+            "percent",
+            display_name="max error %",
+            default=3.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.01,
+            tooltip="Protect each layer to whose output INT8 brings a larger relative error.",
+        ),
+    ),
+}
+"""What `protect` can be set to: the kind of a Protection, and the widget of its value."""
 # A calibration step takes as long as the quantization of so many layers: of Ideogram 4, 1024 px, on an H200, 1.4 with
 # the defaults and 4.5 with smoothing alone.
 _LAYERS_PER_STEP = 2
@@ -81,52 +119,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 ),
                 io.DynamicCombo.Input(
                     "protect",
-                    options=[
-                        io.DynamicCombo.Option(
-                            _SHARE,
-                            [
-                                io.Float.Input(
-                                    "percent",
-                                    display_name="protect %",
-                                    default=8.0,
-                                    min=0.0,
-                                    max=100.0,
-                                    step=0.5,
-                                    round=0.1,
-                                    tooltip="More is closer to the original, slower and larger. 8 % are 17 of "
-                                    "Ideogram 4's 211 linears.",
-                                )
-                            ],
-                        ),
-                        io.DynamicCombo.Option(
-                            _NUMBER,
-                            [
-                                io.Int.Input(
-                                    "layers",
-                                    default=17,
-                                    min=0,
-                                    max=10000,
-                                    tooltip="So many of the most fragile layers. More is closer to the original, "
-                                    "slower and larger.",
-                                )
-                            ],
-                        ),
-                        io.DynamicCombo.Option(
-                            _ERROR,
-                            [
-                                io.Float.Input(
-                                    "percent",
-                                    display_name="max error %",
-                                    default=3.0,
-                                    min=0.0,
-                                    max=100.0,
-                                    step=0.1,
-                                    round=0.01,
-                                    tooltip="Protect each layer to whose output INT8 brings a larger relative error.",
-                                )
-                            ],
-                        ),
-                    ],
+                    options=[io.DynamicCombo.Option(name, [widget]) for name, (_, widget) in _PROTECT.items()],
                     tooltip="How many of the most fragile layers are protected; protected_in says how. More is closer "
                     "to the original, slower and larger.",
                 ),
@@ -371,7 +364,6 @@ def _protection(protect: dict | None) -> Protection:
     """
     if protect is None:
         raise ValueError(f"protect must be one of {', '.join(_PROTECT)}")
-    if protect["protect"] == _NUMBER:
-        return Protection("number", protect["layers"])
-    kind = "share" if protect["protect"] == _SHARE else "error"
-    return Protection(kind, protect["percent"] / 100)
+    kind, widget = _PROTECT[protect["protect"]]
+    value = protect[widget.id]
+    return Protection(kind, value if kind == "number" else value / 100)
