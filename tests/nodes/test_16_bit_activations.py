@@ -109,13 +109,6 @@ def test_an_error_budget_chooses_layer_by_layer(dit, model, calibration):
     assert max(figures["error"] for figures in held) <= budget
 
 
-def test_a_budget_that_no_layer_meets_with_8_bits(dit, model, calibration):
-    with_8 = dit.recipe(dit.quantize(model, calibration=calibration))["layers"]
-    rule = {"protect": "error budget", "percent": 97 * min(figures["error"] for figures in with_8.values())}
-    chosen, *_ = dit.run_node(model, protect=rule, calibration=calibration, protected_in=ACT16)
-    assert of_16_bits(dit, chosen) == set(dit.int8_weights(chosen)) != set()
-
-
 def test_without_calibration_protected_layers_are_in_bf16(dit, model):
     """They are those whose weights round worst, which 16 bits of the activations do not change."""
     quantized = dit.quantize(model, 2, protected_in=ACT16)
@@ -151,18 +144,6 @@ def test_stock_comfyui_refuses_the_file(dit, uncalibrated, tmp_path, smoothed):
     with pytest.raises(Exception, match="int8_act16"):
         dit.stock(path)
     assert of_16_bits(dit, dit.load(path)) == set(dit.LINEARS)
-
-
-@pytest.mark.parametrize("kernel", ("bf16", "auto"))
-@pytest.mark.parametrize("room", (False, True))
-def test_a_fallback_computes_with_the_dequantized_weights(dit, uncalibrated, tmp_path, monkeypatch, kernel, room):
-    monkeypatch.setattr("int8_dit.nodes.loading.load.fits_in_floats", lambda *_: room)
-    int8 = dit.load(dit.write(tmp_path / "x.safetensors", uncalibrated))
-    fallback = dit.load(tmp_path / "x.safetensors", kernel)
-    assert bool(dit.int8_weights(fallback)) == (not room)
-    module, weight = dit.module(fallback, dit.LAYER), dit.module(int8, dit.LAYER).weight
-    x = torch.randn(4, 192, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(module(x), torch.nn.functional.linear(x, weight.dequantize(), module.bias))
 
 
 # Patched

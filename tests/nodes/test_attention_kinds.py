@@ -131,33 +131,6 @@ def test_another_attention_function_stays(core, auto, exact, function):
     assert torch.equal(run(function, auto(), qkv), function(*qkv, HEADS)) and exact.calls == 0
 
 
-def doubling(func, q, *args, **kwargs):
-    return func(2 * q, *args, **kwargs)
-
-
-@pytest.mark.parametrize("first", (True, False), ids=("it was there", "it comes later"))
-def test_another_packs_override_keeps_its_say(core, auto, exact, first):
-    q, k, v = tensors()
-    if first:
-        override = auto(doubling)
-    else:
-        inner = auto()
-
-        def override(func, q, *args, **kwargs):
-            return inner(func, 2 * q, *args, **kwargs)
-
-    actual = run(core.attention_pytorch, override, (q, k, v))
-    torch.testing.assert_close(actual, core.attention_pytorch(2 * q, k, v, HEADS))
-    assert exact.calls == 1
-
-
-def test_an_override_that_computes_itself_is_not_replaced(core, auto, exact):
-    """As those of packs with an attention of their own."""
-    qkv = tensors()
-    actual = run(core.attention_pytorch, auto(lambda func, q, *_, **__: torch.zeros_like(q)), qkv)
-    assert not actual.any() and exact.calls == 0
-
-
 # On which MODEL it is put
 
 
@@ -266,57 +239,6 @@ def test_int8_attention_moves_it_a_little(dit, small, family, set_attention, nam
     set_attention(model, INT8)
     assert dit.described(model) == "INT8 where it fits"
     assert 0 < relative_error(outputs(small, architecture, model), expected) < 0.05
-
-
-@pytest.mark.parametrize("kind", (AUTO, INT8))
-def test_guided_sampling(dit, core, exact, set_attention, kind):
-    """A KSampler with CFG: both prompts in one batch."""
-    import comfy.sample
-
-    from glyphs import conditioning, latents
-
-    def sample(model):
-        prompts = []
-        for text in ("A", "X"):
-            context, pooled = conditioning.encode(text)
-            prompts.append([[context, {"pooled_output": pooled}]])
-        empty = torch.zeros(1, latents.CHANNELS, latents.SIDE, latents.SIDE)
-        noise = comfy.sample.prepare_noise(empty, 0)
-        return comfy.sample.sample(model, noise, 2, 3.0, "euler", "simple", *prompts, empty, seed=0)
-
-    model = dit.stock()
-    expected = sample(model)
-    set_attention(model, kind)
-    actual = sample(model)
-    if kind == AUTO:
-        torch.testing.assert_close(actual, expected)
-        assert exact.calls == 6 and {mask is None for mask in exact.masks} == {True}
-    else:
-        assert 0 < relative_error(actual, expected) < 0.1 and not exact.calls
-
-
-@pytest.mark.parametrize("kind", (AUTO, INT8))
-def test_patches_beside_attention_still_act(small, family, exact, set_attention, kind):
-    """As ControlNets and IP-Adapters put them into Flux: before attention, and between blocks."""
-    model, architecture = family("Flux")
-    calls = []
-
-    def before(q, k, v, **options):
-        calls.append("attention")
-        return {"q": q, "k": k, "v": 2 * v}
-
-    def between(args):
-        calls.append("block")
-        return args
-
-    plain = outputs(small, architecture, model)
-    options = {"patches": {"attn1_patch": [before], "double_block": [between]}}
-    expected = outputs(small, architecture, model, **options)
-    set_attention(model, kind)
-    calls.clear()
-    actual = outputs(small, architecture, model, **options)
-    assert {"attention"} <= set(calls) and relative_error(expected, plain) > 0.01
-    assert relative_error(actual, expected) < (1e-5 if kind == AUTO else 0.05)
 
 
 # ComfyUI 0.36 and newer: what layers choose

@@ -275,22 +275,6 @@ def test_int8_attention_of_an_earlier_node_obeys_too(dit, file, calibration, rou
     assert len(rounded) == 2
 
 
-def test_another_override_in_front_and_behind(dit, quantized, rounded):
-    def passing(func, *args, **kwargs):
-        return func(*args, **kwargs)
-
-    model = quantized.clone()
-    model.model_options["transformer_options"][OVERRIDE] = passing
-    output(dit, set_attention(model))
-    assert len(rounded) == 2
-    model = set_attention(quantized.clone())
-    inner = model.model_options["transformer_options"][OVERRIDE]
-    model.model_options["transformer_options"][OVERRIDE] = lambda *args, **kwargs: inner(*args, **kwargs)
-    rounded.clear()
-    output(dit, model)
-    assert len(rounded) == 2
-
-
 def call(small, model):
     """One forward with the MODEL's own options."""
     inputs = small.calibration(model)
@@ -393,15 +377,6 @@ def test_the_loader_and_apply_obey_a_file(dit, quantized, rounded, tmp_path, mon
         rounded.clear()
         output(dit, model)
         assert len(rounded) == 2
-
-
-def test_other_loaders_read_the_file_as_before(dit, file, calibration, tmp_path):
-    from int8_dit.nodes.saving.save import save_int8_model
-
-    quantized = dit.quantize(dit.stock(file), calibration=calibration, method="none")
-    path = save_int8_model(quantized, str(tmp_path / "native.safetensors"), {})
-    assert {key for key in load_file(path) if "attention" in key} == set()
-    assert relative_error(output(dit, dit.stock(path)), output(dit, quantized)) < 0.05
 
 
 def test_quantizing_again_keeps_it(dit, quantized):

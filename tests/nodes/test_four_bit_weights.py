@@ -134,13 +134,6 @@ def test_without_a_calibration_it_is_rounded_to_nearest(dit, quantize):
     assert all(layer.nearest_error is None for layer in report.layers)
 
 
-def test_a_lora_acts_on_it(dit, quantize, lora):
-    model, _ = quantize(dit.recorded())
-    expected = dit.output(dit.with_lora(dit.stock(), lora))
-    assert dit.relative_error(dit.output(dit.with_lora(model, lora)), expected) < 0.3
-    assert dit.relative_error(dit.output(model), expected) > 0.5
-
-
 def test_a_copy_for_another_gpu_computes_the_same(dit, quantize):
     from int8_dit.nodes.loading.load import rebuild_int8_model
 
