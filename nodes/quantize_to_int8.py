@@ -2,6 +2,7 @@
 
 from collections.abc import Set
 from dataclasses import asdict, replace
+from typing import Any, Literal
 
 from comfy_api.latest import io
 from comfy_execution.validation import validate_node_input
@@ -23,7 +24,7 @@ from .sockets import CalibrationType, attention_input, decision_stamp, kernel_in
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]
-_PROTECT = {
+_PROTECT: dict[str, tuple[Literal["share", "number", "error"], Any]] = {
     "share of all linears": (
         "share",
         io.Float.Input(

@@ -5,7 +5,6 @@ import logging
 from typing import Any
 
 import comfy.model_management
-import torch
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
@@ -101,16 +100,8 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
     otherwise = otherwise or floats_name(model.model.get_dtype_inference())
     if kernel == "auto" and on_gpu and AUTO_CHOICES.stored(model.load_device) is not None:
         return Badge("good", f"{otherwise}: faster here", str(summary))
-    if not choose_path(model.load_device, kernel).fallback:
+    path = choose_path(model.load_device, kernel)
+    if not path.fallback:
         return Badge("note", f"{otherwise}, as chosen" if kernel == "bf16" else f"no INT8: 0 of {total}", str(summary))
-    why = _why_not(model.load_device) if on_gpu else "no GPU"
+    why = "no GPU" if not on_gpu else "the kernel cannot run" if path.blocked else "not an RTX 30"
     return Badge("warn", f"{otherwise}: {why}", str(summary), "bf16")
-
-
-def _why_not(gpu: torch.device) -> str:
-    """Why `auto` does not choose INT8 there, in a few words."""
-    try:
-        choose_path(gpu, "fused int8")
-    except RuntimeError:
-        return "the kernel cannot run"
-    return "not an RTX 30"

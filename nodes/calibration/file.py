@@ -67,10 +67,10 @@ def load_calibration(path: str) -> Calibration:
     try:
         for name, layer in json_object(text, _MOST).items():
             where = f" at layer {name[:200]}"
-            shapes[name] = _shape(layer)
             own = {part: tensors.pop(f"{name}.{part}") for part in (_ABSMAX, _ROWS) if f"{name}.{part}" in tensors}
-            if _calls(layer, bool(own)):
-                statistics[name] = _statistics(layer, own[_ABSMAX], own[_ROWS], shapes[name][1])
+            shapes[name], seen = _layer(layer, own)
+            if seen is not None:
+                statistics[name] = seen
         where = ""
         if tensors:
             raise ValueError(f"{min(tensors)} belongs to no layer")
@@ -85,32 +85,28 @@ def load_calibration(path: str) -> Calibration:
     return Calibration(shapes, statistics, attention)
 
 
-def _shape(layer: dict) -> tuple[int, int]:
+def _layer(layer: dict, own: dict[str, torch.Tensor]) -> tuple[tuple[int, int], ActivationStatistics | None]:
+    """The shape of a layer by its entry of the metadata, and its statistics if it was called."""
     rows, columns = layer["shape"]
     if not all(type(size) is int and 0 < size < _MOST_SIZE for size in (rows, columns)):
         raise ValueError(f"shape must be two whole numbers from 1 on, not {layer['shape']!r}")
-    return rows, columns
-
-
-def _calls(layer: dict, has_tensors: bool) -> int:
     calls = layer["calls"]
     if type(calls) is not int or calls < 0:
         raise ValueError(f"calls must be a whole number from 0 on, not {calls!r}")
-    if has_tensors != (calls > 0):
-        raise ValueError(f"it has {'' if has_tensors else 'no '}statistics, and calls is {calls}")
-    return calls
+    if bool(own) != (calls > 0):
+        raise ValueError(f"it has {'' if own else 'no '}statistics, and calls is {calls}")
+    if not own:
+        return (rows, columns), None
+    absmax, sampled = own[_ABSMAX], own[_ROWS]
+    if absmax.shape != (columns,) or absmax.dtype != torch.float32:
+        raise ValueError(f"{_ABSMAX} must be float32 [{columns}], not {absmax.dtype} {list(absmax.shape)}")
+    if sampled.ndim != 2 or sampled.shape[1] != columns or not sampled.is_floating_point():
+        raise ValueError(f"{_ROWS} must be floating point [rows, {columns}], not {sampled.dtype} {list(sampled.shape)}")
+    parts = sampled.split(list(layer["sampled"]))
+    return (rows, columns), ActivationStatistics.restored(calls, float(layer["spikiness"]), absmax, parts)
 
 
 def _attention_error(calls: Any, lost: Any, output: Any) -> AttentionError:
     if type(calls) is not int or not all(type(value) in (int, float) for value in (lost, output)):
         raise ValueError(f"the error of attention must be a whole number and two, not {calls!r}, {lost!r}, {output!r}")
     return AttentionError(calls, float(lost), float(output))
-
-
-def _statistics(layer: dict, absmax: torch.Tensor, rows: torch.Tensor, columns: int) -> ActivationStatistics:
-    if absmax.shape != (columns,) or absmax.dtype != torch.float32:
-        raise ValueError(f"{_ABSMAX} must be float32 [{columns}], not {absmax.dtype} {list(absmax.shape)}")
-    if rows.ndim != 2 or rows.shape[1] != columns or not rows.is_floating_point():
-        raise ValueError(f"{_ROWS} must be floating point [rows, {columns}], not {rows.dtype} {list(rows.shape)}")
-    parts = rows.split(list(layer["sampled"]))
-    return ActivationStatistics.restored(layer["calls"], float(layer["spikiness"]), absmax, parts)

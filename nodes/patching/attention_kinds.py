@@ -115,7 +115,6 @@ class AttentionKind:
     """What the widget `attention` can be set to.
 
     Attributes:
-        name: there.
         runs: what computes, in words for the user.
         obstacle: why it cannot be had on a device, in words and with what to do, or None where it can.
         ways: what it tries for a call on a device, in this order; ComfyUI's own function computes what none takes.
@@ -123,7 +122,6 @@ class AttentionKind:
             and says where it did not run.
     """
 
-    name: str
     runs: str
     obstacle: Callable[[torch.device], str | None]
     ways: Callable[[torch.device], tuple[Way, ...]]
@@ -251,25 +249,17 @@ def _dense(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 ATTENTION_KINDS = {
-    kind.name: kind
-    for kind in (
-        AttentionKind(AUTO, "the fastest exact way", lambda device: None, _exact, in_int8=False),
-        AttentionKind(AS_COMFYUI, AS_COMFYUI, lambda device: None, lambda device: (), in_int8=False),
-        AttentionKind(
-            INT8,
-            "INT8 where it fits",
-            int8_attention_obstacle,
-            lambda device: (int8_way(device), *_exact(device)),
-            in_int8=True,
-        ),
-        AttentionKind(
-            KITCHEN_INT8,
-            f"{KITCHEN_INT8} where it fits",
-            _kitchen_obstacle,
-            lambda device: (_kitchen(device),),
-            in_int8=True,
-        ),
-    )
+    AUTO: AttentionKind("the fastest exact way", lambda device: None, _exact, in_int8=False),
+    AS_COMFYUI: AttentionKind(AS_COMFYUI, lambda device: None, lambda device: (), in_int8=False),
+    INT8: AttentionKind(
+        "INT8 where it fits",
+        int8_attention_obstacle,
+        lambda device: (int8_way(device), *_exact(device)),
+        in_int8=True,
+    ),
+    KITCHEN_INT8: AttentionKind(
+        f"{KITCHEN_INT8} where it fits", _kitchen_obstacle, lambda device: (_kitchen(device),), in_int8=True
+    ),
 }
 """By name, in the order of the widget."""
 

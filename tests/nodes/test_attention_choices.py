@@ -79,21 +79,6 @@ def save(pack, tmp_path):
 FORMS = ("safetensors", "gguf")
 
 
-def forward(small, model, attention_mask=None, **options):
-    """One call of a MODEL as a sampler makes it, with its own options."""
-    inputs = small.calibration(model)
-    small.comfy.model_management.load_models_gpu([model])
-    own = model.model_options["transformer_options"]
-    x = torch.randn(inputs["latent_image"]["samples"].shape, generator=torch.Generator().manual_seed(2))
-    text = inputs["positive"]["positive_0"][0][0]
-    with torch.inference_mode():
-        options = {**own, "wrappers": model.wrappers, **options}
-        masked = {} if attention_mask is None else {"attention_mask": attention_mask}
-        return model.model.apply_model(
-            x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options, **masked
-        )
-
-
 def with_lora(model, config=CHOICE):
     """A clone with a LoRA that chooses for the other layer and changes no weight."""
     import comfy.lora
@@ -111,13 +96,13 @@ def test_the_files_choice_is_followed_and_shown(small, write, load, preferred):
     from int8_dit.nodes.loading.summary import summarize
 
     plain = load(write({}, "plain.safetensors"))
-    expected = forward(small, plain)
+    expected = small.output(plain)
     assert str(summarize(plain)).endswith("attention as ComfyUI") and not preferred
     model = load(write({KEY: encoded(CHOICE)}))
     assert str(summarize(model)).endswith("attention as ComfyUI, 1 layer chosen by the file")
-    forward(small, model)
+    small.output(model)
     preferred.clear()  # the first call compares
-    assert relative_error(forward(small, model), expected) < 1e-3
+    assert relative_error(small.output(model), expected) < 1e-3
     assert len(preferred) == 1
 
 
@@ -127,9 +112,9 @@ def test_a_loras_choice_is_followed_and_shown(dit, small, write, load, preferred
     assert dit.described(clone) == "as ComfyUI, 2 layers chosen by the file or a LoRA"
     assert dit.described(model) == "as ComfyUI, 1 layer chosen by the file"
     for chosen, count in ((clone, 2), (model, 1)):
-        forward(small, chosen)
+        small.output(chosen)
         preferred.clear()
-        forward(small, chosen)
+        small.output(chosen)
         assert len(preferred) == count
 
 
@@ -156,7 +141,7 @@ def test_each_clone_saves_its_own(small, write, load, save, preferred, form):
     model = load(write({KEY: encoded(CHOICE)}))
     clone, plain = with_lora(model), {KEY: CHOICE}
     for loaded in (clone, model):
-        forward(small, loaded)
+        small.output(loaded)
         assert save(clone, form)[1] == plain | {OTHER_KEY: CHOICE}
         assert save(model, form)[1] == plain
 
@@ -172,9 +157,9 @@ def test_quantizing_keeps_it(small, write, load, save, preferred, stock):
     model = with_lora(comfy.sd.load_diffusion_model(path) if stock else load(path))
     quantized, _ = quantize_model(model, QuantizationSettings("rotate"), "fused int8", None)
     assert save(quantized, "safetensors")[1] == {KEY: CHOICE, OTHER_KEY: CHOICE}
-    forward(small, quantized)
+    small.output(quantized)
     preferred.clear()
-    forward(small, quantized)
+    small.output(quantized)
     assert len(preferred) == 2
 
 
@@ -186,9 +171,9 @@ def test_a_second_gpus_copy_keeps_it(small, write, load, preferred):
     assert again.get_model_object(f"diffusion_model.{LAYER}").config == CHOICE
     copy = with_lora(model).deepclone_multigpu()
     assert copy.model is not model.model
-    forward(small, copy)
+    small.output(copy)
     preferred.clear()
-    forward(small, copy)
+    small.output(copy)
     assert len(preferred) == 2
 
 
@@ -218,7 +203,7 @@ def test_an_older_comfyui_ignores_and_keeps_it(dit, older, small, write, load, s
     choices = {f"blocks.{block}.self_attn.comfy_attention.config": CHOICE for block in (1, 2)}
     model = load(write({key: encoded(config) for key, config in choices.items()}))
     assert dit.described(model) == "as ComfyUI, the file's choice for 2 layers needs a newer ComfyUI"
-    assert torch.equal(forward(small, model), forward(small, load(write({}, "plain.safetensors"))))
+    assert torch.equal(small.output(model), small.output(load(write({}, "plain.safetensors"))))
     path, saved = save(model, form)
     assert saved == choices
     assert save(load(path), form)[1] == choices
@@ -258,7 +243,7 @@ def test_int8_attention_declines_to_the_layers_choice(
     dit, small, write, load, preferred, kernel, attention, monkeypatch, widget, fits
 ):
     model = load(write({KEY: encoded(CHOICE)}))
-    expected = forward(small, model)
+    expected = small.output(model)
     if widget == "after the LoRA":
         model = with_lora(model)
     attention.set_attention(model, INT8)
@@ -268,10 +253,10 @@ def test_int8_attention_declines_to_the_layers_choice(
     assert dit.described(model).startswith(f"{INT8} where it fits, {choosing} layer")
     if not fits:
         monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", 8)
-    forward(small, model)
+    small.output(model)
     preferred.clear()
     kernel.calls = 0
-    assert relative_error(forward(small, model), expected) < 1e-3
+    assert relative_error(small.output(model), expected) < 1e-3
     assert (kernel.calls, len(preferred)) == ((LAYERS, 0) if fits else (0, choosing))
 
 
@@ -282,12 +267,12 @@ def test_a_masked_forward(small, load, preferred, kernel, attention, tmp_path, m
     choice = {"layers.1.attention.comfy_attention.config": encoded(CHOICE)} if choosing else {}
     save_file({**small.ideogram4(monkeypatch).model.diffusion_model.state_dict(), **choice}, path)
     model, mask = load(path), torch.tensor([[1, 1, 1, 1, 0, 0]])
-    expected = forward(small, model, mask)
-    assert relative_error(forward(small, model), expected) > 1e-2
+    expected = small.output(model, mask)
+    assert relative_error(small.output(model), expected) > 1e-2
     attention.set_attention(model, INT8)
-    forward(small, model, mask)
+    small.output(model, mask)
     kernel.calls = kernel.masked = 0
-    assert relative_error(forward(small, model, mask), expected) < 1e-3
+    assert relative_error(small.output(model, mask), expected) < 1e-3
     assert kernel.calls == kernel.masked == 2
 
 
@@ -302,12 +287,12 @@ def test_int8_attention_stays_an_override_where_no_layer_chooses(small, write, l
         seen.append(func)
         return inner(func, *args, **kwargs)
 
-    forward(small, model)
+    small.output(model)
     for override in (inner, outer):
-        forward(small, model, optimized_attention_override=override)  # the first call compares
+        small.output(model, optimized_attention_override=override)  # the first call compares
         kernel.calls = 0
         seen.clear()
-        forward(small, model, optimized_attention_override=override)
+        small.output(model, optimized_attention_override=override)
         assert kernel.calls == LAYERS
     assert len(seen) == LAYERS
 
@@ -322,10 +307,10 @@ def test_another_override_stays_before_the_layers_choice(small, write, load, pre
 
     model.model_options["transformer_options"]["optimized_attention_override"] = outer
     attention.set_attention(model, INT8)
-    forward(small, model)
+    small.output(model)
     seen.clear()
     kernel.calls = 0
-    forward(small, model)
+    small.output(model)
     assert len(seen) == kernel.calls == LAYERS and not preferred
 
 

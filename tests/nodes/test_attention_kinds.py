@@ -194,21 +194,6 @@ def test_it_is_the_default_of_new_nodes_and_not_of_old_workflows(pack):
 # Models of every family
 
 
-def outputs(small, architecture, model, **options):
-    """What a MODEL's own options and these make of its diffusion model."""
-    import comfy.model_management
-
-    comfy.model_management.load_models_gpu([model])
-    inputs = {
-        name: small._randn(*value, seed=index) if isinstance(value, tuple) else value
-        for index, (name, value) in enumerate(architecture.inputs.items())
-    }
-    x, t = inputs.pop("x"), torch.full((1,), 0.7)
-    options = model.model_options["transformer_options"] | options
-    with torch.inference_mode():
-        return model.model.diffusion_model(x, t, transformer_options=options, **inputs)
-
-
 @pytest.fixture
 def family(small, core):
     """A MODEL of a family and its architecture."""
@@ -225,20 +210,20 @@ def family(small, core):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_keep_their_output(dit, small, family, exact, set_attention, name):
     model, architecture = family(name)
-    expected = outputs(small, architecture, model)
+    expected = small.output_of(architecture, model)
     set_attention(model, AUTO)
     assert dit.described(model) == "the fastest exact way"
-    torch.testing.assert_close(outputs(small, architecture, model), expected)
+    torch.testing.assert_close(small.output_of(architecture, model), expected)
     assert exact.calls > 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_int8_attention_moves_it_a_little(dit, small, family, set_attention, name):
     model, architecture = family(name)
-    expected = outputs(small, architecture, model)
+    expected = small.output_of(architecture, model)
     set_attention(model, INT8)
     assert dit.described(model) == "INT8 where it fits"
-    assert 0 < relative_error(outputs(small, architecture, model), expected) < 0.05
+    assert 0 < relative_error(small.output_of(architecture, model), expected) < 0.05
 
 
 # ComfyUI 0.36 and newer: what layers choose
@@ -248,24 +233,13 @@ LAYER, OTHER = "blocks.1.self_attn.comfy_attention", "blocks.0.cross_attn.comfy_
 LAYERS = 4  # of the small Wan, two in each block
 
 
-def apply_model(small, model):
-    """One call of a MODEL as a sampler makes it, with its own options."""
-    inputs = small.calibration(model)
-    small.comfy.model_management.load_models_gpu([model])
-    x = torch.randn(inputs["latent_image"]["samples"].shape, generator=torch.Generator().manual_seed(2))
-    text, own = inputs["positive"]["positive_0"][0][0], model.model_options["transformer_options"]
-    with torch.inference_mode():
-        options = {**own, "wrappers": model.wrappers}
-        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options)
-
-
 @pytest.mark.parametrize("lora", ("without a LoRA", "before it", "after it"))
 def test_what_layers_choose_wins_over_auto(dit, small, chosen, exact, set_attention, lora):
     import comfy.lora
 
     model = small.wan()
     model.model.diffusion_model.get_submodule(LAYER).load_state_dict({"config": CHOICE})
-    expected = apply_model(small, model)
+    expected = small.output(model)
 
     def with_lora(model):
         clone, key = model.clone(), f"diffusion_model.{OTHER}.config"
@@ -281,15 +255,15 @@ def test_what_layers_choose_wins_over_auto(dit, small, chosen, exact, set_attent
     choosing = 1 if lora == "without a LoRA" else 2
     assert dit.described(model).startswith(f"the fastest exact way, {choosing} layer")
     chosen.clear()
-    torch.testing.assert_close(apply_model(small, model), expected)
+    torch.testing.assert_close(small.output(model), expected)
     assert (len(chosen), exact.calls) == (choosing, LAYERS - choosing)
 
 
 def test_where_no_layer_chooses_auto_computes_all(small, chosen, exact, set_attention):
     model = small.wan()
-    expected = apply_model(small, model)
+    expected = small.output(model)
     set_attention(model, AUTO)
-    torch.testing.assert_close(apply_model(small, model), expected)
+    torch.testing.assert_close(small.output(model), expected)
     assert exact.calls == LAYERS and not chosen
 
 

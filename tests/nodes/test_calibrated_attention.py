@@ -197,10 +197,10 @@ def test_what_layers_choose_computes_while_they_are_recorded(small, rounded, mon
             model.model.diffusion_model.blocks[1].self_attn.comfy_attention.load_state_dict({"config": config})
         if kind is not None:
             set_attention(model, kind)
-        expected = call(small, model)
+        expected = small.output(model)
         count = len(calls)
         assert bool(count) == (chosen and kind != INT8)
-        torch.testing.assert_close(call(small, armed(model, Recording())), expected)
+        torch.testing.assert_close(small.output(armed(model, Recording())), expected)
         assert len(calls) == 2 * count
         assert bool(small.recorded(model).attention) != chosen
 
@@ -275,21 +275,11 @@ def test_int8_attention_of_an_earlier_node_obeys_too(dit, file, calibration, rou
     assert len(rounded) == 2
 
 
-def call(small, model):
-    """One forward with the MODEL's own options."""
-    inputs = small.calibration(model)
-    small.comfy.model_management.load_models_gpu([model])
-    text, x = inputs["positive"]["positive_0"][0][0], small._randn(*inputs["latent_image"]["samples"].shape, seed=2)
-    options = model.model_options["transformer_options"] | {"wrappers": model.wrappers}
-    with torch.inference_mode():
-        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options)
-
-
 def test_unpatched_the_block_has_its_own_class(small, dit, monkeypatch):
     model = protected(small.ideogram4(monkeypatch), "layers.1", "layers.9", "no.such")
     blocks = model.model.diffusion_model.layers
     own = type(blocks[0])
-    call(small, model)
+    small.output(model)
     assert type(blocks[0]) is own and type(blocks[1]) is not own and type(blocks[1]).__name__ == own.__name__
     model.unpatch_model(model.offload_device)
     assert type(blocks[1]) is own
@@ -310,12 +300,12 @@ def compilable(pack, monkeypatch):
 def test_compiled_each_block_does_as_it_was_told(compilable, small, monkeypatch):
     """Blocks are alike to a compiler, which makes one graph for both."""
     model = protected(small.ideogram4(monkeypatch), "layers.1")
-    expected = call(small, model)
-    everywhere = call(small, protected(small.ideogram4(monkeypatch)))
+    expected = small.output(model)
+    everywhere = small.output(protected(small.ideogram4(monkeypatch)))
     for block in model.model.diffusion_model.layers:
         block.compile(backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        torch.testing.assert_close(call(small, model), expected)
+        torch.testing.assert_close(small.output(model), expected)
     assert relative_error(everywhere, expected) > 1e-4
 
 
@@ -330,13 +320,13 @@ def test_a_model_under_torch_compile_model(compilable, small, dit, monkeypatch, 
     source = small.ideogram4(monkeypatch)
     model = protected(dit.quantize(source) if quantize else source, "layers.1")
     for _ in range(2):
-        expected = call(small, model)
+        expected = small.output(model)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = model.clone()
     options = {"guard_filter_fn": skip_torch_compile_dict}
     set_torch_compile_wrapper(compiled, backend=counter, fullgraph=True, options=options)
     for _ in range(2):
-        torch.testing.assert_close(call(small, compiled), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(small.output(compiled), expected, rtol=1e-3, atol=1e-3)
     assert counter.frame_count == 1
 
 

@@ -214,14 +214,15 @@ def recorded(model: ModelPatcher) -> Calibration:
     return calibrate(model, negative=None, cfg=1.0, **inputs)
 
 
-def output(model: ModelPatcher) -> torch.Tensor:
-    """One forward of the diffusion model on fixed inputs."""
+def output(model: ModelPatcher, attention_mask: torch.Tensor | None = None, **options: object) -> torch.Tensor:
+    """One forward of the diffusion model on fixed inputs, with the MODEL's own transformer_options and these."""
     inputs = calibration(model)
     comfy.model_management.load_models_gpu([model])
     x, text = _randn(*inputs["latent_image"]["samples"].shape, seed=2), inputs["positive"]["positive_0"][0][0]
-    options = {"wrappers": model.wrappers}
+    given = {"c_crossattn": text, **({} if attention_mask is None else {"attention_mask": attention_mask})}
+    given["transformer_options"] = model.model_options["transformer_options"] | {"wrappers": model.wrappers} | options
     with torch.inference_mode():
-        return model.model.apply_model(x, torch.full((1,), 0.7), c_crossattn=text, transformer_options=options)
+        return model.model.apply_model(x, torch.full((1,), 0.7), **given)
 
 
 @contextmanager
@@ -263,11 +264,13 @@ def tensors_of(architecture: Architecture) -> dict[str, torch.Tensor]:
 
 
 def output_of(architecture: Architecture, model: ModelPatcher) -> torch.Tensor:
-    """One forward of its diffusion model, which has no patches, on fixed inputs."""
+    """One forward of its diffusion model, unpatched, on fixed inputs, with the MODEL's own transformer_options."""
     inputs = {
         name: _randn(*value, seed=index) if isinstance(value, tuple) else value
         for index, (name, value) in enumerate(architecture.inputs.items())
     }
+    if options := model.model_options["transformer_options"]:
+        inputs["transformer_options"] = options
     with torch.inference_mode():
         return model.model.diffusion_model(inputs.pop("x"), torch.full((1,), 0.7), **inputs)
 
