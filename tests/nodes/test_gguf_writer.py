@@ -36,12 +36,12 @@ def write(pack, tmp_path):
     """Write plain tensors and return the file's path."""
     from int8_dit.nodes.files.writing.gguf_writer import PendingGGUF, plain_type, write_gguf
 
-    def run(tensors, on_tensor=lambda: None, type=None, **metadata):
+    def run(tensors, type=None):
         paths = (str(tmp_path / f"written_{number}.gguf") for number in (1, 2))
         pending = {
             name: PendingGGUF(tuple(t.shape), type or plain_type(t.dtype), lambda t=t: t) for name, t in tensors.items()
         }
-        return Path(write_gguf(paths, pending, "test", "MOSTLY_Q8_0", metadata, on_tensor))
+        return Path(write_gguf(paths, pending, "test", "MOSTLY_Q8_0", {}, lambda: None))
 
     return run
 
@@ -59,12 +59,6 @@ def test_every_dtype_and_shape_is_read_back(write):
     assert found["5 dimensions"].shape.tolist() == [24, 2]
     assert fields(path)["comfy.gguf.orig_shape.5 dimensions"] == [2, 3, 2, 2, 2]
     assert path.stat().st_size % 32 == 0
-
-
-def test_each_tensor_is_announced(write):
-    calls = []
-    write(TENSORS, on_tensor=lambda: calls.append(None))
-    assert len(calls) == len(TENSORS)
 
 
 def test_a_name_that_readers_cannot_hold(write, tmp_path):
@@ -88,14 +82,3 @@ def test_values_of_another_size_than_announced(write, tmp_path):
     with pytest.raises(ValueError, match=r"wrong has 256 bytes and was announced with 68"):
         write({"wrong": torch.ones(2, 32)}, type="Q8_0")
     assert not files(tmp_path)
-
-
-def test_an_error_between_tensors_leaves_the_old_file(write, tmp_path):
-    path = write({"old": torch.ones(1)})
-
-    def stop():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write(TENSORS, on_tensor=stop)
-    assert files(tmp_path) == [path]

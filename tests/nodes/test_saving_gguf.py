@@ -1,12 +1,8 @@
 """Save GGUF: what the package gguf reads in its files, what is baked in, and that a failure leaves no file behind."""
 
-import errno
 import json
-import os
-import shutil
 import sys
 import tempfile
-from collections import namedtuple
 from types import SimpleNamespace
 
 import gguf
@@ -126,19 +122,13 @@ def test_no_temporary_folder_is_needed(dit, save, monkeypatch, tmp_path):
     assert read(save(dit.load()))
 
 
-def test_files_are_numbered(dit, save):
-    assert [save(dit.stock()).name for _ in range(2)] == ["GGUF_00001_.gguf", "GGUF_00002_.gguf"]
-
-
 SOURCES = {
-    "INT8": lambda dit, folder: dit.load(dit.write(folder / "int8.safetensors", dit.native_int8())),
-    "smoothed INT8": lambda dit, folder: dit.load(dit.write(folder / "own.safetensors", dit.smoothed_int8())),
-    "ConvRot": lambda dit, folder: dit.load(
-        dit.write(folder / "rotated.safetensors", dit.native_int8(rotation_group=64))
-    ),
-    "stock INT8": lambda dit, folder: dit.stock(dit.write(folder / "int8.safetensors", dit.native_int8())),
-    "FP8": lambda dit, folder: dit.stock(dit.write(folder / "fp8.safetensors", fp8(dit))),
-    "raw FP8": lambda dit, folder: dit.stock(dit.write(folder / "raw.safetensors", raw_fp8(dit))),
+    "INT8": lambda dit: dit.native_int8(),
+    "smoothed INT8": lambda dit: dit.smoothed_int8(),
+    "ConvRot": lambda dit: dit.native_int8(rotation_group=64),
+    "stock INT8": lambda dit: dit.native_int8(),
+    "stock FP8": lambda dit: fp8(dit),
+    "stock raw FP8": lambda dit: raw_fp8(dit),
 }
 
 
@@ -158,7 +148,8 @@ def test_quantized_sources_are_dequantized_first(dit, save, tmp_path, source):
     """What the file holds computes what the MODEL computes; no scale or mark of the source is left in it."""
     from int8_dit.nodes.patching.patched_weights import float_weight
 
-    model = SOURCES[source](dit, tmp_path)
+    path = dit.write(tmp_path / "source.safetensors", SOURCES[source](dit))
+    model = dit.stock(path) if source.startswith("stock") else dit.load(path)
     found = read(save(model))
     assert found.keys() == dit.tensors().keys()
     for layer in dit.LINEARS:
@@ -380,50 +371,15 @@ def test_architectures_are_named_as_comfyui_gguf_names_them(pack, monkeypatch):
     assert reason == "gguf-architecture" and "may refuse" in summary and "'pixart_sigma'" in detail
 
 
-# What goes wrong while writing: nothing may be left, and an earlier file stays what it was.
-
-
-def save_to(model, destination):
-    from int8_dit.nodes.saving.save_gguf import save_gguf_model
-
-    return save_gguf_model(model, destination, {}, "Q8_0")
-
-
-def test_a_disk_that_is_too_small_is_seen_before_writing(dit, target, monkeypatch):
-    paths, assert_untouched = target
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 20, 1 << 20, 1000))
-    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("something was written"))
-    with pytest.raises(OSError, match=r"model_00002_.gguf .*not enough disk space: 0.00 GB are free") as error:
-        save_to(dit.stock(), paths)
-    assert error.value.errno == errno.ENOSPC
-    assert_untouched()
-
-
-def test_a_disk_that_fails(dit, target, monkeypatch):
-    def fail(_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    paths, assert_untouched = target
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match=r"model_00002_.gguf .*the disk reports an error"):
-        save_to(dit.stock(), paths)
-    assert_untouched()
-
-
 @pytest.mark.parametrize("share", (0, 0.5))
 def test_a_cancel_while_saving(dit, target, interrupt_at, share):
+    """Nothing is left. What else goes wrong while writing, tests/nodes/test_saving.py has."""
     from comfy.model_management import InterruptProcessingException
+
+    from int8_dit.nodes.saving.save_gguf import save_gguf_model
 
     paths, assert_untouched = target
     interrupt_at(share)
     with pytest.raises(InterruptProcessingException):
-        save_to(dit.stock(), paths)
-    assert_untouched()
-
-
-def test_an_existing_file_is_never_replaced(dit, target):
-    (earlier, _), assert_untouched = target
-    with pytest.raises(FileExistsError, match=r"model_00001_.gguf exists already and is not overwritten"):
-        save_to(dit.stock(), earlier)
+        save_gguf_model(dit.stock(), paths, {}, "Q8_0")
     assert_untouched()
