@@ -143,42 +143,35 @@ def test_as_comfy_kitchen_computes_them(layout, make):
 # Where the caller's own passes are to run
 
 
-def unusual(case, make):
-    """Arguments of `linear_input_act` that are no product of this layout's."""
-    weight, x, residual = make(), inputs(None), randn(2, 5, ROWS)
-    return {
-        "another activation": (weight, x, None, "situ"),
-        "a norm without weight": (weight, x, None, "rms_norm"),
-        "a norm of another width": (weight, x, None, "rms_norm", torch.ones(CHANNELS + 1), EPS),
-        "another width": (weight, x[..., 1:], None, "gelu_tanh"),
-        "one half only": (weight, x, None, "swiglu"),
-        "one axis": (weight, x[0, 0], None, "gelu_tanh"),
-        "four axes": (weight, x[None], None, "gelu_tanh"),
-        "float64": (weight, x.double(), None, "gelu_tanh"),
-        "a quantized input": (weight, weight, None, "gelu_tanh"),
-        "a transposed weight": (weight.t(), x, None, "gelu_tanh"),
-        "another device": (weight, x.to("meta"), None, "gelu_tanh"),
-        "a gradient": (weight, x.requires_grad_(case == "a gradient"), None, "gelu_tanh"),
-        "no scale of the residual": (weight, x, None, None, None, 0.0, residual),
-        "a scale for each number of tokens": (weight, x, None, None, None, 0.0, residual, torch.ones(5, ROWS)),
-        "a single scale": (weight, x, None, None, None, 0.0, residual, torch.ones(())),
-        "a residual of another shape": (weight, x, None, None, None, 0.0, residual[:1], torch.ones(ROWS)),
-        "the kernel bf16": (make(kernel="bf16"), x, None, "gelu_tanh"),
-        "the kernel auto, without a card for it": (make(kernel="auto"), x, None, "gelu_tanh"),
-    }[case]
+X, RESIDUAL = inputs(None), randn(2, 5, ROWS)
+GELU = (None, "gelu_tanh")
+UNUSUAL = {
+    "another activation": (X, None, "situ"),
+    "a norm without weight": (X, None, "rms_norm"),
+    "a norm of another width": (X, None, "rms_norm", torch.ones(CHANNELS + 1), EPS),
+    "another width": (X[..., 1:], *GELU),
+    "one half only": (X, None, "swiglu"),
+    "one axis": (X[0, 0], *GELU),
+    "four axes": (X[None], *GELU),
+    "float64": (X.double(), *GELU),
+    "another device": (X.to("meta"), *GELU),
+    "a gradient": (X.clone().requires_grad_(), *GELU),
+    "no scale of the residual": (X, None, None, None, 0.0, RESIDUAL),
+    "a scale for each number of tokens": (X, None, None, None, 0.0, RESIDUAL, torch.ones(5, ROWS)),
+    "a single scale": (X, None, None, None, 0.0, RESIDUAL, torch.ones(())),
+    "a residual of another shape": (X, None, None, None, 0.0, RESIDUAL[:1], torch.ones(ROWS)),
+}
 
 
-CASES = (
-    "another activation", "a norm without weight", "a norm of another width", "another width", "one half only",
-    "one axis", "four axes", "float64", "a quantized input", "a transposed weight", "another device", "a gradient",
-    "no scale of the residual", "a scale for each number of tokens", "a single scale", "a residual of another shape",
-    "the kernel bf16", "the kernel auto, without a card for it",
-)  # fmt: skip
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_arguments_that_are_no_product_of_this_layout(layout, make, case):
+    assert layout.linear_input_act(make(), *UNUSUAL[case]) is NotImplemented
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_not_for_this_layout(layout, make, case):
-    assert layout.linear_input_act(*unusual(case, make)) is NotImplemented
+def test_weights_that_are_not_for_this_layout(layout, make):
+    for weight in (make().t(), make(kernel="bf16"), make(kernel="auto")):  # without a card for it
+        assert layout.linear_input_act(weight, X, *GELU) is NotImplemented
+    assert layout.linear_input_act(make(), make(), *GELU) is NotImplemented
 
 
 @pytest.mark.parametrize(
