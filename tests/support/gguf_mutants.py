@@ -9,7 +9,7 @@ import math
 import random
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -30,7 +30,6 @@ _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _NUMBERS = (0, 1, 2, 3, 5, 7, 33, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 _TEXTS = ("", "{", "[]", "7", "null", "[" * 100_000, '{"a":' * 50_000, "\x00", '"' + "x" * 999_999)
 _SCALE_PLACES = {"Q8_0": (0,), "Q4_K": (0, 2), "IQ4_NL": (0,)}  # of the fp16 scales in a block
-_F32, _F16, _BF16 = (int(gguf.GGMLQuantizationType[name]) for name in ("F32", "F16", "BF16"))
 
 
 # The files
@@ -225,18 +224,32 @@ def _rebuilt(change: Callable[[random.Random, _File], tuple[str, bool]]) -> _Mut
     return mutate
 
 
+_TensorChange = Callable[[random.Random, _Tensor], tuple[dict[str, object], str, bool]]
+"""-> what of a tensor becomes what, what is said of it, whether the mutation is free."""
+
+
+def _one(change: _TensorChange, kinds: Collection[str] = ()) -> _Mutation:
+    """Change one tensor, of these types where the file has any."""
+
+    def changed(rng: random.Random, file: _File) -> tuple[str, bool]:
+        fitting = [number for number, tensor in enumerate(file.tensors) if not kinds or tensor.kind in kinds]
+        number = rng.choice(fitting or range(len(file.tensors)))
+        tensor = file.tensors[number]
+        parts, said, free = change(rng, tensor)
+        file.tensors[number] = replace(tensor, **parts)
+        return f"{tensor.name.decode()} {said}", free
+
+    return _rebuilt(changed)
+
+
 def _removed(rng: random.Random, file: _File) -> tuple[str, bool]:
     return file.tensors.pop(rng.randrange(len(file.tensors))).name.decode(), False
 
 
-def _renamed(rng: random.Random, file: _File) -> tuple[str, bool]:
-    number = rng.randrange(len(file.tensors))
-    name = bytearray(file.tensors[number].name)
-    name[rng.randrange(len(name))] = rng.choice(b"abxyz019._\xff\x00")
-    where = file.tensors[number].name.decode()
-    same = bytes(name) == file.tensors[number].name
-    file.tensors[number] = replace(file.tensors[number], name=bytes(name) + (b"x" if same else b""))
-    return where, False
+def _renamed(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
+    place = rng.randrange(len(tensor.name))
+    name = tensor.name[:place] + rng.choice((b"a", b"0", b".", b"\xff", b"\x00")) + tensor.name[place + 1 :]
+    return {"name": name + (b"x" if name == tensor.name else b"")}, "", False
 
 
 def _duplicated(rng: random.Random, file: _File) -> tuple[str, bool]:
@@ -254,34 +267,19 @@ def _swapped(rng: random.Random, file: _File) -> tuple[str, bool]:
     return f"{one.name.decode()} and {other.name.decode()}", same_form
 
 
-def _reshaped(rng: random.Random, file: _File) -> tuple[str, bool]:
-    number = rng.randrange(len(file.tensors))
-    tensor = file.tensors[number]
+def _reshaped(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
     count = math.prod(tensor.dims)
     shapes = [
-        tensor.dims[::-1],
-        (count,),
-        (count, 1),
-        (1, count),
-        (*tensor.dims, 1),
-        (1, *tensor.dims),
-        (),
-        (0, count),
-        (1 << 40, 0),
-        (2, count // 2),
-        (count, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+        *(tensor.dims[::-1], (*tensor.dims, 1), (1, *tensor.dims), (count,), (count, 1), (1, count), (2, count // 2)),
+        *((), (0, count), (1 << 40, 0), (count, *[1] * 9)),
     ]
     dims = rng.choice([other for other in shapes if other != tensor.dims])
-    file.tensors[number] = replace(tensor, dims=dims, data=tensor.data if math.prod(dims) == count else b"")
-    return f"{tensor.name.decode()} {dims}", False
+    return {"dims": dims, "data": tensor.data if math.prod(dims) == count else b""}, str(dims), False
 
 
-def _huge(rng: random.Random, file: _File) -> tuple[str, bool]:
-    number = rng.randrange(len(file.tensors))
-    tensor = file.tensors[number]
+def _huge(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
     dims = rng.choice(((1 << 40,), (1 << 20, 1 << 20), (1 << 32, 1 << 32), (1 << 62, 4), (256, 1 << 50), (1 << 63, 2)))
-    file.tensors[number] = replace(tensor, dims=dims)
-    return f"{tensor.name.decode()} {dims}", False
+    return {"dims": dims}, str(dims), False
 
 
 def _original_shape(rng: random.Random, file: _File) -> tuple[str, bool]:
@@ -317,44 +315,21 @@ def _alignment(rng: random.Random, file: _File) -> tuple[str, bool]:
     return f"{number} as type {type}", False
 
 
-def _block_scale(rng: random.Random, file: _File) -> tuple[str, bool]:
-    """NaN or Inf as a scale of one block, or of all."""
-    packed = [number for number, tensor in enumerate(file.tensors) if tensor.kind in _SCALE_PLACES]
-    if not packed:
-        return _extreme(rng, file)
-    number = rng.choice(packed)
-    tensor = file.tensors[number]
+def _not_a_number(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
+    """NaN or Inf as a scale of one block, or of all; or in a tensor of floats."""
+    value, letter = rng.choice((math.nan, math.inf, -math.inf)), "f" if tensor.kind == "F32" else "e"
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
-    value, place = rng.choice((math.nan, math.inf, -math.inf)), rng.choice(_SCALE_PLACES[tensor.kind])
-    data = bytearray(tensor.data)
-    blocks = range(len(data) // size)
-    for block in blocks if rng.random() < 0.3 else (rng.choice(blocks),):
-        struct.pack_into("<e", data, block * size + place, value)
-    file.tensors[number] = replace(tensor, data=bytes(data))
-    return f"{tensor.name.decode()} {value}", False
+    place = rng.choice(_SCALE_PLACES.get(tensor.kind, (0,)))
+    data, blocks = bytearray(tensor.data), range(len(tensor.data) // size)
+    for block in blocks if tensor.kind in _SCALE_PLACES and rng.random() < 0.3 else (rng.choice(blocks),):
+        struct.pack_into(f"<{letter}", data, block * size + place, value)
+    return {"data": bytes(data)}, str(value), False
 
 
-def _block_bit(rng: random.Random, file: _File) -> tuple[str, bool]:
-    number = rng.randrange(len(file.tensors))
-    tensor = file.tensors[number]
-    data = bytearray(tensor.data)
-    bit = rng.randrange(8 * len(data))
+def _bit(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
+    data, bit = bytearray(tensor.data), rng.randrange(8 * len(tensor.data))
     data[bit // 8] ^= 1 << bit % 8
-    file.tensors[number] = replace(tensor, data=bytes(data))
-    return f"{tensor.name.decode()} bit {bit}", True
-
-
-def _extreme(rng: random.Random, file: _File) -> tuple[str, bool]:
-    """NaN or Inf in a tensor of floats."""
-    plain = [number for number, tensor in enumerate(file.tensors) if tensor.type in (_F32, _F16)]
-    number = rng.choice(plain)
-    tensor = file.tensors[number]
-    code = struct.pack("<f" if tensor.type == _F32 else "<e", rng.choice((math.nan, math.inf, -math.inf)))
-    data = bytearray(tensor.data)
-    at = rng.randrange(len(data) // len(code)) * len(code)
-    data[at : at + len(code)] = code
-    file.tensors[number] = replace(tensor, data=bytes(data))
-    return tensor.name.decode(), False
+    return {"data": bytes(data)}, f"bit {bit}", True
 
 
 def _architecture(rng: random.Random, file: _File) -> tuple[str, bool]:
@@ -400,17 +375,17 @@ MUTATIONS: dict[str, _Mutation] = {
     "truncated": _cut,
     "too long": _longer,
     "a tensor removed": _rebuilt(_removed),
-    "a tensor renamed": _rebuilt(_renamed),
+    "a tensor renamed": _one(_renamed),
     "a tensor duplicated": _rebuilt(_duplicated),
     "two tensors swapped": _rebuilt(_swapped),
-    "another shape": _rebuilt(_reshaped),
-    "a huge shape": _rebuilt(_huge),
+    "another shape": _one(_reshaped),
+    "a huge shape": _one(_huge),
     "another original shape": _rebuilt(_original_shape),
     "no original shape": _rebuilt(_without_original_shape),
     "another alignment": _rebuilt(_alignment),
-    "NaN or Inf as a block's scale": _rebuilt(_block_scale),
-    "NaN or Inf in a float tensor": _rebuilt(_extreme),
-    "a bit of the values": _rebuilt(_block_bit),
+    "NaN or Inf as a block's scale": _one(_not_a_number, _SCALE_PLACES),
+    "NaN or Inf in a float tensor": _one(_not_a_number, ("F32", "F16")),
+    "a bit of the values": _one(_bit),
     "another architecture": _rebuilt(_architecture),
     "a key renamed": _rebuilt(_renamed_key),
     "damaged metadata": _rebuilt(_metadata),
