@@ -16,7 +16,7 @@ from .contents import BRANCHES, Checkpoint
 from .diffusers_names import with_native_names
 from .gguf_file import MAGIC, read_gguf
 from .importers import IMPORTERS
-from .kinds import Kind, kind_of_bytes, kind_of_tensors
+from .kinds import kind_of_bytes, kind_of_tensors
 from .layer_checks import check_layers
 
 _BEGINNING = 64  # bytes that tell a kind of file
@@ -57,19 +57,15 @@ def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]
         beginning = file.read(_BEGINNING)
     if beginning.startswith(MAGIC):
         return read_gguf(path)
-    _check_safetensors(path, name, kind_of_bytes(beginning))
-    return comfy.utils.load_torch_file(path, return_metadata=True)
-
-
-def _check_safetensors(path: str, name: str, kind: Kind | None) -> None:
-    is_named_so = path.lower().endswith((".safetensors", ".sft"))
-    try:
-        if is_named_so:
+    kind = kind_of_bytes(beginning)
+    if path.lower().endswith((".safetensors", ".sft")):
+        try:
             with safetensors.safe_open(path, framework="pt"):
-                return
-    except safetensors.SafetensorError as error:
-        # Only now: the length of a header can be any bytes.
-        if kind is None:
-            raise ValueError(f"{name} is damaged or incomplete ({error}); download or copy it again") from error
+                pass
+            return comfy.utils.load_torch_file(path, return_metadata=True)
+        except safetensors.SafetensorError as error:
+            # Only now: the length of a header can be any bytes.
+            if kind is None:
+                raise ValueError(f"{name} is damaged or incomplete ({error}); download or copy it again") from error
     what = "; other formats are not read" if kind is None else f", but {kind.name}; {kind.advice}"
     raise ValueError(f"{name} is neither a safetensors nor a GGUF file{what}")

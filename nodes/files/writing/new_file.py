@@ -14,6 +14,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import BinaryIO
 
 import torch
 
@@ -60,7 +61,7 @@ def write_new_file(
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             temporary = os.path.join(folder, f"int8_dit-{uuid.uuid4().hex}.partial")
             try:
-                _write(temporary, _chunks(header, tensors, on_tensor, alignment))
+                _write(temporary, header, tensors, on_tensor, alignment)
                 for place in itertools.chain([path], paths):
                     with contextlib.suppress(FileExistsError):
                         _name(temporary, place)
@@ -73,30 +74,28 @@ def write_new_file(
     raise FileExistsError(errno.EEXIST, text)
 
 
-def _chunks(
-    header: bytes, tensors: Mapping[str, tuple[int, Make]], on_tensor: Callable[[], None], alignment: int
-) -> Iterator[memoryview | bytes]:
-    yield header
-    for name, (size, make) in tensors.items():
-        data = make().detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-        if len(data) != size:
-            raise ValueError(f"{name} has {len(data)} bytes and was announced with {size}")
-        yield data
-        del data
-        yield bytes(-size % alignment)
-        on_tensor()
-
-
-def _write(path: str, chunks: Iterator[memoryview | bytes]) -> None:
+def _write(
+    path: str, header: bytes, tensors: Mapping[str, tuple[int, Make]], on_tensor: Callable[[], None], alignment: int
+) -> None:
     with open(path, "xb", buffering=0) as file:
         with contextlib.suppress(OSError):  # no file system without locks removes it
             _lock(file.fileno())
-        for chunk in chunks:
-            rest = memoryview(chunk)
-            while len(rest):  # one call may write less than all, and at most 2 GB
-                rest = rest[file.write(rest) :]
-            del chunk, rest  # frees a tensor before the next is made
+        _put(file, header)
+        for name, (size, make) in tensors.items():
+            data = make().detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+            if len(data) != size:
+                raise ValueError(f"{name} has {len(data)} bytes and was announced with {size}")
+            _put(file, data)
+            del data  # frees a tensor before the next is made
+            _put(file, bytes(-size % alignment))
+            on_tensor()
         os.fsync(file.fileno())
+
+
+def _put(file: BinaryIO, data: bytes | memoryview) -> None:
+    rest = memoryview(data)
+    while len(rest):  # one call may write less than all, and at most 2 GB
+        rest = rest[file.write(rest) :]
 
 
 def _is_free(path: str) -> bool:
