@@ -1,6 +1,5 @@
 """Comparing INT8 attention with the exact one while a MODEL samples, block by block."""
 
-from collections.abc import Collection
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -38,20 +37,18 @@ def observe_block(block: torch.nn.Module, name: str, errors: AttentionErrors) ->
 
 
 class AttentionObserver:
-    """An attention override of ComfyUI's that compares, and lets those compute who did before.
+    """An attention override of ComfyUI's in a MODEL, put there in place, that compares, and lets those compute who did
+    before."""
 
-    Args:
-        device: where the MODEL runs.
-        outer: the override that was there before.
-        choices: the paths of the MODEL's layers' choices.
-    """
-
-    def __init__(self, device: torch.device, outer: Any = None, choices: Collection[str] = ()) -> None:
-        self.outer, self._choices = outer, choices
+    def __init__(self, model: ModelPatcher) -> None:
+        options, device = model.model_options["transformer_options"], model.load_device
+        self.outer, self._choices = options.get(OVERRIDE), tuple(attention_choices(model))
         self._way = int8_way(device) if ATTENTION_KINDS[INT8].obstacle(device) is None else None
-        inner = comfyuis_attention if outer is None else getattr(outer, "container_function", None)
+        inner = comfyuis_attention if self.outer is None else getattr(self.outer, "container_function", None)
         if inner is not None:
             self.container_function = partial(self._attend, inner)
+        options[OVERRIDE] = self
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, self._stand_aside)
 
     def __call__(self, func: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._attend(func if self.outer is None else partial(self.outer, func), *args, **kwargs)
@@ -67,23 +64,16 @@ class AttentionObserver:
             del call  # who computes may free q, k and v
         return attend(*args, **kwargs)
 
-    def stand_aside(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _stand_aside(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """A wrapper of ComfyUI's around each call of the model: where layers have chosen their attention, and no other
         pack's override is before them, nothing is observed. Any override would come before them too."""
         own = self.outer is None or (isinstance(self.outer, AttentionOverride) and self.outer.outer is None)
         return beside_choices(self, self._choices if own else (), executor, args, kwargs)
 
 
-def put_observer(model: ModelPatcher) -> None:
-    """Let a MODEL's attention calls be observed, in place."""
-    options = model.model_options["transformer_options"]
-    observer = AttentionObserver(model.load_device, options.get(OVERRIDE), tuple(attention_choices(model)))
-    options[OVERRIDE] = observer
-    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, observer.stand_aside)
-
-
 def take_observer(model: ModelPatcher) -> None:
-    """Undo that, in place. An override that another node put around it stays, and observes nothing."""
+    """Take the observer out of a MODEL, in place. An override that another node put around it stays, and observes
+    nothing."""
     options = model.model_options["transformer_options"]
     observer = options.get(OVERRIDE)
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)

@@ -2,7 +2,7 @@
 run."""
 
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -19,7 +19,7 @@ from ..host.sampling import latent_of, previewer, sample
 from ..host.work import Progress
 from ..layers.layer_selection import quantizable_linears
 from ..layers.linear_call import multiplied
-from .attention_observer import observe_block, put_observer, take_observer
+from .attention_observer import AttentionObserver, observe_block, take_observer
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
 RECORDER_KEY = "int8_dit_recorder"
@@ -55,15 +55,15 @@ class Recording:
             if not bool(torch.isfinite(torch.stack([peak for peak in peaks if peak.device == device])).all()):
                 self._latest.check_finite()
 
-    def calibration(self, nodes: Container[str] | None = None) -> Calibration:
-        """What was recorded, by these nodes of the graph (None: by all).
+    def calibration(self, nodes: Collection[str] | None = None) -> Calibration:
+        """What was recorded, by these nodes of the graph and those that they expanded into (None: by all).
 
         Raises ValueError if that is nothing, or naming the layer that was the first to get a NaN or Inf.
         """
         recorded = [
             record
             for (node, _), record in self._records.items()
-            if nodes is None or node is None or any(name in nodes for name in _with_ancestors(node))
+            if nodes is None or node is None or any(f"{node}.".startswith(f"{name}.") for name in nodes)
         ]
         if not any(seen.calls for record in recorded for seen in record.statistics.values()):
             raise ValueError(
@@ -73,12 +73,6 @@ class Recording:
         for record in recorded:
             record.check_finite()
         return merge_calibrations(recorded)
-
-
-def _with_ancestors(node: str) -> Iterator[str]:
-    """The id of a node and of those it was expanded from: they are what it has before its dots."""
-    parts = node.split(".")
-    return (".".join(parts[: length + 1]) for length in range(len(parts)))
 
 
 def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
@@ -116,7 +110,7 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
             record.to_host()
 
     clone = model.clone()
-    put_observer(clone)
+    AttentionObserver(clone)
     clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, RECORDER_KEY, begin)
     clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, RECORDER_KEY, end)
     return clone
