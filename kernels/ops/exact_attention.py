@@ -83,13 +83,14 @@ ATTENTION_CHOICES = Choices("attention", AttentionShape._fields, EXACT_WAYS, _ma
 
 
 class _Plan(NamedTuple):
-    """How calls of one layout are computed: by this way, the keys of a group of heads repeated for each if need be."""
+    """How calls of one layout are computed: by this way, the keys of a group of heads repeated for each if need be.
+    None is what PyTorch does by itself."""
 
-    way: str
-    repeats: bool
+    way: str | None
+    repeats: bool = False
 
 
-_plans: dict[tuple, _Plan | None] = {}
+_plans: dict[tuple, _Plan] = {}
 ATTENTION_CHOICES.after_change.append(_plans.clear)
 
 
@@ -122,17 +123,19 @@ def exact_attention(
     grouped = enable_gqa and q.shape[1] != k.shape[1]
     mask = _with_axes(mask)
     if torch.compiler.is_compiling():
-        return _planned(_plan_for_compiler(q, mask, grouped), q, k, v, mask, scale, grouped)
+        plan = _plan_for_compiler(q, mask, grouped)
+        return attend_by(plan.way, q, k, v, mask, scale, grouped, plan.repeats)
     key = _layout(q, k, v, mask, grouped)
     if key in _plans:
-        return _planned(_plans[key], q, k, v, mask, scale, grouped)
+        plan = _plans[key]
+        return attend_by(plan.way, q, k, v, mask, scale, grouped, plan.repeats)
     for plan in _candidates(q, k, v, mask, grouped):
         try:
-            result = _planned(plan, q, k, v, mask, scale, grouped)
+            result = attend_by(plan.way, q, k, v, mask, scale, grouped, plan.repeats)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # a way that promised too much
-            if plan is None:
+            if plan.way is None:
                 raise
             continue
         if len(_plans) >= _MOST_PLANS:
@@ -164,7 +167,7 @@ def fastest_way(
     else:
         key = _layout(q, k, v, mask, grouped)
         plan = _plans[key] if key in _plans else next(_candidates(q, k, v, mask, grouped))
-    return None if plan is None else plan.way
+    return plan.way
 
 
 def exact_ways(
@@ -193,8 +196,8 @@ def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 
 def _candidates(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, grouped: bool
-) -> Iterator[_Plan | None]:
-    """The fastest way, then what is left should it fail; None, at the end, is what PyTorch does by itself."""
+) -> Iterator[_Plan]:
+    """The fastest way, then what is left should it fail; at the end what PyTorch does by itself."""
     takes, repeats = exact_ways(q, k, v, mask, grouped), False
     if grouped and takes == (PYTORCH,):  # it would compute that in plain steps, with all logits in memory
         repeats = True
@@ -203,7 +206,7 @@ def _candidates(
     way = choose_exact_way(q.device, shape, takes)
     if way is not None:
         yield from (_Plan(name, repeats) for name in dict.fromkeys((way, *takes)))
-    yield None
+    yield _Plan(None)
 
 
 def choose_exact_way(device: torch.device, shape: AttentionShape, takes: tuple[str, ...]) -> str | None:
@@ -215,11 +218,11 @@ def choose_exact_way(device: torch.device, shape: AttentionShape, takes: tuple[s
     return rule if measured is None else measured
 
 
-def _plan_for_compiler(q: torch.Tensor, mask: torch.Tensor | None, grouped: bool) -> _Plan | None:
+def _plan_for_compiler(q: torch.Tensor, mask: torch.Tensor | None, grouped: bool) -> _Plan:
     """A plan that a trace makes of what does not change with the number of tokens."""
     way = _way_for_compiler(q.device, q.dtype, q.shape[-1], mask is not None)
     # Whether a way takes grouped queries with a mask cannot be asked in a trace.
-    return None if way is None else _Plan(way, grouped and mask is not None)
+    return _Plan(way, way is not None and grouped and mask is not None)
 
 
 @torch.compiler.assume_constant_result
@@ -229,35 +232,25 @@ def _way_for_compiler(device: torch.device, dtype: torch.dtype, head_dim: int, m
     return choose_exact_way(device, AttentionShape(_MANY_TOKENS, _MANY_TOKENS, head_dim, masked), takes)
 
 
-def _planned(
-    plan: _Plan | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    grouped: bool,
-) -> torch.Tensor:
-    if plan is not None and plan.repeats:
-        k, v = _repeated(q, k, v)
-        grouped = False
-    return attend_by(PYTORCH if plan is None else plan.way, q, k, v, mask, scale, grouped)
-
-
 def attend_by(
-    way: str,
+    way: str | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
+    repeats: bool = False,
 ) -> torch.Tensor:
-    """Exact attention by one of `exact_ways`, with the arguments of `exact_attention`.
+    """Exact attention by one of `exact_ways`, with the arguments of `exact_attention`; None is PyTorch by itself.
 
-    What the way refuses after all goes to the next. Raises RuntimeError where it promised too much.
+    `repeats` gives each head of q keys of its own first. What the way refuses after all goes to the next. Raises
+    RuntimeError where it promised too much.
     """
-    if way == PYTORCH:
+    if repeats:
+        k, v = _repeated(q, k, v)
+        enable_gqa = False
+    if way is None or way == PYTORCH:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     compute = EXACT_WAYS[way].compute
     if compute is not None:

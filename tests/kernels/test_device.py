@@ -27,84 +27,39 @@ def card(monkeypatch):
     kernels.card.device._kind.cache_clear()
 
 
-def test_consumer_ampere_runs_fused_int8(card):
-    card("NVIDIA GeForce RTX 3090", (8, 6))
-    path = choose_path("cuda:0")
-    assert (path.kind, path.fallback) == ("fused int8", False)
-    assert "RTX 3090" in path.reason
+A100, RTX_3090, RTX_4090 = ("NVIDIA A100", (8, 0)), ("NVIDIA GeForce RTX 3090", (8, 6)), ("RTX 4090", (8, 9))
+TO_INSTALL = r'in the folder \S+ run `\./python\S* -m (uv )?pip install "triton==\d+\.\d+\.\*"`$'
 
 
 @pytest.mark.parametrize(
-    "name, capability",
+    "named, state, expected, says, blocked",
     [
-        ("NVIDIA GeForce RTX 2080 Ti", (7, 5)),
-        ("NVIDIA A100", (8, 0)),
-        ("NVIDIA GeForce RTX 4090", (8, 9)),
-        ("NVIDIA H200", (9, 0)),
-        ("NVIDIA GeForce RTX 5090", (12, 0)),
+        (RTX_3090, {}, "fused int8", "RTX 3090", False),
+        (RTX_3090, {"triton": False}, "bf16", TO_INSTALL, True),
+        (RTX_3090, {"error": "no C compiler"}, "bf16", r"\(no C compiler\).*install a C compiler", True),
+        (("AMD Radeon", (8, 6)), {"hip": "6.4"}, "bf16", "AMD Radeon", True),
+        (("RTX 2080 Ti", (7, 5)), {}, "bf16", r"RTX 2080 Ti \(sm_75\)", True),
+        (A100, {}, "bf16", r"A100 \(sm_80\)", False),
+        (RTX_4090, {}, "bf16", r"RTX 4090 \(sm_89\)", False),
+        (RTX_4090, {"triton": False}, "bf16", r"RTX 4090 \(sm_89\)", True),
+        (("H200", (9, 0)), {}, "bf16", r"H200 \(sm_90\)", False),
+        (("RTX 5090", (12, 0)), {}, "bf16", r"RTX 5090 \(sm_120\)", False),
     ],
 )
-def test_other_cards_fall_back_and_say_which(card, name, capability):
-    card(name, capability)
+def test_auto_falls_back_where_the_card_cannot_or_is_not_known_to_win(card, named, state, expected, says, blocked):
+    """`blocked` says whether choosing fused INT8 would be refused, or users are advised to do that."""
+    card(*named, **state)
     path = choose_path("cuda:0")
-    assert (path.kind, path.fallback) == ("bf16", True)
-    assert name in path.reason and f"sm_{capability[0]}{capability[1]}" in path.reason
+    assert (path.kind, path.fallback, path.blocked) == (expected, expected == "bf16", blocked)
+    assert re.search(says, path.reason)
+    assert choose_path("cuda:0", "bf16") == kernels.card.device.ComputePath("bf16", "bf16 was chosen")
+    if not blocked:
+        assert choose_path("cuda:0", "fused int8").kind == "fused int8"
 
 
-def test_no_triton_falls_back_and_says_how_to_get_it(card):
-    card("NVIDIA GeForce RTX 3090", (8, 6), triton=False)
-    path = choose_path("cuda:0")
-    assert (path.kind, path.fallback) == ("bf16", True)
-    assert re.search(r'in the folder \S+ run `\./python\S* -m (uv )?pip install "triton==\d+\.\d+\.\*"`$', path.reason)
-
-
-def test_a_triton_that_builds_nothing_falls_back_and_says_why(card):
-    card("NVIDIA GeForce RTX 3090", (8, 6), error="Failed to find C compiler")
-    path = choose_path("cuda:0")
-    assert (path.kind, path.fallback) == ("bf16", True)
-    assert "Failed to find C compiler" in path.reason and "install a C compiler" in path.reason
-
-
-def test_an_amd_card_that_claims_the_capability_falls_back(card):
-    card("AMD Radeon", (8, 6), hip="6.4")
-    assert choose_path("cuda:0").kind == "bf16"
-
-
-@pytest.mark.parametrize(
-    "arguments, blocked",
-    [
-        ({"name": "A100", "capability": (8, 0)}, False),
-        ({"name": "RTX 2080", "capability": (7, 5)}, True),
-        ({"name": "AMD Radeon", "capability": (8, 6), "hip": "6.4"}, True),
-        ({"name": "RTX 4090", "capability": (8, 9), "triton": False}, True),
-        ({"name": "RTX 3090", "capability": (8, 6), "error": "no compiler"}, True),
-    ],
-)
-def test_a_fallback_knows_whether_fused_int8_could_be_chosen(card, arguments, blocked):
-    """Or users are advised to choose what is then refused."""
-    card(**arguments)
-    assert choose_path("cuda:0").blocked == blocked
-
-
-def test_no_gpu_falls_back():
+def test_without_a_gpu_the_reference_can_be_chosen():
     path = choose_path("cpu")
-    assert (path.kind, path.fallback) == ("bf16", True)
-    assert "cpu" in path.reason
-
-
-def test_bf16_can_be_chosen_and_is_then_no_fallback(card):
-    card("NVIDIA GeForce RTX 3090", (8, 6))
-    path = choose_path("cuda:0", "bf16")
-    assert (path.kind, path.fallback) == ("bf16", False)
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
-def test_fused_int8_can_be_chosen_from_ampere_on(card, capability):
-    card("some card", capability)
-    assert choose_path("cuda:0", "fused int8").kind == "fused int8"
-
-
-def test_fused_int8_can_be_chosen_on_a_cpu():
+    assert (path.kind, path.fallback) == ("bf16", True) and "cpu" in path.reason
     assert choose_path("cpu", "fused int8").kind == "fused int8"
 
 
@@ -161,17 +116,13 @@ MEASURED = Choice(
     "shape, expected",
     [((4096, 4096), "fused int8"), ((512, 512), "native int8"), ((64, 64), "bf16"), ((8192, 2048), "fused int8")],
 )
-def test_an_auto_choice_of_the_card_decides_by_shape(card, shape, expected):
-    card("NVIDIA GeForce RTX 4090", (8, 9), choice=MEASURED)
+@pytest.mark.parametrize("named", [RTX_3090, RTX_4090])
+def test_an_auto_choice_of_the_card_decides_by_shape(card, named, shape, expected):
+    card(*named, choice=MEASURED)
     path = choose_path("cuda:0", shape=shape)
     assert (path.kind, path.fallback) == (expected, False)
     assert "2026-11-22" in path.reason
     assert choose_path("cuda:0", "fused int8", shape).kind == "fused int8"
-
-
-def test_an_auto_choice_decides_on_consumer_ampere_too(card):
-    card("NVIDIA GeForce RTX 3090", (8, 6), choice=MEASURED)
-    assert choose_path("cuda:0", shape=(64, 64)).kind == "bf16"
 
 
 def test_an_int8_weight_is_never_turned_into_bf16_by_an_auto_choice(card):

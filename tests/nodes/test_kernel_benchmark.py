@@ -102,22 +102,13 @@ def test_each_run_measures_anew(node):
     assert node.fingerprint_inputs(tokens=1) != node.fingerprint_inputs(tokens=1)
 
 
-def made_up(**milliseconds):
-    from int8_dit.kernels.benchmark.methods import METHOD_OF_WAY
-    from int8_dit.kernels.benchmark.report import LinearShape, ShapeResult
-
-    ways = {"fused": "fused int8", "native": "native int8", "bf16": "bf16"}
-    rounds = {METHOD_OF_WAY[ways[way]]: [time] * 3 for way, time in milliseconds.items()}
-    return ShapeResult(LinearShape("qkv", 64, 32), 8, rounds=rounds)
-
-
 @pytest.fixture
 def choices(run, monkeypatch):
-    """What was stored for a card, None for forgotten, in order."""
+    """What was stored for a card, None for forgotten, in order; the last one counts."""
     kept = []
-    for choices in (run.AUTO_CHOICES, run.ATTENTION_CHOICES):
-        monkeypatch.setattr(choices, "decide_by", lambda device, choice: kept.append(choice) or True)
-        monkeypatch.setattr(choices, "stored", lambda device: None)
+    for kind in (run.AUTO_CHOICES, run.ATTENTION_CHOICES):
+        monkeypatch.setattr(kind, "decide_by", lambda device, choice: kept.append(choice) or True)
+        monkeypatch.setattr(kind, "stored", lambda device: kept[-1] if kept else None)
     return kept
 
 
@@ -127,12 +118,21 @@ def healthy(**changes):
     return Health(**{"teraflops": 65.0, "expected": 71.0} | changes)
 
 
+def decided(run, health=None, decision="by this run", ticked=("native_int8",), **milliseconds):
+    """What is said of a run with these times of the ways of one linear."""
+    from int8_dit.kernels.benchmark.report import LinearShape, ShapeResult
+
+    names = {"fused": "fused int8", "native": "ComfyUI's INT8", "bf16": "bf16"}
+    milliseconds = milliseconds or {"fused": 1.0, "native": 2.0, "bf16": 3.0}
+    rounds = {names[way]: [time] * 3 for way, time in milliseconds.items()}
+    results = [ShapeResult(LinearShape("qkv", 64, 32), 8, rounds=rounds)]
+    return run._decide(CARD, health or healthy(), None, results, ticked, decision)
+
+
 def test_a_healthy_run_decides_what_auto_runs(run, choices):
-    results = [made_up(fused=1.0, native=2.0, bf16=3.0)]
-    said = run._decide(CARD, healthy(), None, results, ["native_int8"], run.STORE)
+    assert decided(run) == "Stored: auto now runs what was fastest here, of 1 shapes fused int8 for 1."
     (choice,) = choices
     assert dict(choice.milliseconds) == {(64, 32): {"fused int8": 1.0, "native int8": 2.0, "bf16": 3.0}}
-    assert said == "Stored: auto now runs what was fastest here, of 1 shapes fused int8 for 1."
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,12 @@ def test_a_healthy_run_decides_what_auto_runs(run, choices):
         ({"health": {"faults": ("too hot",)}}, "does not count"),
         ({"decision": "as before"}, "Nothing was stored: auto stays"),
         ({"ticked": []}, "tick native_int8"),
-        ({"results": {"bf16": 1.0}}, "fused kernel was not timed"),
+        ({"bf16": 1.0}, "fused kernel was not timed"),
     ],
 )
 def test_what_does_not_count_is_not_stored(run, choices, changes, says):
-    results = [made_up(**changes.get("results", {"fused": 1.0, "native": 2.0, "bf16": 3.0}))]
-    ticked, decision = changes.get("ticked", ["native_int8"]), changes.get("decision", run.STORE)
-    said = run._decide(CARD, healthy(**changes.get("health", {})), None, results, ticked, decision)
-    assert says in said and choices == []
+    health = healthy(**changes.pop("health", {}))
+    assert says in decided(run, health, **changes) and choices == []
 
 
 def test_forgetting_measures_nothing(node, run, choices, monkeypatch):
@@ -191,16 +189,6 @@ def test_what_an_attention_call_computes(attention, q, k, keywords, expected):
     assert call == (None if expected is None else attention.AttentionCall(*expected))
 
 
-@pytest.fixture
-def attention_choices(attention, monkeypatch):
-    """What was stored of attention, in order; the last one counts."""
-    kept = []
-    choices = attention.ATTENTION_CHOICES
-    monkeypatch.setattr(choices, "decide_by", lambda device, choice: kept.append(choice) or False)
-    monkeypatch.setattr(choices, "stored", lambda device: kept[-1] if kept else None)
-    return kept
-
-
 def attention_times(attention, width=128, tokens=4096, heads=24, **milliseconds):
     names = {"comfyui": attention.COMFYUI_CHOICE, "cudnn": "cuDNN", "flash": "flash", "pytorch": "PyTorch's choice"}
     shape = attention.AttentionShape(tokens, tokens, width, False)
@@ -208,31 +196,33 @@ def attention_times(attention, width=128, tokens=4096, heads=24, **milliseconds)
     return attention.AttentionResult(attention.AttentionCall("attention", heads, shape, heads), rounds=rounds)
 
 
-def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(attention, attention_choices):
+def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(attention, choices):
     first = attention_times(attention, comfyui=2.0, flash=2.0, cudnn=1.0, pytorch=2.0)
     again = attention_times(attention, heads=8, comfyui=1.0, flash=1.0, cudnn=0.5)
     wide = attention_times(attention, width=256, comfyui=3.0, flash=3.0, pytorch=3.1)
     alone = attention_times(attention, width=64, comfyui=1.0, pytorch=1.0)
     (said, *_) = attention.attention_sentences([first, again, alone])
     assert said == "Exact attention, 24 heads of 128, 4096 tokens: cuDNN is the fastest, 2.00 x ComfyUI's choice."
-    assert attention.store_attention(CARD, [alone]) == [] and not attention_choices
+    assert attention.store_attention(CARD, [alone]) == [] and not choices
     assert attention.store_attention(CARD, [first, again]) == ["This is stored for the attention choice auto."]
     attention.store_attention(CARD, [wide])
-    both, last = attention_choices
-    assert dict(both.milliseconds) == {first.call.shape: {"flash": 3.0, "cuDNN": 1.5}}
-    assert dict(last.milliseconds) == {
-        first.call.shape: {"flash": 3.0, "cuDNN": 1.5},
-        wide.call.shape: {"flash": 3.0, "PyTorch's choice": 3.1},
-    }
+    both, last = (dict(choice.milliseconds) for choice in choices)
+    assert both == {first.call.shape: {"flash": 3.0, "cuDNN": 1.5}}
+    assert last == both | {wide.call.shape: {"flash": 3.0, "PyTorch's choice": 3.1}}
 
 
-def test_a_full_disk_ends_no_run(attention, attention_choices, monkeypatch):
-    def full(device, choice):
+def test_a_full_disk_ends_no_run_and_is_said(run, attention, monkeypatch):
+    def full(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr(attention.ATTENTION_CHOICES, "decide_by", full)
-    (said,) = attention.store_attention(CARD, [attention_times(attention, flash=1.0, cudnn=2.0)])
-    assert "could not be stored (no space left)" in said
+    for kind in (run.AUTO_CHOICES, run.ATTENTION_CHOICES):
+        monkeypatch.setattr(kind, "decide_by", full)
+        monkeypatch.setattr(kind, "stored", lambda device: None)
+    monkeypatch.setattr(run, "write_new_file", full)
+    outcome = run.Outcome({"card": "a card"}, healthy(), [], [], None, [], [])
+    assert run.save_json(outcome) is None
+    said = decided(run), *attention.store_attention(CARD, [attention_times(attention, flash=1.0, cudnn=2.0)])
+    assert all("no space left" in text for text in (*said, *outcome.remarks)) and len(said) == 2 and outcome.remarks
 
 
 def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
@@ -263,12 +253,3 @@ def test_a_missing_matplotlib_is_said_before_anything_is_measured(node, run, mon
     monkeypatch.setattr(run, "examine", lambda *args: pytest.fail("measured"))
     with pytest.raises(ImportError, match="pip install matplotlib"):
         node.execute(8)
-
-
-def test_a_full_disk_ends_no_run_and_is_said(run, monkeypatch):
-    def full(*args):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(run, "write_new_file", full)
-    outcome = run.Outcome({"card": "a card"}, healthy(), [], [], None, [], [])
-    assert run.save_json(outcome) is None and "no space left" in outcome.remarks[0]
