@@ -40,20 +40,14 @@ def draw_times(
     panels = []
     for result in (result for result in results if result.rounds):
         times = result.milliseconds
-        known = reference if reference in times else max(times, key=times.__getitem__, default=reference)
-        rows = [
-            Row(
-                name,
-                "this pack" if name in ours else "others",
-                time / times[known],
-                (min(result.rounds[name]) / times[known], max(result.rounds[name]) / times[known]),
-                f"{time:.3f}" if time < 10 else f"{time:.1f}",
-            )
-            for name, time in times.items()
-        ]
+        known = reference if reference in times else max(times, key=times.__getitem__)
+        rows, unit = [], times[known]
+        for name, time in times.items():
+            span = min(result.rounds[name]) / unit, max(result.rounds[name]) / unit
+            figure = f"{time:.3f}" if time < 10 else f"{time:.1f}"
+            rows.append(Row(name, "this pack" if name in ours else "others", time / unit, span, figure))
         panels.append(Panel(f"{result.name}\n{result.place()}", f"1 = {known}", rows))
     end = min(_WIDEST, max([1.0, *(row.value for panel in panels for row in panel.rows)]))
     ticks = {tick: f"{tick:g}" for tick in ((0.0, 0.5, 1.0, 1.5) if end < 2 else (0.0, 1.0, 2.0, 3.0)) if tick <= end}
-    return draw(
-        title, f"{what}: shorter is better, figures are milliseconds. {environment}", panels, _SERIES, (0.0, end), ticks
-    )
+    text = f"{what}: shorter is better, figures are milliseconds. {environment}"
+    return draw(title, text, panels, _SERIES, (0.0, end), ticks)
