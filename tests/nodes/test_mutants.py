@@ -24,10 +24,10 @@ def test_mutants_are_refused_or_right(dit, tmp_path, kind):
     path = tmp_path / f"the mutant.{kind}"
     if kind == "gguf":
         ways, files = WAYS, gguf_mutants.gguf_files()
-        made = gguf_mutants.mutants(files, 2 * len(gguf_mutants.MUTATIONS) * TIMES)
+        kinds, rounds = gguf_mutants.MUTATIONS, 2 * TIMES
     else:
         ways, files = [(kernel,) for kernel in KERNELS], small_files.base_files()
-        made = mutants.mutants(files, len(files) * len(mutants.MUTATIONS) * TIMES)
+        kinds, rounds = mutants.MUTATIONS, len(files) * TIMES
 
     def load(way):
         return gguf_mutants.load(path, *way) if kind == "gguf" else dit.load(path, *way)
@@ -38,7 +38,7 @@ def test_mutants_are_refused_or_right(dit, tmp_path, kind):
         expected |= {(base, way): dit.forward(load(way)) for way in ways}
     before = peak_memory()
     wrong, seen = [], set()
-    for number, mutant in enumerate(made):
+    for number, mutant in enumerate(mutants.mutants(files, rounds * len(kinds), mutations=kinds)):
         way = ways[number % len(ways)]
         path.unlink()  # a tensor of the one before may still be mapped
         path.write_bytes(mutant.data)

@@ -9,7 +9,7 @@ import math
 import random
 import struct
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -21,14 +21,13 @@ from comfy.model_patcher import ModelPatcher
 from int8_dit.nodes.loading.load import load_int8_model
 from support import glyph_dit
 from support.gguf_files import stored_bytes
-from support.mutants import Mutant
+from support.mutants import TEXTS, Mutation, cut, flipped, longer, on_tensors
 
 ALIGNMENT = 32
 RESHAPED = "x_embedder.proj.weight"  # a convolution, which one of the files has as a matrix
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by type
 _NUMBERS = (0, 1, 2, 3, 5, 7, 33, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
-_TEXTS = ("", "{", "[]", "7", "null", "[" * 100_000, '{"a":' * 50_000, "\x00", '"' + "x" * 999_999)
 _SCALE_PLACES = {"Q8_0": (0,), "Q4_K": (0, 2), "IQ4_NL": (0,)}  # of the fp16 scales in a block
 
 
@@ -169,18 +168,13 @@ def taken_apart(data: bytes) -> _File:
 
 # Mutations
 
-_Mutation = Callable[[random.Random, bytes], tuple[bytes, str, bool]]
-"""-> the damaged file, where it is damaged, whether the mutation is free."""
-
 
 def _header_bit(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
     bit = rng.randrange(8 * taken_apart(data).header)
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed), f"bit {bit}", False
+    return flipped(data, bit), f"bit {bit}", False
 
 
-def _number(kind: str, *others: int) -> _Mutation:
+def _number(kind: str, *others: int) -> Mutation:
     """One of the numbers of a kind becomes another; a near one in a third of all cases."""
 
     def mutate(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
@@ -206,29 +200,15 @@ _ALIKE = [
 ]
 
 
-def _cut(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
-    left = rng.randrange(len(data))
-    return data[:left], f"{left} bytes left", False
-
-
-def _longer(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
-    return data + bytes(rng.randrange(1, 1000)), "", False
-
-
-def _rebuilt(change: Callable[[random.Random, _File], tuple[str, bool]]) -> _Mutation:
-    def mutate(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
-        file = taken_apart(data)
-        where, free = change(rng, file)
-        return file.written(), where, free
-
-    return mutate
+def _rebuilt(change: Callable[[random.Random, _File], tuple[str, bool]]) -> Mutation:
+    return on_tensors(change, taken_apart)
 
 
 _TensorChange = Callable[[random.Random, _Tensor], tuple[dict[str, object], str, bool]]
 """-> what of a tensor becomes what, what is said of it, whether the mutation is free."""
 
 
-def _one(change: _TensorChange, kinds: Collection[str] = ()) -> _Mutation:
+def _one(change: _TensorChange, kinds: Collection[str] = ()) -> Mutation:
     """Change one tensor, of these types where the file has any."""
 
     def changed(rng: random.Random, file: _File) -> tuple[str, bool]:
@@ -327,9 +307,8 @@ def _not_a_number(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object
 
 
 def _bit(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
-    data, bit = bytearray(tensor.data), rng.randrange(8 * len(tensor.data))
-    data[bit // 8] ^= 1 << bit % 8
-    return {"data": bytes(data)}, f"bit {bit}", True
+    bit = rng.randrange(8 * len(tensor.data))
+    return {"data": flipped(tensor.data, bit)}, f"bit {bit}", True
 
 
 def _architecture(rng: random.Random, file: _File) -> tuple[str, bool]:
@@ -346,7 +325,7 @@ def _architecture(rng: random.Random, file: _File) -> tuple[str, bool]:
 
 def _metadata(rng: random.Random, file: _File) -> tuple[str, bool]:
     key = rng.choice((b"int8_dit_recipe", b"int8_dit_marks", b"_quantization_metadata", b"config", b"workflow"))
-    text = rng.choice(_TEXTS).encode()
+    text = rng.choice(TEXTS).encode()
     file.values = [value for value in file.values if value[0] != key] + [(key, _STRING, _string(text))]
     if rng.random() < 0.1:
         file.values.append(file.values[-1])
@@ -363,7 +342,7 @@ def _renamed_key(rng: random.Random, file: _File) -> tuple[str, bool]:
     return key.decode(), False
 
 
-MUTATIONS: dict[str, _Mutation] = {
+MUTATIONS: dict[str, Mutation] = {
     "a bit of the header": _header_bit,
     "magic, version or counts": _number("start"),
     "a text's length": _number("length"),
@@ -372,8 +351,8 @@ MUTATIONS: dict[str, _Mutation] = {
     "another number of dimensions": _number("dimensions"),
     "another type": _number("tensor type", *range(42)),
     "another offset": _number("offset"),
-    "truncated": _cut,
-    "too long": _longer,
+    "truncated": cut,
+    "too long": longer,
     "a tensor removed": _rebuilt(_removed),
     "a tensor renamed": _one(_renamed),
     "a tensor duplicated": _rebuilt(_duplicated),
@@ -390,16 +369,6 @@ MUTATIONS: dict[str, _Mutation] = {
     "a key renamed": _rebuilt(_renamed_key),
     "damaged metadata": _rebuilt(_metadata),
 }
-
-
-def mutants(files: dict[str, bytes], count: int, seed: int = 0) -> Iterator[Mutant]:
-    """As many mutants of these files, kinds of mutation and files in turns."""
-    rng = random.Random(seed)
-    kinds = list(MUTATIONS)
-    for number in range(count):
-        kind, base = kinds[number % len(kinds)], list(files)[(number + number // len(kinds)) % len(files)]
-        data, where, free = MUTATIONS[kind](rng, files[base])
-        yield Mutant(base, kind, where, free, data)
 
 
 def load(path: Path, kernel: str, memory: str) -> ModelPatcher:

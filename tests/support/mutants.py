@@ -10,8 +10,9 @@ import json
 import math
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -25,25 +26,14 @@ NOISE = 1e-3  # of float32: whoever takes a value for another one is off by far 
 
 _DTYPES = {1: ("I8", "U8", "F8_E4M3", "F8_E5M2"), 2: ("BF16", "F16", "I16"), 4: ("F32", "I32", "U32")}
 _EXTREMES = (0.0, -1.0, math.nan, math.inf, -math.inf, 1e-42, 1e30)
-_TEXTS = (
-    "",
-    "{",
-    "[]",
-    "7",
-    "null",
-    "[" * 100_000,
-    '{"a":' * 50_000,
-    '{"layers": {"a": {}}',
-    "\x00",
-    '"' + "x" * 999_999,
-)
+TEXTS = ("", "{", "[]", "7", "null", "[" * 100_000, '{"a":' * 50_000, "\x00", '"' + "x" * 999_999)
 
 
 # Mutations
 
 
 @dataclass
-class _File:
+class File:
     """A safetensors file taken apart: of each tensor its dtype, shape and bytes."""
 
     tensors: dict[str, tuple[str, list[int], bytes]]
@@ -59,13 +49,13 @@ class _File:
         return struct.pack("<Q", len(encoded)) + encoded + b"".join(data for _, _, data in self.tensors.values())
 
 
-def _taken_apart(data: bytes) -> _File:
+def taken_apart(data: bytes) -> File:
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     metadata = header.pop("__metadata__", {})
     body = data[8 + length :]
     ordered = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
-    return _File({k: (e["dtype"], e["shape"], body[slice(*e["data_offsets"])]) for k, e in ordered}, metadata)
+    return File({k: (e["dtype"], e["shape"], body[slice(*e["data_offsets"])]) for k, e in ordered}, metadata)
 
 
 @dataclass(frozen=True)
@@ -79,65 +69,68 @@ class Mutant:
     data: bytes
 
 
-_Mutation = Callable[[random.Random, bytes], tuple[bytes, str, bool]]
+Mutation = Callable[[random.Random, bytes], tuple[bytes, str, bool]]
 """-> the damaged file, where it is damaged, whether the mutation is free."""
 
 
-def _flipped(data: bytes, bit: int) -> bytes:
+def flipped(data: bytes, bit: int) -> bytes:
+    """The data with one bit changed."""
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
 
 
-def _some(rng: random.Random, file: _File, *endings: str) -> str | None:
+def _some(rng: random.Random, file: File, *endings: str) -> str | None:
     keys = [key for key in file.tensors if key.endswith(endings)]
     return rng.choice(keys) if keys else None
 
 
-def _header_bit(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+def header_bit(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
     (length,) = struct.unpack("<Q", data[:8])
     bit = rng.randrange(8 * (8 + length))
-    return _flipped(data, bit), f"bit {bit}", False
+    return flipped(data, bit), f"bit {bit}", False
 
 
-def _bit_of(*endings: str, free: bool) -> _Mutation:
+def _bit_of(*endings: str, free: bool) -> Mutation:
     def mutate(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
-        file = _taken_apart(data)
+        file = taken_apart(data)
         key = _some(rng, file, *endings)
         if key is None:
-            return _header_bit(rng, data)
+            return header_bit(rng, data)
         dtype, shape, values = file.tensors[key]
-        file.tensors[key] = dtype, shape, _flipped(values, rng.randrange(8 * len(values)))
+        file.tensors[key] = dtype, shape, flipped(values, rng.randrange(8 * len(values)))
         return file.written(), key, free
 
     return mutate
 
 
-def _cut(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+def cut(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
     left = rng.randrange(len(data))
     return data[:left], f"{left} bytes left", False
 
 
-def _longer(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+def longer(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
     return data + bytes(rng.randrange(1, 100)), "", False
 
 
-def _on_tensors(change: Callable[[random.Random, _File], tuple[str, bool]]) -> _Mutation:
+def on_tensors(change: Callable[[random.Random, Any], tuple[str, bool]], apart: Callable = taken_apart) -> Mutation:
+    """A mutation of a file that is taken apart, changed and written again; `change` tells where, and whether free."""
+
     def mutate(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
-        file = _taken_apart(data)
+        file = apart(data)
         where, free = change(rng, file)
         return file.written(), where, free
 
     return mutate
 
 
-def _removed(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _removed(rng: random.Random, file: File) -> tuple[str, bool]:
     key = rng.choice(list(file.tensors))
     del file.tensors[key]
     return key, False
 
 
-def _removed_part(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _removed_part(rng: random.Random, file: File) -> tuple[str, bool]:
     key = _some(rng, file, QUANT_CONFIG, SCALE, SMOOTH)
     if key is None:
         return _removed(rng, file)
@@ -145,51 +138,44 @@ def _removed_part(rng: random.Random, file: _File) -> tuple[str, bool]:
     return key, False
 
 
-def _renamed(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _renamed(rng: random.Random, file: File) -> tuple[str, bool]:
     key = rng.choice(list(file.tensors))
     place = rng.randrange(len(key))
     file.tensors[key[:place] + rng.choice("abxyz019._") + key[place + 1 :]] = file.tensors.pop(key)
     return key, False
 
 
-def _duplicated(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _duplicated(rng: random.Random, file: File) -> tuple[str, bool]:
     key = rng.choice(list(file.tensors))
     file.tensors[f"copy_of_{key}" if rng.random() < 0.5 else f"{key}.copy"] = file.tensors[key]
     return key, False
 
 
-def _swapped(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _swapped(rng: random.Random, file: File) -> tuple[str, bool]:
     a, b = rng.sample(list(file.tensors), 2)
     same_form = file.tensors[a][:2] == file.tensors[b][:2]
     file.tensors[a], file.tensors[b] = file.tensors[b], file.tensors[a]
     return f"{a} and {b}", same_form
 
 
-def _reshaped(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _reshaped(rng: random.Random, file: File) -> tuple[str, bool]:
     key = rng.choice(list(file.tensors))
     dtype, shape, values = file.tensors[key]
     count = math.prod(shape)
-    shapes = [
-        shape[::-1],
-        [count],
-        [1, count],
-        [count, 1],
-        [*shape, 1],
-        [1, *shape],
-        [0, count, 0][: rng.randrange(1, 4)],
-    ]
+    shapes = [shape[::-1], [count], [1, count], [count, 1], [*shape, 1], [1, *shape]]
+    shapes.append([0, count, 0][: rng.randrange(1, 4)])
     new = rng.choice([other for other in shapes if other != shape])
     file.tensors[key] = dtype, new, values if math.prod(new) == count else b""
     return f"{key} {new}", False
 
 
-def _huge_and_empty(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _huge_and_empty(rng: random.Random, file: File) -> tuple[str, bool]:
     key = rng.choice(list(file.tensors))
     file.tensors[key] = file.tensors[key][0], rng.choice([[1 << 40, 0], [0, 1 << 40], [1 << 20, 0, 1 << 20]]), b""
     return key, False
 
 
-def _retyped(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _retyped(rng: random.Random, file: File) -> tuple[str, bool]:
     key = rng.choice(list(file.tensors))
     dtype, shape, values = file.tensors[key]
     width = len(values) // math.prod(shape)
@@ -200,35 +186,24 @@ def _retyped(rng: random.Random, file: _File) -> tuple[str, bool]:
     return f"{key} {new}", unmarked and {dtype, new} <= {"BF16", "F16", "F8_E4M3", "F8_E5M2"}
 
 
-def _mark_text(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _mark_text(rng: random.Random, file: File) -> tuple[str, bool]:
     key = _some(rng, file, QUANT_CONFIG)
     if key is None:
         key = f"{rng.choice([k for k in file.tensors if k.endswith('.weight')]).removesuffix('.weight')}.{QUANT_CONFIG}"
         mark = {}
     else:
         mark = json.loads(file.tensors[key][2])
-    other = rng.choice(
-        (
-            "int8_tensorwise",
-            "int8_smoothquant",
-            "int8_act16",
-            "float8_e4m3fn",
-            "float8_e5m2",
-            "nvfp4",
-            "mxfp8",
-            "x",
-            None,
-        )
-    )
+    others = ("int8_tensorwise", "int8_smoothquant", "int8_act16", "float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8")
+    other = rng.choice((*others, "x", None))
     harmless = other == "int8_act16" and mark.get("format") == "int8_tensorwise"
     mark["format"] = other if other != mark.get("format") else "convrot_w4a4"
     as_mark = rng.random() < 0.5
-    text = json.dumps(mark).encode() if as_mark else rng.choice(_TEXTS).encode()[:100_000]
+    text = json.dumps(mark).encode() if as_mark else rng.choice(TEXTS).encode()[:100_000]
     file.tensors[key] = "U8", [len(text)], text
     return key, as_mark and harmless  # a layer computes more exactly than it was meant to
 
 
-def _mark_option(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _mark_option(rng: random.Random, file: File) -> tuple[str, bool]:
     key = _some(rng, file, QUANT_CONFIG)
     if key is None:
         return _mark_text(rng, file)
@@ -242,7 +217,7 @@ def _mark_option(rng: random.Random, file: _File) -> tuple[str, bool]:
     return f"{key} {options}", False
 
 
-def _rotation(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _rotation(rng: random.Random, file: File) -> tuple[str, bool]:
     """A mark that lost its rotation, or got one: still as some legitimate file has it."""
     key = _some(rng, file, QUANT_CONFIG)
     if key is None or b"float8" in file.tensors[key][2]:
@@ -255,7 +230,7 @@ def _rotation(rng: random.Random, file: _File) -> tuple[str, bool]:
     return key, False
 
 
-def _extreme(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _extreme(rng: random.Random, file: File) -> tuple[str, bool]:
     """One value or all of a scale; of a plain tensor where the file has no scales."""
     key = _some(rng, file, SCALE, SMOOTH) or rng.choice(list(file.tensors))
     dtype, shape, values = file.tensors[key]
@@ -268,7 +243,7 @@ def _extreme(rng: random.Random, file: _File) -> tuple[str, bool]:
     return f"{key} {value}", False
 
 
-def _added(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _added(rng: random.Random, file: File) -> tuple[str, bool]:
     """A tensor of a quantized form beside a layer that has none of that kind."""
     layer = rng.choice([k for k in file.tensors if k.endswith(".weight")]).removesuffix(".weight")
     part = rng.choice(("weight_scale", "scale_weight", "weight_scale_2", "weight_smooth", "pre_quant_scale", "unknown"))
@@ -276,43 +251,45 @@ def _added(rng: random.Random, file: _File) -> tuple[str, bool]:
     return f"{layer}.{part}", False
 
 
-def _metadata(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _metadata(rng: random.Random, file: File) -> tuple[str, bool]:
     key = rng.choice(("int8_dit_recipe", "int8_dit_marks", "_quantization_metadata", "config", "format", "unknown"))
-    file.metadata[key] = rng.choice(_TEXTS)
+    file.metadata[key] = rng.choice(TEXTS)
     return f"{key} {file.metadata[key][:20]!r}", False
 
 
-MUTATIONS: dict[str, _Mutation] = {
-    "a bit of the header": _header_bit,
+MUTATIONS: dict[str, Mutation] = {
+    "a bit of the header": header_bit,
     "a bit of a weight": _bit_of(".weight", free=True),
     "a bit of a scale": _bit_of(SCALE, SMOOTH, free=True),
     "a bit of a mark": _bit_of(QUANT_CONFIG, free=False),
-    "truncated": _cut,
-    "too long": _longer,
-    "a tensor removed": _on_tensors(_removed),
-    "a mark or scale removed": _on_tensors(_removed_part),
-    "a tensor renamed": _on_tensors(_renamed),
-    "a tensor duplicated": _on_tensors(_duplicated),
-    "two tensors swapped": _on_tensors(_swapped),
-    "another shape": _on_tensors(_reshaped),
-    "huge and empty": _on_tensors(_huge_and_empty),
-    "another dtype": _on_tensors(_retyped),
-    "another mark": _on_tensors(_mark_text),
-    "another option in a mark": _on_tensors(_mark_option),
-    "another rotation in a mark": _on_tensors(_rotation),
-    "an extreme value": _on_tensors(_extreme),
-    "a scale added": _on_tensors(_added),
-    "damaged metadata": _on_tensors(_metadata),
+    "truncated": cut,
+    "too long": longer,
+    "a tensor removed": on_tensors(_removed),
+    "a mark or scale removed": on_tensors(_removed_part),
+    "a tensor renamed": on_tensors(_renamed),
+    "a tensor duplicated": on_tensors(_duplicated),
+    "two tensors swapped": on_tensors(_swapped),
+    "another shape": on_tensors(_reshaped),
+    "huge and empty": on_tensors(_huge_and_empty),
+    "another dtype": on_tensors(_retyped),
+    "another mark": on_tensors(_mark_text),
+    "another option in a mark": on_tensors(_mark_option),
+    "another rotation in a mark": on_tensors(_rotation),
+    "an extreme value": on_tensors(_extreme),
+    "a scale added": on_tensors(_added),
+    "damaged metadata": on_tensors(_metadata),
 }
 
 
-def mutants(files: dict[str, bytes], count: int, seed: int = 0) -> Iterator[Mutant]:
-    """As many mutants of these files, kinds of mutation and files in turns."""
+def mutants(
+    files: Mapping[str, bytes], count: int, seed: int = 0, mutations: Mapping[str, Mutation] = MUTATIONS
+) -> Iterator[Mutant]:
+    """As many mutants of these files, kinds of mutation in turns, each round on the next file."""
     rng = random.Random(seed)
-    kinds = list(MUTATIONS)
     for number in range(count):
-        kind, base = kinds[number % len(kinds)], list(files)[number // len(kinds) % len(files)]
-        data, where, free = MUTATIONS[kind](rng, files[base])
+        round_, place = divmod(number, len(mutations))
+        kind, base = list(mutations)[place], list(files)[(place + round_) % len(files)]
+        data, where, free = mutations[kind](rng, files[base])
         yield Mutant(base, kind, where, free, data)
 
 
