@@ -5,9 +5,9 @@ from ..card.timing import Stopwatch
 from .attention import (
     ATTENTION_METHODS,
     COMFYUI_CHOICE,
-    AttentionCall,
     AttentionResult,
     AttentionShape,
+    AttentionWork,
     attention_memory,
     ideogram4_attention,
 )

@@ -30,8 +30,8 @@ _MOST_ELEMENTS_ON_CPU = 1 << 20  # of the logits: what a CPU does in a fraction 
 
 
 @dataclass(frozen=True)
-class AttentionCall:
-    """What is computed in one attention call of a model.
+class AttentionWork:
+    """What one attention call of a model computes.
 
     Attributes:
         name: for the user.
@@ -58,10 +58,10 @@ class AttentionCall:
         return f"{samples}{self.heads} heads{grouped} of {head_dim}, {tokens}{across} tokens{', masked' * masked}"
 
 
-def ideogram4_attention(tokens: int) -> AttentionCall:
+def ideogram4_attention(tokens: int) -> AttentionWork:
     """That of Ideogram 4 for so many tokens of image and text, as far as it has so many."""
     tokens = min(tokens, _MOST_TOKENS_OF_IDEOGRAM4)
-    return AttentionCall("Ideogram 4", 18, AttentionShape(tokens, tokens, 256, False), 18)
+    return AttentionWork("Ideogram 4", 18, AttentionShape(tokens, tokens, 256, False), 18)
 
 
 class AttentionOperands:
@@ -69,7 +69,7 @@ class AttentionOperands:
 
     copies = 1
 
-    def __init__(self, call: AttentionCall, device: torch.device) -> None:
+    def __init__(self, call: AttentionWork, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(tokens: int, heads: int) -> torch.Tensor:
@@ -163,7 +163,7 @@ class AttentionResult(Times):
     """The times of one call."""
 
     reference: ClassVar[str] = COMFYUI_CHOICE
-    call: AttentionCall
+    call: AttentionWork
 
     @property
     def name(self) -> str:
@@ -180,14 +180,14 @@ class AttentionResult(Times):
         return super().as_json() | {"call": vars(self.call) | {"shape": self.call.shape._asdict()}}
 
 
-def attention_memory(call: AttentionCall) -> int:
+def attention_memory(call: AttentionWork) -> int:
     """Bytes that `benchmark_attention` needs at its peak, rounded up: float32 draws, INT8 copies, some float64 rows."""
     queries, keys = call.heads * call.shape.tokens, call.key_heads * call.shape.keys
     logits = 32 * min(call.shape.tokens, 2 * ERROR_ROWS) * call.shape.keys
     return call.batch * call.shape.head_dim * (16 * queries + 24 * keys) + logits
 
 
-def feasible_call(call: AttentionCall, device: torch.device) -> AttentionCall:
+def feasible_call(call: AttentionWork, device: torch.device) -> AttentionWork:
     """The call that is timed: on a CPU with fewer tokens, as many of both kinds at most."""
     if device.type != "cpu":
         return call

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..card.choices import Shape, fastest
 from ..card.device import BF16, FUSED
-from .attention import AttentionCall
+from .attention import AttentionWork
 from .methods import METHOD_OF_WAY
 from .operands import LinearShape
 from .report import ShapeResult
@@ -60,7 +60,7 @@ class ForwardSplit:
     attention: float
     in_bf16: bool = False
     blocks: Sequence[BlockCalls] = ()
-    attention_calls: Sequence[AttentionCall] = ()
+    attention_calls: Sequence[AttentionWork] = ()
 
     @property
     def waits_for_python(self) -> bool:

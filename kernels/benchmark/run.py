@@ -9,10 +9,10 @@ from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..interruption import interruptible
 from .attention import (
     ATTENTION_METHODS,
-    AttentionCall,
     AttentionMethod,
     AttentionOperands,
     AttentionResult,
+    AttentionWork,
     feasible_call,
 )
 from .methods import BENCHMARK_METHODS, Method, bytes_per_copy
@@ -72,7 +72,7 @@ def benchmark_shape(
 
 
 def benchmark_attention(
-    call: AttentionCall, device: torch.device, methods: Sequence[AttentionMethod] = ATTENTION_METHODS, **how: Any
+    call: AttentionWork, device: torch.device, methods: Sequence[AttentionMethod] = ATTENTION_METHODS, **how: Any
 ) -> AttentionResult:
     """The same for one call of attention; on a CPU for fewer tokens."""
     result = AttentionResult(feasible_call(call, device))

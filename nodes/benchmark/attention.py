@@ -9,23 +9,23 @@ import torch
 from ...kernels import ATTENTION_CHOICES, Choice
 from ...kernels.benchmark import (
     COMFYUI_CHOICE,
-    AttentionCall,
     AttentionResult,
     AttentionShape,
+    AttentionWork,
     total_times,
 )
 from ..comfyui.attention import comfyuis_attention
 from ..patching.attention_kinds import read_call
 
 
-def attention_call(*args: Any, **keywords: Any) -> AttentionCall | None:
+def attention_call(*args: Any, **keywords: Any) -> AttentionWork | None:
     """What a call of ComfyUI's attention functions computes, whose arguments these are; None where it is unusual."""
     call = read_call(comfyuis_attention, *args, **keywords)
     if not call.q.ndim == call.k.ndim == 4:
         return None
     (batch, _, tokens, width), (_, key_heads, keys, _) = call.q.shape, call.k.shape
     name = "attention" if tokens == keys else "cross attention"
-    return AttentionCall(name, call.heads, AttentionShape(tokens, keys, width, call.mask is not None), key_heads, batch)
+    return AttentionWork(name, call.heads, AttentionShape(tokens, keys, width, call.mask is not None), key_heads, batch)
 
 
 def attention_sentences(results: Sequence[AttentionResult]) -> list[str]:

@@ -13,7 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ...kernels.benchmark import (
-    AttentionCall,
+    AttentionWork,
     BlockCalls,
     Calls,
     ForwardSplit,
@@ -82,7 +82,7 @@ class _Clock:
         self._watch = Stopwatch(model.load_device)
         self._whole: list[Any] = []
         self._products: dict[tuple[int, int, int], tuple[str, list]] = {}
-        self._attention: list[tuple[AttentionCall | None, Any]] = []
+        self._attention: list[tuple[AttentionWork | None, Any]] = []
         self._called: dict[str, tuple[list, tuple]] = {}  # the blocks of a list, and what one was called with
         self._blocks: list[BlockCalls] = []
         self._watches = False
@@ -137,9 +137,9 @@ class _Clock:
     def _total(self, spans: list) -> float:
         return sum(map(self._watch.milliseconds, spans))
 
-    def _attention_calls(self) -> tuple[AttentionCall, ...]:
+    def _attention_calls(self) -> tuple[AttentionWork, ...]:
         """The kinds of attention calls that together take nearly all of its time, the longest first."""
-        found: dict[AttentionCall | None, list] = {}
+        found: dict[AttentionWork | None, list] = {}
         for call, span in self._attention:
             found.setdefault(call, []).append(span)
         times = {call: self._total(spans) for call, spans in found.items()}

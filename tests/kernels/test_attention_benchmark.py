@@ -10,9 +10,9 @@ from kernels.benchmark.attention import (
     ATTENTION_METHODS,
     COMFYUI_CHOICE,
     KITCHEN_INT8,
-    AttentionCall,
     AttentionMethod,
     AttentionResult,
+    AttentionWork,
     attention_memory,
     feasible_call,
     ideogram4_attention,
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def a_call(heads=4, width=64, tokens=40, keys=None, masked=False, key_heads=None, batch=2):
-    return AttentionCall(
+    return AttentionWork(
         "a block", heads, AttentionShape(tokens, keys or tokens, width, masked), key_heads or heads, batch
     )
 
@@ -33,7 +33,7 @@ def a_call(heads=4, width=64, tokens=40, keys=None, masked=False, key_heads=None
 @pytest.mark.parametrize(
     "call",
     [a_call(), a_call(keys=23), a_call(key_heads=2), a_call(masked=True), a_call(key_heads=1, keys=32, masked=True)],
-    ids=AttentionCall.place,
+    ids=AttentionWork.place,
 )
 def test_a_cpu_times_what_pytorch_has_and_names_the_rest(call):
     said = []

@@ -186,14 +186,14 @@ def zeros(*shape):
 )
 def test_what_an_attention_call_computes(attention, q, k, keywords, expected):
     call = attention.attention_call(q, k, k, 4, transformer_options={}, **keywords)
-    assert call == (None if expected is None else attention.AttentionCall(*expected))
+    assert call == (None if expected is None else attention.AttentionWork(*expected))
 
 
 def attention_times(attention, width=128, tokens=4096, heads=24, **milliseconds):
     names = {"comfyui": attention.COMFYUI_CHOICE, "cudnn": "cuDNN", "flash": "flash", "pytorch": "PyTorch's choice"}
     shape = attention.AttentionShape(tokens, tokens, width, False)
     rounds = {names[name]: [time] * 3 for name, time in milliseconds.items()}
-    return attention.AttentionResult(attention.AttentionCall("attention", heads, shape, heads), rounds=rounds)
+    return attention.AttentionResult(attention.AttentionWork("attention", heads, shape, heads), rounds=rounds)
 
 
 def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(attention, choices):

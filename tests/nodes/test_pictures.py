@@ -129,12 +129,12 @@ def calls(count):
     """Results of attention calls, each method slower than the one before."""
     from int8_dit.kernels.benchmark.attention import (
         ATTENTION_METHODS,
-        AttentionCall,
         AttentionResult,
         AttentionShape,
+        AttentionWork,
     )
 
-    call = AttentionCall("cross attention", 40, AttentionShape(32760, 32512, 128, True), 8, 2)
+    call = AttentionWork("cross attention", 40, AttentionShape(32760, 32512, 128, True), 8, 2)
     rounds = {method.name: [n, n, 1.1 * n] for n, method in enumerate(ATTENTION_METHODS, 1)}
     return [AttentionResult(call, rounds=rounds)] * count
 

@@ -23,10 +23,10 @@ from kernels.benchmark.attention import (
     COMFYUI_CHOICE,
     KITCHEN_INT8,
     OWN_INT8,
-    AttentionCall,
     AttentionMethod,
     AttentionOperands,
     AttentionResult,
+    AttentionWork,
     feasible_call,
 )
 from kernels.benchmark.report import markdown
@@ -51,7 +51,7 @@ METHODS = (
 
 
 def call(name: str, heads: int, width: int, tokens: int, keys: int | None = None, masked: bool = False):
-    return AttentionCall(name, heads, AttentionShape(tokens, keys or tokens, width, masked), heads)
+    return AttentionWork(name, heads, AttentionShape(tokens, keys or tokens, width, masked), heads)
 
 
 CALLS = (
@@ -108,7 +108,7 @@ class Measured:
 RATIOS = ["", "auto vs ComfyUI", "own INT8 vs comfy-kitchen", "own INT8 vs flash", "own INT8 vs auto"]
 
 
-def measure(planned: AttentionCall, device: torch.device, rounds: int) -> Measured:
+def measure(planned: AttentionWork, device: torch.device, rounds: int) -> Measured:
     normal = benchmark_attention(planned, device, METHODS, rounds=rounds)
     ran = [method for method in METHODS if method.name in normal.rounds]
     operands, strong = AttentionOperands(planned, device), AttentionResult(planned)
