@@ -6,7 +6,7 @@ Three subjects: the glyph model as it was trained; the same with outlier channel
 which change no result in bf16; and full-width Ideogram 4 blocks with random weights and outlier channels planted at the
 inputs of some feed_forward.w2. All comparisons are paired, same seed and inputs, against bf16; intervals are 95 %
 bootstrap intervals. Leaves ablation.json, ablation.md and glyphs.png in --out. `--pairs 4 --blocks 2 --pixels 64` tries
-it out on a CPU. `--variants` takes some variants alone, without the folding; "NAME, INT8 attention" is one of the
+it out on a CPU. `--variants` takes some variants alone; "NAME, INT8 attention" is one of the
 pack's with attention in INT8 too.
 """
 
@@ -15,7 +15,6 @@ import gc
 import json
 import logging
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +30,7 @@ from studies.decoded_weights import decoded, gguf_decoded, nf4_decoded
 from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS
 from support.pack import import_comfyui, import_pack
 from support.small_png import save_small_png
-from support.tensors import cosine, relative_error
+from support.tensors import relative_error
 
 GLYPH_MODEL = TESTS / "data" / "glyph_dit.safetensors"
 LADDER = (0, 4, 8, 17, 34)
@@ -117,25 +116,6 @@ class Glyphs:
         images = latents.model_to_image(latent).clamp(0, 1)
         read = [seen == asked for seen, asked in zip(recognise(images), self._text, strict=True)]
         return Outcome(errors.tolist(), read, images=images[:PICTURE_COLUMNS])
-
-    def outputs(self, model) -> list[torch.Tensor]:
-        """What the model makes of noise, for all characters, at some times of the schedule."""
-        import comfy.model_management
-
-        from glyphs.alphabet import ALPHABET
-        from glyphs.conditioning import encode
-
-        comfy.model_management.load_models_gpu([model])
-        device = comfy.model_management.get_torch_device()
-        context, pooled = (tensor.to(device) for tensor in encode(ALPHABET))
-        noise = torch.randn(self._empty(len(ALPHABET)).shape, generator=torch.Generator().manual_seed(1)).to(device)
-        with torch.inference_mode():
-            return [
-                model.model.apply_model(
-                    noise, noise.new_full((len(noise),), time), c_crossattn=context, y=pooled
-                ).float()
-                for time in (0.95, 0.7, 0.4, 0.1)
-            ]
 
 
 class Blocks:
@@ -316,8 +296,8 @@ def pack_variants(layers: int) -> dict[str, dict[str, object]]:
     return variants | in_bf16 | calibrated | in_codes
 
 
-def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, Outcome], dict[str, list[float]]]:
-    """Every variant of a subject, and its `folded_cosines`; or only the wanted ones of this pack."""
+def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> dict[str, Outcome]:
+    """Every variant of a subject, or the wanted ones."""
     from int8_dit.nodes.layers.layer_selection import quantizable_linears
     from int8_dit.nodes.patching.attention_kinds import INT8
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
@@ -350,32 +330,7 @@ def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> tuple[dict[str, O
                 f"{name}{INT8_ATTENTION}", subject, attending(model.clone(), INT8)
             )
         del model
-    return outcomes, folded_cosines(subject, base, calibration) if wanted is None else {}
-
-
-def folded_cosines(subject: Glyphs | Blocks, base, calibration) -> dict[str, list[float]]:
-    """Cosines of outputs: the stock loader on a folded file with this pack on the unfolded one, and that with bf16."""
-    import comfy.sd
-
-    from int8_dit.nodes.loading.load import load_int8_model
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
-    from int8_dit.nodes.quantization.report import BF16
-    from int8_dit.nodes.saving.save import save_int8_model
-
-    settings = QuantizationSettings(smooth_only_foldable=True, protected_in=BF16)
-    quantized, _ = quantize_model(base, settings, "fused int8", calibration)
-    with tempfile.TemporaryDirectory() as folder:
-        own, folded = (str(Path(folder, f"{name}.safetensors")) for name in ("own", "folded"))
-        save_int8_model(quantized, own, {})
-        save_int8_model(quantized, folded, {}, fold_factors=True)
-        unfolded = subject.outputs(load_int8_model(own, "fused int8"))
-        stock_outputs = subject.outputs(comfy.sd.load_diffusion_model(folded))
-    exact = subject.outputs(base)
-
-    return {
-        "stock folded with own unfolded": [cosine(*pair) for pair in zip(stock_outputs, unfolded, strict=True)],
-        "INT8 with bf16": [cosine(*pair) for pair in zip(unfolded, exact, strict=True)],
-    }
+    return outcomes
 
 
 def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
@@ -481,22 +436,13 @@ def twins(subjects: dict[str, dict[str, dict]], difference: str) -> str:
     return markdown(columns, rows) if rows else ""
 
 
-def folding(key: str, folded: dict[str, list[float]]) -> str:
-    """The smallest cosines of one subject."""
-    smallest = ", ".join(f"{name} {min(cosines):.6f}" for name, cosines in folded.items())
-    return f"- {COLUMNS[key]}: {smallest}"
-
-
 def report(heading: str, results: dict[str, dict]) -> str:
     """All tables."""
     subjects = {key: result["figures"] for key, result in results.items()}
     tables = [comparison(COLUMNS[key], figures) for key, figures in subjects.items() if "FP8" in figures]
     note = "Errors relative to bf16, and in brackets 95 % bootstrap intervals."
-    cosines = [folding(key, result["folded"]) for key, result in results.items() if result["folded"]]
-    title = "Cosines of outputs, the smallest of all blocks or times, of a folded file in the stock loader:"
-    folded = [title, "\n".join(cosines)] if cosines else []
     differences = [twins(subjects, difference) for difference in DIFFERENCES]
-    parts = [heading, note, overview(subjects), *differences, *folded, *tables]
+    parts = [heading, note, overview(subjects), *differences, *tables]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -554,10 +500,9 @@ def main() -> None:
     for key in arguments.subjects:
         print(COLUMNS[key], flush=True)
         subject = makers[key]()
-        outcomes, folded = run(subject, arguments.variants)
+        outcomes = run(subject, arguments.variants)
         results[key] = {
             "figures": summary(outcomes),
-            "folded": folded,
             "errors": {variant: [float(f"{e:.4g}") for e in outcome.errors] for variant, outcome in outcomes.items()},
         }
         if key == "blocks" and "recipe" in outcomes:

@@ -181,4 +181,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_script(main, ValueError)
+    run_script(main, ValueError, OSError)

@@ -15,25 +15,10 @@ from support import glyph_dit
 from support.file_formats import fp8_scaled
 
 
-def _layers(tensors: dict[str, torch.Tensor]) -> list[str]:
-    names = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
-    return [key.removesuffix(".weight") for key in tensors if key.endswith(names)]
-
-
-def _int8(group: int | None = None) -> dict[str, torch.Tensor]:
-    tensors = glyph_dit.tensors()
-    for layer in _layers(tensors):
-        options = {} if group is None else {"convrot": True, "convrot_groupsize": group}
-        q, params = TensorWiseINT8Layout.quantize(tensors[f"{layer}.weight"].float(), per_channel=True, **options)
-        mark = encode_config(ChannelTransform(None, group))
-        tensors |= {f"{layer}.weight": q, f"{layer}.{SCALE}": params.scale, f"{layer}.{QUANT_CONFIG}": mark}
-    return tensors
-
-
 def _own() -> dict[str, torch.Tensor]:
     """Smoothed, every other layer rotated too, and every third with 16-bit activations."""
     tensors = glyph_dit.tensors()
-    for number, layer in enumerate(_layers(tensors)):
+    for number, layer in enumerate(glyph_dit.LINEARS):
         weight = tensors[f"{layer}.weight"].float()
         smooth = torch.linspace(0.5, 2.0, weight.shape[1])
         options = {"convrot": True, "convrot_groupsize": 64} if number % 2 else {}
@@ -47,19 +32,19 @@ def _own() -> dict[str, torch.Tensor]:
 
 def _fp8() -> dict[str, torch.Tensor]:
     tensors = glyph_dit.tensors()
-    return fp8_scaled(tensors, _layers(tensors))
+    return fp8_scaled(tensors, list(glyph_dit.LINEARS))
 
 
 def _unmarked() -> dict[str, torch.Tensor]:
-    return {key: tensor for key, tensor in _int8().items() if not key.endswith(f".{QUANT_CONFIG}")}
+    return {key: tensor for key, tensor in glyph_dit.native_int8().items() if not key.endswith(f".{QUANT_CONFIG}")}
 
 
 def base_files() -> dict[str, bytes]:
     """Small files of six kinds."""
     own = _own()
     return {
-        "native INT8": save(_int8()),
-        "ConvRot": save(_int8(64)),
+        "native INT8": save(glyph_dit.native_int8()),
+        "ConvRot": save(glyph_dit.native_int8(rotation_group=64)),
         "this pack's": save(own, {"int8_dit_recipe": '{"method": "smooth"}', **as_metadata(own)}),
         "FP8 scaled": save(_fp8()),
         "bf16": save(glyph_dit.tensors()),
