@@ -9,7 +9,7 @@ import torch
 
 from ..reference.grouped_codes import GroupedCodes
 from ..reference.int8_weights import quantize_weight
-from ..reference.transform import ChannelTransform
+from ..reference.transform import UNCHANGED, ChannelTransform
 from .calibrated_rounding import CalibratedRounding
 from .candidates import TransformPlan
 from .output_error import OutputError, relative_rounding_error
@@ -100,6 +100,12 @@ def quantize_group(
     plain_errors: dict[str, float] = {}
     errors: dict[str, list[float]] = {}
 
+    def nearest(weight: torch.Tensor, transform: ChannelTransform) -> RoundedWeight:
+        if in_codes:
+            assert transform.rotation_group is not None
+            return quantize_to_codes(weight, transform.rotation_group)
+        return RoundedWeight(*quantize_weight(weight, transform, clip=clip))
+
     def finish(name: str, weight: torch.Tensor, rounded: RoundedWeight, chosen: int) -> None:
         error, nearest_error = errors[name][chosen], None
         better = calibrated[chosen].improve(weight, rounded)
@@ -126,22 +132,15 @@ def quantize_group(
             error_of = partial(relative_rounding_error, weight)
             if statistics is not None:
                 error_of = partial(OutputError(statistics.sample.rows, weight).of, activation_bits=activation_bits)
-            if in_codes:
-                (transform,) = transforms
-                assert transform.rotation_group is not None
-                rounded = quantize_to_codes(weight, transform.rotation_group)
-                plain_errors[name] = error_of(rounded.q, rounded.scale, transform)
-                errors[name] = [plain_errors[name]]
-            else:
-                rounded = RoundedWeight(*quantize_weight(weight))
-                plain_errors[name] = error_of(rounded.q, rounded.scale)
-                errors[name] = []
-                for candidate, transform in zip(candidates, transforms, strict=True):
-                    if clip or candidate != TransformPlan():
-                        rounded = RoundedWeight(*quantize_weight(weight, transform, clip=clip))
-                        errors[name].append(error_of(rounded.q, rounded.scale, transform))
-                    else:
-                        errors[name].append(plain_errors[name])
+            rounded = nearest(weight, transforms[0]) if in_codes else RoundedWeight(*quantize_weight(weight))
+            plain_errors[name] = error_of(rounded.q, rounded.scale, transforms[0] if in_codes else UNCHANGED)
+            errors[name] = []
+            for candidate, transform in zip(candidates, transforms, strict=True):
+                if in_codes or (candidate == TransformPlan() and not clip):
+                    errors[name].append(plain_errors[name])
+                else:
+                    rounded = nearest(weight, transform)
+                    errors[name].append(error_of(rounded.q, rounded.scale, transform))
             if len(candidates) == 1:
                 finish(name, weight, rounded, 0)
             del weight, error_of, rounded  # before the next is loaded
@@ -151,7 +150,7 @@ def quantize_group(
     chosen = least_worst(list(errors.values()))
     for name, load in weights.items():
         weight = load()
-        finish(name, weight, RoundedWeight(*quantize_weight(weight, transforms[chosen], clip=clip)), chosen)
+        finish(name, weight, nearest(weight, transforms[chosen]), chosen)
         del weight
     return results
 

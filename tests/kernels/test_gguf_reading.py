@@ -15,7 +15,7 @@ from kernels import (
     quantize_weight,
 )
 from kernels.reference.int8_weights import SMALLEST_SCALE
-from support.tensors import DEVICE, random_float
+from support.tensors import DEVICE, low_rank_of_integers, random_float
 
 # Blocks a row and rows: fewer and more than a program of the kernels takes, rows that end inside one.
 SHAPES = {32: ((1, 1), (3, 5), (21, 13)), 256: ((1, 1), (2, 3), (9, 4))}
@@ -97,14 +97,6 @@ def test_a_scale_of_another_is_divided_by_and_clamped(path, name):
     scale = gguf_channel_scales(blocks, name) * torch.tensor([0.3, 1.7, 1e-20, 1e30], device=DEVICE)
     expected = (values / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
     assert torch.equal(expand_gguf(blocks, name, scale), expected) and (expected.abs() == 127).any()
-
-
-def low_rank_of_integers(rows, rank, channels, dtype, seed=0):
-    """Factors whose products and sums no float32 rounds, in whatever order."""
-    generator = torch.Generator().manual_seed(seed)
-    up = torch.randint(-3, 4, (rows, rank), generator=generator)
-    down = torch.randint(-3, 4, (rank, channels), generator=generator) / 64
-    return LowRank(up.to(DEVICE, dtype), down.to(DEVICE, dtype))
 
 
 # A format meets each shape and each dtype, a shape each dtype.

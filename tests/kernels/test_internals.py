@@ -48,21 +48,21 @@ def test_what_does_not_hold_is_told_without_an_import(tmp_path, monkeypatch, tex
     assert missing() == ([] if held else [("a table", "nothing is looked up")])
 
 
-@pytest.mark.parametrize("file, missed", (("__init__", True), ("of_tomorrow", False)))
-def test_what_came_later_is_not_missed(tmp_path, monkeypatch, file, missed):
+@pytest.mark.parametrize(
+    "sources, as_new_as, missed",
+    (
+        (ASSUMED, "some_package/__init__.py", True),
+        (ASSUMED, "some_package/of_tomorrow.py", False),  # what came later
+        ({"no_such_package/inside.py": ("^x",)}, None, False),  # what is not installed
+    ),
+)
+def test_what_is_missed(tmp_path, monkeypatch, sources, as_new_as, missed):
     package(tmp_path, __init__="", inside="")
     monkeypatch.syspath_prepend(tmp_path)
-    assumption = assumptions.Assumption("a table", "b", ASSUMED, as_new_as=f"some_package/{file}.py")
+    assumption = assumptions.Assumption("a table", "b", sources, as_new_as)
     monkeypatch.setattr(assumptions, "ASSUMPTIONS", (assumption,))
     assumptions._folder.cache_clear()
     assert bool(missing()) == missed
-
-
-def test_what_is_not_installed_is_not_missed(monkeypatch):
-    monkeypatch.setattr(
-        assumptions, "ASSUMPTIONS", (assumptions.Assumption("a", "b", {"no_such_package/inside.py": ("^x",)}),)
-    )
-    assert missing() == []
 
 
 @needs_descriptors

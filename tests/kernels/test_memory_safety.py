@@ -43,8 +43,6 @@ for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 206
     for config in configs:
         launch_config(config, out, q, None, weight, None, None)
         launch_config(replace(config, split_k=1), out, q16, None, weight, None, None)
-torch.cuda.synchronize()
-print("finished")
 """
 
 FUSED_OPS = """
@@ -60,8 +58,6 @@ for batch, tokens, channels, heads, group in ((3, 7, 1040, 5, 16), (1, 77, 333, 
             case.op(*arguments)
         transform = ChannelTransform(torch.rand(channels, device="cuda") + 0.5, group if group > 1 else None)
         quantize_activations(torch.randn(tokens, channels, device="cuda"), transform, bits)
-torch.cuda.synchronize()
-print("finished")
 """
 
 
@@ -77,8 +73,6 @@ for name, form in GGUF_FORMATS.items():
         low_rank = LowRank(*factors)
         expand_gguf(blocks, name, gguf_channel_scales(blocks, name) + low_rank.channel_scales(), low_rank)
         dequantize_gguf(blocks, name)
-torch.cuda.synchronize()
-print("finished")
 """
 
 
@@ -98,8 +92,6 @@ for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):
             low_rank = LowRank(torch.randn(n, 3, device="cuda"), torch.randn(3, k, device="cuda"))
             ones = torch.ones(n, device="cuda")
             expand_codes(weight, Addition(low_rank, ones, ones + low_rank.channel_scales()))
-torch.cuda.synchronize()
-print("finished")
 """
 
 
@@ -115,8 +107,6 @@ for batch, heads, kv, tq, tk, width in ((2, 2, 2, 33, 77, 64), (1, 4, 2, 5, 129,
         int8_attention(q, k, v, mask)
         if width > 128:
             float_attention(q, k, v, mask)
-torch.cuda.synchronize()
-print("finished")
 """
 
 
@@ -133,6 +123,7 @@ def test_odd_shapes_under_the_memory_checker(program):
         "INT8_DIT_TUNING": "off",
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
     }
+    program += "torch.cuda.synchronize(); print('finished')"
     command = [CHECKER, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", program]
     finished = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     output = finished.stdout + finished.stderr

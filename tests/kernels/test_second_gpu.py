@@ -54,19 +54,15 @@ def operands(shape, device):
     return values(m, k, seed=0, device=device).bfloat16(), q, scale, values(n, seed=2, device=device)
 
 
-def linear(shape, device):
-    return (int8_linear(*operands(shape, device)),)
+def linear(shape, device, **options):
+    return (int8_linear(*operands(shape, device), **options),)
 
 
 def transformed(device):
     transform = ChannelTransform(torch.linspace(0.5, 2, 768, device=device), 256)
     x, q, scale, bias = operands(WHOLE, device)
-    return int8_linear(x, q, scale, bias, transform), *quantize_activations(x, transform)
-
-
-def accumulated(device):
-    x, q, _, _ = operands(WHOLE, device)
-    return (int8_accumulate(quantize_activations(x)[0], q),)
+    quantized = quantize_activations(x, transform)
+    return int8_linear(x, q, scale, bias, transform), *quantized, int8_accumulate(quantized[0], q)
 
 
 def attention(device):
@@ -102,10 +98,6 @@ def fused_ops(device):
     return [tensor for result in results for tensor in (result if isinstance(result, tuple) else (result,))]
 
 
-def of_16_bits(device):
-    return (int8_linear(*operands(WHOLE, device), activation_bits=16),)
-
-
 def unaligned(device):
     """Begins beside 16 bytes: a launch of its own."""
     x, q, scale, bias = operands(WHOLE, device)
@@ -116,13 +108,12 @@ COMPUTATIONS = {
     "split": lambda device: linear(SPLIT, device),
     "whole": lambda device: linear(WHOLE, device),
     "transformed": transformed,
-    "accumulated": accumulated,
     "attention": attention,
     "weights": weights,
     "blocks": blocks,
     "grouped": grouped,
     "fused ops": fused_ops,
-    "16 bits": of_16_bits,
+    "16 bits": lambda device: linear(WHOLE, device, activation_bits=16),
     "unaligned": unaligned,
 }
 

@@ -17,6 +17,16 @@ def random_float(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
+def low_rank_of_integers(rows, rank, channels, dtype, seed=0):
+    """Factors whose products and sums no float32 rounds, in whatever order."""
+    from kernels import LowRank
+
+    generator = torch.Generator().manual_seed(seed)
+    up = torch.randint(-3, 4, (rows, rank), generator=generator)
+    down = torch.randint(-3, 4, (rank, channels), generator=generator) / 64
+    return LowRank(up.to(DEVICE, dtype), down.to(DEVICE, dtype))
+
+
 def int8_accumulate(q, weight):
     """The bare sums of the GEMM's kernel: int8 [M, K] or [M, 2K] x int8 [N, K] -> int32 [M, N]."""
     from kernels.triton_kernels.gemm import launch_gemm
