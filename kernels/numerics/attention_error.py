@@ -62,12 +62,14 @@ class AttentionError:
         tokens = q.shape[2]
         rows = torch.arange(0, tokens, -(-tokens // QUERIES), device=q.device)
         q = q.index_select(2, rows)
-        if mask is not None and mask.shape[-2] == tokens > 1:
-            mask = mask.index_select(-2, rows)
+        if mask is not None:
+            mask = mask.index_select(-2, rows) if mask.shape[-2] == tokens > 1 else mask
+            mask = mask[(None,) * (4 - mask.ndim)].expand(len(q), -1, -1, -1)
         rounded = int8_attention(q, k, v, mask, scale)
         lost = output = torch.zeros((), dtype=torch.float64, device=q.device)
         for sample in range(q.shape[0]):
-            for heads, expected in _exact(q[sample], k[sample], v[sample], _of(mask, sample), scale):
+            own = None if mask is None else mask[sample]
+            for heads, expected in _exact(q[sample], k[sample], v[sample], own, scale):
                 output = output + expected.square().sum(dtype=torch.float64)
                 apart = rounded[sample, heads].float() - expected
                 lost = lost + apart.square().sum(dtype=torch.float64)
@@ -97,14 +99,6 @@ class AttentionError:
         """The error of all calls that went into several."""
         sums = [one.sums for one in several]
         return cls(sum(one.calls for one in several), sum(lost for lost, _ in sums), sum(output for _, output in sums))
-
-
-def _of(mask: torch.Tensor | None, sample: int) -> torch.Tensor | None:
-    """The mask of one sample, [heads or 1, queries or 1, keys or 1]."""
-    if mask is None:
-        return None
-    mask = mask[(None,) * (4 - mask.ndim)]
-    return mask[min(sample, len(mask) - 1)]
 
 
 def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None):

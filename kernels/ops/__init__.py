@@ -1,2 +1,1 @@
-"""The fused ops: what stands between the linears of a block, each in one pass over memory. Their Triton kernels are in
-kernels/fused."""
+"""What a model calls: linears, attention, and the fused ops that stand between the linears of a block."""

@@ -1,7 +1,5 @@
 """Norms, activations and gates in one pass: against their formulas in float64 and against the separate passes."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,14 +63,6 @@ def transform_in(arguments):
     return next(value for value in arguments if isinstance(value, ChannelTransform))
 
 
-@contextmanager
-def naming(form):
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{form}: {error}") from error
-
-
 def rounding_of(dtype, group, activation_bits):
     """Relative: of what comes from 16-bit floats, and goes to 8 bits, the kernels rotate 16 bits."""
     return 2.0**-15 if group and dtype != torch.float32 and activation_bits == 8 else 2e-6
@@ -94,8 +84,7 @@ def test_rounded_results(name, channels, smooth, group):
         (exact,) = case.exact(*arguments)
         exact = in_real_arithmetic(exact, transform_in(arguments))
         result, expected = case.op(*arguments), case.op.reference(*arguments)
-        with naming(form):
-            assert_quantized(result, exact, expected, bits, rounding_of(dtype, group, bits))
+        assert_quantized(result, exact, expected, bits, rounding_of(dtype, group, bits))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,10 +98,9 @@ def test_results_in_floats(name, dtype):
         arguments = call_at(case, form, DEVICE)
         results = case.op(*arguments)
         results = results if isinstance(results, tuple) else (results,)
-        with naming(form):
-            for result, exact in zip(results, case.exact(*arguments), strict=True):
-                assert result.dtype == dtype and result.shape == exact.shape and result.is_contiguous()
-                assert ((result.double() - exact).abs() <= unit * exact.abs() + 1e-5).all()
+        for result, exact in zip(results, case.exact(*arguments), strict=True):
+            assert result.dtype == dtype and result.shape == exact.shape and result.is_contiguous(), kind
+            assert ((result.double() - exact).abs() <= unit * exact.abs() + 1e-5).all(), kind
 
 
 def test_every_op_has_cases():
