@@ -325,31 +325,22 @@ def foreign(tmp_path):
     return path
 
 
-def test_a_link_under_a_name_that_can_be_foreseen_leads_nowhere(card, foreign, caplog):
-    path = TuningCache(CARD).path
-    for name in (path.name, path.with_suffix(f".{os.getpid()}.tmp").name):
-        (path.parent / name).symlink_to(foreign)
-    card.choose()
-    later = Tuner()
-    assert card.choose(tuner=later) == CONFIGS[1] and later.measured == 0
-    assert foreign.read_text() == FOREIGN and not path.is_symlink()
-
-
-def test_a_temporary_name_that_is_taken_is_left_alone(card, foreign, monkeypatch, caplog):
-    """Even where somebody knows it: the link is not followed."""
+@pytest.mark.parametrize(
+    "name, warned, kept",
+    (
+        ("{}.json", 1, True),  # it is replaced
+        (f"{{}}.{os.getpid()}.tmp", 0, True),
+        ("{}.known.tmp", 1, False),  # even where somebody knows the name beforehand
+        ("{}.json.lock", 1, False),
+    ),
+)
+def test_a_link_of_somebody_else_leads_nowhere(card, foreign, monkeypatch, caplog, name, warned, kept):
     monkeypatch.setattr(kernels.card.kept_files.uuid, "uuid4", lambda: SimpleNamespace(hex="known"))
     path = TuningCache(CARD).path
-    path.with_name(f"{path.stem}.known.tmp").symlink_to(foreign)
+    path.with_name(name.format(path.stem)).symlink_to(foreign)
     assert card.choose() == CONFIGS[1]
-    assert foreign.read_text() == FOREIGN and len(warnings_of(caplog)) == 1
-
-
-def test_a_link_in_place_of_the_lock_is_not_followed(card, foreign, caplog):
-    path = TuningCache(CARD).path
-    path.with_name(f"{path.name}.lock").symlink_to(foreign)
-    assert card.choose() == CONFIGS[1]
-    assert foreign.read_text() == FOREIGN and not path.exists()
-    assert len(warnings_of(caplog)) == 1
+    assert foreign.read_text() == FOREIGN and len(warnings_of(caplog)) == warned
+    assert path.exists() == kept and not path.is_symlink()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
