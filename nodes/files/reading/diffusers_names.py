@@ -37,25 +37,29 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
         return tensors
     keys, owner = [*sizes], torch.arange(len(sizes)).repeat_interleave(torch.tensor([*sizes.values()]))
     scales = torch.cat([_scales(tensors, key, size) for key, size in sizes.items()])
-    forms, floats, quantization = {}, set(), {}
+    numbers = dict(zip(sizes, torch.arange(len(owner)).split([*sizes.values()]), strict=True))
+    place, native = torch.empty_like(owner), {}
     for name, rows in origins.items():
-        parts = [keys[index] for index in owner[rows].unique().tolist()]
-        packed = {key: weight for key in parts if is_gguf(weight := plain[key])}
-        in_them = {(weight.params.gguf_format, weight.shape[1]) for weight in packed.values()}
-        if len(packed) == len(parts) and len(in_them) == 1:
-            (forms[name],) = in_them
-        else:
-            floats.update(packed)
+        parts = [keys[index] for index in dict.fromkeys(owner[rows].unique_consecutive().tolist())]
         layers = [key.removesuffix(".weight") for key in parts]
         if not configs.keys().isdisjoint(layers):
             layer = name.removesuffix(".weight")
-            quantization[f"{layer}.{quant_config.QUANT_CONFIG}"] = _joined(layer, layers, configs)
-            quantization[f"{layer}.{quant_config.SCALE}"] = scales[rows][:, None]
-    held = {key: t if not is_gguf(t) else t.dequantize() if key in floats else stored(t) for key, t in plain.items()}
-    renamed = _renamed(held) or {}
-    for name, (gguf_format, columns) in forms.items():
-        renamed[name] = read_weight(renamed[name], gguf_format, (len(renamed[name]), columns))
-    return renamed | quantization
+            native[f"{layer}.{quant_config.QUANT_CONFIG}"] = _joined(layer, layers, configs)
+            native[f"{layer}.{quant_config.SCALE}"] = scales[rows][:, None]
+        weights = [plain[key] for key in parts]
+        in_blocks = {(w.params.gguf_format, w.shape[1]) if is_gguf(w) else None for w in weights}
+        if len(in_blocks) > 1:
+            weights = [weight.dequantize() if is_gguf(weight) else weight for weight in weights]
+        widest = max((weight.dtype for weight in weights), key=lambda dtype: dtype.itemsize)
+        values = [stored(weight) if is_gguf(weight) else weight.to(widest) for weight in weights]
+        together = values[0] if len(values) == 1 else torch.cat(values)
+        there = torch.cat([numbers[key] for key in parts])
+        if not torch.equal(there, rows):
+            place[there] = torch.arange(len(there))
+            together = together[place[rows]]
+        form = in_blocks.pop() if len(in_blocks) == 1 else None
+        native[name] = together if form is None else read_weight(together, form[0], (len(together), form[1]))
+    return native
 
 
 def _origins(sizes: dict[str, int]) -> dict[str, torch.Tensor] | None:
@@ -67,7 +71,7 @@ def _origins(sizes: dict[str, int]) -> dict[str, torch.Tensor] | None:
     # In place of each tensor one column: a number for each row, from 1.
     count = sum(sizes.values())
     columns = torch.arange(1, count + 1, dtype=torch.float64)[:, None].split([*sizes.values()])
-    joined = _renamed(dict(zip(sizes, columns, strict=True)))
+    joined = comfy.model_detection.convert_diffusers_mmdit(dict(zip(sizes, columns, strict=True)), "")
     if joined is None:
         return None
     # The rows of a missing part are whatever lay in memory: no number, or that of another row.
@@ -131,17 +135,3 @@ def _with_int8_for_codes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
                 rotation, weight.params.activation_bits, others
             )
     return native
-
-
-def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """A transformer under the names of diffusers with ComfyUI's names, tensors joined as it holds them; None for any
-    other.
-
-    ComfyUI swaps rows of some tensors where they are. Those are copied before: a file may be mapped read-only.
-    """
-    rows = {key: torch.arange(len(tensor))[:, None] for key, tensor in tensors.items() if tensor.ndim}
-    if comfy.model_detection.convert_diffusers_mmdit(dict(rows), "") is None:
-        return None
-    swapped = {key for key, numbers in rows.items() if not torch.equal(numbers[:, 0], torch.arange(len(numbers)))}
-    own = {key: tensor.clone() if key in swapped else tensor for key, tensor in tensors.items()}
-    return comfy.model_detection.convert_diffusers_mmdit(own, "")
