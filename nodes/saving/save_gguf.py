@@ -42,26 +42,22 @@ _OTHERWISE = "Q8_0"  # for rows that do not divide into the blocks of another fo
 _MOST_ROUNDING = 2.0**-9  # what bf16 loses of a value at most
 
 _ARCHITECTURES = {
-    "SD15": "sd1",
-    "SDXL": "sdxl",
-    "SD3": "sd3",
-    "AuraFlow": "aura",
-    "Flux": "flux",
-    "LongCatImage": "flux",
-    "Chroma": "flux",
-    "HiDream": "hidream",
-    "CosmosT2V": "cosmos",
-    "CosmosT2IPredict2": "cosmos",
-    "Anima": "cosmos",
-    "LTXV": "ltxv",
-    "HunyuanVideo": "hyvid",
-    "WAN21_T2V": "wan",
-    "Lumina2": "lumina2",
-    "QwenImage": "qwen_image",
-    # It has no name of its own yet. ComfyUI-GGUF asks only whether it knows the name; ComfyUI looks at the tensors.
-    "Ideogram4": "lumina2",
+    "sd1": ("SD15",),
+    "sdxl": ("SDXL",),
+    "sd3": ("SD3",),
+    "aura": ("AuraFlow",),
+    "flux": ("Flux", "LongCatImage", "Chroma"),
+    "hidream": ("HiDream",),
+    "cosmos": ("CosmosT2V", "CosmosT2IPredict2", "Anima"),
+    "ltxv": ("LTXV",),
+    "hyvid": ("HunyuanVideo",),
+    "wan": ("WAN21_T2V",),
+    # Ideogram 4 has no name of its own yet. ComfyUI-GGUF asks only whether it knows the name; ComfyUI looks at the
+    # tensors.
+    "lumina2": ("Lumina2", "Ideogram4"),
+    "qwen_image": ("QwenImage",),
 }
-"""ComfyUI's class of a model, or one that it derives from -> the architecture as ComfyUI-GGUF names it."""
+"""Architectures as ComfyUI-GGUF names them -> ComfyUI's classes of such models, or those that they derive from."""
 
 
 def save_gguf_model(
@@ -110,9 +106,9 @@ def _naming(name: str) -> Iterator[None]:
 def architecture_name(model: BaseModel) -> str:
     """What `general.architecture` says of a model of ComfyUI's; warns where ComfyUI-GGUF has no name for it."""
     names = [kind.__name__ for kind in type(model.model_config).__mro__]
-    for kind in names:
-        if kind in _ARCHITECTURES:
-            return _ARCHITECTURES[kind]
+    known = [name for kind in names for name, kinds in _ARCHITECTURES.items() if kind in kinds]
+    if known:
+        return known[0]
     name = str(model.model_config.unet_config.get("image_model") or names[0].lower())
     notices.warn(
         "gguf-architecture",

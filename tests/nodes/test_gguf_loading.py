@@ -178,16 +178,6 @@ def test_what_gguf_decodes_becomes_int8(dit, files, write, kind, memory):
     assert dit.relative_error(dit.output(model), expected) < 2 * dit.int8_noise()
 
 
-@pytest.mark.parametrize("memory", ("INT8", "as stored"))
-def test_with_the_kernel_bf16_what_gguf_decodes_is_floats(dit, files, write, memory):
-    from int8_dit.nodes.loading.load import load_int8_model
-
-    path = write("IQ4_NL")
-    model = load_int8_model(path, "bf16", memory=memory)
-    assert not stored(model)
-    torch.testing.assert_close(dit.output(model), dit.output(dequantized(dit, files, path)), rtol=1e-3, atol=1e-3)
-
-
 def test_a_file_in_two_formats_keeps_what_a_kernel_expands(dit, files, write):
     """As files in IQ4_XS have some layers in a K-quant."""
     path = write("mixed", choose=lambda key, shape: files.linears_in("Q8_0" if "attn" in key else "IQ4_NL")(key, shape))
@@ -459,12 +449,13 @@ def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, files, write):
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
 
 
-def test_with_the_kernel_bf16_it_computes_in_floats(dit, files, write):
+@pytest.mark.parametrize("kind, memory", (("Q8_0", "as stored"), ("IQ4_NL", "as stored"), ("IQ4_NL", "INT8")))
+def test_with_the_kernel_bf16_it_computes_in_floats(dit, files, write, kind, memory):
     from int8_dit.nodes.loading.load import load_int8_model
 
-    path = write("Q8_0")
-    model = load_int8_model(path, "bf16", memory="as stored")
-    assert stored(model)
+    path = write(kind)
+    model = load_int8_model(path, "bf16", memory=memory)
+    assert bool(stored(model)) == (kind == "Q8_0")
     torch.testing.assert_close(dit.output(model), dit.output(dequantized(dit, files, path)), rtol=1e-3, atol=1e-3)
 
 

@@ -15,21 +15,13 @@ import torch
 
 from ..reading.gguf_package import ORIGINAL_SHAPE, gguf_package
 from .new_file import Make, write_new_file
+from .safetensors_writer import DTYPE_NAMES
 
 _VERSION = 3
 _ALIGNMENT = 32  # GGUF's default
 _MOST_NAME_BYTES = 127  # readers written in C keep a name in 128 bytes
 _MOST_DIMENSIONS = 4
-_PLAIN = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float64: "F64",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")  # as safetensors calls them, too
 
 
 @dataclass(frozen=True)
@@ -49,9 +41,10 @@ class PendingGGUF:
 
 def plain_type(dtype: torch.dtype) -> str:
     """The name of a type that is not made of blocks. Raises ValueError for a dtype that GGUF lacks."""
-    if dtype not in _PLAIN:
+    name = DTYPE_NAMES.get(dtype)
+    if name not in _PLAIN:
         raise ValueError(f"it is {dtype}, which GGUF files cannot hold")
-    return _PLAIN[dtype]
+    return name
 
 
 def write_gguf(

@@ -13,7 +13,7 @@ import torch
 from .new_file import write_new_file
 
 _MOST_HEADER_BYTES = 100_000_000  # safetensors refuses to read more
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -63,10 +63,10 @@ def write_safetensors(
     header: dict[str, dict] = {"__metadata__": metadata}
     made, end = {}, 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPE_NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name} is {tensor.dtype}, which safetensors files cannot hold")
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         made[name] = end - begin, partial(tensor.to, "cpu")
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
