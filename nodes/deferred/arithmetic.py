@@ -183,8 +183,8 @@ def _addcmul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _gated(mode: Deferring, start: Any, factors: Sequence[Any], in_place: bool) -> Any:
     """start + y gate by the fused op, for a y that is normed or in memory."""
     for y, gate in (factors, factors[::-1]):
-        operand, modulation = operand_of(y, Normed), None
-        if operand is not None and operand.is_unmodulated:
+        operand, modulation = y.note.operand if type(y) is Deferred else None, None
+        if type(operand) is Normed and operand.is_unmodulated:
             modulation = modulation_of(mode, gate, y)
         elif is_rows(y) and type(start) in MEMORY and start.shape == y.shape:
             modulation = gate_of(mode, gate, y)

@@ -32,10 +32,14 @@ class Note:
         check: takes the operand's own value and `expected`, the plain one, in a forward that compares them; else None.
     """
 
-    __slots__ = (
-        *("__weakref__", "_args", "_call", "_kwargs", "_stream", "check", "computed", "device", "dtype", "expected"),
-        *("forward", "is_view", "operand", "quantized", "shape", "viewed"),
-    )
+    computed: torch.Tensor | None = None
+    quantized: dict[tuple, Any] | None = None
+    is_view = viewed = False
+    check: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    expected: torch.Tensor | None = None
+    _call: Any
+    _args: Any
+    _kwargs: Any
 
     def __init__(
         self,
@@ -49,16 +53,8 @@ class Note:
         forward: Any,
     ) -> None:
         self.shape, self.dtype, self.device, self.operand = shape, dtype, device, operand
-        self._call: Any = call
-        self._args: Any = args
-        self._kwargs: Any = kwargs
-        self.computed: torch.Tensor | None = None
-        self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else 0
-        self.quantized: dict[tuple, Any] | None = None
-        self.is_view = self.viewed = False
-        self.forward = forward
-        self.check: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        self.expected: torch.Tensor | None = None
+        self._call, self._args, self._kwargs, self.forward = call, args, kwargs, forward
+        self._stream = _current_stream(device.index) if device.type == "cuda" else 0
 
     def value(self) -> torch.Tensor:
         """The value, computed as the model's own call does, and on the stream of that call."""
@@ -139,7 +135,8 @@ class Note:
         if self.quantized and not (self.viewed or self.is_view) and hasattr(operand, "copied"):
             # It was taken, and perhaps nobody reads it again: a copy of what it is made of takes less than the value.
             self.operand = operand.copied()
-            self._call, self._args, self._kwargs = _value_in, (self.operand, self.dtype), {}
+            self._call, self._kwargs = (lambda operand, dtype: operand.value().to(dtype)), {}
+            self._args = self.operand, self.dtype
         else:
             self.value()
 
@@ -173,9 +170,7 @@ class _Seen(torch.Tensor):
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """PyTorch shows this write to nobody."""
-        if tracking.forward is not None:
-            tracking.forward.before_write((self,))
-        return super().set_(*args, **kwargs)
+        return seen(type(self), torch.Tensor.set_, (type(self),), (self, *args), kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
@@ -242,23 +237,12 @@ class Deferred(_Seen):
     def _plain(self) -> torch.Tensor:
         return self.note.value()
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
-        if tracking.forward is not None:
-            tracking.forward.before_write((self,))
-        result = self._plain().set_(*args, **kwargs)
-        self.note.follow()
-        return result
-
 
 def deferred(note: Note) -> Deferred:
     """The tensor of a note."""
     tensor = function_modes.without_memory(Deferred, note.shape, dtype=note.dtype, device=note.device)
     tensor.note = note
     return tensor
-
-
-def _value_in(operand: Any, dtype: torch.dtype) -> torch.Tensor:
-    return operand.value().to(dtype)
 
 
 def called_on_values(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:

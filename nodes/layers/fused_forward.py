@@ -9,23 +9,15 @@ import comfy_kitchen
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import (
-    ChannelTransform,
-    Quantized,
-    int8_gemm,
-    int8_linear,
-    requantize_weight,
-    runs_fused,
-)
-from ..comfyui.layers import Cast, cast_quantized, given_back
+from ...kernels import ChannelTransform, Quantized, int8_gemm, int8_linear, requantize_weight, runs_fused
+from ..comfyui.layers import cast_quantized, given_back
 from ..comfyui.patcher import DIFFUSION_MODEL, key_of
 from ..comfyui.quantized import stored
 from ..deferred import takers
 from ..deferred.notes import Deferred, outside, tracking, valued
 from .linear_call import LinearCall, read_linear_call
-from .plain_loras import add_lora, each_once, loras_of
-from .stored_weights import StoredLoRA, stored_lora
-from .weight_form import InputForm, KnownWeight, form_of, int8_parts, known_parts, known_weight, weight_form
+from .plain_loras import StoredLoRA, add_lora, each_once, loras_of, stored_lora
+from .weight_form import InputForm, KnownWeight, form_of, known_form, known_weight, weight_form
 
 
 def class_patch(name: str, prefix: str = DIFFUSION_MODEL) -> str:
@@ -39,22 +31,20 @@ def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     resident = _resident(layer, input.device, input.dtype)
     if resident is not None:
         known, lora, bias = resident
-        operands = known.operands(layer._parameters["weight"], lora)
-        return known.repeated(operands)(input, *operands, bias)
+        linear, q, scale, smooth = known.linear(layer._parameters["weight"], lora)
+        return linear(input, q, scale, smooth, bias)
     attached = layer.weight_function
     functions = each_once(attached) if len(attached) > 1 else attached
     lora = stored_lora(layer.weight, functions)
     thin = loras_of(functions, layer.weight.shape) if functions and lora is None else []
-    fewer = [] if thin else functions if len(functions) < len(attached) else None
-    with given_back(layer, _cast(layer, input.device, input.dtype, fewer)) as (weight, bias, _):
-        parts = int8_parts(weight, layer)
-        if parts is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
-            held = known_parts(layer.weight, layer)
-            transform, bits = held.transform, held.activation_bits
+    fewer = [] if thin or lora is not None else functions if len(functions) < len(attached) else None
+    with given_back(layer, cast_quantized(layer, input.device, input.dtype, fewer)) as (weight, bias, _):
+        form = weight_form(weight, layer)
+        if form is None:  # outside dynamic VRAM a patch of a partially loaded model makes a float weight all the same
+            transform, bits = known_form(layer.weight, layer).input_form(layer.weight)
             q, scale = requantize_weight(weight, transform, _seed_of_patches(layer))
         else:
-            q, scale = parts._replace(lora=lora).operands()
-            transform, bits = parts.transform, parts.activation_bits
+            (q, scale), (transform, bits) = form.operands(weight, lora), form.input_form(weight)
         output = int8_linear(input, q, scale, bias, transform, activation_bits=bits)
         for factors in thin:
             add_lora(output, input, factors)
@@ -74,23 +64,16 @@ def called_forward(layer: Any, call: LinearCall, x: torch.Tensor) -> torch.Tenso
     return call.around(functools.partial(fused_forward, layer), x) if output is None else call.added(output)
 
 
-def _multiplied(layer: Any, cast: Cast, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The product with a weight and bias that are cast."""
-    parts = known_parts(cast.weight, layer)._replace(lora=stored_lora(layer.weight, layer.weight_function))
-    return int8_gemm(*quantized, *parts.operands(), cast.bias, dtype).view(*shape, -1)
-
-
 def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """The output of a ComfyUI linear with an INT8 weight of this pack, computed as ComfyUI computes its own INT8.
 
     Its weight is neither smoothed nor wants 16 bits; `input` is floating point [..., K].
     """
-    with given_back(layer, _cast(layer, input.device, input.dtype)) as (weight, bias, _):
-        parts = int8_parts(weight, layer)
-        if parts is None:  # a patch has made it a float
+    with given_back(layer, cast_quantized(layer, input.device, input.dtype)) as (weight, bias, _):
+        form = weight_form(weight, layer)
+        if form is None:  # a patch has made it a float
             return torch.nn.functional.linear(input, weight, bias)
-        q, scale = parts.operands()
-        group = parts.transform.rotation_group
+        (q, scale), group = form.operands(weight), form.unsmoothed.transform.rotation_group
         rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
         rows = input.reshape(-1, input.shape[-1])
         return comfy_kitchen.int8_linear(rows, q, scale, bias, input.dtype, **rotation).view(*input.shape[:-1], -1)
@@ -126,13 +109,11 @@ class INT8Linear:
         with outside():
             return forward.tracked(product(*args))
 
-    def read_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LinearCall | None:
-        """What the arguments behind an input ask for; None for the product alone."""
-        return read_linear_call(self, self.own_arguments, args, kwargs) if args or kwargs else None
-
     def fused_product(self, x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         """What the arguments ask for, by the fused kernel, which takes a deferred input as it is noted."""
-        call = self.read_call(valued(args), valued(kwargs)) if args or kwargs else None
+        call = None
+        if args or kwargs:
+            call = read_linear_call(self, self.own_arguments, valued(args), valued(kwargs))
         if type(x) is Deferred:
             plain = call is None or (call.activation is None and not call.unknown)
             output = takers.linear(self, x) if plain else None
@@ -145,7 +126,7 @@ class INT8Linear:
         self, product: Callable[..., torch.Tensor], x: torch.Tensor, args: Any, kwargs: Any
     ) -> torch.Tensor:
         """What the arguments ask for, in separate passes around a product of floats."""
-        call = self.read_call(args, kwargs)
+        call = read_linear_call(self, self.own_arguments, args, kwargs)
         return product(x) if call is None else call.around(product, x)
 
     def is_fused_on(self, device: torch.device) -> bool:
@@ -167,19 +148,16 @@ class INT8Linear:
         if form is None or not runs_fused(input.device, self.int8_kernel, n, k, form.native):
             own: Any = super()
             return own._forward(input, weight, bias)
-        parts = known_parts(weight, self)
-        return int8_linear(input, *parts.operands(), bias, parts.transform, activation_bits=parts.activation_bits)
+        transform, bits = form.input_form(weight)
+        return int8_linear(input, *form.operands(weight), bias, transform, activation_bits=bits)
 
     def input_form(self) -> InputForm | None:
         """How the input is to be quantized, with factors wherever they are; None where it must be given as floats."""
         functions = self.weight_function
         if functions and stored_lora(self.weight, functions) is None:  # a LoRA of a streamed INT8 weight reads floats
             return None
-        known = None if torch.compiler.is_compiling() else known_weight(self)
-        if known is not None:
-            return known.form_of_input(self.weight)
-        parts = int8_parts(self.weight, self)
-        return None if parts is None else InputForm(parts.transform, parts.activation_bits)
+        form = form_of(self)
+        return None if form is None else form.input_form(self.weight)
 
     def product_of(
         self,
@@ -195,24 +173,28 @@ class INT8Linear:
         if resident is not None:
             known, lora, bias = resident
             weight = self._parameters["weight"]
-            quantized = quantize(*known.form_of_input(weight))
+            quantized = quantize(*known.form.input_form(weight))
             if quantized is None:
                 return None
-            operands = known.operands(weight, lora)
-            return known.repeated(operands).multiply(quantized, *operands[:2], bias, shape, dtype)
+            linear, q, scale, _ = known.linear(weight, lora)
+            return linear.multiply(quantized, q, scale, bias, shape, dtype)
         form = self.input_form()
         if form is None:
             return None
-        if form.transform.smooth is not None and form.transform.smooth.device != device:
-            # Smoothing factors come with the weight.
-            with given_back(self, _cast(self, device, dtype)) as cast:
-                quantized = quantize(known_parts(cast.weight, self).transform, form.activation_bits)
-                return None if quantized is None else _multiplied(self, cast, quantized, shape, dtype)
-        quantized = quantize(*form)
-        if quantized is None:
-            return None
-        with given_back(self, _cast(self, device, dtype)) as cast:
-            return _multiplied(self, cast, quantized, shape, dtype)
+        smooth, quantized = form.transform.smooth, None
+        comes_with_weight = smooth is not None and smooth.device != device
+        if not comes_with_weight:
+            quantized = quantize(*form)
+            if quantized is None:
+                return None
+        lora = stored_lora(self.weight, self.weight_function)
+        functions = None if lora is None else []  # a stored weight's LoRAs are left to its product
+        with given_back(self, cast_quantized(self, device, dtype, functions)) as (weight, bias, _):
+            cast = known_form(weight, self)
+            quantized = quantize(*cast.input_form(weight)) if comes_with_weight else quantized
+            if quantized is None:
+                return None
+            return int8_gemm(*quantized, *cast.operands(weight, lora), bias, dtype).view(*shape, -1)
 
 
 def _resident(
@@ -233,12 +215,6 @@ def _resident(
     if functions and lora is None:
         return None
     return known, lora, bias
-
-
-def _cast(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:
-    """`cast_quantized`, where LoRAs of a stored weight are left to it."""
-    lora = stored_lora(layer.weight, layer.weight_function)
-    return cast_quantized(layer, device, dtype, functions if lora is None else [])
 
 
 def _seed_of_patches(layer: Any) -> int | None:

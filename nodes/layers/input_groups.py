@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .weight_form import INT8Parts, int8_parts
+from .weight_form import InputForm, weight_form
 
 # Attribute names under one parent, in the order of the calls, as in ComfyUI's models. The q of a cross attention reads
 # another tensor than k and v. That does no harm: linears share the quantization of one deferred tensor, and calibration
@@ -69,16 +69,19 @@ def group_inputs(model: torch.nn.Module) -> None:
     readers: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "input_group")}
 
     @functools.cache
-    def parts(name: str) -> INT8Parts | None:
-        return int8_parts(readers[name].weight, readers[name])
+    def input_of(name: str) -> tuple[int, InputForm] | None:
+        """The width of a linear's input, and how it is quantized."""
+        weight = readers[name].weight
+        form = weight_form(weight, readers[name])
+        return None if form is None else (weight.shape[1], form.input_form(weight))
 
     def alike(a: str, b: str) -> bool:
         """Whether two linears turn the same input into the same int8 tensor."""
-        one, other = parts(a), parts(b)
+        one, other = input_of(a), input_of(b)
         if one is None or other is None:
             return a == b
-        alike_at_all = one.stored.shape[1] == other.stored.shape[1] and one.activation_bits == other.activation_bits
-        return alike_at_all and one.transform.same_as(other.transform)
+        (width, (transform, bits)), (other_width, (others, other_bits)) = one, other
+        return width == other_width and bits == other_bits and transform.same_as(others)
 
     for names in same_input_groups(readers, alike):
         group = object()

@@ -2,9 +2,13 @@
 
 ComfyUI moves, offloads, patches and saves the weight through this layout. Its dequantized value is always the original
 weight, free of smoothing and rotation, so that a LoRA made for the original model is right in every memory mode.
+
+Newer ComfyUI asks it for products, too: a linear with what stands before it, or behind it, in one. Each is
+NotImplemented, before anything is computed, where the caller's separate passes are to run: for arguments that no fused
+op knows, for a gradient, for a compiler, and where the user's choice of a kernel is not INT8.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -12,10 +16,22 @@ import torch
 from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
 from comfy_kitchen.tensor import BaseLayoutParams
 
-from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, requantize_weight
+from ...kernels import (
+    FLOAT_DTYPES,
+    UNCHANGED,
+    ChannelTransform,
+    Norm,
+    Quantized,
+    dequantize_weight,
+    int8_gemm,
+    int8_linear,
+    native_computes,
+    norm_quantize,
+    requantize_weight,
+    runs_fused,
+)
 from ..comfyui.quantized import HeldWeight, has_layout, stored
 from ..files import quant_config
-from .layout_products import activated_product, modulated_product
 from .linear_call import linear_call
 
 LAYOUT = "PerChannelINT8Layout"
@@ -94,16 +110,58 @@ class PerChannelINT8Layout(QuantizedLayout):
         residual_scale=None,
         **others,
     ) -> Any:
-        """linear(input_act(x)), then residual + residual_scale of it; or NotImplemented. See `activated_product`."""
+        """residual + residual_scale * linear(input_act(x)), [..., N] of the dtype of `x`; or NotImplemented.
+
+        `x` is [B, T, K] or [T, K], or as wide as its activation takes it.
+        """
         named = {"input_act": input_act, "act_weight": input_act_weight, "act_eps": input_act_eps}
         call = linear_call(weight, {**named, "residual": residual, "residual_scale": residual_scale, **others})
-        return activated_product(weight, x, bias, call) if is_int8(weight) else NotImplemented
+        given = bias, call.act_weight, residual, residual_scale
+        if call.unknown or not _multiplies(weight, x, given):
+            return NotImplemented
+        (outputs, channels), held = weight.shape, weight.params
+        if residual is not None and not call.takes_residual((*x.shape[:-1], outputs)):
+            return NotImplemented
+        if call.quantizes(x, channels):
+            output = _product(weight, call.quantized(x, held.transform, held.activation_bits), bias, x)
+        elif call.activation is None and x.shape[-1] == channels:
+            bits = held.activation_bits
+            output = int8_linear(x, stored(weight), held.scale, bias, held.transform, activation_bits=bits)
+        else:
+            return NotImplemented
+        return call.added(output)
 
     @classmethod
     def fused_rms_modulated(cls, x, weight, bias, norm_weight, norm_eps, modulation_scale) -> Any:
-        """linear(rms_norm(x) (1 + modulation_scale)); or NotImplemented. See `modulated_product`."""
-        modulated = norm_weight, norm_eps, modulation_scale
-        return modulated_product(weight, x, bias, *modulated) if is_int8(weight) else NotImplemented
+        """linear(rms_norm(x) (1 + modulation_scale)), [..., N] of the dtype of `x` [B, T, K] or [T, K]; or
+        NotImplemented. Both vectors have K values, for all tokens."""
+        if not _multiplies(weight, x, (bias, norm_weight, modulation_scale)):
+            return NotImplemented
+        channels, held = weight.shape[1], weight.params
+        if not x.shape[-1] == norm_weight.numel() == modulation_scale.numel() == channels:
+            return NotImplemented
+        norm = Norm("rms", norm_eps, norm_weight.reshape(channels))
+        scale = 1 + modulation_scale.reshape((1,) * (x.ndim - 1) + (-1,))
+        quantized = norm_quantize(x, norm, scale, None, held.transform, held.activation_bits)
+        return _product(weight, quantized, bias, x)
+
+
+def _multiplies(weight: Any, x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the kernel is to multiply by a weight, and can read what comes with it."""
+    if torch.compiler.is_compiling() or not is_int8(weight) or weight.ndim != 2 or x.ndim not in (2, 3):
+        return False
+    held, place, (n, k) = weight.params, stored(weight).device, stored(weight).shape
+    given = [x, *(tensor for tensor in others if tensor is not None)]
+    plain = not any(isinstance(tensor, QuantizedTensor) or tensor.dtype not in FLOAT_DTYPES for tensor in given)
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    if weight.shape != (n, k) or not plain or learns or any(tensor.device != place for tensor in given):
+        return False
+    return runs_fused(x.device, held.kernel, n, k, native_computes(held.smooth, held.activation_bits))
+
+
+def _product(weight: QuantizedTensor, quantized: Quantized, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    output = int8_gemm(*quantized, stored(weight), weight.params.scale, bias, x.dtype)
+    return output.view(*x.shape[:-1], -1)
 
 
 register_layout_class(LAYOUT, PerChannelINT8Layout)

@@ -6,22 +6,13 @@ residual + residual_scale * linear(activation(x)), in the dtype of the product.
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from comfy.model_management import cast_to_device
 
-from ...kernels import (
-    FLOAT_DTYPES,
-    ChannelTransform,
-    Norm,
-    Quantized,
-    activate_quantize,
-    gated_residual,
-    norm_quantize,
-)
+from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, activate_quantize, gated_residual, norm_quantize
 from ..comfyui.layers import other_activation
 
 _WITHOUT_EPS = ("input_act", "act_weight", "residual", "residual_scale")
@@ -60,13 +51,18 @@ class LinearCall(NamedTuple):
         return self.added(product(self.activated(x)))
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:
-        """What the linear multiplies, in floats. Raises as `around` does."""
+        """What the linear multiplies, in floats, as ComfyUI computes it. Raises as `around` does."""
         refuse_unknown(self.layer, self.unknown)
         if self.activation is None:
             return x
-        known = _ACTIVATIONS.get(self.activation)
-        if known is not None:
-            return known.compute(self, x)
+        if self.activation == "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        if self.activation == "swiglu":
+            gate, up = x.chunk(2, dim=-1)
+            return F.silu(gate) * up
+        if self.activation == "rms_norm":
+            weight = self._norm_weight(x)
+            return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), self.act_eps)
         values = other_activation(x, self.activation, self.act_weight, self.act_eps)
         if values is None:
             raise ValueError(
@@ -75,16 +71,32 @@ class LinearCall(NamedTuple):
             )
         return values
 
+    def _norm_weight(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The norm's weight where the input is: it may be one that ComfyUI keeps elsewhere."""
+        weight = self.act_weight
+        return weight if weight is None or weight.device == x.device else cast_to_device(weight, x.device, None)
+
     def quantizes(self, x: torch.Tensor, channels: int) -> bool:
         """Whether a fused op activates this input [B, T, K] or [T, K] and quantizes it, in one pass, for a linear of so
         many channels."""
-        known = _ACTIVATIONS.get(self.activation or "")
-        return known is not None and not self.unknown and known.takes(self, x, channels)
+        if self.activation not in _FUSED or self.unknown:
+            return False
+        if x.shape[-1] != channels * (2 if self.activation == "swiglu" else 1):
+            return False
+        weight = self.act_weight
+        return self.activation != "rms_norm" or (
+            weight is not None and weight.shape == (channels,) and _is_plain(weight)
+        )
 
     def quantized(self, x: torch.Tensor, transform: ChannelTransform, bits: int) -> Quantized:
         """That input, activated and quantized as `quantize_activations` does."""
-        assert self.activation is not None
-        return _ACTIVATIONS[self.activation].quantize(self, x, transform, bits)
+        if self.activation == "rms_norm":
+            norm = Norm("rms", self.act_eps, self._norm_weight(x))
+            return norm_quantize(x, norm, None, None, transform, bits)
+        if self.activation == "swiglu":
+            gate, up = x.chunk(2, dim=-1)
+            return activate_quantize(gate, "silu", up, None, transform, bits)
+        return activate_quantize(x, "gelu_tanh", None, None, transform, bits)
 
     def takes_residual(self, output: Sequence[int]) -> bool:
         """Whether the fused op adds a product of this shape to the residual. Its scale has one value a channel, of all
@@ -110,62 +122,8 @@ class LinearCall(NamedTuple):
         return residual + output if scale is None else torch.addcmul(residual, output, scale.to(output.dtype))
 
 
-@dataclass(frozen=True)
-class _Activation:
-    """An activation that a fused op computes.
-
-    Attributes:
-        takes: whether it does for a call, its input and a linear of so many channels.
-        compute: the activation in floats, as ComfyUI computes it.
-        quantize: the same and quantized.
-    """
-
-    takes: Callable[[LinearCall, torch.Tensor, int], bool]
-    compute: Callable[[LinearCall, torch.Tensor], torch.Tensor]
-    quantize: Callable[[LinearCall, torch.Tensor, ChannelTransform, int], Quantized]
-
-
-def _swiglu(call: LinearCall, x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _swiglu_quantized(call: LinearCall, x: torch.Tensor, transform: ChannelTransform, bits: int) -> Quantized:
-    gate, up = x.chunk(2, dim=-1)
-    return activate_quantize(gate, "silu", up, None, transform, bits)
-
-
-def _norm_weight(call: LinearCall, x: torch.Tensor) -> torch.Tensor | None:
-    """The norm's weight where the input is: it may be one that ComfyUI keeps elsewhere."""
-    weight = call.act_weight
-    return weight if weight is None or weight.device == x.device else cast_to_device(weight, x.device, None)
-
-
-def _rms_norm(call: LinearCall, x: torch.Tensor) -> torch.Tensor:
-    weight = _norm_weight(call, x)
-    if weight is None:
-        return F.rms_norm(x, x.shape[-1:], eps=call.act_eps)
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), call.act_eps)
-
-
-def _rms_norm_quantized(call: LinearCall, x: torch.Tensor, transform: ChannelTransform, bits: int) -> Quantized:
-    return norm_quantize(x, Norm("rms", call.act_eps, _norm_weight(call, x)), None, None, transform, bits)
-
-
-def _norm_fits(call: LinearCall, x: torch.Tensor, channels: int) -> bool:
-    weight = call.act_weight
-    return x.shape[-1] == channels and weight is not None and weight.shape == (channels,) and _is_plain(weight)
-
-
-_ACTIVATIONS = {
-    "gelu_tanh": _Activation(
-        lambda call, x, channels: x.shape[-1] == channels,
-        lambda call, x: F.gelu(x, approximate="tanh"),
-        lambda call, x, *form: activate_quantize(x, "gelu_tanh", None, None, *form),
-    ),
-    "swiglu": _Activation(lambda call, x, channels: x.shape[-1] == 2 * channels, _swiglu, _swiglu_quantized),
-    "rms_norm": _Activation(_norm_fits, _rms_norm, _rms_norm_quantized),
-}
+_FUSED = ("gelu_tanh", "swiglu", "rms_norm")
+"""The activations that fused ops have."""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -221,9 +179,9 @@ def linear_call(layer: Any, arguments: Mapping[str, Any], own: Mapping[str, Any]
 
     What nobody here knows asks for nothing where it is None, or its default.
     """
-    known = {name: value for name, value in arguments.items() if name in _WITH_EPS and value is not None}
+    known = {name: value for name, value in arguments.items() if name in _KNOWN and value is not None}
+    others = {name: value for name, value in arguments.items() if name not in _KNOWN and value is not None}
     activation = known.get("input_act")
-    unknown = [name for name, value in arguments.items() if name not in _WITH_EPS and value is not None]
     return LinearCall(
         layer,
         None if activation == "none" else activation,
@@ -231,7 +189,7 @@ def linear_call(layer: Any, arguments: Mapping[str, Any], own: Mapping[str, Any]
         known.get("act_eps", 0.0),
         known.get("residual"),
         known.get("residual_scale"),
-        tuple(name for name in unknown if arguments[name] is not own.get(name)),
+        tuple(name for name, value in others.items() if value is not own.get(name)),
     )
 
 

@@ -1,12 +1,36 @@
 """Patches that are LoRAs and nothing else: a product needs no patched weight to be right."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from comfy.model_management import cast_to_device
 from comfy.model_patcher import LowVramPatch
 
+from ...kernels import LowRank
 from ..comfyui.patcher import LoRAFactors, key_of, lora_factors
+from ..files.holding.stored_weight import is_stored
+
+
+class StoredLoRA(LowVramPatch):
+    """The plain LoRAs of a stored weight.
+
+    Attributes:
+        low_rank: all of them, on the device where the MODEL runs: they are small, and every product reads them.
+        scale: float32 [N, 1], how much larger they make what each row is scaled by as INT8.
+    """
+
+    def __init__(self, key: str, patches: Sequence[tuple], low_rank: LowRank, scale: torch.Tensor) -> None:
+        super().__init__(key, {key: patches})
+        self.low_rank = low_rank
+        self.scale = scale
+
+
+def stored_lora(weight: Any, functions: list) -> StoredLoRA | None:
+    """What changes a weight in use, if that is plain LoRAs of a stored weight and nothing else."""
+    if not functions or not isinstance(functions[0], StoredLoRA) or not is_stored(weight):
+        return None
+    return functions[0] if len(each_once(functions)) == 1 else None
 
 
 def add_lora(output: torch.Tensor, input: torch.Tensor, lora: LoRAFactors) -> None:

@@ -21,9 +21,10 @@ from ..comfyui.patcher import is_patch
 from ..comfyui.quantized import HeldWeight, layout_of, stored
 from ..comfyui.residency import CALLBACK_KEY
 from ..files.holding.gguf_weight import is_gguf
-from ..files.holding.stored_weight import StoredKind, is_stored, stored_kind
-from .int8_weight import LAYOUT, PerChannelINT8Layout, is_int8
-from .plain_loras import each_once, plain_loras
+from ..files.holding.stored_weight import is_stored
+from .int8_weight import LAYOUT, PerChannelINT8Layout
+from .plain_loras import StoredLoRA, plain_loras
+from .weight_form import weight_form
 
 SMALLEST_STORED = 1 << 16
 """Bytes below which a weight becomes INT8 all the same: ComfyUI patches small weights where they are."""
@@ -32,27 +33,6 @@ SMALLEST_STORED = 1 << 16
 def fits_codes(n: int, k: int) -> bool:
     """Whether a weight [N, K] that this pack quantizes can be held in codes of 4 bits, as ComfyUI reads them."""
     return rotation_group_of(k) is not None and n * k // 2 >= SMALLEST_STORED
-
-
-class StoredLoRA(LowVramPatch):
-    """The plain LoRAs of a stored weight.
-
-    Attributes:
-        low_rank: all of them, on the device where the MODEL runs: they are small, and every product reads them.
-        scale: float32 [N, 1], how much larger they make what each row is scaled by as INT8.
-    """
-
-    def __init__(self, key: str, patches: Sequence[tuple], low_rank: LowRank, scale: torch.Tensor) -> None:
-        super().__init__(key, {key: patches})
-        self.low_rank = low_rank
-        self.scale = scale
-
-
-def stored_lora(weight: Any, functions: list) -> StoredLoRA | None:
-    """What changes a weight in use, if that is plain LoRAs of a stored weight and nothing else."""
-    if not functions or not isinstance(functions[0], StoredLoRA) or not is_stored(weight):
-        return None
-    return functions[0] if len(each_once(functions)) == 1 else None
 
 
 class HookedWeight:
@@ -88,29 +68,16 @@ def put_hooked(linear: Any, weight: torch.Tensor, kernel: str, seed: int | None)
     kernels.KERNEL_CHOICES.
     """
     held = linear.weight
-    form = int8_form(held)
+    form = weight_form(held, linear)
     if form is None:
         linear.weight = _HookedFloats(weight.to(held.dtype), requires_grad=False)
         linear.weight.linear = linear
         return
-    q, made = PerChannelINT8Layout.quantize(weight, stochastic_rounding=seed or 0, kernel=kernel, **form)
+    transform, bits = form.input_form(held)
+    q, made = PerChannelINT8Layout.quantize(weight, None, seed or 0, False, transform, bits, kernel)
     hooked = _HookedINT8(q, LAYOUT, replace(made, orig_dtype=held.dtype))
     hooked.linear = linear
     linear.weight = torch.nn.Parameter(hooked, requires_grad=False)
-
-
-def int8_form(weight: Any) -> dict[str, Any] | None:
-    """How a stored weight, or what a hook made of it, is INT8 in a product; None where it computes in floats."""
-    if is_int8(weight):
-        return {"transform": weight.params.transform, "activation_bits": weight.params.activation_bits}
-    kind = stored_kind(weight)
-    if kind is None or kind.scale(weight) is None:
-        return None
-    return {"transform": _rotation(kind, weight), "activation_bits": kind.activation_bits(weight)}
-
-
-def _rotation(kind: StoredKind, weight: Any) -> ChannelTransform:
-    return ChannelTransform(None, kind.rotation_group(weight))
 
 
 def patch_products(model: ModelPatcher) -> None:
@@ -165,10 +132,8 @@ def _patch_of(
     `known` holds scales of LoRAs by `key`, each beside what ComfyUI tells a MODEL's patches by: to find them takes a
     product as large as the weight.
     """
-    patches, device, kind = model.patches[key], model.load_device, stored_kind(weight)
-    if kind is None or kind.scale(weight) is None:
-        return LowVramPatch(key, {key: patches})
-    low_rank = _low_rank(patches, weight, device, _rotation(kind, weight))
+    patches, device, form = model.patches[key], model.load_device, weight_form(weight, None)
+    low_rank = None if form is None else _low_rank(patches, weight, device, form.unsmoothed.transform)
     if low_rank is None:
         return LowVramPatch(key, {key: patches})
     found_for, scale = known.get(key, (None, None))

@@ -19,7 +19,8 @@ from ..files.reading.values import check_finite
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.int8_weight import int8_weight
 from ..layers.layer_selection import is_quantizable
-from ..layers.stored_weights import SMALLEST_STORED, int8_form
+from ..layers.stored_weights import SMALLEST_STORED
+from ..layers.weight_form import known_form
 from ..patching.patched_weights import float_weight
 
 Make = Callable[[str, Any, torch.Tensor | None], Any]
@@ -121,7 +122,7 @@ def checkpoint_plan(
         """The INT8 weight that codes of 4 or 6 bits stand for, exactly."""
         weight = weight.to(device=device)
         q, scale = expand_codes(grouped_codes(weight)), channel_scale(weight)
-        return int8_weight(q, scale, compute_dtype, **(int8_form(weight) or {}))
+        return int8_weight(q, scale, compute_dtype, *known_form(weight).unsmoothed)
 
     def decoded(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         values = float_weight(weight.to(device=device), input_scale)

@@ -94,7 +94,7 @@ def _kind(
         path = choose_path(model.load_device, kernel, tuple(weight.shape), ways)
     why = f" ({path.reason})" if path is not None and path.kind == BF16 else ""
     if path is not None and form is not None and path.kind == FUSED:
-        bits = " with 16-bit activations" if form.activation_bits == 16 else ""
+        bits = " with 16-bit activations" if form.unsmoothed.activation_bits == 16 else ""
         if form.kind is not None:
             bits = f" from {form.kind.name(weight)}{bits}"
         on_gpu = model.load_device.type == "cuda"

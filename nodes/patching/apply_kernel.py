@@ -21,7 +21,7 @@ from ..layers.fused_forward import INT8Linear, class_patch, needs_gradient
 from ..layers.input_groups import group_inputs
 from ..layers.int8_weight import is_int8
 from ..layers.linear_call import arguments_of, name_linears
-from ..layers.weight_form import is_comfyui_int8
+from ..layers.weight_form import weight_form
 
 _CALLBACK_KEY = "int8_dit_apply"
 
@@ -88,7 +88,8 @@ def _outermost(encoder: ModelPatcher, names: Sequence[str]) -> set[str]:
 def _comfyui_int8(model: ModelPatcher) -> list[str]:
     """The linears that ComfyUI's own loaders hold in INT8, by module path in what `root_of` says."""
     modules = root_of(model)[0].named_modules()
-    return [name for name, module in modules if name and is_comfyui_int8(getattr(module, "weight", None), module)]
+    forms = {name: weight_form(getattr(module, "weight", None), module) for name, module in modules if name}
+    return [name for name, form in forms.items() if form is not None and not form.own]
 
 
 def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> ModelPatcher:

@@ -22,7 +22,7 @@ from ..files import quant_config
 from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.writing.safetensors_writer import PendingTensor, Tensors
 from ..layers.int8_weight import int8_weight, quant_config_of
-from ..layers.stored_weights import int8_form
+from ..layers.weight_form import known_form
 
 
 def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,7 +102,7 @@ def state_dict_for_saving(model: ModelPatcher) -> Tensors:
             # Its values are those of no weight.
             q = torch.empty(stored.shape, dtype=torch.int8, device="meta")
             scale = torch.empty(len(stored), device="meta")
-            form = int8_weight(q, scale, stored.dtype, **(int8_form(stored) or {}))
+            form = int8_weight(q, scale, stored.dtype, *known_form(stored).unsmoothed)
             config = quant_config_of(form, quant_config.other_options(quant_config_in(stored)))
             tensors[f"{name.removesuffix('.weight')}.{quant_config.QUANT_CONFIG}"] = config
             pieces = _patched_pieces(model, key, form)

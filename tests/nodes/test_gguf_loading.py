@@ -286,7 +286,7 @@ def test_loras_are_rounded_with_a_stored_weight_once(dit, write, lora):
 def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     """The device of a streamed weight is not that of its LoRA, and nothing computes with both."""
     from int8_dit.kernels import UNCHANGED
-    from int8_dit.nodes.layers import fused_forward, stored_weights
+    from int8_dit.nodes.layers import fused_forward, plain_loras
 
     model = dit.with_lora(load(write("Q8_0"), "as stored"), lora)
     dit.output(model)
@@ -294,7 +294,7 @@ def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     [attached] = layer.weight_function
     key, patches = attached.key, attached.patches[attached.key]
     low_rank = type(attached.low_rank)(*(factor.to("meta") for factor in attached.low_rank))
-    layer.weight_function = [stored_weights.StoredLoRA(key, patches, low_rank, attached.scale.to("meta"))]
+    layer.weight_function = [plain_loras.StoredLoRA(key, patches, low_rank, attached.scale.to("meta"))]
     assert layer.input_form() == fused_forward.InputForm(UNCHANGED, 8)
     assert fused_forward._resident(layer, torch.device("meta"), layer.weight.dtype) is None
 

@@ -60,11 +60,12 @@ def computed(layer, x):
 def expected(layer, x):
     """Of what the weight is now, with nothing kept."""
     from int8_dit.kernels import int8_linear
-    from int8_dit.nodes.layers.weight_form import int8_parts
+    from int8_dit.nodes.layers.weight_form import known_form
 
-    parts = int8_parts(layer.weight, layer)
+    form = known_form(layer.weight, layer)
+    transform, bits = form.input_form(layer.weight)
     with torch.inference_mode():
-        return int8_linear(x, *parts.operands(), layer.bias, parts.transform, activation_bits=parts.activation_bits)
+        return int8_linear(x, *form.operands(layer.weight), layer.bias, transform, activation_bits=bits)
 
 
 def replace(layer, weight):

@@ -21,7 +21,7 @@ from int8_dit.kernels import ChannelTransform, LowRank, quantize_gguf, quantize_
 from int8_dit.nodes.files.holding.gguf_weight import held_gguf, read_weight
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.layers.linear_call import name_linears
-from int8_dit.nodes.layers.stored_weights import StoredLoRA
+from int8_dit.nodes.layers.plain_loras import StoredLoRA
 from int8_dit.nodes.loading.load_plan import LoadPlan
 from int8_dit.nodes.loading.operations import int8_operations
 from int8_dit.nodes.patching.apply_kernel import running_fused
