@@ -63,11 +63,11 @@ WAYS = {
     "behind an activation": lambda layer: behind(layer, F.silu),
 }
 STOPS = {
-    "the product": ("layers.fused_forward", "int8_gemm"),
-    "the whole linear": ("layers.fused_forward", "int8_linear"),
-    "the norm": ("deferred.operands", "norm_quantize"),
-    "the activation": ("deferred.operands", "activate_quantize"),
-    "a cancel": ("loading.operations", "run_every_op"),
+    "the product": "int8_dit.nodes.layers.fused_forward.int8_gemm",
+    "the whole linear": "int8_dit.nodes.layers.fused_forward.int8_linear",
+    "the norm": "int8_dit.nodes.deferred.operands.norm_quantize",
+    "the activation": "int8_dit.nodes.deferred.operands.activate_quantize",
+    "a cancel": "comfy.ops.run_every_op",
 }
 MEET = {
     "called": ("the whole linear",),
@@ -80,9 +80,8 @@ MEET = {
 def test_a_weight_comes_back(layer, lent, monkeypatch, way, where):
     expected = WAYS[way](layer)
     assert not lent
-    module, name = STOPS[where]
     with monkeypatch.context() as broken, pytest.raises(Stopped):
-        broken.setattr(f"int8_dit.nodes.{module}.{name}", stop)
+        broken.setattr(STOPS[where], stop)
         WAYS[way](layer)
     assert not lent
     assert torch.equal(WAYS[way](layer), expected)
