@@ -83,7 +83,7 @@ VARIANTS = (
     _fused("fused + smoothing + rotation", form(smooth=True, rotate=True), fused(smooth=True, rotate=True)),
     _fused("fused + 16-bit activations", PLAIN, fused(activation_bits=16)),
 )
-"""The fused linear with something more, shown with what that costs."""
+"""The fused linear with something more; the summary says what that costs."""
 
 _BEHIND = {
     FP16_SUMS: [Method("fp8 _scaled_mm GEMM alone", E4M3, fp8_gemm, require_fp8, foreign=True)],
@@ -223,25 +223,6 @@ def table(results: Sequence[ShapeResult], methods: Sequence[Method]) -> tuple[li
     return columns, rows
 
 
-def variant_table(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]:
-    """Column headings and rows: milliseconds of the fused linear, then with each extra, and its cost in percent."""
-    columns = [
-        "linear",
-        "M x N x K",
-        f"{FUSED} ms",
-        *(f"{variant.name.removeprefix('fused ')} ms" for variant in VARIANTS),
-    ]
-    rows = []
-    for result in results:
-        cells = []
-        for variant in VARIANTS:
-            ratio = result.speedup(FUSED, variant.name)
-            cost = "" if ratio is None else f" ({_percent(ratio)})"
-            cells.append(_milliseconds(result, variant.name) + cost)
-        rows.append([result.shape.name, result.place(), _milliseconds(result, FUSED), *cells])
-    return columns, rows
-
-
 def quantization_table(results: Iterable[QuantizationResult]) -> tuple[list[str], list[list[str]]]:
     """Column headings and rows: milliseconds and achieved GB/s of the quantization, GB/s of the copy of x."""
     columns = ["M x K", *(f"{name} ms (GB/s)" for name in QUANTIZATIONS), "copy of x GB/s"]
@@ -259,29 +240,18 @@ def quantization_table(results: Iterable[QuantizationResult]) -> tuple[list[str]
 def summary(results: Iterable[ShapeResult]) -> tuple[list[str], list[list[str]]]:
     """Geometric mean and worst case over the shapes that take the benchmark's M: speeds, then what the extras cost."""
     blocks = [result for result in results if result.shape.tokens is None]
-    rows = []
     names = [method.name for method in METHODS]
-    compared = [(own, other) for own in names for other in names if own in COMPARED.get(other, ())]
-    for method, reference in compared:
-        speeds = {r: speed for r in range(len(blocks)) if (speed := blocks[r].speedup(method, reference)) is not None}
-        if speeds:
-            worst = min(speeds, key=speeds.__getitem__)
-            mean = f"{statistics.geometric_mean(speeds.values()):.3f} x"
-            rows.append([f"{method} vs {reference}", mean, f"{speeds[worst]:.3f} x", _where(blocks[worst])])
-    for variant in VARIANTS:
-        costs = ((r, blocks[r].speedup(FUSED, variant.name)) for r in range(len(blocks)))
-        ratios = {r: ratio for r, ratio in costs if ratio is not None}
+    compared = [(f"{own} vs {other}", own, other) for own in names for other in names if own in COMPARED.get(other, ())]
+    compared += [(f"cost of {each.name.removeprefix('fused + ')}", FUSED, each.name) for each in VARIANTS]
+    rows = []
+    for what, method, reference in compared:
+        is_cost = what.startswith("cost")
+        ratios = [(ratio, each) for each in blocks if (ratio := each.speedup(method, reference)) is not None]
         if ratios:
-            worst = max(ratios, key=ratios.__getitem__)
-            mean = _percent(statistics.geometric_mean(ratios.values()))
-            rows.append(
-                [
-                    f"cost of {variant.name.removeprefix('fused + ')}",
-                    mean,
-                    _percent(ratios[worst]),
-                    _where(blocks[worst]),
-                ]
-            )
+            worst, where = (max if is_cost else min)(ratios, key=lambda pair: pair[0])
+            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+            shown = (f"{100 * (each - 1):+.1f} %" if is_cost else f"{each:.3f} x" for each in (mean, worst))
+            rows.append([what, *shown, f"{where.shape.name}, M = {where.m}"])
     return ["", "geometric mean", "worst", "at"], rows
 
 
@@ -291,14 +261,6 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 def _milliseconds(result: ShapeResult, method: str) -> str:
     return _number(result.milliseconds.get(method), ".3f") + ("\\*" if method in result.looped else "")
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f} %"
-
-
-def _where(result: ShapeResult) -> str:
-    return f"{result.shape.name}, M = {result.m}"
 
 
 @dataclass
@@ -311,15 +273,7 @@ class Report:
 
 def document(report: Report, quantizations: Sequence[QuantizationResult], copy_rate: float) -> str:
     """All tables and notes."""
-    parts = [
-        f"**{title(report.environment)}**",
-        markdown(*table(report.shapes, [method for method in METHODS if method not in VARIANTS])),
-    ]
-    if any(variant.name in result.rounds for result in report.shapes for variant in VARIANTS):
-        parts += [
-            "Fused linear with bias, smoothing, rotation (group 256); in brackets what it costs:",
-            markdown(*variant_table(report.shapes)),
-        ]
+    parts = [f"**{title(report.environment)}**", markdown(*table(report.shapes, METHODS))]
     parts += ["Quantization of the activations alone:", markdown(*quantization_table(quantizations))]
     parts.append(f"Copy of a large tensor: {copy_rate:.0f} GB/s read and written.")
     columns, rows = summary(report.shapes)
