@@ -10,7 +10,6 @@ it out on a CPU. `--variants` takes some variants alone; "NAME, INT8 attention" 
 pack's with attention in INT8 too.
 """
 
-import argparse
 import gc
 import json
 import logging
@@ -27,8 +26,8 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
 from studies.decoded_weights import decoded, gguf_decoded, nf4_decoded
+from studies.frame import Study
 from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS
-from support.pack import import_comfyui, import_pack
 from support.small_png import save_small_png
 from support.tensors import relative_error
 
@@ -436,14 +435,12 @@ def twins(subjects: dict[str, dict[str, dict]], difference: str) -> str:
     return markdown(columns, rows) if rows else ""
 
 
-def report(heading: str, results: dict[str, dict]) -> str:
+def report(results: dict[str, dict]) -> list[str]:
     """All tables."""
     subjects = {key: result["figures"] for key, result in results.items()}
     tables = [comparison(COLUMNS[key], figures) for key, figures in subjects.items() if "FP8" in figures]
     note = "Errors relative to bf16, and in brackets 95 % bootstrap intervals."
-    differences = [twins(subjects, difference) for difference in DIFFERENCES]
-    parts = [heading, note, overview(subjects), *differences, *tables]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return [note, overview(subjects), *(twins(subjects, difference) for difference in DIFFERENCES), *tables]
 
 
 def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
@@ -465,38 +462,29 @@ def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--subjects", nargs="+", default=["trained", "outliers", "blocks"])
-    parser.add_argument("--pairs", type=int, default=300)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--planted", type=int, default=4)
-    parser.add_argument("--pixels", type=int, default=512)
-    parser.add_argument("--variants", nargs="+")
-    parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results" / "ablation")
-    arguments = parser.parse_args()
+    study = Study(__doc__, "ablation")
+    study.indent = None
+    study.option("--subjects", nargs="+", default=["trained", "outliers", "blocks"])
+    study.option("--pairs", type=int, default=300)
+    study.option("--blocks", type=int, default=12)
+    study.option("--planted", type=int, default=4)
+    study.option("--pixels", type=int, default=512)
+    study.option("--variants", nargs="+")
+    arguments = study.start()
     if min(arguments.pairs, arguments.blocks) < 2:
-        parser.error("take two pairs and two blocks at least: one has no interval")
-    logging.basicConfig(level=logging.ERROR)
-    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
-    import_pack()
-    import comfy.model_management
-    from comfyui_version import __version__ as comfyui_version
+        study.parser.error("take two pairs and two blocks at least: one has no interval")
+    logging.getLogger("int8_dit").setLevel(logging.ERROR)
     from safetensors.torch import load_file
 
     from glyphs.outliers import plant
-    from int8_dit.kernels.benchmark import describe_machine, title
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
     trained = load_file(GLYPH_MODEL)
     makers = {
         "trained": lambda: Glyphs(trained, arguments.pairs),
         "outliers": lambda: Glyphs(plant(trained), arguments.pairs),
         "blocks": lambda: Blocks(arguments.blocks, arguments.planted, arguments.pixels),
     }
-    machine = describe_machine(comfy.model_management.get_torch_device())
     results: dict[str, dict] = {}
-    text = ""
     for key in arguments.subjects:
         print(COLUMNS[key], flush=True)
         subject = makers[key]()
@@ -510,15 +498,10 @@ def main() -> None:
             results[key]["planted"] = {layer: layer in found for layer in subject.planted}
         elif key != "blocks":
             results[key]["read"] = {v: "".join("01"[r] for r in outcome.read) for v, outcome in outcomes.items()}
+        study.write("", *report(results), subjects=results)  # now: a later subject that fails takes nothing along
         if key == "outliers" and set(PICTURED) <= set(outcomes):
-            save_picture(outcomes, arguments.out / "glyphs.png")
+            save_picture(outcomes, study.out / "glyphs.png")
         del subject, outcomes
-        # After each subject, so that a later one that fails takes nothing along.
-        text = report(f"{title(machine)}, ComfyUI {comfyui_version}", results)
-        (arguments.out / "ablation.md").write_text(text)
-        data = {"environment": machine, "comfyui": comfyui_version, "subjects": results}
-        (arguments.out / "ablation.json").write_text(json.dumps(data) + "\n")
-    print("\n" + text)
 
 
 if __name__ == "__main__":

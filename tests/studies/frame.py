@@ -44,7 +44,7 @@ class Study:
     """
 
     def __init__(self, doc: str, name: str, folder: Path | None = None) -> None:
-        self.name = name
+        self.name, self.indent = name, 1
         self.parser = argparse.ArgumentParser(description=doc.partition("\n\n")[0])
         self.option = self.parser.add_argument
         self.option("--comfyui", type=Path, required=True)
@@ -88,7 +88,9 @@ class Study:
         print(text, flush=True)
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / f"{self.name}.md").write_text(text)
-        (self.out / f"{self.name}.json").write_text(json.dumps({**self.about, **data}, indent=1, default=str) + "\n")
+        (self.out / f"{self.name}.json").write_text(
+            json.dumps({**self.about, **data}, indent=self.indent, default=str) + "\n"
+        )
 
 
 class Rows(list):

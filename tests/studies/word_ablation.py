@@ -32,7 +32,7 @@ sys.path.append(str(TESTS))  # as a script, only this folder is there
 from studies import ablation
 from studies.ablation import TensorDict, stock
 from studies.decoded_weights import NF4_BITS, decoded, gguf_decoded, nf4_decoded, quantizable
-from support.pack import import_comfyui, import_pack
+from studies.frame import Study
 from support.small_png import save_small_png
 from words.alphabet import Text, random_texts
 from words.reading import edit_distance, normalised, read
@@ -199,14 +199,11 @@ def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str]
     return found
 
 
-def sample_variants(arguments: argparse.Namespace) -> None:
+def sample_variants(arguments: argparse.Namespace, about: dict[str, object]) -> None:
     """The first command."""
-    import comfy.model_management
-    from comfyui_version import __version__ as comfyui_version
     from safetensors.torch import load_file
 
     from glyphs.outliers import plant
-    from int8_dit.kernels.benchmark import describe_machine
 
     texts = random_texts(arguments.pairs, arguments.seed)
     state_dict = load_file(arguments.model)
@@ -215,8 +212,7 @@ def sample_variants(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(arguments.out / "sampled.npz", **{name: result.pop("images") for name, result in found.items()})
     data = {
-        "environment": describe_machine(comfy.model_management.get_torch_device()),
-        "comfyui": comfyui_version,
+        **about,
         "steps": arguments.steps,
         "planted": arguments.planted,
         "texts": [{"text": "\n".join(text.lines), "category": text.category} for text in texts],
@@ -397,22 +393,18 @@ def evaluate(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=TESTS / "studies" / "results" / "words")
-    parser.add_argument("--evaluate", action="store_true", help="read and compare what was sampled")
-    parser.add_argument("--model", type=Path, default=WORD_MODEL, help="the word model's bf16 file")
-    parser.add_argument("--planted", action="store_true", help="with outlier channels that change no result in bf16")
-    parser.add_argument("--pairs", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seed", type=int, default=0, help="of the texts and of the noise; the stored results have 0")
-    parser.add_argument("--variants", nargs="+", help="these alone, beside bf16")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.ERROR)
-    import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
-    import_pack()
+    study = Study(__doc__, "words")
+    study.option("--evaluate", action="store_true", help="read and compare what was sampled")
+    study.option("--model", type=Path, default=WORD_MODEL, help="the word model's bf16 file")
+    study.option("--planted", action="store_true", help="with outlier channels that change no result in bf16")
+    study.option("--pairs", type=int, default=300)
+    study.option("--steps", type=int, default=STEPS)
+    study.option("--seed", type=int, default=0, help="of the texts and of the noise; the stored results have 0")
+    study.option("--variants", nargs="+", help="these alone, beside bf16")
+    arguments = study.start()
+    logging.getLogger("int8_dit").setLevel(logging.ERROR)
     if not arguments.evaluate:
-        sample_variants(arguments)
+        sample_variants(arguments, study.about)
         return
     try:
         evaluate(arguments.out)
