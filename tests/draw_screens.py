@@ -16,9 +16,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support import workflows, workflows_saved
+from support import workflows_saved
 from support.browser import NoBrowser, chromium
 from support.environment import given, run_script, say
+from support.failing_graphs import BROKEN, FAILING
 from support.frontend import add_nodes, load, open_frontend, set_setting, settle
 from support.node_results import node_results, show_results
 from support.node_texts import own_nodes
@@ -31,25 +32,6 @@ if TYPE_CHECKING:
 RENDERERS = {"classic": False, "Vue": True}
 PALETTES = ("dark", "light")
 SIZES = ((1600, 1000), (1280, 720))
-GLYPHS, BROKEN = workflows.GLYPH_MODEL, "broken.safetensors"
-QUANTIZE = ("QuantizeToINT8SmoothQuant", {})
-# Nodes and links as for `add_nodes`; what runs is behind them.
-FAILING = {
-    "a missing file": ({"load": ("LoadINT8DiT", {"model_name": "gone.safetensors"})}, []),
-    "a file that is no model": ({"load": ("LoadINT8DiT", {"model_name": BROKEN})}, []),
-    "attention that cannot run": (
-        {"load": ("LoadINT8DiT", {"model_name": GLYPHS, "attention": "INT8 (comfy-kitchen)"})},
-        [],
-    ),
-    "a missing calibration input": (
-        {
-            "model": ("UNETLoader", {"unet_name": GLYPHS}),
-            "text": ("DemoLettersINT8DiT", {}),
-            "load": QUANTIZE,
-        },
-        [("model", 0, "load", "model"), ("text", 0, "load", "positive.positive_0")],
-    ),
-}
 # A template is shown as the frontend fits it to the window when it opens one.
 STATE = """() => ({
     zoom: app.canvas.ds.scale,
@@ -86,8 +68,9 @@ def screens(page: Page, server: ComfyServer, results: dict[str, dict], nodes: li
         if node in results:
             show_results(page, results)
             yield f"{node}, with its result"
-    for what, (parts, links) in FAILING.items():
-        add_nodes(page, {**parts, "shown": ("PreviewAny", {})}, [*links, ("load", 1, "shown", "source")])
+    for what, (graph, links, change, _) in FAILING.items():
+        add_nodes(page, graph, links)
+        page.evaluate(*change)
         run_and_wait(page, server)
         yield f"failing: {what}"
         page.keyboard.press("Escape")
