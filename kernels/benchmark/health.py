@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..card.timing import CallSeries
+from ..card.device import BF16
+from ..card.timing import CallSeries, sustained_milliseconds
 
 # Floating point operations of bf16 tensor cores per multiprocessor and clock, dense, with float32 accumulation, by
 # compute capability. From NVIDIA's white papers of the architectures: peak rate / (multiprocessors x boost clock).
@@ -86,11 +87,8 @@ def bf16_teraflops(device: torch.device, check: Callable[[], None] = lambda: Non
     weight = torch.randn(_PROBE, _PROBE, device=device).bfloat16()
     F.linear(x, weight)
     series = CallSeries(lambda _: F.linear(x, weight), 1, device)
-    rates = []
-    for _ in range(_ROUNDS):
-        check()
-        rates.append(2 * _PROBE**3 / series.milliseconds() / 1e9)
-    return rates
+    rounds = sustained_milliseconds({BF16: series}, _ROUNDS, check)
+    return [2 * _PROBE**3 / milliseconds / 1e9 for milliseconds in rounds[BF16]]
 
 
 def examine(device: torch.device, check: Callable[[], None] = lambda: None) -> Health:

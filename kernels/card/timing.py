@@ -102,14 +102,14 @@ class CallSeries:
         self._run, self._watch = run, Stopwatch(device)
         self._window = _WINDOW_MILLISECONDS if device.type == "cuda" else 0.0
         self._indices = list(range(operands))
-        self._work, self.looped = self._call_all, False
-        if device.type == "cuda":
+        self._graph = None
+        if self._window:
             passes_in_time = int(_MILLISECONDS_PER_GRAPH / self._watch.mean(self._call_all))
             self._indices *= max(1, min(math.ceil(_CALLS_PER_GRAPH / operands), passes_in_time))
-            graph = self._capture(device, pool or GraphPool())
-            self._work, self.looped = (self._call_all, True) if graph is None else (graph.replay, False)
+            self._graph = self._capture(device, pool or GraphPool())
         else:
             self._indices *= _PASSES_ON_CPU
+        self.looped = self._window > 0 and self._graph is None
 
     def _capture(self, device: torch.device, pool: GraphPool) -> torch.cuda.CUDAGraph | None:
         stream = torch.cuda.Stream(device)
@@ -134,8 +134,9 @@ class CallSeries:
 
     def milliseconds(self) -> float:
         """Mean time of one call over a window of uninterrupted work; on a CPU over a few calls, by the wall clock."""
-        passes = math.ceil(self._window / self._watch.mean(self._work)) if self._window else 1
-        return self._watch.mean(self._work, passes) / len(self._indices)
+        work = self._call_all if self._graph is None else self._graph.replay
+        passes = math.ceil(self._window / self._watch.mean(work)) if self._window else 1
+        return self._watch.mean(work, passes) / len(self._indices)
 
 
 def sustained_milliseconds(

@@ -1,14 +1,16 @@
 """The benchmark: its arithmetic on made-up figures, what it leaves out, and what its rows compute."""
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import math
+import weakref
 
 import pytest
 import torch
 
-from kernels.benchmark import systems
+from kernels.benchmark import run, systems
 from kernels.benchmark.methods import (
     BENCHMARK_METHODS,
     BF16,
@@ -210,6 +212,21 @@ def test_a_cpu_is_spared_what_is_hopeless():
     assert hopeless(small, CPU) is None and "too many for a CPU" in hopeless(large, CPU)
     assert hopeless(large, torch.device("cuda")) is None
     assert benchmark_shape(LinearShape("", 8, 16), 4352, CPU, methods(BF16), rounds=1).m < 100
+
+
+def test_what_was_timed_is_freed_at_once(monkeypatch):
+    """On a card the next shape needs its memory."""
+    made = []
+
+    def operands(*sizes):
+        made.append(weakref.ref(found := Operands(*sizes)))
+        return found
+
+    monkeypatch.setattr(run, "Operands", operands)
+    gc.disable()
+    benchmark_shape(LinearShape("tiny", 32, 64), 4, CPU, methods(BF16, UNFUSED), rounds=1)
+    gc.enable()
+    assert [each() for each in made] == [None]
 
 
 def test_check_can_stop_the_benchmark():

@@ -113,6 +113,7 @@ def measure(planned: AttentionWork, device: torch.device, rounds: int) -> Measur
     ran = [method for method in METHODS if method.name in normal.rounds]
     operands, strong = AttentionOperands(planned, device), AttentionResult(planned)
     way = fastest_way(operands.q, operands.k, operands.v, operands.mask, operands.grouped)
+    torch.manual_seed(0)
     operands.k = (operands.k + STRONG * torch.randn_like(operands.k[:1, :, :1])).to(operands.k.dtype)
     time_methods(strong, ran, operands, rounds=1)
     return Measured(normal, strong.relative_errors, way)
