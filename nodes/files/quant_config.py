@@ -121,13 +121,13 @@ def marked_layers(tensors: Iterable[str]) -> list[str]:
 
 def configs_in(tensors: Mapping[str, Any]) -> dict[str, dict]:
     """The decoded quant configs of a state dict, by layer. Raises ValueError naming one that is none."""
-    configs = {}
-    for layer in marked_layers(tensors):
-        key = ".".join((layer, QUANT_CONFIG))
-        try:
-            configs[layer] = decode_config(tensors[key])
-        except ValueError as error:
-            raise ValueError(f"{key} is {error}") from error
+    suffix, configs = f".{QUANT_CONFIG}", {}
+    for key in tensors:
+        if key.endswith(suffix):
+            try:
+                configs[key.removesuffix(suffix)] = decode_config(tensors[key])
+            except ValueError as error:
+                raise ValueError(f"{key} is {error}") from error
     return configs
 
 
