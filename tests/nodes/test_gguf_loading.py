@@ -58,12 +58,9 @@ def dequantized(dit, files, path):
 @pytest.mark.parametrize("kind", ("Q8_0", "Q4_0", "Q4_K"))
 def test_it_computes_what_its_blocks_stand_for(dit, files, write, kind, memory):
     path = write(kind)
-    expected = dit.output(dequantized(dit, files, path))
-    assert dit.relative_error(dit.output(load(path, memory)), expected) < 2 * dit.int8_noise()
-
-
-def test_as_int8_every_linear_is(dit, write):
-    assert set(dit.int8_weights(load(write()))) == set(dit.LINEARS)
+    model, expected = load(path, memory), dit.output(dequantized(dit, files, path))
+    assert dit.relative_error(dit.output(model), expected) < 2 * dit.int8_noise()
+    assert (set(dit.int8_weights(model)) == set(dit.LINEARS)) == (memory == "INT8")
 
 
 def test_as_stored_both_ways_compute_alike(dit, write):
@@ -459,12 +456,6 @@ def test_with_the_kernel_bf16_it_computes_in_floats(dit, files, write, kind, mem
     torch.testing.assert_close(dit.output(model), dit.output(dequantized(dit, files, path)), rtol=1e-3, atol=1e-3)
 
 
-def test_what_runs_where(dit, write):
-    from int8_dit.nodes.loading.summary import summarize
-
-    assert "from GGUF Q8_0" in str(summarize(load(write("Q8_0"), "as stored")))
-
-
 def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch):
     """Where a benchmark found it the fastest, it takes the layers whose weights are INT8, and not blocks."""
     from int8_dit.kernels import FUSED, NATIVE
@@ -479,7 +470,7 @@ def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch
 
     monkeypatch.setattr(summary, "choose_path", measured)
     kinds = summary.summarize(model)
-    assert (kinds.int8, kinds.native) == (len(dit.LINEARS), 0)
+    assert (kinds.int8, kinds.native) == (len(dit.LINEARS), 0) and "from GGUF Q8_0" in str(kinds)
 
 
 # Where files are
