@@ -19,14 +19,14 @@ MOST_MEMORY = 1 << 30
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ("safetensors", "gguf"))
 def test_mutants_are_refused_or_right(dit, tmp_path, kind):
-    from support import gguf_mutants, mutants, small_files
+    from support import gguf_mutants, mutants
 
     path = tmp_path / f"the mutant.{kind}"
     if kind == "gguf":
         ways, files = WAYS, gguf_mutants.gguf_files()
         kinds, rounds = gguf_mutants.MUTATIONS, 2 * TIMES
     else:
-        ways, files = [(kernel,) for kernel in KERNELS], small_files.base_files()
+        ways, files = [(kernel,) for kernel in KERNELS], mutants.base_files()
         kinds, rounds = mutants.MUTATIONS, len(files) * TIMES
 
     def load(way):

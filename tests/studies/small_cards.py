@@ -232,14 +232,12 @@ def prepare(folder: Path, model: str, size: dict, wanted: set[str], steps: int, 
         save_file(latents, folder / "bf16.st")
 
 
-def measure(
-    folder: Path, model: str, loaders: list[str], labels: dict, steps: int, pixels: int, loras: list[str]
-) -> None:
+def measure(arguments: argparse.Namespace, pixels: int) -> None:
     """Print a row for each loader without and with the LoRA; for one that fails a row that says why."""
-
-    for name in loaders:
+    labels = {"free": arguments.free[0], "mode": arguments.modes[0]}
+    for name in arguments.loaders:
         try:
-            measure_loader(folder, model, name, labels, steps, pixels, loras)
+            measure_loader(arguments, name, labels, pixels)
         except Exception as error:  # whatever it is, the next loader can be measured
             traceback.print_exc(limit=-4)
             said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -247,9 +245,7 @@ def measure(
         release()
 
 
-def measure_loader(
-    folder: Path, model: str, name: str, labels: dict, steps: int, pixels: int, loras: list[str]
-) -> None:
+def measure_loader(arguments: argparse.Namespace, name: str, labels: dict, pixels: int) -> None:
     """One loader's rows, one for each of `loras`. Of the card's memory they say what tensors take at most during the
     steps that are timed, and what the process holds behind them: weights that stay, tensors and what is kept for the
     next ones."""
@@ -257,6 +253,7 @@ def measure_loader(
 
     from support.random_models import FAMILIES
 
+    folder, model, steps = arguments.folder, arguments.model, arguments.steps
     family, sides, (load, file) = FAMILIES[model], STUDIES[model].sides, LOADERS[name]
     paths = [str(folder / f"{side}-{file}") for side in sides]
     expected = load_file(folder / "bf16.st") if (folder / "bf16.st").exists() else None
@@ -268,7 +265,7 @@ def measure_loader(
     load_seconds = time.perf_counter() - begin
     sample(models, family, 1, pixels)
     ready_seconds = time.perf_counter() - begin
-    for lora in loras:
+    for lora in arguments.loras:
         variants = models if lora == "none" else with_lora(models, folder, sides)
         sample(variants, family, 2, pixels)  # compiles and tunes
         if on_card:
@@ -374,13 +371,13 @@ def main() -> None:
         start(study, arguments, arguments.modes[0])
         from support.random_models import FAMILIES
 
-        sizes = arguments.steps, arguments.pixels or FAMILIES[arguments.model].pixels
+        pixels = arguments.pixels or FAMILIES[arguments.model].pixels
         if arguments.part == "prepare":
             size = {"num_layers": blocks, **(chosen.tiny if arguments.tiny else {})}
-            prepare(arguments.folder, arguments.model, size, wanted, *sizes, errors=not arguments.no_errors)
+            errors = not arguments.no_errors
+            prepare(arguments.folder, arguments.model, size, wanted, arguments.steps, pixels, errors)
         else:
-            labels = {"free": arguments.free[0], "mode": arguments.modes[0]}
-            measure(arguments.folder, arguments.model, arguments.loaders, labels, *sizes, arguments.loras)
+            measure(arguments, pixels)
         return
 
     with tempfile.TemporaryDirectory() as temporary:
