@@ -1,5 +1,7 @@
 """ComfyUI's merge nodes and hooks on INT8 MODELs: what they do to float MODELs, and gone without a trace."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -26,23 +28,38 @@ MERGES = {
 }
 
 
+@pytest.fixture
+def load_stored(dit, tmp_path):
+    """A MODEL whose weights stay in blocks of GGUF."""
+    from int8_dit.nodes.loading.load import AS_STORED, load_int8_model
+    from support import gguf_files
+
+    def load(kind="Q8_0"):
+        path = gguf_files.write_gguf(tmp_path / "model.gguf", dit.tensors(), gguf_files.linears_in(kind))
+        return load_int8_model(path, "fused int8", memory=AS_STORED)
+
+    return load
+
+
+@pytest.fixture
+def stored(load_stored):
+    return load_stored()
+
+
+@pytest.mark.parametrize("held", ("smoothed", "stored"))
 @pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
-def test_merging_two_int8_models(dit, smoothed, other_file, merge):
-    expected = dit.output(merge(dit.stock(), dit.stock(other_file)))
-    assert dit.relative_error(expected, dit.output(dit.stock())) > 3 * NOISE
-    with dit.untouched(smoothed):
-        result = merge(smoothed, dit.load(other_file))
-        assert dit.relative_error(dit.output(result), expected) < NOISE
-        assert set(dit.int8_weights(result)) == set(dit.LINEARS)
-
-
-def test_merging_with_a_float_model(dit, smoothed, other_file):
-    merge, other = MERGES["simple"], dit.stock(other_file)
+def test_merging(request, dit, other_file, merge, held):
+    """With another INT8 MODEL, with a float one, and into a float one."""
+    model, other = request.getfixturevalue(held), dit.stock(other_file)
     expected = dit.output(merge(dit.stock(), other))
-    assert dit.relative_error(dit.output(merge(smoothed, other)), expected) < NOISE
-    # An INT8 MODEL merged into a float one.
+    assert dit.relative_error(expected, dit.output(dit.stock())) > 3 * NOISE
+    with dit.untouched(model):
+        result = merge(model, dit.load(other_file))
+        assert dit.relative_error(dit.output(result), expected) < NOISE
+        assert held == "stored" or set(dit.int8_weights(result)) == set(dit.LINEARS)
+    assert dit.relative_error(dit.output(merge(model, other)), expected) < NOISE
     expected = dit.output(merge(dit.stock(other_file), dit.stock()))
-    assert dit.relative_error(dit.output(merge(other, smoothed)), expected) < NOISE
+    assert dit.relative_error(dit.output(merge(other, model)), expected) < NOISE
 
 
 def test_a_merged_model_is_saved_as_it_computes(dit, smoothed, other_file, tmp_path):
@@ -74,32 +91,29 @@ def lora_hook(dit, lora, other_file):
     return comfy.hooks.create_hook_lora(lora, 1.0, 0.0)
 
 
-def model_hook(dit, lora, other_file):
+def model_hook(dit, lora, other_file, load="stock"):
     import comfy.hooks
 
-    weights = comfy.hooks.get_patch_weights_from_model(dit.stock(other_file))
+    weights = comfy.hooks.get_patch_weights_from_model(getattr(dit, load)(other_file))
     return comfy.hooks.create_hook_model_as_lora(weights, None, 1.0, 0.0)
 
 
-def int8_model_hook(dit, lora, other_file):
-    import comfy.hooks
-
-    weights = comfy.hooks.get_patch_weights_from_model(dit.load(other_file))
-    return comfy.hooks.create_hook_model_as_lora(weights, None, 1.0, 0.0)
+int8_model_hook = partial(model_hook, load="load")
 
 
+@pytest.mark.parametrize("held", ("smoothed", "stored"))
 @pytest.mark.parametrize("make", (lora_hook, model_hook, int8_model_hook))
 @pytest.mark.parametrize("steps, mode", ((1, torch.no_grad), (2, torch.inference_mode)))  # ComfyUI's nodes: the latter
-def test_hooks(dit, lora, other_file, make, steps, mode):
+def test_hooks(dit, lora, other_file, load_stored, make, steps, mode, held):
     float_hook = lora_hook(dit, lora, other_file)
     expected = hooked(dit, dit.stock(), float_hook, steps)
     assert dit.relative_error(expected, hooked(dit, dit.stock(), None, steps)) > 3 * NOISE
     with mode():
-        smoothed = dit.quantize(dit.stock(), calibration=dit.recorded())
-        with dit.untouched(smoothed):
-            first = hooked(dit, smoothed, make(dit, lora, other_file), steps)
+        model = load_stored() if held == "stored" else dit.quantize(dit.stock(), calibration=dit.recorded())
+        with dit.untouched(model):
+            first = hooked(dit, model, make(dit, lora, other_file), steps)
             assert dit.relative_error(first, expected) < NOISE
-            assert torch.equal(hooked(dit, smoothed, make(dit, lora, other_file), steps), first)
+            assert torch.equal(hooked(dit, model, make(dit, lora, other_file), steps), first)
 
 
 def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
@@ -108,44 +122,6 @@ def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
     model = dit.load(dit.write(tmp_path / "fp8.safetensors", fp8_scaled(dit.tensors(), [layer])))
     with dit.untouched(model):
         hooked(dit, model, lora_hook(dit, dit.lora([layer], 0.5), None))
-
-
-# Blocks of a GGUF file that stay as stored
-
-
-@pytest.fixture
-def load_stored(dit, tmp_path):
-    from int8_dit.nodes.loading.load import AS_STORED, load_int8_model
-    from support import gguf_files
-
-    def load(kind):
-        path = gguf_files.write_gguf(tmp_path / "model.gguf", dit.tensors(), gguf_files.linears_in(kind))
-        return load_int8_model(path, "fused int8", memory=AS_STORED)
-
-    return load
-
-
-@pytest.fixture
-def stored(load_stored):
-    return load_stored("Q8_0")
-
-
-@pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
-def test_merging_with_stored_blocks(dit, stored, other_file, merge):
-    expected = dit.output(merge(dit.stock(), dit.stock(other_file)))
-    with dit.untouched(stored):
-        assert dit.relative_error(dit.output(merge(stored, dit.load(other_file))), expected) < NOISE
-    expected = dit.output(merge(dit.stock(other_file), dit.stock()))
-    assert dit.relative_error(dit.output(merge(dit.stock(other_file), stored)), expected) < NOISE
-
-
-@pytest.mark.parametrize("make", (lora_hook, model_hook))
-def test_hooks_on_stored_blocks(dit, stored, lora, other_file, make):
-    expected = hooked(dit, dit.stock(), lora_hook(dit, lora, other_file))
-    with dit.untouched(stored):
-        first = hooked(dit, stored, make(dit, lora, other_file))
-        assert dit.relative_error(first, expected) < NOISE
-        assert torch.equal(hooked(dit, stored, make(dit, lora, other_file)), first)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,10 @@ def test_the_saved_file_says_how_it_was_made(saving):
     for node in made_by.values():
         node.pop("is_changed", None)  # ComfyUI's own, of nodes that say when they have to run again
     assert made_by == prompt
-    assert len(json.loads(metadata["int8_dit_recipe"])["protected"]) == workflows.GLYPH_PROTECT_LAYERS
+    recipe = json.loads(metadata["int8_dit_recipe"])
+    assert len(recipe["protected"]) == workflows.GLYPH_PROTECT_LAYERS
+    errors = recipe["attention"]["errors"]
+    assert len(errors) == 3 and not recipe["attention"]["exact"] and max(errors.values()) < 0.02
 
 
 def draw(server, model_of, text=HUNDRED, steps=workflows.GLYPH_STEPS):
@@ -62,33 +65,23 @@ def correct(read, text=HUNDRED):
     return sum(seen == asked for seen, asked in zip(read, text, strict=True))
 
 
-def test_glyphs_from_the_saved_int8_file_read_as_well_as_bf16(server, int8_file):
-    bf16 = correct(draw(server, workflows.stock_model))
-    int8 = correct(draw(server, lambda prompt: workflows.int8_model(prompt, int8_file.name)))
-    assert bf16 >= 95
-    assert int8 >= bf16 - 2
-
-
-@pytest.mark.parametrize("attention", ("auto", "INT8"))
-def test_glyphs_with_each_attention_read_as_well_as_bf16(server, int8_file, attention):
-    """The file says which blocks keep exact attention, and the node's line how many."""
-    loader = {"model_name": int8_file.name, "kernel": "fused int8", "attention": attention}
-    read = draw(server, lambda prompt: link(prompt.add("LoadINT8DiT", **loader)))
-    assert correct(read) >= correct(draw(server, workflows.stock_model)) - 2
-    with safe_open(int8_file, framework="pt") as file:
-        told = json.loads(file.metadata()["int8_dit_recipe"])["attention"]
-    assert len(told["errors"]) == 3 and not told["exact"] and max(told["errors"].values()) < 0.02
-
-
-@pytest.mark.parametrize("memory", ("INT8", "as stored"))
-def test_glyphs_from_a_saved_gguf_file_read_as_well_as_bf16(server, memory):
-    """The loader lists it where the node puts it."""
+def saved_gguf(server, name):
+    """The name of a GGUF file of the glyph model, which the loader lists where the node puts it."""
     prompt = Prompt()
-    inputs = {"model": workflows.stock_model(prompt), "filename_prefix": "diffusion_models/glyphs", "type": "Q8_0"}
-    path = saved_file(server, prompt, prompt.add("SaveGGUFDiT", **inputs))
-    loader = {"model_name": path.name, "kernel": "fused int8", "memory": memory}
-    read = draw(server, lambda prompt: link(prompt.add("LoadINT8DiT", **loader)))
-    assert correct(read) >= correct(draw(server, workflows.stock_model)) - 2
+    inputs = {"model": workflows.stock_model(prompt), "filename_prefix": f"diffusion_models/{name}", "type": "Q8_0"}
+    return saved_file(server, prompt, prompt.add("SaveGGUFDiT", **inputs)).name
+
+
+@pytest.mark.parametrize(
+    "widgets", ({"attention": "auto"}, {"attention": "INT8"}, {"memory": "INT8"}, {"memory": "as stored"}), ids=str
+)
+def test_glyphs_read_as_well_as_bf16(server, int8_file, widgets):
+    """Of a saved INT8 file with each attention, of a saved GGUF file in each form."""
+    name = saved_gguf(server, "glyphs") if "memory" in widgets else int8_file.name
+    loader = {"model_name": name, "kernel": "fused int8", **widgets}
+    bf16 = correct(draw(server, workflows.stock_model))
+    assert bf16 >= 95
+    assert correct(draw(server, lambda prompt: link(prompt.add("LoadINT8DiT", **loader)))) >= bf16 - 2
 
 
 def test_a_lora_on_a_gguf_file_as_stored(server):
@@ -98,10 +91,7 @@ def test_a_lora_on_a_gguf_file_as_stored(server):
     folder = server.base / "models" / "loras"
     folder.mkdir(exist_ok=True)
     save_file(adapters.lora({name: weights[name].float() for name in layers}, 0.3), folder / "glyphs.safetensors")
-    prompt = Prompt()
-    inputs = {"model": workflows.stock_model(prompt), "filename_prefix": "diffusion_models/with_lora", "type": "Q8_0"}
-    path = saved_file(server, prompt, prompt.add("SaveGGUFDiT", **inputs))
-    loader = {"model_name": path.name, "kernel": "fused int8", "memory": "as stored"}
+    loader = {"model_name": saved_gguf(server, "with_lora"), "kernel": "fused int8", "memory": "as stored"}
 
     def with_lora(prompt, model):
         lora = {"lora_name": "glyphs.safetensors", "strength_model": 1.0}

@@ -23,8 +23,6 @@ from support.workflow_bench import (
     sampled_after,
 )  # fmt: skip
 
-EMPTY_TEXT = "0000"
-
 
 @pytest.fixture(scope="module")
 def bench(server):
@@ -89,31 +87,6 @@ def dual_model(graph):
     )
 
 
-def dual_cfg(graph):
-    return graph.node(
-        "DualCFGGuider",
-        model=graph.first,
-        cond1=graph.text(TEXT),
-        cond2=graph.text(OTHER_TEXT),
-        negative=graph.text(EMPTY_TEXT),
-        cfg_conds=CFG,
-        cfg_cond2_negative=2.0,
-        style="regular",
-    )
-
-
-def perpendicular_negative(graph):
-    return graph.node(
-        "PerpNegGuider",
-        model=graph.first,
-        positive=graph.text(TEXT),
-        negative=graph.text(OTHER_TEXT),
-        empty_conditioning=graph.text(EMPTY_TEXT),
-        cfg=CFG,
-        neg_scale=1.0,
-    )
-
-
 def skipped_layer(graph):
     model = graph.node(
         "SkipLayerGuidanceSD3", model=graph.first, layers="1", scale=1.0, start_percent=0.0, end_percent=1.0
@@ -158,13 +131,7 @@ WORKFLOWS = {
     "difference added": Workflow(difference_added, plain_second),
     "CFG": Workflow(plain_cfg),
     "two models": Workflow(dual_model, plain_cfg),
-    "two conditionings": Workflow(dual_cfg, plain_cfg),
-    "perpendicular negative": Workflow(perpendicular_negative, plain_cfg),
     "skipped layer": Workflow(skipped_layer, plain_cfg),
-    "CFG-Zero*": Workflow(lambda graph: graph.cfg(graph.node("CFGZeroStar", model=graph.first)), plain_cfg),
-    "rescaled CFG": Workflow(
-        lambda graph: graph.cfg(graph.node("RescaleCFG", model=graph.first, multiplier=0.7)), plain_cfg
-    ),
 }
 
 
