@@ -216,17 +216,6 @@ def native(state_dict: TensorDict, quantize: Callable[[torch.Tensor], dict[str, 
     return stock(quantized)
 
 
-def fp8_scaled(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """float8_e4m3fn with one scale per tensor, as the FP8 files that users have."""
-    scale = weight.float().abs().max() / torch.finfo(torch.float8_e4m3fn).max
-    mark = json.dumps({"format": "float8_e4m3fn"}).encode()
-    return {
-        "weight": (weight.float() / scale).to(torch.float8_e4m3fn),
-        "weight_scale": scale,
-        "comfy_quant": torch.tensor(list(mark), dtype=torch.uint8),
-    }
-
-
 def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """comfy-kitchen's ConvRot INT8."""
     from comfy.quant_ops import TensorWiseINT8Layout
@@ -300,14 +289,14 @@ def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> dict[str, Outcome
     from int8_dit.nodes.layers.layer_selection import quantizable_linears
     from int8_dit.nodes.patching.attention_kinds import INT8
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
-    from support.random_models import attending
+    from support.random_models import attending, fp8_layer
 
     base = stock(subject.state_dict)
     outcomes = {"bf16": subject.evaluate(base)}
     calibration = subject.calibrate(base)
     makers = {
         "FP8": partial(stock, subject.state_dict, dtype=torch.float8_e4m3fn),
-        "FP8 scaled": partial(native, subject.state_dict, fp8_scaled),
+        "FP8 scaled": partial(native, subject.state_dict, fp8_layer),
         "ComfyUI ConvRot INT8": partial(native, subject.state_dict, convrot_int8),
         "NF4": lambda: stock(decoded(subject.state_dict, nf4_decoded)),
         "Q8_0": lambda: stock(decoded(subject.state_dict, partial(gguf_decoded, name="Q8_0"))),

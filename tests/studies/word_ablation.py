@@ -75,10 +75,11 @@ def held_bytes(model, state_dict: TensorDict) -> int:
 def peers(state_dict: TensorDict) -> dict[str, tuple[Callable[[], object], float | None]]:
     """What INT8 is compared with: the MODEL's maker and the bits of a weight, None where the MODEL holds its format."""
     from int8_dit.kernels import GGUF_FORMATS
+    from support.random_models import fp8_layer
 
     made: dict[str, tuple[Callable[[], object], float | None]] = {
         "FP8": (partial(stock, state_dict, dtype=torch.float8_e4m3fn), None),
-        "FP8 scaled": (partial(ablation.native, state_dict, ablation.fp8_scaled), None),
+        "FP8 scaled": (partial(ablation.native, state_dict, fp8_layer), None),
         "ComfyUI ConvRot INT8": (partial(ablation.native, state_dict, ablation.convrot_int8), None),
         "ComfyUI W4A8": (partial(ablation.native, state_dict, ablation.kitchen_codes), None),
         "NF4": (lambda: stock(decoded(state_dict, nf4_decoded)), NF4_BITS),

@@ -18,10 +18,9 @@ import comfy.text_encoders.ideogram4
 import comfy.text_encoders.sd3_clip
 import torch
 
-from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.layers.layer_selection import is_quantizable
 
-from .random_models import Tensors, native_layer
+from .random_models import Tensors, fp8_layer, native_layer
 
 SPIKES = 8  # channels that are large
 
@@ -162,14 +161,3 @@ class NoTokenizer:
 
     def state_dict(self) -> dict:
         return {}
-
-
-def fp8_layer(weight: torch.Tensor) -> Tensors:
-    """The tensors of a layer in a file of ComfyUI's scaled FP8."""
-    scale = (weight.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max).clamp_min(1e-12)
-    config = b'{"format": "float8_e4m3fn"}'
-    return {
-        "weight": (weight.float() / scale).to(torch.float8_e4m3fn),
-        quant_config.SCALE: scale,
-        quant_config.QUANT_CONFIG: torch.tensor(list(config), dtype=torch.uint8),
-    }

@@ -420,6 +420,17 @@ def native_layer(weight: torch.Tensor, transform: ChannelTransform = UNCHANGED) 
     }
 
 
+def fp8_layer(weight: torch.Tensor) -> Tensors:
+    """The tensors of a layer in a file of ComfyUI's scaled FP8."""
+    scale = (weight.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max).clamp_min(1e-12)
+    config = b'{"format": "float8_e4m3fn"}'
+    return {
+        "weight": (weight.float() / scale).to(torch.float8_e4m3fn),
+        quant_config.SCALE: scale,
+        quant_config.QUANT_CONFIG: torch.tensor(list(config), dtype=torch.uint8),
+    }
+
+
 def in_codes(weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor | None:
     """A weight in W4A8, in floats of `dtype` to ComfyUI; None for one that cannot be rotated."""
     group = rotation_group_of(weight.shape[1])
