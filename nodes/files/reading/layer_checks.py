@@ -86,13 +86,16 @@ def _scale(largest_code: float, shapes: _Shapes, dtypes: tuple[torch.dtype, ...]
 
 
 def _block_scales(columns: int, dtype: torch.dtype) -> _Part:
-    """A scale for so many columns of the weight, in NVIDIA's layout: padded to 128 rows and 4 blocks."""
+    """A scale for so many columns of the weight, in NVIDIA's layout: padded to 128 rows and 4 blocks, of any shape."""
 
-    def shapes(n: int, k: int) -> tuple[tuple[int, ...], ...]:
+    def check(key: str, scales: torch.Tensor, weight: torch.Tensor) -> None:
+        n, k = weight.shape[-2:]
         rows, blocks = -(-n // 128) * 128, -(-(k // columns) // 4) * 4
-        return (rows, blocks), (rows * blocks,)
+        if weight.ndim == 2 and scales.numel() != rows * blocks:
+            raise ValueError(f"{key} has shape {list(scales.shape)}, but the model needs {[rows, blocks]}")
+        check_block_scales(key, scales, weight)
 
-    return _Part(check_block_scales, shapes, (dtype, torch.uint8))
+    return _Part(check, None, (dtype, torch.uint8))
 
 
 _ONE = ((), (1,), (1, 1))

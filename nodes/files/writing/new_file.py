@@ -25,7 +25,6 @@ _ABANDONED_SECONDS = 60  # without a lock: it takes less to lock a new file, and
 _SCANNER_SECONDS = 10  # how long a virus scanner may hold a finished file
 _PAUSE_SECONDS = 0.1
 
-
 Make = Callable[[], torch.Tensor]
 
 
