@@ -1,10 +1,7 @@
 """Layers whose input is rounded to 16 bits: chosen, computed, saved, loaded and patched with their bits."""
 
-import json
-
 import pytest
 import torch
-from safetensors import safe_open
 
 ACT16, BF16 = "INT8 with 16-bit activations", "bf16"
 
@@ -36,18 +33,6 @@ def uncalibrated(dit):
 
 def of_16_bits(dit, model):
     return {layer for layer, weight in dit.int8_weights(model).items() if weight._params.activation_bits == 16}
-
-
-def save(model, path, fold=False):
-    from int8_dit.nodes.saving.save import save_int8_model
-
-    return save_int8_model(model, str(path), {}, fold)
-
-
-def formats(path):
-    with safe_open(path, framework="pt") as file:
-        marks = {key: json.loads(bytes(file.get_tensor(key).tolist())) for key in file.keys() if "comfy_quant" in key}
-    return {key.removesuffix(".comfy_quant"): mark["format"].partition(" ")[0] for key, mark in marks.items()}
 
 
 # Quantized
@@ -121,12 +106,12 @@ def test_without_calibration_protected_layers_are_in_bf16(dit, model):
 
 
 def test_a_file_comes_back_bit_equal(dit, quantized, tmp_path):
-    path = save(quantized, tmp_path / "x.safetensors")
+    path = dit.save(quantized, tmp_path / "x.safetensors")
     loaded = dit.load(path)
     dit.assert_same_tensors(dit.snapshot(loaded), dit.snapshot(quantized))
     assert of_16_bits(dit, loaded) == of_16_bits(dit, quantized)
     assert torch.equal(dit.output(loaded), dit.output(quantized))
-    marked = formats(path)
+    marked = dit.formats(path)
     assert {layer for layer, name in marked.items() if name == "int8_act16"} == of_16_bits(dit, quantized)
 
 
@@ -164,11 +149,6 @@ def test_a_lora_keeps_them(dit, model, quantized, lora, partly):
 
 def test_a_saved_lora_keeps_them(dit, quantized, lora, tmp_path):
     before = of_16_bits(dit, quantized)
-    loaded = dit.load(save(dit.with_lora(quantized, lora), tmp_path / "x.safetensors"))
+    loaded = dit.load(dit.save(dit.with_lora(quantized, lora), tmp_path / "x.safetensors"))
     assert of_16_bits(dit, loaded) == before
     assert torch.equal(dit.output(loaded), dit.output(dit.with_lora(quantized, lora)))
-
-
-def test_quantized_again_they_are_a_source_like_others(dit, quantized):
-    again = dit.quantize(quantized)
-    assert not of_16_bits(dit, again) and set(dit.int8_weights(again)) == set(dit.LINEARS)

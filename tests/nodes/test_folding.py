@@ -160,19 +160,8 @@ def test_a_producer_in_fp8_takes_no_factors(blocks, folding):
 # Whole models: quantized, saved folded and not, and loaded by ComfyUI's own loader and by this pack's.
 
 
-def save(model, path, fold):
-    from int8_dit.nodes.saving.save import save_int8_model
-
-    save_int8_model(model, str(path), {}, fold)
-    return str(path)
-
-
-def formats(path):
-    from int8_dit.nodes.files.quant_config import decode_config
-
-    with safe_open(path, framework="pt") as file:
-        marks = [decode_config(file.get_tensor(key)) for key in file.keys() if key.endswith("comfy_quant")]
-    return {mark["format"].partition(" ")[0] for mark in marks}
+def formats(dit, path):
+    return set(dit.formats(path).values())
 
 
 @pytest.fixture
@@ -192,8 +181,8 @@ def test_ideogram_4_folds_wholly(dit, ideogram, tmp_path, protect):
     small, model = ideogram
     quantized = dit.quantize(model, protect, **small.calibration(model))
     assert all(weight._params.smooth is not None for weight in dit.int8_weights(quantized).values())
-    own, folded = (save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
-    assert formats(own) == {"int8_smoothquant"} and formats(folded) == {"int8_tensorwise"}
+    own, folded = (dit.save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
+    assert formats(dit, own) == {"int8_smoothquant"} and formats(dit, folded) == {"int8_tensorwise"}
 
     for model in (comfy.sd.load_diffusion_model(folded), dit.load(folded)):
         assert_same_models(model, dit.load(own), small.output)
@@ -217,12 +206,15 @@ def test_layers_with_16_bit_activations_keep_them(dit, ideogram, tmp_path, caplo
     for layer in set(dit.int8_weights(quantized)) - mine:
         assert is_int8(dit.module(quantized, layer).weight)
         dit.module(quantized, layer).weight = dit.module(smoothed, layer).weight
-    own = save(quantized, tmp_path / "own.safetensors", False)
+    own = dit.save(quantized, tmp_path / "own.safetensors", False)
     assert "Other loaders refuse" not in caplog.text
-    folded = save(quantized, tmp_path / "folded.safetensors", True)
+    folded = dit.save(quantized, tmp_path / "folded.safetensors", True)
     (warning,) = [r.getMessage() for r in caplog.records if "Other loaders refuse" in r.getMessage()]
     assert f"{number} of its layers need 16-bit activations" in warning and "protected_in" in warning
-    assert formats(own) == {"int8_smoothquant", "int8_act16"} and formats(folded) == {"int8_tensorwise", "int8_act16"}
+    assert formats(dit, own) == {"int8_smoothquant", "int8_act16"} and set(dit.formats(folded).values()) == {
+        "int8_tensorwise",
+        "int8_act16",
+    }
     loaded = dit.load(folded)
     assert {layer for layer, w in dit.int8_weights(loaded).items() if w._params.activation_bits == 16} == mine
     back = {layer for layer in mine if dit.module(loaded, layer).weight._params.smooth is not None}
@@ -235,8 +227,8 @@ def test_the_glyph_model_folds_where_its_modulation_feeds_one_layer(dit, tmp_pat
     quantized = dit.quantize(dit.stock(), protect, smooth_only_foldable=True, calibration=dit.recorded())
     smoothed = {layer for layer, w in dit.int8_weights(quantized).items() if w._params.smooth is not None}
     assert smoothed == {layer for layer in dit.int8_weights(quantized) if layer.endswith(("qkv", "fc1"))}
-    own, folded = (save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
-    assert formats(folded) == {"int8_tensorwise"}
+    own, folded = (dit.save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
+    assert formats(dit, folded) == {"int8_tensorwise"}
     times = (0.95, 0.7, 0.4, 0.1)
     velocities = lambda model: torch.stack([dit.velocity(model, time) for time in times])  # noqa: E731
     assert_same_models(dit.stock(folded), dit.load(own), velocities)
@@ -250,13 +242,13 @@ def test_a_raw_fp8_source_is_smoothed_where_its_quantized_model_folds(dit, tmp_p
     quantized = dit.quantize(model, smooth_only_foldable=True, calibration=dit.recorded())
     smoothed = {layer for layer, w in dit.int8_weights(quantized).items() if w._params.smooth is not None}
     assert smoothed == {layer for layer in dit.LINEARS if layer.endswith(("qkv", "fc1"))}
-    own, folded = (save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
+    own, folded = (dit.save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
     assert_same_models(dit.stock(folded), dit.load(own), dit.output)
 
 
 def test_nothing_smoothed_is_nothing_folded(dit, tmp_path, caplog):
     """A LoRA fits such a file."""
-    path = save(dit.quantize(dit.stock(), method="rotate"), tmp_path / "rotated.safetensors", fold=True)
+    path = dit.save(dit.quantize(dit.stock(), method="rotate"), tmp_path / "rotated.safetensors", fold=True)
     dit.sample(dit.with_lora(dit.load(path), dit.lora([dit.LAYER])))
     assert not warnings(caplog)
 
@@ -266,7 +258,7 @@ def test_what_leaves_the_range_of_fp16_is_not_written(dit, tmp_path):
     modulation = dit.module(quantized, "joint_blocks.1.x_block.adaLN_modulation.1")
     modulation.weight = torch.nn.Parameter(torch.full_like(modulation.weight, 6e4).half(), requires_grad=False)
     with pytest.raises(ValueError, match=r"1\.x_block\.adaLN_modulation\.1\.weight leaves the range of torch\.float16"):
-        save(quantized, tmp_path / "folded.safetensors", fold=True)
+        dit.save(quantized, tmp_path / "folded.safetensors", fold=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -274,7 +266,7 @@ def test_rotated_layers_stay_rotated(dit, tmp_path):
     quantized = dit.quantize(
         dit.stock(), method="smooth + rotate", smooth_only_foldable=True, calibration=dit.recorded()
     )
-    folded = dit.load(save(quantized, tmp_path / "folded.safetensors", fold=True))
+    folded = dit.load(dit.save(quantized, tmp_path / "folded.safetensors", fold=True))
     for layer, weight in dit.int8_weights(quantized).items():
         held = dit.int8_weights(folded)[layer]
         assert held._params.rotation_group == weight._params.rotation_group is not None
@@ -287,7 +279,7 @@ def test_what_cannot_be_folded_is_named_and_leaves_no_file(dit, tmp_path):
     first = "joint_blocks.0.context_block.attn.proj"
     message = f"factors of 10 layers, {first} first, cannot be folded.*smooth_only_foldable"
     with pytest.raises(ValueError, match=message):
-        save(quantized, tmp_path / "folded.safetensors", fold=True)
+        dit.save(quantized, tmp_path / "folded.safetensors", fold=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -295,7 +287,7 @@ def test_a_lora_is_baked_in_before_folding(dit, tmp_path):
     quantized = dit.quantize(dit.stock(), 3, smooth_only_foldable=True, calibration=dit.recorded())
     modulation = "joint_blocks.0.x_block.adaLN_modulation.1"
     patched = dit.with_lora(quantized, dit.lora([*dit.LINEARS, modulation]))
-    own, folded = (save(patched, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
+    own, folded = (dit.save(patched, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
     assert dit.relative_error(dit.output(dit.load(own)), dit.output(quantized)) > 0.05  # it had an effect
     assert_same_models(dit.stock(folded), dit.load(own), dit.output)
 
@@ -303,9 +295,9 @@ def test_a_lora_is_baked_in_before_folding(dit, tmp_path):
 def test_a_file_that_was_loaded_can_be_folded(dit, ideogram, tmp_path):
     small, model = ideogram
     quantized = dit.quantize(model, **small.calibration(model))
-    direct = save(quantized, tmp_path / "direct.safetensors", fold=True)
-    loaded = dit.load(save(quantized, tmp_path / "own.safetensors", fold=False))
-    again = save(loaded, tmp_path / "again.safetensors", fold=True)
+    direct = dit.save(quantized, tmp_path / "direct.safetensors", fold=True)
+    loaded = dit.load(dit.save(quantized, tmp_path / "own.safetensors", fold=False))
+    again = dit.save(loaded, tmp_path / "again.safetensors", fold=True)
     with safe_open(direct, framework="pt") as a, safe_open(again, framework="pt") as b:
         assert set(a.keys()) == set(b.keys())
         assert all(torch.equal(a.get_tensor(key), b.get_tensor(key)) for key in a.keys())
@@ -313,7 +305,7 @@ def test_a_file_that_was_loaded_can_be_folded(dit, ideogram, tmp_path):
 
 def folded_glyphs(dit, tmp_path):
     quantized = dit.quantize(dit.stock(), smooth_only_foldable=True, calibration=dit.recorded())
-    return save(quantized, tmp_path / "folded.safetensors", fold=True)
+    return dit.save(quantized, tmp_path / "folded.safetensors", fold=True)
 
 
 def warnings(caplog):
@@ -331,12 +323,12 @@ def test_a_lora_on_a_folded_file_warns(dit, tmp_path, caplog):
     patched = dit.with_lora(model, dit.lora([dit.LAYER]))
     dit.sample(patched)
     assert len(warnings(caplog)) == 1
-    save(patched, tmp_path / "baked.safetensors", fold=False)
+    dit.save(patched, tmp_path / "baked.safetensors", fold=False)
     assert len(warnings(caplog)) == 2
 
 
 def test_what_is_made_of_a_folded_file_stays_folded(dit, tmp_path, caplog):
     model = dit.load(folded_glyphs(dit, tmp_path))
-    again = save(dit.quantize(model), tmp_path / "again.safetensors", fold=False)
+    again = dit.save(dit.quantize(model), tmp_path / "again.safetensors", fold=False)
     dit.sample(dit.with_lora(dit.load(again), dit.lora([dit.LAYER])))
     assert len(warnings(caplog)) == 1

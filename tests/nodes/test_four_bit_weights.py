@@ -1,10 +1,7 @@
 """Quantize to INT8 with weights of 4 bits: ComfyUI's W4A8, calibrated, that every ComfyUI from 0.31 on loads."""
 
-import json
-
 import pytest
 import torch
-from safetensors import safe_open
 
 CODES = "INT8 with 4-bit weights"
 
@@ -47,32 +44,13 @@ def save(pack, tmp_path):
     return lambda model: save_int8_model(model, str(tmp_path / "four_bits.safetensors"), {})
 
 
-def load(path, memory="as stored"):
-    from int8_dit.nodes.loading.load import load_int8_model
-
-    return load_int8_model(path, "fused int8", memory=memory)
-
-
-def coded(model):
-    from int8_dit.nodes.files.holding.grouped_weight import is_grouped
-
-    modules = model.model.diffusion_model.named_modules()
-    return {name: module.weight for name, module in modules if is_grouped(getattr(module, "weight", None))}
-
-
-def formats(path):
-    with safe_open(path, "pt") as file:
-        marks = {key: bytes(file.get_tensor(key).tolist()) for key in file.keys() if key.endswith(".comfy_quant")}
-    return {key.removesuffix(".comfy_quant"): json.loads(mark)["format"] for key, mark in marks.items()}
-
-
 def test_all_layers_get_codes_and_compute_with_them(dit, quantize):
     model, report = quantize(dit.recorded())
-    assert set(coded(model)) == set(dit.LINEARS) and {layer.held_in for layer in report.layers} == {CODES}
+    assert set(dit.coded(model)) == set(dit.LINEARS) and {layer.held_in for layer in report.layers} == {CODES}
     error = dit.relative_error(dit.output(model), dit.output(dit.stock()))
     assert dit.int8_noise() < error < 0.25
-    held = sum(piece.nbytes for weight in coded(model).values() for piece in weight.state_dict("weight").values())
-    assert held < 0.60 * sum(weight.numel() for weight in coded(model).values())  # in rows this short
+    held = sum(piece.nbytes for weight in dit.coded(model).values() for piece in weight.state_dict("weight").values())
+    assert held < 0.60 * sum(weight.numel() for weight in dit.coded(model).values())  # in rows this short
 
 
 def test_calibrated_rounding_loses_less_and_the_report_says_so(dit, quantize, calibrated):
@@ -91,7 +69,7 @@ def test_the_most_fragile_get_8_bits_that_are_native(dit, quantize, save):
     worst = sorted(plain.layers, key=lambda layer: -layer.error)[:3]
     assert set(report.protected) == {layer.name for layer in worst}
     assert set(dit.int8_weights(model)) == set(report.protected)
-    held = formats(save(model))
+    held = dit.formats(save(model))
     assert {held[name] for name in report.protected} == {"int8_tensorwise"}
     assert set(held) == set(dit.LINEARS) and list(held.values()).count("asym_w4a8_int8") == len(dit.LINEARS) - 3
 
@@ -99,14 +77,14 @@ def test_the_most_fragile_get_8_bits_that_are_native(dit, quantize, save):
 @pytest.mark.parametrize("number", (0, 2))
 def test_in_bf16_if_it_is_asked_for(dit, quantize, number):
     model, _ = quantize(dit.recorded(), protection=protection(number), protected_in="bf16")
-    assert len(coded(model)) == len(dit.LINEARS) - number and not dit.int8_weights(model)
+    assert len(dit.coded(model)) == len(dit.LINEARS) - number and not dit.int8_weights(model)
 
 
 def test_what_cannot_be_rotated_or_is_small_has_8_bits(dit, quantize, monkeypatch):
     monkeypatch.setattr("int8_dit.nodes.layers.stored_weights.SMALLEST_STORED", 192 * 768 // 2)
     model, report = quantize(dit.recorded())
     large = {name for name, weight in dit.tensors().items() if tuple(weight.shape) in ((192, 768), (768, 192))}
-    assert {f"{name}.weight" for name in coded(model)} == large & {f"{name}.weight" for name in dit.LINEARS}
+    assert {f"{name}.weight" for name in dit.coded(model)} == large & {f"{name}.weight" for name in dit.LINEARS}
     assert not report.protected and {layer.held_in for layer in report.layers} == {CODES, "INT8"}
     assert {weight._params.rotation_group for weight in dit.int8_weights(model).values()} == {64}
 
@@ -115,7 +93,7 @@ def test_what_cannot_be_rotated_or_is_small_has_8_bits(dit, quantize, monkeypatc
 def test_saved_and_loaded_it_draws_the_same(dit, quantize, save, memory):
     model, _ = quantize(dit.recorded(), protection=protection(2))
     expected = dit.output(model)
-    assert torch.equal(dit.output(load(save(model), memory)), expected)
+    assert torch.equal(dit.output(dit.load(save(model), memory=memory)), expected)
 
 
 def test_stock_comfyui_loads_the_file(dit, quantize, save):
@@ -130,7 +108,7 @@ def test_stock_comfyui_loads_the_file(dit, quantize, save):
 
 def test_without_a_calibration_it_is_rounded_to_nearest(dit, quantize):
     model, report = quantize()
-    assert set(coded(model)) == set(dit.LINEARS) and report.calibration is None
+    assert set(dit.coded(model)) == set(dit.LINEARS) and report.calibration is None
     assert all(layer.nearest_error is None for layer in report.layers)
 
 
@@ -139,4 +117,4 @@ def test_a_copy_for_another_gpu_computes_the_same(dit, quantize):
 
     model, _ = quantize(dit.recorded(), protection=protection(2))
     again = rebuild_int8_model(model.model, "fused int8")
-    assert set(coded(again)) == set(coded(model)) and torch.equal(dit.output(again), dit.output(model))
+    assert set(dit.coded(again)) == set(dit.coded(model)) and torch.equal(dit.output(again), dit.output(model))

@@ -129,13 +129,6 @@ def dequantized(dit, tensors, bits):
     return comfy.sd.load_diffusion_model_state_dict(in_floats(dit, tensors, bits))
 
 
-def held_in_codes(model):
-    from int8_dit.nodes.files.holding.grouped_weight import is_grouped
-
-    modules = model.model.diffusion_model.named_modules()
-    return {name: module.weight for name, module in modules if is_grouped(getattr(module, "weight", None))}
-
-
 # What is computed
 
 
@@ -145,7 +138,7 @@ def test_it_computes_what_its_codes_stand_for(dit, quantized, write, bits, memor
     expected = dit.output(dequantized(dit, quantized(bits), bits))
     model = load(write(bits), memory)
     assert dit.relative_error(dit.output(model), expected) < 2 * dit.int8_noise()
-    assert set(held_in_codes(model) if memory == "as stored" else dit.int8_weights(model)) == set(dit.LINEARS)
+    assert set(dit.coded(model) if memory == "as stored" else dit.int8_weights(model)) == set(dit.LINEARS)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -182,25 +175,25 @@ def test_as_int8_it_is_exactly_native_convrot(dit, quantized, write, bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_as_stored_the_weights_take_what_they_take_in_the_file(dit, quantized, write, bits):
     tensors = quantized(bits)
-    for layer, weight in held_in_codes(load(write(bits))).items():
+    for layer, weight in dit.coded(load(write(bits))).items():
         held = sum(piece.nbytes for piece in weight.state_dict("weight").values())
         stored = sum(t.nbytes for key, t in tensors.items() if key.startswith(f"{layer}.weight"))
         assert held <= 1.05 * stored and weight._qdata.device.type == "cpu"
 
 
-def test_the_codes_of_a_loaded_model_do_not_lie_in_the_file(write):
+def test_the_codes_of_a_loaded_model_do_not_lie_in_the_file(dit, write):
     import os
 
     path = write(4)
     model = load(path)
-    before = {name: {k: t.clone() for k, t in w.state_dict("").items()} for name, w in held_in_codes(model).items()}
+    before = {name: {k: t.clone() for k, t in w.state_dict("").items()} for name, w in dit.coded(model).items()}
     with open(path, "r+b") as file:
         file.write(bytes(os.path.getsize(path)))
-    for name, weight in held_in_codes(model).items():
+    for name, weight in dit.coded(model).items():
         assert all(torch.equal(tensor, before[name][key]) for key, tensor in weight.state_dict("").items())
 
 
-def test_codes_that_stay_are_copied_in_host_memory(write, monkeypatch):
+def test_codes_that_stay_are_copied_in_host_memory(dit, write, monkeypatch):
     """Not by way of the card: there and back takes several times as long."""
     from int8_dit.nodes.comfyui.quantized import stored
     from int8_dit.nodes.loading.load_plan import checkpoint_plan
@@ -210,25 +203,25 @@ def test_codes_that_stay_are_copied_in_host_memory(write, monkeypatch):
         return checkpoint_plan(checkpoint, kernel, dtype, [torch.device("meta")], *others)
 
     path = write(4)
-    expected = {name: stored(weight) for name, weight in held_in_codes(load(path)).items()}
+    expected = {name: stored(weight) for name, weight in dit.coded(load(path)).items()}
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.make_room_to_quantize", lambda *_: None)
     monkeypatch.setattr("int8_dit.nodes.loading.load.checkpoint_plan", elsewhere)
-    held = {name: stored(weight) for name, weight in held_in_codes(load(path)).items()}
+    held = {name: stored(weight) for name, weight in dit.coded(load(path)).items()}
     assert held.keys() == expected.keys() and all(map(torch.equal, held.values(), expected.values()))
 
 
 def test_small_weights_become_int8_all_the_same(dit, write, monkeypatch):
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 1 << 16)
     model = load(write(4))
-    assert dit.LAYER in held_in_codes(model)
-    assert held_in_codes(model).keys() | dit.int8_weights(model).keys() == set(dit.LINEARS)
+    assert dit.LAYER in dit.coded(model)
+    assert dit.coded(model).keys() | dit.int8_weights(model).keys() == set(dit.LINEARS)
     assert dit.int8_weights(model)
 
 
 def test_where_bf16_fits_it_is_floats(dit, quantized, write):
     expected = dit.output(dequantized(dit, quantized(4), 4))
     model = load(write(4), "INT8", "bf16")
-    assert not held_in_codes(model) and not dit.int8_weights(model)
+    assert not dit.coded(model) and not dit.int8_weights(model)
     torch.testing.assert_close(dit.output(model), expected, rtol=1e-3, atol=1e-3)
     from int8_dit.nodes.loading.summary import summarize
 
@@ -298,7 +291,7 @@ def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, write, lora, tmp_
     path = save_int8_model(patched, str(tmp_path / "saved.safetensors"), {})
     again = load(path)
     changed = {layer for layer in dit.LINEARS if ".0." in layer}
-    assert set(dit.int8_weights(again)) == changed and set(held_in_codes(again)) == set(dit.LINEARS) - changed
+    assert set(dit.int8_weights(again)) == changed and set(dit.coded(again)) == set(dit.LINEARS) - changed
     assert dit.relative_error(dit.output(again), expected) < 0.1
     from safetensors.torch import load_file
 
@@ -349,11 +342,11 @@ def with_it(dit, quantized, lora):
 @pytest.mark.parametrize("bits", BITS)
 def test_a_lora_acts_beside_stored_weights(dit, write, lora, with_it, bits):
     model, expected = load(write(bits)), with_it(bits)
-    before = {name: weight._qdata.clone() for name, weight in held_in_codes(model).items()}
+    before = {name: weight._qdata.clone() for name, weight in dit.coded(model).items()}
     plain = dit.output(model)
     patched = dit.with_lora(model, lora)
     assert dit.relative_error(dit.output(patched), expected) < 0.1
-    assert all(torch.equal(weight._qdata, before[name]) for name, weight in held_in_codes(patched).items())
+    assert all(torch.equal(weight._qdata, before[name]) for name, weight in dit.coded(patched).items())
     assert torch.equal(dit.output(model), plain)  # and is gone without a trace
     assert dit.relative_error(dit.output(patched), expected) < 0.1  # and comes back
     patched.partially_unload(patched.offload_device, 1 << 30)

@@ -27,11 +27,13 @@ from glyphs.alphabet import ALPHABET
 from int8_dit.kernels import ChannelTransform
 from int8_dit.nodes import quantize_to_int8
 from int8_dit.nodes.calibration.calibration import Calibration
-from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH, encode_config
+from int8_dit.nodes.files.holding.grouped_weight import is_grouped
+from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH, decode_config, encode_config
 from int8_dit.nodes.layers.int8_weight import is_int8
 from int8_dit.nodes.loading.load import load_int8_model
 from int8_dit.nodes.loading.summary import describe_attention as described  # noqa: F401
 from int8_dit.nodes.patching.file_notes import recipe_of as recipe  # noqa: F401
+from int8_dit.nodes.saving.save import save_int8_model
 from support import adapters
 from support.adapters import with_delta as with_delta  # tests have these two as `dit.…`
 from support.tensors import relative_error as relative_error
@@ -85,9 +87,9 @@ def smoothed_int8() -> dict[str, torch.Tensor]:
     return state_dict
 
 
-def load(path: str | Path = FILE, kernel: str = "fused int8") -> ModelPatcher:
+def load(path: str | Path = FILE, kernel: str = "fused int8", memory: str = "INT8") -> ModelPatcher:
     """The MODEL of this pack's loader."""
-    return load_int8_model(str(path), kernel)
+    return load_int8_model(str(path), kernel, memory=memory)
 
 
 def stock(path: str | Path = FILE) -> ModelPatcher:
@@ -187,6 +189,17 @@ def _apply(model: ModelPatcher, text: str, time: float, seed: int) -> torch.Tens
         return model.model.apply_model(x, torch.full((len(text),), time), c_crossattn=context, y=pooled)
 
 
+def save(model: ModelPatcher, path: str | Path, fold: bool = False) -> str:
+    """Save a MODEL as Save INT8 DiT does, and return the path."""
+    return save_int8_model(model, str(path), {}, fold)
+
+
+def formats(path: str | Path) -> dict[str, str]:
+    """The first word of each format that a file names, by layer."""
+    configs = {key: tensor for key, tensor in load_file(path).items() if key.endswith(f".{QUANT_CONFIG}")}
+    return {key.rpartition(".")[0]: decode_config(t)["format"].partition(" ")[0] for key, t in configs.items()}
+
+
 def module(model: ModelPatcher, layer: str) -> torch.nn.Module:
     """A layer of the diffusion model."""
     return model.model.diffusion_model.get_submodule(layer)
@@ -196,6 +209,12 @@ def int8_weights(model: ModelPatcher) -> dict[str, QuantizedTensor]:
     """The INT8 weights a MODEL holds right now, by layer."""
     weights = {name: getattr(layer, "weight", None) for name, layer in model.model.diffusion_model.named_modules()}
     return {name: weight for name, weight in weights.items() if is_int8(weight)}
+
+
+def coded(model: ModelPatcher) -> dict[str, QuantizedTensor]:
+    """The weights in codes of 4 or 6 bits that a MODEL holds right now, by layer."""
+    weights = {name: getattr(layer, "weight", None) for name, layer in model.model.diffusion_model.named_modules()}
+    return {name: weight for name, weight in weights.items() if is_grouped(weight)}
 
 
 def snapshot(model: ModelPatcher) -> dict[str, torch.Tensor]:
