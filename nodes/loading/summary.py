@@ -15,7 +15,7 @@ from ..comfyui.quantized import NATIVE_FORMAT, layout_of
 from ..layers.fused_forward import class_patch
 from ..layers.layer_selection import linears, quantizable_linears
 from ..layers.weight_form import WeightForm, weight_form
-from ..patching.attention import AttentionOverride, exact_blocks_of
+from ..patching.attention import AttentionOverride, keeps_exact
 from ..patching.attention_kinds import AS_COMFYUI
 from ..patching.file_notes import unknown_choices_of
 
@@ -117,8 +117,8 @@ def describe_attention(model: ModelPatcher) -> str:
     if override is not None and not isinstance(override, AttentionOverride):
         return "as another node set it"
     parts = [AS_COMFYUI if override is None else override.kind.runs]
-    if kept := exact_blocks_of(model):
-        parts.append(f"exact in {kept} block{'s' if kept > 1 else ''}")
+    if exact := sum(map(keeps_exact, model.object_patches.values())):
+        parts.append(f"exact in {exact} block{'s' if exact > 1 else ''}")
     chosen = chosen_layers(model)
     if chosen.runs:
         parts.append(f"{_layers(chosen.runs)} chosen by the file{' or a LoRA' if chosen.by_lora else ''}")

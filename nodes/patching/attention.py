@@ -61,22 +61,17 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
     classes: dict[type, type] = {}
     for name, _ in model.model.diffusion_model.named_modules():
         patch = f"{DIFFUSION_MODEL}{name}.__class__"
-        own: Any = model.get_model_object(patch) if name in blocks else model.object_patches.get(patch)
-        if own is None or (name in blocks) == keeps_exact(own):
+        now: Any = model.get_model_object(patch) if name in blocks else model.object_patches.get(patch)
+        if now is None or (name in blocks) == keeps_exact(now):
             continue
         # ComfyUI puts a class in place with the MODEL and takes it away with it; a compiler tells classes apart.
-        other = own.own_class if keeps_exact(own) else classes.get(own) or classes.setdefault(own, _exact_class(own))
+        other = now.own_class if keeps_exact(now) else classes.get(now) or classes.setdefault(now, _exact_class(now))
         model.add_object_patch(patch, other)
 
 
 def keeps_exact(patch: Any) -> bool:
     """Whether an object patch of a MODEL is the class of a block whose attention INT8 leaves out."""
     return getattr(patch, "keeps_exact_attention", False) is True
-
-
-def exact_blocks_of(model: ModelPatcher) -> int:
-    """How many blocks of a MODEL INT8 attention leaves out."""
-    return sum(map(keeps_exact, model.object_patches.values()))
 
 
 def _exact_class(own: Any) -> type:
