@@ -48,13 +48,11 @@ class Quantizers:
     Attributes:
         total: "attention"; "product", of another linear; "graph input"; or "producer", which they can be folded into.
         folded: those that are in one kernel with their producer.
-        apart: the producers of the others, by name.
         graphs, kernels: how many graphs there were, and kernels that Inductor writes for them.
     """
 
     total: Counter[str] = field(default_factory=Counter)
     folded: int = 0
-    apart: Counter[str] = field(default_factory=Counter)
     graphs: int = 0
     kernels: int = 0
 
@@ -84,12 +82,8 @@ class Quantizers:
         for quantizer in graph.module.graph.find_nodes(op="call_function", target=QUANTIZER):
             kind, source = _source(quantizer.args[0])
             self.total[kind] += 1
-            if kind != "producer":
-                continue
-            if any(quantizer in origins and source in origins for origins in kernels):
-                self.folded += 1
-            else:
-                self.apart[source.name] += 1
+            fused = any(quantizer in origins and source in origins for origins in kernels)
+            self.folded += kind == "producer" and fused
 
 
 def _source(node: torch.fx.Node) -> tuple[str, torch.fx.Node]:
