@@ -165,8 +165,16 @@ def test_a_write_into_what_waits_reads(check, block, note, write):
         check(forward)
 
 
-@pytest.mark.parametrize("write", forwards.NOTE_WRITES)
-@pytest.mark.parametrize("other", forwards.OTHERS)
+# How a write is seen does not depend on what else there is of the tensor.
+WRITTEN = [
+    (other, write)
+    for other in forwards.OTHERS
+    for write in forwards.NOTE_WRITES
+    if write not in forwards.WRITES or other in ("a name", "tokens", "taken")
+]
+
+
+@pytest.mark.parametrize("other, write", WRITTEN)
 def test_a_write_into_what_waits(check, other, write):
     for make in (lambda b, y: b.norm(y), lambda b, y: F.silu(y)):
         for place in (0, 1, 2):  # the note itself, the other one of it, and the note before the other one is made
@@ -285,10 +293,7 @@ DEFECTS = {
     "eps": lambda normed: normed._replace(norm=dataclasses.replace(normed.norm, eps=0.5)),
     "no norm": lambda normed: normed._replace(norm=None),
     "another scale": lambda normed: normed._replace(scale=1.05 * normed.scale),
-    "no scale": lambda normed: normed._replace(scale=None),
-    "another shift": lambda normed: normed._replace(shift=normed.shift.roll(1, -1)),
     "samples swapped": lambda normed: normed._replace(scale=normed.scale.flip(0)),
-    "tokens swapped": lambda normed: normed._replace(x=normed.x.flip(1)),
 }
 
 
@@ -410,23 +415,8 @@ def test_each_architecture(small, small_quantized, deferral, took, monkeypatch, 
     assert all(count >= least for count, least in zip(counts, TAKEN.get(name, (1, 0, 0)), strict=True)), counts
 
 
-def scale_first(block, x, mask, places, given):
-    """Ideogram 4's block as another pack may have written it."""
-    from comfy.ldm.modules.attention import optimized_attention_masked
-
-    factors = block.adaln_modulation(given)
-    one, two, three, four = (factors[..., i * x.shape[-1] : (i + 1) * x.shape[-1]] for i in range(4))
-    modulated = torch.mul(torch.add(one, 1), block.attention_norm1(x))
-    attended = attention_of(block.attention, modulated, mask, places, optimized_attention_masked)
-    x = torch.add(block.attention_norm2(attended) * two.tanh(), x)
-    forward = block.feed_forward
-    inner = torch.addcmul(normed := block.ffn_norm1(x), normed, three)
-    product = forward.w2(forward.w3(inner) * F.silu(forward.w1(inner)))
-    return four.tanh().mul(block.ffn_norm2(product)) + x
-
-
 def in_place(block, x, mask, places, given):
-    """The same, in another order and in place."""
+    """Ideogram 4's block as another pack may have written it: in another order and in place."""
     from comfy.ldm.modules.attention import optimized_attention_masked
 
     one, two, three, four = block.adaln_modulation(given).unflatten(-1, (4, -1)).unbind(-2)
@@ -450,8 +440,7 @@ def attention_of(attention, x, mask, places, attend):
     return attention.o(attend(q, k, v, attention.num_heads, mask, skip_reshape=True))
 
 
-@pytest.mark.parametrize("forward", (scale_first, in_place))
-def test_a_block_that_another_pack_rewrote(pack, deferral, took, forward):
+def test_a_block_that_another_pack_rewrote(pack, deferral, took):
     from support import ideogram_block
 
     block, inputs = ideogram_block.block(), ideogram_block.inputs(tokens=12)
@@ -465,7 +454,7 @@ def test_a_block_that_another_pack_rewrote(pack, deferral, took, forward):
     with torch.inference_mode():
         own = block(*inputs)
         output, original = deferred(block)
-        rewritten, counts = deferred(lambda *args: forward(block, *args))
+        rewritten, counts = deferred(lambda *args: in_place(block, *args))
     assert original["linear"] == counts["linear"] >= 4
     assert max(relative_error(t, own) for t in (output, rewritten)) <= ROUNDED
 

@@ -82,12 +82,3 @@ def test_as_exact_in_half_precision_with_a_modulation_per_sample(blocks, taken, 
     outputs = blocks.run(block, family, call, defers=True)
     assert taken["linear"]
     assert_as_exact(outputs, own, blocks.run(blocks.exact(family), family, blocks.Call(samples=3, tokens=7)))
-
-
-@pytest.mark.parametrize("family", ("LTX-Video", "MiniMax", "Wan"))
-def test_a_feed_forward(any_comfyui, blocks, taken, family):
-    if family not in blocks.FEED_FORWARDS:
-        pytest.skip("this ComfyUI has none")
-    block = blocks.int8(family)
-    own, outputs = blocks.run(block, family), blocks.run(block, family, defers=True)
-    assert_as_exact(outputs, own, blocks.run(blocks.exact(family), family))

@@ -192,31 +192,21 @@ def test_in_half_precision(linears, form, dtype):
         assert output.dtype == dtype and relative_error(output.float(), wanted.float()) <= APART, asked
 
 
-def assert_compiled_is_eager(linears, linear, asked, fullgraph):
-    torch._dynamo.reset()
-    call = linears.ASKED[asked]
-    named = {name: value for name, value in call.named().items() if value is not None}
-    compiled = torch.compile(lambda x: linear(x, **named), backend="aot_eager", fullgraph=fullgraph)
-    with torch.inference_mode():
-        assert relative_error(compiled(call.input()), call.composed(linear, call.input())) <= APART, asked
-
-
-@pytest.mark.parametrize("asked", ("swiglu", "all"))
-@pytest.mark.parametrize("kind", ("INT8", "GGUF as stored", "applied", "protected"))
-def test_compiled(linears, make, kind, asked):
-    assert_compiled_is_eager(linears, make(kind), asked, fullgraph=True)
-
-
 # What ComfyUI or comfy-kitchen compute there, no compiler sees into.
 BREAKS = ("a LoRA in use", "applied, a LoRA in use", "applied, declined", "ComfyUI's INT8")
+QUICK = ("INT8", "GGUF as stored", "applied", "protected")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_arguments_compiled(linears, make, kind):
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+def test_compiled(linears, make, kind):
     linear = make(kind)
     for asked in ("gelu_tanh", "swiglu", "rms_norm", "a residual and a scale of a sample", "all"):
-        assert_compiled_is_eager(linears, linear, asked, fullgraph=kind not in BREAKS)
+        torch._dynamo.reset()
+        call = linears.ASKED[asked]
+        named = {name: value for name, value in call.named().items() if value is not None}
+        run = torch.compile(partial(linear, **named), backend="aot_eager", fullgraph=kind not in BREAKS)
+        with torch.inference_mode():
+            assert relative_error(run(call.input()), call.composed(linear, call.input())) <= APART, asked
 
 
 @pytest.mark.parametrize("kind", ("INT8", "GGUF as stored", "applied", "protected"))

@@ -199,28 +199,19 @@ def _set(t: torch.Tensor, index: Any, value: Any) -> None:
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "add_": lambda t: t.add_(1),
-    "mul_": lambda t: t.mul_(2),
     "copy_": lambda t: t.copy_(t.flip(-1)),
-    "zero_": lambda t: t.zero_(),
     "addcmul_": lambda t: t.addcmul_(torch.ones_like(t), torch.full_like(t, 3.0)),
     "+=": lambda t: operator.iadd(t, 1),
-    "an item": lambda t: _set(t, ..., 0.5),
     "a slice": lambda t: _set(t, slice(0, 1), 0.5),
     "an item by a mask": lambda t: _set(t, t > 0, 0.0),
-    "through a view": lambda t: t.view(-1).add_(1),
-    "through a slice": lambda t: t[..., 3:9].mul_(3),
     "through a slice, *=": lambda t: operator.imul(t[..., 3:9], 3),
-    "through a transposed view": lambda t: t.transpose(0, -1).mul_(2),
     "through a chunk": lambda t: t.chunk(2, -1)[1].neg_(),
-    "through detach": lambda t: t.detach().mul_(2),
     "through .data": lambda t: t.data.mul_(2),
     "through as_strided": lambda t: torch.as_strided(t, (32,), (1,)).zero_(),
     "out=": lambda t: torch.add(t, 1, out=t),
-    "out= of a view": lambda t: torch.mul(torch.ones(16), 2, out=t.view(-1)[:16]),
     "out= of several": lambda t: torch.frexp(t.clone(), out=(t, torch.empty(0, dtype=torch.int32))),
     "aten": lambda t: torch.ops.aten.add_.Tensor(t, t),
     "aten out=": lambda t: torch.ops.aten.neg.out(t.clone(), out=t),
-    "custom op": lambda t: _OPS.scale(3.0, t),
     "custom op by name": lambda t: _OPS.scale.default(target=t, by=3.0),
     "_foreach_add_": lambda t: torch._foreach_add_([t], 1.0),
     "relu_": lambda t: torch.relu_(t),
@@ -231,7 +222,6 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "data_ptr": lambda t: ctypes.memset(t.data_ptr(), 0, 256),
     "dlpack": lambda t: torch.from_dlpack(t.detach()).fill_(2),
     "storage": lambda t: t.untyped_storage().fill_(0),
-    "unsqueeze_": lambda t: t.unsqueeze_(0),
     "transpose_": lambda t: t.transpose_(0, -1),
 }
 """Writes in place."""
@@ -240,14 +230,11 @@ _S, _T = modulation(1), modulation(2)
 
 NOTE_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     **WRITES,
-    "scaled, *=": lambda n: operator.imul(n, _S),
     "scaled": lambda n: n.mul_(_S),
     "shifted": lambda n: n.add_(_T),
     "scaled and shifted": lambda n: n.mul_(_S).add_(_T),
-    "shifted and scaled": lambda n: n.add_(_T).mul_(_S),
     "a residual added": lambda n: n.add_(randn(*n.shape, seed=5)),
     "addcmul_ by a scale": lambda n: n.addcmul_(n, _S),
-    "tokens scaled": lambda n: n[:, :5].mul_(_S),
     "tokens scaled and shifted": lambda n: n[:, :5].mul_(_S).add_(_T),
     "all tokens": lambda n: (n[:, :5].mul_(_S), n[:, 5:].mul_(_T).add_(_S)),
     "tokens that overlap": lambda n: (n[:, :7].mul_(_S), n[:, 4:].mul_(_T)),
@@ -255,7 +242,6 @@ NOTE_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "tokens twice": lambda n: (n[:, :5].mul_(_S), n[:, :5].mul_(_T), n[:, :5].add_(_S), n[:, :5].add_(_T)),
     "each other token": lambda n: n[:, ::2].mul_(_S),
     "tokens set": lambda n: _set(n, (slice(None), slice(0, 5)), _S),
-    "tokens set to others": lambda n: _set(n, (slice(None), slice(0, 5)), n[:, 5:10]),
     "chunks scaled": lambda n: [part.mul_(_S) for part in n.chunk(2, dim=1)],
 }  # fmt: skip
 """Those into deferred tensors themselves."""
@@ -264,20 +250,16 @@ NOTE_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 OTHERS: dict[str, Callable[[Block, torch.Tensor], torch.Tensor]] = {
     "a name": lambda b, n: n,
     "a view": lambda b, n: n.view(-1, WIDTH),
-    "a view of heads": lambda b, n: n.view(SAMPLES, TOKENS, HEADS, -1),
     "tokens": lambda b, n: n[:, :9],
-    "all tokens": lambda b, n: n[:, :],
     "channels": lambda b, n: n[..., :32],
     "a chunk": lambda b, n: n.chunk(2, 1)[0],
     "a clone": lambda b, n: n.clone(),
-    "contiguous": lambda b, n: n.contiguous(),
     "a contiguous view": lambda b, n: n.view(-1, WIDTH).contiguous(),
     "of the same dtype": lambda b, n: n.to(torch.float32),
     "without dropout": lambda b, n: F.dropout(n, 0.5, False),
     "with others": lambda b, n: torch.cat((n, randn(2, 4, WIDTH)), 1),
     "a product": lambda b, n: n * _T,
     "taken": lambda b, n: (n, b.out(n))[0],
-    "taken tokens": lambda b, n: (part := n[:, :5], b.out(part))[0],
     "taken, a view": lambda b, n: (part := n.view(-1, WIDTH), b.out(part))[0],
 }
 """What a deferred tensor may be, beside itself, when it is written into: of a norm, or of an activation."""
@@ -315,7 +297,6 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "numbers": lambda n: [n.tolist(), n.flatten()[3].item(), float(n.sum()), bool((n > 0).any()), repr(n.flatten()[1])],
     "iteration": lambda n: [part.sum() for part in n],
     "indices": lambda n: [n[0], n[..., 1], n[:, [1, 0]], n[n > 0], n[None], n[-1, 1:], n[:, ::2]],
-    "float64": lambda n: [n.to(torch.float64), n.double(), n.type(torch.float64), n.to(dtype=torch.bfloat16)],
     "bits": lambda n: [bits := n.view(torch.int32), bits.dtype, bits.element_size(), n.view(torch.uint8).shape],
     "device": lambda n: [n.cpu(), n.to("cpu"), n.to(torch.device("cpu"), torch.float64)],
     "copy": lambda n: [copy.copy(n), copy.deepcopy(n), copy.deepcopy({"n": [n]})],
@@ -324,8 +305,6 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "vmap": lambda n: [torch.vmap(torch.sin)(n), torch.vmap(lambda row: row.sum() * row)(n)],
     "func": lambda n: torch.func.grad(lambda t: (t * n).sum())(torch.ones_like(n)),
     "autograd.Function": lambda n: _Twice.apply(n),
-    "dlpack": lambda n: torch.from_dlpack(n).clone(),
-    "a thread": lambda n: _in_a_thread(lambda: n + 1),
     "threads": lambda n: [_in_a_thread(lambda: n.clone()), _in_a_thread(lambda: torch.stack([n, n]))],
     "stack": lambda n: [torch.stack([n, n]), torch.cat([n, n], -1), torch.cat([n, n]), torch.hstack((n, n))],
     "split": lambda n: [*n.chunk(2, 1), *torch.split(n, 5, 1), *n.unbind(0), *n.split([1, 1]), *n.tensor_split(3, 1)],
@@ -368,28 +347,22 @@ SHAPES: dict[str, Callable[[Block], Any]] = {
     "[1, K]": lambda b: modulation(1, 1, 64),
     "[B, 1, K]": lambda b: modulation(1, 2, 1, 64),
     "[B, T, K]": lambda b: modulation(1, 2, 12, 64),
-    "[1, T, K]": lambda b: modulation(1, 1, 12, 64),
     "[T, K]": lambda b: modulation(1, 12, 64),
     "[B, 1, K], expanded": lambda b: modulation(1, 2, 1, 64).expand(-1, 12, -1),
-    "[B, 1, K], a part": lambda b: modulation(1, 2, 1, 192).chunk(3, -1)[1],
     "[B, 1, K], strided": lambda b: modulation(1, 64, 1, 2).transpose(0, 2),
     "[2, 2, 1, K], more axes": lambda b: modulation(1, 2, 2, 1, 64),
     "frames": lambda b: frames(b).repeat_interleave(3, dim=1),
-    "frames, by name": lambda b: torch.repeat_interleave(frames(b), repeats=3, dim=-2),
     "frames, expanded": lambda b: _spread(frames(b), 3),
     "frames, cut": lambda b: torch.repeat_interleave(frames(b), 4, 1)[:, :12],
     "frames, plus 1": lambda b: 1 + frames(b).repeat_interleave(3, 1),
     "frames, 0-dim": lambda b: frames(b).repeat_interleave(3, 1) * torch.tensor(2.0),
     "frames, plus [K]": lambda b: frames(b).repeat_interleave(3, 1) + modulation(2, 64),
-    "frames, doubled": lambda b: frames(b).repeat_interleave(3, 1).mul_(2),
     "frames of several sizes": lambda b: frames(b).repeat_interleave(torch.tensor([6, 3, 2, 1]), 1),
     "[3, 1, K], too many": lambda b: modulation(1, 3, 1, 64),
-    "[B, 1, 1]": lambda b: modulation(1, 2, 1, 1),
     "[1]": lambda b: modulation(1, 1),
     "[]": lambda b: torch.tensor(0.5),
     "a number": lambda b: 0.5,
     "float64": lambda b: modulation(1).double(),
-    "integers": lambda b: modulation(1, 64).mul(3).int(),
     "a parameter": lambda b: torch.nn.Parameter(modulation(1, 64), requires_grad=False),
 }
 """Modulations."""
@@ -404,13 +377,11 @@ _Modulated = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor], torch.Ten
 
 MODULATED: dict[str, _Modulated] = {
     "n s": lambda n, h, s, y: n * s,
-    "s n": lambda n, h, s, y: s * n,
     "n (1 + s) + s": lambda n, h, s, y: n * (1 + s) + s,
     "s + s n": lambda n, h, s, y: s + s * n,
     "n s + [K]": lambda n, h, s, y: n * s + modulation(3, 64),
     "n s + other frames": lambda n, h, s, y: n * s + y[:, 2:8].repeat_interleave(2, 1),
     "other frames n + s": lambda n, h, s, y: n * y[:, 2:8].repeat_interleave(2, 1) + s,
-    "n + s": lambda n, h, s, y: n + s,
     "n s - s": lambda n, h, s, y: n * s - s,
     "addcmul(s, n, s)": lambda n, h, s, y: torch.addcmul(s, n, s),
     "addcmul(n, n, s)": lambda n, h, s, y: torch.addcmul(n, n, s),
@@ -419,12 +390,9 @@ MODULATED: dict[str, _Modulated] = {
     "addcmul(h, n, s, 2)": lambda n, h, s, y: torch.addcmul(h, n, s, value=2),
     "h + s n": lambda n, h, s, y: h + s * n,
     "h + 2 n s": lambda n, h, s, y: torch.add(h, n * s, alpha=2),
-    "h - n s": lambda n, h, s, y: h - n * s,
     "h += n s": lambda n, h, s, y: _iadd(h, n * s),
     "h.addcmul_(n, s)": lambda n, h, s, y: h.addcmul_(n, s),
     "h.addcmul_(s, y)": lambda n, h, s, y: h.addcmul_(s, y),
-    "h.addcmul_(s, n, -1)": lambda n, h, s, y: h.addcmul_(s, n, value=-1),
-    "y += s y": lambda n, h, s, y: _iadd(y, s * y),
     "y += n s": lambda n, h, s, y: _iadd(y, n * s),
     "y[:1] + n s": lambda n, h, s, y: y[:1] + n * s,
     "silu(y) s": lambda n, h, s, y: F.silu(y) * s,
@@ -463,13 +431,6 @@ def _numpy_before(b: Block, x: torch.Tensor) -> Lists:
     return taken(b, n)
 
 
-def _view_before(b: Block, x: torch.Tensor) -> Lists:
-    rows = x.view(-1, WIDTH)
-    n = b.norm(x)
-    rows[:3].zero_()
-    return taken(b, n)
-
-
 def _in_transposed_memory(b: Block, x: torch.Tensor) -> Lists:
     q = heads(b.enter(x)).transpose(1, 2)
     n = F.layer_norm(q, q.shape[-1:])
@@ -492,12 +453,6 @@ def _normed_turns(b: Block, x: torch.Tensor) -> Lists:
     return [*first, *second], []
 
 
-def _joined_heads(b: Block, x: torch.Tensor) -> Lists:
-    q, k = (heads(layer(x)).transpose(1, 2) for layer in (b.enter, b.other))
-    joined = [torch.cat((b.of_heads(t[:, :, :5]), b.of_heads(t[:, :, 5:])), 2) for t in (q, k)]
-    return [*turned(*joined), *joined], []
-
-
 def _gradient(b: Block, x: torch.Tensor) -> Lists:
     y = b.enter(x)
     with torch.enable_grad():
@@ -505,14 +460,6 @@ def _gradient(b: Block, x: torch.Tensor) -> Lists:
         n = b.norm(leaf) * _S
         (gradient,) = torch.autograd.grad(n.square().sum(), leaf)
     return [gradient, n.detach(), n.requires_grad, b.norm(y)], [b.out(n.detach())]
-
-
-def _gradient_of_a_note(b: Block, x: torch.Tensor) -> Lists:
-    n = b.norm(b.enter(x))
-    with torch.enable_grad():
-        leaf = n.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(F.silu(leaf).sum(), leaf)
-    return [gradient, leaf.requires_grad, n.requires_grad], [b.out(n)]
 
 
 def _nested(b: Block, x: torch.Tensor) -> Lists:
@@ -537,14 +484,6 @@ def _nested_checking(b: Block, x: torch.Tensor) -> Lists:
     return [n], [inside, b.out(n)]
 
 
-def _frames(b: Block, x: torch.Tensor) -> Lists:
-    values = frames(b)
-    s, t = values.repeat_interleave(3, 1), _spread(values, 3)
-    values.zero_()
-    n = b.norm(y := b.enter(x)) * s + t
-    return [*taken(b, n)[0], s, t, y + s * y], [b.out(n)]
-
-
 def _of_two_samples(b: Block, x: torch.Tensor) -> Lists:
     y = b.enter(x[:1])
     return [modulation(1) * y, y + modulation(1) * y, b.norm(y) + randn(2, 12, 64), randn(1, 64) + b.norm(y)], []
@@ -559,15 +498,6 @@ def _hooks_that_read(b: Block, x: torch.Tensor) -> Lists:
     return [n], [product, *seen]
 
 
-def _module_patched(b: Block, x: torch.Tensor) -> Lists:
-    own = b.norm.forward
-    b.norm.forward = lambda x: own(x.mul_(2)) * 3
-    try:
-        return taken(b, b.norm(b.enter(x)))
-    finally:
-        del b.norm.forward
-
-
 FORWARDS: dict[str, Forward] = {
     "one note, linears of all forms": _all_forms,
     "one note, linears of all forms, of tokens": lambda b, x: (
@@ -579,16 +509,12 @@ FORWARDS: dict[str, Forward] = {
     ),
     "numpy before the note": _numpy_before,
     "set_": lambda b, x: taken(b, n := b.norm(y := b.enter(x)), y.set_(torch.ones_like(y)), n),
-    "a view before the note": _view_before,
     "norm in transposed memory": _in_transposed_memory,
     "rotary positions written between": _turns_apart,
     "norm and rotary positions": _normed_turns,
-    "joined heads": _joined_heads,
     "a gradient": _gradient,
-    "a gradient of a note": _gradient_of_a_note,
     "nested": _nested,
     "nested, checking": _nested_checking,
-    "frames whose values are written": _frames,
     "a batch that grows": _of_two_samples,
     "x + x": lambda b, x: ([(y := b.enter(x)) + y, y + b.norm(y), b.norm(y) + y, y.add_(y), b.norm(y) + b.norm(y)], []),
     "x += norm(x) g": lambda b, x: ([_iadd(x, b.norm(x) * _S), _iadd(x, b.norm(x)), _iadd(x, _S * x)], [b.out(x)]),
@@ -614,18 +540,9 @@ FORWARDS: dict[str, Forward] = {
         lambda m, args: (args[0].mul_(2),),
         lambda: ([n := b.norm(x)], [b.out(n), b.out(n)]),
     ),
-    "a hook replaces": lambda b, x: _hooked(
-        b.out.register_forward_pre_hook, lambda m, args: (args[0] * _S,), lambda: ([n := b.norm(x)], [b.out(n)])
-    ),
-    "a hook of a norm": lambda b, x: _hooked(
-        b.norm.register_forward_hook,
-        lambda m, args, out: out * args[0],
-        lambda: taken(b, b.norm(x), b.norm(b.enter(x))),
-    ),
     "a hook writes into a norm's input": lambda b, x: _hooked(
         b.norm.register_forward_hook, lambda m, args, out: args[0].zero_() + out, lambda: taken(b, b.norm(b.enter(x)))
     ),
-    "a norm's forward replaced": _module_patched,
     "in training": lambda b, x: taken(b, F.dropout(b.norm(x), 1.0, True), F.dropout(b.layer(x), 0.5, training=False)),
     "dropout in place": lambda b, x: (
         taken(b, n := b.norm(y := b.enter(x)), F.dropout(y, 1.0, True, inplace=True), n * _S)

@@ -1,4 +1,4 @@
-"""Small blocks and feed-forwards of many families, in the hands of the node tests.
+"""Small blocks of many families, in the hands of the node tests.
 
 Imported only once ComfyUI and the pack can be. Everything is on the CPU.
 """
@@ -313,31 +313,6 @@ FAMILIES = {
     "LTX-2.3 block": Family(_ltx_av_block(True, True), lambda call: _ltx_av(call, 9)),
 }
 
-FEED_FORWARDS = {
-    "LTX-Video": Family(
-        lambda operations, dtype: comfy.ldm.lightricks.model.FeedForward(
-            WIDTH, WIDTH, 2, glu=True, **_settings(operations, dtype)
-        ),
-        lambda call: ((call.stream(),), {}),
-    ),
-    "MiniMax": Family(
-        lambda operations, dtype: comfy.ldm.minimax.model.MLP(WIDTH, 256, **_settings(operations, dtype)),
-        lambda call: ((call.stream().flatten(0, 1),), {}),
-    ),
-}
-if hasattr(comfy.ldm.wan.model, "WanFeedForward"):  # a torch.nn.Sequential in ComfyUI 0.30
-
-    def _wan_feed_forward(operations: type, dtype: torch.dtype) -> torch.nn.Module:
-        place = {"dtype": dtype, "device": "cpu"}
-        layers = (operations.Linear(WIDTH, 256, **place), operations.Linear(256, WIDTH, **place))
-        return comfy.ldm.wan.model.WanFeedForward(layers[0], torch.nn.GELU(approximate="tanh"), layers[1])
-
-    FEED_FORWARDS["Wan"] = Family(_wan_feed_forward, lambda call: ((call.stream(),), {}))
-
-
-def _family(name: str) -> Family:
-    return FAMILIES[name] if name in FAMILIES else FEED_FORWARDS[name]
-
 
 def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -360,14 +335,14 @@ def _linears(block: torch.nn.Module) -> list[str]:
 
 def exact(family: str) -> torch.nn.Module:
     """A block with float32 weights."""
-    block = _family(family).build(comfy.ops.disable_weight_init, torch.float32)
+    block = FAMILIES[family].build(comfy.ops.disable_weight_init, torch.float32)
     block.load_state_dict(_tensors(block))
     return block.requires_grad_(False)
 
 
 def int8(family: str, kind: str = "plain", dtype: torch.dtype = torch.float32, sharing: bool = True) -> torch.nn.Module:
     """The same with INT8 linears, all of one of KINDS, or each third one left in floats ("protected")."""
-    source = _family(family).build(comfy.ops.disable_weight_init, torch.float32)
+    source = FAMILIES[family].build(comfy.ops.disable_weight_init, torch.float32)
     layers = _linears(source)
     protected: Collection[str] = layers[::3] if kind == "protected" else ()
 
@@ -381,7 +356,7 @@ def int8(family: str, kind: str = "plain", dtype: torch.dtype = torch.float32, s
         options = {"activation_bits": 16} if kind == "16 bits" else {}
         return int8_weight(*quantize_weight(weight.float(), transform), dtype, transform, **options)
 
-    block = _family(family).build(int8_operations(LoadPlan("fused int8", dtype, convert)), dtype)
+    block = FAMILIES[family].build(int8_operations(LoadPlan("fused int8", dtype, convert)), dtype)
     block.load_state_dict({name: tensor.to(dtype) for name, tensor in _tensors(source).items()})
     if sharing:
         group_inputs(block)
@@ -394,7 +369,6 @@ _STREAMS = {
     "VaceWanAttentionBlock": ("c", "c"),
     "TransformerDecoderBlock": ("visual_embed",),
     "FusedTransformerDecoderBlock": ("visual_embed", "audio_embed"),
-    **dict.fromkeys(("WanFeedForward", "FeedForward", "MLP"), ()),
 }
 """By class, the arguments that a block's outputs are sums with, where that is not x."""
 
@@ -402,17 +376,14 @@ _STREAMS = {
 def run(
     block: torch.nn.Module, family: str, call: Call | None = None, defers: bool = False, **options: object
 ) -> tuple[torch.Tensor, ...]:
-    """What a block adds to its streams, in float64, or what a feed-forward returns; deferred or not. `options` are
-    transformer options, which a feed-forward does not have."""
-    args, kwargs = _family(family).arguments(call or Call())
+    """What a block adds to its streams, in float64; deferred or not. `options` are transformer options."""
+    args, kwargs = FAMILIES[family].arguments(call or Call())
     streams = _STREAMS.get(type(block).__name__, ("x",))
-    kwargs = {**kwargs, "transformer_options": options} if streams else kwargs
+    kwargs = {**kwargs, "transformer_options": options}
     with torch.inference_mode():
         forward = partial(block, *args, **kwargs)
         outputs = deferred_call(forward) if defers else forward()
-    if not streams:
-        return (outputs.double(),)
-    again, again_by_name = _family(family).arguments(call or Call())  # Flux adds to its inputs in place
+    again, again_by_name = FAMILIES[family].arguments(call or Call())  # Flux adds to its inputs in place
     before = [again_by_name[name] if name in again_by_name else again[streams.index(name)] for name in streams]
     before = before[0] if isinstance(before[0], tuple) else before
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
