@@ -42,64 +42,33 @@ def calibrated_model(
     *,
     text: str = GLYPH_TEXT,
     steps: int = GLYPH_STEPS,
-    alpha: float = 0.5,
     protect_layers: int = GLYPH_PROTECT_LAYERS,
-    kernel: str = "fused int8",
     seed: int = 0,
     **widgets: object,
 ) -> Link:
     """``model`` quantized after a calibration run that samples ``text`` with it; more widgets by name."""
     conditioning, latent = glyph_conditioning(prompt, text)
-    quantize = _quantize(
-        prompt,
-        model,
-        alpha,
-        protect_layers,
-        kernel,
-        sampler=_euler(prompt),
-        sigmas=_sigmas(prompt, model, steps),
-        latent_image=latent,
-        cfg=1.0,
-        seed=seed,
-        **{"positive.positive_0": conditioning},
-        **widgets,
-    )
-    return link(quantize)
+    run = {"sampler": _euler(prompt), "sigmas": _sigmas(prompt, model, steps), "latent_image": latent}
+    run |= {"cfg": 1.0, "seed": seed, "positive.positive_0": conditioning}
+    return _quantize(prompt, model, protect_layers, **run, **widgets)
 
 
-def uncalibrated_model(prompt: Prompt, model: Link, *, protect_layers: int = 0, kernel: str = "fused int8") -> Link:
+def uncalibrated_model(prompt: Prompt, model: Link, *, kernel: str = "fused int8") -> Link:
     """``model`` quantized with nothing known about its activations."""
-    return link(_quantize(prompt, model, 0.5, protect_layers, kernel))
+    return _quantize(prompt, model, 0, kernel=kernel)
 
 
-def quantized_model(
-    prompt: Prompt,
-    model: Link,
-    *,
-    calibration: Link,
-    protect_layers: int = GLYPH_PROTECT_LAYERS,
-    kernel: str = "fused int8",
-) -> Link:
+def quantized_model(prompt: Prompt, model: Link, *, calibration: Link) -> Link:
     """``model`` quantized with a calibration."""
-    return link(_quantize(prompt, model, 0.5, protect_layers, kernel, calibration=calibration))
+    return _quantize(prompt, model, GLYPH_PROTECT_LAYERS, calibration=calibration)
 
 
-def recorded_model(
-    prompt: Prompt,
-    model: Link,
-    *,
-    text: str = GLYPH_TEXT,
-    steps: int = GLYPH_STEPS,
-    protect_layers: int = GLYPH_PROTECT_LAYERS,
-    kernel: str = "fused int8",
-    seed: int = 0,
-) -> tuple[Link, Link]:
+def recorded_model(prompt: Prompt, model: Link, *, text: str, steps: int) -> tuple[Link, Link]:
     """``model`` quantized after an ordinary sampler drew ``text`` with it under the recorder; also the calibration."""
     recorder = prompt.add("RecordINT8Calibration", model=model)
-    sampled = glyph_latents(prompt, link(recorder, 0), text=text, steps=steps, seed=seed)
+    sampled = glyph_latents(prompt, link(recorder, 0), text=text, steps=steps)
     calibration = link(prompt.add("CollectINT8Calibration", recording=link(recorder, 1), after=sampled))
-    quantized = quantized_model(prompt, model, calibration=calibration, protect_layers=protect_layers, kernel=kernel)
-    return quantized, calibration
+    return quantized_model(prompt, model, calibration=calibration), calibration
 
 
 def save_calibration(prompt: Prompt, calibration: Link) -> str:
@@ -162,18 +131,18 @@ def kernel_benchmark(prompt: Prompt, *, tokens: int, model: Link | None = None) 
     return prompt.add("INT8KernelBenchmark", **inputs)
 
 
-def _quantize(prompt: Prompt, model: Link, alpha: float, protect_layers: int, kernel: str, **inputs: object) -> str:
+def _quantize(prompt: Prompt, model: Link, protect_layers: int, **inputs: object) -> Link:
     defaults = {
         "method": "smooth",
-        "alpha": alpha,
+        "alpha": 0.5,
         "search_alpha": False,
         "protect": "number of layers",
         "protect.layers": protect_layers,
         "weight_scales": "absmax",
         "smooth_only_foldable": False,
-        "kernel": kernel,
+        "kernel": "fused int8",
     }
-    return prompt.add("QuantizeToINT8SmoothQuant", model=model, **defaults | inputs)
+    return link(prompt.add("QuantizeToINT8SmoothQuant", model=model, **defaults | inputs))
 
 
 def _euler(prompt: Prompt) -> Link:
