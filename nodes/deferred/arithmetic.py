@@ -1,6 +1,6 @@
 """Norms, activations, modulations, gates and residuals, also in place: what functions do to deferred operands."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,14 +42,7 @@ def _source(x: Any, width: Any) -> torch.Tensor | None:
 
 
 def _noted(
-    forward: Deferring,
-    func: Any,
-    x: Any,
-    source: torch.Tensor,
-    parameters: Collection[torch.Tensor | None],
-    eps: float | None,
-    args: Args,
-    kwargs: Kwargs,
+    forward: Deferring, func: Any, x: Any, source: torch.Tensor, parameters: Any, eps: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """The note of a norm of `x`, whose values are those of `source`; `args` are what follows it in the call."""
     kind, least = _NORMS[func]
@@ -238,7 +231,7 @@ def _segment(mode: Deferring, func: Any, target: Deferred, other: Any, sliced: S
         return NotImplemented
     others = {(segment.start, segment.stop): segment for segment in operand.segments}
     known = others.pop((start, stop), Segment(start, stop, None, None))
-    if any(segment.start < stop and start < segment.stop for segment in others.values()) or known.shift is not None:
+    if known.shift is not None:
         return NotImplemented
     value = modulation[0]
     if func is torch.add:

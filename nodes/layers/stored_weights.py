@@ -5,7 +5,7 @@ of the INT8 weight that is made for each product. Any other patch makes a weight
 on, what it made stands in the place of the stored weight.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from comfy.model_patcher import LowVramPatch, ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ChannelTransform, LowRank, rotation_group_of
+from ...kernels import LowRank, rotation_group_of
 from ..comfyui.patcher import is_patch
 from ..comfyui.quantized import HeldWeight, layout_of, stored
 from ..comfyui.residency import CALLBACK_KEY
@@ -127,30 +127,21 @@ def _without_patches(module: Any) -> list:
 def _patch_of(
     model: ModelPatcher, key: str, weight: QuantizedTensor, known: dict[str, tuple[object, torch.Tensor]]
 ) -> LowVramPatch:
-    """The patches of a stored weight, on the device where the MODEL runs.
+    """The patches of a stored weight, on the device where the MODEL runs: plain LoRAs as one product of factors in its
+    dtype, rotated as the weight is as INT8; else patches as ComfyUI has them.
 
     `known` holds scales of LoRAs by `key`, each beside what ComfyUI tells a MODEL's patches by: to find them takes a
     product as large as the weight.
     """
-    patches, device, form = model.patches[key], model.load_device, weight_form(weight, None)
-    low_rank = None if form is None else _low_rank(patches, weight, device, form.unsmoothed.transform)
-    if low_rank is None:
+    patches, device, dtype, form = model.patches[key], model.load_device, weight.dtype, weight_form(weight, None)
+    loras = plain_loras(patches, weight.shape)
+    if form is None or not loras:
         return LowVramPatch(key, {key: patches})
+    up = torch.cat([lora.factor * cast_to_device(lora.up, device, torch.float32) for lora in loras], dim=1)
+    down = torch.cat([cast_to_device(lora.down, device, dtype) for lora in loras])
+    low_rank = LowRank(up.to(dtype), form.unsmoothed.transform.to_weight(down).to(dtype))
     found_for, scale = known.get(key, (None, None))
     if scale is None or found_for != model.patches_uuid or scale.device != device:
         scale = low_rank.channel_scales()[:, None]
         known[key] = model.patches_uuid, scale
     return StoredLoRA(key, patches, low_rank, scale)
-
-
-def _low_rank(
-    patches: Sequence[tuple], weight: QuantizedTensor, device: torch.device, rotation: ChannelTransform
-) -> LowRank | None:
-    """The sum of a weight's plain LoRAs as one product of factors in its dtype, rotated as the weight is as INT8; None
-    if there are other patches."""
-    loras, dtype = plain_loras(patches, weight.shape), weight.dtype
-    if not loras:
-        return None
-    up = torch.cat([lora.factor * cast_to_device(lora.up, device, torch.float32) for lora in loras], dim=1)
-    down = torch.cat([cast_to_device(lora.down, device, dtype) for lora in loras])
-    return LowRank(up.to(dtype), rotation.to_weight(down).to(dtype))
