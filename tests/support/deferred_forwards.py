@@ -242,6 +242,7 @@ NOTE_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "tokens twice": lambda n: (n[:, :5].mul_(_S), n[:, :5].mul_(_T), n[:, :5].add_(_S), n[:, :5].add_(_T)),
     "each other token": lambda n: n[:, ::2].mul_(_S),
     "tokens set": lambda n: _set(n, (slice(None), slice(0, 5)), _S),
+    "tokens set to others": lambda n: _set(n, (slice(None), slice(0, 5)), n[:, 5:10]),
     "chunks scaled": lambda n: [part.mul_(_S) for part in n.chunk(2, dim=1)],
 }  # fmt: skip
 """Those into deferred tensors themselves."""
