@@ -1,14 +1,16 @@
 """Quantize to INT8: what calibration sees, what is protected and smoothed, and what stays untouched."""
 
 import gc
+import json
 import math
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from support.file_formats import fp8_scaled
+from support.file_formats import FORMATS
 
 
 @pytest.fixture
@@ -70,12 +72,15 @@ def calibration(dit):
 
 
 def test_the_most_fragile_layers_are_protected(dit, model, calibration):
-    """Those whose output suffers most by plain INT8, on the recorded rows."""
+    """Those whose output suffers most by plain INT8, on the recorded rows. The report says what each loses."""
     plain = dit.int8_weights(dit.quantize(model, method="none", calibration=calibration))
 
-    def fragility(layer):
+    def error(layer, held):
         rows = calibration.statistics[layer].sample.rows
-        return relative_output_error(rows, dit.module(model, layer).weight, plain[layer])
+        return relative_output_error(rows, dit.module(model, layer).weight, held)
+
+    def fragility(layer):
+        return error(layer, plain[layer])
 
     fragile = sorted(dit.LINEARS, key=fragility, reverse=True)[:3]
     quantized = dit.quantize(model, 3, calibration=calibration)
@@ -85,14 +90,8 @@ def test_the_most_fragile_layers_are_protected(dit, model, calibration):
         assert torch.equal(dit.module(quantized, layer).weight, dit.module(model, layer).weight)
     for layer, figures in dit.recipe(quantized)["layers"].items():
         assert figures["fragility"] == pytest.approx(fragility(layer), rel=2e-3)
-
-
-def test_the_report_tells_what_the_layers_lose(dit, model, calibration):
-    quantized = dit.quantize(model, calibration=calibration)
-    for layer, weight in dit.int8_weights(quantized).items():
-        rows = calibration.statistics[layer].sample.rows
-        expected = relative_output_error(rows, dit.module(model, layer).weight, weight)
-        assert dit.recipe(quantized)["layers"][layer]["error"] == pytest.approx(expected, rel=2e-3)
+    for layer, held in dit.int8_weights(quantized).items():
+        assert dit.recipe(quantized)["layers"][layer]["error"] == pytest.approx(error(layer, held), rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -156,36 +155,29 @@ def test_best_per_layer_is_the_best_of_all_methods(dit, model, calibration):
     assert len({figures["transform"] for figures in best.values()}) > 1
 
 
-@pytest.mark.parametrize("method", (*METHODS, "best per layer"))
-@pytest.mark.parametrize("weight_scales", ("absmax", "least error"))
+CASES = [(method, "absmax") for method in (*METHODS, "best per layer")] + [("smooth + rotate", "least error")]
+
+
+@pytest.mark.parametrize("method, weight_scales", CASES)
 def test_every_method_computes_nearly_the_same(dit, model, calibration, method, weight_scales):
     quantized = dit.quantize(model, method=method, weight_scales=weight_scales, calibration=calibration)
-    transforms = {dit.recipe(quantized)["layers"][layer]["transform"] for layer in dit.LINEARS}
+    transforms = {layer: figures["transform"] for layer, figures in dit.recipe(quantized)["layers"].items()}
     for layer, weight in dit.int8_weights(quantized).items():
-        transform = dit.recipe(quantized)["layers"][layer]["transform"]
-        assert (weight._params.smooth is not None) == ("smooth" in transform)
-        assert weight._params.rotation_group == ((256 if "fc2" in layer else 64) if "rotate" in transform else None)
+        assert (weight._params.smooth is not None) == ("smooth" in transforms[layer])
+        group = (256 if "fc2" in layer else 64) if "rotate" in transforms[layer] else None
+        assert weight._params.rotation_group == group
     if method in METHODS:
-        assert transforms == {method.replace("smooth", "smooth 0.5")}
+        assert {*transforms.values()} == {method.replace("smooth", "smooth 0.5")}
     assert 0 < dit.relative_error(dit.output(quantized), dit.output(model)) < 0.08
 
 
-def test_rotation_needs_no_calibration(dit, model, caplog):
-    quantized = dit.quantize(model, method="rotate")
-    assert all(weight._params.rotation_group for weight in dit.int8_weights(quantized).values())
+def test_without_calibration_the_best_per_layer_is_rotation(dit, model, caplog):
+    """It has nothing to measure on, and rotation is what helps unseen. That alone needs no calibration."""
+    rotated = dit.quantize(model, method="rotate")
+    assert all(weight._params.rotation_group for weight in dit.int8_weights(rotated).values())
     assert not [r for r in caplog.records if "without smoothing" in r.getMessage()]
-
-
-def test_best_per_layer_rotates_without_calibration(dit, model, caplog):
-    """It has nothing to measure on, and rotation is what helps unseen."""
-    quantized, rotated = (dit.quantize(model, method=method) for method in ("best per layer", "rotate"))
-    assert torch.equal(dit.output(quantized), dit.output(rotated))
+    dit.assert_same_tensors(dit.snapshot(dit.quantize(model, method="best per layer")), dit.snapshot(rotated))
     assert [r for r in caplog.records if "without smoothing" in r.getMessage()]
-
-
-def test_a_calibration_and_a_calibration_run(dit, model, calibration):
-    with pytest.raises(ValueError, match="a calibration is connected, and so are inputs of a calibration run"):
-        dit.run_node(model, calibration=calibration, **dit.calibration(model))
 
 
 def test_a_layer_that_was_never_called_is_not_smoothed_and_not_protected(dit, model, calibration):
@@ -201,78 +193,70 @@ def test_a_layer_that_was_never_called_is_not_smoothed_and_not_protected(dit, mo
     assert dit.recipe(quantized)["layers"][dit.LAYER]["error"] is None
 
 
-SOURCES = {
-    "bf16": (lambda dit, tensors: tensors, 0.0),
-    "fp16": (lambda dit, tensors: {name: tensor.half() for name, tensor in tensors.items()}, 1e-3),
-    "fp32": (lambda dit, tensors: {name: tensor.float() for name, tensor in tensors.items()}, 0.0),
-    "FP8": (lambda dit, tensors: {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}, 0.05),
-    # The modulation too, which stays as it is.
-    "FP8 scaled": (
-        lambda dit, tensors: fp8_scaled(tensors, (*dit.LINEARS, "joint_blocks.0.x_block.adaLN_modulation.1")),
-        0.05,
-    ),
-    "native INT8": (lambda dit, tensors: dit.native_int8(), 0.05),
-}
+def in_nvfp4(tensors, layers, scaled):
+    """With and without ModelOpt's AWQ scales, by which its layers multiply their input. And what it stands for."""
+    from comfy.quant_ops import QuantizedTensor
+
+    made, values = dict(tensors), dict(tensors)
+    for seed, layer in enumerate(layers):
+        weight = tensors[f"{layer}.weight"].float()
+        spread = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(seed)).mul(0.7 * scaled).exp()
+        packed = QuantizedTensor.from_float((weight / spread).bfloat16(), "TensorCoreNVFP4Layout")
+        made |= packed.state_dict(f"{layer}.weight")
+        made[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": "nvfp4"}).encode()), dtype=torch.uint8)
+        values[f"{layer}.weight"] = packed.dequantize().float() * spread
+        if scaled:
+            made[f"{layer}.pre_quant_scale"] = spread
+    return SimpleNamespace(tensors=made, values=values)
+
+
+SOURCES = {name: FORMATS[name] for name in ("bf16", "fp16", "fp32", "FP8", "FP8 scaled", "native")}
+SOURCES |= {f"NVFP4, scaled {on}": partial(in_nvfp4, scaled=on) for on in (False, True)}
 
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("calibrated", (False, True))
 def test_sources(dit, tmp_path, source, calibrated):
-    """The INT8 weights stand for those of the source, whatever its format."""
-    make, distance = SOURCES[source]
-    model = dit.stock(dit.write(tmp_path / "source.safetensors", make(dit, dit.tensors())))
+    """The INT8 weights stand for those of the source, whatever its format: half a step apart at most."""
+    file = SOURCES[source]({name: tensor.float() for name, tensor in dit.tensors().items()}, dit.LINEARS)
+    path = dit.write(tmp_path / "source.safetensors", file.tensors)
+    model, loaded = dit.stock(path), dit.load(path)
     quantized = dit.quantize(model, 2, calibration=dit.recorded() if calibrated else None)
     assert len(protected(dit, quantized)) == 2
-    original = dit.tensors()
     for layer, weight in dit.int8_weights(quantized).items():
         step = weight._params.scale / (1 if weight._params.smooth is None else weight._params.smooth)
-        expected = original[f"{layer}.weight"].float()
-        off = (weight.dequantize() - expected).abs() - step / 2 * (1 + 1e-3)
-        # Half a step, and what the source itself is off.
-        assert float(off.clamp(min=0).norm() / expected.norm()) <= distance
-    assert dit.relative_error(dit.output(quantized), dit.output(model)) < 0.08
+        values = file.values[f"{layer}.weight"]
+        off = (weight.dequantize() - values).abs() - step / 2 * (1 + 1e-3)
+        assert float(off.clamp(min=0).norm() / values.norm()) <= 2e-3, layer  # ComfyUI computes some in bf16
+    exact = dit.output(dit.stock(dit.write(tmp_path / "values.safetensors", file.values)))
+    for made in (quantized, loaded):
+        assert not [name for name in dit.snapshot(made) if name.endswith("pre_quant_scale")]
+        assert dit.relative_error(dit.output(made), exact) < 0.08
 
 
-@pytest.mark.parametrize(
-    "connected, missing",
-    (
-        (["positive"], "sampler and sigmas and latent_image"),
-        (["sampler"], "sigmas and latent_image"),
-        (["positive", "sigmas", "latent_image"], "sampler"),
-        (["positive", "sampler", "sigmas"], "latent_image"),
-    ),
-)
-def test_partly_connected_calibration(dit, model, connected, missing):
-    inputs = dit.calibration(model)
-    with pytest.raises(ValueError, match=f"calibration also needs {missing}: connect"):
-        dit.quantize(model, **{name: inputs[name] for name in connected})
+def test_the_input_model_is_untouched(dit, model):
+    """And no memory is shared with it: a patch that ComfyUI writes into one would be in the other."""
 
+    def addresses(patcher):
+        return {tensor.data_ptr() for tensor in patcher.model.diffusion_model.state_dict().values()}
 
-def test_sigmas_without_a_step(dit, model):
-    with pytest.raises(ValueError, match="sigmas holds no step"):
-        dit.quantize(model, **dit.calibration(model) | {"sigmas": torch.tensor([1.0])})
-
-
-@pytest.mark.parametrize("alpha", (-0.1, 1.5, math.nan))
-def test_alpha_outside_its_range(dit, model, alpha):
-    with pytest.raises(ValueError, match=f"alpha must be between 0 and 1, got {alpha}"):
-        dit.quantize(model, alpha=alpha)
-
-
-@pytest.mark.parametrize("number", (21, 22))
-def test_nothing_left_to_quantize(dit, model, number):
-    with pytest.raises(
-        ValueError, match=f"protecting {number} layers leaves none of the model's 21 quantizable layers"
-    ):
-        dit.quantize(model, protect=number)
-
-
-@pytest.mark.parametrize("calibrated", (False, True))
-def test_the_input_model_is_untouched(dit, model, calibrated):
-    inputs = dit.calibration(model) if calibrated else {}
     with dit.untouched(model):
-        quantized = dit.quantize(model, protect=2, **inputs)
+        quantized = dit.quantize(model, protect=2, **dit.calibration(model))
+        assert not addresses(model) & addresses(quantized)
         dit.output(quantized)
+
+
+def test_the_input_model_can_be_forgotten(dit):
+    """Or a bf16 model would stay in memory as long as its INT8 copy is in use, which ComfyUI counts as smaller."""
+    from comfy.model_management import module_size
+
+    model = dit.stock()
+    source, size = weakref.ref(model.model), model.model_size()
+    quantized = dit.quantize(model, protect=2)
+    assert quantized.model_size() == module_size(quantized.model) < size
+    del model
+    gc.collect()
+    assert source() is None
 
 
 @pytest.mark.parametrize("share", (0, 0.7), ids=("calibration", "quantization"))
@@ -285,43 +269,17 @@ def test_the_input_model_is_untouched_by_a_cancel(dit, model, interrupt_at, shar
         dit.quantize(model, **inputs)
 
 
-def test_no_memory_is_shared_with_the_input_model(dit, model):
-    """Or a patch that ComfyUI writes into one would be in the other."""
-
-    def addresses(patcher):
-        return {tensor.data_ptr() for tensor in patcher.model.diffusion_model.state_dict().values()}
-
-    assert not addresses(model) & addresses(dit.quantize(model, protect=2))
-
-
-def test_the_input_model_can_be_forgotten(dit):
-    """Or a bf16 model would stay in memory as long as its INT8 copy is in use."""
-    model = dit.stock()
-    source = weakref.ref(model.model)
-    quantized = dit.quantize(model, protect=2)
-    del model
-    gc.collect()
-    assert source() is None
-    assert quantized.model is not None
-
-
-def test_comfyui_counts_on_the_smaller_size(dit, model):
-    from comfy.model_management import module_size
-
-    quantized = dit.quantize(model)
-    assert quantized.model_size() == module_size(quantized.model) < model.model_size()
-
-
 @pytest.mark.parametrize("loaded", (False, True), ids=("fresh", "loaded"))
 def test_a_lora_is_baked_in(dit, model, tmp_path, loaded):
-    """It changes INT8 layers, a protected one and one that the rule leaves alone."""
+    """It changes INT8 layers, protected ones and one that the rule leaves alone, each once."""
     modulation = "joint_blocks.0.x_block.adaLN_modulation.1"
     lora = dit.lora([*dit.LINEARS, modulation], scale=0.2)
-    merged = dit.quantize(dit.stock(dit.write(tmp_path / "merged.safetensors", dit.with_delta(dit.tensors(), lora))))
+    source = dit.stock(dit.write(tmp_path / "merged.safetensors", dit.with_delta(dit.tensors(), lora)))
     patched = dit.with_lora(model, lora)
     if loaded:
         dit.output(patched)  # now the LoRA sits in the weights of the MODEL
-    quantized = dit.quantize(patched)
+    merged, quantized = dit.quantize(source, 3), dit.quantize(patched, 3)
+    dit.output(quantized)
 
     for layer, weight in dit.int8_weights(quantized).items():
         expected = dit.int8_weights(merged)[layer]
@@ -329,21 +287,8 @@ def test_a_lora_is_baked_in(dit, model, tmp_path, loaded):
         steps = (weight._qdata.int() - expected._qdata.int()).abs()
         # Two float32 orders of one sum: a value on a rounding boundary may land one step aside.
         assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3
-    torch.testing.assert_close(dit.module(quantized, modulation).weight, dit.module(merged, modulation).weight)
-
-
-def test_a_lora_is_baked_into_protected_layers(dit, model):
-    quantized = dit.quantize(dit.with_lora(model, dit.lora(dit.LINEARS)), protect=20)
-    merged = dit.with_delta(dit.tensors(), dit.lora(dit.LINEARS))
-    for layer in set(dit.LINEARS) - set(dit.int8_weights(quantized)):
-        torch.testing.assert_close(dit.module(quantized, layer).weight, merged[f"{layer}.weight"], rtol=1e-5, atol=1e-6)
-
-
-def test_a_lora_is_not_applied_twice(dit, model):
-    quantized = dit.quantize(dit.with_lora(model, dit.lora(dit.LINEARS)))
-    before = dit.snapshot(quantized)
-    dit.output(quantized)
-    dit.assert_same_tensors(dit.snapshot(quantized), before)
+    for layer in (modulation, *protected(dit, quantized)):
+        torch.testing.assert_close(dit.module(quantized, layer).weight, dit.module(merged, layer).weight)
 
 
 def test_what_is_attached_for_sampling_survives(dit, model):
@@ -369,22 +314,6 @@ def test_a_nan_weight_names_its_layer(dit, tmp_path):
     broken = dit.stock(dit.write(tmp_path / "nan.safetensors", weights))
     with pytest.raises(ValueError, match=rf"{dit.LAYER}.*NaN or Inf in output channel 3"):
         dit.quantize(broken)
-
-
-def test_a_compiled_model_is_refused(dit, model):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
-    compiled = model.clone()
-    set_torch_compile_wrapper(compiled, backend="eager")
-    with pytest.raises(ValueError, match=r"torch.compile.*after Quantize to INT8"):
-        dit.quantize(compiled)
-
-
-def test_replaced_layers_are_refused(dit, model):
-    replaced = model.clone()
-    replaced.add_object_patch(f"diffusion_model.{dit.LAYER}", torch.nn.Linear(192, 768))
-    with pytest.raises(ValueError, match="already replaced"):
-        dit.quantize(replaced)
 
 
 def test_an_int8_model_is_quantized_again(dit, tmp_path):
@@ -417,10 +346,8 @@ def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, ca
     dit.sample(quantized)
     assert len([r for r in caplog.records if "INT8 DiT runs in" in r.getMessage()]) == 1
     assert save_int8_model(quantized, str(tmp_path / "x.safetensors"), {})
-
-
-def test_quantizing_again_with_another_kernel_does_not_warn(dit, model, caplog):
-    dit.sample(dit.quantize(dit.quantize(model, kernel="auto"), kernel="fused int8"))
+    caplog.clear()
+    dit.sample(dit.quantize(quantized, kernel="fused int8"))
     assert not [r for r in caplog.records if "INT8 DiT runs in" in r.getMessage()]
 
 
@@ -433,11 +360,61 @@ def test_a_second_copy_for_another_gpu(dit, model):
     assert torch.equal(dit.output(twin), dit.output(quantized))
 
 
-def test_a_model_without_linears_in_blocks(dit, model):
-    empty = model.clone()
-    empty.model = SimpleNamespace(diffusion_model=torch.nn.Module())
-    with pytest.raises(ValueError, match="no linear layers in repeated blocks"):
-        dit.quantize(empty)
+def of_other_modules(model, dit):
+    model.model = SimpleNamespace(diffusion_model=torch.nn.Module())
+
+
+def compiled(model, dit):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    set_torch_compile_wrapper(model, backend="eager")
+
+
+def with_a_layer_replaced(model, dit):
+    model.add_object_patch(f"diffusion_model.{dit.LAYER}", torch.nn.Linear(192, 768))
+
+
+def packed_in_an_unknown_way(model, dit):
+    packed = torch.zeros(dit.module(model, dit.LAYER).weight.shape, dtype=torch.uint8)
+    dit.module(model, dit.LAYER).weight = torch.nn.Parameter(packed, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    (
+        (of_other_modules, "no linear layers in repeated blocks"),
+        (compiled, r"torch.compile.*after Quantize to INT8"),
+        (with_a_layer_replaced, "already replaced"),
+        (packed_in_an_unknown_way, r"layer {layer} cannot be quantized: .*torch.uint8.*GGUF"),
+    ),
+)
+def test_a_model_that_is_refused(dit, model, change, message):
+    changed = model.clone()
+    change(changed, dit)
+    with pytest.raises(ValueError, match=message.replace("{layer}", dit.LAYER)):
+        dit.quantize(changed)
+
+
+@pytest.mark.parametrize(
+    "connected, inputs, message",
+    (
+        (["positive"], {}, "calibration also needs sampler and sigmas and latent_image: connect"),
+        (["positive", "sigmas", "latent_image"], {}, "calibration also needs sampler: connect"),
+        ([], {"calibration": True}, "a calibration is connected, and so are inputs of a calibration run"),
+        ([], {"sigmas": torch.tensor([1.0])}, "sigmas holds no step"),
+        ((), {"alpha": -0.1}, "alpha must be between 0 and 1, got -0.1"),
+        ((), {"alpha": math.nan}, "alpha must be between 0 and 1, got nan"),
+        ((), {"protect": 21}, "protecting 21 layers leaves none of the model's 21 quantizable layers"),
+    ),
+)
+def test_inputs_that_are_refused(dit, model, calibration, connected, inputs, message):
+    """connected: which inputs of a calibration run are; all where it is empty."""
+    given = dit.calibration(model)
+    given = {name: given[name] for name in connected or given} | inputs
+    if "calibration" in inputs:
+        given["calibration"] = calibration
+    with pytest.raises(ValueError, match=message):
+        dit.quantize(model, **given)
 
 
 def test_the_defaults_are_the_recipe_with_the_best_method_per_layer(pack):
@@ -476,41 +453,3 @@ def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path, interrupt_a
     interrupt_at(0)  # pressed after the first step, it must not be reached
     with pytest.raises(ValueError, match=message):
         dit.quantize(with_bypass(model), **dit.calibration(model))
-
-
-def test_a_weight_packed_in_an_unknown_way_is_refused(dit, model):
-    packed = torch.zeros(dit.module(model, dit.LAYER).weight.shape, dtype=torch.uint8)
-    dit.module(model, dit.LAYER).weight = torch.nn.Parameter(packed, requires_grad=False)
-    with pytest.raises(ValueError, match=rf"layer {dit.LAYER} cannot be quantized: .*torch.uint8.*GGUF"):
-        dit.quantize(model)
-
-
-@pytest.mark.parametrize("scaled", (False, True))
-def test_an_nvfp4_source(dit, model, tmp_path, scaled):
-    """With and without ModelOpt's AWQ scales, by which its layers multiply their input."""
-    import json
-
-    from comfy.quant_ops import QuantizedTensor
-
-    from int8_dit.nodes.files.quant_config import QUANT_CONFIG
-
-    tensors = dit.tensors()
-    for seed, layer in enumerate(dit.LINEARS):
-        weight = tensors[f"{layer}.weight"].float()
-        spread = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(seed)).mul(0.7).exp()
-        scale = spread if scaled else torch.ones_like(spread)
-        packed = QuantizedTensor.from_float((weight / scale).bfloat16(), "TensorCoreNVFP4Layout")
-        tensors |= packed.state_dict(f"{layer}.weight")
-        tensors[f"{layer}.{QUANT_CONFIG}"] = torch.tensor(
-            list(json.dumps({"format": "nvfp4"}).encode()), dtype=torch.uint8
-        )
-        if scaled:
-            tensors[f"{layer}.pre_quant_scale"] = scale
-    path = dit.write(tmp_path / "nvfp4.safetensors", tensors)
-    source = dit.stock(path)
-    expected = dit.output(source)
-    for made in (dit.quantize(source, calibration=dit.recorded()), dit.load(path)):
-        assert set(dit.int8_weights(made)) == set(dit.LINEARS)
-        assert not [name for name in dit.snapshot(made) if name.endswith("pre_quant_scale")]
-        # FP4 products round the inputs, too, which INT8 does not: as far apart as the source is from bf16, at most.
-        assert dit.relative_error(dit.output(made), expected) < dit.relative_error(expected, dit.output(model)) + 0.05
