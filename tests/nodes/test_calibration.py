@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -116,24 +117,16 @@ def small_ideogram(pack, monkeypatch):
     return SimpleNamespace(model=model, inputs=small_models.calibration(model), module=small_models)
 
 
-def test_the_recorder_sees_what_any_sampler_does(dit, model, recorder):
+def test_the_recorder_sees_what_any_sampler_does_and_changes_no_result(dit, model, recorder):
+    """Also of a MODEL that a node cloned from the armed one."""
     inputs = dit.calibration(model)
-    recording = recorder.Recording()
-    armed = recorder.armed(model, recording)
-    recorded = record(dit, model, lambda: sample_as_the_user_would(armed, inputs))
-    assert_statistics(recording.calibration(), recorded)
-
-
-def test_recording_changes_no_result(dit, model, recorder):
-    expected = dit.sample(model, "INT8", steps=2)
-    armed = recorder.armed(model, recorder.Recording())
-    assert torch.equal(dit.sample(armed, "INT8", steps=2), expected)
-
-
-def test_a_node_that_clones_the_armed_model_keeps_it_armed(dit, model, recorder):
-    recording = recorder.Recording()
-    dit.sample(dit.with_lora(recorder.armed(model, recording), dit.lora(dit.LINEARS)))
-    assert recording.calibration().statistics.keys() == set(dit.LINEARS)
+    for clone in (lambda armed: armed, lambda armed: dit.with_lora(armed, dit.lora(dit.LINEARS))):
+        recording = recorder.Recording()
+        armed = clone(recorder.armed(model, recording))
+        recorded = record(dit, model, lambda armed=armed: sample_as_the_user_would(armed, inputs))
+        assert_statistics(recording.calibration(), recorded)
+        expected = dit.sample(clone(model), "INT8", steps=2)
+        assert torch.equal(dit.sample(armed, "INT8", steps=2), expected)
 
 
 def test_a_model_that_goes_away_while_it_is_observed_leaves_nothing(dit, model, recorder):
@@ -190,26 +183,8 @@ def test_samplings_are_told_apart_by_the_node_that_samples(dit, model, recorder)
             dit.sample(armed, steps=steps)
     calls = {nodes: recording.calibration(set(nodes)).statistics[dit.LAYER].calls for nodes in ("1", "2", "12")}
     assert calls == {"1": 1, "2": 5, "12": 6}
-    with pytest.raises(ValueError, match="no sampling was recorded"):
+    with pytest.raises(ValueError, match="no sampling was recorded: connect the MODEL output of Record Calibration"):
         recording.calibration({"3"})
-
-
-def test_nodes_upstream_of_a_node(pack):
-    from comfy_execution.graph import DynamicPrompt
-
-    from int8_dit.nodes.record_calibration import _upstream
-
-    def node(**inputs):
-        return {"class_type": "Any", "inputs": inputs}
-
-    graph = {
-        "arm": node(seed=3, sizes=[1, 2]),
-        "sampler": node(model=["arm", 0], text="x"),
-        "decode": node(samples=["sampler", 0]),
-        "collect": node(recording=["arm", 1], after=["decode", 0]),
-        "other": node(model=["arm", 0], mark=["collect", 0]),
-    }
-    assert _upstream(DynamicPrompt(graph), "collect") == {"arm", "sampler", "decode"}
 
 
 def test_a_sampler_that_expands_counts_as_itself(dit, model, recorder):
@@ -284,28 +259,19 @@ def test_a_compiled_model_cannot_be_recorded(dit, model, recorder):
         dit.sample(armed)
 
 
-def nan_model(dit, tmp_path):
-    """Its attention in the second block puts out a NaN, which the MLP behind it is the first to get."""
+def test_a_nan_names_the_first_layer_that_gets_it(dit, tmp_path, recorder, interrupt_at):
+    """The attention in the second block puts it out. In a recording, and in the node's own run, which it ends."""
     weights = dit.tensors()
     weights["joint_blocks.1.x_block.attn.proj.bias"][0] = math.nan
-    return dit.stock(dit.write(tmp_path / "nan.safetensors", weights))
-
-
-FIRST_WITH_NAN = r"layer joint_blocks\.1\.x_block\.mlp\.fc1 held a NaN or Inf"
-
-
-def test_a_nan_ends_the_nodes_own_run_and_names_the_first_layer_that_gets_it(dit, tmp_path, interrupt_at):
-    broken = nan_model(dit, tmp_path)
-    interrupt_at(0)  # pressed after the first step, it must not be reached
-    with pytest.raises(ValueError, match=FIRST_WITH_NAN):
-        dit.run_node(broken, **dit.calibration(broken, steps=50))
-
-
-def test_a_nan_in_a_recording_names_the_first_layer_that_gets_it(dit, tmp_path, recorder):
+    model = dit.stock(dit.write(tmp_path / "nan.safetensors", weights))
+    message = r"layer joint_blocks\.1\.x_block\.mlp\.fc1 held a NaN or Inf"
     recording = recorder.Recording()
-    dit.sample(recorder.armed(nan_model(dit, tmp_path), recording), steps=2)
-    with pytest.raises(ValueError, match=FIRST_WITH_NAN):
+    dit.sample(recorder.armed(model, recording), steps=2)
+    with pytest.raises(ValueError, match=message):
         recording.calibration()
+    interrupt_at(0)  # pressed after the first step, it must not be reached
+    with pytest.raises(ValueError, match=message):
+        dit.run_node(model, **dit.calibration(model, steps=50))
 
 
 def test_quantizing_the_armed_model_records_no_more(dit, model, recorder):
@@ -331,8 +297,8 @@ def files(pack):
     return calibration_file
 
 
-def save(files, calibration, path, on_tensor=lambda: None):
-    files.save_calibration(calibration, str(path), {}, on_tensor)
+def save(files, calibration, path):
+    files.save_calibration(calibration, str(path), {}, lambda: None)
     return str(path)
 
 
@@ -382,17 +348,6 @@ def test_a_quantization_without_calibration_has_none_to_keep(dit, model):
         MergeINT8Calibrations.execute({"calibration_0": nothing, "calibration_1": nothing})
 
 
-def test_a_cancel_while_saving_leaves_no_file(calibration, files, tmp_path):
-    from comfy.model_management import InterruptProcessingException
-
-    def cancel():
-        raise InterruptProcessingException
-
-    with pytest.raises(InterruptProcessingException):
-        save(files, calibration, tmp_path / "c.safetensors", cancel)
-    assert not list(tmp_path.iterdir())
-
-
 def break_file(path, change_metadata=lambda layers: None, change_tensors=lambda tensors: None):
     import json
 
@@ -437,17 +392,14 @@ def test_a_damaged_calibration_names_file_and_layer(dit, calibration, files, tmp
         files.load_calibration(path)
 
 
-def test_another_file_is_not_a_calibration(dit, files):
-    with pytest.raises(ValueError, match=r"^glyph_dit\.safetensors is not a calibration"):
-        files.load_calibration(str(dit.FILE))
-
-
-def test_a_truncated_calibration(calibration, files, tmp_path):
+def test_a_file_that_is_no_whole_calibration(dit, calibration, files, tmp_path):
     path = tmp_path / "c.safetensors"
     save(files, calibration, path)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"^c\.safetensors is damaged or incomplete"):
         files.load_calibration(str(path))
+    with pytest.raises(ValueError, match=r"^glyph_dit\.safetensors is not a calibration"):
+        files.load_calibration(str(dit.FILE))
 
 
 # Merged, and refused where they do not belong.
@@ -468,37 +420,26 @@ def test_merged_calibrations_are_as_recorded_together(dit, model):
         assert seen.sample.rows.shape == other.sample.rows.shape  # which rows of a call are drawn is another matter
 
 
-def without(calibration, layer):
+def with_shapes(calibration, change):
     from int8_dit.nodes.calibration.calibration import Calibration
 
-    return Calibration(
-        {name: shape for name, shape in calibration.shapes.items() if name != layer}, calibration.statistics
-    )
+    shapes = dict(calibration.shapes)
+    change(shapes)
+    return Calibration(shapes, calibration.statistics)
 
 
-def reshaped(calibration, layer):
-    from int8_dit.nodes.calibration.calibration import Calibration
-
-    return Calibration({**calibration.shapes, layer: (3, 5)}, calibration.statistics)
-
-
-@pytest.mark.parametrize("change, found", ((without, "missing"), (reshaped, r"\[3, 5\]")))
-def test_a_calibration_of_another_model_is_refused_with_the_first_layer_that_differs(
-    dit, model, calibration, change, found
-):
-    other = change(change(calibration, dit.LINEARS[9]), dit.LINEARS[4])
-    first = min(dit.LINEARS[9], dit.LINEARS[4], key=list(calibration.shapes).index)
-    shape = r"\[" + ", ".join(map(str, calibration.shapes[first])) + r"\]"
-    if change is reshaped:  # a missing layer is found where the model has it
-        with pytest.raises(ValueError, match=rf"layer {first} is {found} in the calibration and {shape} in the MODEL"):
-            dit.run_node(model, calibration=other)
-    with pytest.raises(ValueError, match=f"layer .* is {found} in the calibration"):
-        dit.run_node(model, calibration=other)
-
-
-def test_calibrations_of_different_models_are_not_merged(dit, calibration):
+def test_a_calibration_of_another_model_is_refused_with_the_first_layer_that_differs(dit, model, calibration):
     from int8_dit.nodes.calibration.calibration import merge_calibrations
 
-    other = reshaped(calibration, dit.LAYER)
-    with pytest.raises(ValueError, match=rf"layer {dit.LAYER} is \[768, 192\] in the first and \[3, 5\] in number 2"):
+    layers = sorted((dit.LINEARS[9], dit.LINEARS[4]), key=list(calibration.shapes).index)
+    other = with_shapes(calibration, lambda shapes: shapes.update(dict.fromkeys(layers, (3, 5))))
+    own = list(calibration.shapes[layers[0]])
+    message = f"layer {layers[0]} is [3, 5] in the calibration and {own} in the MODEL"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dit.run_node(model, calibration=other)
+    message = f"layer {layers[0]} is {own} in the first and [3, 5] in number 2"
+    with pytest.raises(ValueError, match=re.escape(message)):
         merge_calibrations([calibration, other])
+    fewer = with_shapes(calibration, lambda shapes: shapes.pop(dit.LAYER))
+    with pytest.raises(ValueError, match=f"layer {dit.LAYER} is missing in the calibration"):
+        dit.run_node(model, calibration=fewer)
