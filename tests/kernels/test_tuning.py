@@ -329,7 +329,7 @@ def foreign(tmp_path):
     "name, warned, kept",
     (
         ("{}.json", 1, True),  # it is replaced
-        (f"{{}}.{os.getpid()}.tmp", 0, True),
+        ("{}.{pid}.tmp", 0, True),
         ("{}.known.tmp", 1, False),  # even where somebody knows the name beforehand
         ("{}.json.lock", 1, False),
     ),
@@ -337,7 +337,7 @@ def foreign(tmp_path):
 def test_a_link_of_somebody_else_leads_nowhere(card, foreign, monkeypatch, caplog, name, warned, kept):
     monkeypatch.setattr(kernels.card.kept_files.uuid, "uuid4", lambda: SimpleNamespace(hex="known"))
     path = TuningCache(CARD).path
-    path.with_name(name.format(path.stem)).symlink_to(foreign)
+    path.with_name(name.format(path.stem, pid=os.getpid())).symlink_to(foreign)
     assert card.choose() == CONFIGS[1]
     assert foreign.read_text() == FOREIGN and len(warnings_of(caplog)) == warned
     assert path.exists() == kept and not path.is_symlink()
