@@ -9,12 +9,28 @@ from .attention import (
     AttentionShape,
     AttentionWork,
     attention_memory,
+    benchmark_attention,
     ideogram4_attention,
 )
-from .forward import BlockCalls, Calls, ForwardSplit, total_times, totals_by_shape
-from .health import Health, examine, examine_again
-from .methods import BF16, COMFYUI_INT8, FUSED_CODES, METHOD_OF_WAY, TICKS, shown_methods
-from .operands import IDEOGRAM4_SHAPES, LinearShape
-from .outcome import Outcome, text_of
-from .report import ShapeResult, Times, markdown, notes
-from .run import benchmark_attention, benchmark_shape, hopeless, working_memory
+from .health import examine, examine_again
+from .methods import (
+    BF16,
+    COMFYUI_INT8,
+    FUSED_CODES,
+    METHOD_OF_WAY,
+    TICKS,
+    benchmark_shape,
+    shown_methods,
+    working_memory,
+)
+from .outcome import (
+    BlockCalls,
+    Calls,
+    ForwardSplit,
+    Outcome,
+    longest,
+    text_of,
+    total_times,
+    totals_by_shape,
+)
+from .report import IDEOGRAM4_SHAPES, LinearShape, Times, markdown, notes

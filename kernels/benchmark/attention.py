@@ -3,10 +3,10 @@
 A new way is a new entry of ATTENTION_METHODS.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,8 +22,7 @@ from ..ops.exact_attention import (
     attend_by,
     exact_ways,
 )
-from .operands import ERROR_ROWS, Unavailable, sampled_rows
-from .report import Times
+from .report import ERROR_ROWS, Times, Unavailable, sampled_rows
 
 _MOST_TOKENS_OF_IDEOGRAM4 = 1 << 15  # the time grows with their square
 _MOST_ELEMENTS_ON_CPU = 1 << 20  # of the logits: what a CPU does in a fraction of a second
@@ -105,20 +104,16 @@ class AttentionOperands:
 
 @dataclass(frozen=True)
 class AttentionMethod:
-    """A way to compute attention.
+    """A way to compute attention; `name`, `foreign` and `small` are as Method has them.
 
-    Attributes:
-        name: the heading of its row, and its key in results.
-        call: makes the call that is timed, of an index that is always 0. Raises Unavailable or LookupError where this
-            machine or this shape does not have it.
-        foreign: whether it is the code of others: then what it raises leaves the row out.
-        tick: as Method has it.
+    `call` makes what is timed, of an index that is always 0. It raises Unavailable or LookupError where this machine or
+    this shape does not have the way.
     """
 
     name: str
     call: Callable[[AttentionOperands], Callable[[int], torch.Tensor]]
     foreign: bool = True
-    tick: ClassVar[str] = ""
+    small: ClassVar[bool] = True
 
 
 def _exact(way: str, operands: AttentionOperands) -> Callable[[int], torch.Tensor]:
@@ -194,3 +189,13 @@ def feasible_call(call: AttentionWork, device: torch.device) -> AttentionWork:
     most = max(1, int((_MOST_ELEMENTS_ON_CPU / (call.batch * call.heads)) ** 0.5))
     shape = call.shape._replace(tokens=min(call.shape.tokens, most), keys=min(call.shape.keys, most))
     return replace(call, shape=shape)
+
+
+def benchmark_attention(
+    call: AttentionWork, device: torch.device, methods: Sequence[AttentionMethod] = ATTENTION_METHODS, **how: Any
+) -> AttentionResult:
+    """Time `methods` on one call, as `Times.measure` does, whose keywords these are; on a CPU for fewer tokens."""
+    result = AttentionResult(feasible_call(call, device))
+    result.measure(methods, AttentionOperands(result.call, device), **how)
+    torch.cuda.empty_cache()
+    return result

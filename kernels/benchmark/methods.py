@@ -1,17 +1,262 @@
-"""The rows of the benchmark: a table of the ways to compute a linear, this pack's and those of others.
+"""The rows of the benchmark: a table of the ways to compute a linear, this pack's, PyTorch's and those of others.
 
-A new row is a new entry of BENCHMARK_METHODS, and what it computes in systems.py. `tests/studies/linears.py` has more.
+A new row is what it computes and an entry of BENCHMARK_METHODS. `tests/studies/linears.py` has more.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from ..card.device import BF16, FUSED, NATIVE
+from ..card.device import BF16, FUSED, NATIVE, fused_obstacle
 from ..card.machine import native_backend
-from . import systems
-from .operands import Operands, WeightForm
+from ..gguf.formats import GGUF_FORMATS
+from ..internals import kitchen as comfy_kitchen
+from ..internals.torch_functions import scaled_mm
+from ..numerics.rounded_weight import quantize_to_codes
+from ..ops.linear import int8_linear, quantize_activations
+from ..reference.grouped_codes import DEFAULT_CODEBOOK, GROUP, GroupedCodes
+from ..reference.int8_weights import quantize_weight
+from ..reference.linear import int8_accumulate_reference
+from ..reference.transform import ChannelTransform
+from ..weights.gguf import quantize_gguf
+from ..weights.grouped import expand_codes
+from .report import LinearShape, ShapeResult, Unavailable, sampled_rows
+
+_ERROR_COLUMNS = 1024  # of a float64 weight at a time
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """A form in which methods hold their weight.
+
+    Attributes:
+        bytes_per_weight: what a copy takes.
+        make: (operands) -> the weight [N, K] and its float32 scale. Raises Unavailable.
+    """
+
+    bytes_per_weight: float
+    make: Callable[["Operands"], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Operands:
+    """What the methods compute with: random x [M, K], and copies of a weight [N, K]."""
+
+    def __init__(self, m: int, n: int, k: int, copies: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        self.device, self.copies = device, copies
+        self.x = torch.randn(m, k, device=device, generator=generator).bfloat16()
+        self.weight = torch.randn(n, k, device=device, generator=generator).bfloat16() / k**0.5
+        self._copies_of_forms: dict[WeightForm, tuple[list[torch.Tensor], torch.Tensor]] = {}
+
+    def weights(self, form: WeightForm) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Copies of the weight in a form, made at the first request, and their scale. Raises Unavailable."""
+        if form not in self._copies_of_forms:
+            weight, scale = form.make(self)
+            self._copies_of_forms[form] = [weight, *(weight.clone() for _ in range(self.copies - 1))], scale
+        return self._copies_of_forms[form]
+
+    def exact(self) -> torch.Tensor:
+        """x . weight^T in float64, the rows that `sample` takes."""
+        x = self.sample(self.x).double()
+        return torch.cat([x @ part.double().t() for part in self.weight.split(_ERROR_COLUMNS)], 1)
+
+    def sample(self, output: torch.Tensor) -> torch.Tensor:
+        """The rows [.., N] of an output [M, N] that errors are measured on."""
+        return output[sampled_rows(len(self.x), self.device)]
+
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+Prepare = Callable[[Operands, torch.Tensor], Call]
+
+_OLDEST_FP8_CAPABILITY = (8, 9)
+_FP8_MAX = 448.0  # of e4m3
+_NF4_BLOCK = 64  # weights that share a scale, as bitsandbytes' users have them
+_ROTATION_GROUP = 256  # ComfyUI's
+_MOST_COPIES = 64
+_MOST_TOKENS_ON_CPU = 64
+
+
+FLOAT = WeightForm(2, lambda operands: (operands.weight, torch.ones((), device=operands.device)))
+HALF = WeightForm(2, lambda operands: (operands.weight.half(), torch.ones((), device=operands.device)))
+E4M3 = WeightForm(1, lambda operands: quantize_fp8(operands.weight))
+PLAIN = WeightForm(1, lambda operands: quantize_weight(operands.weight))
+CODES = WeightForm(0.5 + 1 / GROUP, lambda operands: _quantize_to_codes(operands.weight))
+NF4 = WeightForm(0.5 + 4 / _NF4_BLOCK, lambda operands: _quantize_nf4(operands.weight))
+
+
+def gguf_form(name: str) -> WeightForm:
+    blocks = GGUF_FORMATS[name]
+
+    def make(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        if operands.weight.shape[1] % blocks.weights:
+            raise Unavailable(f"K is not a multiple of {blocks.weights}")
+        return quantize_gguf(operands.weight, name), torch.ones((), device=operands.device)
+
+    return WeightForm(blocks.bytes / blocks.weights, make)
+
+
+def _quantize_to_codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and behind them their groups' scales, as one tensor: int8 [9 N K / 16]; the scale, float32 [N]."""
+    if weight.shape[1] % _ROTATION_GROUP:
+        raise Unavailable(f"K is not a multiple of {_ROTATION_GROUP}")
+    _, scale, codes = quantize_to_codes(weight, _ROTATION_GROUP)
+    assert codes is not None
+    return torch.cat([codes.codes.flatten(), codes.scale.flatten().view(torch.int8)]), scale
+
+
+def require_fp16_sums(device: torch.device) -> None:
+    """Raise Unavailable where cuBLAS cannot be told to add fp16 products in fp16."""
+    if device.type != "cuda":
+        raise Unavailable("no GPU")
+    if torch.version.hip is not None or not hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation"):
+        raise Unavailable("no fp16 sums in this PyTorch; those for CUDA have them from 2.7 on")
+
+
+def require_fp8(device: torch.device) -> None:
+    """Raise Unavailable where `torch._scaled_mm` has no e4m3 to run on."""
+    if device.type != "cuda":
+        raise Unavailable("no GPU")
+    major, minor = capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < _OLDEST_FP8_CAPABILITY:
+        raise Unavailable(f"no FP8 tensor cores (sm_{major}{minor})")
+
+
+def quantize_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensor-wise e4m3 in plain PyTorch: the same shape in FP8, and its float32 scale (0-dim), absmax / 448."""
+    scale = values.abs().amax().float() / _FP8_MAX
+    return (values * scale.reciprocal()).to(torch.float8_e4m3fn), scale
+
+
+def require_fp8_as_storage(device: torch.device) -> None:
+    """Raise Unavailable where the card multiplies in FP8: nobody holds FP8 there only to turn it back."""
+    try:
+        require_fp8(device)
+    except Unavailable:
+        return
+    raise Unavailable("the card multiplies in FP8 itself")
+
+
+def bitsandbytes() -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Unavailable("bitsandbytes is not installed: `pip install bitsandbytes`")
+    return importlib.import_module("bitsandbytes.functional")
+
+
+def _quantize_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    packed, state = bitsandbytes().quantize_4bit(weight, blocksize=_NF4_BLOCK, quant_type="nf4")
+    return packed, state.absmax
+
+
+def require_fused(device: torch.device) -> None:
+    """Raise Unavailable where the fused kernel cannot run."""
+    if obstacle := "no GPU" if device.type != "cuda" else fused_obstacle(device):
+        raise Unavailable(obstacle)
+
+
+def bf16(operands: Operands, scale: torch.Tensor) -> Call:
+    return lambda weight: F.linear(operands.x, weight)
+
+
+def fp16_in_fp16_sums(operands: Operands, scale: torch.Tensor) -> Call:
+    x = operands.x.half()  # exact: a model in fp16 has its activations so
+
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        settings = torch.backends.cuda.matmul
+        before = settings.allow_fp16_accumulation
+        settings.allow_fp16_accumulation = True  # as ComfyUI's `--fast fp16_accumulation` does for good
+        try:
+            return F.linear(x, weight)
+        finally:
+            settings.allow_fp16_accumulation = before
+
+    return call
+
+
+def fp8(operands: Operands, scale: torch.Tensor) -> Call:
+    return lambda weight: scaled_mm(*quantize_fp8(operands.x), weight.t(), scale)
+
+
+def fp8_dequantized(operands: Operands, scale: torch.Tensor) -> Call:
+    factor = scale.bfloat16()
+    return lambda weight: F.linear(operands.x, weight.bfloat16() * factor)
+
+
+def nf4(operands: Operands, scale: torch.Tensor) -> Call:
+    library = bitsandbytes()
+
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        floats = torch.empty_like(operands.weight)
+        library.dequantize_4bit(weight, absmax=scale, out=floats, blocksize=_NF4_BLOCK, quant_type="nf4")
+        return F.linear(operands.x, floats)
+
+    return call
+
+
+def gguf(name: str) -> Prepare:
+    blocks = GGUF_FORMATS[name]
+
+    def floats(weight: torch.Tensor) -> torch.Tensor:
+        return blocks.decode(weight.unflatten(1, (-1, blocks.bytes)), torch.bfloat16)
+
+    return lambda operands, scale: lambda weight: F.linear(operands.x, floats(weight))
+
+
+def native(operands: Operands, scale: torch.Tensor) -> Call:
+    linear = comfy_kitchen.kitchen_linear()
+    return lambda weight: linear(operands.x, weight, scale, None, torch.bfloat16)
+
+
+def kitchen(backend: str, **options: object) -> Prepare:
+    """comfy-kitchen's `int8_linear` of one backend, "cuda" or "triton", past its choice of the best one."""
+
+    def prepare(operands: Operands, scale: torch.Tensor) -> Call:
+        if operands.device.type != "cuda":
+            raise Unavailable("no GPU")
+        linear = comfy_kitchen.kitchen_linear(backend)
+        return lambda weight: linear(operands.x, weight, scale, out_dtype=torch.bfloat16, **options)
+
+    return prepare
+
+
+def fake_quant(operands: Operands, scale: torch.Tensor) -> Call:
+    scale_column = scale[:, None].bfloat16()
+
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        q, q_scale = quantize_activations(operands.x)
+        return F.linear(q.bfloat16() * q_scale[:, None].bfloat16(), weight.bfloat16() * scale_column)
+
+    return call
+
+
+def unfused(operands: Operands, scale: torch.Tensor) -> Call:
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        q, q_scale = quantize_activations(operands.x)
+        return (int8_accumulate_reference(q, weight).float() * q_scale[:, None] * scale).bfloat16()
+
+    return call
+
+
+def fused(operands: Operands, scale: torch.Tensor) -> Call:
+    return lambda weight: int8_linear(operands.x, weight, scale)
+
+
+def fused_codes(operands: Operands, scale: torch.Tensor) -> Call:
+    n, k = operands.weight.shape
+    codebook = torch.tensor(DEFAULT_CODEBOOK, device=operands.device)
+    transform = ChannelTransform(None, _ROTATION_GROUP)
+
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        codes, groups = weight.split((n * k // 2, n * k // GROUP))
+        groups = groups.view(torch.float8_e4m3fn).view(n, -1)
+        q = expand_codes(GroupedCodes(codes.view(n, -1), groups, codebook, GROUP))
+        return int8_linear(operands.x, q, scale, transform=transform)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -24,14 +269,16 @@ class Method:
         prepare: (operands, the form's scale) -> the call that is timed: weight -> [M, N] in bf16 or fp16.
         require: (device) -> raises Unavailable where the method does not exist.
         foreign: whether it is the code of others: then what it raises leaves the row out.
+        small: whether it makes nothing large in a call. Others are prepared after it: they may take the memory.
         tick: the node's widget that switches it on and off; "" is always on.
     """
 
     name: str
     form: WeightForm
-    prepare: systems.Prepare
+    prepare: Prepare
     require: Callable[[torch.device], object] = lambda device: None
     foreign: bool = False
+    small: bool = False
     tick: str = ""
 
     def call(self, operands: Operands) -> Callable[[int], torch.Tensor]:
@@ -49,19 +296,19 @@ UNFUSED = "unfused _int_mm"
 FUSED_CODES = f"{FUSED}, 4-bit weights"
 
 BENCHMARK_METHODS = (
-    Method(BF16, systems.FLOAT, systems.bf16),
-    Method(FP16_SUMS, systems.HALF, systems.fp16_in_fp16_sums, systems.require_fp16_sums, foreign=True),
-    Method("fp8 _scaled_mm", systems.E4M3, systems.fp8, systems.require_fp8, foreign=True, tick="fp8"),
-    Method("fp8 dequantized", systems.E4M3, systems.fp8_dequantized, systems.require_fp8_as_storage, tick="fp8"),
-    Method("NF4 dequantized", systems.NF4, systems.nf4, foreign=True, tick="nf4"),
-    Method("GGUF Q8_0 dequantized", systems.gguf_form("Q8_0"), systems.gguf("Q8_0"), tick="gguf_q8_0"),
-    Method("GGUF Q4_K dequantized", systems.gguf_form("Q4_K"), systems.gguf("Q4_K"), tick="gguf_q4_k"),
-    Method(COMFYUI_INT8, systems.PLAIN, systems.native, native_backend, foreign=True, tick="native_int8"),
-    Method("comfy-kitchen cuda", systems.PLAIN, systems.kitchen("cuda"), foreign=True, tick="comfy_kitchen_cuda"),
-    Method("fake-quant", systems.PLAIN, systems.fake_quant, tick="fake_quant"),
-    Method(UNFUSED, systems.PLAIN, systems.unfused, tick="unfused"),
-    Method(FUSED_CODES, systems.CODES, systems.fused_codes, systems.require_fused),
-    Method(FUSED, systems.PLAIN, systems.fused, systems.require_fused),
+    Method(BF16, FLOAT, bf16, small=True),
+    Method(FP16_SUMS, HALF, fp16_in_fp16_sums, require_fp16_sums, foreign=True, small=True),
+    Method("fp8 _scaled_mm", E4M3, fp8, require_fp8, foreign=True, small=True, tick="fp8"),
+    Method("fp8 dequantized", E4M3, fp8_dequantized, require_fp8_as_storage, tick="fp8"),
+    Method("NF4 dequantized", NF4, nf4, foreign=True, tick="nf4"),
+    Method("GGUF Q8_0 dequantized", gguf_form("Q8_0"), gguf("Q8_0"), tick="gguf_q8_0"),
+    Method("GGUF Q4_K dequantized", gguf_form("Q4_K"), gguf("Q4_K"), tick="gguf_q4_k"),
+    Method(COMFYUI_INT8, PLAIN, native, native_backend, foreign=True, tick="native_int8"),
+    Method("comfy-kitchen cuda", PLAIN, kitchen("cuda"), foreign=True, tick="comfy_kitchen_cuda"),
+    Method("fake-quant", PLAIN, fake_quant, tick="fake_quant"),
+    Method(UNFUSED, PLAIN, unfused, tick="unfused"),
+    Method(FUSED_CODES, CODES, fused_codes, require_fused),
+    Method(FUSED, PLAIN, fused, require_fused, small=True),
 )
 """In the order of the rows."""
 
@@ -90,3 +337,48 @@ def shown_methods(ticked: Collection[str]) -> tuple[Method, ...]:
 def bytes_per_copy(methods: Sequence[Method] = BENCHMARK_METHODS) -> float:
     """Bytes per weight of one copy in each form that the methods hold."""
     return sum(form.bytes_per_weight for form in {method.form for method in methods})
+
+
+def working_memory(shape: LinearShape, tokens: int) -> int:
+    """Bytes that `benchmark_shape` needs at its peak with one copy of the weight, rounded up.
+
+    The slowest method's float32 intermediates count twice: once in a first call, once in the memory of the CUDA graphs.
+    """
+    m = shape.tokens or tokens
+    return 16 * shape.n * shape.k + 24 * m * shape.n + 16 * m * shape.k
+
+
+def weight_copies(weight_bytes: int, cache_bytes: int, bytes_per_copy: int, free_bytes: int) -> int:
+    """How many copies of a weight to rotate over: together more than twice the cache, at least two where half of the
+    free memory holds them."""
+    wanted = max(2, 2 * cache_bytes // weight_bytes + 1)
+    affordable = free_bytes // 2 // bytes_per_copy
+    return max(1, min(wanted, affordable, _MOST_COPIES))
+
+
+def benchmark_shape(
+    shape: LinearShape, tokens: int, device: torch.device, methods: Sequence[Method] = BENCHMARK_METHODS, **how: Any
+) -> ShapeResult:
+    """Time `methods` on one shape with random bf16 data, as `Times.measure` does, whose keywords these are.
+
+    The quantization of the activations is part of every INT8 and FP8 method's time. `tokens` count where the shape has
+    none of its own; on a CPU they are fewer.
+    """
+    m = shape.tokens or (min(tokens, _MOST_TOKENS_ON_CPU) if device.type == "cpu" else tokens)
+    weights = shape.n * shape.k
+    copies = 1
+    if device.type == "cuda":
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        copies = weight_copies(weights, cache_bytes, int(bytes_per_copy(methods) * weights), free_bytes(device))
+    result = ShapeResult(shape, m, copies)
+    result.measure(methods, Operands(m, shape.n, shape.k, copies, device), **how)
+    ran = [method for method in methods if method.name in result.rounds]
+    result.weight_bytes = {method.name: method.form.bytes_per_weight * weights for method in ran}
+    torch.cuda.empty_cache()
+    return result
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is to be had."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -1,14 +1,191 @@
-"""What one run of Kernel Benchmark found out, as the node shows it, as text and as JSON."""
+"""What one run of Kernel Benchmark found out: what a faster linear is worth for a whole model, as tables and as JSON.
 
-from collections.abc import Sequence
+One forward is split into its parts. On them there is Amdahl's law.
+
+G. M. Amdahl, 1967: what takes a share p of the time, made s times as fast, leaves 1 - p + p / s of it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ..card.device import FUSED
+from ..card.choices import Shape, fastest
+from ..card.device import BF16, FUSED
 from ..card.machine import title
-from .attention import AttentionResult
-from .forward import ForwardSplit, deployment_table, forward_table, headline, relative_times
+from .attention import AttentionResult, AttentionWork
 from .health import Health
-from .report import ShapeResult, markdown
+from .methods import METHOD_OF_WAY
+from .report import LinearShape, ShapeResult, markdown
+
+T = TypeVar("T")
+_WORTH_TIMING = 0.98
+# A forward with a clock at each linear takes so many times as long at most; where the card waits for Python it is more.
+_MOST_WATCHED = 1.15
+_MOST_SHAPES = 8
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of a forward: how many there are, and the milliseconds that they take together."""
+
+    count: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class BlockCalls(Calls):
+    """The calls of the blocks of one list of a model.
+
+    Attributes:
+        name: module path of the list.
+        speedup: how many times as fast a copy of one of them is on the fused kernels; None where none could be made.
+    """
+
+    name: str
+    speedup: float | None
+
+
+@dataclass(frozen=True)
+class ForwardSplit:
+    """One forward of a model in milliseconds.
+
+    Attributes:
+        total: the whole, with nothing in its way.
+        watched: the same with a clock at each block, linear and attention.
+        linears: the linears that INT8 takes over: calls of the same product, named after the first such linear.
+        attention: the attention, without the linears around it.
+        in_bf16: whether the model as it is computes all linears in floats.
+        blocks: the repeated blocks, which hold nearly all linears.
+        attention_calls: those that together take nearly all of its time, the longest first.
+    """
+
+    total: float
+    watched: float
+    linears: Mapping[LinearShape, Calls]
+    attention: float
+    in_bf16: bool = False
+    blocks: Sequence[BlockCalls] = ()
+    attention_calls: Sequence[AttentionWork] = ()
+
+    @property
+    def waits_for_python(self) -> bool:
+        """Whether the clocks themselves took so long that what they say of the parts is of no use."""
+        return self.watched > _MOST_WATCHED * self.total
+
+    def shapes(self) -> list[LinearShape]:
+        """The products that are worth timing, the largest first."""
+        return longest({shape: calls.milliseconds for shape, calls in self.linears.items()}, _MOST_SHAPES)
+
+    def predicted(self, results: Sequence[ShapeResult], way: str) -> float | None:
+        """The forward with the timed products computed another way; None where one of them has no such time.
+
+        Everything else stays what it was. A product alone and one in a model meet different clocks, so that only the
+        ratio of two products alone counts, where the way that the model computes now was timed.
+        """
+        saved = 0.0
+        for result in results:
+            calls, times = self.linears[result.shape], result.milliseconds
+            if METHOD_OF_WAY[way] not in times:
+                return None
+            other = times[METHOD_OF_WAY[way]]
+            by_ratio = self.in_bf16 and BF16 in times
+            saved += calls.milliseconds - (calls.milliseconds / times[BF16] if by_ratio else calls.count) * other
+        return self.total * (1 - saved / self.watched)
+
+    def predicted_blocks(self) -> float | None:
+        """The forward with all blocks on the fused kernels, norms and activations between the linears included; None
+        where that speed is not known."""
+        saved = 0.0
+        for blocks in self.blocks:
+            if blocks.speedup is None:
+                return None
+            saved += blocks.milliseconds * (1 - 1 / blocks.speedup)
+        return self.total * (1 - saved / self.watched) if self.blocks else None
+
+
+def longest(times: Mapping[T, float], most: int) -> list[T]:
+    """What is worth timing, so many at most, the longest first: together nearly all of the time."""
+    chosen, covered = [], 0.0
+    for each in sorted(times, key=lambda each: -times[each])[:most]:
+        if covered < _WORTH_TIMING * sum(times.values()):
+            chosen.append(each)
+        covered += times[each]
+    return chosen
+
+
+def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
+    """Column headings and rows: the parts of the forward, then what it would take with all linears computed one way.
+
+    Of a forward that waits for Python only the whole is known.
+    """
+    if split.waits_for_python:
+        return ["", "ms"], [["one forward, as the model is", f"{split.total:.1f}"]]
+    linears = sum(calls.milliseconds for calls in split.linears.values())
+    rest = split.watched - linears - split.attention
+    parts = {"linears": linears, "attention": split.attention, "the rest": rest}
+    rows = [[name, f"{value:.1f}", f"{value / split.watched:.0%}"] for name, value in parts.items()]
+    rows.append(["one forward, as the model is", f"{split.total:.1f}", ""])
+    reference = split.predicted(results, BF16)
+    predictions = {f"linears in {METHOD_OF_WAY[way]}": split.predicted(results, way) for way in METHOD_OF_WAY}
+    for name, predicted in (predictions | {"whole blocks on the fused kernels": split.predicted_blocks()}).items():
+        if predicted is not None:
+            ratio = "" if reference is None else f"{reference / predicted:.2f} x bf16"
+            rows.append([f"predicted, {name}", f"{predicted:.1f}", ratio])
+    return ["", "ms", "share"], rows
+
+
+def relative_times(results: Sequence[ShapeResult], split: ForwardSplit | None) -> dict[str, float]:
+    """What all linears together take by method, relative to bf16, the fastest first: of the methods that ran for all.
+
+    A linear counts as often as a forward calls it, where one was split. Empty where bf16 did not run.
+    """
+    methods = set.intersection(*(set(result.rounds) for result in results)) if results else set()
+    totals = {name: sum(_count(split, each) * each.milliseconds[name] for each in results) for name in methods}
+    return {name: totals[name] / totals[BF16] for name in sorted(totals, key=totals.__getitem__) if BF16 in totals}
+
+
+def times_by_way(result: ShapeResult) -> dict[str, float]:
+    """Milliseconds of each way that `auto` can choose, of those that ran."""
+    found = result.milliseconds
+    return {way: found[method] for way, method in METHOD_OF_WAY.items() if method in found}
+
+
+def totals_by_shape(results: Sequence[ShapeResult], split: ForwardSplit | None) -> dict[Shape, dict[str, float]]:
+    """Per N and K the milliseconds of each way: those of all products of a forward, where one was split."""
+    counted = ((result, _count(split, result)) for result in results)
+    return total_times(
+        ((result.shape.n, result.shape.k), {way: count * time for way, time in times_by_way(result).items()})
+        for result, count in counted
+    )
+
+
+def total_times(measured: Iterable[tuple[Shape, Mapping[str, float]]]) -> dict[Shape, dict[str, float]]:
+    """The milliseconds of each way per shape: a way counts where it ran for all that have the shape."""
+    totals: dict[Shape, dict[str, float]] = {}
+    for shape, times in measured:
+        before = totals.get(shape, dict.fromkeys(times, 0.0))
+        totals[shape] = {way: before[way] + times[way] for way in before if way in times}
+    return {shape: times for shape, times in totals.items() if times}
+
+
+def _count(split: ForwardSplit | None, result: ShapeResult) -> int:
+    """How often a forward calls a product."""
+    return 1 if split is None else split.linears[result.shape].count
+
+
+def deployment_table(results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
+    """Column headings and a row for each shape: what the ways of `auto` take, and which of them is the fastest, with
+    those that differ from it by noise only."""
+    columns = ["linear", "M x N x K", *(f"{method} ms" for method in METHOD_OF_WAY.values()), "fastest"]
+    rows = []
+    for result in results:
+        times = times_by_way(result)
+        cells = [f"{times[way]:.3f}" if way in times else "-" for way in METHOD_OF_WAY]
+        best = METHOD_OF_WAY.get(fastest(times, FUSED) or "", "-")
+        others = [METHOD_OF_WAY[way] for way in times if METHOD_OF_WAY[way] != best]
+        noise = ", ".join(other for other in others if result.same_within_noise(best, other))
+        rows.append([result.name, result.place(), *cells, best + (f" (noise: {noise})" if noise else "")])
+    return columns, rows
 
 
 @dataclass
@@ -35,8 +212,21 @@ class Outcome:
 
     @property
     def headline(self) -> str:
-        """What the run found out, in one sentence."""
-        return headline(self.linears, self.split)
+        """What INT8 is worth on this card, in words: for an image where that is predicted, else for the linears."""
+        results, split = self.linears, self.split
+        ratio = relative_times(results, split).get(FUSED)
+        if ratio is None:
+            why = {result.absent[FUSED] for result in results if FUSED in result.absent}
+            return f"INT8 was not timed beside bf16 here{f': {why.pop()}' if why else ''}"
+        if all(result.same_within_noise(FUSED, BF16) for result in results):
+            return "On this card INT8 and bf16 are equally fast, within noise"
+        of_what = " in the linears"
+        if split is not None and not split.waits_for_python:
+            before, after = split.predicted(results, BF16), split.predicted_blocks() or split.predicted(results, FUSED)
+            assert before is not None and after is not None  # all linears were timed in both
+            ratio = after / before
+            of_what = f"; your image takes {ratio:.2f} of the time"
+        return f"On this card INT8 is {'only ' if ratio > 1 else ''}{1 / ratio:.2f} × bf16{of_what}"
 
     def sections(self, file: str | None) -> list[dict]:
         """What web/results.js shows inside the node: a table each."""

@@ -1,16 +1,46 @@
-"""The benchmark's figures and what is computed from them: tables, notes and JSON."""
+"""The benchmark's figures: how they are measured, and what is computed from them, as tables, notes and JSON."""
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from ..card.device import BF16
-from .operands import LinearShape
+from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
+from ..interruption import interruptible
 
+ERROR_ROWS = 256
 _UNSTEADY = 0.1
 _WRONG = 0.15  # Q4_K has 0.08
+
+
+class Unavailable(Exception):
+    """A method that does not exist on this machine or for this shape; the message says why."""
+
+
+def sampled_rows(count: int, device: torch.device) -> torch.Tensor:
+    """Indices of the rows of so many that errors are measured on."""
+    return torch.arange(0, count, max(1, count // ERROR_ROWS), device=device)
+
+
+@contextmanager
+def leaving_out(name: str, foreign: bool, absent: dict[str, str]) -> Iterator[None]:
+    """Note in `absent` why a method does not run here, in place of its error. Of `foreign` ones, the code of others,
+    any error is such a reason."""
+    try:
+        yield
+    except Unavailable as reason:
+        absent[name] = str(reason)
+    except torch.cuda.OutOfMemoryError:
+        absent[name] = "not enough memory"
+    except Exception as error:
+        if not foreign:
+            raise
+        absent[name] = str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 @dataclass(kw_only=True)
@@ -34,6 +64,35 @@ class Times:
     def place(self) -> str:
         """Its sizes."""
         raise NotImplementedError
+
+    def measure(
+        self,
+        methods: Iterable[Any],
+        operands: Any,
+        rounds: int = 3,
+        check: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Time `methods` on their operands; `check` runs between them and may raise to stop.
+
+        What this machine does not have, or has no memory for, is left out. A GPU must be the current one. `say` gets
+        "work: method" of each that is prepared. Small ones come first.
+        """
+        exact, device = operands.exact(), operands.device
+        pool = GraphPool() if device.type == "cuda" else None
+        series = {}
+        for method in sorted(methods, key=lambda method: not method.small):
+            check()
+            say(f"{self.name}: {method.name}")
+            with leaving_out(method.name, method.foreign, self.absent):
+                with interruptible(check):
+                    call = method.call(operands)
+                    output = operands.sample(call(0)).double()
+                self.relative_errors[method.name] = ((output - exact).norm() / exact.norm()).item()
+                series[method.name] = CallSeries(call, operands.copies, device, pool)
+        ran = {method.name: series[method.name] for method in methods if method.name in series}
+        self.rounds = sustained_milliseconds(ran, rounds, check)
+        self.looped = [name for name, calls in ran.items() if calls.looped]
 
     @property
     def milliseconds(self) -> dict[str, float]:
@@ -65,6 +124,26 @@ class Times:
         """All figures in JSON's types, the medians with them; an error that is no number is null."""
         errors = {name: e if math.isfinite(e) else None for name, e in self.relative_errors.items()}
         return asdict(self) | {"relative_errors": errors, "milliseconds": self.milliseconds}
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear layer of N output and K input channels; `tokens` overrides the run's M for a layer with its own."""
+
+    name: str
+    n: int
+    k: int
+    tokens: int | None = None
+
+
+IDEOGRAM4_SHAPES = (
+    LinearShape("qkv", 13824, 4608),
+    LinearShape("attention out", 4608, 4608),
+    LinearShape("ffn up", 12288, 4608),
+    LinearShape("ffn down", 4608, 12288),
+    LinearShape("llm projection", 4608, 53248, tokens=512),
+)
+"""Those of a block of Ideogram 4, and the one in front of its blocks."""
 
 
 @dataclass

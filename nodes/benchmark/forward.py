@@ -1,6 +1,8 @@
-"""One real forward of a MODEL, timed and split into linears, attention and the rest."""
+"""One real forward of a MODEL, timed and split into linears, attention and the rest; its blocks on fused kernels."""
 
+import copy
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,20 +13,28 @@ import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
+from comfy.quant_ops import QuantizedTensor, get_layout_class
 
+from ...kernels import quantize_weight
 from ...kernels.benchmark import (
+    AttentionShape,
     AttentionWork,
     BlockCalls,
     Calls,
     ForwardSplit,
     LinearShape,
     Stopwatch,
+    longest,
 )
-from ..comfyui.attention import OVERRIDE
+from ..comfyui.attention import OVERRIDE, comfyuis_attention
+from ..comfyui.quantized import NATIVE_LAYOUT
+from ..deferred.install import deferred_call
 from ..host.sampling import empty_latent, latent_of, sample
-from ..layers.layer_selection import quantizable_linears
-from .attention import attention_call
-from .blocks import block_lists, fused_speedup
+from ..host.work import make_room
+from ..layers.input_groups import group_inputs
+from ..layers.layer_selection import quantizable_in, quantizable_linears
+from ..patching.apply_kernel import running_fused
+from ..patching.attention_kinds import read_call
 
 _NULL_CONDITIONING = [[None, {}]]
 _KEY = "int8_dit_benchmark"
@@ -32,7 +42,13 @@ _PIXELS = 1024
 # A forward is compared, five find out whether deferring is faster. Then three are timed as they are, and one with a
 # clock at each block, linear and attention.
 _BEFORE, _STEPS = 6, 10
-_WORTH_TIMING, _MOST_ATTENTION_CALLS = 0.98, 4
+_MOST_ATTENTION_CALLS = 4
+_ROUNDS = 2
+_WARM = 3
+# A card takes its time to find the clocks that a load lets it have: INT8 draws less power than bf16, and runs faster.
+_SETTLING, _WINDOW = 500.0, 500.0  # milliseconds
+# An INT8 copy, what quantizing takes, and a float copy of the rest, per weight.
+_BYTES_PER_WEIGHT = 8
 # A model of more weights keeps a CPU for minutes.
 _MOST_WEIGHTS_ON_CPU = 100e6
 
@@ -82,7 +98,7 @@ class _Clock:
         self._watch = Stopwatch(model.load_device)
         self._whole: list[Any] = []
         self._products: dict[tuple[int, int, int], tuple[str, list]] = {}
-        self._attention: list[tuple[AttentionWork | None, Any]] = []
+        self._attention: dict[AttentionWork | None, list] = {}
         self._called: dict[str, tuple[list, tuple]] = {}  # the blocks of a list, and what one was called with
         self._blocks: list[BlockCalls] = []
         self._watches = False
@@ -131,29 +147,18 @@ class _Clock:
         span = self._watch.begin()
         output = attend(*args, **kwargs)
         self._watch.end(span)
-        self._attention.append((attention_call(*args, **kwargs), span))
+        self._attention.setdefault(attention_call(*args, **kwargs), []).append(span)
         return output
 
     def _total(self, spans: list) -> float:
         return sum(map(self._watch.milliseconds, spans))
 
-    def _attention_calls(self) -> tuple[AttentionWork, ...]:
-        """The kinds of attention calls that together take nearly all of its time, the longest first."""
-        found: dict[AttentionWork | None, list] = {}
-        for call, span in self._attention:
-            found.setdefault(call, []).append(span)
-        times = {call: self._total(spans) for call, spans in found.items()}
-        chosen, covered = [], 0.0
-        for call in sorted(times, key=lambda call: -times[call])[:_MOST_ATTENTION_CALLS]:
-            if call is not None and covered < _WORTH_TIMING * sum(times.values()):
-                chosen.append(dataclasses.replace(call, count=len(found[call])))
-            covered += times[call]
-        return tuple(chosen)
-
     def split(self) -> ForwardSplit:
         """What was found. Raises NoForward where the sampling called no linear."""
         if not self._products:
             raise NoForward("no linear of this model was called")
+        attention = {call: self._total(spans) for call, spans in self._attention.items()}
+        calls = [call for call in longest(attention, _MOST_ATTENTION_CALLS) if call is not None]
         return ForwardSplit(
             statistics.median(map(self._watch.milliseconds, self._whole[_BEFORE : _STEPS - 1])),
             self._watch.milliseconds(self._whole[_STEPS - 1]),
@@ -161,11 +166,85 @@ class _Clock:
                 LinearShape(name, n, k, m): Calls(len(spans), self._total(spans))
                 for (m, n, k), (name, spans) in self._products.items()
             },
-            self._total([span for _, span in self._attention]),
+            sum(attention.values()),
             all(type(module.weight) is torch.nn.Parameter for module in self._linears.values()),
             self._blocks,
-            self._attention_calls(),
+            [dataclasses.replace(call, count=len(self._attention[call])) for call in calls],
         )
+
+
+def attention_call(*args: Any, **keywords: Any) -> AttentionWork | None:
+    """What a call of ComfyUI's attention functions computes, whose arguments these are; None where it is unusual."""
+    call = read_call(comfyuis_attention, *args, **keywords)
+    if not call.q.ndim == call.k.ndim == 4:
+        return None
+    (batch, _, tokens, width), (_, key_heads, keys, _) = call.q.shape, call.k.shape
+    name = "attention" if tokens == keys else "cross attention"
+    return AttentionWork(name, call.heads, AttentionShape(tokens, keys, width, call.mask is not None), key_heads, batch)
+
+
+def block_lists(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
+    """The outermost lists of a diffusion model whose entries have linears that become INT8, by module path."""
+    found: dict[str, list[torch.nn.Module]] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if isinstance(module, torch.nn.ModuleList) and not inside and len(module) > 1:
+            blocks = [block for index, block in enumerate(module) if quantizable_in(block, f"{name}.{index}")]
+            if blocks:
+                found[name] = blocks
+    return found
+
+
+def fused_speedup(
+    block: torch.nn.Module, path: str, args: tuple, kwargs: dict, device: torch.device, check: Callable[[], None]
+) -> float | None:
+    """How many times as fast as the block an INT8 copy of it is with these arguments.
+
+    None where it cannot be copied, or its copy does not run. `path` is where it stands; `check` may raise to stop.
+    """
+    make_room(device, _BYTES_PER_WEIGHT * sum(parameter.numel() for parameter in block.parameters()))
+    try:
+        fused = partial(deferred_call, partial(int8_copy(block, path, device), *args, **kwargs))
+        calls: list[Callable[[], Any]] = [partial(block, *args, **kwargs), fused]
+        for call in _WARM * calls:
+            check()
+            call()
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return None
+    watch, totals = Stopwatch(device), [0.0, 0.0]
+    for number, call in enumerate(_ROUNDS * calls):
+        milliseconds = watch.mean(call, 2)
+        for window in (_SETTLING, _WINDOW):
+            check()
+            milliseconds = watch.mean(call, math.ceil(window / milliseconds))
+        totals[number % 2] += milliseconds
+    return totals[0] / totals[1]
+
+
+def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.nn.Module:
+    """A copy of a block of a MODEL on a device, its linears on the fused kernel.
+
+    `path` is where it stands. Weights are quantized plainly, per channel. Raises ValueError for one that is no float.
+    """
+    # The linears' own weights are quantized from the original, and not copied first.
+    linears: dict[str, Any] = quantizable_in(block, path)
+    memo: dict[int, Any] = {id(linear.weight): linear.weight for linear in linears.values()}
+    copied = copy.deepcopy(block, memo)
+    classes: dict[type, type] = {}
+    for name, linear in linears.items():
+        weight = linear.weight
+        if isinstance(weight, QuantizedTensor) or not weight.is_floating_point():
+            raise ValueError("the block is quantized already")
+        q, scale = quantize_weight(weight.to(device))
+        form = get_layout_class(NATIVE_LAYOUT).Params(scale[:, None], weight.dtype, tuple(q.shape))
+        held = QuantizedTensor(q, NATIVE_LAYOUT, form)
+        replaced: Any = copied.get_submodule(name.removeprefix(path).removeprefix("."))
+        replaced.weight = torch.nn.Parameter(held, requires_grad=False)
+        own = type(replaced)
+        replaced.__class__ = classes.get(own) or classes.setdefault(own, running_fused(own, "fused int8"))
+    copied.to(device)
+    group_inputs(copied)
+    return copied
 
 
 def label(name: str) -> str:

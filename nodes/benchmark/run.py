@@ -2,8 +2,9 @@
 
 import datetime
 import json
+import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import comfy.model_management
 import torch
@@ -13,25 +14,25 @@ from comfy.model_patcher import ModelPatcher
 from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, FUSED, WAYS, Choice
 from ...kernels.benchmark import (
     ATTENTION_METHODS,
+    COMFYUI_CHOICE,
     COMFYUI_INT8,
     IDEOGRAM4_SHAPES,
     METHOD_OF_WAY,
+    AttentionResult,
     ForwardSplit,
-    Health,
     LinearShape,
     Outcome,
-    ShapeResult,
     attention_memory,
     benchmark_attention,
     benchmark_shape,
     describe_machine,
     examine,
     examine_again,
-    hopeless,
     ideogram4_attention,
     native_backend,
     notes,
     shown_methods,
+    total_times,
     totals_by_shape,
     working_memory,
 )
@@ -39,7 +40,6 @@ from ..files.writing.new_file import write_new_file
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
 from ..layers.layer_selection import quantizable_linears
-from .attention import attention_sentences, store_attention
 from .forward import NoForward, label, measure_forward
 
 STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"
@@ -47,6 +47,7 @@ DECISIONS = (STORE, KEEP, CLEAR)
 """What `auto` is decided by after a run."""
 
 _GATE_BYTES = 1 << 30  # of the product that the gate measures, rounded up
+_MOST_WEIGHTS_ON_CPU = 32 << 20  # what it does in a fraction of a second, so that a run ends and can be cancelled
 _METHODS_NOTE = (
     "Median times of a busy device with weights out of its cache; ± is half the range of the rounds. The quantization "
     "of the activations is included. x bf16: how many times as fast as bf16. error: against float64, on random data."
@@ -64,7 +65,12 @@ def run(
     """Measure this machine, and let `auto` be decided as the user wants it. Raises ComfyUI's interrupt on cancel."""
     device = comfy.model_management.get_torch_device() if model is None else model.load_device
     methods = shown_methods(ticked)
-    progress = Progress()
+    progress = timing = Progress()
+
+    def say(text: str) -> None:
+        timing.step()
+        timing.say(text)
+
     progress.say("checking the card")
     split, remarks = None, [_METHODS_NOTE]
     with comfy.model_management.cuda_device_context(device):
@@ -82,32 +88,23 @@ def run(
             make_room(device, max(working_memory(shape, tokens) for shape in shapes))
         linears = []
         for shape in shapes:
-            say = _saying(timing, shape.name)
             linears.append(benchmark_shape(shape, tokens, device, methods, check=check_cancelled, say=say))
+            if (speed := linears[-1].speedup(FUSED)) is not None:
+                timing.say(f"{shape.name}: fused INT8 {speed:.2f} x bf16")
         calls = [ideogram4_attention(tokens)] if model is None else [] if split is None else split.attention_calls
         timing = progress.part(0.1, len(calls) * len(ATTENTION_METHODS))
         attention = []
         for call in calls:
             make_room(device, attention_memory(call))
-            attention.append(benchmark_attention(call, device, check=check_cancelled, say=_saying(timing, call.name)))
+            attention.append(benchmark_attention(call, device, check=check_cancelled, say=say))
         health = examine_again(health, device)
-    sentences = [str(health), _decide(device, health, split, linears, ticked, decision)]
-    sentences += attention_sentences(attention)
-    if device.type == "cuda" and decision == STORE and health.healthy:
-        sentences += store_attention(device, attention)
     remarks += [*_native_remark(device, ticked), *notes(linears), *notes(attention)]
+    outcome = Outcome(describe_machine(device), health, linears, attention, split, [str(health)], remarks)
+    outcome.sentences += [_decide(device, outcome, ticked, decision), *attention_sentences(attention)]
+    if device.type == "cuda" and decision == STORE and health.healthy:
+        outcome.sentences += store_attention(device, attention)
     progress.finish()
-    return Outcome(describe_machine(device), health, linears, attention, split, sentences, remarks)
-
-
-def _saying(progress: Progress, name: str) -> Callable[[str], None]:
-    """What shows that a method is prepared for what is called `name`, a step of the progress."""
-
-    def say(method: str) -> None:
-        progress.step()
-        progress.say(f"{name}: {method}")
-
-    return say
+    return outcome
 
 
 def forget(device: torch.device) -> str:
@@ -138,9 +135,10 @@ def _shapes(
         shapes: Sequence[LinearShape] = split.shapes()
     else:
         shapes = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
-    left_out = {shape.name: reason for shape in shapes if (reason := hopeless(shape, device)) is not None}
-    remarks += [f"Left out: {name} ({reason})." for name, reason in left_out.items()]
-    return [shape for shape in shapes if shape.name not in left_out]
+    most = _MOST_WEIGHTS_ON_CPU if device.type == "cpu" else math.inf
+    large = [shape for shape in shapes if shape.n * shape.k > most]
+    remarks += [f"Left out: {shape.name} ({shape.n} x {shape.k} weights are too many for a CPU)." for shape in large]
+    return [shape for shape in shapes if shape not in large]
 
 
 def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
@@ -157,14 +155,7 @@ def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
     return list(shapes.values())
 
 
-def _decide(
-    device: torch.device,
-    health: Health,
-    split: ForwardSplit | None,
-    results: Sequence[ShapeResult],
-    ticked: Collection[str],
-    decision: str,
-) -> str:
+def _decide(device: torch.device, outcome: Outcome, ticked: Collection[str], decision: str) -> str:
     """Store what was measured, where it counts and the user wants it; what `auto` is decided by now, in words."""
     if device.type != "cuda":
         return "auto is bf16: INT8 tensor cores need a GPU."
@@ -172,13 +163,13 @@ def _decide(
     kept = "auto stays as it was" + (f", decided by the run of {before.date}." if before else ", decided by the card.")
     if decision != STORE:
         return f"Nothing was stored: {kept}"
-    if not health.healthy:
+    if not outcome.health.healthy:
         return f"Nothing was stored, because this run does not count: {kept}"
-    if all(result.speedup(FUSED) is None for result in results):
+    if all(result.speedup(FUSED) is None for result in outcome.linears):
         return f"Nothing was stored, because the fused kernel was not timed beside bf16: {kept}"
     if "native_int8" not in ticked:
         return f"Nothing was stored, because ComfyUI's own INT8 was not timed (tick native_int8): {kept}"
-    choice = Choice(datetime.date.today().isoformat(), totals_by_shape(results, split))
+    choice = Choice(datetime.date.today().isoformat(), totals_by_shape(outcome.linears, outcome.split))
     try:
         AUTO_CHOICES.decide_by(device, choice)
     except OSError as error:
@@ -186,6 +177,37 @@ def _decide(
     winners = [METHOD_OF_WAY[way] for shape in choice.milliseconds if (way := choice.fastest(shape, WAYS, FUSED))]
     counted = ", ".join(f"{name} for {winners.count(name)}" for name in dict.fromkeys(winners))
     return f"Stored: auto now runs what was fastest here, of {len(winners)} shapes {counted}."
+
+
+def attention_sentences(results: Sequence[AttentionResult]) -> list[str]:
+    """The fastest exact way of each call, in words; none where there was no choice."""
+    sentences = []
+    for result in results:
+        times = result.exact_milliseconds()
+        if len(times) < 2 or COMFYUI_CHOICE not in result.rounds:
+            continue
+        best = min(times, key=times.__getitem__)
+        speed = f"{result.speedup(best):.2f} x ComfyUI's choice"
+        sentences.append(f"Exact attention, {result.place()}: {best} is the fastest, {speed}.")
+    return sentences
+
+
+def store_attention(device: torch.device, results: Sequence[AttentionResult]) -> list[str]:
+    """Let these times decide what exact attention runs on a GPU, beside what earlier runs found of other calls.
+
+    Returns a sentence, none where there was no choice.
+    """
+    found = [(result.call.shape, result.exact_milliseconds()) for result in results]
+    totals = total_times((shape, times) for shape, times in found if len(times) > 1)
+    if not totals:
+        return []
+    earlier = ATTENTION_CHOICES.stored(device)
+    choice = Choice(datetime.date.today().isoformat(), {**(earlier.milliseconds if earlier else {}), **totals})
+    try:
+        ATTENTION_CHOICES.decide_by(device, choice)
+    except OSError as error:
+        return [f"What was fastest of attention could not be stored ({error})."]
+    return ["This is stored for the attention choice auto."]
 
 
 def _native_remark(device: torch.device, ticked: Collection[str]) -> list[str]:

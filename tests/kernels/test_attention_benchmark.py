@@ -11,11 +11,11 @@ from kernels.benchmark.attention import (
     KITCHEN_INT8,
     AttentionMethod,
     AttentionWork,
+    benchmark_attention,
     feasible_call,
     ideogram4_attention,
 )
-from kernels.benchmark.operands import Unavailable
-from kernels.benchmark.run import benchmark_attention
+from kernels.benchmark.report import Unavailable
 from kernels.ops.exact_attention import CUDNN, FLASH, PYTORCH, AttentionShape
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def a_call(heads=4, width=64, tokens=40, keys=None, masked=False, key_heads=None
 def test_a_cpu_times_what_pytorch_has_and_names_the_rest(call):
     said = []
     result = benchmark_attention(call, CPU, rounds=2, say=said.append)
-    assert said == [method.name for method in ATTENTION_METHODS]
+    assert said == [f"a block: {method.name}" for method in ATTENTION_METHODS]
     assert {PYTORCH, COMFYUI_CHOICE} <= result.rounds.keys() and {FLASH, CUDNN, KITCHEN_INT8} <= result.absent.keys()
     assert all(len(rounds) == 2 for rounds in result.rounds.values())
     assert all(result.relative_errors[name] < 0.01 for name in (PYTORCH, COMFYUI_CHOICE))

@@ -32,13 +32,13 @@ def only(*ticked):
 def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
     import folder_paths
 
-    from int8_dit.kernels.benchmark import forward as split
-    from int8_dit.nodes.benchmark import blocks
+    from int8_dit.kernels.benchmark import outcome as split
+    from int8_dit.nodes.benchmark import forward as measured
 
     monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
     monkeypatch.setattr(split, "_MOST_WATCHED", 1e9)  # so small a model is slowed down by its clocks
-    monkeypatch.setattr(blocks, "_SETTLING", 1.0)
-    monkeypatch.setattr(blocks, "_WINDOW", 1.0)
+    monkeypatch.setattr(measured, "_SETTLING", 1.0)
+    monkeypatch.setattr(measured, "_WINDOW", 1.0)
     model = dit.stock()
     inputs = dit.calibration(model)
     (positive,) = inputs["positive"].values()
@@ -126,7 +126,8 @@ def decided(run, health=None, decision="by this run", ticked=("native_int8",), *
     milliseconds = milliseconds or {"fused": 1.0, "native": 2.0, "bf16": 3.0}
     rounds = {names[way]: [time] * 3 for way, time in milliseconds.items()}
     results = [ShapeResult(LinearShape("qkv", 64, 32), 8, rounds=rounds)]
-    return run._decide(CARD, health or healthy(), None, results, ticked, decision)
+    outcome = run.Outcome({"card": "a card"}, health or healthy(), results, [], None, [], [])
+    return run._decide(CARD, outcome, ticked, decision)
 
 
 def test_a_healthy_run_decides_what_auto_runs(run, choices):
@@ -157,13 +158,6 @@ def test_forgetting_measures_nothing(node, run, choices, monkeypatch):
     assert choices == [None, None] and "forgotten" in output.result[1]
 
 
-@pytest.fixture
-def attention(pack):
-    from int8_dit.nodes.benchmark import attention
-
-    return attention
-
-
 def zeros(*shape):
     return torch.zeros(shape, device="meta")
 
@@ -184,34 +178,38 @@ def zeros(*shape):
         (zeros(9, 64), zeros(9, 64), {}, None),
     ],
 )
-def test_what_an_attention_call_computes(attention, q, k, keywords, expected):
-    call = attention.attention_call(q, k, k, 4, transformer_options={}, **keywords)
-    assert call == (None if expected is None else attention.AttentionWork(*expected))
+def test_what_an_attention_call_computes(pack, q, k, keywords, expected):
+    from int8_dit.nodes.benchmark.forward import AttentionWork, attention_call
+
+    call = attention_call(q, k, k, 4, transformer_options={}, **keywords)
+    assert call == (None if expected is None else AttentionWork(*expected))
 
 
-def attention_times(attention, width=128, tokens=4096, heads=24, **milliseconds):
+def attention_times(width=128, tokens=4096, heads=24, **milliseconds):
+    from int8_dit.kernels.benchmark import attention
+
     names = {"comfyui": attention.COMFYUI_CHOICE, "cudnn": "cuDNN", "flash": "flash", "pytorch": "PyTorch's choice"}
     shape = attention.AttentionShape(tokens, tokens, width, False)
     rounds = {names[name]: [time] * 3 for name, time in milliseconds.items()}
     return attention.AttentionResult(attention.AttentionWork("attention", heads, shape, heads), rounds=rounds)
 
 
-def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(attention, choices):
-    first = attention_times(attention, comfyui=2.0, flash=2.0, cudnn=1.0, pytorch=2.0)
-    again = attention_times(attention, heads=8, comfyui=1.0, flash=1.0, cudnn=0.5)
-    wide = attention_times(attention, width=256, comfyui=3.0, flash=3.0, pytorch=3.1)
-    alone = attention_times(attention, width=64, comfyui=1.0, pytorch=1.0)
-    (said, *_) = attention.attention_sentences([first, again, alone])
+def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(run, choices):
+    first = attention_times(comfyui=2.0, flash=2.0, cudnn=1.0, pytorch=2.0)
+    again = attention_times(heads=8, comfyui=1.0, flash=1.0, cudnn=0.5)
+    wide = attention_times(width=256, comfyui=3.0, flash=3.0, pytorch=3.1)
+    alone = attention_times(width=64, comfyui=1.0, pytorch=1.0)
+    (said, *_) = run.attention_sentences([first, again, alone])
     assert said == "Exact attention, 24 heads of 128, 4096 tokens: cuDNN is the fastest, 2.00 x ComfyUI's choice."
-    assert attention.store_attention(CARD, [alone]) == [] and not choices
-    assert attention.store_attention(CARD, [first, again]) == ["This is stored for the attention choice auto."]
-    attention.store_attention(CARD, [wide])
+    assert run.store_attention(CARD, [alone]) == [] and not choices
+    assert run.store_attention(CARD, [first, again]) == ["This is stored for the attention choice auto."]
+    run.store_attention(CARD, [wide])
     both, last = (dict(choice.milliseconds) for choice in choices)
     assert both == {first.call.shape: {"flash": 3.0, "cuDNN": 1.5}}
     assert last == both | {wide.call.shape: {"flash": 3.0, "PyTorch's choice": 3.1}}
 
 
-def test_a_full_disk_ends_no_run_and_is_said(run, attention, monkeypatch):
+def test_a_full_disk_ends_no_run_and_is_said(run, monkeypatch):
     def full(*args):
         raise OSError("no space left")
 
@@ -221,7 +219,7 @@ def test_a_full_disk_ends_no_run_and_is_said(run, attention, monkeypatch):
     monkeypatch.setattr(run, "write_new_file", full)
     outcome = run.Outcome({"card": "a card"}, healthy(), [], [], None, [], [])
     assert run.save_json(outcome) is None
-    said = decided(run), *attention.store_attention(CARD, [attention_times(attention, flash=1.0, cudnn=2.0)])
+    said = decided(run), *run.store_attention(CARD, [attention_times(flash=1.0, cudnn=2.0)])
     assert all("no space left" in text for text in (*said, *outcome.remarks)) and len(said) == 2 and outcome.remarks
 
 

@@ -27,10 +27,10 @@ from kernels.benchmark.attention import (
     AttentionOperands,
     AttentionResult,
     AttentionWork,
+    benchmark_attention,
     feasible_call,
 )
 from kernels.benchmark.report import markdown
-from kernels.benchmark.run import benchmark_attention, time_methods
 from kernels.card.machine import describe_machine, title
 from kernels.ops.exact_attention import FLASH, AttentionShape, exact_attention, fastest_way
 
@@ -115,7 +115,7 @@ def measure(planned: AttentionWork, device: torch.device, rounds: int) -> Measur
     way = fastest_way(operands.q, operands.k, operands.v, operands.mask, operands.grouped)
     torch.manual_seed(0)
     operands.k = (operands.k + STRONG * torch.randn_like(operands.k[:1, :, :1])).to(operands.k.dtype)
-    time_methods(strong, ran, operands, rounds=1)
+    strong.measure(ran, operands, rounds=1)
     return Measured(normal, strong.relative_errors, way)
 
 

@@ -22,11 +22,27 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from kernels.benchmark import describe_machine, markdown, title
 from kernels.benchmark.methods import BENCHMARK_METHODS as SHOWN
-from kernels.benchmark.methods import BF16, COMFYUI_INT8, FP16_SUMS, FUSED, UNFUSED, Method
-from kernels.benchmark.operands import IDEOGRAM4_SHAPES, LinearShape, Operands, Unavailable, WeightForm
-from kernels.benchmark.report import ShapeResult, notes
-from kernels.benchmark.run import benchmark_shape, free_bytes
-from kernels.benchmark.systems import E4M3, PLAIN, Call, Prepare, kitchen, quantize_fp8, require_fp8, require_fused
+from kernels.benchmark.methods import (
+    BF16,
+    COMFYUI_INT8,
+    E4M3,
+    FP16_SUMS,
+    FUSED,
+    PLAIN,
+    UNFUSED,
+    Call,
+    Method,
+    Operands,
+    Prepare,
+    WeightForm,
+    benchmark_shape,
+    free_bytes,
+    kitchen,
+    quantize_fp8,
+    require_fp8,
+    require_fused,
+)
+from kernels.benchmark.report import IDEOGRAM4_SHAPES, LinearShape, ShapeResult, Unavailable, notes
 from kernels.card.timing import CallSeries, sustained_milliseconds
 from kernels.internals.torch_functions import scaled_mm
 from kernels.ops.linear import int8_gemm, int8_linear, quantize_activations

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from kernels.benchmark import title
-from kernels.benchmark.methods import BF16, FP16_SUMS, FUSED, UNFUSED
+from kernels.benchmark.methods import BF16, FP16_SUMS, FUSED, UNFUSED, benchmark_shape
 from kernels.benchmark.report import LinearShape, ShapeResult, notes
-from kernels.benchmark.run import benchmark_shape
 from studies import linears as study
 from studies.linears import (
     FP8,
