@@ -9,7 +9,7 @@ op knows, for a gradient, for a compiler, and where the user's choice of a kerne
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -189,11 +189,6 @@ def int8_weight_of(pieces: Mapping[str, Any], config: dict[str, Any], dtype: tor
     return int8_weight(
         pieces["weight"], pieces[quant_config.SCALE], dtype, transform, quant_config.activation_bits(config)
     )
-
-
-def computed_with(weight: QuantizedTensor, kernel: str) -> QuantizedTensor:
-    """One of our weights that knows what its linear is to compute with: its layout is asked for products, too."""
-    return HeldWeight(stored(weight), LAYOUT, replace(weight.params, kernel=kernel))
 
 
 def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:

@@ -61,11 +61,10 @@ class _HookedFloats(HookedWeight, torch.nn.Parameter):
     pass
 
 
-def put_hooked(linear: Any, weight: torch.Tensor, kernel: str, seed: int | None) -> None:
+def put_hooked(linear: Any, weight: torch.Tensor, seed: int | None) -> None:
     """Let a linear with a stored weight compute with what a hook made of that, float [N, K], until that is back.
 
-    It is INT8 where the stored one would be for a product, rounded with `seed`; `kernel` is one of
-    kernels.KERNEL_CHOICES.
+    It is INT8 where the stored one would be for a product, rounded with `seed`.
     """
     held = linear.weight
     form = weight_form(held, linear)
@@ -74,7 +73,7 @@ def put_hooked(linear: Any, weight: torch.Tensor, kernel: str, seed: int | None)
         linear.weight.linear = linear
         return
     transform, bits = form.input_form(held)
-    q, made = PerChannelINT8Layout.quantize(weight, None, seed or 0, False, transform, bits, kernel)
+    q, made = PerChannelINT8Layout.quantize(weight, None, seed or 0, False, transform, bits, linear.int8_kernel)
     hooked = _HookedINT8(q, LAYOUT, replace(made, orig_dtype=held.dtype))
     hooked.linear = linear
     linear.weight = torch.nn.Parameter(hooked, requires_grad=False)

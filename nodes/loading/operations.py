@@ -6,6 +6,7 @@ module only decides what a linear holds after loading and how it multiplies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.holding.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
 from ..files.reading.values import check_finite
 from ..layers.fused_forward import INT8Linear, native_forward, needs_gradient
-from ..layers.int8_weight import LAYOUT, computed_with, format_of_weight, int8_weight_of, is_int8, quant_config_of
+from ..layers.int8_weight import LAYOUT, format_of_weight, int8_weight_of, is_int8, quant_config_of
 from ..layers.linear_call import arguments_of, refuse_unknown
 from ..layers.stored_weights import HookedWeight, put_hooked
 from ..layers.weight_form import form_of
@@ -100,7 +101,8 @@ def int8_operations(plan: LoadPlan) -> type:
                 kind = stored_kind(weight)
                 if is_int8(weight):
                     self.layout_type, self.quant_format = LAYOUT, format_of_weight(weight)
-                    weight = computed_with(weight, kernel)
+                    # The layout is asked for products, too.
+                    weight = HeldWeight(stored(weight), LAYOUT, replace(weight.params, kernel=kernel))
                 elif kind is not None:
                     self.layout_type, self.quant_format = layout_of(weight), kind.name(weight)
                 else:
@@ -121,7 +123,7 @@ def int8_operations(plan: LoadPlan) -> type:
                     return None
                 # By a hook.
                 if is_stored(self.weight) or isinstance(self.weight, HookedWeight):
-                    put_hooked(self, weight, kernel, seed)
+                    put_hooked(self, weight, seed)
                 else:
                     self.weight.copy_(super().set_weight(weight, seed=seed, return_weight=True))
                 return None

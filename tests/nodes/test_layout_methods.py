@@ -1,5 +1,7 @@
 """The products that newer ComfyUI asks of a layout: as exact as the separate passes, only where INT8 was chosen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,13 +28,15 @@ def layout(pack):
 def make(pack):
     """An INT8 weight [ROWS, CHANNELS] in one of FORMS, for a kernel."""
     from int8_dit.kernels import ChannelTransform, quantize_weight
-    from int8_dit.nodes.layers.int8_weight import computed_with, int8_weight
+    from int8_dit.nodes.comfyui.quantized import HeldWeight, stored
+    from int8_dit.nodes.layers.int8_weight import LAYOUT, int8_weight
 
     def weight(form="plain", kernel="fused int8", dtype=torch.float32):
         smooth = torch.linspace(0.5, 2.0, CHANNELS) if form in ("smoothed", "both") else None
         transform = ChannelTransform(smooth, 64 if form in ("rotated", "both") else None)
         quantized = quantize_weight(randn(ROWS, CHANNELS, seed=1) / CHANNELS**0.5, transform)
-        return computed_with(int8_weight(*quantized, dtype, transform, 16 if form == "16 bits" else 8), kernel)
+        made = int8_weight(*quantized, dtype, transform, 16 if form == "16 bits" else 8)
+        return HeldWeight(stored(made), LAYOUT, replace(made.params, kernel=kernel))
 
     return weight
 
