@@ -1,5 +1,6 @@
 """What the linears of a MODEL hold, and how it is made: decided once, before ComfyUI builds the MODEL."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,13 +10,12 @@ import comfy.utils
 import torch
 
 from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, naming_layer, quantize_weight
+from ..files import quant_config
 from ..files.holding.gguf_weight import is_gguf
 from ..files.holding.grouped_weight import channel_scale, grouped_codes, is_grouped
 from ..files.holding.stored_weight import can_stay, stored_kind
-from ..files.reading.checkpoint import holds_int8
 from ..files.reading.contents import Checkpoint
-from ..files.reading.layer_checks import unexplained
-from ..files.reading.values import check_finite
+from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.int8_weight import int8_weight
 from ..layers.layer_selection import is_quantizable
@@ -26,6 +26,7 @@ from ..patching.patched_weights import float_weight
 Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
 anything) -> the weight to hold, or None for the one that was read."""
+_MOST_JSON = 1 << 16  # bytes
 
 
 @dataclass
@@ -90,8 +91,11 @@ def checkpoint_plan(
         as_stored: whether weights in fewer bits that a kernel reads stay what they are.
     """
     tensors, device = checkpoint.tensors, devices[0]
+    odd = {name: tensor.dtype for name, tensor in tensors.items() if _odd(tensor)}
+    configs = quant_config.configs_in(tensors)
     # A file that holds INT8, perhaps in fewer bits, has its floats for a reason.
-    whole = holds_int8(tensors)
+    whole = any(config.get("format") in quant_config.INT8_FORMATS for config in configs.values())
+    whole = whole or any(map(is_grouped, tensors.values()))
 
     def in_floats(n: int, k: int, native: bool = True) -> bool:
         ways = WAYS if native else (FUSED, BF16)
@@ -152,4 +156,18 @@ def checkpoint_plan(
             check_finite(key, values)
             tensors[key] = values.to(device="cpu", dtype=compute_dtype)
             progress.step("decoding layer")
-    return LoadPlan(kernel, compute_dtype, make, in_floats, checkpoint.name, unexplained(tensors), progress)
+    unexplained = {name: dtype for name, dtype in odd.items() if name.rpartition(".")[0] not in configs}
+    return LoadPlan(kernel, compute_dtype, make, in_floats, checkpoint.name, unexplained, progress)
+
+
+def _odd(tensor: torch.Tensor) -> bool:
+    """Whether no weight has a tensor's dtype, and it is no option of a module, which newer ComfyUIs have in files."""
+    if tensor.dtype in WEIGHT_DTYPES or is_gguf(tensor):
+        return False
+    if tensor.dtype != torch.uint8 or tensor.ndim != 1 or tensor.numel() > _MOST_JSON:
+        return True
+    try:
+        json.loads(tensor.numpy().tobytes())
+    except (RecursionError, ValueError):
+        return True
+    return False

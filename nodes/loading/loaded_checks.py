@@ -18,7 +18,6 @@ from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..comfyui.residency import CALLBACK_KEY
 from ..files.attention_choices import CONFIG
 from ..files.block_lists import AGAIN, block_of, check_lists
-from ..files.errors import naming_file
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from .load_plan import LoadPlan
 
@@ -131,9 +130,8 @@ def _check_values(model: ModelPatcher, names: Collection[str], plan: LoadPlan) -
             later.append(name)
 
     def check_there(patcher: ModelPatcher) -> None:
-        with naming_file(plan.file):
-            for name in later:
-                check_finite(name, weight_below_patches(patcher, f"{DIFFUSION_MODEL}{name}"))
+        for name in later:
+            check_finite(f"{plan.file}: {name}", weight_below_patches(patcher, f"{DIFFUSION_MODEL}{name}"))
         later.clear()
 
     if later:

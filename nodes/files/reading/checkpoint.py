@@ -1,9 +1,8 @@
 """Reading checkpoints: one file in, tensors in ComfyUI's own conventions out, or one clear error."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import comfy.utils
 import safetensors
@@ -11,7 +10,7 @@ import torch
 
 from .. import quant_config
 from ..errors import naming_file
-from ..holding.grouped_weight import is_grouped, with_joined_codes
+from ..holding.grouped_weight import with_joined_codes
 from .contents import BRANCHES, Checkpoint
 from .diffusers_names import with_native_names
 from .gguf_file import MAGIC, read_gguf
@@ -42,14 +41,6 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
         quant_config.check_as_written(checkpoint.tensors, checkpoint.metadata)
         tensors = with_joined_codes(checkpoint.tensors)
         return replace(checkpoint, tensors=with_native_names(tensors, checkpoint.metadata))
-
-
-def holds_int8(tensors: Mapping[str, Any]) -> bool:
-    """Whether any layer is INT8 already, perhaps in fewer bits. Of others only quant configs are looked at."""
-    if any(map(is_grouped, tensors.values())):
-        return True
-    configs = quant_config.configs_in(tensors).values()
-    return any(config.get("format") in quant_config.INT8_FORMATS for config in configs)
 
 
 def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:

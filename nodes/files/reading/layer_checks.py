@@ -8,7 +8,6 @@ The formats that this pack computes are checked for all that they consist of. Of
 looked at that make an image wrong: what else a layer has, and how it is packed, ComfyUI knows.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +62,6 @@ class _Format:
 
 
 _SMALL = 1 << 20  # elements that are looked at for a NaN
-_MOST_JSON = 1 << 16  # bytes
 
 
 def _rotation_fits(weight: torch.Tensor, parts: CheckedTensors, config: dict) -> None:
@@ -160,27 +158,6 @@ def check_layers(tensors: CheckedTensors) -> None:
                     f"{layer}.weight_scale is missing: {key} fills the range of {tensor.dtype}, as weights of other "
                     f"layers do that have a scale; {AGAIN}"
                 )
-
-
-def unexplained(tensors: CheckedTensors) -> dict[str, torch.dtype]:
-    """The dtypes of those tensors of a checkpoint whose dtype no weight has, and which no quant config explains."""
-    marked = set(quant_config.marked_layers(tensors))
-
-    def explained(key: str, tensor: torch.Tensor) -> bool:
-        return tensor.dtype in WEIGHT_DTYPES or is_gguf(tensor) or key.rpartition(".")[0] in marked or _is_json(tensor)
-
-    return {key: tensor.dtype for key, tensor in tensors.items() if not explained(key, tensor)}
-
-
-def _is_json(tensor: torch.Tensor) -> bool:
-    """Whether this is an option of a module, which newer ComfyUIs have in files."""
-    if tensor.dtype != torch.uint8 or tensor.ndim != 1 or tensor.numel() > _MOST_JSON:
-        return False
-    try:
-        json.loads(tensor.numpy().tobytes())
-    except (RecursionError, ValueError):
-        return False
-    return True
 
 
 def _check_marked(name: str, config: dict, weight: torch.Tensor | None, parts: CheckedTensors) -> None:
