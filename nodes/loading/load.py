@@ -1,11 +1,9 @@
 """MODELs whose linears run INT8, built by ComfyUI's own loader: out of a diffusion model file, or of another MODEL."""
 
 import json
-import re
 from functools import partial
 from typing import Any
 
-import comfy.model_detection
 import comfy.model_management
 import comfy.sd
 import comfy.utils
@@ -24,7 +22,6 @@ from ..files.holding.grouped_weight import held_codes, is_grouped, with_joined_c
 from ..files.holding.stored_weight import is_stored
 from ..files.reading.checkpoint import read_checkpoint
 from ..files.reading.contents import BRANCHES, Checkpoint
-from ..files.reading.kinds import kind_of_tensors
 from ..host import notices
 from ..layers.input_groups import group_inputs
 from ..layers.linear_call import name_linears
@@ -38,7 +35,6 @@ from .summary import floats_name
 MEMORY_CHOICES = ("INT8", "as stored")
 """How a loaded MODEL holds weights in fewer bits (GGUF, W4A8, W6A8); those of other files are INT8 either way."""
 AS_STORED = MEMORY_CHOICES[1]
-_COUNT = re.compile(r"(^|_)(layers|blocks|depth)(_|$)")  # names of what ComfyUI counts in a file
 _PREFIXES = ("model.diffusion_model.", "model.model.", "model.", "")
 """What ComfyUI puts before the names of a diffusion model's tensors in a checkpoint, by kind of model."""
 
@@ -70,12 +66,8 @@ def load_int8_model(
     choose_path(devices[0], kernel)  # what cannot run is refused before a file is read for nothing
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     with naming_file(checkpoint.name):
-        architecture, notes = _architecture_of(checkpoint), notes_of(checkpoint)
-        if architecture is None:
-            kind = kind_of_tensors(checkpoint.tensors, packed=False)
-            what = "" if kind is None else f"; it seems to be {kind.name}: {kind.advice}"
-            raise ValueError(f"{checkpoint.name} is not a diffusion model that this ComfyUI knows{what}")
-        dtype = comfy.model_management.unet_manual_cast(None, devices[0], architecture.supported_inference_dtypes)
+        notes, supported = notes_of(checkpoint), checkpoint.architecture.supported_inference_dtypes
+        dtype = comfy.model_management.unet_manual_cast(None, devices[0], supported)
         if fits := fits_in_floats(checkpoint.tensors, dtype, devices):
             advice = "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it."
             _warn_of_fallback(devices[0], kernel, dtype, advice)
@@ -84,28 +76,8 @@ def load_int8_model(
     # ComfyUI says only afterwards which device it wants a second MODEL for.
     factory = partial(load_int8_model, anywhere=True, memory=memory)
     model.cached_patcher_init = (factory, (path, kernel, branch, base_path))
-    keep_notes(model, notes)
+    keep_notes(model, notes, plan.unexpected)
     return model
-
-
-def _architecture_of(checkpoint: Checkpoint) -> Any:
-    """The class of models that ComfyUI takes a file's tensors for, also a UNet under the names of diffusers; None
-    where it knows no such model.
-
-    Raises ValueError where the metadata say another number of blocks than the tensors: ComfyUI builds as many.
-    """
-    tensors, metadata = checkpoint.tensors, checkpoint.metadata
-    if "config" in metadata:
-        counted = comfy.model_detection.detect_unet_config(tensors, "", metadata=None) or {}
-        told = comfy.model_detection.detect_unet_config(tensors, "", metadata=metadata) or {}
-        for name in sorted(filter(_COUNT.search, counted)):
-            if type(counted[name]) is int and told[name] != counted[name]:
-                raise ValueError(
-                    f"its metadata say {name} = {str(told[name])[:20]}, but its tensors have {counted[name]}; download "
-                    "or copy the file again"
-                )
-    found = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
-    return found or comfy.model_detection.model_config_from_diffusers_unet(tensors)
 
 
 def _read_base(path: str) -> Checkpoint:

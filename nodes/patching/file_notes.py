@@ -1,7 +1,7 @@
 """How a MODEL was quantized: attachments of the MODEL and an entry of the metadata of its file."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import comfy.model_detection
@@ -9,8 +9,6 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
-from ..comfyui.attention import attention_choices
-from ..comfyui.patcher import DIFFUSION_MODEL
 from ..files.attention_choices import choices_in
 from ..files.holding.gguf_weight import is_gguf
 from ..files.json_texts import json_object
@@ -71,13 +69,12 @@ def notes_of(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def keep_notes(model: ModelPatcher, notes: Mapping[str, Any]) -> None:
+def keep_notes(model: ModelPatcher, notes: Mapping[str, Any], unexpected: Collection[str]) -> None:
     """Let a loaded MODEL know, for its next file, what its file said.
 
-    Of the choices of attention it keeps those that this ComfyUI does not know.
+    Of the choices of attention it keeps those that this ComfyUI does not know: `unexpected` tensors.
     """
-    known = {f"{name.removeprefix(DIFFUSION_MODEL)}.config" for name in attention_choices(model)}
-    unknown = {name: choice for name, choice in notes[_CHOICES_KEY].items() if name not in known}
+    unknown = {name: choice for name, choice in notes[_CHOICES_KEY].items() if name in unexpected}
     for key, note in {**notes, _CHOICES_KEY: unknown}.items():
         if note:
             model.set_attachments(key, note)

@@ -249,7 +249,7 @@ def more_blocks(base):
 
 
 BASES_TO_REFUSE = {
-    "no Ideogram": (lambda base: {"a.weight": torch.ones(2, 2)}, (NAME, "lacks", "the first is ")),
+    "no Ideogram": (lambda base: {"a.weight": torch.ones(2, 2)}, (NAME, f"{BASE} is not a diffusion model")),
     "one tensor missing": (
         lambda base: {key: tensor for key, tensor in base.items() if key != NORM},
         (NAME, "lacks 1 of the tensors", NORM),

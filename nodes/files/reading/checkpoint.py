@@ -9,6 +9,7 @@ import safetensors
 import torch
 
 from .. import quant_config
+from ..block_lists import check_counts
 from ..errors import naming_file
 from ..holding.grouped_weight import with_joined_codes
 from .contents import BRANCHES, Checkpoint
@@ -22,7 +23,7 @@ _BEGINNING = 64  # bytes that tell a kind of file
 
 
 def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Checkpoint] | None = None) -> Checkpoint:
-    """A diffusion model file with plain module names and a quant config on every quantized layer.
+    """A diffusion model file with plain module names, a quant config on every quantized layer, and its architecture.
 
     `branch` and `base` are Checkpoint's, for files that hold two models or a part of one.
 
@@ -31,16 +32,20 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
     name = os.path.basename(path)
     with naming_file(name):
         tensors, metadata = _read(path, name)
-        kind = kind_of_tensors(tensors, packed=True)
-        if kind is not None:
-            raise ValueError(f"{name} is {kind.name}; {kind.advice}")
         checkpoint = Checkpoint(name, tensors, metadata or {}, branch, base)
         for bring in IMPORTERS.values():
             checkpoint = bring(checkpoint)
+        kind = kind_of_tensors(checkpoint.tensors)
+        if kind is not None and kind.packed:
+            raise ValueError(f"{name} is {kind.name}; {kind.advice}")
         check_layers(checkpoint.tensors)
         quant_config.check_as_written(checkpoint.tensors, checkpoint.metadata)
-        tensors = with_joined_codes(checkpoint.tensors)
-        return replace(checkpoint, tensors=with_native_names(tensors, checkpoint.metadata))
+        check_counts(checkpoint.tensors, checkpoint.metadata)
+        tensors, architecture = with_native_names(with_joined_codes(checkpoint.tensors), checkpoint.metadata)
+        if architecture is None:
+            what = "" if kind is None else f"; it seems to be {kind.name}: {kind.advice}"
+            raise ValueError(f"{name} is not a diffusion model that this ComfyUI knows{what}")
+        return replace(checkpoint, tensors=tensors, architecture=architecture)
 
 
 def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ class Checkpoint:
         branch: which model is wanted, one of BRANCHES. Only a file that holds both has a choice.
         base: reads the checkpoint that completes a file which is only a part of a model; None where none is named.
             Raises ValueError naming that file.
+        architecture: the class of models that ComfyUI takes the tensors for; None until all of the file is read.
     """
 
     name: str
@@ -26,3 +28,4 @@ class Checkpoint:
     metadata: dict[str, str]
     branch: str = BRANCHES[0]
     base: "Callable[[], Checkpoint] | None" = None
+    architecture: Any = None

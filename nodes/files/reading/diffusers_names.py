@@ -5,6 +5,8 @@ it would keep the weight and lose the scale, so the scales take the same way her
 of GGUF's blocks take it as bytes.
 """
 
+from typing import Any
+
 import comfy.model_detection
 import torch
 
@@ -16,15 +18,18 @@ from ..holding.gguf_weight import is_gguf, read_weight
 from ..holding.grouped_weight import channel_scale, grouped_codes, is_grouped, quant_config_in
 
 
-def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, torch.Tensor]:
+def with_native_names(
+    tensors: dict[str, torch.Tensor], metadata: dict[str, str]
+) -> tuple[dict[str, torch.Tensor], Any]:
     """The tensors of a diffusion transformer that has diffusers' names under ComfyUI's own; of anything else, as they
-    are.
+    are. And the class of models that ComfyUI takes them for, also a UNet under the names of diffusers, or None.
 
     Rows of GGUF's blocks that come together in one tensor stay blocks where all are in one format; else they become
     float32. Raises ValueError naming a layer whose quantization cannot follow, or of which a part is missing.
     """
-    if comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata) is not None:
-        return tensors
+    architecture = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
+    if architecture is not None:
+        return tensors, architecture
     tensors = _with_int8_for_codes(tensors)
     configs = quant_config.configs_in(tensors)
     pieces = {f"{layer}.{piece}" for layer in configs for piece in (quant_config.QUANT_CONFIG, quant_config.SCALE)}
@@ -32,11 +37,15 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     sizes = {key: len(tensor) for key, tensor in plain.items() if tensor.ndim}
     origins = _origins(sizes)
     if origins is None:
-        if configs and comfy.model_detection.model_config_from_diffusers_unet(tensors) is not None:
+        architecture = comfy.model_detection.model_config_from_diffusers_unet(tensors)
+        if configs and architecture is not None:
             raise ValueError("this is a quantized UNet under the names of diffusers; convert it to ComfyUI's names")
-        return tensors
+        return tensors, architecture
     keys, owner = [*sizes], torch.arange(len(sizes)).repeat_interleave(torch.tensor([*sizes.values()]))
-    scales = torch.cat([_scales(tensors, key, size) for key, size in sizes.items()])
+    # What each row is scaled by, NaN where it is not quantized.
+    none, names = torch.tensor(torch.nan), [f"{key.removesuffix('.weight')}.{quant_config.SCALE}" for key in sizes]
+    found = (tensors.get(name, none).float().flatten() for name in names)
+    scales = torch.cat([scale.expand(size) for scale, size in zip(found, sizes.values(), strict=True)])
     numbers = dict(zip(sizes, torch.arange(len(owner)).split([*sizes.values()]), strict=True))
     place, native = torch.empty_like(owner), {}
     for name, rows in origins.items():
@@ -59,7 +68,7 @@ def with_native_names(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
             together = together[place[rows]]
         form = in_blocks.pop() if len(in_blocks) == 1 else None
         native[name] = together if form is None else read_weight(together, form[0], (len(together), form[1]))
-    return native
+    return native, comfy.model_detection.model_config_from_unet(native, "", metadata=metadata)
 
 
 def _origins(sizes: dict[str, int]) -> dict[str, torch.Tensor] | None:
@@ -84,12 +93,6 @@ def _origins(sizes: dict[str, int]) -> dict[str, torch.Tensor] | None:
     taken = zip(sizes, seen[1:].split([*sizes.values()]), strict=True)
     check_lists([key for key, rows in taken if not rows.all()], sizes)
     return origins
-
-
-def _scales(tensors: dict[str, torch.Tensor], key: str, size: int) -> torch.Tensor:
-    """[N] for a tensor of N rows: what each is scaled by, NaN where it is not quantized."""
-    scale = tensors.get(f"{key.removesuffix('.weight')}.{quant_config.SCALE}") if key.endswith(".weight") else None
-    return (torch.tensor(torch.nan) if scale is None else scale.float().flatten()).expand(size)
 
 
 def _joined(name: str, layers: list[str], configs: dict[str, dict]) -> torch.Tensor:

@@ -64,8 +64,6 @@ def _with_configs_of_int8(checkpoint: Checkpoint) -> Checkpoint:
         scale = tensors.pop(f"{layer}.scale_weight", None)
         if scale is not None:
             tensors.setdefault(f"{layer}.{quant_config.SCALE}", scale)
-        if f"{layer}.{quant_config.SCALE}" not in tensors:
-            raise ValueError(f"the int8 weight {key} has no scale ({layer}.{quant_config.SCALE} is missing)")
         tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config()
     return replace(checkpoint, tensors=tensors)
 

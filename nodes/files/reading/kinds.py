@@ -34,7 +34,7 @@ class Kind:
     packed: bool = False
 
 
-FILE_KINDS = (
+FILE_KINDS = (  # what is packed before what is not
     Kind("a pickle (.ckpt, .pt, .bin)", _UNSAFE, rb"PK\x03\x04|\x80[\x02-\x05]"),
     Kind("a web page, perhaps of a login or a license", _AGAIN, rb"(?i)\s*<(!doctype|html|\?xml)"),
     Kind("a Git LFS pointer", f"{_AGAIN}, or run `git lfs pull`", rb"version https://git-lfs"),
@@ -80,11 +80,11 @@ def kind_of_bytes(beginning: bytes) -> Kind | None:
     return next((kind for kind in FILE_KINDS if kind.begins and re.match(kind.begins, beginning)), None)
 
 
-def kind_of_tensors(tensors: Mapping[str, torch.Tensor], packed: bool) -> Kind | None:
-    """What a safetensors file is: among the kinds that are `packed`, or among the others."""
+def kind_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Kind | None:
+    """What a safetensors file is, if not a diffusion model that can be read: a kind that is `packed` before others."""
     names = [f"{key}={_text(tensor)}" if key.endswith(f".{QUANT_CONFIG}") else key for key, tensor in tensors.items()]
-    kinds = (kind for kind in FILE_KINDS if kind.packed == packed and kind.holds)
-    return next((kind for kind in kinds if any(re.search(kind.holds, name) for name in names)), None)
+    kinds = (kind for kind in FILE_KINDS if kind.holds and any(re.search(kind.holds, name) for name in names))
+    return next(kinds, None)
 
 
 def _text(config: torch.Tensor) -> str:
