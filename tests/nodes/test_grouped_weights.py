@@ -1,4 +1,4 @@
-"""Files in W4A8 and W6A8 (asym_w4a8_int8, w6a8_int8): loaded, held in their bits, saved again, with LoRAs.
+"""Files in W4A8 and W6A8 (asym_w4a8_int8, w6a8_int8): beside ComfyUI's, and saved. More: test_stored_weights.py.
 
 comfy-kitchen's own quantizer makes them where there is one. ComfyUI 0.33 knows W4A8 by its name, and computes W6A8
 under it. An older one knows neither.
@@ -14,7 +14,6 @@ from support.file_formats import GROUPED, decoded, in_codes
 
 UNKNOWN = {"made_by": "a newer tool", "params": {"seed": 7}}
 BITS = (4, 6)
-MEMORIES = ("INT8", "as stored")
 
 
 def kitchen():
@@ -99,53 +98,38 @@ def write(dit, quantized, tmp_path):
 
 
 @pytest.fixture
+def load(dit, write):
+    return lambda bits, memory="as stored", **options: dit.load(write(bits, **options), memory=memory)
+
+
+@pytest.fixture
 def stock(dit, write, needs_stock):
     """The MODEL of ComfyUI's own loader."""
     return lambda bits: dit.stock(write(bits, "for stock", format="asym_w4a8_int8"))
 
 
-def load(path, memory="as stored", kernel="fused int8"):
-    from int8_dit.nodes.loading.load import load_int8_model
+def with_it(dit, tensors, bits, lora):
+    """What the floats that a file stands for compute with a LoRA."""
+    import comfy.sd
 
-    return load_int8_model(str(path), kernel, memory=memory)
-
-
-def in_floats(dit, tensors, bits):
-    """The float tensors that a file stands for."""
     from int8_dit.kernels import ChannelTransform
 
     floats = dict(tensors)
     for layer in dit.LINEARS:
         pieces = [key for key in tensors if key.startswith(f"{layer}.weight") or key == f"{layer}.comfy_quant"]
-        parts = {key.removeprefix(f"{layer}.weight"): floats.pop(key) for key in pieces}
-        weight = decoded(parts, bits)
+        weight = decoded({key.removeprefix(f"{layer}.weight"): floats.pop(key) for key in pieces}, bits)
         floats[f"{layer}.weight"] = ChannelTransform(None, rotation_of(weight.shape[1])).to_activations(weight)
-    return floats
-
-
-def dequantized(dit, tensors, bits):
-    import comfy.sd
-
-    return comfy.sd.load_diffusion_model_state_dict(in_floats(dit, tensors, bits))
+    return dit.output(dit.with_lora(comfy.sd.load_diffusion_model_state_dict(floats), lora))
 
 
 # What is computed
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("bits", BITS)
-def test_it_computes_what_its_codes_stand_for(dit, quantized, write, bits, memory):
-    expected = dit.output(dequantized(dit, quantized(bits), bits))
-    model = load(write(bits), memory)
-    assert dit.relative_error(dit.output(model), expected) < 2 * dit.int8_noise()
-    assert set(dit.coded(model) if memory == "as stored" else dit.int8_weights(model)) == set(dit.LINEARS)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_each_layer_is_as_near_to_its_floats_as_stock(dit, write, stock, bits):
+def test_each_layer_is_as_near_to_its_floats_as_stock(dit, load, stock, bits):
     import comfy.model_management
 
-    floats, theirs, ours = models = dit.stock(), stock(bits), load(write(bits))
+    floats, theirs, ours = models = dit.stock(), stock(bits), load(bits)
     comfy.model_management.load_models_gpu(models)
     for layer in dit.LINEARS:
         first, *others = (dit.module(model, layer) for model in (floats, theirs, ours))
@@ -156,41 +140,13 @@ def test_each_layer_is_as_near_to_its_floats_as_stock(dit, write, stock, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_both_ways_compute_alike(dit, write, bits):
-    """The same INT8 weights: made once, or for each product."""
-    path = write(bits)
-    assert torch.equal(dit.output(load(path, "INT8")), dit.output(load(path)))
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_as_int8_it_is_exactly_native_convrot(dit, quantized, write, bits):
-    tensors, weights = quantized(bits), dit.int8_weights(load(write(bits), "INT8"))
+def test_as_int8_it_is_exactly_native_convrot(dit, quantized, load, bits):
+    tensors, weights = quantized(bits), dit.int8_weights(load(bits, "INT8"))
     for layer, weight in weights.items():
         parts = {key.removeprefix(f"{layer}.weight"): t for key, t in tensors.items() if key.startswith(f"{layer}.w")}
         assert torch.equal(weight._params.scale.flatten(), parts["_s_channel"])
         assert torch.equal(weight._qdata * parts["_s_channel"][:, None], decoded(parts, bits))
         assert weight._params.rotation_group == rotation_of(weight.shape[1])
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_as_stored_the_weights_take_what_they_take_in_the_file(dit, quantized, write, bits):
-    tensors = quantized(bits)
-    for layer, weight in dit.coded(load(write(bits))).items():
-        held = sum(piece.nbytes for piece in weight.state_dict("weight").values())
-        stored = sum(t.nbytes for key, t in tensors.items() if key.startswith(f"{layer}.weight"))
-        assert held <= 1.05 * stored and weight._qdata.device.type == "cpu"
-
-
-def test_the_codes_of_a_loaded_model_do_not_lie_in_the_file(dit, write):
-    import os
-
-    path = write(4)
-    model = load(path)
-    before = {name: {k: t.clone() for k, t in w.state_dict("").items()} for name, w in dit.coded(model).items()}
-    with open(path, "r+b") as file:
-        file.write(bytes(os.path.getsize(path)))
-    for name, weight in dit.coded(model).items():
-        assert all(torch.equal(tensor, before[name][key]) for key, tensor in weight.state_dict("").items())
 
 
 def test_codes_that_stay_are_copied_in_host_memory(dit, write, monkeypatch):
@@ -203,32 +159,14 @@ def test_codes_that_stay_are_copied_in_host_memory(dit, write, monkeypatch):
         return checkpoint_plan(checkpoint, kernel, dtype, [torch.device("meta")], *others)
 
     path = write(4)
-    expected = {name: stored(weight) for name, weight in dit.coded(load(path)).items()}
+    expected = {name: stored(weight) for name, weight in dit.coded(dit.load(path, memory="as stored")).items()}
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.make_room_to_quantize", lambda *_: None)
     monkeypatch.setattr("int8_dit.nodes.loading.load.checkpoint_plan", elsewhere)
-    held = {name: stored(weight) for name, weight in dit.coded(load(path)).items()}
+    held = {name: stored(weight) for name, weight in dit.coded(dit.load(path, memory="as stored")).items()}
     assert held.keys() == expected.keys() and all(map(torch.equal, held.values(), expected.values()))
 
 
-def test_small_weights_become_int8_all_the_same(dit, write, monkeypatch):
-    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 1 << 16)
-    model = load(write(4))
-    assert dit.LAYER in dit.coded(model)
-    assert dit.coded(model).keys() | dit.int8_weights(model).keys() == set(dit.LINEARS)
-    assert dit.int8_weights(model)
-
-
-def test_where_bf16_fits_it_is_floats(dit, quantized, write):
-    expected = dit.output(dequantized(dit, quantized(4), 4))
-    model = load(write(4), "INT8", "bf16")
-    assert not dit.coded(model) and not dit.int8_weights(model)
-    torch.testing.assert_close(dit.output(model), expected, rtol=1e-3, atol=1e-3)
-    from int8_dit.nodes.loading.summary import summarize
-
-    assert "instead of the file's INT8" in str(summarize(model))
-
-
-def test_scales_as_plain_bytes_and_the_mark_in_the_metadata(dit, quantized, write, tmp_path):
+def test_scales_as_plain_bytes_and_the_mark_in_the_metadata(dit, quantized, write, tmp_path, load):
     """As ComfyUI reads both."""
     tensors = quantized(4)
     marks = {layer: json.loads(bytes(tensors.pop(f"{layer}.comfy_quant").tolist())) for layer in dit.LINEARS}
@@ -236,23 +174,17 @@ def test_scales_as_plain_bytes_and_the_mark_in_the_metadata(dit, quantized, writ
         tensors[f"{layer}.weight_s_rel"] = tensors[f"{layer}.weight_s_rel"].view(torch.uint8)
     metadata = {"_quantization_metadata": json.dumps({"layers": marks})}
     path = dit.write(tmp_path / "metadata.safetensors", tensors, metadata)
-    assert torch.equal(dit.output(load(path)), dit.output(load(write(4))))
-
-
-def test_what_runs_where(write):
-    from int8_dit.nodes.loading.summary import summarize
-
-    assert "from W4A8" in str(summarize(load(write(4)))) and "from W6A8" in str(summarize(load(write(6))))
+    assert torch.equal(dit.output(dit.load(path, memory="as stored")), dit.output(load(4)))
 
 
 # Saved
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_saved_as_stored_it_is_the_file_again(dit, quantized, write, tmp_path, bits):
+def test_saved_as_stored_it_is_the_file_again(dit, quantized, load, tmp_path, bits):
     from int8_dit.nodes.saving.save import save_int8_model
 
-    model = load(write(bits, **UNKNOWN))
+    model = load(bits, **UNKNOWN)
     path = save_int8_model(model, str(tmp_path / "saved.safetensors"), {})
     from safetensors.torch import load_file
 
@@ -263,111 +195,41 @@ def test_saved_as_stored_it_is_the_file_again(dit, quantized, write, tmp_path, b
             assert json.loads(bytes(saved[key].tolist())) == json.loads(bytes(tensor.tolist()))
         elif any(key.startswith(f"{layer}.weight") for layer in dit.LINEARS):
             assert saved[key].dtype == tensor.dtype and torch.equal(saved[key], tensor)
-    assert torch.equal(dit.output(load(path)), dit.output(model))
+    assert torch.equal(dit.output(dit.load(path, memory="as stored")), dit.output(model))
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_saved_as_int8_it_is_a_native_file_that_keeps_what_its_mark_said(dit, write, tmp_path, bits):
+def test_saved_as_int8_it_is_a_native_file_that_keeps_what_its_mark_said(dit, load, tmp_path, bits):
     from int8_dit.nodes.saving.save import save_int8_model
 
-    model = load(write(bits, **UNKNOWN), "INT8")
+    model = load(bits, "INT8", **UNKNOWN)
     path = save_int8_model(model, str(tmp_path / "saved.safetensors"), {})
     from safetensors.torch import load_file
 
     mark = json.loads(bytes(load_file(path)[f"{dit.LAYER}.comfy_quant"].tolist()))
     assert mark == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64, **UNKNOWN}
-    assert torch.equal(dit.output(load(path)), dit.output(model))
+    assert torch.equal(dit.output(dit.load(path, memory="as stored")), dit.output(model))
     assert dit.relative_error(dit.output(dit.stock(path)), dit.output(model)) < 0.1
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, write, lora, tmp_path, bits):
+def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, load, lora, tmp_path, bits):
     """And the others stay: 4 bits would lose most of it."""
     from int8_dit.nodes.saving.save import save_int8_model
 
     some = {key: tensor for key, tensor in lora.items() if ".0." in key}
-    expected = dit.output(dit.with_lora(dequantized(dit, quantized(bits), bits), some))
-    patched = dit.with_lora(load(write(bits, **UNKNOWN)), some)
+    patched = dit.with_lora(load(bits, **UNKNOWN), some)
     path = save_int8_model(patched, str(tmp_path / "saved.safetensors"), {})
-    again = load(path)
+    again = dit.load(path, memory="as stored")
     changed = {layer for layer in dit.LINEARS if ".0." in layer}
     assert set(dit.int8_weights(again)) == changed and set(dit.coded(again)) == set(dit.LINEARS) - changed
-    assert dit.relative_error(dit.output(again), expected) < 0.1
+    assert dit.relative_error(dit.output(again), with_it(dit, quantized(bits), bits, some)) < 0.1
     from safetensors.torch import load_file
 
     layer = next(iter(changed))
     saved = {key for key in load_file(path) if key.startswith(f"{layer}.weight")}
     assert saved == {f"{layer}.weight", f"{layer}.weight_scale"}
     assert json.loads(bytes(load_file(path)[f"{layer}.comfy_quant"].tolist()))["made_by"] == UNKNOWN["made_by"]
-
-
-def test_comfyuis_own_save_nodes_are_refused(write, tmp_path):
-    """They would leave out patches."""
-    import comfy.sd
-
-    path = tmp_path / "model.safetensors"
-    with pytest.raises(ValueError, match=r"in 4 or 6 bits. Connect Save INT8 DiT, or set memory"):
-        comfy.sd.save_checkpoint(str(path), load(write(4)))
-    assert not path.exists()
-
-
-def test_it_can_be_saved_as_gguf_and_quantized_again(dit, write, quantized, tmp_path):
-    from int8_dit.nodes.saving.save_gguf import save_gguf_model
-
-    expected = dit.output(dequantized(dit, quantized(4), 4))
-    model = load(write(4))
-    path = save_gguf_model(model, str(tmp_path / "model.gguf"), {}, "Q8_0")
-    assert dit.relative_error(dit.output(load(path, "INT8")), expected) < 0.1
-    again = dit.quantize(model, calibration=dit.recorded())
-    assert set(dit.int8_weights(again)) == set(dit.LINEARS)
-    assert dit.relative_error(dit.output(again), expected) < 0.1
-
-
-# Patches
-
-
-@pytest.fixture
-def with_it(dit, quantized, lora):
-    """What the floats with the LoRA compute, by the bits of the file."""
-
-    def compute(bits):
-        model = dequantized(dit, quantized(bits), bits)
-        changed = dit.output(dit.with_lora(model, lora))
-        assert dit.relative_error(changed, dit.output(model)) > 0.5
-        return changed
-
-    return compute
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_a_lora_acts_beside_stored_weights(dit, write, lora, with_it, bits):
-    model, expected = load(write(bits)), with_it(bits)
-    before = {name: weight._qdata.clone() for name, weight in dit.coded(model).items()}
-    plain = dit.output(model)
-    patched = dit.with_lora(model, lora)
-    assert dit.relative_error(dit.output(patched), expected) < 0.1
-    assert all(torch.equal(weight._qdata, before[name]) for name, weight in dit.coded(patched).items())
-    assert torch.equal(dit.output(model), plain)  # and is gone without a trace
-    assert dit.relative_error(dit.output(patched), expected) < 0.1  # and comes back
-    patched.partially_unload(patched.offload_device, 1 << 30)
-    assert dit.relative_error(dit.forward(patched), expected) < 0.1  # once
-
-
-def test_a_lora_loses_nothing_beyond_int8(dit, write, lora):
-    """In the basis of the rotated weight, before rounding."""
-    import comfy.sd
-
-    model = load(write(4))
-    patched, _ = comfy.sd.load_lora_for_models(dit.with_lora(model, lora), None, lora, -0.25, 0)
-    dit.output(patched)
-    layer = dit.module(patched, dit.LAYER)
-    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(0))
-    up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
-    weight = layer.weight.dequantize() + 0.75 * up @ down
-    with torch.inference_mode():
-        error = dit.relative_error(layer(x), torch.nn.functional.linear(x, weight, layer.bias))
-    assert layer.input_form() is not None  # so that its block's fused forward runs
-    assert error < 0.02
 
 
 # Under ComfyUI's own loader
@@ -381,14 +243,14 @@ def apply(pack):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_apply_computes_what_the_loader_computes(dit, apply, stock, write, bits, monkeypatch):
+def test_apply_computes_what_the_loader_computes(dit, apply, stock, load, bits, monkeypatch):
     from int8_dit.kernels import RepeatedLinear
 
     calls, run = [], RepeatedLinear.multiply
     monkeypatch.setattr(RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
     model = stock(bits)
     before = dit.output(model)
-    assert torch.equal(dit.output(apply(model)), dit.output(load(write(bits))))
+    assert torch.equal(dit.output(apply(model)), dit.output(load(bits)))
     assert len(calls) == 2 * len(dit.LINEARS)
     assert torch.equal(dit.output(model), before)
 
@@ -403,8 +265,8 @@ def test_apply_says_what_runs(apply, stock):
     assert "ComfyUI's W4A8 as in the file (" in str(summarize(declined))
 
 
-def test_apply_under_a_lora_of_a_streamed_weight(dit, apply, stock, lora, with_it):
+def test_apply_under_a_lora_of_a_streamed_weight(dit, apply, stock, quantized, lora):
     patched = dit.with_lora(apply(stock(4)), lora)
     patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
     assert dit.module(patched, dit.LAYER).weight_function
-    assert dit.relative_error(dit.forward(patched), with_it(4)) < 0.1
+    assert dit.relative_error(dit.forward(patched), with_it(dit, quantized(4), 4, lora)) < 0.1

@@ -1,0 +1,247 @@
+"""Weights that stay in the form of their file, GGUF's blocks and codes of 4 or 6 bits: held, computed with, patched.
+
+What is of one of these forms alone: test_gguf_loading.py, test_grouped_weights.py.
+"""
+
+import os
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.file_formats import FORMATS
+
+GROUPED = ("W4A8", "W6A8")
+FORMS = ("Q8_0", "Q4_0", "Q4_K", *GROUPED)
+DECODED = ("IQ4_NL", "MXFP4")  # by the package gguf, and by no kernel
+ONE_OF_EACH = pytest.mark.parametrize("form", ("Q8_0", "W4A8"))
+SMALLEST = "int8_dit.nodes.loading.load_plan.SMALLEST_STORED"
+
+
+@pytest.fixture(scope="module")
+def file(dit, tmp_path_factory):
+    """A file of the glyph model in a form: its path, the MODEL of the floats that it stands for, what that computes."""
+    import comfy.sd
+
+    from int8_dit.nodes.files.reading.gguf_file import read_gguf
+    from support import gguf_files
+
+    folder = tmp_path_factory.mktemp("files")
+
+    @cache
+    def make(form):
+        tensors = {name: tensor.float() for name, tensor in dit.tensors().items()}
+        if form in GROUPED:
+            made = FORMATS[form](tensors, dit.LINEARS)
+            path, values = dit.write(folder / f"{form}.safetensors", made.tensors), made.values
+        else:
+            path = gguf_files.write_gguf(folder / f"{form}.gguf", tensors, gguf_files.linears_in(form))
+            read, _ = read_gguf(path)
+            values = {key: t.dequantize() if hasattr(t, "_qdata") else t.clone() for key, t in read.items()}
+        floats = lambda: comfy.sd.load_diffusion_model_state_dict(dict(values))  # noqa: E731
+        return SimpleNamespace(path=path, floats=floats, output=dit.output(floats()))
+
+    return make
+
+
+@pytest.fixture
+def load(dit, file, monkeypatch):
+    """A file's MODEL, whose small layers stay as stored too."""
+    monkeypatch.setattr(SMALLEST, 0)
+    return lambda form, memory="as stored", kernel="fused int8": dit.load(file(form).path, kernel, memory)
+
+
+def stored(model):
+    """The weights that stay, by layer."""
+    from int8_dit.nodes.files.holding.stored_weight import is_stored
+
+    modules = model.model.diffusion_model.named_modules()
+    return {name: module.weight for name, module in modules if is_stored(getattr(module, "weight", None))}
+
+
+def pieces(weight):
+    """What a weight consists of in memory."""
+    return {"": weight._qdata} if "GGUF" in weight._layout_cls else weight.state_dict("")
+
+
+def copied(model):
+    return {(name, key): t.clone() for name, weight in stored(model).items() for key, t in pieces(weight).items()}
+
+
+def stream(model):
+    """Load it as on a card without memory for its weights."""
+    model.patch_model(device_to=model.load_device, lowvram_model_memory=1)
+
+
+# Held and computed with
+
+
+@pytest.mark.parametrize("form", (*FORMS, *DECODED))
+def test_it_computes_what_its_file_stands_for(dit, file, load, form):
+    """In floats nearly; resident, streamed and made INT8 while loading the same, as the INT8 weights are the same."""
+    from int8_dit.nodes.loading.summary import summarize
+
+    model, as_int8 = load(form), load(form, "INT8")
+    output = dit.output(model)
+    assert dit.relative_error(output, file(form).output) < 2 * dit.int8_noise()
+    assert set(dit.int8_weights(as_int8)) == set(dit.LINEARS)
+    assert stored(model).keys() | dit.int8_weights(model).keys() >= set(dit.LINEARS)
+    assert bool(stored(model)) == (form in FORMS) == (f"{form} " in str(summarize(model)))
+    assert bool(dit.int8_weights(model)) == (form in ("Q4_K", *DECODED))  # Q4_K: its blocks do not divide every row
+    assert torch.equal(dit.output(as_int8), output)
+    streamed = load(form)
+    stream(streamed)
+    assert torch.equal(dit.forward(streamed), output)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_take_what_they_take_in_the_file_and_do_not_lie_in_it(dit, file, load, form, tmp_path):
+    whole = file(form).path
+    held = copied(load(form))
+    assert all(tensor.device.type == "cpu" for tensor in held.values())
+    assert sum(tensor.nbytes for tensor in held.values()) < 1.05 * os.path.getsize(whole)
+    path = tmp_path / os.path.basename(whole)
+    with open(whole, "rb") as file:
+        path.write_bytes(file.read())
+    model = dit.load(path, memory="as stored")
+    with open(path, "r+b") as file:
+        file.write(bytes(os.path.getsize(path)))
+    assert held.keys() == copied(model).keys()
+    assert all(torch.equal(tensor, held[key]) for key, tensor in copied(model).items())
+
+
+@ONE_OF_EACH
+def test_small_weights_become_int8_all_the_same(dit, file, monkeypatch, form):
+    monkeypatch.setattr(SMALLEST, 1 << 16)
+    model = dit.load(file(form).path, memory="as stored")
+    assert dit.LAYER in stored(model) and dit.int8_weights(model)
+    assert stored(model).keys() | dit.int8_weights(model).keys() >= set(dit.LINEARS)
+
+
+@pytest.mark.parametrize(
+    "form, memory", (("Q8_0", "as stored"), ("IQ4_NL", "as stored"), ("IQ4_NL", "INT8"), ("W4A8", "INT8"))
+)
+def test_with_the_kernel_bf16_it_computes_in_floats(dit, file, load, form, memory):
+    from int8_dit.nodes.loading.summary import summarize
+
+    model = load(form, memory, "bf16")
+    assert bool(stored(model)) == (form == "Q8_0") and not dit.int8_weights(model)
+    torch.testing.assert_close(dit.output(model), file(form).output, rtol=1e-3, atol=1e-3)
+    assert form != "W4A8" or "instead of the file's INT8" in str(summarize(model))
+
+
+# Patches
+
+
+@pytest.fixture
+def expected(dit, file, lora):
+    """What the floats of a form with the LoRA compute."""
+
+    def compute(form):
+        output = dit.output(dit.with_lora(file(form).floats(), lora))
+        assert dit.relative_error(output, file(form).output) > 0.5
+        return output
+
+    return compute
+
+
+@pytest.mark.parametrize("form", ("Q8_0", *GROUPED))
+def test_a_lora_acts_beside_the_weights(dit, load, lora, expected, form):
+    model, with_it = load(form), expected(form)
+    before, plain = copied(model), dit.output(model)
+    patched = dit.with_lora(model, lora)
+    assert dit.relative_error(dit.output(patched), with_it) < 0.1
+    assert all(torch.equal(tensor, before[key]) for key, tensor in copied(patched).items())
+    assert torch.equal(dit.output(model), plain)  # and is gone without a trace
+    assert dit.relative_error(dit.output(patched), with_it) < 0.1  # and comes back
+    patched.partially_unload(patched.offload_device, 1 << 30)
+    assert dit.relative_error(dit.forward(patched), with_it) < 0.1  # once
+
+
+@ONE_OF_EACH
+def test_streamed_with_a_lora(dit, load, lora, expected, form):
+    model = dit.with_lora(load(form), lora)
+    stream(model)
+    assert dit.relative_error(dit.forward(model), expected(form)) < 0.1
+
+
+@pytest.mark.parametrize("form", ("Q4_0", "W4A8"))
+def test_loras_are_rounded_with_the_weight_once(dit, load, lora, form):
+    """To INT8, in its basis, in each product, and not to the file's format; all of them, with their strengths."""
+    model = dit.with_lora(dit.with_lora(load(form), lora), lora, -0.25)
+    dit.output(model)
+    layer = dit.module(model, dit.LAYER)
+    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(0))
+    up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
+    weight = layer.weight.dequantize() + 0.75 * up @ down
+    with torch.inference_mode():
+        error = dit.relative_error(layer(x), torch.nn.functional.linear(x, weight, layer.bias))
+    assert layer.input_form() is not None  # so that its block's fused forward runs
+    assert error < 0.02
+
+
+@pytest.mark.parametrize("form, memory", (("Q8_0", "INT8"), ("Q8_0", "as stored"), ("W4A8", "as stored")))
+def test_a_lora_for_other_shapes_is_left_out_as_comfyui_does(dit, load, lora, form, memory, caplog):
+    """ComfyUI logs which weights it does not fit, and goes on without it."""
+    key = f"diffusion_model.{dit.LAYER}.lora_down.weight"
+    others = {name: tensor for name, tensor in lora.items() if dit.LAYER not in name}
+    expected = dit.output(dit.with_lora(load(form, memory), others))
+    wrong = dit.with_lora(load(form, memory), {**lora, key: lora[key][:, :-8]})
+    stream(wrong)
+    assert dit.relative_error(dit.forward(wrong), expected) < 0.1
+    assert "ERROR lora" in caplog.text and dit.LAYER in caplog.text
+
+
+@pytest.mark.parametrize("room", (0, 1))
+def test_unloaded_nothing_of_a_lora_stays_on_the_device(dit, load, lora, room):
+    """ComfyUI itself takes patches off only the models that it loaded in part."""
+    model = dit.with_lora(load("Q8_0"), lora)
+    model.patch_model(device_to=model.load_device, lowvram_model_memory=room)
+    layer = dit.module(model, dit.LAYER)
+    assert layer.weight_function
+    model.detach()
+    assert not layer.weight_function
+
+
+@ONE_OF_EACH
+def test_another_kind_of_patch_becomes_part_of_the_product(dit, file, load, lora, form):
+    name = "diffusion_model.{}.lora_{}.weight"
+    deltas = {layer: lora[name.format(layer, "up")] @ lora[name.format(layer, "down")] for layer in dit.LINEARS}
+    floats, model = file(form).floats(), load(form)
+    for each in (floats, model):
+        each.add_patches({f"diffusion_model.{layer}.weight": (delta,) for layer, delta in deltas.items()})
+    assert dit.relative_error(dit.output(model), dit.output(floats)) < 0.1
+
+
+# What it does not become, and what it becomes
+
+
+@pytest.mark.parametrize(
+    "form, message",
+    (
+        ("Q8_0", r"GGUF's blocks.*Save GGUF.*memory.*INT8"),
+        ("W4A8", r"in 4 or 6 bits. Connect Save INT8 DiT, or set memory"),
+    ),
+)
+def test_comfyuis_own_save_nodes_are_refused(load, tmp_path, form, message):
+    """They would leave out patches, or write blocks that no loader takes for a weight."""
+    import comfy.sd
+
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match=message):
+        comfy.sd.save_checkpoint(str(path), load(form))
+    assert not path.exists()
+    comfy.sd.save_checkpoint(str(path), load(form, "INT8"))
+
+
+@ONE_OF_EACH
+def test_it_can_be_quantized_again_and_saved_as_gguf(dit, file, load, tmp_path, form):
+    """From the floats that it stands for."""
+    from int8_dit.nodes.saving.save_gguf import save_gguf_model
+
+    quantized = dit.quantize(load(form), calibration=dit.recorded())
+    assert set(dit.int8_weights(quantized)) == set(dit.LINEARS)
+    saved = dit.load(save_gguf_model(load(form), str(tmp_path / "model.gguf"), {}, "Q8_0"))
+    for made in (quantized, saved):
+        assert dit.relative_error(dit.output(made), file(form).output) < 0.1
