@@ -133,25 +133,17 @@ def test_of_an_armed_model_nothing_is_seen_but_while_it_samples(dit, file, round
 
 
 def test_another_nodes_override_computes_while_it_is_observed(dit, file):
+    """And is all that a MODEL quantized from the armed one has."""
     from int8_dit.nodes.calibration.recorder import Recording, armed
 
     model, recording = dit.stock(file), Recording()
+    assert OVERRIDE not in dit.quantize(armed(model, Recording())).model_options["transformer_options"]
     doubling = lambda func, q, *args, **kwargs: func(2 * q, *args, **kwargs)  # noqa: E731
     model.model_options["transformer_options"][OVERRIDE] = doubling
     expected = dit.sample(model)
     torch.testing.assert_close(dit.sample(armed(model, recording)), expected)
     assert recording.calibration().attention.keys() == set(BLOCKS)
-
-
-def test_a_quantized_armed_model_is_observed_no_more(dit, file):
-    from int8_dit.nodes.calibration.recorder import Recording, armed
-
-    model = dit.stock(file)
-    assert OVERRIDE not in dit.quantize(armed(model, Recording())).model_options["transformer_options"]
-    doubling = lambda func, q, *args, **kwargs: func(2 * q, *args, **kwargs)  # noqa: E731
-    model.model_options["transformer_options"][OVERRIDE] = doubling
-    again = dit.quantize(armed(model, Recording()))
-    assert again.model_options["transformer_options"][OVERRIDE] is doubling
+    assert dit.quantize(armed(model, Recording())).model_options["transformer_options"][OVERRIDE] is doubling
 
 
 def test_in_containers_it_sees_the_same(small, monkeypatch):
@@ -217,10 +209,7 @@ def test_blocks_above_the_budget_keep_exact_attention(dit, file, calibration):
         assert (error > 0.03) == (block == FRAGILE)
         assert f"| {block} | {100 * error:.2f} % | {'exact' if block == FRAGILE else 'INT8'} |" in table
     assert "exact in 1 of 3 blocks" in table
-
-
-def test_without_a_calibration_nothing_is_said(dit, file):
-    model, _, table, _ = dit.run_node(dit.stock(file))
+    model, _, table, _ = dit.run_node(dit.stock(file))  # without a calibration nothing is said
     assert "attention" not in dit.recipe(model) and "INT8 attention" not in table
     assert dit.described(set_attention(model)) == "INT8 where it fits"
 
@@ -229,33 +218,18 @@ def test_without_a_calibration_nothing_is_said(dit, file):
 
 
 def test_int8_attention_leaves_the_block_out(dit, file, quantized, rounded):
+    """And no other choice looks at it. Quantized again, the MODEL still says it."""
+    assert dit.recipe(dit.quantize(quantized))["attention"] == dit.recipe(quantized)["attention"]
+    model = set_attention(quantized.clone(), "auto")
+    assert model.object_patches.keys() == quantized.object_patches.keys() and dit.described(model) == "as ComfyUI"
     model = set_attention(quantized.clone())
     assert dit.described(model) == "INT8 where it fits, exact in 1 block"
     output(dit, model)
     assert len(rounded) == 2
     rounded.clear()
-    output(dit, quantized)
+    expected = output(dit, quantized)
+    torch.testing.assert_close(output(dit, protected(quantized.clone(), *BLOCKS)), expected)
     assert not rounded
-
-
-def test_where_all_blocks_are_left_out_nothing_changes(dit, file, rounded):
-    model = dit.stock(file)
-    expected = output(dit, model)
-    torch.testing.assert_close(output(dit, protected(model.clone(), *BLOCKS)), expected)
-    assert not rounded
-    assert relative_error(output(dit, protected(model.clone())), expected) > 1e-4
-
-
-def test_other_choices_do_not_touch_the_blocks(dit, quantized):
-    model = set_attention(quantized.clone(), "auto")
-    assert model.object_patches.keys() == quantized.object_patches.keys() and dit.described(model) == "as ComfyUI"
-
-
-def test_the_node_sets_it(dit, file, calibration, rounded):
-    model = dit.run_node(dit.stock(file), calibration=calibration, attention=INT8)[0]
-    assert dit.described(model) == "INT8 where it fits, exact in 1 block"
-    output(dit, model)
-    assert len(rounded) == 2
 
 
 def test_int8_attention_of_an_earlier_node_obeys_too(dit, file, calibration, rounded):
@@ -350,7 +324,7 @@ def test_files_keep_it(dit, quantized, rounded, tmp_path, form):
     assert len(rounded) == 2
 
 
-def test_the_loader_and_apply_obey_a_file(dit, quantized, rounded, tmp_path, monkeypatch):
+def test_all_nodes_that_set_it_obey(dit, file, calibration, quantized, rounded, tmp_path, monkeypatch):
     import folder_paths
 
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
@@ -363,15 +337,11 @@ def test_the_loader_and_apply_obey_a_file(dit, quantized, rounded, tmp_path, mon
     assert line.endswith("attention INT8 where it fits, exact in 1 block")
     applied, again = ApplyFusedINT8Kernel.execute(dit.load(path), attention=INT8).result
     assert again.endswith("attention INT8 where it fits, exact in 1 block")
-    for model in (loaded, applied):
+    made = dit.run_node(dit.stock(file), calibration=calibration, attention=INT8)[0]
+    for model in (loaded, applied, made):
         rounded.clear()
         output(dit, model)
         assert len(rounded) == 2
-
-
-def test_quantizing_again_keeps_it(dit, quantized):
-    again = dit.quantize(quantized)
-    assert dit.recipe(again)["attention"] == dit.recipe(quantized)["attention"]
 
 
 @pytest.mark.parametrize("said", (None, 3, {}, {"exact": None}, {"exact": [1, None]}, {"exact": {}}, ["exact"]))
@@ -400,31 +370,20 @@ def test_a_calibrations_file_keeps_it(dit, calibration, tmp_path):
         assert error.calls == 4 and math.isclose(error.error, calibration.attention[block].error)
 
 
-def rewritten(path, said):
+WRONG = ([2, 1.0], [2, "a", 1.0], [2, -1.0, 1.0], [True, 1.0, 1.0], 3, [0, 1.0, 1.0], None)
+
+
+def test_an_earlier_file_has_none_and_a_damaged_one_is_named(calibration, tmp_path):
+    from int8_dit.nodes.calibration.file import load_calibration, save_calibration
+
+    path, key = str(tmp_path / "c.safetensors"), "int8_dit_calibrated_attention"
+    save_calibration(calibration, path, {}, lambda: None)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    if said is None:
-        del metadata["int8_dit_calibrated_attention"]
-    else:
-        metadata["int8_dit_calibrated_attention"] = said
-    save_file(load_file(path), path, metadata)
-
-
-def test_an_earlier_file_has_none(calibration, tmp_path):
-    from int8_dit.nodes.calibration.file import load_calibration, save_calibration
-
-    path = str(tmp_path / "c.safetensors")
-    save_calibration(calibration, path, {}, lambda: None)
-    rewritten(path, None)
+    tensors = load_file(path)
+    save_file(tensors, path, {name: text for name, text in metadata.items() if name != key})
     assert load_calibration(path).attention == {}
-
-
-@pytest.mark.parametrize("sums", ([2, 1.0], [2, "a", 1.0], [2, -1.0, 1.0], [True, 1.0, 1.0], 3, [0, 1.0, 1.0], None))
-def test_a_damaged_one_is_named(calibration, tmp_path, sums):
-    from int8_dit.nodes.calibration.file import load_calibration, save_calibration
-
-    path = str(tmp_path / "c.safetensors")
-    save_calibration(calibration, path, {}, lambda: None)
-    rewritten(path, json.dumps({FRAGILE: sums}))
-    with pytest.raises(ValueError, match=f"c.safetensors: the calibration cannot be read at layer {FRAGILE}"):
-        load_calibration(path)
+    for sums in WRONG:
+        save_file(tensors, path, metadata | {key: json.dumps({FRAGILE: sums})})
+        with pytest.raises(ValueError, match=f"c.safetensors: the calibration cannot be read at layer {FRAGILE}"):
+            load_calibration(path)

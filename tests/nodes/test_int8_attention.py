@@ -152,22 +152,28 @@ def test_calls_that_fit_equal_comfyuis(comfyui_attention, kernel, by_head, flat_
     assert kernel.scales == [scale.get("scale")]
 
 
-def test_scattered_channels_are_gathered(comfyui_attention, kernel):
-    q, k, v = tensors(by_head=True)
-    q = q.transpose(2, 3).contiguous().transpose(2, 3)
-    assert q.stride(-1) != 1
-    actual = run(comfyui_attention, on_cpu(kernel), (q, k, v), skip_reshape=True)
-    torch.testing.assert_close(actual, comfyui_attention(q, k, v, HEADS, skip_reshape=True))
-    assert kernel.calls == 1
+def scattered(q, k, v):
+    """Channels that are not side by side, which are gathered."""
+    return q.transpose(2, 3).contiguous().transpose(2, 3), k, v
 
 
-def test_keys_and_values_may_come_by_head(comfyui_attention, kernel):
+def by_head_but_queries(q, k, v):
     """As MMDiTs give them."""
-    q, k, v = tensors()
-    expected = comfyui_attention(q, k, v, HEADS)
-    actual = run(comfyui_attention, on_cpu(kernel), (q, k, v.unflatten(-1, (HEADS, WIDTH))))
-    torch.testing.assert_close(actual, expected)
-    assert kernel.calls == 1
+    return q, *(tensor.unflatten(-1, (HEADS, WIDTH)) for tensor in (k, v))
+
+
+def of_one_sample(q, k, v):
+    return q, k[:1], v[:1]
+
+
+@pytest.mark.parametrize(
+    "form, by_head, fits", ((scattered, True, True), (by_head_but_queries, False, True), (of_one_sample, True, False))
+)
+def test_other_forms_of_tensors(comfyui_attention, kernel, form, by_head, fits):
+    qkv = form(*tensors(by_head=by_head))
+    expected = comfyui_attention(*qkv, HEADS, skip_reshape=by_head)
+    torch.testing.assert_close(run(comfyui_attention, on_cpu(kernel), qkv, skip_reshape=by_head), expected)
+    assert kernel.calls == fits
 
 
 def random_mask(*shape, dtype=torch.bool):
@@ -197,6 +203,9 @@ def test_masked_calls_equal_comfyuis(comfyui_attention, kernel, by_head, mask, k
     actual = run(comfyui_attention, on_cpu(kernel), qkv, **options)
     torch.testing.assert_close(actual, expected)
     assert kernel.calls == 1
+    mask, called = options.pop("mask"), {"optimized_attention_override": on_cpu(kernel)}  # by its place
+    torch.testing.assert_close(comfyui_attention(*qkv, HEADS, mask, transformer_options=called, **options), expected)
+    assert kernel.calls == 2
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -226,21 +235,6 @@ def test_other_calls_get_comfyuis(comfyui_attention, kernel, misfit, by_head):
     actual = run(comfyui_attention, on_cpu(kernel), qkv, **options)
     assert torch.equal(actual, comfyui_attention(*qkv, HEADS, **options))
     assert kernel.calls == 0
-
-
-def test_a_positional_mask_is_seen(comfyui_attention, kernel):
-    qkv, mask = tensors(), torch.eye(TOKENS, dtype=torch.bool)
-    options = {"optimized_attention_override": on_cpu(kernel)}
-    actual = comfyui_attention(*qkv, HEADS, mask, transformer_options=options)
-    torch.testing.assert_close(actual, comfyui_attention(*qkv, HEADS, mask))
-    assert kernel.calls == 1
-
-
-def test_keys_for_all_samples_at_once_get_comfyuis(comfyui_attention, kernel):
-    q, k, v = tensors(by_head=True)
-    qkv = (q, k[:1], v[:1])
-    actual = run(comfyui_attention, on_cpu(kernel), qkv, skip_reshape=True)
-    assert torch.equal(actual, comfyui_attention(*qkv, HEADS, skip_reshape=True)) and kernel.calls == 0
 
 
 def test_gradients_get_comfyuis(comfyui_attention, kernel):
@@ -318,6 +312,14 @@ def test_contained_calls_equal_comfyuis(install, of_today, kernel, by_head, mask
     assert kernel.calls == 2
 
 
+def test_a_contained_misfit_gets_comfyuis(of_today, kernel):
+    qkv = tensors()
+    held = contained(of_today, qkv)
+    actual = run(of_today.attention_pytorch, on_cpu(kernel), held, low_precision_attention=False)
+    assert torch.equal(actual, of_today.optimized_attention(*qkv, HEADS))
+    assert kernel.calls == 0 and [container.tensor for container in held] == [None] * 3
+
+
 def test_taken_tensors_are_free_once_they_are_quantized(install, of_today):
     kernel, held = StandIn(), contained(of_today, tensors())
     alive = [weakref.ref(container.tensor) for container in held]
@@ -330,14 +332,6 @@ def test_taken_tensors_are_free_once_they_are_quantized(install, of_today):
     install(kernel, KITCHEN, (quantize, attend_alone))
     run(of_today.attention_pytorch, on_cpu(kernel), held)
     assert kernel.calls == 1
-
-
-def test_a_contained_misfit_gets_comfyuis(of_today, kernel):
-    qkv = tensors()
-    held = contained(of_today, qkv)
-    actual = run(of_today.attention_pytorch, on_cpu(kernel), held, low_precision_attention=False)
-    assert torch.equal(actual, of_today.optimized_attention(*qkv, HEADS))
-    assert kernel.calls == 0 and [container.tensor for container in held] == [None] * 3
 
 
 @pytest.mark.parametrize("has_container_function", (True, False))
@@ -390,7 +384,7 @@ def load(dit, monkeypatch):
     return lambda *args, **widgets: LoadINT8DiT.execute(str(dit.FILE), "fused int8", *args, **widgets)[0]
 
 
-def test_a_sampling_runs_it(dit, load, kernel, warnings):
+def test_a_sampling_runs_it_or_says_why_not(dit, load, kernel, warnings, monkeypatch):
     expected = dit.sample(load())
     assert kernel.calls == 0
     model = load(attention=kernel.kind)
@@ -398,28 +392,18 @@ def test_a_sampling_runs_it(dit, load, kernel, warnings):
     assert kernel.calls == 3 and not warnings()  # one in each block
     dit.sample(model.clone())
     assert kernel.calls == 6
+    bypassed = load(attention=kernel.kind)
+    bypassed.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *a, **k: func(*a, **k)
+    dit.sample(bypassed)
+    monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", 8)
+    dit.sample(load(attention=kernel.kind))
+    bypass, wide = warnings()
+    assert kernel.calls == 6 and "no call reached it" in bypass and "its heads are wider than 8" in wide
 
 
 def test_old_workflows_have_comfyuis_attention(dit, load, attention):
     assert "optimized_attention_override" not in load().model_options["transformer_options"]
     assert dit.described(load("conditional", "none")) == "as ComfyUI"
-
-
-def test_what_no_call_fits_says_so(dit, load, kernel, warnings, monkeypatch):
-    model = load(attention=kernel.kind)
-    monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", 8)
-    dit.sample(model)
-    assert kernel.calls == 0
-    (warning,) = warnings()
-    assert "its heads are wider than 8" in warning
-
-
-def test_an_override_that_bypasses_it_is_told(dit, load, kernel, warnings):
-    model = load(attention=kernel.kind)
-    model.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *a, **k: func(*a, **k)
-    dit.sample(model)
-    (warning,) = warnings()
-    assert kernel.calls == 0 and "no call reached it" in warning
 
 
 def test_the_latest_int8_attention_counts_and_no_other_choice_undoes_it(dit, load, install, attention):
@@ -440,37 +424,21 @@ def test_the_latest_int8_attention_counts_and_no_other_choice_undoes_it(dit, loa
 # What is refused
 
 
-def test_a_comfy_kitchen_without_it(load, monkeypatch):
+def test_what_cannot_run_is_refused_and_says_why(load, install, attention, monkeypatch):
     import comfy_kitchen
 
+    def refused(message, device=CPU, error=RuntimeError, choice=KITCHEN):
+        with pytest.raises(error, match=message):
+            attention.check_attention(choice, device)
+
+    refused("attention must be one of auto, as ComfyUI, INT8, INT8", error=ValueError, choice="sage")
     monkeypatch.delattr(comfy_kitchen, "int8_attention", raising=False)
-    with pytest.raises(RuntimeError, match=r"no INT8 attention. 0.2.29 has it: run `pip install .*set to as ComfyUI"):
-        load(attention=KITCHEN)
-
-
-def test_a_machine_without_a_gpu(load, install, monkeypatch):
-    import comfy_kitchen
-
+    refused(r"no INT8 attention. 0.2.29 has it: run `pip install .*set to as ComfyUI")
     install(StandIn(), KITCHEN)
     monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: False)
     with pytest.raises(RuntimeError, match="runs on cpu, and INT8 attention needs a GPU"):
         load(attention=KITCHEN)
-
-
-@pytest.mark.parametrize(
-    "capability, reason", (((7, 0), r"A Card \(sm_70\) is too old"), ((8, 6), "install a PyTorch"))
-)
-def test_a_card_without_it(attention, install, monkeypatch, capability, reason):
-    import comfy_kitchen
-
-    install(StandIn(), KITCHEN)
-    monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with pytest.raises(RuntimeError, match=reason):
-        attention.check_attention(KITCHEN, torch.device("cuda"))
-
-
-def test_an_unknown_choice(attention):
-    with pytest.raises(ValueError, match="attention must be one of auto, as ComfyUI, INT8, INT8"):
-        attention.check_attention("sage", torch.device("cpu"))
+    for capability, message in (((7, 0), r"A Card \(sm_70\) is too old"), ((8, 6), "install a PyTorch")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        refused(message, torch.device("cuda"))
