@@ -46,11 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-@pytest.fixture(autouse=True)
-def eager_reference(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)  # before what a module makes once
+def eager_reference(request: pytest.FixtureRequest) -> Iterator[None]:
     """Outside of tests/kernels nothing runs under Triton's interpreter: a whole model would take hours."""
-    if TESTS / "kernels" not in request.path.parents:
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if TESTS / "kernels" not in request.path.parents:
+            patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
 
 
 def comfyui_path() -> Path:

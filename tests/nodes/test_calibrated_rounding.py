@@ -6,14 +6,6 @@ import torch
 ACT16 = "INT8 with 16-bit activations"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_interpreter():
-    """Before the fixtures of this module, which quantize."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
-
-
 @pytest.fixture(scope="module")
 def model(dit):
     return dit.stock()

@@ -11,10 +11,8 @@ import torch
 
 @pytest.fixture(scope="module")
 def model(dit):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        model = dit.quantize(dit.stock())
-        dit.output(model)
+    model = dit.quantize(dit.stock())
+    dit.output(model)
     return model
 
 
