@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from support.tensors import cosine, relative_error
 
@@ -106,14 +107,17 @@ def test_a_folded_block_computes_the_same_in_stock_layers(blocks, folding, name)
     assert_same_but_for_rounding(blocks.stock(name, folded), block, lambda module: module())
 
 
-@pytest.mark.parametrize("name", ("Z-Image", "Qwen-Image"))
-def test_a_protected_layer_reads_the_divided_input_too(blocks, folding, name):
-    """It is multiplied by the factors that its input was divided by. A protected producer takes them in its rows."""
-    readers = blocks.readers_of(name)
-    protected = {"block.feed_forward.w3", "block.attn.to_v"}
-    int8 = tuple(layer for layer in readers if layer not in protected)
-    smooth = factors(blocks, folding, name, int8)
-    model = blocks.build(name, smooth.get, int8)
+MODULATIONS = {"SD3": ("adaLN_modulation.1",), "Qwen-Image": ("img_mod.1", "txt_mod.1")}
+OTHERS = [(name, ("block.feed_forward.w3", "block.attn.to_v"), ()) for name in ("Z-Image", "Qwen-Image")]
+OTHERS += [(name, (), tuple(f"block.{layer}" for layer in layers)) for name, layers in MODULATIONS.items()]
+
+
+@pytest.mark.parametrize("name, protected, modulations", OTHERS)
+def test_other_layers_of_a_folded_block(blocks, folding, name, protected, modulations):
+    """A protected reader is multiplied by the factors that its input was divided by; a protected producer takes them in
+    its rows. An INT8 modulation, of a file that others made, takes them in its scales."""
+    int8 = tuple(layer for layer in blocks.readers_of(name) if layer not in protected)
+    model = blocks.build(name, factors(blocks, folding, name, int8).get, (*int8, *modulations))
     block = model.model.diffusion_model
     folded = blocks.stock(name, written(folding.fold(model, block.state_dict())))
     assert_same_but_for_rounding(folded, block, lambda module: module())
@@ -129,19 +133,6 @@ def test_layers_that_share_an_input_but_not_its_factors_are_not_folded(blocks, f
     model = blocks.build("Z-Image", smooth.get, readers)
     with pytest.raises(ValueError, match=rf"of {1 + smoothed} layers, block.feed_forward.w1 first, cannot be folded"):
         folding.fold(model, model.model.diffusion_model.state_dict())
-
-
-@pytest.mark.parametrize(
-    "name, modulations", (("SD3", ("adaLN_modulation.1",)), ("Qwen-Image", ("img_mod.1", "txt_mod.1")))
-)
-def test_an_int8_modulation_takes_the_factors_in_its_scales(blocks, folding, name, modulations):
-    """Of a file that others made: this pack leaves modulation in high precision."""
-    readers = blocks.readers_of(name)
-    smooth = factors(blocks, folding, name, readers)
-    model = blocks.build(name, smooth.get, (*readers, *(f"block.{modulation}" for modulation in modulations)))
-    block = model.model.diffusion_model
-    folded = blocks.stock(name, written(folding.fold(model, block.state_dict())))
-    assert_same_but_for_rounding(folded, block, lambda module: module())
 
 
 def test_a_producer_in_fp8_takes_no_factors(blocks, folding):
@@ -183,6 +174,8 @@ def test_ideogram_4_folds_wholly(dit, ideogram, tmp_path, protect):
     assert all(weight._params.smooth is not None for weight in dit.int8_weights(quantized).values())
     own, folded = (dit.save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
     assert formats(dit, own) == {"int8_smoothquant"} and formats(dit, folded) == {"int8_tensorwise"}
+    again = dit.save(dit.load(own), tmp_path / "again.safetensors", True)
+    dit.assert_same_tensors(load_file(again), load_file(folded))
 
     for model in (comfy.sd.load_diffusion_model(folded), dit.load(folded)):
         assert_same_models(model, dit.load(own), small.output)
@@ -222,39 +215,54 @@ def test_layers_with_16_bit_activations_keep_them(dit, ideogram, tmp_path, caplo
     assert_same_models(loaded, dit.load(own), small.output)
 
 
-@pytest.mark.parametrize("protect", (0, 3))
-def test_the_glyph_model_folds_where_its_modulation_feeds_one_layer(dit, tmp_path, protect):
-    quantized = dit.quantize(dit.stock(), protect, smooth_only_foldable=True, calibration=dit.recorded())
-    smoothed = {layer for layer, w in dit.int8_weights(quantized).items() if w._params.smooth is not None}
-    assert smoothed == {layer for layer in dit.int8_weights(quantized) if layer.endswith(("qkv", "fc1"))}
-    own, folded = (dit.save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
+def in_fp8(dit):
+    """Its modulation is float8 and could not be divided; what it becomes can."""
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model(str(dit.FILE), model_options={"dtype": torch.float8_e4m3fn})
+
+
+GLYPHS = {
+    "plain": (lambda dit: dit.stock(), 0, {}),
+    "protected": (lambda dit: dit.stock(), 3, {}),
+    "raw FP8": (in_fp8, 0, {}),
+    "rotated": (lambda dit: dit.stock(), 0, {"method": "smooth + rotate"}),
+}
+
+
+@pytest.mark.parametrize("source, protect, options", GLYPHS.values(), ids=GLYPHS)
+def test_the_glyph_model_folds_where_its_modulation_feeds_one_layer(dit, tmp_path, source, protect, options):
+    """What is rotated stays so. A LoRA is baked in before."""
+    quantized = foldable(dit, source(dit), protect, **options)
+    int8 = dit.int8_weights(quantized)
+    smoothed = {layer for layer, w in int8.items() if w._params.smooth is not None}
+    assert smoothed == {layer for layer in int8 if layer.endswith(("qkv", "fc1"))}
+    lora = dit.lora([*dit.LINEARS, "joint_blocks.0.x_block.adaLN_modulation.1"])
+    saved = dit.with_lora(quantized, lora) if protect else quantized
+    own, folded = (dit.save(saved, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
     assert formats(dit, folded) == {"int8_tensorwise"}
+    if protect:
+        assert dit.relative_error(dit.output(dit.load(own)), dit.output(quantized)) > 0.05
+    else:
+        groups = {layer: weight._params.rotation_group for layer, weight in dit.int8_weights(dit.load(folded)).items()}
+        assert groups == {layer: weight._params.rotation_group for layer, weight in int8.items()}
     times = (0.95, 0.7, 0.4, 0.1)
     velocities = lambda model: torch.stack([dit.velocity(model, time) for time in times])  # noqa: E731
     assert_same_models(dit.stock(folded), dit.load(own), velocities)
 
 
-def test_a_raw_fp8_source_is_smoothed_where_its_quantized_model_folds(dit, tmp_path):
-    """Its modulation is float8 and could not be divided; what it becomes can."""
-    import comfy.sd
-
-    model = comfy.sd.load_diffusion_model(str(dit.FILE), model_options={"dtype": torch.float8_e4m3fn})
-    quantized = dit.quantize(model, smooth_only_foldable=True, calibration=dit.recorded())
-    smoothed = {layer for layer, w in dit.int8_weights(quantized).items() if w._params.smooth is not None}
-    assert smoothed == {layer for layer in dit.LINEARS if layer.endswith(("qkv", "fc1"))}
-    own, folded = (dit.save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
-    assert_same_models(dit.stock(folded), dit.load(own), dit.output)
+def foldable(dit, model, protect=0, **options):
+    return dit.quantize(model, protect, smooth_only_foldable=True, calibration=dit.recorded(), **options)
 
 
-def test_nothing_smoothed_is_nothing_folded(dit, tmp_path, caplog):
-    """A LoRA fits such a file."""
-    path = dit.save(dit.quantize(dit.stock(), method="rotate"), tmp_path / "rotated.safetensors", fold=True)
-    dit.sample(dit.with_lora(dit.load(path), dit.lora([dit.LAYER])))
-    assert not warnings(caplog)
-
-
-def test_what_leaves_the_range_of_fp16_is_not_written(dit, tmp_path):
-    quantized = dit.quantize(dit.stock(), smooth_only_foldable=True, calibration=dit.recorded())
+def test_what_cannot_be_folded_is_named_and_leaves_no_file(dit, tmp_path):
+    quantized = dit.quantize(dit.stock(), calibration=dit.recorded())
+    message = (
+        "factors of 10 layers, joint_blocks.0.context_block.attn.proj first, cannot be folded.*smooth_only_foldable"
+    )
+    with pytest.raises(ValueError, match=message):
+        dit.save(quantized, tmp_path / "folded.safetensors", fold=True)
+    quantized = foldable(dit, dit.stock())
     modulation = dit.module(quantized, "joint_blocks.1.x_block.adaLN_modulation.1")
     modulation.weight = torch.nn.Parameter(torch.full_like(modulation.weight, 6e4).half(), requires_grad=False)
     with pytest.raises(ValueError, match=r"1\.x_block\.adaLN_modulation\.1\.weight leaves the range of torch\.float16"):
@@ -262,59 +270,16 @@ def test_what_leaves_the_range_of_fp16_is_not_written(dit, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_rotated_layers_stay_rotated(dit, tmp_path):
-    quantized = dit.quantize(
-        dit.stock(), method="smooth + rotate", smooth_only_foldable=True, calibration=dit.recorded()
-    )
-    folded = dit.load(dit.save(quantized, tmp_path / "folded.safetensors", fold=True))
-    for layer, weight in dit.int8_weights(quantized).items():
-        held = dit.int8_weights(folded)[layer]
-        assert held._params.rotation_group == weight._params.rotation_group is not None
-        assert torch.equal(held._qdata, weight._qdata)
-    assert_same_models(folded, quantized, dit.output)
-
-
-def test_what_cannot_be_folded_is_named_and_leaves_no_file(dit, tmp_path):
-    quantized = dit.quantize(dit.stock(), calibration=dit.recorded())
-    first = "joint_blocks.0.context_block.attn.proj"
-    message = f"factors of 10 layers, {first} first, cannot be folded.*smooth_only_foldable"
-    with pytest.raises(ValueError, match=message):
-        dit.save(quantized, tmp_path / "folded.safetensors", fold=True)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_lora_is_baked_in_before_folding(dit, tmp_path):
-    quantized = dit.quantize(dit.stock(), 3, smooth_only_foldable=True, calibration=dit.recorded())
-    modulation = "joint_blocks.0.x_block.adaLN_modulation.1"
-    patched = dit.with_lora(quantized, dit.lora([*dit.LINEARS, modulation]))
-    own, folded = (dit.save(patched, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
-    assert dit.relative_error(dit.output(dit.load(own)), dit.output(quantized)) > 0.05  # it had an effect
-    assert_same_models(dit.stock(folded), dit.load(own), dit.output)
-
-
-def test_a_file_that_was_loaded_can_be_folded(dit, ideogram, tmp_path):
-    small, model = ideogram
-    quantized = dit.quantize(model, **small.calibration(model))
-    direct = dit.save(quantized, tmp_path / "direct.safetensors", fold=True)
-    loaded = dit.load(dit.save(quantized, tmp_path / "own.safetensors", fold=False))
-    again = dit.save(loaded, tmp_path / "again.safetensors", fold=True)
-    with safe_open(direct, framework="pt") as a, safe_open(again, framework="pt") as b:
-        assert set(a.keys()) == set(b.keys())
-        assert all(torch.equal(a.get_tensor(key), b.get_tensor(key)) for key in a.keys())
-
-
-def folded_glyphs(dit, tmp_path):
-    quantized = dit.quantize(dit.stock(), smooth_only_foldable=True, calibration=dit.recorded())
-    return dit.save(quantized, tmp_path / "folded.safetensors", fold=True)
-
-
 def warnings(caplog):
     return [record for record in caplog.records if "LoRA on a folded INT8 file" in record.getMessage()]
 
 
 def test_a_lora_on_a_folded_file_warns(dit, tmp_path, caplog):
-    """Its weights are in another basis than the LoRA's, which nobody could see in the image."""
-    path = folded_glyphs(dit, tmp_path)
+    """Its weights are in another basis than the LoRA's, which nobody could see in the image. What is made of it stays
+    folded. Of a file with nothing to fold there is nothing to say."""
+    rotated = dit.save(dit.quantize(dit.stock(), method="rotate"), tmp_path / "rotated.safetensors", fold=True)
+    dit.sample(dit.with_lora(dit.load(rotated), dit.lora([dit.LAYER])))
+    path = dit.save(foldable(dit, dit.stock()), tmp_path / "folded.safetensors", fold=True)
     with safe_open(path, framework="pt") as file:
         assert json.loads(file.metadata()["int8_dit_recipe"])["folded"] is True
     model = dit.load(path)
@@ -325,10 +290,6 @@ def test_a_lora_on_a_folded_file_warns(dit, tmp_path, caplog):
     assert len(warnings(caplog)) == 1
     dit.save(patched, tmp_path / "baked.safetensors", fold=False)
     assert len(warnings(caplog)) == 2
-
-
-def test_what_is_made_of_a_folded_file_stays_folded(dit, tmp_path, caplog):
-    model = dit.load(folded_glyphs(dit, tmp_path))
     again = dit.save(dit.quantize(model), tmp_path / "again.safetensors", fold=False)
     dit.sample(dit.with_lora(dit.load(again), dit.lora([dit.LAYER])))
-    assert len(warnings(caplog)) == 1
+    assert len(warnings(caplog)) == 3
