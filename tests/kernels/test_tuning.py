@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from triton.compiler.errors import CompilationError
 from triton.runtime import errors as runtime_errors
 
 import kernels.card.kept_files
@@ -83,9 +82,8 @@ def warnings_of(caplog):
 def test_the_fastest_is_chosen_and_remembered(card):
     tuner = Tuner()
     assert card.choose(tuner=tuner) == CONFIGS[1]
-    measurements = len(card.measurements)
     assert card.choose(tuner=tuner) == CONFIGS[1]
-    assert (tuner.measured, len(card.measurements)) == (1, measurements)
+    assert tuner.measured == 1 and [repetitions for _, repetitions in card.measurements] == [3, 3, 3]
 
 
 def test_threads_that_ask_at_once_measure_once(card):
@@ -114,18 +112,6 @@ def test_the_closer_look_decides(card, monkeypatch):
     assert card.choose() == CONFIGS[0]
 
 
-def test_a_clear_winner_is_measured_once(card):
-    card.choose()
-    assert [repetitions for _, repetitions in card.measurements] == [3, 3, 3]
-
-
-def test_a_new_m_of_a_known_bucket_measures_nothing(card):
-    tuner = Tuner()
-    for m in (4097, 5000, 6144):
-        card.choose(TuningKey(CARD, m_bucket(m), 4608, 4608), tuner)
-    assert tuner.measured == 1
-
-
 def test_k_walked_twice_is_measured_for_itself_and_kept(card):
     tuner, twice = Tuner(), dataclasses.replace(KEY, passes=2)
     card.choose(tuner=tuner)
@@ -134,14 +120,6 @@ def test_k_walked_twice_is_measured_for_itself_and_kept(card):
     later = Tuner()
     assert (card.choose(twice, later), card.choose(tuner=later)) == (CONFIGS[0], CONFIGS[1])
     assert (tuner.measured, later.measured) == (2, 0)
-
-
-def test_a_file_that_names_no_passes_means_one(card, tmp_path):
-    card.choose()
-    path = cache_file(tmp_path)
-    path.write_text(path.read_text().replace('"passes": 1,', ""))
-    later = Tuner()
-    assert card.choose(tuner=later) == CONFIGS[1] and later.measured == 0
 
 
 def test_what_another_process_measured_meanwhile_is_found(card):
@@ -187,43 +165,27 @@ def test_the_source_hash_follows_the_kernel_and_its_launcher(monkeypatch, tmp_pa
 def test_the_file_can_be_read_by_people_and_named_on_windows(card, tmp_path):
     card.choose()
     path = cache_file(tmp_path)
-    content = json.loads(path.read_text())
-    assert (content["card"], content["triton"], len(content["kernel_source"])) == (CARD, triton.__version__, 64)
-    (entry,) = content["entries"]
-    assert (entry["m_bucket"], entry["n"], entry["k"], entry["milliseconds"]) == (1024, 4608, 18432, 1.0)
+    (entry,) = json.loads(path.read_text())["entries"]
     assert entry["config"] == dataclasses.asdict(CONFIGS[1])
     assert path.name.startswith("nvidia-geforce-rtx-3090-")
     weird = TuningCache('a<b>:"c"/\\d|?* ' + "x" * 300).path.name
     assert not set(weird) & set('<>:"/\\|?* ') and len(weird) < 100
 
 
-def truncated(text):
-    return text[: len(text) // 2].encode()
-
-
-def changed(**values):
-    return lambda text: json.dumps({**json.loads(text), **values}).encode()
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        truncated,
-        lambda text: b"",
-        lambda text: b"[1, 2]",
-        lambda text: b"null",
-        lambda text: bytes(range(256)),
-        lambda text: b"[" * 100_000,
-        changed(entries={}),
-        changed(card="NVIDIA H200"),
-        changed(triton=3),
-        changed(entries=10**4000),
+        lambda text: text[: len(text) // 2],
+        lambda text: "[1, 2]",
+        lambda text: "\udcff",
+        lambda text: "[" * 100_000,
+        lambda text: text.replace(CARD, "NVIDIA H200"),
     ],
 )
 def test_a_damaged_file_is_ignored_and_written_anew(card, tmp_path, caplog, damage):
     card.choose()
     path = cache_file(tmp_path)
-    path.write_bytes(damage(path.read_text()))
+    path.write_text(damage(path.read_text()), errors="surrogateescape")
 
     second = Tuner()
     for k in (64, 128):
@@ -236,36 +198,17 @@ def test_a_damaged_file_is_ignored_and_written_anew(card, tmp_path, caplog, dama
     assert third.measured == 0
 
 
-def entry_with(**values):
-    return lambda entry: {**entry, **values}
-
-
-def config_with(**values):
-    return lambda entry: {**entry, "config": {**entry["config"], **values}}
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda entry: [1, 2],
-        lambda entry: {},
-        entry_with(n="4608"),
-        entry_with(m_bucket=True),
-        entry_with(k=10**400),
-        entry_with(passes=3),
-        lambda entry: config_with(split_k=3)(entry_with(passes=2)(entry)),
-        entry_with(milliseconds=float("nan")),
-        entry_with(milliseconds=10**400),
-        entry_with(milliseconds=0),
-        entry_with(config=None),
-        entry_with(config={}),
-        config_with(block_n=128.0),
-        config_with(block_m=100),
-        config_with(num_warps=True),
-        config_with(num_stages=None),
-        config_with(pipeline="unheard of"),
-        config_with(split_k=1 << 40),
-        config_with(clusters=2),
+        {"m_bucket": True},
+        {"k": 10**400},
+        {"passes": 2, "split_k": 3},
+        {"milliseconds": float("nan")},
+        {"config": {}},
+        {"block_m": 100},
+        {"split_k": 1 << 40},
+        {"clusters": 2},
     ],
 )
 def test_an_entry_that_is_no_configuration_is_dropped(card, tmp_path, caplog, damage):
@@ -274,7 +217,9 @@ def test_an_entry_that_is_no_configuration_is_dropped(card, tmp_path, caplog, da
     card.choose()
     path = cache_file(tmp_path)
     content = json.loads(path.read_text())
-    content["entries"][1] = damage(content["entries"][1])
+    entry = content["entries"][1]
+    for name, value in damage.items():
+        (entry if name in entry else entry["config"])[name] = value
     path.write_text(json.dumps(content))
 
     second = Tuner()
@@ -412,18 +357,7 @@ def test_a_shipped_configuration(card, monkeypatch, case, chosen):
     assert tuner.measured == (case == "does not run here")
 
 
-UNFIT = [
-    runtime_errors.OutOfResources(200, 100, "shared memory"),
-    CompilationError(None, None, "no such instruction"),
-    RuntimeError("`ptxas` failed with error code 255"),
-    RuntimeError("PassManager::run failed"),
-]
-UNFIT.append(WrongResult())
-if hasattr(runtime_errors, "PTXASError"):
-    UNFIT.append(runtime_errors.PTXASError("Internal Triton PTX codegen error"))
-
-
-@pytest.mark.parametrize("error", UNFIT, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", (runtime_errors.OutOfResources(200, 100, "shared memory"), WrongResult()))
 def test_a_candidate_that_cannot_run_is_skipped(card, error):
     card.times[CONFIGS[1]] = error
     assert card.choose() == CONFIGS[2]
