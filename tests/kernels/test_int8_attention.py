@@ -280,13 +280,6 @@ def test_the_kernel_is_a_way_of_exact_attention():
     assert relative_error(attend_by(TRITON, q, k, v), exact(q, k, v)) < COMPUTED["floats"][2]
 
 
-def test_compiled_without_a_graph_break():
-    q, k, v = operands(tq=20, tk=30)
-    compiled = torch.compile(lambda *tensors: int8_attention(*tensors) * 2, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        assert torch.equal(compiled(q, k, v), int8_attention(q, k, v) * 2)
-
-
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_captured_in_a_graph():
     q, k, v = operands(tq=300, tk=700, width=128)
