@@ -13,21 +13,6 @@ def factors(seed=1):
     return random_float(CHANNELS, seed=seed).abs() + 0.5
 
 
-def transforms():
-    return [UNCHANGED, ChannelTransform(factors()), ChannelTransform(None, GROUP), ChannelTransform(factors(), GROUP)]
-
-
-@pytest.mark.parametrize("transform", transforms(), ids=("unchanged", "smoothed", "rotated", "both"))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-def test_the_product_is_unchanged(transform, dtype):
-    x, w = random_float(5, CHANNELS, dtype=dtype), random_float(7, CHANNELS, seed=2, dtype=dtype)
-    activations, weight = transform.to_activations(x), transform.to_weight(w)
-    assert activations.dtype == weight.dtype == torch.float32
-    expected = x.double() @ w.double().t()
-    torch.testing.assert_close(activations.double() @ weight.double().t(), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(transform.from_weight(weight), w.float(), rtol=1e-5, atol=1e-5)
-
-
 def test_equal_by_value_not_by_object():
     smooth = factors()
     assert ChannelTransform(smooth, GROUP).same_as(ChannelTransform(smooth.clone(), GROUP))
