@@ -45,12 +45,6 @@ def test_leading_dimensions_and_empty_inputs():
     assert torch.equal(statistics.absmax, x.abs().amax((0, 1, 2)))
 
 
-def test_before_the_first_call():
-    statistics = ActivationStatistics()
-    assert statistics.absmax is None and statistics.latest_peak is None
-    assert statistics.calls == statistics.finite_calls == statistics.spikiness == 0
-
-
 @pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 1e30))
 @pytest.mark.parametrize("bad", (0, 3, 15, 16, 20, 39))
 def test_the_first_call_that_is_not_finite(value, bad):
@@ -186,7 +180,6 @@ def test_restored_statistics():
         (1, math.inf, 1.0, 1.0, "spikiness of inf"),
         (1 << 60, 1.0, 1.0, 1.0, f"{1 << 60} calls"),
         (1, math.nan, 1.0, 1.0, "spikiness of nan"),
-        (1, -1.0, 1.0, 1.0, "spikiness of -1.0"),
         (1, 1e7, 1.0, 1.0, "spikiness of 10000000.0"),
         (1, 1.0, math.nan, 1.0, "absmax holds a value that is negative, NaN, Inf or above 1e\\+12"),
         (1, 1.0, -1.0, 1.0, "absmax holds a value that is negative"),
