@@ -12,15 +12,16 @@ from .calibration.recorder import calibrate
 from .host import notices
 from .host.badges import Badge, badges_output
 from .host.work import Progress
-from .loading.summary import summarize
+from .layers.layer_selection import quantization_targets
+from .loading.summary import runs_where, summarize
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
 from .pictures.plot import check_matplotlib
 from .pictures.quantization_plot import plot
 from .quantization.chart import chart_of
-from .quantization.quantize import QuantizationSettings, quantization_targets, quantize_model
+from .quantization.quantize import QuantizationSettings, quantize_model
 from .quantization.report import BF16, PROTECTED_IN, QuantizationReport
-from .sockets import CalibrationType, attention_input, decision_stamp, kernel_input, runs_where
+from .sockets import CalibrationType, attention_input, decision_stamp, kernel_input
 
 # A conditioning without text or image features: what ComfyUI runs an unconditional model on.
 _NULL_CONDITIONING = [[None, {}]]

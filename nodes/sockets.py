@@ -5,13 +5,12 @@ import logging
 from typing import Any
 
 import comfy.model_management
-from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..kernels import AUTO_CHOICES, KERNEL_CHOICES, choose_path
-from .host.badges import Badge, badges_output
+from ..kernels import AUTO_CHOICES, KERNEL_CHOICES
+from .host.badges import badges_output
 from .host.notices import show_load_warnings
-from .loading.summary import Summary, floats_name, summarize
+from .loading.summary import runs_where, summarize
 from .patching.attention_kinds import ATTENTION_KINDS, DEFAULT_ATTENTION
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
@@ -80,28 +79,3 @@ def shown(output: Any, kernel: str, otherwise: str | None = None) -> io.NodeOutp
     logger.info("INT8 DiT: %s", summary)
     show_load_warnings()
     return io.NodeOutput(output, str(summary), ui=badges_output(runs_where(model, summary, kernel, otherwise)))
-
-
-def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: str | None = None) -> Badge:
-    """What the linears of a MODEL compute with, for the node that has the widget `kernel`.
-
-    Args:
-        summary: of the MODEL.
-        kernel: what the widget says.
-        otherwise: what the linears compute with where the kernel does not run; None for the floats of the MODEL.
-    """
-    on_gpu = model.load_device.type == "cuda"
-    total = sum(summary.linears.values())
-    if summary.int8:
-        name = "fused INT8" if on_gpu else "INT8 without a GPU"
-        return Badge("good" if on_gpu else "note", f"{name}: {summary.int8} of {total}", str(summary))
-    if summary.native:
-        return Badge("good", f"ComfyUI's INT8, faster here: {summary.native} of {total}", str(summary))
-    otherwise = otherwise or floats_name(model.model.get_dtype_inference())
-    if kernel == "auto" and on_gpu and AUTO_CHOICES.stored(model.load_device) is not None:
-        return Badge("good", f"{otherwise}: faster here", str(summary))
-    path = choose_path(model.load_device, kernel)
-    if not path.fallback:
-        return Badge("note", f"{otherwise}, as chosen" if kernel == "bf16" else f"no INT8: 0 of {total}", str(summary))
-    why = "no GPU" if not on_gpu else "the kernel cannot run" if path.blocked else "not an RTX 30"
-    return Badge("warn", f"{otherwise}: {why}", str(summary), "bf16")

@@ -14,21 +14,9 @@ DIFFUSION_MODEL = "diffusion_model."
 """What ComfyUI puts before the names of a diffusion model's parts, in patches and backups."""
 
 
-def root_of(model: ModelPatcher) -> tuple[torch.nn.Module, str]:
-    """The module whose linears compute, and what ComfyUI puts before the names of its parts: a MODEL's diffusion model,
-    or all that a CLIP holds."""
-    return (model.model, "") if model.is_clip else (model.model.diffusion_model, DIFFUSION_MODEL)
-
-
 def weight_below_patches(model: ModelPatcher, key: str) -> torch.Tensor:
     """What is stored, whatever patches do to it; `key` is its name in the BaseModel ("diffusion_model.X.weight")."""
     return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
-
-
-def possibly_patched(model: ModelPatcher) -> set[str]:
-    """The names in the diffusion model of all that patches may change, or have changed."""
-    keys = {*model.patches, *model.backup}
-    return {key.removeprefix(DIFFUSION_MODEL) for key in keys if key.startswith(DIFFUSION_MODEL)}
 
 
 class LoRAFactors(NamedTuple):
@@ -64,8 +52,9 @@ def is_patch(function: object) -> bool:
     return getattr(function, "is_lowvram_patch", False)
 
 
-def clone_around(model: ModelPatcher, built: ModelPatcher) -> ModelPatcher:
-    """A clone of a MODEL, its sampling settings, wrappers and hooks, with the weights of another, freshly built one."""
+def clone_around(model: ModelPatcher, built: ModelPatcher, key: str) -> ModelPatcher:
+    """A clone of a MODEL, its sampling settings, wrappers and hooks, with the weights of another, freshly built one,
+    and the callbacks that this one has under `key` in the place of its own."""
     clone = model.clone(model_override=(built.model, ({}, {}, {}, set())))
     clone.size = 0  # measured again: INT8 is smaller
     clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
@@ -77,15 +66,11 @@ def clone_around(model: ModelPatcher, built: ModelPatcher) -> ModelPatcher:
         clone.fast_disk = built.fast_disk
     # By this ComfyUI finds the copies of a MODEL on other GPUs, and those of the original are none of this one.
     clone.clone_base_uuid = built.clone_base_uuid
-    return clone
-
-
-def take_callbacks(model: ModelPatcher, built: ModelPatcher, key: str) -> None:
-    """Give a MODEL the callbacks that another has under a key, in the place of its own."""
-    for kind in {*model.callbacks, *built.callbacks}:
-        model.remove_callbacks_with_key(kind, key)
+    for kind in {*clone.callbacks, *built.callbacks}:
+        clone.remove_callbacks_with_key(kind, key)
         for function in built.get_callbacks(kind, key):
-            model.add_callback_with_key(kind, key, function)
+            clone.add_callback_with_key(kind, key, function)
+    return clone
 
 
 def on_other_gpus_again(model: ModelPatcher) -> ModelPatcher:

@@ -11,19 +11,13 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import ChannelTransform, Quantized, int8_gemm, int8_linear, requantize_weight, runs_fused
 from ..comfyui.layers import cast_quantized, given_back
-from ..comfyui.patcher import DIFFUSION_MODEL, key_of
+from ..comfyui.patcher import key_of
 from ..comfyui.quantized import stored
 from ..deferred import takers
 from ..deferred.notes import Deferred, outside, tracking, valued
 from .linear_call import LinearCall, read_linear_call
 from .plain_loras import StoredLoRA, add_lora, each_once, loras_of, stored_lora
 from .weight_form import InputForm, KnownWeight, form_of, known_form, known_weight, weight_form
-
-
-def class_patch(name: str, prefix: str = DIFFUSION_MODEL) -> str:
-    """Under which name a ModelPatcher patches the class of a linear, given its module path in the diffusion model, or
-    in what else `root_of` says."""
-    return f"{prefix}{name}.__class__"
 
 
 def fused_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:

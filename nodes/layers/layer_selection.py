@@ -1,12 +1,15 @@
 """Which linears of a diffusion transformer are quantized: one rule by name and size, for every architecture."""
 
 import re
+from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 
-from ..comfyui.patcher import root_of
+from ..comfyui.attention import is_attention_choice
+from ..comfyui.compiling import is_compiled
+from ..comfyui.patcher import DIFFUSION_MODEL
 
 # Modulation, embedders of time, text and guidance, and the like: small, and what leaves them scales or shifts whole
 # blocks. A word of the path must match in full.
@@ -31,6 +34,22 @@ def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
         return False
     in_a_block = any(part.isdigit() for part in path[:-1])
     return in_a_block or shape[0] * shape[1] >= _LARGE_PROJECTION
+
+
+def root_of(model: ModelPatcher) -> tuple[torch.nn.Module, str]:
+    """The module whose linears compute, and what ComfyUI puts before the names of its parts: a MODEL's diffusion model,
+    or all that a CLIP holds."""
+    return (model.model, "") if model.is_clip else (model.model.diffusion_model, DIFFUSION_MODEL)
+
+
+def class_patch(model: ModelPatcher, name: str) -> str:
+    """Under which name a MODEL or CLIP patches the class of a part, given its path in what `root_of` says."""
+    return f"{root_of(model)[1]}{name}.__class__"
+
+
+def keeps_exact(patch: Any) -> bool:
+    """Whether an object patch of a MODEL is the class of a block whose attention INT8 leaves out."""
+    return getattr(patch, "keeps_exact_attention", False) is True
 
 
 def linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
@@ -71,3 +90,19 @@ def check_runs_as_stored(model: ModelPatcher) -> None:
             f"this MODEL carries something that is not in its weights ({', '.join(found)}) and would be "
             "lost. Load a bypass LoRA with the ordinary LoRA loader, or connect that node after this one"
         )
+
+
+def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
+    """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
+    check_runs_as_stored(model)
+    targets = quantizable_linears(model)
+    patches = model.object_patches.items()
+    replaced = (key for key, patch in patches if not (is_attention_choice(patch) or keeps_exact(patch)))
+    if is_compiled(model) or any(f"{key}.".startswith(DIFFUSION_MODEL) for key in replaced):
+        raise ValueError(
+            "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
+            "Quantize to INT8"
+        )
+    if not targets:
+        raise ValueError("this MODEL has no linear layers in repeated blocks, so there is nothing to quantize")
+    return targets

@@ -8,14 +8,13 @@ from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import BF16, FUSED, NATIVE, WAYS, choose_path
+from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path
 from ..comfyui.attention import OVERRIDE, chosen_layers
-from ..comfyui.patcher import root_of
 from ..comfyui.quantized import NATIVE_FORMAT, layout_of
-from ..layers.fused_forward import class_patch
-from ..layers.layer_selection import linears, quantizable_linears
+from ..host.badges import Badge
+from ..layers.layer_selection import class_patch, keeps_exact, linears, quantizable_linears
 from ..layers.weight_form import WeightForm, weight_form
-from ..patching.attention import AttentionOverride, keeps_exact
+from ..patching.attention import AttentionOverride
 from ..patching.attention_kinds import AS_COMFYUI
 from ..patching.file_notes import unknown_choices_of
 
@@ -58,7 +57,6 @@ class Summary:
 def summarize(model: ModelPatcher) -> Summary:
     """What the linears of a MODEL, or of a CLIP's text encoders, hold now, and what they and its attention will compute
     with."""
-    attention = None if model.is_clip else describe_attention(model)
     modules, usual = linears(model), quantizable_linears(model).keys()
     forms = {name: weight_form(module.weight, module) for name, module in modules.items()}
     dequantized = {name for name, module in modules.items() if getattr(module, "dequantized", False)}
@@ -75,7 +73,32 @@ def summarize(model: ModelPatcher) -> Summary:
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
     counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}
-    return Summary(counts, attention, int8, native)
+    return Summary(counts, None if model.is_clip else describe_attention(model), int8, native)
+
+
+def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: str | None = None) -> Badge:
+    """What the linears of a MODEL compute with, for the node that has the widget `kernel`.
+
+    Args:
+        summary: of the MODEL.
+        kernel: what the widget says.
+        otherwise: what the linears compute with where the kernel does not run; None for the floats of the MODEL.
+    """
+    on_gpu = model.load_device.type == "cuda"
+    total = sum(summary.linears.values())
+    if summary.int8:
+        name = "fused INT8" if on_gpu else "INT8 without a GPU"
+        return Badge("good" if on_gpu else "note", f"{name}: {summary.int8} of {total}", str(summary))
+    if summary.native:
+        return Badge("good", f"ComfyUI's INT8, faster here: {summary.native} of {total}", str(summary))
+    otherwise = otherwise or floats_name(model.model.get_dtype_inference())
+    if kernel == "auto" and on_gpu and AUTO_CHOICES.stored(model.load_device) is not None:
+        return Badge("good", f"{otherwise}: faster here", str(summary))
+    path = choose_path(model.load_device, kernel)
+    if not path.fallback:
+        return Badge("note", f"{otherwise}, as chosen" if kernel == "bf16" else f"no INT8: 0 of {total}", str(summary))
+    why = "no GPU" if not on_gpu else "the kernel cannot run" if path.blocked else "not an RTX 30"
+    return Badge("warn", f"{otherwise}: {why}", str(summary), "bf16")
 
 
 def _kind(
@@ -86,8 +109,7 @@ def _kind(
     `form` is that of its weight. `otherwise` is the place of one in floats and why it is in them, if that is no path's.
     """
     weight = module.weight
-    patch = class_patch(name, root_of(model)[1])
-    kernel = getattr(model.object_patches.get(patch, type(module)), "int8_kernel", None)
+    kernel = getattr(model.object_patches.get(class_patch(model, name), type(module)), "int8_kernel", None)
     path = None
     if kernel is not None:  # else this pack has nothing to do with it
         ways = WAYS if form is None else (FUSED, NATIVE) if form.native else (FUSED,)

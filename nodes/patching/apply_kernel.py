@@ -11,15 +11,15 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path
-from ..comfyui.patcher import root_of
 from ..comfyui.residency import keep_patched
 from ..deferred.install import defer, deferring_class
 from ..deferred.notes import valued
 from ..files.holding.stored_weight import is_stored
 from ..host import notices
-from ..layers.fused_forward import INT8Linear, class_patch, needs_gradient
+from ..layers.fused_forward import INT8Linear, needs_gradient
 from ..layers.input_groups import group_inputs
 from ..layers.int8_weight import is_int8
+from ..layers.layer_selection import class_patch, root_of
 from ..layers.linear_call import arguments_of, name_linears
 from ..layers.weight_form import weight_form
 
@@ -67,9 +67,8 @@ def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
         )
     patched = _running_fused(encoder, names, kernel)
     for name in _outermost(encoder, names):
-        patched.add_object_patch(
-            class_patch(name, ""), deferring_class(patched.get_model_object(class_patch(name, "")))
-        )
+        patch = class_patch(patched, name)
+        patched.add_object_patch(patch, deferring_class(patched.get_model_object(patch)))
     # ComfyUI calls nothing back before each prompt, so the user hears it here.
     _warn_of_fallback(kernel, "Apply Fused INT8 Kernel (Text Encoder)", patched)
     clone = clip.clone()
@@ -99,7 +98,7 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
     # ComfyUI puts a patched attribute in place when it loads the MODEL, and the old one back with the next MODEL: the
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
-    for patch in (class_patch(name, root_of(model)[1]) for name in names):
+    for patch in (class_patch(model, name) for name in names):
         found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied
         patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel, model.is_clip)))

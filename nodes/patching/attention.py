@@ -22,6 +22,7 @@ from ..comfyui.attention import (
 )
 from ..comfyui.patcher import DIFFUSION_MODEL
 from ..host import notices
+from ..layers.layer_selection import keeps_exact
 from .attention_kinds import AS_COMFYUI, ATTENTION_KINDS, KEEPS_EXACT, AttentionKind, read_call
 from .file_notes import exact_attention_of
 
@@ -67,11 +68,6 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
         # ComfyUI puts a class in place with the MODEL and takes it away with it; a compiler tells classes apart.
         other = now.own_class if keeps_exact(now) else classes.get(now) or classes.setdefault(now, _exact_class(now))
         model.add_object_patch(patch, other)
-
-
-def keeps_exact(patch: Any) -> bool:
-    """Whether an object patch of a MODEL is the class of a block whose attention INT8 leaves out."""
-    return getattr(patch, "keeps_exact_attention", False) is True
 
 
 def _exact_class(own: Any) -> type:

@@ -17,7 +17,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ..comfyui.attention import state_dict_of
-from ..comfyui.patcher import DIFFUSION_MODEL, possibly_patched, weight_below_patches
+from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..files import quant_config
 from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.writing.safetensors_writer import PendingTensor, Tensors
@@ -41,6 +41,12 @@ def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = No
     if pre_quant_scale is not None:
         return weight.float() * pre_quant_scale.to(device=weight.device, dtype=torch.float32)
     return weight if weight.dtype in (torch.bfloat16, torch.float16, torch.float32) else weight.float()  # raw float8
+
+
+def possibly_patched(model: ModelPatcher) -> set[str]:
+    """The names in the diffusion model of all that patches may change, or have changed."""
+    keys = {*model.patches, *model.backup}
+    return {key.removeprefix(DIFFUSION_MODEL) for key in keys if key.startswith(DIFFUSION_MODEL)}
 
 
 def patched_weight(model: ModelPatcher, name: str) -> torch.Tensor:

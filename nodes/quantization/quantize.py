@@ -26,15 +26,12 @@ from ...kernels import (
     transform_candidates,
 )
 from ..calibration.calibration import Calibration
-from ..calibration.recorder import disarm
-from ..comfyui.attention import is_attention_choice, state_dict_of
-from ..comfyui.compiling import is_compiled
+from ..calibration.recorder import disarmed
+from ..comfyui.attention import state_dict_of
 from ..comfyui.patcher import (
     DIFFUSION_MODEL,
     clone_around,
     on_other_gpus_again,
-    possibly_patched,
-    take_callbacks,
     weight_below_patches,
 )
 from ..comfyui.residency import CALLBACK_KEY
@@ -44,14 +41,13 @@ from ..files.holding.stored_weight import is_stored
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.input_groups import same_input_groups
 from ..layers.int8_weight import int8_weight
-from ..layers.layer_selection import check_runs_as_stored, linears, quantizable_linears
+from ..layers.layer_selection import linears, quantization_targets
 from ..layers.stored_weights import fits_codes
 from ..loading.load import build_like, rebuild_int8_model
 from ..loading.load_plan import LoadPlan
-from ..patching.attention import keeps_exact
 from ..patching.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
 from ..patching.folding import foldable_groups
-from ..patching.patched_weights import patched_weight
+from ..patching.patched_weights import patched_weight, possibly_patched
 from .report import ACT16, BF16, CODES, INT8, AttentionReport, LayerReport, QuantizationReport
 
 logger = logging.getLogger(__name__)
@@ -205,22 +201,6 @@ def quantize_model(
     return quantized, report
 
 
-def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
-    """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
-    check_runs_as_stored(model)
-    patches = model.object_patches.items()
-    replaced = (key for key, patch in patches if not (is_attention_choice(patch) or keeps_exact(patch)))
-    if is_compiled(model) or any(f"{key}.".startswith(DIFFUSION_MODEL) for key in replaced):
-        raise ValueError(
-            "the layers of this MODEL are already replaced (torch.compile or a similar node); connect that node after "
-            "Quantize to INT8"
-        )
-    targets = quantizable_linears(model)
-    if not targets:
-        raise ValueError("this MODEL has no linear layers in repeated blocks, so there is nothing to quantize")
-    return targets
-
-
 def _quantize_layers(
     model: ModelPatcher,
     settings: QuantizationSettings,
@@ -288,10 +268,9 @@ def _with_quantized_layers(
         return int8_weight(result.q, result.scale, compute_dtype, result.transform, result.activation_bits)
 
     built = build_like(model.model, tensors, LoadPlan(kernel, compute_dtype, make))
-    clone = clone_around(model, built)
+    bare = disarmed(model)  # a recorder was for the MODEL that was quantized
+    clone = clone_around(bare, built, CALLBACK_KEY)
     defer(clone)
-    disarm(clone)  # a recorder was for the MODEL that was quantized
-    take_callbacks(clone, built, CALLBACK_KEY)  # those of an earlier quantization go
     clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
     return on_other_gpus_again(clone)
 
@@ -304,14 +283,15 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
     made only when its layer is loaded. Of another layer the weight is a float if it is quantized and patched, or in a
     form of which a state dict has only the pieces.
     """
-    changed, targets = possibly_patched(model), {f"{name}.weight" for name in targets}
+    tensors, targets = state_dict_of(model), {f"{name}.weight" for name in targets}
     held = {f"{name}.weight": module for name, module in model.model.diffusion_model.named_modules()}
     floats = {key for key, module in held.items() if is_stored(getattr(module, "weight", None))} - targets
+    changed = possibly_patched(model)
     below = {key: weight_below_patches(model, DIFFUSION_MODEL + key) for key in {*changed, *targets, *floats}}
     floats |= {key for key in changed - targets if isinstance(below[key], QuantizedTensor)}
 
     state_dict = {}
-    for key, tensor in state_dict_of(model).items():
+    for key, tensor in tensors.items():
         layer, _, tensor_name = key.rpartition(".")
         if f"{layer}.weight" in targets | floats and tensor_name != "bias":
             continue  # the weight, and what belongs to its quantized form

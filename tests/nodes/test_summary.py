@@ -144,8 +144,7 @@ def test_a_model_without_linears(pack):
     ),
 )
 def test_the_short_line(pack, linears, int8, device, kernel, expected):
-    from int8_dit.nodes.loading.summary import Summary
-    from int8_dit.nodes.sockets import runs_where
+    from int8_dit.nodes.loading.summary import Summary, runs_where
 
     model = SimpleNamespace(load_device=torch.device(device))
     badge = runs_where(model, Summary(linears, "as ComfyUI", int8), kernel, "bf16")
@@ -156,8 +155,7 @@ def test_the_short_line(pack, linears, int8, device, kernel, expected):
 @pytest.mark.parametrize("obstacle, expected", ((None, "bf16: not an RTX 30"), ("no", "bf16: the kernel cannot run")))
 def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obstacle, expected):
     from int8_dit.kernels.card import device
-    from int8_dit.nodes.loading.summary import Summary
-    from int8_dit.nodes.sockets import runs_where
+    from int8_dit.nodes.loading.summary import Summary, runs_where
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -168,12 +166,11 @@ def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obst
 
 @pytest.mark.parametrize("native, expected", ((7, "ComfyUI's INT8, faster here: 7 of 8"), (0, "bf16: faster here")))
 def test_the_short_line_says_what_was_measured_to_be_faster(pack, monkeypatch, native, expected):
-    from int8_dit.nodes import sockets
-    from int8_dit.nodes.loading.summary import Summary
+    from int8_dit.nodes.loading import summary
 
-    monkeypatch.setattr(sockets.AUTO_CHOICES, "stored", lambda device: object())
+    monkeypatch.setattr(summary.AUTO_CHOICES, "stored", lambda device: object())
     model = SimpleNamespace(load_device=torch.device("cuda"))
-    badge = sockets.runs_where(model, Summary({"": 8}, "as ComfyUI", 0, native), "auto", "bf16")
+    badge = summary.runs_where(model, summary.Summary({"": 8}, "as ComfyUI", 0, native), "auto", "bf16")
     assert (badge.severity, badge.text) == ("good", expected)
 
 
