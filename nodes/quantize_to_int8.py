@@ -8,7 +8,7 @@ from comfy_api.latest import io
 from comfy_execution.validation import validate_node_input
 
 from ..kernels import METHODS, ROUNDINGS, Protection
-from .calibration.recorder import calibrate
+from .calibration.recorder import calibrate, disarmed
 from .host import notices
 from .host.badges import Badge, badges_output
 from .host.work import Progress
@@ -302,12 +302,12 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         given = {name for name, value in inputs.items() if value is not None}
         if wrong := _wrong_calibration_inputs(given):  # a node before this one gave nothing
             raise ValueError(wrong)
-        progress = Progress()
+        progress, layers = Progress(), len(quantization_targets(model))  # what cannot be quantized is refused first
+        model = disarmed(model)  # a recorder is for samplings elsewhere
         if sampler is not None:
             assert sigmas is not None and latent_image is not None  # or they were missing
             if len(sigmas) < 2:
                 raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
-            layers = len(quantization_targets(model))  # what cannot be quantized is refused before it is sampled
             prompts = prompts or [_NULL_CONDITIONING]
             sampled = _LAYERS_PER_STEP * len(prompts) * (len(sigmas) - 1)
             whole = Progress(sampled + layers)

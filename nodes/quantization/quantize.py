@@ -26,7 +26,6 @@ from ...kernels import (
     transform_candidates,
 )
 from ..calibration.calibration import Calibration
-from ..calibration.recorder import disarmed
 from ..comfyui.attention import state_dict_of
 from ..comfyui.patcher import (
     DIFFUSION_MODEL,
@@ -268,8 +267,7 @@ def _with_quantized_layers(
         return int8_weight(result.q, result.scale, compute_dtype, result.transform, result.activation_bits)
 
     built = build_like(model.model, tensors, LoadPlan(kernel, compute_dtype, make))
-    bare = disarmed(model)  # a recorder was for the MODEL that was quantized
-    clone = clone_around(bare, built, CALLBACK_KEY)
+    clone = clone_around(model, built, CALLBACK_KEY)
     defer(clone)
     clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
     return on_other_gpus_again(clone)
