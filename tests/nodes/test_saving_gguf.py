@@ -9,6 +9,9 @@ import gguf
 import pytest
 import torch
 
+from support.architectures import ARCHITECTURES
+from support.file_formats import FORMATS
+
 TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K")
 MOST_ERROR = {"Q8_0": 0.012, "Q6_K": 0.035, "Q5_K": 0.06, "Q4_K": 0.12}  # relative, of the model's weights
 
@@ -83,14 +86,6 @@ def test_what_is_saved_is_read_back(dit, wide, save, type):
     assert {kind for kind, _ in found.values()} == {type, "Q8_0", "F16", "F32"}
 
 
-def test_rows_that_no_block_divides_stay_floats(dit, save):
-    """Of the glyph model's widths, 192 and 64 divide by 32 alone."""
-    kinds = {name: kind for name, (kind, _) in read(save(dit.stock(), "Q4_K")).items()}
-    assert kinds["joint_blocks.0.x_block.mlp.fc2.weight"] == "Q4_K"  # [192, 768]
-    assert kinds["joint_blocks.0.x_block.attn.qkv.weight"] == "Q8_0"  # [576, 192]
-    assert kinds["x_embedder.proj.weight"] == "F16"  # a convolution
-
-
 def test_the_header_says_what_the_file_is(dit, save):
     graph = {"nodes": []}
     found = fields(save(dit.stock(), "Q4_K", workflow=graph))
@@ -122,39 +117,25 @@ def test_no_temporary_folder_is_needed(dit, save, monkeypatch, tmp_path):
     assert read(save(dit.load()))
 
 
-SOURCES = {
-    "INT8": lambda dit: dit.native_int8(),
-    "smoothed INT8": lambda dit: dit.smoothed_int8(),
-    "ConvRot": lambda dit: dit.native_int8(rotation_group=64),
-    "stock INT8": lambda dit: dit.native_int8(),
-    "stock FP8": lambda dit: fp8(dit),
-    "stock raw FP8": lambda dit: raw_fp8(dit),
-}
-
-
-def fp8(dit):
-    from support.file_formats import fp8_scaled
-
-    return fp8_scaled(dit.tensors(), list(dit.LINEARS))
-
-
-def raw_fp8(dit):
-    weights = {f"{layer}.weight" for layer in dit.LINEARS}
-    return {name: t.to(torch.float8_e4m3fn) if name in weights else t for name, t in dit.tensors().items()}
+SOURCES = ("native", "smoothed, ConvRot", "16-bit activations", "stock native", "stock FP8 scaled", "stock FP8")
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_quantized_sources_are_dequantized_first(dit, save, tmp_path, source):
-    """What the file holds computes what the MODEL computes; no scale or mark of the source is left in it."""
-    from int8_dit.nodes.patching.patched_weights import float_weight
-
-    path = dit.write(tmp_path / "source.safetensors", SOURCES[source](dit))
-    model = dit.stock(path) if source.startswith("stock") else dit.load(path)
-    found = read(save(model))
-    assert found.keys() == dit.tensors().keys()
+    """The file holds what the source stands for, no scale or mark of it, and loads."""
+    tensors = {name: tensor.float() for name, tensor in dit.tensors().items()}
+    file = FORMATS[source.removeprefix("stock ")](tensors, dit.LINEARS)
+    path = dit.write(tmp_path / "source.safetensors", file.tensors)
+    with dit.untouched(model := dit.stock(path) if source.startswith("stock") else dit.load(path)):
+        saved = save(model)
+    found = read(saved)
+    assert found.keys() == tensors.keys()
     for layer in dit.LINEARS:
-        held = float_weight(dit.module(model, layer).weight).float()
-        assert dit.relative_error(found[f"{layer}.weight"][1], held) < MOST_ERROR["Q8_0"]
+        assert (
+            dit.relative_error(found[f"{layer}.weight"][1], file.values[f"{layer}.weight"]) < 1.1 * MOST_ERROR["Q8_0"]
+        )
+    exact = dit.output(dit.stock(dit.write(tmp_path / "values.safetensors", file.values)))
+    assert dit.relative_error(dit.output(dit.load(saved)), exact) < 2 * dit.int8_noise()
 
 
 def test_a_lora_is_baked_in(dit, save):
@@ -172,10 +153,8 @@ def test_a_lora_is_baked_in(dit, save):
 @pytest.fixture
 def as_stored(dit, save):
     """A MODEL that holds the blocks of a file that Save GGUF wrote, and the file."""
-    from int8_dit.nodes.loading.load import load_int8_model
-
     path = save(dit.stock(), "Q4_K")
-    return load_int8_model(str(path), "fused int8", memory="as stored"), path
+    return dit.load(path, memory="as stored"), path
 
 
 def raw(path):
@@ -221,16 +200,10 @@ def said(pack, monkeypatch):
     return said
 
 
-def loaded(path, memory="INT8"):
-    from int8_dit.nodes.loading.load import load_int8_model
-
-    return load_int8_model(str(path), "fused int8", memory=memory)
-
-
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_a_lora_on_rounded_weights_is_warned_of_once(dit, save, said, memory):
     """However many layers it changes, and whether their blocks are still there."""
-    model = dit.with_lora(loaded(save(dit.stock(), "Q4_K"), memory), dit.lora([K_QUANT, OTHER_K_QUANT]))
+    model = dit.with_lora(dit.load(save(dit.stock(), "Q4_K"), memory=memory), dit.lora([K_QUANT, OTHER_K_QUANT]))
     assert not said
     save(model, "Q4_K")
     ((reason, summary, detail, advice),) = said
@@ -245,29 +218,15 @@ def test_a_lora_that_is_kept_is_not_warned_of(dit, save, said, memory):
     """There is none; it goes into Q8_0, also as the layer's width wants it; the weights are 16-bit, or in finer blocks
     than those that they are saved in."""
     lora, in_q8_0 = dit.lora([K_QUANT]), dit.lora(["joint_blocks.1.x_block.attn.qkv"])
-    rounded = loaded(save(dit.stock(), "Q4_K"), memory)
+    rounded = dit.load(save(dit.stock(), "Q4_K"), memory=memory)
     save(rounded, "Q4_K")
     save(dit.with_lora(rounded, lora), "Q8_0")
     save(dit.with_lora(rounded, in_q8_0), "Q4_K")
     save(dit.with_lora(dit.stock(), lora), "Q4_K")
-    save(dit.with_lora(loaded(dit.FILE, memory), lora), "Q4_K")
+    save(dit.with_lora(dit.load(memory=memory), lora), "Q4_K")
     for finer in ("Q8_0", "Q6_K"):
-        save(dit.with_lora(loaded(save(dit.stock(), finer), memory), lora), "Q4_K")
+        save(dit.with_lora(dit.load(save(dit.stock(), finer), memory=memory), lora), "Q4_K")
     assert not said
-
-
-def test_this_packs_loader_computes_with_it_as_with_its_source(dit, save):
-    """As near as INT8 is."""
-    source = dit.stock()
-    loaded = dit.load(save(source))
-    int8_noise = dit.relative_error(dit.output(dit.load()), dit.output(source))
-    assert dit.relative_error(dit.output(loaded), dit.output(source)) < 2 * int8_noise
-
-
-def test_saving_leaves_the_model_as_it_was(dit, save):
-    model = dit.load()
-    with dit.untouched(model):
-        save(model)
 
 
 def test_values_that_half_precision_does_not_hold_stay_float32(dit, save, tmp_path):
@@ -317,23 +276,17 @@ def test_without_the_package_gguf_the_error_says_what_to_do(dit, save, monkeypat
 @pytest.mark.parametrize("name", ("Wan t2v", "Flux", "Stable Audio", "HiDream", "LTX-Video"))
 def test_other_families(pack, save, name):
     """Convolutions of five dimensions, raw parameters, parts of a checkpoint beside the diffusion model."""
+    import comfy.sd
+
     from support import small_models
-    from support.architectures import ARCHITECTURES
 
     with small_models.known_to_comfyui(ARCHITECTURES[name]):
         tensors = small_models.tensors_of(ARCHITECTURES[name])
-        model = comfy_model(tensors)
-        found = read(save(model))
+        found = read(save(comfy.sd.load_diffusion_model_state_dict(dict(tensors))))
     assert found.keys() == tensors.keys()
     for key, (_, values) in found.items():
         assert values.shape == tensors[key].shape, key
         assert torch.allclose(values, tensors[key], atol=0.02 * float(tensors[key].abs().max())), key
-
-
-def comfy_model(tensors):
-    import comfy.sd
-
-    return comfy.sd.load_diffusion_model_state_dict(dict(tensors))
 
 
 NAMED = {
@@ -351,15 +304,11 @@ NAMED = {
 }
 
 
-def test_architectures_are_named_as_comfyui_gguf_names_them(pack, monkeypatch):
+def test_architectures_are_named_as_comfyui_gguf_names_them(said):
     import comfy.supported_models
 
-    from int8_dit.nodes.host import notices
     from int8_dit.nodes.saving.save_gguf import architecture_name
-    from support.architectures import ARCHITECTURES
 
-    said = []
-    monkeypatch.setattr(notices, "warn", lambda *words: said.append(words))
     for name, architecture in NAMED.items():
         kind = getattr(comfy.supported_models, ARCHITECTURES[name].kind)
         config = kind({**kind.unet_config, **ARCHITECTURES[name].sizes})
