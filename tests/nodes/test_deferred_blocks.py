@@ -11,8 +11,6 @@ from support.tensors import relative_error
 # Both round to INT8, at slightly different values: which of them is luckier with a few tokens is chance.
 AS_EXACT = 1.1
 KINDS = ("plain", "smoothed", "rotated", "protected", "16 bits")
-# Their hidden states are clamped between the activation and the linear.
-CLAMPED = ("Lumina 2", "Z-Image", "context refiner")
 
 
 @pytest.fixture

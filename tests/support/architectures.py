@@ -297,12 +297,8 @@ ARCHITECTURES = {
 # fmt: on
 
 BLOCKS = (
-    "Ideogram 4", "Lumina 2", "Z-Image", "context refiner", "Flux.1 double", "Flux.1 single", "Hunyuan i2v double",
-    "Hunyuan i2v single", "Flux.2 double", "Flux.2 single", "yak double", "yak single", "Qwen-Image", "Wan t2v",
-    "Wan i2v", "Wan 2.2", "Wan VACE", "Wan HuMo", "MiniMax H3", "Kandinsky 5", "Kandinsky 6", "Kandinsky 6 without",
-    "LTX block", "LTX block of prompts", "LTX-2 block", "LTX-2.3 block",
+    "Ideogram 4", "Z-Image", "Flux.1 double", "Flux.1 single", "Hunyuan i2v double", "Hunyuan i2v single",
+    "yak double", "yak single", "Qwen-Image", "Wan i2v", "Wan 2.2", "Wan VACE", "Wan HuMo", "MiniMax H3",
+    "Kandinsky 6", "Kandinsky 6 without", "LTX block of prompts", "LTX-2 block", "LTX-2.3 block",
 )  # fmt: skip
 """The entries of small_blocks.FAMILIES, which need ComfyUI."""
-CHOOSING_BLOCKS = tuple(family for family in BLOCKS if not family.startswith("Kandinsky"))
-"""Those whose attention modules have a child from ComfyUI 0.36 on that says what they prefer; Kandinsky's have none in
-public files."""

@@ -1,4 +1,4 @@
-"""Small blocks of many families, in the hands of the node tests.
+"""Small blocks of many families, of each kind one: test_deferred.py runs whole models of all.
 
 Imported only once ComfyUI and the pack can be. Everything is on the CPU.
 """
@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-import comfy.ldm.kandinsky5.model
 import comfy.ldm.lightricks.av_model
 import comfy.ldm.lightricks.model
 import comfy.ldm.minimax.model
@@ -84,22 +83,13 @@ def _ideogram(call: Call) -> tuple[tuple, dict]:
     return (call.stream(), None, _split_half_rope_matrix(angles), call.randn(call.samples, 1, 64, seed=2)), {}
 
 
-def _lumina(call: Call) -> tuple[tuple, dict]:
+def _z_image(call: Call) -> tuple[tuple, dict]:
     return (call.stream(), None, call.rope(call.tokens).movedim(1, 2), call.randn(call.samples, WIDTH, seed=2)), {}
-
-
-def _refiner(call: Call) -> tuple[tuple, dict]:
-    return (call.stream(), None, call.rope(call.tokens).movedim(1, 2)), {}
 
 
 def _double(call: Call) -> tuple[tuple, dict]:
     streams = {"img": call.stream(), "txt": call.stream(2, TEXT), "pe": call.rope(TEXT + call.tokens)}
     return (), streams | {"vec": call.randn(call.samples, WIDTH, seed=3), "attn_mask": None}
-
-
-def _double2(call: Call) -> tuple[tuple, dict]:
-    vec = tuple(tuple(call.modulation(3, seed) for seed in seeds) for seeds in ((10, 20), (30, 40)))
-    return (), _double(call)[1] | {"vec": vec}
 
 
 def _double_of_frames(call: Call) -> tuple[tuple, dict]:
@@ -117,10 +107,6 @@ def _single_of_frames(call: Call) -> tuple[tuple, dict]:
 def _single(call: Call) -> tuple[tuple, dict]:
     vec = call.randn(call.samples, WIDTH, seed=3)
     return (call.stream(),), {"vec": vec, "pe": call.rope(call.tokens), "attn_mask": None}
-
-
-def _single2(call: Call) -> tuple[tuple, dict]:
-    return (call.stream(),), _single(call)[1] | {"vec": call.modulation(3, 10)}
 
 
 def _qwen(call: Call, mask: torch.Tensor | None = None) -> tuple[tuple, dict]:
@@ -143,20 +129,19 @@ def _wan(call: Call, context: int = TEXT, image: int | None = None, e: tuple[int
     }
 
 
-def _ltx_rope(call: Call, tokens: int, heads: int, width: int, split: bool) -> tuple[torch.Tensor, bool]:
+def _ltx_rope(call: Call, tokens: int, heads: int, width: int) -> tuple[torch.Tensor, bool]:
     freqs = call.randn(1, tokens, heads * width // 2, seed=7).expand(call.samples, -1, -1).float()
-    return comfy.ldm.lightricks.model.freqs_cis_matrix(freqs, 0, split, heads, call.dtype)
+    return comfy.ldm.lightricks.model.freqs_cis_matrix(freqs, 0, True, heads, call.dtype)
 
 
-def _ltx(call: Call, parts: int, per_token: bool, split: bool) -> tuple[tuple, dict]:
-    steps = call.tokens if per_token else 1
+def _ltx(call: Call) -> tuple[tuple, dict]:
     return (call.stream(),), {
         "context": call.stream(4, TEXT),
         "attention_mask": None,
-        "timestep": call.randn(call.samples, steps, parts * WIDTH, seed=3),
-        "pe": _ltx_rope(call, call.tokens, HEADS, HEAD, split),
+        "timestep": call.randn(call.samples, call.tokens, 9 * WIDTH, seed=3),
+        "pe": _ltx_rope(call, call.tokens, HEADS, HEAD),
         "self_attention_mask": None,
-        "prompt_timestep": call.randn(call.samples, 1, 2 * WIDTH, seed=5) if parts > 6 else None,
+        "prompt_timestep": call.randn(call.samples, 1, 2 * WIDTH, seed=5),
     }
 
 
@@ -182,10 +167,10 @@ def _ltx_av(call: Call, parts: int) -> tuple[tuple, dict]:
         "attention_mask": None,
         "v_timestep": frames(parts * WIDTH, 10),
         "a_timestep": steps(parts * SOUND_WIDTH, 1, 11),
-        "v_pe": _ltx_rope(call, 3 * call.tokens, HEADS, HEAD, True),
-        "a_pe": _ltx_rope(call, SOUND, HEADS, SOUND_WIDTH // HEADS, True),
-        "v_cross_pe": _ltx_rope(call, 3 * call.tokens, HEADS, SOUND_WIDTH // HEADS, True),
-        "a_cross_pe": _ltx_rope(call, SOUND, HEADS, SOUND_WIDTH // HEADS, True),
+        "v_pe": _ltx_rope(call, 3 * call.tokens, HEADS, HEAD),
+        "a_pe": _ltx_rope(call, SOUND, HEADS, SOUND_WIDTH // HEADS),
+        "v_cross_pe": _ltx_rope(call, 3 * call.tokens, HEADS, SOUND_WIDTH // HEADS),
+        "a_cross_pe": _ltx_rope(call, SOUND, HEADS, SOUND_WIDTH // HEADS),
         "v_cross_scale_shift_timestep": frames(4 * WIDTH, 12),
         "a_cross_scale_shift_timestep": steps(4 * SOUND_WIDTH, 1, 13),
         "v_cross_gate_timestep": frames(WIDTH, 14),
@@ -205,11 +190,6 @@ def _minimax(call: Call) -> tuple[tuple, dict]:
     return (x, call.randn(2, 64, seed=3), segments, freqs), {}
 
 
-def _kandinsky5(call: Call) -> tuple[tuple, dict]:
-    text, step = call.stream(4, TEXT), call.randn(call.samples, 64, seed=3)
-    return (call.stream(), text, step), {"freqs": call.rope(call.tokens).movedim(1, 2)}
-
-
 def _kandinsky6(call: Call) -> tuple[tuple, dict]:
     """More sound than video, which is half as wide and has heads as large."""
     tokens, text = call.tokens + 2, call.randn(call.samples, TEXT, HEAD, seed=6)
@@ -225,9 +205,9 @@ def _kandinsky6_block(**options: bool) -> Callable[..., torch.nn.Module]:
     )
 
 
-def _ltx_block(adaln: bool) -> Callable[..., torch.nn.Module]:
-    return lambda operations, dtype: comfy.ldm.lightricks.model.BasicTransformerBlock(
-        WIDTH, HEADS, HEAD, WIDTH, cross_attention_adaln=adaln, **_settings(operations, dtype)
+def _ltx_block(operations: type, dtype: torch.dtype) -> torch.nn.Module:
+    return comfy.ldm.lightricks.model.BasicTransformerBlock(
+        WIDTH, HEADS, HEAD, WIDTH, cross_attention_adaln=True, **_settings(operations, dtype)
     )
 
 
@@ -242,10 +222,11 @@ def _flux(cls: type, *sizes: float, **options: bool) -> Callable[..., torch.nn.M
     return lambda operations, dtype: cls(WIDTH, HEADS, *sizes, **options, **_settings(operations, dtype))
 
 
-def _joint(kv_heads: int = HEADS, **options: bool) -> Callable[..., torch.nn.Module]:
-    return lambda operations, dtype: JointTransformerBlock(
-        0, WIDTH, HEADS, kv_heads, 64, 2.0, 1e-5, True, operation_settings=_settings(operations, dtype), **options
-    )
+def _z_image_block(operations: type, dtype: torch.dtype) -> torch.nn.Module:
+    return JointTransformerBlock(
+        0, WIDTH, HEADS, HEADS, 64, 2.0, 1e-5, True, z_image_modulation=True,
+        operation_settings=_settings(operations, dtype),
+    )  # fmt: skip
 
 
 def _vace(call: Call) -> tuple[tuple, dict]:
@@ -272,23 +253,16 @@ FAMILIES = {
         ),
         _ideogram,
     ),
-    "Lumina 2": Family(_joint(1), _lumina),
-    "Z-Image": Family(_joint(z_image_modulation=True), _lumina),
-    "context refiner": Family(_joint(modulation=False), _refiner),
+    "Z-Image": Family(_z_image_block, _z_image),
     "Flux.1 double": Family(_flux(DoubleStreamBlock, 4.0, qkv_bias=True), _double),
     "Flux.1 single": Family(_flux(SingleStreamBlock, 4.0), _single),
     "Hunyuan i2v double": Family(_flux(DoubleStreamBlock, 4.0, qkv_bias=True), _double_of_frames),
     "Hunyuan i2v single": Family(_flux(SingleStreamBlock, 4.0), _single_of_frames),
-    "Flux.2 double": Family(
-        _flux(DoubleStreamBlock, 3.0, modulation=False, mlp_silu_act=True, proj_bias=False), _double2
-    ),
-    "Flux.2 single": Family(_flux(SingleStreamBlock, 3.0, modulation=False, mlp_silu_act=True, bias=False), _single2),
     "yak double": Family(_flux(DoubleStreamBlock, 3.0, yak_mlp=True), _double),
     "yak single": Family(_flux(SingleStreamBlock, 3.0, yak_mlp=True), _single),
     "Qwen-Image": Family(
         lambda operations, dtype: QwenImageTransformerBlock(WIDTH, HEADS, HEAD, **_settings(operations, dtype)), _qwen
     ),
-    "Wan t2v": Family(_wan_block("t2v_cross_attn"), _wan),
     "Wan i2v": Family(_wan_block("i2v_cross_attn"), lambda call: _wan(call, TEXT + 3, 3)),
     "Wan 2.2": Family(_wan_block("t2v_cross_attn"), lambda call: _wan(call, e=(2,))),
     "Wan VACE": Family(_wan_block("t2v_cross_attn", "VaceWanAttentionBlock"), _vace),
@@ -299,16 +273,9 @@ FAMILIES = {
         ),
         _minimax,
     ),
-    "Kandinsky 5": Family(
-        lambda operations, dtype: comfy.ldm.kandinsky5.model.TransformerDecoderBlock(
-            WIDTH, 64, 256, HEAD, operation_settings=_settings(operations, dtype)
-        ),
-        _kandinsky5,
-    ),
     "Kandinsky 6": Family(_kandinsky6_block(cross_gates=True, fix_modulation=True, ca_rope=True), _kandinsky6),
     "Kandinsky 6 without": Family(_kandinsky6_block(), _kandinsky6),
-    "LTX block": Family(_ltx_block(False), lambda call: _ltx(call, 6, False, False)),
-    "LTX block of prompts": Family(_ltx_block(True), lambda call: _ltx(call, 9, True, True)),
+    "LTX block of prompts": Family(_ltx_block, _ltx),
     "LTX-2 block": Family(_ltx_av_block(False, False), lambda call: _ltx_av(call, 6)),
     "LTX-2.3 block": Family(_ltx_av_block(True, True), lambda call: _ltx_av(call, 9)),
 }
@@ -367,7 +334,6 @@ _STREAMS = {
     "DoubleStreamBlock": ("img", "txt"),
     "QwenImageTransformerBlock": ("encoder_hidden_states", "hidden_states"),
     "VaceWanAttentionBlock": ("c", "c"),
-    "TransformerDecoderBlock": ("visual_embed",),
     "FusedTransformerDecoderBlock": ("visual_embed", "audio_embed"),
 }
 """By class, the arguments that a block's outputs are sums with, where that is not x."""
