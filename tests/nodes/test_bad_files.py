@@ -81,12 +81,6 @@ def test_a_pickle_is_never_loaded(dit, tmp_path, name):
     assert trap.exists()  # the trap works
 
 
-def test_another_format_is_named_as_such(dit, tmp_path):
-    path = tmp_path / "model.onnx"
-    path.write_bytes(b"\x08\x07")
-    assert_refused(dit, path, "neither a safetensors nor a GGUF file")
-
-
 def test_a_gguf_file_that_ends_too_early(dit, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
@@ -112,15 +106,6 @@ def test_a_float_weight_with_a_nan(dit, refuse, monkeypatch):
 
 
 # No diffusion model
-
-
-def test_a_lora(dit, refuse):
-    refuse(dit.lora([LAYER]), "not a diffusion model", "LoRA")
-
-
-def test_a_vae(dit, refuse):
-    vae = {"decoder.conv_in.weight": torch.zeros(8, 4, 3, 3), "encoder.conv_out.bias": torch.zeros(8)}
-    refuse(vae, "not a diffusion model", "VAE")
 
 
 def test_a_text_encoder_in_int8(dit, refuse):

@@ -21,10 +21,28 @@ def load_partially(model):
     assert model.model.model_lowvram
 
 
-def test_fully_loaded(dit, smoothed, lora, expected):
-    patched = dit.with_lora(smoothed, lora)
+MODELS = {
+    "smoothed": lambda dit, path: dit.quantize(dit.stock(), calibration=dit.recorded()),
+    "rotated": lambda dit, path: dit.load(dit.write(path, dit.native_int8(rotation_group=64))),
+    "in the bf16 fallback": lambda dit, path: dit.quantize(dit.stock(), kernel="auto"),  # dequantized as it is used
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_loaded_and_partially_loaded(dit, lora, expected, tmp_path, make):
+    model = make(dit, tmp_path / "model.safetensors")
+    plain = dit.output(model)
+    patched = dit.with_lora(model, lora)
     assert dit.relative_error(dit.output(patched), expected) < NOISE
     assert set(dit.int8_weights(patched)) == set(dit.LINEARS)
+    patched.detach()
+    load_partially(patched)
+    assert dit.module(patched, dit.LAYER).weight_function  # ComfyUI's LowVramPatch
+    assert dit.relative_error(dit.forward(patched), expected) < NOISE
+    assert set(dit.int8_weights(patched)) == set(dit.LINEARS)
+    patched.detach()
+    load_partially(model)
+    assert torch.equal(dit.forward(model), plain)
 
 
 def test_patched_weights_are_the_merged_ones_within_a_step(dit, smoothed, lora):
@@ -38,14 +56,6 @@ def test_patched_weights_are_the_merged_ones_within_a_step(dit, smoothed, lora):
         # ComfyUI rounds patched weights stochastically, up to a whole step.
         step = weight._params.scale / smooth[layer]
         assert ((weight.dequantize() - originals[layer] - up @ down).abs() <= step * (1 + 1e-4)).all()
-
-
-def test_partially_loaded(dit, smoothed, lora, expected):
-    patched = dit.with_lora(smoothed, lora)
-    load_partially(patched)
-    assert dit.module(patched, dit.LAYER).weight_function  # ComfyUI's LowVramPatch
-    assert dit.relative_error(dit.forward(patched), expected) < NOISE
-    assert set(dit.int8_weights(patched)) == set(dit.LINEARS)
 
 
 def test_partially_loaded_on_a_layer_in_floats(dit):
@@ -117,14 +127,6 @@ def test_computing_on_after_being_unloaded(dit, smoothed, lora, expected):
     assert dit.relative_error(dit.forward(patched), expected) < NOISE
 
 
-def test_partially_loaded_without_a_lora(dit, smoothed):
-    expected = dit.output(smoothed)
-    partial = smoothed.clone()
-    partial.detach()
-    load_partially(partial)
-    assert torch.equal(dit.forward(partial), expected)
-
-
 def test_a_weight_function_is_applied_to_the_original_weight(dit, smoothed):
     """Other patchers attach such functions too; doubling the weight doubles the product, whatever its basis."""
     layer = dit.module(smoothed, dit.LAYER)
@@ -143,16 +145,3 @@ def test_removing_it_restores_the_weights(dit, smoothed, lora):
         load_partially(patched)
         dit.forward(patched)
         patched.detach()
-
-
-def test_with_rotated_weights(dit, lora, expected, tmp_path):
-    rotated = dit.load(dit.write(tmp_path / "rotated.safetensors", dit.native_int8(rotation_group=64)))
-    patched = dit.with_lora(rotated, lora)
-    assert dit.relative_error(dit.output(patched), expected) < NOISE
-    assert len(dit.int8_weights(patched)) == len(dit.LINEARS)
-
-
-def test_in_the_bf16_fallback(dit, lora, expected):
-    """INT8 weights that are dequantized as they are used."""
-    patched = dit.with_lora(dit.quantize(dit.stock(), kernel="auto"), lora)
-    assert dit.relative_error(dit.output(patched), expected) < NOISE

@@ -1,12 +1,12 @@
 """What runs where: the line of Load INT8 DiT on the glyph model, whose 34 linears hold 21 that become INT8."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from support import workflows
+from support.file_formats import fp8_scaled
 from support.workflows import Prompt, link
 
 MODULATION = "joint_blocks.0.x_block.adaLN_modulation.1"
@@ -30,84 +30,67 @@ def line(dit):
     return line
 
 
-@pytest.fixture
-def no_room(pack, monkeypatch):
-    """A device in which no model fits in floats: bf16 keeps INT8 weights."""
-    monkeypatch.setattr("int8_dit.nodes.loading.load.fits_in_floats", lambda *_: False)
+def native(dit, path):
+    return dit.write(path, dit.native_int8())
 
 
-@pytest.fixture
-def native(dit, tmp_path):
-    return dit.write(tmp_path / "native.safetensors", dit.native_int8())
-
-
-def fp8(state_dict, layer):
-    weight = state_dict[f"{layer}.weight"].float()
-    scale = weight.abs().max() / 448
-    mark = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
-    weights = {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale, "comfy_quant": mark}
-    return state_dict | {f"{layer}.{name}": tensor for name, tensor in weights.items()}
-
-
-def test_quantized_while_loading(dit, line):
-    assert line(dit.load()) == f"21 of 34 {INT8}, {OTHERS}, {ATTENTION}"
-
-
-@pytest.mark.parametrize("form", ("native_int8", "smoothed_int8"))
-def test_int8_files(dit, line, tmp_path, form):
-    model = dit.load(dit.write(tmp_path / "int8.safetensors", getattr(dit, form)()))
-    assert line(model) == f"21 of 34 {INT8}, {OTHERS}, {ATTENTION}"
-
-
-@pytest.mark.parametrize(
-    "kernel, int8", (("fused int8", INT8), ("bf16", f"linears fp32 instead of the file's INT8 {CHOSEN}"))
-)
-def test_layers_that_an_int8_file_has_in_floats_are_protected(dit, line, tmp_path, kernel, int8):
-    weights = dit.native_int8()
+def protected(dit, path):
+    """A native file that has one layer in floats."""
+    tensors = dit.native_int8()
     for name in ("weight_scale", "comfy_quant"):
-        del weights[f"{dit.LAYER}.{name}"]
-    weights[f"{dit.LAYER}.weight"] = dit.tensors()[f"{dit.LAYER}.weight"]
-    model = dit.load(dit.write(tmp_path / "mixed.safetensors", weights), kernel)
-    assert line(model) == f"20 of 34 {int8}, 1 fp32 (protected), {OTHERS}, {ATTENTION}"
+        del tensors[f"{dit.LAYER}.{name}"]
+    return dit.write(path, tensors | {f"{dit.LAYER}.weight": dit.tensors()[f"{dit.LAYER}.weight"]})
 
 
-def test_protected_by_the_quantizer(dit, line):
-    assert line(dit.quantize(dit.stock(), 2)) == f"19 of 34 {INT8}, 2 fp32 (protected), {OTHERS}, {ATTENTION}"
-
-
-def test_an_fp8_modulation_stays(dit, line, tmp_path):
-    model = dit.load(dit.write(tmp_path / "fp8.safetensors", fp8(dit.tensors(), MODULATION)))
-    assert line(model) == f"21 of 34 {INT8}, 1 FP8 as in the file, 12 fp32 (small or sensitive), {ATTENTION}"
-
-
-def test_int8_weights_that_are_held_as_floats(dit, line, native):
-    expected = f"21 of 34 linears fp32 instead of the file's INT8 {CHOSEN}, {OTHERS}, {ATTENTION}"
-    assert line(dit.load(native, "bf16")) == expected
-
-
-def test_int8_weights_that_are_computed_in_floats(dit, line, native, no_room):
-    expected = f"21 of 34 linears INT8 in memory but computed in fp32 {CHOSEN}, {OTHERS}, {ATTENTION}"
-    assert line(dit.load(native, "bf16")) == expected
-
-
-def test_a_fallback_says_its_reason(dit, line, native):
-    assert "(the model runs on cpu, and INT8 tensor cores need a GPU)" in line(dit.load(native, "auto"))
-
-
-def test_a_float_file_in_bf16(dit, line):
-    assert line(dit.load(dit.FILE, "bf16")) == f"21 of 34 linears fp32 {CHOSEN}, {OTHERS}, {ATTENTION}"
-
-
-def test_a_model_of_comfyuis_loader(dit, line, native):
-    assert line(dit.stock()) == f"21 of 34 linears fp32, {OTHERS}, {ATTENTION}"
-    expected = f"21 of 34 linears ComfyUI's INT8 as in the file, {OTHERS}, {ATTENTION}"
-    assert line(dit.stock(native)) == expected
-
-
-def test_a_lora_changes_nothing(dit, line):
+def sampled_with_a_lora(dit, path):
     model = dit.with_lora(dit.load(), dit.lora([dit.LAYER]))
     dit.sample(model)
-    assert line(model) == f"21 of 34 {INT8}, {OTHERS}, {ATTENTION}"
+    return model
+
+
+AS_FP32 = "linears fp32 instead of the file's INT8"
+MODELS = {
+    "quantized while loading": (lambda dit, path: dit.load(), f"21 of 34 {INT8}, {OTHERS}"),
+    "native": (lambda dit, path: dit.load(native(dit, path)), f"21 of 34 {INT8}, {OTHERS}"),
+    "smoothed": (lambda dit, path: dit.load(dit.write(path, dit.smoothed_int8())), f"21 of 34 {INT8}, {OTHERS}"),
+    "a LoRA changes nothing": (sampled_with_a_lora, f"21 of 34 {INT8}, {OTHERS}"),
+    "protected": (lambda dit, path: dit.load(protected(dit, path)), f"20 of 34 {INT8}, 1 fp32 (protected), {OTHERS}"),
+    "protected, bf16": (
+        lambda dit, path: dit.load(protected(dit, path), "bf16"),
+        f"20 of 34 {AS_FP32} {CHOSEN}, 1 fp32 (protected), {OTHERS}",
+    ),
+    "protected by the quantizer": (
+        lambda dit, path: dit.quantize(dit.stock(), 2),
+        f"19 of 34 {INT8}, 2 fp32 (protected), {OTHERS}",
+    ),
+    "an FP8 modulation stays": (
+        lambda dit, path: dit.load(dit.write(path, fp8_scaled(dit.tensors(), [MODULATION]))),
+        f"21 of 34 {INT8}, 1 FP8 as in the file, 12 fp32 (small or sensitive)",
+    ),
+    "held as floats": (lambda dit, path: dit.load(native(dit, path), "bf16"), f"21 of 34 {AS_FP32} {CHOSEN}, {OTHERS}"),
+    "a reason": (
+        lambda dit, path: dit.load(native(dit, path), "auto"),
+        f"21 of 34 {AS_FP32} (the model runs on cpu, and INT8 tensor cores need a GPU), {OTHERS}",
+    ),
+    "a float file in bf16": (lambda dit, path: dit.load(kernel="bf16"), f"21 of 34 linears fp32 {CHOSEN}, {OTHERS}"),
+    "ComfyUI's loader": (lambda dit, path: dit.stock(), f"21 of 34 linears fp32, {OTHERS}"),
+    "ComfyUI's INT8": (
+        lambda dit, path: dit.stock(native(dit, path)),
+        f"21 of 34 linears ComfyUI's INT8 as in the file, {OTHERS}",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, expected", MODELS.values(), ids=MODELS)
+def test_the_line(dit, line, tmp_path, make, expected):
+    assert line(make(dit, tmp_path / "model.safetensors")) == f"{expected}, {ATTENTION}"
+
+
+def test_int8_weights_that_are_computed_in_floats(dit, line, tmp_path, monkeypatch):
+    """On a device in which no model fits in floats bf16 keeps INT8 weights."""
+    monkeypatch.setattr("int8_dit.nodes.loading.load.fits_in_floats", lambda *_: False)
+    expected = f"21 of 34 linears INT8 in memory but computed in fp32 {CHOSEN}, {OTHERS}, {ATTENTION}"
+    assert line(dit.load(native(dit, tmp_path / "native.safetensors"), "bf16")) == expected
 
 
 def test_attention_of_another_node(dit, line):
@@ -126,12 +109,6 @@ def test_int8_attention(dit, line, monkeypatch):
     model = dit.load()
     set_attention(model, "INT8 (comfy-kitchen)")
     assert line(model).endswith("attention INT8 (comfy-kitchen) where it fits")
-
-
-def test_a_model_without_linears(pack):
-    from int8_dit.nodes.loading.summary import Summary
-
-    assert str(Summary({}, "as ComfyUI")) == f"0 of 0 linears in this model, {ATTENTION}"
 
 
 @pytest.mark.parametrize(

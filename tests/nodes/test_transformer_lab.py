@@ -110,12 +110,10 @@ def test_a_branch_computes_what_its_float_model_computes(dit, small, models, loa
     expected, other = (small.output(stock(models[name])) for name in (branch, *set(BRANCHES) - {branch}))
     assert dit.relative_error(other, expected) > 0.5
     assert dit.relative_error(small.output(model), expected) < 0.05
-
-
-def test_dequantized_where_int8_is_not_used(dit, small, models, load, file):
-    model = load(file, models["conditional"], kernel="bf16")
-    assert not dit.int8_weights(model)
-    assert dit.relative_error(small.output(model), small.output(stock(models["conditional"]))) < 0.05
+    if base == "fp32":  # dequantized where INT8 is not used
+        model = load(both_branches(models), dict(models[branch]), branch=branch, kernel="bf16")
+        assert not dit.int8_weights(model)
+        assert dit.relative_error(small.output(model), expected) < 0.05
 
 
 @pytest.fixture
@@ -182,21 +180,16 @@ def test_a_file_with_one_model_needs_neither_branch_nor_base(models, load, tenso
 
 
 def test_saved_it_is_a_file_like_any_other(dit, small, models, load, file, tmp_path):
+    """And it can be built again, for another GPU and without dynamic VRAM."""
     from int8_dit.nodes.saving.save import save_int8_model
 
     model = load(file, models["unconditional"], branch="unconditional")
     path = str(tmp_path / "saved.safetensors")
     save_int8_model(model, path, {})
-    again = dit.load(path)
-    dit.assert_same_tensors(dit.snapshot(again), dit.snapshot(model))
-    assert torch.equal(small.output(again), small.output(model))
-
-
-def test_rebuilt_for_another_gpu_and_without_dynamic_vram(dit, models, load, file):
-    model = load(file, models["unconditional"], branch="unconditional")
     build, arguments = model.cached_patcher_init
-    for rebuilt in (model.deepclone_multigpu(), build(*arguments, disable_dynamic=True)):
-        dit.assert_same_tensors(dit.snapshot(rebuilt), dit.snapshot(model))
+    for again in (dit.load(path), model.deepclone_multigpu(), build(*arguments, disable_dynamic=True)):
+        dit.assert_same_tensors(dit.snapshot(again), dit.snapshot(model))
+        assert torch.equal(small.output(again), small.output(model))
 
 
 def test_the_widgets_of_the_node(dit, models, file, tmp_path, monkeypatch):
@@ -234,37 +227,42 @@ def refuse(models, load, tmp_path):
     return check
 
 
-def test_no_base_named(models, refuse, file):
-    missing = [
-        key
-        for key in models["conditional"]
-        if not {f"conditional.{key}", f"conditional.{key.removesuffix('weight')}wq"} & file.keys()
-    ]
-    says = ("Transformer Lab", f"{len(missing)} tensors", f"the first is {missing[0]}", "Set base_checkpoint")
-    refuse(NAME, *says, file=file)
+def without(*keys):
+    return lambda base: {key: tensor for key, tensor in base.items() if key not in keys}
 
 
 def more_blocks(base):
     return base | {key.replace("layers.1.", "layers.2."): t.clone() for key, t in base.items() if "layers.1." in key}
 
 
+OTHER = ("is the conditional model", "branch")
 BASES_TO_REFUSE = {
-    "no Ideogram": (lambda base: {"a.weight": torch.ones(2, 2)}, (NAME, f"{BASE} is not a diffusion model")),
-    "one tensor missing": (
-        lambda base: {key: tensor for key, tensor in base.items() if key != NORM},
-        (NAME, "lacks 1 of the tensors", NORM),
-    ),
+    "no Ideogram": (lambda base: {"a.weight": torch.ones(2, 2)}, (NAME, "is not a diffusion model"), {}),
+    "one tensor missing": (without(NORM), (NAME, "lacks 1 of the tensors", NORM), {}),
     "a scale missing": (
-        lambda base: {k: t for k, t in in_int8(base)[0].items() if k != f"{ABSENT}.weight_scale"},
+        lambda base: without(f"{ABSENT}.weight_scale")(in_int8(base)[0]),
         (f"{ABSENT}.weight_scale is missing",),
+        {},
     ),
-    "more blocks": (more_blocks, ("layers.2.", "is no layer of this Ideogram 4")),
+    "more blocks": (more_blocks, ("layers.2.", "is no layer of this Ideogram 4"), {}),
+    "the other branch": (lambda base: BASES["bf16"](base)[0], OTHER, {"branch": BRANCHES[1]}),
+    "folded": (dict, ("folded",), {"metadata": {"int8_dit_recipe": json.dumps({"folded": True})}}),
+    "the same kind": (lambda base: both_branches({BRANCHES[0]: base}), ("Transformer Lab",), {}),
 }
 
 
-@pytest.mark.parametrize("change, says", BASES_TO_REFUSE.values(), ids=BASES_TO_REFUSE)
-def test_a_base_that_is_wrong(models, refuse, file, change, says):
-    refuse(BASE, *says, file=file, base=change(dict(models["conditional"])))
+@pytest.mark.parametrize("change, says, options", BASES_TO_REFUSE.values(), ids=BASES_TO_REFUSE)
+def test_a_base_that_is_wrong(models, refuse, file, change, says, options):
+    refuse(BASE, *says, file=file, base=change(dict(models["conditional"])), **options)
+
+
+def test_no_base_and_the_other_branch_in_fp8(models, refuse, file):
+    own = {key.replace(".wq", ".weight") for key in file}
+    missing = [key for key in models["conditional"] if f"conditional.{key}" not in own]
+    says = ("Transformer Lab", f"{len(missing)} tensors", f"the first is {missing[0]}", "Set base_checkpoint")
+    refuse(NAME, *says, file=file)
+    base, metadata = in_fp8(dict(models["conditional"]))
+    refuse(BASE, *OTHER, file=file, base=base, metadata=metadata, branch=BRANCHES[1])
 
 
 @pytest.mark.parametrize("key", (NORM, f"{ABSENT}.weight", "t_embedding.mlp_out.bias"))
@@ -273,21 +271,6 @@ def test_a_base_of_another_shape(models, refuse, file, key, convert):
     file.pop(f"conditional.{key}", None)
     base, metadata = convert({k: t[:-1].clone() if k == key else t for k, t in models["conditional"].items()})
     refuse(BASE, key, str(list(base[key].shape)), file=file, base=base, metadata=metadata)
-
-
-def test_the_other_branch_as_base(models, refuse, file):
-    for convert in (BASES["bf16"], in_fp8):
-        base, metadata = convert(dict(models["conditional"]))
-        refuse(BASE, "is the conditional model", "branch", file=file, base=base, metadata=metadata, branch=BRANCHES[1])
-
-
-def test_a_base_with_folded_factors(models, refuse, file):
-    recipe = {"int8_dit_recipe": json.dumps({"folded": True})}
-    refuse(BASE, "folded", file=file, base=models["conditional"], metadata=recipe)
-
-
-def test_a_base_of_the_same_kind(refuse, file):
-    refuse(BASE, "Transformer Lab", file=file, base=file)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
