@@ -194,33 +194,15 @@ def test_it_is_the_default_of_new_nodes_and_not_of_old_workflows(pack):
 # Models of every family
 
 
-@pytest.fixture
-def family(small, core):
-    """A MODEL of a family and its architecture."""
-    import comfy.sd
-
-    def family(name):
-        architecture = ARCHITECTURES[name]
-        with small.known_to_comfyui(architecture):
-            return comfy.sd.load_diffusion_model_state_dict(small.tensors_of(architecture)), architecture
-
-    return family
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_models_keep_their_output(dit, small, family, exact, set_attention, name):
-    model, architecture = family(name)
+def test_models_keep_their_output_and_int8_moves_it_a_little(dit, small, core, exact, set_attention, name):
+    architecture = ARCHITECTURES[name]
+    model = small.stock_of(architecture)
     expected = small.output_of(architecture, model)
     set_attention(model, AUTO)
     assert dit.described(model) == "the fastest exact way"
     torch.testing.assert_close(small.output_of(architecture, model), expected)
     assert exact.calls > 1
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_int8_attention_moves_it_a_little(dit, small, family, set_attention, name):
-    model, architecture = family(name)
-    expected = small.output_of(architecture, model)
     set_attention(model, INT8)
     assert dit.described(model) == "INT8 where it fits"
     assert 0 < relative_error(small.output_of(architecture, model), expected) < 0.05

@@ -41,7 +41,7 @@ def original(small, dit):
     from int8_dit.nodes.layers.layer_selection import quantizable_linears
 
     def computed(architecture, tensors):
-        model = stock_of_tensors(small, architecture, tensors)
+        model = small.stock_of(architecture, tensors)
         return model, small.output_of(architecture, model)
 
     @cache
@@ -62,17 +62,10 @@ def original(small, dit):
     return make
 
 
-def stock_of_tensors(small, architecture, tensors):
-    import comfy.sd
-
-    with small.known_to_comfyui(architecture):
-        return comfy.sd.load_diffusion_model_state_dict({name: tensor.clone() for name, tensor in tensors.items()})
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_comfyui_takes_a_small_model_for_what_it_is(small, name):
     architecture = ARCHITECTURES[name]
-    model = stock_of_tensors(small, architecture, small.tensors_of(architecture))
+    model = small.stock_of(architecture)
     assert type(model.model.model_config).__name__ == architecture.kind
     assert torch.isfinite(small.output_of(architecture, model)).all()
 
@@ -132,7 +125,7 @@ def test_a_file_of_an_architecture(small, dit, original, tmp_path, name, format_
     assert set(dit.int8_weights(model)) == set(it.layers)
     assert max(layer_error(dit, model, file, layer) for layer in it.layers) < LAYER_ERROR
     output = small.output_of(it.architecture, model)
-    expected = small.output_of(it.architecture, stock_of_tensors(small, it.architecture, file.values))
+    expected = small.output_of(it.architecture, small.stock_of(it.architecture, file.values))
     assert dit.relative_error(output, expected) < allowed
 
     # Saved, it comes back. (Where tensors lie in memory changes the order of float32 sums.)
@@ -180,7 +173,7 @@ def test_a_quantized_file_with_diffusers_names(small, dit, original, tmp_path, n
         except ValueError as error:
             assert "named so.safetensors" in str(error)
             return
-        expected = small.output_of(it.architecture, stock_of_tensors(small, it.architecture, values))
+        expected = small.output_of(it.architecture, small.stock_of(it.architecture, values))
     assert set(dit.int8_weights(model)) == set(it.layers)
     assert dit.relative_error(small.output_of(it.architecture, model), expected) < OUTPUT_NOISES * it.noise
 
@@ -190,5 +183,5 @@ def test_diffusers_names_in_stock_comfyui(small, dit, original, name):
     """What the tests above rely on: these names are what ComfyUI makes of them."""
     it = original(name)
     named, _ = small.named_by_diffusers(it.architecture, it.tensors, it.layers)
-    own, other = (stock_of_tensors(small, it.architecture, tensors) for tensors in (it.tensors, named))
+    own, other = (small.stock_of(it.architecture, tensors) for tensors in (it.tensors, named))
     dit.assert_same_tensors(dit.snapshot(other), dit.snapshot(own))

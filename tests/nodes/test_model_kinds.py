@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from support.architectures import ARCHITECTURES
+
 
 @pytest.fixture
 def after(dit, tmp_path):
@@ -59,9 +61,10 @@ def test_how_a_model_predicts(small, after, monkeypatch):
 
 
 def test_embedders_that_belong_to_the_model(dit, small, after):
-    model = small.stable_audio()
+    with small.known_to_comfyui(ARCHITECTURES["Stable Audio"]):
+        made_of_it = after(model := small.stock_of(ARCHITECTURES["Stable Audio"]))
     expected = dict(model.model.seconds_total_embedder.state_dict())
-    for made in after(model).values():
+    for made in made_of_it.values():
         dit.assert_same_tensors(dict(made.model.seconds_total_embedder.state_dict()), expected)
 
 
@@ -75,17 +78,21 @@ def test_a_kind_that_cannot_be_kept_is_refused(dit):
         dit.quantize(model)
 
 
-def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path, monkeypatch):
+def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path):
     """ComfyUI tells by the spread of a norm's weight whether a Z-Image can run in fp16; folding divides just that."""
     from safetensors.torch import load_file
 
     from int8_dit.nodes.saving.save import save_int8_model
 
-    model = small.z_image(monkeypatch)
+    architecture = ARCHITECTURES["Z-Image"]
+    tensors = small.tensors_of(architecture)
+    for index, name in enumerate(name for name in tensors if name.endswith("norm1.weight")):
+        tensors[name] = 1 + 0.6 * small._randn(*tensors[name].shape, seed=index)
+    model = small.stock_of(architecture, tensors)
     inputs = small.calibration(model)
-    inputs["positive"] = {"positive_0": [[small._randn(1, 7, 128, seed=5), {}]]}
-    inputs["latent_image"] = {"samples": torch.zeros(1, 16, 8, 8)}
-    quantized = dit.quantize(model, **inputs)
+    inputs["positive"] = {"positive_0": [[small._randn(1, 7, 64, seed=5), {}]]}
+    with small.known_to_comfyui(architecture):
+        quantized = dit.quantize(model, **inputs)
     path = str(tmp_path / "folded.safetensors")
     save_int8_model(quantized, path, {}, fold_factors=True)
     before = model.model.diffusion_model.state_dict()

@@ -62,9 +62,11 @@ def files(folder):
 @pytest.fixture(scope="module")
 def wide(dit):
     """A MODEL of the glyph model's kind with a width that K-quants divide."""
-    from support.small_models import wide_mmdit
+    import comfy.sd
 
-    return wide_mmdit()
+    from support.small_models import wide_mmdit_tensors
+
+    return comfy.sd.load_diffusion_model_state_dict(wide_mmdit_tensors())
 
 
 @pytest.mark.parametrize("type", TYPES)

@@ -6,7 +6,7 @@ Imported only once ComfyUI and the pack can be. Everything is float32 on the CPU
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -79,40 +79,6 @@ def ltx_video(**config: object) -> ModelPatcher:
     return _load(comfy.ldm.lightricks.model.LTXVModel, metadata, sharp, **sizes)
 
 
-def z_image(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
-    """Four blocks of Z-Image's kind, whose norms' weights spread so far that ComfyUI does not let it run in fp16."""
-    sizes = {
-        "patch_size": 2,
-        "in_channels": 16,
-        "dim": 256,
-        "cap_feat_dim": 128,
-        "n_layers": 4,
-        "qk_norm": True,
-        "n_heads": 2,
-        "n_kv_heads": 2,
-        "axes_dims": [32, 48, 48],
-        "axes_lens": [1536, 512, 512],
-        "rope_theta": 256.0,
-        "ffn_dim_multiplier": 8 / 3,
-        "z_image_modulation": True,
-        "time_scale": 1000.0,
-        "pad_tokens_multiple": 32,
-    }
-    detect = comfy.model_detection.detect_unet_config
-    # ComfyUI knows only its real size, and looks for that of the norms there.
-    monkeypatch.setattr(comfy.supported_models.ZImage, "unet_config", {"image_model": "lumina2", "dim": 256})
-    monkeypatch.setattr(
-        comfy.model_detection, "detect_unet_config", lambda *args, **options: {**detect(*args, **options), **sizes}
-    )
-    model = comfy.ldm.lumina.model.NextDiT(
-        **sizes, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init
-    )
-    tensors = _random_tensors(model)
-    for index, name in enumerate(name for name in tensors if name.endswith("norm1.weight")):
-        tensors[name] = 1 + 0.6 * _randn(*tensors[name].shape, seed=index)
-    return comfy.sd.load_diffusion_model_state_dict(tensors)
-
-
 def v_prediction_unet(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
     """A narrow SDXL whose checkpoint says by two marks, beside the UNet's tensors, how it predicts."""
     sizes = comfy.supported_models.SDXL.unet_config | {"model_channels": 32, "transformer_depth": [0, 0, 1, 1, 1, 1]}
@@ -155,22 +121,6 @@ def wide_mmdit_tensors() -> dict[str, torch.Tensor]:
         operations=comfy.ops.disable_weight_init,
     )
     return _random_tensors(model)
-
-
-def wide_mmdit() -> ModelPatcher:
-    """The MODEL of that file. It takes the inputs of the glyph model."""
-    return comfy.sd.load_diffusion_model_state_dict(wide_mmdit_tensors())
-
-
-def stable_audio() -> ModelPatcher:
-    """One block of Stable Audio's width, which comes with two embedders of its conditioning."""
-    embedder = comfy.ldm.audio.embedders.NumberConditioner(768, min_val=0, max_val=512).state_dict()
-    embedders = {
-        f"conditioner.conditioners.seconds_{part}.{name}": _randn(*tensor.shape, seed=index)
-        for part in ("start", "total")
-        for index, (name, tensor) in enumerate(embedder.items())
-    }
-    return _load(comfy.ldm.audio.dit.AudioDiffusionTransformer, extra=embedders, depth=1)
 
 
 def _load(
@@ -261,6 +211,13 @@ def tensors_of(architecture: Architecture) -> dict[str, torch.Tensor]:
         config.set_inference_dtype(torch.float32, None)
         model = config.get_model(dict(beside), "", device="cpu")
     return _random_tensors(model.diffusion_model) | beside
+
+
+def stock_of(architecture: Architecture, tensors: Mapping[str, torch.Tensor] | None = None) -> ModelPatcher:
+    """The MODEL of ComfyUI's own loader of a file of it with these tensors, which stay as they are."""
+    with known_to_comfyui(architecture):
+        tensors = tensors_of(architecture) if tensors is None else tensors
+        return comfy.sd.load_diffusion_model_state_dict({name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def output_of(architecture: Architecture, model: ModelPatcher) -> torch.Tensor:
