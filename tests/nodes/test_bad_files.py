@@ -90,11 +90,6 @@ def test_a_gguf_file_that_ends_too_early(dit, tmp_path):
 # Its layers; tests/nodes/test_damaged_layers.py has more
 
 
-@pytest.mark.parametrize("text", ("{", "[]", "{}", '{"layers": 5}', '{"layers": {"a": {}}', "7"))
-def test_quantization_metadata_that_cannot_be_read(dit, refuse, text):
-    refuse(dit.native_int8(), "quantization metadata", metadata={"_quantization_metadata": text})
-
-
 def test_a_float_weight_with_a_nan(dit, refuse, monkeypatch):
     """A large one is not searched. Found while it is quantized; which of its channels helps whoever made the file."""
     from int8_dit.nodes.files.reading import layer_checks

@@ -312,32 +312,31 @@ def test_a_plain_tensor_with_a_value_that_no_weight_has(dit, refuse, dtype, valu
 # Metadata
 
 
-@pytest.mark.parametrize("text", ("[" * 100_000, '{"layers":' * 50_000, '{"layers": {"a": "' + "x" * (1 << 22) + '"}}'))
-def test_nested_or_huge_quantization_metadata(dit, refuse, text):
-    refuse(dit.native_int8(), "quantization metadata", metadata={"_quantization_metadata": text})
-
-
 def told(layer, **mark):
     return {"_quantization_metadata": json.dumps({"layers": {layer: mark}})}
 
 
-def test_quantization_metadata_that_contradict_the_marks(dit, refuse):
-    """ComfyUI would follow the metadata."""
+UNREADABLE = (
+    *("{", "[]", "{}", '{"layers": 5}', '{"layers": {"a": {}}', "7"),
+    *("[" * 100_000, '{"layers":' * 50_000, '{"layers": {"a": "' + "x" * (1 << 22) + '"}}'),
+)
+
+
+@pytest.mark.parametrize("text", UNREADABLE, ids=lambda text: text[:20])
+def test_quantization_metadata_that_cannot_be_read(dit, refuse, text):
+    refuse(dit.native_int8(), "quantization metadata", metadata={"_quantization_metadata": text})
+
+
+def test_quantization_metadata_that_contradict_the_marks(dit, refuse, tmp_path):
+    """ComfyUI would follow the metadata. What repeats the marks is nothing, nor is a recipe that nobody can read."""
+    state_dict = dit.native_int8()
+    for metadata in (told(LAYER, format="int8_tensorwise"), {"int8_dit_recipe": "[" * 100_000}):
+        assert LAYER in dit.int8_weights(dit.load(dit.write(tmp_path / NAME, state_dict, metadata)))
     state_dict = dit.native_int8(rotation_group=64)
     for mark in ({"format": "float8_e4m3fn"}, {"format": "int8_tensorwise"}):
         refuse(state_dict, f"{LAYER}.comfy_quant is", "_quantization_metadata says", metadata=told(LAYER, **mark))
     state_dict[f"{LAYER}.comfy_quant"] = torch.zeros(3, dtype=torch.uint8)
     refuse(state_dict, f"{LAYER}.comfy_quant is not the bytes", metadata=told(LAYER, format="int8_tensorwise"))
-
-
-def test_quantization_metadata_that_repeat_the_marks(dit, tmp_path):
-    path = dit.write(tmp_path / NAME, dit.native_int8(), told(LAYER, format="int8_tensorwise"))
-    assert LAYER in dit.int8_weights(dit.load(path))
-
-
-def test_a_deeply_nested_recipe_is_none(dit, tmp_path):
-    path = dit.write(tmp_path / NAME, dit.native_int8(), {"int8_dit_recipe": "[" * 100_000})
-    assert dit.int8_weights(dit.load(path))
 
 
 # What this pack wrote
@@ -359,27 +358,16 @@ def saved(dit, tmp_path):
         return load_file(path), file.metadata()
 
 
-def test_a_rotation_lost_from_a_file_of_this_pack(dit, refuse, saved):
+def test_a_file_of_this_pack(refuse, saved):
+    """A rotation that it lost, one that was added, and a record of marks that is damaged."""
     state_dict, metadata = saved
-    refuse(state_dict | {f"{LAYER}.comfy_quant": encoded({"format": "int8_tensorwise"})}, LAYER, metadata=metadata)
-
-
-def test_a_rotation_added_to_a_file_of_this_pack(dit, refuse, saved):
-    state_dict, metadata = saved
+    lost = {f"{LAYER}.comfy_quant": encoded({"format": "int8_tensorwise"})}
+    refuse(state_dict | lost, LAYER, metadata=metadata)
     layer = LAYER.replace("blocks.1", "blocks.0")
-    mark = encoded({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64})
-    refuse(
-        state_dict | {f"{layer}.comfy_quant": mark},
-        f"{layer}.comfy_quant is",
-        "when the file was saved",
-        metadata=metadata,
-    )
-
-
-@pytest.mark.parametrize("text", ("", "[]", "[" * 100_000, "{"))
-def test_a_damaged_record_of_marks(dit, refuse, saved, text):
-    state_dict, metadata = saved
-    refuse(state_dict, "int8_dit_marks", metadata=metadata | {"int8_dit_marks": text})
+    added = {f"{layer}.comfy_quant": encoded({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64})}
+    refuse(state_dict | added, f"{layer}.comfy_quant is", "when the file was saved", metadata=metadata)
+    for text in ("", "[]", "[" * 100_000, "{"):
+        refuse(state_dict, "int8_dit_marks", metadata=metadata | {"int8_dit_marks": text})
 
 
 # The model as a whole
@@ -430,8 +418,8 @@ def test_thousands_of_tensors_that_the_model_does_not_need(dit, tmp_path, name):
 
 def test_an_int8_layer_that_is_called_4_bit(dit, refuse):
     state_dict = dit.native_int8()
-    mark = encoded({"format": "convrot_w4a4", "convrot_groupsize": 64})
     scale = state_dict[f"{LAYER}.weight_scale"].flatten()
+    mark = encoded({"format": "convrot_w4a4", "convrot_groupsize": 64})
     refuse(state_dict | {f"{LAYER}.comfy_quant": mark, f"{LAYER}.weight_scale": scale}, f"{LAYER}.weight has shape")
 
 
