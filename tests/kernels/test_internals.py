@@ -26,43 +26,29 @@ def package(folder, **files):
 
 
 ASSUMED = {"some_package/inside.py": (r"^def inner\b", r"^TABLE\b")}
+ELSEWHERE = {"no_such_package/inside.py": ("^x",)}
 
 
 @pytest.mark.parametrize(
-    "text, held",
+    "sources, as_new_as, text, held, missed",
     (
-        ("TABLE = {}\n\ndef inner(x):\n    pass\n", True),
-        ("TABLE: dict = {}\ndef inner():\n    pass\n", True),
-        ("TABLE = {}\ndef inner_renamed(x):\n    pass\n", False),
-        ("import inner, TABLE\n", False),
-        (None, False),
+        (ASSUMED, None, "TABLE = {}\n\ndef inner(x):\n    pass\n", True, False),
+        (ASSUMED, None, "TABLE: dict = {}\ndef inner():\n    pass\n", True, False),
+        (ASSUMED, None, "TABLE = {}\ndef inner_renamed(x):\n    pass\n", False, True),
+        (ASSUMED, None, "import inner, TABLE\n", False, True),
+        (ASSUMED, "some_package/__init__.py", None, False, True),
+        (ASSUMED, "some_package/of_tomorrow.py", None, False, False),  # what came later
+        (ELSEWHERE, None, None, False, False),  # what is not installed
     ),
 )
-def test_what_does_not_hold_is_told_without_an_import(tmp_path, monkeypatch, text, held):
-    assumption = assumptions.Assumption("a table", "nothing is looked up", ASSUMED)
+def test_what_does_not_hold_is_told_without_an_import(tmp_path, monkeypatch, sources, as_new_as, text, held, missed):
+    assumption = assumptions.Assumption("a table", "nothing is looked up", sources, as_new_as)
     package(tmp_path, __init__="raise RuntimeError('imported')", **({} if text is None else {"inside": text}))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(assumptions, "ASSUMPTIONS", (assumption,))
     assumptions._folder.cache_clear()
     assert assumptions.holds(assumption) == held
-    assert missing() == ([] if held else [("a table", "nothing is looked up")])
-
-
-@pytest.mark.parametrize(
-    "sources, as_new_as, missed",
-    (
-        (ASSUMED, "some_package/__init__.py", True),
-        (ASSUMED, "some_package/of_tomorrow.py", False),  # what came later
-        ({"no_such_package/inside.py": ("^x",)}, None, False),  # what is not installed
-    ),
-)
-def test_what_is_missed(tmp_path, monkeypatch, sources, as_new_as, missed):
-    package(tmp_path, __init__="", inside="")
-    monkeypatch.syspath_prepend(tmp_path)
-    assumption = assumptions.Assumption("a table", "b", sources, as_new_as)
-    monkeypatch.setattr(assumptions, "ASSUMPTIONS", (assumption,))
-    assumptions._folder.cache_clear()
-    assert bool(missing()) == missed
+    assert missing() == ([("a table", "nothing is looked up")] if missed else [])
 
 
 @needs_descriptors
