@@ -153,24 +153,17 @@ class INT8Linear(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """Attention and a SwiGLU, as in a diffusion transformer."""
+    """A SwiGLU, as in a diffusion transformer."""
 
-    WIDTH, HEADS = 64, 4
+    WIDTH = 64
 
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2 = (torch.nn.LayerNorm(self.WIDTH, device=DEVICE) for _ in range(2))
-        self.qkv = INT8Linear(self.WIDTH, 3 * self.WIDTH, 1)
-        self.o = INT8Linear(self.WIDTH, self.WIDTH, 2)
-        self.w1 = INT8Linear(self.WIDTH, 96, 3)
-        self.w3 = INT8Linear(self.WIDTH, 96, 4)
+        self.w1, self.w3 = (INT8Linear(self.WIDTH, 96, seed) for seed in (3, 4))
         self.w2 = INT8Linear(96, self.WIDTH, 5)
 
     def forward(self, x):
-        batch, tokens, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.HEADS, -1).transpose(1, 3).unbind(2)
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
-        hidden = self.norm2(x)
+        hidden = F.layer_norm(x, (self.WIDTH,))
         return x + self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
 
 
@@ -218,8 +211,8 @@ def targets_in_compiled_graph(function, *arguments):
 
 def test_a_compiler_sees_the_two_opaque_operators():
     targets = targets_in_compiled_graph(Block(), tokens(12))
-    assert targets.count(OPERATORS.quantize_activations.default) == 5
-    assert targets.count(OPERATORS.int8_gemm.default) == 5
+    assert targets.count(OPERATORS.quantize_activations.default) == 3
+    assert targets.count(OPERATORS.int8_gemm.default) == 3
     assert OPERATORS.int8_linear.default not in targets
 
 
