@@ -227,17 +227,6 @@ def test_what_was_timed_is_freed_at_once(monkeypatch):
     assert [each() for each in made] == [None]
 
 
-def test_check_can_stop_the_benchmark():
-    class Stopped(Exception):
-        pass
-
-    def stop():
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        benchmark_shape(LinearShape("tiny", 32, 64), 4, CPU, rounds=1, check=stop)
-
-
 @NEEDS_GPU
 def test_what_cannot_be_captured_is_looped():
     device = torch.device("cuda")

@@ -131,12 +131,7 @@ def test_a_low_rank_that_does_not_fit_is_refused():
     blocks = random_blocks("Q8_0", 4, 2)
     scale = gguf_channel_scales(blocks, "Q8_0")
     up, down = random_float(4, 3), random_float(3, 64)
-    for wrong in (
-        LowRank(up[:3], down),
-        LowRank(up, down[:2]),
-        LowRank(up, down[:, :32]),
-        LowRank(up[:, :0], down[:0]),
-    ):
+    for wrong in (LowRank(up[:3], down), LowRank(up, down[:2]), LowRank(up, down[:, :32])):
         with pytest.raises(ValueError, match=r"up and down must be \[4, R\] and \[R, 64\]"):
             expand_gguf(blocks, "Q8_0", scale, wrong)
     with pytest.raises(TypeError, match="of one dtype"):
@@ -208,8 +203,6 @@ def test_what_does_not_fit_is_refused():
             read(blocks, "Q6_K")
     with pytest.raises(TypeError, match="dtype must be bfloat16, float16 or float32"):
         dequantize_gguf(blocks, "Q4_K", torch.int8)
-    with pytest.raises(TypeError, match="weight_scale must be float32"):
-        expand_gguf(blocks, "Q4_K", scale.half())
     with pytest.raises(ValueError, match="weight_scale must hold 1 or 3 values"):
         expand_gguf(blocks, "Q4_K", scale[:2])
     with pytest.raises(ValueError, match="different devices"):
