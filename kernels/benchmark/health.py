@@ -5,7 +5,7 @@ A throttled card multiplies bf16 too slowly, and every ratio to bf16 would flatt
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -98,14 +98,14 @@ def examine(device: torch.device, check: Callable[[], None] = lambda: None) -> H
     busy = _busy_percent(device)
     rates = bf16_teraflops(device, check)
     expected = peak_teraflops(device)
-    rate = statistics.median(rates)
+    rate, varies = statistics.median(rates), max(rates) / min(rates) - 1
     faults = []
     if busy is not None and busy > _MOST_BUSY_PERCENT:
         faults.append(f"Another program uses the card ({busy} % busy before this began): close it and measure again.")
     if expected is not None and rate < _LEAST_SHARE * expected:
         faults.append("The card is throttled or busy: look at its temperature, power limit and other programs.")
-    if unsteady(rates):
-        faults.append(f"Its speed varies by {max(rates) / min(rates) - 1:.0%} from one moment to the next.")
+    if varies > _MOST_DRIFT:
+        faults.append(f"Its speed varies by {varies:.0%} from one moment to the next.")
     return Health(rate, expected, tuple(faults))
 
 
@@ -114,16 +114,11 @@ def examine_again(before: Health, device: torch.device) -> Health:
     if before.teraflops is None:
         return before
     rates = bf16_teraflops(device)
-    drift = statistics.median(rates) / before.teraflops - 1
+    drift, varies = statistics.median(rates) / before.teraflops - 1, max(rates) / min(rates) - 1
     faults = list(before.faults)
-    if abs(drift) > _MOST_DRIFT or (unsteady(rates) and not faults):
+    if abs(drift) > _MOST_DRIFT or (varies > _MOST_DRIFT and not faults):
         faults.append(f"The card's speed changed by {drift:+.0%} during the run: leave it alone and measure again.")
     return Health(before.teraflops, before.expected, tuple(faults))
-
-
-def unsteady(rates: Sequence[float]) -> bool:
-    """Whether rates that should be one differ too much."""
-    return max(rates) > (1 + _MOST_DRIFT) * min(rates)
 
 
 def _busy_percent(device: torch.device) -> int | None:

@@ -199,11 +199,9 @@ def nf4(operands: Operands, scale: torch.Tensor) -> Call:
 
 def gguf(name: str) -> Prepare:
     blocks = GGUF_FORMATS[name]
-
-    def floats(weight: torch.Tensor) -> torch.Tensor:
-        return blocks.decode(weight.unflatten(1, (-1, blocks.bytes)), torch.bfloat16)
-
-    return lambda operands, scale: lambda weight: F.linear(operands.x, floats(weight))
+    return lambda operands, scale: (
+        lambda weight: F.linear(operands.x, blocks.decode(weight.unflatten(1, (-1, blocks.bytes)), torch.bfloat16))
+    )
 
 
 def native(operands: Operands, scale: torch.Tensor) -> Call:
@@ -334,11 +332,6 @@ def shown_methods(ticked: Collection[str]) -> tuple[Method, ...]:
     return tuple(method for method in BENCHMARK_METHODS if method.tick in ("", *ticked))
 
 
-def bytes_per_copy(methods: Sequence[Method] = BENCHMARK_METHODS) -> float:
-    """Bytes per weight of one copy in each form that the methods hold."""
-    return sum(form.bytes_per_weight for form in {method.form for method in methods})
-
-
 def working_memory(shape: LinearShape, tokens: int) -> int:
     """Bytes that `benchmark_shape` needs at its peak with one copy of the weight, rounded up.
 
@@ -369,7 +362,8 @@ def benchmark_shape(
     copies = 1
     if device.type == "cuda":
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        copies = weight_copies(weights, cache_bytes, int(bytes_per_copy(methods) * weights), free_bytes(device))
+        per_weight = sum(form.bytes_per_weight for form in {method.form for method in methods})
+        copies = weight_copies(weights, cache_bytes, int(per_weight * weights), free_bytes(device))
     result = ShapeResult(shape, m, copies)
     result.measure(methods, Operands(m, shape.n, shape.k, copies, device), **how)
     ran = [method for method in methods if method.name in result.rounds]

@@ -230,7 +230,6 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
     linears: dict[str, Any] = quantizable_in(block, path)
     memo: dict[int, Any] = {id(linear.weight): linear.weight for linear in linears.values()}
     copied = copy.deepcopy(block, memo)
-    classes: dict[type, type] = {}
     for name, linear in linears.items():
         weight = linear.weight
         if isinstance(weight, QuantizedTensor) or not weight.is_floating_point():
@@ -240,8 +239,7 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
         held = QuantizedTensor(q, NATIVE_LAYOUT, form)
         replaced: Any = copied.get_submodule(name.removeprefix(path).removeprefix("."))
         replaced.weight = torch.nn.Parameter(held, requires_grad=False)
-        own = type(replaced)
-        replaced.__class__ = classes.get(own) or classes.setdefault(own, running_fused(own, "fused int8"))
+        replaced.__class__ = running_fused(type(replaced), "fused int8")
     copied.to(device)
     group_inputs(copied)
     return copied

@@ -131,10 +131,7 @@ def save_json(outcome: Outcome) -> str | None:
 def _shapes(
     model: ModelPatcher | None, split: ForwardSplit | None, device: torch.device, remarks: list[str]
 ) -> list[LinearShape]:
-    if split is not None:
-        shapes: Sequence[LinearShape] = split.shapes()
-    else:
-        shapes = IDEOGRAM4_SHAPES if model is None else linear_shapes(model)
+    shapes = IDEOGRAM4_SHAPES if model is None else split.shapes() if split is not None else linear_shapes(model)
     most = _MOST_WEIGHTS_ON_CPU if device.type == "cpu" else math.inf
     large = [shape for shape in shapes if shape.n * shape.k > most]
     remarks += [f"Left out: {shape.name} ({shape.n} x {shape.k} weights are too many for a CPU)." for shape in large]

@@ -22,7 +22,6 @@ from kernels.benchmark.methods import (
     UNFUSED,
     Operands,
     benchmark_shape,
-    bytes_per_copy,
     shown_methods,
     weight_copies,
 )
@@ -55,7 +54,8 @@ def test_the_table_of_methods_is_consistent():
     assert everything == BENCHMARK_METHODS
     assert {method.tick for method in BENCHMARK_METHODS} == {"", *TICKS}
     # bf16, fp16, e4m3, INT8, NF4, Q8_0, Q4_K, W4A8
-    assert bytes_per_copy() == 2 + 2 + 1 + 1 + 0.5625 + 34 / 32 + 144 / 256 + 9 / 16
+    forms = {method.form for method in BENCHMARK_METHODS}
+    assert sum(form.bytes_per_weight for form in forms) == 2 + 2 + 1 + 1 + 0.5625 + 34 / 32 + 144 / 256 + 9 / 16
 
 
 def test_notes_say_what_is_missing_and_what_is_doubtful():
