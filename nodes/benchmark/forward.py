@@ -29,7 +29,7 @@ from ...kernels.benchmark import (
 from ..comfyui.attention import OVERRIDE, comfyuis_attention
 from ..comfyui.quantized import NATIVE_LAYOUT
 from ..deferred.install import deferred_call
-from ..host.sampling import empty_latent, latent_of, sample
+from ..host.sampling import empty_latent, sample
 from ..host.work import make_room
 from ..layers.input_groups import group_inputs
 from ..layers.layer_selection import quantizable_in, quantizable_linears
@@ -71,12 +71,12 @@ def measure_forward(
     watched = model.clone()
     clock = _Clock(watched, check)
     watched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, clock.call)
-    samples = latent_of(watched, empty_latent(watched, _PIXELS) if latent is None else latent)
+    sampled = empty_latent(watched, _PIXELS) if latent is None else latent
     sigmas = comfy.samplers.calculate_sigmas(watched.get_model_object("model_sampling"), "simple", _STEPS)
     try:
         prompt = positive or _NULL_CONDITIONING
         euler = comfy.samplers.sampler_object("euler")
-        sample(watched, prompt, None, 1.0, euler, sigmas, samples, 0, lambda *_: check())
+        sample(watched, prompt, None, 1.0, euler, sigmas, sampled, 0, lambda *_: check())
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         if positive is not None and latent is not None:
             raise

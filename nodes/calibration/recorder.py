@@ -19,7 +19,7 @@ from ...kernels import ActivationStatistics, AttentionError, unplanned_memory
 from ..comfyui.attention import OVERRIDE, Attention, attention_choices, beside_choices, comfyuis_attention
 from ..comfyui.compiling import is_compiled
 from ..files.block_lists import block_of
-from ..host.sampling import latent_of, previewer, sample
+from ..host.sampling import previewer, sample
 from ..host.work import Progress
 from ..layers.layer_selection import quantizable_linears
 from ..layers.linear_call import multiplied
@@ -211,8 +211,7 @@ def calibrate(
     """
     recording = Recording()
     observed = armed(model, recording)
-    samples, preview = latent_of(observed, latent), previewer(observed)
-    progress = progress or Progress()
+    preview, progress = previewer(observed), progress or Progress()
 
     for index, positive in enumerate(prompts):
         doing = f"calibrating, prompt {index + 1} of {len(prompts)}"
@@ -224,5 +223,5 @@ def calibrate(
             sampling.step(f"{doing}, step", preview(x0))
 
         noise_seed = (seed + index) % (1 << 64)
-        sample(observed, positive, negative, cfg, sampler, sigmas, samples, noise_seed, after_step, latent)
+        sample(observed, positive, negative, cfg, sampler, sigmas, latent, noise_seed, after_step)
     return recording.calibration()

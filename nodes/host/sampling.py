@@ -9,13 +9,6 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 
-def latent_of(model: ModelPatcher, latent: dict) -> torch.Tensor:
-    """The samples of a LATENT, empty ones with the channels that the MODEL has."""
-    return comfy.sample.fix_empty_latent_channels(
-        model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
-    )
-
-
 def empty_latent(model: ModelPatcher, pixels: int) -> dict:
     """A LATENT for a square picture of so many pixels a side."""
     form: Any = model.get_model_object("latent_format")
@@ -30,16 +23,17 @@ def sample(
     cfg: float,
     sampler: object,
     sigmas: torch.Tensor,
-    samples: torch.Tensor,
+    latent: dict,
     seed: int,
     callback: Callable[..., None],
-    latent: dict | None = None,
 ) -> None:
-    """Sample once, with ComfyUI's ordinary guidance, or with none where `negative` is None.
+    """Sample once from a LATENT, with ComfyUI's ordinary guidance, or with none where `negative` is None.
 
-    `callback` gets the step, the prediction, the latent and the number of steps. `latent` is the LATENT of `samples`.
+    `callback` gets the step, the prediction, the latent and the number of steps.
     """
-    latent = latent or {}
+    samples = comfy.sample.fix_empty_latent_channels(
+        model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
+    )
     guider = comfy.samplers.CFGGuider(model)
     if negative is None:
         guider.inner_set_conds({"positive": positive})
