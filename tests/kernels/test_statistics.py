@@ -161,32 +161,17 @@ def test_an_input_of_which_most_channels_are_zero():
     ActivationStatistics.restored(2, statistics.spikiness, statistics.absmax, statistics.sample.parts)
 
 
-def test_restored_statistics():
-    """What was taken to the host and restored is what it was."""
-    statistics = statistics_of(calls(20))
-    absmax, spikiness, rows = statistics.absmax.cpu(), statistics.spikiness, statistics.sample.rows.cpu()
-    statistics.to_host()
-    again = ActivationStatistics.restored(20, statistics.spikiness, statistics.absmax, statistics.sample.parts)
-    for each in (statistics, again):
-        assert (each.calls, each.finite_calls) == (20, 20) and each.spikiness == pytest.approx(spikiness)
-        assert each.absmax.device.type == each.sample.rows.device.type == "cpu"
-        assert torch.equal(each.absmax, absmax) and torch.equal(each.sample.rows, rows)
-
-
 @pytest.mark.parametrize(
     "calls, spikiness, absmax, row, message",
     (
         (0, 1.0, 1.0, 1.0, "0 calls"),
-        (1, math.inf, 1.0, 1.0, "spikiness of inf"),
         (1 << 60, 1.0, 1.0, 1.0, f"{1 << 60} calls"),
         (1, math.nan, 1.0, 1.0, "spikiness of nan"),
         (1, 1e7, 1.0, 1.0, "spikiness of 10000000.0"),
         (1, 1.0, math.nan, 1.0, "absmax holds a value that is negative, NaN, Inf or above 1e\\+12"),
-        (1, 1.0, -1.0, 1.0, "absmax holds a value that is negative"),
         (1, 1.0, 1e30, 1.0, "absmax holds a value that is .* above"),
         (1, 1.0, 1.0, math.nan, "rows hold a NaN or Inf"),
         (1, 1.0, 1.0, 1e30, "rows hold .* a value above the largest"),
-        (1, 1.0, 1.0, -1.5, "rows hold .* a value above the largest"),
     ),
 )
 def test_what_no_calls_leave_behind_is_not_restored(calls, spikiness, absmax, row, message):
