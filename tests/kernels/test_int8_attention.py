@@ -122,15 +122,6 @@ def test_larger_tiles(monkeypatch):
     assert relative_error(int8_attention(q, k, v), exact(q, k, v)) < NORMAL
 
 
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
-@pytest.mark.parametrize("half_sums", (False, True))
-def test_other_dtypes_and_sums(dtype, half_sums):
-    q, k, v = operands(tq=40, tk=150, width=128, dtype=dtype)
-    out = torch.empty_like(q)
-    launch_int8_attention(q, k, v, None, 0.05, None, out, half_sums=half_sums)
-    assert relative_error(out, exact(q, k, v, scale=0.05)) < NORMAL
-
-
 @both
 def test_a_common_vector_of_keys_costs_nothing(compute):
     q, k, v = operands(tk=200)
@@ -149,14 +140,17 @@ def test_channels_with_outliers_are_rotated():
     assert relative_error(int8_attention(q, k, v), exact(q, k, v)) < 1.3 * NORMAL
 
 
-@pytest.mark.parametrize(("dtype", "size"), ((torch.bfloat16, 1e4), (torch.bfloat16, 1e30), (torch.float16, 1e4)))
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    ((torch.float16, 4), (torch.float32, 4), (torch.bfloat16, 1e4), (torch.bfloat16, 1e30), (torch.float16, 1e4)),
+)
 @pytest.mark.parametrize("half_sums", (False, True))
-def test_large_values(dtype, size, half_sums):
-    q, k, v = operands(tk=200, dtype=dtype)
+def test_other_dtypes_sums_and_large_values(dtype, size, half_sums):
+    q, k, v = operands(tk=200, width=128, dtype=dtype)
     v = (v.float() * size / v.float().abs().max()).to(dtype)
     out = torch.empty_like(q)
-    launch_int8_attention(q, k, v, None, 0.1, None, out, half_sums=half_sums)
-    assert relative_error(out, exact(q, k, v, scale=0.1)) < 2 * NORMAL
+    launch_int8_attention(q, k, v, None, 0.05, None, out, half_sums=half_sums)
+    assert relative_error(out, exact(q, k, v, scale=0.05)) < (1 if size == 4 else 2) * NORMAL
 
 
 @each
