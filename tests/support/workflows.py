@@ -125,6 +125,12 @@ def glyph_conditioning(prompt: Prompt, text: str) -> tuple[Link, Link]:
     return link(node, 0), link(node, 1)
 
 
+def kernel_benchmark(prompt: Prompt, *, tokens: int, model: Link | None = None) -> str:
+    """Time the linears of ``model``, or of the default shapes; the id of the node whose ui result is the table."""
+    inputs = {"tokens": tokens} if model is None else {"tokens": tokens, "model": model}
+    return prompt.add("INT8KernelBenchmark", **inputs)
+
+
 def _quantize(prompt: Prompt, model: Link, protect_layers: int, **inputs: object) -> Link:
     defaults = {
         "method": "smooth",
