@@ -18,7 +18,7 @@ from support import workflows
 from support.tensors import relative_error
 from support.workflows import Prompt, link
 
-FILE = "native_for_images.safetensors"
+FILE, GGUF = "native_for_images.safetensors", "glyphs_00001_.gguf"
 # Of all pixels: INT8's rounding. A layer that computes something else is above 0.5.
 MOST_APART = {"bf16": 0.01, "INT8": 0.12}
 
@@ -43,6 +43,15 @@ def native(server, dit):
     return FILE
 
 
+@pytest.fixture(scope="module")
+def gguf(server):
+    """A file of Save GGUF, which the loader lists where the node puts it."""
+    prompt = Prompt()
+    inputs = {"model": workflows.stock_model(prompt), "filename_prefix": "diffusion_models/glyphs", "type": "Q8_0"}
+    node = prompt.add("SaveGGUFDiT", **inputs)
+    assert server.saved_path(server.queue(prompt)[node]).name == GGUF
+
+
 def loaded(name, **widgets):
     return lambda prompt: link(prompt.add("LoadINT8DiT", **{"model_name": name, "kernel": "fused int8"} | widgets))
 
@@ -57,12 +66,15 @@ WAYS = {
     "quantized while loading": loaded(workflows.GLYPH_MODEL),
     "native INT8": loaded(FILE),
     "native INT8, applied": applied,
+    "INT8 attention": loaded(workflows.GLYPH_MODEL, attention="INT8"),
+    "GGUF as INT8": loaded(GGUF, memory="INT8"),
+    "GGUF as stored": loaded(GGUF, memory="as stored"),
     "quantized in the graph": lambda prompt: workflows.calibrated_model(prompt, workflows.stock_model(prompt), steps=2),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_image_is_that_of_comfyuis_own_loader(server, stock, native, way):
+def test_an_image_is_that_of_comfyuis_own_loader(server, stock, native, gguf, way):
     images = drawn(server, WAYS[way])
     apart = relative_error(images, stock)
     assert apart <= MOST_APART["bf16" if way == "bf16" else "INT8"]
