@@ -168,7 +168,6 @@ def test_a_model_with_a_lora_is_one_graph(pack, streamed):
     """A whole one, as ComfyUI loads it onto a card with room for its weights or without."""
     import comfy.lora
     import comfy.model_management
-    import comfy.sd
 
     from int8_dit.kernels import Protection
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
@@ -179,7 +178,7 @@ def test_a_model_with_a_lora_is_one_graph(pack, streamed):
     torch._dynamo.reset()
     architecture = ARCHITECTURES["Ideogram 4"]
     with small_models.known_to_comfyui(architecture):
-        stock = comfy.sd.load_diffusion_model_state_dict(small_models.tensors_of(architecture))
+        stock = small_models.stock_of(architecture)
         settings = QuantizationSettings(protection=Protection("number", 0))
         model = quantize_model(stock, settings, "fused int8", None)[0].clone()
     layer = "diffusion_model.layers.1.attention.qkv"

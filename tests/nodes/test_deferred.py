@@ -382,17 +382,14 @@ def first_of(output):
 def small_quantized(small):
     """A MODEL of an architecture with all its linears INT8."""
     import comfy.model_management
-    import comfy.sd
 
     from int8_dit.kernels import Protection
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
     def build(architecture):
         with small.known_to_comfyui(architecture):
-            stock = comfy.sd.load_diffusion_model_state_dict(small.tensors_of(architecture))
-            model, _ = quantize_model(
-                stock, QuantizationSettings(protection=Protection("number", 0)), "fused int8", None
-            )
+            settings = QuantizationSettings(protection=Protection("number", 0))
+            model, _ = quantize_model(small.stock_of(architecture), settings, "fused int8", None)
         comfy.model_management.load_models_gpu([model])
         return model
 

@@ -78,24 +78,18 @@ def inputs(activation, samples=2, dtype=torch.float32):
     return randn(samples, 5, CHANNELS * (2 if activation == "swiglu" else 1), seed=2, dtype=dtype)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_activation_before_the_linear(layout, make, activation, form):
-    weight, x, bias = make(form), inputs(activation), randn(ROWS, seed=3)
-    norm_weight = 1 + 0.1 * randn(CHANNELS, seed=4)
-    output = layout.linear_input_act(weight, x, bias, activation, norm_weight, EPS)
-    assert output.shape == (2, 5, ROWS) and output.dtype == x.dtype
-    values, exact = (activated(t, activation, norm_weight.to(t.dtype)) for t in (x, x.double()))
-    assert_as_exact(output, weight, values, exact, bias)
+DTYPES = [(form, torch.float32) for form in FORMS] + [("plain", dtype) for dtype in (torch.bfloat16, torch.float16)]
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("form, dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_in_half_precision_of_two_axes(layout, make, activation, dtype):
-    weight, x = make(dtype=dtype), inputs(activation, dtype=dtype)[0]
-    bias, norm_weight = randn(ROWS, seed=3, dtype=dtype), 1 + 0.1 * randn(CHANNELS, seed=4, dtype=dtype)
+def test_an_activation_before_the_linear(layout, make, activation, form, dtype):
+    """Of three axes, in half precision of two."""
+    weight, x, bias = make(form, dtype=dtype), inputs(activation, dtype=dtype), randn(ROWS, seed=3, dtype=dtype)
+    x = x if dtype == torch.float32 else x[0]
+    norm_weight = 1 + 0.1 * randn(CHANNELS, seed=4, dtype=dtype)
     output = layout.linear_input_act(weight, x, bias, activation, norm_weight, EPS)
-    assert output.shape == (5, ROWS) and output.dtype == dtype
+    assert output.shape == (*x.shape[:-1], ROWS) and output.dtype == dtype
     values, exact = (activated(t, activation, norm_weight.to(t.dtype)) for t in (x, x.double()))
     assert_as_exact(output, weight, values, exact, bias)
 
