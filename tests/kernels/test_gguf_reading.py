@@ -131,9 +131,9 @@ def test_a_low_rank_that_does_not_fit_is_refused():
     blocks = random_blocks("Q8_0", 4, 2)
     scale = gguf_channel_scales(blocks, "Q8_0")
     up, down = random_float(4, 3), random_float(3, 64)
-    for wrong in (LowRank(up[:3], down), LowRank(up, down[:2]), LowRank(up, down[:, :32])):
+    for wrong in ((up[:3], down), (up, down[:2]), (up, down[:, :32]), (up[:, :0], down[:0])):
         with pytest.raises(ValueError, match=r"up and down must be \[4, R\] and \[R, 64\]"):
-            expand_gguf(blocks, "Q8_0", scale, wrong)
+            expand_gguf(blocks, "Q8_0", scale, LowRank(*wrong))
     with pytest.raises(TypeError, match="of one dtype"):
         expand_gguf(blocks, "Q8_0", scale, LowRank(up.half(), down))
 
