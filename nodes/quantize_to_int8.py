@@ -302,8 +302,8 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         given = {name for name, value in inputs.items() if value is not None}
         if wrong := _wrong_calibration_inputs(given):  # a node before this one gave nothing
             raise ValueError(wrong)
-        progress, layers = Progress(), len(quantization_targets(model))  # what cannot be quantized is refused first
-        model = disarmed(model)  # a recorder is for samplings elsewhere
+        layers = len(quantization_targets(model))  # what cannot be quantized is refused before it is sampled
+        model, progress = disarmed(model), Progress()  # a recorder is for samplings elsewhere
         if sampler is not None:
             assert sigmas is not None and latent_image is not None  # or they were missing
             if len(sigmas) < 2:

@@ -1,4 +1,4 @@
-"""Which linears of a diffusion transformer are quantized: one rule by name and size, for every architecture."""
+"""The linears of a MODEL, and which of them are quantized: one rule by name and size, for every architecture."""
 
 import re
 from typing import Any
