@@ -158,7 +158,7 @@ def prompts(kept: Kept) -> None:
     saved("recorded", "SaveINT8DiT", recorded, prompt, fold=False)
     prompt = Prompt()
     model = workflows.int8_model(prompt, files["native"])
-    benchmark = prompt.add("INT8KernelBenchmark", tokens=16, model=model)
+    benchmark = workflows.kernel_benchmark(prompt, tokens=16, model=model)
     results = kept.run("benchmark", prompt)
     if benchmark in results:
         overview = results[benchmark]["int8_benchmark"][0]

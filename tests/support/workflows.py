@@ -125,10 +125,9 @@ def glyph_conditioning(prompt: Prompt, text: str) -> tuple[Link, Link]:
     return link(node, 0), link(node, 1)
 
 
-def kernel_benchmark(prompt: Prompt, *, tokens: int, model: Link | None = None) -> str:
-    """Time the linears of ``model``, or of the default shapes; the id of the node whose ui result is the table."""
-    inputs = {"tokens": tokens} if model is None else {"tokens": tokens, "model": model}
-    return prompt.add("INT8KernelBenchmark", **inputs)
+def kernel_benchmark(prompt: Prompt, *, tokens: int, model: Link) -> str:
+    """Time the linears of ``model``; the id of the node whose ui result is the table."""
+    return prompt.add("INT8KernelBenchmark", tokens=tokens, model=model)
 
 
 def _quantize(prompt: Prompt, model: Link, protect_layers: int, **inputs: object) -> Link:
