@@ -25,8 +25,8 @@ def read_as_plain(cls: type) -> None:
     _plain.add(cls)
 
 
-def watched(x: torch.Tensor) -> bool:
-    """Whether someone wants to see operators: a compiler, a tensor subclass or a dispatch mode.
+def is_dispatched(x: torch.Tensor) -> bool:
+    """Whether a call goes through PyTorch's dispatcher: for a compiler, a tensor subclass or a dispatch mode.
 
     Plain eager calls go straight to the implementations: dispatching to Python takes longer than the checks do.
     """

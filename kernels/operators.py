@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, 
 
 import torch
 
-from .compilers import watched
+from .compilers import is_dispatched
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,14 +125,14 @@ class Operator(Generic[P, R]):
         else:
             arguments = cast(Any, given) + self._defaults[len(given) :]
         flat = self.flat(arguments)
-        return (self._watched if watched(flat[self._x]) else self._run)(arguments, flat)
+        return (self._dispatched if is_dispatched(flat[self._x]) else self._run)(arguments, flat)
 
-    def _watched(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
-        """A call that someone wants to see."""
+    def _dispatched(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
+        """A call through the dispatcher."""
         return self.operator(*flat)
 
     def _run(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
-        """A call that nobody watches."""
+        """A call that goes straight to the function."""
         self.check(*arguments)
         return self.function(*arguments)
 

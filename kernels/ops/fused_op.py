@@ -76,7 +76,7 @@ class FusedOp(Operator[P, R]):
         module = import_module(f"..triton_kernels.{self._kernel}", __package__)
         return getattr(module, f"launch_{self.name}")(*flat)
 
-    def _watched(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
+    def _dispatched(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
         out = arguments[-1] if self._has_out else None
         if not self.rounds and _differentiated(flat):
             self.check(*arguments)

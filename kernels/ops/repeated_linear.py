@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..card.device import uses_triton
-from ..compilers import watched
+from ..compilers import is_dispatched
 from ..reference.transform import ChannelTransform
 from .linear import int8_gemm, linear_rows, quantize_activations
 
@@ -199,7 +199,7 @@ def _is_aligned(*tensors: torch.Tensor | None) -> bool:
 
 def _is_plain(x: torch.Tensor) -> bool:
     """Whether nobody wants to see operators or a gradient of `x`."""
-    return not (watched(x) or (x.requires_grad and torch.is_grad_enabled()))
+    return not (is_dispatched(x) or (x.requires_grad and torch.is_grad_enabled()))
 
 
 def _may_repeat(x: torch.Tensor) -> bool:

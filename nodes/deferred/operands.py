@@ -1,4 +1,4 @@
-"""What a deferred value means to a fused op: an entry a kind.
+"""What a deferred value means to a fused op: an entry for each kind.
 
 `value` is what one stands for, in floats: only to be compared with what the model's own calls give.
 """

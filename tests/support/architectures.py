@@ -1,4 +1,4 @@
-"""The architectures of small MODELs: a table, an entry an architecture.
+"""The architectures of small MODELs: a table with an entry for each.
 
 Each is one of ComfyUI's own, at least 64 wide, so that its linears can be INT8. small_models.py builds them. This file
 needs no ComfyUI, so that tests can be named after its entries.

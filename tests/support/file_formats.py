@@ -1,4 +1,4 @@
-"""The formats in which files hold a diffusion model: a table, an entry a format.
+"""The formats in which files hold a diffusion model: a table with an entry for each.
 
 Quantized by comfy-kitchen or by plain arithmetic here, and never by this pack. The table needs no ComfyUI, so that
 tests can be named after its entries.

@@ -1,4 +1,4 @@
-"""Weights that become INT8 in front of each product: a table, an entry a kind."""
+"""Weights that become INT8 in front of each product: a table with an entry for each kind."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Files that are well known and cannot be loaded: a table, an entry a kind. What a file is, is asked of its content."""
+"""Files that are well known and cannot be loaded: a table with an entry for each kind. The content of a file says what it is."""
 
 import re
 from collections.abc import Mapping

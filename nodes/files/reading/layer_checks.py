@@ -1,4 +1,4 @@
-"""Whether the quantized layers of a checkpoint are whole: a table, an entry a format.
+"""Whether the quantized layers of a checkpoint are whole: a table with an entry for each format.
 
 A loader that trusts a damaged layer draws another image and says nothing. All that can be told from quant configs,
 shapes, dtypes and small tensors is told here, whatever computes afterwards. Large weights are not read: their values
