@@ -1,4 +1,4 @@
-"""Files that are well known and cannot be loaded: a table with an entry for each kind. The content of a file says what it is."""
+"""Files that are well known and cannot be loaded: a table with an entry for each kind, known by a file's content."""
 
 import re
 from collections.abc import Mapping
