@@ -215,7 +215,7 @@ def test_the_weights_of_a_group_are_looked_at_one_by_one(dit, small, attention, 
     from int8_dit.nodes.quantization import quantize
 
     original, given = quantize.patched_weight, []
-    keys = {f"{layer}.weight" for layer in quantize.quantizable_linears(attention)}
+    keys = {f"{layer}.weight" for layer in quantize.quantization_targets(attention)}
 
     def noting(model, key):
         weight = original(model, key)
