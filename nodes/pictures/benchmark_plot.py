@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SERIES = {"this pack": (INT8, "s"), "others": (PLAIN, "s")}
 _ATTENTION = [method.name for method in ATTENTION_METHODS if not method.foreign]
-_WIDEST = 3.0  # times the reference; a longer bar ends there
+_WIDEST = 3.0  # times the reference; a longer bar ends there in an arrow
 
 
 def plot(results: Sequence[Times], headline: str, environment: str, attention: Sequence[Times] = ()) -> torch.Tensor:

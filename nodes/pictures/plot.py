@@ -89,7 +89,7 @@ def draw(
     Args:
         panels: all with names, of which the one with the least values is on top, or all with numbers.
         series: by name a color and a marker.
-        ends, ticks: of the scale, which is logarithmic for marks; a longer bar ends there.
+        ends, ticks: of the scale, which is logarithmic for marks; a longer bar ends there in an arrow.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -167,6 +167,8 @@ def _fill(
             place = places.index(row.place)
             axes.barh(place, row.value, height=0.72, color=color)
             axes.hlines(place, *row.span, color=_INK, linewidth=1.0)
+            if row.value > ends[1]:  # an arrow: it is longer
+                axes.plot(ends[1], place, ">", color=color, markersize=4.5, clip_on=False)
             where = {"xycoords": axes.get_yaxis_transform(), "xytext": (72 * _FIGURES - 4, 0)}  # behind the panel
             how = {"ha": "right", "va": "center_baseline", "size": _SMALL, "color": _INK}
             axes.annotate(row.figure, (1, place), textcoords="offset points", **where, **how)

@@ -173,7 +173,8 @@ def test_bars_are_medians_relative_to_bf16_with_their_rounds(pack):
     figure = draw_times(shapes({"qkv": rounds}), "", "Times", "")
     (panel,) = figure.axes
     assert bars(figure)[0] == pytest.approx({"fused int8": 0.5, "bf16": 1.0, "new one": 4.0})
-    assert panel.get_xlim() == (0, 3)  # one is too long for the scale
+    assert panel.get_xlim() == (0, 3)  # one is too long for the scale, and ends in an arrow
+    assert [line.get_xydata().tolist() for line in panel.lines] == [[[3, 2]]]
     assert [label.get_text() for label in panel.get_yticklabels()] == ["fused int8", "bf16", "new one"]
     ours, *others = (bar.get_facecolor() for bar in panel.patches)
     assert others[0] == others[1] != ours
