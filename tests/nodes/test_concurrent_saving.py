@@ -243,6 +243,17 @@ def test_locks_that_cannot_be_had(output, save, monkeypatch):
     assert names(output) == ["INT8_00001_.safetensors", left.name]
 
 
+def test_a_folder_that_cannot_be_listed(output, monkeypatch):
+    from int8_dit.nodes.files.writing import new_file
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(new_file.os, "listdir", refuse)
+    new_file.write_new_file(str(output / "new.bin"), b"whole", {}, lambda: None)
+    assert (output / "new.bin").read_bytes() == b"whole"
+
+
 @pytest.mark.parametrize("seconds", (1, 1000))
 def test_windows_waits_for_a_scanner(output, save, monkeypatch, seconds):
     """There a file that another program has open cannot be renamed, and exFAT has no hard links."""

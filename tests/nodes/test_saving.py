@@ -361,6 +361,18 @@ def test_all_is_read_back(write):
         assert torch.equal(read[name].double(), tensor.double()), name
 
 
+def test_what_fails_beside_the_writing_is_not_told_of_the_file(write, tmp_path):
+    """A weight may come from another disk, which can fail too."""
+
+    def fail():
+        raise OSError(errno.EIO, "the disk of the weights")
+
+    with pytest.raises(OSError) as error:
+        write(TENSORS, {}, fail)
+    assert error.value.strerror == "the disk of the weights"
+    assert not files(tmp_path)
+
+
 def test_a_dtype_that_the_format_lacks(write, tmp_path):
     with pytest.raises(ValueError, match=r"wave is torch.complex64"):
         write({"fine": torch.ones(1), "wave": torch.ones(1, dtype=torch.complex64)}, {})

@@ -14,6 +14,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import BinaryIO
 
 import torch
@@ -51,44 +52,55 @@ def write_new_file(
     total = len(header) + sum(size + -size % alignment for size, _ in tensors.values())
     paths = iter([destination] if isinstance(destination, str) else destination)
     for path in paths:
-        with _explained(path, total):
+        explained = partial(_explained, path, total)
+        with explained():
             if not _is_free(path):
                 continue
             folder = os.path.dirname(path)
             _remove_abandoned(folder)
             if shutil.disk_usage(folder).free < total:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            temporary = os.path.join(folder, f"int8_dit-{uuid.uuid4().hex}.partial")
-            try:
-                _write(temporary, header, tensors, on_tensor, alignment)
-                for place in itertools.chain([path], paths):
-                    with contextlib.suppress(FileExistsError):
-                        _name(temporary, place)
-                        return place
-            finally:
-                with contextlib.suppress(OSError):
-                    os.remove(temporary)
+        temporary = os.path.join(folder, f"int8_dit-{uuid.uuid4().hex}.partial")
+        try:
+            _write(temporary, header, tensors, on_tensor, alignment, explained)
+            for place in itertools.chain([path], paths):
+                with contextlib.suppress(FileExistsError), explained():
+                    _name(temporary, place)
+                    return place
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
     name = os.path.basename(destination) if isinstance(destination, str) else "every name to save under"
     text = f"{name} exists already and is not overwritten; choose another name. Nothing was saved"
     raise FileExistsError(errno.EEXIST, text)
 
 
 def _write(
-    path: str, header: bytes, tensors: Mapping[str, tuple[int, Make]], on_tensor: Callable[[], None], alignment: int
+    path: str,
+    header: bytes,
+    tensors: Mapping[str, tuple[int, Make]],
+    on_tensor: Callable[[], None],
+    alignment: int,
+    explained: Callable[[], contextlib.AbstractContextManager],
 ) -> None:
-    with open(path, "xb", buffering=0) as file:
-        with contextlib.suppress(OSError):  # no file system without locks removes it
-            _lock(file.fileno())
-        _put(file, header)
+    """Write the file at `path`; errors of the writing alone are `explained`."""
+    with contextlib.ExitStack() as stack:
+        with explained():
+            file = stack.enter_context(open(path, "xb", buffering=0))
+            with contextlib.suppress(OSError):  # no file system without locks removes it
+                _lock(file.fileno())
+            _put(file, header)
         for name, (size, make) in tensors.items():
             data = make().detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
             if len(data) != size:
                 raise ValueError(f"{name} has {len(data)} bytes and was announced with {size}")
-            _put(file, data)
-            del data  # frees a tensor before the next is made
-            _put(file, bytes(-size % alignment))
+            with explained():
+                _put(file, data)
+                del data  # frees a tensor before the next is made
+                _put(file, bytes(-size % alignment))
             on_tensor()
-        os.fsync(file.fileno())
+        with explained():
+            os.fsync(file.fileno())
 
 
 def _put(file: BinaryIO, data: bytes | memoryview) -> None:
@@ -143,8 +155,10 @@ def _rename_patiently(temporary: str, path: str) -> None:
 
 def _remove_abandoned(folder: str) -> None:
     """Remove the temporary files of writers that were killed. What cannot be removed stays until the next time."""
-    last = time.time() - _ABANDONED_SECONDS
-    for name in filter(_TEMPORARY.fullmatch, os.listdir(folder)):
+    last, names = time.time() - _ABANDONED_SECONDS, []
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+    for name in filter(_TEMPORARY.fullmatch, names):
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError):
             if os.stat(path).st_mtime < last:
