@@ -18,7 +18,6 @@ from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..files import quant_config
 from ..files.writing.safetensors_writer import PendingTensor, Tensors
 from ..layers.int8_weight import is_int8
-from .patched_weights import LaterTensor
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def _changed(
             )
         return changed
 
-    return LaterTensor(tensor, made)
+    return PendingTensor(tensor, made)
 
 
 def _has_16_bits(weight: torch.Tensor) -> TypeGuard[QuantizedTensor]:

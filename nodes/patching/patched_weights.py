@@ -5,7 +5,6 @@ MODEL inside the very same weights, or apply them only while it streams.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import comfy.float
@@ -64,17 +63,6 @@ def _patched_as_stored(model: ModelPatcher, key: str) -> torch.Tensor:
     return comfy.lora.calculate_weight(model.patches[key], weight.float(), key) if key in model.patches else weight
 
 
-class LaterTensor(PendingTensor):
-    """A tensor with the shape and dtype of another, that is made when it is written."""
-
-    def __init__(self, like: torch.Tensor | PendingTensor, make: Callable[[], torch.Tensor]) -> None:
-        super().__init__(like)
-        self._make = make
-
-    def to(self, device: str) -> torch.Tensor:
-        return self._make().to(device)
-
-
 def _patched_pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor | PendingTensor]:
     """What a patched weight is written as, in the form of a stored one; the first of its tensors makes them all."""
     pieces = form.state_dict(key) if isinstance(form, QuantizedTensor) else {key: form}
@@ -89,7 +77,7 @@ def _patched_pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch
             raise ValueError(f"{key}: its patches (a LoRA?) make a NaN or Inf of it; it cannot be saved")
         return {name: tensor.to("cpu") for name, tensor in again.state_dict(key).items()}
 
-    return {name: LaterTensor(piece, lambda name=name: made().pop(name)) for name, piece in pieces.items()}
+    return {name: PendingTensor(piece, lambda name=name: made().pop(name)) for name, piece in pieces.items()}
 
 
 def state_dict_for_saving(model: ModelPatcher) -> Tensors:

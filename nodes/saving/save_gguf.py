@@ -19,7 +19,6 @@ from ..files.attention_choices import CONFIG
 from ..files.holding.gguf_weight import is_gguf
 from ..files.workflow_entries import with_workflow
 from ..files.writing.gguf_writer import PendingGGUF, plain_type, write_gguf
-from ..files.writing.safetensors_writer import PendingTensor
 from ..host import notices
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.layer_selection import check_runs_as_stored, linears
@@ -118,16 +117,9 @@ def architecture_name(model: BaseModel) -> str:
     return name
 
 
-class _Entry(PendingTensor):
-    """A tensor of the diffusion model under the name that it has in the MODEL, while it gets that of a file."""
-
-    def __init__(self, like: torch.Tensor, name: str) -> None:
-        super().__init__(like)
-        self.name = name
-
-
 def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
-    """What is to be written, by the name that it has in a file."""
+    """What is to be written, by the name that it has in a file: each weight once, and not the scales that a quantized
+    one is stored with."""
     layers = linears(model)
     for name, layer in layers.items():
         weight: Any = layer.weight
@@ -136,56 +128,38 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
                 f"{name}: its weight is stored as {weight.dtype}, in a format that cannot be read (perhaps by another "
                 "pack's GGUF loader); load the model with Load INT8 DiT or ComfyUI's own"
             )
-    device = model.load_device
-    make_room_to_quantize(device, max((layer.weight.numel() for layer in layers.values()), default=0))
-    found = {}
-    for name, value in (unknown_choices_of(model) | tensors_of_file(model.model, _entries(model))).items():
-        with _naming(name):
-            if isinstance(value, _Entry):
-                found[name] = _of_model(model, value.name, layers, type)
-            else:  # a part of the checkpoint beside the diffusion model, or a layer's choice of attention
-                value = value.view(torch.int8) if name.endswith(CONFIG) else value  # GGUF has no plain bytes
-                found[name] = _plain(lambda value=value: value, tuple(value.shape))
-    return found
-
-
-def _entries(model: ModelPatcher) -> dict[str, Any]:
-    """The diffusion model's tensors, each weight once: without the scales that quantized ones are stored with."""
-    diffusion_model = model.model.diffusion_model
-    parts = diffusion_model.named_modules()
+    make_room_to_quantize(model.load_device, max((layer.weight.numel() for layer in layers.values()), default=0))
+    parts = model.model.diffusion_model.named_modules()
     quantized = {name for name, part in parts if isinstance(getattr(part, "weight", None), QuantizedTensor)}
-    entries = {}
+    own: dict[str, Any] = {}  # under the names of the MODEL
     for name, tensor in state_dict_of(model).items():
         layer, _, part = name.rpartition(".")
         if name.endswith(CONFIG):
-            entries[name] = tensor
+            own[name] = tensor
         elif layer not in quantized or part in ("weight", "bias"):
-            entries[name] = _Entry(weight_below_patches(model, DIFFUSION_MODEL + name), name)
-    return entries
+            with _naming(name):
+                own[name] = _of_model(model, name, part == "weight" and layer in layers, type)
+    found = unknown_choices_of(model) | tensors_of_file(model.model, own)
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):  # a layer's choice of attention, or beside the diffusion model
+            value = value.view(torch.int8) if name.endswith(CONFIG) else value  # GGUF has no plain bytes
+            with _naming(name):
+                found[name] = _plain(lambda value=value: value)
+    return found
 
 
-def _of_model(model: ModelPatcher, name: str, layers: Mapping[str, object], type: str) -> PendingGGUF:
+def _of_model(model: ModelPatcher, name: str, in_blocks: bool, type: str) -> PendingGGUF:
     key = DIFFUSION_MODEL + name
     held: Any = weight_below_patches(model, key)
-    shape = tuple(held.shape)
     if not (held.dtype.is_floating_point or isinstance(held, QuantizedTensor)):
-        return _plain(lambda: held, shape)
-
-    def read() -> torch.Tensor:
-        return patched_weight(model, name)
-
-    layer, _, part = name.rpartition(".")
-    fitting = _fitting(shape, type) if part == "weight" and layer in layers else None
+        return _plain(lambda: held)
+    read, shape = partial(patched_weight, model, name), tuple(held.shape)
+    fitting = _fitting(shape, type) if in_blocks else None
     if fitting is None:
-        return _plain(read, shape)
+        return _plain(read)
     if key not in model.patches and is_gguf(held) and held.params.gguf_format == fitting:
         return PendingGGUF(shape, fitting, lambda: stored(held))
-
-    def blocks() -> torch.Tensor:
-        with _naming(name):
-            return quantize_gguf(read(), fitting)
-
-    return PendingGGUF(shape, fitting, blocks)
+    return PendingGGUF(shape, fitting, _naming(name)(lambda: quantize_gguf(read(), fitting)))
 
 
 def _fitting(shape: tuple[int, ...], type: str) -> str | None:
@@ -201,7 +175,9 @@ def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
         before, after = formats.get(f"{name}.weight"), _fitting(tuple(layer.weight.shape), type)
         if before is None or after is None or f"{DIFFUSION_MODEL}{name}.weight" not in model.patches:
             continue
-        if _rounds_back(before, after):
+        # Q8_0, on either side, keeps 0.93 or more of what a LoRA of a hundredth of the weight's norm does, and so do
+        # weights of Q6_K in coarser blocks. In Q4_K those of Q4_K keep 0.01 of it, and those of IQ4_NL 0.4.
+        if "Q8_0" not in (before, after) and (before != "Q6_K" or after == "Q6_K"):
             notices.warn(
                 "gguf-lora",
                 "Save GGUF may lose a LoRA",
@@ -212,21 +188,15 @@ def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
             return
 
 
-def _rounds_back(before: str, after: str) -> bool:
-    """Whether weights of one format that a LoRA changed a little may lose the change in another.
-
-    Q8_0, on either side, keeps 0.93 or more of what a LoRA of a hundredth of the weight's norm does, and so do weights
-    of Q6_K in coarser blocks. In Q4_K those of Q4_K keep 0.01 of it, and those of IQ4_NL 0.4.
-    """
-    return "Q8_0" not in (before, after) and (before != "Q6_K" or after == "Q6_K")
-
-
-def _plain(read: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> PendingGGUF:
+def _plain(read: Callable[[], torch.Tensor]) -> PendingGGUF:
     value = read()
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+    if not value.is_floating_point():
+        dtype = value.dtype
+    elif bool(torch.isfinite(value).all()):
+        dtype = torch.float16 if _fits_half(value) else torch.float32
+    else:
         raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
-    dtype = value.dtype if not value.is_floating_point() else torch.float16 if _fits_half(value) else torch.float32
-    return PendingGGUF(shape, plain_type(dtype), lambda: read().to(dtype))
+    return PendingGGUF(tuple(value.shape), plain_type(dtype), lambda: read().to(dtype))
 
 
 def _fits_half(value: torch.Tensor) -> bool:

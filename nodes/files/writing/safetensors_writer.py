@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from .new_file import write_new_file
+from .new_file import Make, write_new_file
 
 _MOST_HEADER_BYTES = 100_000_000  # safetensors refuses to read more
 DTYPE_NAMES = {
@@ -30,17 +30,14 @@ DTYPE_NAMES = {
 
 
 class PendingTensor:
-    """Stands in for a tensor in a state dict that is about to be written: shape and dtype now, values when asked."""
+    """Stands in for a tensor in a state dict that is about to be written: it has the shape and dtype of another, and
+    `make` gives its values, once, when it is written."""
 
-    def __init__(self, like: "torch.Tensor | PendingTensor") -> None:
-        self.shape, self.dtype = like.shape, like.dtype
-
-    def numel(self) -> int:
-        return self.shape.numel()
+    def __init__(self, like: "torch.Tensor | PendingTensor", make: Make) -> None:
+        self.shape, self.dtype, self._make = like.shape, like.dtype, make
 
     def to(self, device: str) -> torch.Tensor:
-        """The tensor itself; can be asked for once."""
-        raise NotImplementedError
+        return self._make().to(device)
 
 
 Tensors = dict[str, torch.Tensor | PendingTensor]
@@ -65,7 +62,7 @@ def write_safetensors(
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name} is {tensor.dtype}, which safetensors files cannot hold")
-        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        begin, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         made[name] = end - begin, partial(tensor.to, "cpu")
     encoded = json.dumps(header, separators=(",", ":")).encode()
