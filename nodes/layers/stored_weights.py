@@ -73,7 +73,7 @@ def put_hooked(linear: Any, weight: torch.Tensor, seed: int | None) -> None:
         linear.weight.linear = linear
         return
     transform, bits = form.input_form(held)
-    q, made = PerChannelINT8Layout.quantize(weight, None, seed or 0, False, transform, bits, linear.int8_kernel)
+    q, made = PerChannelINT8Layout.quantize(weight, None, seed or 0, False, transform, bits)
     hooked = _HookedINT8(q, LAYOUT, replace(made, orig_dtype=held.dtype))
     hooked.linear = linear
     linear.weight = torch.nn.Parameter(hooked, requires_grad=False)

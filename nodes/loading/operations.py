@@ -6,7 +6,6 @@ module only decides what a linear holds after loading and how it multiplies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,8 +100,6 @@ def int8_operations(plan: LoadPlan) -> type:
                 kind = stored_kind(weight)
                 if is_int8(weight):
                     self.layout_type, self.quant_format = LAYOUT, format_of_weight(weight)
-                    # The layout is asked for products, too.
-                    weight = HeldWeight(stored(weight), LAYOUT, replace(weight.params, kernel=kernel))
                 elif kind is not None:
                     self.layout_type, self.quant_format = layout_of(weight), kind.name(weight)
                 else:
