@@ -35,7 +35,7 @@ export const STYLE = `
 .int8-headline { margin: 0 0 4px; color: var(--input-text); font-size: 16px; font-weight: 600; line-height: 1.25; }
 .int8-row { display: flex; flex-wrap: wrap; gap: 4px 6px; align-items: center; }
 .int8-row > .int8-badge { max-width: calc(100% - 60px); overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-:is(.int8-more, .int8-help) { padding: 0 2px; border: none; background: none; color: var(--input-text); font: inherit;
+:is(.int8-more, .int8-help, .int8-copy) { padding: 0 2px; border: none; background: none; color: var(--input-text); font: inherit;
   text-decoration: underline; cursor: pointer; }
 .int8-bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 2px 6px; align-items: center;
   margin: 0 0 6px; font-variant-numeric: tabular-nums; }

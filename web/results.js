@@ -1,6 +1,7 @@
 // What a node shows of its last run: badges and tables, in a widget below the others.
 
 import { api } from "../../scripts/api.js";
+import { copy } from "./clipboard.js";
 import { badge, element, MAX_RESULT_HEIGHT } from "./elements.js";
 import { openHelp, PARAGRAPHS } from "./help.js";
 import { forget, recall, remember } from "./last_results.js";
@@ -12,8 +13,8 @@ const TYPICAL_ERRORS = "Typical errors"; // the last heading of every help page
 // How a run can end without a result, and how bad that is.
 const ENDS = { "failed": "error", "not run": "error", "interrupted": "warn" };
 
-// By the key of a ui result, a list of values: what of it is always seen, what a click on "Details" opens, and the
-// heading of the help page that "More" opens, where something is bad.
+// By the key of a ui result, a list of values: what of it is always seen, what a click on "Details" opens, what one on
+// "Copy JSON" copies, and the heading of the help page that "More" opens, where something is bad.
 const RESULTS = {
   [FAILURE]: { line: failureLine, help: ([{ words }]) => ENDS[words] === "error" && TYPICAL_ERRORS },
   int8_quantization_report: {
@@ -24,6 +25,7 @@ const RESULTS = {
   int8_benchmark: {
     line: benchmarkLine,
     details: benchmarkDetails,
+    copied: ([{ copied }]) => copied, // none in results of an earlier version, which may name paths
     help: ([{ valid = true }]) => !valid && "What the node shows",
   },
   int8_dit_badges: { line: badgeLine, details: badgeDetails, help: helpOfBadges },
@@ -42,6 +44,7 @@ const ROOM = {
 };
 const RESULT_WIDGET = "int8_dit_result";
 const MARGIN = 4;
+const SAID_MS = 3000; // how long a button says what it did
 
 export const showsResults = (node) => node.comfyClass in ROOM;
 
@@ -206,8 +209,10 @@ function show(node, output, ranAt) {
   const age = ranAt === undefined ? [] : [ageLine(ranAt)];
   const details = () => [...age, ...shown.flatMap(([key, { details: draw }]) => draw(output[key], node))];
   const heading = shown.map(([key, { help }]) => help?.(output[key], node)).find(Boolean);
+  const texts = shown.map(([key, { copied }]) => copied?.(output[key])).filter(Boolean);
   const buttons = [
     ...(widget.isFailure ? [] : [linkTo("int8-more", "Details", () => openDetails(node.title, details()))]),
+    ...texts.map(copyButton),
     ...(heading ? [linkTo("int8-help", "More", () => openHelp(node, heading))] : []),
   ];
   const parts = shown.flatMap(([key, { line }]) => line(output[key]));
@@ -223,6 +228,15 @@ function show(node, output, ranAt) {
 function linkTo(className, words, act) {
   const made = element("button", { className, type: "button", text: translated(words) });
   made.onclick = act;
+  return made;
+}
+
+function copyButton(text) {
+  const made = linkTo("int8-copy", "Copy JSON", async () => {
+    made.textContent = translated((await copy(text)) ? "Copied" : "Not copied: see Details");
+    setTimeout(() => (made.textContent = translated("Copy JSON")), SAID_MS);
+  });
+  made.setAttribute("aria-live", "polite");
   return made;
 }
 

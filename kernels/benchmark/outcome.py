@@ -5,6 +5,7 @@ One forward is split into its parts. On them there is Amdahl's law.
 G. M. Amdahl, 1967: what takes a share p of the time, made s times as fast, leaves 1 - p + p / s of it.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,6 +13,7 @@ from typing import TypeVar
 from ..card.choices import Shape, fastest
 from ..card.device import BF16, FUSED
 from ..card.machine import title
+from .anonymous import anonymous
 from .attention import AttentionResult, AttentionWork
 from .health import Health
 from .methods import METHOD_OF_WAY
@@ -229,12 +231,13 @@ class Outcome:
         return f"On this card INT8 is {'only ' if ratio > 1 else ''}{1 / ratio:.2f} × bf16{of_what}"
 
     def sections(self, file: str | None) -> list[dict]:
-        """What web/results.js shows inside the node: a table each."""
+        """What web/results.js shows inside the node: a table each, and what its button copies."""
         ratios = relative_times(self.linears, self.split)
         first = _section(self.headline, deployment_table(self.linears)) | {
             "bars": [{"name": name, "ratio": ratio, "ours": name == FUSED} for name, ratio in ratios.items()],
             "summary": self.sentences,
             "valid": self.health.teraflops is None or self.health.healthy,
+            "copied": self.as_json(),
         }
         if file is not None:
             first["download"] = {"filename": file, "subfolder": "", "type": "output"}
@@ -246,10 +249,9 @@ class Outcome:
         sections[-1]["notes"] = [*self.remarks, f"{title(self.machine)}."]
         return sections
 
-    def as_json(self) -> dict:
-        """Every figure in JSON's types."""
+    def as_json(self) -> str:
+        """Every figure as JSON, for others to read: without paths and names of the user."""
         content = {
-            "environment": self.machine,
             "shapes": [result.as_json() for result in self.linears],
             "health": str(self.health),
             "sentences": self.sentences,
@@ -268,7 +270,7 @@ class Outcome:
                 ],
                 "blocks": [vars(blocks) for blocks in self.split.blocks],
             }
-        return content
+        return json.dumps({"environment": self.machine, **anonymous(content)}, indent=1, allow_nan=False)
 
 
 def _section(heading: str, table: tuple[list[str], list[list[str]]]) -> dict:

@@ -1,7 +1,6 @@
 """The benchmark of a card inside ComfyUI: the gate, a model's forward, the linears, and what follows for `auto`."""
 
 import datetime
-import json
 import math
 import os
 from collections.abc import Collection, Sequence
@@ -119,9 +118,9 @@ def forget(device: torch.device) -> str:
 
 def save_json(outcome: Outcome) -> str | None:
     """Write every figure into ComfyUI's output folder; the file's name, or None where it cannot be written."""
-    text = json.dumps(outcome.as_json(), indent=1, allow_nan=False)
+    text = outcome.as_json().encode()
     try:
-        path = write_new_file(output_paths("int8_benchmark", "json"), text.encode(), {}, lambda: None)
+        path = write_new_file(output_paths("int8_benchmark", "json"), text, {}, lambda: None)
     except OSError as error:
         outcome.remarks.append(f"The figures could not be written to the output folder: {error}.")
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -229,6 +230,44 @@ def test_a_benchmark_says_what_matters_and_offers_its_json(page: Page, server: C
     assert json.loads(Path(downloaded.value.path()).read_text()) == {"measured": True}
     page.locator(f"{DETAILS} [aria-label=Close]").click()
     assert page.locator(DETAILS).count() == 0
+
+
+COPY = ".int8-result .int8-copy"
+
+
+def test_a_button_copies_the_json(page: Page, server: ComfyServer, renderer: str, tmp_path: Path) -> None:
+    """Also where a page of another machine, without https, has no navigator.clipboard; a paste reads it.
+
+    No text names a path or who runs ComfyUI; a result of an earlier version, which might, has no button.
+    """
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    add_benchmark(page)
+    end_benchmark(page, TABLE)
+    assert page.locator(COPY).count() == 0
+    page.locator(f"{DETAILS} [aria-label=Close]").click()
+    (result,) = [output["int8_benchmark"] for output in run(page, server).values() if "int8_benchmark" in output]
+    download = result[0]["download"]["filename"]
+    text = (server.base / "output" / download).read_text()
+    assert json.loads(text)["shapes"] and not re.search(r"[/\\]\w+[/\\]", text)
+    button = page.locator(COPY)
+    button.wait_for()
+    page.screenshot(path=tmp_path / f"copy_{renderer}.png")
+    field = page.locator("#copied")
+    page.evaluate("document.body.append(Object.assign(document.createElement('textarea'), { id: 'copied' }))")
+    forbid = "Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })"
+    for prepare in ("navigator.clipboard.writeText('something else')", forbid):
+        page.evaluate(prepare)
+        assert button.text_content() == "Copy JSON"
+        button.click()
+        page.wait_for_function("selector => document.querySelector(selector).textContent === 'Copied'", arg=COPY)
+        field.fill("")
+        field.focus()
+        page.keyboard.press("Control+v")
+        assert field.input_value() == text
+        page.wait_for_function("selector => document.querySelector(selector).textContent !== 'Copied'", arg=COPY)
+    page.evaluate("document.execCommand = () => false")
+    button.click()
+    page.wait_for_function("selector => document.querySelector(selector).textContent.startsWith('Not ')", arg=COPY)
 
 
 def test_a_run_lets_a_node_keep_its_size(page: Page, server: ComfyServer, renderer: str) -> None:
