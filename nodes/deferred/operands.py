@@ -165,7 +165,8 @@ class Spread(NamedTuple):
 
 
 class Turned(NamedTuple):
-    """Heads of queries or keys at their rotary positions. The next ones at the same positions take it with them."""
+    """Heads of queries or keys at their rotary positions. The next ones at the same positions take it with them, or a
+    `cat` of parts of the tokens."""
 
     heads: torch.Tensor
     freqs: torch.Tensor

@@ -7,7 +7,7 @@ import torch
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, function_modes, gated_residual, norm_rope
 from .notes import MEMORY, Deferred, Note, Tracked, valued
-from .operands import Activated, Joined, Normed, Sliced
+from .operands import Activated, Joined, Normed, Sliced, Turned
 
 
 def linear(layer: Any, x: Deferred) -> torch.Tensor | None:
@@ -153,7 +153,7 @@ def rotated(
         return None
     if axis == 2 and any(all_heads for _, parts in sides for _, _, all_heads in parts):
         return None
-    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
+    outs = [heads_by_tokens(x, x.shape, axis) for x in (q, k)]
     whole, start = len(q_parts) == len(freqs) == 1, 0
     for (q_part, q_norm, _), (k_part, k_norm, _), count in zip(q_parts, k_parts, sizes[0], strict=True):
         given = [q_part, k_part, *(outs if whole else (out.narrow(axis, start, count) for out in outs))]
@@ -165,3 +165,36 @@ def rotated(
             norm_rope(one[0], one[1], *chosen, places if whole else places[sample], pairs, (one[2], one[3]))
         start += count
     return outs[0], outs[1]
+
+
+def heads_by_tokens(like: Any, shape: Sequence[int], axis: int) -> torch.Tensor:
+    """Memory for heads of a shape whose tokens are `axis`, all heads of a token side by side: attention gives its
+    result in the order of its queries, and the next linear reads it without a copy."""
+    if axis == 1:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    samples, heads, tokens, width = shape
+    return torch.empty((samples, tokens, heads, width), dtype=like.dtype, device=like.device).transpose(1, 2)
+
+
+def turned_parts(parts: Sequence[Turned]) -> torch.Tensor | None:
+    """Heads [B, T, H, D] whose parts, some tokens each, are at positions of their own, behind each other in new memory.
+
+    The kernel turns queries and keys at once: the first half of the heads are its queries, the others its keys.
+    """
+    read = [_part(part.heads) for part in parts]
+    first = read[0][0]
+    samples, _, number, width = first.shape
+    for (x, norm, all_heads), (_, freqs, _) in zip(read, parts, strict=True):
+        fits = x.ndim == 4 and (len(x), *x.shape[2:], x.dtype) == (samples, number, width, first.dtype)
+        if not fits or number == 1 or all_heads or freqs.shape != (1, x.shape[1], 1, width // 2, 2, 2):
+            return None
+        if x.dtype not in FLOAT_DTYPES or (norm is not None and norm.weight is not None and len(norm.weight) != width):
+            return None
+    joined = first.new_empty((samples, sum(x.shape[1] for x, _, _ in read), number, width))
+    start, half = 0, number // 2
+    for (x, norm, _), (_, freqs, pairs) in zip(read, parts, strict=True):
+        out = joined.narrow(1, start, x.shape[1])
+        halves = [(t[:, :, :half], t[:, :, half:]) for t in (x, out)]
+        norm_rope(*halves[0], norm, norm, freqs, pairs, halves[1])
+        start += x.shape[1]
+    return joined

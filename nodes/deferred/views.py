@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels import FLOAT_DTYPES
+from . import takers
 from .mode import OF_DEFERRED, TRACKED, Deferring
 from .notes import MEMORY, Deferred, called_on_values
-from .operands import Activated, Copied, Joined, Normed, Sliced, Spread
+from .operands import Activated, Copied, Joined, Normed, Sliced, Spread, Turned
 from .reading import Args, Kwargs, T, as_it_is, is_rows, on, operand_of
 
 TRACKED.update(
@@ -146,6 +147,14 @@ def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(len(part.shape) != ndim or part.dtype != first.dtype for part in parts):
         return NotImplemented
     axis %= ndim
+    turned: list[Any] = [operand_of(part, Turned) for part in parts]
+    if axis == 1 and None not in turned:
+        whole = takers.turned_parts(turned)
+        if whole is None:
+            return NotImplemented
+        if mode.checking:
+            mode.compare(whole, called_on_values(func, args, kwargs))
+        return mode.tracked(whole)
     if axis == ndim - 1:
         activated = operand_of(parts[-1], Activated)
         if len(parts) != 2 or activated is None or activated.beside is not None or type(first) not in MEMORY:
@@ -170,7 +179,8 @@ def _cat_of_heads(mode: Deferring, parts: Any, axis: int) -> Any:
     shape = list(parts[0].shape)
     sizes = [part.shape[axis] for part in parts]
     shape[axis] = sum(sizes)
-    joined = parts[0].new_empty(shape)
+    by_tokens = axis == 2 and parts[0].stride(1) < parts[0].stride(2)  # as they lie in the linears' outputs
+    joined = takers.heads_by_tokens(parts[0], shape, 2 if by_tokens else 1)
     for place, part in zip(joined.split(sizes, axis), parts, strict=True):
         place.copy_(part)
     return mode.tracked(joined)

@@ -456,6 +456,29 @@ def test_a_block_that_another_pack_rewrote(pack, deferral, took):
     assert max(relative_error(t, own) for t in (output, rewritten)) <= ROUNDED
 
 
+@pytest.mark.parametrize("joined", (False, True))
+def test_heads_lie_in_the_order_of_tokens(block, deferral, joined):
+    """So attention's result does, and the next linear reads it without a copy."""
+    with torch.no_grad(), deferral.mode.Deferring() as mode:
+        y = block.renewed().enter(forwards.randn(2, 12, 64))
+        x = torch.cat([forwards.heads(part).transpose(1, 2) for part in (y, y)], 2)
+        if joined:
+            x = kitchen_rope(block.of_heads(x), forwards.places(1, 1, 24))
+    assert mode.finish(x).transpose(1, 2).is_contiguous()
+
+
+def kitchen_rope(heads, freqs):
+    return forwards.kitchen().apply_rope(heads, heads, freqs)[0]
+
+
+def test_parts_at_positions_of_their_own_are_one_pass_each(block, deferral, monkeypatch):
+    calls, fused = [], deferral.takers.norm_rope
+    monkeypatch.setattr(deferral.takers, "norm_rope", lambda *args: calls.append(args) or fused(*args))
+    with torch.no_grad(), deferral.mode.Deferring():
+        forwards.turned_parts(block.renewed(), forwards.randn(2, 12, 64))
+    assert [call[2] is not None for call in calls] == [True] * 4 + [False] * 2  # a norm over all heads is taken apart
+
+
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_norms_in_float32_and_a_sigmoid_gate(block, deferral, took, dtype):
     weight = forwards.modulation(2, forwards.WIDTH)

@@ -445,6 +445,15 @@ def _turns_apart(b: Block, x: torch.Tensor) -> Lists:
     return [first, kitchen().apply_rope1(b.of_heads(k), freqs)], []
 
 
+def turned_parts(b: Block, x: torch.Tensor, axis: int = 1) -> Lists:
+    """Queries, then keys, in parts of their tokens; and keys with a norm over all heads."""
+    results = []
+    for y in (b.of_heads(heads(b.enter(x))), b.of_heads(heads(b.other(x))), b.norm(b.other(x))):
+        parts = zip(y.view(SAMPLES, TOKENS, HEADS, -1).chunk(2, 1), places(1, TOKENS, 1).chunk(2, 1), strict=True)
+        results.append(torch.cat([kitchen().apply_rope1(part, freqs) for part, freqs in parts], axis))
+    return results, []
+
+
 def _normed_turns(b: Block, x: torch.Tensor) -> Lists:
     q, k = heads(b.enter(x)), heads(b.other(x))
     weight = b.of_heads.weight
@@ -513,6 +522,8 @@ FORWARDS: dict[str, Forward] = {
     "norm in transposed memory": _in_transposed_memory,
     "rotary positions written between": _turns_apart,
     "norm and rotary positions": _normed_turns,
+    "rotary positions of parts": turned_parts,
+    "rotary positions of parts, joined otherwise": lambda b, x: turned_parts(b, x, 2),
     "a gradient": _gradient,
     "nested": _nested,
     "nested, checking": _nested_checking,
