@@ -1,30 +1,25 @@
 """The node "Quantize to INT8"."""
 
 from collections.abc import Set
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal
 
 from comfy_api.latest import io
 from comfy_execution.validation import validate_node_input
 
 from ..kernels import METHODS, ROUNDINGS, Protection
-from .calibration.recorder import calibrate, disarmed
+from .calibration.recorder import CalibrationRun
 from .host import notices
 from .host.badges import Badge, badges_output
-from .host.work import Progress
-from .layers.layer_selection import quantization_targets
 from .loading.summary import runs_where, summarize
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
 from .pictures.plot import check_matplotlib
-from .pictures.quantization_plot import plot
-from .quantization.chart import chart_of
-from .quantization.quantize import QuantizationSettings, quantize_model
+from .pictures.quantization_plot import chart_of, plot
+from .quantization.quantize import WITHOUT_CALIBRATION, QuantizationSettings, quantize_model
 from .quantization.report import BF16, PROTECTED_IN, QuantizationReport
 from .sockets import CalibrationType, attention_input, decision_stamp, kernel_input
 
-# A conditioning without text or image features: what ComfyUI runs an unconditional model on.
-_NULL_CONDITIONING = [[None, {}]]
 _PROTECT: dict[str, tuple[Literal["share", "number", "error"], Any]] = {
     "share of all linears": (
         "share",
@@ -64,10 +59,6 @@ _PROTECT: dict[str, tuple[Literal["share", "number", "error"], Any]] = {
     ),
 }
 """What `protect` can be set to: the kind of a Protection, and the widget of its value."""
-# A calibration step takes as long as the quantization of so many layers: of Ideogram 4, 1024 px, on an H200, 1.4 with
-# the defaults and 4.5 with smoothing alone.
-_LAYERS_PER_STEP = 2
-_WITHOUT_CALIBRATION = ("none", "rotate")  # the methods that do the same without one
 _NEEDED = ("sampler", "sigmas", "latent_image")  # of a calibration run
 _OF_A_RUN = {*_NEEDED, "positive", "negative"}
 _ABSMAX, _LEAST_ERROR = "absmax", "least error"
@@ -279,17 +270,6 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         protection = _protection(protect)
         check_attention(attention, model.load_device)
         check_matplotlib()  # before the work whose report it draws
-        settings = QuantizationSettings(
-            method,
-            alpha,
-            search_alpha,
-            protection,
-            weight_scales == _LEAST_ERROR,
-            smooth_only_foldable,
-            protected_in,
-            rounding,
-            _WEIGHTS[weights],
-        )
         prompts = list((positive or {}).values())
         inputs = {
             "calibration": calibration,
@@ -302,34 +282,22 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
         given = {name for name, value in inputs.items() if value is not None}
         if wrong := _wrong_calibration_inputs(given):  # a node before this one gave nothing
             raise ValueError(wrong)
-        layers = len(quantization_targets(model))  # what cannot be quantized is refused before it is sampled
-        model, progress = disarmed(model), Progress()  # a recorder is for samplings elsewhere
         if sampler is not None:
             assert sigmas is not None and latent_image is not None  # or they were missing
             if len(sigmas) < 2:
                 raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
-            prompts = prompts or [_NULL_CONDITIONING]
-            sampled = _LAYERS_PER_STEP * len(prompts) * (len(sigmas) - 1)
-            whole = Progress(sampled + layers)
-            part, progress = whole.part(sampled), whole.part(layers)
-            calibration = calibrate(model, prompts, negative, cfg, sampler, sigmas, latent_image, seed, part)
-        if calibration is None and method not in _WITHOUT_CALIBRATION:
-            notices.warn(
-                "uncalibrated",
-                "Quantized to INT8 without smoothing",
-                "no calibration inputs are connected. Connect positive, sampler, sigmas and latent_image, or a "
-                "calibration, to Quantize to INT8 for SmoothQuant.",
-            )
+            calibration = CalibrationRun(prompts or [None], negative, cfg, sampler, sigmas, latent_image, seed)
         if calibration is None:  # fragile are then the layers whose weights round worst, which 16 bits do not change
-            settings = replace(settings, rounding="nearest")
-            if settings.weight_bits == 8:
-                settings = replace(settings, protected_in=BF16)
-        quantized, report = quantize_model(model, settings, kernel, calibration, progress)
+            rounding, protected_in = ROUNDINGS[0], BF16 if weights == _EIGHT_BITS else protected_in
+        least_error, bits = weight_scales == _LEAST_ERROR, _WEIGHTS[weights]
+        how = (alpha, search_alpha, protection, least_error, smooth_only_foldable, protected_in, rounding, bits)
+        settings = QuantizationSettings(method, *how)
+        quantized, report, calibration = quantize_model(model, settings, kernel, calibration)
         set_attention(quantized, attention)
-        progress.finish()
         badges = badges_output(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
-        ui = badges | {"int8_quantization_report": [asdict(chart_of(report))]}
-        return io.NodeOutput(quantized, plot(report), report.markdown(), calibration, ui=ui)
+        chart = chart_of(report)
+        ui = badges | {"int8_quantization_report": [asdict(chart)]}
+        return io.NodeOutput(quantized, plot(chart), report.markdown(), calibration, ui=ui)
 
 
 def _wrong_calibration_inputs(given: Set[str]) -> str:
@@ -354,7 +322,7 @@ def _badge(report: QuantizationReport, method: str) -> Badge:
     if report.calibration is not None:
         return Badge("good", "calibrated", f"{protected}, the most fragile on recorded inputs.")
     detail = f"{protected}, those whose weights round worst."
-    if method in _WITHOUT_CALIBRATION:
+    if method in WITHOUT_CALIBRATION:
         return Badge("note", "uncalibrated", detail)
     return Badge("warn", "uncalibrated: nothing is smoothed", f"{detail} Connect a calibration.", "uncalibrated")
 

@@ -36,7 +36,6 @@ from ..layers.layer_selection import quantizable_in, quantizable_linears
 from ..patching.apply_kernel import running_fused
 from ..patching.attention_kinds import read_call
 
-_NULL_CONDITIONING = [[None, {}]]
 _KEY = "int8_dit_benchmark"
 _PIXELS = 1024
 # A forward is compared, five find out whether deferring is faster. Then three are timed as they are, and one with a
@@ -74,9 +73,8 @@ def measure_forward(
     sampled = empty_latent(watched, _PIXELS) if latent is None else latent
     sigmas = comfy.samplers.calculate_sigmas(watched.get_model_object("model_sampling"), "simple", _STEPS)
     try:
-        prompt = positive or _NULL_CONDITIONING
         euler = comfy.samplers.sampler_object("euler")
-        sample(watched, prompt, None, 1.0, euler, sigmas, sampled, 0, lambda *_: check())
+        sample(watched, positive, None, 1.0, euler, sigmas, sampled, 0, lambda *_: check())
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         if positive is not None and latent is not None:
             raise

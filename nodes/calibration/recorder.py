@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -192,36 +193,42 @@ def disarmed(model: ModelPatcher) -> ModelPatcher:
     return clone
 
 
-def calibrate(
-    model: ModelPatcher,
-    prompts: Sequence[list],
-    negative: list | None,
-    cfg: float,
-    sampler: object,
-    sigmas: torch.Tensor,
-    latent: dict,
-    seed: int,
-    progress: Progress | None = None,
-) -> Calibration:
-    """Sample every prompt once, as the user would, and return what the linears got to see.
+@dataclass(frozen=True)
+class CalibrationRun:
+    """Every prompt sampled once, as the user would, to see what the linears of a MODEL get.
 
-    The n-th prompt, a conditioning, is sampled with the noise of `seed` + n; `progress` is run through once. Nothing of
-    it stays in `model`, also when it is cancelled or fails. Raises ValueError naming the layer that was the first to
-    get a NaN or Inf, after the step in which it did.
+    Attributes:
+        prompts: conditionings, None for none; the n-th is sampled with the noise of `seed` + n.
+        negative, cfg, sampler, sigmas, latent: as `host.sampling.sample` has them.
     """
-    recording = Recording()
-    observed = armed(model, recording)
-    preview, progress = previewer(observed), progress or Progress()
 
-    for index, positive in enumerate(prompts):
-        doing = f"calibrating, prompt {index + 1} of {len(prompts)}"
-        progress.say(doing)
-        sampling = progress.part(1 / len(prompts), sigmas.shape[-1] - 1)
+    prompts: Sequence[list | None]
+    negative: list | None
+    cfg: float
+    sampler: object
+    sigmas: torch.Tensor
+    latent: dict
+    seed: int
 
-        def after_step(_step, x0, _x, _steps, doing=doing, sampling=sampling):
-            recording.check_latest()
-            sampling.step(f"{doing}, step", preview(x0))
+    def calibrate(self, model: ModelPatcher, progress: Progress | None = None) -> Calibration:
+        """What the linears of a MODEL got to see; `progress` is run through once.
 
-        noise_seed = (seed + index) % (1 << 64)
-        sample(observed, positive, negative, cfg, sampler, sigmas, latent, noise_seed, after_step)
-    return recording.calibration()
+        Nothing of it stays in `model`, also when it is cancelled or fails. Raises ValueError naming the layer that was
+        the first to get a NaN or Inf, after the step in which it did.
+        """
+        recording = Recording()
+        observed = armed(model, recording)
+        preview, progress, prompts = previewer(observed), progress or Progress(), len(self.prompts)
+
+        for index, positive in enumerate(self.prompts):
+            doing = f"calibrating, prompt {index + 1} of {prompts}"
+            progress.say(doing)
+            sampling = progress.part(1 / prompts, len(self.sigmas) - 1)
+
+            def after_step(_step, x0, _x, _steps, doing=doing, sampling=sampling):
+                recording.check_latest()
+                sampling.step(f"{doing}, step", preview(x0))
+
+            sampled = positive, self.negative, self.cfg, self.sampler, self.sigmas, self.latent
+            sample(observed, *sampled, (self.seed + index) % (1 << 64), after_step)
+        return recording.calibration()

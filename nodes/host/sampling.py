@@ -18,7 +18,7 @@ def empty_latent(model: ModelPatcher, pixels: int) -> dict:
 
 def sample(
     model: ModelPatcher,
-    positive: list,
+    positive: list | None,
     negative: list | None,
     cfg: float,
     sampler: object,
@@ -29,12 +29,14 @@ def sample(
 ) -> None:
     """Sample once from a LATENT, with ComfyUI's ordinary guidance, or with none where `negative` is None.
 
+    Without `positive` the model gets no text and no image features, as an unconditional one does.
+
     `callback` gets the step, the prediction, the latent and the number of steps.
     """
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
     )
-    guider = comfy.samplers.CFGGuider(model)
+    guider, positive = comfy.samplers.CFGGuider(model), positive or [[None, {}]]
     if negative is None:
         guider.inner_set_conds({"positive": positive})
         guider.set_cfg(1.0)

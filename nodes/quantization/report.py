@@ -4,9 +4,9 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ...kernels import TransformPlan
+from ...kernels import MOST_ATTENTION_ERROR, TransformPlan
 from ..host.output_files import size_text
 
 CODES, INT8, ACT16, BF16 = "INT8 with 4-bit weights", "INT8", "INT8 with 16-bit activations", "bf16"
@@ -57,21 +57,6 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
-class AttentionReport:
-    """The attention of one block.
-
-    Attributes:
-        block: its path in the diffusion model.
-        error: what INT8 attention costs, relative to the output.
-        exact: whether INT8 attention leaves the block out.
-    """
-
-    block: str
-    error: float
-    exact: bool
-
-
-@dataclass(frozen=True)
 class QuantizationReport:
     """A quantization.
 
@@ -82,7 +67,8 @@ class QuantizationReport:
         layers: in the order of the model.
         protected: the names of the protected layers, the most fragile first.
         size, size_before: bytes of the quantized MODEL and of the one it was made of; 0 where they are not known.
-        attention: of each block whose attention was compared, in the order of the model.
+        attention: what INT8 attention costs each block, relative to the output, by its path in the order of the model;
+            of those that were compared.
     """
 
     settings: Mapping[str, object]
@@ -92,7 +78,7 @@ class QuantizationReport:
     protected: tuple[str, ...]
     size: int = 0
     size_before: int = 0
-    attention: tuple[AttentionReport, ...] = ()
+    attention: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -135,13 +121,16 @@ class QuantizationReport:
             gained = f", mean error {percent(error)} there on held-out inputs (rounded to nearest: {percent(nearest)})"
             parts.append(f"Calibrated rounding in {len(taken)} of {len(self.layers)} layers{gained if taken else ''}")
         if self.attention:
-            error, exact = mean(block.error for block in self.attention), sum(block.exact for block in self.attention)
-            parts.append(
-                f"INT8 attention: mean error {percent(error)}, exact in {exact} of {len(self.attention)} blocks"
-            )
+            error, exact = percent(mean(self.attention.values())), len(self.exact)
+            parts.append(f"INT8 attention: mean error {error}, exact in {exact} of {len(self.attention)} blocks")
         if self.size:
             parts.append(f"{size_text(self.size, self.size_before)} (was {size_text(self.size_before)})")
         return ". ".join(parts) + "."
+
+    @property
+    def exact(self) -> list[str]:
+        """The blocks that INT8 attention leaves out."""
+        return [block for block, error in self.attention.items() if error > MOST_ATTENTION_ERROR]
 
     @property
     def error_of(self) -> str:
@@ -160,10 +149,7 @@ class QuantizationReport:
             }
             for layer in self.layers
         }
-        attention = {
-            "errors": {block.block: rounded(block.error) for block in self.attention},
-            "exact": [block.block for block in self.attention if block.exact],
-        }
+        attention = {"errors": {block: rounded(self.attention[block]) for block in self.attention}, "exact": self.exact}
         return {
             **self.settings,
             "linears": self.linears,
@@ -203,8 +189,8 @@ class QuantizationReport:
             lines.append(f"| {layer.name} | {percent(layer.fragility)} | {error} | {done} |")
         if self.attention:
             lines += ["", "| block | error of INT8 attention | with attention set to INT8 |", "| --- | --- | --- |"]
-        for block in sorted(self.attention, key=lambda block: -block.error):
-            lines.append(f"| {block.block} | {percent(block.error)} | {'exact' if block.exact else 'INT8'} |")
+        for block, error in sorted(self.attention.items(), key=lambda entry: -entry[1]):
+            lines.append(f"| {block} | {percent(error)} | {'exact' if block in self.exact else 'INT8'} |")
         return "\n".join(lines)
 
 

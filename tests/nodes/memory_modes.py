@@ -43,7 +43,7 @@ import_pack()
 import int8_dit.kernels.triton_kernels.gemm as gemm
 import int8_dit.nodes.loading.load_plan as load_plan
 from int8_dit.kernels import Protection
-from int8_dit.nodes.calibration.recorder import calibrate
+from int8_dit.nodes.calibration.recorder import CalibrationRun
 from int8_dit.nodes.loading.load import load_int8_model
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 from int8_dit.nodes.saving.save import save_int8_model
@@ -102,11 +102,9 @@ def run() -> dict:
 
     def quantize():
         """As the user would, calibration included."""
-        calibration = calibrate(
-            base, [user["positive"]], None, 1.0, user["sampler"], user["sigmas"], user["latent"], seed=5
-        )
+        run = CalibrationRun([user["positive"]], None, 1.0, user["sampler"], user["sigmas"], user["latent"], seed=5)
         settings = QuantizationSettings(protection=Protection("number", 2))
-        return quantize_model(base, settings, "fused int8", calibration)[0]
+        return quantize_model(base, settings, "fused int8", run)[0]
 
     quantized = quantize()
     int8, report["int8"] = sample(quantized)

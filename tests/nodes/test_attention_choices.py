@@ -155,7 +155,7 @@ def test_quantizing_keeps_it(small, write, load, save, preferred, stock):
 
     path = write({KEY: encoded(CHOICE)})
     model = with_lora(comfy.sd.load_diffusion_model(path) if stock else load(path))
-    quantized, _ = quantize_model(model, QuantizationSettings("rotate"), "fused int8", None)
+    quantized, *_ = quantize_model(model, QuantizationSettings("rotate"), "fused int8", None)
     assert save(quantized, "safetensors")[1] == {KEY: CHOICE, OTHER_KEY: CHOICE}
     small.output(quantized)
     preferred.clear()

@@ -389,7 +389,7 @@ def small_quantized(small):
     def build(architecture):
         with small.known_to_comfyui(architecture):
             settings = QuantizationSettings(protection=Protection("number", 0))
-            model, _ = quantize_model(small.stock_of(architecture), settings, "fused int8", None)
+            model, *_ = quantize_model(small.stock_of(architecture), settings, "fused int8", None)
         comfy.model_management.load_models_gpu([model])
         return model
 

@@ -20,7 +20,7 @@ def quantize(dit):
 
     def quantize(calibration=None, model=None, **settings):
         settings = {"weight_bits": 4, "protection": protection(0), **settings}
-        return quantize_model(model or dit.stock(), QuantizationSettings(**settings), "fused int8", calibration)
+        return quantize_model(model or dit.stock(), QuantizationSettings(**settings), "fused int8", calibration)[:2]
 
     return quantize
 

@@ -63,8 +63,7 @@ MODELS = {
 def quantization(errors, held=None, calibration=None):
     """The picture of a report on layers by name, some of them protected in `held`."""
     from int8_dit.kernels import TransformPlan
-    from int8_dit.nodes.pictures.quantization_plot import draw_chart
-    from int8_dit.nodes.quantization.chart import chart_of
+    from int8_dit.nodes.pictures.quantization_plot import chart_of, draw_chart
     from int8_dit.nodes.quantization.report import LayerReport, QuantizationReport
 
     held, size = held or {}, 10_600_000_000

@@ -107,7 +107,7 @@ def test_the_recipe(report_of):
 
 
 def chart(report):
-    from int8_dit.nodes.quantization.chart import chart_of
+    from int8_dit.nodes.pictures.quantization_plot import chart_of
 
     return chart_of(report)
 

@@ -180,19 +180,11 @@ def calibrated(model, condition: list, empty: torch.Tensor, steps: int, seed: in
     """The calibration of a MODEL from one sampling of `condition`."""
     import comfy.samplers
 
-    from int8_dit.nodes.calibration.recorder import calibrate
+    from int8_dit.nodes.calibration.recorder import CalibrationRun
 
     sampling = model.get_model_object("model_sampling")
-    return calibrate(
-        model,
-        [condition],
-        None,
-        1.0,
-        comfy.samplers.sampler_object("euler"),
-        comfy.samplers.calculate_sigmas(sampling, "simple", steps),
-        {"samples": empty},
-        seed,
-    )
+    euler, sigmas = comfy.samplers.sampler_object("euler"), comfy.samplers.calculate_sigmas(sampling, "simple", steps)
+    return CalibrationRun([condition], None, 1.0, euler, sigmas, {"samples": empty}, seed).calibrate(model)
 
 
 def stock(state_dict: TensorDict, **options: object):
@@ -310,7 +302,7 @@ def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> dict[str, Outcome
         attending_int8 = wanted is not None and f"{name}{INT8_ATTENTION}" in wanted
         if wanted is not None and name not in wanted and not attending_int8:
             continue
-        model, report = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
+        model, report, _ = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
         outcomes[name] = _evaluated(name, subject, model)
         outcomes[name].protected = list(report.protected)
         if attending_int8:

@@ -109,7 +109,7 @@ def measure_quantization(bf16, pixels: int, steps: int, wanted: str, rounds: int
             continue
         with PeakMemory(device) as peak:
             begin = time.perf_counter()
-            quantized, report = quantize_model(bf16, settings, "fused int8", recorded_inputs)
+            quantized, report, _ = quantize_model(bf16, settings, "fused int8", recorded_inputs)
             seconds = time.perf_counter() - begin
         figures[name] = {
             "seconds": seconds,

@@ -190,7 +190,7 @@ def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str]
             keep(name, make(), bits, [])
     for name, settings in ablation.pack_variants(len(quantizable_linears(base))).items():
         if wanted is None or name in wanted:
-            model, report = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
+            model, report, _ = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
             keep(name, model, None, list(report.protected))
             if name == ablation.DEFAULT:
                 for kind, make in attention_variants(model).items():

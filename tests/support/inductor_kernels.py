@@ -175,7 +175,7 @@ def quantizers_of(architecture: Architecture) -> tuple[Quantizers, float]:
     with small_models.known_to_comfyui(architecture):
         stock = comfy.sd.load_diffusion_model_state_dict(small_models.tensors_of(architecture))
         settings = QuantizationSettings(protection=Protection("number", 0))
-        model, _ = quantize_model(stock, settings, "fused int8", None)
+        model, *_ = quantize_model(stock, settings, "fused int8", None)
     comfy.model_management.load_models_gpu([unfused(model)])
     quantizers = Quantizers()
     with plain_attention():

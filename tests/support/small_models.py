@@ -32,7 +32,7 @@ from comfy.ldm.anima.model import LLMAdapter
 from comfy.model_patcher import ModelPatcher
 
 from int8_dit.nodes.calibration.calibration import Calibration
-from int8_dit.nodes.calibration.recorder import calibrate
+from int8_dit.nodes.calibration.recorder import CalibrationRun
 from support.architectures import Architecture
 
 TEXT = 4096  # ComfyUI takes no other width for Wan
@@ -161,7 +161,7 @@ def recorded(model: ModelPatcher) -> Calibration:
     """What the quantize node sees in its calibration with these inputs."""
     inputs = calibration(model)
     inputs |= {"prompts": list(inputs.pop("positive").values()), "latent": inputs.pop("latent_image")}
-    return calibrate(model, negative=None, cfg=1.0, **inputs)
+    return CalibrationRun(negative=None, cfg=1.0, **inputs).calibrate(model)
 
 
 def output(model: ModelPatcher, attention_mask: torch.Tensor | None = None, **options: object) -> torch.Tensor:
