@@ -288,7 +288,7 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
                 raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
             calibration = CalibrationRun(prompts or [None], negative, cfg, sampler, sigmas, latent_image, seed)
         if calibration is None:  # fragile are then the layers whose weights round worst, which 16 bits do not change
-            rounding, protected_in = ROUNDINGS[0], BF16 if weights == _EIGHT_BITS else protected_in
+            rounding, protected_in = "nearest", BF16 if weights == _EIGHT_BITS else protected_in
         least_error, bits = weight_scales == _LEAST_ERROR, _WEIGHTS[weights]
         how = (alpha, search_alpha, protection, least_error, smooth_only_foldable, protected_in, rounding, bits)
         settings = QuantizationSettings(method, *how)
