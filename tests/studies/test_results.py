@@ -1,4 +1,4 @@
-"""What documents say is what the studies measured: each figure is computed again from the stored results."""
+"""What README.md and the texts on ablations say is what was measured: each figure again from the stored results."""
 
 import json
 import re
@@ -12,7 +12,6 @@ from studies.ablation import DEFAULT, interval, ratio_of_means
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROJECT = RESULTS.parents[2]
-OWN_CODES, STOCK_CODES = "this pack, W4A8 as stored", "stock, W4A8"
 NEAREST = "best per layer, protected"
 
 
@@ -51,79 +50,6 @@ def projected_steps():
     yield f"**not a measurement**, puts a step of Ideogram 4 at 1024 px at {fused:.0f} ms, {bf16 / fused:.2f} ×"
     yield f"which no row measured here has, it is {fp16 / fused:.2f} ×"
     yield "adds {1:.0f} ms to it, in bf16 {0:.0f} ms".format(*projection.protection_costs(steps, 1024))
-
-
-def gemm_beside_cutlass():
-    text = (RESULTS / "ampere_beside_cutlass" / "ampere_beside_cutlass.md").read_text()
-    mean, worst = re.search(r"pack (\d\.\d+) x,.*worst shape: (\d\.\d+) x", text).groups()
-    yield f"has {mean} × the speed of comfy-kitchen's choice"
-    yield f"at worst {worst} ×"
-
-
-def gguf():
-    ms = by([row for row in stored("gguf_models/gguf_models.json") if "load_s" in row], "file", "loaded")
-    ratios = [ms[name, "as stored"] / ms[name, "INT8"] for name in ("Q8_0", "Q4_K")]
-    yield "takes {:.2f} × the time of INT8 in Q8_0 and {:.2f} × in Q4_K".format(*ratios)
-    ms = by(stored("small_cards_gguf/small_cards.json"), "loader", "mode", "free", "lora")
-    held, int8 = (ms[name, "dynamic", 12, "none"] for name in ("this pack, Q4_K as stored", "this pack"))
-    yield f"takes {held:.0f} ms, where INT8 takes {int8:.0f} ms"
-
-
-def families():
-    ms = by(stored("families/families.json"), "family", "name")
-    names = ("Flux.1", "Z-Image", "Qwen-Image", "Wan 14 B", "SD3.5 Large")
-    faster = [ms[name, "bf16"] / ms[name, "pack"] for name in names]
-    yield "Flux.1 runs at {:.2f} × bf16, Z-Image at {:.2f}, Qwen-Image at {:.2f}, Wan 14 B at {:.2f}".format(
-        *faster[:4]
-    )
-    yield f"which was not fused then, runs at {faster[4]:.2f}: there"
-    rows = stored("families_video/families.json")
-    ms, busy, errors = (by(rows, "family", "name", value=key) for key in ("ms", "without_attention_ms", "error"))
-    names = ("LTX-2.3", "MiniMax H3", "HunyuanVideo 1.5", "Wan VACE 14 B", "LTX-Video 13 B", "Kandinsky 5 Pro")
-    faster = [busy[name, "bf16"] / busy[name, "pack"] for name in names]
-    sentence = (
-        "LTX-2.3 runs at {:.2f} × bf16, MiniMax H3 at {:.2f}, HunyuanVideo 1.5 at {:.2f}, Wan with VACE at {:.2f}"
-    )
-    yield sentence.format(*faster)
-    yield "LTX-Video 13 B at {:.2f} and Kandinsky 5 at {:.2f}".format(*faster[4:])
-    clocks = [ms[name, "bf16"] / ms[name, "pack"] for name in names]
-    assert all(errors[name, "pack"] < 1.1 * errors[name, "unfused"] for name in names) and min(clocks) == clocks[0]
-    yield f"run at {min(clocks):.2f} to {max(clocks):.2f} × bf16: least LTX-2.3"
-
-
-def small_cards():
-    rows = stored("small_cards_codes/small_cards.json")
-    ms = by(rows, "free", "loader", "mode", "lora")
-
-    def both(free, mode, lora="none"):
-        return [ms[free, loader, mode, lora] for loader in (OWN_CODES, STOCK_CODES)]
-
-    first = (
-        "both models take {:.0f} ms a step with dynamic VRAM, where ComfyUI's own loader of the same files takes {:.0f}"
-    )
-    yield first.format(*both(8, "dynamic"))
-    yield "With a LoRA it is {:.0f} and {:.0f} ms".format(*both(8, "dynamic", "lora"))
-    yield "ordinary mode it is {:.0f} and {:.0f} ms".format(*both(8, "ordinary"))
-    sentence = "{:.0f} and {:.0f} ms with dynamic VRAM, and {:.0f} and {:.0f} ms in the ordinary mode"
-    yield sentence.format(*both(12, "dynamic"), *both(12, "ordinary"))
-    yield f"ComfyUI-GGUF takes {ms[12, 'ComfyUI-GGUF, Q4_K', 'dynamic', 'none']:.0f} ms"
-    yield f"With a LoRA this pack took {ms[12, OWN_CODES, 'dynamic', 'lora']:.0f} ms"
-    failed = [row["failed"] for row in rows if "failed" in row]
-    assert failed and all("out of memory" in said for said in failed)
-    wan = by(stored("small_cards_wan/small_cards.json"), "loader")
-    yield "with 12 GiB takes {:.0f} ms a step beside {:.0f} ms".format(
-        *(wan[name,] for name in (OWN_CODES, STOCK_CODES))
-    )
-
-
-def text_encoders():
-    rows = {(row["encoder"][:2], row["name"]): row for row in stored("text_encoders/text_encoders.json")}
-    qwen, t5 = ({name: row["ms_512"] for (of, name), row in rows.items() if of == which} for which in ("Qw", "T5"))
-    yield f"takes Ideogram 4's encoder {qwen['pack']:.0f} ms on an H100"
-    yield "native INT8 takes {native:.0f} ms, scaled FP8 {fp8:.0f} ms and bf16 {bf16:.0f} ms".format(**qwen)
-    yield f"is loaded in {rows['Qw', 'pack']['cold_s']:.1f} s"
-    yield f"{rows['Qw', 'pack-8']['error_512'] / rows['Qw', 'native']['error_512']:.0f} × as large"
-    yield "T5-XXL takes {pack:.0f} ms, native INT8 {native:.0f} ms and bf16 {bf16:.0f} ms".format(**t5)
 
 
 def ablation():
@@ -188,25 +114,6 @@ def words():
     yield from (f"README: {value} %" for value in percent)
 
 
-def words_with_outliers():
-    found = stored("words_outliers/words.json")
-    assert found["planted"] and len(found["texts"]) == 300
-    share = {name: 100 * cells["all"]["exact"][0] for name, cells in found["figures"].items()}
-    rounded = {name: round(value) for name, value in share.items()}
-    assert rounded["bf16"] == rounded[DEFAULT] and rounded["FP8"] == rounded["recipe"]
-    sentence = (
-        "OCR reads {} % of 300 texts in bf16 and with this pack's default, {} % in FP8 and with smoothing and "
-        "protected layers alone (*recipe*), {} % in NF4, {} % in naive INT8 and {} % in Q4_K ([table]"
-    )
-    yield sentence.format(*(rounded[name] for name in ("bf16", "FP8", "NF4", "naive W8A8", "Q4_K")))
-    yield f"bf16's {share['bf16']:.1f} %"
-    ratio = found["ratios"][DEFAULT]["ratio to nearest rounding"]
-    yield "Calibrated rounding leaves {:.2f} × [{:.2f}, {:.2f}] of the latents'".format(*ratio)
-    for name, cells in found["figures"].items():
-        if name != "bf16":
-            yield "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * v for v in cells["all"]["minus reference"]["exact"]))
-
-
 def second_samples_of_words():
     def ratio(folder, variant, other):
         """On each sample, and on both with its interval."""
@@ -227,10 +134,7 @@ def second_samples_of_words():
     yield "comfy-kitchen's {:.2f} and {:.2f} ×".format(*others)
 
 
-SENTENCES = (
-    *(steps_of_ideogram_4, projected_steps, gemm_beside_cutlass, gguf, families, small_cards, text_encoders),
-    *(ablation, words, words_with_outliers, second_samples_of_words),
-)
+SENTENCES = (steps_of_ideogram_4, projected_steps, ablation, words, second_samples_of_words)
 
 
 @pytest.mark.parametrize("sentences", SENTENCES, ids=lambda function: function.__name__)
