@@ -476,7 +476,7 @@ def test_parts_at_positions_of_their_own_are_one_pass_each(block, deferral, monk
     monkeypatch.setattr(deferral.takers, "norm_rope", lambda *args: calls.append(args) or fused(*args))
     with torch.no_grad(), deferral.mode.Deferring():
         forwards.turned_parts(block.renewed(), forwards.randn(2, 12, 64))
-    assert [call[2] is not None for call in calls] == [True] * 4 + [False] * 2  # a norm over all heads is taken apart
+    assert len(calls) == 2 and all(call[2] is not None for call in calls)  # no half of heads has a norm over all
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))

@@ -446,11 +446,11 @@ def _turns_apart(b: Block, x: torch.Tensor) -> Lists:
 
 
 def turned_parts(b: Block, x: torch.Tensor, axis: int = 1) -> Lists:
-    """Queries, then keys, in parts of their tokens; and keys with a norm over all heads."""
+    """Queries in parts of their tokens, and keys with a norm over all heads."""
     results = []
-    for y in (b.of_heads(heads(b.enter(x))), b.of_heads(heads(b.other(x))), b.norm(b.other(x))):
-        parts = zip(y.view(SAMPLES, TOKENS, HEADS, -1).chunk(2, 1), places(1, TOKENS, 1).chunk(2, 1), strict=True)
-        results.append(torch.cat([kitchen().apply_rope1(part, freqs) for part, freqs in parts], axis))
+    for y, norm in ((b.enter(x), lambda y: b.of_heads(heads(y))), (b.other(x), lambda y: heads(b.norm(y)))):
+        parts = zip(y.chunk(2, 1), places(1, TOKENS, 1).chunk(2, 1), strict=True)
+        results.append(torch.cat([kitchen().apply_rope1(norm(part), freqs) for part, freqs in parts], axis))
     return results, []
 
 
