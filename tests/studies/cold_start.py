@@ -1,0 +1,193 @@
+"""Seconds from the load of a model file to its eighth step, in processes that have compiled and tuned nothing yet, and
+in later ones: this pack's loader beside ComfyUI's own.
+
+    python tests/studies/cold_start.py --comfyui PATH [--form int8|codes] [--rounds 2] [--out DIR]
+
+Needs an NVIDIA card with about 30 GB of memory, and 10 GB for the file; `--blocks 1 --pixels 64 96` tries the script
+out on a CPU. A model with random weights is written to a file. Each row is a process of its own, with folders of its
+own for what Triton compiles and what the tuner finds: empty ones, then the same ones again. It loads the file, takes
+the steps, takes two at another resolution, and then many at the first one. What Python imports is not in the times.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
+
+from studies.frame import Row, Rows, Study, failures, number, synchronize
+from support.pack import import_comfyui, import_pack
+
+STEPS, MORE_STEPS, LAST_STEPS = 8, 40, 10
+FORMS = {"int8": "native", "codes": "coded"}
+"""What the file holds, and what of a RandomModel makes its tensors."""
+VARIANTS = {
+    "native": ("ComfyUI's loader", {}),
+    "pack": ("this pack", {}),
+    "pack-off": ("this pack, INT8_DIT_TUNING=off", {"INT8_DIT_TUNING": "off"}),
+}
+"""A title, and what the environment says."""
+FIGURES = (
+    *(("load_s", "load"), ("first_s", "first step"), ("second_s", "second step"), ("all_s", f"load to step {STEPS}")),
+    *(("other_first_s", "other size, first step"), ("other_second_s", "its second"), ("steady_ms", "steady step, ms")),
+    *(("kernels", "kernels compiled"), ("kernels_s", "their seconds"), ("launchers", "C modules compiled")),
+    *(("launchers_s", "their seconds"), ("late_kernels", "kernels compiled later")),
+)
+COUNTS = ("kernels", "launchers", "late_kernels")
+
+
+class Compiled:
+    """What Triton compiles in this process: kernels, and C modules by the host's compiler, with their seconds."""
+
+    def __init__(self) -> None:
+        import triton
+        from triton.runtime import build
+
+        self.kernels: list[float] = []
+        self.launchers: list[float] = []
+        own = build._build
+
+        def timed(*args, **kwargs):
+            begin = time.perf_counter()
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self.launchers.append(time.perf_counter() - begin)
+
+        def listener(*, times, cache_hit, **_):
+            if not cache_hit:
+                self.kernels.append(times.total / 1e6)
+
+        build._build, triton.knobs.compilation.listener = timed, listener
+
+    def figures(self) -> Row:
+        found = {"kernels": self.kernels, "launchers": self.launchers}
+        return {name: len(times) for name, times in found.items()} | {f"{name}_s": sum(t) for name, t in found.items()}
+
+
+def run(variant: str, file: str, family: str, blocks: int, pixels: Sequence[int]) -> Row:
+    """The figures of a process that has just begun."""
+    import comfy.model_management
+    import comfy.sd
+
+    from int8_dit.nodes.loading.load import load_int8_model
+    from studies.variants import Step, inputs_of
+    from support.random_models import FAMILIES, RandomModel
+
+    device = comfy.model_management.get_torch_device()
+    random = RandomModel(FAMILIES[family], device, sizes_of(blocks))
+    inputs = [inputs_of(random, side) for side in pixels]
+    torch.ones(4096, 4096, device=device).matmul(torch.ones(4096, 4096, device=device))  # the context, and cuBLAS
+    synchronize(device)
+    compiled, seconds = Compiled(), []
+
+    def timed(work):
+        begin = time.perf_counter()
+        result = work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+        return result
+
+    def load():
+        model = comfy.sd.load_diffusion_model(file) if variant == "native" else load_int8_model(file, "fused int8")
+        return Step(model, inputs[0])
+
+    step = timed(load)
+    for _ in range(STEPS):
+        timed(step.run)
+    figures = {"load_s": seconds[0], "first_s": seconds[1], "second_s": seconds[2], "all_s": sum(seconds)}
+    figures |= {"steps_s": seconds[1:], **compiled.figures()}
+    other = Step(step.model, inputs[1])
+    for name in ("other_first_s", "other_second_s"):
+        timed(other.run)
+        figures[name] = seconds[-1]
+    for _ in range(MORE_STEPS + LAST_STEPS):
+        timed(step.run)
+    figures["steady_ms"] = 1e3 * statistics.median(seconds[-LAST_STEPS:])
+    return figures | {"late_kernels": len(compiled.kernels) - figures["kernels"]}
+
+
+def sizes_of(blocks: int) -> Mapping[str, int]:
+    return {"num_layers": blocks} if blocks else {}
+
+
+def in_process(arguments, variant: str, file: str, folder: str) -> Row:
+    """The same, of a process that keeps in `folder` what it compiles and tunes."""
+    environment = {**os.environ, **VARIANTS[variant][1]}
+    environment |= {"TRITON_CACHE_DIR": f"{folder}/triton", "INT8_DIT_TUNING_CACHE": f"{folder}/tuning"}
+    command = [sys.executable, __file__, "--comfyui", str(arguments.comfyui), "--variant", variant, "--file", file]
+    command += ["--family", arguments.family, "--blocks", str(arguments.blocks)]
+    command += ["--pixels", *map(str, arguments.pixels)]
+    began = time.perf_counter()
+    child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if child.returncode:
+        raise RuntimeError(f"the process ended with {child.returncode}")
+    return json.loads(child.stdout.splitlines()[-1]) | {"process_s": time.perf_counter() - began}
+
+
+def write_file(form: str, file: str, family: str, blocks: int) -> None:
+    """Write the model; in a process of its own, whose memory on the card goes with it."""
+    from safetensors.torch import save_file
+
+    from support.random_models import FAMILIES, RandomModel
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    random = RandomModel(FAMILIES[family], device, sizes_of(blocks))
+    tensors = getattr(random, FORMS[form])()
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file, random.family.metadata())
+
+
+def main() -> None:
+    study = Study(__doc__, "cold_start")
+    study.option("--family", default="Ideogram 4")
+    study.option("--blocks", type=int, default=0, help="0 for all")
+    study.option("--pixels", type=int, nargs=2, default=[1024, 768])
+    study.option("--form", choices=FORMS, default="int8")
+    study.option("--rounds", type=int, default=2, help="of empty folders")
+    study.option("--variants", nargs="+", choices=VARIANTS, default=["native", "pack"])
+    study.option("--row-seconds", type=float, default=150.0, help="the most for a process")
+    study.option("--variant", help="of this process, in which that is measured")
+    study.option("--file", default="", help="what it loads, or writes without a variant")
+    arguments = study.parser.parse_args()
+    place = (arguments.family, arguments.blocks)
+    if arguments.file:
+        import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
+        import_pack()
+        if arguments.variant:
+            print(json.dumps(run(arguments.variant, arguments.file, *place, arguments.pixels)))
+        else:
+            write_file(arguments.form, arguments.file, *place)
+        return
+    rows = Rows()
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/model.safetensors"
+        command = [*sys.argv, "--file", file]
+        subprocess.run([sys.executable, *command], check=True)
+        for round_ in range(arguments.rounds):
+            for variant in arguments.variants:
+                for caches in ("empty", "full"):
+                    labels = {"variant": variant, "caches": caches, "round": round_}
+                    process = partial(in_process, arguments, variant, file, f"{folder}/{variant}-{round_}")
+                    rows.attempt(labels, process, arguments.row_seconds)
+    study.start(arguments)
+    from int8_dit.kernels.benchmark import markdown
+
+    forms = [(key, "d" if key in COUNTS else ".2f") for key, _ in FIGURES]
+    lines = [[VARIANTS[row["variant"]][0], row["caches"], *(number(row, *form) for form in forms)] for row in rows]
+    table = markdown(["loaded by", "caches", *(title for _, title in FIGURES)], lines)
+    first, second = arguments.pixels
+    what = f", {arguments.family} with random weights, {arguments.form}, {first} px, then {second} px."
+    study.write(what, table, failures(rows, "variant", "caches"), rows=rows)
+
+
+if __name__ == "__main__":
+    main()
