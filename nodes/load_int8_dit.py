@@ -3,7 +3,7 @@
 import comfy.model_management
 from comfy_api.latest import io
 
-from .files.reading.contents import BRANCHES
+from .files.reading.importers import BRANCHES
 from .host.model_files import model_files, model_path
 from .loading.load import MEMORY_CHOICES, load_int8_model
 from .patching.attention import check_attention, set_attention

@@ -108,11 +108,6 @@ def of_layer(state_dict: Mapping[str, Any], prefix: str) -> dict:
     return {} if config is None else decode_config(config)
 
 
-def take_pieces(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The weight of a layer, and what belongs to an INT8 one, out of a state dict."""
-    return {part: state_dict.pop(f"{prefix}{part}", None) for part in ("weight", SCALE, SMOOTH, QUANT_CONFIG)}
-
-
 def marked_layers(tensors: Iterable[str]) -> list[str]:
     """The layers that have a quant config, by the names of a state dict's tensors."""
     suffix = f".{QUANT_CONFIG}"
@@ -121,13 +116,12 @@ def marked_layers(tensors: Iterable[str]) -> list[str]:
 
 def configs_in(tensors: Mapping[str, Any]) -> dict[str, dict]:
     """The decoded quant configs of a state dict, by layer. Raises ValueError naming one that is none."""
-    suffix, configs = f".{QUANT_CONFIG}", {}
-    for key in tensors:
-        if key.endswith(suffix):
-            try:
-                configs[key.removesuffix(suffix)] = decode_config(tensors[key])
-            except ValueError as error:
-                raise ValueError(f"{key} is {error}") from error
+    configs = {}
+    for layer in marked_layers(tensors):
+        try:
+            configs[layer] = decode_config(tensors[f"{layer}.{QUANT_CONFIG}"])
+        except ValueError as error:
+            raise ValueError(f"{layer}.{QUANT_CONFIG} is {error}") from error
     return configs
 
 
@@ -156,17 +150,9 @@ def quant_config_options(config: dict) -> dict:
     return {**(nested if isinstance(nested, dict) else {}), **config}
 
 
-def group_size(config: dict) -> int:
-    """The rotation group that a quant config names. Raises ValueError where it is no whole number."""
-    return _whole_number(config, "convrot_groupsize", 256)
-
-
-def code_group(config: dict) -> int:
-    """The columns of one scale that the config of a layer in codes names. Raises ValueError as `group_size`."""
-    return _whole_number(config, "group_size", 16)
-
-
-def _whole_number(config: dict, name: str, default: int) -> int:
+def group_size(config: dict, name: str = "convrot_groupsize", default: int = 256) -> int:
+    """The rotation group that a quant config names, or what else it names in channels. Raises ValueError where it is no
+    whole number."""
     number = quant_config_options(config).get(name, default)
     if type(number) is not int:
         raise ValueError(f"its mark has {name} = {number!r}, which is no whole number")

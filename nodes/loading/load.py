@@ -21,7 +21,7 @@ from ..files.errors import naming_file
 from ..files.holding.grouped_weight import held_codes, is_grouped, with_joined_codes
 from ..files.holding.stored_weight import is_stored
 from ..files.reading.checkpoint import read_checkpoint
-from ..files.reading.contents import BRANCHES, Checkpoint
+from ..files.reading.importers import BRANCHES, Checkpoint
 from ..host import notices
 from ..layers.input_groups import group_inputs
 from ..layers.linear_call import name_linears
@@ -177,12 +177,6 @@ def tensors_of_file(model: BaseModel, state_dict: dict[str, Any]) -> dict[str, A
     return comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: ""})
 
 
-def _kind_of(model: BaseModel) -> tuple[object, ...]:
-    """What decides how a BaseModel is sampled, apart from its weights."""
-    latents = type(model.latent_format).__name__
-    return type(model).__name__, model.model_type, model.model_config.sampling_settings, latents
-
-
 def build_like(
     model: BaseModel,
     state_dict: dict[str, torch.Tensor],
@@ -195,7 +189,11 @@ def build_like(
     model predicts.
     """
     built = build_model(tensors_of_file(model, state_dict), file_metadata(model), plan, disable_dynamic)
-    for before, after in zip(_kind_of(model), _kind_of(built.model), strict=True):
+    kinds = (
+        (type(m).__name__, m.model_type, m.model_config.sampling_settings, type(m.latent_format).__name__)
+        for m in (model, built.model)
+    )
+    for before, after in zip(*kinds, strict=True):
         if before != after:
             raise ValueError(
                 f"the diffusion model by itself would be taken for another kind of model ({after} instead of "
@@ -208,10 +206,7 @@ def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = Fa
     """A second MODEL with weights of its own, equal to those of `model`, a BaseModel of this pack (multi-GPU)."""
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
     dtype = model.get_dtype_inference()
-
-    def as_it_was(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
-        return held_codes(weight, dtype) if is_grouped(weight) else None
-
-    rebuilt = build_like(model, with_joined_codes(tensors), LoadPlan(kernel, dtype, as_it_was), disable_dynamic)
+    plan = LoadPlan(kernel, dtype, lambda name, weight, _: held_codes(weight, dtype) if is_grouped(weight) else None)
+    rebuilt = build_like(model, with_joined_codes(tensors), plan, disable_dynamic)
     rebuilt.cached_patcher_init = (rebuild_int8_model, (model, kernel))
     return rebuilt

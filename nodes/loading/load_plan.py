@@ -14,7 +14,7 @@ from ..files import quant_config
 from ..files.holding.gguf_weight import is_gguf
 from ..files.holding.grouped_weight import channel_scale, grouped_codes, is_grouped
 from ..files.holding.stored_weight import can_stay, stored_kind
-from ..files.reading.contents import Checkpoint
+from ..files.reading.importers import Checkpoint
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.int8_weight import int8_weight

@@ -58,7 +58,8 @@ def int8_operations(plan: LoadPlan) -> type:
                 is_int8_in_file = self.config.get("format") in quant_config.INT8_FORMATS
                 read, needed = weight, (self.out_features, self.in_features)
                 if is_int8_in_file or is_stored(weight):
-                    pieces = quant_config.take_pieces(state_dict, prefix)
+                    parts = ("weight", quant_config.SCALE, quant_config.SMOOTH, quant_config.QUANT_CONFIG)
+                    pieces = {part: state_dict.pop(f"{prefix}{part}", None) for part in parts}
                     load_beside_weight(self, base.Linear, state_dict, prefix, *args)
                 else:  # ComfyUI takes the weight out of PyTorch's hands, and its check of the shape with it
                     super()._load_from_state_dict(state_dict, prefix, *args)

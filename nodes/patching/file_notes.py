@@ -12,7 +12,7 @@ from comfy.patcher_extension import CallbacksMP
 from ..files.attention_choices import choices_in
 from ..files.holding.gguf_weight import is_gguf
 from ..files.json_texts import json_object
-from ..files.reading.contents import Checkpoint
+from ..files.reading.importers import Checkpoint
 from ..host import notices
 
 RECIPE_KEY = "int8_dit_recipe"

@@ -114,7 +114,7 @@ def quant_config_in(weight: QuantizedTensor) -> dict[str, Any]:
 def codes_in(parts: Mapping[str, torch.Tensor], config: dict[str, Any]) -> GroupedCodes:
     """The codes of a layer of a file, by the ends of its tensors' names and its decoded quant config. Raises ValueError
     for options that are no numbers."""
-    scale, group = parts[quant_config.GROUP_SCALE], quant_config.code_group(config)
+    scale, group = parts[quant_config.GROUP_SCALE], quant_config.group_size(config, "group_size", 16)
     scale = scale.view(torch.float8_e4m3fn) if scale.dtype == torch.uint8 else scale
     return GroupedCodes(parts["weight"], scale, parts.get(quant_config.CODEBOOK), group)
 

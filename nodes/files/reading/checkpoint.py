@@ -12,10 +12,9 @@ from .. import quant_config
 from ..block_lists import check_counts
 from ..errors import naming_file
 from ..holding.grouped_weight import with_joined_codes
-from .contents import BRANCHES, Checkpoint
 from .diffusers_names import with_native_names
 from .gguf_file import MAGIC, read_gguf
-from .importers import IMPORTERS
+from .importers import BRANCHES, IMPORTERS, Checkpoint
 from .kinds import kind_of_bytes, kind_of_tensors
 from .layer_checks import check_layers
 

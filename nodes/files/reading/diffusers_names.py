@@ -128,13 +128,8 @@ def _with_int8_for_codes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     for key, weight in tensors.items():
         if is_grouped(weight):
             layer = key.removesuffix(".weight")
-            native[key], native[f"{layer}.{quant_config.SCALE}"] = (
-                expand_codes(grouped_codes(weight)),
-                channel_scale(weight),
-            )
-            rotation = ChannelTransform(None, weight.params.convrot_groupsize)
-            others = quant_config.other_options(quant_config_in(weight))
-            native[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config(
-                rotation, weight.params.activation_bits, others
-            )
+            rotation, bits = ChannelTransform(None, weight.params.convrot_groupsize), weight.params.activation_bits
+            config = quant_config.encode_config(rotation, bits, quant_config.other_options(quant_config_in(weight)))
+            native[key], native[f"{layer}.{quant_config.QUANT_CONFIG}"] = expand_codes(grouped_codes(weight)), config
+            native[f"{layer}.{quant_config.SCALE}"] = channel_scale(weight)
     return native

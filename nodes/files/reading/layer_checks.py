@@ -151,13 +151,21 @@ def check_layers(tensors: CheckedTensors) -> None:
     check_choices(tensors)
     for key, tensor in tensors.items():
         layer, _, part = key.rpartition(".")
-        if part == "bias" or (part == "weight" and layer not in configs):
-            _check_plain(key, tensor)
-            if tensor.dtype in scaled and largest_in(tensor) == torch.finfo(tensor.dtype).max:
-                raise ValueError(
-                    f"{layer}.weight_scale is missing: {key} fills the range of {tensor.dtype}, as weights of other "
-                    f"layers do that have a scale; {AGAIN}"
-                )
+        # Of GGUF, it is decoded, and looked at, when the layer is loaded.
+        if is_gguf(tensor) or not (part == "bias" or (part == "weight" and layer not in configs)):
+            continue
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{key} is {tensor.dtype} and nothing marks how it is quantized; its mark was lost, or the file is in "
+                "a format that cannot be read"
+            )
+        if tensor.numel() <= _SMALL:
+            check_finite(key, tensor)
+        if tensor.dtype in scaled and largest_in(tensor) == torch.finfo(tensor.dtype).max:
+            raise ValueError(
+                f"{layer}.weight_scale is missing: {key} fills the range of {tensor.dtype}, as weights of other "
+                f"layers do that have a scale; {AGAIN}"
+            )
 
 
 def _check_marked(name: str, config: dict, weight: torch.Tensor | None, parts: CheckedTensors) -> None:
@@ -210,15 +218,3 @@ def _check_part(key: str, tensor: torch.Tensor, expected: _Part, weight: torch.T
         needed = " / ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{key} has shape {list(tensor.shape)}, but the model needs {needed}")
     expected.check(key, tensor.view(expected.dtypes[0]) if tensor.dtype == torch.uint8 else tensor, weight)
-
-
-def _check_plain(key: str, tensor: torch.Tensor) -> None:
-    if is_gguf(tensor):
-        return  # decoded, and looked at, when the layer is loaded
-    if tensor.dtype not in WEIGHT_DTYPES:
-        raise ValueError(
-            f"{key} is {tensor.dtype} and nothing marks how it is quantized; its mark was lost, or the file is in a "
-            "format that cannot be read"
-        )
-    if tensor.numel() <= _SMALL:
-        check_finite(key, tensor)

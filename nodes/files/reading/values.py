@@ -60,7 +60,8 @@ def check_scale(key: str, scale: torch.Tensor, weight: torch.Tensor, most: float
     if len(values) not in (1, len(weight)):
         return
     nothing = (values == 0) | (values.max() < _DEAD)
-    if bool(nothing.any()) and _any_but_zero(weight if len(values) == 1 else weight[nothing]):
+    # Of any dtype of one byte: PyTorch asks no small float whether it is a (negative) zero.
+    if bool(nothing.any()) and bool((weight if len(values) == 1 else weight[nothing]).to(torch.bfloat16).any()):
         raise ValueError(f"{key} holds {values[nothing].max():.2g}, which makes nothing of a weight that is not 0")
 
 
@@ -84,10 +85,3 @@ def _check_range(key: str, values: torch.Tensor, least: float, most: float) -> N
     if len(wrong):
         what = f"{float(wrong[0]):.2g}, which is not between {least:.2g} and {most:.2g}"
         raise ValueError(f"{key} holds {what if bool(wrong.isfinite().all()) else 'a NaN or Inf'}")
-
-
-def _any_but_zero(weight: torch.Tensor) -> bool:
-    """Whether quantized values, of any dtype of one byte, hold something else than (negative) zeros."""
-    if weight.is_floating_point():
-        return bool((weight.view(torch.uint8) & 0x7F).any())
-    return bool(weight.any())
