@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import Launcher, Layout, Tensors, same
+from .launching import Layout, Tensors, same
 from .rows import (
     dense_channels,
     dense_factors,
@@ -13,6 +13,7 @@ from .rows import (
     magnitude_bits,
     reciprocal,
     row_blocks,
+    row_launcher,
     store_quantized,
     store_scale,
     token_offset,
@@ -118,33 +119,7 @@ def activate_quantize_kernel(
         store_quantized(q_row, tail, inverse_scale, broken, HEAD + tl.arange(0, TAIL), K, REMAINDER)
 
 
-def activate_quantize_constants(
-    channels: int,
-    activation: str,
-    group: int,
-    activation_bits: int,
-    interpreted: bool,
-    has_up: bool,
-    has_beside: bool,
-    has_smooth: bool,
-) -> tuple[dict[str, object], dict[str, object]]:
-    """The kernel's constants and compilation options."""
-    head, tail, _, warps = row_blocks(channels, group)
-    constants = {
-        "ACTIVATION": activation,
-        "HAS_UP": has_up,
-        "HAS_BESIDE": has_beside,
-        "HAS_SMOOTH": has_smooth,
-        "REMAINDER": activation_bits == 16,
-        "INTERPRETED": interpreted,
-        "HEAD": head,
-        "TAIL": tail,
-        "GROUP": group,
-    }
-    return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
-
-
-_ACTIVATE_QUANTIZE = Launcher(activate_quantize_kernel, activate_quantize_constants)
+_ACTIVATE_QUANTIZE = row_launcher(activate_quantize_kernel)
 
 
 def _tokens(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -174,7 +149,8 @@ def launch_activate_quantize(
     tensors = (gate, up, beside, smooth)
     read = _as_read(tensors)
     given = (up is not None, beside is not None, smooth is not None)
-    form = (channels, activation, group, activation_bits, not gate.is_cuda, *given)
+    head, tail, _, warps = row_blocks(channels, group)
+    form = (activation, *given, activation_bits == 16, not gate.is_cuda, head, tail, group, warps)
     tokens = gate.numel() // gate.shape[-1] if gate.ndim > 3 else gate.shape[-2]
     numbers = (tokens, channels, first, *(stride for part in read[:3] for stride in token_strides(part)))
     return Layout(

@@ -2,8 +2,8 @@
 
 A room of kernels makes a `Launcher` of each, once, beside it, and calls that:
 
-    _QUANTIZER = Launcher(quantize_rows_kernel, quantize_rows_constants)
-    _QUANTIZER((channels, has_smooth, ...), (rows, 1), (x, smooth, q, scale), (channels, stride))
+    QUANTIZER = Launcher(quantize_rows_kernel, quantize_rows_constants)
+    QUANTIZER((channels, has_smooth, ...), (rows, 1), (x, smooth, q, scale), (channels, stride, seed))
 
 The first argument is the form: what `quantize_rows_constants(*form)` makes the constants and options of, all hashable,
 none a tensor. Then come the grid, the tensors and the numbers; a kernel's parameters stand in that order, its constants
@@ -28,6 +28,12 @@ Grid = tuple[int, int]
 Tensors = Sequence[torch.Tensor | None]
 Build = tuple[Mapping[str, object], Mapping[str, object]]
 """A kernel's constants, in the order of its parameters, and its compilation options."""
+
+
+def built(kernel: Any, *values: object, **options: object) -> Build:
+    """`values` as the constants of a kernel, whose last parameters they are in their order, and the options."""
+    return dict(zip(kernel.arg_names[-len(values) :], values, strict=True)), options
+
 
 # Shapes of many models would otherwise add up.
 MOST_KEPT = 2048

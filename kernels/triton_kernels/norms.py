@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import Launcher, Layout, Tensors, same
+from .launching import Layout, Tensors, same
 from .rows import (
     dense_channels,
     dense_factors,
@@ -13,6 +13,7 @@ from .rows import (
     magnitude_bits,
     modulation_offset,
     row_blocks,
+    row_launcher,
     store_quantized,
     store_scale,
     token_offset,
@@ -216,31 +217,7 @@ def gated_residual_kernel(
         _store_sum(out_row, tail, residual_row, gate_row, weight, bias, second, K, HAS_WEIGHT, HAS_BIAS, HAS_GATE)
 
 
-def norm_quantize_constants(
-    channels: int,
-    kind: str,
-    group: int,
-    activation_bits: int,
-    interpreted: bool,
-    *given: bool,
-) -> tuple[dict[str, object], dict[str, object]]:
-    """The kernel's constants and compilation options; `given` says of weight, bias, scale, shift, smoothing factors
-    and rows which there are."""
-    head, tail, _, warps = row_blocks(channels, group)
-    names = ("HAS_WEIGHT", "HAS_BIAS", "HAS_SCALE", "HAS_SHIFT", "HAS_SMOOTH", "HAS_ROWS")
-    constants = {
-        "NORM": kind,
-        **dict(zip(names, given, strict=True)),
-        "REMAINDER": activation_bits == 16,
-        "INTERPRETED": interpreted,
-        "HEAD": head,
-        "TAIL": tail,
-        "GROUP": group,
-    }
-    return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
-
-
-_NORM_QUANTIZE = Launcher(norm_quantize_kernel, norm_quantize_constants)
+_NORM_QUANTIZE = row_launcher(norm_quantize_kernel)
 
 
 def _smoothed_as_read(tensors: Tensors) -> Tensors:
@@ -267,7 +244,9 @@ def launch_norm_quantize(
         return None
     tensors = (x, weight, bias, scale, shift, smooth, rows)
     read = _smoothed_as_read(tensors)
-    form = (channels, kind, group, activation_bits, not x.is_cuda, *(tensor is not None for tensor in tensors[1:]))
+    given = (tensor is not None for tensor in tensors[1:])
+    head, tail, _, warps = row_blocks(channels, group)
+    form = (kind, *given, activation_bits == 16, not x.is_cuda, head, tail, group, warps)
     strides = (*token_strides(read[0]), *token_strides(read[3]), *token_strides(read[4]))
     numbers = (x.shape[-2], channels, *strides, eps)
     return Layout(
@@ -275,24 +254,7 @@ def launch_norm_quantize(
     )
 
 
-def gated_residual_constants(
-    channels: int, kind: str, has_gate: bool, has_weight: bool, has_bias: bool, has_rows: bool
-) -> tuple[dict[str, object], dict[str, object]]:
-    """The kernel's constants and compilation options."""
-    head, tail, _, warps = row_blocks(channels, 1)
-    constants = {
-        "NORM": kind,
-        "HAS_WEIGHT": has_weight,
-        "HAS_BIAS": has_bias,
-        "HAS_ROWS": has_rows,
-        "HAS_GATE": has_gate,
-        "HEAD": head,
-        "TAIL": tail,
-    }
-    return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
-
-
-_GATED_RESIDUAL = Launcher(gated_residual_kernel, gated_residual_constants)
+_GATED_RESIDUAL = row_launcher(gated_residual_kernel)
 
 
 def _as_read(tensors: Tensors) -> Tensors:
@@ -316,6 +278,7 @@ def launch_gated_residual(
         return None
     tensors = (residual, x, gate, weight, bias, rows)
     read = _as_read(tensors)
-    form = (channels, kind or "none", *(tensor is not None for tensor in (gate, weight, bias, rows)))
+    head, tail, _, warps = row_blocks(channels, 1)
+    form = (kind or "none", *(tensor is not None for tensor in (weight, bias, rows, gate)), head, tail, warps)
     numbers = (x.shape[-2], channels, *(stride for tensor in read[:3] for stride in token_strides(tensor)), eps)
     return Layout(_GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _as_read)

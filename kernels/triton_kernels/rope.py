@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import Launcher, Layout, Tensors, same
-from .rows import dense_channels, fits_registers, token_offset
+from .launching import Layout, Tensors, same
+from .rows import dense_channels, fits_registers, row_launcher, token_offset
 
 
 @triton.jit
@@ -174,37 +174,7 @@ def norm_rope_kernel(
         )  # fmt: skip
 
 
-def _side(prefix: str, heads: int, width: int, norm: str, has_weight: bool) -> dict[str, object]:
-    head = 1 << (heads.bit_length() - 1)
-    tail = 1 << (heads - head - 1).bit_length() if heads > head else 0
-    names = ("NORM", "WEIGHT", "HEADS", "HEAD", "TAIL")
-    values = (norm, has_weight, heads, head, tail)
-    return {f"{prefix}_{name}": value for name, value in zip(names, values, strict=True)}
-
-
-def norm_rope_constants(
-    heads: tuple[int, int],
-    width: int,
-    norms: tuple[str, str],
-    has_weight: tuple[bool, bool],
-    neighbours: bool,
-    each: bool,
-) -> tuple[dict[str, object], dict[str, object]]:
-    """The kernel's constants and compilation options, of queries and keys."""
-    half = 1 << (width // 2 - 1).bit_length()
-    constants = {
-        **_side("Q", heads[0], width, norms[0], has_weight[0]),
-        **_side("K", heads[1], width, norms[1], has_weight[1]),
-        "NEIGHBOURS": neighbours,
-        "EACH": each,
-        "D": width,
-        "HALF": half,
-    }
-    values = (1 << (max(heads).bit_length() - 1)) * 2 * half
-    return constants, {"num_warps": max(1, min(16, values // 1024)), "num_stages": 2, "enable_fp_fusion": False}
-
-
-_NORM_ROPE = Launcher(norm_rope_kernel, norm_rope_constants)
+_NORM_ROPE = row_launcher(norm_rope_kernel)
 
 
 def _strides(x: torch.Tensor | None) -> tuple[int, ...]:
@@ -213,11 +183,12 @@ def _strides(x: torch.Tensor | None) -> tuple[int, ...]:
     return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True))
 
 
-def _extent(kind: str | None, weight: torch.Tensor | None, heads: int, width: int) -> str:
-    """What a norm goes over."""
-    if kind is None:
-        return "none"
-    return "all" if weight is not None and weight.numel() == heads * width != width else "heads"
+def _side(heads: int, width: int, kind: str | None, weight: torch.Tensor | None) -> tuple[object, ...]:
+    """The kernel's constants of queries or of keys: what their norm goes over, whether it has a weight, the heads."""
+    of_all = weight is not None and weight.numel() == heads * width != width
+    head = 1 << (heads.bit_length() - 1)
+    tail = 1 << (heads - head - 1).bit_length() if heads > head else 0
+    return "none" if kind is None else "all" if of_all else "heads", weight is not None, heads, head, tail
 
 
 def _as_they_are(tensors: Tensors) -> Tensors:
@@ -256,9 +227,10 @@ def launch_norm_rope(
     tensors = (q, k, q_weight, q_bias, k_weight, k_bias, freqs)
     read = _as_read(tensors)
     results = out or [x.new_empty(x.shape) for x in (q, k)]
-    extents = _extent(q_kind, q_weight, heads[0], width), _extent(k_kind, k_weight, heads[1], width)
-    form = (heads, width, extents, (q_weight is not None, k_weight is not None), pairs == "neighbours")
-    form += (freqs.numel() != q.shape[1] * width * 2,)
+    half = 1 << (width // 2 - 1).bit_length()
+    sides = (*_side(heads[0], width, q_kind, q_weight), *_side(heads[1], width, k_kind, k_weight))
+    warps = max(1, min(16, (1 << (max(heads).bit_length() - 1)) * 2 * half // 1024))
+    form = (*sides, pairs == "neighbours", freqs.numel() != q.shape[1] * width * 2, width, half, warps)
     strides = (stride for x in (*read[:2], *results) for stride in _strides(x))
     grid = (2 * q.shape[0] * q.shape[1], 1)
     as_read = _as_they_are if same(read, _as_they_are(tensors)) else _as_read

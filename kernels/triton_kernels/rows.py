@@ -1,11 +1,14 @@
 """Rows of channels in a program's registers: smoothed, rotated, rounded to INT8. The kernels of this room share it."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..reference import int8_weights
 from ..reference.linear import REMAINDER_STEPS
+from .launching import Launcher, built
 
 # 1.5 * 2^23: added to |v| < 2^22 in float32 it rounds v to the nearest integer, ties to even, and leaves that integer
 # in the low bits of the sum.
@@ -17,6 +20,8 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 SMALLEST_SCALE_CONSTEXPR = tl.constexpr(int8_weights.SMALLEST_SCALE)
 _REMAINDER_STEPS = tl.constexpr(float(REMAINDER_STEPS))
 
+# Compilation options: there is one rounding after a product and one after a sum, as in the reference.
+ROUNDED_APART = {"num_stages": 2, "enable_fp_fusion": False}
 # Longer rows do not fit one program's registers and are read twice, the second time from cache.
 LONGEST_ROW_IN_REGISTERS = 32768
 _CHUNK, _CHUNK_WARPS = 8192, 32
@@ -140,6 +145,11 @@ def store_quantized(q_row, values, inverse_scale, broken, offsets, K, REMAINDER:
         rest = (steps - (rounded - ROUND_TO_EVEN)) * _REMAINDER_STEPS + ROUND_TO_EVEN
         rest_bits = tl.where(broken, 0, rest.to(tl.int32, bitcast=True))
         tl.store(q_row + K + offsets, rest_bits.to(tl.int8), mask=inside)
+
+
+def row_launcher(kernel: Any) -> Launcher:
+    """Launches of a kernel whose form is its constants and, behind them, the number of warps."""
+    return Launcher(kernel, lambda *form: built(kernel, *form[:-1], num_warps=form[-1], **ROUNDED_APART))
 
 
 def row_blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
