@@ -100,14 +100,14 @@ class RepeatedLinear:
         if quantizer.direct is not None and product.takes_addresses:
             q_at = buffer.data_ptr()
             q_scale_at = q_at + first_scale
-            quantizer.direct(rows, 1, x_at, factors_at, q_at, q_scale_at, self._k, self._k)
+            quantizer.direct(rows, 1, x_at, factors_at, q_at, q_scale_at, self._k, self._k, 0)
             given = (q_at, weight_at, q_scale_at, scale_at, addend.data_ptr(), out.data_ptr())
             product(rows, buffer, weight, out, given)
             return out
         # Triton launches, and takes tensors only.
         q = buffer[: rows * self._row_bytes].view(rows, -1)
         q_scale = buffer[first_scale:].view(torch.float32)
-        quantizer((rows, 1), x, factors, q, q_scale, self._k, self._k)
+        quantizer((rows, 1), x, factors, q, q_scale, self._k, self._k, 0)
         product(rows, q, weight, out, (q, weight, q_scale, weight_scale, addend, out))
         return out
 

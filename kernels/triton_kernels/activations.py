@@ -1,4 +1,4 @@
-"""Per-token dynamic INT8 quantization of activations: one Triton kernel, one pass over memory."""
+"""INT8 quantization of rows, a scale each, one Triton kernel for activations and weights, one pass over memory."""
 
 import torch
 import triton
@@ -6,8 +6,24 @@ import triton.language as tl
 
 from ..reference.linear import new_quantized, quantize_activations_reference
 from ..reference.transform import ChannelTransform
-from .launching import Launch, Launcher
-from .rows import LARGEST_GROUP, input_offsets, magnitude_bits, row_blocks, store_quantized, store_scale, transformed
+from .launching import Build, Launch, Launcher, built
+from .rows import (
+    INFINITY_BITS,
+    LARGEST_GROUP,
+    ROUND_TO_EVEN,
+    ROUNDED_APART,
+    SMALLEST_SCALE_CONSTEXPR,
+    dense_factors,
+    input_offsets,
+    magnitude_bits,
+    row_blocks,
+    store_quantized,
+    store_scale,
+    transformed,
+)
+
+# Seven rounds of Philox pass the statistical tests that its authors ran (Salmon et al. 2011); the default is ten.
+_PHILOX_ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
@@ -17,6 +33,7 @@ def _load_prepared(
     start,
     K,
     HAS_SMOOTH: tl.constexpr,
+    ROUNDING: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -24,10 +41,41 @@ def _load_prepared(
     """BLOCK channels of one row from `start` on in float32, smoothed and rotated; zeros beyond K."""
     offsets = input_offsets(start, BLOCK, GROUP)
     values = tl.load(x_row + offsets, mask=offsets < K, other=0.0).to(tl.float32)
-    return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, GROUP)
+    if HAS_SMOOTH and (ROUNDING == "weight" or ROUNDING == "stochastic"):
+        values *= tl.load(smooth + offsets, mask=offsets < K, other=1.0)
+        return transformed(values, smooth, offsets, K, False, INTERPRETED, BLOCK, GROUP)
+    else:
+        return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, GROUP)
 
 
 @triton.jit
+def _store_channel_scale(scale, largest):
+    """As `store_scale` for a weight, whose scale is 0 where float32 does not hold it with all its bits. Returns it."""
+    broken = largest >= INFINITY_BITS
+    channel_scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
+    channel_scale = tl.where(channel_scale < SMALLEST_SCALE_CONSTEXPR, 0.0, channel_scale)
+    tl.store(scale, tl.where(broken, float("nan"), channel_scale))
+    return channel_scale, broken
+
+
+@triton.jit
+def _store_rounded(q_row, first, values, scale, broken, offsets, seed, K, ROUNDING: tl.constexpr):
+    """Store a part of one row, whose first value has the index `first`, as int8 steps. `scale` is what was returned
+    with `broken`; a weight's is the divisor, and makes zeros where it is 0."""
+    if ROUNDING == "weight" or ROUNDING == "stochastic":
+        divisor = tl.where(scale > 0, scale, 1.0)
+        if ROUNDING == "stochastic":
+            inverse = tl.where(scale > 0, tl.div_rn(1.0, divisor), 0.0)
+            steps = tl.floor(values * inverse + tl.rand(seed, first + offsets, n_rounds=_PHILOX_ROUNDS))
+            rounded = tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int32)
+        else:
+            rounded = (tl.div_rn(values, divisor) + ROUND_TO_EVEN).to(tl.int32, bitcast=True)
+        tl.store(q_row + offsets, tl.where(broken, 0, rounded).to(tl.int8), mask=offsets < K)
+    else:
+        store_quantized(q_row, values, scale, broken, offsets, K, ROUNDING == "remainder")
+
+
+@triton.jit(do_not_specialize=["seed"])
 def quantize_rows_kernel(
     x,
     smooth,
@@ -35,69 +83,65 @@ def quantize_rows_kernel(
     scale,
     K,
     stride_x,
+    seed,
     HAS_SMOOTH: tl.constexpr,
-    REMAINDER: tl.constexpr,
+    ROUNDING: tl.constexpr,
     INTERPRETED: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program quantizes one token: scale = absmax / 127, q = round(x' 127 / absmax), x' = rotate(x / smooth).
+    """One program quantizes one token: scale = absmax / 127, q = round(x' 127 / absmax), x' = rotate(x / smooth). Or
+    one output channel of a weight: q = round(x' / scale), x' = rotate(x smooth).
 
-    With REMAINDER a second int8 number for each first one follows K further.
-    A token with a NaN or Inf gets the scale NaN and q = 0, so that its whole output row is NaN and no other row is
+    ROUNDING is "nearest" for a token; "remainder", with which a second int8 number for each first one follows K
+    further; "weight" for a channel; or "stochastic" for one that `seed` rounds.
+    A row with a NaN or Inf gets the scale NaN and q = 0, so that its whole output row is NaN and no other row is
     touched. A row in registers is a HEAD and a TAIL of powers of two, which wastes fewer lanes than the next power of
     two above K would; a longer row is walked in chunks of HEAD, once for absmax and once to quantize.
     """
     row = tl.program_id(0).to(tl.int64)
     x_row = x + row * stride_x
-    q_row = q + row * (2 * K if REMAINDER else K)
+    first = row * (2 * K if ROUNDING == "remainder" else K)
+    q_row = q + first
     head_offsets = tl.arange(0, HEAD)
 
     if IN_REGISTERS:
-        head = _load_prepared(x_row, smooth, 0, K, HAS_SMOOTH, INTERPRETED, HEAD, GROUP)
+        head = _load_prepared(x_row, smooth, 0, K, HAS_SMOOTH, ROUNDING, INTERPRETED, HEAD, GROUP)
         largest = tl.max(magnitude_bits(head), axis=0)
         if TAIL > 0:
-            tail = _load_prepared(x_row, smooth, HEAD, K, HAS_SMOOTH, INTERPRETED, TAIL, GROUP)
+            tail = _load_prepared(x_row, smooth, HEAD, K, HAS_SMOOTH, ROUNDING, INTERPRETED, TAIL, GROUP)
             largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
     else:
         bits = tl.zeros((HEAD,), dtype=tl.int32)
         for start in range(0, K, HEAD):
-            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, INTERPRETED, HEAD, GROUP)
+            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, ROUNDING, INTERPRETED, HEAD, GROUP)
             bits = tl.maximum(bits, magnitude_bits(values))
         largest = tl.max(bits, axis=0)
 
-    inverse_scale, broken = store_scale(scale + row, largest)
+    if ROUNDING == "weight" or ROUNDING == "stochastic":
+        step, broken = _store_channel_scale(scale + row, largest)
+    else:
+        step, broken = store_scale(scale + row, largest)
     if IN_REGISTERS:
-        store_quantized(q_row, head, inverse_scale, broken, head_offsets, K, REMAINDER)
+        _store_rounded(q_row, first, head, step, broken, head_offsets, seed, K, ROUNDING)
         if TAIL > 0:
-            store_quantized(q_row, tail, inverse_scale, broken, HEAD + tl.arange(0, TAIL), K, REMAINDER)
+            _store_rounded(q_row, first, tail, step, broken, HEAD + tl.arange(0, TAIL), seed, K, ROUNDING)
     else:
         for start in range(0, K, HEAD):
-            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, INTERPRETED, HEAD, GROUP)
-            store_quantized(q_row, values, inverse_scale, broken, start + head_offsets, K, REMAINDER)
+            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, ROUNDING, INTERPRETED, HEAD, GROUP)
+            _store_rounded(q_row, first, values, step, broken, start + head_offsets, seed, K, ROUNDING)
 
 
-def quantize_rows_constants(
-    channels: int, has_smooth: bool, remainder: bool, group: int, interpreted: bool
-) -> tuple[dict[str, object], dict[str, object]]:
+def quantize_rows_constants(channels: int, has_smooth: bool, rounding: str, group: int, interpreted: bool) -> Build:
     """The kernel's constants and compilation options."""
     head, tail, in_registers, warps = row_blocks(channels, group)
-    constants = {
-        "HAS_SMOOTH": has_smooth,
-        "REMAINDER": remainder,
-        "INTERPRETED": interpreted,
-        "HEAD": head,
-        "TAIL": tail,
-        "IN_REGISTERS": in_registers,
-        "GROUP": group,
-    }
-    # Without fusion there is one rounding after a product and one after a sum, as in the reference.
-    return constants, {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
+    constants = (has_smooth, rounding, interpreted, head, tail, in_registers, group)
+    return built(quantize_rows_kernel, *constants, num_warps=warps, **ROUNDED_APART)
 
 
-_QUANTIZER = Launcher(quantize_rows_kernel, quantize_rows_constants)
+QUANTIZER = Launcher(quantize_rows_kernel, quantize_rows_constants)
 
 
 def quantizer_launch(
@@ -112,22 +156,39 @@ def quantizer_launch(
     channels, group = x.shape[1], rotation_group or 1
     if group > LARGEST_GROUP:
         return None
-    form = (channels, smooth is not None, q.shape[1] > channels, group, not x.is_cuda)
-    return _QUANTIZER.prepared(form, (x, x if smooth is None else smooth, q, scale), (channels, channels))
+    rounding = "remainder" if q.shape[1] > channels else "nearest"
+    form = (channels, smooth is not None, rounding, group, not x.is_cuda)
+    return QUANTIZER.prepared(form, (x, x if smooth is None else smooth, q, scale), (channels, channels, 0))
+
+
+def can_launch(transform: ChannelTransform) -> bool:
+    """Whether the kernels know the transform's rotation."""
+    return (transform.rotation_group or 1) <= LARGEST_GROUP
+
+
+def launch_row_quantizer(
+    x: torch.Tensor, transform: ChannelTransform, rounding: str, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernel on checked, non-empty arguments: x [M, K] -> int8 [M, K] or [M, 2K], float32 scale [M].
+
+    `rounding` is the kernel's ROUNDING.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    smooth = dense_factors(transform.smooth)
+    rows, channels = x.shape
+    q, scale = new_quantized(x, channels, 16 if rounding == "remainder" else 8)
+    form = (channels, smooth is not None, rounding, transform.rotation_group or 1, not x.is_cuda)
+    # 31 bits, so that all seeds are one type to Triton.
+    numbers = (channels, x.stride(0), seed & 0x7FFFFFFF)
+    QUANTIZER(form, (rows, 1), (x, x if smooth is None else smooth, q, scale), numbers)
+    return q, scale
 
 
 def launch_activation_quantizer(
     x: torch.Tensor, transform: ChannelTransform, activation_bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel on checked, non-empty arguments: x [M, K] -> int8 [M, K] or [M, 2K], float32 scale [M]."""
-    group = transform.rotation_group or 1
-    if group > LARGEST_GROUP:
+    """The same for activations; without a kernel where none knows the rotation."""
+    if not can_launch(transform):
         return quantize_activations_reference(x, transform, activation_bits)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
-    rows, channels = x.shape
-    q, scale = new_quantized(x, channels, activation_bits)
-    form = (channels, smooth is not None, activation_bits == 16, group, not x.is_cuda)
-    _QUANTIZER(form, (rows, 1), (x, x if smooth is None else smooth, q, scale), (channels, x.stride(0)))
-    return q, scale
+    return launch_row_quantizer(x, transform, "remainder" if activation_bits == 16 else "nearest")

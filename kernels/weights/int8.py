@@ -39,10 +39,10 @@ def requantize_weight(
     """
     transform = transform.on(w.device)
     if w.numel() and weights_use_triton(w):
-        from ..triton_kernels.weights import can_launch, launch_weight_quantizer
+        from ..triton_kernels.activations import can_launch, launch_row_quantizer
 
         if can_launch(transform):
-            return launch_weight_quantizer(w, transform, seed)
+            return launch_row_quantizer(w, transform, "weight" if seed is None else "stochastic", seed or 0)
     generator = None if seed is None else torch.Generator(w.device).manual_seed(seed)
     return quantize_rows(w, transform, generator)
 
@@ -80,7 +80,8 @@ def dequantize_weight(
     """
     transform = transform.on(q.device)
     if q.numel() and weights_use_triton(q):
-        from ..triton_kernels.weights import can_launch, launch_weight_dequantizer
+        from ..triton_kernels.activations import can_launch
+        from ..triton_kernels.weights import launch_weight_dequantizer
 
         if can_launch(transform):
             return launch_weight_dequantizer(q.contiguous(), scale.contiguous(), transform, dtype)
