@@ -8,7 +8,7 @@ from ..interruption import stop_if_asked
 from ..reference.grouped_codes import DEFAULT_CODEBOOK, GROUP, GroupedCodes, packed_codes
 from ..reference.int8_weights import quantize_weight, row_slices
 from ..reference.transform import ChannelTransform
-from ..weights.code_rounding import CodedColumns
+from ..weights.column_rounding import CodedColumns
 from .column_feedback import ColumnFeedback
 
 

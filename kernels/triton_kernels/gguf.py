@@ -1,15 +1,18 @@
-"""GGUF's blocks to INT8, to per-channel scales and to floats, one Triton kernel each, wherever rows begin."""
+"""GGUF's blocks to INT8 and to floats, and to per-channel scales, one Triton kernel each, wherever rows begin.
 
-from typing import Any
+And to INT8 with a product of two thin matrices added to their weights first: a LoRA costs no further pass over memory,
+and no product of activations. A program makes 256 columns of some rows. The thin product is a `tl.dot` of floats on the
+tile that was decoded. It keeps all bits of float32 factors, which the tensor cores would cut to ten.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from ..gguf.formats import GGUFFormat
+from ..reference.low_rank import LowRank
 from .gguf_decoding import decode, divisors, places_within, rounded
-from .launching import Launcher
-from .rows import INFINITY_BITS, SMALLEST_SCALE_CONSTEXPR, magnitude_bits
+from .rows import INFINITY_BITS, SMALLEST_SCALE_CONSTEXPR, magnitude_bits, row_launcher
 
 
 @triton.jit
@@ -34,7 +37,7 @@ def _places(start, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCKS: tl.const
 
 
 @triton.jit
-def expand_kernel(
+def decode_kernel(
     blocks,
     scale,
     out,
@@ -47,33 +50,19 @@ def expand_kernel(
     ROW_BLOCKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program expands BLOCKS of `count` blocks to int8: round(w / scale of the row)."""
+    """One program turns BLOCKS of `count` blocks into floats, or with ROW_BLOCKS, those of a row, into int8: round(w /
+    scale of the row)."""
     start = tl.program_id(0) * BLOCKS
     inside, first, second = _decode(blocks, start, count, FORMAT, BYTES, BLOCKS, RUNS)  # pyright: ignore[reportGeneralTypeIssues]
     first_place, second_place = _places(start, FORMAT, WEIGHTS, BLOCKS, RUNS)
-    row = (start + tl.arange(0, BLOCKS)[:, None, None]) // ROW_BLOCKS
-    divisor, inverse, rest, most = divisors(tl.load(scale + row, mask=inside, other=0.0))  # pyright: ignore[reportGeneralTypeIssues]
-    tl.store(out + first_place, rounded(first, divisor, inverse, rest, most, INTERPRETED), mask=inside)
-    tl.store(out + second_place, rounded(second, divisor, inverse, rest, most, INTERPRETED), mask=inside)
-
-
-@triton.jit
-def dequantize_kernel(
-    blocks,
-    out,
-    count,
-    FORMAT: tl.constexpr,
-    BYTES: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RUNS: tl.constexpr,
-):
-    """One program turns BLOCKS of `count` blocks into floats."""
-    start = tl.program_id(0) * BLOCKS
-    inside, first, second = _decode(blocks, start, count, FORMAT, BYTES, BLOCKS, RUNS)  # pyright: ignore[reportGeneralTypeIssues]
-    first_place, second_place = _places(start, FORMAT, WEIGHTS, BLOCKS, RUNS)
-    tl.store(out + first_place, first.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + second_place, second.to(out.dtype.element_ty), mask=inside)
+    if ROW_BLOCKS:
+        row = (start + tl.arange(0, BLOCKS)[:, None, None]) // ROW_BLOCKS
+        divisor, inverse, rest, most = divisors(tl.load(scale + row, mask=inside, other=0.0))  # pyright: ignore[reportGeneralTypeIssues]
+        tl.store(out + first_place, rounded(first, divisor, inverse, rest, most, INTERPRETED), mask=inside)
+        tl.store(out + second_place, rounded(second, divisor, inverse, rest, most, INTERPRETED), mask=inside)
+    else:
+        tl.store(out + first_place, first.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + second_place, second.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -100,48 +89,103 @@ def scales_kernel(
     tl.store(scale + row, tl.where(bits >= INFINITY_BITS, float("nan"), row_scale))
 
 
-_WARPS = 8
-OPTIONS = {"num_warps": _WARPS, "num_stages": 2, "enable_fp_fusion": False}
+@triton.jit
+def thin_product(
+    up, down, row, row_inside, column, column_inside, rank, K, RANK: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """up @ down, float32 [rows, columns], at these rows and columns, and 0 where they are not inside."""
+    total = tl.zeros((row.shape[0], column.shape[0]), dtype=tl.float32)
+    for start in range(0, rank, RANK):
+        middle = start + tl.arange(0, RANK)
+        known = middle < rank
+        left_at = up + row[:, None] * rank + middle[None, :]
+        left = tl.load(left_at, mask=row_inside[:, None] & known[None, :], other=0.0)
+        right_at = down + middle[:, None].to(tl.int64) * K + column[None, :]
+        right = tl.load(right_at, mask=known[:, None] & column_inside[None, :], other=0.0)
+        if INTERPRETED:  # which multiplies the bits of bf16
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def expand_with_low_rank_kernel(
+    blocks,
+    scale,
+    up,
+    down,
+    out,
+    N,
+    K,
+    rank,
+    FORMAT: tl.constexpr,
+    BYTES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BESIDE: tl.constexpr,
+    RUNS: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program makes BESIDE blocks of each of ROWS rows: round((w + up @ down) / scale of the row)."""
+    row_blocks = K // WEIGHTS
+    number = tl.arange(0, ROWS * BESIDE)[:, None, None]
+    row = tl.program_id(0).to(tl.int64) * ROWS + number // BESIDE
+    block = tl.program_id(1) * BESIDE + number % BESIDE
+    inside = (row < N) & (block < row_blocks)
+    first, second = decode(blocks + (row * row_blocks + block) * BYTES, inside, FORMAT, RUNS)  # pyright: ignore[reportGeneralTypeIssues]
+
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, BESIDE * RUNS * 16)
+    of_block = tl.program_id(1) * BESIDE + place // (RUNS * 16)
+    within, gap = places_within(place // 16 % RUNS, place % 16, FORMAT, WEIGHTS)  # pyright: ignore[reportGeneralTypeIssues]
+    columns, known = of_block * WEIGHTS + within, of_block < row_blocks
+    added = thin_product(up, down, rows, rows < N, columns, known, rank, K, RANK, INTERPRETED)
+    first += tl.reshape(added, (ROWS * BESIDE, RUNS, 16))
+    added = thin_product(up, down, rows, rows < N, columns + gap, known, rank, K, RANK, INTERPRETED)
+    second += tl.reshape(added, (ROWS * BESIDE, RUNS, 16))
+
+    divisor, inverse, rest, most = divisors(tl.load(scale + row, mask=inside, other=0.0))  # pyright: ignore[reportGeneralTypeIssues]
+    run = tl.arange(0, RUNS)[None, :, None]
+    lane = tl.arange(0, 16)[None, None, :]
+    within, gap = places_within(run, lane, FORMAT, WEIGHTS)  # pyright: ignore[reportGeneralTypeIssues]
+    target = out + (row * K + block * WEIGHTS) + within
+    tl.store(target, rounded(first, divisor, inverse, rest, most, INTERPRETED), mask=inside)
+    tl.store(target + gap, rounded(second, divisor, inverse, rest, most, INTERPRETED), mask=inside)
+
+
+_WARPS, _LOW_RANK_WARPS = 8, 4
 # Bytes that a thread loads at once: all that a load can, where blocks begin on 16 bytes.
 _ALIGNED_BYTES, _BYTES = 16, 8
+_ROWS, _COLUMNS, _RANK = 16, 256, 32
+
+DECODER = row_launcher(decode_kernel)
+SCALES = row_launcher(scales_kernel)
+LOW_RANK_EXPANDER = row_launcher(expand_with_low_rank_kernel)
 
 
-def _runs(form: GGUFFormat) -> int:
-    return 1 if form.weights == 32 else 8
+def _tile(name: str, form: GGUFFormat, vector: int) -> tuple[str, int, int, int, int]:
+    """The constants FORMAT to RUNS, of as many blocks at once as make `vector` packed bytes a thread."""
+    runs = 1 if form.weights == 32 else 8
+    return name, form.bytes, form.weights, _WARPS * 32 * vector // (16 * runs), runs
 
 
-def _blocks(form: GGUFFormat, vector: int) -> int:
-    """How many a program decodes at once, with `vector` packed bytes a thread."""
-    return _WARPS * 32 * vector // (16 * _runs(form))
+def decoder_form(name: str, form: GGUFFormat, row_blocks: int = 0, interpreted: bool = False) -> tuple:
+    """The decoder's form to INT8, for rows of so many blocks; to floats without."""
+    vector = _ALIGNED_BYTES if row_blocks and form.bytes % 16 == 0 else _BYTES
+    return *_tile(name, form, vector), row_blocks, interpreted, _WARPS
 
 
-def _expander_vector(form: GGUFFormat) -> int:
-    return _BYTES if form.bytes % 16 else _ALIGNED_BYTES
+def scales_form(name: str, form: GGUFFormat, row_blocks: int) -> tuple:
+    """The form of the kernel that finds scales, for rows of so many blocks."""
+    return *_tile(name, form, _BYTES), row_blocks, _WARPS
 
 
-def decoder_constants(name: str, form: GGUFFormat, vector: int = _BYTES) -> dict[str, Any]:
-    """What all kernels are compiled for, with a tile of `vector` packed bytes a thread."""
-    blocks, runs = _blocks(form, vector), _runs(form)
-    return {"FORMAT": name, "BYTES": form.bytes, "WEIGHTS": form.weights, "BLOCKS": blocks, "RUNS": runs}
-
-
-def gguf_expander_constants(name: str, form: GGUFFormat, row_blocks: int, interpreted: bool) -> dict[str, Any]:
-    """The expander's constants, for rows of so many blocks."""
-    return {
-        **decoder_constants(name, form, _expander_vector(form)),
-        "ROW_BLOCKS": row_blocks,
-        "INTERPRETED": interpreted,
-    }
-
-
-def scales_constants(name: str, form: GGUFFormat, row_blocks: int) -> dict[str, Any]:
-    """The constants of the kernel that finds scales, for rows of so many blocks."""
-    return {**decoder_constants(name, form), "ROW_BLOCKS": row_blocks}
-
-
-_EXPANDER = Launcher(expand_kernel, lambda *form: (gguf_expander_constants(*form), OPTIONS))
-_DEQUANTIZER = Launcher(dequantize_kernel, lambda *form: (decoder_constants(*form), OPTIONS))
-_SCALES = Launcher(scales_kernel, lambda *form: (scales_constants(*form), OPTIONS))
+def low_rank_form(name: str, form: GGUFFormat, interpreted: bool) -> tuple:
+    """The form of the expander that adds a thin product."""
+    runs = 1 if form.weights == 32 else 8
+    tile = (_ROWS, _COLUMNS // form.weights, runs, _RANK)
+    return name, form.bytes, form.weights, *tile, interpreted, _LOW_RANK_WARPS
 
 
 def aligned(blocks: torch.Tensor) -> torch.Tensor:
@@ -150,31 +194,37 @@ def aligned(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.clone() if blocks.data_ptr() % 16 else blocks
 
 
-def launch_gguf_expander(blocks: torch.Tensor, name: str, form: GGUFFormat, scale: torch.Tensor) -> torch.Tensor:
-    """Launch the kernel on checked, non-empty arguments: uint8 [N, row bytes], contiguous scale [N] -> int8 [N, K]."""
-    blocks = aligned(blocks)
-    rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
-    out = torch.empty(rows, row_blocks * form.weights, dtype=torch.int8, device=blocks.device)
-    count = rows * row_blocks
-    grid = (-(-count // _blocks(form, _expander_vector(form))), 1)
-    _EXPANDER((name, form, row_blocks, not blocks.is_cuda), grid, (blocks, scale, out), (count,))
-    return out
-
-
-def launch_dequantizer(blocks: torch.Tensor, name: str, form: GGUFFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> [N, K] in `dtype`."""
+def launch_decoder(
+    blocks: torch.Tensor, name: str, form: GGUFFormat, dtype: torch.dtype, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> [N, K] in `dtype`, int8 with a contiguous
+    scale [N]."""
     blocks = aligned(blocks)
     rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
     out = torch.empty(rows, row_blocks * form.weights, dtype=dtype, device=blocks.device)
     count = rows * row_blocks
-    _DEQUANTIZER((name, form), (-(-count // _blocks(form, _BYTES)), 1), (blocks, out), (count,))
+    constants = decoder_form(name, form, 0 if scale is None else row_blocks, not blocks.is_cuda)
+    tensors = (blocks, blocks if scale is None else scale, out)
+    DECODER(constants, (-(-count // constants[3]), 1), tensors, (count,))
     return out
 
 
 def launch_scales(blocks: torch.Tensor, name: str, form: GGUFFormat) -> torch.Tensor:
     """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> float32 scale [N]."""
     blocks = aligned(blocks)
-    rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
-    scale = torch.empty(rows, dtype=torch.float32, device=blocks.device)
-    _SCALES((name, form, row_blocks), (rows, 1), (blocks, scale))
+    scale = torch.empty(len(blocks), dtype=torch.float32, device=blocks.device)
+    SCALES(scales_form(name, form, blocks.shape[1] // form.bytes), (len(blocks), 1), (blocks, scale))
     return scale
+
+
+def launch_low_rank_expander(
+    blocks: torch.Tensor, name: str, form: GGUFFormat, scale: torch.Tensor, low_rank: LowRank
+) -> torch.Tensor:
+    """Launch the kernel on checked, non-empty arguments: uint8 [N, row bytes], contiguous scale [N] -> int8 [N, K]."""
+    blocks, (up, down) = aligned(blocks), (factor.contiguous() for factor in low_rank)
+    (rank, channels), rows = down.shape, blocks.shape[0]
+    out = torch.empty(rows, channels, dtype=torch.int8, device=blocks.device)
+    grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
+    constants = low_rank_form(name, form, not blocks.is_cuda)
+    LOW_RANK_EXPANDER(constants, grid, (blocks, scale, up, down, out), (rows, channels, rank))
+    return out

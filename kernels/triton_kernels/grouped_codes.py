@@ -5,19 +5,15 @@ nibbles and, with 6 bits, one byte with the rest. No group begins inside of one.
 in PyTorch: all is compiled without fused multiply-adds.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ..reference.grouped_codes import GroupedCodes
 from ..reference.low_rank import Addition
-from .gguf import aligned
+from .gguf import aligned, thin_product
 from .gguf_decoding import as_float, divisors, rounded
-from .gguf_low_rank import thin_product
-from .launching import Launcher
-from .rows import ROUND_TO_EVEN
+from .rows import ROUND_TO_EVEN, row_launcher
 
 
 @triton.jit
@@ -158,30 +154,21 @@ def expand_codes_with_low_rank_kernel(
     tl.store(out + (row * QUADS + quad), word, mask=inside)
 
 
-_QUADS = 1024  # a program's: four a thread, which stores 16 bytes at once
-_ROWS, _ROW_QUADS, _RANK = 16, 64, 32
-OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
-LOW_RANK_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+_QUADS, _WARPS = 1024, 8  # a program's: four a thread, which stores 16 bytes at once
+_ROWS, _ROW_QUADS, _RANK, _LOW_RANK_WARPS = 16, 64, 32, 4
+
+EXPANDER = row_launcher(expand_codes_kernel)
+LOW_RANK_EXPANDER = row_launcher(expand_codes_with_low_rank_kernel)
 
 
-def codes_expander_constants(channels: int, bits: int, group: int, has_codebook: bool) -> dict[str, Any]:
-    """What the expander is compiled for, for rows of so many columns."""
-    form = {"QUADS": channels // 4, "BITS": bits, "GROUP_QUADS": group // 4, "HAS_CODEBOOK": has_codebook}
-    return {**form, "BLOCK": _QUADS}
+def expander_form(weight: GroupedCodes) -> tuple:
+    """The form of the expander."""
+    return weight.shape[1] // 4, weight.bits, weight.group // 4, weight.codebook is not None, _QUADS, _WARPS
 
 
-def codes_low_rank_constants(
-    channels: int, bits: int, group: int, has_codebook: bool, interpreted: bool
-) -> dict[str, Any]:
+def low_rank_form(weight: GroupedCodes, interpreted: bool) -> tuple:
     """The same of the kernel that adds LoRAs."""
-    form = codes_expander_constants(channels, bits, group, has_codebook)
-    return {**form, "ROWS": _ROWS, "BLOCK": _ROW_QUADS, "RANK": _RANK, "INTERPRETED": interpreted}
-
-
-_EXPANDER = Launcher(expand_codes_kernel, lambda *form: (codes_expander_constants(*form), OPTIONS))
-_LOW_RANK_EXPANDER = Launcher(
-    expand_codes_with_low_rank_kernel, lambda *form: (codes_low_rank_constants(*form), LOW_RANK_OPTIONS)
-)
+    return *expander_form(weight)[:4], _ROWS, _ROW_QUADS, _RANK, interpreted, _LOW_RANK_WARPS
 
 
 def _operands(weight: GroupedCodes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -193,15 +180,11 @@ def _operands(weight: GroupedCodes) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return codes, scale, codebook, torch.empty(weight.shape, dtype=torch.int8, device=codes.device)
 
 
-def _form(weight: GroupedCodes) -> tuple[int, int, int, bool]:
-    return weight.shape[1], weight.bits, weight.group, weight.codebook is not None
-
-
 def launch_codes_expander(weight: GroupedCodes) -> torch.Tensor:
     """Launch the kernel on a checked, non-empty weight [N, K] -> int8 [N, K]."""
     codes, scale, codebook, out = _operands(weight)
     count = out.numel() // 4
-    _EXPANDER(_form(weight), (-(-count // _QUADS), 1), (codes, scale, codebook, out.view(torch.int32)), (count,))
+    EXPANDER(expander_form(weight), (-(-count // _QUADS), 1), (codes, scale, codebook, out.view(torch.int32)), (count,))
     return out
 
 
@@ -212,5 +195,5 @@ def launch_codes_low_rank_expander(weight: GroupedCodes, addition: Addition) -> 
     (rank, channels), rows = down.shape, len(out)
     grid = (-(-rows // _ROWS), -(-channels // (4 * _ROW_QUADS)))
     tensors = (codes, scale, codebook, addition.scale, addition.larger, up, down, out.view(torch.int32))
-    _LOW_RANK_EXPANDER((*_form(weight), not codes.is_cuda), grid, tensors, (rows, channels, rank))
+    LOW_RANK_EXPANDER(low_rank_form(weight, not codes.is_cuda), grid, tensors, (rows, channels, rank))
     return out

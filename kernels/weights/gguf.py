@@ -83,9 +83,9 @@ def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.
     """
     form = GGUF_FORMATS[name]
     if blocks.numel() and weights_use_triton(blocks):
-        from ..triton_kernels.gguf import launch_dequantizer
+        from ..triton_kernels.gguf import launch_decoder
 
-        return launch_dequantizer(blocks, name, form, dtype)
+        return launch_decoder(blocks, name, form, dtype)
     return _by_rows(blocks, form, dtype, lambda values, rows: values)
 
 
@@ -151,14 +151,11 @@ def expand_gguf(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: 
     form = GGUF_FORMATS[name]
     per_channel = scale.reshape(-1, 1).expand(blocks.shape[0], 1)
     if blocks.numel() and weights_use_triton(blocks):
+        from ..triton_kernels.gguf import launch_decoder, launch_low_rank_expander
+
         if low_rank is not None:
-            from ..triton_kernels.gguf_low_rank import launch_gguf_low_rank_expander
-
-            factors = (low_rank.up.contiguous(), low_rank.down.contiguous())
-            return launch_gguf_low_rank_expander(blocks, name, form, per_channel.contiguous(), *factors)
-        from ..triton_kernels.gguf import launch_gguf_expander
-
-        return launch_gguf_expander(blocks, name, form, per_channel.contiguous())
+            return launch_low_rank_expander(blocks, name, form, per_channel.contiguous(), low_rank)
+        return launch_decoder(blocks, name, form, torch.int8, per_channel.contiguous())
     return _by_rows(blocks, form, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
 
 

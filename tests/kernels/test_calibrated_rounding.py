@@ -21,8 +21,12 @@ from kernels.numerics.column_feedback import ColumnFeedback
 from kernels.numerics.output_error import OutputError, relative_rounding_error
 from kernels.numerics.rounded_weight import RoundedWeight, quantize_to_codes
 from kernels.reference.grouped_codes import CANDIDATES, DEFAULT_CODEBOOK
-from kernels.weights.code_rounding import round_to_codes, round_to_codes_reference
-from kernels.weights.column_rounding import round_columns, round_columns_reference
+from kernels.weights.column_rounding import (
+    round_columns,
+    round_columns_reference,
+    round_to_codes,
+    round_to_codes_reference,
+)
 from support.tensors import DEVICE, random_float, relative_error
 
 NEAREST = TransformPlan()

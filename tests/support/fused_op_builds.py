@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gguf.formats import GGUF_FORMATS
-from kernels.triton_kernels import activations, code_rounding, column_rounding, gguf, gguf_low_rank, grouped_codes
+from kernels.reference.grouped_codes import GroupedCodes
+from kernels.triton_kernels import activations, column_rounding, gguf, grouped_codes
 from support.fused_op_cases import CASES
 
 
@@ -59,37 +60,34 @@ WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 
 def _parts(build: Build):
     """The kernel, its constants and its options."""
-    channels, group, kind = build.channels, build.group, build.kind
+    launcher, form = _launch(build)
+    return launcher.kernel, launcher.build(*form)
+
+
+def _launch(build: Build):
+    """What launches the kernel, and its form."""
+    channels, kind = build.channels, build.kind
     if build.kernel == "quantize":
-        return activations.quantize_rows_kernel, activations.quantize_rows_constants(
-            channels, group > 1, build.activation_bits == 16, group, False
-        )
+        rounding = "remainder" if build.activation_bits == 16 else "nearest"
+        return activations.QUANTIZER, (channels, build.group > 1, rounding, build.group, False)
     if build.kernel == "round_columns":
-        return column_rounding.round_columns_kernel, column_rounding.round_columns_constants(channels)
+        return column_rounding.ROUNDING, column_rounding.rounding_form(channels)
     if build.kernel == "round_to_codes":
-        return code_rounding.round_to_codes_kernel, code_rounding.round_to_codes_constants(channels)
-    if build.kernel in ("expand", "dequantize", "scales"):
-        form = GGUF_FORMATS[kind]
-        row_blocks = channels // form.weights
-        kernel, constants = {
-            "expand": (gguf.expand_kernel, gguf.gguf_expander_constants(kind, form, row_blocks, False)),
-            "dequantize": (gguf.dequantize_kernel, gguf.decoder_constants(kind, form)),
-            "scales": (gguf.scales_kernel, gguf.scales_constants(kind, form, row_blocks)),
-        }[build.kernel]
-        return kernel, (constants, gguf.OPTIONS)
-    if build.kernel == "expand_with_low_rank":
-        constants = gguf_low_rank.gguf_low_rank_constants(kind, GGUF_FORMATS[kind], False)
-        return gguf_low_rank.expand_with_low_rank_kernel, (constants, gguf_low_rank.OPTIONS)
+        return column_rounding.CODE_ROUNDING, column_rounding.code_rounding_form(channels)
     if build.kernel.startswith("expand_codes"):
-        form = (channels, int(kind[0]), 16, kind.endswith("codebook"))
+        codes, scales = torch.empty(1, channels * int(kind[0]) // 8), torch.empty(1, channels // 16)
+        weight = GroupedCodes(codes, scales, scales if kind.endswith("codebook") else None, 16)
         if build.kernel == "expand_codes":
-            return grouped_codes.expand_codes_kernel, (
-                grouped_codes.codes_expander_constants(*form),
-                grouped_codes.OPTIONS,
-            )
-        constants = grouped_codes.codes_low_rank_constants(*form, interpreted=False)
-        return grouped_codes.expand_codes_with_low_rank_kernel, (constants, grouped_codes.LOW_RANK_OPTIONS)
-    raise ValueError(f"no kernel {build.kernel}")
+            return grouped_codes.EXPANDER, grouped_codes.expander_form(weight)
+        return grouped_codes.LOW_RANK_EXPANDER, grouped_codes.low_rank_form(weight, False)
+    form = GGUF_FORMATS[kind]
+    row_blocks = channels // form.weights
+    return {
+        "expand": (gguf.DECODER, gguf.decoder_form(kind, form, row_blocks)),
+        "dequantize": (gguf.DECODER, gguf.decoder_form(kind, form)),
+        "scales": (gguf.SCALES, gguf.scales_form(kind, form, row_blocks)),
+        "expand_with_low_rank": (gguf.LOW_RANK_EXPANDER, gguf.low_rank_form(kind, form, False)),
+    }[build.kernel]
 
 
 def _of_op(build: Build):
