@@ -169,18 +169,13 @@ def test_a_model_with_a_lora_is_one_graph(pack, streamed):
     import comfy.lora
     import comfy.model_management
 
-    from int8_dit.kernels import Protection
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
     from support import small_models
     from support.architectures import ARCHITECTURES
     from support.inductor_kernels import plain_attention
 
     torch._dynamo.reset()
     architecture = ARCHITECTURES["Ideogram 4"]
-    with small_models.known_to_comfyui(architecture):
-        stock = small_models.stock_of(architecture)
-        settings = QuantizationSettings(protection=Protection("number", 0))
-        model = quantize_model(stock, settings, "fused int8", None)[0].clone()
+    model = small_models.int8_of(architecture).clone()
     layer = "diffusion_model.layers.1.attention.qkv"
     generator = torch.Generator().manual_seed(0)
     ends = {"up": torch.randn(384, 4, generator=generator), "down": torch.randn(4, 128, generator=generator) / 4}

@@ -248,20 +248,12 @@ def test_groups_go_by_the_names_under_one_parent(pack):
     assert same_input_groups(names, lambda a, b: a == b) == []
 
 
-def test_only_members_of_equal_bits_share(dit, swiglu):
+def test_only_members_of_equal_bits_share(dit, small, swiglu):
     """w1 and w3 with 16 bits both do; one alone does not."""
-    from int8_dit.nodes.layers.input_groups import group_inputs
-    from int8_dit.nodes.layers.int8_weight import int8_weight
-
     quantized = dit.quantize(swiglu)
     members = {f"{FEED_FORWARD}.{w}" for w in ("w1", "w3")}
     assert members in sharing(dit, quantized)
     for layer, shared in ((f"{FEED_FORWARD}.w1", False), (f"{FEED_FORWARD}.w3", True)):
-        module = dit.module(quantized, layer)
-        held = int8_weight(module.weight._qdata, module.weight._params.scale, torch.float32, activation_bits=16)
-        module.weight = torch.nn.Parameter(held, requires_grad=False)
-        for linear in quantized.model.diffusion_model.modules():
-            if hasattr(linear, "input_group"):
-                linear.input_group = None
-        group_inputs(quantized.model.diffusion_model)
+        small.hold_int8(dit.module(quantized, layer), bits=16)
+        small.regroup(quantized)
         assert (members in sharing(dit, quantized)) == shared

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from support.architectures import BLOCKS
+from support.architectures import ARCHITECTURES
 
 
 class Planned(TorchDispatchMode):
@@ -56,19 +56,29 @@ def plan(pack, monkeypatch):
     return plan
 
 
-@pytest.mark.parametrize("family", BLOCKS)
-def test_a_deferred_call_holds_its_output_alone(plan, family):
-    from int8_dit.nodes.deferred.install import deferred_call
-    from support import small_blocks as blocks
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_deferred_call_of_a_block_holds_its_output_alone(small, plan, name):
+    import comfy.model_management
 
-    block = blocks.int8(family)
-    args, kwargs = blocks.FAMILIES[family].arguments(blocks.Call(tokens=9))
-    forward = partial(block, *args, **kwargs, transformer_options={})
+    from int8_dit.nodes.deferred.install import deferred_call
+
+    model, calls = small.int8_of(ARCHITECTURES[name]), []
+    comfy.model_management.load_models_gpu([model])
+    parents = [module for module in model.model.diffusion_model.modules() if isinstance(module, torch.nn.ModuleList)]
+    blocks = [
+        block for parent in parents for block in parent if any(hasattr(m, "input_group") for m in block.modules())
+    ]
+    noting = lambda block, args, named: calls.append(partial(block, *args, **named))  # noqa: E731
+    hooks = [block.register_forward_pre_hook(noting, with_kwargs=True) for block in blocks]
+    small.output_of(ARCHITECTURES[name], model)
+    for hook in hooks:
+        hook.remove()
+    assert calls
     with torch.inference_mode(), plan:
-        deferred_call(forward)
-        plan.begin()
-        outputs = deferred_call(forward)
-    assert plan.held(outputs) == 0
+        for call in calls:
+            deferred_call(call)
+            plan.begin()
+            assert plan.held(deferred_call(call)) == 0
 
 
 @pytest.mark.parametrize("knows", (True, False))

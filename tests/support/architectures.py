@@ -19,7 +19,7 @@ class Architecture:
     Attributes:
         kind: its class in comfy.supported_models.
         sizes: arguments of its diffusion model beside those of that class's `unet_config`.
-        inputs: of a forward beside the timestep; a tuple is the shape of a random tensor.
+        inputs: of a forward; a tuple is the shape of a random tensor, and a list of tuples are those of several.
         beside: shapes of tensors in its files that are not the diffusion model's.
         diffusers: the function of comfy.utils that knows the names Diffusers gives its tensors, if one does.
     """
@@ -77,6 +77,12 @@ _OMNIGEN = {
     "hidden_size": 128, "num_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 4, "num_kv_heads": 2,
     "multiple_of": 64, "axes_dim_rope": [8, 12, 12], "axes_lens": [64, 64, 64],
 }
+_LTX_2 = {
+    "num_layers": 2, "attention_head_dim": 64, "num_attention_heads": 2, "cross_attention_dim": 128,
+    "audio_attention_head_dim": 32, "audio_num_attention_heads": 2, "audio_cross_attention_dim": 64,
+    "caption_channels": 64, "connector_attention_head_dim": 32, "connector_num_attention_heads": 2,
+    "connector_num_layers": 1,
+}
 _QWEN = {"num_layers": 2, "attention_head_dim": 64, "num_attention_heads": 2, "axes_dims_rope": (16, 24, 24)}
 
 ARCHITECTURES = {
@@ -86,6 +92,7 @@ ARCHITECTURES = {
         {"x": IMAGE, "context": TEXT, "y": (1, 64)},
         diffusers="flux_to_diffusers",
     ),
+    "Flux, yak": Architecture("FluxSchnell", _FLUX | {"yak_mlp": True}, {"x": IMAGE, "context": TEXT, "y": (1, 64)}),
     "Flux 2": Architecture("Flux2", _FLUX | _FLUX2, {"x": (1, 128, 3, 3), "context": TEXT}),
     "Chroma": Architecture("Chroma", _CHROMA, {"x": IMAGE, "context": TEXT, "guidance": torch.zeros(1)}),
     "SD3": Architecture(
@@ -130,6 +137,11 @@ ARCHITECTURES = {
         },
     ),
     "Hunyuan Video": Architecture("HunyuanVideo", _HUNYUAN_VIDEO, {"x": VIDEO, "context": TEXT, "y": (1, 768)}),
+    "Hunyuan i2v": Architecture(  # the first frame is given, and has another timestep than the rest
+        "HunyuanVideoI2V",
+        _HUNYUAN_VIDEO | {"in_channels": 33},
+        {"x": (1, 33, 3, 4, 4), "context": TEXT, "y": (1, 768), "guiding_frame_index": torch.zeros(1)},
+    ),
     "Hunyuan Image": Architecture(
         "HunyuanImage21",
         _HUNYUAN_VIDEO
@@ -139,6 +151,37 @@ ARCHITECTURES = {
     "Wan t2v": Architecture("WAN21_T2V", _WAN, {"x": VIDEO, "context": TEXT}),
     "Wan i2v": Architecture(
         "WAN21_I2V", _WAN | {"in_dim": 36}, {"x": (1, 36, 1, 4, 4), "context": TEXT, "clip_fea": (1, 5, 1280)}
+    ),
+    "Wan 2.2": Architecture(
+        "WAN22_T2V",
+        _WAN | {"in_dim": 48, "out_dim": 48},
+        {
+            "x": (1, 48, 2, 4, 4), "context": TEXT,
+            "timestep": torch.tensor([[0.0, 0.7]]).repeat_interleave(4, 1),  # of each token
+        },
+    ),
+    "Wan VACE": Architecture(
+        "WAN21_Vace",
+        _WAN | {"vace_layers": 1, "vace_in_dim": 96},
+        {"x": VIDEO, "context": TEXT, "vace_context": (1, 1, 96, 1, 4, 4), "vace_strength": [1.0]},
+    ),
+    "Wan HuMo": Architecture("WAN21_HuMo", _WAN, {"x": VIDEO, "context": TEXT, "audio_embed": (1, 1, 8, 5, 1280)}),
+    "LTX-2": Architecture(
+        "LTXAV", _LTX_2, {"x": [(1, 128, 3, 2, 2), (1, 8, 3, 16)], "context": (1, 6, 128), "attention_mask": None}
+    ),
+    "LTX-2.3": Architecture(
+        "LTXAV",
+        _LTX_2 | {"apply_gated_attention": True, "cross_attention_adaln": True},
+        {"x": [(1, 128, 3, 2, 2), (1, 8, 3, 16)], "context": (1, 6, 128), "attention_mask": None},
+    ),
+    "MiniMax H3": Architecture(
+        "MiniMaxH3",
+        {
+            "hidden_size": 128, "num_layers": 2, "token_refiner_num_layers": 1, "num_attention_heads": 2,
+            "attention_head_dim": 64, "ffn_hidden_size": 256, "text_dim": 64, "timestep_input_dim": 64,
+            "time_embed_hidden_size": 64, "time_embed_dim": 64, "rope_inv_freq_len": 8,
+        },
+        {"x": [(1, 24, 1, 4, 4), (1, 32, 2, 3)], "context": TEXT},
     ),
     "LTX-Video": Architecture(
         "LTXV",
@@ -295,10 +338,3 @@ ARCHITECTURES = {
     ),
 }
 # fmt: on
-
-BLOCKS = (
-    "Ideogram 4", "Z-Image", "Flux.1 double", "Flux.1 single", "Hunyuan i2v double", "Hunyuan i2v single",
-    "yak double", "yak single", "Qwen-Image", "Wan i2v", "Wan 2.2", "Wan VACE", "Wan HuMo", "MiniMax H3",
-    "Kandinsky 6", "Kandinsky 6 without", "LTX block of prompts", "LTX-2 block", "LTX-2.3 block",
-)  # fmt: skip
-"""The entries of small_blocks.FAMILIES, which need ComfyUI."""

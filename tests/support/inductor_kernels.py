@@ -164,18 +164,12 @@ def quantizers_of(architecture: Architecture) -> tuple[Quantizers, float]:
     """Those of a small model of it with all its linears INT8, one by one, compiled whole, and its relative error to
     eager."""
     import comfy.model_management
-    import comfy.sd
 
-    from int8_dit.kernels import Protection
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
     from support import small_models
     from support.random_models import unfused
 
     torch._dynamo.reset()
-    with small_models.known_to_comfyui(architecture):
-        stock = comfy.sd.load_diffusion_model_state_dict(small_models.tensors_of(architecture))
-        settings = QuantizationSettings(protection=Protection("number", 0))
-        model, *_ = quantize_model(stock, settings, "fused int8", None)
+    model = small_models.int8_of(architecture)
     comfy.model_management.load_models_gpu([unfused(model)])
     quantizers = Quantizers()
     with plain_attention():

@@ -30,9 +30,14 @@ import pytest
 import torch
 from comfy.ldm.anima.model import LLMAdapter
 from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
 
+from int8_dit.kernels import ChannelTransform, Protection, quantize_weight
 from int8_dit.nodes.calibration.calibration import Calibration
 from int8_dit.nodes.calibration.recorder import CalibrationRun
+from int8_dit.nodes.layers.input_groups import group_inputs
+from int8_dit.nodes.layers.int8_weight import LAYOUT, format_of_weight, int8_weight, is_int8
+from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 from support.architectures import Architecture
 
 TEXT = 4096  # ComfyUI takes no other width for Wan
@@ -220,16 +225,67 @@ def stock_of(architecture: Architecture, tensors: Mapping[str, torch.Tensor] | N
         return comfy.sd.load_diffusion_model_state_dict({name: tensor.clone() for name, tensor in tensors.items()})
 
 
-def output_of(architecture: Architecture, model: ModelPatcher) -> torch.Tensor:
-    """One forward of its diffusion model, unpatched, on fixed inputs, with the MODEL's own transformer_options."""
-    inputs = {
-        name: _randn(*value, seed=index) if isinstance(value, tuple) else value
-        for index, (name, value) in enumerate(architecture.inputs.items())
-    }
+def int8_of(architecture: Architecture, kind: str = "plain", dtype: torch.dtype = torch.float32) -> ModelPatcher:
+    """A MODEL of it that computes in a dtype, its linears INT8: "plain", "smoothed", "rotated", with "16 bits", or
+    each third one in floats ("protected")."""
+    with known_to_comfyui(architecture), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comfy.model_management, "unet_manual_cast", lambda *args, **options: None)
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors_of(architecture).items()}
+        stock = comfy.sd.load_diffusion_model_state_dict(tensors, model_options={"dtype": dtype})
+        settings = QuantizationSettings(protection=Protection("number", 0))
+        model, *_ = quantize_model(stock, settings, "fused int8", None)
+    layers = [layer for layer in model.model.diffusion_model.modules() if is_int8(getattr(layer, "weight", None))]
+    for number, layer in enumerate(layers if kind != "plain" else ()):
+        if kind == "protected" and number % 3 == 0:
+            hold(layer, layer.weight.dequantize().to(dtype))
+            continue
+        channels = layer.weight.shape[1]
+        smooth = torch.linspace(0.5, 2.0, channels) if kind == "smoothed" else None
+        group = next((group for group in (64, 16, 4) if channels % group == 0), None)
+        hold_int8(layer, smooth, group if kind == "rotated" else None, 16 if kind == "16 bits" else 8)
+    regroup(model)
+    return model
+
+
+def hold_int8(
+    layer: torch.nn.Module, smooth: torch.Tensor | None = None, group: int | None = None, bits: int = 8
+) -> None:
+    """Let a linear of the pack hold its weight INT8, quantized anew."""
+    weight, transform = layer.weight.detach(), ChannelTransform(smooth, group)
+    floats = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+    hold(layer, int8_weight(*quantize_weight(floats.float(), transform), weight.dtype, transform, bits))
+
+
+def hold(layer: torch.nn.Module, weight: torch.Tensor) -> None:
+    """Let a linear of the pack hold a weight, INT8 or in floats."""
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.layout_type, layer.quant_format = (LAYOUT, format_of_weight(weight)) if is_int8(weight) else (None, None)
+
+
+def regroup(model: ModelPatcher) -> None:
+    """Find anew which linears quantize one input together."""
+    for layer in model.model.diffusion_model.modules():
+        if hasattr(layer, "input_group"):
+            layer.input_group = None
+    group_inputs(model.model.diffusion_model)
+
+
+def output_of(architecture: Architecture, model: ModelPatcher, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """One forward of its diffusion model, unpatched, on fixed inputs, with the MODEL's own transformer_options. Several
+    outputs are joined."""
+
+    def made(value: object, seed: int) -> object:
+        if isinstance(value, list) and isinstance(value[0], tuple):
+            return [made(shape, seed) for shape in value]
+        return _randn(*value, seed=seed).to(dtype) if isinstance(value, tuple) else value
+
+    inputs = {"timestep": torch.full((1,), 0.7)}
+    inputs |= {name: made(value, index) for index, (name, value) in enumerate(architecture.inputs.items())}
     if options := model.model_options["transformer_options"]:
         inputs["transformer_options"] = options
     with torch.inference_mode():
-        return model.model.diffusion_model(inputs.pop("x"), torch.full((1,), 0.7), **inputs)
+        outputs = model.model.diffusion_model(inputs.pop("x"), inputs.pop("timestep"), **inputs)
+        return outputs if isinstance(outputs, torch.Tensor) else torch.cat([output.flatten() for output in outputs])
 
 
 def named_by_diffusers(
