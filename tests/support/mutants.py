@@ -25,7 +25,6 @@ from support import glyph_dit
 from support.file_formats import fp8_scaled
 from support.tensors import relative_error
 
-OUTCOMES = ("refused clearly", "loads right", "differs legitimately", "unclear error", "silently wrong")
 NOISE = 1e-3  # of float32: whoever takes a value for another one is off by far more
 
 _DTYPES = {1: ("I8", "U8", "F8_E4M3", "F8_E5M2"), 2: ("BF16", "F16", "I16"), 4: ("F32", "I32", "U32")}
@@ -350,7 +349,7 @@ def is_known_gap(mutant: Mutant) -> bool:
 
 
 def outcome(mutant: Mutant, load: Callable[[], ModelPatcher], expected: torch.Tensor, name: str) -> tuple[str, str]:
-    """One of OUTCOMES, and what was said or how far the output is off.
+    """What became of a mutant in two words, and what was said or how far the output is off.
 
     Args:
         mutant: of the file that is loaded.
