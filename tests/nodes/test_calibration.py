@@ -1,12 +1,14 @@
 """Calibration: what the recorder sees of real sampling, that nothing of it stays, and calibrations kept and merged."""
 
 import gc
+import json
 import math
 import os
 import re
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 
@@ -348,48 +350,96 @@ def test_a_quantization_without_calibration_has_none_to_keep(dit, model):
         MergeINT8Calibrations.execute({"calibration_0": nothing, "calibration_1": nothing})
 
 
-def break_file(path, change_metadata=lambda layers: None, change_tensors=lambda tensors: None):
-    import json
+LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
+ABSMAX, ROWS = f"{LAYER}.absmax", f"{LAYER}.rows"
 
-    from safetensors import safe_open
 
+def said(**entries):
+    """Metadata that say this of the layer."""
+    return lambda layers, _: layers[LAYER].update(entries)
+
+
+def held(key, change):
+    """A tensor, changed."""
+    return lambda _, tensors: tensors.update({key: change(tensors[key])})
+
+
+def never_called(layers, tensors):
+    tensors.clear()
+    for layer in layers.values():
+        layer.update(calls=0)
+
+
+DAMAGES = (
+    (lambda layers, _: layers[LAYER].pop("shape"), "'shape'"),
+    *((lambda layers, _, layer=layer: layers.update({LAYER: layer}), "") for layer in (None, [], 7, {})),
+    *((said(shape=shape), "") for shape in ("ab", None, [768], [768, 192, 1], [10**400, 192], [768, math.nan])),
+    *((said(shape=shape), "two whole numbers") for shape in ([768.0, 192], [768, 0], [-768, 192], [1 << 62, 192])),
+    *((said(calls=calls), f"whole number .*{calls}") for calls in (-5, True, 1.5, None)),
+    (said(calls=0), "it has statistics, and calls is 0"),
+    *((said(sampled=sampled), "") for sampled in (None, "16", [1.5], [10**400])),
+    (said(sampled=[3]), "split"),
+    *((said(spikiness=spikiness), "") for spikiness in (math.nan, math.inf, -1.0, None, [], "x")),
+    (lambda _, tensors: tensors.pop(ROWS), "rows"),
+    (held(ABSMAX, lambda _: torch.ones(3)), r"absmax must be float32 \[192\], not .*\[3\]"),
+    *((held(ABSMAX, lambda t, d=dtype: t.to(d)), "absmax must be float32") for dtype in (torch.int32, torch.half)),
+    *((held(ABSMAX, lambda t, v=v: t.fill_(v)), "") for v in (math.nan, math.inf, -1.0, 1e13, 1e30)),
+    (held(ROWS, lambda _: torch.ones(16, 5)), r"rows must be floating point \[rows, 192\]"),
+    (held(ROWS, lambda t: t.flatten()), "rows must be"),
+    (held(ROWS, lambda t: t.to(torch.int16)), "rows must be"),
+    *((held(ROWS, lambda t, v=v: t.index_fill(0, torch.tensor([1]), v)), "") for v in (math.nan, -math.inf, 1e30)),
+)
+
+
+def damaged(path, damage):
+    """A calibration's file that this happened to: to what its metadata say of layers and to its tensors, or to all of
+    their text."""
     with safe_open(path, framework="pt") as file:
-        layers = json.loads(file.metadata()["int8_dit_calibration"])
-    tensors = load_file(path)
-    change_metadata(layers)
-    change_tensors(tensors)
-    save_file(tensors, path, {"int8_dit_calibration": json.dumps(layers)})
-
-
-LAYER = "joint_blocks.1.x_block.mlp.fc1"
+        metadata = file.metadata()
+    tensors, layers = load_file(path), json.loads(metadata["int8_dit_calibration"])
+    if not isinstance(damage, str):
+        damage(layers, tensors)
+    text = damage if isinstance(damage, str) else json.dumps(layers)
+    save_file(tensors, path, metadata | {"int8_dit_calibration": text})
 
 
 @pytest.mark.parametrize(
-    "metadata, tensors, message",
+    "damage, message",
     (
-        (lambda layers: layers[LAYER].pop("shape"), None, rf"at layer {LAYER} \('shape'\)"),
-        (lambda layers: layers[LAYER].update(sampled=[3]), None, rf"at layer {LAYER} .*split"),
-        (None, lambda tensors: tensors.pop(f"{LAYER}.rows"), rf"at layer {LAYER} .*rows"),
-        (None, lambda t: t.update({f"{LAYER}.absmax": torch.ones(3)}), r"absmax must be float32 \[192\], not .*\[3\]"),
-        (None, lambda t: t.update({f"{LAYER}.rows": torch.ones(16, 5)}), r"rows must be floating point \[rows, 192\]"),
-        (None, lambda t: t[f"{LAYER}.absmax"].fill_(math.nan), rf"at layer {LAYER} .*absmax holds a value"),
-        (None, lambda t: t.update({"other.rows": torch.ones(1, 3)}), r"read \(other\.rows belongs to no layer"),
-        (lambda layers: layers[LAYER].update(shape=[768.0, 192]), None, rf"at layer {LAYER} .*two whole numbers"),
-        (lambda layers: layers[LAYER].update(calls=-5), None, rf"at layer {LAYER} .*whole number .*-5"),
-        (lambda layers: layers[LAYER].update(calls=True), None, f"at layer {LAYER} .*whole number"),
-        (lambda layers: layers[LAYER].update(calls=0), None, rf"at layer {LAYER} .*it has statistics, and calls is 0"),
+        *((damage, f"at layer {re.escape(LAYER)} .*{message}") for damage, message in DAMAGES),
         (
-            lambda layers: [layer.update(calls=0) for layer in layers.values()],
-            lambda t: t.clear(),
-            "no layer was called",
+            lambda _, tensors: tensors.update({"other.rows": torch.ones(1, 3)}),
+            r"read \(other\.rows belongs to no layer",
         ),
+        *((text, "") for text in ("", "null", "[]", "[" * 100_000, '{"a":' * 50_000, "9" * 5000, '"' + "x" * 999_999)),
+        (never_called, "no layer was called"),
     ),
 )
-def test_a_damaged_calibration_names_file_and_layer(dit, calibration, files, tmp_path, metadata, tensors, message):
+def test_a_damaged_calibration_names_file_and_layer(calibration, files, tmp_path, damage, message):
     path = save(files, calibration, tmp_path / "broken.safetensors")
-    break_file(path, metadata or (lambda _: None), tensors or (lambda _: None))
-    with pytest.raises(ValueError, match=rf"^broken\.safetensors: .*{message}"):
+    damaged(path, damage)
+    with pytest.raises(ValueError, match=rf"^broken\.safetensors: .*{message}") as error:
         files.load_calibration(path)
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("value", (1e12, 1e-30, 0.0))
+def test_a_model_can_be_quantized_with_the_largest_and_smallest_values_that_load(dit, model, calibration, value):
+    from int8_dit.kernels import ActivationStatistics
+    from int8_dit.nodes.calibration.calibration import Calibration
+
+    statistics = {
+        name: ActivationStatistics.restored(
+            1, 1.0, torch.full_like(seen.absmax, value), [seen.sample.rows[:4] * 0 + value]
+        )
+        for name, seen in calibration.statistics.items()
+    }
+    extreme = Calibration(calibration.shapes, statistics)
+    output = dit.node_output(model, method="best per layer", rounding="calibrated", calibration=extreme)
+    quantized, picture, *_ = output.result
+    weights = dit.int8_weights(quantized).values()
+    assert all(bool(torch.isfinite(weight.dequantize()).all()) for weight in weights)
+    assert bool(torch.isfinite(picture).all()) and bool(torch.isfinite(dit.output(quantized)).all())
 
 
 def test_a_file_that_is_no_whole_calibration(dit, calibration, files, tmp_path):
