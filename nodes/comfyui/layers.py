@@ -3,19 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import comfy.model_management
 import comfy.ops
 import torch
-
-
-class Cast(NamedTuple):
-    """Weight and bias where a layer is computed, and what ComfyUI wants back after their use."""
-
-    weight: Any
-    bias: torch.Tensor | None
-    stream: Any
 
 
 def quantized_operations(compute_dtype: torch.dtype) -> Any:
@@ -40,17 +32,20 @@ def load_beside_weight(layer: Any, own: Any, state_dict: dict[str, Any], prefix:
     theirs._load_from_state_dict(state_dict, prefix, *args)
 
 
-def cast_quantized(layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None = None) -> Cast:
-    """Weight and bias of a layer on a device, for an input of a dtype; to be given back.
+@contextmanager
+def cast_quantized(
+    layer: Any, device: torch.device, dtype: torch.dtype, functions: list
+) -> Iterator[tuple[Any, torch.Tensor | None]]:
+    """Weight and bias of a layer on a device, for an input of a dtype. ComfyUI gets them back, whatever happens.
 
-    `functions` change the weight; those that are attached to the layer where it is None. A patch that is applied while
+    `functions` change the weight, in the place of those that are attached to the layer. A patch that is applied while
     the weight is streamed is folded back into a quantized weight.
     """
     attached = layer.weight_function
-    if functions is not None:
+    if functions is not attached:  # a compiler would see that the layer gets an attribute of its own
         layer.weight_function = functions
     try:
-        cast = comfy.ops.cast_bias_weight(
+        weight, bias, stream = comfy.ops.cast_bias_weight(
             layer,
             dtype=layer.weight.dtype,
             device=device,
@@ -60,18 +55,12 @@ def cast_quantized(layer: Any, device: torch.device, dtype: torch.dtype, functio
             want_requant=True,
         )
     finally:
-        if functions is not None:
+        if functions is not attached:
             layer.weight_function = attached
-    return Cast(*cast)
-
-
-@contextmanager
-def given_back(layer: Any, cast: Cast) -> Iterator[Cast]:
-    """What was cast, for its use; it is given back whatever happens in it."""
     try:
-        yield cast
+        yield weight, bias
     finally:
-        comfy.ops.uncast_bias_weight(layer, *cast)
+        comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
 
 
 def other_activation(x: torch.Tensor, activation: str, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:

@@ -10,17 +10,12 @@ from .notes import MEMORY, Deferred, Note, Tracked, valued
 from .operands import Activated, Joined, Normed, Sliced, Turned
 
 
-def linear(layer: Any, x: Deferred) -> torch.Tensor | None:
-    """The product of an INT8 linear with a deferred tensor, which is quantized once for all that want it alike."""
-    note = x.note
-    if note.shape[-1] != layer.in_features:
+def linear(layer: Any, x: Deferred, transform: ChannelTransform, bits: int) -> Quantized | None:
+    """The rows of a deferred tensor that an INT8 linear multiplies: quantized once for all that want it alike."""
+    if x.note.shape[-1] != layer.in_features:
         return None
-
-    def quantized(transform: ChannelTransform, bits: int) -> Quantized | None:
-        factors_of = None if transform.smooth is None else layer.input_group or layer
-        return _rows(x, (bits, transform.rotation_group, factors_of), (transform, bits))
-
-    return layer.product_of(quantized, note.shape[:-1], note.dtype, note.device)
+    factors_of = None if transform.smooth is None else layer.input_group or layer
+    return _rows(x, (bits, transform.rotation_group, factors_of), (transform, bits))
 
 
 def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:

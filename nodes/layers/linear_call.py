@@ -6,6 +6,7 @@ residual + residual_scale * linear(activation(x)), in the dtype of the product.
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,6 @@ _WITHOUT_EPS = ("input_act", "act_weight", "residual", "residual_scale")
 _WITH_EPS = ("input_act", "act_weight", "act_eps", "residual", "residual_scale")
 """The arguments behind the input, in the order of ComfyUI's forward; the first revision had no `act_eps`."""
 _KNOWN = frozenset(_WITH_EPS)
-
-Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LinearCall(NamedTuple):
@@ -43,15 +42,11 @@ class LinearCall(NamedTuple):
     residual_scale: torch.Tensor | None = None
     unknown: tuple[str, ...] = ()
 
-    def around(self, product: Product, x: torch.Tensor) -> torch.Tensor:
-        """What is asked for, in separate passes around a linear of floats.
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        """What the linear multiplies, in floats, as ComfyUI computes it.
 
         Raises TypeError for unknown arguments and ValueError for an activation that ComfyUI does not know either.
         """
-        return self.added(product(self.activated(x)))
-
-    def activated(self, x: torch.Tensor) -> torch.Tensor:
-        """What the linear multiplies, in floats, as ComfyUI computes it. Raises as `around` does."""
         refuse_unknown(self.layer, self.unknown)
         if self.activation is None:
             return x
@@ -76,27 +71,20 @@ class LinearCall(NamedTuple):
         weight = self.act_weight
         return weight if weight is None or weight.device == x.device else cast_to_device(weight, x.device, None)
 
-    def quantizes(self, x: torch.Tensor, channels: int) -> bool:
-        """Whether a fused op activates this input [B, T, K] or [T, K] and quantizes it, in one pass, for a linear of so
-        many channels."""
-        if self.activation not in _FUSED or self.unknown:
-            return False
-        if x.shape[-1] != channels * (2 if self.activation == "swiglu" else 1):
-            return False
-        weight = self.act_weight
-        return self.activation != "rms_norm" or (
-            weight is not None and weight.shape == (channels,) and _is_plain(weight)
-        )
-
-    def quantized(self, x: torch.Tensor, transform: ChannelTransform, bits: int) -> Quantized:
-        """That input, activated and quantized as `quantize_activations` does."""
-        if self.activation == "rms_norm":
-            norm = Norm("rms", self.act_eps, self._norm_weight(x))
-            return norm_quantize(x, norm, None, None, transform, bits)
+    def quantizer(self, x: torch.Tensor, channels: int) -> Callable[[ChannelTransform, int], Quantized] | None:
+        """What activates this input and quantizes it as `quantize_activations` does, in one pass, for a linear of so
+        many channels; None where no fused op does."""
+        if self.unknown or x.shape[-1] != channels * (2 if self.activation == "swiglu" else 1):
+            return None
+        rows, weight = x if x.ndim in (2, 3) else x.reshape(-1, x.shape[-1]), self.act_weight
+        if self.activation == "gelu_tanh":
+            return partial(activate_quantize, rows, "gelu_tanh", None, None)
         if self.activation == "swiglu":
-            gate, up = x.chunk(2, dim=-1)
-            return activate_quantize(gate, "silu", up, None, transform, bits)
-        return activate_quantize(x, "gelu_tanh", None, None, transform, bits)
+            gate, up = rows.chunk(2, dim=-1)
+            return partial(activate_quantize, gate, "silu", up, None)
+        if self.activation != "rms_norm" or weight is None or weight.shape != (channels,) or not _is_plain(weight):
+            return None
+        return partial(norm_quantize, rows, Norm("rms", self.act_eps, self._norm_weight(x)), None, None)
 
     def takes_residual(self, output: Sequence[int]) -> bool:
         """Whether the fused op adds a product of this shape to the residual. Its scale has one value a channel, of all
@@ -120,10 +108,6 @@ class LinearCall(NamedTuple):
             gate = scale.reshape((1,) * (output.ndim - scale.ndim) + tuple(scale.shape))
             return gated_residual(residual, output, gate)
         return residual + output if scale is None else torch.addcmul(residual, output, scale.to(output.dtype))
-
-
-_FUSED = ("gelu_tanh", "swiglu", "rms_norm")
-"""The activations that fused ops have."""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -158,8 +142,14 @@ def read_linear_call(
     twice = [name for name in placed if name in kwargs]
     if twice:
         raise TypeError(f"{_named(layer)} is called with {', '.join(twice)} by place and by name")
-    call = linear_call(layer, {**placed, **kwargs}, own)
-    return None if call.activation is call.residual is None and not call.unknown else call
+    arguments = {name: value for name, value in {**placed, **kwargs}.items() if value is not None}
+    # What nobody here knows asks for nothing where it is None, or its default.
+    unknown = [name for name, value in arguments.items() if name not in _KNOWN and value is not own.get(name)]
+    known = {name: value for name, value in arguments.items() if name in _KNOWN}
+    activation = known.pop("input_act", "none")
+    if activation == "none" and "residual" not in known and not unknown:
+        return None
+    return LinearCall(layer, None if activation == "none" else activation, **known, unknown=tuple(unknown))
 
 
 def multiplied(linear: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -172,25 +162,6 @@ def multiplied(linear: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     own = getattr(linear, "own_arguments", None) or arguments_of(type(linear).forward)
     call = read_linear_call(linear, own, rest, others)
     return x if call is None else call.activated(x)
-
-
-def linear_call(layer: Any, arguments: Mapping[str, Any], own: Mapping[str, Any] = {}) -> LinearCall:
-    """The call that arguments make, by ComfyUI's names of them; `layer` and `own` are as `read_linear_call` has them.
-
-    What nobody here knows asks for nothing where it is None, or its default.
-    """
-    known = {name: value for name, value in arguments.items() if name in _KNOWN and value is not None}
-    others = {name: value for name, value in arguments.items() if name not in _KNOWN and value is not None}
-    activation = known.get("input_act")
-    return LinearCall(
-        layer,
-        None if activation == "none" else activation,
-        known.get("act_weight"),
-        known.get("act_eps", 0.0),
-        known.get("residual"),
-        known.get("residual_scale"),
-        tuple(name for name, value in others.items() if value is not own.get(name)),
-    )
 
 
 def refuse_unknown(layer: Any, arguments: Collection[str]) -> None:

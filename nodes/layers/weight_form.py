@@ -132,20 +132,15 @@ class KnownWeight:
         return self._linear, q, scale, smooth
 
 
-def known_weight(layer: Any) -> KnownWeight | None:
-    """What a linear's weight is now; None for one that is not INT8 in a product. Not for a compiler."""
+def known_weight(layer: Any) -> tuple[WeightForm | None, KnownWeight | None]:
+    """What a linear's weight is now, None for one that is not INT8 in a product; and what is known of it, which is
+    nothing for a compiler."""
+    if torch.compiler.is_compiling():
+        return weight_form(layer.weight, layer), None
     weight, known = layer._parameters.get("weight"), layer.__dict__.get("known_weight")
     if not isinstance(weight, QuantizedTensor):
-        return None
+        return None, None
     if known is None or not known.is_of(weight):
         form = weight_form(weight, layer)
         known = layer.known_weight = None if form is None else KnownWeight(weight, form)
-    return known
-
-
-def form_of(layer: Any) -> WeightForm | None:
-    """The form of a linear's weight, also for a compiler."""
-    if torch.compiler.is_compiling():
-        return weight_form(layer.weight, layer)
-    known = known_weight(layer)
-    return None if known is None else known.form
+    return None if known is None else known.form, known

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import BF16, FUSED, int8_path, native_computes
+from ...kernels import NATIVE, int8_path, native_computes
 from ..comfyui.layers import load_beside_weight, quantized_operations
 from ..comfyui.quantized import HeldWeight, layout_of, storage_shape, stored
 from ..deferred.arithmetic import normed
-from ..deferred.notes import MEMORY, Deferred, outside, tracking, valued
+from ..deferred.notes import MEMORY, Deferred, outside, tracking
 from ..files import quant_config
 from ..files.holding.grouped_weight import is_grouped, quant_config_in
 from ..files.holding.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
@@ -27,7 +27,6 @@ from ..layers.fused_forward import INT8Linear, native_forward, needs_gradient
 from ..layers.int8_weight import LAYOUT, format_of_weight, int8_weight_of, is_int8, quant_config_of
 from ..layers.linear_call import arguments_of, refuse_unknown
 from ..layers.stored_weights import HookedWeight, put_hooked
-from ..layers.weight_form import form_of
 from .load_plan import LoadPlan
 
 
@@ -136,34 +135,22 @@ def int8_operations(plan: LoadPlan) -> type:
                     tensors[key] = quant_config.encoded({**self.config, **written})
                 return tensors
 
-            def forward(self, input, *args, **kwargs):
-                return self.in_forward(self._product, input, args, kwargs)
-
-            def _product(self, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
-                form = form_of(self)
-                if form is None or not form.own:
-                    return self._own_product(valued(input), valued(args), valued(kwargs))
-                comfy.ops.run_every_op()
-                if isinstance(input, QuantizedTensor):
-                    input = input.dequantize()
-                path = int8_path(input.device, kernel, self.out_features, self.in_features, form.native)
-                if path == FUSED and not needs_gradient(input):
-                    return self.fused_product(input, args, kwargs)
-                own = path == BF16 or needs_gradient(input)
-                product = self.forward_comfy_cast_weights if own else partial(native_forward, self)
-                return self.product_around(product, valued(input), valued(args), valued(kwargs))
-
-            def _own_product(self, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
-                """That of a weight that is not this pack's INT8."""
-                if getattr(self, "pre_quant_scale", None) is None and _is_resident(self, input):
+            def unfused(self, form, x, args, kwargs):
+                if form is not None and form.own:
+                    if isinstance(x, QuantizedTensor):
+                        x = x.dequantize()
+                    path = int8_path(x.device, kernel, self.out_features, self.in_features, form.native)
+                    native = path == NATIVE and not needs_gradient(x)
+                    product = partial(native_forward, self) if native else self.forward_comfy_cast_weights
+                elif getattr(self, "pre_quant_scale", None) is None and _is_resident(self, x):
                     product = partial(F.linear, weight=self.weight, bias=self.bias)
                 elif getattr(self, "layout_type", None) in HELD_LAYOUTS:
                     # ComfyUI's forward would put the input into blocks.
                     product = self.forward_comfy_cast_weights
                 else:
-                    return self.own_forward(super().forward, input, args, kwargs)
+                    return super().unfused(form, x, args, kwargs)
                 comfy.ops.run_every_op()
-                return self.product_around(product, input, args, kwargs)
+                return self.around(product, x, args, kwargs)
 
         class Embedding(base.Embedding):
             def _load_from_state_dict(self, state_dict, prefix, *args):

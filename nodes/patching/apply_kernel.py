@@ -4,19 +4,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import comfy.ops
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path
 from ..comfyui.residency import keep_patched
 from ..deferred.install import defer, deferring_class
-from ..deferred.notes import valued
 from ..files.holding.stored_weight import is_stored
 from ..host import notices
-from ..layers.fused_forward import INT8Linear, needs_gradient
+from ..layers.fused_forward import INT8Linear
 from ..layers.input_groups import group_inputs
 from ..layers.int8_weight import is_int8
 from ..layers.layer_selection import class_patch, root_of
@@ -136,14 +133,5 @@ def running_fused(own: Any, kernel: str, encodes: bool = False) -> type:
         of_encoder = encodes
         own_arguments = arguments_of(own.forward)
         replaced = own
-
-        def forward(self, input, *args, **kwargs):
-            return self.in_forward(self._product, super().forward, input, args, kwargs)
-
-        def _product(self, own: Any, input: Any, args: Any, kwargs: Any) -> torch.Tensor:
-            if not self.is_fused_on(input.device) or needs_gradient(input):
-                return self.own_forward(own, valued(input), valued(args), valued(kwargs))
-            comfy.ops.run_every_op()
-            return self.fused_product(input.dequantize() if isinstance(input, QuantizedTensor) else input, args, kwargs)
 
     return FusedINT8Linear

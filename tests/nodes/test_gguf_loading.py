@@ -185,8 +185,7 @@ def test_a_cancel_while_blocks_are_decoded(write, decoded, interrupt_at, kernel,
 
 def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     """The device of a streamed weight is not that of its LoRA, and nothing computes with both."""
-    from int8_dit.kernels import UNCHANGED
-    from int8_dit.nodes.layers import fused_forward, plain_loras
+    from int8_dit.nodes.layers import plain_loras
 
     model = dit.with_lora(dit.load(write("Q8_0"), memory="as stored"), lora)
     dit.output(model)
@@ -195,8 +194,7 @@ def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     key, patches = attached.key, attached.patches[attached.key]
     low_rank = type(attached.low_rank)(*(factor.to("meta") for factor in attached.low_rank))
     layer.weight_function = [plain_loras.StoredLoRA(key, patches, low_rank, attached.scale.to("meta"))]
-    assert layer.input_form() == fused_forward.InputForm(UNCHANGED, 8)
-    assert fused_forward._resident(layer, torch.device("meta"), layer.weight.dtype) is None
+    assert not layer._lies_on(torch.device("meta"), layer.weight.dtype)
 
 
 @pytest.mark.parametrize("partially", (False, True))

@@ -66,6 +66,13 @@ def expected(layer, x):
         return int8_linear(x, *form.operands(layer.weight), layer.bias, transform, activation_bits=bits)
 
 
+def input_form(layer):
+    from int8_dit.nodes.layers.weight_form import known_weight
+
+    form, _ = known_weight(layer)
+    return None if form is None else form.input_form(layer.weight)
+
+
 def replace(layer, weight):
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
@@ -134,16 +141,16 @@ def test_the_next_call_computes_with_what_the_weight_is(layer, x, other, change,
     if way == "kernels":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         layer.known_weight = None
-    before, form = computed(layer, x), layer.input_form()
+    before, form = computed(layer, x), input_form(layer)
     change(layer, other)
     for _ in range(2):
         after = computed(layer, x)
         assert torch.equal(after, expected(layer, x))
     assert torch.equal(after, before) == (change is keep)
     transform = layer.weight._params.transform
-    assert layer.input_form() is form or change is not keep
-    assert layer.input_form().transform.rotation_group == transform.rotation_group
-    assert layer.input_form().transform.smooth is transform.smooth
+    assert input_form(layer) is form or change is not keep
+    assert input_form(layer).transform.rotation_group == transform.rotation_group
+    assert input_form(layer).transform.smooth is transform.smooth
 
 
 def test_a_function_of_the_weight_is_heard_from_the_next_call_on(layer, x):
@@ -152,7 +159,6 @@ def test_a_function_of_the_weight_is_heard_from_the_next_call_on(layer, x):
     plain = computed(layer, x)
     layer.weight_function.append(lambda weight: weight * 2)
     try:
-        assert layer.input_form() is None  # which is for what is stored
         torch.testing.assert_close(computed(layer, x), plain * 2, rtol=0.05, atol=0.05)
     finally:
         layer.weight_function.clear()
@@ -173,20 +179,18 @@ def test_a_weight_in_floats_and_back(layer, x):
     before, held = computed(layer, x), layer.weight
     replace(layer, held.dequantize())
     assert torch.equal(computed(layer, x), torch.nn.functional.linear(x, layer.weight, layer.bias))
-    assert layer.input_form() is None
+    assert input_form(layer) is None
     layer.weight = held
     assert torch.equal(computed(layer, x), before)
 
 
 def test_a_weight_on_another_device_is_not_where_the_input_is(layer, x):
-    from int8_dit.nodes.layers.fused_forward import _resident
-
     before = computed(layer, x)
-    assert _resident(layer, x.device, x.dtype) is not None
+    assert layer._lies_on(x.device, x.dtype)
     held = layer.weight
     replace(layer, held.to("meta"))
-    assert _resident(layer, x.device, x.dtype) is None
-    assert _resident(layer, torch.device("meta"), x.dtype) is None  # where its bias is not
+    assert not layer._lies_on(x.device, x.dtype)
+    assert not layer._lies_on(torch.device("meta"), x.dtype)  # where its bias is not
     layer.weight = held
     assert torch.equal(computed(layer, x), before)
 
