@@ -39,7 +39,7 @@ FULL_PRECISION = "full_precision_matrix_mult"
 _SAID = {"format", "convrot", "convrot_groupsize", SMOOTHED}
 _SAID_OF_CODES = {*_SAID, "group_size"}
 
-_MOST_BYTES = 4096  # quant configs have up to about 150
+MOST_BYTES = 4096  # quant configs have up to about 150
 _METADATA = "int8_dit_marks"
 MOST_METADATA = 1 << 22  # characters; a thousand layers have about 100,000
 
@@ -91,9 +91,9 @@ def decode_config(config: torch.Tensor) -> dict:
     """The JSON object of a quant config, its format by its present name. Raises ValueError where it is none."""
     if config.dtype != torch.uint8 or config.ndim != 1:
         raise ValueError(f"not the bytes of a JSON object (it is {config.dtype} of shape {tuple(config.shape)})")
-    if config.numel() > _MOST_BYTES:  # before they are copied
-        raise ValueError(f"not a mark: it has {config.numel()} bytes, and at most {_MOST_BYTES} are expected")
-    return with_present_name(json_object(config.cpu().numpy().tobytes(), _MOST_BYTES))
+    if config.numel() > MOST_BYTES:  # before they are copied
+        raise ValueError(f"not a mark: it has {config.numel()} bytes, and at most {MOST_BYTES} are expected")
+    return with_present_name(json_object(config.cpu().numpy().tobytes(), MOST_BYTES))
 
 
 def with_present_name(config: dict) -> dict:

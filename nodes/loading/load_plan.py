@@ -107,7 +107,7 @@ def checkpoint_plan(
         kind = stored_kind(weight)
         stays = as_stored and can_stay(weight) and weight.nbytes >= SMALLEST_STORED
         linear = is_quantizable(name, tuple(weight.shape))
-        int8 = linear and not whole and not in_floats(*weight.shape, native=not stays)
+        int8 = linear and not (whole and not is_gguf(weight)) and not in_floats(*weight.shape, native=not stays)
         if stays and kind is not None and kind.held is not None:
             hold = kind.held
             return "reading", lambda name, weight, _: hold(weight, compute_dtype, int8, device)

@@ -5,12 +5,14 @@ Imported only once ComfyUI and the pack can be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
+from comfy.quant_ops import TensorWiseINT8Layout
 
 from int8_dit.kernels import GGUF_FORMATS, quantize_gguf
 
@@ -51,6 +53,67 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return str(path)
+
+
+def write_q8_cr(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    layers: Collection[str],
+    group: int | None = 64,
+    choose: Choose | None = None,
+    **said: object,
+) -> dict[str, torch.Tensor]:
+    """A GGUF file as molbal's ComfyUI-GGUF writes it: some linears in native INT8, each with what it says of them in
+    the metadata; `said` changes that, None takes it out. Returns what the file stands for, in float32.
+
+    comfy-kitchen quantizes. `group` channels are rotated together, None of them with None.
+    """
+    writer, values = gguf.GGUFWriter(path, "sd3"), {}
+    for name, tensor in tensors.items():
+        tensor = tensor.float()
+        if name.removesuffix(".weight") not in layers:
+            kind = (choose or linears_in("F16"))(name, tuple(tensor.shape))
+            writer.add_tensor(name, stored_bytes(tensor, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
+            values[name] = tensor.half().float() if kind == "F16" else tensor
+            continue
+        rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
+        q, held = TensorWiseINT8Layout.quantize(tensor, per_channel=True, **rotation)
+        values[name] = TensorWiseINT8Layout.dequantize(q, held).float()
+        config = {"format": "int8_tensorwise", "convrot": False, "weight_rotated": group is not None, "per_row": True}
+        config = {key: value for key, value in {**config, **rotation, **said}.items() if value is not None}
+        writer.add_tensor(name, q.numpy(), raw_dtype=gguf.GGMLQuantizationType.I8)
+        writer.add_tensor(f"{name}_scale", held.scale.float().reshape(-1, 1).numpy())
+        writer.add_string(f"comfy.gguf.quant.{name}", json.dumps(config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def read_as_its_maker(path: str | Path) -> dict[str, torch.Tensor]:
+    """The state dict that molbal's ComfyUI-GGUF gives ComfyUI's operations for native INT8 (its loader.py, 07700e1): a
+    weight that its metadata name is int8, its scale float32, and what they say of it is the weight's quant config.
+    Rotation counts where the weight is marked as rotated, and its group divides the width."""
+    reader, read = gguf.GGUFReader(path), {}
+    for tensor in reader.tensors:
+        values = torch.from_numpy(tensor.data.copy())
+        if tensor.tensor_type not in (gguf.GGMLQuantizationType.I8, gguf.GGMLQuantizationType.F32):
+            values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        read[tensor.name] = values.reshape([int(size) for size in reversed(tensor.shape)])
+    for key, field in reader.fields.items():
+        if not key.startswith("comfy.gguf.quant."):
+            continue
+        name, config = key.removeprefix("comfy.gguf.quant."), json.loads(field.contents())
+        assert config["format"] == "int8_tensorwise"
+        assert read[name].dtype == torch.int8 and read[f"{name}_scale"].dtype == torch.float32
+        fits = read[name].shape[-1] % config.get("convrot_groupsize", 256) == 0
+        if config.get("convrot") and not (config.get("weight_rotated", False) and fits):
+            config["convrot"] = False
+            config.pop("convrot_groupsize", None)
+        encoded = torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
+        read[f"{name.removesuffix('weight')}comfy_quant"] = encoded
+    return read
 
 
 def stored_bytes(tensor: torch.Tensor, kind: str) -> np.ndarray:

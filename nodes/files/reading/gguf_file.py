@@ -10,7 +10,7 @@ import torch
 from ....kernels import GGUF_FORMATS
 from ..attention_choices import CONFIG
 from ..holding.gguf_weight import read_weight
-from .gguf_package import ORIGINAL_SHAPE, can_decode, decode_gguf, gguf_package, gguf_version
+from .gguf_package import INT8_CONFIG, ORIGINAL_SHAPE, can_decode, decode_gguf, gguf_package, gguf_version
 
 MAGIC = b"GGUF"
 _MOST_ENTRIES = 1 << 15  # of a file's metadata, and tensors: gguf takes each by itself
@@ -147,6 +147,8 @@ def _tensor(reader: Any, tensor: Any) -> torch.Tensor:
         return data.view(_FLOATS[kind]).reshape(shape)
     if kind == "I8" and tensor.name.endswith(CONFIG):  # GGUF has no plain bytes
         return data.view(torch.uint8).reshape(shape)
+    if kind == "I8" and reader.get_field(INT8_CONFIG + tensor.name) is not None:
+        return data.reshape(shape)
     if data.dtype != torch.uint8:
         raise ValueError(f"{tensor.name} is {kind}, and weights are floats or in blocks")
     if kind not in GGUF_FORMATS and not can_decode(kind):

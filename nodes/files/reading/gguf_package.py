@@ -10,6 +10,9 @@ import torch
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 """The key of a tensor's real shape, where the file has another, is this and its name."""
 
+INT8_CONFIG = "comfy.gguf.quant."
+"""The key of what molbal's ComfyUI-GGUF says of a weight that is no GGUF type is this and its name."""
+
 _SLICE_ELEMENTS = 1 << 24  # as many weights are decoded at a time: gguf holds two float32 copies of them
 
 

@@ -18,9 +18,11 @@ import torch
 from ....kernels import ChannelTransform
 from .. import quant_config
 from ..json_texts import json_object
+from .gguf_package import INT8_CONFIG
 
 BRANCHES = ("conditional", "unconditional")
 _LAB_PARTS = ("wq", "ws", "smooth")
+_Q4_CR = "int4_cr"
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,35 @@ def _check_branch(checkpoint: Checkpoint, base: Checkpoint) -> None:
         )
 
 
+def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
+    """With quant configs of what molbal's ComfyUI-GGUF says in its files' metadata: Q8_CR is native INT8, each weight
+    for itself. Those weights become INT8's own, which ComfyUI writes into, and are in no file any more."""
+    said = {key: text for key, text in checkpoint.metadata.items() if key.startswith(INT8_CONFIG)}
+    tensors = dict(checkpoint.tensors)
+    for key, text in said.items():
+        name = key.removeprefix(INT8_CONFIG)
+        layer = name.removesuffix(".weight")
+        try:
+            config = json_object(text, quant_config.MOST_BYTES)
+        except ValueError as error:
+            raise ValueError(f"the metadata entry {key} is {error}; download the file again or use another") from error
+        if config.get("format") == _Q4_CR:
+            raise ValueError(
+                f"{name} is in Q4_CR, which multiplies weights and activations of 4 bits (W4A4) and is not read; use a "
+                "file of the model in Q8_CR, Q8_0 or 16 bits, or load this one with the ComfyUI-GGUF that made it"
+            )
+        if layer == name:
+            raise ValueError(f"{name} is in Q8_CR and no weight of a layer, which INT8 DiT does not read")
+        if config.pop("weight_rotated", False) is not True:  # as its maker reads it
+            config = {option: value for option, value in config.items() if not option.startswith("convrot")}
+        config.pop("per_row", None)
+        tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encoded(config)
+        for part in (name, f"{layer}.{quant_config.SCALE}"):
+            if part in tensors:
+                tensors[part] = tensors[part].clone()
+    return replace(checkpoint, tensors=tensors)
+
+
 def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
     """With the quant configs that ComfyUI itself makes of what its older files have in their metadata or in other
     tensors."""
@@ -194,6 +225,7 @@ def _with_configs_of_int8(checkpoint: Checkpoint) -> Checkpoint:
 
 
 IMPORTERS = {
+    "INT8 in GGUF (Q8_CR)": _with_configs_of_gguf,
     "both models of Ideogram 4 in one file": _one_branch,
     "quant configs in the metadata": _with_configs_of_metadata,
     "all models in one file": _of_diffusion_model,

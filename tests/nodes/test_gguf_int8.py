@@ -1,0 +1,191 @@
+"""Native INT8 inside of GGUF files, as molbal's ComfyUI-GGUF has it (Q8_CR): read as its maker reads it, or refused."""
+
+import json
+
+import gguf
+import numpy
+import pytest
+import torch
+
+NOISE = 0.1  # of INT8 in the output, with a LoRA; without the LoRA it is over 50 %
+OTHERS = ("joint_blocks.1.x_block.mlp.fc1", "joint_blocks.2.x_block.mlp.fc2")
+
+
+@pytest.fixture(scope="module")
+def files(dit):
+    """tests/support/gguf_files.py, which can be imported only once ComfyUI and the pack can."""
+    from support import gguf_files
+
+    return gguf_files
+
+
+@pytest.fixture
+def write(dit, files, tmp_path):
+    """A function that writes the glyph model in Q8_CR; returns its path and the tensors that it stands for."""
+
+    def write(*args, layers=dit.LINEARS, tensors=None, **options):
+        path = tmp_path / "model.gguf"
+        return path, files.write_q8_cr(path, tensors or dit.tensors(), layers, *args, **options)
+
+    return write
+
+
+def stock_of(tensors, compute_dtype=torch.float32):
+    """ComfyUI's own loader with its operations for native INT8, as the file's maker loads it."""
+    import comfy.ops
+    import comfy.sd
+
+    operations = comfy.ops.mixed_precision_ops({}, compute_dtype)
+    return comfy.sd.load_diffusion_model_state_dict(tensors, model_options={"custom_operations": operations})
+
+
+def as_raw(weight):
+    return weight._qdata, weight._params.scale
+
+
+@pytest.mark.parametrize("group", (64, 16, 4, None))
+def test_it_is_read_as_its_maker_reads_it(dit, files, write, group):
+    path, values = write(group)
+    model, theirs = dit.load(path), stock_of(files.read_as_its_maker(path))
+    weights = dit.int8_weights(model)
+    assert set(weights) == set(dit.LINEARS)
+    for layer, weight in weights.items():
+        assert weight._params.rotation_group == group
+        for own, other in zip(as_raw(weight), as_raw(dit.module(theirs, layer).weight), strict=True):
+            assert torch.equal(own, other.reshape(own.shape)), layer
+        assert dit.relative_error(weight.dequantize(), values[f"{layer}.weight"]) < 1e-5
+    assert dit.relative_error(dit.output(model), dit.output(theirs)) < 2 * dit.int8_noise()
+    assert dit.relative_error(dit.output(model), dit.output(stock_of(values))) < 2 * dit.int8_noise()
+
+
+def test_where_nothing_says_that_it_is_rotated_it_is_not(dit, files, write):
+    """So its maker reads files of an earlier converter."""
+    path, _ = write(None, convrot=True, convrot_groupsize=64, weight_rotated=None)
+    model, theirs = dit.load(path), stock_of(files.read_as_its_maker(path))
+    assert {weight._params.rotation_group for weight in dit.int8_weights(model).values()} == {None}
+    assert dit.relative_error(dit.output(model), dit.output(theirs)) < 2 * dit.int8_noise()
+
+
+def test_a_lora_is_exact_in_every_memory_mode(dit, write, lora):
+    """No part of the file is written into: a program that tries ends."""
+    path, values = write()
+    plain = dit.output(dit.load(path))
+    expected = dit.output(dit.with_lora(stock_of(values), lora))
+    assert dit.relative_error(plain, expected) > 5 * NOISE
+    for partially in (False, True):
+        patched = dit.with_lora(dit.load(path), lora)
+        if partially:
+            patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
+            assert patched.model.model_lowvram
+        else:
+            patched.patch_model(device_to=patched.load_device)
+        assert dit.relative_error(dit.forward(patched), expected) < NOISE
+        assert set(dit.int8_weights(patched)) == set(dit.LINEARS)
+        patched.detach()
+        assert torch.equal(dit.forward(patched), plain)
+
+
+def test_a_hook_writes_into_no_file(dit, write, monkeypatch):
+    """Weights that are copied into lie in memory of their own. Here a write into the file's would be seen."""
+    path, _ = write()
+    before, memmap = path.read_bytes(), numpy.memmap
+    monkeypatch.setattr(numpy, "memmap", lambda *arguments, mode="r+", **options: memmap(*arguments, mode="r+"))
+    for weight in dit.int8_weights(dit.load(path)).values():
+        for part in as_raw(weight):
+            part.add_(1)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_a_file_of_a_target_size_mixes_it_with_blocks(dit, files, write, memory):
+    """Their linears become INT8, or stay as stored; floats beside them have their reason and stay."""
+    blocks = files.linears_in("Q5_0")
+    left = "joint_blocks.0.x_block.attn.proj"
+
+    def choose(name, shape):
+        return blocks(name, shape) if name.removesuffix(".weight") in OTHERS else files.linears_in("F16")(name, shape)
+
+    q8_cr = [layer for layer in dit.LINEARS if layer not in (*OTHERS, left)]
+    path, values = write(layers=q8_cr, choose=choose)
+    model = dit.load(path, memory=memory)
+    assert set(dit.int8_weights(model)) == {*q8_cr, *(OTHERS if memory == "INT8" else ())}
+    held = {layer: getattr(dit.module(model, layer), "quant_format", None) for layer in (*OTHERS, left)}
+    assert held[left] is None and (memory == "INT8" or {held[layer] for layer in OTHERS} == {"GGUF Q5_0"})
+    assert dit.relative_error(dit.output(model), dit.output(stock_of(values))) < 3 * dit.int8_noise()
+
+
+def test_it_is_quantized_and_saved_as_any_int8_file(dit, write, tmp_path):
+    path, _ = write()
+    model = dit.load(path)
+    saved = dit.save(model, tmp_path / "saved.safetensors")
+    assert set(dit.formats(saved)) == set(dit.LINEARS)
+    assert dit.relative_error(dit.output(dit.stock(saved)), dit.output(model)) < 2 * dit.int8_noise()
+    config = dit.load(saved).model.diffusion_model.state_dict()[f"{dit.LAYER}.comfy_quant"]
+    assert json.loads(bytes(config.tolist())) == {
+        "format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64,
+    }  # fmt: skip
+
+
+def test_the_prefix_of_a_whole_checkpoint(dit, write):
+    prefix = "model.diffusion_model."
+    named = {f"{prefix}{name}": tensor for name, tensor in dit.tensors().items()}
+    path, _ = write(tensors=named, layers=[f"{prefix}{layer}" for layer in dit.LINEARS])
+    model = dit.load(path)
+    assert set(dit.int8_weights(model)) == set(dit.LINEARS)
+    assert dit.relative_error(dit.output(model), dit.output(dit.load(write()[0]))) == 0
+
+
+def refused(dit, path):
+    with pytest.raises(ValueError) as error:
+        dit.load(path)
+    assert str(error.value).startswith("model.gguf: ")
+    return str(error.value)
+
+
+def test_its_4_bits_get_a_sentence(dit, write):
+    path, _ = write(format="int4_cr", backing="w4a4")
+    said = refused(dit, path)
+    assert "joint_blocks" in said and "Q4_CR" in said and "W4A4" in said and "Q8_CR, Q8_0 or 16 bits" in said
+    path, _ = write(format="int4_compact_gemm")
+    assert "the quantization format 'int4_compact_gemm'" in refused(dit, path)
+
+
+CONFIG = "comfy.gguf.quant.{layer}.weight"
+BAD_GROUP = '{{"format": "int8_tensorwise", "convrot": true, "weight_rotated": true, "convrot_groupsize": 1024}}'
+# What is changed, to what (None: it is gone), what is said of it.
+DAMAGE = {
+    "a scale is gone": ("{layer}.weight_scale", None, "{layer}.weight_scale is missing"),
+    "a weight is gone": ("{layer}.weight", None, "{layer}.weight is missing although"),
+    "its metadata are gone": (CONFIG, None, "{layer}.weight is I8, and weights are floats"),
+    "they are no JSON": (CONFIG, "{{", f"{CONFIG} is not the bytes of"),
+    "they are no object": (CONFIG, "[]", f"{CONFIG} is not a JSON"),
+    "its group fits no layer": (CONFIG, BAD_GROUP, "{layer}: rotation_group 1024 does not divide K = 192"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_is_wrong_with_a_file_is_named(dit, write, tmp_path, what):
+    path, _ = write()
+    changed, now, expected = (text and text.format(layer=dit.LAYER) for text in DAMAGE[what])
+    reader = gguf.GGUFReader(path, "r")
+    damaged = tmp_path / "damaged" / "model.gguf"
+    damaged.parent.mkdir()
+    writer = gguf.GGUFWriter(damaged, "sd3")
+    for tensor in reader.tensors:
+        if tensor.name != changed:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for key, field in reader.fields.items():
+        text = now if key == changed else field.contents()
+        if key.startswith("comfy.gguf.quant.") and text is not None:
+            writer.add_string(key, text)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert expected in refused(dit, damaged)
+
+
+def test_what_is_no_weight_of_a_layer_is_refused(dit, files, tmp_path):
+    tensors = dit.tensors() | {"joint_blocks.0.table": torch.ones(8, 64)}
+    files.write_q8_cr(tmp_path / "model.gguf", tensors, ["joint_blocks.0.table"])
+    assert "joint_blocks.0.table is in Q8_CR and no weight of a layer" in refused(dit, tmp_path / "model.gguf")
