@@ -5,12 +5,12 @@ from comfy_api.latest import io
 from .patching.apply_kernel import apply_fused_kernel, apply_to_text_encoder
 from .patching.attention import set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .sockets import attention_input, decision_stamp, model_outputs, shown
+from .sockets import DecidedNode, attention_input, model_outputs, shown
 
 _OTHERWISE = "ComfyUI's own INT8"
 
 
-class ApplyFusedINT8Kernel(io.ComfyNode):
+class ApplyFusedINT8Kernel(DecidedNode):
     """MODEL -> the same MODEL, its native INT8 linears on the fused kernel."""
 
     @classmethod
@@ -34,17 +34,13 @@ class ApplyFusedINT8Kernel(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, kernel: str = "auto", **_inputs) -> str:
-        return decision_stamp(kernel)
-
-    @classmethod
     def execute(cls, model, kernel: str = "auto", attention: str = AS_COMFYUI) -> io.NodeOutput:
         patched = apply_fused_kernel(model, kernel)
         set_attention(patched, attention)
         return shown(patched, kernel, _OTHERWISE)
 
 
-class ApplyFusedINT8KernelCLIP(io.ComfyNode):
+class ApplyFusedINT8KernelCLIP(DecidedNode):
     """CLIP -> the same CLIP, the native INT8 linears of its text encoders on the fused kernel."""
 
     @classmethod
@@ -71,10 +67,6 @@ class ApplyFusedINT8KernelCLIP(io.ComfyNode):
             ],
             has_intermediate_output=True,
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, kernel: str = "auto", **_inputs) -> str:
-        return decision_stamp(kernel)
 
     @classmethod
     def execute(cls, clip, kernel: str = "auto") -> io.NodeOutput:

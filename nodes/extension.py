@@ -7,16 +7,21 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..kernels import ask_outside_plan_by
 from .apply_fused_int8_kernel import ApplyFusedINT8Kernel, ApplyFusedINT8KernelCLIP
-from .calibration_files import FOLDER, LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration
+from .calibrations import (
+    FOLDER,
+    CollectINT8Calibration,
+    LoadINT8Calibration,
+    MergeINT8Calibrations,
+    RecordINT8Calibration,
+    SaveINT8Calibration,
+)
 from .comfyui.compiling import outside_memory_plan
 from .compare_images import CompareImagesINT8DiT
 from .demo_letters import DemoLettersINT8DiT
 from .kernel_benchmark import INT8KernelBenchmark
 from .load_int8_dit import LoadINT8DiT
 from .quantize_to_int8 import QuantizeToINT8SmoothQuant
-from .record_calibration import CollectINT8Calibration, RecordINT8Calibration
-from .save_gguf_dit import SaveGGUFDiT
-from .save_int8_dit import SaveINT8DiT
+from .save_models import SaveGGUFDiT, SaveINT8DiT
 
 for _base in (folder_paths.models_dir, folder_paths.get_output_directory()):
     folder_paths.add_model_folder_path(FOLDER, os.path.join(_base, FOLDER))

@@ -8,12 +8,12 @@ from .host.model_files import model_files, model_path
 from .loading.load import MEMORY_CHOICES, load_int8_model
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .sockets import attention_input, decision_stamp, kernel_input, model_outputs, shown
+from .sockets import DecidedNode, attention_input, kernel_input, model_outputs, shown
 
 NO_BASE = "none"
 
 
-class LoadINT8DiT(io.ComfyNode):
+class LoadINT8DiT(DecidedNode):
     """A diffusion model file -> MODEL with INT8 linears."""
 
     @classmethod
@@ -85,10 +85,6 @@ class LoadINT8DiT(io.ComfyNode):
             outputs=model_outputs(),
             has_intermediate_output=True,  # the line on the node comes back where the MODEL comes out of the cache
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, kernel: str = "auto", **_inputs) -> str:
-        return decision_stamp(kernel)
 
     @classmethod
     def execute(

@@ -18,7 +18,7 @@ from .pictures.plot import check_matplotlib
 from .pictures.quantization_plot import chart_of, plot
 from .quantization.quantize import WITHOUT_CALIBRATION, QuantizationSettings, quantize_model
 from .quantization.report import BF16, PROTECTED_IN, QuantizationReport
-from .sockets import CalibrationType, attention_input, decision_stamp, kernel_input
+from .sockets import CalibrationType, DecidedNode, attention_input, kernel_input
 
 _PROTECT: dict[str, tuple[Literal["share", "number", "error"], Any]] = {
     "share of all linears": (
@@ -66,7 +66,7 @@ _EIGHT_BITS = "8 bits"
 _WEIGHTS = {_EIGHT_BITS: 8, "4 bits": 4}
 
 
-class QuantizeToINT8SmoothQuant(io.ComfyNode):
+class QuantizeToINT8SmoothQuant(DecidedNode):
     """MODEL -> MODEL with INT8 linears, smoothed and protected by what a calibration showed."""
 
     @classmethod
@@ -221,10 +221,6 @@ class QuantizeToINT8SmoothQuant(io.ComfyNode):
             ],
             has_intermediate_output=True,  # what is on the node comes back where the MODEL comes out of the cache
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, kernel: str = "auto", **_inputs) -> str:
-        return decision_stamp(kernel)
 
     @classmethod
     def validate_inputs(cls, input_types: dict[str, str], *, positive=None, protect=None) -> bool | str:

@@ -31,14 +31,15 @@ def kernel_input() -> io.Combo.Input:
     )
 
 
-def decision_stamp(kernel: str) -> str:
-    """What decides `auto` on this machine, as a text for ComfyUI's cache: a node runs again when it changes.
+class DecidedNode(io.ComfyNode):
+    """A node with the widget `kernel`: it runs again when what decides `auto` on this machine changes."""
 
-    It is short, as ComfyUI writes it into the metadata of images.
-    """
-    device = comfy.model_management.get_torch_device()
-    choice = AUTO_CHOICES.stored(device) if kernel == "auto" and device.type == "cuda" else None
-    return "" if choice is None else hashlib.sha256(repr(choice).encode()).hexdigest()[:16]
+    @classmethod
+    def fingerprint_inputs(cls, kernel: str = "auto", **_inputs) -> str:
+        """What decides, as a text for ComfyUI's cache: a short one, since ComfyUI writes it into images' metadata."""
+        device = comfy.model_management.get_torch_device()
+        choice = AUTO_CHOICES.stored(device) if kernel == "auto" and device.type == "cuda" else None
+        return "" if choice is None else hashlib.sha256(repr(choice).encode()).hexdigest()[:16]
 
 
 def attention_input(advanced: bool | None = None) -> io.Combo.Input:

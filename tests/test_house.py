@@ -204,7 +204,7 @@ def test_nodes_import_no_other_node():
     """They stand side by side in nodes/, and what they share is sockets.py or lies in the rooms below."""
     standing = {module for module in MODULES if re.fullmatch(r"nodes\.\w+", module)}
     nodes = standing - {f"nodes.{room}" for room in NODE_ROOMS} - {"nodes.extension", "nodes.sockets"}
-    assert len(nodes) == 10
+    assert len(nodes) == 8
     for module in MODULES - {"nodes.extension"}:
         assert not OWN_IMPORTS[module] & nodes, module
 

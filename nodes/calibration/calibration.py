@@ -1,11 +1,31 @@
-"""A calibration: what the linears and the attention of a model got to see while it sampled."""
+"""A calibration: what the linears and the attention of a model got to see while it sampled; and its safetensors file.
 
-from collections.abc import Mapping, Sequence
+In a file a layer X is `X.absmax` (float32 [K]) and `X.rows` (its sampled rows [R, K] in the dtype of the activations),
+both only where X was called. The metadata entry `int8_dit_calibration` is JSON. It has for each layer that can be
+quantized, in the order of the model, its shape [N, K], its number of calls, its spikiness, and how many rows are of
+each sampled call. The entry `int8_dit_calibrated_attention` has for each block whose attention was compared [calls, the
+squares of what INT8 lost, the squares of the outputs].
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import safetensors
+import torch
 from comfy.ops import CastWeightBiasOp
 
 from ...kernels import ActivationStatistics, AttentionError
+from ..files.json_texts import json_object
+from ..files.workflow_entries import with_workflow
+from ..files.writing.safetensors_writer import write_safetensors
+
+_KEY = "int8_dit_calibration"
+_ATTENTION_KEY = "int8_dit_calibrated_attention"
+_ABSMAX, _ROWS = "absmax", "rows"
+_MOST_SIZE = 1 << 31
+_MOST = 1 << 22  # characters; a thousand layers have about 150,000
 
 Shapes = Mapping[str, tuple[int, int]]
 """[N, K] of linears by name."""
@@ -47,13 +67,11 @@ class Calibration:
 
     def check_fits(self, linears: Mapping[str, CastWeightBiasOp]) -> None:
         """Raise ValueError naming the first layer in which these quantizable linears of a model are others."""
-        difference = _first_difference(self.shapes, shapes_of(linears))
-        if difference is not None:
-            name, own, model = difference
-            raise ValueError(
-                f"the calibration does not fit this MODEL: layer {name} is {own} in the calibration and {model} in the "
-                "MODEL. Record it again with this MODEL"
-            )
+        sentence = (
+            "the calibration does not fit this MODEL: layer {} is {} in the calibration and {} in the MODEL. Record it "
+            "again with this MODEL"
+        )
+        _check_alike(self.shapes, shapes_of(linears), sentence)
 
 
 def shapes_of(linears: Mapping[str, CastWeightBiasOp]) -> Shapes:
@@ -61,26 +79,21 @@ def shapes_of(linears: Mapping[str, CastWeightBiasOp]) -> Shapes:
     return {name: tuple(module.weight.shape) for name, module in linears.items()}
 
 
-def _first_difference(a: Shapes, b: Shapes) -> tuple[str, str, str] | None:
-    """The first layer that two models do not have alike, and what it is in each; None where all are alike."""
+def _check_alike(a: Shapes, b: Shapes, sentence: str) -> None:
+    """Raise ValueError with this sentence, in which stand the first layer that two models do not have alike and what
+    it is in each."""
     for name in dict.fromkeys([*a, *b]):
         if a.get(name) != b.get(name):
-            first, second = (f"{list(shapes[name])}" if name in shapes else "missing" for shapes in (a, b))
-            return name, first, second
-    return None
+            own = (list(shapes[name]) if name in shapes else "missing" for shapes in (a, b))
+            raise ValueError(sentence.format(name, *own))
 
 
 def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
     """One calibration of all the calls that went into several. Raises ValueError if they are of different models."""
     shapes = calibrations[0].shapes
     for index, other in enumerate(calibrations[1:], start=2):
-        difference = _first_difference(shapes, other.shapes)
-        if difference is not None:
-            name, first, second = difference
-            raise ValueError(
-                f"calibrations of different models cannot be merged: layer {name} is {first} in the first and {second} "
-                f"in number {index}"
-            )
+        sentence = "calibrations of different models cannot be merged: layer {} is {} in the first and {} in number "
+        _check_alike(shapes, other.shapes, f"{sentence}{index}")
     called = [{name: seen for name, seen in c.statistics.items() if seen.calls} for c in calibrations]
     seen = {name: [statistics[name] for statistics in called if name in statistics] for name in shapes}
     names = dict.fromkeys(name for calibration in calibrations for name in calibration.attention)
@@ -90,3 +103,84 @@ def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
         {name: ActivationStatistics.merged(several) for name, several in seen.items() if several},
         {name: AttentionError.merged(several) for name, several in blocks.items()},
     )
+
+
+def save_calibration(
+    calibration: Calibration, destination: str | Iterable[str], workflow: dict[str, str], on_tensor: Callable[[], None]
+) -> str:
+    """Write a calibration, and of the workflow what the file's metadata says; the rest, also the errors, is
+    `write_safetensors`'."""
+    layers, tensors = {}, {}
+    for name, shape in calibration.shapes.items():
+        layers[name] = {"shape": list(shape), "calls": 0}
+        seen = calibration.statistics.get(name)
+        if seen is not None:
+            parts = seen.sample.parts
+            layers[name] |= {
+                "calls": seen.calls,
+                "spikiness": seen.spikiness,
+                "sampled": [part.shape[0] for part in parts],
+            }
+            tensors |= {f"{name}.{_ABSMAX}": seen.absmax, f"{name}.{_ROWS}": seen.sample.rows}
+    attention = {name: [error.calls, *error.sums] for name, error in calibration.attention.items()}
+    about = {_KEY: json.dumps(layers), _ATTENTION_KEY: json.dumps(attention)}
+    return write_safetensors(destination, tensors, with_workflow(about, workflow), on_tensor)
+
+
+def load_calibration(path: str) -> Calibration:
+    """Read a calibration. Raises ValueError naming the file, and the layer where there is one, if it is none."""
+    file = os.path.basename(path)
+    try:
+        with safetensors.safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            text = metadata.get(_KEY)
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()} if text is not None else {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file} is damaged or incomplete ({error}); save the calibration again") from error
+    if text is None:
+        raise ValueError(f"{file} is not a calibration: Save Calibration did not write it")
+    where = ""
+    shapes, statistics, attention = {}, {}, {}
+    try:
+        for name, layer in json_object(text, _MOST).items():
+            where = f" at layer {name[:200]}"
+            own = {part: tensors.pop(f"{name}.{part}") for part in (_ABSMAX, _ROWS) if f"{name}.{part}" in tensors}
+            shapes[name], seen = _layer(layer, own)
+            if seen is not None:
+                statistics[name] = seen
+        where = ""
+        if tensors:
+            raise ValueError(f"{min(tensors)} belongs to no layer")
+        for name, sums in json_object(metadata.get(_ATTENTION_KEY, "{}"), _MOST).items():  # earlier files have none
+            where = f" at layer {name[:200]}"
+            calls, *squares = sums
+            if type(calls) is not int or len(squares) != 2 or not all(type(value) in (int, float) for value in squares):
+                raise ValueError(f"the error of attention must be a whole number and two, not {str(sums)[1:-1]}")
+            attention[name] = AttentionError(calls, *map(float, squares))
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RuntimeError) as error:
+        said = str(error)[:300]
+        raise ValueError(f"{file}: the calibration cannot be read{where} ({said}); save it again") from error
+    if not statistics:
+        raise ValueError(f"{file}: no layer was called while this calibration was recorded; record it again")
+    return Calibration(shapes, statistics, attention)
+
+
+def _layer(layer: dict, own: dict[str, torch.Tensor]) -> tuple[tuple[int, int], ActivationStatistics | None]:
+    """The shape of a layer by its entry of the metadata, and its statistics if it was called."""
+    rows, columns = layer["shape"]
+    if not all(type(size) is int and 0 < size < _MOST_SIZE for size in (rows, columns)):
+        raise ValueError(f"shape must be two whole numbers from 1 on, not {layer['shape']!r}")
+    calls = layer["calls"]
+    if type(calls) is not int or calls < 0:
+        raise ValueError(f"calls must be a whole number from 0 on, not {calls!r}")
+    if bool(own) != (calls > 0):
+        raise ValueError(f"it has {'' if own else 'no '}statistics, and calls is {calls}")
+    if not own:
+        return (rows, columns), None
+    absmax, sampled = own[_ABSMAX], own[_ROWS]
+    if absmax.shape != (columns,) or absmax.dtype != torch.float32:
+        raise ValueError(f"{_ABSMAX} must be float32 [{columns}], not {absmax.dtype} {list(absmax.shape)}")
+    if sampled.ndim != 2 or sampled.shape[1] != columns or not sampled.is_floating_point():
+        raise ValueError(f"{_ROWS} must be floating point [rows, {columns}], not {sampled.dtype} {list(sampled.shape)}")
+    parts = sampled.split(list(layer["sampled"]))
+    return (rows, columns), ActivationStatistics.restored(calls, float(layer["spikiness"]), absmax, parts)

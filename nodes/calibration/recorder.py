@@ -104,12 +104,13 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
         observing[patcher] = record, weakref.finalize(patcher, observers.close)
         for name, module in linears.items():
             seen = record.statistics.setdefault(name, ActivationStatistics())
-            observers.callback(observe_linear(module, seen).remove)
+            observers.enter_context(observe_linear(module, seen))
         places = (block_of(f"{name}.weight") for name in linears)
         for name in dict.fromkeys(f"{place[0]}{place[1]}" for place in places if place is not None):  # outermost blocks
-            block = patcher.model.diffusion_model.get_submodule(name)
-            for handle in observe_block(block, name, record.attention):
-                observers.callback(handle.remove)
+            block, noted = patcher.model.diffusion_model.get_submodule(name), (name, record.attention)
+            observers.enter_context(block.register_forward_pre_hook(lambda *_, noted=noted: _block.set(noted) and None))
+            over = block.register_forward_hook(lambda *_: _block.set(None) and None, always_call=True)
+            observers.enter_context(over)
 
     def end(patcher: ModelPatcher) -> None:
         if patcher in observing:
@@ -132,14 +133,6 @@ def observe_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> Remo
             seen.update(multiplied(linear, args, kwargs))
 
     return module.register_forward_pre_hook(update, with_kwargs=True)
-
-
-def observe_block(block: torch.nn.Module, name: str, errors: dict[str, AttentionError]) -> list[Any]:
-    """Note what the attention calls of a block show, until the handles are removed: those that reach an observer."""
-    return [
-        block.register_forward_pre_hook(lambda *_: _block.set((name, errors)) and None),
-        block.register_forward_hook(lambda *_: _block.set(None) and None, always_call=True),
-    ]
 
 
 class AttentionObserver:

@@ -1,15 +1,15 @@
-"""The fidelity of one or two sets of images as a table, with what chance can make of it."""
+"""The fidelity of one or two sets of images as a table, with what chance can make of it: intervals by the bootstrap."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
 
 from ...kernels.benchmark import markdown
-from .bootstrap import RESAMPLES, finite, interval, minus
 from .fidelity import SSIM_WINDOW, Fidelity
 
+RESAMPLES = 9999  # of the bootstrap
 _FEWEST_PAIRS = 6  # below it not even one sign in all pairs is significant at 5 %: 2 / 2^5 is 6 %
 _METRICS_NOTE = (
     f"PSNR and SSIM of values in 0..1. SSIM: Gaussian window of {SSIM_WINDOW} x {SSIM_WINDOW} pixels, sigma 1.5; the "
@@ -114,3 +114,38 @@ def _identical_notes(results: Mapping[str, Sequence[Fidelity]]) -> list[str]:
         for name, count in counts.items()
         if count
     ]
+
+
+def finite(values: Sequence[float]) -> list[float]:
+    """Those that are neither infinite nor NaN."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def minus(a: float, b: float) -> float:
+    """a - b; 0 for two that are infinite, NaN where only one is."""
+    return 0.0 if a == b else a - b if math.isfinite(a) and math.isfinite(b) else math.nan
+
+
+def interval(
+    *samples: Sequence[float] | numpy.ndarray, statistic: Callable[..., numpy.ndarray] = numpy.mean
+) -> tuple[float, float] | None:
+    """The 95 % interval of a statistic by the percentile bootstrap; None of fewer than two items.
+
+    Args:
+        samples: one or more of equal length, whose items belong together: they are drawn together.
+        statistic: of as many arrays, along its keyword argument `axis`.
+    """
+    from scipy.stats import bootstrap  # comes with ComfyUI; too large to import at each start
+
+    if len(samples[0]) < 2:
+        return None
+    drawn = bootstrap(
+        samples,
+        statistic,
+        paired=len(samples) > 1,
+        n_resamples=RESAMPLES,
+        batch=1000,
+        method="percentile",
+        random_state=0,  # pyright: ignore[reportCallIssue]  (its name in every scipy; newer ones call it rng as well)
+    )
+    return float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)

@@ -1,19 +1,17 @@
 """What a quantization did, layer by layer: a table for the user, JSON for the file."""
 
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...kernels import MOST_ATTENTION_ERROR, TransformPlan
+from ..files.block_lists import block_of
 from ..host.output_files import size_text
 
 CODES, INT8, ACT16, BF16 = "INT8 with 4-bit weights", "INT8", "INT8 with 16-bit activations", "bf16"
 PROTECTED_IN = (ACT16, BF16)
 """What protected layers can be held in; bf16 stands for whatever the model computes in."""
-
-_IN_A_BLOCK = re.compile(r"(?:(.*?)\.)?(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ class LayerReport:
     def place(self) -> tuple[str, int | None, str]:
         """What the model calls the blocks it is one of ("layers"), the number of its block, and its name inside of it;
         outside the blocks "", None and its whole name."""
-        found = _IN_A_BLOCK.fullmatch(self.name)
-        return (found[1] or "", int(found[2]), found[3]) if found else ("", None, self.name)
+        found = block_of(self.name)
+        return (found[0][:-1], found[1], found[2][1:]) if found else ("", None, self.name)
 
 
 @dataclass(frozen=True)

@@ -357,8 +357,7 @@ def test_a_recipe_that_says_something_else_says_nothing(dit, quantized, said):
 
 
 def test_a_calibrations_file_keeps_it(dit, calibration, tmp_path):
-    from int8_dit.nodes.calibration.calibration import merge_calibrations
-    from int8_dit.nodes.calibration.file import load_calibration, save_calibration
+    from int8_dit.nodes.calibration.calibration import load_calibration, merge_calibrations, save_calibration
 
     path = str(tmp_path / "c.safetensors")
     save_calibration(calibration, path, {}, lambda: None)
@@ -374,7 +373,7 @@ WRONG = ([2, 1.0], [2, "a", 1.0], [2, -1.0, 1.0], [True, 1.0, 1.0], 3, [0, 1.0, 
 
 
 def test_an_earlier_file_has_none_and_a_damaged_one_is_named(calibration, tmp_path):
-    from int8_dit.nodes.calibration.file import load_calibration, save_calibration
+    from int8_dit.nodes.calibration.calibration import load_calibration, save_calibration
 
     path, key = str(tmp_path / "c.safetensors"), "int8_dit_calibrated_attention"
     save_calibration(calibration, path, {}, lambda: None)

@@ -294,7 +294,7 @@ def calibration(dit):
 
 @pytest.fixture
 def files(pack):
-    from int8_dit.nodes.calibration import file as calibration_file
+    from int8_dit.nodes.calibration import calibration as calibration_file
 
     return calibration_file
 
@@ -326,8 +326,8 @@ def test_a_calibration_comes_back_from_its_file(dit, model, calibration, files, 
 def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, monkeypatch):
     import folder_paths
 
-    from int8_dit.nodes.calibration import file as calibration_file
-    from int8_dit.nodes.calibration_files import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
+    from int8_dit.nodes.calibration import calibration as calibration_file
+    from int8_dit.nodes.calibrations import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
 
     assert [folder_paths.models_dir, folder_paths.get_output_directory()] == [
         os.path.dirname(place) for place in folder_paths.get_folder_paths(FOLDER)
@@ -341,7 +341,7 @@ def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, m
 
 
 def test_a_quantization_without_calibration_has_none_to_keep(dit, model):
-    from int8_dit.nodes.calibration_files import MergeINT8Calibrations, SaveINT8Calibration
+    from int8_dit.nodes.calibrations import MergeINT8Calibrations, SaveINT8Calibration
 
     nothing = dit.run_node(model)[3]
     with pytest.raises(ValueError, match="there is no calibration: Quantize to INT8 had no calibration inputs"):

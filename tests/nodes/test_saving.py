@@ -33,7 +33,7 @@ def save(pack, tmp_path, monkeypatch):
     import folder_paths
     from comfy_api.latest import io
 
-    from int8_dit.nodes.save_int8_dit import SaveINT8DiT
+    from int8_dit.nodes.save_models import SaveINT8DiT
 
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
 

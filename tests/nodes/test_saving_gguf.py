@@ -24,7 +24,7 @@ def save(pack, tmp_path, monkeypatch):
     import folder_paths
     from comfy_api.latest import io
 
-    from int8_dit.nodes.save_gguf_dit import SaveGGUFDiT
+    from int8_dit.nodes.save_models import SaveGGUFDiT
 
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
 

@@ -237,7 +237,7 @@ def scored(images: np.ndarray, expected: np.ndarray, texts: Sequence[str]) -> tu
 
 def figure(values: Sequence[float]) -> list[float | None]:
     """The mean of those that are finite and its interval; None for what is not known."""
-    from int8_dit.nodes.images.bootstrap import finite, interval
+    from int8_dit.nodes.images.comparison_table import finite, interval
 
     finites = finite(values)
     return [float(np.mean(finites)) if finites else None, *(interval(finites) or (None, None))]

@@ -64,12 +64,12 @@ def write_gguf(
     Raises ValueError for a name that readers cannot hold, ImportError where the package gguf is missing.
     """
     gguf = gguf_package()
-    kinds = gguf.GGUFValueType
+    kinds, text = gguf.GGUFValueType, struct.pack("<I", gguf.GGUFValueType.STRING)
     values = {
-        "general.architecture": _value(kinds.STRING, _string(architecture)),
-        "general.quantization_version": _value(kinds.UINT32, struct.pack("<I", gguf.GGML_QUANT_VERSION)),
-        "general.file_type": _value(kinds.UINT32, struct.pack("<I", gguf.LlamaFileType[file_type])),
-        **{key: _value(kinds.STRING, _string(text)) for key, text in metadata.items()},
+        "general.architecture": text + _string(architecture),
+        "general.quantization_version": struct.pack("<II", kinds.UINT32, gguf.GGML_QUANT_VERSION),
+        "general.file_type": struct.pack("<II", kinds.UINT32, gguf.LlamaFileType[file_type]),
+        **{key: text + _string(value) for key, value in metadata.items()},
     }
     entries, made, offset = [], {}, 0
     for name, tensor in tensors.items():
@@ -85,8 +85,9 @@ def write_gguf(
             raise ValueError(f"{name}: rows of {shape[-1]} weights do not divide into blocks of {weights}")
         size = count // weights * block_bytes
         if len(shape) > _MOST_DIMENSIONS:
-            items = struct.pack(f"<IQ{len(shape)}i", kinds.INT32, len(shape), *shape)
-            values[ORIGINAL_SHAPE + name] = _value(kinds.ARRAY, items)
+            values[ORIGINAL_SHAPE + name] = struct.pack(
+                f"<IIQ{len(shape)}i", kinds.ARRAY, kinds.INT32, len(shape), *shape
+            )
             shape = (shape[0], math.prod(shape[1:]))
         dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         entries.append(_string(name) + dimensions + struct.pack("<IQ", kind, offset))
@@ -101,7 +102,3 @@ def write_gguf(
 def _string(text: str) -> bytes:
     encoded = text.encode()
     return struct.pack("<Q", len(encoded)) + encoded
-
-
-def _value(kind: int, encoded: bytes) -> bytes:
-    return struct.pack("<I", kind) + encoded

@@ -50,57 +50,48 @@ def write_new_file(
     bytes than announced.
     """
     total = len(header) + sum(size + -size % alignment for size, _ in tensors.values())
+    name = os.path.basename(destination) if isinstance(destination, str) else "every name to save under"
+    text = f"{name} exists already and is not overwritten; choose another name. Nothing was saved"
     paths = iter([destination] if isinstance(destination, str) else destination)
     for path in paths:
         explained = partial(_explained, path, total)
         with explained():
-            if not _is_free(path):
-                continue
-            folder = os.path.dirname(path)
-            _remove_abandoned(folder)
-            if shutil.disk_usage(folder).free < total:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        temporary = os.path.join(folder, f"int8_dit-{uuid.uuid4().hex}.partial")
-        try:
-            _write(temporary, header, tensors, on_tensor, alignment, explained)
-            for place in itertools.chain([path], paths):
-                with contextlib.suppress(FileExistsError), explained():
-                    _name(temporary, place)
-                    return place
-        finally:
-            with contextlib.suppress(OSError):
-                os.remove(temporary)
-    name = os.path.basename(destination) if isinstance(destination, str) else "every name to save under"
-    text = f"{name} exists already and is not overwritten; choose another name. Nothing was saved"
-    raise FileExistsError(errno.EEXIST, text)
-
-
-def _write(
-    path: str,
-    header: bytes,
-    tensors: Mapping[str, tuple[int, Make]],
-    on_tensor: Callable[[], None],
-    alignment: int,
-    explained: Callable[[], contextlib.AbstractContextManager],
-) -> None:
-    """Write the file at `path`; errors of the writing alone are `explained`."""
-    with contextlib.ExitStack() as stack:
-        with explained():
-            file = stack.enter_context(open(path, "xb", buffering=0))
-            with contextlib.suppress(OSError):  # no file system without locks removes it
-                _lock(file.fileno())
-            _put(file, header)
-        for name, (size, make) in tensors.items():
-            data = make().detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-            if len(data) != size:
-                raise ValueError(f"{name} has {len(data)} bytes and was announced with {size}")
+            if _is_free(path):
+                break
+    else:
+        raise FileExistsError(errno.EEXIST, text)
+    folder = os.path.dirname(path)
+    with explained():
+        _remove_abandoned(folder)
+        if shutil.disk_usage(folder).free < total:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    temporary = os.path.join(folder, f"int8_dit-{uuid.uuid4().hex}.partial")
+    try:
+        with contextlib.ExitStack() as stack:
+            with explained():  # the writing alone
+                file = stack.enter_context(open(temporary, "xb", buffering=0))
+                with contextlib.suppress(OSError):  # no file system without locks removes it
+                    _lock(file.fileno())
+                _put(file, header)
+            for name, (size, make) in tensors.items():
+                data = make().detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+                if len(data) != size:
+                    raise ValueError(f"{name} has {len(data)} bytes and was announced with {size}")
+                with explained():
+                    _put(file, data)
+                    del data  # frees a tensor before the next is made
+                    _put(file, bytes(-size % alignment))
+                on_tensor()
             with explained():
-                _put(file, data)
-                del data  # frees a tensor before the next is made
-                _put(file, bytes(-size % alignment))
-            on_tensor()
-        with explained():
-            os.fsync(file.fileno())
+                os.fsync(file.fileno())
+        for place in itertools.chain([path], paths):
+            with contextlib.suppress(FileExistsError), explained():
+                _name(temporary, place)
+                return place
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+    raise FileExistsError(errno.EEXIST, text)
 
 
 def _put(file: BinaryIO, data: bytes | memoryview) -> None:
@@ -125,13 +116,19 @@ def _name(temporary: str, path: str) -> None:
     overwrites, so writers of this pack take turns there; a foreign program must not choose the name in the same
     microseconds.
     """
+    end = time.monotonic() + _SCANNER_SECONDS
     try:
         return os.link(temporary, path)
     except FileExistsError:
         raise
     except OSError:
-        if _ON_WINDOWS:
-            return _rename_patiently(temporary, path)
+        while _ON_WINDOWS:
+            try:
+                return os.rename(temporary, path)
+            except PermissionError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         _lock(folder, wait=True)
@@ -140,17 +137,6 @@ def _name(temporary: str, path: str) -> None:
         os.rename(temporary, path)
     finally:
         os.close(folder)
-
-
-def _rename_patiently(temporary: str, path: str) -> None:
-    end = time.monotonic() + _SCANNER_SECONDS
-    while True:
-        try:
-            return os.rename(temporary, path)
-        except PermissionError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(_PAUSE_SECONDS)
 
 
 def _remove_abandoned(folder: str) -> None:
