@@ -17,7 +17,7 @@ LAYER = "blocks.1.self_attn.comfy_attention"
 OTHER = "blocks.0.cross_attn.comfy_attention"
 KEY, OTHER_KEY = f"{LAYER}.config", f"{OTHER}.config"
 IN_LORA = f"diffusion_model.{OTHER_KEY}"
-INT8 = "INT8 (comfy-kitchen)"
+AUTO, INT8 = "auto", "INT8 (comfy-kitchen)"
 
 
 def encoded(config):
@@ -213,15 +213,16 @@ def test_an_older_comfyui_ignores_and_keeps_it(dit, older, small, write, load, s
 
 
 class Kernel:
-    """comfy-kitchen's INT8 attention in floats, for heads up to a width."""
+    """INT8 attention of comfy-kitchen, or the fastest exact attention of a card, in floats."""
 
     def __init__(self):
         self.calls, self.masked = 0, 0
 
-    def __call__(self, q, k, v, *, scale=None, attn_mask=None):
+    def __call__(self, q, k, v, mask=None, scale=None, enable_gqa=False, *, attn_mask=None):
+        mask = attn_mask if mask is None else mask
         self.calls += 1
-        self.masked += attn_mask is not None
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale)
+        self.masked += mask is not None
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
 
 @pytest.fixture
@@ -234,30 +235,52 @@ def kernel(preferred, monkeypatch):
     return kernel
 
 
+@pytest.fixture
+def exact(of_today, monkeypatch):
+    """The choice `auto` where a card has something to choose from, and PyTorch's attention was chosen as on a GPU."""
+    from int8_dit.nodes.patching import attention_kinds
+
+    exact = Kernel()
+    for name in ("optimized_attention", "optimized_attention_masked"):
+        monkeypatch.setattr(of_today, name, of_today.attention_pytorch)
+    monkeypatch.setattr(attention_kinds, "exact_attention", exact)
+    monkeypatch.setattr(attention_kinds, "fastest_way", lambda *_: "cuDNN")
+    monkeypatch.setattr(attention_kinds, "_chooses_exact", lambda device: True)
+    return exact
+
+
 LAYERS = 4  # of the small Wan, two in each block
+# The choice, the widest head that INT8 takes, how many calls are of INT8, of the exact way and of what layers chose.
+WIDGETS = {
+    "INT8 fits": (INT8, 256, lambda choosing: (LAYERS, 0, 0)),
+    "INT8 declines": (INT8, 8, lambda choosing: (0, 0, choosing)),
+    "auto": (AUTO, 256, lambda choosing: (0, LAYERS - choosing, choosing)),
+}
 
 
-@pytest.mark.parametrize("widget", ("before the LoRA", "after the LoRA", "without a LoRA"))
-@pytest.mark.parametrize("fits", (True, False), ids=("fits", "declines"))
-def test_int8_attention_declines_to_the_layers_choice(
-    dit, small, write, load, preferred, kernel, attention, monkeypatch, widget, fits
+@pytest.mark.parametrize("choosing", (None, "without a LoRA", "before the LoRA", "after the LoRA"))
+@pytest.mark.parametrize("kind, widest, calls", WIDGETS.values(), ids=WIDGETS)
+def test_the_widget_beside_what_layers_choose(
+    dit, small, write, load, preferred, kernel, exact, attention, monkeypatch, kind, widest, calls, choosing
 ):
-    model = load(write({KEY: encoded(CHOICE)}))
+    """INT8 attention declines to it, and `auto` leaves it alone. A later choice takes the place of an earlier one."""
+    monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", widest)
+    model = load(write({} if choosing is None else {KEY: encoded(CHOICE)}))
     expected = small.output(model)
-    if widget == "after the LoRA":
+    if choosing == "after the LoRA":
         model = with_lora(model)
-    attention.set_attention(model, INT8)
-    if widget == "before the LoRA":
+    for set_now in (AUTO, kind):
+        attention.set_attention(model, set_now)
+    if choosing == "before the LoRA":
         model = with_lora(model)
-    choosing = 1 if widget == "without a LoRA" else 2
-    assert dit.described(model).startswith(f"{INT8} where it fits, {choosing} layer")
-    if not fits:
-        monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", 8)
-    small.output(model)
+    count = {None: 0, "without a LoRA": 1}.get(choosing, 2)
+    said = f"{INT8} where it fits" if kind == INT8 else "the fastest exact way"
+    assert dit.described(model).startswith(f"{said}, {count} layer" if count else said)
+    small.output(model)  # the first call compares
     preferred.clear()
-    kernel.calls = 0
+    kernel.calls = exact.calls = 0
     assert relative_error(small.output(model), expected) < 1e-3
-    assert (kernel.calls, len(preferred)) == ((LAYERS, 0) if fits else (0, choosing))
+    assert (kernel.calls, exact.calls, len(preferred)) == calls(count)
 
 
 @pytest.mark.parametrize("choosing", (False, True), ids=("as an override", "before choices"))

@@ -27,14 +27,6 @@ def core(pack):
         yield comfy.ldm.modules.attention
 
 
-@pytest.fixture
-def chosen(preferred, of_today, monkeypatch):
-    """The calls of what layers may choose, where PyTorch's attention was chosen for all others."""
-    for name in ("optimized_attention", "optimized_attention_masked"):
-        monkeypatch.setattr(of_today, name, of_today.attention_pytorch)
-    return preferred
-
-
 class Exact:
     """The fastest exact attention of a card: its calls, each with its mask."""
 
@@ -206,55 +198,3 @@ def test_models_keep_their_output_and_int8_moves_it_a_little(dit, small, core, e
     set_attention(model, INT8)
     assert dit.described(model) == "INT8 where it fits"
     assert 0 < relative_error(small.output_of(architecture, model), expected) < 0.05
-
-
-# ComfyUI 0.36 and newer: what layers choose
-
-CHOICE = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)
-LAYER, OTHER = "blocks.1.self_attn.comfy_attention", "blocks.0.cross_attn.comfy_attention"
-LAYERS = 4  # of the small Wan, two in each block
-
-
-@pytest.mark.parametrize("lora", ("without a LoRA", "before it", "after it"))
-def test_what_layers_choose_wins_over_auto(dit, small, chosen, exact, set_attention, lora):
-    import comfy.lora
-
-    model = small.wan()
-    model.model.diffusion_model.get_submodule(LAYER).load_state_dict({"config": CHOICE})
-    expected = small.output(model)
-
-    def with_lora(model):
-        clone, key = model.clone(), f"diffusion_model.{OTHER}.config"
-        patches = comfy.lora.load_lora({key: CHOICE}, comfy.lora.model_lora_keys_unet(model.model, {}))
-        assert clone.add_patches(patches, 1.0) == [key]
-        return clone
-
-    if lora == "before it":
-        model = with_lora(model)
-    set_attention(model, AUTO)
-    if lora == "after it":
-        model = with_lora(model)
-    choosing = 1 if lora == "without a LoRA" else 2
-    assert dit.described(model).startswith(f"the fastest exact way, {choosing} layer")
-    chosen.clear()
-    torch.testing.assert_close(small.output(model), expected)
-    assert (len(chosen), exact.calls) == (choosing, LAYERS - choosing)
-
-
-def test_where_no_layer_chooses_auto_computes_all(small, chosen, exact, set_attention):
-    model = small.wan()
-    expected = small.output(model)
-    set_attention(model, AUTO)
-    torch.testing.assert_close(small.output(model), expected)
-    assert exact.calls == LAYERS and not chosen
-
-
-def test_a_later_choice_takes_the_place_of_an_earlier_one_before_layers(
-    dit, small, chosen, exact, set_attention, monkeypatch
-):
-    monkeypatch.setattr("comfy.ldm.modules.attention.COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", False)
-    model = small.wan()
-    model.model.diffusion_model.get_submodule(LAYER).load_state_dict({"config": CHOICE})
-    for kind, runs in ((AUTO, "the fastest exact way"), (INT8, "INT8 where it fits")):
-        set_attention(model, kind)
-        assert dit.described(model) == f"{runs}, the choice for 1 layer cannot run here"

@@ -166,35 +166,24 @@ def test_in_containers_it_sees_the_same(small, monkeypatch):
 
 @pytest.mark.parametrize("kind", (None, "auto", INT8))
 @pytest.mark.parametrize("chosen", (False, True), ids=("no layer chooses", "a layer chooses"))
-def test_what_layers_choose_computes_while_they_are_recorded(small, rounded, monkeypatch, chosen, kind):
+def test_what_layers_choose_computes_while_they_are_recorded(small, preferred, rounded, monkeypatch, chosen, kind):
     """Then nothing is observed: ComfyUI would not ask them beside any override."""
     from int8_dit.nodes.calibration.recorder import Recording, armed
     from int8_dit.nodes.patching import attention_kinds
-    from support import comfyui_today
 
     monkeypatch.setattr(attention_kinds, "_chooses_exact", lambda device: True)
-    config = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)
-    calls = []
-    with comfyui_today.today() as core, monkeypatch.context() as patch:
-
-        def preferred(*args, **kwargs):
-            calls.append(1)
-            return core.attention_pytorch(*args, **kwargs).roll(1, -1)
-
-        patch.setattr(core, "attention_comfy_kitchen_int8", preferred)
-        patch.setattr(core, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
-        patch.setattr("comfy_kitchen.int8_attention_is_available", lambda *_: True, raising=False)
-        model = small.wan()
-        if chosen:
-            model.model.diffusion_model.blocks[1].self_attn.comfy_attention.load_state_dict({"config": config})
-        if kind is not None:
-            set_attention(model, kind)
-        expected = small.output(model)
-        count = len(calls)
-        assert bool(count) == (chosen and kind != INT8)
-        torch.testing.assert_close(small.output(armed(model, Recording())), expected)
-        assert len(calls) == 2 * count
-        assert bool(small.recorded(model).attention) != chosen
+    model = small.wan()
+    if chosen:
+        config = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)
+        model.model.diffusion_model.blocks[1].self_attn.comfy_attention.load_state_dict({"config": config})
+    if kind is not None:
+        set_attention(model, kind)
+    expected = small.output(model)
+    count = len(preferred)
+    assert bool(count) == (chosen and kind != INT8)
+    torch.testing.assert_close(small.output(armed(model, Recording())), expected)
+    assert len(preferred) == 2 * count
+    assert bool(small.recorded(model).attention) != chosen
 
 
 # Decided and shown
