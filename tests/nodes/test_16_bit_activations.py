@@ -1,4 +1,4 @@
-"""Layers whose input is rounded to 16 bits: chosen, computed, saved, loaded and patched with their bits."""
+"""Layers whose input is rounded to 16 bits: chosen, computed, saved and loaded with their bits."""
 
 import pytest
 import torch
@@ -109,19 +109,3 @@ def test_a_file_comes_back_bit_equal(dit, quantized, lora, tmp_path):
     baked = dit.load(dit.save(patched, tmp_path / "baked.safetensors"))
     assert of_16_bits(dit, baked) == of_16_bits(dit, quantized)
     assert torch.equal(dit.output(baked), dit.output(patched))
-
-
-# Patched
-
-
-@pytest.mark.parametrize("partly", (False, True), ids=("loaded", "partially loaded"))
-def test_a_lora_keeps_them(dit, model, quantized, lora, partly):
-    expected = dit.output(dit.with_lora(model, lora))
-    patched, before = dit.with_lora(quantized, lora), of_16_bits(dit, quantized)
-    if partly:
-        patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
-    output = dit.forward(patched) if partly else dit.output(patched)
-    assert dit.relative_error(output, expected) < 0.1
-    assert of_16_bits(dit, patched) == before
-    patched.detach()
-    assert of_16_bits(dit, quantized) == before

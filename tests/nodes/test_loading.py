@@ -178,10 +178,18 @@ def test_a_chosen_kernel_is_obeyed_without_a_warning(dit, caplog, kernel):
         assert not dit.int8_weights(model) and torch.equal(dit.output(model), dit.output(dit.stock()))
 
 
-@pytest.mark.parametrize("kernel", ("fused int8", "bf16"))
-def test_built_again_for_another_gpu_and_without_dynamic_vram(dit, kernel):
+ACT16 = {"protected_in": "INT8 with 16-bit activations"}
+BUILT = {
+    "fused int8": lambda dit: dit.load(kernel="fused int8"),
+    "bf16": lambda dit: dit.load(kernel="bf16"),
+    "quantized": lambda dit: dit.quantize(dit.stock(), 2, calibration=dit.recorded(), **ACT16),  # out of no file
+}
+
+
+@pytest.mark.parametrize("make", BUILT.values(), ids=BUILT)
+def test_built_again_for_another_gpu_and_without_dynamic_vram(dit, make):
     """ComfyUI rebuilds a MODEL through its `cached_patcher_init`, here with weights and settings of its own."""
-    model = dit.load(kernel=kernel)
+    model = make(dit)
     build, arguments = model.cached_patcher_init
     twin, rebuilt = model.deepclone_multigpu(), build(*arguments, disable_dynamic=True)
     assert twin.model is not model.model and not rebuilt.is_dynamic()

@@ -351,15 +351,6 @@ def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, ca
     assert not [r for r in caplog.records if "INT8 DiT runs in" in r.getMessage()]
 
 
-def test_a_second_copy_for_another_gpu(dit, model):
-    """ComfyUI rebuilds a MODEL through its `cached_patcher_init`; there is no file to load it from."""
-    quantized = dit.quantize(model, protect=2, calibration=dit.recorded(), protected_in="INT8 with 16-bit activations")
-    twin = quantized.deepclone_multigpu()
-    assert twin.model is not quantized.model
-    dit.assert_same_tensors(dit.snapshot(twin), dit.snapshot(quantized))
-    assert torch.equal(dit.output(twin), dit.output(quantized))
-
-
 def of_other_modules(model, dit):
     model.model = SimpleNamespace(diffusion_model=torch.nn.Module())
 
