@@ -66,11 +66,8 @@ def cast_quantized(
 def other_activation(x: torch.Tensor, activation: str, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
     """An activation of a linear's input as this ComfyUI computes it; None for one that it does not know."""
     own = getattr(comfy.ops, "_eager_input_act", None)
-    if own is None:  # before its linears took activations
-        function = getattr(comfy.ops, "INPUT_ACT_EAGER", {}).get(activation)
-        return None if function is None else function(x)
     try:
-        return own(x, activation, weight, eps)
+        return None if own is None else own(x, activation, weight, eps)  # an older one's linears take none
     except KeyError:
         return None
 

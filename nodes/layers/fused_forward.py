@@ -119,11 +119,12 @@ class INT8Linear:
         device, dtype, leading, functions = x.device, x.dtype, x.shape[:-1], self.weight_function
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         lora = stored_lora(weight, functions) if functions else None
+        in_floats = valued if call is None or type(x) is Deferred else call.activated
         if functions and lora is None:  # a LoRA of a streamed INT8 weight reads floats
             quantize = None
         elif known is not None and self._lies_on(device, dtype):
             quantized = None if quantize is None else quantize(*known.form.input_form(weight))
-            x = _in_floats(x, call) if quantized is None else x
+            x = in_floats(x) if quantized is None else x
             linear, q, scale, smooth = known.linear(weight, lora)
             if quantized is None:
                 return linear(x, q, scale, smooth, bias)
@@ -140,7 +141,7 @@ class INT8Linear:
             quantized = None if quantize is None else quantize(transform, bits)
             if quantized is not None:
                 return int8_gemm(*quantized, q, scale, bias, dtype).view(*leading, -1)
-            x = _in_floats(x, call)
+            x = in_floats(x)
             output = int8_linear(x, q, scale, bias, transform, activation_bits=bits)
             for factors in thin:
                 add_lora(output, x, factors)
@@ -162,12 +163,6 @@ class INT8Linear:
             return own._forward(input, weight, bias)
         transform, bits = form.input_form(weight)
         return int8_linear(input, *form.operands(weight), bias, transform, activation_bits=bits)
-
-
-def _in_floats(x: Any, call: LinearCall | None) -> torch.Tensor:
-    """What a linear multiplies."""
-    x = valued(x)
-    return x if call is None else call.activated(x)
 
 
 def _seed_of_patches(layer: Any) -> int | None:

@@ -16,10 +16,9 @@ from comfy.model_management import cast_to_device
 from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, activate_quantize, gated_residual, norm_quantize
 from ..comfyui.layers import other_activation
 
-_WITHOUT_EPS = ("input_act", "act_weight", "residual", "residual_scale")
-_WITH_EPS = ("input_act", "act_weight", "act_eps", "residual", "residual_scale")
-"""The arguments behind the input, in the order of ComfyUI's forward; the first revision had no `act_eps`."""
-_KNOWN = frozenset(_WITH_EPS)
+_ARGUMENTS = ("input_act", "act_weight", "act_eps", "residual", "residual_scale")
+"""The arguments behind the input, in the order of ComfyUI's forward."""
+_KNOWN = frozenset(_ARGUMENTS)
 
 
 class LinearCall(NamedTuple):
@@ -119,7 +118,7 @@ def arguments_of(forward: Callable[..., Any]) -> dict[str, Any]:
     which drops or refuses what it is given."""
     given = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     names = {parameter.name: parameter.default for parameter in given[2:]}
-    return names if _WITHOUT_EPS[0] in names else {}
+    return names if _ARGUMENTS[0] in names else {}
 
 
 def read_linear_call(
@@ -129,14 +128,12 @@ def read_linear_call(
 
     Args:
         layer: the linear.
-        own: `arguments_of` ComfyUI's own forward, whose order says what the places of `args` mean. Without it that is
-            one of the two orders that are known.
+        own: `arguments_of` ComfyUI's own forward, whose order says what the places of `args` mean.
         args, kwargs: the arguments. ComfyUI gives all of them in some calls, and None where it does not use one.
     """
     if not args and kwargs.keys() <= _KNOWN and kwargs.get("input_act") is kwargs.get("residual") is None:
         return None  # what most calls ask for, of every linear at every step
-    has_eps = len(args) == len(_WITH_EPS) or (len(args) > 2 and isinstance(args[2], (float, int)))
-    order = [*(own or (_WITH_EPS if has_eps else _WITHOUT_EPS))]
+    order = [*(own or _ARGUMENTS)]
     order += [f"argument {place + 2}" for place in range(len(order), len(args))]
     placed = dict(zip(order, args, strict=False))
     twice = [name for name in placed if name in kwargs]
