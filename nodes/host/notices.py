@@ -5,7 +5,10 @@ import logging
 import sys
 from typing import Any, Literal
 
+import torch
 from comfy_execution.utils import get_executing_context
+
+from ...kernels import choose_path
 
 WARNING_EVENT = "int8_dit.warning"
 Reason = Literal[
@@ -51,6 +54,18 @@ def warn(reason: Reason, summary: str, detail: str, advice: str = "") -> None:
         if detail.startswith(found):  # one toast a session, for the load and for what comes of it in a run
             reason = known
     _show(reason, summary, text)
+
+
+def warn_of_fallback(
+    reason: Reason, device: torch.device, kernel: str, summary: str, advice: str, so: str = ""
+) -> None:
+    """Warn if a `kernel` falls back to another computation on a device, and say why, with `so` what runs in its place.
+
+    `advice` is how to have the kernel all the same, where that can be had. Raises what `choose_path` does.
+    """
+    compute = choose_path(device, kernel)
+    if compute.fallback:
+        warn(reason, summary, f"{compute.reason}.{so}", "" if compute.blocked else advice)
 
 
 def warn_from_load(reason: Reason, summary: str, detail: str) -> None:

@@ -35,6 +35,7 @@ from .summary import floats_name
 MEMORY_CHOICES = ("INT8", "as stored")
 """How a loaded MODEL holds weights in fewer bits (GGUF, W4A8, W6A8); those of other files are INT8 either way."""
 AS_STORED = MEMORY_CHOICES[1]
+_RUNS_IN = "INT8 DiT runs in {}"
 _PREFIXES = ("model.diffusion_model.", "model.model.", "model.", "")
 """What ComfyUI puts before the names of a diffusion model's tensors in a checkpoint, by kind of model."""
 
@@ -70,7 +71,7 @@ def load_int8_model(
         dtype = comfy.model_management.unet_manual_cast(None, devices[0], supported)
         if fits := fits_in_floats(checkpoint.tensors, dtype, devices):
             advice = "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it."
-            _warn_of_fallback(devices[0], kernel, dtype, advice)
+            notices.warn_of_fallback("bf16", devices[0], kernel, _RUNS_IN.format(floats_name(dtype)), advice)
         plan = checkpoint_plan(checkpoint, kernel, dtype, devices, fits, memory == AS_STORED)
         model = build_model(checkpoint.tensors, checkpoint.metadata, plan, disable_dynamic)
     # ComfyUI says only afterwards which device it wants a second MODEL for.
@@ -120,7 +121,8 @@ def build_model(
 
     def warn(patcher: ModelPatcher) -> None:
         advice = "Set kernel to 'fused int8' on the node that made the model, to use INT8 all the same."
-        _warn_of_fallback(patcher.load_device, plan.kernel, patcher.model.get_dtype_inference(), advice)
+        summary = _RUNS_IN.format(floats_name(patcher.model.get_dtype_inference()))
+        notices.warn_of_fallback("bf16", patcher.load_device, plan.kernel, summary, advice)
 
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)
     defer(model)
@@ -136,17 +138,6 @@ def _whole_weights(model: BaseModel, state_dict: dict[str, torch.Tensor], prefix
             for piece in (f"{prefix}{name}.{quant_config.QUANT_CONFIG}", *weight.state_dict(key)):
                 state_dict.pop(piece)
             state_dict[key] = weight
-
-
-def _warn_of_fallback(device: torch.device, kernel: str, floats: torch.dtype, advice: str) -> None:
-    """Warn once per run and card that INT8 models run in `floats` there, if `kernel` falls back to it, and why.
-
-    `advice` is how to have INT8 all the same, where that can be had. Raises what `choose_path` does.
-    """
-    compute = choose_path(device, kernel)
-    if compute.fallback:
-        summary = f"INT8 DiT runs in {floats_name(floats)}"
-        notices.warn("bf16", summary, f"{compute.reason}.", "" if compute.blocked else advice)
 
 
 def file_metadata(model: BaseModel) -> dict[str, str]:

@@ -41,7 +41,7 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
         )
     patched = _running_fused(model, names, kernel)
     if names:
-        warn = partial(_warn_of_fallback, kernel, "Apply Fused INT8 Kernel")
+        warn = partial(_warn, kernel, "Apply Fused INT8 Kernel")
         patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, warn)
         defer(patched)
     return patched
@@ -67,7 +67,7 @@ def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
         patch = class_patch(patched, name)
         patched.add_object_patch(patch, deferring_class(patched.get_model_object(patch)))
     # ComfyUI calls nothing back before each prompt, so the user hears it here.
-    _warn_of_fallback(kernel, "Apply Fused INT8 Kernel (Text Encoder)", patched)
+    _warn(kernel, "Apply Fused INT8 Kernel (Text Encoder)", patched)
     clone = clip.clone()
     clone.patcher = patched
     return clone
@@ -113,15 +113,10 @@ def _tell_linears(model: ModelPatcher, *_: object) -> None:
         group_inputs(root)
 
 
-def _warn_of_fallback(kernel: str, node: str, model: ModelPatcher) -> None:
-    compute = choose_path(model.load_device, kernel)
-    if compute.fallback:
-        notices.warn(
-            "not-applied",
-            "The fused INT8 kernel is not applied",
-            f"{compute.reason}. The model runs as ComfyUI runs it.",
-            "" if compute.blocked else f"Set kernel on {node} to 'fused int8' to apply it anyway.",
-        )
+def _warn(kernel: str, node: str, model: ModelPatcher) -> None:
+    summary, so = "The fused INT8 kernel is not applied", " The model runs as ComfyUI runs it."
+    advice = f"Set kernel on {node} to 'fused int8' to apply it anyway."
+    notices.warn_of_fallback("not-applied", model.load_device, kernel, summary, advice, so)
 
 
 def running_fused(own: Any, kernel: str, encodes: bool = False) -> type:
