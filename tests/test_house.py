@@ -32,7 +32,7 @@ NODE_ROOMS = (
 
 # What differs between versions of ComfyUI and comfy-kitchen: only the door asks for it.
 VERSIONED = {
-    *("COMPILE_KEY", "ComfyAttention", "EnumHookMode", "INPUT_ACT_EAGER", "LoRAAdapter"),
+    *("COMPILE_KEY", "ComfyAttention", "EnumHookMode", "LoRAAdapter"),
     *("attention_pytorch", "clone_base_uuid", "comfy_patched_weights", "create_multigpu_deepclones"),
     *("current_weight_patches_uuid", "fast_disk", "hook_mode", "is_lowvram_patch", "pause_malloc_graph"),
 }
