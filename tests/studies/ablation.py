@@ -353,15 +353,7 @@ def summary(outcomes: dict[str, Outcome]) -> dict[str, dict]:
             if twin in errors and twin != name:
                 ratio = interval(errors[name], errors[twin], statistic=ratio_of_means)
                 figures[name][f"ratio to {difference}"] = ratio
-        if not set(PEERS) <= set(outcomes):
-            continue
-        if outcome.read is not None:
-            figures[name]["read_minus_fp8"] = interval(
-                np.array(outcome.read, dtype=float) - np.array(outcomes["FP8"].read, dtype=float)
-            )
-        if name != "bf16":
-            figures[name]["error_minus_fp8"] = interval(errors[name] - errors["FP8"])
-            figures[name]["error_minus_convrot"] = interval(errors[name] - errors["ComfyUI ConvRot INT8"])
+        if name != "bf16" and set(PEERS) <= set(outcomes):
             for other in PEERS:
                 figures[name][f"ratio to {other}"] = interval(errors[name], errors[other], statistic=ratio_of_means)
     return figures

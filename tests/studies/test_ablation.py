@@ -1,4 +1,4 @@
-"""The ablation command, small: it runs and its figures are figures; and what its stored results must show."""
+"""The ablation command, small: it runs, its figures are figures, and its default is that of the node."""
 
 import json
 import subprocess
@@ -52,58 +52,11 @@ def test_the_command_leaves_data_tables_and_a_picture(comfyui, tmp_path):
         assert low <= middle <= high
         assert middle == pytest.approx(np.mean(results["errors"][name]), rel=1e-3)
     # So much more than chance that six images are enough.
-    assert figures["recipe"]["ratio to naive W8A8"][2] < 0.5
-    assert figures["recipe"]["error_minus_fp8"][2] < 0
-    assert figures["recipe"]["error_minus_convrot"][2] < 0
+    ratios = [figures["recipe"][f"ratio to {name}"][2] for name in ("naive W8A8", "FP8", "ComfyUI ConvRot INT8")]
+    assert ratios[0] < 0.5 and max(ratios) < 1
     table = (tmp_path / "ablation.md").read_text()
     assert all(f"| {name} |" in table for name in names)
     assert (tmp_path / "glyphs.png").stat().st_size > 1000
-
-
-def test_ratios_are_of_means(pack):
-    from studies import ablation
-
-    values, ratio = np.random.default_rng(1).normal(3.0, 1.0, 200), ablation.ratio_of_means
-    assert ablation.interval(2 * values, values, statistic=ratio) == pytest.approx([2, 2, 2])
-    assert ratio(np.array([1.0, 5.0]), np.array([1.0, 2.0]), axis=-1) == 2  # and not the mean of ratios
-
-
-def test_gains_have_their_signs(pack):
-    from studies import ablation
-
-    outcome = ablation.Outcome
-    base = {name: outcome([0.4, 0.2], [True, True]) for name in ("FP8 scaled", "naive W8A8", "ComfyUI ConvRot INT8")}
-    figures = ablation.summary(
-        {**base, "FP8": outcome([0.4, 0.2], [True, False]), "recipe": outcome([0.2, 0.1], [True, True])}
-    )
-    assert figures["recipe"]["error_minus_fp8"][0] == pytest.approx(-0.15)
-    assert figures["recipe"]["read_minus_fp8"][0] == pytest.approx(0.5)
-    assert figures["recipe"]["ratio to FP8"][0] == pytest.approx(0.5)
-
-
-@pytest.fixture(scope="module")
-def stored():
-    """The results in the repository, of the command's last runs in full."""
-    files = (STUDIES / "results" / folder / "ablation.json" for folder in ("ablation", "ablation_blocks"))
-    first, second = (json.loads(file.read_text())["subjects"] for file in files)
-    return first | second
-
-
-@pytest.mark.parametrize("subject", ("trained", "outliers"))
-def test_the_stored_results_hold_what_is_claimed(stored, pack, subject):
-    """Of the recipe against FP8, naive INT8 and ConvRot, on 300 pairs; of the default against nearest rounding and the
-    recipe of the paper."""
-    from studies import ablation
-
-    figures, errors = stored[subject]["figures"], stored[subject]["errors"]
-    recipe = figures["recipe"]
-    assert len(errors["recipe"]) == 300
-    assert recipe["error_minus_fp8"][1] <= 0 and recipe["read_minus_fp8"][2] >= 0
-    assert recipe["error_minus_convrot"][1] <= 0
-    assert subject == "trained" or recipe["ratio to naive W8A8"][2] <= 0.5
-    assert figures[ablation.DEFAULT]["ratio to nearest rounding"][2] < 1
-    default, of_the_paper = (np.array(errors[name]) for name in (ablation.DEFAULT, f"recipe{ablation.IN_BF16}"))
-    assert ablation.interval(default - of_the_paper)[2] < 0
 
 
 def test_the_default_is_the_nodes_own(pack):
@@ -118,9 +71,3 @@ def test_the_default_is_the_nodes_own(pack):
     for name in ("method", "alpha", "search_alpha", "smooth_only_foldable", "protected_in", "rounding"):
         assert getattr(settings, name) == widgets[name].default, name
     assert settings.clip == (widgets["weight_scales"].default != "absmax")
-
-
-def test_the_stored_results_of_ideogram_4_blocks(stored):
-    blocks = stored["blocks"]
-    assert max(np.divide(blocks["errors"]["recipe"], blocks["errors"]["FP8"])) <= 1.1
-    assert len(blocks["planted"]) == 4 and all(blocks["planted"].values())  # were they among the protected?

@@ -8,21 +8,17 @@ import numpy as np
 import pytest
 
 from studies import rtx3090_projection as projection
-from studies.ablation import DEFAULT, interval, ratio_of_means
+from studies.ablation import DEFAULT, PEERS, Outcome, interval, ratio_of_means, summary
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROJECT = RESULTS.parents[2]
-NEAREST = "best per layer, protected"
+NEAREST, ATTENTION = "best per layer, protected", f"{DEFAULT}, INT8 attention"
 
 
 def stored(name, rows="rows"):
     """A study's JSON file; where that is a list of rows, or has one, these."""
     content = json.loads((RESULTS / name).read_text())
     return content if isinstance(content, list) else content.get(rows, content)
-
-
-def by(rows, *keys, value="ms"):
-    return {tuple(row[key] for key in keys): row[value] for row in rows if value in row}
 
 
 def steps_of_ideogram_4():
@@ -52,11 +48,17 @@ def projected_steps():
     yield "adds {1:.0f} ms to it, in bf16 {0:.0f} ms".format(*projection.protection_costs(steps, 1024))
 
 
+def figures_of(folder, subject):
+    """What the study makes of the errors of its items, and of which glyphs were read."""
+    found = stored(f"{folder}/ablation.json", "subjects")[subject]
+    read = {name: [one == "1" for one in seen] for name, seen in found.get("read", {}).items()}
+    told = {"recipe", DEFAULT, NEAREST, ATTENTION, *PEERS} & found["errors"].keys()
+    return summary({name: Outcome(found["errors"][name], read.get(name)) for name in told})
+
+
 def ablation():
-    trained, outliers, blocks = (
-        stored(f"{folder}/ablation.json", "subjects")[subject]["figures"]
-        for folder, subject in (("ablation", "trained"), ("ablation", "outliers"), ("ablation_blocks", "blocks"))
-    )
+    trained, outliers = (figures_of("ablation", subject) for subject in ("trained", "outliers"))
+    blocks = figures_of("ablation_blocks", "blocks")
     nearest = "nearest rounding"
     for figures, variant, other, sentence in (
         (outliers, "recipe", "FP8", "The recipe's error is {} × FP8's [{}, {}] on the planted outliers"),
@@ -72,14 +74,13 @@ def ablation():
         (blocks, DEFAULT, nearest, "next to nothing: {} × [{}, {}]"),
     ):
         yield sentence.format(*(f"{value:.2f}" for value in figures[variant][f"ratio to {other}"]))
-    attention = f"{DEFAULT}, INT8 attention"
     for subject, sentence in (
         ("trained", "INT8 attention leaves {:.2f} × [{:.2f}, {:.2f}] of the default's error as trained"),
         ("outliers", "and {:.2f} × [{:.2f}, {:.2f}] with outliers. As many glyphs can be read, {} of 300"),
     ):
-        figures = stored("ablation_attention/ablation.json", "subjects")[subject]["figures"]
-        assert figures[attention]["read"] == figures[DEFAULT]["read"]
-        yield sentence.format(*figures[attention]["ratio to exact attention"], figures[attention]["read"])
+        figures = figures_of("ablation_attention", subject)
+        assert figures[ATTENTION]["read"] == figures[DEFAULT]["read"]
+        yield sentence.format(*figures[ATTENTION]["ratio to exact attention"], figures[ATTENTION]["read"])
 
 
 def words():
@@ -125,7 +126,7 @@ def second_samples_of_words():
     sentence = "leaves {:.2f} × on the first sample and {:.2f} × on the second, {:.2f} × [{:.2f}, {:.2f}] on both"
     yield sentence.format(*ratio("words_codes", "W4A8", "ComfyUI W4A8"))
     folders = ("words_codes", "words_codes_outliers")
-    trained, outliers = (ratio(folder, f"{DEFAULT}, INT8 attention", DEFAULT)[2:] for folder in folders)
+    trained, outliers = (ratio(folder, ATTENTION, DEFAULT)[2:] for folder in folders)
     sentence = (
         "has {:.2f} × [{:.2f}, {:.2f}] the default's error as trained and {:.2f} × [{:.2f}, {:.2f}] with outliers"
     )
