@@ -34,23 +34,6 @@ def test_matcher_rejects_what_is_no_character():
     assert recognise(torch.cat([noise, blank])) == [UNREADABLE] * 9
 
 
-def test_latents_round_trip():
-    images, _ = drawn(2)
-    model = latents.image_to_model(images)
-    assert model.shape == (72, latents.CHANNELS, latents.SIDE, latents.SIDE)
-    # What the flow's noise level assumes.
-    assert abs(model.mean()) < 0.1 and abs(model.std() - 1) < 0.1
-    torch.testing.assert_close(latents.model_to_image(model), images, rtol=0, atol=1e-6)
-    torch.testing.assert_close(latents.node_to_model(latents.model_to_node(model)), model, rtol=0, atol=1e-5)
-
-
-def test_conditioning_of_a_text():
-    context, pooled = conditioning.encode("A0A")
-    assert context.shape == (3, conditioning.TOKENS, conditioning.WIDTH)
-    assert pooled.shape == (3, conditioning.WIDTH) and not pooled.any()
-    assert torch.equal(context[0], context[2]) and not torch.equal(context[0], context[1])
-
-
 def test_unknown_character_is_named():
     with pytest.raises(ValueError, match="'é'.*" + ALPHABET):
         conditioning.encode("INTé")
