@@ -1,63 +1,67 @@
-"""Files that cannot be loaded: each ends in one ValueError that names the file and, where there is one, the tensor."""
+"""Files that cannot be loaded: each ends in one ValueError that names the file and, where it is known, what it is.
 
-import math
-import os
+Layers that are not whole: test_damaged_layers.py.
+"""
+
+import json
 import pickle
 import struct
 
 import pytest
 import torch
 
-LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
-NAME = "the model.safetensors"
-
 
 def assert_refused(dit, path, *says):
-    """Loading raises ValueError whose message holds the file's name and these words, and none of its path."""
-    with pytest.raises(ValueError) as error:
+    """Loading raises ValueError that begins with the file's name and has these words, and none of its path."""
+    with pytest.raises(ValueError, match=f"^{path.name}") as error:
         dit.load(path)
     message = str(error.value)
-    assert not [text for text in (os.path.basename(path), *says) if text not in message], message
-    assert os.path.dirname(str(path)) not in message
+    assert not [text for text in says if text not in message], message
+    assert str(path.parent) not in message
 
 
-@pytest.fixture
-def refuse(dit, tmp_path):
-    """Write a file of these tensors and assert that it is refused with these words."""
-
-    def check(state_dict, *says, metadata=None):
-        assert_refused(dit, dit.write(tmp_path / NAME, state_dict, metadata), *says)
-
-    return check
+# By its bytes
 
 
-# The file itself
+def header(text):
+    return lambda whole: struct.pack("<Q", len(text)) + text + b"\0"
 
 
-@pytest.mark.parametrize(
-    "left", (0, 4, 8, 1000, 0.5, -1), ids=lambda left: f"{left} left" if left >= 0 else "1 missing"
-)
-def test_truncated(dit, tmp_path, left):
-    """Nothing, half the header's length, the length alone, a piece of the header, half the data, all but a byte."""
-    whole = dit.FILE.read_bytes()
-    path = tmp_path / NAME
-    path.write_bytes(whole[: int(left * len(whole)) if 0 < left < 1 else left])
+PIECES = {
+    "nothing": lambda whole: b"",
+    "half the header's length": lambda whole: whole[:4],
+    "the length alone": lambda whole: whole[:8],
+    "a piece of the header": lambda whole: whole[:1000],
+    "half the data": lambda whole: whole[: len(whole) // 2],
+    "all but a byte": lambda whole: whole[:-1],
+    "a byte more": lambda whole: whole + b"\0",
+    "no JSON": header(b"not json"),
+    "a list": header(b"[]"),
+    "an unknown dtype": header(b'{"a": {"dtype": "I3", "shape": [1], "data_offsets": [0, 1]}}'),
+    "a GGUF file's first bytes": lambda whole: b"GGUF",
+}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_damaged_or_incomplete(dit, tmp_path, piece):
+    path = tmp_path / ("model.gguf" if "GGUF" in piece else "model.safetensors")
+    path.write_bytes(PIECES[piece](dit.FILE.read_bytes()))
     assert_refused(dit, path, "damaged or incomplete", "download or copy it again")
 
 
-def test_longer_than_its_header_says(dit, tmp_path):
-    path = tmp_path / NAME
-    path.write_bytes(dit.FILE.read_bytes() + b"\0")
-    assert_refused(dit, path, "damaged or incomplete")
+BEGINNINGS = {
+    "a pickle": pickle.dumps({"a": 1}),
+    "a web page": b"\n<!DOCTYPE html><html><head><title>Log in</title>" + bytes(200),
+    "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 9300000000\n",
+    "a text": b'{"error": "Access to this model is restricted"}',
+}
 
 
-@pytest.mark.parametrize(
-    "header", (b"not json", b"[]", b'{"a": {"dtype": "I3", "shape": [1], "data_offsets": [0, 1]}}')
-)
-def test_a_damaged_header(dit, tmp_path, header):
-    path = tmp_path / NAME
-    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
-    assert_refused(dit, path, "damaged or incomplete")
+@pytest.mark.parametrize("kind", BEGINNINGS)
+@pytest.mark.parametrize("name", ("model.safetensors", "model.gguf", "model.ckpt"))
+def test_a_file_of_another_kind_is_called_by_its_name(dit, tmp_path, kind, name):
+    (tmp_path / name).write_bytes(BEGINNINGS[kind])
+    assert_refused(dit, tmp_path / name, f"{name} is neither a safetensors nor a GGUF file, but {kind}")
 
 
 class CreatesAFile:
@@ -72,8 +76,7 @@ class CreatesAFile:
 
 @pytest.mark.parametrize("name", ("model.ckpt", "model.pt", "model.safetensors"))
 def test_a_pickle_is_never_loaded(dit, tmp_path, name):
-    trap = tmp_path / "the pickle was loaded"
-    path = tmp_path / name
+    trap, path = tmp_path / "the pickle was loaded", tmp_path / name
     path.write_bytes(pickle.dumps({"state_dict": CreatesAFile(str(trap))}))
     assert_refused(dit, path)
     assert not trap.exists()
@@ -81,38 +84,65 @@ def test_a_pickle_is_never_loaded(dit, tmp_path, name):
     assert trap.exists()  # the trap works
 
 
-def test_a_gguf_file_that_ends_too_early(dit, tmp_path):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    assert_refused(dit, path, "damaged or incomplete")
+def test_a_file_that_is_not_there_is_the_disks_error(dit, tmp_path):
+    with pytest.raises(OSError, match=r"gone\.safetensors"):
+        dit.load(tmp_path / "gone.safetensors")
 
 
-# Its layers; tests/nodes/test_damaged_layers.py has more
+# By its tensors
 
 
-def test_a_float_weight_with_a_nan(dit, refuse, monkeypatch):
-    """A large one is not searched. Found while it is quantized; which of its channels helps whoever made the file."""
-    from int8_dit.nodes.files.reading import layer_checks
-
-    monkeypatch.setattr(layer_checks, "_SMALL", 0)
-    weights = dit.tensors()
-    weights[f"{LAYER}.weight"][3, 5] = math.nan
-    refuse(weights, LAYER, "NaN or Inf in output channel 3")
+def mark(**options):
+    return torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8)
 
 
-# No diffusion model
+W, Q = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.uint8)
+I8 = torch.zeros(8, 8, dtype=torch.int8)
+LAYER = "blocks.0.attn.q"
+TENSORS = {
+    "not a diffusion model": {},
+    "not a diffusion model ": {  # its marks are in order
+        f"{LAYER}.weight": I8,
+        f"{LAYER}.weight_scale": torch.ones(8, 1),
+        f"{LAYER}.comfy_quant": mark(format="int8_tensorwise"),
+    },
+    "a bitsandbytes 4-bit": {f"{LAYER}.weight": Q, f"{LAYER}.weight.quant_state.bitsandbytes__nf4": Q},
+    "a bitsandbytes INT8": {f"{LAYER}.weight": I8, f"{LAYER}.SCB": torch.ones(8)},
+    "ComfyUI-INT8-Fast": {
+        f"{LAYER}.weight": I8,
+        f"{LAYER}.weight_scale": torch.ones(8, 1),
+        f"{LAYER}.comfy_quant": mark(quarot=True, quarot_groupsize=256),
+    },
+    "a Nunchaku": {f"{LAYER}.qweight": I8, f"{LAYER}.wscales": W},
+    "a GPTQ or AWQ": {f"{LAYER}.qweight": I8.int(), f"{LAYER}.qzeros": I8.int()},
+    "an MLX": {f"{LAYER}.weight": I8.int(), f"{LAYER}.scales": W, f"{LAYER}.biases": W},
+    "a quanto": {f"{LAYER}.weight._data": I8, f"{LAYER}.weight._scale": W},
+    "a LoRA": {f"diffusion_model.{LAYER}.lora_A.weight": W, f"diffusion_model.{LAYER}.lora_B.weight": W},
+    "a LoRA ": {f"lora_unet_{LAYER}.lokr_w1": W},
+    "a LoRA  ": {f"lora_unet_{LAYER}.hada_w1_a": W},
+    "a ControlNet": {"control_model.input_hint_block.0.weight": W},
+    "a CLIP vision model": {"vision_model.encoder.layers.0.mlp.fc1.weight": W},
+    "a text encoder": {"encoder.block.0.layer.0.SelfAttention.q.weight": W},
+    "a text encoder ": {"model.layers.0.self_attn.q_proj.weight": W},
+    "a VAE": {"decoder.conv_in.weight": W, "encoder.conv_out.bias": torch.zeros(8)},
+    "an embedding": {"clip_l": W},
+}
 
 
-def test_a_text_encoder_in_int8(dit, refuse):
-    """Its marks are in order; it is still no diffusion model."""
-    layer = "model.layers.0.mlp.up_proj"
-    mark = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
-    weight = torch.zeros(8, 8, dtype=torch.int8)
-    refuse(
-        {f"{layer}.weight": weight, f"{layer}.weight_scale": torch.ones(8, 1), f"{layer}.comfy_quant": mark},
-        "not a diffusion model",
-    )
+def tensors(kind):
+    """In memory of their own, as a file must have them."""
+    return {key: tensor.clone() for key, tensor in TENSORS[kind].items()}
 
 
-def test_a_file_without_tensors(refuse):
-    refuse({}, "not a diffusion model")
+@pytest.mark.parametrize("kind", TENSORS)
+def test_by_its_tensors(dit, tmp_path, kind):
+    dit.write(tmp_path / "a model.safetensors", tensors(kind))
+    assert_refused(dit, tmp_path / "a model.safetensors", "a model.safetensors is ", kind.strip())
+
+
+def test_other_models_in_a_checkpoint_do_not_matter(dit, tmp_path):
+    """A whole checkpoint holds a text encoder and a VAE beside the model."""
+    whole = {f"model.diffusion_model.{key}": tensor for key, tensor in dit.tensors().items()}
+    others = {key: tensor for kind in ("a VAE", "a text encoder") for key, tensor in tensors(kind).items()}
+    path = dit.write(tmp_path / "whole.safetensors", whole | others)
+    assert dit.int8_weights(dit.load(path))

@@ -156,11 +156,15 @@ def test_whole_tensors_are_looked_at_once(dit, on_card, monkeypatch):
     dit.sample(model.clone())
 
 
-def test_a_large_weight_that_becomes_int8(dit, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "value, says", ((1e30, rf"{LAYER}.weight holds 1e\+30"), (math.nan, f"{LAYER}.*NaN or Inf in output channel 3"))
+)
+def test_a_large_weight_that_becomes_int8(dit, tmp_path, monkeypatch, value, says):
+    """It is not searched: its quantization finds what no weight has."""
     from int8_dit.nodes.files.reading import layer_checks
 
     monkeypatch.setattr(layer_checks, "_SMALL", 0)
     weights = dit.tensors()
-    weights[f"{LAYER}.weight"][3, 5] = 1e30
-    with pytest.raises(ValueError, match=rf"^{NAME}: .*{LAYER}.weight holds 1e\+30"):
+    weights[f"{LAYER}.weight"][3, 5] = value
+    with pytest.raises(ValueError, match=rf"^{NAME}: .*{says}"):
         dit.load(dit.write(tmp_path / NAME, weights))
