@@ -79,11 +79,8 @@ class CompareImagesINT8DiT(io.ComfyNode):
             differences += pictures
         table = comparison_table(results)
         worst = min(range(len(references)), key=lambda place: results["image"][place].psnr)
-        pair = _pair_output(worst + 1, references[worst], candidates["image"][worst])
-        return io.NodeOutput(differences, table.markdown(), ui={"int8_benchmark": [asdict(table)]} | pair)
-
-
-def _pair_output(number: int, *images: torch.Tensor) -> dict[str, list[dict]]:
-    """The ui result with two images [H, W, C] of one size, which the node's details lay over each other."""
-    files = ui.PreviewImage(torch.stack([image.cpu() for image in images])).as_dict()["images"]
-    return {"int8_image_pair": [{"number": number, "files": files}]}
+        # The node's details lay the two over each other.
+        pair = torch.stack([references[worst].cpu(), candidates["image"][worst].cpu()])
+        details = {"number": worst + 1, "files": ui.PreviewImage(pair).as_dict()["images"]}
+        on_node = {"int8_benchmark": [asdict(table)], "int8_image_pair": [details]}
+        return io.NodeOutput(differences, table.markdown(), ui=on_node)

@@ -3,8 +3,7 @@
 from comfy_api.latest import io
 
 from .host.output_files import output_paths, saved_file, workflow_metadata
-from .saving.save import save_int8_model
-from .saving.save_gguf import SAVED_TYPES, save_gguf_model
+from .saving.save import SAVED_TYPES, save_gguf_model, save_int8_model
 from .sockets import filename_prefix_input
 
 

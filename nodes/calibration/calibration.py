@@ -17,9 +17,8 @@ import torch
 from comfy.ops import CastWeightBiasOp
 
 from ...kernels import ActivationStatistics, AttentionError
-from ..files.json_texts import json_object
-from ..files.workflow_entries import with_workflow
-from ..files.writing.safetensors_writer import write_safetensors
+from ..files.errors import json_object
+from ..files.writing.tensor_files import with_workflow, write_safetensors
 
 _KEY = "int8_dit_calibration"
 _ATTENTION_KEY = "int8_dit_calibrated_attention"

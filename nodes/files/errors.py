@@ -1,7 +1,9 @@
-"""What is wrong with a file ends in a ValueError that names it, whoever found the fault."""
+"""What is wrong with a file ends in a ValueError that names it, whoever finds it; and JSON objects that files hold."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -29,3 +31,16 @@ def naming_file(name: str) -> Iterator[None]:
             raise
         said = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise ValueError(f"{name}: ComfyUI cannot make a model of these tensors ({said}); is it damaged?") from error
+
+
+def json_object(text: str | bytes, most: int) -> dict[str, Any]:
+    """The JSON object that a text of at most `most` characters is. Raises ValueError where it is none."""
+    if len(text) > most:
+        raise ValueError(f"not read: it has {len(text)} bytes, and at most {most} are expected")
+    try:
+        decoded = json.loads(text)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"not the bytes of a JSON object ({error})") from error
+    if not isinstance(decoded, dict):
+        raise ValueError("not a JSON object")
+    return decoded

@@ -20,7 +20,7 @@ import torch
 
 from ...kernels import UNCHANGED, ChannelTransform
 from ..comfyui.quantized import NATIVE_FORMAT
-from .json_texts import json_object
+from .errors import json_object
 
 SMOOTHED_FORMAT = "int8_smoothquant (needs the node pack ComfyUI-INT8-DiT)"
 ACT16_FORMAT = "int8_act16 (needs the node pack ComfyUI-INT8-DiT)"

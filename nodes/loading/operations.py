@@ -113,13 +113,10 @@ def int8_operations(plan: LoadPlan) -> type:
                     return super().set_weight(weight, seed=seed, return_weight=return_weight, **others)
                 refuse_unknown(self, others)
                 if stays:
-                    if weight.shape == self.weight.shape:
-                        return None  # its patches act in its products
-                    # A LoRA widens it. ComfyUI puts the stored one back.
-                    self.weight = torch.nn.Parameter(weight.to(compute_dtype), requires_grad=False)
-                    return None
-                # By a hook.
-                if is_stored(self.weight) or isinstance(self.weight, HookedWeight):
+                    if weight.shape != self.weight.shape:  # of the same shape, its patches act in its products
+                        # A LoRA widens it. ComfyUI puts the stored one back.
+                        self.weight = torch.nn.Parameter(weight.to(compute_dtype), requires_grad=False)
+                elif is_stored(self.weight) or isinstance(self.weight, HookedWeight):  # by a hook
                     put_hooked(self, weight, seed)
                 else:
                     self.weight.copy_(super().set_weight(weight, seed=seed, return_weight=True))

@@ -10,8 +10,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from ..files.attention_choices import choices_in
+from ..files.errors import json_object
 from ..files.holding.gguf_weight import is_gguf
-from ..files.json_texts import json_object
 from ..files.reading.importers import Checkpoint
 from ..host import notices
 

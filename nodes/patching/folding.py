@@ -16,7 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import FLOAT_DTYPES, ChannelTransform, divide_modulation_scale, divide_rows, multiply_columns
 from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..files import quant_config
-from ..files.writing.safetensors_writer import PendingTensor, Tensors
+from ..files.writing.tensor_files import PendingTensor, Tensors
 from ..layers.int8_weight import is_int8
 
 

@@ -95,11 +95,6 @@ class QuantizationSettings:
     def __post_init__(self) -> None:
         check_alpha(self.alpha)
 
-    @property
-    def alphas(self) -> list[float]:
-        """The migration strengths to choose from, the given one first."""
-        return list(dict.fromkeys([self.alpha, *(ALPHAS if self.search_alpha else ())]))
-
     def described(self) -> dict[str, object]:
         """The settings as JSON has them."""
         return {
@@ -236,6 +231,7 @@ def _quantize_layers(
         lambda a, b: statistics[a].same_range_as(statistics[b]),
     )
     group_of = {name: group for group in groups for name in group}
+    alphas = list(dict.fromkeys([settings.alpha, *(ALPHAS if settings.search_alpha else ())]))  # the given one first
 
     results: dict[str, QuantizedLinear] = {}
     for name in targets:
@@ -244,7 +240,7 @@ def _quantize_layers(
         group = group_of.get(name, [name])
         smoothable = name in statistics and (foldable is None or set(group) in foldable)
         channels = targets[name].weight.shape[1]
-        plans = transform_candidates(settings.method, settings.alphas if smoothable else [], channels, activation_bits)
+        plans = transform_candidates(settings.method, alphas if smoothable else [], channels, activation_bits)
         sources = {member: partial(patched_weight, model, f"{member}.weight") for member in group}
         seen = statistics.get(name)
         with interruptible(check_cancelled):

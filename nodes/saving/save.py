@@ -1,25 +1,72 @@
-"""Saving a MODEL with INT8 linears as one file."""
+"""Saving a MODEL as one file: with INT8 linears as safetensors, or as GGUF, with linears in one block format."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
 
+from ...kernels import GGUF_FORMATS, quantize_gguf
+from ..comfyui.attention import state_dict_of
+from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
+from ..comfyui.quantized import stored
 from ..files import quant_config
+from ..files.attention_choices import CONFIG
 from ..files.holding.gguf_weight import is_gguf
 from ..files.holding.grouped_weight import is_grouped
-from ..files.workflow_entries import with_workflow
-from ..files.writing.safetensors_writer import PendingTensor, write_safetensors
+from ..files.writing.tensor_files import (
+    PendingGGUF,
+    PendingTensor,
+    plain_type,
+    with_workflow,
+    write_gguf,
+    write_safetensors,
+)
 from ..host import notices
-from ..host.work import Progress
+from ..host.work import Progress, make_room_to_quantize
 from ..layers.int8_weight import is_int8
-from ..layers.layer_selection import check_runs_as_stored
+from ..layers.layer_selection import check_runs_as_stored, linears
 from ..loading.load import file_metadata, tensors_of_file
-from ..patching.file_notes import FOLDED, RECIPE_KEY, recipe_of, unknown_choices_of, warn_of_patches_on_folded
+from ..patching.file_notes import (
+    ATTENTION,
+    FOLDED,
+    RECIPE_KEY,
+    gguf_formats_of,
+    recipe_of,
+    unknown_choices_of,
+    warn_of_patches_on_folded,
+)
 from ..patching.folding import fold
-from ..patching.patched_weights import state_dict_for_saving
+from ..patching.patched_weights import patched_weight, state_dict_for_saving
+
+SAVED_TYPES = {"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_K_S", "Q4_K": "MOSTLY_Q4_K_S"}
+"""The block formats that a file can be saved in, and what llama.cpp calls such a file."""
+
+_OTHERWISE = "Q8_0"  # for rows that do not divide into the blocks of another format
+_MOST_ROUNDING = 2.0**-9  # what bf16 loses of a value at most
+
+_ARCHITECTURES = {
+    "sd1": ("SD15",),
+    "sdxl": ("SDXL",),
+    "sd3": ("SD3",),
+    "aura": ("AuraFlow",),
+    "flux": ("Flux", "LongCatImage", "Chroma"),
+    "hidream": ("HiDream",),
+    "cosmos": ("CosmosT2V", "CosmosT2IPredict2", "Anima"),
+    "ltxv": ("LTXV",),
+    "hyvid": ("HunyuanVideo",),
+    "wan": ("WAN21_T2V",),
+    # Ideogram 4 has no name of its own yet. ComfyUI-GGUF asks only whether it knows the name; ComfyUI looks at the
+    # tensors.
+    "lumina2": ("Lumina2", "Ideogram4"),
+    "qwen_image": ("QwenImage",),
+}
+"""Architectures as ComfyUI-GGUF names them -> ComfyUI's classes of such models, or those that they derive from."""
 
 
 def save_int8_model(
@@ -84,3 +131,153 @@ def _narrowed(key: str, tensor: torch.Tensor | PendingTensor) -> torch.Tensor | 
         return tensor
     narrow = tensor.bfloat16()
     return narrow if torch.equal(narrow.float(), tensor) else tensor
+
+
+def save_gguf_model(
+    model: ModelPatcher, destination: str | Iterable[str], workflow: Mapping[str, str], type: str
+) -> str:
+    """Write a MODEL, its patches applied, as one GGUF file with plain module names, and return the file's path.
+
+    All linears are in the block format `type`, a key of SAVED_TYPES; where its blocks do not divide the rows, in Q8_0,
+    or else in F16. Other tensors are F16, or F32 where they have one dimension or F16 would not hold their values.
+    Blocks of that format that the MODEL holds already, and no patch changes, are written as they are.
+
+    `destination` and `workflow` are as for `save_int8_model`, and so are the OSErrors and the cancel. Raises ValueError
+    naming a tensor that cannot be read or written, or for something that is in no weight; ImportError without the
+    package gguf. The file is then not there.
+    """
+    check_runs_as_stored(model)
+    warn_of_patches_on_folded(model)
+    tensors = _tensors(model, type)
+    _warn_of_patches_on_rounded(model, type)
+    architecture = architecture_name(model.model)
+    about = file_metadata(model.model)
+    recipe = recipe_of(model)
+    # Of the one a loader warns, the other holds for these weights too; the rest of a recipe is about INT8.
+    kept = {name: recipe[name] for name in (FOLDED, ATTENTION) if recipe.get(name)}
+    if kept:
+        about[RECIPE_KEY] = json.dumps(kept)
+    progress = Progress(len(tensors))
+    step = partial(progress.step, "saving tensor")
+    path = write_gguf(destination, tensors, architecture, SAVED_TYPES[type], with_workflow(about, workflow), step)
+    progress.finish()
+    return path
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Let a ValueError say which tensor it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be saved as GGUF: {error}") from error
+
+
+def architecture_name(model: BaseModel) -> str:
+    """What `general.architecture` says of a model of ComfyUI's; warns where ComfyUI-GGUF has no name for it."""
+    names = [kind.__name__ for kind in type(model.model_config).__mro__]
+    known = [name for kind in names for name, kinds in _ARCHITECTURES.items() if kind in kinds]
+    if known:
+        return known[0]
+    name = str(model.model_config.unet_config.get("image_model") or names[0].lower())
+    notices.warn(
+        "gguf-architecture",
+        "ComfyUI-GGUF may refuse the file",
+        f"it has no name for models of this kind: the file's architecture is {name!r}. Load INT8 DiT reads it.",
+    )
+    return name
+
+
+def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
+    """What is to be written, by the name that it has in a file: each weight once, and not the scales that a quantized
+    one is stored with."""
+    layers = linears(model)
+    for name, layer in layers.items():
+        weight: Any = layer.weight
+        if not (isinstance(weight, QuantizedTensor) or weight.is_floating_point()):
+            raise ValueError(
+                f"{name}: its weight is stored as {weight.dtype}, in a format that cannot be read (perhaps by another "
+                "pack's GGUF loader); load the model with Load INT8 DiT or ComfyUI's own"
+            )
+    make_room_to_quantize(model.load_device, max((layer.weight.numel() for layer in layers.values()), default=0))
+    parts = model.model.diffusion_model.named_modules()
+    quantized = {name for name, part in parts if isinstance(getattr(part, "weight", None), QuantizedTensor)}
+    own: dict[str, Any] = {}  # under the names of the MODEL
+    for name, tensor in state_dict_of(model).items():
+        layer, _, part = name.rpartition(".")
+        if name.endswith(CONFIG):
+            own[name] = tensor
+        elif layer not in quantized or part in ("weight", "bias"):
+            with _naming(name):
+                own[name] = _of_model(model, name, part == "weight" and layer in layers, type)
+    found = unknown_choices_of(model) | tensors_of_file(model.model, own)
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):  # a layer's choice of attention, or beside the diffusion model
+            value = value.view(torch.int8) if name.endswith(CONFIG) else value  # GGUF has no plain bytes
+            with _naming(name):
+                found[name] = _plain(lambda value=value: value)
+    return found
+
+
+def _of_model(model: ModelPatcher, name: str, in_blocks: bool, type: str) -> PendingGGUF:
+    key = DIFFUSION_MODEL + name
+    held: Any = weight_below_patches(model, key)
+    if not (held.dtype.is_floating_point or isinstance(held, QuantizedTensor)):
+        return _plain(lambda: held)
+    read, shape = partial(patched_weight, model, name), tuple(held.shape)
+    fitting = _fitting(shape, type) if in_blocks else None
+    if fitting is None:
+        return _plain(read)
+    if key not in model.patches and is_gguf(held) and held.params.gguf_format == fitting:
+        return PendingGGUF(shape, fitting, lambda: stored(held))
+    return PendingGGUF(shape, fitting, _naming(name)(lambda: quantize_gguf(read(), fitting)))
+
+
+def _fitting(shape: tuple[int, ...], type: str) -> str | None:
+    """The best format whose blocks divide the rows of a linear's weight."""
+    formats = (name for name in (type, _OTHERWISE) if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0)
+    return next(formats, None)
+
+
+def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
+    """Warn, once, if a patch changes weights that may round back to the values that they had in another GGUF file."""
+    formats = gguf_formats_of(model)
+    for name, layer in linears(model).items():
+        before, after = formats.get(f"{name}.weight"), _fitting(tuple(layer.weight.shape), type)
+        if before is None or after is None or f"{DIFFUSION_MODEL}{name}.weight" not in model.patches:
+            continue
+        # Q8_0, on either side, keeps 0.93 or more of what a LoRA of a hundredth of the weight's norm does, and so do
+        # weights of Q6_K in coarser blocks. In Q4_K those of Q4_K keep 0.01 of it, and those of IQ4_NL 0.4.
+        if "Q8_0" not in (before, after) and (before != "Q6_K" or after == "Q6_K"):
+            notices.warn(
+                "gguf-lora",
+                "Save GGUF may lose a LoRA",
+                f"the model's weights were rounded to {before} before, and in {type} small changes round back to the "
+                "same values.",
+                "Save as Q8_0, or load the 16-bit file and put the LoRA on that.",
+            )
+            return
+
+
+def _plain(read: Callable[[], torch.Tensor]) -> PendingGGUF:
+    value = read()
+    if not value.is_floating_point():
+        dtype = value.dtype
+    elif bool(torch.isfinite(value).all()):
+        dtype = torch.float16 if _fits_half(value) else torch.float32
+    else:
+        raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
+    return PendingGGUF(tuple(value.shape), plain_type(dtype), lambda: read().to(dtype))
+
+
+def _fits_half(value: torch.Tensor) -> bool:
+    """Whether F16 holds a tensor: nothing becomes Inf, and what small values lose is no more than in bf16.
+
+    Tensors of one dimension, biases and norms, are F32 in every GGUF file.
+    """
+    if value.ndim < 2:
+        return False
+    value = value.float()
+    half = value.half().float()
+    norm = torch.linalg.vector_norm
+    return bool(torch.isfinite(half).all()) and bool(norm(half - value) <= _MOST_ROUNDING * norm(value))

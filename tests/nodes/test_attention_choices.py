@@ -57,8 +57,7 @@ def attention(pack):
 @pytest.fixture
 def save(pack, tmp_path):
     """Save a MODEL in one of two formats and read its choices from the file."""
-    from int8_dit.nodes.saving.save import save_int8_model
-    from int8_dit.nodes.saving.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 
     def save(model, form):
         path = str(tmp_path / f"saved{len(list(tmp_path.iterdir()))}.{form}")

@@ -298,8 +298,7 @@ def test_a_model_under_torch_compile_model(compilable, small, dit, monkeypatch, 
 
 @pytest.mark.parametrize("form", ("safetensors", "gguf"))
 def test_files_keep_it(dit, quantized, rounded, tmp_path, form):
-    from int8_dit.nodes.saving.save import save_int8_model
-    from int8_dit.nodes.saving.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 
     path = str(tmp_path / f"saved.{form}")
     for model in (quantized, None):  # and from file to file

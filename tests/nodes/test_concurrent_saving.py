@@ -44,7 +44,7 @@ def links(request, monkeypatch):
 @pytest.fixture
 def save(output):
     """Write a small file as the save nodes do, filled with a value, and return its path."""
-    from int8_dit.nodes.files.writing.safetensors_writer import write_safetensors
+    from int8_dit.nodes.files.writing.tensor_files import write_safetensors
     from int8_dit.nodes.host.output_files import output_paths
 
     def run(prefix="models/INT8", value=0, on_tensor=nothing):

@@ -34,7 +34,7 @@ TENSORS = {
 @pytest.fixture
 def write(pack, tmp_path):
     """Write plain tensors and return the file's path."""
-    from int8_dit.nodes.files.writing.gguf_writer import PendingGGUF, plain_type, write_gguf
+    from int8_dit.nodes.files.writing.tensor_files import PendingGGUF, plain_type, write_gguf
 
     def run(tensors, type=None):
         paths = (str(tmp_path / f"written_{number}.gguf") for number in (1, 2))

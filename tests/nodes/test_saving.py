@@ -341,7 +341,7 @@ TENSORS = {
 @pytest.fixture
 def write(pack, tmp_path):
     """Write a file and return its path."""
-    from int8_dit.nodes.files.writing.safetensors_writer import write_safetensors
+    from int8_dit.nodes.files.writing.tensor_files import write_safetensors
 
     def run(tensors, metadata, on_tensor=lambda: None):
         return Path(write_safetensors([str(tmp_path / "written.safetensors")], tensors, metadata, on_tensor))

@@ -309,7 +309,7 @@ NAMED = {
 def test_architectures_are_named_as_comfyui_gguf_names_them(said):
     import comfy.supported_models
 
-    from int8_dit.nodes.saving.save_gguf import architecture_name
+    from int8_dit.nodes.saving.save import architecture_name
 
     for name, architecture in NAMED.items():
         kind = getattr(comfy.supported_models, ARCHITECTURES[name].kind)
@@ -327,7 +327,7 @@ def test_a_cancel_while_saving(dit, target, interrupt_at, share):
     """Nothing is left. What else goes wrong while writing, tests/nodes/test_saving.py has."""
     from comfy.model_management import InterruptProcessingException
 
-    from int8_dit.nodes.saving.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save import save_gguf_model
 
     paths, assert_untouched = target
     interrupt_at(share)

@@ -237,7 +237,7 @@ def test_comfyuis_own_save_nodes_are_refused(load, tmp_path, form, message):
 @ONE_OF_EACH
 def test_it_can_be_quantized_again_and_saved_as_gguf(dit, file, load, tmp_path, form):
     """From the floats that it stands for."""
-    from int8_dit.nodes.saving.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save import save_gguf_model
 
     quantized = dit.quantize(load(form), calibration=dit.recorded())
     assert set(dit.int8_weights(quantized)) == set(dit.LINEARS)

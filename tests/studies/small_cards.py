@@ -188,7 +188,7 @@ def write_files(random, folder: Path, side: str, wanted: set[str]) -> None:
     """Those of the wanted files of one model that are not there."""
     from safetensors.torch import save_file
 
-    from int8_dit.nodes.saving.save_gguf import save_gguf_model
+    from int8_dit.nodes.saving.save import save_gguf_model
     from support.random_models import weights_on_device
 
     for file in sorted(name for name in wanted if not (folder / f"{side}-{name}").exists()):

@@ -17,7 +17,7 @@ import torch
 
 from ....kernels import ChannelTransform
 from .. import quant_config
-from ..json_texts import json_object
+from ..errors import json_object
 from .gguf_package import INT8_CONFIG
 
 BRANCHES = ("conditional", "unconditional")

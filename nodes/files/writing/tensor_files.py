@@ -1,0 +1,197 @@
+"""Writing safetensors and GGUF files tensor by tensor: bounded memory, a cancel between tensors, a new file or none.
+
+The package safetensors serializes all tensors at once, which for a model means a second copy in memory and no moment at
+which the user's cancel could be heard. The package gguf says how types are numbered. It would write the values from one
+dict of arrays, and what stands in front of them only to a file. Here that is made in memory, by the format's
+specification: magic, version, number of tensors and of metadata entries (uint32, uint64), the entries, and of each
+tensor name, dimensions, type and offset. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..reading.gguf_package import ORIGINAL_SHAPE, gguf_package
+from .new_file import Make, write_new_file
+
+_ELSEWHERE = "workflow."
+# ComfyUI reads these of a model file; all that begins so is this pack's.
+_READ = ("config", "format", "tae_latent_channels", "_quantization_metadata")
+_OWN = "int8_dit_"
+
+_MOST_HEADER_BYTES = 100_000_000  # safetensors refuses to read more
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+_VERSION = 3
+_ALIGNMENT = 32  # GGUF's default
+_MOST_NAME_BYTES = 127  # readers written in C keep a name in 128 bytes
+_MOST_DIMENSIONS = 4
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")  # as safetensors calls them, too
+
+
+def with_workflow(own: Mapping[str, str], workflow: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a new file: the pack's entries, and those of a workflow, which may have any keys.
+
+    Keys that mean something to a loader get a prefix. So do all with a dot, such as `general.alignment`: GGUF's own
+    have one.
+    """
+    entries = {}
+    for key, text in workflow.items():
+        is_read = key in own or key in _READ or key.startswith(_OWN) or "." in key
+        # JSON may have half a character in a key, and no file can.
+        entries[(_ELSEWHERE + key if is_read else key).encode(errors="replace").decode()] = text
+    return {**entries, **own}
+
+
+class PendingTensor:
+    """Stands in for a tensor in a state dict that is about to be written: it has the shape and dtype of another, and
+    `make` gives its values, once, when it is written."""
+
+    def __init__(self, like: "torch.Tensor | PendingTensor", make: Make) -> None:
+        self.shape, self.dtype, self._make = like.shape, like.dtype, make
+
+    def to(self, device: str) -> torch.Tensor:
+        return self._make().to(device)
+
+
+Tensors = dict[str, torch.Tensor | PendingTensor]
+"""A state dict that is about to be written."""
+
+
+def write_safetensors(
+    destination: str | Iterable[str],
+    tensors: Mapping[str, torch.Tensor | PendingTensor],
+    metadata: dict[str, str],
+    on_tensor: Callable[[], None],
+) -> str:
+    """Write `tensors` to a new file in the safetensors format, one at a time, and return its path.
+
+    Each tensor is moved to host memory only when its turn comes (a lazily patched one is computed then). `on_tensor` is
+    called after each and may raise to stop. `destination` and the OSErrors are `write_new_file`'s.
+
+    Raises ValueError for a dtype the format lacks, and for a header that readers refuse.
+    """
+    header: dict[str, dict] = {"__metadata__": metadata}
+    made, end = {}, 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors files cannot hold")
+        begin, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        made[name] = end - begin, partial(tensor.to, "cpu")
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    _check_header(encoded, metadata)
+    return write_new_file(destination, len(encoded).to_bytes(8, "little") + encoded, made, on_tensor)
+
+
+def _check_header(encoded: bytes, metadata: Mapping[str, str]) -> None:
+    """Raise ValueError, naming the largest entry, for a header that readers would refuse."""
+    if len(encoded) <= _MOST_HEADER_BYTES:
+        return
+    sizes = {f"its metadata entry {key!r}": len(json.dumps(text)) for key, text in metadata.items()}
+    sizes["the list of its tensors"] = len(encoded) - sum(sizes.values())
+    largest = max(sizes, key=sizes.__getitem__)
+    raise ValueError(
+        f"the file's header would have {len(encoded) / 1e6:.1f} MB, and readers take {_MOST_HEADER_BYTES / 1e6:g} MB. "
+        f"Most of it is {largest} ({sizes[largest] / 1e6:.1f} MB). Make that smaller; a workflow is left out where "
+        "ComfyUI runs with --disable-metadata. Nothing was saved"
+    )
+
+
+@dataclass(frozen=True)
+class PendingGGUF:
+    """A tensor that is about to be written.
+
+    Attributes:
+        shape: as the model has it.
+        type: ggml's name of the type, such as Q4_K or F16.
+        make: gives its values once: uint8 blocks, or numbers of that type.
+    """
+
+    shape: tuple[int, ...]
+    type: str
+    make: Make
+
+
+def plain_type(dtype: torch.dtype) -> str:
+    """The name of a type that is not made of blocks. Raises ValueError for a dtype that GGUF lacks."""
+    name = DTYPE_NAMES.get(dtype)
+    if name not in _PLAIN:
+        raise ValueError(f"it is {dtype}, which GGUF files cannot hold")
+    return name
+
+
+def write_gguf(
+    destination: str | Iterable[str],
+    tensors: Mapping[str, PendingGGUF],
+    architecture: str,
+    file_type: str,
+    metadata: Mapping[str, str],
+    on_tensor: Callable[[], None],
+) -> str:
+    """Write `tensors` to a new GGUF file, one at a time, and return its path.
+
+    `file_type` is llama.cpp's name of what most tensors are, such as MOSTLY_Q8_0. `metadata` become strings under their
+    own keys, which are none of GGUF's. `on_tensor` is called after each tensor and may raise to stop. `destination` and
+    the OSErrors are `write_new_file`'s.
+
+    Raises ValueError for a name that readers cannot hold, ImportError where the package gguf is missing.
+    """
+    gguf = gguf_package()
+    kinds, text = gguf.GGUFValueType, struct.pack("<I", gguf.GGUFValueType.STRING)
+    values = {
+        "general.architecture": text + _string(architecture),
+        "general.quantization_version": struct.pack("<II", kinds.UINT32, gguf.GGML_QUANT_VERSION),
+        "general.file_type": struct.pack("<II", kinds.UINT32, gguf.LlamaFileType[file_type]),
+        **{key: text + _string(value) for key, value in metadata.items()},
+    }
+    entries, made, offset = [], {}, 0
+    for name, tensor in tensors.items():
+        if len(name.encode()) > _MOST_NAME_BYTES:
+            raise ValueError(
+                f"the tensor name {name!r} has {len(name.encode())} bytes, and GGUF readers take "
+                f"{_MOST_NAME_BYTES}; this model cannot be saved as GGUF"
+            )
+        kind, shape = gguf.GGMLQuantizationType[tensor.type], tensor.shape
+        weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        count = math.prod(shape)
+        if count % weights or (weights > 1 and shape[-1] % weights):
+            raise ValueError(f"{name}: rows of {shape[-1]} weights do not divide into blocks of {weights}")
+        size = count // weights * block_bytes
+        if len(shape) > _MOST_DIMENSIONS:
+            values[ORIGINAL_SHAPE + name] = struct.pack(
+                f"<IIQ{len(shape)}i", kinds.ARRAY, kinds.INT32, len(shape), *shape
+            )
+            shape = (shape[0], math.prod(shape[1:]))
+        dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        entries.append(_string(name) + dimensions + struct.pack("<IQ", kind, offset))
+        made[name] = size, tensor.make
+        offset += size + -size % _ALIGNMENT
+    counts = struct.pack("<4sIQQ", b"GGUF", _VERSION, len(entries), len(values))
+    header = b"".join([counts, *(_string(key) + value for key, value in values.items()), *entries])
+    header += bytes(-len(header) % _ALIGNMENT)
+    return write_new_file(destination, header, made, on_tensor, _ALIGNMENT)
+
+
+def _string(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
