@@ -13,6 +13,11 @@ def test_steps_measured_on_an_h200_are_reproduced_within_a_tenth():
     assert len(errors) >= 8 and max(map(abs, errors.values())) <= 0.1
 
 
+def test_what_others_measured_on_ampere_cards_is_reproduced_within_a_tenth():
+    found = [*study.speed_errors(study.families(TILES, OF_FAMILIES)).values(), *study.a6000_errors().values()]
+    assert len(found) > 30 and max(map(abs, found)) < 0.105
+
+
 @pytest.mark.parametrize(
     "name, document, attention",
     (
