@@ -179,7 +179,7 @@ def _float_attention(
 
     def fill(out: torch.Tensor, full: torch.Tensor | None) -> None:
         if uses_triton(q):
-            from ..triton_kernels.float_attention import launch_float_attention
+            from ..triton_kernels.attention import launch_float_attention
 
             launch_float_attention(q, k, v, full, scale, out)
         else:

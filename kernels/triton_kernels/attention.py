@@ -1,6 +1,8 @@
-"""INT8 attention: queries and keys in int8, an online softmax in float32, probabilities and values in floats."""
+"""Attention with an online softmax in float32, probabilities and values in floats: of queries and keys in int8, and
+exact of wide heads, which PyTorch's own kernels do badly on a card."""
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ..reference.attention import WIDEST_HEAD, padded_width
-from .attention_operands import quantized_operands
-from .launching import Launcher
+from .attention_operands import AttentionOperands, quantized_operands
+from .launching import Build, Launcher, built
 
 
 @triton.jit
@@ -32,18 +34,32 @@ def _add_values(
 
 
 @triton.jit
-def _products(q, k, first, D: tl.constexpr, KEYS: tl.constexpr):
+def _products(
+    q, k, first, end, k_token,
+    INT8: tl.constexpr, RAGGED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     key, column = first + tl.arange(0, KEYS), tl.arange(0, D)
-    return tl.dot(q, tl.load(k + key[None, :].to(tl.int64) * D + column[:, None]), out_dtype=tl.int32)
+    if INT8:
+        return tl.dot(q, tl.load(k + key[None, :].to(tl.int64) * D + column[:, None]), out_dtype=tl.int32)
+    else:
+        tile = k + key[None, :].to(tl.int64) * k_token + column[:, None]
+        if RAGGED or WIDTH < D:
+            keys = tl.load(tile, mask=(key < end)[None, :] & (column < WIDTH)[:, None], other=0.0)
+        else:
+            keys = tl.load(tile)
+        return tl.dot(q, keys)
 
 
 @triton.jit
-def _logits(raw, k_scale, first, KEYS: tl.constexpr):
-    return raw.to(tl.float32) * tl.load(k_scale + first + tl.arange(0, KEYS))[None, :]
+def _logits(raw, k_scale, first, INT8: tl.constexpr, KEYS: tl.constexpr):
+    if INT8:
+        return raw.to(tl.float32) * tl.load(k_scale + first + tl.arange(0, KEYS))[None, :]
+    else:
+        return raw
 
 
 @triton.jit
-def attend_to_keys(
+def _attend_to_keys(
     logits, q_scale, v, mask, first, end, v_stride, mask_token, mask_key, rows, valid_rows,
     highest, total, acc, acc_right,
     MASK: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
@@ -95,7 +111,7 @@ def attend_to_keys(
 
 
 @triton.jit
-def store_part(
+def _store_part(
     out, acc, inverse, v_scale, rows, valid_rows, out_token, left,
     HAS_V_SCALE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -110,34 +126,44 @@ def store_part(
 
 
 @triton.jit(do_not_specialize=("TQ", "TK"))
-def int8_attention_kernel(
+def attention_kernel(
     q, q_scale, k, k_scale, v, v_scale, mask, out,
-    H, GROUP, TQ, TK, TK_PADDED, v_sample, v_head, v_token, out_sample, out_head, out_token,
-    mask_sample, mask_head, mask_token, mask_key,
-    MASK: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
+    H, GROUP, TQ, TK, TK_PADDED, q_sample, q_head, q_token, k_sample, k_head, k_token, v_sample, v_head, v_token,
+    out_sample, out_head, out_token, mask_sample, mask_head, mask_token, mask_key, factor,
+    INT8: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
     HAS_V_SCALE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS queries of one head.
 
-    q, k: int8 [B H, TQ, D] and [B H / GROUP, TK_PADDED, D] side by side; scales float32 [B H, TQ] and
-    [B H / GROUP, TK_PADDED], the queries' with the logits' scale and log2(e) in them. v: [B, H / GROUP, TK, COLUMNS].
-    out: [B, H, TQ, WIDTH]. With HALF_SUMS the products of a tile of keys are summed in fp16.
+    With INT8 q, k: int8 [B H, TQ, D] and [B H / GROUP, TK_PADDED, D] side by side; scales float32 [B H, TQ] and
+    [B H / GROUP, TK_PADDED], the queries' with the logits' scale and log2(e) in them. Without: floats [B, H, TQ, WIDTH]
+    and [B, H / GROUP, TK, WIDTH], whose `factor` is the logits' scale times log2(e).
+    v: [B, H / GROUP, TK, COLUMNS]. out: [B, H, TQ, WIDTH]. With HALF_SUMS the products of a tile of keys are summed in
+    fp16.
     """
     blocks = tl.cdiv(TQ, ROWS)
     head = tl.program_id(0) // blocks
-    sample, own = head // H, head % H
-    k_head = sample.to(tl.int64) * (H // GROUP) + own // GROUP
+    sample, own = (head // H).to(tl.int64), head % H
+    k_own = (own // GROUP).to(tl.int64)
+    one_k_head = sample * (H // GROUP) + own // GROUP
     rows, column = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     valid_rows = rows < TQ
-    row = head.to(tl.int64) * TQ + rows
-    queries = tl.load(q + row[:, None] * D + column[None, :], mask=valid_rows[:, None], other=0)
-    scale = tl.load(q_scale + row, mask=valid_rows, other=0.0)
-    k += k_head * TK_PADDED * D
-    k_scale += k_head * TK_PADDED
-    v += sample.to(tl.int64) * v_sample + (own // GROUP).to(tl.int64) * v_head
+    if INT8:
+        row = head.to(tl.int64) * TQ + rows
+        queries = tl.load(q + row[:, None] * D + column[None, :], mask=valid_rows[:, None], other=0)
+        scale = tl.load(q_scale + row, mask=valid_rows, other=0.0)
+        k += one_k_head * TK_PADDED * D
+        k_scale += one_k_head * TK_PADDED
+    else:
+        q += sample * q_sample + own.to(tl.int64) * q_head
+        inside = valid_rows[:, None] & (column < WIDTH)[None, :]
+        queries = tl.load(q + rows[:, None].to(tl.int64) * q_token + column[None, :], mask=inside, other=0.0)
+        scale = tl.full((ROWS,), 1.0, tl.float32) * factor
+        k += sample * k_sample + k_own * k_head
+    v += sample * v_sample + k_own * v_head
     if MASK != "none":
-        mask += sample.to(tl.int64) * mask_sample + own.to(tl.int64) * mask_head
+        mask += sample * mask_sample + own.to(tl.int64) * mask_head
 
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -145,32 +171,32 @@ def int8_attention_kernel(
     acc_right = acc
     whole = TK // KEYS * KEYS if RAGGED else TK
     if AHEAD:
-        raw = _products(queries, k, 0, D, KEYS)
+        raw = _products(queries, k, 0, TK, k_token, INT8, False, WIDTH, D, KEYS)
     for first in tl.range(0, whole, KEYS, num_stages=STAGES):
         if AHEAD:
-            later = _products(queries, k, first + KEYS, D, KEYS)
+            later = _products(queries, k, first + KEYS, TK, k_token, INT8, False, WIDTH, D, KEYS)
         else:
-            raw = _products(queries, k, first, D, KEYS)
-        highest, total, acc, acc_right = attend_to_keys(
-            _logits(raw, k_scale, first, KEYS), scale, v, mask, first, TK, v_token, mask_token, mask_key,
+            raw = _products(queries, k, first, TK, k_token, INT8, False, WIDTH, D, KEYS)
+        highest, total, acc, acc_right = _attend_to_keys(
+            _logits(raw, k_scale, first, INT8, KEYS), scale, v, mask, first, TK, v_token, mask_token, mask_key,
             rows, valid_rows, highest, total, acc, acc_right, MASK, MASK_ROWS, False, HALF_SUMS, COLUMNS, D, PART, KEYS,
         )  # fmt: skip
         if AHEAD:
             raw = later
     if RAGGED:
         if not AHEAD:
-            raw = _products(queries, k, whole, D, KEYS)
-        highest, total, acc, acc_right = attend_to_keys(
-            _logits(raw, k_scale, whole, KEYS), scale, v, mask, whole, TK, v_token, mask_token, mask_key,
+            raw = _products(queries, k, whole, TK, k_token, INT8, True, WIDTH, D, KEYS)
+        highest, total, acc, acc_right = _attend_to_keys(
+            _logits(raw, k_scale, whole, INT8, KEYS), scale, v, mask, whole, TK, v_token, mask_token, mask_key,
             rows, valid_rows, highest, total, acc, acc_right, MASK, MASK_ROWS, True, HALF_SUMS, COLUMNS, D, PART, KEYS,
         )  # fmt: skip
 
     inverse = tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total))
-    out += sample.to(tl.int64) * out_sample + own.to(tl.int64) * out_head
-    v_scale += k_head * D
-    store_part(out, acc, inverse, v_scale, rows, valid_rows, out_token, 0, HAS_V_SCALE, WIDTH, PART)
+    out += sample * out_sample + own.to(tl.int64) * out_head
+    v_scale += one_k_head * D
+    _store_part(out, acc, inverse, v_scale, rows, valid_rows, out_token, 0, HAS_V_SCALE, WIDTH, PART)
     if PART < D:
-        store_part(out, acc_right, inverse, v_scale, rows, valid_rows, out_token, PART, HAS_V_SCALE, WIDTH, PART)
+        _store_part(out, acc_right, inverse, v_scale, rows, valid_rows, out_token, PART, HAS_V_SCALE, WIDTH, PART)
 
 
 @dataclass(frozen=True)
@@ -206,6 +232,9 @@ _HOPPER_TILES = {
     256: AttentionTiles(128, 64, 256, 8, 3),
 }
 _TILES = {(9, 0): _HOPPER_TILES}
+# Of exact attention, heads of 129 to 256 channels.
+_FLOAT_TILES = {(9, 0): AttentionTiles(128, 64, 256, 8, 2)}
+_AMPERE_FLOAT_TILES = AttentionTiles(128, 16, 128, 8, 3)
 # Larger ones that are faster where calls leave hardly any multiprocessor without work, and how many run on one.
 _FILLING_TILES = {(9, 0): {128: AttentionTiles(128, 64, 128, 4, 3)}}
 _RESIDENT = 2
@@ -244,38 +273,26 @@ def tiles_for(
     return replace(tiles, keys=tiles.keys if channels == WIDEST_HEAD else 32, stages=2, ahead=False)
 
 
+def float_tiles_for(capability: tuple[int, int], mask: tuple[str, str] = ("none", "one")) -> AttentionTiles:
+    """The tiles of exact attention on a card by its compute capability."""
+    tiles = _FLOAT_TILES.get(capability, _AMPERE_FLOAT_TILES)
+    return tiles if mask[1] == "one" else replace(tiles, keys=min(tiles.keys, 32), stages=2)
+
+
 def _fills(tiles: AttentionTiles, heads: int, queries: int, multiprocessors: int) -> bool:
     """Whether the last round of a call's programs leaves few places on the multiprocessors free, of those of all."""
     programs, places = heads * -(-queries // tiles.rows), _RESIDENT * multiprocessors
     return programs >= _FILLED * places * -(-programs // places) > 0
 
 
-def int8_attention_constants(
-    tiles: AttentionTiles,
-    width: int,
-    channels: int,
-    mask: tuple[str, str],
-    ragged: bool,
-    half_sums: bool,
-    scaled: bool,
-) -> tuple[dict[str, object], dict[str, object]]:
+def attention_constants(
+    tiles: AttentionTiles, int8: bool, width: int, mask: tuple[str, str], ragged: bool, half_sums: bool, scaled: bool
+) -> Build:
     """The kernel's constants and compilation options."""
-    constants = {
-        "MASK": mask[0],
-        "MASK_ROWS": mask[1],
-        "RAGGED": ragged,
-        "HALF_SUMS": half_sums,
-        "HAS_V_SCALE": scaled,
-        "WIDTH": width,
-        "COLUMNS": channels if scaled else width,
-        "D": channels,
-        "PART": tiles.part,
-        "ROWS": tiles.rows,
-        "KEYS": tiles.keys,
-        "STAGES": tiles.stages,
-        "AHEAD": tiles.ahead,
-    }
-    return constants, {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    channels = padded_width(width) if int8 else WIDEST_HEAD
+    form = (int8, *mask, ragged, half_sums, scaled, width, channels if scaled else width, channels, tiles.part)
+    constants = (*form, tiles.rows, tiles.keys, tiles.stages, tiles.ahead)
+    return built(attention_kernel, *constants, num_warps=tiles.warps, num_stages=tiles.stages)
 
 
 @functools.cache
@@ -283,7 +300,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-_ATTENTION = Launcher(int8_attention_kernel, int8_attention_constants)
+_ATTENTION = Launcher(attention_kernel, attention_constants)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 6)
 
 
 def launch_int8_attention(
@@ -300,7 +321,7 @@ def launch_int8_attention(
 
     `half_sums` is a card's own where it is None.
     """
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 6)
+    capability = _capability(q.device)
     if half_sums is None:
         half_sums = capability in _HALF_SUMS
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -309,18 +330,44 @@ def launch_int8_attention(
         given = key_mean.float().expand(k.shape[0], k.shape[1], q.shape[-1])
         key_mean = torch.nn.functional.pad(given, (0, padding)).contiguous()
     operands = quantized_operands(q, k, v, scale, key_mean, half_sums or v.dtype == torch.float32 or not v.is_cuda)
-    (_, heads, tq, width), (_, kv_heads, tk, _) = q.shape, k.shape
-    channels, scaled = operands.q.shape[-1], operands.v_scale is not None
-    kind = mask_kind(mask)
-    tiles = tiles_for(capability, channels, kind, (q.shape[0] * heads, tq), _multiprocessors(q.device))
-    form = (tiles, width, channels, kind, tk % tiles.keys != 0, half_sums, scaled)
-    v_strides = (kv_heads * tk * channels, tk * channels, channels) if scaled else v.stride()[:3]
-    numbers = (heads, heads // kv_heads, tq, tk, operands.k.shape[1], *v_strides, *out.stride()[:3])
+    heads_of = (q.shape[0] * q.shape[1], q.shape[2])
+    tiles = tiles_for(capability, operands.q.shape[-1], mask_kind(mask), heads_of, _multiprocessors(q.device))
+    if operands.v_scale is not None:
+        v = operands.v.unflatten(0, k.shape[:2])
+    _launch(tiles, operands, True, (q, k, v), mask, out, half_sums, 0.0)
+
+
+def launch_float_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, out: torch.Tensor
+) -> None:
+    """Launch the kernel on checked, non-empty fp16 or bf16 tensors [B, H, T, WIDTH] of more than 128 channels
+    and a mask [B, H, TQ, TK]."""
+    if scale < 0:  # the kernel takes the highest logit before it multiplies by the scale
+        q, scale = -q, -scale
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    tiles = float_tiles_for(_capability(q.device), mask_kind(mask))
+    operands = AttentionOperands(q, q, k, k, v, None)
+    _launch(tiles, operands, False, (q, k, v), mask, out, False, scale * math.log2(math.e))
+
+
+def _launch(
+    tiles: AttentionTiles,
+    operands: AttentionOperands,
+    int8: bool,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    out: torch.Tensor,
+    half_sums: bool,
+    factor: float,
+) -> None:
+    """Launch the kernel on operands of `given` q, k and v [B, H, T, WIDTH], by whose strides it reads floats."""
+    (batch, heads, tq, width), (_, kv_heads, tk, _) = given[0].shape, given[1].shape
+    scaled = operands.v_scale is not None
+    form = (tiles, int8, width, mask_kind(mask), tk % tiles.keys != 0, half_sums, scaled)
+    read = (0,) * 6 if int8 else (*given[0].stride()[:3], *given[1].stride()[:3])
+    strides = (*read, *given[2].stride()[:3], *out.stride()[:3])
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
-    tensors = (operands.q, operands.q_scale, operands.k, operands.k_scale, operands.v)
-    tensors += (
-        operands.q_scale if operands.v_scale is None else operands.v_scale,
-        operands.q if mask is None else mask,
-    )
-    grid = (-(-tq // tiles.rows) * q.shape[0] * heads, 1)
-    _ATTENTION(form, grid, (*tensors, out), (*numbers, *mask_strides))
+    numbers = (heads, heads // kv_heads, tq, tk, operands.k.shape[1], *strides, *mask_strides, factor)
+    tensors = (*operands[:5], operands.v_scale if operands.v_scale is not None else operands.q_scale)
+    grid = (-(-tq // tiles.rows) * batch * heads, 1)
+    _ATTENTION(form, grid, (*tensors, operands.q if mask is None else mask, out), numbers)

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.reference.attention import padded_width
-from kernels.triton_kernels import attention, attention_operands, float_attention
+from kernels.triton_kernels import attention, attention_operands
 from support.sass import AttentionLoop, attention_loop, cuobjdump
 
 # By name; every number but these is a multiple of 16.
@@ -55,15 +55,13 @@ def _parts(build: Build):
     width, padded = build.width, padded_width(build.width)
     call = ((1, 1 << 20), 1) if build.fills else ()
     tiles = attention.tiles_for(divmod(build.capability, 10), padded, build.mask, *call)
-    if build.kernel == "int8":
-        made = attention.int8_attention_constants(
-            tiles, width, padded, build.mask, True, build.half_sums, build.half_sums
-        )
-        return attention.int8_attention_kernel, made, {"q": "*i8", "k": "*i8", "v": "*fp16"}
-    if build.kernel == "float":
-        tiles = float_attention.float_tiles_for(divmod(build.capability, 10), build.mask)
-        made = float_attention.float_attention_constants(tiles, width, build.mask, True)
-        return float_attention.float_attention_kernel, made, {}
+    if build.kernel in ("int8", "float"):
+        int8 = build.kernel == "int8"
+        if not int8:
+            tiles = attention.float_tiles_for(divmod(build.capability, 10), build.mask)
+        form = (int8, width, build.mask, True, build.half_sums, build.half_sums)
+        made = attention.attention_constants(tiles, *form)
+        return attention.attention_kernel, made, {"q": "*i8", "k": "*i8", "v": "*fp16"} if int8 else {}
     if build.kernel == "operands":
         made = attention_operands.attention_operands_constants(True, 16, True, "bfloat16", width, padded)
         return attention_operands.attention_operands_kernel, made, {}
