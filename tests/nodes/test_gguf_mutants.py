@@ -24,6 +24,12 @@ def test_mutants_are_made_of_a_file_that_is_read_as_it_was_written(gguf_mutants)
         assert gguf_mutants.taken_apart(data).written() == data
 
 
+@pytest.fixture
+def file(gguf_mutants):
+    """A whole file, taken apart."""
+    return gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
+
+
 def refused(gguf_mutants, path, data, way=WAYS[0]):
     """What is said of a damaged file."""
     path.write_bytes(data)
@@ -33,41 +39,29 @@ def refused(gguf_mutants, path, data, way=WAYS[0]):
     return str(error.value)
 
 
-def test_a_type_whose_values_are_shorter(gguf_mutants, tmp_path):
-    """F32 that became F16: the file would load and be wrong."""
-    file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
+def retyped(file, kind, number, type):
+    """The file's bytes with another type of a tensor or a value."""
     data = bytearray(file.written())
+    at, _ = file.places[f"{kind} type"][number]
+    struct.pack_into("<I", data, at, type)
+    return bytes(data)
+
+
+def test_a_type_whose_values_are_shorter(gguf_mutants, file, tmp_path):
+    """F32 that became F16: the file would load and be wrong."""
     number = next(number for number, tensor in enumerate(file.tensors) if tensor.kind == "F32")
-    at, _ = file.places["tensor type"][number]
-    data[at] = 1
-    behind = file.tensors[number + 1].name.decode()
-    said = refused(gguf_mutants, tmp_path / "a.gguf", bytes(data))
-    assert f"{behind} does not begin where {file.tensors[number].name.decode()} ends" in said
+    said = refused(gguf_mutants, tmp_path / "a.gguf", retyped(file, "tensor", number, 1))
+    behind, own = (file.tensors[place].name.decode() for place in (number + 1, number))
+    assert f"{behind} does not begin where {own} ends" in said
 
 
 @pytest.mark.parametrize("kind", ("tensor", "value"))
-def test_a_type_that_the_installed_gguf_does_not_know(gguf_mutants, tmp_path, kind):
+def test_a_type_that_the_installed_gguf_does_not_know(gguf_mutants, file, tmp_path, kind):
     """A newer one, as a rule; the file need not be damaged."""
-    file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
-    data = bytearray(file.written())
-    at, _ = file.places[f"{kind} type"][-1]
-    struct.pack_into("<I", data, at, 99)
-    said = refused(gguf_mutants, tmp_path / "a.gguf", bytes(data))
+    said = refused(gguf_mutants, tmp_path / "a.gguf", retyped(file, kind, -1, 99))
     assert f"it has a {kind} of type 99, which gguf {version('gguf')} does not know" in said
     assert "`pip install -U gguf`" in said and "use another file" in said
     assert "damaged" not in said
-
-
-def test_bytes_behind_the_last_tensor(gguf_mutants, tmp_path):
-    data = gguf_mutants.gguf_files()["Q8_0"]
-    assert "32 bytes lie behind" in refused(gguf_mutants, tmp_path / "a.gguf", data + bytes(32))
-
-
-def with_metadata(gguf_mutants, path, *values):
-    file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
-    file.values.extend(values)
-    path.write_bytes(file.written())
-    return path
 
 
 def array(kind, number, data):
@@ -75,14 +69,13 @@ def array(kind, number, data):
 
 
 @pytest.mark.slow
-def test_a_tokenizer(dit, gguf_mutants, tmp_path):
+def test_a_tokenizer(dit, gguf_mutants, file, tmp_path):
     """Of a model that has its text encoder's beside it: its arrays are passed over, and make no object of each item."""
     number = 1 << 20
     texts = array(8, number // 4, (struct.pack("<Q", 3) + b"abc") * (number // 4))
     path = tmp_path / "a.gguf"
-    with_metadata(
-        gguf_mutants, path, *((b"scores%d" % n, *array(6, number, bytes(4 * number))) for n in range(4)), (b"t", *texts)
-    )
+    file.values += [*((b"scores%d" % n, *array(6, number, bytes(4 * number))) for n in range(4)), (b"t", *texts)]
+    path.write_bytes(file.written())
     tracemalloc.start()
     try:
         model = gguf_mutants.load(path, *WAYS[0])
@@ -102,18 +95,17 @@ def test_a_tokenizer(dit, gguf_mutants, tmp_path):
         ([(b"t", *array(9, 50_000, struct.pack("<IQ", 0, 0) * 50_000))], "arrays of 50000 texts or arrays"),
         ([(b"t", *array(6, 1 << 40, b""))], "damaged or incomplete"),
         ([(b"%d" % n, 0, b"\0") for n in range(40_000)], "no model has 40003 entries of metadata"),
+        ([(b"deep", 9, struct.pack("<IQ", 9, 1) * 10_000)], "recursion"),
     ),
-    ids=("texts", "texts in all", "arrays", "beyond the file", "entries"),
+    ids=("texts", "texts in all", "arrays", "beyond the file", "entries", "arrays in arrays"),
 )
-def test_metadata_of_more_than_any_file_has(gguf_mutants, tmp_path, values, says):
-    path = with_metadata(gguf_mutants, tmp_path / "a.gguf", *values)
-    assert says in refused(gguf_mutants, path, path.read_bytes())
+def test_metadata_of_more_than_any_file_has(gguf_mutants, file, tmp_path, values, says):
+    file.values += values
+    assert says in refused(gguf_mutants, tmp_path / "a.gguf", file.written())
 
 
-def test_arrays_in_arrays(gguf_mutants, tmp_path):
-    file = gguf_mutants.taken_apart(gguf_mutants.gguf_files()["Q8_0"])
-    file.values.append((b"deep", 9, struct.pack("<IQ", 9, 1) * 10_000))
-    assert "recursion" in refused(gguf_mutants, tmp_path / "a.gguf", file.written())
+def test_bytes_behind_the_last_tensor(gguf_mutants, file, tmp_path):
+    assert "32 bytes lie behind" in refused(gguf_mutants, tmp_path / "a.gguf", file.written() + bytes(32))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -142,28 +142,27 @@ def sharing(dit, model):
     return list(groups.values())
 
 
-@pytest.mark.parametrize("alpha", (0.0, 0.5, 1.0))
-def test_w1_and_w3_are_smoothed_by_their_joint_absmax(dit, small, swiglu, alpha):
-    quantized = dit.quantize(swiglu, alpha=alpha, **small.calibration(swiglu))
-    statistics = small.recorded(swiglu).statistics
-    for block in ("layers.0", "layers.1"):
-        for layers in (("feed_forward.w1", "feed_forward.w3"), ("feed_forward.w2",), ("attention.qkv",)):
-            members = [f"{block}.{layer}" for layer in layers]
-            assert_factors(dit, quantized, swiglu, statistics, members, alpha)
+# The linears of one input in each block, by the model.
+MEMBERS = {
+    "swiglu": ("layers", ("feed_forward.w1", "feed_forward.w3"), ("feed_forward.w2",), ("attention.qkv",)),
+    "attention": (
+        "blocks",
+        *(("self_attn.q", "self_attn.k", "self_attn.v"), ("cross_attn.k", "cross_attn.v"), ("cross_attn.q",)),
+    ),
+}
 
 
-def test_only_linears_of_the_same_tensor_are_smoothed_alike(dit, small, attention):
+@pytest.mark.parametrize("kind, alpha", [("swiglu", alpha) for alpha in (0.0, 0.5, 1.0)] + [("attention", 0.5)])
+def test_linears_of_one_tensor_are_smoothed_by_their_joint_absmax(dit, small, request, kind, alpha):
     """The q of a cross attention has factors of its own."""
-    quantized = dit.quantize(attention, **small.calibration(attention))
-    statistics = small.recorded(attention).statistics
-    shared = []
-    for block in ("blocks.0", "blocks.1"):
-        for parent, names in (("self_attn", "qkv"), ("cross_attn", "kv"), ("cross_attn", "q")):
-            members = [f"{block}.{parent}.{name}" for name in names]
-            assert_factors(dit, quantized, attention, statistics, members)
-            if len(members) > 1:
-                shared.append(set(members))
-    assert sharing(dit, quantized) == shared
+    model, (blocks, *groups) = request.getfixturevalue(kind), MEMBERS[kind]
+    quantized = dit.quantize(model, alpha=alpha, **small.calibration(model))
+    statistics, members = small.recorded(model).statistics, []
+    for block in range(2):
+        members += [[f"{blocks}.{block}.{layer}" for layer in layers] for layers in groups]
+    for layers in members:
+        assert_factors(dit, quantized, model, statistics, layers, alpha)
+    assert sharing(dit, quantized) == [set(layers) for layers in members if len(layers) > 1]
 
 
 def test_a_protected_member_is_not_quantized_with_the_others(dit, small, swiglu):

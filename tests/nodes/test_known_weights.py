@@ -77,78 +77,42 @@ def replace(layer, weight):
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
-def keep(layer, other):
-    """Nothing is done to it."""
-
-
-def put_another(layer, other):
-    replace(layer, other())
-
-
-def put_one_with_factors(layer, other):
-    replace(layer, other(smoothed=True, group=4))
-
-
-def put_one_of_16_bits(layer, other):
-    replace(layer, other(bits=16))
-
-
-def swap_under_the_parameter(layer, other):
-    """As `Module.to` does."""
-    layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+def copied(layer):
+    """A copy of the weight in its place, which has been used: that of the MODEL stays as it is."""
+    replace(layer, layer.weight.clone())
     computed(layer, torch.ones(1, layer.in_features))
-    torch.utils.swap_tensors(layer.weight, torch.nn.Parameter(other(group=4), requires_grad=False))
+    return layer.weight
 
 
-def copy_into(layer, other):
-    """As a hook does, and as ComfyUI puts a weight back in place."""
-    layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)  # that of the MODEL stays as it is
-    computed(layer, torch.ones(1, layer.in_features))
-    layer.weight.copy_(other())
-
-
-def copy_into_the_data(layer, other):
-    layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
-    computed(layer, torch.ones(1, layer.in_features))
-    layer.weight.data.copy_(other())
-
-
-def put_another_bias(layer, other):
-    layer.bias = torch.nn.Parameter(torch.full_like(layer.bias, 3.0), requires_grad=False)
-
-
-def take_the_bias(layer, other):
-    layer.bias = None
-
-
-@pytest.mark.parametrize(
-    "change",
-    (
-        keep,
-        put_another,
-        put_one_with_factors,
-        put_one_of_16_bits,
-        swap_under_the_parameter,
-        copy_into,
-        copy_into_the_data,
-        put_another_bias,
-        take_the_bias,
+CHANGES = {
+    "none": lambda layer, other: None,
+    "another": lambda layer, other: replace(layer, other()),
+    "one with factors": lambda layer, other: replace(layer, other(smoothed=True, group=4)),
+    "one of 16 bits": lambda layer, other: replace(layer, other(bits=16)),
+    "swapped under the parameter, as by Module.to": lambda layer, other: torch.utils.swap_tensors(
+        copied(layer), torch.nn.Parameter(other(group=4), requires_grad=False)
     ),
-    ids=lambda change: change.__name__,
-)
+    "copied into, as by a hook": lambda layer, other: copied(layer).copy_(other()),
+    "its data copied into": lambda layer, other: copied(layer).data.copy_(other()),
+    "another bias": lambda layer, other: setattr(layer, "bias", torch.nn.Parameter(layer.bias.detach() + 3, False)),
+    "no bias": lambda layer, other: setattr(layer, "bias", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ("reference", "kernels"))
 def test_the_next_call_computes_with_what_the_weight_is(layer, x, other, change, way, monkeypatch):
     if way == "kernels":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         layer.known_weight = None
     before, form = computed(layer, x), input_form(layer)
-    change(layer, other)
+    CHANGES[change](layer, other)
     for _ in range(2):
         after = computed(layer, x)
         assert torch.equal(after, expected(layer, x))
-    assert torch.equal(after, before) == (change is keep)
+    assert torch.equal(after, before) == (change == "none")
     transform = layer.weight._params.transform
-    assert input_form(layer) is form or change is not keep
+    assert input_form(layer) is form or change != "none"
     assert input_form(layer).transform.rotation_group == transform.rotation_group
     assert input_form(layer).transform.smooth is transform.smooth
 
