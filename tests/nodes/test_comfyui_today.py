@@ -1,35 +1,6 @@
-"""The imitation of ComfyUI 0.36 to 0.38: it does what is known of them, and leaves nothing behind."""
-
-import sys
+"""ComfyUI 0.36 and newer, as an imitation shows them: what the pack does around their linears."""
 
 import pytest
-
-
-@pytest.fixture
-def imitation(pack):
-    from support import comfyui_today
-
-    return comfyui_today
-
-
-def known(imitation):
-    names = ("attention", "optimized_attention", "wrap_attn", "ComfyAttention", "AttentionTensorContainer")
-    modules = [module for name, module in sys.modules.items() if name.startswith("comfy.ldm")]
-    classes = (*imitation.LAYERS, *imitation._NEW_ARGUMENTS)
-    functions = {(module.__name__, key): value for module in modules for key, value in vars(module).items()}
-    return {key: value for key, value in functions.items() if key[1].startswith(names) or key[1] == "contained"} | {
-        (cls, name): vars(cls)[name] for cls in classes for name in ("__init__", "forward")
-    }
-
-
-def test_nothing_stays(imitation):
-    before = known(imitation)
-    with imitation.today():
-        assert known(imitation) != before
-    assert known(imitation) == before
-
-
-# Around linears
 
 
 def test_a_rebuilt_model_does_not_lie_on_the_disk_of_the_other(of_today, dit):

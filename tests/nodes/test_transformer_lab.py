@@ -121,17 +121,11 @@ def file(models):
     return both_branches(models)
 
 
-@pytest.fixture
-def tensors_of(dit):
-    """What a loaded MODEL holds, as it would be saved."""
-    return dit.snapshot
-
-
-def test_each_tensor_comes_from_where_it_should(models, load, tensors_of, file):
+def test_each_tensor_comes_from_where_it_should(dit, models, load, file):
     """The base's biases are told apart by a little, and its INT8 layer comes with scale and mark."""
     base = {k: t + 1e-3 if k.endswith(".bias") else t for k, t in models["conditional"].items()}
     base = in_int8(base)[0]
-    loaded = tensors_of(load(file, base))
+    loaded = dit.snapshot(load(file, base))
     parts = {"weight": "wq", "weight_scale": "ws", "weight_smooth": "smooth"}
     for key, tensor in loaded.items():
         layer, _, part = key.rpartition(".")
@@ -146,37 +140,37 @@ def test_each_tensor_comes_from_where_it_should(models, load, tensors_of, file):
 
 @pytest.mark.parametrize("shape", ((-1,), (-1, 1)))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
-def test_scales_of_any_float_dtype(models, load, tensors_of, shape, dtype):
+def test_scales_of_any_float_dtype(dit, models, load, shape, dtype):
     file = both_branches(models, scale_shape=shape, scale_dtype=dtype)
-    scale = tensors_of(load(file, models["conditional"]))[f"{QKV}.weight_scale"]
+    scale = dit.snapshot(load(file, models["conditional"]))[f"{QKV}.weight_scale"]
     assert scale.dtype == torch.float32
     assert torch.equal(scale.flatten(), file[f"conditional.{QKV}.ws"].float().flatten())
 
 
-def test_a_plain_weight_beside_a_quantized_one_is_taken(models, load, tensors_of, file):
+def test_a_plain_weight_beside_a_quantized_one_is_taken(dit, models, load, file):
     file |= {f"conditional.{key}": t for key, t in quantized(W2, models["unconditional"][f"{W2}.weight"]).items()}
-    loaded = tensors_of(load(file, models["conditional"]))
+    loaded = dit.snapshot(load(file, models["conditional"]))
     assert torch.equal(loaded[f"{W2}.weight"], models["conditional"][f"{W2}.weight"])
 
 
-def test_a_file_that_lacks_nothing_needs_no_base(models, load, tensors_of, file):
+def test_a_file_that_lacks_nothing_needs_no_base(dit, models, load, file):
     rest = {
         f"conditional.{k}": t for k, t in models["conditional"].items() if k.removesuffix(".weight") not in SMOOTHED
     }
     complete = {key: t for key, t in file.items() if key.startswith("unc") or key.split(".", 1)[1].startswith(SMOOTHED)}
     complete |= rest
-    alone = tensors_of(load(complete))
-    with_base = tensors_of(load(complete, models["unconditional"]))
+    alone = dit.snapshot(load(complete))
+    with_base = dit.snapshot(load(complete, models["unconditional"]))
     assert alone.keys() == with_base.keys() and not [
         key for key in alone if not torch.equal(alone[key], with_base[key])
     ]
     assert torch.equal(alone[NORM], models["conditional"][NORM])
 
 
-def test_a_file_with_one_model_needs_neither_branch_nor_base(models, load, tensors_of):
+def test_a_file_with_one_model_needs_neither_branch_nor_base(dit, models, load):
     plain, base = models["conditional"], models["unconditional"]
     model = load(plain, base, branch="unconditional", kernel="bf16")
-    assert not [key for key, tensor in tensors_of(model).items() if not torch.equal(tensor, plain[key])]
+    assert not [key for key, tensor in dit.snapshot(model).items() if not torch.equal(tensor, plain[key])]
 
 
 def test_saved_it_is_a_file_like_any_other(dit, small, models, load, file, tmp_path):
