@@ -1,8 +1,7 @@
-"""What outlives the process: choices of a card's benchmark, and damaged copies of them and of what the tuner keeps."""
+"""Choices of a card's benchmark, which outlive the process."""
 
 import json
 import os
-import random
 
 import pytest
 import torch
@@ -12,15 +11,8 @@ pytest.importorskip("triton")  # what is kept is bound to it
 from kernels import ATTENTION_CHOICES, AUTO_CHOICES, Choice
 from kernels.card import device
 from kernels.ops import exact_attention
-from kernels.triton_kernels.tiles import ARCHITECTURES, is_offered
-from kernels.triton_kernels.tuning_cache import Measurement, TuningCache, TuningKey
-from support.json_mutants import MUTATIONS
-from support.limits import no_hang
 
-MUTANTS = 90  # of each; each kind ten times
-SECONDS = 60  # for all of them, which take about one
 NAME = "NVIDIA GeForce RTX 3090"
-CONFIGS = tuple(ARCHITECTURES["Ampere"].rates)
 CARD = torch.device("cuda:0")
 OF_LINEARS = Choice("2026-11-23", {(64, 128): {"bf16": 1.0, "fused int8": 0.5}, (128, 64): {"native int8": 2.0}})
 OF_ATTENTION = Choice(
@@ -43,14 +35,6 @@ WRITTEN = {
         ],
     ),
 }
-
-
-def mutants(text):
-    rng = random.Random(0)
-    kinds = list(MUTATIONS)
-    for number in range(MUTANTS):
-        kind = kinds[number % len(kinds)]
-        yield kind, MUTATIONS[kind](rng, text)
 
 
 @pytest.fixture
@@ -144,25 +128,6 @@ def test_a_damaged_choice_does_not_count(choices, damage):
     assert stored_anew(choices) is None
 
 
-def test_mutants_of_a_choice(choices):
-    measured, _ = WRITTEN[choices]
-    choices.decide_by(CARD, measured)
-    path, seen = choices.path(CARD), set()
-    asked, ways = next(iter(measured.milliseconds)), {way for times in measured.milliseconds.values() for way in times}
-    with no_hang(SECONDS):
-        for kind, damaged in mutants(path.read_text()):
-            path.write_text(damaged, encoding="utf-8")
-            found = stored_anew(choices)
-            seen.add(found is not None)
-            if found is not None:
-                assert all(0 < time < 1e7 for times in found.milliseconds.values() for time in times.values()), kind
-                assert isinstance(found.date, str), kind
-                assert found.fastest((4608, 4608, *asked[2:]), ways, "bf16") in (*ways, None), kind
-    assert seen == {True, False}
-    choices.decide_by(CARD, measured)
-    assert stored_anew(choices) == measured
-
-
 def test_a_choice_that_cannot_be_written_leaves_the_earlier_one(choices, monkeypatch, folder):
     measured, _ = WRITTEN[choices]
     choices.decide_by(CARD, measured)
@@ -174,23 +139,3 @@ def test_a_choice_that_cannot_be_written_leaves_the_earlier_one(choices, monkeyp
     with pytest.raises(OSError, match="no space"):
         choices.decide_by(CARD, Choice("later", measured.milliseconds))
     assert choices.stored(CARD) == measured and not list(folder.glob("*.tmp"))
-
-
-def test_mutants_of_a_tuning_file(folder):
-    first = TuningCache(NAME)
-    for n, config in zip((64, 128, 256), CONFIGS, strict=False):
-        first.add(TuningKey(NAME, 1024, n, 4608), Measurement(config, n / 100))
-    path, text, seen = first.path, first.path.read_text(), set()
-    new = TuningKey(NAME, 2048, 512, 4608), Measurement(CONFIGS[0], 1.0)
-    with no_hang(SECONDS):
-        for kind, damaged in mutants(text):
-            path.write_text(damaged, encoding="utf-8")
-            found = TuningCache(NAME).read()
-            seen.add(len(found))
-            for key, result in found.items():
-                sizes = (key.m_bucket, key.n, key.k, key.passes)
-                assert key.device == NAME and all(type(size) is int and size > 0 for size in sizes), kind
-                assert is_offered(result.config, key.passes) and 0 < float(result.milliseconds) < 1e7, kind
-            TuningCache(NAME).add(*new)
-            assert TuningCache(NAME).read().keys() == {*found, new[0]}, kind
-    assert {0, 2, 3} <= seen
