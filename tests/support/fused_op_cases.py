@@ -132,13 +132,13 @@ def _gated_residual_in_float64(residual, x, gate, norm, rows=None):
 
 def _activate_quantize(make: Make, form: Form) -> tuple:
     """The kind is the activation, and whether it has another factor or channels beside it."""
-    activation, _, other = form.kind.partition(" ")
-    first = (form.channels // 5 if form.channels < 1024 else 1024) if other == "beside" else 0
+    activation, *others = form.kind.split()
+    first = (form.channels // 5 if form.channels < 1024 else 1024) if "beside" in others else 0
     wide = make(form.batch, form.tokens, 2 * form.channels) * 3
     wide = wide.abs() if form.channels == 1 else wide  # one small value alone would be all its rounding
     beside, gate, up = wide.split((first, form.channels - first, form.channels), dim=-1)
-    up = up[..., : gate.shape[-1]] if other == "up" else None
-    beside = beside if other == "beside" else None
+    up = up[..., : gate.shape[-1]] if "up" in others else None
+    beside = beside if "beside" in others else None
     return gate, activation, up, beside, _transform(make, form), form.activation_bits
 
 
@@ -227,7 +227,7 @@ CASES = {
             activate_quantize,
             _activate_quantize,
             _activate_quantize_in_float64,
-            ("silu up", "gelu_tanh beside", "gelu", "silu", "gelu_tanh up", "sigmoid up"),
+            ("silu up", "gelu_tanh beside", "gelu", "silu", "gelu_tanh up", "sigmoid up", "gelu_tanh up beside"),
             (
                 *_forms(("silu up",), INNER),
                 *_forms(("sigmoid up",), (6144,)),
