@@ -72,7 +72,8 @@ class SaveGGUFDiT(io.ComfyNode):
                     default="Q8_0",
                     tooltip="The format of the linear layers. Q8_0: 8.5 bits a weight, hardly to be told from 16 bits, "
                     "for every model. Q6_K: 6.6 bits. Q5_K: 5.5 bits. Q4_K: 4.5 bits, the smallest. Layers whose width "
-                    "does not divide by 256 are Q8_0 in all of them, and F16 where it does not divide by 32.",
+                    "does not divide by 256 are Q8_0 in all of them, and F16 where it does not divide by 32. Q8_CR: "
+                    "ComfyUI's own INT8 with ConvRot, which only molbal's ComfyUI-GGUF and Load INT8 DiT read.",
                 ),
             ],
             outputs=[],

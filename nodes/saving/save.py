@@ -1,8 +1,9 @@
-"""Saving a MODEL as one file: with INT8 linears as safetensors, or as GGUF, with linears in one block format."""
+"""Saving a MODEL as one file: with INT8 linears as safetensors, or as GGUF, with linears in one format."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,9 +44,13 @@ from ..patching.file_notes import (
 )
 from ..patching.folding import fold
 from ..patching.patched_weights import patched_weight, state_dict_for_saving
+from .gguf_int8 import KNOWN_ARCHITECTURES, Q8_CR, int8_metadata, int8_pieces
 
-SAVED_TYPES = {"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_K_S", "Q4_K": "MOSTLY_Q4_K_S"}
-"""The block formats that a file can be saved in, and what llama.cpp calls such a file."""
+SAVED_TYPES = {
+    **{"Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q5_K": "MOSTLY_Q5_K_S", "Q4_K": "MOSTLY_Q4_K_S"},
+    Q8_CR: None,
+}
+"""The formats that linears in a GGUF file can be saved in, and what llama.cpp calls such a file."""
 
 _OTHERWISE = "Q8_0"  # for rows that do not divide into the blocks of another format
 _MOST_ROUNDING = 2.0**-9  # what bf16 loses of a value at most
@@ -138,9 +143,10 @@ def save_gguf_model(
 ) -> str:
     """Write a MODEL, its patches applied, as one GGUF file with plain module names, and return the file's path.
 
-    All linears are in the block format `type`, a key of SAVED_TYPES; where its blocks do not divide the rows, in Q8_0,
-    or else in F16. Other tensors are F16, or F32 where they have one dimension or F16 would not hold their values.
-    Blocks of that format that the MODEL holds already, and no patch changes, are written as they are.
+    All linears are in the format `type`, a key of SAVED_TYPES; where its blocks do not divide the rows, in Q8_0, or
+    else in F16. Of Q8_CR are those that `int8_pieces` names, and the others F16. Other tensors are F16, or F32 where
+    they have one dimension or F16 would not hold their values. What the MODEL holds in that format already, and no
+    patch changes, is written as it is.
 
     `destination` and `workflow` are as for `save_int8_model`, and so are the OSErrors and the cancel. Raises ValueError
     naming a tensor that cannot be read or written, or for something that is in no weight; ImportError without the
@@ -150,8 +156,8 @@ def save_gguf_model(
     warn_of_patches_on_folded(model)
     tensors = _tensors(model, type)
     _warn_of_patches_on_rounded(model, type)
-    architecture = architecture_name(model.model)
-    about = file_metadata(model.model)
+    architecture = architecture_name(model.model, KNOWN_ARCHITECTURES if type == Q8_CR else ())
+    about = file_metadata(model.model) | int8_metadata(tensors)
     recipe = recipe_of(model)
     # Of the one a loader warns, the other holds for these weights too; the rest of a recipe is about INT8.
     kept = {name: recipe[name] for name in (FOLDED, ATTENTION) if recipe.get(name)}
@@ -173,13 +179,16 @@ def _naming(name: str) -> Iterator[None]:
         raise ValueError(f"{name} cannot be saved as GGUF: {error}") from error
 
 
-def architecture_name(model: BaseModel) -> str:
-    """What `general.architecture` says of a model of ComfyUI's; warns where ComfyUI-GGUF has no name for it."""
+def architecture_name(model: BaseModel, others: Collection[str] = ()) -> str:
+    """What `general.architecture` says of a model of ComfyUI's; warns where ComfyUI-GGUF has no name for it, and it is
+    none of `others`."""
     names = [kind.__name__ for kind in type(model.model_config).__mro__]
     known = [name for kind in names for name, kinds in _ARCHITECTURES.items() if kind in kinds]
     if known:
         return known[0]
     name = str(model.model_config.unet_config.get("image_model") or names[0].lower())
+    if name in others:
+        return name
     notices.warn(
         "gguf-architecture",
         "ComfyUI-GGUF may refuse the file",
@@ -202,11 +211,14 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
     make_room_to_quantize(model.load_device, max((layer.weight.numel() for layer in layers.values()), default=0))
     parts = model.model.diffusion_model.named_modules()
     quantized = {name for name, part in parts if isinstance(getattr(part, "weight", None), QuantizedTensor)}
+    int8 = int8_pieces(model) if type == Q8_CR else {}
     own: dict[str, Any] = {}  # under the names of the MODEL
     for name, tensor in state_dict_of(model).items():
         layer, _, part = name.rpartition(".")
         if name.endswith(CONFIG):
             own[name] = tensor
+        elif name in int8:
+            own |= {key: replace(piece, make=_naming(name)(piece.make)) for key, piece in int8[name].items()}
         elif layer not in quantized or part in ("weight", "bias"):
             with _naming(name):
                 own[name] = _of_model(model, name, part == "weight" and layer in layers, type)
@@ -234,8 +246,9 @@ def _of_model(model: ModelPatcher, name: str, in_blocks: bool, type: str) -> Pen
 
 
 def _fitting(shape: tuple[int, ...], type: str) -> str | None:
-    """The best format whose blocks divide the rows of a linear's weight."""
-    formats = (name for name in (type, _OTHERWISE) if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0)
+    """The best format whose blocks divide the rows of a linear's weight; None where there is none, and for Q8_CR."""
+    wanted = (type, _OTHERWISE) if type in GGUF_FORMATS else ()
+    formats = (name for name in wanted if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0)
     return next(formats, None)
 
 

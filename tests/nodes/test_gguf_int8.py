@@ -1,6 +1,7 @@
 """Native INT8 inside of GGUF files, as molbal's ComfyUI-GGUF has it (Q8_CR): read as its maker reads it, or refused."""
 
 import json
+from pathlib import Path
 
 import gguf
 import numpy
@@ -189,3 +190,116 @@ def test_what_is_no_weight_of_a_layer_is_refused(dit, files, tmp_path):
     tensors = dit.tensors() | {"joint_blocks.0.table": torch.ones(8, 64)}
     files.write_q8_cr(tmp_path / "model.gguf", tensors, ["joint_blocks.0.table"])
     assert "joint_blocks.0.table is in Q8_CR and no weight of a layer" in refused(dit, tmp_path / "model.gguf")
+
+
+@pytest.fixture
+def save(dit, tmp_path):
+    """A function that saves a MODEL in Q8_CR, and returns the path of the new file."""
+    from int8_dit.nodes.saving.save import save_gguf_model
+
+    def save(model, name="saved.gguf"):
+        return save_gguf_model(model, str(tmp_path / name), {}, "Q8_CR")
+
+    return save
+
+
+def kinds(path):
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_what_is_saved_is_read_by_its_maker_and_here(dit, files, save):
+    """Of a model in floats the layers that Load INT8 DiT would make INT8, rotated; all else as in every GGUF file."""
+    original = dit.stock()
+    with dit.untouched(original):
+        path = save(original)
+    weights = {f"{layer}.weight" for layer in dit.LINEARS}
+    found = kinds(path)
+    assert {name for name, kind in found.items() if kind == "I8"} == weights
+    assert {found[f"{name}_scale"] for name in weights} == {"F32"}
+    assert found.keys() == dit.tensors().keys() | {f"{name}_scale" for name in weights}
+    model, theirs = dit.load(path), stock_of(files.read_as_its_maker(path))
+    assert set(dit.int8_weights(model)) == set(dit.LINEARS)
+    for layer, weight in dit.int8_weights(model).items():
+        assert weight._params.rotation_group == (256 if weight.shape[1] % 256 == 0 else 64)
+        assert torch.equal(as_raw(weight)[0], as_raw(dit.module(theirs, layer).weight)[0])
+        assert dit.relative_error(weight.dequantize(), dit.module(original, layer).weight.float()) < 0.015, layer
+    for loaded in (model, theirs):
+        assert dit.relative_error(dit.output(loaded), dit.output(original)) < 2 * dit.int8_noise()
+    header = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+    assert header["general.architecture"] == "sd3" and "general.file_type" not in header
+
+
+SOURCES = [(source, loader) for source in ("native, ConvRot", "native, scalar scale") for loader in ("load", "stock")]
+SOURCES += [("W4A8", "load"), ("W6A8", "load")]  # not every ComfyUI knows these
+
+
+@pytest.mark.parametrize("source, loader", SOURCES)
+def test_int8_weights_are_written_as_they_are(dit, save, tmp_path, source, loader):
+    """Whoever loaded them; 4 and 6 bits as the INT8 weights that they stand for. Floats beside them stay floats."""
+    from support.file_formats import FORMATS
+
+    left, *layers = dit.LINEARS
+    file = FORMATS[source]({name: tensor.float() for name, tensor in dit.tensors().items()}, layers)
+    path = dit.write(tmp_path / "source.safetensors", file.tensors)
+    model = dit.load(path, memory="as stored") if loader == "load" else dit.stock(path)
+    saved = save(model)
+    assert {name for name, kind in kinds(saved).items() if kind == "I8"} == {f"{layer}.weight" for layer in layers}
+    expected, found = dit.int8_weights(dit.load(path)), dit.int8_weights(dit.load(saved))
+    assert found.keys() == expected.keys() and left not in found
+    for layer, weight in found.items():
+        assert weight._params.rotation_group == expected[layer]._params.rotation_group
+        assert all(map(torch.equal, as_raw(weight), as_raw(expected[layer]))), layer
+
+
+def test_what_the_format_cannot_say_is_not_written_as_int8_s(dit, save, smoothed, tmp_path):
+    """Weights with smoothing factors are rounded anew without them, those with 16-bit activations are floats."""
+    found = dit.int8_weights(dit.load(save(smoothed)))
+    for layer, weight in dit.int8_weights(smoothed).items():
+        assert found[layer]._params.smooth is None and found[layer]._params.rotation_group in (64, 256)
+        assert dit.relative_error(found[layer].dequantize(), weight.dequantize()) < 0.015, layer
+    from support.file_formats import FORMATS
+
+    wide, *layers = dit.LINEARS
+    file = FORMATS["16-bit activations"]({name: t.float() for name, t in dit.tensors().items()}, [wide])
+    rest = FORMATS["native"](file.tensors, layers)
+    path = dit.write(tmp_path / "wide.safetensors", rest.tensors)
+    assert kinds(save(dit.load(path), "wide.gguf"))[f"{wide}.weight"] == "F16"
+
+
+@pytest.mark.parametrize("source", ("stock", "Q8_CR"))
+def test_a_lora_is_baked_in(dit, write, save, source):
+    """Also one that changes less than a step of weights that are INT8 already."""
+    model = dit.stock() if source == "stock" else dit.load(write()[0])
+    lora = dit.lora(dit.LINEARS, 0.02)
+    before, after = (dit.int8_weights(dit.load(save(saved, name))) for saved, name in (
+        (model, "before.gguf"), (dit.with_lora(model, lora), "after.gguf"),
+    ))  # fmt: skip
+    for layer in dit.LINEARS:
+        up, down = (lora[f"diffusion_model.{layer}.lora_{end}.weight"].float() for end in ("up", "down"))
+        change = after[layer].dequantize() - before[layer].dequantize()
+        kept = float((change * (up @ down)).sum() / (up @ down).square().sum())
+        assert kept == pytest.approx(1, abs=0.2), layer
+
+
+def test_blocks_of_another_gguf_file_become_int8(dit, files, save, tmp_path):
+    path = files.write_gguf(tmp_path / "blocks.gguf", dit.tensors(), files.linears_in("Q8_0"))
+    model = dit.load(path, memory="as stored")
+    saved = dit.load(save(model))
+    assert set(dit.int8_weights(saved)) == set(dit.LINEARS)
+    assert dit.relative_error(dit.output(saved), dit.output(model)) < 2 * dit.int8_noise()
+
+
+def test_a_rotation_that_was_damaged_after_saving_is_seen(dit, save, tmp_path):
+    path = tmp_path / "damaged.gguf"
+    data = Path(save(dit.stock())).read_bytes()
+    path.write_bytes(data.replace(b'groupsize": 64}', b'groupsize": 16}', 1))
+    with pytest.raises(ValueError, match=r"damaged\.gguf: .* was .* when the file was saved"):
+        dit.load(path)
+
+
+def test_a_nan_is_refused(dit, save, tmp_path):
+    tensors = dit.tensors()
+    tensors[f"{dit.LAYER}.weight"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match=f"{dit.LAYER}.weight cannot be saved as GGUF: it has a NaN or Inf"):
+        save(dit.stock(dit.write(tmp_path / "nan.safetensors", tensors)))
+    assert not (tmp_path / "saved.gguf").exists()

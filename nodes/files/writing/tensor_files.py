@@ -144,15 +144,15 @@ def write_gguf(
     destination: str | Iterable[str],
     tensors: Mapping[str, PendingGGUF],
     architecture: str,
-    file_type: str,
+    file_type: str | None,
     metadata: Mapping[str, str],
     on_tensor: Callable[[], None],
 ) -> str:
     """Write `tensors` to a new GGUF file, one at a time, and return its path.
 
-    `file_type` is llama.cpp's name of what most tensors are, such as MOSTLY_Q8_0. `metadata` become strings under their
-    own keys, which are none of GGUF's. `on_tensor` is called after each tensor and may raise to stop. `destination` and
-    the OSErrors are `write_new_file`'s.
+    `file_type` is llama.cpp's name of what most tensors are, such as MOSTLY_Q8_0, or None where it has none. `metadata`
+    become strings under their own keys, which are none of GGUF's. `on_tensor` is called after each tensor and may raise
+    to stop. `destination` and the OSErrors are `write_new_file`'s.
 
     Raises ValueError for a name that readers cannot hold, ImportError where the package gguf is missing.
     """
@@ -161,9 +161,10 @@ def write_gguf(
     values = {
         "general.architecture": text + _string(architecture),
         "general.quantization_version": struct.pack("<II", kinds.UINT32, gguf.GGML_QUANT_VERSION),
-        "general.file_type": struct.pack("<II", kinds.UINT32, gguf.LlamaFileType[file_type]),
-        **{key: text + _string(value) for key, value in metadata.items()},
     }
+    if file_type is not None:
+        values["general.file_type"] = struct.pack("<II", kinds.UINT32, gguf.LlamaFileType[file_type])
+    values |= {key: text + _string(value) for key, value in metadata.items()}
     entries, made, offset = [], {}, 0
     for name, tensor in tensors.items():
         if len(name.encode()) > _MOST_NAME_BYTES:
