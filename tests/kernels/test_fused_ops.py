@@ -10,7 +10,6 @@ from support.fused_op_cases import (
     Form,
     call_at,
     norm_in_float64,
-    norm_rope_in_float64,
 )
 from support.tensors import DEVICE, random_float, rotation_matrix
 
@@ -180,30 +179,22 @@ def test_rows_longer_than_registers():
     assert torch.equal(gated_residual(x, x, None, norm), gated_residual.reference(x, x, None, norm))
 
 
-@pytest.mark.parametrize("pairs", ("neighbours", "halves"))
-@pytest.mark.parametrize("heads, kv_heads, width", ((1, 1, 2), (5, 3, 8), (2, 2, 24)))
-@pytest.mark.parametrize("over", (None, "head", "head without weight", "all heads"))
-def test_norm_rope_into_slices(pairs, heads, kv_heads, width, over):
+@pytest.mark.parametrize("heads, width", (((1, 1), 2), ((5, 3), 8), ((2, 2), 24)))
+@pytest.mark.parametrize("kind", CASES["norm_rope"].kinds)
+def test_norm_rope_into_slices(kind, heads, width):
     """Of a joint sequence of another dtype."""
-    dtype = DTYPES[width % 3]
-    qkv = random_float(2, 3, heads + 2 * kv_heads, width, seed=width, dtype=dtype)
-    q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=2)
-    norms = [None, None]
-    if over is not None:
-        sizes = [width * (count if over == "all heads" else 1) for count in (heads, kv_heads)]
-        weights = [None if "without" in over else random_float(size, seed=size, dtype=dtype) for size in sizes]
-        norms = [Norm("rms", eps, weight) for eps, weight in zip((1e-6, 0.1), weights, strict=True)]
-    freqs = random_float(1, 3, 1, width // 2, 2, 2, seed=3)
-    exact = norm_rope_in_float64(q, k, *norms, freqs, pairs)
-    joint = random_float(2, heads + kv_heads, 9, width, seed=4).transpose(1, 2)
+    case, dtype = CASES["norm_rope"], DTYPES[width % 3]
+    arguments = call_at(case, Form(kind, heads[0] * width, heads=heads, dtype=dtype), DEVICE)
+    first, second = (x.shape[2] for x in arguments[:2])
+    joint = random_float(2, first + second, 9, width, seed=4).transpose(1, 2)
     before = joint.clone()
-    out = (joint[:, 4:7, :heads], joint[:, 4:7, heads:])
-    norm_rope(q, k, *norms, freqs, pairs, out)
-    for result, wanted in zip(out, exact, strict=True):
+    out = joint[:, 4:7, :first], joint[:, 4:7, first:]
+    case.op(*arguments, out)
+    for result, wanted in zip(out, case.exact(*arguments), strict=True):
         torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
     untouched = [0, 1, 2, 3, 7, 8]
     assert torch.equal(joint[:, untouched], before[:, untouched])
-    for result, wanted in zip(out, norm_rope.reference(q, k, *norms, freqs, pairs, None), strict=True):
+    for result, wanted in zip(out, case.op.reference(*arguments, None), strict=True):
         torch.testing.assert_close(result.to(dtype), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 

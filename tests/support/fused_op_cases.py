@@ -164,7 +164,8 @@ def _norm_rope(make: Make, form: Form) -> tuple:
     norms = [None, None]
     if over != "none":
         weights = [make(width * (count if over == "all" else 1)) for count in (heads, kv_heads)]
-        norms = [Norm("rms", 1e-6, None if over == "plain" else weight) for weight in weights]
+        weights = (None, None) if over == "plain" else weights
+        norms = [Norm("rms", eps, weight) for eps, weight in zip((1e-6, 0.1), weights, strict=True)]
     of_all = (1, form.tokens, 1, width // 2, 2, 2)
     freqs = make(1, form.tokens, heads, width // 2, 2, 2) if each else make(*of_all, dtype=torch.float32)
     return q, k, *norms, freqs, pairs
