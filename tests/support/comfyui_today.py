@@ -7,7 +7,6 @@ them show it:
 - each attention module has a child `comfy_attention` without parameters. It says what the layer prefers;
 - attention functions take tensors in containers and `preferred_attention`, and a fixed order says who computes;
 - `<module>.comfy_attention.config` in state dicts, and in LoRAs, where it becomes an object patch;
-- a few forwards have one argument more;
 - linears take an activation and a residual, and clones keep `fast_disk`: linears_today.py.
 
 The older ComfyUI's own forwards run, with their attention calls rewritten. Imported only once ComfyUI can be.
@@ -66,10 +65,6 @@ _CROSS_ATTENTIONS = (
     comfy.ldm.wan.model.WanI2VCrossAttention,
     comfy.ldm.wan.model.WanT2VCrossAttentionGather,
 )
-_NEW_ARGUMENTS: dict[type, tuple[str, str]] = {  # class -> new argument, and the attribute or its call that it replaces
-    comfy.ldm.lumina.model.JointAttention: ("qkv", "self.qkv(x)"),
-    comfy.ldm.minimax.model.DiTBlock: ("attention", "self.attn"),
-}
 
 
 class ConfigurableModule(torch.nn.Module):
@@ -205,21 +200,13 @@ def _flux_attention(q, k, v, pe, mask=None, transformer_options={}, preferred_at
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Attention calls with containers and the layer's choice, and one argument more."""
+    """Attention calls with containers and the layer's choice."""
 
-    def __init__(self, argument: tuple[str, str] | None) -> None:
-        self._argument = argument
-
-    def visit(self, node: ast.AST) -> Any:
-        node = self.generic_visit(node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _ATTENTION_CALLS:
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        if ast.unparse(node.func).split(".")[-1] in _ATTENTION_CALLS:
             node.args[:3] = [_expression(f"contained({ast.unparse(tensor)})") for tensor in node.args[:3]]
             node.keywords.append(ast.keyword("preferred_attention", _expression("self.comfy_attention")))
-        if self._argument is not None and isinstance(node, ast.expr) and ast.unparse(node) == self._argument[1]:
-            return _expression("({1} if {0} is None else {0})".format(*self._argument))
-        if self._argument is not None and isinstance(node, ast.FunctionDef) and node.name == "forward":
-            node.args.args.append(ast.arg(self._argument[0]))
-            node.args.defaults.append(ast.Constant(None))
         return node
 
 
@@ -235,13 +222,11 @@ def _rewritten(cls: type) -> Callable[..., Any]:
             part.returns = None
             for argument in part.args.args:
                 argument.annotation = None
-    tree = ast.fix_missing_locations(_Rewriting(_NEW_ARGUMENTS.get(cls)).visit(tree))
+    tree = ast.fix_missing_locations(_Rewriting().visit(tree))
     module = vars(sys.modules[cls.__module__])
     made: dict[str, Any] = {}
     exec(compile(tree, inspect.getfile(cls), "exec"), module, made)
-    forward = made["forward"]
-    forward.__qualname__, forward.__module__ = cls.forward.__qualname__, cls.__module__
-    return forward
+    return made["forward"]
 
 
 def _with_child(init: Callable[..., None]) -> Callable[..., None]:
@@ -329,7 +314,7 @@ def today() -> Iterator[ModuleType]:
                 put(attention, name, value)
         put(attention, "ComfyAttention", ComfyAttention)
         put(attention, "wrap_attn", wrap_attn)
-        for cls in dict.fromkeys((*LAYERS, *_CROSS_ATTENTIONS, *_NEW_ARGUMENTS)):
+        for cls in (*LAYERS, *_CROSS_ATTENTIONS):
             put(sys.modules[cls.__module__], "contained", contained)
             put(cls, "forward", _rewritten(cls))
         for cls in LAYERS:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import comfy.ldm.lightricks.model
@@ -92,22 +91,10 @@ def _mixed_precision_ops(own: Callable[..., type]) -> Callable[..., type]:
 # Feed-forwards whose second linear gets the activation.
 
 
-def _of(core: ModuleType) -> Callable[[Callable], Callable]:
-    """Let a forward stand where ComfyUI has it: the pack looks at that."""
-
-    def moved(forward: Callable) -> Callable:
-        forward.__module__ = core.__name__
-        return forward
-
-    return moved
-
-
-@_of(comfy.ldm.minimax.model)
 def _minimax(self, x: torch.Tensor) -> torch.Tensor:
     return self.fc2(self.fc1(x), input_act="swiglu")
 
 
-@_of(comfy.ldm.lightricks.model)
 def _ltx_video(self, x: torch.Tensor) -> torch.Tensor:
     return self.net[2](self.net[0].proj(x), input_act="gelu_tanh")
 
@@ -115,12 +102,8 @@ def _ltx_video(self, x: torch.Tensor) -> torch.Tensor:
 class WanFeedForward(torch.nn.Sequential):
     """[Linear, GELU, Linear], a torch.nn.Sequential in ComfyUI 0.30."""
 
-    @_of(comfy.ldm.wan.model)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self[2](self[0](x), input_act="gelu_tanh")
-
-
-WanFeedForward.__module__ = comfy.ldm.wan.model.__name__
 
 
 def _wan_init(own: Callable[..., None]) -> Callable[..., None]:
