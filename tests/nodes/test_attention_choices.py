@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.file_formats import encoded
 from support.tensors import relative_error
 
 CHOICE = {"attention": "comfy_kitchen_int8"}
@@ -18,10 +19,6 @@ OTHER = "blocks.0.cross_attn.comfy_attention"
 KEY, OTHER_KEY = f"{LAYER}.config", f"{OTHER}.config"
 IN_LORA = f"diffusion_model.{OTHER_KEY}"
 AUTO, INT8 = "auto", "INT8 (comfy-kitchen)"
-
-
-def encoded(config):
-    return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
 
 
 def decoded(tensor):
@@ -41,10 +38,8 @@ def write(small, tmp_path):
 
 
 @pytest.fixture
-def load(pack):
-    from int8_dit.nodes.loading.load import load_int8_model
-
-    return lambda path: load_int8_model(path, "fused int8")
+def load(dit):
+    return dit.load
 
 
 @pytest.fixture
@@ -55,20 +50,17 @@ def attention(pack):
 
 
 @pytest.fixture
-def save(pack, tmp_path):
+def save(dit, tmp_path):
     """Save a MODEL in one of two formats and read its choices from the file."""
-    from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 
     def save(model, form):
-        path = str(tmp_path / f"saved{len(list(tmp_path.iterdir()))}.{form}")
+        path = dit.save(model, tmp_path / f"saved{len(list(tmp_path.iterdir()))}.{form}")
         if form == "gguf":
-            save_gguf_model(model, path, {}, "Q8_0")
             tensors = {
                 t.name: (t.tensor_type.name, torch.from_numpy(t.data.copy())) for t in gguf.GGUFReader(path).tensors
             }
             tensors = {key: tensor for key, (kind, tensor) in tensors.items() if kind == "I8"}
         else:
-            save_int8_model(model, path, {})
             tensors = load_file(path)
         return path, {key: decoded(t) for key, t in tensors.items() if key.endswith(".config")}
 

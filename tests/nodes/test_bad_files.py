@@ -3,12 +3,13 @@
 Layers that are not whole: test_damaged_layers.py.
 """
 
-import json
 import pickle
 import struct
 
 import pytest
 import torch
+
+from support.file_formats import encoded
 
 
 def assert_refused(dit, path, *says):
@@ -92,10 +93,6 @@ def test_a_file_that_is_not_there_is_the_disks_error(dit, tmp_path):
 # By its tensors
 
 
-def mark(**options):
-    return torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8)
-
-
 W, Q = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.uint8)
 I8 = torch.zeros(8, 8, dtype=torch.int8)
 LAYER = "blocks.0.attn.q"
@@ -104,14 +101,14 @@ TENSORS = {
     "not a diffusion model ": {  # its marks are in order
         f"{LAYER}.weight": I8,
         f"{LAYER}.weight_scale": torch.ones(8, 1),
-        f"{LAYER}.comfy_quant": mark(format="int8_tensorwise"),
+        f"{LAYER}.comfy_quant": encoded({"format": "int8_tensorwise"}),
     },
     "a bitsandbytes 4-bit": {f"{LAYER}.weight": Q, f"{LAYER}.weight.quant_state.bitsandbytes__nf4": Q},
     "a bitsandbytes INT8": {f"{LAYER}.weight": I8, f"{LAYER}.SCB": torch.ones(8)},
     "ComfyUI-INT8-Fast": {
         f"{LAYER}.weight": I8,
         f"{LAYER}.weight_scale": torch.ones(8, 1),
-        f"{LAYER}.comfy_quant": mark(quarot=True, quarot_groupsize=256),
+        f"{LAYER}.comfy_quant": encoded({"quarot": True, "quarot_groupsize": 256}),
     },
     "a Nunchaku": {f"{LAYER}.qweight": I8, f"{LAYER}.wscales": W},
     "a GPTQ or AWQ": {f"{LAYER}.qweight": I8.int(), f"{LAYER}.qzeros": I8.int()},

@@ -298,14 +298,8 @@ def test_a_model_under_torch_compile_model(compilable, small, dit, monkeypatch, 
 
 @pytest.mark.parametrize("form", ("safetensors", "gguf"))
 def test_files_keep_it(dit, quantized, rounded, tmp_path, form):
-    from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
-
-    path = str(tmp_path / f"saved.{form}")
-    for model in (quantized, None):  # and from file to file
-        model = model or dit.load(path)
-        path = str(tmp_path / f"saved{len(list(tmp_path.iterdir()))}.{form}")
-        save_gguf_model(model, path, {}, "Q8_0") if form == "gguf" else save_int8_model(model, path, {})
-    loaded = dit.load(path)
+    path = dit.save(quantized, tmp_path / f"saved.{form}")
+    loaded = dit.load(dit.save(dit.load(path), tmp_path / f"again.{form}"))
     assert dit.recipe(loaded)["attention"] == dit.recipe(quantized)["attention"]
     assert dit.described(set_attention(loaded)) == "INT8 where it fits, exact in 1 block"
     output(dit, loaded)
@@ -317,9 +311,8 @@ def test_all_nodes_that_set_it_obey(dit, file, calibration, quantized, rounded, 
 
     from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
     from int8_dit.nodes.load_int8_dit import LoadINT8DiT
-    from int8_dit.nodes.saving.save import save_int8_model
 
-    path = save_int8_model(quantized, str(tmp_path / "saved.safetensors"), {})
+    path = dit.save(quantized, tmp_path / "saved.safetensors")
     monkeypatch.setattr(folder_paths, "get_full_path_or_raise", lambda folder, name: name)
     loaded, line = LoadINT8DiT.execute(path, "fused int8", attention=INT8).result
     assert line.endswith("attention INT8 where it fits, exact in 1 block")

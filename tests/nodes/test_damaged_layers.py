@@ -6,16 +6,12 @@ import math
 import pytest
 import torch
 
-from support.file_formats import GROUPED, fp8_scaled, in_codes, unrotated
+from support.file_formats import GROUPED, encoded, fp8_scaled, in_codes, unrotated
 from support.limits import no_hang
 
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
 NAME = "the model.safetensors"
 KERNELS = ("fused int8", "bf16")
-
-
-def encoded(mark):
-    return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -348,12 +344,9 @@ def saved(dit, tmp_path):
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    from int8_dit.nodes.saving.save import save_int8_model
-
     state_dict = dit.native_int8(rotation_group=64)
     state_dict |= {k: t for k, t in dit.native_int8().items() if k.startswith("joint_blocks.0.")}
-    path = str(tmp_path / "saved.safetensors")
-    save_int8_model(dit.load(dit.write(tmp_path / NAME, state_dict)), path, {})
+    path = dit.save(dit.load(dit.write(tmp_path / NAME, state_dict)), tmp_path / "saved.safetensors")
     with safe_open(path, framework="pt") as file:
         return load_file(path), file.metadata()
 

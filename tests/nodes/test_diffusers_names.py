@@ -1,9 +1,9 @@
 """Files under the names that the diffusers library gives tensors: the same model as under ComfyUI's own."""
 
-import json
-
 import pytest
 import torch
+
+from support.file_formats import encoded
 
 
 def under_diffusers_names(tensors):
@@ -62,8 +62,7 @@ def test_other_formats_under_these_names_are_refused(dit, tmp_path):
     layer = "transformer_blocks.1.attn.to_k"
     renamed[f"{layer}.weight"] = renamed[f"{layer}.weight"].to(torch.float8_e4m3fn)
     renamed[f"{layer}.weight_scale"] = torch.ones(())
-    mark = json.dumps({"format": "float8_e4m3fn"}).encode()
-    renamed[f"{layer}.comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
+    renamed[f"{layer}.comfy_quant"] = encoded({"format": "float8_e4m3fn"})
     with pytest.raises(ValueError, match=rf"fp8.safetensors: {layer} is quantized \(float8_e4m3fn\)"):
         dit.load(dit.write(tmp_path / "fp8.safetensors", renamed))
 
@@ -80,12 +79,10 @@ def files(pack):
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_rows_of_blocks_are_joined(dit, files, tmp_path, memory):
-    from int8_dit.nodes.loading.load import load_int8_model
-
     outputs = []
     for name, tensors in (("native", dit.tensors()), ("diffusers", under_diffusers_names(dit.tensors()))):
         path = files.write_gguf(tmp_path / f"{name}.gguf", tensors, files.linears_in("Q8_0"))
-        outputs.append(dit.output(load_int8_model(path, "fused int8", memory=memory)))
+        outputs.append(dit.output(dit.load(path, memory=memory)))
     assert torch.equal(*outputs)
 
 

@@ -111,8 +111,6 @@ def test_the_bound_sees_each_wrong_layer(small, dit, original, tmp_path, name, f
 
 @pytest.mark.parametrize("name, format_name", covering(ARCHITECTURES, FORMATS, slow_rounds=2))
 def test_a_file_of_an_architecture(small, dit, original, tmp_path, name, format_name):
-    from int8_dit.nodes.saving.save import save_int8_model
-
     it = original(name)
     file = FORMATS[format_name](it.tensors, it.layers)
     path, saved = (tmp_path / f"{which}.safetensors" for which in ("file", "saved"))
@@ -129,7 +127,7 @@ def test_a_file_of_an_architecture(small, dit, original, tmp_path, name, format_
     assert dit.relative_error(output, expected) < allowed
 
     # Saved, it comes back. (Where tensors lie in memory changes the order of float32 sums.)
-    save_int8_model(model, str(saved), {})
+    dit.save(model, saved)
     with small.known_to_comfyui(it.architecture):
         again = dit.load(saved)
         dit.assert_same_tensors(dit.snapshot(again), dit.snapshot(model))

@@ -38,10 +38,8 @@ def protection(number):
 
 
 @pytest.fixture
-def save(pack, tmp_path):
-    from int8_dit.nodes.saving.save import save_int8_model
-
-    return lambda model: save_int8_model(model, str(tmp_path / "four_bits.safetensors"), {})
+def save(dit, tmp_path):
+    return lambda model: dit.save(model, tmp_path / "four_bits.safetensors")
 
 
 def test_all_layers_get_codes_and_compute_with_them(dit, quantize):

@@ -9,12 +9,10 @@ import json
 import pytest
 import torch
 
+from support.file_formats import encoded
+
 UNKNOWN = {"made_by": "a newer tool"}
 FLAG = {"full_precision_matrix_mult": True}
-
-
-def encoded(mark):
-    return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
 
 
 def marks_of(tensors):
@@ -158,7 +156,6 @@ def test_fp8_that_becomes_int8_has_8_bits(dit, tmp_path):
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_codes_of_4_bits_too(dit, floats, tmp_path, memory, monkeypatch):
-    from int8_dit.nodes.loading.load import load_int8_model
     from support.file_formats import FORMATS
 
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
@@ -166,8 +163,8 @@ def test_codes_of_4_bits_too(dit, floats, tmp_path, memory, monkeypatch):
     plain = dit.write(tmp_path / "plain.safetensors", tensors)
     path = dit.write(tmp_path / "marked.safetensors", marked(tensors, **FLAG, **UNKNOWN))
     expected = floats(path)
-    unmarked = dit.relative_error(dit.output(load_int8_model(plain, "fused int8", memory=memory)), expected)
-    model = load_int8_model(path, "fused int8", memory=memory)
+    unmarked = dit.relative_error(dit.output(dit.load(plain, memory=memory)), expected)
+    model = dit.load(path, memory=memory)
     assert dit.relative_error(dit.output(model), expected) <= 0.2 * unmarked
     saved = save(model, tmp_path / "saved.safetensors")
     assert all({**FLAG, **UNKNOWN}.items() <= mark.items() for mark in marks_of(saved).values())

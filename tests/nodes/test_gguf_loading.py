@@ -165,18 +165,16 @@ def test_what_gguf_cannot_decode_is_refused_while_reading(tmp_path):
 
 @pytest.mark.parametrize("kernel", ("fused int8", "bf16"))
 @pytest.mark.parametrize("share", (0, 0.5))
-def test_a_cancel_while_blocks_are_decoded(write, decoded, interrupt_at, kernel, share):
+def test_a_cancel_while_blocks_are_decoded(dit, write, decoded, interrupt_at, kernel, share):
     from comfy.model_management import InterruptProcessingException
 
-    from int8_dit.nodes.loading.load import load_int8_model
-
     path = write("IQ4_NL")
-    load_int8_model(path, kernel)
+    dit.load(path, kernel)
     whole = len(decoded)
     decoded.clear()
     interrupt_at(share)
     with pytest.raises(InterruptProcessingException):
-        load_int8_model(path, kernel)
+        dit.load(path, kernel)
     assert len(decoded) < (0.2 + share) * whole
 
 
@@ -253,10 +251,8 @@ def test_a_lora_that_widens_a_layer_acts_once_and_leaves(dit, write, memory, mod
 
 
 def test_a_stored_model_is_not_saved_as_int8(dit, write, tmp_path):
-    from int8_dit.nodes.saving.save import save_int8_model
-
     with pytest.raises(ValueError, match=r"Set memory to INT8.*Save GGUF"):
-        save_int8_model(dit.load(write(), memory="as stored"), str(tmp_path / "m.safetensors"), {})
+        dit.save(dit.load(write(), memory="as stored"), tmp_path / "m.safetensors")
 
 
 def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, files, write):

@@ -9,8 +9,9 @@ from functools import cache
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from support.file_formats import GROUPED, decoded, in_codes
+from support.file_formats import GROUPED, decoded, encoded, in_codes
 
 UNKNOWN = {"made_by": "a newer tool", "params": {"seed": 7}}
 BITS = (4, 6)
@@ -55,10 +56,6 @@ def parts_of(weight, bits):
     codes, s_rel, s_channel, _, codebook = quantize(weight, 16, rotation_of(weight.shape[1]), bits=bits)
     parts = {"": codes, "_s_rel": s_rel, "_s_channel": s_channel}
     return parts if codebook is None else {**parts, "_codebook": codebook}
-
-
-def encoded(mark):
-    return torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
 
 
 @pytest.fixture(autouse=True)
@@ -182,12 +179,8 @@ def test_scales_as_plain_bytes_and_the_mark_in_the_metadata(dit, quantized, writ
 
 @pytest.mark.parametrize("bits", BITS)
 def test_saved_as_stored_it_is_the_file_again(dit, quantized, load, tmp_path, bits):
-    from int8_dit.nodes.saving.save import save_int8_model
-
     model = load(bits, **UNKNOWN)
-    path = save_int8_model(model, str(tmp_path / "saved.safetensors"), {})
-    from safetensors.torch import load_file
-
+    path = dit.save(model, tmp_path / "saved.safetensors")
     saved, original = load_file(path), quantized(bits, **UNKNOWN)
     assert saved.keys() == original.keys()
     for key, tensor in original.items():
@@ -200,12 +193,8 @@ def test_saved_as_stored_it_is_the_file_again(dit, quantized, load, tmp_path, bi
 
 @pytest.mark.parametrize("bits", BITS)
 def test_saved_as_int8_it_is_a_native_file_that_keeps_what_its_mark_said(dit, load, tmp_path, bits):
-    from int8_dit.nodes.saving.save import save_int8_model
-
     model = load(bits, "INT8", **UNKNOWN)
-    path = save_int8_model(model, str(tmp_path / "saved.safetensors"), {})
-    from safetensors.torch import load_file
-
+    path = dit.save(model, tmp_path / "saved.safetensors")
     mark = json.loads(bytes(load_file(path)[f"{dit.LAYER}.comfy_quant"].tolist()))
     assert mark == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64, **UNKNOWN}
     assert torch.equal(dit.output(dit.load(path, memory="as stored")), dit.output(model))
@@ -215,17 +204,13 @@ def test_saved_as_int8_it_is_a_native_file_that_keeps_what_its_mark_said(dit, lo
 @pytest.mark.parametrize("bits", BITS)
 def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, load, lora, tmp_path, bits):
     """And the others stay: 4 bits would lose most of it."""
-    from int8_dit.nodes.saving.save import save_int8_model
-
     some = {key: tensor for key, tensor in lora.items() if ".0." in key}
     patched = dit.with_lora(load(bits, **UNKNOWN), some)
-    path = save_int8_model(patched, str(tmp_path / "saved.safetensors"), {})
+    path = dit.save(patched, tmp_path / "saved.safetensors")
     again = dit.load(path, memory="as stored")
     changed = {layer for layer in dit.LINEARS if ".0." in layer}
     assert set(dit.int8_weights(again)) == changed and set(dit.coded(again)) == set(dit.LINEARS) - changed
     assert dit.relative_error(dit.output(again), with_it(dit, quantized(bits), bits, some)) < 0.1
-    from safetensors.torch import load_file
-
     layer = next(iter(changed))
     saved = {key for key in load_file(path) if key.startswith(f"{layer}.weight")}
     assert saved == {f"{layer}.weight", f"{layer}.weight_scale"}

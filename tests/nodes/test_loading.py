@@ -7,7 +7,7 @@ import uuid
 import pytest
 import torch
 
-from support.file_formats import fp8_scaled
+from support.file_formats import encoded, fp8_scaled
 
 NATIVE = {
     "scalar scale": {"per_channel": False},
@@ -65,7 +65,7 @@ def test_rotation_options_under_params(dit, expected, tmp_path):
     nested = dict(flat)
     mark = {"format": "int8_tensorwise", "params": {"convrot": True, "convrot_groupsize": 64}}
     for layer in dit.LINEARS:
-        nested[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+        nested[f"{layer}.comfy_quant"] = encoded(mark)
     result = dit.output(dit.load(dit.write(tmp_path / "nested.safetensors", nested)))
     assert torch.equal(result, dit.output(dit.load(dit.write(tmp_path / "flat.safetensors", flat))))
     assert not torch.equal(result, expected)
@@ -124,7 +124,6 @@ def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, t
     from comfy_execution.utils import CurrentNodeContext
 
     from int8_dit.nodes.loading import load
-    from int8_dit.nodes.saving.save import save_int8_model
 
     path = dit.write(tmp_path / "native.safetensors", native)
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="division by zero"):
@@ -139,18 +138,16 @@ def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, t
         dit.sample(model)
     assert fallback_warnings(caplog) == [warning]
     with pytest.raises(ValueError, match="holds no INT8 weights"):
-        save_int8_model(model, str(tmp_path / "again.safetensors"), {})
+        dit.save(model, tmp_path / "again.safetensors")
 
 
 def test_auto_does_not_say_so_where_int8_weights_are_kept(dit, native, tmp_path, monkeypatch, caplog):
     import comfy.model_management
 
-    from int8_dit.nodes.saving.save import save_int8_model
-
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *args, **kwargs: 0)
     model = dit.load(dit.write(tmp_path / "native.safetensors", native), "auto")
     assert not fallback_warnings(caplog)
-    assert save_int8_model(model, str(tmp_path / "again.safetensors"), {})
+    assert dit.save(model, tmp_path / "again.safetensors")
 
 
 @pytest.mark.parametrize("kernel", ("auto", "fused int8", "bf16"))

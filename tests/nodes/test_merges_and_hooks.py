@@ -31,12 +31,11 @@ MERGES = {
 @pytest.fixture
 def load_stored(dit, tmp_path):
     """A MODEL whose weights stay in blocks of GGUF."""
-    from int8_dit.nodes.loading.load import AS_STORED, load_int8_model
     from support import gguf_files
 
     def load(kind="Q8_0"):
         path = gguf_files.write_gguf(tmp_path / "model.gguf", dit.tensors(), gguf_files.linears_in(kind))
-        return load_int8_model(path, "fused int8", memory=AS_STORED)
+        return dit.load(path, memory="as stored")
 
     return load
 
@@ -63,11 +62,8 @@ def test_merging(request, dit, other_file, merge, held):
 
 
 def test_a_merged_model_is_saved_as_it_computes(dit, smoothed, other_file, tmp_path):
-    from int8_dit.nodes.saving.save import save_int8_model
-
     result = MERGES["simple"](smoothed, dit.load(other_file))
-    save_int8_model(result, str(tmp_path / "merged.safetensors"), {})
-    saved = dit.load(tmp_path / "merged.safetensors")
+    saved = dit.load(dit.save(result, tmp_path / "merged.safetensors"))
     assert dit.relative_error(dit.output(saved), dit.output(result)) < NOISE / 2
 
 

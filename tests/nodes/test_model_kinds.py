@@ -11,12 +11,10 @@ def after(dit, tmp_path):
     """A MODEL as it comes out of the quantizer, of this pack's loader, and of ComfyUI's own."""
     import comfy.sd
 
-    from int8_dit.nodes.saving.save import save_int8_model
-
     def make(model):
         quantized = dit.quantize(model, method="none")
-        again = dit.load(save_int8_model(quantized, str(tmp_path / "saved.safetensors"), {}))
-        path = save_int8_model(again, str(tmp_path / "again.safetensors"), {})
+        again = dit.load(dit.save(quantized, tmp_path / "saved.safetensors"))
+        path = dit.save(again, tmp_path / "again.safetensors")
         return {"quantized": quantized, "loaded": again, "stock": comfy.sd.load_diffusion_model(path)}
 
     return make
@@ -82,8 +80,6 @@ def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path):
     """ComfyUI tells by the spread of a norm's weight whether a Z-Image can run in fp16; folding divides just that."""
     from safetensors.torch import load_file
 
-    from int8_dit.nodes.saving.save import save_int8_model
-
     architecture = ARCHITECTURES["Z-Image"]
     tensors = small.tensors_of(architecture)
     for index, name in enumerate(name for name in tensors if name.endswith("norm1.weight")):
@@ -93,8 +89,7 @@ def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path):
     inputs["positive"] = {"positive_0": [[small._randn(1, 7, 64, seed=5), {}]]}
     with small.known_to_comfyui(architecture):
         quantized = dit.quantize(model, **inputs)
-    path = str(tmp_path / "folded.safetensors")
-    save_int8_model(quantized, path, {}, fold_factors=True)
+    path = dit.save(quantized, tmp_path / "folded.safetensors", fold=True)
     before = model.model.diffusion_model.state_dict()
     for name, folded in load_file(path).items():
         if name.endswith("norm1.weight") and name.startswith("layers."):

@@ -1,7 +1,6 @@
 """Quantize to INT8: what calibration sees, what is protected and smoothed, and what stays untouched."""
 
 import gc
-import json
 import math
 import weakref
 from functools import partial
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support.file_formats import FORMATS
+from support.file_formats import FORMATS, encoded
 
 
 @pytest.fixture
@@ -203,7 +202,7 @@ def in_nvfp4(tensors, layers, scaled):
         spread = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(seed)).mul(0.7 * scaled).exp()
         packed = QuantizedTensor.from_float((weight / spread).bfloat16(), "TensorCoreNVFP4Layout")
         made |= packed.state_dict(f"{layer}.weight")
-        made[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": "nvfp4"}).encode()), dtype=torch.uint8)
+        made[f"{layer}.comfy_quant"] = encoded({"format": "nvfp4"})
         values[f"{layer}.weight"] = packed.dequantize().float() * spread
         if scaled:
             made[f"{layer}.pre_quant_scale"] = spread
@@ -334,8 +333,6 @@ def test_an_int8_model_is_quantized_again(dit, tmp_path):
 
 def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, caplog, tmp_path):
     """The weights can still be saved as INT8; unlike the loader's they are not dequantized once."""
-    from int8_dit.nodes.saving.save import save_int8_model
-
     quantized = dit.quantize(model, kernel="auto")
     weights = dit.int8_weights(quantized)
     assert len(weights) == len(dit.LINEARS)
@@ -345,7 +342,7 @@ def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, ca
 
     dit.sample(quantized)
     assert len([r for r in caplog.records if "INT8 DiT runs in" in r.getMessage()]) == 1
-    assert save_int8_model(quantized, str(tmp_path / "x.safetensors"), {})
+    assert dit.save(quantized, tmp_path / "x.safetensors")
     caplog.clear()
     dit.sample(dit.quantize(quantized, kernel="fused int8"))
     assert not [r for r in caplog.records if "INT8 DiT runs in" in r.getMessage()]
@@ -432,14 +429,12 @@ def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path, interrupt_a
     sampling before that would be for nothing."""
     import comfy.sd
 
-    from int8_dit.nodes.saving.save import save_int8_model
-
     def with_bypass(model):
         return comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)[0]
 
     message = r"not in its weights .bypass_lora. and would be lost. Load a bypass LoRA with"
     with pytest.raises(ValueError, match="bypass_lora"):
-        save_int8_model(with_bypass(dit.quantize(model)), str(tmp_path / "x.safetensors"), {})
+        dit.save(with_bypass(dit.quantize(model)), tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())
     interrupt_at(0)  # pressed after the first step, it must not be reached
     with pytest.raises(ValueError, match=message):

@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from support.file_formats import encoded
+
 EXTENSION = "safetensors"  # of what is saved here, for the fixture `target`
 
 
@@ -90,7 +92,7 @@ def test_files_with_the_earlier_names_of_formats_load(dit, smoothed, save, tmp_p
         if key.endswith(".comfy_quant"):
             mark = json.loads(tensors[key].numpy().tobytes())
             mark["format"] = mark["format"].partition(" ")[0]
-            tensors[key] = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+            tensors[key] = encoded(mark)
     marks = json.loads(head["int8_dit_marks"])
     earlier = {layer: {**mark, "format": mark["format"].partition(" ")[0]} for layer, mark in marks.items()}
     assert earlier != marks

@@ -237,10 +237,8 @@ def test_comfyuis_own_save_nodes_are_refused(load, tmp_path, form, message):
 @ONE_OF_EACH
 def test_it_can_be_quantized_again_and_saved_as_gguf(dit, file, load, tmp_path, form):
     """From the floats that it stands for."""
-    from int8_dit.nodes.saving.save import save_gguf_model
-
     quantized = dit.quantize(load(form), calibration=dit.recorded())
     assert set(dit.int8_weights(quantized)) == set(dit.LINEARS)
-    saved = dit.load(save_gguf_model(load(form), str(tmp_path / "model.gguf"), {}, "Q8_0"))
+    saved = dit.load(dit.save(load(form), tmp_path / "model.gguf"))
     for made in (quantized, saved):
         assert dit.relative_error(dit.output(made), file(form).output) < 0.1

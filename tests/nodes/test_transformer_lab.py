@@ -175,11 +175,8 @@ def test_a_file_with_one_model_needs_neither_branch_nor_base(dit, models, load):
 
 def test_saved_it_is_a_file_like_any_other(dit, small, models, load, file, tmp_path):
     """And it can be built again, for another GPU and without dynamic VRAM."""
-    from int8_dit.nodes.saving.save import save_int8_model
-
     model = load(file, models["unconditional"], branch="unconditional")
-    path = str(tmp_path / "saved.safetensors")
-    save_int8_model(model, path, {})
+    path = dit.save(model, tmp_path / "saved.safetensors")
     build, arguments = model.cached_patcher_init
     for again in (dit.load(path), model.deepclone_multigpu(), build(*arguments, disable_dynamic=True)):
         dit.assert_same_tensors(dit.snapshot(again), dit.snapshot(model))

@@ -31,8 +31,9 @@ Format = Callable[[Mapping[str, torch.Tensor], Collection[str]], File]
 """(float32 tensors of a model, names of the linears to quantize) -> its file."""
 
 
-def _mark(**options: object) -> torch.Tensor:
-    return torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8)
+def encoded(config: object) -> torch.Tensor:
+    """What a file says of a layer, as a tensor: the bytes of JSON."""
+    return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
 
 
 def _rotation_group(channels: int) -> int | None:
@@ -64,7 +65,7 @@ def _int8(tensors, layers, per_channel=True, rotate=False, smooth=False, act16=F
             options = {"convrot": True, "convrot_groupsize": group}
         q, parameters = TensorWiseINT8Layout.quantize(weight * factors, per_channel=per_channel, **options)
         made[f"{layer}.weight"], made[f"{layer}.weight_scale"] = q, parameters.scale
-        made[f"{layer}.comfy_quant"] = _mark(**mark, **options)
+        made[f"{layer}.comfy_quant"] = encoded(mark | options)
         dequantized = q * parameters.scale
         values[f"{layer}.weight"] = (unrotated(dequantized, group) if options else dequantized) / factors
     return File(made, values)
@@ -109,7 +110,8 @@ def _grouped(tensors, layers, bits) -> File:
         rotation = _rotation_group(weight.shape[1]) or 16
         parts = in_codes(unrotated(weight, rotation), bits)
         made |= {f"{layer}.weight{part}": tensor for part, tensor in parts.items()}
-        made[f"{layer}.comfy_quant"] = _mark(format=GROUPED[bits], group_size=16, convrot_groupsize=rotation)
+        config = {"format": GROUPED[bits], "group_size": 16, "convrot_groupsize": rotation}
+        made[f"{layer}.comfy_quant"] = encoded(config)
         values[f"{layer}.weight"] = unrotated(decoded(parts, bits), rotation)
     return File(made, values)
 
@@ -141,7 +143,7 @@ def fp8_scaled(tensors: Mapping[str, torch.Tensor], layers: Collection[str], mar
         made[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
         made[f"{layer}.{'weight_scale' if marked else 'scale_weight'}"] = scale
         if marked:
-            made[f"{layer}.comfy_quant"] = _mark(format="float8_e4m3fn")
+            made[f"{layer}.comfy_quant"] = encoded({"format": "float8_e4m3fn"})
     if not marked:
         made["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
     return made

@@ -33,7 +33,7 @@ from int8_dit.nodes.layers.int8_weight import is_int8
 from int8_dit.nodes.loading.load import load_int8_model
 from int8_dit.nodes.loading.summary import describe_attention as described  # noqa: F401
 from int8_dit.nodes.patching.file_notes import recipe_of as recipe  # noqa: F401
-from int8_dit.nodes.saving.save import save_int8_model
+from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 from support import adapters
 from support.adapters import with_delta as with_delta  # tests have these two as `dit.…`
 from support.tensors import relative_error as relative_error
@@ -190,7 +190,9 @@ def _apply(model: ModelPatcher, text: str, time: float, seed: int) -> torch.Tens
 
 
 def save(model: ModelPatcher, path: str | Path, fold: bool = False) -> str:
-    """Save a MODEL as Save INT8 DiT does, and return the path."""
+    """Save a MODEL as Save INT8 DiT does, or Save GGUF in Q8_0 by the path's ending, and return the path."""
+    if str(path).endswith(".gguf"):
+        return save_gguf_model(model, str(path), {}, "Q8_0")
     return save_int8_model(model, str(path), {}, fold)
 
 
