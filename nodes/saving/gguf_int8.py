@@ -20,7 +20,7 @@ from ..files.holding.gguf_weight import is_gguf
 from ..files.reading.gguf_package import INT8_CONFIG
 from ..files.writing.tensor_files import PendingGGUF
 from ..layers.layer_selection import is_quantizable, linears
-from ..layers.weight_form import weight_form
+from ..layers.weight_form import WeightForm, weight_form
 from ..patching.patched_weights import patched_weight
 
 Q8_CR = "Q8_CR"
@@ -58,22 +58,22 @@ def int8_pieces(model: ModelPatcher) -> dict[str, dict[str, PendingGGUF]]:
     return found
 
 
-def _pieces(model: ModelPatcher, name: str, held: Any, form: Any) -> dict[str, PendingGGUF]:
+def _pieces(model: ModelPatcher, name: str, held: Any, form: WeightForm | None) -> dict[str, PendingGGUF]:
     rows, channels = held.shape
-    is_new = form is None or form.smoothed or is_gguf(held)
-    transform = ChannelTransform(None, rotation_group_of(channels)) if is_new else form.unsmoothed.transform
+    as_held = None if form is None or form.smoothed or is_gguf(held) else form
+    transform = as_held.unsmoothed.transform if as_held else ChannelTransform(None, rotation_group_of(channels))
     key, scale_name = DIFFUSION_MODEL + name, f"{name}_scale"
 
     @functools.cache
     def made() -> dict[str, torch.Tensor]:
-        if is_new or key in model.patches:
+        if as_held is None or key in model.patches:
             # A patch may change less than a step: rounded to the nearest it would be lost.
             seed = comfy.utils.string_to_seed(key) if key in model.patches else None
             q, scale = requantize_weight(patched_weight(model, name), transform, seed)
             if not bool(torch.isfinite(scale).all()):
                 raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
         else:
-            q, scale = form.operands(held if form.kind is None else held.to(model.load_device))
+            q, scale = as_held.operands(held if as_held.kind is None else held.to(model.load_device))
         return {name: q.cpu(), scale_name: scale.float().reshape(-1, 1).expand(rows, 1).cpu()}
 
     weight = _PendingINT8((rows, channels), "I8", lambda: made().pop(name), transform=transform)

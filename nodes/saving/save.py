@@ -222,7 +222,7 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
         elif layer not in quantized or part in ("weight", "bias"):
             with _naming(name):
                 own[name] = _of_model(model, name, part == "weight" and layer in layers, type)
-    found = unknown_choices_of(model) | tensors_of_file(model.model, own)
+    found: dict[str, Any] = unknown_choices_of(model) | tensors_of_file(model.model, own)
     for name, value in found.items():
         if isinstance(value, torch.Tensor):  # a layer's choice of attention, or beside the diffusion model
             value = value.view(torch.int8) if name.endswith(CONFIG) else value  # GGUF has no plain bytes
