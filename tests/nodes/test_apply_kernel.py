@@ -7,85 +7,78 @@ NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotat
 
 
 @pytest.fixture
-def apply(pack):
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-
-    return lambda model, **inputs: ApplyFusedINT8Kernel.execute(model, **({"kernel": "fused int8"} | inputs)).result[0]
-
-
-@pytest.fixture
 def native(dit, tmp_path):
     return dit.write(tmp_path / "native.safetensors", dit.native_int8())
 
 
 @pytest.mark.parametrize("options", NATIVE.values(), ids=NATIVE)
-def test_computes_what_load_int8_dit_computes(dit, apply, tmp_path, options):
+def test_computes_what_load_int8_dit_computes(dit, tmp_path, options):
     path = dit.write(tmp_path / "native.safetensors", dit.native_int8(**options))
-    assert torch.equal(dit.output(apply(dit.stock(path))), dit.output(dit.load(path)))
+    assert torch.equal(dit.output(dit.apply(dit.stock(path))), dit.output(dit.load(path)))
 
 
-def test_bypassed_it_leaves_nothing_behind(dit, apply, native):
+def test_bypassed_it_leaves_nothing_behind(dit, native):
     model = dit.stock(native)
     before, tensors = dit.output(model), dit.snapshot(model)
-    assert not torch.equal(dit.output(apply(model)), before)
+    assert not torch.equal(dit.output(dit.apply(model)), before)
     assert torch.equal(dit.output(model), before)
     dit.assert_same_tensors(dit.snapshot(model), tensors)
     assert not model.object_patches and not model.get_all_callbacks("on_load_after")
     assert "Fused" not in type(dit.module(model, dit.LAYER)).__name__
 
 
-def test_a_widget_that_changes_between_two_runs(dit, apply, native):
+def test_a_widget_that_changes_between_two_runs(dit, native):
     """ComfyUI keeps the MODEL of the loader, and the node is asked again while what it made is still loaded."""
     model = dit.stock(native)
-    expected = dit.output(apply(model))
-    assert torch.equal(dit.output(apply(model)), expected)
-    dit.forward(apply(model, kernel="auto"))
-    assert torch.equal(dit.output(apply(model)), expected)
+    expected = dit.output(dit.apply(model))
+    assert torch.equal(dit.output(dit.apply(model)), expected)
+    dit.forward(dit.apply(model, kernel="auto"))
+    assert torch.equal(dit.output(dit.apply(model)), expected)
 
 
-def test_a_second_node_decides(dit, apply, native):
-    once = apply(dit.stock(native))
+def test_a_second_node_decides(dit, native):
+    once = dit.apply(dit.stock(native))
     expected = dit.output(once)
-    assert torch.equal(dit.output(apply(apply(dit.stock(native), kernel="auto"))), expected)
-    assert torch.equal(dit.output(apply(once, kernel="auto")), dit.output(dit.stock(native)))
+    assert torch.equal(dit.output(dit.apply(dit.apply(dit.stock(native), kernel="auto"))), expected)
+    assert torch.equal(dit.output(dit.apply(once, kernel="auto")), dit.output(dit.stock(native)))
 
 
-def test_linears_of_one_input_quantize_it_once(dit, small, apply, tmp_path):
+def test_linears_of_one_input_quantize_it_once(dit, small, tmp_path):
     import comfy.model_management
 
-    model = apply(dit.stock(dit.save(dit.quantize(small.wan()), tmp_path / "wan.safetensors")))
+    model = dit.apply(dit.stock(dit.save(dit.quantize(small.wan()), tmp_path / "wan.safetensors")))
     comfy.model_management.load_models_gpu([model])
     attention = model.model.diffusion_model.blocks[0].self_attn
     assert attention.q.input_group is attention.k.input_group is attention.v.input_group is not None
 
 
-def test_a_saved_model_is_the_stock_one(dit, apply, native, tmp_path):
+def test_a_saved_model_is_the_stock_one(dit, native, tmp_path):
     """ComfyUI's own save node sees the same weights."""
     import comfy.sd
     from safetensors.torch import load_file
 
-    comfy.sd.save_checkpoint(str(tmp_path / "saved.safetensors"), apply(dit.stock(native)), metadata={})
+    comfy.sd.save_checkpoint(str(tmp_path / "saved.safetensors"), dit.apply(dit.stock(native)), metadata={})
     saved = load_file(tmp_path / "saved.safetensors")
     for key, tensor in load_file(native).items():
         assert torch.equal(saved[f"model.diffusion_model.{key}"].to(tensor.dtype), tensor), key
 
 
-def test_auto_without_a_gpu_leaves_the_model_and_warns(dit, apply, native, caplog):
+def test_auto_without_a_gpu_leaves_the_model_and_warns(dit, native, caplog):
     model = dit.stock(native)
-    patched = apply(model, kernel="auto")
+    patched = dit.apply(model, kernel="auto")
     assert torch.equal(dit.output(patched), dit.output(model))
     dit.sample(patched)
     assert [r for r in caplog.records if "The fused INT8 kernel is not applied" in r.getMessage()]
 
 
-def test_a_model_without_int8_is_refused(dit, apply):
+def test_a_model_without_int8_is_refused(dit):
     with pytest.raises(ValueError, match=r"this MODEL holds no INT8 linears.*use Load INT8 DiT"):
-        apply(dit.stock())
+        dit.apply(dit.stock())
 
 
-def test_a_model_of_this_pack_passes_through(dit, apply, native):
+def test_a_model_of_this_pack_passes_through(dit, native):
     model = dit.load(native)
-    assert torch.equal(dit.output(apply(model)), dit.output(model)) and not apply(model).object_patches
+    assert torch.equal(dit.output(dit.apply(model)), dit.output(model)) and not dit.apply(model).object_patches
 
 
 def test_what_runs_where(pack, dit, native):
@@ -98,9 +91,9 @@ def test_what_runs_where(pack, dit, native):
     assert f"{len(dit.LINEARS)} of 34 linears ComfyUI's INT8 as in the file (the model runs on cpu" in text
 
 
-def test_a_copy_for_another_gpu(dit, apply, native):
+def test_a_copy_for_another_gpu(dit, native):
     """ComfyUI loads the file again for each GPU; the patch must act on the copy's own layers."""
-    patched = apply(dit.stock(native))
+    patched = dit.apply(dit.stock(native))
     expected = dit.output(patched)
     copy = patched.deepclone_multigpu()
     assert copy.model is not patched.model

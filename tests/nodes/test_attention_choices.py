@@ -83,14 +83,12 @@ def with_lora(model, config=CHOICE):
 # Followed and shown
 
 
-def test_the_files_choice_is_followed_and_shown(small, write, load, preferred):
-    from int8_dit.nodes.loading.summary import summarize
-
+def test_the_files_choice_is_followed_and_shown(dit, small, write, load, preferred):
     plain = load(write({}, "plain.safetensors"))
     expected = small.output(plain)
-    assert str(summarize(plain)).endswith("attention as ComfyUI") and not preferred
+    assert str(dit.summarize(plain)).endswith("attention as ComfyUI") and not preferred
     model = load(write({KEY: encoded(CHOICE)}))
-    assert str(summarize(model)).endswith("attention as ComfyUI, 1 layer chosen by the file")
+    assert str(dit.summarize(model)).endswith("attention as ComfyUI, 1 layer chosen by the file")
     small.output(model)
     preferred.clear()  # the first call compares
     assert relative_error(small.output(model), expected) < 1e-3

@@ -40,13 +40,6 @@ def floats(dit):
     return compute
 
 
-@pytest.fixture
-def apply(dit):
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-
-    return lambda path: ApplyFusedINT8Kernel.execute(dit.stock(path), kernel="fused int8").result[0]
-
-
 def save(model, path):
     from safetensors.torch import load_file
 
@@ -56,33 +49,28 @@ def save(model, path):
 
 
 @pytest.mark.parametrize("node", ("load", "apply"))
-def test_marked_layers_are_five_times_as_near(dit, native, floats, apply, tmp_path, node):
+def test_marked_layers_are_five_times_as_near(dit, native, floats, tmp_path, node):
     plain = dit.write(tmp_path / "plain.safetensors", native)
     path = dit.write(tmp_path / "marked.safetensors", marked(native, **FLAG))
-    expected, run = floats(path), dit.load if node == "load" else apply
+    expected = floats(path)
+    run = dit.load if node == "load" else lambda path: dit.apply(dit.stock(path))
     unmarked = dit.relative_error(dit.output(run(plain)), expected)
     assert unmarked > 0.005
     assert dit.relative_error(dit.output(run(path)), expected) <= 0.2 * unmarked
 
 
-def test_only_the_marked_layers_have_16_bits(dit, native, apply, tmp_path):
+def test_only_the_marked_layers_have_16_bits(dit, native, tmp_path):
     path = dit.write(tmp_path / "marked.safetensors", marked(native, dit.LAYER, **FLAG))
-    for model in (dit.load(path), apply(path)):
+    for model in (dit.load(path), dit.apply(dit.stock(path))):
         dit.output(model)
         assert [layer for layer in dit.LINEARS if bits_of(dit.module(model, layer)) == 16] == [dit.LAYER]
-        assert "with 16-bit activations" in str(summary_of(model))
+        assert "with 16-bit activations" in str(dit.summarize(model))
 
 
 def bits_of(layer):
     from int8_dit.nodes.layers.weight_form import known_form
 
     return known_form(layer.weight, layer).unsmoothed.activation_bits
-
-
-def summary_of(model):
-    from int8_dit.nodes.loading.summary import summarize
-
-    return summarize(model)
 
 
 def test_a_mark_that_says_false_asks_for_nothing(dit, native, tmp_path):

@@ -220,38 +220,28 @@ def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, load, lora, tmp_p
 # Under ComfyUI's own loader
 
 
-@pytest.fixture
-def apply(pack):
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-
-    return lambda model: ApplyFusedINT8Kernel.execute(model, kernel="fused int8").result[0]
-
-
 @pytest.mark.parametrize("bits", BITS)
-def test_apply_computes_what_the_loader_computes(dit, apply, stock, load, bits, monkeypatch):
+def test_apply_computes_what_the_loader_computes(dit, stock, load, bits, monkeypatch):
     from int8_dit.kernels import RepeatedLinear
 
     calls, run = [], RepeatedLinear.multiply
     monkeypatch.setattr(RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
     model = stock(bits)
     before = dit.output(model)
-    assert torch.equal(dit.output(apply(model)), dit.output(load(bits)))
+    assert torch.equal(dit.output(dit.apply(model)), dit.output(load(bits)))
     assert len(calls) == 2 * len(dit.LINEARS)
     assert torch.equal(dit.output(model), before)
 
 
-def test_apply_says_what_runs(apply, stock):
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.loading.summary import summarize
-
+def test_apply_says_what_runs(dit, stock):
     model = stock(4)
-    assert "from W4A8" in str(summarize(apply(model)))
-    declined = ApplyFusedINT8Kernel.execute(model, kernel="auto").result[0]  # on a CPU
-    assert "ComfyUI's W4A8 as in the file (" in str(summarize(declined))
+    assert "from W4A8" in str(dit.summarize(dit.apply(model)))
+    declined = dit.apply(model, "auto")  # on a CPU
+    assert "ComfyUI's W4A8 as in the file (" in str(dit.summarize(declined))
 
 
-def test_apply_under_a_lora_of_a_streamed_weight(dit, apply, stock, quantized, lora):
-    patched = dit.with_lora(apply(stock(4)), lora)
+def test_apply_under_a_lora_of_a_streamed_weight(dit, stock, quantized, lora):
+    patched = dit.with_lora(dit.apply(stock(4)), lora)
     patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
     assert dit.module(patched, dit.LAYER).weight_function
     assert dit.relative_error(dit.forward(patched), with_it(dit, quantized(4), 4, lora)) < 0.1

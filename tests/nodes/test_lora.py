@@ -21,12 +21,6 @@ def load_partially(model):
     assert model.model.model_lowvram
 
 
-def applied(dit, path):
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-
-    return ApplyFusedINT8Kernel.execute(dit.stock(dit.write(path, dit.native_int8())), "fused int8").result[0]
-
-
 ACT16 = {"protected_in": "INT8 with 16-bit activations"}
 MODELS = {
     "smoothed": lambda dit, path: dit.quantize(dit.stock(), calibration=dit.recorded()),
@@ -35,7 +29,7 @@ MODELS = {
     ),
     "rotated": lambda dit, path: dit.load(dit.write(path, dit.native_int8(rotation_group=64))),
     "in the bf16 fallback": lambda dit, path: dit.quantize(dit.stock(), kernel="auto"),  # dequantized as it is used
-    "ComfyUI's INT8 on the kernel": applied,
+    "ComfyUI's INT8 on the kernel": lambda dit, path: dit.apply(dit.stock(dit.write(path, dit.native_int8()))),
 }
 
 

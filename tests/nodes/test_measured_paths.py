@@ -28,8 +28,6 @@ def measured(pack, monkeypatch):
 
 @pytest.mark.parametrize("source", ["float", "native", "rotated"])
 def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
-    from int8_dit.nodes.loading.summary import summarize
-
     path = dit.FILE
     if source != "float":
         tensors = dit.native_int8(rotation_group=64 if source == "rotated" else None)
@@ -38,7 +36,7 @@ def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
     held = {name: type(model.get_model_object(f"diffusion_model.{name}").weight).__name__ for name in dit.LINEARS}
     assert {name.rpartition(".")[2] for name, kind in held.items() if kind != "QuantizedTensor"} == {"qkv"}
     assert relative_error(dit.output(model), dit.output(dit.stock())) < 0.06
-    summary = summarize(model)
+    summary = dit.summarize(model)
     line = str(summary)
     assert "10 of" in line and "ComfyUI's INT8 (measured to be the fastest)" in line
     assert summary.int8 == 10 and summary.native > 0 and summary.int8 + summary.native < len(dit.LINEARS)

@@ -80,14 +80,12 @@ def stream(model):
 @pytest.mark.parametrize("form", (*FORMS, *DECODED))
 def test_it_computes_what_its_file_stands_for(dit, file, load, form):
     """In floats nearly; resident, streamed and made INT8 while loading the same, as the INT8 weights are the same."""
-    from int8_dit.nodes.loading.summary import summarize
-
     model, as_int8 = load(form), load(form, "INT8")
     output = dit.output(model)
     assert dit.relative_error(output, file(form).output) < 2 * dit.int8_noise()
     assert set(dit.int8_weights(as_int8)) == set(dit.LINEARS)
     assert stored(model).keys() | dit.int8_weights(model).keys() >= set(dit.LINEARS)
-    assert bool(stored(model)) == (form in FORMS) == (f"{form} " in str(summarize(model)))
+    assert bool(stored(model)) == (form in FORMS) == (f"{form} " in str(dit.summarize(model)))
     assert bool(dit.int8_weights(model)) == (form in ("Q4_K", *DECODED))  # Q4_K: its blocks do not divide every row
     assert torch.equal(dit.output(as_int8), output)
     streamed = load(form)
@@ -123,12 +121,10 @@ def test_small_weights_become_int8_all_the_same(dit, file, monkeypatch, form):
     "form, memory", (("Q8_0", "as stored"), ("IQ4_NL", "as stored"), ("IQ4_NL", "INT8"), ("W4A8", "INT8"))
 )
 def test_with_the_kernel_bf16_it_computes_in_floats(dit, file, load, form, memory):
-    from int8_dit.nodes.loading.summary import summarize
-
     model = load(form, memory, "bf16")
     assert bool(stored(model)) == (form == "Q8_0") and not dit.int8_weights(model)
     torch.testing.assert_close(dit.output(model), file(form).output, rtol=1e-3, atol=1e-3)
-    assert form != "W4A8" or "instead of the file's INT8" in str(summarize(model))
+    assert form != "W4A8" or "instead of the file's INT8" in str(dit.summarize(model))
 
 
 # Patches

@@ -20,10 +20,9 @@ CHOSEN = "(bf16 was chosen)"
 def line(dit):
     """The summary of a MODEL, whose counts are those of its linears."""
     from int8_dit.nodes.layers.layer_selection import linears
-    from int8_dit.nodes.loading.summary import summarize
 
     def line(model):
-        summary = summarize(model)
+        summary = dit.summarize(model)
         assert sum(summary.linears.values()) == len(linears(model)) == 34
         return str(summary)
 

@@ -26,12 +26,14 @@ from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from int8_dit.kernels import ChannelTransform
 from int8_dit.nodes import quantize_to_int8
+from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from int8_dit.nodes.calibration.calibration import Calibration
 from int8_dit.nodes.files.holding.grouped_weight import is_grouped
 from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH, decode_config, encode_config
 from int8_dit.nodes.layers.int8_weight import is_int8
 from int8_dit.nodes.loading.load import load_int8_model
 from int8_dit.nodes.loading.summary import describe_attention as described  # noqa: F401
+from int8_dit.nodes.loading.summary import summarize  # noqa: F401
 from int8_dit.nodes.patching.file_notes import recipe_of as recipe  # noqa: F401
 from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 from support import adapters
@@ -95,6 +97,11 @@ def load(path: str | Path = FILE, kernel: str = "fused int8", memory: str = "INT
 def stock(path: str | Path = FILE) -> ModelPatcher:
     """The MODEL of ComfyUI's own loader."""
     return comfy.sd.load_diffusion_model(str(path))
+
+
+def apply(model: ModelPatcher, kernel: str = "fused int8") -> ModelPatcher:
+    """The MODEL of Apply Fused INT8 Kernel."""
+    return ApplyFusedINT8Kernel.execute(model, kernel).result[0]
 
 
 def run_node(model: ModelPatcher, **inputs: object) -> tuple:
