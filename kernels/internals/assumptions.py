@@ -37,12 +37,6 @@ DIRECT_LAUNCH = Assumption(
         "triton/compiler/compiler.py": (r"^class CompiledKernel\b",),
     },
 )
-TENSOR_DESCRIPTORS = Assumption(
-    "tensor descriptors",
-    "Hopper's kernels read through pointers, which is slower",
-    {"triton/tools/tensor_descriptor.py": (r"^class TensorDescriptor\b",)},
-    as_new_as="triton/knobs.py",
-)
 _GLUON_LANGUAGE = "triton/experimental/gluon/language"
 GLUON = Assumption(
     "Gluon, Triton's language with layouts",
@@ -65,69 +59,68 @@ GLUON = Assumption(
     },
     as_new_as=f"{_GLUON_LANGUAGE}/nvidia/ampere/__init__.py",
 )
-TRITON_ERRORS = Assumption(
-    "what Triton raises for a configuration that does not fit a card",
-    "such a configuration ends the tuning with its error",
-    {
-        "triton/runtime/errors.py": (r"^class OutOfResources\b",),
-        "triton/compiler/errors.py": (r"^class CompilationError\b",),
-    },
-)
-INDUCTOR = Assumption(
-    "the lowerings of torch's Inductor",
-    "torch.compile leaves the quantizer a kernel of its own, which is slower",
-    {
-        "torch/_inductor/lowering.py": (r"^lowerings\b", r"^def register_lowering\b", r"^def fallback_handler\b"),
-        "torch/_inductor/virtualized.py": (r"^V\b", r"\bfake_mode\b"),
-        "torch/_inductor/config.py": (r"^split_reductions\b",),
-        "torch/_inductor/decomposition.py": (r"^def select_decomp_table\b",),
-        "torch/_inductor/runtime/hints.py": (r"^class ReductionHint\b",),
-        "torch/fx/experimental/proxy_tensor.py": (r"^def make_fx\b",),
-        "torch/fx/node.py": (r"^def map_arg\b",),
-    },
-)
-DISPATCH_STACK = Assumption(
-    "torch's count of dispatch modes",
-    "each call goes through torch's operators, which takes the host longer",
-    {"torch/utils/_python_dispatch.py": (r"\b_len_torch_dispatch_stack\b",)},
-)
-GLOBAL_HOOKS = Assumption(
-    "torch's hooks of all modules",
-    "blocks are fused though such a hook may want to see their parts",
-    {"torch/nn/modules/module.py": (r"^_global_forward_hooks\b", r"^_global_forward_pre_hooks\b")},
-)
-ATTENTION_ORDER = Assumption(
-    "the order in which torch asks its attention backends",
-    "choosing the fastest exact attention takes the host tens of microseconds a call",
-    {
-        "torch/nn/attention/__init__.py": (
-            r"torch\._C\._get_sdp_priority_order\(\)",
-            r"torch\._C\._set_sdp_priority_order\(",
-        )
-    },
-)
-KITCHEN_REGISTRY = Assumption(
-    "comfy-kitchen's table of backends",
-    "Kernel Benchmark has no row of ComfyUI's INT8",
-    {
-        "comfy_kitchen/registry.py": (
-            r"^registry\b",
-            r"^\s+def get_capable_backend\b",
-            r"^\s+def get_implementation\b",
-        )
-    },
-)
 
 ASSUMPTIONS = (
     DIRECT_LAUNCH,
-    TENSOR_DESCRIPTORS,
     GLUON,
-    TRITON_ERRORS,
-    INDUCTOR,
-    DISPATCH_STACK,
-    GLOBAL_HOOKS,
-    ATTENTION_ORDER,
-    KITCHEN_REGISTRY,
+    Assumption(
+        "tensor descriptors",
+        "Hopper's kernels read through pointers, which is slower",
+        {"triton/tools/tensor_descriptor.py": (r"^class TensorDescriptor\b",)},
+        as_new_as="triton/knobs.py",
+    ),
+    Assumption(
+        "what Triton raises for a configuration that does not fit a card",
+        "such a configuration ends the tuning with its error",
+        {
+            "triton/runtime/errors.py": (r"^class OutOfResources\b",),
+            "triton/compiler/errors.py": (r"^class CompilationError\b",),
+        },
+    ),
+    Assumption(
+        "the lowerings of torch's Inductor",
+        "torch.compile leaves the quantizer a kernel of its own, which is slower",
+        {
+            "torch/_inductor/lowering.py": (r"^lowerings\b", r"^def register_lowering\b", r"^def fallback_handler\b"),
+            "torch/_inductor/virtualized.py": (r"^V\b", r"\bfake_mode\b"),
+            "torch/_inductor/config.py": (r"^split_reductions\b",),
+            "torch/_inductor/decomposition.py": (r"^def select_decomp_table\b",),
+            "torch/_inductor/runtime/hints.py": (r"^class ReductionHint\b",),
+            "torch/fx/experimental/proxy_tensor.py": (r"^def make_fx\b",),
+            "torch/fx/node.py": (r"^def map_arg\b",),
+        },
+    ),
+    Assumption(
+        "torch's count of dispatch modes",
+        "each call goes through torch's operators, which takes the host longer",
+        {"torch/utils/_python_dispatch.py": (r"\b_len_torch_dispatch_stack\b",)},
+    ),
+    Assumption(
+        "torch's hooks of all modules",
+        "blocks are fused though such a hook may want to see their parts",
+        {"torch/nn/modules/module.py": (r"^_global_forward_hooks\b", r"^_global_forward_pre_hooks\b")},
+    ),
+    Assumption(
+        "the order in which torch asks its attention backends",
+        "choosing the fastest exact attention takes the host tens of microseconds a call",
+        {
+            "torch/nn/attention/__init__.py": (
+                r"torch\._C\._get_sdp_priority_order\(\)",
+                r"torch\._C\._set_sdp_priority_order\(",
+            )
+        },
+    ),
+    Assumption(
+        "comfy-kitchen's table of backends",
+        "Kernel Benchmark has no row of ComfyUI's INT8",
+        {
+            "comfy_kitchen/registry.py": (
+                r"^registry\b",
+                r"^\s+def get_capable_backend\b",
+                r"^\s+def get_implementation\b",
+            )
+        },
+    ),
 )
 
 

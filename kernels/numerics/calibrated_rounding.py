@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,29 +20,23 @@ _FOLDS = 4
 _JUDGED_CHANNELS = 1024  # of the outputs, evenly spaced: their mean error says enough of the others'
 
 
+@dataclass
 class CalibratedRounding:
     """The rounding of linears that read one input; what they share is computed when the first is rounded.
 
-    Args:
+    Attributes:
         parts: rows [.., K] of the recorded calls, any floating dtype and device; none where nothing was recorded.
         transform: what is done to the channels.
         activation_bits: 8 or 16: to how many bits the input is rounded.
         in_codes: whether the weights are in codes of 4 bits.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[torch.Tensor],
-        transform: ChannelTransform,
-        activation_bits: int = 8,
-        in_codes: bool = False,
-    ) -> None:
-        self._parts = parts
-        self._transform = transform
-        self._bits = activation_bits
-        self._in_codes = in_codes
-        self._whole: ColumnFeedback | None = None
-        self._folds: list[tuple[torch.Tensor, ColumnFeedback]] = []
+    parts: Sequence[torch.Tensor]
+    transform: ChannelTransform
+    activation_bits: int = 8
+    in_codes: bool = False
+    _whole: ColumnFeedback | None = None
+    _folds: list[tuple[torch.Tensor, ColumnFeedback]] = field(default_factory=list)
 
     def improve(self, w: torch.Tensor, rounded: RoundedWeight) -> tuple[RoundedWeight, float] | None:
         """Round a weight anew, if that is better on inputs that it was not calibrated on.
@@ -64,8 +59,8 @@ class CalibratedRounding:
         for held_out, feedback in self._folds:
             error = OutputError(held_out, w[judged])
             again = self._round(w[judged], rounded.scale[judged], feedback)
-            nearest += error.squares(rounded.q[judged], rounded.scale[judged], self._transform, self._bits)
-            calibrated += error.squares(again.q, again.scale, self._transform, self._bits)
+            nearest += error.squares(rounded.q[judged], rounded.scale[judged], self.transform, self.activation_bits)
+            calibrated += error.squares(again.q, again.scale, self.transform, self.activation_bits)
         if not calibrated < nearest:
             return None
         assert self._whole is not None
@@ -73,25 +68,25 @@ class CalibratedRounding:
 
     def _prepare(self, device: torch.device) -> bool:
         """Make what all linears of the input share; False where nothing can be held out."""
-        count = min(_FOLDS, len(self._parts))
+        count = min(_FOLDS, len(self.parts))
         if count < 2:
             return False
         if self._whole is None:
-            parts = [part.to(device).float() for part in self._parts]
-            transform = self._transform.on(device)
+            parts = [part.to(device).float() for part in self.parts]
+            transform = self.transform.on(device)
             transformed = [transform.to_activations(part) for part in parts]
             if not all(any(bool(part.any()) for part in transformed[fold::count]) for fold in range(count)):
                 return False
             for fold in range(count):
                 others = [part for index, part in enumerate(transformed) if index % count != fold]
-                feedback = ColumnFeedback.of(torch.cat(others), codes=self._in_codes)
+                feedback = ColumnFeedback.of(torch.cat(others), codes=self.in_codes)
                 self._folds.append((torch.cat(parts[fold::count]), feedback))
-            self._whole = ColumnFeedback.of(torch.cat(transformed), codes=self._in_codes)
+            self._whole = ColumnFeedback.of(torch.cat(transformed), codes=self.in_codes)
         return True
 
     def _round(self, w: torch.Tensor, scale: torch.Tensor, feedback: ColumnFeedback) -> RoundedWeight:
-        transform = self._transform.on(w.device)
-        if self._in_codes:
+        transform = self.transform.on(w.device)
+        if self.in_codes:
             assert transform.rotation_group is not None
             return quantize_to_codes(w, transform.rotation_group, feedback, scale)
         q = torch.empty(w.shape, dtype=torch.int8, device=w.device)

@@ -1,6 +1,7 @@
 """How much of a linear's output is lost to INT8: measured on sampled inputs, or bounded by its weights alone."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -25,19 +26,9 @@ class OutputError:
             self._exact[:, channels] = self._rows @ w[channels].float().t()
         self._norm = float(torch.linalg.vector_norm(self._exact, dtype=torch.float64))
 
-    def of(
-        self,
-        q: torch.Tensor,
-        scale: torch.Tensor,
-        transform: ChannelTransform = UNCHANGED,
-        activation_bits: int = 8,
-    ) -> float:
-        """||Y' - Y|| / ||Y||, Y = rows . w^T and Y' what the INT8 linear makes of the rows; 0 where Y is zero.
-
-        q [N, K] and scale [N] are `quantize_weight`'s for this `transform`; `activation_bits` is 8 or 16. Raises
-        ValueError where Y holds a NaN or Inf.
-        """
-        squares = self.squares(q, scale, transform, activation_bits)
+    def of(self, *quantized: Any, **bits: int) -> float:
+        """||Y' - Y|| / ||Y||, of what `squares` takes; 0 where Y is zero."""
+        squares = self.squares(*quantized, **bits)
         return math.sqrt(squares) / self._norm if self._norm > 0 else 0.0
 
     def squares(
@@ -47,7 +38,11 @@ class OutputError:
         transform: ChannelTransform = UNCHANGED,
         activation_bits: int = 8,
     ) -> float:
-        """||Y' - Y||^2, all else as in `of`: what adds up over rows."""
+        """||Y' - Y||^2, which adds up over rows, Y = rows . w^T and Y' what the INT8 linear makes of the rows.
+
+        q [N, K] and scale [N] are `quantize_weight`'s for this `transform`; `activation_bits` is 8 or 16. Raises
+        ValueError where Y holds a NaN or Inf.
+        """
         if not math.isfinite(self._norm):
             raise ValueError("its output on the recorded inputs is not finite")
         steps, x_scale = quantize_activations_reference(self._rows, transform, activation_bits)

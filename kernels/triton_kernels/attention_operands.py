@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..reference.attention import padded_width
-from .launching import Launcher
+from .launching import Build, Launcher, built
 from .rows import INFINITY_BITS, ROUND_TO_EVEN, magnitude_bits
 
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
@@ -150,9 +150,8 @@ def attention_operands_kernel(
     q, k, v, k_sum, v_max, q8, q_scale, k8, k_scale, v16, v_scale,
     B, H, HK, TQ, TK, TK_PADDED, q_sample, q_head, q_token, k_sample, k_head, k_token, v_sample, v_head, v_token,
     sums_head, q_factor, k_factor, count,
-    CENTERED: tl.constexpr, SUMS: tl.constexpr, SCALES_VALUES: tl.constexpr, MAXIMA: tl.constexpr,
-    DTYPE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    SUMS: tl.constexpr, SCALES_VALUES: tl.constexpr, MAXIMA: tl.constexpr, DTYPE: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One program: tokens of the queries, of the keys or of the values of a head, in this order of heads."""
     blocks = tl.cdiv(tl.maximum(TQ, TK), ROWS * BLOCKS)
@@ -172,7 +171,7 @@ def attention_operands_kernel(
             begin = own.to(tl.int64) * TK_PADDED
             _quantize_tokens(
                 base, k8 + begin * D, k_scale + begin, k_sum + own.to(tl.int64) * sums_head, first, TK, k_token,
-                k_factor, count, CENTERED, SUMS, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
+                k_factor, count, True, SUMS, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
             )  # fmt: skip
     else:
         if SCALES_VALUES and first < TK:
@@ -191,12 +190,10 @@ _KEY_BLOCK = 128
 _WIDEST_PART = 128
 
 
-def attention_statistics_constants(
-    sums: bool, maxima: bool, width: int, channels: int
-) -> tuple[dict[str, object], dict[str, object]]:
+def attention_statistics_constants(sums: bool, maxima: bool, width: int) -> Build:
     """The kernel's constants and compilation options."""
-    constants = {"SUM": sums, "MAX": maxima, "WIDTH": width, "D": channels, "CHUNKS": _CHUNKS, "ROWS": _SUMMED_ROWS}
-    return constants, {"num_warps": 4}
+    form = (sums, maxima, width, padded_width(width), _CHUNKS, _SUMMED_ROWS)
+    return built(attention_statistics_kernel, *form, num_warps=4)
 
 
 def _rows_and_blocks(channels: int) -> tuple[int, int]:
@@ -204,24 +201,11 @@ def _rows_and_blocks(channels: int) -> tuple[int, int]:
     return (32, 8) if channels > _WIDEST_PART else (64, 4)
 
 
-def attention_operands_constants(
-    centered: bool, sums: int, scaled: bool, dtype: str, width: int, channels: int
-) -> tuple[dict[str, object], dict[str, object]]:
+def attention_operands_constants(sums: int, scaled: bool, dtype: str, width: int) -> Build:
     """The kernel's constants and compilation options."""
-    rows, blocks = _rows_and_blocks(channels)
-    constants = {
-        "CENTERED": centered,
-        "SUMS": sums,
-        "SCALES_VALUES": scaled,
-        "MAXIMA": _CHUNKS,
-        "DTYPE": getattr(tl, dtype),
-        "WIDTH": width,
-        "D": channels,
-        "PART": min(channels, _WIDEST_PART),
-        "ROWS": rows,
-        "BLOCKS": blocks,
-    }
-    return constants, {"num_warps": 4}
+    channels = padded_width(width)
+    form = (sums, scaled, _CHUNKS, getattr(tl, dtype), width, channels, min(channels, _WIDEST_PART))
+    return built(attention_operands_kernel, *form, *_rows_and_blocks(channels), num_warps=4)
 
 
 _STATISTICS = Launcher(attention_statistics_kernel, attention_statistics_constants)
@@ -269,11 +253,11 @@ def quantized_operands(
     # A mean that is given is one sum of one key.
     chunks, count = (_CHUNKS, -(-tk // step)) if key_mean is None else (1, 1)
     if key_mean is None or scaled:
-        form = (key_mean is None, scaled, width, channels)
+        form = (key_mean is None, scaled, width)
         numbers = (kv_heads, tk, step, *k.stride()[:3], *v.stride()[:3])
         _STATISTICS(form, (_CHUNKS * keys, 1), (k, v, sums, maxima), numbers)
     dtype = "float32" if not q.is_cuda else "float16" if q.dtype == torch.float16 else "bfloat16"
-    form = (True, chunks, scaled, dtype, width, channels)
+    form = (chunks, scaled, dtype, width)
     tensors = (q, k, v, sums, maxima, q8, q_scale, k8, k_scale, v16, v_scale)
     numbers = (batch, heads, kv_heads, tq, tk, key_tokens, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     # The rotation multiplies both by the root of the channels.

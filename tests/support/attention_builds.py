@@ -63,9 +63,9 @@ def _parts(build: Build):
         made = attention.attention_constants(tiles, *form)
         return attention.attention_kernel, made, {"q": "*i8", "k": "*i8", "v": "*fp16"} if int8 else {}
     if build.kernel == "operands":
-        made = attention_operands.attention_operands_constants(True, 16, True, "bfloat16", width, padded)
+        made = attention_operands.attention_operands_constants(16, True, "bfloat16", width)
         return attention_operands.attention_operands_kernel, made, {}
-    made = attention_operands.attention_statistics_constants(True, True, width, padded)
+    made = attention_operands.attention_statistics_constants(True, True, width)
     return attention_operands.attention_statistics_kernel, made, {}
 
 
