@@ -1,39 +1,54 @@
-"""What an operator of the pack is: a function and a check. All else follows from these.
+"""What an operator of the pack is: a function, a check and, for most, a kernel. All else follows from these.
 
-    @operator("int8_gemm(Tensor q, Tensor q_scale, ...) -> Tensor", check=...)
-    def int8_gemm(q: torch.Tensor, q_scale: torch.Tensor, ...) -> torch.Tensor:
+    @operator(check=..., kernel="norms", rounds=True)
+    def norm_quantize(x: torch.Tensor, norm: Norm, ...) -> Quantized:
         '''What it computes.'''
         return ...
 
-A call is checked and computed. To a compiler it is an opaque operator, `torch.ops.int8_dit.int8_gemm`, with the fields
-of a ChannelTransform and of a LowRank as arguments of their own; the check says what its results look like.
+The function's signature is the operator's, and its body the reference, which runs where no kernel does. What was found
+out about arguments of one layout is not asked again. To a compiler it is opaque, `torch.ops.int8_dit.norm_quantize`,
+with the fields of a Norm, a ChannelTransform or a LowRank as arguments of their own; the check says what its results
+look like.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 
+from .card.device import uses_triton
 from .compilers import is_dispatched
+from .kept import KEPT, keep
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Result = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a result."""
+Tensors = Sequence[torch.Tensor | None]
+Launch = Callable[[Tensors, Sequence[torch.Tensor]], None]
+"""Launches a kernel on the tensors of a call, in the order of the operator's schema, to fill the results."""
+Plan = tuple[Launch | None, Sequence[Result]]
+"""What launches the kernel, None for the reference, and what the results look like."""
 
 NAMESPACE = "int8_dit"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # an operator lives as long as its library
+_MISSING = inspect.Parameter.empty
 _WORDS = {torch.Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
 
 
 class _Parameter(NamedTuple):
-    """A parameter of an op; `fields` and `absent`, the values that stand for None, if its value has fields."""
+    """A parameter of an op: its words of the schema and their defaults; `fields` and `absent`, the values that stand
+    for None, if its value has fields."""
 
     kind: type
     optional: bool
     schema: tuple[str, ...]
+    defaults: tuple
     fields: tuple[str, ...] = ()
     absent: tuple = ()
 
@@ -46,21 +61,34 @@ def _kind(hint: Any) -> tuple[type, bool]:
     return (type(given[0]) if get_origin(hint) is Literal else hint), False
 
 
-def _parameter(name: str, hint: Any) -> _Parameter:
+def _word(kind: type, optional: bool, name: str, *default: Any) -> str:
+    """`int? rotation_group=None`."""
+    shown = "".join(f"={str(value).removeprefix('torch.')}" for value in default)
+    return f"{_WORDS[kind]}{'?' if optional else ''} {name}{shown}"
+
+
+def _parameter(name: str, hint: Any, default: Any, prefixed: bool) -> _Parameter:
+    """`prefixed`: another parameter has such fields too, so that those of `q_norm` are q_kind, q_eps and so on."""
     kind, optional = _kind(hint)
+    given = () if default is _MISSING else (default,)
     names: tuple[str, ...] = tuple(getattr(kind, "_fields", ()) or getattr(kind, "__dataclass_fields__", ()))
     if not names:
-        return _Parameter(kind, optional, (f"{_WORDS[kind]}{'?' if optional else ''} {name}",))
-    # The fields of `q_norm` are q_kind, q_eps and so on; those of `norm` have no prefix.
-    head, joint, _ = name.rpartition("_")
+        return _Parameter(kind, optional, (_word(kind, optional, name, *given),), (default,))
+    prefix = name[: name.rindex("_") + 1] if prefixed else ""
     hints = get_type_hints(kind)
     kinds = [_kind(hints[field]) for field in names]
-    # A value that is None has None as its first field.
-    nullable = [may or place == 0 for place, (_, may) in enumerate(kinds)]
-    words = [f"{_WORDS[of]}{'?' if may else ''}" for (of, _), may in zip(kinds, nullable, strict=True)]
-    schema = tuple(f"{word} {head}{joint}{field}" for word, field in zip(words, names, strict=True))
-    absent = tuple(None if may else of() for (of, _), may in zip(kinds, nullable, strict=True))
-    return _Parameter(kind, optional, schema, names, absent)
+    # A value that is None has None as its first field, and no tensors.
+    kinds = [(of, may or (optional and (place == 0 or of is torch.Tensor))) for place, (of, may) in enumerate(kinds)]
+    absent = tuple(None if may else of() for of, may in kinds)
+    values = [absent if value is None else tuple(getattr(value, field) for field in names) for value in given]
+    fields = zip(kinds, names, *values, strict=True)
+    schema = tuple(_word(of, may, f"{prefix}{field}", *value) for (of, may), field, *value in fields)
+    return _Parameter(kind, optional, schema, values[0] if values else (_MISSING,) * len(names), names, absent)
+
+
+def _differentiated(values: Iterable[Any]) -> bool:
+    """Whether a gradient is asked of a tensor among them."""
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 class Operator(Generic[P, R]):
@@ -71,18 +99,25 @@ class Operator(Generic[P, R]):
 
     Args:
         function: what is computed of arguments that have passed the check: tensors, plain values, and dataclasses and
-            named tuples of these.
-        check: takes the same. It raises TypeError or ValueError for bad ones, RuntimeError where a gradient is asked
-            that the results cannot have, and returns shape and dtype of each result. None for an operator that is
-            composed of others: a compiler sees those.
-        schema: of the operator; None for what follows from the signature. A last parameter `out` is none of the
-            operator's.
+            named tuples of these. Where there is a kernel, it is the reference. A last parameter `out`, none of the
+            operator's, is where the results are written.
+        check: takes the same. It raises TypeError or ValueError for bad ones, and returns shape and dtype of each
+            result. None for an operator that is composed of others: a compiler sees those.
+        name: of the operator; None for the function's.
+        kernel: the file of triton_kernels/ whose `launch_...` is of the op's name; None where the function launches.
+        rounds: whether results of a kernel are rounded, so that they have no gradient; or of which tensors only, as the
+            others are constants.
 
     The results are made where the tensor `x` is, or the first one.
     """
 
     def __init__(
-        self, function: Callable[P, R], check: Callable[..., Sequence[Result]] | None, schema: str | None = None
+        self,
+        function: Callable[P, R],
+        check: Callable[..., Sequence[Result]] | None,
+        name: str | None = None,
+        kernel: str | None = None,
+        rounds: bool | tuple[str, ...] = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = cast("Callable[..., R]", function)
@@ -90,28 +125,38 @@ class Operator(Generic[P, R]):
         hints, signature = get_type_hints(function), inspect.signature(function)
         self._names = tuple(signature.parameters)
         self._defaults = tuple(parameter.default for parameter in signature.parameters.values())
-        self._required = self._defaults.count(inspect.Parameter.empty)
+        self._required = self._defaults.count(_MISSING)
         self._has_out = "out" in signature.parameters
-        self._parameters = [_parameter(name, hints[name]) for name in self._names if name != "out"]
+        kinds = [_kind(hint)[0] for hint in hints.values()]
+        self._parameters = [
+            _parameter(name, hints[name], default, kinds.count(_kind(hints[name])[0]) > 1)
+            for name, default in zip(self._names, self._defaults, strict=True)
+            if name != "out"
+        ]
         self._fields = [parameter.fields for parameter in self._parameters]
         self._absent = [parameter.absent for parameter in self._parameters]
-        self._words = [word for parameter in self._parameters for word in parameter.schema]
-        self._x = self._words.index("Tensor x") if "Tensor x" in self._words else 0
+        words = [word for parameter in self._parameters for word in parameter.schema]
+        self._x = words.index("Tensor x") if "Tensor x" in words else 0
         self._single = hints["return"] is torch.Tensor
-        if schema is None:
-            results = "Tensor" if self._single else "(Tensor, Tensor)"
-            schema = f"{function.__name__}({', '.join(self._words)}) -> {results}"
-        self.name = schema.partition("(")[0]
-        self._define(schema, composed=check is None)
+        self.name = name or function.__name__.removeprefix("_")
+        self._define(f"{self.name}({', '.join(words)}) -> {'Tensor' if self._single else '(Tensor, Tensor)'}", check)
         self.operator = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        self._schema_defaults = [argument.default_value for argument in self.operator._schema.arguments]
+        self._flat_defaults = tuple(value for parameter in self._parameters for value in parameter.defaults)
+        self.kernel, self.rounds = kernel, rounds
+        if kernel is not None:
+            tensors = [word.startswith("Tensor") for word in words]
+            self._tensors, self._options = (
+                itemgetter(*[place for place, of_tensor in enumerate(tensors) if of_tensor == wanted])
+                for wanted in (True, False)
+            )
+        self._refused = range(len(words)) if rounds is True else [words.index(f"Tensor {of}") for of in rounds or ()]
 
-    def _define(self, schema: str, composed: bool) -> None:
+    def _define(self, schema: str, check: Callable | None) -> None:
         """It is opaque, and refuses gradients itself, where that costs least."""
         if hasattr(getattr(torch.ops, NAMESPACE), self.name):
             return
         _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        if composed:
+        if check is None:
             _library.impl(self.name, self._operator, "CompositeImplicitAutograd")
             return
         _library.impl(self.name, self._operator, "CompositeExplicitAutograd")
@@ -119,7 +164,8 @@ class Operator(Generic[P, R]):
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._fake, lib=_library)
 
     def __call__(self, *given: P.args, **named: P.kwargs) -> R:
-        """What the function computes. Raises what the check does."""
+        """What the function computes. Raises what the check does; RuntimeError where a gradient is asked to pass a
+        rounding."""
         if named or not self._required <= len(given) <= len(self._names):
             arguments = self._bound(given, named)
         else:
@@ -127,14 +173,15 @@ class Operator(Generic[P, R]):
         flat = self.flat(arguments)
         return (self._dispatched if is_dispatched(flat[self._x]) else self._run)(arguments, flat)
 
-    def _dispatched(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
-        """A call through the dispatcher."""
-        return self.operator(*flat)
-
-    def _run(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
-        """A call that goes straight to the function."""
-        self.check(*arguments)
-        return self.function(*arguments)
+    def _bound(self, given: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
+        """The arguments by their places; raises TypeError for those that the function does not have, or lacks."""
+        rest = list(zip(self._names, self._defaults, strict=True))[len(given) :]
+        arguments = [*given, *[named.get(name, default) for name, default in rest]]
+        known = [name for name, _ in rest if name in named]
+        wrong = len(arguments) > len(self._names) or len(known) < len(named)
+        if wrong or any(argument is _MISSING for argument in arguments):
+            inspect.signature(self.function).bind(*given, **named)  # which says what is wrong
+        return arguments
 
     def flat(self, arguments: Sequence[Any]) -> list[Any]:
         """The operator's arguments for the function's."""
@@ -149,8 +196,8 @@ class Operator(Generic[P, R]):
         return flat
 
     def _structured(self, flat: Sequence[Any]) -> list[Any]:
-        """The function's arguments for the operator's, of which those at the end may be missing."""
-        values, arguments = iter([*flat, *self._schema_defaults[len(flat) :]]), []
+        """The function's arguments for all of the operator's."""
+        values, arguments = iter(flat), []
         for parameter in self._parameters:
             own = [next(values) for _ in parameter.schema]
             if not parameter.fields:
@@ -160,27 +207,94 @@ class Operator(Generic[P, R]):
                 arguments.append(None if absent else parameter.kind(*own))
         return [*arguments, None] if self._has_out else arguments
 
-    def _bound(self, given: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
-        """The arguments by their places; raises TypeError for those that the function does not have, or lacks."""
-        rest = list(zip(self._names, self._defaults, strict=True))[len(given) :]
-        arguments = [*given, *[named.get(name, default) for name, default in rest]]
-        known = [name for name, _ in rest if name in named]
-        wrong = len(arguments) > len(self._names) or len(known) < len(named)
-        if wrong or any(argument is inspect.Parameter.empty for argument in arguments):
-            inspect.signature(self.function).bind(*given, **named)  # which says what is wrong
-        return arguments
+    def _dispatched(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
+        """A call through the dispatcher."""
+        out = arguments[-1] if self._has_out else None
+        if self.kernel is not None and not self.rounds and _differentiated(flat):
+            self.check(*arguments)
+            return self.function(*arguments)
+        results = self.operator(*flat)
+        if out is None:
+            return results
+        for target, result in zip(out, (results,) if self._single else results, strict=True):
+            target.copy_(result)
+        return out[0] if self._single else out
 
-    def _operator(self, *flat: Any) -> Any:
-        """What the operator computes."""
-        return self._run(self._structured(flat), flat)
+    def _run(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
+        """The kernel, or the function."""
+        if self.kernel is None:
+            self.check(*arguments)
+            return self.function(*arguments)
+        out, tensors = arguments[-1] if self._has_out else None, self._tensors(flat)
+        launch, results = self._plan(arguments, flat, tensors if out is None else (*tensors, *out))
+        if torch.is_grad_enabled():
+            self._refuse_gradient(flat)
+            if not self.rounds and _differentiated(tensors if out is None else (*tensors, *out)):
+                return self.function(*arguments)
+        if launch is None:
+            with torch.no_grad() if self.rounds else nullcontext():
+                return self.function(*arguments)
+        x = flat[self._x]
+        made = [x.new_empty(shape, dtype=dtype) for shape, dtype in results] if out is None else out
+        launch(tensors, made)
+        return made[0] if self._single else tuple(made)
 
-    def _fake(self, *flat: Any) -> Any:
+    def _refuse_gradient(self, flat: Sequence[Any]) -> None:
+        """Raise RuntimeError where a gradient is asked to pass the rounding."""
+        if _differentiated([flat[place] for place in self._refused]):
+            raise RuntimeError(f"{self.name} has no gradient, as it rounds: run it under torch.no_grad()")
+
+    def _plan(self, arguments: Sequence[Any], flat: Sequence[Any], tensors: Tensors) -> Plan:
+        """How arguments of such layouts are computed, kept. Raises what the check does."""
+        layouts = [
+            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+            for tensor in tensors
+        ]
+        launches = uses_triton(flat[self._x])
+        key = (self, launches, self._options(flat), *layouts)
+        known = KEPT.get(key)
+        if known is not None:
+            return known
+        results, launch = self.check(*arguments), None
+        if launches and all(tensor is None or tensor.numel() for tensor in tensors):
+            launch = self.launch(*flat, *arguments[len(self._parameters) :])
+        return keep(key, (launch, results))
+
+    def direct(self, *arguments: Any) -> Any:
+        """What launches past Triton, on addresses that all begin on 16 bytes, for arguments of such layouts after a
+        first call; None where that is not known."""
+        flat = self.flat(arguments)
+        return getattr(self._plan(arguments, flat, self._tensors(flat))[0], "direct", None)
+
+    def launch(self, *flat: Any) -> Launch | None:
+        """What launches the kernel on tensors like these, the operator's arguments, and `out` where the op has it; None
+        where no kernel can."""
+        module = import_module(f".triton_kernels.{self.kernel}", __package__)
+        return getattr(module, f"launch_{self.name}")(*flat)
+
+    def _operator(self, *given: Any) -> Any:
+        """What the operator computes of its arguments, of which those at the end may be missing: rows side by side,
+        whatever the strides of the reference's."""
+        flat = (*given, *self._flat_defaults[len(given) :])
+        results = self._run(self._structured(flat), flat)
+        if self.kernel is None:
+            return results
+        return results.contiguous() if self._single else tuple([result.contiguous() for result in results])
+
+    def _fake(self, *given: Any) -> Any:
         """What its results look like."""
+        flat = (*given, *self._flat_defaults[len(given) :])
+        self._refuse_gradient(flat)
         x = flat[self._x]
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in self.check(*self._structured(flat))]
         return made[0] if self._single else tuple(made)
 
 
-def operator(schema: str, check: Callable[..., Sequence[Result]] | None) -> Callable[[Callable[P, R]], Operator[P, R]]:
+def operator(
+    check: Callable[..., Sequence[Result]] | None,
+    name: str | None = None,
+    kernel: str | None = None,
+    rounds: bool | tuple[str, ...] = False,
+) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Make an operator of a function; see above and Operator."""
-    return lambda function: Operator(function, check, schema)
+    return lambda function: Operator(function, check, name, kernel, rounds)

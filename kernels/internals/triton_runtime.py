@@ -50,10 +50,10 @@ def triton_cache_folder() -> str:
 
 
 class MatrixBlocks:
-    """What Hopper's copy engine is told of matrices like one: all but their address and their number of rows.
+    """What Hopper's copy engine is told of matrices like one: all but their address.
 
     Args:
-        matrix: one of them; another one has its strides and its dtype.
+        matrix: one of them; another one has its shape, its strides and its dtype.
         block_shape: of the blocks that are copied.
     """
 
@@ -62,13 +62,12 @@ class MatrixBlocks:
         # Triton's constructor checks more than a launch takes. So it makes one, and the others are copies of that, with
         # whatever fields this Triton's launch reads of them.
         descriptor = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block_shape))
-        self._columns = matrix.shape[1]
         self._fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
 
-    def of(self, base: torch.Tensor, rows: int) -> object:
-        """The descriptor of a matrix of so many rows that begins where `base` does, on 16 bytes."""
+    def of(self, base: torch.Tensor) -> object:
+        """The descriptor of the matrix that begins where `base` does, on 16 bytes."""
         descriptor: Any = object.__new__(TensorDescriptor)  # pyright: ignore[reportArgumentType]
-        descriptor.__dict__ = {**self._fields, "base": base, "shape": [rows, self._columns]}
+        descriptor.__dict__ = {**self._fields, "base": base}
         return descriptor
 
 

@@ -113,9 +113,7 @@ def _filled(
     return out
 
 
-@operator(
-    "int8_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, Tensor? key_mean) -> Tensor", _check_int8
-)
+@operator(_check_int8)
 def _int8_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -171,7 +169,7 @@ def float_attention(
     return _float_attention(q, k, v, mask, factor).transpose(1, 2)
 
 
-@operator("float_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor", _check_float)
+@operator(_check_float)
 def _float_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:

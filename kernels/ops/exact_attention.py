@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 from ..card.choices import Choices
 from ..card.machine import describe_machine
 from ..internals.torch_functions import in_attention_order
+from ..kept import KEPT, keep
 from .attention import float_attention, takes_float_attention
 
 FLASH, CUDNN, EFFICIENT, TRITON, PYTORCH = "flash", "cuDNN", "efficient", "Triton", "PyTorch's choice"
@@ -57,7 +58,6 @@ _ORDERS = {name: (*dict.fromkeys([*way.backends, *COMFYUI_ORDER]),) for name, wa
 _CUDNN_FIRST = (9, 0)
 # Of fewer elements in q the host's time counts most, and cuDNN takes more of it; ComfyUI has the same bound.
 _SMALL = 1 << 17
-_MOST_PLANS = 4096
 _MANY_TOKENS = 1 << 20
 
 
@@ -90,8 +90,7 @@ class _Plan(NamedTuple):
     repeats: bool = False
 
 
-_plans: dict[tuple, _Plan] = {}
-ATTENTION_CHOICES.after_change.append(_plans.clear)
+ATTENTION_CHOICES.after_change.append(KEPT.clear)
 
 
 def exact_attention(
@@ -126,8 +125,8 @@ def exact_attention(
         plan = _plan_for_compiler(q, mask, grouped)
         return attend_by(plan.way, q, k, v, mask, scale, grouped, plan.repeats)
     key = _layout(q, k, v, mask, grouped)
-    if key in _plans:
-        plan = _plans[key]
+    plan = KEPT.get(key)
+    if plan is not None:
         return attend_by(plan.way, q, k, v, mask, scale, grouped, plan.repeats)
     for plan in _candidates(q, k, v, mask, grouped):
         try:
@@ -138,9 +137,7 @@ def exact_attention(
             if plan.way is None:
                 raise
             continue
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        keep(key, plan)
         return result
     raise AssertionError("the last candidate returns or raises")
 
@@ -165,8 +162,7 @@ def fastest_way(
     if torch.compiler.is_compiling():
         plan = _plan_for_compiler(q, mask, grouped)
     else:
-        key = _layout(q, k, v, mask, grouped)
-        plan = _plans[key] if key in _plans else next(_candidates(q, k, v, mask, grouped))
+        plan = KEPT.get(_layout(q, k, v, mask, grouped)) or next(_candidates(q, k, v, mask, grouped))
     return plan.way
 
 
@@ -188,10 +184,10 @@ def _may_choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, grouped: bool) -> tuple:
-    """All that PyTorch's answers depend on."""
+    """All that PyTorch's answers depend on, as a key of what is kept."""
     masked = None if mask is None else (mask.shape, mask.stride(), mask.dtype)
     strides = (q.stride(), k.stride(), v.stride())
-    return (q.shape, k.shape, v.shape, *strides, q.dtype, q.device, grouped, masked)
+    return (exact_attention, q.shape, k.shape, v.shape, *strides, q.dtype, q.device, grouped, masked)
 
 
 def _candidates(

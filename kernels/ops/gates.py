@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import check_activation_bits, check_float_rows, check_same_device
-from ..operators import Result
+from ..operators import Result, operator
 from ..reference.linear import Quantized, quantize_activations_reference, quantized_layouts
 from ..reference.transform import UNCHANGED, ChannelTransform
-from .fused_op import fused_op
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -48,7 +47,7 @@ def _check_activate_quantize(
     return quantized_layouts(gate, channels, activation_bits)
 
 
-@fused_op("gates", check=_check_activate_quantize, rounds=True)
+@operator(_check_activate_quantize, kernel="gates", rounds=True)
 def activate_quantize(
     gate: torch.Tensor,
     activation: str,

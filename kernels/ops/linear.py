@@ -1,14 +1,14 @@
 """The INT8 linear and its two halves, and the operators of PyTorch (`torch.ops.int8_dit`) that a compiler sees of them.
 
 `quantize_activations` and `int8_gemm` are opaque to a compiler, the quantizer not to Inductor (compilers.py);
-`int8_linear` is composed of the two.
+`int8_linear` is composed of the two. A model's linears, which are called many times over, are `RepeatedLinear`s.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from ..card.device import uses_triton
 from ..checks import (
     check_activation_bits,
     check_float,
@@ -18,10 +18,12 @@ from ..checks import (
     check_vector,
     check_weight_scale,
 )
+from ..compilers import is_dispatched
+from ..kept import KEPT, keep, kept
 from ..operators import Result, operator
 from ..reference.linear import (
+    Quantized,
     int8_gemm_reference,
-    new_quantized,
     quantize_activations_reference,
     quantized_layouts,
 )
@@ -35,21 +37,12 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check_int8_matrix("weight", weight)
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x has K = {x.shape[-1]} but weight has K = {weight.shape[1]}")
-    _refuse_gradient("int8_linear", x)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("int8_linear has no gradient: run it under torch.no_grad() or use the bf16 kernel")
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _refuse_gradient(name: str, activations: torch.Tensor) -> None:
-    """Raise RuntimeError where a gradient is asked to pass the rounding.
-
-    Weights, scales and biases are constants here.
-    """
-    if activations.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{name} has no gradient: run it under torch.no_grad() or use the bf16 kernel")
-
-
 def _check_quantization(x: torch.Tensor, transform: ChannelTransform, activation_bits: int) -> list[Result]:
-    _refuse_gradient("quantize_activations", x)
     check_float_matrix("x", x)
     check_activation_bits(activation_bits)
     transform.check(x.shape[1])
@@ -65,7 +58,6 @@ def _check_gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> list[Result]:
-    _refuse_gradient("int8_gemm", q_scale)
     check_int8_matrix("q", q)
     check_int8_matrix("weight", weight)
     if q.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
@@ -81,11 +73,7 @@ def _check_gemm(
     return [((q.shape[0], weight.shape[0]), out_dtype)]
 
 
-@operator(
-    "quantize_activations(Tensor x, Tensor? smooth=None, int? rotation_group=None, int activation_bits=8)"
-    " -> (Tensor, Tensor)",
-    _check_quantization,
-)
+@operator(_check_quantization, kernel="activations", rounds=("x",))
 def quantize_activations(
     x: torch.Tensor, transform: ChannelTransform = UNCHANGED, activation_bits: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,22 +96,10 @@ def quantize_activations(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    if x.numel() == 0:
-        q, scale = new_quantized(x, x.shape[1], activation_bits)
-        return q, scale.zero_()
-    if uses_triton(x):
-        from ..triton_kernels.activations import launch_activation_quantizer
-
-        return launch_activation_quantizer(x, transform, activation_bits)
-    with torch.no_grad():
-        return quantize_activations_reference(x, transform, activation_bits)
+    return quantize_activations_reference(x, transform, activation_bits)
 
 
-@operator(
-    "int8_gemm(Tensor q, Tensor q_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype)"
-    " -> Tensor",
-    _check_gemm,
-)
+@operator(_check_gemm, kernel="gemm", rounds=("q_scale",))
 def int8_gemm(
     q: torch.Tensor,
     q_scale: torch.Tensor,
@@ -151,20 +127,11 @@ def int8_gemm(
     """
     if q.numel() == 0 or weight.numel() == 0:
         empty_sum = torch.zeros((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
-        return empty_sum if bias is None else empty_sum.add_(bias.detach().to(out_dtype))
-    if uses_triton(q):
-        from ..triton_kernels.gemm import launch_gemm
-
-        return launch_gemm(q, q_scale, weight, weight_scale, bias, out_dtype)
-    with torch.no_grad():
-        return int8_gemm_reference(q, q_scale, weight, weight_scale, bias, out_dtype)
+        return empty_sum if bias is None else empty_sum.add_(bias.to(out_dtype))
+    return int8_gemm_reference(q, q_scale, weight, weight_scale, bias, out_dtype)
 
 
-@operator(
-    "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, Tensor? smooth=None, "
-    "int? rotation_group=None, ScalarType? out_dtype=None, int activation_bits=8) -> Tensor",
-    check=None,
-)
+@operator(None)
 def int8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -195,3 +162,153 @@ def int8_linear(
     q, q_scale = quantize_activations(linear_rows(x, weight), transform, activation_bits)
     out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class RepeatedLinear:
+    """The calls of linears with int8 weights [N, K] of one form on one device, which cost the host as little as two
+    launches can.
+
+    Each call brings the tensors, and none is held: only how operands like these are launched. A call unlike all before
+    is checked as `int8_linear` checks it. Linears of one form share one.
+
+    Args:
+        weight, weight_scale, smooth: like those of all calls, of which only the devices and addresses are looked at
+            again: int8 [N, K]; float32 [N], [N, 1] or one value; floating point [K] or None.
+        rotation_group, activation_bits: how the linear wants its input, as in `int8_linear`.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        smooth: torch.Tensor | None,
+        rotation_group: int | None,
+        activation_bits: int,
+    ) -> None:
+        self._n, self._k = weight.shape
+        self._index = weight.get_device()
+        self._rotation_group, self._activation_bits = rotation_group, activation_bits
+        self._repeats = (
+            self._k % 16 == 0  # others are copied into wider rows
+            and _is_dense(weight, torch.int8)
+            and _is_dense(weight_scale, torch.float32)
+            and (smooth is None or _is_dense(smooth, torch.float32))
+        )
+
+    @staticmethod
+    def of(
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        smooth: torch.Tensor | None,
+        rotation_group: int | None,
+        activation_bits: int,
+    ) -> "RepeatedLinear":
+        """The one for all linears like this one."""
+        tensors = weight, weight_scale, smooth
+        layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        key = (RepeatedLinear, *layouts, rotation_group, activation_bits)
+        return kept(key, lambda: RepeatedLinear(*tensors, rotation_group, activation_bits))
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        smooth: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What `int8_linear` makes of x [..., K]: [..., N] in the dtype of `x`. Raises what that does."""
+        key = (self, x.shape, x.dtype, None if bias is None else bias.dtype)
+        known, begin = KEPT.get(key), None
+        if known is not None and x.is_contiguous():
+            begin = self._addresses(x, x if smooth is None else smooth, weight, weight_scale, bias)
+        if known is None or begin is None:
+            return self._found(key, x, weight, weight_scale, smooth, bias)
+        x_at, factors_at, weight_at, scale_at, bias_at = begin
+        quantize, multiply, rows, first_scale, shape = known
+        # One allocation for the int8 rows and their scales behind: it takes the host as long as all these checks.
+        buffer, out = x.new_empty(first_scale + 4 * rows, dtype=torch.int8), x.new_empty(shape)
+        q_at, out_at = buffer.data_ptr(), out.data_ptr()
+        q_scale_at = q_at + first_scale
+        quantize(rows, 1, x_at, factors_at, q_at, q_scale_at, self._k, self._k, 0)
+        multiply(buffer, weight, out, (q_at, weight_at, q_scale_at, scale_at, bias_at or out_at, out_at))
+        return out
+
+    def _found(
+        self,
+        key: tuple,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        smooth: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the linear makes of x as if it were the first; keeps what launches another one like it."""
+        quantizes = linear_rows(x, weight), ChannelTransform(smooth, self._rotation_group), self._activation_bits
+        quantized = quantize_activations(*quantizes)
+        out = self.multiply(quantized, weight, weight_scale, bias, x.shape[:-1], x.dtype)
+        multiply = KEPT.get((self, x.dtype, quantized[0].shape, key[-1]))
+        quantize = None if multiply is None else quantize_activations.direct(*quantizes)
+        if quantize is not None:
+            rows, row_bytes = quantized[0].shape
+            keep(key, (quantize, multiply, rows, rows * row_bytes + 15 & -16, (*x.shape[:-1], self._n)))
+        return out
+
+    def multiply(
+        self,
+        quantized: Quantized,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        leading: Sequence[int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """[*leading, N] in `dtype`: what `int8_gemm` makes of quantized rows, of which `leading` are the dimensions.
+
+        Raises what `int8_gemm` does.
+        """
+        q, q_scale = quantized
+        key = (self, dtype, q.shape, None if bias is None else bias.dtype)
+        launch = KEPT.get(key)
+        if launch is not None and q.is_contiguous() and q_scale.is_contiguous():
+            begin = self._addresses(q, q_scale, weight, weight_scale, bias)
+            if begin is not None:
+                q_at, q_scale_at, weight_at, scale_at, bias_at = begin
+                out = q.new_empty((*leading, self._n), dtype=dtype)
+                out_at = out.data_ptr()
+                launch(q, weight, out, (q_at, weight_at, q_scale_at, scale_at, bias_at or out_at, out_at))
+                return out
+        multiplies = q, q_scale, weight, weight_scale, bias, dtype
+        out = int8_gemm(*multiplies)
+        launch = int8_gemm.direct(*multiplies) if self._repeats and not is_dispatched(q) else None
+        if launch is not None:
+            keep(key, launch)
+        return out.reshape(*leading, self._n)
+
+    def _addresses(
+        self,
+        x: torch.Tensor,
+        factors: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> tuple[int, int, int, int, int] | None:
+        """Where the tensors of a call begin, 0 for no bias. None unless they all lie on the form's device, which is the
+        current one, begin on 16 bytes, and nobody wants to see operators or a gradient of `x`."""
+        index, bias_at = self._index, 0
+        if not x.get_device() == factors.get_device() == weight.get_device() == weight_scale.get_device() == index:
+            return None
+        if index >= 0 and torch.cuda.current_device() != index:
+            return None
+        if is_dispatched(x) or (x.requires_grad and torch.is_grad_enabled()):
+            return None
+        if bias is not None:
+            if bias.numel() != self._n or bias.get_device() != index or not bias.is_contiguous():
+                return None
+            bias_at = bias.data_ptr()
+        begin = x.data_ptr(), factors.data_ptr(), weight.data_ptr(), weight_scale.data_ptr(), bias_at
+        return None if (begin[0] | begin[1] | begin[2] | begin[3] | bias_at) & 15 else begin
+
+
+def _is_dense(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_contiguous()

@@ -13,10 +13,9 @@ from ..checks import (
     check_tokens,
     check_vector,
 )
-from ..operators import Result
+from ..operators import Result, operator
 from ..reference.linear import Quantized, quantize_activations_reference, quantized_layouts
 from ..reference.transform import UNCHANGED, ChannelTransform
-from .fused_op import fused_op
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +74,7 @@ def _check_norm_quantize(
     return quantized_layouts(x, x.shape[-1], activation_bits)
 
 
-@fused_op("norms", check=_check_norm_quantize, rounds=True)
+@operator(_check_norm_quantize, kernel="norms", rounds=True)
 def norm_quantize(
     x: torch.Tensor,
     norm: Norm,
@@ -135,7 +134,7 @@ def _check_gated_residual(
     return [(residual.shape, residual.dtype)]
 
 
-@fused_op("norms", check=_check_gated_residual)
+@operator(_check_gated_residual, kernel="norms")
 def gated_residual(
     residual: torch.Tensor,
     x: torch.Tensor,

@@ -5,8 +5,7 @@ from typing import Literal
 import torch
 
 from ..checks import check_float_rows, check_same_device
-from ..operators import Result
-from .fused_op import fused_op
+from ..operators import Result, operator
 from .norms import Norm, normalized
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -47,7 +46,7 @@ def _check_norm_rope(
     return [(q.shape, q.dtype), (k.shape, k.dtype)]
 
 
-@fused_op("rope", check=_check_norm_rope)
+@operator(_check_norm_rope, kernel="rope")
 def norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,

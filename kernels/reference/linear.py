@@ -23,12 +23,6 @@ def quantized_layouts(x: torch.Tensor, channels: int, activation_bits: int) -> l
     return [((rows, channels * (activation_bits // 8)), torch.int8), ((rows,), torch.float32)]
 
 
-def new_quantized(x: torch.Tensor, channels: int, activation_bits: int) -> Quantized:
-    """The same, uninitialised."""
-    q, scale = (x.new_empty(shape, dtype=dtype) for shape, dtype in quantized_layouts(x, channels, activation_bits))
-    return q, scale
-
-
 def quantize_activations_reference(
     x: torch.Tensor, transform: ChannelTransform = UNCHANGED, activation_bits: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +32,7 @@ def quantize_activations_reference(
 
 def quantize_rows_reference(values: torch.Tensor, activation_bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for float32 rows [M, K] that are smoothed and rotated already."""
-    absmax = values.abs().amax(dim=1)
+    absmax = values.abs().amax(dim=1) if values.shape[1] else values.new_zeros(len(values))
     finite = torch.isfinite(absmax)
     # A tensor divisor: PyTorch turns a division by a Python number into a multiplication on a GPU.
     scale = torch.where(finite, absmax / torch.full_like(absmax, 127), float("nan"))

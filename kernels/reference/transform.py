@@ -22,7 +22,7 @@ def rotate(x: torch.Tensor, group: int) -> torch.Tensor:
     rotated = x
     for _ in range(digits):
         # The leading digit becomes the trailing one; after all digits the order is the original one again.
-        quads = rotated.reshape(-1, 4, group // 4).transpose(1, 2)
+        quads = rotated.reshape(x.numel() // group, 4, group // 4).transpose(1, 2)
         rotated = quads.sum(-1, keepdim=True) - 2 * quads.flip(-1)
     return rotated.reshape(x.shape) / 2**digits
 

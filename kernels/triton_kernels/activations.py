@@ -4,15 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference.linear import new_quantized, quantize_activations_reference
+from ..operators import Tensors
 from ..reference.transform import ChannelTransform
-from .launching import Build, Launch, Launcher, built
+from .launching import Build, Launcher, Layout, built, same
 from .rows import (
     INFINITY_BITS,
     LARGEST_GROUP,
     ROUND_TO_EVEN,
     ROUNDED_APART,
     SMALLEST_SCALE_CONSTEXPR,
+    dense_channels,
     dense_factors,
     input_offsets,
     magnitude_bits,
@@ -144,21 +145,19 @@ def quantize_rows_constants(channels: int, has_smooth: bool, rounding: str, grou
 QUANTIZER = Launcher(quantize_rows_kernel, quantize_rows_constants)
 
 
-def quantizer_launch(
-    x: torch.Tensor,
-    smooth: torch.Tensor | None,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    rotation_group: int | None,
-) -> Launch | None:
-    """What quantizes matrices like x [M, K] into ones like q [M, K or 2K] and scale [M], all contiguous; None for a
-    group that no kernel rotates."""
-    channels, group = x.shape[1], rotation_group or 1
-    if group > LARGEST_GROUP:
-        return None
-    rounding = "remainder" if q.shape[1] > channels else "nearest"
-    form = (channels, smooth is not None, rounding, group, not x.is_cuda)
-    return QUANTIZER.prepared(form, (x, x if smooth is None else smooth, q, scale), (channels, channels, 0))
+def _as_read(tensors: Tensors) -> Tensors:
+    return dense_channels(tensors[0]), dense_factors(tensors[1])
+
+
+def _layout(
+    x: torch.Tensor, smooth: torch.Tensor | None, rounding: str, rotation_group: int | None, seed: int = 0
+) -> Layout:
+    """The launch on rows and factors like these. `rounding` is the kernel's ROUNDING."""
+    (rows, channels), read = x.shape, _as_read((x, smooth))
+    form = (channels, smooth is not None, rounding, rotation_group or 1, not x.is_cuda)
+    # 31 bits, so that all seeds are one type to Triton.
+    numbers = (channels, x.stride(0) if x.stride(1) == 1 else channels, seed & 0x7FFFFFFF)
+    return Layout(QUANTIZER, form, (rows, 1), numbers, None if same(read, (x, smooth)) else _as_read)
 
 
 def can_launch(transform: ChannelTransform) -> bool:
@@ -166,29 +165,22 @@ def can_launch(transform: ChannelTransform) -> bool:
     return (transform.rotation_group or 1) <= LARGEST_GROUP
 
 
-def launch_row_quantizer(
-    x: torch.Tensor, transform: ChannelTransform, rounding: str, seed: int = 0
+def launch_quantize_activations(
+    x: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, activation_bits: int
+) -> Layout | None:
+    """The launch on checked, non-empty tensors like these; None for a group that no kernel rotates."""
+    if (rotation_group or 1) > LARGEST_GROUP:
+        return None
+    return _layout(x, smooth, "remainder" if activation_bits == 16 else "nearest", rotation_group)
+
+
+def launch_weight_quantizer(
+    w: torch.Tensor, transform: ChannelTransform, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel on checked, non-empty arguments: x [M, K] -> int8 [M, K] or [M, 2K], float32 scale [M].
-
-    `rounding` is the kernel's ROUNDING.
-    """
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    smooth = dense_factors(transform.smooth)
-    rows, channels = x.shape
-    q, scale = new_quantized(x, channels, 16 if rounding == "remainder" else 8)
-    form = (channels, smooth is not None, rounding, transform.rotation_group or 1, not x.is_cuda)
-    # 31 bits, so that all seeds are one type to Triton.
-    numbers = (channels, x.stride(0), seed & 0x7FFFFFFF)
-    QUANTIZER(form, (rows, 1), (x, x if smooth is None else smooth, q, scale), numbers)
-    return q, scale
-
-
-def launch_activation_quantizer(
-    x: torch.Tensor, transform: ChannelTransform, activation_bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for activations; without a kernel where none knows the rotation."""
-    if not can_launch(transform):
-        return quantize_activations_reference(x, transform, activation_bits)
-    return launch_row_quantizer(x, transform, "remainder" if activation_bits == 16 else "nearest")
+    """Launch the kernel on checked, non-empty arguments: w [N, K] -> int8 [N, K], float32 scale [N]; stochastically
+    where there is a seed."""
+    made = w.new_empty(w.shape, dtype=torch.int8), w.new_empty(len(w), dtype=torch.float32)
+    rounding = "weight" if seed is None else "stochastic"
+    launch = _layout(w, transform.smooth, rounding, transform.rotation_group, seed or 0)
+    launch((w, transform.smooth), made)
+    return made

@@ -8,22 +8,21 @@ from collections.abc import Callable
 import torch
 
 from ..reference.linear import int8_accumulate_reference
+from .gemm_kernel import Operands
 
 # Of ragged tiles, and of few enough that all multiprocessors share them where K is shared.
 _M, _N, _K = 300, 1008, 4608
 # Sums of so many of 1 and -1, twice at most, are whole numbers that bf16 holds.
 _SPARSE = 16
 
-_Given = torch.Tensor | None
-Launch = Callable[[torch.Tensor, torch.Tensor, _Given, torch.Tensor, _Given, _Given], None]
-"""(out [M, N], q int8 [M, K], its scale [M] or None, weight int8 [N, K], its scale [N] or [1] or None, bias or None)"""
-
 
 class WrongResult(Exception):
     """A kernel does not compute what it should."""
 
 
-def check_exact(launch: Launch, device: torch.device, dtype: torch.dtype, has_bias: bool, one_scale: bool) -> None:
+def check_exact(
+    launch: Callable[[Operands], None], device: torch.device, dtype: torch.dtype, has_bias: bool, one_scale: bool
+) -> None:
     """Launch a GEMM twice on operands whose products are small though parts of their sums are large.
 
     So sums of parts of K that are rounded on their way show, and so do channels that do not meet. The second launch
@@ -43,6 +42,6 @@ def check_exact(launch: Launch, device: torch.device, dtype: torch.dtype, has_bi
     bias = torch.zeros(_N, device=device, dtype=dtype) if floats and has_bias else None
     for _ in range(2):
         out = torch.full((_M, _N), 77, device=device, dtype=dtype)
-        launch(out, q, scale, weight, weight_scale, bias)
+        launch(Operands(q, weight, scale, weight_scale, bias, out))
         if not torch.equal(out.to(torch.int32), expected):
             raise WrongResult

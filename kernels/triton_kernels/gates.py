@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import Layout, Tensors, same
+from ..operators import Tensors
+from .launching import Layout, same
 from .rows import (
     dense_channels,
     dense_factors,

@@ -8,10 +8,13 @@ import torch
 
 from ..internals.gluon import HAS_GLUON
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
+from ..kept import kept
 from ..memory_plan import unplanned_memory
+from ..operators import Tensors
 from .exactness import WrongResult, check_exact
-from .gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
-from .launching import Build, Launcher, kept, on_device
+from .gemm_kernel import Operands, compile_options, int8_gemm_kernel, kernel_constants
+from .launching import Build, Launcher, begin_on_16, on_device
+from .rows import dense_channels
 from .tiles import PIPELINES, GemmConfig, gemm_candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
@@ -24,13 +27,18 @@ _STORE_BLOCKS_FROM = 2**36
 _arrivals_of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
+def _captured(device: torch.device) -> bool:
+    """Whether launches become part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
     """Zeros, int32 [at least tiles], for one launch. Kernels of a stream follow one another and leave the zeros behind.
 
     So each stream keeps its own, which saves filling them for each launch; a CUDA graph, which may be replayed on any
     stream, fills its own. The interpreter gets new ones too.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or _captured(device):
         return torch.zeros(tiles, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     held = _arrivals_of_streams.get(key)
@@ -44,11 +52,6 @@ def _on_16_bytes(matrix: torch.Tensor) -> bool:
     """Whether base and rows begin there, as Hopper's copy engine wants it and copies into a ring do."""
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.data_ptr() % 16 == 0 and row_bytes % 16 == 0
-
-
-def _passes(q: torch.Tensor, weight: torch.Tensor) -> int:
-    """How often K is walked: twice for activations of 16 bits, [M, 2K]."""
-    return q.shape[1] // weight.shape[1]
 
 
 def _build(config: GemmConfig, *form) -> Build:
@@ -73,40 +76,39 @@ def _ring_gemm() -> Launcher:
 _PIPELINES = tuple(name for name in PIPELINES if name != "ring" or HAS_GLUON)
 
 
-class PreparedGemm:
-    """The launch of one configuration for all numbers of tokens of a `rows_kind`.
+class GemmLaunch:
+    """The launch of one configuration on operands of one layout.
 
     Args:
         config: the configuration.
-        out, q, q_scale, weight, weight_scale, bias: like those of the launches: of their dtypes, layouts and alignment.
+        operands: like those of the launches: of their shapes, dtypes, strides and alignment; scales are contiguous.
+
+    Raises ValueError for K split in a configuration that walks it twice.
     """
 
-    def __init__(
-        self,
-        config: GemmConfig,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        q_scale: torch.Tensor | None,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> None:
-        m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
-        if not _runs_as_it_is(config, q, weight):
+    def __init__(self, config: GemmConfig, operands: Operands) -> None:
+        q, weight, _, _, bias, out = operands
+        m, (n, k), passes = len(q), weight.shape, operands.passes
+        if config.split_k > 1 and passes == 2:
+            raise ValueError("K cannot be split with activations of 16 bits")
+        if not _runs_as_it_is(config, operands):
             config = config.by_pointers
-        one_scale = weight_scale is not None and weight_scale.numel() == 1
-        tensors = operands(out, q, q_scale, weight, weight_scale, bias)
-        self._config, self._columns = config, -(-n // config.block_n)
-        self._numbers = (n, k, q.stride(0), weight.stride(0), out.stride(0))
-        described, self._multiprocessors = config.pipeline == "descriptors", 0
-        stored = described and m >= stores_blocks_from(n, k * passes) and config.split_k == 1 and _on_16_bytes(out)
-        if config.pipeline == "ring":
-            self._multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-            form = (config.kernel, bias is not None, one_scale)
-            self._launch = _ring_gemm().prepared(form, tensors, (m, *self._numbers, 0, 0, 0))
+        ring, described = config.pipeline == "ring", config.pipeline == "descriptors"
+        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if ring else 0
+        tiles, parts = config.tiles(m, n), config.split_k
+        self._shared = config.shared_tiles(tiles, multiprocessors)
+        self._sums = self._shared * parts * config.block_m * config.block_n
+        stored = described and m * n * k * passes >= _STORE_BLOCKS_FROM and parts == 1 and _on_16_bytes(out)
+        self._ring, self._grid = ring, (tiles, parts)
+        self._numbers = (m, n, k, q.stride(0), weight.stride(0), out.stride(0))
+        if ring:
+            form = (config.kernel, bias is not None, operands.has_one_scale)
+            self._launch = _ring_gemm().prepared(form, operands.read, (*self._numbers, 0, 0, 0))
+            self._grid = (tiles + self._shared * (parts - 1), 1)
+            self._numbers += (tiles - self._shared, parts, config.group_m)
         else:
-            form = (config, bias is not None, k % config.block_k == 0, described, stored, passes, one_scale)
-            self._launch = _GEMM.prepared(form, tensors, (m, *self._numbers))
+            form = (config, bias is not None, k % config.block_k == 0, described, stored, passes)
+            self._launch = _GEMM.prepared((*form, operands.has_one_scale), operands.read, self._numbers)
         # None where pointers are used.
         self._a_blocks = MatrixBlocks(q, (config.block_m, config.block_k)) if described else None
         self._b_blocks = MatrixBlocks(weight, (config.block_n, config.block_k)) if described else None
@@ -117,164 +119,81 @@ class PreparedGemm:
         """Whether the operands may be given as addresses."""
         return self._launch.direct is not None
 
-    def __call__(self, rows: int, q: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, given: Sequence) -> None:
+    def __call__(self, q: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, given: Sequence) -> None:
         """Launch into `out` on the current device.
 
-        `given` are the `operands` or their addresses. `q`, `weight` and `out` begin where those do; their shapes are
-        not looked at.
+        `given` are the operands as they are read, or their addresses. `q`, `weight` and `out` begin where those do;
+        their shapes are not looked at.
         """
-        config = self._config
         a, b, a_scale, b_scale, bias, c = given
-        tiles = -(-rows // config.block_m) * self._columns
-        shared, parts = config.shared_tiles(tiles, self._multiprocessors), config.split_k
         partial_sums = arrivals = c
-        if shared:
-            sums = shared * parts * config.block_m * config.block_n
-            partial_sums = torch.empty(sums, dtype=torch.int32, device=out.device)
-            arrivals = _arrivals(out.device, shared)
-        elif config.pipeline == "ring" and self._launch.direct is None:
+        if self._shared:
+            partial_sums = torch.empty(self._sums, dtype=torch.int32, device=out.device)
+            arrivals = _arrivals(out.device, self._shared)
+        elif self._ring and self._launch.direct is None:
             # Triton compiles for the workspace's dtype, and the same kernel runs where K is shared.
             partial_sums = arrivals = torch.empty(1, dtype=torch.int32, device=out.device)
         if self._a_blocks is not None and self._b_blocks is not None:
-            a, b = self._a_blocks.of(q, rows), self._b_blocks.of(weight, self._numbers[0])
+            a, b = self._a_blocks.of(q), self._b_blocks.of(weight)
         if self._out_blocks is not None:
-            c = self._out_blocks.of(out, rows)
-        grid, numbers = (tiles, parts), (rows, *self._numbers)
-        if config.pipeline == "ring":
-            grid = (tiles + shared * (parts - 1), 1)
-            numbers = (*numbers, tiles - shared, parts, config.group_m)
-        self._launch(grid, a, b, a_scale, b_scale, bias, c, partial_sums, arrivals, *numbers)
+            c = self._out_blocks.of(out)
+        self._launch(self._grid, a, b, a_scale, b_scale, bias, c, partial_sums, arrivals, *self._numbers)
 
 
-def _runs_as_it_is(config: GemmConfig, q: torch.Tensor, weight: torch.Tensor) -> bool:
+def _runs_as_it_is(config: GemmConfig, operands: Operands) -> bool:
     """Whether the copies of a configuration can fetch these operands, here and on this Triton."""
     if config.pipeline == "pointers":
         return True
+    q, weight = operands.q, operands.weight
     aligned = _on_16_bytes(q) and _on_16_bytes(weight)
     if config.pipeline == "descriptors":
         return HAS_DESCRIPTORS and aligned
-    return HAS_GLUON and q.is_cuda and aligned and weight.shape[1] % 16 == 0 and _passes(q, weight) == 1
+    return HAS_GLUON and q.is_cuda and aligned and weight.shape[1] % 16 == 0 and operands.passes == 1
 
 
-def operands(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """The tensors in the order of the kernel's parameters. What it does not read is `out` again: a pointer like any
-    other."""
-    return [out if tensor is None else tensor for tensor in (q, weight, q_scale, weight_scale, bias, out)]
+def launch_config(config: GemmConfig, operands: Operands) -> None:
+    """Launch one configuration on its operands' device, which is the current one. Raises what GemmLaunch does."""
+    GemmLaunch(config, operands)(operands.q, operands.weight, operands.out, operands.read)
 
 
-def prepared_gemm(
-    config: GemmConfig,
-    out: torch.Tensor,
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> PreparedGemm:
-    """What launches a configuration on operands like these of `launch_gemm`, all scales contiguous; one for all that
-    are alike, in the kind of their rows too, and begin on 16 bytes, as nearly all do."""
-    given = (out, q, q_scale, weight, weight_scale, bias)
-    tensors = operands(*given)
-    together = 0
-    for tensor in tensors:
-        together |= tensor.data_ptr()
-    if together & 15:
-        return PreparedGemm(config, *given)
-    stored = len(q) >= stores_blocks_from(weight.shape[0], q.shape[1])
-    strides = q.stride(0), weight.stride(0), out.stride(0)
-    one_scale = weight_scale is not None and weight_scale.numel() == 1
-    dtypes = tuple([tensor.dtype for tensor in tensors])
-    rows = rows_kind(len(q))
-    key = (config, q.device, rows, q.shape[1], weight.shape, strides, dtypes, bias is None, one_scale, stored)
-    return kept(key, lambda: PreparedGemm(config, *given))
+def _is_exact(config: GemmConfig, operands: Operands) -> bool:
+    """Whether a ring computes exactly here, found out once per kernel; too little memory says nothing."""
+    device, form = operands.q.device, (operands.out.dtype, operands.bias is not None, operands.has_one_scale)
 
-
-def rows_kind(m: int) -> tuple[bool, bool]:
-    """What the kernel is compiled for of M. That M is divisible by 16 saves up to a tenth of its instructions."""
-    return m == 1, m % 16 == 0
-
-
-def stores_blocks_from(n: int, k: int) -> int:
-    """From how many tokens on a product with [n, k] is large enough for one more descriptor."""
-    return -(-_STORE_BLOCKS_FROM // (n * k))
-
-
-def _candidates(device: torch.device, m: int, n: int, k: int, passes: int) -> list[GemmConfig]:
-    properties = torch.cuda.get_device_properties(device)
-    capability = properties.major, properties.minor
-    return gemm_candidates(capability, properties.multi_processor_count, m, n, k, passes, _PIPELINES)
-
-
-def launch_config(
-    config: GemmConfig,
-    out: torch.Tensor,
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> None:
-    """Launch one configuration into `out` [M, N] with the operands of `launch_gemm`, all scales contiguous.
-
-    Raises ValueError for K split in a configuration that walks it twice.
-    """
-    if config.split_k > 1 and _passes(q, weight) == 2:
-        raise ValueError("K cannot be split with activations of 16 bits")
-    given = (out, q, q_scale, weight, weight_scale, bias)
-    prepared_gemm(config, *given)(len(q), q, weight, out, operands(*given))
-
-
-_exact: dict[tuple, bool] = {}
-
-
-def _is_exact(
-    config: GemmConfig, device: torch.device, dtype: torch.dtype, has_bias: bool, weight_scale: torch.Tensor | None
-) -> bool:
-    """Whether a ring computes exactly here, found out once per process and kernel; too little memory says nothing."""
-    one_scale = weight_scale is not None and weight_scale.numel() == 1
-    key = (config.kernel, config.split_k > 1, device, dtype, has_bias, one_scale)
-    if key not in _exact:
+    def found() -> bool:
         try:
-            check_exact(functools.partial(launch_config, config), device, dtype, has_bias, one_scale)
-        except torch.cuda.OutOfMemoryError:
-            return False
+            check_exact(functools.partial(launch_config, config), device, *form)
         except WrongResult:
             text = "INT8 GEMM: a kernel does not compute exactly on %s and is not used there: %s. Please report this."
             logger.warning(text, device_name(device.index), config)
-            _exact[key] = False
-        else:
-            _exact[key] = True
-    return _exact[key]
+            return False
+        return True
+
+    try:
+        return kept((check_exact, config.kernel, config.split_k > 1, device, *form), found)
+    except torch.cuda.OutOfMemoryError:
+        return False
 
 
-def tuned_gemm(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> PreparedGemm:
-    """What launches the configuration tuned for operands like these on the current device; measures an unknown one."""
+def tuned_gemm(operands: Operands) -> GemmLaunch:
+    """The launch of the configuration tuned for operands like these on the current device; measures an unknown one."""
+    q, (n, k), passes = operands.q, operands.weight.shape, operands.passes
     if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
-        return prepared_gemm(GemmConfig(32, 32, 64, 4, 4, 1), out, q, q_scale, weight, weight_scale, bias)
-    m, (n, k), passes = q.shape[0], weight.shape, _passes(q, weight)
+        return GemmLaunch(GemmConfig(32, 32, 64, 4, 4, 1), operands)
+
+    def candidates() -> list[GemmConfig]:
+        card = torch.cuda.get_device_properties(q.device)
+        return gemm_candidates((card.major, card.minor), card.multi_processor_count, len(q), n, k, passes, _PIPELINES)
+
+    made = functools.cache(lambda config: GemmLaunch(config, operands))  # while they are measured
 
     def launch(config: GemmConfig) -> None:
-        if config.pipeline == "ring" and not _is_exact(config, q.device, out.dtype, bias is not None, weight_scale):
+        if config.pipeline == "ring" and not _is_exact(config, operands):
             raise WrongResult
-        launch_config(config, out, q, q_scale, weight, weight_scale, bias)
+        made(config)(q, operands.weight, operands.out, operands.read)
 
-    key = TuningKey(device_name(q.device.index), m_bucket(m), n, k, passes)
-    config = tuner.choose(key, lambda: _candidates(q.device, m, n, k, passes), launch)
-    return prepared_gemm(config, out, q, q_scale, weight, weight_scale, bias)
+    key = TuningKey(device_name(q.device.index), m_bucket(len(q)), n, k, passes)
+    return made(tuner.choose(key, candidates, launch))
 
 
 def _in_wider_rows(matrix: torch.Tensor, k: int) -> torch.Tensor:
@@ -287,28 +206,43 @@ def _in_wider_rows(matrix: torch.Tensor, k: int) -> torch.Tensor:
     return padded.flatten(1).view(torch.int8)
 
 
-def launch_gemm(
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Launch the kernel on checked, non-empty arguments with the configuration tuned for their shape.
-
-    q int8 [M, K] or [M, 2K], weight int8 [N, K] -> `out_dtype` [M, N]. For torch.int32 that is the accumulator itself,
-    and scales and bias are None.
-    """
-    q = q if q.stride(1) == 1 else q.contiguous()
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+def _as_read(tensors: Tensors, out: torch.Tensor) -> Operands:
+    q, q_scale, weight, weight_scale, bias = tensors
+    q, weight = dense_channels(q), dense_channels(weight)
+    assert q is not None and weight is not None
     if weight.shape[1] % 16:
         q, weight = _in_wider_rows(q, weight.shape[1]), _in_wider_rows(weight, weight.shape[1])
-    q_scale = None if q_scale is None else q_scale.contiguous()
-    weight_scale = None if weight_scale is None else weight_scale.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    out = torch.empty((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
-    with on_device(q.device):
-        given = (out, q, q_scale, weight, weight_scale, bias)
-        tuned_gemm(*given)(len(q), q, weight, out, operands(*given))
-    return out
+    dense = [None if vector is None else vector.contiguous() for vector in (q_scale, weight_scale, bias)]
+    return Operands(q, weight, dense[0], dense[1], dense[2], out)
+
+
+class TunedGemm:
+    """The configuration tuned for tensors of one layout, launched on them."""
+
+    _aligned: GemmLaunch | None = None  # that of tensors which all begin on 16 bytes
+
+    @property
+    def direct(self) -> GemmLaunch | None:
+        """What launches on addresses that all begin on 16 bytes; None where that is not known."""
+        return self._aligned if self._aligned is not None and self._aligned.takes_addresses else None
+
+    def __call__(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
+        """Launch on q int8 [M, K] or [M, 2K], q_scale, weight int8 [N, K], weight_scale and bias, to fill the result
+        [M, N].
+
+        One in torch.int32 is the accumulator itself; scales and bias are None then.
+        """
+        operands = _as_read(tensors, results[0])
+        read = operands.read
+        with on_device(operands.q.device):
+            launch, aligned = self._aligned, begin_on_16([tensor.data_ptr() for tensor in read]) is None
+            if launch is None or not aligned:
+                launch = tuned_gemm(operands)
+                if aligned and not _captured(operands.q.device):  # what is chosen then is not measured
+                    self._aligned = launch
+            launch(operands.q, operands.weight, operands.out, read)
+
+
+def launch_int8_gemm(*_: object) -> TunedGemm:
+    """The launch on checked, non-empty tensors."""
+    return TunedGemm()

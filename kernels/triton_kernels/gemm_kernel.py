@@ -1,5 +1,8 @@
 """The Triton kernel of the fused INT8 GEMM: int8 x int8 -> int32, then dequantization and bias in the epilogue."""
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -196,6 +199,39 @@ def int8_gemm_kernel(
             out.store([first_row, first_column], result)
         else:
             _store(sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS, ONE_SCALE)
+
+
+class Operands(NamedTuple):
+    """What one launch reads and writes, in the order of the kernel's parameters.
+
+    Attributes:
+        q, weight: int8 [M, K], or [M, 2K] of 16 bits, and [N, K], of any distance between rows.
+        q_scale, weight_scale: float32 [M], and [N] or one value; None where `out` is the accumulator itself, int32.
+        bias: [N], or None.
+        out: [M, N].
+    """
+
+    q: torch.Tensor
+    weight: torch.Tensor
+    q_scale: torch.Tensor | None
+    weight_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    out: torch.Tensor
+
+    @property
+    def read(self) -> list[torch.Tensor]:
+        """What the kernel is given. What it does not read is `out` again: a pointer like any other."""
+        return [self.out if tensor is None else tensor for tensor in self]
+
+    @property
+    def passes(self) -> int:
+        """How often K is walked: twice for activations of 16 bits."""
+        return self.q.shape[1] // self.weight.shape[1]
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether all channels of the weight share one."""
+        return self.weight_scale is not None and self.weight_scale.numel() == 1
 
 
 def kernel_constants(

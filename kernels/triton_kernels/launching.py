@@ -1,13 +1,13 @@
-"""Launching Triton kernels, again and again, with little of the host's time: the one cache of what was launched.
+"""Launching Triton kernels, again and again, with little of the host's time.
 
 A room of kernels makes a `Launcher` of each, once, beside it, and calls that:
 
-    QUANTIZER = Launcher(quantize_rows_kernel, quantize_rows_constants)
-    QUANTIZER((channels, has_smooth, ...), (rows, 1), (x, smooth, q, scale), (channels, stride, seed))
+    _STATISTICS = Launcher(attention_statistics_kernel, attention_statistics_constants)
+    _STATISTICS((sums, maxima, ...), (programs, 1), (k, v, ...), (heads, tokens, ...))
 
-The first argument is the form: what `quantize_rows_constants(*form)` makes the constants and options of, all hashable,
-none a tensor. Then come the grid, the tensors and the numbers; a kernel's parameters stand in that order, its constants
-last. A missing tensor is any other, and the form says that it is missing.
+The first argument is the form: what `attention_statistics_constants(*form)` makes the constants and options of, all
+hashable, none a tensor. Then come the grid, the tensors and the numbers; a kernel's parameters stand in that order, its
+constants last. A missing tensor is any other, and the form says that it is missing.
 
 A launch is found again by form, device, dtypes, and by what Triton compiles for: which tensors begin on 16 bytes, and
 which numbers are 1 or divisible by 16. So another number of tokens finds the same one. A parameter that varies from
@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from ..internals.triton_runtime import direct_launch
+from ..kept import KEPT, keep
+from ..operators import Tensors
 
 Grid = tuple[int, int]
-Tensors = Sequence[torch.Tensor | None]
 Build = tuple[Mapping[str, object], Mapping[str, object]]
 """A kernel's constants, in the order of its parameters, and its compilation options."""
 
@@ -33,27 +34,6 @@ Build = tuple[Mapping[str, object], Mapping[str, object]]
 def built(kernel: Any, *values: object, **options: object) -> Build:
     """`values` as the constants of a kernel, whose last parameters they are in their order, and the options."""
     return dict(zip(kernel.arg_names[-len(values) :], values, strict=True)), options
-
-
-# Shapes of many models would otherwise add up.
-MOST_KEPT = 2048
-_kept: dict[tuple, Any] = {}
-
-
-def kept(key: tuple, make: Callable[[], Any]) -> Any:
-    """What is kept under `key`, which `make` makes the first time. It must hold no tensors."""
-    value = _kept.get(key)
-    if value is None:
-        value = make()
-        if len(_kept) >= MOST_KEPT:
-            _kept.clear()
-        _kept[key] = value
-    return value
-
-
-def forget_launches() -> None:
-    """Begin anew, as a new process does."""
-    _kept.clear()
 
 
 class Launch:
@@ -111,9 +91,8 @@ class Launcher:
         self, form: tuple, tensors: Sequence[torch.Tensor], pointers: list[int], numbers: tuple[float, ...]
     ) -> Launch:
         dtypes = tuple([tensor.dtype for tensor in tensors])
-        key = (self, tensors[0].get_device(), form, dtypes, _begin_on_16(pointers), _specialized(numbers))
-        launch = _kept.get(key)
-        return kept(key, lambda: Launch(self.kernel, *self.build(*form))) if launch is None else launch
+        key = (self, tensors[0].get_device(), form, dtypes, begin_on_16(pointers), _specialized(numbers))
+        return KEPT.get(key) or keep(key, Launch(self.kernel, *self.build(*form)))
 
 
 class Layout:
@@ -136,6 +115,12 @@ class Layout:
         self._as_read = as_read
         self._aligned: Launch | None = None  # that of tensors which all begin on 16 bytes
 
+    @property
+    def direct(self) -> Callable[..., None] | None:
+        """What launches past Triton on the addresses of tensors that all begin on 16 bytes; None where that is not
+        known."""
+        return None if self._aligned is None else self._aligned.direct
+
     def operands(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the kernel is given; a missing tensor is the first one."""
         read = tensors if self._as_read is None else self._as_read(tensors)
@@ -148,9 +133,9 @@ class Layout:
         pointers = [tensor.data_ptr() for tensor in operands]
         with on_device(operands[0].device):
             launch = self._aligned
-            if launch is None or _begin_on_16(pointers) is not None:
+            if launch is None or begin_on_16(pointers) is not None:
                 launch = self.launcher.prepared(self.form, operands, self.numbers)
-                if _begin_on_16(pointers) is None:
+                if begin_on_16(pointers) is None:
                     self._aligned = launch
             if launch.direct is None:
                 launch.first(self.grid, *operands, *self.numbers)
@@ -163,7 +148,7 @@ def same(tensors: Tensors, others: Tensors) -> bool:
     return all(one is other for one, other in zip(tensors, others, strict=True))
 
 
-def _begin_on_16(pointers: list[int]) -> tuple[bool, ...] | None:
+def begin_on_16(pointers: list[int]) -> tuple[bool, ...] | None:
     """Which do; None for all, as nearly always."""
     together = 0
     for pointer in pointers:

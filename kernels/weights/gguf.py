@@ -69,7 +69,7 @@ def _check_dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> li
     return [(_weight_shape(blocks, form), dtype)]
 
 
-@operator("dequantize_blocks(Tensor blocks, str name, ScalarType dtype) -> Tensor", _check_dequantize)
+@operator(_check_dequantize, "dequantize_blocks")
 def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The float weight [N, K], computed in float32 as ggml does.
 
@@ -126,9 +126,7 @@ def _check_expand(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank
     return [(shape, torch.int8)]
 
 
-@operator(
-    "expand_blocks(Tensor blocks, str name, Tensor scale, Tensor? up=None, Tensor? down=None) -> Tensor", _check_expand
-)
+@operator(_check_expand, "expand_blocks")
 def expand_gguf(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None) -> torch.Tensor:
     """The INT8 weight: round(w / scale), halves to even. With the scale of `gguf_channel_scales` it is
     `quantize_weight`'s.

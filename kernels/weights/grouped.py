@@ -52,11 +52,7 @@ def _check(
     return [(weight.shape, torch.int8)]
 
 
-@operator(
-    "expand_codes(Tensor codes, Tensor scale, Tensor? codebook, int group, Tensor? up=None, Tensor? down=None, "
-    "Tensor? channel_scale=None, Tensor? larger=None) -> Tensor",
-    _check,
-)
+@operator(_check, "expand_codes")
 def _expand(
     weight: GroupedCodes,
     low_rank: LowRank | None = None,

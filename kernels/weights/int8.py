@@ -16,10 +16,7 @@ def _check_requantize(w: torch.Tensor, transform: ChannelTransform, seed: int | 
     return [(w.shape, torch.int8), (w.shape[:1], torch.float32)]
 
 
-@operator(
-    "requantize_weight(Tensor w, Tensor? smooth, int? rotation_group, int? seed) -> (Tensor, Tensor)",
-    _check_requantize,
-)
+@operator(_check_requantize)
 def requantize_weight(
     w: torch.Tensor, transform: ChannelTransform = UNCHANGED, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,10 +36,10 @@ def requantize_weight(
     """
     transform = transform.on(w.device)
     if w.numel() and weights_use_triton(w):
-        from ..triton_kernels.activations import can_launch, launch_row_quantizer
+        from ..triton_kernels.activations import can_launch, launch_weight_quantizer
 
         if can_launch(transform):
-            return launch_row_quantizer(w, transform, "weight" if seed is None else "stochastic", seed or 0)
+            return launch_weight_quantizer(w, transform, seed)
     generator = None if seed is None else torch.Generator(w.device).manual_seed(seed)
     return quantize_rows(w, transform, generator)
 
@@ -57,10 +54,7 @@ def _check_dequantize(
     return [(q.shape, dtype)]
 
 
-@operator(
-    "dequantize_weight(Tensor q, Tensor scale, Tensor? smooth, int? rotation_group, ScalarType dtype) -> Tensor",
-    _check_dequantize,
-)
+@operator(_check_dequantize)
 def dequantize_weight(
     q: torch.Tensor,
     scale: torch.Tensor,

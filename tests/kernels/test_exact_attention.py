@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend
 import kernels.internals.torch_functions as torch_functions
 import kernels.ops.exact_attention as exact
 from kernels import ATTENTION_CHOICES, Choice
+from kernels.kept import KEPT
 from kernels.ops.exact_attention import (
     CUDNN,
     EFFICIENT,
@@ -183,7 +184,7 @@ def test_memory_that_is_not_there_is_no_failure_of_a_way(card, monkeypatch):
     monkeypatch.setattr(exact, "in_attention_order", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         exact_attention(*operands())
-    assert not exact._plans
+    assert not KEPT
 
 
 def test_grouped_queries_that_no_way_takes_have_their_keys_repeated(card, orders):
@@ -276,16 +277,16 @@ def test_it_compiles_without_a_break(card, capability, masked):
         q, k, v = operands(tokens=tokens, key_heads=2)
         mask = a_mask("keys", tokens, tokens) if masked else None
         torch.testing.assert_close(compiled(q, k, v, mask).double(), plain(q, k, v, mask), rtol=1e-4, atol=1e-5)
-    assert not exact._plans
+    assert not KEPT
 
 
 @pytest.fixture
 def unmeasured(monkeypatch):
     """This machine's card, as if no benchmark had run on it."""
     monkeypatch.setattr(ATTENTION_CHOICES, "stored", lambda device: None)
-    exact._plans.clear()
+    KEPT.clear()
     yield
-    exact._plans.clear()
+    KEPT.clear()
 
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -5,9 +5,11 @@ import logging
 import pytest
 import torch
 
+from kernels.kept import KEPT
 from kernels.reference.linear import int8_accumulate_reference
 from kernels.triton_kernels import exactness, gemm
 from kernels.triton_kernels.exactness import WrongResult, check_exact
+from kernels.triton_kernels.gemm_kernel import Operands
 from kernels.triton_kernels.tiles import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -15,35 +17,38 @@ RING = next(config for config in ARCHITECTURES["Ampere"].rates if config.pipelin
 DTYPES = (torch.int32, torch.float32, torch.float16, torch.bfloat16)
 
 
-def exact(out, q, q_scale, weight, weight_scale, bias):
+def exact(operands):
+    q, weight, *_, out = operands
     out.copy_(int8_accumulate_reference(q, weight))
 
 
-def rounding_its_parts(out, q, q_scale, weight, weight_scale, bias):
+def rounding_its_parts(operands):
+    q, weight, *_, out = operands
     half = q.shape[1] // 2 + 256
     parts = [int8_accumulate_reference(q[:, some], weight[:, some]) for some in (slice(half), slice(half, None))]
     out.copy_(sum(part.bfloat16().int() for part in parts))
 
 
-def missing_channels(out, q, q_scale, weight, weight_scale, bias):
+def missing_channels(operands):
+    q, weight, *_, out = operands
     out.copy_(int8_accumulate_reference(q, weight.roll(16, 1)))
 
 
-def losing_the_last_row(out, q, q_scale, weight, weight_scale, bias):
-    exact(out[:-1], q[:-1], q_scale, weight, weight_scale, bias)
+def losing_the_last_row(operands):
+    exact(operands._replace(q=operands.q[:-1], out=operands.out[:-1]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_exact_kernel_passes(dtype):
     given = []
 
-    def launch(*operands):
+    def launch(operands):
         given.append(operands)
-        exact(*operands)
+        exact(operands)
 
     check_exact(launch, CPU, dtype, has_bias=True, one_scale=False)
     assert len(given) == 2
-    out, q, q_scale, weight, weight_scale, bias = given[0]
+    q, weight, q_scale, weight_scale, bias, out = given[0]
     assert out.dtype == dtype and q.dtype == weight.dtype == torch.int8
     floats = dtype != torch.int32
     assert [operand is not None for operand in (q_scale, weight_scale, bias)] == [floats] * 3
@@ -59,9 +64,9 @@ def test_a_wrong_kernel_is_seen(launch, dtype):
 def test_a_kernel_that_is_right_only_the_first_time_is_seen():
     launches = []
 
-    def launch(*operands):
+    def launch(operands):
         launches.append(operands)
-        exact(*operands) if len(launches) == 1 else losing_the_last_row(*operands)
+        exact(operands) if len(launches) == 1 else losing_the_last_row(operands)
 
     with pytest.raises(WrongResult):
         check_exact(launch, CPU, torch.bfloat16, has_bias=False, one_scale=False)
@@ -78,9 +83,14 @@ def asked(monkeypatch):
             raise answers[-1]
 
     monkeypatch.setattr(gemm, "check_exact", check)
-    monkeypatch.setattr(gemm, "_exact", {})
+    KEPT.clear()
     monkeypatch.setattr(gemm, "device_name", lambda index: "a card")
     return answers, calls
+
+
+def asking(dtype):
+    q, scale = torch.ones(1, 16, dtype=torch.int8), torch.ones(1)
+    return Operands(q, q, scale, scale, None, torch.ones(1, 1, dtype=dtype))
 
 
 def test_a_kernel_is_asked_once_and_told_of_once(asked, caplog):
@@ -88,20 +98,20 @@ def test_a_kernel_is_asked_once_and_told_of_once(asked, caplog):
     answers.append(WrongResult())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert not gemm._is_exact(RING, CPU, torch.bfloat16, False, torch.ones(1))
+            assert not gemm._is_exact(RING, asking(torch.bfloat16))
     assert len(calls) == 1 and [record.getMessage() for record in caplog.records if "not used there" in record.message]
     assert len(caplog.records) == 1
     answers.append(None)
-    assert gemm._is_exact(RING, CPU, torch.float16, False, torch.ones(1))  # another kernel
-    assert gemm._is_exact(RING, CPU, torch.float16, False, torch.ones(1)) and len(calls) == 2
+    assert gemm._is_exact(RING, asking(torch.float16))  # another kernel
+    assert gemm._is_exact(RING, asking(torch.float16)) and len(calls) == 2
 
 
 def test_too_little_memory_says_nothing(asked, caplog):
     answers, calls = asked
     answers.append(torch.cuda.OutOfMemoryError("out of memory"))
-    assert not gemm._is_exact(RING, CPU, torch.bfloat16, True, None) and not caplog.records
+    assert not gemm._is_exact(RING, asking(torch.bfloat16)) and not caplog.records
     answers.append(None)
-    assert gemm._is_exact(RING, CPU, torch.bfloat16, True, None) and len(calls) == 2
+    assert gemm._is_exact(RING, asking(torch.bfloat16)) and len(calls) == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: Gluon has no interpreter")

@@ -10,7 +10,8 @@ from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
 from kernels.ops.linear import int8_gemm, quantize_activations
 from kernels.reference.linear import int8_accumulate_reference, int8_gemm_reference
 from kernels.triton_kernels import gemm
-from kernels.triton_kernels.gemm import launch_config
+from kernels.triton_kernels.gemm import GemmLaunch, launch_config
+from kernels.triton_kernels.gemm_kernel import Operands
 from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, gpu_architecture
 from support.tensors import DEVICE, int8_accumulate, random_float, random_int8, relative_error
 
@@ -81,10 +82,10 @@ def test_every_configuration_is_bit_exact_where_k_is_walked_twice(config):
     for m, n, k in (*SHAPES[::8], *([(301, 1008, 1280), (77, 515, 4608)] if DEVICE == "cuda" else [])):
         q, weight = random_int8(m, 2 * k, seed=1), random_int8(n, k, seed=2)
         out = torch.full((m, n), 12345, dtype=torch.int32, device=DEVICE)
-        launch_config(config, out, q, None, weight, None, None)
+        launch_config(config, Operands(q, weight, None, None, None, out))
         assert torch.equal(out.cpu().long(), exact_sums(q, weight)), (m, n, k)
     with pytest.raises(ValueError, match="cannot be split"):
-        launch_config(replace(config, split_k=2), out, q, None, weight, None, None)
+        launch_config(replace(config, split_k=2), Operands(q, weight, None, None, None, out))
 
 
 def test_k_shared_by_several_programs():
@@ -94,7 +95,7 @@ def test_k_shared_by_several_programs():
             q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
             scales = random_float(m, seed=3).abs(), random_float(n, seed=4).abs()
             bias, out = random_float(n, seed=5), torch.empty(m, n, device=DEVICE)
-            launch_config(config, out, q, scales[0], weight, scales[1], bias)
+            launch_config(config, Operands(q, weight, scales[0], scales[1], bias, out))
             expected = int8_gemm_reference(q, scales[0], weight, scales[1], bias, torch.float32)
             assert torch.allclose(out, expected, rtol=1e-5, atol=1e-2), (config, m, n, k)
 
@@ -104,8 +105,6 @@ def test_k_shared_by_several_programs():
 @pytest.mark.parametrize("config", RINGS, ids=repr)
 def test_a_ring_of_buffers(config, parts):
     """M and N ragged, 1, and of more tiles than multiprocessors; K below the loop's step, ragged, and far above it."""
-    from kernels.triton_kernels.gemm import prepared_gemm
-
     config = replace(config, split_k=parts)
     for m, n, k in ((1, 16, 16), (257, 1, 4608), (300, 1001, 1552), (77, 640, 12288), (4352, 4608, 784)):
         q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
@@ -113,15 +112,15 @@ def test_a_ring_of_buffers(config, parts):
         out = torch.empty(m, n, dtype=torch.int32, device=DEVICE)
         for _ in range(3):  # a later launch finds the workspace as the one before left it
             out.fill_(12345)
-            launch_config(config, out, q, None, weight, None, None)
+            launch_config(config, Operands(q, weight, None, None, None, out))
             assert torch.equal(out, expected), (config, m, n, k)
-        assert prepared_gemm(config, out, q, None, weight, None, None).takes_addresses
+        assert GemmLaunch(config, Operands(q, weight, None, None, None, out)).takes_addresses
         q_scale, bias = random_float(m, seed=3).abs() / 100, random_float(n, seed=5)
         scales = random_float(n, seed=4).abs() / 100
         forms = (torch.bfloat16, scales, bias), (torch.float16, scales[:1], None), (torch.float32, scales, None)
         for dtype, weight_scale, addend in forms:
             out = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
-            launch_config(config, out, q, q_scale, weight, weight_scale, addend)
+            launch_config(config, Operands(q, weight, q_scale, weight_scale, addend, out))
             exact = expected.double() * q_scale.double()[:, None] * weight_scale.double()
             largest = exact.abs() + (0 if addend is None else addend.double().abs())
             exact = exact if addend is None else exact + addend.double()
@@ -135,11 +134,11 @@ def test_a_ring_is_replaced_where_it_cannot_run(config):
     q, weight = random_int8(33, 256, seed=1), random_int8(24, 256, seed=2)
     for a, b in ((q[:, 1:65], weight[:, :64]), (q[:, :64], weight[:, 3:67]), (q[:, :72], weight[:, :72])):
         out = torch.empty(33, 24, dtype=torch.int32, device=DEVICE)
-        launch_config(config, out, a, None, b, None, None)
+        launch_config(config, Operands(a, b, None, None, None, out))
         assert torch.equal(out, int8_accumulate_reference(a, b))
     q[:, 128:] = 0  # no remainders
     out = torch.empty(33, 24, dtype=torch.int32, device=DEVICE)
-    launch_config(config, out, q, None, weight[:, :128], None, None)
+    launch_config(config, Operands(q, weight[:, :128], None, None, None, out))
     assert torch.equal(out, int8_accumulate_reference(q[:, :128], weight[:, :128]))
 
 
@@ -324,11 +323,11 @@ def test_rows_begin_on_16_bytes(monkeypatch, k, passes):
     q, weight = random_int8(5, k * passes, seed=1), random_int8(7, k, seed=2)
     launched, own = [], gemm.tuned_gemm
 
-    def tuned(out, *given):
-        launched.append((given[0].stride(0), given[2].stride(0)))
-        return own(out, *given)
+    def tuned(operands):
+        launched.append((operands.q.stride(0), operands.weight.stride(0)))
+        return own(operands)
 
     monkeypatch.setattr(gemm, "tuned_gemm", tuned)
-    sums = gemm.launch_gemm(q, None, weight, None, None, torch.int32)
+    sums = int8_accumulate(q, weight)
     assert all(stride % 16 == 0 for strides in launched for stride in strides) and launched
     assert torch.equal(sums.cpu(), int8_accumulate_reference(q, weight).cpu())

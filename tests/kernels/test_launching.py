@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 
-from kernels import Norm, norm_quantize, norm_rope
-from kernels.ops import fused_op
-from kernels.triton_kernels import launching
-from kernels.triton_kernels.launching import Launcher, forget_launches
+from kernels import Norm, kept, norm_quantize, norm_rope
+from kernels.kept import KEPT
+from kernels.triton_kernels.launching import Launch, Launcher
 from support.tensors import DEVICE, random_float, random_int8
 
 RMS = Norm("rms", 1e-6)
@@ -37,34 +36,32 @@ def test_a_launch_is_for_what_triton_compiles_for():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: Gluon has no interpreter")
 def test_a_ring_is_launched_past_triton_for_all_numbers_of_tokens():
     from kernels.internals.triton_runtime import DIRECT_LAUNCH, holds
-    from kernels.triton_kernels.gemm import launch_config, operands, prepared_gemm
+    from kernels.triton_kernels.gemm import GemmLaunch
+    from kernels.triton_kernels.gemm_kernel import Operands
     from kernels.triton_kernels.tiles import GemmConfig
 
     config = GemmConfig(256, 128, 64, 4, 8, 4, "ring", 3)
-    forget_launches()
+    KEPT.clear()
     weight = random_int8(4608, 4608, seed=2)
     for rows in (512, 4352, 48, 2560):
         q = random_int8(rows, 4608, seed=rows)
         out = torch.full((rows, 4608), 12345, dtype=torch.int32, device="cuda")
-        given = (config, out, q, None, weight, None, None)
-        launch = prepared_gemm(*given)
+        operands = Operands(q, weight, None, None, None, out)
+        launch = GemmLaunch(config, operands)
         assert launch.takes_addresses == (rows != 512 and holds(DIRECT_LAUNCH))  # the first is Triton's
-        if launch.takes_addresses:
-            addresses = [tensor.data_ptr() for tensor in operands(*given[1:])]
-            launch(rows, q, weight, out, addresses)
-        else:
-            launch_config(*given)
+        given = [tensor.data_ptr() for tensor in operands.read] if launch.takes_addresses else operands.read
+        launch(q, weight, out, given)
         assert torch.equal(out, torch._int_mm(q, weight.t()))
 
 
 def test_what_is_kept_has_a_bound(monkeypatch):
-    monkeypatch.setattr(norm_quantize, "_plans", {})
-    monkeypatch.setattr(fused_op, "MOST_KEPT", 2)
+    monkeypatch.setattr(kept, "MOST_KEPT", 2)
+    KEPT.clear()
     for tokens in range(1, 6):
-        expected = norm_quantize.reference(random_float(tokens, 16), RMS)
+        expected = norm_quantize.function(random_float(tokens, 16), RMS)
         for _ in range(2):
             torch.testing.assert_close(norm_quantize(random_float(tokens, 16), RMS)[1], expected[1])
-        assert len(norm_quantize._plans) <= 2
+        assert len(KEPT) <= 2
 
 
 def test_another_number_of_tokens_finds_the_same_launch():
@@ -73,10 +70,7 @@ def test_another_number_of_tokens_finds_the_same_launch():
         q = random_float(2, tokens, 2, 16)
         norm_rope(q, q, RMS, None, torch.zeros(tokens, 8, 2, 2, device=DEVICE), "halves")
 
-    forget_launches()
-    for op in (norm_quantize, norm_rope):
-        op._plans.clear()
-    both(3)
-    kept = len(launching._kept)
-    both(5)
-    assert len(launching._kept) == kept == 2
+    KEPT.clear()
+    for tokens in (3, 5):
+        both(tokens)
+        assert len([value for value in KEPT.values() if isinstance(value, Launch)]) == 2

@@ -22,6 +22,7 @@ from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.numerics.rounded_weight import quantize_to_codes
 from kernels.weights.column_rounding import round_columns
 from kernels.triton_kernels.gemm import launch_config
+from kernels.triton_kernels.gemm_kernel import Operands
 from kernels.triton_kernels.tiles import GemmConfig
 
 for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 2064, None)):
@@ -41,8 +42,8 @@ for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 206
     if torch.cuda.get_device_capability() == (9, 0):
         configs.append(GemmConfig(128, 128, 128, 8, 4, 3, "descriptors", 2))
     for config in configs:
-        launch_config(config, out, q, None, weight, None, None)
-        launch_config(replace(config, split_k=1), out, q16, None, weight, None, None)
+        launch_config(config, Operands(q, weight, None, None, None, out))
+        launch_config(replace(config, split_k=1), Operands(q16, weight, None, None, None, out))
 """
 
 FUSED_OPS = """

@@ -35,6 +35,7 @@ def random_config(seed: int, passes: int):
 @pytest.mark.parametrize("seed", range(320))
 def test_accumulator_is_bit_exact(seed, passes):
     from kernels.triton_kernels.gemm import launch_config
+    from kernels.triton_kernels.gemm_kernel import Operands
 
     m, n, k = random_shape(seed)
     config = random_config(seed, passes)
@@ -42,7 +43,7 @@ def test_accumulator_is_bit_exact(seed, passes):
     expected = int8_accumulate_reference(q, weight)
     out = torch.full((m, n), 12345, dtype=torch.int32, device="cuda")
     for _ in range(2):  # the second launch finds the workspace as the first one left it
-        launch_config(config, out, q, None, weight, None, None)
+        launch_config(config, Operands(q, weight, None, None, None, out))
         assert torch.equal(out, expected), (config, m, n, k)
 
 

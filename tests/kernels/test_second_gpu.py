@@ -9,13 +9,12 @@ import torch
 import kernels.triton_kernels.gemm
 from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize_weight
 from kernels.card.timing import _FLUSH_BYTES
+from kernels.kept import KEPT
 from kernels.ops.attention import float_attention, int8_attention
-from kernels.ops.fused_op import FUSED_OPS
 from kernels.ops.linear import quantize_activations
 from kernels.reference.grouped_codes import GroupedCodes
 from kernels.reference.low_rank import Addition, LowRank
-from kernels.triton_kernels.gemm import _candidates
-from kernels.triton_kernels.launching import forget_launches
+from kernels.triton_kernels.tiles import gemm_candidates
 from kernels.triton_kernels.tuning import Tuner
 from kernels.weights.gguf import dequantize_gguf, expand_gguf, gguf_channel_scales, quantize_gguf
 from kernels.weights.grouped import expand_codes
@@ -35,9 +34,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels.triton_kernels.gemm, "tuner", Tuner())
     monkeypatch.setattr(kernels.triton_kernels.gemm, "_arrivals_of_streams", {})
-    for op in FUSED_OPS.values():
-        monkeypatch.setattr(op, "_plans", {})
-    forget_launches()
+    KEPT.clear()
     torch.cuda.set_device(FIRST)
     yield
     assert torch.cuda.current_device() == FIRST.index
@@ -142,8 +139,11 @@ def test_the_second_gpu_computes_what_the_first_does(compute):
 
 
 def test_the_split_shape_is_split():
-    assert _candidates(SECOND, *SPLIT, passes=1)[0].split_k > 1
-    assert _candidates(SECOND, *WHOLE, passes=1)[0].split_k == 1
+    card = torch.cuda.get_device_properties(SECOND)
+    likeliest = [
+        gemm_candidates((card.major, card.minor), card.multi_processor_count, *shape)[0] for shape in (SPLIT, WHOLE)
+    ]
+    assert likeliest[0].split_k > 1 and likeliest[1].split_k == 1
 
 
 def test_each_gpu_and_stream_counts_arrivals_in_memory_of_its_own():

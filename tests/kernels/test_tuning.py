@@ -20,7 +20,7 @@ import kernels.card.machine
 import kernels.triton_kernels.tuning
 import kernels.triton_kernels.tuning_cache
 from kernels.triton_kernels.exactness import WrongResult
-from kernels.triton_kernels.gemm import launch_gemm
+from kernels.triton_kernels.gemm import launch_config
 from kernels.triton_kernels.gemm_kernel import int8_gemm_kernel
 from kernels.triton_kernels.tiles import ARCHITECTURES
 from kernels.triton_kernels.tuning import Tuner, TuningKey, m_bucket
@@ -145,8 +145,8 @@ def test_who_reuses_what_another_process_measured(card, monkeypatch, tmp_path, c
 
 
 def test_the_source_hash_follows_the_kernel_and_its_launcher(monkeypatch, tmp_path):
-    defined = {Path(function.__code__.co_filename) for function in (int8_gemm_kernel.fn, launch_gemm)}
-    defined.add(Path(launch_gemm.__code__.co_filename).with_name("ring_gemm_kernel.py"))
+    defined = {Path(function.__code__.co_filename) for function in (int8_gemm_kernel.fn, launch_config)}
+    defined.add(Path(launch_config.__code__.co_filename).with_name("ring_gemm_kernel.py"))
     assert defined == set(kernels.card.machine.MEASURED_SOURCES)
     copies = tuple(tmp_path / source.name for source in kernels.card.machine.MEASURED_SOURCES)
     monkeypatch.setattr(kernels.card.machine, "MEASURED_SOURCES", copies)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import ChannelTransform, Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
-from kernels.ops.fused_op import FusedOp
+from kernels.operators import Operator
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Case:
         models: forms of models, at which the machine code is looked at.
     """
 
-    op: FusedOp
+    op: Operator
     call: Callable[[Make, Form], tuple]
     exact: Callable[..., Sequence[torch.Tensor]]
     kinds: tuple[str, ...]

@@ -15,12 +15,12 @@ def count_launches(gemm: ModuleType) -> Counter[int]:
     """
     launches: Counter[int] = Counter()
     measuring = threading.local()  # each GPU may have a thread of its own
-    launch, choose = gemm.PreparedGemm.__call__, gemm.tuner.choose
+    launch, choose = gemm.GemmLaunch.__call__, gemm.tuner.choose
 
-    def counting_launch(prepared, rows, q, weight, out, given):
+    def counting_launch(prepared, q, weight, out, given):
         if not getattr(measuring, "runs", False):
             launches[out.device.index] += 1
-        launch(prepared, rows, q, weight, out, given)
+        launch(prepared, q, weight, out, given)
 
     def choose_uncounted(*arguments):
         measuring.runs = True
@@ -29,5 +29,5 @@ def count_launches(gemm: ModuleType) -> Counter[int]:
         finally:
             measuring.runs = False
 
-    gemm.PreparedGemm.__call__, gemm.tuner.choose = counting_launch, choose_uncounted
+    gemm.GemmLaunch.__call__, gemm.tuner.choose = counting_launch, choose_uncounted
     return launches
