@@ -286,8 +286,8 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in memory that something is, or is computed from."""
     if type(value) is Deferred:
         value = value.note
-    if type(value) is Note:
-        value = value.computed
+    if type(value) is Note:  # a view lies where that lies of which it is one
+        value = value._args if value.is_view and value.computed is None else value.computed
     if type(value) is Norm:
         value = value.weight, value.bias
     if isinstance(value, torch.Tensor):

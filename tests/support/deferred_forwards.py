@@ -251,6 +251,7 @@ NOTE_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 OTHERS: dict[str, Callable[[Block, torch.Tensor], torch.Tensor]] = {
     "a name": lambda b, n: n,
     "a view": lambda b, n: n.view(-1, WIDTH),
+    "a view of a view": lambda b, n: n.view(-1, WIDTH).view(n.shape),
     "tokens": lambda b, n: n[:, :9],
     "channels": lambda b, n: n[..., :32],
     "a chunk": lambda b, n: n.chunk(2, 1)[0],
