@@ -96,8 +96,7 @@ def _view(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         view = func(operand.x, *args[1:], **kwargs)
     except RuntimeError:  # the value may lie in memory otherwise
         return NotImplemented
-    copies = func in (T.reshape, torch.reshape, T.flatten) and view.data_ptr() != operand.x.data_ptr()
-    if view.dtype != operand.x.dtype or copies:
+    if view.dtype != operand.x.dtype:
         return NotImplemented
     new: Any = Copied(view)
     if norm is not None:
@@ -229,9 +228,8 @@ def _contiguous(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         operand = operand_of(x, Activated, Normed, Joined)
         if operand is None:
             return NotImplemented
-        if not x.note.is_view or (type(operand) is Normed and operand.x.is_contiguous()):
-            return x
-        return mode.note(x, operand, func, args)
+        x.note.viewed = True  # as PyTorch's, it may be the same memory
+        return mode.note(x, operand, func, args, is_view=True)
     if type(x) not in MEMORY or x.ndim != 4 or x.is_contiguous() or not is_rows(x):
         return NotImplemented
     return mode.note(x, Copied(x), func, args)

@@ -439,6 +439,22 @@ def _in_transposed_memory(b: Block, x: torch.Tensor) -> Lists:
     return [n.view(-1, TOKENS, 32), n.flatten(0, 1), n.reshape(-1, 32), n.stride(), n.is_contiguous()], []
 
 
+def _turned_elsewhere(b: Block, x: torch.Tensor) -> Lists:
+    q, k = b.of_heads(heads(b.enter(x))), b.of_heads(heads(b.other(x)))
+    return [kitchen().apply_rope1(t, freqs) for t, freqs in ((q, places(1, TOKENS, 1)), (k, -places(1, TOKENS, 1)))], []
+
+
+def _contiguous_in_transposed_memory(b: Block, x: torch.Tensor) -> Lists:
+    note = F.silu(heads(b.enter(x)).transpose(1, 2)).contiguous()
+    return [note.is_contiguous(), note.view(-1), note], []
+
+
+def _contiguous_views_written(b: Block, x: torch.Tensor) -> Lists:
+    notes = b.norm(b.up(x)[..., :WIDTH]), F.silu(b.enter(x))
+    views = [note.view(-1, WIDTH).contiguous().mul_(_S[0, 0]) for note in notes]
+    return [*notes, *views], []
+
+
 def _turns_apart(b: Block, x: torch.Tensor) -> Lists:
     q, k, freqs = heads(b.enter(x)), heads(b.other(x)), places(1, TOKENS, 1)
     first = kitchen().apply_rope1(b.of_heads(q), freqs)
@@ -521,7 +537,10 @@ FORWARDS: dict[str, Forward] = {
     "numpy before the note": _numpy_before,
     "set_": lambda b, x: taken(b, n := b.norm(y := b.enter(x)), y.set_(torch.ones_like(y)), n),
     "norm in transposed memory": _in_transposed_memory,
+    "contiguous, in transposed memory": _contiguous_in_transposed_memory,
+    "contiguous views that are written": _contiguous_views_written,
     "rotary positions written between": _turns_apart,
+    "other rotary positions": _turned_elsewhere,
     "norm and rotary positions": _normed_turns,
     "rotary positions of parts": turned_parts,
     "rotary positions of parts, joined otherwise": lambda b, x: turned_parts(b, x, 2),
