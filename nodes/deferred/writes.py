@@ -52,7 +52,7 @@ def _all(args: Sequence, kwargs: Mapping) -> Sequence:
 
 
 def _if_in_place(args: Sequence, kwargs: Mapping) -> Sequence:
-    return _first(args, kwargs) if kwargs.get("inplace") or True in args[1:] else ()
+    return _first(args, kwargs) if kwargs.get("inplace") else ()  # PyTorch shows it by name
 
 
 def _chosen(written: Sequence[tuple[int, str]], args: Sequence, kwargs: Mapping) -> Sequence:
