@@ -14,7 +14,6 @@ import math
 import multiprocessing
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is 
 
 from kernels.benchmark import markdown
 from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig
-from support.sass import AttentionLoop, MainLoop, cuobjdump, main_loops
+from support.sass import AttentionLoop, MainLoop, main_loops
 
 RESULTS = TESTS / "studies" / "results" / "rtx3090_projection"
 PIXELS = (768, 1024)
@@ -466,12 +465,9 @@ def speed_errors(forwards: Mapping[str, Mapping[str, Mapping[str, float]]]) -> d
 
 def main_loop(config: GemmConfig, capability: int) -> MainLoop:
     """The main loop of a configuration compiled for sm_<capability>."""
-    from support.machine_code import Build, compiled  # turns Triton's interpreter off, so not for a test's process
+    from support.machine_code import Build, compiled, dumped  # turns Triton's interpreter off: not in a test's process
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(Build(config, capability)).asm["cubin"])
-        file.flush()
-        ((_, loop),) = main_loops(cuobjdump("-sass", file.name))
+    ((_, loop),) = main_loops(dumped(compiled(Build(config, capability)), "-sass"))
     return loop
 
 

@@ -3,24 +3,17 @@
 Run as a script, in a process of its own, as machine_code.py, whose reports these are.
 """
 
-import json
-import multiprocessing
-import os
 import sys
-import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[2::-1]]
 
-import triton
-from machine_code import report
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from machine_code import built, dumped, print_reports
 
 from kernels.reference.attention import padded_width
 from kernels.triton_kernels import attention, attention_operands
-from support.sass import AttentionLoop, attention_loop, cuobjdump
+from support.sass import AttentionLoop, attention_loop
 
 # By name; every number but these is a multiple of 16.
 TYPES = dict.fromkeys(("q8", "k8"), "*i8") | {"v16": "*fp16", "factor": "fp32", "count": "fp32"}
@@ -70,7 +63,7 @@ def _parts(build: Build):
 
 
 def compiled(build: Build):
-    """One build as the launcher would make it on a model's bf16 tensors, and its number of warps."""
+    """One build as the launcher would make it on a model's bf16 tensors."""
     kernel, (constants, options), own = _parts(build)
     names = kernel.arg_names
     tensors = names[: next(place for place, name in enumerate(names) if name in ("H", "HK", "B"))]
@@ -79,28 +72,12 @@ def compiled(build: Build):
     types |= {"mask": "*i1" if build.mask[0] == "bool" else "*bf16"} if "mask" in names else {}
     types |= dict.fromkeys(constants, "constexpr")
     aligned = [name for name in names if types[name] not in ("constexpr", "fp32") and name not in RAGGED]
-    source = ASTSource(
-        kernel,
-        types,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    target = GPUTarget("cuda", build.capability, 32)
-    return triton.compile(source, target=target, options=options), options["num_warps"]
+    return built(kernel, types, constants, aligned, options, build.capability)
 
 
 def main_loop(build: Build) -> AttentionLoop:
     """The main loop of a build for an Ampere or Ada card."""
-    kernel, _warps = compiled(build)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        return attention_loop(cuobjdump("-sass", file.name))
-
-
-def _build_and_report(build: Build) -> dict:
-    kernel, warps = compiled(build)
-    return {**asdict(build), "warps": warps, **report(kernel)}
+    return attention_loop(dumped(compiled(build), "-sass"))
 
 
 def builds() -> list[Build]:
@@ -117,11 +94,5 @@ def builds() -> list[Build]:
     ]
 
 
-def all_reports() -> list[dict]:
-    """What `report` says of all builds, each beside a description of its build."""
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        return pool.map(_build_and_report, builds(), chunksize=1)
-
-
 if __name__ == "__main__":
-    json.dump(all_reports(), sys.stdout)
+    print_reports(compiled, builds())

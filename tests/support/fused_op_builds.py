@@ -3,21 +3,15 @@
 Run as a script, in a process of its own, as machine_code.py, whose reports these are.
 """
 
-import json
-import multiprocessing
-import os
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[2::-1]]
 
 import torch
-import triton
-from machine_code import report
+from machine_code import built, print_reports
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kernels.gguf.formats import GGUF_FORMATS
 from kernels.reference.grouped_codes import GroupedCodes
@@ -48,7 +42,6 @@ class Build:
     kind: str = ""
     capability: int = 86
     model: int = 0
-    options: dict = field(default_factory=dict)
 
 
 # The first parameter behind the tensors.
@@ -128,19 +121,7 @@ def compiled(build: Build):
         types["codes"] = "*u8"
     types |= dict.fromkeys(constants, "constexpr")
     aligned = [name for name in names if types[name] not in ("constexpr", "fp32") and name not in ("T", "N")]
-    source = ASTSource(
-        kernel,
-        types,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {**options, **build.options}
-    return triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options), options
-
-
-def _build_and_report(build: Build) -> dict:
-    kernel, options = compiled(build)
-    return {**asdict(build), "warps": options["num_warps"], **report(kernel)}
+    return built(kernel, types, constants, aligned, options, build.capability)
 
 
 def builds() -> list[Build]:
@@ -168,11 +149,5 @@ def builds() -> list[Build]:
     return [*ampere, *(replace(build, capability=card) for card in (80, 89, 90) for build in elsewhere)]
 
 
-def all_reports() -> list[dict]:
-    """What `report` says of all builds, each beside a description of its build."""
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        return pool.map(_build_and_report, builds(), chunksize=1)
-
-
 if __name__ == "__main__":
-    json.dump(all_reports(), sys.stdout)
+    print_reports(compiled, builds())

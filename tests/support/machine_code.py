@@ -7,10 +7,11 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[2:0:-1]]
@@ -23,7 +24,7 @@ from triton.compiler import ASTSource
 from kernels.internals.gluon import HAS_GLUON
 from kernels.triton_kernels.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
 from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, walks_twice
-from support.sass import loops, main_loops
+from support.sass import cuobjdump, loops, main_loops
 
 if HAS_GLUON:
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -83,31 +84,33 @@ def compiled(build: Build):
     else:
         kernel, kind, options = int8_gemm_kernel, ASTSource, compile_options(config)
         constants = kernel_constants(config, True, build.even_k, descriptors, build.store_blocks, build.passes)
+    return built(kernel, types, constants, aligned, options, build.capability, kind)
+
+
+def built(kernel, types: dict, constants: dict, aligned: Iterable[str], options: dict, capability: int, kind=ASTSource):
+    """A kernel compiled for sm_<capability>, by the types of its parameters, its constants, and which numbers and
+    addresses are multiples of 16."""
     names = kernel.arg_names
     source = kind(
         kernel,
-        {name: types.get(name, "constexpr") for name in names},
+        {name: "constexpr" if name in constants else types[name] for name in names},
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def _tool(name: str) -> str:
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+def dumped(kernel, what: str) -> str:
+    """What `cuobjdump` says of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return cuobjdump(what, file.name)
 
 
 def report(kernel) -> dict:
     """Instruction counts of the SASS, and the resources the assembler recorded."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        sass = subprocess.run(
-            [_tool("cuobjdump"), "-sass", file.name], capture_output=True, text=True, check=True
-        ).stdout
-        usage = subprocess.run(
-            [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    sass, usage = dumped(kernel, "-sass"), dumped(kernel, "-res-usage")
     mnemonics = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", sass)
     return {
         "loop": next(((loop.tensor, loop.instructions) for _, loop in main_loops(sass)), None),
@@ -120,6 +123,17 @@ def report(kernel) -> dict:
         "shared": kernel.metadata.shared,
         "target": re.search(r"\.target\s+(\w+)", kernel.asm["ptx"]).group(1),
     }
+
+
+def _reported(compiled: Callable, build) -> dict:
+    kernel = compiled(build)
+    return {**vars(build), "warps": kernel.metadata.num_warps, **report(kernel)}
+
+
+def print_reports(compiled: Callable, builds: list) -> None:
+    """What `report` says of all that `compiled` makes of builds, each beside a description of its build, as JSON."""
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        json.dump(pool.map(partial(_reported, compiled), builds, chunksize=1), sys.stdout, default=repr)
 
 
 def builds() -> list[Build]:
@@ -146,16 +160,5 @@ def builds() -> list[Build]:
     ]
 
 
-def _build_and_report(build: Build) -> dict:
-    described = {**asdict(build), "config": repr(build.config), "warps": build.config.num_warps}
-    return {**described, **report(compiled(build))}
-
-
-def all_reports() -> list[dict]:
-    """What `report` says of all builds, each beside a description of its build."""
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        return pool.map(_build_and_report, builds(), chunksize=1)
-
-
 if __name__ == "__main__":
-    json.dump(all_reports(), sys.stdout)
+    print_reports(compiled, builds())
