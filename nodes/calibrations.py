@@ -1,8 +1,6 @@
 """The nodes of calibrations: "Record Calibration" arms a MODEL, "Collect Calibration" takes what samplers showed; "Save
 Calibration", "Load Calibration" and "Merge Calibrations" keep it."""
 
-from functools import partial
-
 import folder_paths
 from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
@@ -11,7 +9,6 @@ from comfy_execution.graph_utils import is_link
 from .calibration.calibration import Calibration, load_calibration, merge_calibrations, save_calibration
 from .calibration.recorder import Recording, armed
 from .host.output_files import output_paths, saved_file, workflow_metadata
-from .host.work import Progress
 from .sockets import CalibrationType, RecordingType, filename_prefix_input
 
 FOLDER = "int8_calibrations"
@@ -122,12 +119,7 @@ class SaveINT8Calibration(io.ComfyNode):
 
     @classmethod
     def execute(cls, calibration, filename_prefix) -> io.NodeOutput:
-        calibration = _given(calibration)
-        paths = output_paths(filename_prefix)
-        progress = Progress(2 * len(calibration.statistics))  # two tensors of each layer
-        on_tensor = partial(progress.step, "saving tensor")
-        path = save_calibration(calibration, paths, workflow_metadata(cls.hidden), on_tensor)
-        progress.finish()
+        path = save_calibration(_given(calibration), output_paths(filename_prefix), workflow_metadata(cls.hidden))
         return io.NodeOutput(ui=saved_file(path))
 
 

@@ -1,10 +1,9 @@
 """The node "Compare Images"."""
 
-from dataclasses import asdict
-
 import torch
 from comfy_api.latest import io, ui
 
+from ..kernels.benchmark import markdown
 from .host.work import Progress
 from .images.comparison_table import comparison_table
 from .images.fidelity import compare_images, difference, paired_images
@@ -82,5 +81,5 @@ class CompareImagesINT8DiT(io.ComfyNode):
         # The node's details lay the two over each other.
         pair = torch.stack([references[worst].cpu(), candidates["image"][worst].cpu()])
         details = {"number": worst + 1, "files": ui.PreviewImage(pair).as_dict()["images"]}
-        on_node = {"int8_benchmark": [asdict(table)], "int8_image_pair": [details]}
-        return io.NodeOutput(differences, table.markdown(), ui=on_node)
+        text = "\n\n".join([table["title"], markdown(table["columns"], table["rows"]), *table["notes"]])
+        return io.NodeOutput(differences, text, ui={"int8_benchmark": [table], "int8_image_pair": [details]})

@@ -1,7 +1,6 @@
 """The node "Quantize to INT8"."""
 
 from collections.abc import Set
-from dataclasses import asdict
 from typing import Any, Literal
 
 from comfy_api.latest import io
@@ -249,40 +248,29 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
         smooth_only_foldable,
         kernel,
         protect=None,
-        calibration=None,
         positive=None,
-        negative=None,
-        sampler=None,
-        sigmas=None,
-        latent_image=None,
         cfg=1.0,
         seed=0,
         protected_in=PROTECTED_IN[0],
         rounding=ROUNDINGS[0],
         attention=AS_COMFYUI,
         weights=_EIGHT_BITS,
+        **given,  # of what calibrates
     ) -> io.NodeOutput:
         notices.show_load_warnings()
         protection = _protection(protect)
         check_attention(attention, model.load_device)
         check_matplotlib()  # before the work whose report it draws
         prompts = list((positive or {}).values())
-        inputs = {
-            "calibration": calibration,
-            "positive": prompts or None,
-            "negative": negative,
-            "sampler": sampler,
-            "sigmas": sigmas,
-            "latent_image": latent_image,
-        }
-        given = {name for name, value in inputs.items() if value is not None}
-        if wrong := _wrong_calibration_inputs(given):  # a node before this one gave nothing
+        given = {name: value for name, value in {**given, "positive": prompts or None}.items() if value is not None}
+        if wrong := _wrong_calibration_inputs(given.keys()):  # a node before this one gave nothing
             raise ValueError(wrong)
-        if sampler is not None:
-            assert sigmas is not None and latent_image is not None  # or they were missing
+        calibration = given.get("calibration")
+        if "sampler" in given:
+            sampler, sigmas, latent = (given[name] for name in _NEEDED)
             if len(sigmas) < 2:
                 raise ValueError("sigmas holds no step to calibrate with: give the scheduler at least one step")
-            calibration = CalibrationRun(prompts or [None], negative, cfg, sampler, sigmas, latent_image, seed)
+            calibration = CalibrationRun(prompts or [None], given.get("negative"), cfg, sampler, sigmas, latent, seed)
         if calibration is None:  # fragile are then the layers whose weights round worst, which 16 bits do not change
             rounding, protected_in = "nearest", BF16 if weights == _EIGHT_BITS else protected_in
         least_error, bits = weight_scales == _LEAST_ERROR, _WEIGHTS[weights]
@@ -292,7 +280,7 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
         set_attention(quantized, attention)
         badges = badges_output(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
         chart = chart_of(report)
-        ui = badges | {"int8_quantization_report": [asdict(chart)]}
+        ui = badges | {"int8_quantization_report": [chart]}
         return io.NodeOutput(quantized, plot(chart), report.markdown(), calibration, ui=ui)
 
 

@@ -120,7 +120,7 @@ def save_json(outcome: Outcome) -> str | None:
     """Write every figure into ComfyUI's output folder; the file's name, or None where it cannot be written."""
     text = outcome.as_json().encode()
     try:
-        path = write_new_file(output_paths("int8_benchmark", "json"), text, {}, lambda: None)
+        path = write_new_file(output_paths("int8_benchmark", "json"), text, {})
     except OSError as error:
         outcome.remarks.append(f"The figures could not be written to the output folder: {error}.")
         return None

@@ -9,7 +9,7 @@ squares of what INT8 lost, the squares of the outputs].
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import safetensors
@@ -104,9 +104,7 @@ def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
     )
 
 
-def save_calibration(
-    calibration: Calibration, destination: str | Iterable[str], workflow: dict[str, str], on_tensor: Callable[[], None]
-) -> str:
+def save_calibration(calibration: Calibration, destination: str | Iterable[str], workflow: dict[str, str]) -> str:
     """Write a calibration, and of the workflow what the file's metadata says; the rest, also the errors, is
     `write_safetensors`'."""
     layers, tensors = {}, {}
@@ -123,7 +121,7 @@ def save_calibration(
             tensors |= {f"{name}.{_ABSMAX}": seen.absmax, f"{name}.{_ROWS}": seen.sample.rows}
     attention = {name: [error.calls, *error.sums] for name, error in calibration.attention.items()}
     about = {_KEY: json.dumps(layers), _ATTENTION_KEY: json.dumps(attention)}
-    return write_safetensors(destination, tensors, with_workflow(about, workflow), on_tensor)
+    return write_safetensors(destination, tensors, with_workflow(about, workflow))
 
 
 def load_calibration(path: str) -> Calibration:

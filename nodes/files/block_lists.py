@@ -19,12 +19,8 @@ def block_of(name: str) -> tuple[str, int, str] | None:
 
 
 def check_lists(unused: Iterable[str], names: Collection[str]) -> None:
-    """Raise ValueError for a list of blocks that lacks one before its last.
-
-    Args:
-        unused: the tensors whose lists are looked at, since ComfyUI makes nothing of them.
-        names: all tensors of the file.
-    """
+    """Raise ValueError for a list of blocks that lacks one before its last, among the `names` of a file's tensors.
+    Looked at are the lists of those that are `unused`, of which ComfyUI makes nothing."""
     befores = {block[0] for block in map(block_of, unused) if block}
     lists: dict[str, dict[int, int]] = {}  # how many tensors each block of a list has
     for block in map(block_of, names):

@@ -179,12 +179,9 @@ def check_as_written(tensors: Mapping[str, Any], metadata: Mapping[str, str]) ->
     written = {k: with_present_name(v) if isinstance(v, dict) else v for k, v in written.items()}
     configs = configs_in(tensors)
     for layer in sorted({*written, *configs}):
-        if written.get(layer) != configs.get(layer):
+        both = configs.get(layer), written.get(layer)
+        if both[0] != both[1]:
+            now, before = ("missing" if config is None else json.dumps(config)[:200] for config in both)
             raise ValueError(
-                f"{layer}.{QUANT_CONFIG} is {_said(configs.get(layer))}, but was "
-                f"{_said(written.get(layer))} when the file was saved; download or copy it again"
+                f"{layer}.{QUANT_CONFIG} is {now}, but was {before} when the file was saved; download or copy it again"
             )
-
-
-def _said(config: object) -> str:
-    return "missing" if config is None else json.dumps(config)[:200]

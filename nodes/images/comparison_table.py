@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy
 
-from ...kernels.benchmark import markdown
 from .fidelity import SSIM_WINDOW, Fidelity
 
 RESAMPLES = 9999  # of the bootstrap
@@ -27,21 +26,9 @@ _INTERVAL_NOTE = f"95 % interval: of the mean, by the bootstrap over the pairs (
 _METRICS = (("PSNR", " dB", 2), ("SSIM", "", 4))
 
 
-@dataclass(frozen=True)
-class ResultTable:
-    """A table with its verdict and notes, all of it text."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    notes: list[str]
-
-    def markdown(self) -> str:
-        return "\n\n".join([self.title, markdown(self.columns, self.rows), *self.notes])
-
-
-def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> ResultTable:
-    """The fidelity of each pair, the mean and its 95 % interval.
+def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> dict[str, Any]:
+    """The fidelity of each pair, the mean and its 95 % interval: `title`, `columns`, `rows` and `notes` of a table, all
+    of it text.
 
     Args:
         results: by name, one or two candidates for the same references. With two, the first minus the second too.
@@ -61,9 +48,14 @@ def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> ResultTable:
             verdicts.append(f"{metric}: {_verdict(differences, names, unit, digits)}")
     heads = [*(str(number) for number in range(1, pairs + 1)), "mean", *(["95 % interval"] if pairs > 1 else [])]
     rows = [list(row) for row in zip(heads, *cells, strict=True)]
-    notes = [*verdicts[1:], *_identical_notes(results), *([_INTERVAL_NOTE] if pairs > 1 else []), _METRICS_NOTE]
+    notes = verdicts[1:]
+    for name in names:
+        if count := sum(math.isinf(fidelity.psnr) for fidelity in results[name]):
+            same = f"{count} of {pairs} in {name} are identical to the reference"
+            notes.append(f"{same}; their PSNR is infinite and in no mean.")
+    notes += [*([_INTERVAL_NOTE] if pairs > 1 else []), _METRICS_NOTE]
     title = verdicts[0] if verdicts else _seen([fidelity.psnr for fidelity in results[names[0]]])
-    return ResultTable(title, columns, rows, notes)
+    return {"title": title, "columns": columns, "rows": rows, "notes": notes}
 
 
 def _seen(psnrs: Sequence[float]) -> str:
@@ -106,16 +98,6 @@ def _verdict(differences: Sequence[float], names: Sequence[str], unit: str, digi
     return f"{closer} is closer to the reference by {abs(mean):.{digits}f}{unit}, more than noise."
 
 
-def _identical_notes(results: Mapping[str, Sequence[Fidelity]]) -> list[str]:
-    counts = {name: sum(math.isinf(one.psnr) for one in fidelities) for name, fidelities in results.items()}
-    return [
-        f"{count} of {len(results[name])} in {name} are identical to the reference; their PSNR is infinite and in no "
-        "mean."
-        for name, count in counts.items()
-        if count
-    ]
-
-
 def finite(values: Sequence[float]) -> list[float]:
     """Those that are neither infinite nor NaN."""
     return [value for value in values if math.isfinite(value)]
@@ -129,12 +111,8 @@ def minus(a: float, b: float) -> float:
 def interval(
     *samples: Sequence[float] | numpy.ndarray, statistic: Callable[..., numpy.ndarray] = numpy.mean
 ) -> tuple[float, float] | None:
-    """The 95 % interval of a statistic by the percentile bootstrap; None of fewer than two items.
-
-    Args:
-        samples: one or more of equal length, whose items belong together: they are drawn together.
-        statistic: of as many arrays, along its keyword argument `axis`.
-    """
+    """The 95 % interval of a statistic of as many arrays, along its keyword argument `axis`, by the percentile
+    bootstrap; None of fewer than two items. Samples of equal length belong together item by item, and are drawn so."""
     from scipy.stats import bootstrap  # comes with ComfyUI; too large to import at each start
 
     if len(samples[0]) < 2:

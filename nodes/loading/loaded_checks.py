@@ -32,13 +32,8 @@ _INDICES = (torch.int64, torch.bool)  # of buffers. No damage makes them of floa
 def check_loaded(model: ModelPatcher, names: Collection[str], operations: type, plan: LoadPlan) -> None:
     """Raise ValueError naming the first tensor that a loaded MODEL lacks, or of a file's that no trained model has.
 
-    On a card, large tensors are checked there when a sampling begins, which then raises it: on the host it would take
-    long.
-
-    Args:
-        model: just built.
-        names: of the tensors that it was loaded from.
-        operations, plan: what it was built with.
+    `model` was just built, with `operations` and `plan`, of tensors of these `names`. On a card, large tensors are
+    checked there when a sampling begins, which then raises it: on the host it would take long.
     """
     module = model.model.diffusion_model
     computed = {name for name, held in module.named_buffers() if held.numel() == 0 or _COMPUTED.fullmatch(name)}

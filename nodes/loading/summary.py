@@ -77,13 +77,8 @@ def summarize(model: ModelPatcher) -> Summary:
 
 
 def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: str | None = None) -> Badge:
-    """What the linears of a MODEL compute with, for the node that has the widget `kernel`.
-
-    Args:
-        summary: of the MODEL.
-        kernel: what the widget says.
-        otherwise: what the linears compute with where the kernel does not run; None for the floats of the MODEL.
-    """
+    """What the linears of a MODEL compute with, for the node whose widget says `kernel`. Where that does not run they
+    compute with what is named `otherwise`, by default with the floats of the MODEL."""
     on_gpu = model.load_device.type == "cuda"
     total = sum(summary.linears.values())
     if summary.int8:

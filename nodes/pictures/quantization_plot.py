@@ -1,7 +1,6 @@
 """What INT8 costs each layer, by kind of layer and block, before and after: an IMAGE, and as values that JSON has."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,106 +23,59 @@ _MOST_TICKS = 4
 _LOWEST = 1e-4  # an error of zero has no place on a logarithmic scale
 
 
-@dataclass(frozen=True)
-class Mark:
-    """One layer.
+def chart_of(report: QuantizationReport) -> dict[str, Any]:
+    """A quantization, kind by kind, in values that JSON has.
 
-    Attributes:
-        block: the number of its block; None outside the blocks.
-        before: its fragility, the error of plain INT8; None for a layer that was never called.
-        after: its error as it was quantized, 0 in bf16; None as for `before`.
-        held_in, protected: LayerReport's.
+    `title`, `headline`, `summary` and `plain` are the report's. `low` and `high` are the ends of the logarithmic scale,
+    with room around all errors but those of bf16; `ticks` is what to write at it. Each of `panels` has the layers of a
+    `kind` in the `blocks` of that name, "" outside the blocks, and the means of their errors; kinds of the same blocks
+    stand together. Of its `marks` each is a layer: the number of its `block`, its error in plain INT8 (`before`) and as
+    it was quantized (`after`), and LayerReport's `held_in` and `protected`. Errors that are not known are None.
     """
-
-    layer: str
-    block: int | None
-    before: float | None
-    after: float | None
-    held_in: str
-    protected: bool
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The layers of one kind, in the order of the model, and the means of their errors; None where none was called.
-
-    `blocks` is what the model calls the blocks they are in ("layers"); "" outside the blocks.
-    """
-
-    kind: str
-    blocks: str
-    before: float | None
-    after: float | None
-    marks: tuple[Mark, ...]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A quantization, kind by kind.
-
-    Attributes:
-        title, headline, summary, plain: QuantizationReport's.
-        panels: kinds of the same blocks stand together.
-        low, high: ends of the logarithmic scale of all panels, with room around all errors but those of bf16.
-        ticks: what to write at it.
-    """
-
-    title: str
-    headline: str
-    summary: str
-    plain: str
-    panels: tuple[Kind, ...]
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-
-
-def chart_of(report: QuantizationReport) -> Chart:
-    """The chart of a report."""
-    kinds: dict[str, dict[str, list[Mark]]] = {}
+    kinds: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for layer in report.layers:
         blocks, number, kind = layer.place
-        before, after = rounded(layer.fragility), rounded(layer.error_as_held)
-        mark = Mark(layer.name, number, before, after, layer.held_in, layer.protected)
+        mark = {"layer": layer.name, "block": number, "before": rounded(layer.fragility)}
+        mark |= {"after": rounded(layer.error_as_held), "held_in": layer.held_in, "protected": layer.protected}
         kinds.setdefault(blocks, {}).setdefault(kind, []).append(mark)
-    panels = tuple(
-        Kind(kind, blocks, mean(mark.before for mark in marks), mean(mark.after for mark in marks), tuple(marks))
-        for blocks, of_blocks in kinds.items()
-        for kind, marks in of_blocks.items()
-    )
-    marks = [mark for panel in panels for mark in panel.marks]
-    errors = [max(error, _LOWEST) for mark in marks for error in (mark.before, mark.after or None) if error is not None]
+    panels, errors = [], []
+    for blocks, of_blocks in kinds.items():
+        for kind, marks in of_blocks.items():
+            before, after = ([mark[when] for mark in marks] for when in ("before", "after"))
+            of_kind = {"kind": kind, "blocks": blocks, "before": mean(before), "after": mean(after), "marks": marks}
+            panels.append(of_kind)
+            errors += [max(error, _LOWEST) for error in (*before, *filter(None, after)) if error is not None]
     low, high = min(errors, default=0.01) / 1.5, max(errors, default=0.01) * 1.3
     inside = [tick for tick in _TICKS if low <= tick <= high]
-    ticks = tuple(inside[:: -(-len(inside) // _MOST_TICKS) or 1])
-    return Chart(report.title, report.headline, report.summary, report.plain, panels, low, high, ticks)
+    said = {"title": report.title, "headline": report.headline, "summary": report.summary, "plain": report.plain}
+    ticks = inside[:: -(-len(inside) // _MOST_TICKS) or 1]
+    return {**said, "panels": panels, "low": low, "high": high, "ticks": ticks}
 
 
-def plot(chart: Chart) -> torch.Tensor:
-    """The picture of a report as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1."""
+def plot(chart: dict[str, Any]) -> torch.Tensor:
+    """The picture of a chart as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1."""
     return as_comfyui_image(draw_chart(chart))
 
 
-def draw_chart(chart: Chart) -> "Figure":
+def draw_chart(chart: dict[str, Any]) -> "Figure":
     """One panel per kind of layer, all on one logarithmic scale, at whose foot bf16 stands, which has no error.
 
     A layer's error in plain INT8 is grey. A line leads from it to the error as quantized: blue, or red where the layer
     is protected.
     """
-    panels = []
-    for panel in chart.panels:
-        means = "" if panel.before is None else f"   {percent(panel.before)} → {percent(panel.after)}"
-        axis = panel.blocks and f"number of the block in {panel.blocks}"
-        panels.append(Panel(panel.kind + means, axis, [row for mark in panel.marks for row in _rows(mark, chart)]))
-    ticks = {tick: f"{100 * tick:g} %" for tick in chart.ticks}
-    series = {chart.plain: (PLAIN, "o"), **_SERIES}
-    return draw(chart.title, chart.summary, panels, series, (chart.low, chart.high), ticks)
-
-
-def _rows(mark: Mark, chart: Chart) -> list[Row]:
-    """A layer before and after; what is in no block has no depth."""
-    block, before, after = mark.block or 0, max(mark.before or 0.0, chart.low), max(mark.after or 0.0, chart.low)
-    if mark.before is None:
-        return [Row(block, _NEVER, chart.low, (chart.low, chart.low))]
-    name = _PROTECTED[mark.held_in] if mark.protected else _QUANTIZED
-    return [Row(block, chart.plain, before, (before, before)), Row(block, name, after, (before, after))]
+    panels, low = [], chart["low"]
+    for panel in chart["panels"]:
+        means = "" if panel["before"] is None else f"   {percent(panel['before'])} → {percent(panel['after'])}"
+        axis, rows = panel["blocks"] and f"number of the block in {panel['blocks']}", []
+        for mark in panel["marks"]:
+            block = mark["block"] or 0  # what is in no block has no depth
+            before, after = (max(mark[when] or 0.0, low) for when in ("before", "after"))
+            if mark["before"] is None:
+                rows.append(Row(block, _NEVER, low, (low, low)))
+            else:
+                name = _PROTECTED[mark["held_in"]] if mark["protected"] else _QUANTIZED
+                rows += [Row(block, chart["plain"], before, (before, before)), Row(block, name, after, (before, after))]
+        panels.append(Panel(panel["kind"] + means, axis, rows))
+    ticks = {tick: f"{100 * tick:g} %" for tick in chart["ticks"]}
+    series = {chart["plain"]: (PLAIN, "o"), **_SERIES}
+    return draw(chart["title"], chart["summary"], panels, series, (low, chart["high"]), ticks)

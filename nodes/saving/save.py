@@ -29,7 +29,7 @@ from ..files.writing.tensor_files import (
     write_safetensors,
 )
 from ..host import notices
-from ..host.work import Progress, make_room_to_quantize
+from ..host.work import make_room_to_quantize
 from ..layers.int8_weight import is_int8
 from ..layers.layer_selection import check_runs_as_stored, linears
 from ..loading.load import file_metadata, tensors_of_file
@@ -122,11 +122,7 @@ def save_int8_model(
     recipe = recipe_of(model)
     recipe[FOLDED] = folded or bool(recipe.get(FOLDED))
     about = {RECIPE_KEY: json.dumps(recipe), **quant_config.as_metadata(tensors), **file_metadata(model.model)}
-    metadata = with_workflow(about, workflow)
-    progress = Progress(len(tensors))
-    path = write_safetensors(destination, tensors, metadata, partial(progress.step, "saving tensor"))
-    progress.finish()
-    return path
+    return write_safetensors(destination, tensors, with_workflow(about, workflow))
 
 
 def _narrowed(key: str, tensor: torch.Tensor | PendingTensor) -> torch.Tensor | PendingTensor:
@@ -163,11 +159,7 @@ def save_gguf_model(
     kept = {name: recipe[name] for name in (FOLDED, ATTENTION) if recipe.get(name)}
     if kept:
         about[RECIPE_KEY] = json.dumps(kept)
-    progress = Progress(len(tensors))
-    step = partial(progress.step, "saving tensor")
-    path = write_gguf(destination, tensors, architecture, SAVED_TYPES[type], with_workflow(about, workflow), step)
-    progress.finish()
-    return path
+    return write_gguf(destination, tensors, architecture, SAVED_TYPES[type], with_workflow(about, workflow))
 
 
 @contextmanager

@@ -341,7 +341,7 @@ def test_a_calibrations_file_keeps_it(dit, calibration, tmp_path):
     from int8_dit.nodes.calibration.calibration import load_calibration, merge_calibrations, save_calibration
 
     path = str(tmp_path / "c.safetensors")
-    save_calibration(calibration, path, {}, lambda: None)
+    save_calibration(calibration, path, {})
     loaded = load_calibration(path)
     sums = {block: (error.calls, *error.sums) for block, error in calibration.attention.items()}
     assert {block: (error.calls, *error.sums) for block, error in loaded.attention.items()} == sums
@@ -357,7 +357,7 @@ def test_an_earlier_file_has_none_and_a_damaged_one_is_named(calibration, tmp_pa
     from int8_dit.nodes.calibration.calibration import load_calibration, save_calibration
 
     path, key = str(tmp_path / "c.safetensors"), "int8_dit_calibrated_attention"
-    save_calibration(calibration, path, {}, lambda: None)
+    save_calibration(calibration, path, {})
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)

@@ -300,7 +300,7 @@ def files(pack):
 
 
 def save(files, calibration, path):
-    files.save_calibration(calibration, str(path), {}, lambda: None)
+    files.save_calibration(calibration, str(path), {})
     return str(path)
 
 

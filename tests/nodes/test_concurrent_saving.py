@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,10 +47,12 @@ def save(output):
     """Write a small file as the save nodes do, filled with a value, and return its path."""
     from int8_dit.nodes.files.writing.tensor_files import write_safetensors
     from int8_dit.nodes.host.output_files import output_paths
+    from int8_dit.nodes.host.work import Progress
 
     def run(prefix="models/INT8", value=0, on_tensor=nothing):
         tensors = {name: torch.full((300,), value) for name in ("a", "b")}
-        return Path(write_safetensors(output_paths(prefix), tensors, {}, on_tensor))
+        with patch.object(Progress, "step", lambda *_: on_tensor()):
+            return Path(write_safetensors(output_paths(prefix), tensors, {}))
 
     return run
 
@@ -250,7 +253,7 @@ def test_a_folder_that_cannot_be_listed(output, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(new_file.os, "listdir", refuse)
-    new_file.write_new_file(str(output / "new.bin"), b"whole", {}, lambda: None)
+    new_file.write_new_file(str(output / "new.bin"), b"whole", {})
     assert (output / "new.bin").read_bytes() == b"whole"
 
 

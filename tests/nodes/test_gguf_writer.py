@@ -41,7 +41,7 @@ def write(pack, tmp_path):
         pending = {
             name: PendingGGUF(tuple(t.shape), type or plain_type(t.dtype), lambda t=t: t) for name, t in tensors.items()
         }
-        return Path(write_gguf(paths, pending, "test", "MOSTLY_Q8_0", {}, lambda: None))
+        return Path(write_gguf(paths, pending, "test", "MOSTLY_Q8_0", {}))
 
     return run
 

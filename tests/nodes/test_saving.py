@@ -6,6 +6,7 @@ import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -344,9 +345,11 @@ TENSORS = {
 def write(pack, tmp_path):
     """Write a file and return its path."""
     from int8_dit.nodes.files.writing.tensor_files import write_safetensors
+    from int8_dit.nodes.host.work import Progress
 
     def run(tensors, metadata, on_tensor=lambda: None):
-        return Path(write_safetensors([str(tmp_path / "written.safetensors")], tensors, metadata, on_tensor))
+        with patch.object(Progress, "step", lambda *_: on_tensor()):
+            return Path(write_safetensors([str(tmp_path / "written.safetensors")], tensors, metadata))
 
     return run
 

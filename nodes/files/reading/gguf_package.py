@@ -47,15 +47,8 @@ def can_decode(gguf_format: str) -> bool:
 
 
 def decode_gguf(blocks: torch.Tensor, gguf_format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The float weight [N, K], computed in float32 on the CPU by gguf; it is in `dtype` and where the blocks are.
-
-    Args:
-        blocks: uint8 [N, bytes of a row].
-        gguf_format: any that `can_decode`.
-        dtype: of the result.
-
-    Raises NotImplementedError for a format that gguf has a name for and cannot decode.
-    """
+    """The weight [N, K] in `dtype` of blocks, uint8 [N, bytes of a row]: where they are, but computed in float32 on the
+    CPU by gguf. Raises NotImplementedError for a format that gguf has a name for and cannot decode."""
     gguf = gguf_package()
     from gguf import quants
 

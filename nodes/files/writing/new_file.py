@@ -19,6 +19,8 @@ from typing import BinaryIO
 
 import torch
 
+from ...host.work import Progress
+
 _ON_WINDOWS = os.name == "nt"
 # Does not end in .safetensors: ComfyUI must not offer it as a model. Earlier versions had locks beside theirs.
 _TEMPORARY = re.compile(r"int8_dit-[0-9a-f]{32}\.partial(\.lock)?")
@@ -33,22 +35,23 @@ def write_new_file(
     destination: str | Iterable[str],
     header: bytes,
     tensors: Mapping[str, tuple[int, Make]],
-    on_tensor: Callable[[], None],
     alignment: int = 1,
 ) -> str:
     """Write a header and tensors to a new file, one at a time, and return its path.
+
+    What makes a tensor may raise, and the user may cancel after each: then nothing is left of the file.
 
     Args:
         destination: a path, or several in one folder of which the first is taken that is free at the end.
         header: what stands in front of the tensors.
         tensors: by name how many bytes each has, and what makes it, once, when its turn comes.
-        on_tensor: is called after each. It and what makes a tensor may raise to stop; nothing is left of the file then.
         alignment: bytes that each tensor is filled up to a multiple of.
 
     Raises OSError that names the file and says what to do: FileExistsError if every path is taken, others if the disk
     is full, a quota is exceeded, the file is too large or the disk fails. ValueError naming a tensor that has other
     bytes than announced.
     """
+    progress = Progress(len(tensors))
     total = len(header) + sum(size + -size % alignment for size, _ in tensors.values())
     name = os.path.basename(destination) if isinstance(destination, str) else "every name to save under"
     text = f"{name} exists already and is not overwritten; choose another name. Nothing was saved"
@@ -81,7 +84,7 @@ def write_new_file(
                     _put(file, data)
                     del data  # frees a tensor before the next is made
                     _put(file, bytes(-size % alignment))
-                on_tensor()
+                progress.step("saving tensor")
             with explained():
                 os.fsync(file.fileno())
         for place in itertools.chain([path], paths):

@@ -10,7 +10,7 @@ tensor name, dimensions, type and offset. https://github.com/ggml-org/ggml/blob/
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,12 +80,11 @@ def write_safetensors(
     destination: str | Iterable[str],
     tensors: Mapping[str, torch.Tensor | PendingTensor],
     metadata: dict[str, str],
-    on_tensor: Callable[[], None],
 ) -> str:
     """Write `tensors` to a new file in the safetensors format, one at a time, and return its path.
 
-    Each tensor is moved to host memory only when its turn comes (a lazily patched one is computed then). `on_tensor` is
-    called after each and may raise to stop. `destination` and the OSErrors are `write_new_file`'s.
+    Each tensor is moved to host memory only when its turn comes (a lazily patched one is computed then). `destination`
+    and the OSErrors are `write_new_file`'s.
 
     Raises ValueError for a dtype the format lacks, and for a header that readers refuse.
     """
@@ -100,7 +99,7 @@ def write_safetensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     _check_header(encoded, metadata)
-    return write_new_file(destination, len(encoded).to_bytes(8, "little") + encoded, made, on_tensor)
+    return write_new_file(destination, len(encoded).to_bytes(8, "little") + encoded, made)
 
 
 def _check_header(encoded: bytes, metadata: Mapping[str, str]) -> None:
@@ -146,13 +145,12 @@ def write_gguf(
     architecture: str,
     file_type: str | None,
     metadata: Mapping[str, str],
-    on_tensor: Callable[[], None],
 ) -> str:
     """Write `tensors` to a new GGUF file, one at a time, and return its path.
 
     `file_type` is llama.cpp's name of what most tensors are, such as MOSTLY_Q8_0, or None where it has none. `metadata`
-    become strings under their own keys, which are none of GGUF's. `on_tensor` is called after each tensor and may raise
-    to stop. `destination` and the OSErrors are `write_new_file`'s.
+    become strings under their own keys, which are none of GGUF's. `destination` and the OSErrors are
+    `write_new_file`'s.
 
     Raises ValueError for a name that readers cannot hold, ImportError where the package gguf is missing.
     """
@@ -190,7 +188,7 @@ def write_gguf(
     counts = struct.pack("<4sIQQ", b"GGUF", _VERSION, len(entries), len(values))
     header = b"".join([counts, *(_string(key) + value for key, value in values.items()), *entries])
     header += bytes(-len(header) % _ALIGNMENT)
-    return write_new_file(destination, header, made, on_tensor, _ALIGNMENT)
+    return write_new_file(destination, header, made, _ALIGNMENT)
 
 
 def _string(text: str) -> bytes:
