@@ -11,6 +11,7 @@ from typing import Any
 
 import comfy.samplers
 import torch
+from comfy.model_management import throw_exception_if_processing_interrupted as check_cancelled
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.quant_ops import QuantizedTensor, get_layout_class
@@ -56,25 +57,23 @@ class NoForward(Exception):
     """No forward of this MODEL can be measured here; the message says why, and what to do."""
 
 
-def measure_forward(
-    model: ModelPatcher, positive: list | None, latent: dict | None, check: Callable[[], None]
-) -> ForwardSplit:
+def measure_forward(model: ModelPatcher, positive: list | None, latent: dict | None) -> ForwardSplit:
     """Sample a few steps of a MODEL and time the last ones; nothing of it stays in `model`.
 
     Without `positive` the model runs without text, without `latent` at 1024 px. Raises NoForward where that fails,
-    what `check` raises between steps.
+    ComfyUI's interrupt on cancel.
     """
     weights = sum(parameter.numel() for parameter in model.model.diffusion_model.parameters())
     if model.load_device.type == "cpu" and weights > _MOST_WEIGHTS_ON_CPU:
         raise NoForward("a forward of a model of this size takes too long on a CPU")
     watched = model.clone()
-    clock = _Clock(watched, check)
+    clock = _Clock(watched)
     watched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, clock.call)
     sampled = empty_latent(watched, _PIXELS) if latent is None else latent
     sigmas = comfy.samplers.calculate_sigmas(watched.get_model_object("model_sampling"), "simple", _STEPS)
     try:
         euler = comfy.samplers.sampler_object("euler")
-        sample(watched, positive, None, 1.0, euler, sigmas, sampled, 0, lambda *_: check())
+        sample(watched, positive, None, 1.0, euler, sigmas, sampled, 0, lambda *_: check_cancelled())
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         if positive is not None and latent is not None:
             raise
@@ -85,15 +84,14 @@ def measure_forward(
 class _Clock:
     """Times calls of a MODEL: some undisturbed, then one with every block, linear and attention watched."""
 
-    def __init__(self, model: ModelPatcher, check: Callable[[], None]) -> None:
+    def __init__(self, model: ModelPatcher) -> None:
         self._linears = quantizable_linears(model)
         lists = block_lists(model.model.diffusion_model)
         self._notes: list[tuple[torch.nn.Module, Callable[..., None]]] = [
             *((block, partial(self._note_block, path)) for path, blocks in lists.items() for block in blocks),
             *((module, partial(self._note_linear, name)) for name, module in self._linears.items()),
         ]
-        self._device, self._check = model.load_device, check
-        self._watch = Stopwatch(model.load_device)
+        self._device, self._watch = model.load_device, Stopwatch(model.load_device)
         self._whole: list[Any] = []
         self._products: dict[tuple[int, int, int], tuple[str, list]] = {}
         self._attention: dict[AttentionWork | None, list] = {}
@@ -113,7 +111,7 @@ class _Clock:
             self._watch.end(self._whole[-1])
         self._watches = False
         for path, (spans, (block, args, kwargs)) in self._called.items():
-            speedup = fused_speedup(block, f"{path}.0", args, kwargs, self._device, self._check)
+            speedup = fused_speedup(block, f"{path}.0", args, kwargs, self._device)
             self._blocks.append(BlockCalls(len(spans), self._total(spans), path, speedup))
         self._called.clear()
         return output
@@ -193,19 +191,17 @@ def block_lists(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
     return found
 
 
-def fused_speedup(
-    block: torch.nn.Module, path: str, args: tuple, kwargs: dict, device: torch.device, check: Callable[[], None]
-) -> float | None:
+def fused_speedup(block: torch.nn.Module, path: str, args: tuple, kwargs: dict, device: torch.device) -> float | None:
     """How many times as fast as the block an INT8 copy of it is with these arguments.
 
-    None where it cannot be copied, or its copy does not run. `path` is where it stands; `check` may raise to stop.
+    None where it cannot be copied, or its copy does not run. `path` is where it stands.
     """
     make_room(device, _BYTES_PER_WEIGHT * sum(parameter.numel() for parameter in block.parameters()))
     try:
         fused = partial(deferred_call, partial(int8_copy(block, path, device), *args, **kwargs))
         calls: list[Callable[[], Any]] = [partial(block, *args, **kwargs), fused]
         for call in _WARM * calls:
-            check()
+            check_cancelled()
             call()
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return None
@@ -213,7 +209,7 @@ def fused_speedup(
     for number, call in enumerate(_ROUNDS * calls):
         milliseconds = watch.mean(call, 2)
         for window in (_SETTLING, _WINDOW):
-            check()
+            check_cancelled()
             milliseconds = watch.mean(call, math.ceil(window / milliseconds))
         totals[number % 2] += milliseconds
     return totals[0] / totals[1]

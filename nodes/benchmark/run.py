@@ -76,7 +76,7 @@ def run(
         if model is not None:
             progress.say("measuring a forward of the model")
             try:
-                split = measure_forward(model, positive, latent, check_cancelled)
+                split = measure_forward(model, positive, latent)
             except NoForward as reason:
                 remarks.append(f"No forward was measured: {reason}.")
         make_room(device, _GATE_BYTES)

@@ -75,7 +75,7 @@ def test_a_model_that_needs_text_says_what_to_connect(dit, run):
     from int8_dit.nodes.benchmark.forward import NoForward, measure_forward
 
     with pytest.raises(NoForward, match=r"connect positive and latent_image .*pooled_output"):
-        measure_forward(dit.stock(), None, None, lambda: None)
+        measure_forward(dit.stock(), None, None)
 
 
 def test_cancelling_stops_it(dit, node, interrupt_at):

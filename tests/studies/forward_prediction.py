@@ -49,7 +49,7 @@ def main() -> None:
         rows = []
         for name, (expected, source) in predicted.items():
             patcher = VARIANTS[name].build(random)
-            totals = [measure_forward(patcher, positive, latent, lambda: None).total for _ in range(arguments.rounds)]
+            totals = [measure_forward(patcher, positive, latent).total for _ in range(arguments.rounds)]
             found = statistics.median(totals)
             del patcher
             comfy.model_management.unload_all_models()
