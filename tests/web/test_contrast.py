@@ -1,16 +1,8 @@
 """Words of the pack can be read in the frontend's dark and light palette."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 import pytest
 
 from support.frontend import WARNING, add_nodes, set_setting
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 LEAST = 4.5  # WCAG 2.2, 1.4.3: of text to what is behind it
 SHOW = """() => {
@@ -59,13 +51,13 @@ CONTRASTS = """() => {
 
 
 @pytest.fixture(params=("dark", "light"))
-def palette(page: Page, request: pytest.FixtureRequest) -> Iterator[str]:
+def palette(page, request):
     set_setting(page, "Comfy.ColorPalette", request.param)
     yield request.param
     set_setting(page, "Comfy.ColorPalette", "dark")
 
 
-def test_words_stand_out(page: Page, palette: str) -> None:
+def test_words_stand_out(page, palette):
     add_nodes(
         page, {"load": ("LoadINT8DiT", {}), "benchmark": ("INT8KernelBenchmark", {}), "save": ("SaveINT8DiT", {})}, []
     )

@@ -1,41 +1,34 @@
 """A failed run looks failed: the sentence on the node, and nothing green."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
 from support import workflows
 from support.failing_graphs import BROKEN, FAILING, SET, SHOWN_LOADER
 from support.frontend import BADGE, add_nodes, load, open_frontend, reload, run, saved, settle
-from support.server import ComfyServer
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
 
 RESULT, FAILURE, OLD = ".int8-result", ".int8-error", ".int8-result-old"
 PROGRESS = "$$node-text-preview"
 ENGLISH = r"\b[a-z]{2,}(?: [a-z]{2,}){2,}"  # three words after each other
 
 
-def severities(page: Page) -> list[str]:
+def severities(page):
     return page.evaluate("badge => [...document.querySelectorAll(badge)].map(e => e.dataset.severity)", BADGE)
 
 
-def old(page: Page) -> list[bool]:
+def old(page):
     """Of each result whether it looks like one of an earlier run."""
     return page.evaluate(
         "result => [...document.querySelectorAll(result)].map(e => e.matches('.int8-result-old'))", RESULT
     )
 
 
-def dispatch(page: Page, event: str, **detail: object) -> None:
+def dispatch(page, event, **detail):
     page.evaluate("([name, detail]) => app.api.dispatchEvent(new CustomEvent(name, { detail }))", [event, detail])
 
 
-def fail(page: Page, change: tuple[str, object]) -> None:
+def fail(page, change):
     page.evaluate(*change)
     page.evaluate("() => void app.queuePrompt(0)")
     page.wait_for_selector(FAILURE)
@@ -43,7 +36,7 @@ def fail(page: Page, change: tuple[str, object]) -> None:
 
 
 @pytest.mark.parametrize("case", FAILING)
-def test_the_node_says_what_failed(page: Page, server: ComfyServer, renderer: str, case: str, tmp_path) -> None:
+def test_the_node_says_what_failed(page, server, renderer, case, tmp_path):
     nodes, links, change, sentence = FAILING[case]
     (server.base / "models" / "diffusion_models" / BROKEN).write_bytes(b"no model")
     add_nodes(page, nodes, links)
@@ -57,7 +50,7 @@ def test_the_node_says_what_failed(page: Page, server: ComfyServer, renderer: st
     assert severities(page) == ["error"] and page.locator(FAILURE).is_visible()
 
 
-def test_what_a_run_is_about_to_replace_is_grey(page: Page, server: ComfyServer, renderer: str) -> None:
+def test_what_a_run_is_about_to_replace_is_grey(page, server, renderer):
     """While it runs and when it is interrupted; a result that comes out of the cache is as good as new."""
     add_nodes(page, *SHOWN_LOADER)
     run(page, server)
@@ -85,7 +78,7 @@ def test_what_a_run_is_about_to_replace_is_grey(page: Page, server: ComfyServer,
 
 
 @pytest.mark.parametrize("tag", ("zh-CN", "ja-JP"))
-def test_inputs_are_called_what_the_user_sees(browser: Browser, server: ComfyServer, tag: str) -> None:
+def test_inputs_are_called_what_the_user_sees(browser, server, tag):
     with open_frontend(browser, server.url, locale=tag) as page:
         nodes, links, change, _ = FAILING["missing calibration input"]
         add_nodes(page, nodes, links)
@@ -104,7 +97,7 @@ def test_inputs_are_called_what_the_user_sees(browser: Browser, server: ComfySer
         assert "gone.safetensors" in text and not re.search(ENGLISH, text)
 
 
-def test_a_failure_comes_back_in_grey_until_the_node_runs_again(page: Page, server: ComfyServer, renderer: str) -> None:
+def test_a_failure_comes_back_in_grey_until_the_node_runs_again(page, server, renderer):
     add_nodes(page, *SHOWN_LOADER)
     fail(page, FAILING["missing file"][2])
     said, workflow = page.locator(FAILURE).text_content(), saved(page)
@@ -123,7 +116,7 @@ def test_a_failure_comes_back_in_grey_until_the_node_runs_again(page: Page, serv
     assert page.locator(FAILURE).count() == 0
 
 
-def test_a_node_without_results_says_what_failed_until_it_runs(page: Page, renderer: str) -> None:
+def test_a_node_without_results_says_what_failed_until_it_runs(page, renderer):
     add_nodes(
         page,
         {"node": ("MergeINT8Calibrations", {}), "save": ("SaveINT8Calibration", {})},

@@ -1,16 +1,10 @@
 """How many widgets a node shows, in both renderers: the rare ones behind a click, unless they say something."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import pytest
 
 from support.frontend import add_nodes, load, saved, set_setting, settle
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 SHOWN = {"QuantizeToINT8SmoothQuant": 6, "LoadINT8DiT": 3, "INT8KernelBenchmark": 2, "CompareImagesINT8DiT": 0}
 MORE = "more settings"
@@ -22,23 +16,23 @@ VUE = """() => [...document.querySelectorAll("[data-node-id]")].map((node) =>
     [...node.querySelectorAll("[data-testid=node-widget]")].length)"""
 
 
-def add(page: Page, node: str, **widgets: object) -> None:
+def add(page, node, **widgets):
     add_nodes(page, {"node": (node, widgets)}, [])
     settle(page)
 
 
-def drawn(page: Page) -> list[str]:
+def drawn(page):
     """The names of the widgets that the classic renderer draws on the one node."""
     (names,) = page.evaluate(CLASSIC)
     return names
 
 
-def press(page: Page) -> None:
+def press(page):
     page.evaluate("name => app.graph.nodes[0].widgets.find((widget) => widget.name === name).callback()", MORE)
 
 
 @pytest.mark.parametrize("node", SHOWN)
-def test_the_classic_renderer_shows_few(page: Page, node: str) -> None:
+def test_the_classic_renderer_shows_few(page, node):
     add(page, node)
     few, values, (_, height) = drawn(page), saved(page)["nodes"][0].get("widgets_values"), size(page)
     assert len(few) == SHOWN[node]
@@ -51,18 +45,18 @@ def test_the_classic_renderer_shows_few(page: Page, node: str) -> None:
     assert saved(page)["nodes"][0].get("widgets_values") == values
 
 
-def size(page: Page) -> list[float]:
+def size(page):
     return page.evaluate("() => [...app.graph.nodes[0].size]")
 
 
-def test_no_gap_is_left(page: Page) -> None:
+def test_no_gap_is_left(page):
     """Each widget that is drawn stands right below the one before it."""
     add(page, "QuantizeToINT8SmoothQuant")
     tops = page.evaluate("() => app.graph.nodes[0].widgets.filter((widget) => !widget.hidden).map(({ y }) => y)")
     assert len({after - before for before, after in pairwise(tops)}) == 1
 
 
-def test_what_differs_or_is_connected_stays_in_sight(page: Page) -> None:
+def test_what_differs_or_is_connected_stays_in_sight(page):
     add(page, "QuantizeToINT8SmoothQuant", alpha=0.75, seed=7)
     workflow = saved(page)
     load(page, workflow)
@@ -77,7 +71,7 @@ def test_what_differs_or_is_connected_stays_in_sight(page: Page) -> None:
     assert "cfg" in page.evaluate(CLASSIC)[1] and "alpha" not in page.evaluate(CLASSIC)[1]
 
 
-def test_the_vue_renderer_shows_as_few(page: Page) -> None:
+def test_the_vue_renderer_shows_as_few(page):
     set_setting(page, "Comfy.VueNodes.Enabled", True)
     try:
         for node, count in SHOWN.items():
@@ -88,7 +82,7 @@ def test_the_vue_renderer_shows_as_few(page: Page) -> None:
         set_setting(page, "Comfy.VueNodes.Enabled", False)
 
 
-def test_a_node_that_is_there_when_the_renderer_changes(page: Page) -> None:
+def test_a_node_that_is_there_when_the_renderer_changes(page):
     add(page, "LoadINT8DiT")
     hidden = "() => app.graph.nodes[0].widgets.filter((widget) => widget.hidden).length"
     assert page.evaluate(hidden) == 3

@@ -1,16 +1,9 @@
-"""Names of widgets, slots and nodes: that each is there, and that it fits."""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""Names of widgets, slots and nodes: that each is there, that it fits, and that it is found."""
 
 import pytest
 
 from support.frontend import add_nodes, load, open_frontend, saved
 from support.node_texts import read_texts
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 CHOICES = {
     "error budget": ("percent", "max error %", 3.0),
@@ -19,7 +12,7 @@ CHOICES = {
 }
 
 
-def choose(page: Page, choice: str) -> None:
+def choose(page, choice):
     page.evaluate(
         """choice => {
             app.graph.nodes[0].widgets.find((widget) => widget.name === "protect").value = choice;
@@ -28,14 +21,14 @@ def choose(page: Page, choice: str) -> None:
     )
 
 
-def nested(page: Page) -> list[list]:
+def nested(page):
     return page.evaluate(
         """() => app.graph.nodes[0].widgets.filter((widget) => widget.name.startsWith("protect."))
             .map(({ name, label, value }) => [name, label, value])"""
     )
 
 
-def test_a_nested_widget_has_its_own_name(page: Page, renderer: str) -> None:
+def test_a_nested_widget_has_its_own_name(page, renderer):
     add_nodes(page, {"quantize": ("QuantizeToINT8SmoothQuant", {})}, [])
     assert nested(page) == [["protect.percent", "protect %", 8.0]]
     for choice, (name, label, value) in CHOICES.items():
@@ -52,7 +45,7 @@ def test_a_nested_widget_has_its_own_name(page: Page, renderer: str) -> None:
 
 
 @pytest.mark.parametrize("tag", ("en-US", "zh-CN", "ja-JP"))
-def test_titles_fit_their_nodes(browser, server, tag) -> None:
+def test_titles_fit_their_nodes(browser, server, tag):
     """As the classic renderer draws them, behind a dot as high as the title; it cuts what is wider."""
     with open_frontend(browser, server.url, locale=tag) as page:
         cut = page.evaluate(
@@ -67,14 +60,14 @@ def test_titles_fit_their_nodes(browser, server, tag) -> None:
     assert not cut
 
 
-def slots(page: Page) -> list[str]:
+def slots(page):
     return page.evaluate(
         """() => app.graph.nodes.find(({ type }) => type === "QuantizeToINT8SmoothQuant").inputs
             .filter(({ name }) => name.startsWith("positive.")).map(({ label }) => label)"""
     )
 
 
-def test_growing_slots_have_numbers(page: Page, renderer: str) -> None:
+def test_growing_slots_have_numbers(page, renderer):
     nodes = {"text": ("CLIPTextEncode", {}), "quantize": ("QuantizeToINT8SmoothQuant", {})}
     add_nodes(page, nodes, [("text", 0, "quantize", "positive.positive_0")])
     page.wait_for_function(
@@ -87,13 +80,53 @@ def test_growing_slots_have_numbers(page: Page, renderer: str) -> None:
     assert slots(page) == ["positive 1", "positive 2"]
 
 
-def test_a_slot_keeps_the_name_that_the_user_gave_it(page: Page) -> None:
+def test_a_slot_keeps_the_name_that_the_user_gave_it(page):
     add_nodes(page, {"quantize": ("QuantizeToINT8SmoothQuant", {})}, [])
     page.evaluate("""app.graph.nodes[0].inputs.find(({ name }) => name === "positive.positive_0").label = 'a cat'""")
     load(page, saved(page))
     assert slots(page) == ["a cat"]
 
 
-def test_an_empty_list_of_files_says_so(page: Page) -> None:
+def test_an_empty_list_of_files_says_so(page):
     label = page.evaluate("LiteGraph.createNode('LoadINT8Calibration').widgets[0].options.getOptionLabel(undefined)")
     assert label == "nothing saved yet"
+
+
+# In the frontend's search
+
+LOADER, QUANTIZER, BENCHMARK = "Load INT8 DiT", "Quantize to INT8 (SmoothQuant)", "Kernel Benchmark"
+FIRST_FOUND = 3
+
+
+SEARCHES = {  # what users type, and the node that they mean
+    "int8": LOADER,
+    "load int8": LOADER,
+    "load int8 dit": LOADER,
+    "w8a8": LOADER,
+    "gguf": LOADER,
+    "fp8": LOADER,
+    "low vram": LOADER,
+    "memory": LOADER,
+    "faster": LOADER,
+    "3090": LOADER,
+    "rtx 30": LOADER,
+    "unet loader": LOADER,
+    "load diffusion model": LOADER,
+    "quantize": QUANTIZER,
+    "smoothquant": QUANTIZER,
+    "convert model": QUANTIZER,
+    "benchmark": BENCHMARK,
+    "compare": "Compare Images (PSNR, SSIM)",
+}
+
+
+def test_node_search_finds_it_among_the_first(page, subtests):
+    page.evaluate("app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")
+    for words, node in SEARCHES.items():
+        with subtests.test(words):
+            page.locator("input:focus").fill(words)
+            page.wait_for_function(  # raises otherwise
+                """([node, rank]) => [...document.querySelectorAll("[role=option]")].slice(0, rank).some(
+                    option => option.innerText.startsWith(node))""",
+                arg=[node, FIRST_FOUND],
+            )

@@ -1,16 +1,9 @@
 """A right click on a loader: the pack's loader in its place, or its kernel behind it; saved files in the loaders."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from support.frontend import add_nodes, load, run, saved, settle
 from support.workflows import GLYPH_MODEL
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 REPLACE, ADD = "Replace with Load INT8 DiT", "Add Apply Fused INT8 Kernel behind it"
 NODES = {
@@ -29,7 +22,7 @@ OUTSIDE = """() => {
 }"""
 
 
-def choose(page: Page, kind: str, words: str) -> None:
+def choose(page, kind, words):
     """Click with the right button on a node's title, then on an entry."""
     x, y = page.evaluate(
         """kind => {
@@ -46,14 +39,14 @@ def choose(page: Page, kind: str, words: str) -> None:
     page.get_by_text(words, exact=True).click()
 
 
-def prompt(page: Page) -> tuple[dict[str, dict], dict[str, str]]:
+def prompt(page):
     """What would run: the inputs of each class of nodes, and the class of each id."""
     output = page.evaluate("async () => (await app.graphToPrompt()).output")
     inputs = {node["class_type"]: node["inputs"] for node in output.values()}
     return inputs, {key: node["class_type"] for key, node in output.items()}
 
 
-def came_from(page: Page, kind: str) -> str:
+def came_from(page, kind):
     """The class of the node that a node's model comes from."""
     inputs, classes = prompt(page)
     return classes[inputs[kind]["model"][0]]
@@ -61,9 +54,7 @@ def came_from(page: Page, kind: str) -> str:
 
 @pytest.mark.parametrize("words, kind", ((REPLACE, "LoadINT8DiT"), (ADD, "ApplyFusedINT8Kernel")))
 @pytest.mark.parametrize("place", ("workflow", "subgraph"))
-def test_the_pack_gets_between_a_loader_and_what_it_feeds(
-    page: Page, renderer: str, place: str, words: str, kind: str
-) -> None:
+def test_the_pack_gets_between_a_loader_and_what_it_feeds(page, renderer, place, words, kind):
     """In the loader's place, with its file, or behind it, where no node lies on another."""
     add_nodes(page, NODES, LINKS)
     if place == "subgraph":
@@ -89,7 +80,7 @@ def test_the_pack_gets_between_a_loader_and_what_it_feeds(
 
 
 @pytest.mark.parametrize("words, kind", ((REPLACE, "LoadINT8DiT"), (ADD, "ApplyFusedINT8Kernel")))
-def test_one_undo_takes_it_back(page: Page, renderer: str, words: str, kind: str) -> None:
+def test_one_undo_takes_it_back(page, renderer, words, kind):
     add_nodes(page, NODES, LINKS)
     page.evaluate("app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState()")
     before = prompt(page)
@@ -100,7 +91,7 @@ def test_one_undo_takes_it_back(page: Page, renderer: str, words: str, kind: str
     assert prompt(page) == before
 
 
-def test_a_gguf_loader_of_another_pack_is_replaced(page: Page) -> None:
+def test_a_gguf_loader_of_another_pack_is_replaced(page):
     """With its file linked from elsewhere, and no offer of the kernel, which needs a native INT8 file."""
     add_nodes(page, {"save": ("SaveINT8DiT", {})}, [])
     page.evaluate(
@@ -127,7 +118,7 @@ def test_a_gguf_loader_of_another_pack_is_replaced(page: Page) -> None:
     assert prompt(page)[0]["LoadINT8DiT"]["model_name"] == "a.gguf"
 
 
-def test_a_saved_file_is_in_the_loaders_at_once(page: Page, server, renderer: str) -> None:
+def test_a_saved_file_is_in_the_loaders_at_once(page, server, renderer):
     add_nodes(
         page,
         {

@@ -1,20 +1,12 @@
 """What nodes show of their last run, in the node itself."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from support import workflows
 from support.frontend import BADGE, DETAILS, add_nodes, load, open_details, reload, run, saved, settle
 from support.node_results import node_results, show_results
-from support.server import ComfyServer
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 RESULT, OLD, HEADLINE = ".int8-result", ".int8-result-old", ".int8-result .int8-headline"
 SMALL_TOKENS = 16
@@ -22,13 +14,13 @@ SIZE = "() => [...app.graph.nodes[0].size]"
 TABLE = {"title": "A machine", "columns": ["linear", "ms"], "rows": [["qkv", "1.0"]], "notes": ["a note"]}
 
 
-def add_loader(page: Page) -> None:
+def add_loader(page):
     """Load INT8 DiT in a new workflow, and a node that makes it run."""
     widgets = {"model_name": workflows.GLYPH_MODEL, "kernel": "fused int8"}
     add_nodes(page, {"loader": ("LoadINT8DiT", widgets), "text": ("PreviewAny", {})}, [("loader", 1, "text", "source")])
 
 
-def add_benchmark(page: Page) -> None:
+def add_benchmark(page):
     nodes = {
         "loader": ("UNETLoader", {"unet_name": workflows.GLYPH_MODEL}),
         "benchmark": ("INT8KernelBenchmark", {"tokens": SMALL_TOKENS}),
@@ -36,7 +28,7 @@ def add_benchmark(page: Page) -> None:
     add_nodes(page, nodes, [("loader", 0, "benchmark", "model")])
 
 
-def end_benchmark(page: Page, result: dict) -> None:
+def end_benchmark(page, result):
     """What the page gets from the server when the benchmark of the graph has run; then its details are opened."""
     page.evaluate(
         """result => {
@@ -50,7 +42,7 @@ def end_benchmark(page: Page, result: dict) -> None:
     open_details(page)
 
 
-def drawn_tables(page: Page) -> list[dict]:
+def drawn_tables(page):
     """The details of a benchmark as the user reads them; the title of the first is the headline on the node."""
     return page.evaluate(
         """() => {
@@ -66,11 +58,11 @@ def drawn_tables(page: Page) -> list[dict]:
     )
 
 
-def shown(outputs: dict[str, dict]) -> list[dict]:
+def shown(outputs):
     return [badge for output in outputs.values() for badge in output.get("int8_dit_badges", [])]
 
 
-def sizes(page: Page) -> list[dict]:
+def sizes(page):
     """How much room each result has on the page, and how much it takes."""
     settle(page)  # a node grows in the frames after the result
     return page.evaluate(
@@ -80,7 +72,7 @@ def sizes(page: Page) -> list[dict]:
     )
 
 
-def test_badges_show_in_both_renderers(page: Page, server: ComfyServer, renderer: str, tmp_path: Path) -> None:
+def test_badges_show_in_both_renderers(page, server, renderer, tmp_path):
     file = {"unet_name": workflows.GLYPH_MODEL}
     nodes = {
         "file": ("UNETLoader", file),
@@ -124,7 +116,7 @@ def test_badges_show_in_both_renderers(page: Page, server: ComfyServer, renderer
         assert 0 < size["scrollHeight"] <= size["clientHeight"]
 
 
-def test_a_cached_node_shows_its_line_again(page: Page, server: ComfyServer) -> None:
+def test_a_cached_node_shows_its_line_again(page, server):
     """Also on a page that is opened after the MODEL was loaded, in a workflow that it never ran."""
     for _ in range(2):
         add_loader(page)
@@ -136,9 +128,7 @@ def test_a_cached_node_shows_its_line_again(page: Page, server: ComfyServer) -> 
         reload(page)
 
 
-def test_the_last_result_comes_back_with_the_page(
-    page: Page, server: ComfyServer, new_client: Callable[[], Page], renderer: str
-) -> None:
+def test_the_last_result_comes_back_with_the_page(page, server, new_client, renderer):
     add_loader(page)
     (badge,) = shown(run(page, server))
     page.wait_for_selector(BADGE)
@@ -161,7 +151,7 @@ def test_the_last_result_comes_back_with_the_page(
     assert page.locator(RESULT).get_attribute("title") == ""
 
 
-def test_another_node_has_not_what_one_showed(page: Page, server: ComfyServer) -> None:
+def test_another_node_has_not_what_one_showed(page, server):
     add_benchmark(page)
     end_benchmark(page, TABLE)
     workflow = saved(page)
@@ -177,7 +167,7 @@ def test_another_node_has_not_what_one_showed(page: Page, server: ComfyServer) -
     page.wait_for_selector(OLD)
 
 
-def test_a_benchmark_is_drawn_and_comes_back(page: Page, server: ComfyServer, tmp_path: Path) -> None:
+def test_a_benchmark_is_drawn_and_comes_back(page, server, tmp_path):
     add_benchmark(page)
     (result,) = [output["int8_benchmark"] for output in run(page, server).values() if "int8_benchmark" in output]
     page.wait_for_selector(HEADLINE)
@@ -207,7 +197,7 @@ BARS = [
 ]
 
 
-def test_a_benchmark_says_what_matters_and_offers_its_json(page: Page, server: ComfyServer, renderer: str) -> None:
+def test_a_benchmark_says_what_matters_and_offers_its_json(page, server, renderer):
     """The node has this pack's bar and that of bf16, the details have all; of what is missing there is nothing."""
     add_benchmark(page)
     end_benchmark(page, TABLE)
@@ -235,7 +225,7 @@ def test_a_benchmark_says_what_matters_and_offers_its_json(page: Page, server: C
 COPY = ".int8-result .int8-copy"
 
 
-def test_a_button_copies_the_json(page: Page, server: ComfyServer, renderer: str, tmp_path: Path) -> None:
+def test_a_button_copies_the_json(page, server, renderer, tmp_path):
     """Also where a page of another machine, without https, has no navigator.clipboard; a paste reads it.
 
     No text names a path or who runs ComfyUI; a result of an earlier version, which might, has no button.
@@ -270,7 +260,7 @@ def test_a_button_copies_the_json(page: Page, server: ComfyServer, renderer: str
     page.wait_for_function("selector => document.querySelector(selector).textContent.startsWith('Not ')", arg=COPY)
 
 
-def test_a_run_lets_a_node_keep_its_size(page: Page, server: ComfyServer, renderer: str) -> None:
+def test_a_run_lets_a_node_keep_its_size(page, server, renderer):
     """Each of them as it is new: what its result needs it keeps free."""
     results = node_results(server)
     shown = [node for node in results if any(key.startswith("int8_") for key in results[node])]
@@ -288,7 +278,7 @@ def test_a_run_lets_a_node_keep_its_size(page: Page, server: ComfyServer, render
     assert not grown
 
 
-def test_two_images_lie_over_each_other_with_a_slider(page: Page, server: ComfyServer) -> None:
+def test_two_images_lie_over_each_other_with_a_slider(page, server):
     size = {"width": 96, "height": 64}
     nodes = {
         "one": ("EmptyImage", size | {"color": 0x336699}),

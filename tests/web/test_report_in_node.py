@@ -1,16 +1,7 @@
 """The quantization report inside its node, in the real frontend."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from support import workflows
 from support.frontend import add_nodes, open_details, run, settle
-from support.server import ComfyServer
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 LAYERS = 21  # of the glyph model that are quantized
 # What is read off the page, in pixels of the window.
@@ -33,7 +24,7 @@ SHOWN = """() => {
 }"""
 
 
-def legible(page: Page) -> dict:
+def legible(page):
     """What is shown. All texts lie in the section, and none covers another."""
     shown = page.evaluate(SHOWN)
     inside = shown["section"]
@@ -46,9 +37,7 @@ def legible(page: Page) -> dict:
     return shown
 
 
-def test_the_node_says_what_it_does_and_then_what_it_did(
-    page: Page, server: ComfyServer, renderer: str, tmp_path: Path
-) -> None:
+def test_the_node_says_what_it_does_and_then_what_it_did(page, server, renderer, tmp_path):
     """In ComfyUI's own line of text, until there is a result; all of that behind a click."""
     nodes = {
         "file": ("UNETLoader", {"unet_name": workflows.GLYPH_MODEL}),
@@ -101,7 +90,7 @@ DRAW = """async report => {
 }"""
 
 
-def panel(kind: str, numbers: range | tuple[None], blocks: str = "layers") -> dict:
+def panel(kind, numbers, blocks="layers"):
     """A panel of a report with every kind of mark in it."""
     ways = ("INT8", "INT8", "INT8", "bf16", "INT8 with 16-bit activations", "never called")
     marks = []
@@ -121,7 +110,7 @@ PANELS = {
 }
 
 
-def test_any_report_is_legible(page: Page, tmp_path: Path) -> None:
+def test_any_report_is_legible(page, tmp_path):
     summary = (
         "Mean error 1.06 % of the output (plain INT8: 2.88 %). 17 of 212 linears protected. 10.6 GB (was 18.6 GB)."
     )

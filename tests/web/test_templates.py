@@ -1,22 +1,14 @@
 """The templates as a user meets them: found in the template browser, opened, run; in both of ComfyUI's renderers."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
 from support import workflows_saved
 from support.frontend import open_frontend, settle
 from support.node_results import node_results, show_results
-from support.server import ComfyServer
 from support.workflows_saved import BLUEPRINTS, MODEL_FOLDERS, OLD_WORKFLOWS, TEMPLATES, read, subgraphs
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
 
 RENDERERS = {"classic": False, "Vue": True}
 # What ComfyUI itself asks for in vain, and says on the console, when it starts with an empty user folder.
@@ -30,13 +22,13 @@ MOST_WIDTH, MOST_HEIGHT = 1900, 1000
 
 
 @pytest.fixture(scope="module", autouse=True)
-def model_files(server: ComfyServer) -> Iterator[None]:
+def model_files(server):
     with workflows_saved.stand_ins(server, map(read, (*TEMPLATES, *OLD_WORKFLOWS))):
         yield
 
 
 @pytest.fixture(params=RENDERERS, scope="module")
-def page(request: pytest.FixtureRequest, browser: Browser, server: ComfyServer) -> Iterator[Page]:
+def page(request, browser, server):
     """The frontend with one of its renderers, for all tests: to load it takes longer than most of them."""
     vue = RENDERERS[request.param]
     with open_frontend(browser, server.url) as opened:
@@ -46,7 +38,7 @@ def page(request: pytest.FixtureRequest, browser: Browser, server: ComfyServer) 
 
 
 @contextmanager
-def nothing_wrong(page: Page) -> Iterator[None]:
+def nothing_wrong(page):
     """Fails at the end if the page said an error, or asked for something that is not there."""
     wrong = []
     listeners = {
@@ -62,13 +54,13 @@ def nothing_wrong(page: Page) -> Iterator[None]:
     assert not [what for what in wrong if not any(pattern.search(what) for pattern in known)]
 
 
-def browse(page: Page) -> None:
+def browse(page):
     """Open the template browser at this pack's templates."""
     page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
     page.get_by_role("dialog").get_by_role("button", name="int8_dit").click()
 
 
-def open_template(page: Page, name: str) -> None:
+def open_template(page, name):
     """Click a template in the template browser."""
     page.evaluate("app.graph.clear()")
     browse(page)
@@ -77,12 +69,12 @@ def open_template(page: Page, name: str) -> None:
     settle(page)  # nodes get their size in the frames after
 
 
-def _count(name: str) -> int:
+def _count(name):
     (path,) = (path for path in TEMPLATES if path.stem == name)
     return len(read(path)["nodes"])
 
 
-def test_all_are_listed_with_their_thumbnails(page: Page) -> None:
+def test_all_are_listed_with_their_thumbnails(page):
     with nothing_wrong(page):
         browse(page)
         for path in TEMPLATES:
@@ -95,12 +87,12 @@ def test_all_are_listed_with_their_thumbnails(page: Page) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(server: ComfyServer) -> dict[str, dict]:
+def results(server):
     return node_results(server)
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_it_opens_whole_and_has_room_for_results(page: Page, server: ComfyServer, results: dict, path) -> None:
+def test_it_opens_whole_and_has_room_for_results(page, server, results, path):
     with nothing_wrong(page):
         open_template(page, path.stem)
         assert page.locator("[role=dialog]").count() == 0
@@ -122,14 +114,14 @@ def test_it_opens_whole_and_has_room_for_results(page: Page, server: ComfyServer
 
 
 @pytest.mark.parametrize("path", OLD_WORKFLOWS, ids=lambda path: f"{path.parent.name} {path.stem}")
-def test_a_workflow_of_an_earlier_version_opens_whole(page: Page, path) -> None:
+def test_a_workflow_of_an_earlier_version_opens_whole(page, path):
     workflow = read(path)
     with nothing_wrong(page):
         page.evaluate("workflow => app.loadGraphData(workflow)", workflow)
         assert_opened(page, workflow)
 
 
-def assert_opened(page: Page, workflow: dict) -> None:
+def assert_opened(page, workflow):
     """Nothing is missing or marked, and what the frontend would save is what was opened.
 
     A link to an input that is gone would be missing from it, and a widget that a node lost would have shifted the
@@ -160,12 +152,12 @@ def assert_opened(page: Page, workflow: dict) -> None:
         assert {_ends(**link) for link in now[kind]["links"]} == {_ends(**link) for link in subgraph["links"]}
 
 
-def _ends(id: int, origin_id: int, origin_slot: int, target_id: int, target_slot: int, type: str) -> tuple:
+def _ends(id, origin_id, origin_slot, target_id, target_slot, type):
     """A link but for the place of the input: behind inputs that grow with their links frontends count differently."""
     return id, origin_id, origin_slot, target_id, type
 
 
-def assert_same_nodes(before: dict, after: dict) -> None:
+def assert_same_nodes(before, after):
     now = {node["id"]: node for node in after["nodes"]}
     assert now.keys() == {node["id"] for node in before["nodes"]}
     for node in before["nodes"]:
@@ -174,7 +166,7 @@ def assert_same_nodes(before: dict, after: dict) -> None:
         assert (now[node["id"]].get("widgets_values") or [])[: len(values)] == values
 
 
-def assert_can_be_read(page: Page) -> None:
+def assert_can_be_read(page):
     """The whole fits into the page at a zoom at which the frontend draws words: each node's title is among them."""
     left, top, right, bottom = page.evaluate(
         """(title) => {
@@ -214,7 +206,7 @@ def assert_can_be_read(page: Page) -> None:
     assert not unread
 
 
-def assert_nothing_overlaps(page: Page) -> None:
+def assert_nothing_overlaps(page):
     """No node and no group lies on another, and a group holds each of its nodes whole, also those that are marked."""
     boxes = page.evaluate(
         """([title, mark, loaders]) => ({
@@ -238,15 +230,15 @@ def assert_nothing_overlaps(page: Page) -> None:
         assert len(around) <= 1 and all(_inside(node["box"], box) for box in around), node["name"]
 
 
-def _overlap(first: list[float], second: list[float]) -> bool:
+def _overlap(first, second):
     return all(first[i] < second[i + 2] and second[i] < first[i + 2] for i in (0, 1))
 
 
-def _inside(inner: list[float], outer: list[float]) -> bool:
+def _inside(inner, outer):
     return all(outer[i] <= inner[i] and inner[i + 2] <= outer[i + 2] for i in (0, 1))
 
 
-def test_the_first_image_is_three_clicks_away(page: Page, server: ComfyServer) -> None:
+def test_the_first_image_is_three_clicks_away(page, server):
     """From the template browser, with no model anywhere: the pack, the template, Run."""
     with nothing_wrong(page):
         page.evaluate("app.graph.clear()")
@@ -261,7 +253,7 @@ def test_the_first_image_is_three_clicks_away(page: Page, server: ComfyServer) -
         assert_nothing_overlaps(page)
 
 
-def run_to_the_end(page: Page, server: ComfyServer) -> dict[str, dict]:
+def run_to_the_end(page, server):
     """Click Run; what the prompt's nodes put out."""
     with page.expect_response(
         lambda response: response.url.endswith("/prompt") and response.request.method == "POST"
@@ -270,7 +262,7 @@ def run_to_the_end(page: Page, server: ComfyServer) -> dict[str, dict]:
     return server.wait(posted.value.json()["prompt_id"], timeout=1200)
 
 
-def wait_for_a_picture(page: Page) -> None:
+def wait_for_a_picture(page):
     """Until Preview Image shows one, and the nodes have grown in the frames after."""
     page.wait_for_function(
         """() => {
@@ -283,7 +275,7 @@ def wait_for_a_picture(page: Page) -> None:
 
 
 @pytest.mark.parametrize("path", BLUEPRINTS, ids=lambda path: path.stem)
-def test_a_blueprint_opens_as_a_node(page: Page, path) -> None:
+def test_a_blueprint_opens_as_a_node(page, path):
     blueprint = read(path)
     with nothing_wrong(page):
         page.evaluate("workflow => app.loadGraphData(workflow)", blueprint)

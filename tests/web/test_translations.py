@@ -1,7 +1,5 @@
 """Sentences of runs in the user's language, in the real frontend."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

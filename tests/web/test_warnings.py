@@ -1,27 +1,20 @@
 """The server's warnings in the browser: who sees them, how often, and how they are silenced."""
 
-from __future__ import annotations
-
 import json
 import typing
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
 from support import workflows
 from support.frontend import WARNING, load, reload, run, set_setting, settle
-from support.server import TESTS, ComfyServer
+from support.server import TESTS
 from support.workflows import Prompt
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 MUTE, SETTING = f"{WARNING} .int8-warning-mute", "INT8DiT.Warnings.bf16"
 IN_LOG = "INT8 DiT runs in fp32"
 
 
-def falls_back(seed: int) -> Prompt:
+def falls_back(seed):
     """A sampling that runs in bf16 and warns of it; each seed anew."""
     prompt = Prompt()
     workflows.glyph_images(
@@ -30,14 +23,14 @@ def falls_back(seed: int) -> Prompt:
     return prompt
 
 
-def warn(page: Page, **warning: str) -> None:
+def warn(page, **warning):
     page.evaluate(
         """detail => app.api.dispatchEvent(new CustomEvent("int8_dit.warning", { detail }))""",
         {"reason": "bf16", "summary": "Summary", "detail": "detail", "node": None} | warning,
     )
 
 
-def test_the_demo_s_workflow_runs_and_warns_once(page: Page, server: ComfyServer) -> None:
+def test_the_demo_s_workflow_runs_and_warns_once(page, server):
     prompt = Prompt()  # the file that it names
     workflows.save_model(prompt, workflows.calibrated_model(prompt, workflows.stock_model(prompt), text="A", steps=2))
     server.queue(prompt)
@@ -49,15 +42,13 @@ def test_the_demo_s_workflow_runs_and_warns_once(page: Page, server: ComfyServer
 
 
 @pytest.fixture
-def unmuted(page: Page) -> Iterator[None]:
+def unmuted(page):
     """The server keeps settings for all clients."""
     yield
     set_setting(page, SETTING, True)
 
 
-def test_three_runs_warn_once_and_only_who_queued_them(
-    page: Page, server: ComfyServer, new_client: Callable[[], Page]
-) -> None:
+def test_three_runs_warn_once_and_only_who_queued_them(page, server, new_client):
     other = new_client()
     logged = server.log.read_text().count(IN_LOG)
     for seed in range(3):
@@ -76,9 +67,7 @@ def test_three_runs_warn_once_and_only_who_queued_them(
     assert page.locator(WARNING).count() == 0
 
 
-def test_do_not_show_again_lasts_until_the_setting_is_changed(
-    page: Page, server: ComfyServer, new_client: Callable[[], Page], unmuted: None
-) -> None:
+def test_do_not_show_again_lasts_until_the_setting_is_changed(page, server, new_client, unmuted):
     run(page, server, falls_back(10))
     with page.expect_response(lambda response: SETTING in response.url and response.ok):
         page.click(MUTE)
@@ -98,7 +87,7 @@ def test_do_not_show_again_lasts_until_the_setting_is_changed(
         client.wait_for_selector(f"{WARNING}:has-text('{IN_LOG}')")
 
 
-def test_the_settings_are_shown(page: Page, pack: object) -> None:
+def test_the_settings_are_shown(page, pack):
     """One for each reason that the server knows."""
     from int8_dit.nodes.host.notices import Reason
 
@@ -112,7 +101,7 @@ def test_the_settings_are_shown(page: Page, pack: object) -> None:
     page.wait_for_selector("text=A model runs in bf16 instead of INT8")
 
 
-def test_one_reason_is_one_warning(page: Page) -> None:
+def test_one_reason_is_one_warning(page):
     for reason, detail in (("bf16", "first <b>detail</b>"), ("bf16", "second"), ("attention", "third")):
         warn(page, reason=reason, detail=detail)
     texts = page.locator(WARNING).all_text_contents()
