@@ -85,6 +85,23 @@ def interrupt_at(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
+def run_saving_node(pack: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Run a node that saves as ComfyUI runs it, with an output folder of its own: the path of the new file. By name are
+    the prompt, the workflow and what else is beside the workflow."""
+    import folder_paths
+    from comfy_api.latest import io
+
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
+
+    def run(node: Any, *widgets: Any, prompt: dict | None = None, **entries: Any) -> Path:
+        hidden = {io.Hidden.prompt: prompt, io.Hidden.extra_pnginfo: entries or None}
+        (saved,) = node.PREPARE_CLASS_CLONE({"hidden_inputs": hidden}).execute(*widgets).ui["saved"]
+        return tmp_path / "output" / saved["subfolder"] / saved["filename"]
+
+    return run
+
+
+@pytest.fixture
 def target(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[tuple[str, str], Callable[[], None]]:
     """Where to save: two paths, the first of which an earlier file has. And a check that a failure left only that.
 

@@ -31,23 +31,10 @@ def plain(dit):
 
 
 @pytest.fixture
-def save(pack, tmp_path, monkeypatch):
-    """The node, run as ComfyUI runs it, with an output folder of its own; returns the path of the new file."""
-    import folder_paths
-    from comfy_api.latest import io
-
+def save(run_saving_node):
     from int8_dit.nodes.save_models import SaveINT8DiT
 
-    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
-
-    def run(model, prefix="models/INT8", prompt=None, workflow=None, **extra):
-        entries = {**({"workflow": workflow} if workflow else {}), **extra}
-        hidden = {io.Hidden.prompt: prompt, io.Hidden.extra_pnginfo: entries or None}
-        node = SaveINT8DiT.PREPARE_CLASS_CLONE({"hidden_inputs": hidden})
-        (saved,) = node.execute(model, prefix).ui["saved"]
-        return tmp_path / "output" / saved["subfolder"] / saved["filename"]
-
-    return run
+    return lambda model, prefix="models/INT8", **entries: run_saving_node(SaveINT8DiT, model, prefix, **entries)
 
 
 def metadata(path):

@@ -3,6 +3,7 @@
 import json
 import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -19,23 +20,10 @@ EXTENSION = "gguf"  # of what is saved here, for the fixture `target`
 
 
 @pytest.fixture
-def save(pack, tmp_path, monkeypatch):
-    """The node, run as ComfyUI runs it, with an output folder of its own; returns the path of the new file."""
-    import folder_paths
-    from comfy_api.latest import io
-
+def save(run_saving_node):
     from int8_dit.nodes.save_models import SaveGGUFDiT
 
-    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
-
-    def run(model, type="Q8_0", prefix="models/GGUF", workflow=None, **extra):
-        entries = {**({"workflow": workflow} if workflow else {}), **extra}
-        hidden = {io.Hidden.extra_pnginfo: entries or None}
-        node = SaveGGUFDiT.PREPARE_CLASS_CLONE({"hidden_inputs": hidden})
-        (saved,) = node.execute(model, prefix, type).ui["saved"]
-        return tmp_path / "output" / saved["subfolder"] / saved["filename"]
-
-    return run
+    return lambda model, type="Q8_0", **entries: run_saving_node(SaveGGUFDiT, model, "models/GGUF", type, **entries)
 
 
 def read(path):
@@ -334,3 +322,67 @@ def test_a_cancel_while_saving(dit, target, interrupt_at, share):
     with pytest.raises(InterruptProcessingException):
         save_gguf_model(dit.stock(), paths, {}, "Q8_0")
     assert_untouched()
+
+
+# The writer alone
+
+TENSORS = {
+    "float32": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+    "float16": torch.tensor([1.0, 65504.0], dtype=torch.float16),
+    "bfloat16": torch.tensor([[1.0], [3e38]], dtype=torch.bfloat16),
+    "int64": torch.tensor([-(1 << 52)]),
+    "int32": torch.tensor([1 << 30], dtype=torch.int32),
+    "int8": torch.arange(-128, 128, dtype=torch.int8).reshape(2, 128),
+    "0-dim": torch.tensor(0.25),
+    "empty": torch.empty(0),
+    "not contiguous": torch.arange(12.0).reshape(3, 4).t(),
+    "5 dimensions": torch.arange(48.0).reshape(2, 3, 2, 2, 2),
+    "a name with ä": torch.ones(1),
+    "n" * 127: torch.ones(2, 1, 1),
+}
+
+
+@pytest.fixture
+def write(pack, tmp_path):
+    """Write plain tensors and return the file's path."""
+    from int8_dit.nodes.files.writing.tensor_files import PendingGGUF, plain_type, write_gguf
+
+    def run(tensors, type=None):
+        paths = (str(tmp_path / f"written_{number}.gguf") for number in (1, 2))
+        pending = {
+            name: PendingGGUF(tuple(t.shape), type or plain_type(t.dtype), lambda t=t: t) for name, t in tensors.items()
+        }
+        return Path(write_gguf(paths, pending, "test", "MOSTLY_Q8_0", {}))
+
+    return run
+
+
+def test_every_dtype_and_shape_is_read_back(write):
+    path = write(TENSORS)
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert list(found) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        raw = found[name].data.tobytes()
+        assert raw == tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes(), name
+        assert found[name].data_offset % 32 == 0
+        if tensor.ndim < 5:
+            assert tuple(reversed(found[name].shape.tolist())) == tensor.shape, name
+    assert found["5 dimensions"].shape.tolist() == [24, 2]
+    assert fields(path)["comfy.gguf.orig_shape.5 dimensions"] == [2, 3, 2, 2, 2]
+    assert path.stat().st_size % 32 == 0
+
+
+@pytest.mark.parametrize(
+    "tensors, type, says",
+    (
+        ({"n" * 126 + "ä": torch.ones(1)}, None, "has 128 bytes, and GGUF readers take 127"),
+        ({"wave": torch.ones(1, dtype=torch.complex64)}, None, "it is torch.complex64, which GGUF files cannot hold"),
+        ({"odd": torch.ones(2, 48)}, "Q8_0", "odd: rows of 48 weights do not divide into blocks of 32"),
+        ({"wrong": torch.ones(2, 32)}, "Q8_0", "wrong has 256 bytes and was announced with 68"),
+    ),
+    ids=("name", "dtype", "rows", "size"),
+)
+def test_what_no_file_can_hold_leaves_none(write, tmp_path, tensors, type, says):
+    with pytest.raises(ValueError, match=says):
+        write(tensors, type)
+    assert not files(tmp_path)
