@@ -1,11 +1,12 @@
 """Attention of this pack's kernels: with queries and keys in INT8, and exact for wide heads; from Ampere on."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..card.device import fused_obstacle, uses_triton
+from ..card.device import fused_obstacle
 from ..checks import FLOAT_DTYPES, check_same_device
 from ..operators import Result, operator
 from ..reference.attention import WIDEST_HEAD, int8_attention_reference
@@ -84,13 +85,6 @@ def _check(
     return [((q.shape[0], q.shape[2], q.shape[1], q.shape[3]), q.dtype)]
 
 
-def _check_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[Result]:
-    results = _check(q, k, v, *rest)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise RuntimeError("int8_attention has no gradient, as it rounds: run it under torch.no_grad()")
-    return results
-
-
 def _check_float(q: torch.Tensor, *rest: Any) -> list[Result]:
     results = _check(q, *rest)
     if q.dtype == torch.float32 or not 128 < q.shape[-1] <= WIDEST_HEAD:
@@ -98,22 +92,17 @@ def _check_float(q: torch.Tensor, *rest: Any) -> list[Result]:
     return results
 
 
-def _filled(
-    fill: Callable[[torch.Tensor, torch.Tensor | None], None],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    mask: torch.Tensor | None,
+def _by_reference(
+    attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """[B, TQ, H, D] that `fill` wrote as [B, H, TQ, D], given the mask as [B, H, TQ, TK]; zeros without keys."""
-    batch, heads, tokens, width = q.shape
-    out = q.new_empty((batch, tokens, heads, width))
+    """[B, TQ, H, D] of what `attend` makes as [B, H, TQ, D], given the mask as [B, H, TQ, TK]; zeros without keys."""
+    out = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
     if not out.numel() or not k.numel():
-        return out.zero_()
-    fill(out.transpose(1, 2), None if mask is None else mask.expand(*q.shape[:3], k.shape[2]))
-    return out
+        return out
+    return out.copy_(attend(q, k, v, None if mask is None else mask.expand(*q.shape[:3], k.shape[2])).transpose(1, 2))
 
 
-@operator(_check_int8)
+@operator(_check, kernel="attention", rounds=("q", "k", "v"))
 def _int8_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -123,16 +112,7 @@ def _int8_attention(
     key_mean: torch.Tensor | None,
 ) -> torch.Tensor:
     """[B, TQ, H, D]."""
-
-    def fill(out: torch.Tensor, full: torch.Tensor | None) -> None:
-        if uses_triton(q) and q.shape[-1] <= WIDEST_HEAD:
-            from ..triton_kernels.attention import launch_int8_attention
-
-            launch_int8_attention(q, k, v, full, scale, key_mean, out)
-        else:
-            out.copy_(int8_attention_reference(q, k, v, full, scale, key_mean))
-
-    return _filled(fill, q, k, mask)
+    return _by_reference(partial(int8_attention_reference, scale=scale, key_mean=key_mean), q, k, v, mask)
 
 
 def takes_float_attention(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -169,20 +149,10 @@ def float_attention(
     return _float_attention(q, k, v, mask, factor).transpose(1, 2)
 
 
-@operator(_check_float)
+@operator(_check_float, kernel="attention")
 def _float_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """[B, TQ, H, D]."""
-
-    def fill(out: torch.Tensor, full: torch.Tensor | None) -> None:
-        if uses_triton(q):
-            from ..triton_kernels.attention import launch_float_attention
-
-            launch_float_attention(q, k, v, full, scale, out)
-        else:
-            grouped = q.shape[1] != k.shape[1]
-            exact = torch.nn.functional.scaled_dot_product_attention
-            out.copy_(exact(q, k, v, attn_mask=full, scale=scale, enable_gqa=grouped))
-
-    return _filled(fill, q, k, mask)
+    exact = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return _by_reference(exact, q, k, v, mask)

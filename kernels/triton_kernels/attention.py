@@ -3,12 +3,15 @@ exact of wide heads, which PyTorch's own kernels do badly on a card."""
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from .. import operators
 from ..reference.attention import WIDEST_HEAD, padded_width
 from .attention_operands import AttentionOperands, quantized_operands
 from .launching import Build, Launcher, built
@@ -307,6 +310,20 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 6)
 
 
+def attend_in_int8(half_sums: bool, scale: float, tensors: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+    """Launch the kernels on q, k, v, a mask and a mean of the keys, checked and non-empty, to fill [B, TQ, H, D]."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
+    mask, key_mean = tensors[3:]
+    if key_mean is not None:
+        padding = padded_width(q.shape[-1]) - q.shape[-1]
+        given = key_mean.float().expand(k.shape[0], k.shape[1], q.shape[-1])
+        key_mean = torch.nn.functional.pad(given, (0, padding)).contiguous()
+    operands = quantized_operands(q, k, v, scale, key_mean, half_sums or v.dtype == torch.float32 or not v.is_cuda)
+    if operands.v_scale is not None:
+        v = operands.v.unflatten(0, k.shape[:2])
+    _launch(operands, True, (q, k, v), mask, results[0], half_sums, 0.0)
+
+
 def launch_int8_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -314,44 +331,29 @@ def launch_int8_attention(
     mask: torch.Tensor | None,
     scale: float,
     key_mean: torch.Tensor | None,
-    out: torch.Tensor,
-    half_sums: bool | None = None,
-) -> None:
-    """Launch the kernels on checked, non-empty tensors [B, H, T, WIDTH] and a mask [B, H, TQ, TK].
+) -> operators.Launch | None:
+    """The launch on checked, non-empty tensors like these; None for heads that the kernels have no room for."""
+    if q.shape[-1] > WIDEST_HEAD:
+        return None
+    return functools.partial(attend_in_int8, _capability(q.device) in _HALF_SUMS, scale)
 
-    `half_sums` is a card's own where it is None.
-    """
-    capability = _capability(q.device)
-    if half_sums is None:
-        half_sums = capability in _HALF_SUMS
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if key_mean is not None:
-        padding = padded_width(q.shape[-1]) - q.shape[-1]
-        given = key_mean.float().expand(k.shape[0], k.shape[1], q.shape[-1])
-        key_mean = torch.nn.functional.pad(given, (0, padding)).contiguous()
-    operands = quantized_operands(q, k, v, scale, key_mean, half_sums or v.dtype == torch.float32 or not v.is_cuda)
-    heads_of = (q.shape[0] * q.shape[1], q.shape[2])
-    tiles = tiles_for(capability, operands.q.shape[-1], mask_kind(mask), heads_of, _multiprocessors(q.device))
-    if operands.v_scale is not None:
-        v = operands.v.unflatten(0, k.shape[:2])
-    _launch(tiles, operands, True, (q, k, v), mask, out, half_sums, 0.0)
+
+def _attend_in_floats(scale: float, tensors: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
+    if scale < 0:  # the kernel takes the highest logit before it multiplies by the scale
+        q, scale = -q, -scale
+    operands = AttentionOperands(q, q, k, k, v, None)
+    _launch(operands, False, (q, k, v), tensors[3], results[0], False, scale * math.log2(math.e))
 
 
 def launch_float_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, out: torch.Tensor
-) -> None:
-    """Launch the kernel on checked, non-empty fp16 or bf16 tensors [B, H, T, WIDTH] of more than 128 channels
-    and a mask [B, H, TQ, TK]."""
-    if scale < 0:  # the kernel takes the highest logit before it multiplies by the scale
-        q, scale = -q, -scale
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    tiles = float_tiles_for(_capability(q.device), mask_kind(mask))
-    operands = AttentionOperands(q, q, k, k, v, None)
-    _launch(tiles, operands, False, (q, k, v), mask, out, False, scale * math.log2(math.e))
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> operators.Launch:
+    """The launch on checked, non-empty fp16 or bf16 tensors of more than 128 channels."""
+    return functools.partial(_attend_in_floats, scale)
 
 
 def _launch(
-    tiles: AttentionTiles,
     operands: AttentionOperands,
     int8: bool,
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -360,10 +362,18 @@ def _launch(
     half_sums: bool,
     factor: float,
 ) -> None:
-    """Launch the kernel on operands of `given` q, k and v [B, H, T, WIDTH], by whose strides it reads floats."""
+    """Launch the kernel on operands of `given` q, k and v [B, H, T, WIDTH], by whose strides it reads floats, to fill
+    `out` [B, TQ, H, D]."""
     (batch, heads, tq, width), (_, kv_heads, tk, _) = given[0].shape, given[1].shape
+    mask = None if mask is None else mask.expand(batch, heads, tq, tk)
+    kind, capability, out = mask_kind(mask), _capability(out.device), out.transpose(1, 2)
+    if int8:
+        multiprocessors = _multiprocessors(out.device)
+        tiles = tiles_for(capability, operands.q.shape[-1], kind, (batch * heads, tq), multiprocessors)
+    else:
+        tiles = float_tiles_for(capability, kind)
     scaled = operands.v_scale is not None
-    form = (tiles, int8, width, mask_kind(mask), tk % tiles.keys != 0, half_sums, scaled)
+    form = (tiles, int8, width, kind, tk % tiles.keys != 0, half_sums, scaled)
     read = (0,) * 6 if int8 else (*given[0].stride()[:3], *given[1].stride()[:3])
     strides = (*read, *given[2].stride()[:3], *out.stride()[:3])
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()

@@ -8,7 +8,7 @@ from kernels.ops.attention import float_attention, int8_attention
 from kernels.ops.exact_attention import TRITON, attend_by, exact_ways
 from kernels.reference.attention import int8_attention_reference
 from kernels.triton_kernels import attention
-from kernels.triton_kernels.attention import launch_int8_attention, tiles_for
+from kernels.triton_kernels.attention import attend_in_int8, tiles_for
 from support.tensors import DEVICE, relative_error
 
 # Error on normal data: 8 bits of q and of k. Of few keys it is larger than the 0.010 of thousands.
@@ -149,7 +149,7 @@ def test_other_dtypes_sums_and_large_values(dtype, size, half_sums):
     q, k, v = operands(tk=200, width=128, dtype=dtype)
     v = (v.float() * size / v.float().abs().max()).to(dtype)
     out = torch.empty_like(q)
-    launch_int8_attention(q, k, v, None, 0.05, None, out, half_sums=half_sums)
+    attend_in_int8(half_sums, 0.05, (q, k, v, None, None), (out.transpose(1, 2),))
     assert relative_error(out, exact(q, k, v, scale=0.05)) < (1 if size == 4 else 2) * NORMAL
 
 
