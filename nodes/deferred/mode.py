@@ -141,8 +141,7 @@ class Deferring(TorchFunctionMode):
         if not is_view:
             args = [argument.note if type(argument) is Deferred else argument for argument in args]
         like = like.note if type(like) is Deferred else like
-        note = Note(shape or like.shape, dtype or like.dtype, like.device, operand, call, args, kwargs, self)
-        note.is_view = is_view
+        note = Note(shape or like.shape, dtype or like.dtype, like.device, operand, call, args, kwargs, self, is_view)
         if self._handed_out and note.is_in(self._handed_out):
             note.written()
             return deferred(note)

@@ -7,7 +7,8 @@ does not know of notes reads the value.
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ outside = function_modes.unseen
 _current_stream = function_modes.current_stream
 
 
+@dataclass(eq=False)
 class Note:
-    """What a deferred tensor is.
+    """What a deferred tensor is: `call` of `args` and `kwargs`.
 
     Attributes:
         shape, dtype, device: those of the value.
@@ -32,29 +34,23 @@ class Note:
         check: takes the operand's own value and `expected`, the plain one, in a forward that compares them; else None.
     """
 
-    computed: torch.Tensor | None = None
-    quantized: dict[tuple, Any] | None = None
-    is_view = viewed = False
-    check: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-    expected: torch.Tensor | None = None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    operand: Any
     _call: Any
     _args: Any
     _kwargs: Any
+    forward: Any
+    is_view: bool
+    viewed: bool = field(default=False, init=False)
+    computed: torch.Tensor | None = field(default=None, init=False)
+    quantized: dict[tuple, Any] | None = field(default=None, init=False)
+    check: Callable[[torch.Tensor, torch.Tensor], None] | None = field(default=None, init=False)
+    expected: torch.Tensor | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        operand: Any,
-        call: Callable[..., torch.Tensor],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        forward: Any,
-    ) -> None:
-        self.shape, self.dtype, self.device, self.operand = shape, dtype, device, operand
-        self._call, self._args, self._kwargs, self.forward = call, args, kwargs, forward
-        self._stream = _current_stream(device.index) if device.type == "cuda" else 0
+    def __post_init__(self) -> None:
+        self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else 0
 
     def value(self) -> torch.Tensor:
         """The value, computed as the model's own call does, and on the stream of that call."""
