@@ -26,6 +26,9 @@ class LoRAFactors(NamedTuple):
     down: torch.Tensor
     factor: float
 
+    def fits(self, n: int, k: int) -> bool:
+        return self.up.shape == (n, len(self.down)) and self.down.shape[1] == k
+
 
 def lora_factors(patch: tuple) -> LoRAFactors | None:
     """The factors of a patch that is a plain LoRA; None for any other: DoRA, a convolution's, one of a part."""

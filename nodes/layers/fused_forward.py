@@ -135,7 +135,9 @@ class INT8Linear:
             form = weight_form(weight, self)
             if form is None:  # outside dynamic VRAM a patch of a partially loaded model makes floats all the same
                 transform, bits = known_form(self.weight, self).input_form(self.weight)
-                q, scale = requantize_weight(weight, transform, _seed_of_patches(self))
+                key = next(filter(None, map(key_of, self.weight_function)), None)
+                seed = None if key is None else comfy.utils.string_to_seed(key)  # with which ComfyUI rounds it
+                q, scale = requantize_weight(weight, transform, seed)
             else:
                 (q, scale), (transform, bits) = form.operands(weight, lora), form.input_form(weight)
             quantized = None if quantize is None else quantize(transform, bits)
@@ -163,12 +165,3 @@ class INT8Linear:
             return own._forward(input, weight, bias)
         transform, bits = form.input_form(weight)
         return int8_linear(input, *form.operands(weight), bias, transform, activation_bits=bits)
-
-
-def _seed_of_patches(layer: Any) -> int | None:
-    """The seed with which ComfyUI rounds a patched weight; None where what changes the weight is no patch."""
-    key = next(filter(None, map(key_of, layer.weight_function)), None)
-    return None if key is None else _seed(key)
-
-
-_seed = functools.lru_cache(maxsize=4096)(comfy.utils.string_to_seed)

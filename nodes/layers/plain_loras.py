@@ -1,6 +1,6 @@
 """Patches that are LoRAs and nothing else: a product needs no patched weight to be right."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,37 +40,24 @@ def add_lora(output: torch.Tensor, input: torch.Tensor, lora: LoRAFactors) -> No
     output.view(-1, output.shape[-1]).addmm_(rows, up.t(), alpha=lora.factor)
 
 
-def plain_loras(patches: Iterable[tuple], shape: Sequence[int]) -> list[LoRAFactors]:
+def plain_loras(patches: Sequence[tuple], shape: Sequence[int]) -> list[LoRAFactors]:
     """The patches of a linear's weight of this shape, as a ModelPatcher has them, where all are plain LoRAs that fit;
     else nothing."""
-    loras = []
-    for lora in map(lora_factors, patches):
-        if lora is None:
-            return []
-        if (lora.up.shape[0], lora.down.shape[1]) != tuple(shape) or lora.up.shape[1] != lora.down.shape[0]:
-            return []
-        loras.append(lora)
-    return loras
+    loras = [lora for lora in map(lora_factors, patches) if lora is not None and lora.fits(*shape)]
+    return loras if len(loras) == len(patches) else []
 
 
-def loras_of(functions: Iterable, shape: Sequence[int]) -> list[LoRAFactors]:
+def loras_of(functions: list, shape: Sequence[int]) -> list[LoRAFactors]:
     """What changes a weight of this shape in use, where all of it is plain LoRAs, which need no new weight; else
     nothing."""
-    patches: list[tuple] = []
-    for function in functions:
-        if not isinstance(function, LowVramPatch):
-            return []
-        patches += function.patches[function.key]
-    return plain_loras(patches, shape)
+    if not all(isinstance(function, LowVramPatch) for function in functions):
+        return []
+    return plain_loras([patch for function in functions for patch in function.patches[function.key]], shape)
 
 
 def each_once(functions: list) -> list:
     """What changes a weight in use, without a patch that ComfyUI attached a second time when it unloaded a part."""
-    keys: set[str] = set()
-    kept = []
+    kept: dict[object, object] = {}
     for function in functions:
-        key = key_of(function)
-        if key is None or key not in keys:
-            kept.append(function)
-            keys |= set() if key is None else {key}
-    return kept
+        kept.setdefault(key_of(function) or function, function)
+    return list(kept.values())

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import UNCHANGED, ChannelTransform, RepeatedLinear, native_computes
+from ...kernels import ChannelTransform, RepeatedLinear, native_computes
 from ..comfyui.layers import wants_full_precision
 from ..comfyui.quantized import is_native_int8, stored
 from ..files.holding.stored_weight import StoredKind, stored_kind
@@ -79,14 +79,7 @@ def weight_form(weight: Any, layer: Any) -> WeightForm | None:
     if not own and (getattr(layer, "of_encoder", False) or wants_full_precision(layer)):
         bits = 16
     native = native_computes(smooth, bits) and (kind is None or not own)
-    rotation = _ROTATIONS.get(group) or ChannelTransform(None, group)
-    return WeightForm(own, kind, InputForm(rotation, bits), smooth is not None, native)
-
-
-# A table rather than a cache, which a compiler warns of.
-_ROTATIONS: dict[int | None, ChannelTransform] = {
-    None: UNCHANGED, **{4**digits: ChannelTransform(None, 4**digits) for digits in range(1, 7)}
-}  # fmt: skip
+    return WeightForm(own, kind, InputForm(ChannelTransform(None, group), bits), smooth is not None, native)
 
 
 def known_form(weight: Any, layer: Any = None) -> WeightForm:
