@@ -10,7 +10,7 @@ from PIL import Image
 
 @pytest.fixture
 def fidelity(pack):
-    from int8_dit.nodes.images import fidelity
+    from int8_dit.nodes.images import comparison as fidelity
 
     return fidelity
 
@@ -18,8 +18,7 @@ def fidelity(pack):
 @pytest.fixture
 def table_of(pack):
     """The table of PSNR values, or of (PSNR, SSIM), by candidate."""
-    from int8_dit.nodes.images.comparison_table import comparison_table
-    from int8_dit.nodes.images.fidelity import Fidelity
+    from int8_dit.nodes.images.comparison import Fidelity, comparison_table
 
     def make(**values):
         pairs = {

@@ -327,9 +327,9 @@ def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
 
 def interval(*samples: np.ndarray, statistic: Callable[..., np.ndarray] = np.mean) -> list[float]:
     """A statistic of samples whose items belong together, and its 95 % bootstrap interval."""
-    from int8_dit.nodes.images import comparison_table
+    from int8_dit.nodes.images import comparison
 
-    bounds = comparison_table.interval(*samples, statistic=statistic)
+    bounds = comparison.interval(*samples, statistic=statistic)
     if bounds is None:
         raise ValueError(f"{len(samples[0])} items have no interval; take two or more.")
     return [float(statistic(*samples, axis=-1)), *bounds]

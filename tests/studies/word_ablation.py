@@ -225,7 +225,7 @@ def sample_variants(arguments: argparse.Namespace, about: dict[str, object]) -> 
 def scored(images: np.ndarray, expected: np.ndarray, texts: Sequence[str]) -> tuple[dict[str, list[float]], list[str]]:
     """METRICS of a variant's images [B, H, W] but for the latent's, and what OCR reads in each: letters and digits
     alone, 0 as O and 1 as I."""
-    from int8_dit.nodes.images.fidelity import compare_images
+    from int8_dit.nodes.images.comparison import compare_images
 
     found = [read(image) for image in images]
     distances = [edit_distance(normalised(a), normalised(b)) for a, b in zip(found, texts, strict=True)]
@@ -237,7 +237,7 @@ def scored(images: np.ndarray, expected: np.ndarray, texts: Sequence[str]) -> tu
 
 def figure(values: Sequence[float]) -> list[float | None]:
     """The mean of those that are finite and its interval; None for what is not known."""
-    from int8_dit.nodes.images.comparison_table import finite, interval
+    from int8_dit.nodes.images.comparison import finite, interval
 
     finites = finite(values)
     return [float(np.mean(finites)) if finites else None, *(interval(finites) or (None, None))]
