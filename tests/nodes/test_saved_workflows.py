@@ -1,17 +1,15 @@
-"""Workflows that were saved by today's frontend and by users of earlier versions, against today's nodes."""
+"""The templates and blueprints as files. tests/web/test_templates.py opens them and sends what they ask to a server."""
 
 import importlib.util
 import json
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from support import workflows_saved
-from support.server import PROJECT, ExecutionFailed, ExecutionInterrupted
-from support.workflows_saved import BLUEPRINTS, DEMO, MODEL_FOLDERS, NOTES, OLD_WORKFLOWS, TEMPLATES, all_nodes, read
+from support.server import PROJECT
+from support.workflows_saved import BLUEPRINTS, DEMO, MODEL_FOLDERS, NOTES, TEMPLATES, all_nodes, read
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 
@@ -20,37 +18,6 @@ MOST_THUMBNAIL_BYTES = 60_000
 MOST_OF_A_NOTE = 1800  # characters, half of which are addresses of models
 
 every_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-
-
-@pytest.mark.parametrize("path", (*TEMPLATES, *OLD_WORKFLOWS), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_the_server_accepts_its_prompt(server, path):
-    """Every node, input and value is one that today's nodes have. What runs is stopped: its models are stand-ins."""
-    workflow = read(path)
-    with workflows_saved.stand_ins(server, [workflow]):
-        prompt_id = server.submit(workflows_saved.prompt_of(workflow, server, path in TEMPLATES))
-        server.interrupt()
-        with suppress(ExecutionFailed, ExecutionInterrupted):
-            server.wait(prompt_id)
-
-
-def test_what_no_node_has_is_found(server):
-    (path,) = (path for path in TEMPLATES if path.stem == "INT8 kernel benchmark")
-
-    def changed(change):
-        workflow = read(path)
-        (node,) = (node for node in workflow["nodes"] if node["type"] == "INT8KernelBenchmark")
-        change(workflow, node)
-        return workflow
-
-    for workflow, message in (
-        (changed(lambda _, node: node.update(type="Nothing")), "no node"),
-        (changed(lambda _, node: node["inputs"][0].update(name="models")), "no input models"),
-        (changed(lambda _, node: node["widgets_values"].append(1)), "no widget"),
-        (changed(lambda _, node: node["widgets_values"].clear()), "no value for tokens"),
-        (changed(lambda workflow, _: workflow["links"][0].__setitem__(2, 1)), "is no IMAGE"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            workflows_saved.prompt_of(workflow, server)
 
 
 @every_template
@@ -123,7 +90,6 @@ def test_a_blueprint_is_one_subgraph_that_comfyui_offers(server, path):
     blueprint = read(path)
     (node,), (subgraph,) = blueprint["nodes"], blueprint["definitions"]["subgraphs"]
     assert node["type"] == subgraph["id"] and subgraph["name"] == path.stem and subgraph["description"]
-    assert workflows_saved.prompt_of(blueprint, server)  # of nodes, inputs and values that there are
     offered = json.loads(server.get("/global_subgraphs")).values()
     assert {"source": "custom_node", "name": path.stem, "info": {"node_pack": "custom_nodes.int8_dit"}} in offered
 

@@ -1,4 +1,4 @@
-"""Workflows as the frontend saves them: where they are, the files they name, and the prompts they become.
+"""Workflows as the frontend saves them: where they are, their nodes, and the files that they name.
 
 Standard library only.
 """
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .server import PROJECT, TESTS, ComfyServer
-from .workflows import Prompt
 
 TEMPLATES = sorted((PROJECT / "example_workflows").glob("*.json"))
 BLUEPRINTS = sorted((PROJECT / "subgraphs").glob("*.json"))
@@ -26,9 +25,6 @@ MODEL_FOLDERS = {
 }
 DEMO = "demo_letters_q4_0.gguf"  # comes with the pack
 NOTES = {"MarkdownNote", "Note"}  # what the frontend draws and the server does not know
-_LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
-_FROM_OUTSIDE = -10  # where a link of a subgraph begins that comes in
-_WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 
 
 def read(path: Path) -> dict:
@@ -54,57 +50,6 @@ def model_files(workflow: dict) -> set[tuple[str, str]]:
     return {(MODEL_FOLDERS[kind], name) for kind, name in named if name != DEMO}
 
 
-class _Scope:
-    """A graph in a workflow: the workflow itself, or a subgraph where one of its nodes stands for it."""
-
-    def __init__(
-        self,
-        graph: dict,
-        definitions: dict[str, dict],
-        schemas: dict[str, dict],
-        node: dict | None = None,
-        above: _Scope | None = None,
-    ):
-        self._definition, self._schemas, self._node, self._above = graph, schemas, node, above
-        self.prefix = "" if node is None or above is None else f"{above.prefix}{node['id']}:"
-        self.nodes = {item["id"]: item for item in graph["nodes"]}
-        links = graph["links"] if node else [dict(zip(_LINK, link, strict=True)) for link in graph["links"]]
-        self._links = {link["id"]: link for link in links}
-        self.inner = {
-            number: _Scope(definitions[item["type"]], definitions, schemas, item, self)
-            for number, item in self.nodes.items()
-            if item["type"] in definitions
-        }
-
-    def all(self) -> Iterator[_Scope]:
-        yield self
-        for scope in self.inner.values():
-            yield from scope.all()
-
-    def value(self, link: int) -> object:
-        """What an input has by a link, as a prompt says it: a node's output, or what a widget of the node that stands
-        for this subgraph holds; None of neither. Raises ValueError where the output is not of the link's type."""
-        origin, slot, type_ = (self._links[link][key] for key in ("origin_id", "origin_slot", "type"))
-        if origin == _FROM_OUTSIDE:
-            return self._given(self._definition["inputs"][slot]["name"])
-        if origin in self.inner:
-            scope = self.inner[origin]
-            (inside,) = scope._definition["outputs"][slot]["linkIds"]
-            return scope.value(inside)
-        kind = self.nodes[origin]["type"]
-        if self._schemas[kind]["output"][slot : slot + 1] != [type_]:
-            raise ValueError(f"output {slot} of {kind} is no {type_}")
-        return [f"{self.prefix}{origin}", slot]
-
-    def _given(self, name: str) -> object:
-        assert self._node and self._above
-        widgets = [item["name"] for item in self._node["inputs"] if "widget" in item]
-        (link,) = (item["link"] for item in self._node["inputs"] if item["name"] == name)
-        if link is not None:
-            return self._above.value(link)
-        return self._node["widgets_values"][widgets.index(name)] if name in widgets else None
-
-
 @contextmanager
 def stand_ins(server: ComfyServer, workflows: Iterable[dict]) -> Iterator[None]:
     """Empty files for the models that the workflows name and the server does not have."""
@@ -120,60 +65,3 @@ def stand_ins(server: ComfyServer, workflows: Iterable[dict]) -> Iterator[None]:
     finally:
         for path in made:
             path.unlink()
-
-
-def prompt_of(workflow: dict, server: ComfyServer, complete: bool = True) -> Prompt:
-    """The prompt that a workflow becomes with the server's nodes.
-
-    One that is not `complete` is older than some widgets, which stand at the end of their nodes.
-
-    Raises ValueError where the workflow has a node, an input, an output or a widget's value that they do not have.
-    """
-    schemas = {node["type"]: server.object_info(node["type"]) for node in all_nodes(workflow)}
-    prompt = Prompt()
-    for scope in _Scope(workflow, subgraphs(workflow), schemas).all():
-        for number, node in scope.nodes.items():
-            kind = node["type"]
-            if number in scope.inner or kind in NOTES:
-                continue
-            if not schemas[kind]:
-                raise ValueError(f"there is no node {kind}")
-            declared = {**schemas[kind]["input"].get("required", {}), **schemas[kind]["input"].get("optional", {})}
-            inputs = _widget_values(kind, declared, node.get("widgets_values") or [], complete)
-            for slot in node.get("inputs") or []:
-                if slot["name"] not in inputs and slot["name"].partition(".")[0] not in declared:
-                    raise ValueError(f"{kind} has no input {slot['name']}")
-                value = None if slot["link"] is None else scope.value(slot["link"])
-                if value is not None:
-                    inputs[slot["name"]] = value
-            prompt[f"{scope.prefix}{number}"] = {"class_type": kind, "inputs": inputs}
-    return prompt
-
-
-def _widget_values(kind: str, declared: dict, values: list, complete: bool) -> dict[str, object]:
-    """A node's values by the names of its widgets, in whose order they are saved."""
-    waiting, named = list(values), {}
-
-    def take(name: str, spec: list) -> None:
-        type_, options = spec[0], spec[1] if len(spec) > 1 else {}
-        dynamic = type_ == "COMFY_DYNAMICCOMBO_V3"
-        if not (dynamic or isinstance(type_, list) or type_ in _WIDGETS):
-            return  # a socket
-        if not waiting and not complete:
-            return  # the frontend gives it its default
-        if not waiting:
-            raise ValueError(f"{kind} has no value for {name}")
-        named[name] = waiting.pop(0)
-        if options.get("control_after_generate"):
-            waiting.pop(0)
-        if dynamic:
-            (chosen,) = (option for option in options["options"] if option["key"] == named[name])
-            for group in chosen["inputs"].values():
-                for inner, inner_spec in group.items():
-                    take(f"{name}.{inner}", inner_spec)
-
-    for name, spec in declared.items():
-        take(name, spec)
-    if any(value is not None for value in waiting):
-        raise ValueError(f"{kind} has no widget for {waiting}")
-    return named
