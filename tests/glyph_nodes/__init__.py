@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import ComfyExtension, io
-from comfy_api.torch_helpers import set_torch_compile_wrapper
-from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 
 
 def _load_glyphs() -> None:
@@ -70,31 +67,9 @@ class GlyphDecode(io.ComfyNode):
         return io.NodeOutput(grey.unsqueeze(-1).repeat(1, 1, 1, 3))
 
 
-class GlyphCompile(io.ComfyNode):
-    """ComfyUI's TorchCompileModel, which offers only backends that compile for minutes on a CPU."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="GlyphCompile",
-            display_name="Glyph Compile (test)",
-            category="testing/glyphs",
-            description="torch.compile of a model without code generation: its graphs run in PyTorch.",
-            inputs=[io.Model.Input("model")],
-            outputs=[io.Model.Output()],
-        )
-
-    @classmethod
-    def execute(cls, model: ModelPatcher) -> io.NodeOutput:
-        compiled = model.clone(disable_dynamic=True)
-        options = {"guard_filter_fn": skip_torch_compile_dict}
-        set_torch_compile_wrapper(model=compiled, backend="aot_eager", options=options)
-        return io.NodeOutput(compiled)
-
-
 class GlyphExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [GlyphConditioning, GlyphDecode, GlyphCompile]
+        return [GlyphConditioning, GlyphDecode]
 
 
 async def comfy_entrypoint() -> GlyphExtension:

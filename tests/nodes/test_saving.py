@@ -57,14 +57,6 @@ def test_a_saved_model_comes_back_bit_equal(dit, request, save, kind):
     assert torch.equal(dit.output(loaded), dit.output(model))
 
 
-def test_an_unsmoothed_file_is_native(dit, plain, save):
-    """Stock ComfyUI runs each layer as this pack does, up to the order of float32 operations."""
-    stock = dit.stock(save(plain))
-    for layer, weight in dit.int8_weights(plain).items():
-        x = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(0))
-        assert dit.relative_error(dit.module(stock, layer)(x), dit.module(plain, layer)(x)) < 1e-4
-
-
 def test_a_smoothed_file_is_refused_by_stock_comfyui(dit, smoothed, save):
     """Without the division by the smoothing factors it would sample noise."""
     path = save(smoothed)
@@ -194,14 +186,6 @@ def test_a_model_without_int8_is_refused(dit, save, tmp_path):
         with pytest.raises(ValueError, match=r"holds no INT8 weights. Connect Quantize to INT8"):
             save(model)
     assert not files(tmp_path)
-
-
-def test_comfyuis_own_save_node_writes_what_this_pack_loads(dit, smoothed, tmp_path):
-    import comfy.sd
-
-    path = str(tmp_path / "stock.safetensors")
-    comfy.sd.save_checkpoint(path, smoothed)
-    assert torch.equal(dit.output(dit.load(path)), dit.output(smoothed))
 
 
 # What goes wrong while writing: nothing may be left, and an earlier file stays what it was.

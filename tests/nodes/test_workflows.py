@@ -1,196 +1,208 @@
-"""Workflows of ComfyUI's own nodes with INT8 models in a real server: each result is checked against the float model's
-in the same workflow, and each node must leave the INT8 model as it found it. Merges and hooks alone, without a server:
-test_merges_and_hooks.py."""
+"""Workflows of ComfyUI's own nodes with INT8 MODELs: each result is checked against the float MODEL's in the same
+workflow, and each node must leave the INT8 MODEL as it found it. More of merges and hooks: test_merges_and_hooks.py."""
 
-from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from support import workflows
-from support.server import ExecutionFailed
+from support import adapters
 from support.tensors import relative_error
-from support.workflow_bench import (
-    CFG,
-    FIRST,
-    OTHER_TEXT,
-    SECOND,
-    TEXT,
-    Guider,
-    plain,
-    prepare,
-    sampled,
-    sampled_after,
-)  # fmt: skip
+
+TEXT, OTHER_TEXT, STEPS, CFG = "INT8", "DIT3", 3, 3.0
+KINDS = ("lora", "loha", "lokr")
 
 
 @pytest.fixture(scope="module")
-def bench(server):
-    return prepare(server)
+def files(dit, tmp_path_factory):
+    """LoRAs of three kinds, another one, and a second model's file."""
+    tensors = dit.tensors()
+    weights = {layer: tensors[f"{layer}.weight"].float() for layer in dit.LINEARS}
+    loras = {kind: getattr(adapters, kind)(weights, 0.2) for kind in KINDS}
+    loras["other lora"] = adapters.lora(dict(reversed(weights.items())), 0.2)
+    second = dit.with_delta(tensors, adapters.lora(weights, 0.4, rank=16))
+    return loras, dit.write(tmp_path_factory.mktemp("second") / "second.safetensors", second)
 
 
-def plain_second(graph):
-    return graph.basic(graph.second)
+@pytest.fixture(scope="module")
+def graphs(dit, files):
+    """What workflows are made of: two float MODELs, or the first smoothed and the second quantized while loading."""
+    (loras, second), calibration = files, dit.recorded()
+    with torch.inference_mode():  # as ComfyUI runs nodes
+        smoothed = dit.quantize(dit.stock(), calibration=calibration)
+        models = {"float": (dit.stock(), dit.stock(second)), "INT8": (smoothed, dit.load(second))}
+    return {kind: SimpleNamespace(dit=dit, first=a, second=b, loras=loras) for kind, (a, b) in models.items()}
 
 
-def plain_cfg(graph):
-    return graph.cfg(graph.first)
+def text(words, hooks=None):
+    from glyphs import conditioning
+
+    context, pooled = conditioning.encode(words)
+    return [[context, {"pooled_output": pooled, **({"hooks": hooks} if hooks else {})}]]
 
 
-def bypassed_lora(graph):
-    model = graph.node("LoraLoaderBypassModelOnly", model=graph.first, lora_name="lora.safetensors", strength_model=0.7)
-    return graph.basic(model)
+def guider(name, *arguments, **named):
+    """A guider of comfy_extras' node."""
+    from comfy_extras import nodes_custom_sampler
+
+    return getattr(nodes_custom_sampler, name).execute(*arguments, **named).result[0]
 
 
-def keyframed_hook(graph):
-    """The LoRA at its full strength in the first step, at half of it later."""
-    frames = graph.node("CreateHookKeyframe", strength_mult=1.0, start_percent=0.0)
-    frames = graph.node("CreateHookKeyframe", strength_mult=0.5, start_percent=0.4, prev_hook_kf=frames)
-    hooks = graph.node("SetHookKeyframes", hooks=graph.hook_lora(), hook_kf=frames)
-    return graph.basic(graph.first, graph.hooked(hooks))
+def basic(model, hooks=None):
+    return guider("BasicGuider", model, text(TEXT, hooks))
 
 
-def dual_model(graph):
-    return graph.node(
-        "DualModelGuider",
-        model=graph.first,
-        model_negative=graph.second,
-        positive=graph.text(TEXT),
-        negative=graph.text(OTHER_TEXT),
-        cfg=CFG,
-    )
+def cfg(model, hooks=None):
+    return guider("CFGGuider", model, text(TEXT, hooks), text(OTHER_TEXT), CFG)
+
+
+def patched(graph, model, kind="lora"):
+    return graph.dit.with_lora(model, graph.loras[kind], 0.7)
+
+
+def bypassed(graph):
+    import comfy.sd
+
+    return comfy.sd.load_bypass_lora_for_models(graph.first, None, graph.loras["lora"], 0.7, 0.0)[0]
+
+
+def hook(graph, *keyframes):
+    """The LoRA as a hook, with these strengths from these shares of the steps on."""
+    import comfy.hooks
+
+    hooks = comfy.hooks.create_hook_lora(graph.loras["lora"], 0.7, 0.0)
+    frames = comfy.hooks.HookKeyframeGroup()
+    for strength, start in keyframes:
+        frames.add(comfy.hooks.HookKeyframe(strength, start))
+    if keyframes:
+        hooks.set_keyframes_on_hooks(frames)
+    return hooks
+
+
+def two_models(graph):
+    return guider("DualModelGuider", graph.first, text(TEXT), CFG, graph.second, text(OTHER_TEXT))
 
 
 def skipped_layer(graph):
-    model = graph.node(
-        "SkipLayerGuidanceSD3", model=graph.first, layers="1", scale=1.0, start_percent=0.0, end_percent=1.0
-    )
-    return graph.cfg(model)
+    from comfy_extras.nodes_sd3 import SkipLayerGuidanceSD3
+
+    return cfg(SkipLayerGuidanceSD3.execute(graph.first, "1", 1.0, 0.0, 1.0).result[0])
 
 
-def compiled_lora(graph):
-    return graph.basic(graph.node("GlyphCompile", model=graph.lora(graph.first)))
+def plain(graph):
+    return basic(graph.first)
 
 
-@dataclass(frozen=True)
-class Workflow:
-    """A guider, and the one without what is tested here: what INT8 costs there, it may cost here.
-
-    Where both models take part that is the second one, which costs more: it is rounded while it is loaded.
-    """
-
-    guider: Guider
-    without: Guider = plain
+def plain_second(graph):
+    return basic(graph.second)
 
 
+def plain_cfg(graph):
+    return cfg(graph.first)
+
+
+def with_lora(graph):
+    return basic(patched(graph, graph.first))
+
+
+def second_with_lora(graph):
+    return basic(patched(graph, graph.second))
+
+
+# A guider, and the one without what is tested here: what INT8 costs there, it may cost here. Where both models take
+# part that is the second one, which costs more: it is rounded while it is loaded.
 WORKFLOWS = {
-    "LoRA": Workflow(lambda graph: graph.basic(graph.lora(graph.first))),
-    "LoKr": Workflow(lambda graph: graph.basic(graph.lora(graph.first, "lokr"))),
-    "LoHa": Workflow(lambda graph: graph.basic(graph.lora(graph.first, "loha"))),
-    "bypassed LoRA": Workflow(bypassed_lora),
-    "LoRA of the second model": Workflow(lambda graph: graph.basic(graph.lora(graph.second)), plain_second),
-    "hook with keyframes": Workflow(keyframed_hook),
-    "hook of one conditioning": Workflow(
-        lambda graph: graph.cfg(graph.first, graph.hooked(graph.hook_lora())), plain_cfg
+    "LoRA": (with_lora, plain),
+    "LoKr": (lambda graph: basic(patched(graph, graph.first, "lokr")), plain),
+    "LoHa": (lambda graph: basic(patched(graph, graph.first, "loha")), plain),
+    "bypassed LoRA": (lambda graph: basic(bypassed(graph)), plain),
+    "LoRA of the second model": (second_with_lora, plain_second),
+    "hook with keyframes": (lambda graph: basic(graph.first, hook(graph, (1.0, 0.0), (0.5, 0.4))), plain),
+    "hook of one conditioning": (lambda graph: cfg(graph.first, hook(graph)), plain_cfg),
+    "hook on a LoRA": (
+        lambda graph: basic(patched(graph, graph.first, "other lora"), hook(graph)),
+        lambda graph: basic(patched(graph, graph.first, "other lora")),
     ),
-    "hook on a LoRA": Workflow(
-        lambda graph: graph.basic(graph.lora(graph.first, "other_lora"), graph.hooked(graph.hook_lora())),
-        lambda graph: graph.basic(graph.lora(graph.first, "other_lora")),
-    ),
-    "CFG": Workflow(plain_cfg),
-    "two models": Workflow(dual_model, plain_cfg),
-    "skipped layer": Workflow(skipped_layer, plain_cfg),
+    "CFG": (plain_cfg, plain),
+    "two models": (two_models, plain_cfg),
+    "skipped layer": (skipped_layer, plain_cfg),
 }
 
 
-def bound(usual: float) -> float:
+@pytest.fixture(scope="module")
+def sample(dit, graphs):
+    """The latents of a guider, made of the MODELs of a kind."""
+    from comfy_extras.nodes_custom_sampler import RandomNoise, SamplerCustomAdvanced
+
+    inputs = dit.calibration(graphs["float"].first, TEXT, STEPS)
+    run = [inputs[name] for name in ("sampler", "sigmas", "latent_image")]
+
+    def sample(kind, make):
+        with torch.inference_mode():
+            (noise,) = RandomNoise.execute(0).result
+            return SamplerCustomAdvanced.execute(noise, make(graphs[kind]), *run).result[0]["samples"].clone()
+
+    return sample
+
+
+@pytest.fixture(scope="module")
+def error(sample):
+    """What INT8 costs a workflow, the latents of the float MODELs, and those of the INT8 ones."""
+
+    @cache
+    def compute(make):
+        expected, latents = sample("float", make), sample("INT8", make)
+        return relative_error(latents, expected), expected, latents
+
+    return compute
+
+
+def bound(usual):
     """The most that INT8 may cost where it usually costs `usual`: patched weights are rounded once more."""
     return 2 * usual + 0.01
 
 
-@pytest.mark.parametrize("workflow", WORKFLOWS.values(), ids=WORKFLOWS)
-def test_int8_costs_no_more_than_without_the_node_and_the_model_stays(bench, workflow):
-    expected = bench.sample("float", workflow.guider)
-    effect = relative_error(expected, bench.sample("float", workflow.without))
-    error, usual = bench.error(workflow.guider), bench.error(workflow.without)
-    assert error < bound(usual)
-    assert effect > 4 * error
-    assert torch.equal(bench.plain_afterwards(workflow.guider), bench.sample("INT8", plain))
+@pytest.mark.parametrize("make, without", WORKFLOWS.values(), ids=WORKFLOWS)
+def test_int8_costs_no_more_than_without_the_node_and_the_model_stays(sample, error, make, without):
+    _, _, untouched = error(plain)
+    (cost, expected, _), (usual, without_it, _) = error(make), error(without)
+    assert cost < bound(usual)
+    assert relative_error(expected, without_it) > 4 * cost
+    sample("INT8", make)
+    assert torch.equal(sample("INT8", plain), untouched)
 
 
-def test_two_models_take_turns(bench):
-    """In one prompt, and each in a prompt of its own: the same latents."""
-    turns = (
-        plain,
-        plain_second,
-        WORKFLOWS["LoRA"].guider,
-        plain,
-        WORKFLOWS["LoRA of the second model"].guider,
-        plain_second,
-    )
-    graph = bench.graph("INT8")
-    latents = [sampled(graph, turns[0](graph))]
-    for guider in turns[1:]:
-        latents.append(sampled_after(graph, latents[-1], guider(graph)))
-    together = bench.run(graph, *latents)
-    for guider, expected in zip(turns, together, strict=True):
-        graph = bench.graph("INT8")
-        (alone,) = bench.run(graph, sampled(graph, guider(graph)))
-        assert torch.equal(alone, expected)
+@torch.inference_mode()
+def test_two_models_take_turns(sample, error):
+    """One after the other, and each alone on the device: the same latents."""
+    import comfy.model_management
+
+    turns = (plain, plain_second, with_lora, plain, second_with_lora, plain_second)
+    together = [sample("INT8", make) for make in turns]
+    for make, expected in zip(turns, together, strict=True):
+        comfy.model_management.unload_all_models()
+        assert torch.equal(sample("INT8", make), expected)
 
 
-@pytest.mark.slow
-def test_a_compiled_model_with_a_lora(bench):
-    lora = WORKFLOWS["LoRA"].guider
-    compiled = bench.sample("INT8", compiled_lora)
-    assert relative_error(compiled, bench.sample("float", lora)) < bound(bench.error(lora))
-    assert torch.equal(bench.plain_afterwards(compiled_lora), bench.sample("INT8", plain))
+@torch.inference_mode()
+def test_files_of_comfyuis_own_save_node(dit, graphs, error, tmp_path):
+    """This pack reads both, the stock loader the one that is not smoothed. The fused kernel under that one draws what
+    Load INT8 DiT does, with a LoRA too."""
+    import comfy.sd
 
-
-@pytest.fixture(scope="module")
-def stock_files(bench):
-    """The names of the files that ComfyUI's own node makes of the two INT8 MODELs."""
-    graph, prefix = bench.graph("INT8"), "diffusion_models/stock_"
-    for name in (FIRST, SECOND):
-        graph.add("ModelSave", model=graph.model(name), filename_prefix=prefix + name)
-    bench.server.queue(graph)
-    return {name: next((bench.server.base / "output").glob(f"{prefix}{name}_*")).name for name in (FIRST, SECOND)}
-
-
-def reloaded(bench, load, file):
-    """The latents of a file."""
-    graph = bench.graph("INT8")
-    return bench.run(graph, sampled(graph, graph.basic(load(graph, file))))[0]
-
-
-@pytest.mark.parametrize("name, guider", ((FIRST, plain), (SECOND, plain_second)))
-def test_this_pack_reads_what_comfyuis_node_saves(bench, stock_files, name, guider):
-    assert torch.equal(reloaded(bench, workflows.int8_model, stock_files[name]), bench.sample("INT8", guider))
-
-
-def test_comfyuis_own_nodes_save_and_load_int8(bench, stock_files):
-    latents = reloaded(bench, workflows.stock_model, stock_files[SECOND])
-    assert relative_error(latents, bench.sample("float", plain_second)) < bound(bench.error(plain_second))
-
-
-def test_comfyuis_loader_refuses_the_smoothed_weights_of_its_save_node(bench, stock_files):
-    with pytest.raises(ExecutionFailed, match="int8"):
-        reloaded(bench, workflows.stock_model, stock_files[FIRST])
-
-
-def test_the_fused_kernel_under_a_model_of_comfyuis_loader(bench, stock_files):
-    """What Load INT8 DiT draws of that file; with a LoRA; and ComfyUI's own bits when the node is taken out."""
-
-    def fused(graph, file):
-        model = workflows.stock_model(graph, file)
-        return workflows.link(graph.add("ApplyFusedINT8Kernel", model=model, kernel="fused int8"))
-
-    stock = reloaded(bench, workflows.stock_model, stock_files[SECOND])
-    expected = bench.sample("INT8", plain_second)
-    assert torch.equal(reloaded(bench, fused, stock_files[SECOND]), expected)
-    lora = WORKFLOWS["LoRA of the second model"].guider
-    graph = bench.graph("INT8")
-    model = graph.lora(fused(graph, stock_files[SECOND]), "lora", 0.7)
-    (patched,) = bench.run(graph, sampled(graph, graph.basic(model)))
-    assert relative_error(patched, bench.sample("float", lora)) < bound(bench.error(lora))
-    assert torch.equal(reloaded(bench, workflows.stock_model, stock_files[SECOND]), stock)
+    paths = {name: str(tmp_path / f"{name}.safetensors") for name in ("first", "second")}
+    for name, path in paths.items():
+        model = getattr(graphs["INT8"], name)
+        comfy.sd.save_checkpoint(path, model)
+        assert torch.equal(dit.output(dit.load(path)), dit.output(model))
+    with pytest.raises(Exception, match="int8"):
+        dit.stock(paths["first"])
+    stock, exact = dit.stock(paths["second"]), graphs["float"].second
+    usual = dit.relative_error(dit.output(graphs["INT8"].second), dit.output(exact))
+    assert dit.relative_error(dit.output(stock), dit.output(exact)) < bound(usual)
+    before, fused = dit.output(stock), dit.apply(stock)
+    assert torch.equal(dit.output(fused), dit.output(graphs["INT8"].second))
+    with_it = [dit.output(patched(graphs["INT8"], model)) for model in (fused, exact)]
+    assert dit.relative_error(*with_it) < bound(usual)
+    assert torch.equal(dit.output(stock), before)
