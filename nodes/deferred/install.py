@@ -3,7 +3,8 @@
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -52,24 +53,29 @@ def deferring_class(own: Any) -> type:
 class _Timing:
     """Which of two ways is faster for calls of one size: deferring costs the host time, which a fast card waits for.
 
-    Both are timed on calls that are made anyway.
+    Both are timed on calls that are made anyway. One in which a cache skipped layers tells nothing.
     """
 
     def __init__(self) -> None:
-        self._calls = 0
+        self._calls = self._most = 0
         self._seconds: dict[bool, float] = {}
 
-    def run(self, call: Callable[[], Any], device: torch.device) -> Any:
-        """A call, deferred or not."""
+    def run(self, call: Callable[[], Any], device: torch.device, root: torch.nn.Module) -> Any:
+        """A call of what runs a module, deferred or not."""
         if device.type != "cuda" or self._calls == len(_TIMED) or torch.cuda.is_current_stream_capturing():
             slower = self._seconds.get(True, 0.0) > _WORTH_LEAVING * self._seconds.get(False, 1.0)
             return call() if slower else deferred_call(call)
         defers, counts = _TIMED[self._calls]
-        start = _clock(device)
-        output = deferred_call(call) if defers else call()
-        self._calls += 1
-        if counts:
-            self._seconds[defers] = min(_clock(device) - start, self._seconds.get(defers, math.inf))
+        with _linears_called(root) as ran:
+            start = _clock(device)
+            output = deferred_call(call) if defers else call()
+            seconds = _clock(device) - start
+        if len(ran) > self._most:  # the first whole one
+            self._calls, self._most, self._seconds = 1, len(ran), {}
+        elif len(ran) == self._most > 0:
+            self._calls += 1
+            if counts:
+                self._seconds[defers] = min(seconds, self._seconds.get(defers, math.inf))
         return output
 
 
@@ -82,6 +88,20 @@ _WORTH_LEAVING = 1.05  # times as long: a clock of two calls is no finer
 def _clock(device: torch.device) -> float:
     torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+@contextmanager
+def _linears_called(root: torch.nn.Module) -> Iterator[list[None]]:
+    """A list that gets an entry for each call of a module's linears of this pack: a cache of whole steps, such as
+    ComfyUI's EasyCache, may leave them out."""
+    called: list[None] = []
+    linears = [module for module in root.modules() if hasattr(module, "is_fused_on")]
+    hooks = [linear.register_forward_pre_hook(lambda *_: called.append(None)) for linear in linears]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def deferred_call(call: Callable[[], Any]) -> Any:
@@ -142,7 +162,7 @@ class _Calls:
         agreed = self._agreed.setdefault(root, {})
         if agreed.get(conditions):
             timings = self._timings.setdefault(root, {})
-            return timings.setdefault((conditions, sizes), _Timing()).run(call, device)
+            return timings.setdefault((conditions, sizes), _Timing()).run(call, device, root)
         if conditions in agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return call()
         output, found = _compared(root, call)
@@ -153,10 +173,12 @@ class _Calls:
 
 def _compared(root: torch.nn.Module, call: Callable[[], Any]) -> tuple[Any, bool | None]:
     """The output of a deferred call in which all is compared, or of the module's own forward where that is not the
-    same; and whether it is. None where no numbers tell."""
+    same; and whether it is. None where no numbers tell, and where no linear was called."""
     try:
-        with Deferring(checking=True) as forward:
+        with Deferring(checking=True) as forward, _linears_called(root) as ran:
             output = call()
+        if not ran:
+            return forward.finish(output), None
         output, found = forward.finish(output), forward.agreed()
         why = "its fused form does not do the same here"
     except (comfy.model_management.InterruptProcessingException, comfy.model_management.OOM_EXCEPTION):
