@@ -32,7 +32,12 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     Raises ValueError for a file that is damaged, or that holds no diffusion model; ImportError without `gguf`.
     """
     reader = _opened(path)
-    architecture = _text(reader, "general.architecture") or ""
+    metadata = {
+        name: bytes(field.parts[field.data[-1]]).decode("utf-8", errors="replace")
+        for name, field in reader.fields.items()
+        if [kind.name for kind in field.types] == ["STRING"]
+    }
+    architecture = metadata.get("general.architecture", "")
     if architecture.lower().startswith(_TEXT_ENCODERS):
         raise ValueError(
             f"it holds a language or vision model ({architecture}), not a diffusion model; load it with a GGUF "
@@ -41,9 +46,7 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     _check_places(reader, os.path.getsize(path))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        tensors = {tensor.name: _tensor(reader, tensor) for tensor in reader.tensors}
-    metadata = {name: text for name in reader.fields if (text := _text(reader, name)) is not None}
-    return tensors, metadata
+        return {tensor.name: _tensor(reader, tensor) for tensor in reader.tensors}, metadata
 
 
 def _opened(path: str) -> Any:
@@ -114,13 +117,6 @@ def _check_places(reader: Any, size: int) -> None:
         place, last = end + -end % int(reader.alignment), tensor.name
     if size > place:
         raise ValueError(f"{size - place} bytes lie behind {last}, its last tensor; download or copy the file again")
-
-
-def _text(reader: Any, name: str) -> str | None:
-    field = reader.get_field(name)
-    if field is None or [kind.name for kind in field.types] != ["STRING"]:
-        return None
-    return bytes(field.parts[field.data[-1]]).decode("utf-8", errors="replace")
 
 
 def _shape(reader: Any, tensor: Any) -> tuple[int, ...]:
