@@ -164,66 +164,49 @@ def int8_linear(
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
+LinearWeight = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""What a linear holds: int8 [N, K], its scale in float32, [N], [N, 1] or one value, and the floating point factors [K]
+by which its input is divided, or None."""
+
+
 class RepeatedLinear:
-    """The calls of linears with int8 weights [N, K] of one form on one device, which cost the host as little as two
-    launches can.
+    """The calls of linears with weights of one form on one device, which cost the host as little as two launches can.
 
     Each call brings the tensors, and none is held: only how operands like these are launched. A call unlike all before
     is checked as `int8_linear` checks it. Linears of one form share one.
 
     Args:
-        weight, weight_scale, smooth: like those of all calls, of which only the devices and addresses are looked at
-            again: int8 [N, K]; float32 [N], [N, 1] or one value; floating point [K] or None.
+        weight: like those of all calls, of which only the devices and addresses are looked at again.
         rotation_group, activation_bits: how the linear wants its input, as in `int8_linear`.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        smooth: torch.Tensor | None,
-        rotation_group: int | None,
-        activation_bits: int,
-    ) -> None:
-        self._n, self._k = weight.shape
-        self._index = weight.get_device()
+    def __init__(self, weight: LinearWeight, rotation_group: int | None, activation_bits: int) -> None:
+        q, scale, smooth = weight
+        self._n, self._k = q.shape
+        self._index = q.get_device()
         self._rotation_group, self._activation_bits = rotation_group, activation_bits
         self._repeats = (
             self._k % 16 == 0  # others are copied into wider rows
-            and _is_dense(weight, torch.int8)
-            and _is_dense(weight_scale, torch.float32)
+            and _is_dense(q, torch.int8)
+            and _is_dense(scale, torch.float32)
             and (smooth is None or _is_dense(smooth, torch.float32))
         )
 
     @staticmethod
-    def of(
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        smooth: torch.Tensor | None,
-        rotation_group: int | None,
-        activation_bits: int,
-    ) -> "RepeatedLinear":
+    def of(weight: LinearWeight, rotation_group: int | None, activation_bits: int) -> "RepeatedLinear":
         """The one for all linears like this one."""
-        tensors = weight, weight_scale, smooth
-        layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in weight]
         key = (RepeatedLinear, *layouts, rotation_group, activation_bits)
-        return kept(key, lambda: RepeatedLinear(*tensors, rotation_group, activation_bits))
+        return kept(key, lambda: RepeatedLinear(weight, rotation_group, activation_bits))
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        smooth: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """What `int8_linear` makes of x [..., K]: [..., N] in the dtype of `x`. Raises what that does."""
         key = (self, x.shape, x.dtype, None if bias is None else bias.dtype)
-        known, begin = KEPT.get(key), None
+        known, begin, smooth = KEPT.get(key), None, weight[2]
         if known is not None and x.is_contiguous():
-            begin = self._addresses(x, x if smooth is None else smooth, weight, weight_scale, bias)
+            begin = self._addresses(x, x if smooth is None else smooth, weight, bias)
         if known is None or begin is None:
-            return self._found(key, x, weight, weight_scale, smooth, bias)
+            return self._found(key, x, weight, bias)
         x_at, factors_at, weight_at, scale_at, bias_at = begin
         quantize, multiply, rows, first_scale, shape = known
         # One allocation for the int8 rows and their scales behind: it takes the host as long as all these checks.
@@ -231,22 +214,15 @@ class RepeatedLinear:
         q_at, out_at = buffer.data_ptr(), out.data_ptr()
         q_scale_at = q_at + first_scale
         quantize(rows, 1, x_at, factors_at, q_at, q_scale_at, self._k, self._k, 0)
-        multiply(buffer, weight, out, (q_at, weight_at, q_scale_at, scale_at, bias_at or out_at, out_at))
+        multiply(buffer, weight[0], out, (q_at, weight_at, q_scale_at, scale_at, bias_at or out_at, out_at))
         return out
 
-    def _found(
-        self,
-        key: tuple,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        smooth: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _found(self, key: tuple, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """What the linear makes of x as if it were the first; keeps what launches another one like it."""
-        quantizes = linear_rows(x, weight), ChannelTransform(smooth, self._rotation_group), self._activation_bits
+        transform = ChannelTransform(weight[2], self._rotation_group)
+        quantizes = linear_rows(x, weight[0]), transform, self._activation_bits
         quantized = quantize_activations(*quantizes)
-        out = self.multiply(quantized, weight, weight_scale, bias, x.shape[:-1], x.dtype)
+        out = self.multiply(quantized, weight, bias, x.shape[:-1], x.dtype)
         multiply = KEPT.get((self, x.dtype, quantized[0].shape, key[-1]))
         quantize = None if multiply is None else quantize_activations.direct(*quantizes)
         if quantize is not None:
@@ -257,8 +233,7 @@ class RepeatedLinear:
     def multiply(
         self,
         quantized: Quantized,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
+        weight: LinearWeight,
         bias: torch.Tensor | None,
         leading: Sequence[int],
         dtype: torch.dtype,
@@ -271,14 +246,14 @@ class RepeatedLinear:
         key = (self, dtype, q.shape, None if bias is None else bias.dtype)
         launch = KEPT.get(key)
         if launch is not None and q.is_contiguous() and q_scale.is_contiguous():
-            begin = self._addresses(q, q_scale, weight, weight_scale, bias)
+            begin = self._addresses(q, q_scale, weight, bias)
             if begin is not None:
                 q_at, q_scale_at, weight_at, scale_at, bias_at = begin
                 out = q.new_empty((*leading, self._n), dtype=dtype)
                 out_at = out.data_ptr()
-                launch(q, weight, out, (q_at, weight_at, q_scale_at, scale_at, bias_at or out_at, out_at))
+                launch(q, weight[0], out, (q_at, weight_at, q_scale_at, scale_at, bias_at or out_at, out_at))
                 return out
-        multiplies = q, q_scale, weight, weight_scale, bias, dtype
+        multiplies = q, q_scale, weight[0], weight[1], bias, dtype
         out = int8_gemm(*multiplies)
         launch = int8_gemm.direct(*multiplies) if self._repeats and not is_dispatched(q) else None
         if launch is not None:
@@ -286,17 +261,13 @@ class RepeatedLinear:
         return out.reshape(*leading, self._n)
 
     def _addresses(
-        self,
-        x: torch.Tensor,
-        factors: torch.Tensor,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, x: torch.Tensor, factors: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None
     ) -> tuple[int, int, int, int, int] | None:
-        """Where the tensors of a call begin, 0 for no bias. None unless they all lie on the form's device, which is the
-        current one, begin on 16 bytes, and nobody wants to see operators or a gradient of `x`."""
-        index, bias_at = self._index, 0
-        if not x.get_device() == factors.get_device() == weight.get_device() == weight_scale.get_device() == index:
+        """Where x, its factors, the weight, its scale and the bias begin, 0 for no bias. None unless all lie on the
+        form's device, which is the current one, begin on 16 bytes, and nobody wants to see operators or a gradient of
+        `x`."""
+        index, bias_at, (q, scale, _) = self._index, 0, weight
+        if not x.get_device() == factors.get_device() == q.get_device() == scale.get_device() == index:
             return None
         if index >= 0 and torch.cuda.current_device() != index:
             return None
@@ -306,7 +277,7 @@ class RepeatedLinear:
             if bias.numel() != self._n or bias.get_device() != index or not bias.is_contiguous():
                 return None
             bias_at = bias.data_ptr()
-        begin = x.data_ptr(), factors.data_ptr(), weight.data_ptr(), weight_scale.data_ptr(), bias_at
+        begin = x.data_ptr(), factors.data_ptr(), q.data_ptr(), scale.data_ptr(), bias_at
         return None if (begin[0] | begin[1] | begin[2] | begin[3] | bias_at) & 15 else begin
 
 

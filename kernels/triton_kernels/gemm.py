@@ -12,8 +12,8 @@ from ..kept import kept
 from ..memory_plan import unplanned_memory
 from ..operators import Tensors
 from .exactness import WrongResult, check_exact
-from .gemm_kernel import Operands, compile_options, int8_gemm_kernel, kernel_constants
-from .launching import Build, Launcher, begin_on_16, on_device
+from .gemm_kernel import Operands, gemm_build, int8_gemm_kernel
+from .launching import Launcher, begin_on_16, on_device
 from .rows import dense_channels
 from .tiles import PIPELINES, GemmConfig, gemm_candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
@@ -54,22 +54,15 @@ def _on_16_bytes(matrix: torch.Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and row_bytes % 16 == 0
 
 
-def _build(config: GemmConfig, *form) -> Build:
-    return kernel_constants(config, *form), compile_options(config)
-
-
-_GEMM = Launcher(int8_gemm_kernel, _build)
+_GEMM = Launcher(int8_gemm_kernel, gemm_build)
 
 
 @functools.cache
 def _ring_gemm() -> Launcher:
     """That of the ring's kernel, which can be defined where Gluon is as assumed."""
-    from .ring_gemm_kernel import ring_constants, ring_gemm_kernel, ring_options
+    from .ring_gemm_kernel import ring_build, ring_gemm_kernel
 
-    def build(config: GemmConfig, *form) -> Build:
-        return ring_constants(config, *form), ring_options(config)
-
-    return Launcher(ring_gemm_kernel, build)
+    return Launcher(ring_gemm_kernel, ring_build)
 
 
 # Those that can run.

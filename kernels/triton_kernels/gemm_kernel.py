@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..reference.linear import REMAINDER_STEPS
+from .launching import Build, built
 from .tiles import GemmConfig
 
 _REMAINDER_STEPS = tl.constexpr(REMAINDER_STEPS)
@@ -234,7 +235,7 @@ class Operands(NamedTuple):
         return self.weight_scale is not None and self.weight_scale.numel() == 1
 
 
-def kernel_constants(
+def gemm_build(
     config: GemmConfig,
     has_bias: bool,
     even_k: bool,
@@ -242,27 +243,13 @@ def kernel_constants(
     store_blocks: bool = False,
     passes: int = 1,
     one_scale: bool = False,
-) -> dict[str, bool | int]:
-    """The kernel's constants in the order of its parameters; `even_k` is whether BLOCK_K divides K.
+) -> Build:
+    """The kernel's constants and compilation options; `even_k` is whether BLOCK_K divides K.
 
     `passes` is how often K is walked: twice with activations of 16 bits. `one_scale`: the weight has only one.
     """
-    return {
-        "HAS_BIAS": has_bias,
-        "ONE_SCALE": one_scale,
-        "DESCRIPTORS": descriptors,
-        "STORE_BLOCKS": store_blocks,
-        "EVEN_K": even_k or descriptors,
-        "PASSES": passes,
-        "SPLIT_K": config.split_k,
-        "PART_N": config.part_n,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-    }
-
-
-def compile_options(config: GemmConfig) -> dict[str, bool | int]:
-    """What Triton is told beside the constants. Fusion is asked for by name, since Triton 3.10 changes its default."""
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    form = (has_bias, one_scale, descriptors, store_blocks, even_k or descriptors, passes, config.split_k)
+    constants = (*form, config.part_n, config.block_m, config.block_n, config.block_k, config.group_m)
+    # Fusion is asked for by name, since Triton 3.10 changes its default.
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    return built(int8_gemm_kernel, *constants, **options)

@@ -9,6 +9,7 @@ tensor cores multiply these, also over the edge of a block, and each block has o
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from ..internals.gluon import barrier, commit_copies, copy_async, gl, gluon, mma_v2, wait_for_copies
+from .launching import Build, built
 from .tiles import GemmConfig
 
 # Channels of one tensor core instruction, and edges of a warp's part of a tile.
@@ -185,25 +186,14 @@ def ring_gemm_kernel(
     gl.store(out_tile, result, mask=(out_rows[:, None] < last_row) & (out_columns[None, :] < N))
 
 
-def ring_constants(config: GemmConfig, has_bias: bool, one_scale: bool = False) -> dict[str, bool | int]:
-    """The kernel's constants in the order of its parameters. `one_scale`: the weight has only one.
+def ring_build(config: GemmConfig, has_bias: bool, one_scale: bool = False) -> Build:
+    """The kernel's constants and compilation options. `one_scale`: the weight has only one.
 
-    The group of tiles and the split are no constants: one kernel is all choices of them.
+    The group of tiles and the split are no constants: one kernel is all choices of them. The ring is in the constants:
+    the option `num_stages` is Triton's own pipeline.
     """
-    return {
-        "HAS_BIAS": has_bias,
-        "ONE_SCALE": one_scale,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "STAGES": config.num_stages,
-        "WARPS_M": config.block_m // WARP_TILE,
-        "WARPS_N": config.block_n // WARP_TILE,
-        "STEP": STEP,
-        "WALKED": config.num_stages * max(1, _BLOCKS_A_WALK // config.num_stages),
-    }
-
-
-def ring_options(config: GemmConfig) -> dict[str, bool | int]:
-    """What Triton is told beside the constants. The ring is in the constants: `num_stages` is Triton's own pipeline."""
-    return {"num_warps": config.num_warps, "enable_fp_fusion": True}
+    blocks, stages = (config.block_m, config.block_n, config.block_k), config.num_stages
+    warps = (config.block_m // WARP_TILE, config.block_n // WARP_TILE)
+    walked = stages * max(1, _BLOCKS_A_WALK // stages)
+    constants = (has_bias, one_scale, *blocks, stages, *warps, STEP, walked)
+    return built(ring_gemm_kernel, *constants, num_warps=config.num_warps, enable_fp_fusion=True)

@@ -125,10 +125,10 @@ class INT8Linear:
         elif known is not None and self._lies_on(device, dtype):
             quantized = None if quantize is None else quantize(*known.form.input_form(weight))
             x = in_floats(x) if quantized is None else x
-            linear, q, scale, smooth = known.linear(weight, lora)
+            linear, held = known.linear(weight, lora)
             if quantized is None:
-                return linear(x, q, scale, smooth, bias)
-            return linear.multiply(quantized, q, scale, bias, leading, dtype)
+                return linear(x, held, bias)
+            return linear.multiply(quantized, held, bias, leading, dtype)
         functions = each_once(functions) if len(functions) > 1 else functions
         thin = loras_of(functions, weight.shape) if lora is None else []
         with cast_quantized(self, device, dtype, [] if thin or lora is not None else functions) as (weight, bias):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ChannelTransform, RepeatedLinear, native_computes
+from ...kernels import ChannelTransform, LinearWeight, RepeatedLinear, native_computes
 from ..comfyui.layers import wants_full_precision
 from ..comfyui.quantized import is_native_int8, stored
 from ..files.holding.stored_weight import StoredKind, stored_kind
@@ -113,16 +113,14 @@ class KnownWeight:
         """A copy of the linear looks at its own weight."""
         return type(None), ()
 
-    def linear(self, weight: Any, lora: StoredLoRA | None) -> tuple[RepeatedLinear, Any, Any, torch.Tensor | None]:
-        """What computes with the weight, and what that takes of it: int8 [N, K], its scale, the factors by which its
-        input is divided."""
+    def linear(self, weight: Any, lora: StoredLoRA | None) -> tuple[RepeatedLinear, LinearWeight]:
+        """What computes with the weight, and what that takes of it."""
         form = self.form
-        q, scale = form.operands(weight, lora)
-        smooth = weight.params.smooth if form.smoothed else None
+        held = *form.operands(weight, lora), weight.params.smooth if form.smoothed else None
         if self._linear is None:
             transform, bits = form.unsmoothed
-            self._linear = RepeatedLinear.of(q, scale, smooth, transform.rotation_group, bits)
-        return self._linear, q, scale, smooth
+            self._linear = RepeatedLinear.of(held, transform.rotation_group, bits)
+        return self._linear, held
 
 
 def known_weight(layer: Any) -> tuple[WeightForm | None, KnownWeight | None]:

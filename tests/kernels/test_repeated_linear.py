@@ -67,15 +67,19 @@ class Layer:
         self.weight, scale = quantize_weight(random_float(outputs, channels, seed=2), self.transform)
         self.scale = scale.max() if one_scale else scale[:, None]
         self.bias = random_float(outputs, seed=3, dtype=torch.bfloat16) if with_bias else None
-        self.repeated = RepeatedLinear(self.weight, self.scale, self.smooth, group, bits)
+        self.repeated = RepeatedLinear(self.held, group, bits)
+
+    @property
+    def held(self):
+        return self.weight, self.scale, self.smooth
 
     def __call__(self, x):
-        return self.repeated(x, self.weight, self.scale, self.smooth, self.bias)
+        return self.repeated(x, self.held, self.bias)
 
     def product(self, x):
         """The same of an input that was quantized before, as fused ops do."""
         quantized = quantize_activations(x.view(-1, x.shape[-1]), self.transform, self.bits)
-        return self.repeated.multiply(quantized, self.weight, self.scale, self.bias, x.shape[:-1], x.dtype)
+        return self.repeated.multiply(quantized, self.held, self.bias, x.shape[:-1], x.dtype)
 
     def expected(self, x):
         quantized = quantize_activations(x.reshape(-1, x.shape[-1]), self.transform, self.bits)
@@ -138,12 +142,12 @@ def test_linears_of_one_form_share_their_launches():
     one, other, wider = Layer(), Layer(), Layer(outputs=32)
 
     def of(layer):
-        return RepeatedLinear.of(layer.weight, layer.scale, layer.smooth, None, 8)
+        return RepeatedLinear.of(layer.held, None, 8)
 
     assert of(one) is of(other) is not of(wider)
-    assert RepeatedLinear.of(one.weight, one.scale, None, 16, 8) is not of(one)
-    assert RepeatedLinear.of(one.weight, one.scale, None, None, 16) is not of(one)
-    assert RepeatedLinear.of(one.weight, one.scale.max(), None, None, 8) is not of(one)
+    assert RepeatedLinear.of(one.held, 16, 8) is not of(one)
+    assert RepeatedLinear.of(one.held, None, 16) is not of(one)
+    assert RepeatedLinear.of((one.weight, one.scale.max(), None), None, 8) is not of(one)
 
 
 def test_another_tensor_in_the_same_layer(checked):

@@ -22,14 +22,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.internals.gluon import HAS_GLUON
-from kernels.triton_kernels.gemm_kernel import compile_options, int8_gemm_kernel, kernel_constants
+from kernels.triton_kernels.gemm_kernel import gemm_build, int8_gemm_kernel
 from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, walks_twice
 from support.sass import cuobjdump, loops, main_loops
 
 if HAS_GLUON:
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from kernels.triton_kernels.ring_gemm_kernel import ring_constants, ring_gemm_kernel, ring_options
+    from kernels.triton_kernels.ring_gemm_kernel import ring_build, ring_gemm_kernel
 
 # INT8 and fp16 tensor cores of Ampere and of Hopper, copies into shared memory of both, loads from it, spills.
 COUNTED = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "LDL", "STL")
@@ -78,12 +78,11 @@ def compiled(build: Build):
     }
     aligned = [name for name, kind in types.items() if kind.startswith("*") or (name in SIZES and name != "M")]
     if config.pipeline == "ring":
-        kernel, kind, options = ring_gemm_kernel, GluonASTSource, ring_options(config)
-        constants = ring_constants(config, True)
+        kernel, kind, (constants, options) = ring_gemm_kernel, GluonASTSource, ring_build(config, True)
         types |= dict.fromkeys(TAIL, "i32")
     else:
-        kernel, kind, options = int8_gemm_kernel, ASTSource, compile_options(config)
-        constants = kernel_constants(config, True, build.even_k, descriptors, build.store_blocks, build.passes)
+        kernel, kind = int8_gemm_kernel, ASTSource
+        constants, options = gemm_build(config, True, build.even_k, descriptors, build.store_blocks, build.passes)
     return built(kernel, types, constants, aligned, options, build.capability, kind)
 
 
