@@ -78,22 +78,6 @@ def protected(model, *blocks):
     return set_attention(model)
 
 
-def output(dit, model):
-    """One forward on fixed inputs, with what is attached to the MODEL."""
-    import comfy.model_management
-
-    from glyphs import conditioning, latents
-
-    comfy.model_management.load_models_gpu([model])
-    context, pooled = conditioning.encode("R2")
-    x = torch.randn(2, latents.CHANNELS, latents.SIDE, latents.SIDE, generator=torch.Generator().manual_seed(0))
-    options = model.model_options["transformer_options"] | {"wrappers": model.wrappers}
-    with torch.inference_mode():
-        return model.model.apply_model(
-            x, torch.full((2,), 0.7), c_crossattn=context, y=pooled, transformer_options=options
-        )
-
-
 # Measured
 
 
@@ -128,7 +112,7 @@ def test_of_an_armed_model_nothing_is_seen_but_while_it_samples(dit, file, round
     model = armed(dit.stock(file), recording)
     dit.sample(model)
     before = recording.calibration().attention[FRAGILE].calls
-    output(dit, model)
+    dit.attached_output(model)
     assert recording.calibration().attention[FRAGILE].calls == before == 1 and not rounded
 
 
@@ -213,11 +197,11 @@ def test_int8_attention_leaves_the_block_out(dit, file, quantized, rounded):
     assert model.object_patches.keys() == quantized.object_patches.keys() and dit.described(model) == "as ComfyUI"
     model = set_attention(quantized.clone())
     assert dit.described(model) == "INT8 where it fits, exact in 1 block"
-    output(dit, model)
+    dit.attached_output(model)
     assert len(rounded) == 2
     rounded.clear()
-    expected = output(dit, quantized)
-    torch.testing.assert_close(output(dit, protected(quantized.clone(), *BLOCKS)), expected)
+    expected = dit.attached_output(quantized)
+    torch.testing.assert_close(dit.attached_output(protected(quantized.clone(), *BLOCKS)), expected)
     assert not rounded
 
 
@@ -227,14 +211,14 @@ def test_int8_attention_of_an_earlier_node_obeys_too(dit, file, calibration, rou
     assert dit.described(model) == "INT8 where it fits"
     model = dit.quantize(model, calibration=calibration)
     assert dit.described(model) == "INT8 where it fits, exact in 1 block"
-    output(dit, model)
+    dit.attached_output(model)
     assert len(rounded) == 2
     healthy = dit.quantize(model, calibration=dit.recorded())
     rounded.clear()
-    output(dit, healthy)
+    dit.attached_output(healthy)
     assert dit.described(healthy) == "INT8 where it fits" and len(rounded) == 3
     rounded.clear()
-    output(dit, model)
+    dit.attached_output(model)
     assert len(rounded) == 2
 
 
@@ -302,7 +286,7 @@ def test_files_keep_it(dit, quantized, rounded, tmp_path, form):
     loaded = dit.load(dit.save(dit.load(path), tmp_path / f"again.{form}"))
     assert dit.recipe(loaded)["attention"] == dit.recipe(quantized)["attention"]
     assert dit.described(set_attention(loaded)) == "INT8 where it fits, exact in 1 block"
-    output(dit, loaded)
+    dit.attached_output(loaded)
     assert len(rounded) == 2
 
 
@@ -321,7 +305,7 @@ def test_all_nodes_that_set_it_obey(dit, file, calibration, quantized, rounded, 
     made = dit.run_node(dit.stock(file), calibration=calibration, attention=INT8)[0]
     for model in (loaded, applied, made):
         rounded.clear()
-        output(dit, model)
+        dit.attached_output(model)
         assert len(rounded) == 2
 
 

@@ -181,36 +181,24 @@ def test_ideogram_4_folds_wholly(dit, ideogram, tmp_path, protect):
 
 def test_layers_with_16_bit_activations_keep_them(dit, ideogram, tmp_path, caplog):
     """Where their input is divided for a neighbour, they multiply it back."""
-    from int8_dit.nodes.layers.int8_weight import is_int8
-
     small, model = ideogram
-    calibration = small.recorded(model)
-    fragile = dit.run_node(model, calibration=calibration)[2].splitlines()[6:]
-    ranking = [line.split(" | ")[0].removeprefix("| ") for line in fragile]
-    number = 1 + min(ranking.index(f"layers.0.feed_forward.{w}") for w in ("w1", "w3"))  # one of the two that share
-    quantized = dit.quantize(
-        model, number, calibration=calibration, protected_in="INT8 with 16-bit activations", method="none"
+    quantized, mine = (
+        dit.quantize(model, **small.calibration(model)),
+        {"layers.0.feed_forward.w1", "layers.1.attention.o"},
     )
-    mine = {layer for layer, w in dit.int8_weights(quantized).items() if w._params.activation_bits == 16}
-    assert len(mine) == number
-    smoothed = dit.quantize(model, calibration=calibration)
-    for layer in set(dit.int8_weights(quantized)) - mine:
-        assert is_int8(dit.module(quantized, layer).weight)
-        dit.module(quantized, layer).weight = dit.module(smoothed, layer).weight
+    for layer in mine:
+        small.hold_int8(dit.module(quantized, layer), bits=16)
     own = dit.save(quantized, tmp_path / "own.safetensors", False)
     assert "Other loaders refuse" not in caplog.text
     folded = dit.save(quantized, tmp_path / "folded.safetensors", True)
     (warning,) = [r.getMessage() for r in caplog.records if "Other loaders refuse" in r.getMessage()]
-    assert f"{number} of its layers need 16-bit activations" in warning and "protected_in" in warning
-    assert formats(dit, own) == {"int8_smoothquant", "int8_act16"} and set(dit.formats(folded).values()) == {
-        "int8_tensorwise",
-        "int8_act16",
-    }
-    loaded = dit.load(folded)
-    assert {layer for layer, w in dit.int8_weights(loaded).items() if w._params.activation_bits == 16} == mine
-    back = {layer for layer in mine if dit.module(loaded, layer).weight._params.smooth is not None}
-    assert back & {"layers.0.feed_forward.w1", "layers.0.feed_forward.w3"}
-    assert_same_models(loaded, dit.load(own), small.output)
+    assert "2 of its layers need 16-bit activations" in warning and "protected_in" in warning
+    assert formats(dit, own) == {"int8_smoothquant", "int8_act16"}
+    assert formats(dit, folded) == {"int8_tensorwise", "int8_act16"}
+    loaded = dit.int8_weights(dit.load(folded))
+    assert {layer for layer, weight in loaded.items() if weight._params.activation_bits == 16} == mine
+    assert loaded[shared]._params.smooth is not None and loaded[alone]._params.smooth is None
+    assert_same_models(dit.load(folded), dit.load(own), small.output)
 
 
 def in_fp8(dit):

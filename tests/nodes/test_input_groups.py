@@ -73,33 +73,6 @@ def test_weights_loaded_anew_are_no_longer_shared(ideogram):
     assert shared.w3.input_group is None
 
 
-def test_the_loader_groups_linears(pack):
-    """Names decide, and only INT8 linears count."""
-    from int8_dit.kernels import ChannelTransform, quantize_weight
-    from int8_dit.nodes.layers.input_groups import group_inputs
-    from int8_dit.nodes.layers.int8_weight import int8_weight
-
-    def linear(int8=True, group=None):
-        module = torch.nn.Module()
-        weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-        transform = ChannelTransform(None, group)
-        if int8:
-            weight = int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
-        module.weight, module.input_group = torch.nn.Parameter(weight, requires_grad=False), None
-        return module
-
-    attention = torch.nn.ModuleDict(
-        {"to_q": linear(), "to_k": linear(int8=False), "to_v": linear(), "to_out": linear()}
-    )
-    rotated = torch.nn.ModuleDict({"q": linear(group=16), "k": linear(), "v": linear(), "o": linear()})
-    lone = torch.nn.ModuleDict({"w1": linear(), "w2": linear(), "w3": linear(int8=False)})
-    group_inputs(torch.nn.ModuleList((attention, rotated, lone)))
-    groups = {name: module.input_group for parent in (attention, rotated, lone) for name, module in parent.items()}
-    assert groups["to_q"] is groups["to_v"] is not None
-    assert groups["k"] is groups["v"] is not None and groups["k"] is not groups["to_q"]
-    assert all(groups[name] is None for name in ("to_k", "to_out", "q", "o", "w1", "w2", "w3"))
-
-
 # What the quantizer does so that a calibrated model shares: one vector of smoothing factors per group.
 
 
@@ -247,12 +220,16 @@ def test_groups_go_by_the_names_under_one_parent(pack):
     assert same_input_groups(names, lambda a, b: a == b) == []
 
 
-def test_only_members_of_equal_bits_share(dit, small, swiglu):
-    """w1 and w3 with 16 bits both do; one alone does not."""
-    quantized = dit.quantize(swiglu)
-    members = {f"{FEED_FORWARD}.{w}" for w in ("w1", "w3")}
+@pytest.mark.parametrize("held", ("16 bits", "rotated", "floats"))
+def test_only_members_that_are_quantized_alike_share(dit, small, swiglu, held):
+    """w1 and w3 that are both changed do; one alone does not."""
+    quantized, members = dit.quantize(swiglu), {f"{FEED_FORWARD}.{w}" for w in ("w1", "w3")}
     assert members in sharing(dit, quantized)
-    for layer, shared in ((f"{FEED_FORWARD}.w1", False), (f"{FEED_FORWARD}.w3", True)):
-        small.hold_int8(dit.module(quantized, layer), bits=16)
+    for layer, shared in ((f"{FEED_FORWARD}.w1", False), (f"{FEED_FORWARD}.w3", held != "floats")):
+        module = dit.module(quantized, layer)
+        if held == "floats":
+            small.hold(module, module.weight.dequantize())
+        else:
+            small.hold_int8(module, group=64 if held == "rotated" else None, bits=16 if held == "16 bits" else 8)
         small.regroup(quantized)
         assert (members in sharing(dit, quantized)) == shared

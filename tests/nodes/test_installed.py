@@ -13,16 +13,25 @@ from types import SimpleNamespace
 import pytest
 
 
-def test_the_installed_will_do(pack, caplog):
-    assert asyncio.run(pack.comfy_entrypoint()) is not None
-    assert not caplog.records
+@pytest.fixture
+def said_at_load(pack, caplog):
+    """Load the pack; what the log says."""
+
+    def load():
+        assert asyncio.run(pack.comfy_entrypoint()) is not None
+        return [record.getMessage() for record in caplog.records]
+
+    return load
 
 
-def test_a_missing_triton_is_said_in_one_line(pack, caplog, monkeypatch):
+def test_the_installed_will_do(said_at_load):
+    assert not said_at_load()
+
+
+def test_a_missing_triton_is_said_in_one_line(pack, said_at_load, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(f"{pack.__name__}.nodes.host.notices._from_load", [])  # where there is a card, it is kept
-    assert asyncio.run(pack.comfy_entrypoint()) is not None
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = said_at_load()
     assert "bf16" in line and "\n" not in line
     assert re.search(r"in the folder \S+ run `\S+ -m (uv )?pip install \"triton(-windows)?==\d+\.\d+\.\*\"`", line)
 
@@ -100,7 +109,7 @@ def _load_a_model():
     LoadINT8DiT.execute("demo_letters_q4_0.gguf", "bf16")  # which the pack brings
 
 
-def test_a_triton_that_raises_when_it_is_imported_stops_nothing(pack, monkeypatch, tmp_path, caplog):
+def test_a_triton_that_raises_when_it_is_imported_stops_nothing(said_at_load, monkeypatch, tmp_path):
     """Whatever it raises: the pack is loaded, and says it where there is a card."""
     from int8_dit.nodes.host import installed, notices
 
@@ -111,16 +120,14 @@ def test_a_triton_that_raises_when_it_is_imported_stops_nothing(pack, monkeypatc
     for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(installed, "takes_kernels", lambda device: True)
-    assert asyncio.run(pack.comfy_entrypoint()) is not None
-    (line,) = [text for text in messages(caplog) if "cannot be imported" in text]
+    (line,) = [text for text in said_at_load() if "cannot be imported" in text]
     assert "Triton cannot be imported (of another PyTorch); in the folder " in line and "--force-reinstall" in line
 
 
-def test_unknown_insides_are_said_in_one_line(pack, caplog, monkeypatch):
+def test_unknown_insides_are_said_in_one_line(pack, said_at_load, monkeypatch):
     unknown = [("how Triton launches", "it launches itself"), ("a table", "nothing is looked up")]
     monkeypatch.setattr(f"{pack.__name__}.nodes.host.installed.missing", lambda: unknown)
-    assert asyncio.run(pack.comfy_entrypoint()) is not None
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = said_at_load()
     assert "how Triton launches (it launches itself); a table (nothing is looked up)" in line
 
 
@@ -139,11 +146,10 @@ def test_an_older_one_is_named_with_the_version_that_is_needed(pack, monkeypatch
     assert "\n" not in str(caught.value) and 'pip install -U "comfy-kitchen>=0.2.26"' in str(caught.value)
 
 
-def test_what_the_pack_can_do_without_is_said_in_one_line(pack, caplog, monkeypatch):
+def test_what_the_pack_can_do_without_is_said_in_one_line(pack, said_at_load, monkeypatch):
     """A module that is gone: the log says what, and what happens instead."""
     monkeypatch.setitem(sys.modules, "latent_preview", None)
-    assert asyncio.run(pack.comfy_entrypoint()) is not None
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = said_at_load()
     assert "latent_preview.get_previewer (calibration shows no previews)" in line and "\n" not in line
 
 

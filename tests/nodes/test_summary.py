@@ -161,16 +161,3 @@ def test_the_node_shows_it_and_puts_it_out(server):
         assert results[text]["text"] == [expected]
         (badge,) = results[load]["int8_dit_badges"]
         assert badge == {"severity": "note", "text": "INT8 without a GPU: 21 of 34", "detail": expected, "reason": ""}
-
-
-def test_int8_attention_on_a_cpu_is_refused_by_the_server(server):
-    from support.server import ExecutionFailed
-
-    prompt = Prompt()
-    load = prompt.add(
-        "LoadINT8DiT", model_name=workflows.GLYPH_MODEL, kernel="fused int8", attention="INT8 (comfy-kitchen)"
-    )
-    prompt.add("PreviewAny", source=link(load, 1))
-    with pytest.raises(ExecutionFailed, match="attention is set to INT8") as error:
-        server.queue(prompt)
-    assert error.value.node_type == "LoadINT8DiT"

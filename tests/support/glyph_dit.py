@@ -182,18 +182,25 @@ def forward(model: ModelPatcher) -> torch.Tensor:
     return _apply(model, "R2", 0.7, seed=0)
 
 
+def attached_output(model: ModelPatcher) -> torch.Tensor:
+    """`output` with the overrides and wrappers that are attached to the MODEL."""
+    comfy.model_management.load_models_gpu([model])
+    options = model.model_options["transformer_options"] | {"wrappers": model.wrappers}
+    return _apply(model, "R2", 0.7, seed=0, transformer_options=options)
+
+
 def velocity(model: ModelPatcher, time: float) -> torch.Tensor:
     """One forward on noise for all characters at a time of the schedule."""
     comfy.model_management.load_models_gpu([model])
     return _apply(model, ALPHABET, time, seed=1)
 
 
-def _apply(model: ModelPatcher, text: str, time: float, seed: int) -> torch.Tensor:
+def _apply(model: ModelPatcher, text: str, time: float, seed: int, **named: object) -> torch.Tensor:
     context, pooled = conditioning.encode(text)
     shape = (len(text), latents.CHANNELS, latents.SIDE, latents.SIDE)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode():
-        return model.model.apply_model(x, torch.full((len(text),), time), c_crossattn=context, y=pooled)
+        return model.model.apply_model(x, torch.full((len(text),), time), c_crossattn=context, y=pooled, **named)
 
 
 def save(model: ModelPatcher, path: str | Path, fold: bool = False) -> str:
