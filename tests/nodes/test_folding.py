@@ -182,10 +182,8 @@ def test_ideogram_4_folds_wholly(dit, ideogram, tmp_path, protect):
 def test_layers_with_16_bit_activations_keep_them(dit, ideogram, tmp_path, caplog):
     """Where their input is divided for a neighbour, they multiply it back."""
     small, model = ideogram
-    quantized, mine = (
-        dit.quantize(model, **small.calibration(model)),
-        {"layers.0.feed_forward.w1", "layers.1.attention.o"},
-    )
+    shared, alone = "layers.0.feed_forward.w1", "layers.1.attention.o"
+    quantized, mine = dit.quantize(model, **small.calibration(model)), {shared, alone}
     for layer in mine:
         small.hold_int8(dit.module(quantized, layer), bits=16)
     own = dit.save(quantized, tmp_path / "own.safetensors", False)
