@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import importlib.util
 import os
 import re
@@ -162,37 +161,17 @@ def _python_of(venv: Path) -> Path:
 
 
 def _create_venv(venv: Path) -> None:
-    if not _venv_works():
-        _install_venv_module()
+    # Debian ships the venv module without the ensurepip that it needs, so both have to be asked for.
+    if not all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")):
+        raise PrepareError(
+            f"{sys.executable} cannot make virtual environments; use another, or apt-get install python3-venv"
+        )
     say("creating the virtual environment")
     result = subprocess.run(
         [sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True, check=False
     )
     if result.returncode != 0:
         raise PrepareError(f"cannot create a virtual environment in {venv}:\n{result.stdout}{result.stderr}".rstrip())
-
-
-def _venv_works() -> bool:
-    # Debian ships the venv module without the ensurepip that it needs, so both have to be asked for.
-    return all(importlib.util.find_spec(name) for name in ("venv", "ensurepip"))
-
-
-def _install_venv_module() -> None:
-    distribution_python = sys.base_prefix == "/usr" and shutil.which("apt-get")
-    if not distribution_python:
-        raise PrepareError(
-            f"{sys.executable} cannot make virtual environments (no venv or ensurepip module); use another"
-        )
-    if os.geteuid() != 0:
-        raise PrepareError("this Python has no venv module; install it with: sudo apt-get install python3-venv")
-    say("installing python3-venv")
-    for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", "python3-venv"]):
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        if subprocess.run(["apt-get", *command], env=environment, check=False).returncode != 0:
-            raise PrepareError(f"apt-get {command[0]} failed; install python3-venv by hand and run this again")
-    importlib.invalidate_caches()
-    if not _venv_works():
-        raise PrepareError(f"python3-venv is installed, but not for {sys.executable}; use the system's own python3")
 
 
 def _unpack_comfyui(python: Path, destination: Path, log: Path) -> None:
