@@ -76,9 +76,8 @@ def sampling_seconds(model, pixels: int, steps: int) -> float:
     return time.perf_counter() - begin
 
 
-def measure_quantization(bf16, pixels: int, steps: int, wanted: str, rounds: int = 3) -> dict[str, object]:
-    """What recording costs the sampling it rides on, and time and memory of quantizing with and without calibration, in
-    the ways whose names have `wanted` in them."""
+def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict[str, object]:
+    """What recording costs the sampling it rides on, and time and memory of quantizing with and without calibration."""
     import comfy.model_management
 
     from int8_dit.nodes.calibration.recorder import Recording, armed
@@ -105,8 +104,6 @@ def measure_quantization(bf16, pixels: int, steps: int, wanted: str, rounds: int
         "weights of 4 bits, calibrated rounding": (replace(rounded, weight_bits=4), calibration),
     }
     for name, (settings, recorded_inputs) in variants.items():
-        if wanted not in name:
-            continue
         with PeakMemory(device) as peak:
             begin = time.perf_counter()
             quantized, report, _ = quantize_model(bf16, settings, "fused int8", recorded_inputs)
@@ -238,7 +235,6 @@ def main() -> None:
     study.option("--repetitions", type=int, default=15)
     study.option("--steps", type=int, default=20, help="of the samplings that are recorded")
     study.option("--only", choices=("steps", "quantization"))
-    study.option("--quantizations", default="", help="those alone with this in their names")
     study.option("--variants", nargs="+", metavar="NAME", help="of the steps; all of variants.py's")
     study.option("--profile", nargs="*", default=PROFILED, metavar="NAME", help="by kernel")
     study.option("--row-seconds", type=float, default=90.0, help="the most for a variant; twice if it compiles")
@@ -255,7 +251,7 @@ def main() -> None:
     parts, results, pixels = [f", {arguments.blocks} blocks with random weights."], {}, arguments.pixels
     if arguments.only != "steps":
         bf16 = comfy.sd.load_diffusion_model_state_dict({name: random.tensor(name).cpu() for name in random.shapes})
-        measured = measure_quantization(bf16, max(pixels), arguments.steps, arguments.quantizations)
+        measured = measure_quantization(bf16, max(pixels), arguments.steps)
         results["quantization"], added = measured, 100 * measured["recording_adds"]
         parts.append(f"Recording adds {added:.1f} % to a sampling of {arguments.steps} steps, {max(pixels)} px.")
         parts.append(quantization_table(measured["variants"]))

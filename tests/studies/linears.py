@@ -131,24 +131,14 @@ IN_TABLES = (BF16, FP16_SUMS, KITCHEN_CUDA)
 *BLOCK_SHAPES, LLM_SHAPE = IDEOGRAM4_SHAPES
 FEW_TOKENS = 77
 TALL_SHAPE = LinearShape("video", 21504, 5376, tokens=80661)
-MODEL_SHAPES = (
-    LinearShape("Flux, Qwen-Image attention out", 3072, 3072, tokens=4608),
-    LinearShape("Flux, Qwen-Image ffn up", 12288, 3072, tokens=4608),
-    LinearShape("Flux, Qwen-Image ffn down", 3072, 12288, tokens=4608),
-    LinearShape("Z-Image ffn up", 10240, 3840, tokens=4608),
-    LinearShape("Z-Image ffn down", 3840, 10240, tokens=4608),
-    LinearShape("Wan attention out", 5120, 5120, tokens=32760),
-    LinearShape("Wan ffn up", 13824, 5120, tokens=32760),
-    LinearShape("Wan ffn down", 5120, 13824, tokens=32760),
-)
 TOKENS = (2560, 4352)
 
 
-def planned_shapes(tokens: Sequence[int], tall: bool, models: bool) -> list[tuple[LinearShape, int]]:
+def planned_shapes(tokens: Sequence[int], tall: bool) -> list[tuple[LinearShape, int]]:
     """The shapes of one run, each with the M it is timed at."""
     blocks = [(shape, m) for m in tokens for shape in BLOCK_SHAPES]
     few = [replace(shape, tokens=FEW_TOKENS) for shape in BLOCK_SHAPES]
-    others = [LLM_SHAPE, *few, *([TALL_SHAPE] if tall else []), *(MODEL_SHAPES if models else [])]
+    others = [LLM_SHAPE, *few, *([TALL_SHAPE] if tall else [])]
     return blocks + [(shape, shape.tokens) for shape in others if shape.tokens is not None]
 
 
@@ -320,13 +310,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="rows of the activations for Ideogram 4's block shapes (default: 2560 4352; 4352 is 1024 px)",
     )
     parser.add_argument("--tall", action="store_true", help="a video model's shape too (about 20 GB of GPU memory)")
-    parser.add_argument("--models", action="store_true", help="shapes of Flux, Qwen-Image, Z-Image and Wan too")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each method, of which the median counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = planned_shapes(options.tokens, options.tall, options.models)
+    plan = planned_shapes(options.tokens, options.tall)
     report, copy_rate = Report(describe_machine(device)), copy_bandwidth(device, options.rounds)
     for number, (shape, m) in enumerate(plan, 1):
         report.shapes.append(benchmark_shape(shape, m, device, METHODS, rounds=options.rounds))
