@@ -1,5 +1,10 @@
-"""Damaged GGUF files, one by one: what is said of each. test_mutants.py loads many at random."""
+"""Damaged GGUF files: what is said of each, and many at random.
 
+INT8_DIT_MUTANTS=10 tries ten times as many of these.
+"""
+
+import math
+import os
 import struct
 import tracemalloc
 from dataclasses import replace
@@ -7,6 +12,11 @@ from importlib.metadata import version
 
 import pytest
 
+from support.limits import no_hang, peak_memory
+
+NOISE = 1e-3  # of float32: whoever takes a value for another one is off by far more
+SECONDS = 60  # for one file of 8 MB
+MOST_MEMORY = 1 << 30
 WAYS = (("fused int8", "INT8"), ("fused int8", "as stored"), ("bf16", "INT8"))
 
 
@@ -119,3 +129,33 @@ def test_a_block_that_is_not_a_number(gguf_mutants, tmp_path, base, way):
         file.tensors[number] = replace(whole, data=struct.pack("<e", float("nan")) + whole.data[2:])
         assert "a NaN or Inf" in refused(gguf_mutants, tmp_path / "a.gguf", file.written(), way)
         file.tensors[number] = whole
+
+
+@pytest.mark.slow
+def test_mutants_are_refused_or_right(dit, gguf_mutants, tmp_path):
+    """Each in one clear error, or it computes what the whole file does."""
+    path, files, expected = tmp_path / "the mutant.gguf", gguf_mutants.gguf_files(), {}
+    for base, data in files.items():
+        path.write_bytes(data)
+        expected |= {(base, way): dit.forward(gguf_mutants.load(path, *way)) for way in WAYS}
+    before, wrong, seen = peak_memory(), [], set()
+    count = 2 * len(gguf_mutants.MUTATIONS) * int(os.environ.get("INT8_DIT_MUTANTS", "1"))
+    for number, mutant in enumerate(gguf_mutants.mutants(files, count)):
+        way = WAYS[number % len(WAYS)]
+        path.unlink()  # a tensor of the one before may still be mapped
+        path.write_bytes(mutant.data)
+        try:
+            with no_hang(SECONDS):
+                error = dit.relative_error(dit.forward(gguf_mutants.load(path, *way)), expected[mutant.base, way])
+        except Exception as raised:
+            clear, said = isinstance(raised, (ValueError, OSError)) and path.name in str(raised), repr(raised)[:300]
+            ended = "refused" if clear else "unclear error"
+        else:
+            legitimate, said = mutant.free and math.isfinite(error), f"{error:.1e}"
+            ended = "right" if error < NOISE else "legitimately another" if legitimate else "silently wrong"
+        seen.add(ended)
+        if ended in ("unclear error", "silently wrong"):
+            wrong.append((ended, *mutant[:3], way, said))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert seen == {"refused", "right", "legitimately another"}
+    assert peak_memory() - before < MOST_MEMORY

@@ -1,6 +1,8 @@
-"""Damaged copies of small GGUF files: seeded mutants, in the terms of mutants.py, which tells what became of them.
+"""Damaged copies of small GGUF files: seeded mutants.
 
-Imported only once ComfyUI and the pack can be.
+A mutation is `free` where it changes plain values, which no loader can tell from right ones. After any other a loader
+has to refuse the file or compute what it computes for the base file. Imported only once ComfyUI and the pack can
+be.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ import math
 import random
 import struct
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import torch
@@ -21,7 +24,6 @@ from comfy.model_patcher import ModelPatcher
 from int8_dit.nodes.loading.load import load_int8_model
 from support import glyph_dit
 from support.gguf_files import stored_bytes
-from support.mutants import TEXTS, Mutation, cut, flipped, longer, on_tensors
 
 ALIGNMENT = 32
 RESHAPED = "x_embedder.proj.weight"  # a convolution, which one of the files has as a matrix
@@ -29,6 +31,7 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by type
 _NUMBERS = (0, 1, 2, 3, 5, 7, 33, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 _SCALE_PLACES = {"Q8_0": (0,), "Q4_K": (0, 2), "IQ4_NL": (0,)}  # of the fp16 scales in a block
+_TEXTS = ("", "{", "[]", "7", "null", "[" * 100_000, '{"a":' * 50_000, "\x00", '"' + "x" * 999_999)
 
 
 # The files
@@ -169,9 +172,28 @@ def taken_apart(data: bytes) -> _File:
 # Mutations
 
 
+Mutation = Callable[[random.Random, bytes], tuple[bytes, str, bool]]
+"""-> the damaged file, where it is damaged, whether the mutation is free."""
+
+
+def _flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def _cut(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+    left = rng.randrange(len(data))
+    return data[:left], f"{left} bytes left", False
+
+
+def _longer(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+    return data + bytes(rng.randrange(1, 100)), "", False
+
+
 def _header_bit(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
     bit = rng.randrange(8 * taken_apart(data).header)
-    return flipped(data, bit), f"bit {bit}", False
+    return _flipped(data, bit), f"bit {bit}", False
 
 
 def _number(kind: str, *others: int) -> Mutation:
@@ -201,7 +223,14 @@ _ALIKE = [
 
 
 def _rebuilt(change: Callable[[random.Random, _File], tuple[str, bool]]) -> Mutation:
-    return on_tensors(change, taken_apart)
+    """Of a file that is taken apart, changed and written again; `change` tells where, and whether it is free."""
+
+    def mutate(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+        file = taken_apart(data)
+        where, free = change(rng, file)
+        return file.written(), where, free
+
+    return mutate
 
 
 _TensorChange = Callable[[random.Random, _Tensor], tuple[dict[str, object], str, bool]]
@@ -308,7 +337,7 @@ def _not_a_number(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object
 
 def _bit(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
     bit = rng.randrange(8 * len(tensor.data))
-    return {"data": flipped(tensor.data, bit)}, f"bit {bit}", True
+    return {"data": _flipped(tensor.data, bit)}, f"bit {bit}", True
 
 
 def _architecture(rng: random.Random, file: _File) -> tuple[str, bool]:
@@ -325,7 +354,7 @@ def _architecture(rng: random.Random, file: _File) -> tuple[str, bool]:
 
 def _metadata(rng: random.Random, file: _File) -> tuple[str, bool]:
     key = rng.choice((b"int8_dit_recipe", b"int8_dit_marks", b"_quantization_metadata", b"config", b"workflow"))
-    text = rng.choice(TEXTS).encode()
+    text = rng.choice(_TEXTS).encode()
     file.values = [value for value in file.values if value[0] != key] + [(key, _STRING, _string(text))]
     if rng.random() < 0.1:
         file.values.append(file.values[-1])
@@ -351,8 +380,8 @@ MUTATIONS: dict[str, Mutation] = {
     "another number of dimensions": _number("dimensions"),
     "another type": _number("tensor type", *range(42)),
     "another offset": _number("offset"),
-    "truncated": cut,
-    "too long": longer,
+    "truncated": _cut,
+    "too long": _longer,
     "a tensor removed": _rebuilt(_removed),
     "a tensor renamed": _one(_renamed),
     "a tensor duplicated": _rebuilt(_duplicated),
@@ -369,6 +398,26 @@ MUTATIONS: dict[str, Mutation] = {
     "a key renamed": _rebuilt(_renamed_key),
     "damaged metadata": _rebuilt(_metadata),
 }
+
+
+class Mutant(NamedTuple):
+    """A damaged file: of what base, by what kind of mutation and where, and whether that is free."""
+
+    base: str
+    kind: str
+    where: str
+    free: bool
+    data: bytes
+
+
+def mutants(files: Mapping[str, bytes], count: int) -> Iterator[Mutant]:
+    """As many mutants of these files, kinds of mutation in turns, each round on the next file."""
+    rng = random.Random(0)
+    for number in range(count):
+        round_, place = divmod(number, len(MUTATIONS))
+        kind, base = list(MUTATIONS)[place], list(files)[(place + round_) % len(files)]
+        data, where, free = MUTATIONS[kind](rng, files[base])
+        yield Mutant(base, kind, where, free, data)
 
 
 def load(path: Path, kernel: str, memory: str) -> ModelPatcher:
