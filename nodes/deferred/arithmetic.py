@@ -9,63 +9,37 @@ import torch.nn.functional as F
 from ...kernels import Norm
 from . import takers
 from .mode import OF_DEFERRED, Deferring
-from .notes import MEMORY, Deferred, called_on_values, outside, valued
+from .notes import MEMORY, Deferred, valued
 from .operands import Activated, Copied, Normed, Segment, Sliced, Spread
 from .reading import PLAIN, Args, Kwargs, Modulation, T, gate_of, is_rows, modulation_of, now, on, operand_of
 from .views import tokens_of
 
-_RMS: Any = ("rms", torch.finfo(torch.float32).eps)  # and what PyTorch adds where a norm says nothing
-_LAYER: Any = ("layer", 1e-5)
+_RMS: Any = "rms", torch.finfo(torch.float32).eps, ("input", "normalized_shape", "weight", "eps")
+_LAYER: Any = "layer", 1e-5, ("input", "normalized_shape", "weight", "bias", "eps")
 _NORMS = {F.rms_norm: _RMS, torch.rms_norm: _RMS, F.layer_norm: _LAYER, torch.layer_norm: _LAYER}
-_NAMES = ("input", "normalized_shape", "weight", "bias", "eps")
-
-
-def normed(forward: Deferring, func: Any, x: Any, *args: Any) -> Any:
-    """What a norm of PyTorch's makes of `x`, deferred where that may be: of layers that call it themselves, with
-    parameters of their own in the dtype and on the device of `x`."""
-    forward.settle()
-    if torch.is_grad_enabled():
-        return func(x, *args)
-    with outside():
-        width, *parameters, eps = args
-        source = _source(x, width)
-        if source is None:
-            return forward.tracked(called_on_values(func, (x, *args), {}))
-        return _noted(forward, func, x, source, parameters, eps, args, {})
-
-
-def _source(x: Any, width: Any) -> torch.Tensor | None:
-    """What a norm over so many channels reads; None where that is nothing that a fused op norms."""
-    copied = operand_of(x, Copied)
-    source = now(x) if copied is None else copied.x
-    return source if is_rows(source) and len(width) == 1 and width[0] == source.shape[-1] else None
-
-
-def _noted(
-    forward: Deferring, func: Any, x: Any, source: torch.Tensor, parameters: Any, eps: Any, args: Args, kwargs: Kwargs
-) -> Any:
-    """The note of a norm of `x`, whose values are those of `source`; `args` are what follows it in the call."""
-    kind, least = _NORMS[func]
-    operand = Normed(source, Norm(kind, least if eps is None else eps, *parameters))
-    return forward.note(x, operand, func, (source if source.dtype == x.dtype else x, *args), kwargs)
+"""Each with its kind, what PyTorch adds where it says nothing of that, and its arguments."""
 
 
 @on(*_NORMS)
 def _norm(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    names = [name for name in _NAMES if name != "bias" or _NORMS[func] is _LAYER]
-    given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
+    kind, least, names = _NORMS[func]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, shape = given.pop("input"), given.pop("normalized_shape")
-    source, parameters = _source(x, shape), {name: given.get(name) for name in names[2:-1]}
-    if source is None:
+    copied = operand_of(x, Copied)
+    source = now(x) if copied is None else copied.x
+    if not is_rows(source) or len(shape) != 1 or shape[0] != source.shape[-1]:
         return NotImplemented
-    for name, tensor in parameters.items():
+    for name in ("weight", "bias"):
+        tensor = given.get(name)
         if tensor is None:
             continue
         if tensor.dtype != x.dtype or tensor.device != source.device or type(tensor) not in PLAIN:
             return NotImplemented
         if type(tensor) is not torch.nn.Parameter:
-            parameters[name] = tensor.clone()  # ComfyUI takes back the memory of a weight that it has cast
-    return _noted(mode, func, x, source, parameters.values(), given.get("eps"), (shape,), {**given, **parameters})
+            given[name] = tensor.clone()  # ComfyUI takes back the memory of a weight that it has cast
+    eps = given.get("eps")
+    operand = Normed(source, Norm(kind, least if eps is None else eps, given.get("weight"), given.get("bias")))
+    return mode.note(x, operand, func, (source if source.dtype == x.dtype else x, shape), given)
 
 
 _ACTIVATIONS = {
@@ -75,9 +49,8 @@ _ACTIVATIONS = {
 
 @on(*_ACTIVATIONS)
 def _activation(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, *others = args
-    x = now(x)
-    if not is_rows(x) or others or kwargs.get("inplace"):
+    x = now(args[0])
+    if not is_rows(x) or kwargs.get("inplace"):
         return NotImplemented
     name = "gelu_tanh" if kwargs.get("approximate") == "tanh" else _ACTIVATIONS[func]
     return mode.note(x, Activated(x, name), func, (x,), kwargs)

@@ -215,8 +215,7 @@ def _to(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @on(F.dropout, of=OF_DEFERRED)
 def _dropout(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    training = args[2] if len(args) > 2 else kwargs.get("training", True)
-    return NotImplemented if training or type(args[0]) is not Deferred else args[0]
+    return NotImplemented if kwargs["training"] else args[0]  # PyTorch shows all but the input by name
 
 
 @on(T.contiguous)

@@ -25,10 +25,9 @@ def written_arguments(func: Any) -> Callable[[Sequence, Mapping], Iterable[Any]]
     """What gives the arguments that a function may write into; None for one that only reads."""
     name = getattr(func, "__name__", "")
     if hasattr(func, "overloads"):  # an operator that has not chosen its overload yet
-        return _all if any(_written(getattr(func, overload)._schema) for overload in func.overloads()) else None
+        return _all if any(_writes(getattr(func, overload)._schema) for overload in func.overloads()) else None
     if getattr(func, "_schema", None) is not None:
-        written = _written(func._schema)
-        return functools.partial(_chosen, written) if written else None
+        return _all if _writes(func._schema) else None
     in_place = name.endswith("_") and not name.endswith("__")
     if (in_place or name.startswith("__i") or name in _WRITES) and name not in _READS:
         return _all if name.startswith("_foreach") else _first
@@ -38,9 +37,9 @@ def written_arguments(func: Any) -> Callable[[Sequence, Mapping], Iterable[Any]]
         return None
 
 
-def _written(schema: Any) -> list[tuple[int, str]]:
-    """The places and names of the arguments that an operator writes into."""
-    return [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+def _writes(schema: Any) -> bool:
+    """Whether an operator writes into any of its arguments."""
+    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
 
 
 def _first(args: Sequence, kwargs: Mapping) -> Sequence:
@@ -53,10 +52,6 @@ def _all(args: Sequence, kwargs: Mapping) -> Sequence:
 
 def _if_in_place(args: Sequence, kwargs: Mapping) -> Sequence:
     return _first(args, kwargs) if kwargs.get("inplace") else ()  # PyTorch shows it by name
-
-
-def _chosen(written: Sequence[tuple[int, str]], args: Sequence, kwargs: Mapping) -> Sequence:
-    return [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
 
 
 def storages(values: Any) -> Iterator[int]:

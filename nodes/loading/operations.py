@@ -17,7 +17,6 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import NATIVE, int8_path, native_computes
 from ..comfyui.layers import load_beside_weight, quantized_operations
 from ..comfyui.quantized import HeldWeight, layout_of, storage_shape, stored
-from ..deferred.arithmetic import normed
 from ..deferred.notes import MEMORY, Deferred, outside, tracking
 from ..files import quant_config
 from ..files.holding.grouped_weight import is_grouped, quant_config_in
@@ -176,7 +175,11 @@ def _uncast_where_resident(own: Any, norm: Callable[..., torch.Tensor], paramete
             comfy.ops.run_every_op()
             given = (self.normalized_shape, *map(self._parameters.get, parameters), self.eps)
             forward = tracking.forward
-            return norm(input, *given) if forward is None else normed(forward, norm, input, *given)
+            if forward is None:
+                return norm(input, *given)
+            forward.settle()
+            with outside():  # a norm of any input may wait
+                return forward.tracked(forward.called(norm, (type(input),), (input, *given), {}))
 
     return Norm
 
