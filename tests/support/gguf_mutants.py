@@ -28,7 +28,6 @@ from support.gguf_files import stored_bytes
 ALIGNMENT = 32
 RESHAPED = "x_embedder.proj.weight"  # a convolution, which one of the files has as a matrix
 _STRING, _ARRAY = 8, 9
-_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by type
 _NUMBERS = (0, 1, 2, 3, 5, 7, 33, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 _SCALE_PLACES = {"Q8_0": (0,), "Q4_K": (0, 2), "IQ4_NL": (0,)}  # of the fp16 scales in a block
 _TEXTS = ("", "{", "[]", "7", "null", "[" * 100_000, '{"a":' * 50_000, "\x00", '"' + "x" * 999_999)
@@ -115,57 +114,34 @@ def _padded(data: bytes) -> bytes:
     return data + bytes(-len(data) % ALIGNMENT)
 
 
-class _Cursor:
-    """Reads a file from its beginning and notes where its numbers stand."""
-
-    def __init__(self, data: bytes, places: dict[str, list[tuple[int, str]]]) -> None:
-        self.data, self.at, self.places = data, 0, places
-
-    def number(self, letter: str, kind: str) -> int:
-        self.places.setdefault(kind, []).append((self.at, letter))
-        (value,) = struct.unpack_from(f"<{letter}", self.data, self.at)
-        self.at += struct.calcsize(letter)
-        return value
-
-    def string(self) -> bytes:
-        length = self.number("Q", "length")
-        self.at += length
-        return self.data[self.at - length : self.at]
-
-    def value(self, type: int) -> None:
-        if type == _STRING:
-            self.string()
-        elif type == _ARRAY:
-            items, count = self.number("I", "array"), self.number("Q", "array")
-            for _ in range(count):
-                self.value(items)
-        else:
-            self.at += _SCALARS[type]
-
-
 def taken_apart(data: bytes) -> _File:
-    """A GGUF file's parts; `written` puts them together again."""
-    file = _File()
-    cursor = _Cursor(data, file.places)
-    for letter in "II":
-        cursor.number(letter, "start")
-    tensors, values = cursor.number("Q", "start"), cursor.number("Q", "start")
-    for _ in range(values):
-        key, type = cursor.string(), cursor.number("I", "value type")
-        begin = cursor.at
-        cursor.value(type)
-        file.values.append((key, type, data[begin : cursor.at]))
-    infos = []
-    for _ in range(tensors):
-        name = cursor.string()
-        dims = tuple(cursor.number("Q", "dimension") for _ in range(cursor.number("I", "dimensions")))
-        infos.append((name, dims, cursor.number("I", "tensor type"), cursor.number("Q", "offset")))
-    file.header = cursor.at
-    start = cursor.at + -cursor.at % ALIGNMENT
-    for name, dims, type, offset in infos:
-        weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(type)]
-        begin = start + offset
-        file.tensors.append(_Tensor(name, dims, type, data[begin : begin + math.prod(dims) // weights * size]))
+    """A GGUF file's parts, by the package gguf; `written` puts them together again."""
+    file = _File(places={"start": [(0, "I"), (4, "I"), (8, "Q"), (16, "Q")]})
+    with tempfile.NamedTemporaryFile() as copy:
+        copy.write(data)
+        copy.flush()
+        reader = gguf.GGUFReader(copy.name)
+
+    def note(at: int, *numbers: tuple[str, str, int]) -> int:
+        """Note where numbers stand, each by its kind, struct's letter and the bytes behind it; where the last ends."""
+        for kind, letter, behind in numbers:
+            file.places.setdefault(kind, []).append((at, letter))
+            at += struct.calcsize(letter) + behind
+        return at
+
+    for key, entry in reader.fields.items():
+        if not key.startswith("GGUF."):
+            begin = note(entry.offset, ("length", "Q", len(entry.parts[1])), ("value type", "I", 0))
+            type = int(entry.parts[2][0])
+            note(begin, *{_STRING: [("length", "Q", 0)], _ARRAY: [("array", "I", 0), ("array", "Q", 0)]}.get(type, []))
+            end = entry.offset + sum(part.nbytes for part in entry.parts)
+            file.values.append((bytes(entry.parts[1]), type, data[begin:end]))
+    for tensor in reader.tensors:
+        name, dims = bytes(tensor.field.parts[1]), tuple(map(int, tensor.shape))
+        at = note(tensor.field.offset, ("length", "Q", len(name)), ("dimensions", "I", 0))
+        file.header = note(at, *[("dimension", "Q", 0)] * len(dims), ("tensor type", "I", 0), ("offset", "Q", 0))
+        held = data[tensor.data_offset : tensor.data_offset + int(tensor.n_bytes)]
+        file.tensors.append(_Tensor(name, dims, int(tensor.tensor_type), held))
     return file
 
 
