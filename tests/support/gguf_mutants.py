@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gguf
-import torch
 from comfy.model_patcher import ModelPatcher
 
 from int8_dit.nodes.loading.load import load_int8_model
 from support import glyph_dit
-from support.gguf_files import stored_bytes
+from support.gguf_files import linears_in, write_gguf
 
 ALIGNMENT = 32
 RESHAPED = "x_embedder.proj.weight"  # a convolution, which one of the files has as a matrix
@@ -42,30 +41,10 @@ def gguf_files() -> dict[str, bytes]:
 
 
 def _file(type: str) -> bytes:
+    tensors = {name: tensor.float() for name, tensor in glyph_dit.tensors().items()}
+    shapes = {RESHAPED: tuple(tensors[RESHAPED].flatten(1).shape)} if type == "Q4_K" else {}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "file")
-        writer = gguf.GGUFWriter(path, "sd3")
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        writer.add_string("workflow", '{"nodes": []}')
-        for name, tensor in glyph_dit.tensors().items():
-            _add(writer, name, tensor.float(), type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path.read_bytes()
-
-
-def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, type: str) -> None:
-    if tensor.ndim == 2 and type in _SCALE_PLACES:
-        weights, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
-        fitting = type if tensor.shape[1] % weights == 0 else "Q8_0"
-        writer.add_tensor(name, stored_bytes(tensor, fitting), raw_dtype=gguf.GGMLQuantizationType[fitting])
-        return
-    if name == RESHAPED and type == "Q4_K":
-        writer.add_array(f"comfy.gguf.orig_shape.{name}", list(tensor.shape))
-        tensor = tensor.flatten(1)
-    writer.add_tensor(name, (tensor if tensor.ndim == 1 else tensor.half()).numpy())
+        return Path(write_gguf(Path(folder, "file"), tensors, linears_in(type), shapes=shapes)).read_bytes()
 
 
 @dataclass(frozen=True)
