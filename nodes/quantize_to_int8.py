@@ -294,10 +294,8 @@ def _wrong_calibration_inputs(given: Set[str]) -> str:
             "positive, negative, sampler, sigmas and latent_image"
         )
     missing = [name for name in _NEEDED if name not in given]
-    it = "it" if len(missing) == 1 else "them"
-    if not missing:
-        return ""
-    return f"calibration also needs {' and '.join(missing)}: connect {it}, or disconnect all calibration inputs"
+    needs = f"calibration also needs {' and '.join(missing)}: connect {'it' if len(missing) == 1 else 'them'}"
+    return f"{needs}, or disconnect all calibration inputs" if missing else ""
 
 
 def _badge(report: QuantizationReport, method: str) -> Badge:

@@ -93,13 +93,13 @@ def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
     for index, other in enumerate(calibrations[1:], start=2):
         sentence = "calibrations of different models cannot be merged: layer {} is {} in the first and {} in number "
         _check_alike(shapes, other.shapes, f"{sentence}{index}")
-    called = [{name: seen for name, seen in c.statistics.items() if seen.calls} for c in calibrations]
-    seen = {name: [statistics[name] for statistics in called if name in statistics] for name in shapes}
+    seen = {name: [c.statistics[name] for c in calibrations if name in c.statistics] for name in shapes}
+    called = {name: [one for one in several if one.calls] for name, several in seen.items()}
     names = dict.fromkeys(name for calibration in calibrations for name in calibration.attention)
     blocks = {name: [c.attention[name] for c in calibrations if name in c.attention] for name in names}
     return Calibration(
         shapes,
-        {name: ActivationStatistics.merged(several) for name, several in seen.items() if several},
+        {name: ActivationStatistics.merged(several) for name, several in called.items() if several},
         {name: AttentionError.merged(several) for name, several in blocks.items()},
     )
 
@@ -112,12 +112,8 @@ def save_calibration(calibration: Calibration, destination: str | Iterable[str],
         layers[name] = {"shape": list(shape), "calls": 0}
         seen = calibration.statistics.get(name)
         if seen is not None:
-            parts = seen.sample.parts
-            layers[name] |= {
-                "calls": seen.calls,
-                "spikiness": seen.spikiness,
-                "sampled": [part.shape[0] for part in parts],
-            }
+            sampled = [part.shape[0] for part in seen.sample.parts]
+            layers[name] |= {"calls": seen.calls, "spikiness": seen.spikiness, "sampled": sampled}
             tensors |= {f"{name}.{_ABSMAX}": seen.absmax, f"{name}.{_ROWS}": seen.sample.rows}
     attention = {name: [error.calls, *error.sums] for name, error in calibration.attention.items()}
     about = {_KEY: json.dumps(layers), _ATTENTION_KEY: json.dumps(attention)}
