@@ -26,6 +26,10 @@ class Stopwatch:
         """End a span."""
         span.append(self._now())
 
+    def is_over(self, span: list) -> bool:
+        """Whether the device has come to the end of an ended span."""
+        return not self._on_gpu or span[1].query()
+
     def milliseconds(self, span: list) -> float:
         """How long an ended span took. It waits for the device."""
         begin, end = span

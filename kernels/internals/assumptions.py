@@ -37,6 +37,17 @@ DIRECT_LAUNCH = Assumption(
         "triton/compiler/compiler.py": (r"^class CompiledKernel\b",),
     },
 )
+COMPILING_ALONE = Assumption(
+    "how Triton compiles a kernel without a launch",
+    "kernels are compiled at their first launch, and of the GEMM's tiles the rule's run",
+    {
+        "triton/runtime/jit.py": (
+            r"^    def run\(self, \*args, grid, warmup, \*\*kwargs\):",
+            r"^        with self\._hash_lock:",  # other threads compile too
+        ),
+    },
+    as_new_as="triton/runtime/_async_compile.py",
+)
 _GLUON_LANGUAGE = "triton/experimental/gluon/language"
 GLUON = Assumption(
     "Gluon, Triton's language with layouts",
@@ -62,6 +73,7 @@ GLUON = Assumption(
 
 ASSUMPTIONS = (
     DIRECT_LAUNCH,
+    COMPILING_ALONE,
     GLUON,
     Assumption(
         "tensor descriptors",

@@ -1,13 +1,13 @@
 """Triton's runtime: its driver, what it raises, where it keeps files, and a compiled kernel launched past it."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 
-from .assumptions import DIRECT_LAUNCH, holds
+from .assumptions import COMPILING_ALONE, DIRECT_LAUNCH, holds
 
 try:  # Triton 3.4 and newer
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -69,6 +69,28 @@ class MatrixBlocks:
         descriptor: Any = object.__new__(TensorDescriptor)  # pyright: ignore[reportArgumentType]
         descriptor.__dict__ = {**self._fields, "base": base}
         return descriptor
+
+
+COMPILES_ALONE = holds(COMPILING_ALONE)
+"""Whether a thread may compile a kernel that nobody launches yet, while others launch and compile."""
+
+
+def compile_alone(kernel: Any, arguments: Sequence[object], named: Mapping[str, object]) -> object:
+    """Compile a kernel for a launch with such arguments on the current device, which does not see it.
+
+    Tensors may be anything with a dtype and a data_ptr(). Raises what Triton does.
+    """
+    return kernel.warmup(*arguments, grid=(1, 1), **named)
+
+
+def compile_launcher(compiled: Any) -> None:
+    """Let the host's C compiler make what launches such parameters, which takes as long as the kernel.
+
+    Triton finds that on disk then. Raises what Triton does.
+    """
+    make: Any = getattr(triton.runtime.driver.active, "launcher_cls", None)
+    if make is not None:
+        make(compiled.src, compiled.metadata)
 
 
 def direct_launch(compiled: object, arguments: int, constants: Mapping[str, object]) -> Callable[..., None] | None:

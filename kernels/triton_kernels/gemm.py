@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,9 +12,10 @@ from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
 from ..kept import kept
 from ..memory_plan import unplanned_memory
 from ..operators import Tensors
+from .background import Background, beside_calls
 from .exactness import WrongResult, check_exact
 from .gemm_kernel import Operands, gemm_build, int8_gemm_kernel
-from .launching import Launcher, begin_on_16, on_device
+from .launching import Launcher, StandIn, begin_on_16, on_device
 from .rows import dense_channels
 from .tiles import PIPELINES, GemmConfig, gemm_candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
@@ -100,12 +102,30 @@ class GemmLaunch:
             self._grid = (tiles + self._shared * (parts - 1), 1)
             self._numbers += (tiles - self._shared, parts, config.group_m)
         else:
-            form = (config, bias is not None, k % config.block_k == 0, described, stored, passes)
-            self._launch = _GEMM.prepared((*form, operands.has_one_scale), operands.read, self._numbers)
+            form = (config.kernel, bias is not None, k % config.block_k == 0, described, stored, passes)
+            self._launch = _GEMM.prepared((*form, operands.has_one_scale), operands.read, (*self._numbers, 0))
+            self._numbers += (config.group_m,)
         # None where pointers are used.
         self._a_blocks = MatrixBlocks(q, (config.block_m, config.block_k)) if described else None
         self._b_blocks = MatrixBlocks(weight, (config.block_n, config.block_k)) if described else None
         self._out_blocks = MatrixBlocks(out, (config.block_m, config.block_n)) if stored else None
+
+    def is_compiled(self, operands: Operands, rank: int | None, threads: Background = beside_calls) -> bool:
+        """Whether a launch on such operands need not wait for that. If it must, and there is a rank, other threads
+        compile it."""
+        if rank is not None and not self._launch.is_compiled:
+            q, weight, *others, out = map(StandIn.of, operands.read)
+            spare = StandIn((1,), torch.int32, out.device) if self._ring or self._sums else out
+            a, b, c = self._blocks(q, weight, out, (q, weight, out))
+            self._launch.compile_by(threads, rank, out.device, a, b, *others, c, spare, spare, *self._numbers)
+        return self._launch.is_compiled
+
+    def _blocks(self, q: Any, weight: Any, out: Any, given: tuple) -> tuple:
+        """How the kernel is given these three: as they are given here, or as descriptors."""
+        a, b, c = given
+        if self._a_blocks is not None and self._b_blocks is not None:
+            a, b = self._a_blocks.of(q), self._b_blocks.of(weight)
+        return a, b, c if self._out_blocks is None else self._out_blocks.of(out)
 
     @property
     def takes_addresses(self) -> bool:
@@ -121,15 +141,13 @@ class GemmLaunch:
         a, b, a_scale, b_scale, bias, c = given
         partial_sums = arrivals = c
         if self._shared:
-            partial_sums = torch.empty(self._sums, dtype=torch.int32, device=out.device)
+            with unplanned_memory():  # another configuration, which asks for more or less, may stay
+                partial_sums = torch.empty(self._sums, dtype=torch.int32, device=out.device)
             arrivals = _arrivals(out.device, self._shared)
         elif self._ring and self._launch.direct is None:
             # Triton compiles for the workspace's dtype, and the same kernel runs where K is shared.
             partial_sums = arrivals = torch.empty(1, dtype=torch.int32, device=out.device)
-        if self._a_blocks is not None and self._b_blocks is not None:
-            a, b = self._a_blocks.of(q), self._b_blocks.of(weight)
-        if self._out_blocks is not None:
-            c = self._out_blocks.of(out)
+        a, b, c = self._blocks(q, weight, out, (a, b, c))
         self._launch(self._grid, a, b, a_scale, b_scale, bias, c, partial_sums, arrivals, *self._numbers)
 
 
@@ -168,25 +186,36 @@ def _is_exact(config: GemmConfig, operands: Operands) -> bool:
         return False
 
 
-def tuned_gemm(operands: Operands) -> GemmLaunch:
-    """The launch of the configuration tuned for operands like these on the current device; measures an unknown one."""
+def tuned_gemm(operands: Operands, launches: dict[GemmConfig, GemmLaunch]) -> GemmLaunch | None:
+    """Launch what stays for operands like these, or what the tuner tries, on the current device.
+
+    Returns the launch of what stays; None while that is open. `launches` holds those of such operands, and gets more.
+    """
     q, (n, k), passes = operands.q, operands.weight.shape, operands.passes
-    if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
-        return GemmLaunch(GemmConfig(32, 32, 64, 4, 4, 1), operands)
 
-    def candidates() -> list[GemmConfig]:
-        card = torch.cuda.get_device_properties(q.device)
-        return gemm_candidates((card.major, card.minor), card.multi_processor_count, len(q), n, k, passes, _PIPELINES)
-
-    made = functools.cache(lambda config: GemmLaunch(config, operands))  # while they are measured
+    def made(config: GemmConfig) -> GemmLaunch:
+        return launches.get(config) or launches.setdefault(config, GemmLaunch(config, operands))
 
     def launch(config: GemmConfig) -> None:
         if config.pipeline == "ring" and not _is_exact(config, operands):
             raise WrongResult
         made(config)(q, operands.weight, operands.out, operands.read)
 
+    def candidates() -> list[GemmConfig]:
+        card = torch.cuda.get_device_properties(q.device)
+        return gemm_candidates((card.major, card.minor), card.multi_processor_count, len(q), n, k, passes, _PIPELINES)
+
+    def is_ready(config: GemmConfig, rank: int | None) -> bool:
+        return made(config).is_compiled(operands, rank)
+
+    if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
+        config = GemmConfig(32, 32, 64, 4, 4, 1)
+        launch(config)
+        return made(config)
     key = TuningKey(device_name(q.device.index), m_bucket(len(q)), n, k, passes)
-    return made(tuner.choose(key, candidates, launch))
+    tuner.run(key, len(q), candidates, launch, is_ready)
+    config = tuner.settled(key)
+    return None if config is None else made(config)
 
 
 def _in_wider_rows(matrix: torch.Tensor, k: int) -> torch.Tensor:
@@ -210,9 +239,12 @@ def _as_read(tensors: Tensors, out: torch.Tensor) -> Operands:
 
 
 class TunedGemm:
-    """The configuration tuned for tensors of one layout, launched on them."""
+    """The configuration that stays for tensors of one layout, launched on them; what is tried while that is open."""
 
-    _aligned: GemmLaunch | None = None  # that of tensors which all begin on 16 bytes
+    def __init__(self) -> None:
+        # Of tensors which all begin on 16 bytes.
+        self._aligned: GemmLaunch | None = None
+        self._tried: dict[GemmConfig, GemmLaunch] = {}
 
     @property
     def direct(self) -> GemmLaunch | None:
@@ -228,12 +260,15 @@ class TunedGemm:
         operands = _as_read(tensors, results[0])
         read = operands.read
         with on_device(operands.q.device):
-            launch, aligned = self._aligned, begin_on_16([tensor.data_ptr() for tensor in read]) is None
-            if launch is None or not aligned:
-                launch = tuned_gemm(operands)
-                if aligned and not _captured(operands.q.device):  # what is chosen then is not measured
-                    self._aligned = launch
-            launch(operands.q, operands.weight, operands.out, read)
+            aligned = begin_on_16([tensor.data_ptr() for tensor in read]) is None
+            if aligned and self._aligned is not None:
+                self._aligned(operands.q, operands.weight, operands.out, read)
+            elif not aligned:
+                tuned_gemm(operands, {})
+            else:
+                self._aligned = tuned_gemm(operands, self._tried)
+                if self._aligned is not None:
+                    self._tried = {}
 
 
 def launch_int8_gemm(*_: object) -> TunedGemm:

@@ -61,7 +61,7 @@ def _store(
     tl.store(out_tile, result, mask=(rows[:, None] < M) & (columns[None, :] < N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("group",))
 def int8_gemm_kernel(
     a,
     b,
@@ -77,6 +77,7 @@ def int8_gemm_kernel(
     stride_am,
     stride_bn,
     stride_om,
+    group,
     HAS_BIAS: tl.constexpr,
     ONE_SCALE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -88,7 +89,6 @@ def int8_gemm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
 ):
     """out[m, n] = (sum_k a[m, k] b[n, k]) a_scale[m] b_scale[n] + bias[n]; an int32 `out` gets the sums themselves.
 
@@ -106,13 +106,13 @@ def int8_gemm_kernel(
     With SPLIT_K several programs share a tile's K range: `partial_sums` int32 [tiles, SPLIT_K, BLOCK_M, BLOCK_N] is
     their workspace, `arrivals` int32 [tiles] is zero before and after.
     """
-    # Tiles are walked in groups of GROUP_M rows, so that those in flight share L2.
+    # Tiles are walked in groups of so many rows, so that those in flight share L2.
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    tiles_in_group = GROUP_M * tiles_n
-    first_m = (tile // tiles_in_group) * GROUP_M
-    group_rows = tl.minimum(tiles_m - first_m, GROUP_M)
+    tiles_in_group = group * tiles_n
+    first_m = (tile // tiles_in_group) * group
+    group_rows = tl.minimum(tiles_m - first_m, group)
     first_row = (first_m + (tile % tiles_in_group) % group_rows) * BLOCK_M
     first_column = (tile % tiles_in_group) // group_rows * BLOCK_N
 
@@ -249,7 +249,7 @@ def gemm_build(
     `passes` is how often K is walked: twice with activations of 16 bits. `one_scale`: the weight has only one.
     """
     form = (has_bias, one_scale, descriptors, store_blocks, even_k or descriptors, passes, config.split_k)
-    constants = (*form, config.part_n, config.block_m, config.block_n, config.block_k, config.group_m)
+    constants = (*form, config.part_n, config.block_m, config.block_n, config.block_k)
     # Fusion is asked for by name, since Triton 3.10 changes its default.
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
     return built(int8_gemm_kernel, *constants, **options)

@@ -16,15 +16,19 @@ The GEMM's M is not.
 """
 
 import functools
+import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..internals.triton_runtime import direct_launch
+from ..internals.triton_runtime import COMPILES_ALONE, compile_alone, compile_launcher, direct_launch, is_unfit
 from ..kept import KEPT, keep
 from ..operators import Tensors
+from .background import Background
 
 Grid = tuple[int, int]
 Build = tuple[Mapping[str, object], Mapping[str, object]]
@@ -36,21 +40,90 @@ def built(kernel: Any, *values: object, **options: object) -> Build:
     return dict(zip(kernel.arg_names[-len(values) :], values, strict=True)), options
 
 
+@dataclass(frozen=True)
+class StandIn:
+    """What is asked of a tensor before it is there: contiguous, and beginning on 16 bytes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "StandIn":
+        """For one like it."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def stride(self, axis: int | None = None) -> Any:
+        strides = [math.prod(self.shape[after:]) for after in range(1, len(self.shape) + 1)]
+        return tuple(strides) if axis is None else strides[axis]
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def get_device(self) -> int:
+        return self.device.index
+
+    def data_ptr(self) -> int:
+        return 0
+
+
 class Launch:
     """A kernel with its constants, as Triton compiles it for the tensors and numbers of its first launch.
 
     Triton's own launch takes tens of microseconds of the host's time to classify each argument. `direct` goes straight
     to the compiled kernel; it is None until the first launch, and where Triton has to launch it each time.
+    `is_compiled` says whether a first launch has to load it only.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, object], options: Mapping[str, object]) -> None:
         self._kernel, self._constants, self._options = kernel, dict(constants), dict(options)
         self.direct: Callable[..., None] | None = None
+        self.is_compiled = self._is_asked_for = False
+        self._unfit: Exception | None = None
+        self._lock = threading.Lock()
 
     def first(self, grid: Grid, *arguments: object) -> None:
         """Launch on the current device by Triton; `arguments` are the tensors and the numbers."""
-        compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
-        self.direct = direct_launch(compiled, len(arguments), self._constants)
+        with self._lock:  # which compiles it, or waits for who does
+            if self._unfit is not None:
+                raise self._unfit
+            compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
+            self.direct = direct_launch(compiled, len(arguments), self._constants)
+            self.is_compiled = True
+
+    def compile_by(self, threads: Background, rank: float, device: torch.device, *arguments: object) -> None:
+        """Have it compiled by other threads for launches on `device`, where Triton can do that.
+
+        `arguments` are as those of a launch, each tensor a `StandIn`. Done once, whoever asks.
+        """
+        if COMPILES_ALONE and not (self.is_compiled or self._is_asked_for):
+            self._is_asked_for = True
+            threads.submit(rank, functools.partial(self._compile, device, arguments))
+
+    def _compile(self, device: torch.device, arguments: tuple) -> None:
+        with self._lock, torch.cuda.device(device):
+            if self.is_compiled:
+                return
+            try:
+                compiled = compile_alone(self._kernel, arguments, {**self._constants, **self._options})
+            except Exception as error:
+                if not is_unfit(error):  # the launch will meet it again
+                    raise
+                self._unfit = error
+            else:
+                compile_launcher(compiled)
+            finally:
+                self.is_compiled = True
 
     def __call__(self, grid: Grid, *arguments: object) -> None:
         """Launch on the current device. All that Triton compiles for is as at the first launch."""

@@ -56,8 +56,8 @@ class GemmConfig:
 
     @property
     def kernel(self) -> "GemmConfig":
-        """The same for all that run one compiled kernel: a ring is told its group and its split at its launch."""
-        return replace(self, group_m=1, split_k=1) if self.pipeline == "ring" else self
+        """The same for all that run one compiled kernel: that is told its group at its launch, a ring its split too."""
+        return replace(self, group_m=1, split_k=1 if self.pipeline == "ring" else self.split_k)
 
     @property
     def by_pointers(self) -> "GemmConfig":

@@ -1,32 +1,44 @@
-"""Which tile configuration the fused GEMM runs with: candidates per architecture, measured once per card and shape."""
+"""Which tile configuration the fused GEMM runs with: a rule's, until another one was faster on calls that were made
+anyway."""
 
-import contextlib
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
-from time import monotonic
+from time import monotonic, sleep
 
 import torch
 
-from ..card.timing import median_milliseconds
+from ..card.timing import Stopwatch
 from ..internals.triton_runtime import is_unfit
 from ..interruption import stop_if_asked
 from ..memory_plan import unplanned_memory
+from .background import beside_calls
 from .exactness import WrongResult
 from .tiles import SHIPPED, GemmConfig
-from .tuning_cache import Measurement, TuningCache, TuningKey
+from .tuning_cache import Tried, TuningCache, TuningKey
 
 logger = logging.getLogger(__name__)
 
-# A first look at every candidate, then a closer one at those within reach of the best.
-_SURVEY_REPETITIONS = 3
-_FINAL_REPETITIONS = 15
-_WITHIN_REACH = 1.15
-# Wall clock for one shape. Nearly all of it is compilation, which is why the likely winners come first in the lists.
-_SECONDS_PER_SHAPE = 10.0
+# Launches of each candidate: those that are not timed, for what a first launch does once, then those of a first look
+# at all, then those of a closer one at what is within reach of the rule's.
+_UNTIMED, _SURVEY, _FINAL = 1, 3, 9
+_WITHIN_REACH = 1.05
+# Whether a candidate is compiled is asked once in so many calls. After so many seconds what is known then stays, which
+# a later process adds to: asking costs the host time.
+_CALLS_BETWEEN, _MOST_SECONDS = 8, 300.0
+# To settle a shape while its caller waits: compiling takes nearly all of it.
+_SECONDS_TO_SETTLE, _SECONDS_BETWEEN = 10.0, 1e-3
+# Shapes whose M, N and K each differ from a shape's by at most this factor say whether to try anything there, and so
+# many of them do.
+_NEAR, _NEIGHBOURS = 2, 2
+
+Launch = Callable[[GemmConfig], None]
+"""Runs the GEMM of a call once. Raises WrongResult or what `is_unfit` knows where the card cannot."""
+IsReady = Callable[[GemmConfig, int | None], bool]
+"""Whether a configuration is compiled for a call. If it is not, it will be, by rank; with None it stays so."""
 
 
 @functools.cache
@@ -45,91 +57,249 @@ def m_bucket(m: int) -> int:
     return halfway if m <= halfway and halfway > 1024 else power
 
 
-class Tuner:
-    """Finds the fastest candidate of a key the first time it is asked for, and remembers it in the process and on disk.
+class Trial:
+    """The candidates of a key while it is open which of them stays. It launches nothing itself.
 
-    `measured` counts the keys for which this process had to measure.
+    In a round the rule's candidate and all others that are compiled and not known yet take turns, so that a drifting
+    clock meets all alike; then those within reach of the rule's do once more. Times are read once the device has come
+    so far. Meanwhile the fastest known one runs, or while that is compiled another one that is.
+
+    Args:
+        candidates: the rule's first.
+        times: what is known already: shares of the rule's time.
+        watch: what times launches.
+        decided: whether the first one stays if it runs; the others are for where it does not.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[GemmConfig],
+        times: Mapping[GemmConfig, float],
+        watch: Stopwatch,
+        decided: bool = False,
+    ) -> None:
+        self.candidates, self.times, self.decided = list(candidates), dict(times), decided
+        self.calls, self._m, self._watch, self._began = 0, 0, watch, monotonic()
+        self._round: list[GemmConfig] = []  # what is compared now, and what of it is to be launched
+        self._to_launch: list[GemmConfig] = []
+        self._spans: list[tuple[GemmConfig, list]] = []
+        self._is_final = False
+
+    @property
+    def tried(self) -> Tried:
+        """What is known, the rule's first."""
+        known = all(config in self.times for config in self.candidates[1:])
+        return Tried({self.candidates[0]: 1.0, **self.times}, known)
+
+    @property
+    def choice(self) -> GemmConfig:
+        """The fastest known one."""
+        return self.candidates[0] if self.decided else self.tried.fastest()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to try, or not in time."""
+        return self.decided or self.tried.settled or monotonic() - self._began > _MOST_SECONDS
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was tried yet."""
+        return not (self.times or self._round or self.decided)
+
+    def next(self, m: int, is_ready: IsReady, may_time: bool) -> tuple[GemmConfig, bool]:
+        """What a call of `m` rows runs, and whether it is to be timed."""
+        self.calls += 1
+        config = self.choice
+        if not is_ready(config, 0):
+            return next((other for other in self.candidates if is_ready(other, None)), config), False
+        if self.decided or not may_time:
+            return config, False
+        if self._to_launch and m != self._m:  # times of other numbers of rows say nothing
+            self._begin(m, self._round, self._is_final)
+        elif self._round and not self._to_launch and all(self._watch.is_over(span) for _, span in self._spans):
+            self._judge()
+        if not self._round and self.calls % _CALLS_BETWEEN == 1:
+            rule, *others = self.candidates
+            unknown = [other for other in others if other not in self.times]
+            ready = [other for rank, other in enumerate(unknown, 1) if is_ready(other, rank)]
+            if ready and is_ready(rule, 0):
+                self._begin(m, [rule, *ready], False)
+        return (self._to_launch.pop(), True) if self._to_launch else (config, False)
+
+    def launched(self, config: GemmConfig, span: list) -> None:
+        """A launch was timed."""
+        self._spans.append((config, span))
+
+    def drop(self, config: GemmConfig) -> None:
+        """A candidate does not run here. The next one may come in the place of a first one, and be tried."""
+        if config == self.candidates[0]:
+            self.times, self.decided = {}, not tuning_enabled()
+        self.candidates.remove(config)
+        self.times.pop(config, None)
+        self._round, self._to_launch, self._spans = [], [], []
+
+    def _begin(self, m: int, candidates: list[GemmConfig], is_final: bool) -> None:
+        self._m, self._round, self._is_final, self._spans = m, candidates, is_final, []
+        self._to_launch = candidates[::-1] * (_UNTIMED + (_FINAL if is_final else _SURVEY))  # from its end
+
+    def _judge(self) -> None:
+        """Read the times of a round, and keep them or look closer."""
+        times: dict[GemmConfig, list[float]] = {config: [] for config in self._round}
+        for config, span in self._spans:
+            times[config].append(self._watch.milliseconds(span))
+        # The lower quartile: what else the device and the host do only adds.
+        timed = {config: sorted(each[_UNTIMED:]) for config, each in times.items() if len(each) > _UNTIMED}
+        typical = {config: each[len(each) // 4] for config, each in timed.items()}
+        rule = self._round[0]  # it has no times where its launches failed
+        shares = {config: time / typical[rule] for config, time in typical.items() if rule in typical}
+        near = [
+            config for config in shares if config != rule and shares[config] <= _WITHIN_REACH and not self._is_final
+        ]
+        self.times |= {config: share for config, share in shares.items() if config not in (rule, *near)}
+        self._round, self._spans = [], []
+        if near:
+            self._begin(self._m, [rule, *near], True)
+
+
+class Tuner:
+    """What runs for a key, and what is tried meanwhile; remembered in the process and on disk.
+
+    `measured` counts the keys of which this process found out what is fastest.
+
+    Args:
+        watch: what times launches on the current device; None is a GPU's.
+    """
+
+    def __init__(self, watch: Stopwatch | None = None) -> None:
         self.measured = 0
-        self._chosen: dict[TuningKey, GemmConfig] = {}
-        self._kept: dict[TuningKey, Measurement] = {}
+        self._watch = watch or Stopwatch(torch.device("cuda"))
+        self._settled: dict[TuningKey, GemmConfig] = {}
+        self._trials: dict[TuningKey, Trial] = {}
+        self._kept: dict[TuningKey, Tried] = {}
         self._caches: dict[str, TuningCache] = {}
         self._lock = threading.Lock()
 
-    def choose(
-        self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]], launch: Callable[[GemmConfig], None]
-    ) -> GemmConfig:
-        """The fastest of the configurations for `key`, which are asked for only while it is unknown.
+    def is_open_in(self, work: Callable[[], object]) -> bool:
+        """Do some work, and say whether a GEMM in it is not settled after that."""
+        calls = {key: trial.calls for key, trial in self._trials.items()}
+        work()
+        return any(calls.get(key) != trial.calls for key, trial in self._trials.items())
 
-        `launch(config)` runs the GEMM once on the current device.
+    def settled(self, key: TuningKey) -> GemmConfig | None:
+        """What stays for a key; None while that is open."""
+        return self._settled.get(key)
 
-        While a CUDA graph is being captured nothing can be measured: a key that neither the disk nor the pack knows
-        then gets the first candidate. With INT8_DIT_TUNING set to 0 or off nothing is measured ever.
-        Raises RuntimeError when no candidate runs on this card.
+    def run(
+        self, key: TuningKey, m: int, configs_of_key: Callable[[], list[GemmConfig]], launch: Launch, is_ready: IsReady
+    ) -> None:
+        """Run the GEMM of `m` rows with what stays for `key`, or with what is to be known better.
+
+        Nothing is tried during the capture of a CUDA graph, nor beside other streams. With INT8_DIT_TUNING set to 0 or
+        off nothing is tried ever. Raises RuntimeError when no candidate runs on this card.
+
+        Args:
+            configs_of_key: gives the candidates, likely winners first; asked for only while the key is open.
         """
-        chosen = self._chosen.get(key)
-        if chosen is not None:
-            return chosen
-        if torch.cuda.is_current_stream_capturing():
-            configs = configs_of_key()  # a ring is used only where it was seen to be exact
-            plain = next((config for config in configs if config.pipeline != "ring"), configs[0])
-            return self._known(key) or plain
-        with self._lock:
-            if key not in self._chosen:
-                self._chosen[key] = self._decide(key, configs_of_key, launch)
-            return self._chosen[key]
+        config = self._settled.get(key)
+        if config is not None:
+            launch(config)
+        elif torch.cuda.is_current_stream_capturing():
+            launch(self._seen(key, configs_of_key))
+        else:
+            with unplanned_memory():  # another one of the next calls may ask for other memory
+                while not self._ran(key, m, configs_of_key, launch, is_ready):
+                    pass
 
-    def _decide(
-        self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]], launch: Callable[[GemmConfig], None]
-    ) -> GemmConfig:
-        """What is known of `key` if it runs here (a shipped one may not, with another Triton), or else a new choice."""
+    def _seen(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> GemmConfig:
+        """What runs where nothing can be found out: a ring only where it was seen to be exact."""
+        trial = self._trials.get(key)
+        if trial is not None and (trial.times or trial.decided):
+            return trial.choice
         known = self._known(key)
-        if known is not None and _runs(known, launch):
-            return known
+        if known is not None:
+            return known.fastest()
         configs = configs_of_key()
-        config = self._measure(key, configs, launch) if tuning_enabled() else _first_running(configs, launch)
-        if config is None:
-            raise RuntimeError(f"no INT8 GEMM configuration runs on {key.device} for N = {key.n}, K = {key.k}")
-        return config
+        return next((config for config in configs if config.pipeline != "ring"), configs[0])
 
-    def _known(self, key: TuningKey) -> GemmConfig | None:
-        """The configuration of `key` on disk or in the pack.
+    def _ran(
+        self, key: TuningKey, m: int, configs_of_key: Callable[[], list[GemmConfig]], launch: Launch, is_ready: IsReady
+    ) -> bool:
+        """Whether a candidate ran. One that cannot is not asked again."""
+        with self._lock:
+            trial = self._trials.get(key) or self._begin(key, configs_of_key)
+            known = len(trial.times)
+            may_time = torch.cuda.current_stream() == torch.cuda.default_stream()
+            config, timed = trial.next(m, is_ready, may_time)
+            if len(trial.times) > known:
+                self._keep(key, trial.tried)
+        try:
+            span = self._watch.begin() if timed else []
+            launch(config)
+        except Exception as error:
+            spared = timed and config != trial.candidates[0] and isinstance(error, torch.cuda.OutOfMemoryError)
+            if not (spared or isinstance(error, WrongResult) or is_unfit(error)):
+                raise
+            with self._lock:
+                if config in trial.candidates:
+                    trial.drop(config)
+                if not trial.candidates:
+                    self._trials.pop(key, None)
+                    said = f"no INT8 GEMM configuration runs on {key.device} for N = {key.n}, K = {key.k}"
+                    raise RuntimeError(said) from error
+            return False
+        with self._lock:
+            if timed:
+                self._watch.end(span)
+                trial.launched(config, span)
+            elif trial.is_over and config == trial.choice:
+                self._settle(key, trial)
+        return True
+
+    def _begin(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> Trial:
+        known, configs, tries = self._known(key), configs_of_key(), tuning_enabled()
+        if known is not None:  # what an earlier call was about, which may have had another M
+            first = known.fastest() if known.settled or not tries else next(iter(known.times))
+            configs = [first, *(config for config in configs if config != first)]
+        decided = not tries or (known is not None and known.settled) or self._rule_suffices(key)
+        trial = self._trials[key] = Trial(configs, {} if known is None else known.times, self._watch, decided)
+        return trial
+
+    def _rule_suffices(self, key: TuningKey) -> bool:
+        """Whether what the rule says of a shape's neighbours was as fast as anything there."""
+        near = [tried for other, tried in self._kept.items() if tried.settled and _are_near(key, other)]
+        return len(near) >= _NEIGHBOURS and all(tried.rule_suffices for tried in near)
+
+    def _settle(self, key: TuningKey, trial: Trial) -> None:
+        """Let what is fastest stay, and try nothing where that shows that it is worth nothing."""
+        self._settled[key] = trial.choice
+        self._trials.pop(key, None)
+        if trial.decided:
+            return
+        self.measured += 1
+        tried = trial.tried
+        if self._kept.get(key) != tried:
+            self._keep(key, tried)
+        walked = f"{key.k}" if key.passes == 1 else f"{key.passes} x {key.k}"
+        text = "INT8 GEMM: M <= %d, N = %d, K = %s: of %d configurations %s stays, in %.3f of the first one's time"
+        shown = (len(tried.times), trial.choice, tried.times[trial.choice])
+        logger.info(text, key.m_bucket, key.n, walked, *shown)
+        for other, open_trial in self._trials.items():
+            open_trial.decided |= open_trial.is_untouched and self._rule_suffices(other)
+
+    def _known(self, key: TuningKey) -> Tried | None:
+        """What is known of `key` on disk or in the pack.
 
         The file is read again for a key it did not have before.
         """
         if key not in self._kept:
             self._kept |= self._cache(key.device).read()
-        kept = self._kept.get(key)
-        return kept.config if kept is not None else SHIPPED.get(astuple(key))
+        kept, shipped = self._kept.get(key), SHIPPED.get(astuple(key))
+        return kept if kept is not None or shipped is None else Tried({shipped: 1.0}, True)
 
-    def _measure(
-        self, key: TuningKey, configs: list[GemmConfig], launch: Callable[[GemmConfig], None]
-    ) -> GemmConfig | None:
-        """The fastest candidate, kept on disk; None where none runs.
-
-        With no memory left to measure in, the first that runs; the next process tries again.
-        """
-        cache = self._cache(key.device)
-        if self.measured == 0:
-            text = "INT8 GEMM: measuring what runs fastest on %s, once per card and shape; kept in %s"
-            logger.info(text, key.device, cache.path)
-        begin = monotonic()
-        try:
-            with unplanned_memory():
-                fastest = _fastest(configs, launch)
-        except torch.cuda.OutOfMemoryError:
-            logger.info("INT8 GEMM: too little free memory on %s to tune N = %d, K = %d", key.device, key.n, key.k)
-            return _first_running(configs, launch)
-        if fastest is None:
-            return None
-        self.measured += 1
-        walked = f"{key.k}" if key.passes == 1 else f"{key.passes} x {key.k}"
-        text = "INT8 GEMM: shape %d, M <= %d, N = %d, K = %s, tuned in %.1f s: %s"
-        logger.info(text, self.measured, key.m_bucket, key.n, walked, monotonic() - begin, fastest.config)
-        cache.add(key, fastest)
-        return fastest.config
+    def _keep(self, key: TuningKey, tried: Tried) -> None:
+        """Remember what is known, on disk too: in the background, since other processes may hold the file."""
+        self._kept[key] = tried
+        beside_calls.submit(-1, functools.partial(self._cache(key.device).add, key, tried))
 
     def _cache(self, card: str) -> TuningCache:
         if card not in self._caches:
@@ -137,62 +307,24 @@ class Tuner:
         return self._caches[card]
 
 
+def _are_near(key: TuningKey, other: TuningKey) -> bool:
+    sizes = zip(astuple(key)[1:4], astuple(other)[1:4], strict=True)
+    alike = (key.device, key.passes) == (other.device, other.passes)
+    return alike and all(max(pair) <= _NEAR * min(pair) for pair in sizes)
+
+
 def tuning_enabled() -> bool:
     """False where the environment variable INT8_DIT_TUNING is 0 or off."""
     return os.environ.get("INT8_DIT_TUNING", "").strip().lower() not in ("0", "off")
 
 
-def _fastest(configs: list[GemmConfig], launch: Callable[[GemmConfig], None]) -> Measurement | None:
-    """The fastest candidate that the time for one shape sufficed to measure, or None where none runs."""
-    deadline = monotonic() + _SECONDS_PER_SHAPE
-    survey = _measure_until(deadline, configs, launch, _SURVEY_REPETITIONS)
-    reach = _WITHIN_REACH * min(survey.values(), default=0.0)
-    finalists = sorted((config for config in survey if survey[config] <= reach), key=survey.__getitem__)
-    if len(finalists) > 1 and monotonic() < deadline:
-        survey = _measure_until(deadline, finalists, launch, _FINAL_REPETITIONS)
-    config = min(survey, key=survey.__getitem__, default=None)
-    return None if config is None else Measurement(config, survey[config])
-
-
-def _measure_until(
-    deadline: float, configs: list[GemmConfig], launch: Callable[[GemmConfig], None], repetitions: int
-) -> dict[GemmConfig, float]:
-    """Milliseconds of each candidate that runs; past the deadline no further one once there is a first."""
-    milliseconds = {}
-    for config in configs:
-        stop_if_asked()
-        if milliseconds and monotonic() >= deadline:
-            break
-        with _skipping_unfit():
-            milliseconds[config] = median_milliseconds(
-                functools.partial(launch, config), torch.device("cuda"), repetitions
-            )
-    return milliseconds
-
-
-def _first_running(configs: list[GemmConfig], launch: Callable[[GemmConfig], None]) -> GemmConfig | None:
-    return next((config for config in configs if _runs(config, launch)), None)
-
-
-def _runs(config: GemmConfig, launch: Callable[[GemmConfig], None]) -> bool:
-    """Whether the card can run the configuration: launches it."""
-    with _skipping_unfit():
-        launch(config)
-        return True
-    return False
-
-
-@contextlib.contextmanager
-def _skipping_unfit() -> Iterator[None]:
-    """Swallow the errors of a configuration that needs more than the card has, that Triton cannot compile for it, or
-    that does not compute exactly there."""
-    try:
-        yield
-    except WrongResult:
-        pass  # it was told where that was seen
-    except Exception as error:
-        if not is_unfit(error):
-            raise
-
-
 tuner = Tuner()
+
+
+def settle(work: Callable[[], object], device: torch.device) -> None:
+    """Do some work again and again, at most for seconds, until its GEMMs run with what stays for their shapes."""
+    deadline = monotonic() + _SECONDS_TO_SETTLE
+    while tuner.is_open_in(work) and monotonic() < deadline:
+        stop_if_asked()
+        torch.cuda.synchronize(device)
+        sleep(_SECONDS_BETWEEN)  # for the thread that compiles

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -33,12 +34,31 @@ class TuningKey:
     passes: int = 1
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The fastest configuration of a key and the time of its launch."""
+# How much less time than the rule's another configuration takes to stay in its place: the clocks of calls differ.
+_FASTER = 0.98
 
-    config: GemmConfig
-    milliseconds: float
+
+@dataclass(frozen=True)
+class Tried:
+    """What is known of a key.
+
+    Attributes:
+        times: of the configurations tried, as a share of that of the rule's, which comes first.
+        settled: whether nothing is left to try.
+    """
+
+    times: Mapping[GemmConfig, float]
+    settled: bool = False
+
+    def fastest(self) -> GemmConfig:
+        """The fastest, which is the rule's unless another one is clearly faster."""
+        fastest = min(self.times, key=self.times.__getitem__)
+        return fastest if self.times[fastest] <= _FASTER else next(iter(self.times))
+
+    @property
+    def rule_suffices(self) -> bool:
+        """Whether trying was worth nothing."""
+        return self.settled and self.fastest() == next(iter(self.times))
 
 
 class TuningCache:
@@ -50,10 +70,10 @@ class TuningCache:
     def __init__(self, card: str) -> None:
         self._header = {"card": card, "triton": triton.__version__, "kernel_source": kernel_source_hash()}
         self.path = path_for(self._header)
-        self._measured: dict[TuningKey, Measurement] = {}
+        self._tried: dict[TuningKey, Tried] = {}
         self._said: set[str] = set()
 
-    def read(self) -> dict[TuningKey, Measurement]:
+    def read(self) -> dict[TuningKey, Tried]:
         """What all processes have measured so far."""
         try:
             return self._load()
@@ -61,13 +81,16 @@ class TuningCache:
             self._say_unavailable(error)
             return {}
 
-    def add(self, key: TuningKey, measurement: Measurement) -> None:
-        """Keep a measurement of this process, along with earlier ones that could not be written in their turn."""
-        self._measured[key] = measurement
+    def add(self, key: TuningKey, tried: Tried) -> None:
+        """Keep what this process found, along with what could not be written in its turn. What another process settled
+        meanwhile stays."""
+        self._tried[key] = tried
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._lock():
-                self._replace(self._load() | self._measured)
+                found = self._load()
+                settled = {key for key, tried in found.items() if tried.settled}
+                self._replace(found | {key: t for key, t in self._tried.items() if t.settled or key not in settled})
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             self._say_unavailable(error)
 
@@ -78,7 +101,7 @@ class TuningCache:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), place)
         return FileLock(place, timeout=_LOCK_SECONDS)
 
-    def _load(self) -> dict[TuningKey, Measurement]:
+    def _load(self) -> dict[TuningKey, Tried]:
         """The file's valid entries; none where there is no file or not one of ours. Raises OSError."""
         try:
             content = read_object(self.path) or {}
@@ -92,7 +115,7 @@ class TuningCache:
         entries = (_parse(entry, self._header["card"]) for entry in stored)
         return dict(entry for entry in entries if entry is not None)
 
-    def _replace(self, results: dict[TuningKey, Measurement]) -> None:
+    def _replace(self, results: dict[TuningKey, Tried]) -> None:
         """Write the whole file so that a reader sees the old or the new one.
 
         Call with the lock held; raises OSError.
@@ -103,10 +126,10 @@ class TuningCache:
                 "n": key.n,
                 "k": key.k,
                 "passes": key.passes,
-                "config": asdict(result.config),
-                "milliseconds": round(result.milliseconds, 6),
+                "settled": tried.settled,
+                "tried": [{**asdict(config), "time": round(time, 4)} for config, time in tried.times.items()],
             }
-            for key, result in results.items()
+            for key, tried in results.items()
         ]
         write_object(self.path, {**self._header, "entries": entries})
 
@@ -123,17 +146,21 @@ class TuningCache:
             logger.warning("%s%s", message, detail)
 
 
-def _parse(entry: Any, card: str) -> tuple[TuningKey, Measurement] | None:
+def _parse(entry: Any, card: str) -> tuple[TuningKey, Tried] | None:
     """An entry of the file, or None unless it is one that this version could have written."""
     try:
-        # Older files name no passes.
-        sizes = [entry["m_bucket"], entry["n"], entry["k"], entry.get("passes", 1)]
-        values, milliseconds = entry["config"], entry["milliseconds"]
-        if values.keys() != {field.name for field in fields(GemmConfig)}:
-            return None
-        config = GemmConfig(**values)
+        sizes = [entry["m_bucket"], entry["n"], entry["k"], entry["passes"]]
+        settled, times = entry["settled"], dict(map(_parsed_time, entry["tried"]))
     except (TypeError, KeyError, AttributeError, ValueError):
         return None
-    if not (all(map(is_size, sizes)) and is_milliseconds(milliseconds) and is_offered(config, sizes[3])):
+    offered = times and all(is_offered(config, sizes[3]) for config in times) if all(map(is_size, sizes)) else False
+    if not offered or type(settled) is not bool or not all(map(is_milliseconds, times.values())):
         return None
-    return TuningKey(card, *sizes), Measurement(config, milliseconds)
+    return TuningKey(card, *sizes), Tried(times, settled)
+
+
+def _parsed_time(tried: Any) -> tuple[GemmConfig, Any]:
+    """Raises TypeError, KeyError, AttributeError or ValueError for what is none."""
+    if tried.keys() != {"time", *(field.name for field in fields(GemmConfig))}:
+        raise ValueError("a configuration of another version")
+    return GemmConfig(**{name: value for name, value in tried.items() if name != "time"}), tried["time"]

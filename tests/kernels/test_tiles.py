@@ -33,7 +33,7 @@ def test_a_few_different_ones_for_every_shape(capability):
             assert config.split_k == 1 or k >= config.split_k * config.block_k
             assert is_offered(config)
         twice = gemm_candidates(capability, CARDS[capability], m, n, k, passes=2)
-        assert 1 <= len(twice) == len(set(twice)) <= 10
+        assert 1 <= len(twice) == len(set(twice)) <= 25
         assert all(config.split_k == 1 and is_offered(config, passes=2) for config in twice)
         plain = gemm_candidates(capability, CARDS[capability], m, n, k, pipelines=["pointers"])
         assert {config.pipeline for config in plain} == {"pointers"} and all(map(is_offered, plain))
@@ -109,7 +109,7 @@ def test_what_shares_a_kernel():
     ring = GemmConfig(256, 128, 64, 8, 8, 4, "ring")
     assert ring.kernel == replace(ring, group_m=4, split_k=3).kernel != replace(ring, num_stages=3).kernel
     by_pointers = replace(ring, pipeline="pointers")
-    assert len({replace(by_pointers, group_m=group).kernel for group in (1, 4)}) == 2
+    assert by_pointers.kernel == replace(by_pointers, group_m=4).kernel != replace(by_pointers, split_k=3).kernel
 
 
 @pytest.mark.parametrize("config", [known for entry in ARCHITECTURES.values() for known in entry.rates], ids=repr)

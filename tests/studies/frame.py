@@ -52,7 +52,7 @@ class Study:
 
     def tuning(self, seconds: float) -> None:
         """Add the option that limits tuning, which `start` obeys."""
-        help_ = "for a shape of the GEMM; 0 for no tuning"
+        help_ = "before a measurement; 0 for no tuning"
         self.option("--tuning-seconds", type=float, default=seconds, help=help_)
 
     def start(self, arguments: argparse.Namespace | None = None) -> argparse.Namespace:
@@ -146,13 +146,13 @@ def release() -> None:
 
 
 def limit_tuning(seconds: float) -> None:
-    """Let each shape of an INT8 GEMM be tuned for at most so long; not at all with 0."""
+    """Let what is measured be tuned for at most so long before that; not at all with 0."""
     import os
 
     from int8_dit.kernels.triton_kernels import tuning
 
     if seconds:
-        tuning._SECONDS_PER_SHAPE = seconds
+        tuning._SECONDS_TO_SETTLE = seconds
     else:
         os.environ["INT8_DIT_TUNING"] = "off"
 
@@ -173,6 +173,11 @@ def walls_and_hosts(
     """The same of several, which take turns: a host that is slow for a while is so for all."""
     walls: dict[str, list[float]] = {name: [] for name in runs}
     hosts: dict[str, list[float]] = {name: [] for name in runs}
+    if device.type == "cuda":
+        from int8_dit.kernels.triton_kernels.tuning import settle
+
+        for run in runs.values():
+            settle(run, device)
     for round_ in range(-2, repetitions):
         for name, run in runs.items():
             synchronize(device)

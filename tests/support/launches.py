@@ -8,26 +8,26 @@ from types import ModuleType
 
 
 def count_launches(gemm: ModuleType) -> Counter[int]:
-    """By the GPU's index, from now on and without those that measure configurations; `gemm` is
+    """By the GPU's index, from now on and without those that ask whether a kernel is exact; `gemm` is
     kernels.triton_kernels.gemm.
 
     They are counted where each launch passes, whatever has prepared it.
     """
     launches: Counter[int] = Counter()
-    measuring = threading.local()  # each GPU may have a thread of its own
-    launch, choose = gemm.GemmLaunch.__call__, gemm.tuner.choose
+    asking = threading.local()  # each GPU may have a thread of its own
+    launch, check = gemm.GemmLaunch.__call__, gemm.check_exact
 
     def counting_launch(prepared, q, weight, out, given):
-        if not getattr(measuring, "runs", False):
+        if not getattr(asking, "runs", False):
             launches[out.device.index] += 1
         launch(prepared, q, weight, out, given)
 
-    def choose_uncounted(*arguments):
-        measuring.runs = True
+    def check_uncounted(*arguments):
+        asking.runs = True
         try:
-            return choose(*arguments)
+            return check(*arguments)
         finally:
-            measuring.runs = False
+            asking.runs = False
 
-    gemm.GemmLaunch.__call__, gemm.tuner.choose = counting_launch, choose_uncounted
+    gemm.GemmLaunch.__call__, gemm.check_exact = counting_launch, check_uncounted
     return launches

@@ -34,7 +34,7 @@ if HAS_GLUON:
 # INT8 and fp16 tensor cores of Ampere and of Hopper, copies into shared memory of both, loads from it, spills.
 COUNTED = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "LDL", "STL")
 SIZES = ("M", "N", "K", "stride_am", "stride_bn", "stride_om")
-TAIL = ("whole", "parts", "group")  # further sizes of the ring
+TAIL = ("whole", "parts", "group")  # further numbers, which it is compiled for all of; the last one alone is no ring's
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,11 @@ def compiled(build: Build):
         "out": operand(build.out, config.block_m, config.block_n, build.store_blocks),
         "partial_sums": "*i32",
         "arrivals": "*i32",
-        **dict.fromkeys(SIZES, "i32"),
+        **dict.fromkeys((*SIZES, *TAIL), "i32"),
     }
     aligned = [name for name, kind in types.items() if kind.startswith("*") or (name in SIZES and name != "M")]
     if config.pipeline == "ring":
         kernel, kind, (constants, options) = ring_gemm_kernel, GluonASTSource, ring_build(config, True)
-        types |= dict.fromkeys(TAIL, "i32")
     else:
         kernel, kind = int8_gemm_kernel, ASTSource
         constants, options = gemm_build(config, True, build.even_k, descriptors, build.store_blocks, build.passes)

@@ -1,0 +1,79 @@
+"""Work beside that of the callers: compiling kernels, writing files. It neither outlives the process nor delays it."""
+
+import atexit
+import itertools
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+# At the end of the process, for what is under way: a kernel takes a second to compile, a locked file five.
+_SECONDS_AT_EXIT = 10.0
+_NOTHING_MORE = (float("inf"), 0, None)
+
+
+class Background:
+    """Threads that do tasks in the order of their ranks, the smallest first.
+
+    A thread that the interpreter ends while it compiles may end the process with an error. So at exit what is under way
+    is waited for. What has not begun is dropped, but tasks of a negative rank, which are quick.
+
+    Args:
+        threads: the most that work at a time.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._most = threads
+        self._threads: list[threading.Thread] = []
+        self._tasks: queue.PriorityQueue = queue.PriorityQueue()
+        self._count, self._lock, self._ended = itertools.count(), threading.Lock(), False
+
+    def submit(self, rank: float, task: Callable[[], object]) -> None:
+        """Have a task done. What it raises is only logged."""
+        with self._lock:
+            if self._ended:
+                return
+            self._tasks.put((rank, next(self._count), task))
+            if len(self._threads) < min(self._most, self._tasks.qsize()):
+                thread = threading.Thread(target=self._work, name="INT8 DiT in the background", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+                if len(self._threads) == 1:
+                    atexit.register(self.end)
+
+    def end(self) -> None:
+        """Wait for what has begun, and take no more."""
+        with self._lock:
+            self._ended = True
+        left = []
+        try:
+            while True:
+                left.append(self._tasks.get_nowait())
+        except queue.Empty:
+            pass
+        for _ in self._threads:
+            self._tasks.put(_NOTHING_MORE)
+        for thread in self._threads:
+            thread.join(_SECONDS_AT_EXIT)
+        for rank, _, task in left:
+            if rank < 0:
+                _do(task)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()[2]) is not None:
+            _do(task)
+
+
+def _do(task: Callable[[], object]) -> None:
+    try:
+        task()
+    except Exception:
+        logger.debug("INT8 DiT: work in the background failed", exc_info=True)
+
+
+beside_loading = Background(max(1, min(8, (os.cpu_count() or 2) - 1)))
+# Half of compiling holds Python's lock, which the calls of a model want.
+beside_calls = Background(1)
