@@ -115,18 +115,8 @@ def round_to_codes_kernel(
 
 
 _WARPS, _ROWS, _ROWS_OF_CODES = 4, 32, 16
-ROUNDING = row_launcher(round_columns_kernel)
-CODE_ROUNDING = row_launcher(round_to_codes_kernel)
-
-
-def rounding_form(columns: int) -> tuple[int, ...]:
-    """The form of the rounding to INT8, of blocks of so many columns."""
-    return columns, _ROWS, _WARPS
-
-
-def code_rounding_form(columns: int) -> tuple[int, ...]:
-    """The same of the rounding to codes."""
-    return columns, _ROWS_OF_CODES, GROUP, round(32 * CANDIDATES[0]), len(CANDIDATES), LEVELS, _WARPS
+_ROUNDING = row_launcher(round_columns_kernel)
+_CODE_ROUNDING = row_launcher(round_to_codes_kernel)
 
 
 def launch_column_rounding(target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
@@ -134,7 +124,7 @@ def launch_column_rounding(target: torch.Tensor, scale: torch.Tensor, feedback: 
     rows, columns = target.shape
     target, scale, feedback = target.contiguous(), scale.contiguous(), feedback.contiguous()
     q = torch.empty(target.shape, dtype=torch.int8, device=target.device)
-    ROUNDING(rounding_form(columns), (-(-rows // _ROWS), 1), (target, scale, feedback, q), (rows,))
+    _ROUNDING((columns, _ROWS, _WARPS), (-(-rows // _ROWS), 1), (target, scale, feedback, q), (rows,))
     return q
 
 
@@ -148,5 +138,7 @@ def launch_code_rounding(
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     group_scale = torch.empty(rows, columns // GROUP, dtype=torch.float32, device=target.device)
     operands = (target, scale, feedback, codebook, codes, group_scale, q)
-    CODE_ROUNDING(code_rounding_form(columns), (-(-rows // _ROWS_OF_CODES), 1), operands, (rows,))
+    candidates = (round(32 * CANDIDATES[0]), len(CANDIDATES))
+    form = (columns, _ROWS_OF_CODES, GROUP, *candidates, LEVELS, _WARPS)
+    _CODE_ROUNDING(form, (-(-rows // _ROWS_OF_CODES), 1), operands, (rows,))
     return q, codes, group_scale

@@ -159,33 +159,19 @@ _WARPS, _LOW_RANK_WARPS = 8, 4
 _ALIGNED_BYTES, _BYTES = 16, 8
 _ROWS, _COLUMNS, _RANK = 16, 256, 32
 
-DECODER = row_launcher(decode_kernel)
-SCALES = row_launcher(scales_kernel)
-LOW_RANK_EXPANDER = row_launcher(expand_with_low_rank_kernel)
+_DECODER = row_launcher(decode_kernel)
+_SCALES = row_launcher(scales_kernel)
+_LOW_RANK_EXPANDER = row_launcher(expand_with_low_rank_kernel)
+
+
+def _runs(form: GGUFFormat) -> int:
+    return 1 if form.weights == 32 else 8
 
 
 def _tile(name: str, form: GGUFFormat, vector: int) -> tuple[str, int, int, int, int]:
     """The constants FORMAT to RUNS, of as many blocks at once as make `vector` packed bytes a thread."""
-    runs = 1 if form.weights == 32 else 8
+    runs = _runs(form)
     return name, form.bytes, form.weights, _WARPS * 32 * vector // (16 * runs), runs
-
-
-def decoder_form(name: str, form: GGUFFormat, row_blocks: int = 0, interpreted: bool = False) -> tuple:
-    """The decoder's form to INT8, for rows of so many blocks; to floats without."""
-    vector = _ALIGNED_BYTES if row_blocks and form.bytes % 16 == 0 else _BYTES
-    return *_tile(name, form, vector), row_blocks, interpreted, _WARPS
-
-
-def scales_form(name: str, form: GGUFFormat, row_blocks: int) -> tuple:
-    """The form of the kernel that finds scales, for rows of so many blocks."""
-    return *_tile(name, form, _BYTES), row_blocks, _WARPS
-
-
-def low_rank_form(name: str, form: GGUFFormat, interpreted: bool) -> tuple:
-    """The form of the expander that adds a thin product."""
-    runs = 1 if form.weights == 32 else 8
-    tile = (_ROWS, _COLUMNS // form.weights, runs, _RANK)
-    return name, form.bytes, form.weights, *tile, interpreted, _LOW_RANK_WARPS
 
 
 def aligned(blocks: torch.Tensor) -> torch.Tensor:
@@ -203,9 +189,10 @@ def launch_decoder(
     rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
     out = torch.empty(rows, row_blocks * form.weights, dtype=dtype, device=blocks.device)
     count = rows * row_blocks
-    constants = decoder_form(name, form, 0 if scale is None else row_blocks, not blocks.is_cuda)
+    tile = _tile(name, form, _BYTES if scale is None or form.bytes % 16 else _ALIGNED_BYTES)
+    constants = (*tile, 0 if scale is None else row_blocks, not blocks.is_cuda, _WARPS)
     tensors = (blocks, blocks if scale is None else scale, out)
-    DECODER(constants, (-(-count // constants[3]), 1), tensors, (count,))
+    _DECODER(constants, (-(-count // tile[3]), 1), tensors, (count,))
     return out
 
 
@@ -213,7 +200,8 @@ def launch_scales(blocks: torch.Tensor, name: str, form: GGUFFormat) -> torch.Te
     """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> float32 scale [N]."""
     blocks = aligned(blocks)
     scale = torch.empty(len(blocks), dtype=torch.float32, device=blocks.device)
-    SCALES(scales_form(name, form, blocks.shape[1] // form.bytes), (len(blocks), 1), (blocks, scale))
+    constants = (*_tile(name, form, _BYTES), blocks.shape[1] // form.bytes, _WARPS)
+    _SCALES(constants, (len(blocks), 1), (blocks, scale))
     return scale
 
 
@@ -225,6 +213,8 @@ def launch_low_rank_expander(
     (rank, channels), rows = down.shape, blocks.shape[0]
     out = torch.empty(rows, channels, dtype=torch.int8, device=blocks.device)
     grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
-    constants = low_rank_form(name, form, not blocks.is_cuda)
-    LOW_RANK_EXPANDER(constants, grid, (blocks, scale, up, down, out), (rows, channels, rank))
+    tile = (name, form.bytes, form.weights, _ROWS, _COLUMNS // form.weights, _runs(form), _RANK)
+    _LOW_RANK_EXPANDER(
+        (*tile, not blocks.is_cuda, _LOW_RANK_WARPS), grid, (blocks, scale, up, down, out), (rows, channels, rank)
+    )
     return out

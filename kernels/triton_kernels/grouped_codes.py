@@ -157,18 +157,12 @@ def expand_codes_with_low_rank_kernel(
 _QUADS, _WARPS = 1024, 8  # a program's: four a thread, which stores 16 bytes at once
 _ROWS, _ROW_QUADS, _RANK, _LOW_RANK_WARPS = 16, 64, 32, 4
 
-EXPANDER = row_launcher(expand_codes_kernel)
-LOW_RANK_EXPANDER = row_launcher(expand_codes_with_low_rank_kernel)
+_EXPANDER = row_launcher(expand_codes_kernel)
+_LOW_RANK_EXPANDER = row_launcher(expand_codes_with_low_rank_kernel)
 
 
-def expander_form(weight: GroupedCodes) -> tuple:
-    """The form of the expander."""
-    return weight.shape[1] // 4, weight.bits, weight.group // 4, weight.codebook is not None, _QUADS, _WARPS
-
-
-def low_rank_form(weight: GroupedCodes, interpreted: bool) -> tuple:
-    """The same of the kernel that adds LoRAs."""
-    return *expander_form(weight)[:4], _ROWS, _ROW_QUADS, _RANK, interpreted, _LOW_RANK_WARPS
+def _form(weight: GroupedCodes) -> tuple[int, int, int, bool]:
+    return weight.shape[1] // 4, weight.bits, weight.group // 4, weight.codebook is not None
 
 
 def _operands(weight: GroupedCodes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -184,7 +178,8 @@ def launch_codes_expander(weight: GroupedCodes) -> torch.Tensor:
     """Launch the kernel on a checked, non-empty weight [N, K] -> int8 [N, K]."""
     codes, scale, codebook, out = _operands(weight)
     count = out.numel() // 4
-    EXPANDER(expander_form(weight), (-(-count // _QUADS), 1), (codes, scale, codebook, out.view(torch.int32)), (count,))
+    tensors = (codes, scale, codebook, out.view(torch.int32))
+    _EXPANDER((*_form(weight), _QUADS, _WARPS), (-(-count // _QUADS), 1), tensors, (count,))
     return out
 
 
@@ -195,5 +190,6 @@ def launch_codes_low_rank_expander(weight: GroupedCodes, addition: Addition) -> 
     (rank, channels), rows = down.shape, len(out)
     grid = (-(-rows // _ROWS), -(-channels // (4 * _ROW_QUADS)))
     tensors = (codes, scale, codebook, addition.scale, addition.larger, up, down, out.view(torch.int32))
-    LOW_RANK_EXPANDER(low_rank_form(weight, not codes.is_cuda), grid, tensors, (rows, channels, rank))
+    form = (*_form(weight), _ROWS, _ROW_QUADS, _RANK, not codes.is_cuda, _LOW_RANK_WARPS)
+    _LOW_RANK_EXPANDER(form, grid, tensors, (rows, channels, rank))
     return out

@@ -27,13 +27,18 @@ def builds():
 
 
 @pytest.fixture(scope="module")
-def fused_ops():
-    return reports_of("fused_op_builds.py")
+def kernels():
+    return reports_of("kernel_builds.py")
 
 
 @pytest.fixture(scope="module")
-def attention():
-    return reports_of("attention_builds.py")
+def attention(kernels):
+    return [build for build in kernels if build["kernel"] in ("int8", "float", "operands", "statistics")]
+
+
+@pytest.fixture(scope="module")
+def of_rows(kernels, attention):
+    return [build for build in kernels if build not in attention]
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -78,28 +83,28 @@ def test_a_ring_multiplies_most_of_the_time(builds):
         assert build["shared"] <= SHARED_MEMORY[86], build
 
 
-def test_nothing_is_spilled(builds, fused_ops):
+def test_nothing_is_spilled(builds, of_rows):
     """In no loop. Triton 3.9 keeps a register or two of a few builds on the stack around their loops, and more of them
     on an A100, where a weight in GGUF's blocks gets a float32 LoRA."""
-    for build in (*builds, *fused_ops):
+    for build in (*builds, *of_rows):
         most = 128 if build["capability"] == 80 and build.get("dtype") == "fp32" else 8
         assert build["spills_in_loops"] == build["local"] == 0 and build["stack"] <= most, build
 
 
-def test_fits_the_card(builds, fused_ops, attention):
-    for build in (*builds, *fused_ops, *attention):
+def test_fits_the_card(builds, kernels):
+    for build in (*builds, *kernels):
         assert build["shared"] <= SHARED_MEMORY[build["capability"]], build
         assert build["registers"] * 32 * build["warps"] <= REGISTER_FILE, build
 
 
-def test_rows_are_rotated_in_registers(fused_ops):
+def test_rows_are_rotated_in_registers(of_rows):
     """Not on the tensor cores, which the values would reach through shared memory: that holds less than a row.
 
     Only a LoRA's factors are multiplied there, before a weight becomes INT8, and not float32 ones: the tensor cores
     would keep ten bits of them.
     """
-    assert {build["capability"] for build in fused_ops} == set(SHARED_MEMORY)
-    for build in fused_ops:
+    assert {build["capability"] for build in of_rows} == set(SHARED_MEMORY)
+    for build in of_rows:
         floats = build["HMMA"] + build["HGMMA"]
         low_rank = build["kernel"].endswith("with_low_rank")
         assert (floats > 0) == (low_rank and build["dtype"] != "fp32"), build
@@ -120,7 +125,7 @@ def test_attention_multiplies_on_the_cores_it_names(attention):
 def test_attention_keeps_its_sums_in_registers(attention):
     """A few more than there are lie on the stack around the loops; with a mask or for an A100 some inside."""
     for build in attention:
-        plain = build["mask"][0] == "none" and build["capability"] != 80
+        plain = not build["kind"] and build["capability"] != 80
         assert build["spills_in_loops"] <= (0 if plain and build["kernel"] in ("int8", "float") else 8), build
         assert build["local"] == 0 and build["stack"] <= 320, build
 
@@ -128,8 +133,7 @@ def test_attention_keeps_its_sums_in_registers(attention):
 # The dearest heads of image and video models, by channels, and tensor core cycles of an instruction.
 @pytest.mark.parametrize(("width", "cycles"), ((64, 2.0), (128, 2.2), (256, 2.2)))
 def test_tensor_cores_are_what_int8_attention_waits_for(width, cycles):
-    program = "import json, attention_builds as a, dataclasses as d;"
-    program += f"print(json.dumps(d.asdict(a.main_loop(a.Build('int8', {width}, half_sums=True)))))"
+    program = f"import json, kernel_builds as k; print(json.dumps(vars(k.main_loop({width}))))"
     folder = Path(__file__).resolve().parents[1] / "support"
     finished = subprocess.run([sys.executable, "-c", program], cwd=folder, check=False, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr

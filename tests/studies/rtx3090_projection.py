@@ -492,10 +492,10 @@ def compiled_tiles() -> dict[str, list[Tile]]:
 def compiled_attention(width: int) -> AttentionTile:
     """The INT8 attention kernel that the pack ships for heads of so many channels on an RTX 3090, compiled."""
     from kernels.triton_kernels.attention import tiles_for
-    from support.attention_builds import Build, main_loop  # turns Triton's interpreter off, so not for a test's process
+    from support.kernel_builds import main_loop  # turns Triton's interpreter off, so not for a test's process
 
     tiles = tiles_for((8, 6), width)
-    return AttentionTile(tiles.rows, tiles.keys, tiles.warps, main_loop(Build("int8", width, half_sums=True)))
+    return AttentionTile(tiles.rows, tiles.keys, tiles.warps, main_loop(width))
 
 
 def stored() -> tuple[dict[str, list[Tile]], AttentionTile, AttentionTile]:
