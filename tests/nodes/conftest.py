@@ -10,24 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from support.pack import from_pack
+
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
-@pytest.fixture(scope="session")
-def dit(pack: ModuleType) -> ModuleType:
-    """tests/support/glyph_dit.py, which can be imported only once ComfyUI and the pack can."""
-    from support import glyph_dit
-
-    return glyph_dit
-
-
-@pytest.fixture(scope="session")
-def small(pack: ModuleType) -> ModuleType:
-    """tests/support/small_models.py."""
-    from support import small_models
-
-    return small_models
+# Modules that can be imported only once ComfyUI and the pack can.
+dit = from_pack("support.glyph_dit")
+small = from_pack("support.small_models")
 
 
 @pytest.fixture

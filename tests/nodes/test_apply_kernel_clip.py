@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from support.pack import from_pack
+
 TOKENS = 24
 ROUNDING = 5e-3  # ComfyUI rounds INT8 weights to bf16, and activations have 16 bits here; with 8 it is 0.3
 
@@ -19,11 +21,7 @@ def encoder(encoders, request):
     return encoders[request.param]
 
 
-@pytest.fixture
-def execute(pack):
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8KernelCLIP
-
-    return ApplyFusedINT8KernelCLIP.execute
+execute = from_pack("int8_dit.nodes.apply_fused_int8_kernel:ApplyFusedINT8KernelCLIP.execute")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.file_formats import encoded
+from support.pack import from_pack
 from support.tensors import relative_error
 
 CHOICE = {"attention": "comfy_kitchen_int8"}
@@ -42,11 +43,7 @@ def load(dit):
     return dit.load
 
 
-@pytest.fixture
-def attention(pack):
-    from int8_dit.nodes.patching import attention
-
-    return attention
+attention = from_pack("int8_dit.nodes.patching.attention")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from support.architectures import ARCHITECTURES
+from support.pack import from_pack
 from support.tensors import relative_error
 
 AUTO, AS_COMFYUI, INT8 = "auto", "as ComfyUI", "INT8"
@@ -55,11 +56,7 @@ def exact(pack, monkeypatch):
     return exact
 
 
-@pytest.fixture
-def set_attention(pack):
-    from int8_dit.nodes.patching.attention import set_attention
-
-    return set_attention
+set_attention = from_pack("int8_dit.nodes.patching.attention:set_attention")
 
 
 @pytest.fixture

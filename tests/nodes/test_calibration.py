@@ -11,6 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from support.pack import from_pack
+
 
 @pytest.fixture
 def model(dit):
@@ -18,11 +20,7 @@ def model(dit):
     return dit.stock()
 
 
-@pytest.fixture
-def recorder(pack):
-    from int8_dit.nodes.calibration import recorder
-
-    return recorder
+recorder = from_pack("int8_dit.nodes.calibration.recorder")
 
 
 def prompts_of(inputs):
@@ -292,11 +290,7 @@ def calibration(dit):
     return dit.recorded()
 
 
-@pytest.fixture
-def files(pack):
-    from int8_dit.nodes.calibration import calibration as calibration_file
-
-    return calibration_file
+files = from_pack("int8_dit.nodes.calibration.calibration")
 
 
 def save(files, calibration, path):

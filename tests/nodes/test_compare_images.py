@@ -7,12 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from support.pack import from_pack
 
-@pytest.fixture
-def fidelity(pack):
-    from int8_dit.nodes.images import comparison as fidelity
-
-    return fidelity
+fidelity = from_pack("int8_dit.nodes.images.comparison")
 
 
 @pytest.fixture
@@ -29,11 +26,7 @@ def table_of(pack):
     return make
 
 
-@pytest.fixture
-def compare_node(pack):
-    from int8_dit.nodes.compare_images import CompareImagesINT8DiT
-
-    return CompareImagesINT8DiT
+compare_node = from_pack("int8_dit.nodes.compare_images:CompareImagesINT8DiT")
 
 
 def noisy(shape, noise, seed=0):

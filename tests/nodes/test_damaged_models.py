@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.pack import from_pack
 from support.tensors import relative_error
 
 FAMILIES = ("SD3", "Flux", "Wan i2v", "LTX-Video", "Z-Image", "Hunyuan Video")
@@ -17,14 +18,7 @@ RENAMED = ("Flux", "PixArt", "Z-Image")
 KERNELS = ("fused int8", "bf16")
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # of the glyph model
 NAME = "the model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def models(pack):
-    """tests/support/damaged_models.py, which can be imported only once ComfyUI and the pack can."""
-    from support import damaged_models
-
-    return damaged_models
+models = from_pack("support.damaged_models")
 
 
 def is_no_linear(name, tensor):

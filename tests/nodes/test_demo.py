@@ -11,17 +11,12 @@ from glyphs import alphabet, latents
 from glyphs import conditioning as trained_with
 from glyphs.matching import recognise
 from support import workflows
+from support.pack import from_pack
 from support.workflows import Prompt, link
 
 FILE = "demo_letters_q4_0.gguf"
 MOST_BYTES = 3 << 20
-
-
-@pytest.fixture
-def letters(pack):
-    from int8_dit.nodes.demo import letters
-
-    return letters
+letters = from_pack("int8_dit.nodes.demo.letters")
 
 
 def test_the_file_is_small_and_the_loaders_last(letters):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from support.file_formats import encoded
+from support.pack import from_pack
 
 
 def under_diffusers_names(tensors):
@@ -68,13 +69,7 @@ def test_other_formats_under_these_names_are_refused(dit, tmp_path):
 
 
 # GGUF
-
-
-@pytest.fixture
-def files(pack):
-    from support import gguf_files
-
-    return gguf_files
+files = from_pack("support.gguf_files")
 
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))

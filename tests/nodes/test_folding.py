@@ -8,19 +8,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from support.architectures import ARCHITECTURES
+from support.pack import from_pack
 from support.tensors import relative_error
 
 # Float32's own rounding, through a whole model; and how much more INT8 may lose, since it rounds other numbers.
 FLOAT_ROUNDING = 1e-4
 INT8_ALIKE = 1.5
-
-
-@pytest.fixture
-def folding(pack):
-    from int8_dit.nodes.patching import folding
-
-    return folding
-
+folding = from_pack("int8_dit.nodes.patching.folding")
 
 # What the names of the linears end with whose input can be divided.
 SWIGLU = ("attention.qkv", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")

@@ -8,16 +8,11 @@ import numpy
 import pytest
 import torch
 
+from support.pack import from_pack
+
 NOISE = 0.1  # of INT8 in the output, with a LoRA; without the LoRA it is over 50 %
 OTHERS = ("joint_blocks.1.x_block.mlp.fc1", "joint_blocks.2.x_block.mlp.fc2")
-
-
-@pytest.fixture(scope="module")
-def files(dit):
-    """tests/support/gguf_files.py, which can be imported only once ComfyUI and the pack can."""
-    from support import gguf_files
-
-    return gguf_files
+files = from_pack("support.gguf_files")
 
 
 @pytest.fixture

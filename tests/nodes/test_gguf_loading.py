@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.pack import from_pack
 
-@pytest.fixture
-def files(pack):
-    from support import gguf_files
-
-    return gguf_files
+files = from_pack("support.gguf_files")
 
 
 @pytest.fixture

@@ -13,19 +13,13 @@ from importlib.metadata import version
 import pytest
 
 from support.limits import no_hang, peak_memory
+from support.pack import from_pack
 
 NOISE = 1e-3  # of float32: whoever takes a value for another one is off by far more
 SECONDS = 60  # for one file of 8 MB
 MOST_MEMORY = 1 << 30
 WAYS = (("fused int8", "INT8"), ("fused int8", "as stored"), ("bf16", "INT8"))
-
-
-@pytest.fixture(scope="module")
-def gguf_mutants(pack):
-    """tests/support/gguf_mutants.py, which can be imported only once ComfyUI and the pack can."""
-    from support import gguf_mutants
-
-    return gguf_mutants
+gguf_mutants = from_pack("support.gguf_mutants")
 
 
 def test_mutants_are_made_of_a_file_that_is_read_as_it_was_written(gguf_mutants):

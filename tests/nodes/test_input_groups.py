@@ -6,14 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
+from support.pack import from_pack
 from support.tensors import relative_error
 
-
-@pytest.fixture
-def ideogram(pack):
-    from support import ideogram_block
-
-    return ideogram_block
+ideogram = from_pack("support.ideogram_block")
 
 
 @pytest.fixture

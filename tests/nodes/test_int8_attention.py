@@ -10,26 +10,15 @@ import weakref
 import pytest
 import torch
 
+from support.pack import from_pack
 from support.tensors import relative_error
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 10, 16
 INT8, KITCHEN = "INT8", "INT8 (comfy-kitchen)"
 CPU = torch.device("cpu")
 NOTICE = "INT8 attention did not run"
-
-
-@pytest.fixture
-def attention(pack):
-    from int8_dit.nodes.patching import attention
-
-    return attention
-
-
-@pytest.fixture
-def comfyui_attention(pack):
-    from comfy.ldm.modules.attention import attention_pytorch
-
-    return attention_pytorch
+attention = from_pack("int8_dit.nodes.patching.attention")
+comfyui_attention = from_pack("comfy.ldm.modules.attention:attention_pytorch")
 
 
 @pytest.fixture

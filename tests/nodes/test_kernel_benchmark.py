@@ -5,21 +5,11 @@ import json
 import pytest
 import torch
 
+from support.pack import from_pack
+
 CARD = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def run(pack):
-    from int8_dit.nodes.benchmark import run
-
-    return run
-
-
-@pytest.fixture
-def node(pack):
-    from int8_dit.nodes.kernel_benchmark import INT8KernelBenchmark
-
-    return INT8KernelBenchmark
+run = from_pack("int8_dit.nodes.benchmark.run")
+node = from_pack("int8_dit.nodes.kernel_benchmark:INT8KernelBenchmark")
 
 
 def only(*ticked):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from support.architectures import ARCHITECTURES
+from support.pack import from_pack
 
 FLUX = "double_blocks.#.{img,txt}_{attn.qkv,attn.proj,mlp.0,mlp.2} single_blocks.#.linear{1,2}"
 LUMINA = (
@@ -66,11 +67,7 @@ def of_blocks(names):
     return {re.sub(r"\.\d+\.", ".#.", name, count=1) for name in names}
 
 
-@pytest.fixture
-def is_quantizable(pack):
-    from int8_dit.nodes.layers.layer_selection import is_quantizable
-
-    return is_quantizable
+is_quantizable = from_pack("int8_dit.nodes.layers.layer_selection:is_quantizable")
 
 
 @pytest.mark.parametrize("name", LAYERS)
