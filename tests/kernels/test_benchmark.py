@@ -164,20 +164,6 @@ def test_fp16_sums_are_left_out_where_pytorch_has_none(monkeypatch):
         table.require_fp16_sums(torch.device("cuda"))
 
 
-@NEEDS_GPU
-def test_fp16_sums_are_what_they_say():
-    def in_float32_sums(operands, scale):
-        return lambda weight: operands.x.half() @ weight.t()
-
-    (row,), (wide,) = methods(FP16_SUMS), methods(FP16_SUMS, prepare=in_float32_sums)
-    errors = [
-        benchmark_shape(LinearShape("long", 512, 8192), 256, torch.device("cuda"), [each], rounds=1).relative_errors
-        for each in (row, wide)
-    ]
-    summed, exact = (found[FP16_SUMS] for found in errors)
-    assert exact < 0.0005 and 2 * exact < summed < 0.1
-
-
 TRUE_ERRORS = {
     BF16: (0.0, 0.004),
     FP16_SUMS: (0.0, 0.02),  # summed in float32 on a CPU

@@ -114,17 +114,5 @@ def test_too_little_memory_says_nothing(asked, caplog):
     assert gemm._is_exact(RING, asking(torch.bfloat16)) and len(calls) == 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: Gluon has no interpreter")
-@pytest.mark.parametrize("split", (1, 3))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_ring_is_exact_on_this_card(dtype, split):
-    from dataclasses import replace
-    from functools import partial
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    launch = partial(gemm.launch_config, replace(RING, split_k=split))
-    check_exact(launch, device, dtype, has_bias=True, one_scale=False)
-
-
 def test_the_check_is_of_ragged_tiles_and_long_sums():
     assert exactness._M % 128 and exactness._N % 128 and exactness._K // 2 > 256

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from kernels.ops.attention import float_attention, int8_attention
-from kernels.ops.exact_attention import TRITON, attend_by, exact_ways
 from kernels.reference.attention import int8_attention_reference
 from kernels.triton_kernels import attention
 from kernels.triton_kernels.attention import attend_in_int8, tiles_for
@@ -252,14 +251,6 @@ def test_operators():
     mask = masks(1, 2, 20, 30)["bool"]
     torch.library.opcheck(torch.ops.int8_dit.int8_attention.default, (q, k, v, mask, 0.1, None))
     torch.library.opcheck(torch.ops.int8_dit.float_attention.default, (*operands(tq=20, tk=30, **FLOATS), mask, 0.1))
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-def test_the_kernel_is_a_way_of_exact_attention():
-    q, k, v = operands(tq=300, tk=300, **FLOATS)
-    assert TRITON in exact_ways(q, k, v)
-    assert TRITON not in exact_ways(*(x[..., :128] for x in (q, k, v)))
-    assert relative_error(attend_by(TRITON, q, k, v), exact(q, k, v)) < COMPUTED["floats"][2]
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")

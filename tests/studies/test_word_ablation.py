@@ -36,14 +36,6 @@ def test_formats_lose_what_they_are_known_to(study, name, error):
     assert float((decoded - weight).norm() / weight.norm()) == pytest.approx(error, rel=0.04)
 
 
-def test_nf4_keeps_its_own_values(study):
-    from studies.decoded_weights import NF4_CODES
-
-    codes = torch.tensor(NF4_CODES)
-    weight = torch.cat([codes, codes.flip(0), codes, codes])[None].repeat(3, 2) * torch.tensor([[1.0], [2.5], [0.1]])
-    torch.testing.assert_close(study.nf4_decoded(weight), weight)
-
-
 def test_only_the_linears_of_blocks_change_and_bytes_are_those_of_the_format(study, tensors):
     names = study.quantizable(tensors)
     assert len(names) == 29 and all("joint_blocks" in name and "adaLN" not in name for name in names)
