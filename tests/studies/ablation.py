@@ -67,7 +67,7 @@ class Outcome:
     read: list[bool] | None = None
     """Whether each glyph can be read."""
     protected: list[str] = field(default_factory=list)
-    images: torch.Tensor | None = None
+    images: np.ndarray | None = None
 
 
 class Glyphs:
@@ -81,40 +81,28 @@ class Glyphs:
         self._expected: torch.Tensor | None = None
 
     def calibrate(self, model):
+        from glyphs import latents
         from glyphs.alphabet import ALPHABET
         from glyphs.conditioning import encode
 
         context, pooled = encode(ALPHABET)
+        empty = torch.zeros(len(ALPHABET), latents.CHANNELS, latents.SIDE, latents.SIDE)
         # Another seed than that of the pairs.
-        return calibrated(model, [[context, {"pooled_output": pooled}]], self._empty(len(ALPHABET)), STEPS, seed=1000)
-
-    @staticmethod
-    def _empty(count: int) -> torch.Tensor:
-        from glyphs import latents
-
-        return torch.zeros(count, latents.CHANNELS, latents.SIDE, latents.SIDE)
+        return calibrated(model, [[context, {"pooled_output": pooled}]], empty, STEPS, seed=1000)
 
     def evaluate(self, model) -> Outcome:
-        import comfy.sample
-
         from glyphs import latents
-        from glyphs.conditioning import encode
         from glyphs.matching import recognise
+        from support.glyph_dit import sample
 
-        context, pooled = encode(self._text)
-        condition = [[context, {"pooled_output": pooled}]]
-        empty = self._empty(len(self._text))
-        noise = comfy.sample.prepare_noise(empty, 0)
-        latent = comfy.sample.sample(
-            model, noise, STEPS, 1.0, "euler", "simple", condition, condition, empty, disable_pbar=True, seed=0
-        )
-        latent = latents.node_to_model(latent.float().cpu())
+        latent = latents.node_to_model(sample(model, self._text, STEPS).float().cpu())
         if self._expected is None:
             self._expected = latent
         errors = (latent - self._expected).flatten(1).norm(dim=1) / self._expected.flatten(1).norm(dim=1)
         images = latents.model_to_image(latent).clamp(0, 1)
         read = [seen == asked for seen, asked in zip(recognise(images), self._text, strict=True)]
-        return Outcome(errors.tolist(), read, images=images[:PICTURE_COLUMNS])
+        shown = (images[:PICTURE_COLUMNS] * 255).round().byte().numpy()
+        return Outcome(errors.tolist(), read, images=shown)
 
 
 class Blocks:
@@ -416,21 +404,18 @@ def report(results: dict[str, dict]) -> list[str]:
     return [note, overview(subjects), *(twins(subjects, difference) for difference in DIFFERENCES), *tables]
 
 
-def save_picture(outcomes: dict[str, Outcome], path: Path) -> None:
-    """The same seeds in several variants, one row each."""
+def save_picture(rows: dict[str, np.ndarray], path: Path) -> None:
+    """The same seeds in several variants, a row each with its label: uint8 [images, height, width]."""
     from PIL import Image, ImageDraw, ImageFont
 
-    label = 150
-    rows = [outcomes[name].images for name in PICTURED]
-    _, height, width = rows[0].shape
-    picture = Image.new("L", (label + width * len(rows[0]), (height + 4) * len(rows)), 255)
-    draw = ImageDraw.Draw(picture)
-    for index, (name, images) in enumerate(zip(PICTURED, rows, strict=True)):
-        top = index * (height + 4)
+    label, (_, height, width) = 150, next(iter(rows.values())).shape
+    size = label + width * max(map(len, rows.values())), (height + 4) * len(rows)
+    picture = Image.new("L", size, 255)
+    for index, (name, images) in enumerate(rows.items()):
+        top, draw = index * (height + 4), ImageDraw.Draw(picture)
         draw.text((8, top + height / 2), name, fill=0, font=ImageFont.load_default(16), anchor="lm")
         for column, image in enumerate(images):
-            tile = Image.fromarray((image * 255).round().byte().numpy())
-            picture.paste(tile, (label + column * width, top))
+            picture.paste(Image.fromarray(image), (label + column * width, top))
     save_small_png(picture, path)
 
 
@@ -473,7 +458,7 @@ def main() -> None:
             results[key]["read"] = {v: "".join("01"[r] for r in outcome.read) for v, outcome in outcomes.items()}
         study.write("", *report(results), subjects=results)  # now: a later subject that fails takes nothing along
         if key == "outliers" and set(PICTURED) <= set(outcomes):
-            save_picture(outcomes, study.out / "glyphs.png")
+            save_picture({name: outcomes[name].images for name in PICTURED}, study.out / "glyphs.png")
         del subject, outcomes
 
 

@@ -331,23 +331,6 @@ def draw_pareto(variants: Mapping[str, dict], figures: Mapping[str, dict], path:
     save_small_png(canvas, path)
 
 
-def draw_words(images: Mapping[str, np.ndarray], path: Path) -> None:
-    """The same seeds in several variants, one row each."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    shown = {name: images[name][:PICTURE_COLUMNS] for name in PICTURED if name in images}
-    _, height, width = images[REFERENCE].shape
-    label = 120
-    picture = Image.new("L", (label + width * PICTURE_COLUMNS, (height + 4) * len(shown)), 255)
-    for row, (name, tiles) in enumerate(shown.items()):
-        top = row * (height + 4)
-        font = ImageFont.load_default(14)
-        ImageDraw.Draw(picture).text((8, top + height / 2), PICTURED[name], fill=0, font=font, anchor="lm")
-        for column, tile in enumerate(tiles):
-            picture.paste(Image.fromarray(tile), (label + column * width, top))
-    save_small_png(picture, path)
-
-
 def evaluate(out: Path) -> None:
     """The second command. Raises ValueError where the first one left nothing."""
     from int8_dit.kernels.benchmark import title
@@ -390,7 +373,8 @@ def evaluate(out: Path) -> None:
         result["errors"] = [float(f"{error:.4g}") for error in result["errors"]]
     (out / "words.json").write_text(json.dumps({**data, "figures": figures, "ratios": ratios, **compact}) + "\n")
     draw_pareto(variants, figures, out / "pareto.png")
-    draw_words(images, out / "words.png")
+    shown = {label: images[name][:PICTURE_COLUMNS] for name, label in PICTURED.items() if name in images}
+    ablation.save_picture(shown, out / "words.png")
 
 
 def main() -> None:
