@@ -63,9 +63,11 @@ def _patched_as_stored(model: ModelPatcher, key: str) -> torch.Tensor:
     return comfy.lora.calculate_weight(model.patches[key], weight.float(), key) if key in model.patches else weight
 
 
-def _patched_pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor | PendingTensor]:
-    """What a patched weight is written as, in the form of a stored one; the first of its tensors makes them all."""
+def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor | PendingTensor]:
+    """What a weight is written as, in the form of a stored one; of a patched one the first of its tensors makes all."""
     pieces = form.state_dict(key) if isinstance(form, QuantizedTensor) else {key: form}
+    if key not in model.patches:
+        return pieces
 
     @functools.cache
     def made() -> dict[str, torch.Tensor]:
@@ -88,10 +90,9 @@ def state_dict_for_saving(model: ModelPatcher) -> Tensors:
     tensors: Tensors = dict(state_dict_of(model))
     for name in possibly_patched(model):
         key = DIFFUSION_MODEL + name
-        stored: Any = weight_below_patches(model, key)
-        pieces = stored.state_dict(key) if isinstance(stored, QuantizedTensor) else {key: stored}
+        form = stored = weight_below_patches(model, key)
         if key in model.patches and is_grouped(stored):
-            for piece in pieces:
+            for piece in stored.state_dict(key):
                 tensors.pop(piece.removeprefix(DIFFUSION_MODEL), None)
             # Its values are those of no weight.
             q = torch.empty(stored.shape, dtype=torch.int8, device="meta")
@@ -99,11 +100,8 @@ def state_dict_for_saving(model: ModelPatcher) -> Tensors:
             form = int8_weight(q, scale, stored.dtype, *known_form(stored).unsmoothed)
             config = quant_config_of(form, quant_config.other_options(quant_config_in(stored)))
             tensors[f"{name.removesuffix('.weight')}.{quant_config.QUANT_CONFIG}"] = config
-            pieces = _patched_pieces(model, key, form)
-            tensors |= {piece.removeprefix(DIFFUSION_MODEL): tensor for piece, tensor in pieces.items()}
-            continue
-        if key in model.patches:
-            pieces = _patched_pieces(model, key, stored)
-        own = {piece.removeprefix(DIFFUSION_MODEL): tensor for piece, tensor in pieces.items()}
-        tensors |= {piece: tensor for piece, tensor in own.items() if piece in tensors}
+        for piece, tensor in _pieces(model, key, form).items():
+            own = piece.removeprefix(DIFFUSION_MODEL)
+            if own in tensors or form is not stored:
+                tensors[own] = tensor
     return tensors
