@@ -153,9 +153,8 @@ def test_in_containers_it_sees_the_same(small, monkeypatch):
 def test_what_layers_choose_computes_while_they_are_recorded(small, preferred, rounded, monkeypatch, chosen, kind):
     """Then nothing is observed: ComfyUI would not ask them beside any override."""
     from int8_dit.nodes.calibration.recorder import Recording, armed
-    from int8_dit.nodes.patching import attention_kinds
 
-    monkeypatch.setattr(attention_kinds, "_chooses_exact", lambda device: True)
+    monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._chooses_exact", lambda device: True)
     model = small.wan()
     if chosen:
         config = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)

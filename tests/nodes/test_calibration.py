@@ -109,10 +109,9 @@ def small_ideogram(pack, monkeypatch):
     from types import SimpleNamespace
 
     # Its text projection then is as large a part of the model as in the real one, and quantized.
-    from int8_dit.nodes.layers import layer_selection
     from support import small_models
 
-    monkeypatch.setattr(layer_selection, "_LARGE_PROJECTION", 1 << 18)
+    monkeypatch.setattr("int8_dit.nodes.layers.layer_selection._LARGE_PROJECTION", 1 << 18)
     model = small_models.ideogram4(monkeypatch)
     return SimpleNamespace(model=model, inputs=small_models.calibration(model), module=small_models)
 

@@ -232,7 +232,6 @@ def test_a_save_that_is_under_way_is_left_alone(output, save):
 
 def test_locks_that_cannot_be_had(output, save, monkeypatch):
     """Saving goes on, and nothing is cleaned up."""
-    from int8_dit.nodes.files.writing import new_file
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -241,7 +240,7 @@ def test_locks_that_cannot_be_had(output, save, monkeypatch):
     left = output / "models" / f"int8_dit-{'0' * 32}.partial"
     left.write_bytes(b"")
     long_after(output)
-    monkeypatch.setattr(new_file, "_lock", refuse)
+    monkeypatch.setattr("int8_dit.nodes.files.writing.new_file._lock", refuse)
     save()
     assert names(output) == ["INT8_00001_.safetensors", left.name]
 
@@ -287,15 +286,13 @@ def test_windows_waits_for_a_scanner(output, save, monkeypatch, seconds):
 
 
 def test_windows_tells_a_name_that_is_taken_at_once(output, save, monkeypatch):
-    from int8_dit.nodes.files.writing import new_file
-
     def taken(source, target):
         if target.endswith("INT8_00001_.safetensors"):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         replace(source, target)
 
     replace = os.replace
-    monkeypatch.setattr(new_file, "_ON_WINDOWS", True)
+    monkeypatch.setattr("int8_dit.nodes.files.writing.new_file._ON_WINDOWS", True)
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no hard links")))
     monkeypatch.setattr(os, "rename", taken)
     assert save().name == "INT8_00002_.safetensors"

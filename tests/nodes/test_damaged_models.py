@@ -115,13 +115,11 @@ def test_tensors_of_any_dtype_that_the_model_does_not_need(models, tmp_path):
 @pytest.fixture
 def on_card(dit, monkeypatch):
     """As if the CPU were a card, and all tensors large."""
-    from int8_dit.nodes.files.reading import layer_checks
-    from int8_dit.nodes.loading import loaded_checks
 
-    monkeypatch.setattr(layer_checks, "_SMALL", 0)
-    monkeypatch.setattr(loaded_checks, "_AT_ONCE", 0)
+    monkeypatch.setattr("int8_dit.nodes.files.reading.layer_checks._SMALL", 0)
+    monkeypatch.setattr("int8_dit.nodes.loading.loaded_checks._AT_ONCE", 0)
     management = SimpleNamespace(is_device_cpu=lambda device: False)
-    monkeypatch.setattr(loaded_checks, "comfy", SimpleNamespace(model_management=management))
+    monkeypatch.setattr("int8_dit.nodes.loading.loaded_checks.comfy", SimpleNamespace(model_management=management))
 
 
 @pytest.mark.parametrize("value", (math.nan, -math.inf, 1e30))
@@ -142,11 +140,9 @@ def test_what_a_patch_does_is_not_blamed_on_the_file(dit, on_card):
 
 
 def test_whole_tensors_are_looked_at_once(dit, on_card, monkeypatch):
-    from int8_dit.nodes.loading import loaded_checks
-
     model = dit.load(kernel="bf16")
     dit.sample(model)
-    monkeypatch.setattr(loaded_checks, "check_finite", None)
+    monkeypatch.setattr("int8_dit.nodes.loading.loaded_checks.check_finite", None)
     dit.sample(model.clone())
 
 
@@ -155,9 +151,7 @@ def test_whole_tensors_are_looked_at_once(dit, on_card, monkeypatch):
 )
 def test_a_large_weight_that_becomes_int8(dit, tmp_path, monkeypatch, value, says):
     """It is not searched: its quantization finds what no weight has."""
-    from int8_dit.nodes.files.reading import layer_checks
-
-    monkeypatch.setattr(layer_checks, "_SMALL", 0)
+    monkeypatch.setattr("int8_dit.nodes.files.reading.layer_checks._SMALL", 0)
     weights = dit.tensors()
     weights[f"{LAYER}.weight"][3, 5] = value
     with pytest.raises(ValueError, match=rf"^{NAME}: .*{says}"):

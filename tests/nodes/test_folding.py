@@ -150,10 +150,9 @@ def formats(dit, path):
 @pytest.fixture
 def ideogram(pack, monkeypatch):
     """A small Ideogram 4 with all its kinds of linears quantized, and what samples it."""
-    from int8_dit.nodes.layers import layer_selection
     from support import small_models
 
-    monkeypatch.setattr(layer_selection, "_LARGE_PROJECTION", 1 << 18)
+    monkeypatch.setattr("int8_dit.nodes.layers.layer_selection._LARGE_PROJECTION", 1 << 18)
     return small_models, small_models.ideogram4(monkeypatch)
 
 

@@ -168,12 +168,10 @@ def test_a_calibrated_model_quantizes_the_input_of_w1_and_w3_once(dit, small, sw
 
 @pytest.mark.parametrize("kind", ("swiglu", "attention"))
 def test_joint_factors_are_as_good_as_separate_ones(dit, small, request, monkeypatch, kind):
-    from int8_dit.nodes.quantization import quantize
-
     model = request.getfixturevalue(kind)
     exact = small.output(model)
     joint = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
-    monkeypatch.setattr(quantize, "same_input_groups", lambda names, alike: [])
+    monkeypatch.setattr("int8_dit.nodes.quantization.quantize.same_input_groups", lambda names, alike: [])
     separate = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
     assert 0 < joint < 1.2 * separate
 

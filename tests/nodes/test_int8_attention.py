@@ -77,15 +77,13 @@ def install(pack, monkeypatch):
     """Let a function be one of the two INT8 attentions, on the CPU."""
     import comfy_kitchen
 
-    from int8_dit.nodes.patching import attention_kinds
-
     def install(kernel, kind, halves=None):
         if kind == INT8:
 
             def own(q, k, v, mask=None, scale=None, key_mean=None):
                 return kernel(q, k, v, scale=scale, **({} if mask is None else {"attn_mask": mask}))
 
-            monkeypatch.setattr(attention_kinds, "int8_attention", own)
+            monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds.int8_attention", own)
             return
         monkeypatch.setattr(comfy_kitchen, "int8_attention", kernel, raising=False)
         monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device=None: True, raising=False)

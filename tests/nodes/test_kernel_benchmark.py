@@ -22,13 +22,11 @@ def only(*ticked):
 def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
     import folder_paths
 
-    from int8_dit.kernels.benchmark import outcome as split
-    from int8_dit.nodes.benchmark import forward as measured
-
     monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
-    monkeypatch.setattr(split, "_MOST_WATCHED", 1e9)  # so small a model is slowed down by its clocks
-    monkeypatch.setattr(measured, "_SETTLING", 1.0)
-    monkeypatch.setattr(measured, "_WINDOW", 1.0)
+    # So small a model is slowed down by its clocks.
+    monkeypatch.setattr("int8_dit.kernels.benchmark.outcome._MOST_WATCHED", 1e9)
+    monkeypatch.setattr("int8_dit.nodes.benchmark.forward._SETTLING", 1.0)
+    monkeypatch.setattr("int8_dit.nodes.benchmark.forward._WINDOW", 1.0)
     model = dit.stock()
     inputs = dit.calibration(model)
     (positive,) = inputs["positive"].values()

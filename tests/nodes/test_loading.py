@@ -123,11 +123,9 @@ def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, t
     """And the sampling that follows in the same run does not say it again."""
     from comfy_execution.utils import CurrentNodeContext
 
-    from int8_dit.nodes.loading import load
-
     path = dit.write(tmp_path / "native.safetensors", native)
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="division by zero"):
-        patched.setattr(load, "build_model", lambda *_: 1 / 0)
+        patched.setattr("int8_dit.nodes.loading.load.build_model", lambda *_: 1 / 0)
         dit.load(path, "auto")
     (warning,) = fallback_warnings(caplog)
     assert warning.endswith("This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")

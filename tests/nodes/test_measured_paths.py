@@ -43,27 +43,23 @@ def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
 
 
 def test_comfyui_s_own_int8_is_what_the_stock_loader_computes(dit, tmp_path, pack, monkeypatch):
-    from int8_dit.nodes.loading import operations
-
     path = dit.write(tmp_path / "native.safetensors", dit.native_int8(rotation_group=64))
-    monkeypatch.setattr(operations, "int8_path", lambda *question: "native int8")
+    monkeypatch.setattr("int8_dit.nodes.loading.operations.int8_path", lambda *question: "native int8")
     native, stock = dit.output(dit.load(path)), dit.output(dit.stock(path))
     assert relative_error(native, stock) < 1e-3
 
 
 def test_a_lora_reaches_a_linear_that_comfyui_computes(dit, lora, monkeypatch, pack):
-    from int8_dit.nodes.loading import operations
-
-    monkeypatch.setattr(operations, "int8_path", lambda *question: "native int8")
+    monkeypatch.setattr("int8_dit.nodes.loading.operations.int8_path", lambda *question: "native int8")
     patched = dit.output(dit.with_lora(dit.load(), lora))
     assert relative_error(patched, dit.output(dit.with_lora(dit.stock(), lora))) < 0.06
     assert relative_error(patched, dit.output(dit.load())) > 0.2
 
 
 def test_a_smoothed_layer_is_never_given_to_comfyui(dit, smoothed, monkeypatch):
-    from int8_dit.nodes.loading import operations
-
     asked = []
-    monkeypatch.setattr(operations, "int8_path", lambda *question: asked.append(question[-1]) or "fused int8")
+    monkeypatch.setattr(
+        "int8_dit.nodes.loading.operations.int8_path", lambda *question: asked.append(question[-1]) or "fused int8"
+    )
     dit.output(smoothed)
     assert asked == [False] * len(dit.LINEARS)

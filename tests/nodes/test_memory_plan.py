@@ -49,10 +49,8 @@ def _storages(tree):
 @pytest.fixture
 def plan(pack, monkeypatch):
     """A plan that the pack knows of, as ComfyUI's compiler makes one."""
-    from int8_dit.kernels import memory_plan
-
     plan = Planned()
-    monkeypatch.setattr(memory_plan, "_outside", plan.outside)
+    monkeypatch.setattr("int8_dit.kernels.memory_plan._outside", plan.outside)
     return plan
 
 
@@ -83,10 +81,8 @@ def test_a_deferred_call_of_a_block_holds_its_output_alone(small, plan, name):
 
 @pytest.mark.parametrize("knows", (True, False))
 def test_what_a_calibration_records_is_outside_of_the_plan(small, plan, monkeypatch, knows):
-    from int8_dit.kernels import memory_plan
-
     if not knows:
-        monkeypatch.setattr(memory_plan, "_outside", nullcontext)
+        monkeypatch.setattr("int8_dit.kernels.memory_plan._outside", nullcontext)
     model, held = small.wan(), []
     for block in model.model.diffusion_model.blocks:
         block.register_forward_pre_hook(lambda *_: plan.begin())

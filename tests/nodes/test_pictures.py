@@ -224,10 +224,8 @@ assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
 def test_a_missing_matplotlib_is_said_before_the_work(dit, monkeypatch):
     import importlib.util
 
-    from int8_dit.nodes import quantize_to_int8
-
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else found(name, *a))
-    monkeypatch.setattr(quantize_to_int8, "quantize_model", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr("int8_dit.nodes.quantize_to_int8.quantize_model", lambda *_: pytest.fail("the work began"))
     with pytest.raises(ImportError, match="pip install matplotlib"):
         dit.quantize(dit.stock())

@@ -36,10 +36,8 @@ def texts(pack, monkeypatch):
 @pytest.fixture
 def clock(pack, monkeypatch):
     """A clock that stands until a test moves it."""
-    from int8_dit.nodes.host import work
-
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("int8_dit.nodes.host.work.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -97,9 +95,7 @@ def test_the_time_left_is_said(bar, texts, clock):
 
 def test_the_quantize_node_shows_one_job(dit, bar, texts, clock, monkeypatch):
     """Sampling and quantization run the bar once, from the first step to the end, and say what they do."""
-    from int8_dit.nodes.host import work
-
-    monkeypatch.setattr(work, "_SECONDS_BETWEEN_TEXTS", 0)
+    monkeypatch.setattr("int8_dit.nodes.host.work._SECONDS_BETWEEN_TEXTS", 0)
     model = dit.stock()
     inputs = dit.calibration(model, steps=3)
     inputs["positive"]["positive_1"] = inputs["positive"]["positive_0"]

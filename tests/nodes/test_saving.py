@@ -120,12 +120,10 @@ def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
 
 
 def test_prompt_and_workflow_are_in_the_metadata_unless_disabled(dit, plain, save, monkeypatch):
-    from comfy.cli_args import args
-
     graphs = {"prompt": {"1": {"class_type": "LoadINT8DiT"}}, "workflow": {"nodes": []}}
     written = metadata(save(plain, **graphs))
     assert {name: json.loads(written[name]) for name in graphs} == graphs
-    monkeypatch.setattr(args, "disable_metadata", True)
+    monkeypatch.setattr("comfy.cli_args.args.disable_metadata", True)
     assert not metadata(save(plain, **graphs)).keys() & graphs.keys()
 
 
@@ -212,12 +210,11 @@ def no_room(monkeypatch):
 def becomes_full(monkeypatch):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs Linux's /dev/full, where every write finds the disk full")
-    from int8_dit.nodes.files.writing import new_file
 
     def open_full(path, mode, **options):
         return open("/dev/full" if mode == "xb" else path, "r+b" if mode == "xb" else mode, **options)
 
-    monkeypatch.setattr(new_file, "open", open_full, raising=False)
+    monkeypatch.setattr("int8_dit.nodes.files.writing.new_file.open", open_full, raising=False)
 
 
 def failing(number):

@@ -183,10 +183,8 @@ OTHER_K_QUANT = "joint_blocks.0.x_block.mlp.fc2"
 @pytest.fixture
 def said(pack, monkeypatch):
     """What is warned of, in the words of notices.warn."""
-    from int8_dit.nodes.host import notices
-
     said = []
-    monkeypatch.setattr(notices, "warn", lambda *words: said.append(words))
+    monkeypatch.setattr("int8_dit.nodes.host.notices.warn", lambda *words: said.append(words))
     return said
 
 

@@ -86,10 +86,10 @@ def test_a_quantized_model_asks_the_card_that_computes(dit, second_card, caplog)
 
 
 def test_each_linear_asks_for_the_device_of_its_input(dit, monkeypatch):
-    from int8_dit.nodes.loading import operations
-
     asked = []
-    monkeypatch.setattr(operations, "int8_path", lambda *question: asked.append(question) or "fused int8")
+    monkeypatch.setattr(
+        "int8_dit.nodes.loading.operations.int8_path", lambda *question: asked.append(question) or "fused int8"
+    )
     dit.output(dit.quantize(dit.stock(), kernel="auto"))
     assert [question[:2] for question in asked] == [(DEFAULT, "auto")] * len(dit.LINEARS)
 

@@ -130,12 +130,11 @@ def test_the_short_line(pack, linears, int8, device, kernel, expected):
 
 @pytest.mark.parametrize("obstacle, expected", ((None, "bf16: not an RTX 30"), ("no", "bf16: the kernel cannot run")))
 def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obstacle, expected):
-    from int8_dit.kernels.card import device
     from int8_dit.nodes.loading.summary import Summary, runs_where
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(device, "fused_obstacle", lambda _: obstacle)
+    monkeypatch.setattr("int8_dit.kernels.card.device.fused_obstacle", lambda _: obstacle)
     model = SimpleNamespace(load_device=torch.device("cuda"))
     assert runs_where(model, Summary({"bf16 (why)": 8}, "as ComfyUI"), "auto", "bf16").text == expected
 
