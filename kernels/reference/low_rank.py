@@ -46,14 +46,19 @@ class Addition(NamedTuple):
     """What LoRAs add to an INT8 weight [N, K] with a scale per channel.
 
     Attributes:
-        low_rank: up @ down, in the basis of the stored weight: rotated as that is.
-        scale: of the weight, float32 [N] or [N, 1].
-        larger: the sum's, such as scale + low_rank.channel_scales(); as many values.
+        up, down: of a LowRank, in the basis of the stored weight: rotated as that is.
+        channel_scale: of the weight, float32 [N] or [N, 1].
+        larger: the sum's, such as channel_scale + low_rank.channel_scales(); as many values.
     """
 
-    low_rank: LowRank
-    scale: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    channel_scale: torch.Tensor
     larger: torch.Tensor
+
+    @property
+    def low_rank(self) -> LowRank:
+        return LowRank(self.up, self.down)
 
 
 def rounded_rows(values: torch.Tensor, scale: torch.Tensor, low_rank: LowRank | None, rows: slice) -> torch.Tensor:

@@ -189,7 +189,7 @@ def launch_codes_low_rank_expander(weight: GroupedCodes, addition: Addition) -> 
     up, down = (factor.contiguous() for factor in addition.low_rank)
     (rank, channels), rows = down.shape, len(out)
     grid = (-(-rows // _ROWS), -(-channels // (4 * _ROW_QUADS)))
-    tensors = (codes, scale, codebook, addition.scale, addition.larger, up, down, out.view(torch.int32))
+    tensors = (codes, scale, codebook, addition.channel_scale, addition.larger, up, down, out.view(torch.int32))
     form = (*_form(weight), _ROWS, _ROW_QUADS, _RANK, not codes.is_cuda, _LOW_RANK_WARPS)
     _LOW_RANK_EXPANDER(form, grid, tensors, (rows, channels, rank))
     return out

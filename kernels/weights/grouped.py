@@ -11,14 +11,25 @@ from ..checks import check_same_device, check_weight_scale
 from ..operators import Result, operator
 from ..reference.grouped_codes import GroupedCodes
 from ..reference.int8_weights import row_slices
-from ..reference.low_rank import Addition, LowRank, rounded_rows
+from ..reference.low_rank import Addition, rounded_rows
 
 
+def _check(weight: GroupedCodes, addition: Addition | None) -> list[Result]:
+    weight.check()
+    if addition is not None:
+        addition.low_rank.check(*weight.shape)
+        check_weight_scale(addition.channel_scale, weight.shape[0])
+        check_weight_scale(addition.larger, weight.shape[0])
+        check_same_device(codes=weight.codes, **addition._asdict())
+    return [(weight.shape, torch.int8)]
+
+
+@operator(_check)
 def expand_codes(weight: GroupedCodes, addition: Addition | None = None) -> torch.Tensor:
     """The INT8 weight that codes stand for: clamp(round(level * scale of the group), -127, 127), halves to even.
 
-    With an `addition` it is round((that * scale + up @ down) / larger), clamped alike. The sums are float32, in no
-    certain order.
+    With an `addition` it is round((that * channel_scale + up @ down) / larger), clamped alike. The sums are float32, in
+    no certain order.
 
     Args:
         weight: the codes.
@@ -30,50 +41,20 @@ def expand_codes(weight: GroupedCodes, addition: Addition | None = None) -> torc
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
     """
-    if addition is None:
-        return _expand(weight)
-    return _expand(weight, addition.low_rank, addition.scale, addition.larger)
-
-
-def _check(
-    weight: GroupedCodes,
-    low_rank: LowRank | None,
-    channel_scale: torch.Tensor | None,
-    larger: torch.Tensor | None,
-) -> list[Result]:
-    weight.check()
-    rows, channels = weight.shape
-    if low_rank is not None and channel_scale is not None and larger is not None:
-        low_rank.check(rows, channels)
-        check_weight_scale(channel_scale, rows)
-        check_weight_scale(larger, rows)
-        up, down = low_rank
-        check_same_device(codes=weight.codes, up=up, down=down, scale=channel_scale, larger=larger)
-    return [(weight.shape, torch.int8)]
-
-
-@operator(_check, "expand_codes")
-def _expand(
-    weight: GroupedCodes,
-    low_rank: LowRank | None = None,
-    channel_scale: torch.Tensor | None = None,
-    larger: torch.Tensor | None = None,
-) -> torch.Tensor:
-    codes, (rows, channels) = weight.codes, weight.shape
-    addition = None
-    if low_rank is not None and channel_scale is not None and larger is not None:
-        scales = (values.reshape(-1, 1).expand(rows, 1).contiguous() for values in (channel_scale, larger))
-        addition = Addition(low_rank, *scales)
+    codes = weight.codes
+    if addition is not None:
+        scales = (scale.reshape(-1, 1).expand(len(codes), 1).contiguous() for scale in addition[2:])
+        addition = Addition(*addition.low_rank, *scales)
     if codes.numel() and weights_use_triton(codes):
         from ..triton_kernels.grouped_codes import launch_codes_expander, launch_codes_low_rank_expander
 
         return launch_codes_expander(weight) if addition is None else launch_codes_low_rank_expander(weight, addition)
-    out = torch.empty(rows, channels, dtype=torch.int8, device=codes.device)
+    out = torch.empty(weight.shape, dtype=torch.int8, device=codes.device)
     if out.numel():
         for some in row_slices(out.shape):
             whole = _levels(weight, some).round_().clamp_(-127, 127)
             if addition is not None:
-                whole = rounded_rows(whole * addition.scale[some], addition.larger, addition.low_rank, some)
+                whole = rounded_rows(whole * addition.channel_scale[some], addition.larger, addition.low_rank, some)
             out[some] = whole.to(torch.int8)
     return out
 

@@ -101,7 +101,7 @@ def test_a_low_rank_is_added_before_rounding(path, case, dtype):
         values = expand_codes(weight) * scale[:, None] + low_rank.up.float() @ low_rank.down.float()
         expected = (values / larger[:, None]).round().clamp(-127, 127).to(torch.int8)
         for shape in ((rows,), (rows, 1)):
-            addition = Addition(low_rank, scale.view(shape), larger.view(shape))
+            addition = Addition(*low_rank, scale.view(shape), larger.view(shape))
             assert torch.equal(expand_codes(weight, addition), expected)
 
 
@@ -111,14 +111,14 @@ def test_a_low_rank_of_many_rows_and_its_scale(path):
     low_rank = LowRank(random_float(70, 24, seed=1) / 4, random_float(24, 800, seed=2) / 8)
     larger = scale + low_rank.channel_scales()
     wanted = expand_codes(weight) * scale[:, None] + low_rank.up @ low_rank.down
-    held = expand_codes(weight, Addition(low_rank, scale, larger))
+    held = expand_codes(weight, Addition(*low_rank, scale, larger))
     assert ((held * larger[:, None] - wanted).abs() <= 0.51 * larger[:, None]).all()
 
 
 def test_rows_without_a_scale_are_zeros(path):
     weight = random_codes(6, 32, 16, 4, False)
     larger = torch.tensor([0.0, torch.nan, torch.inf, -1.0, 1e-40, 1.0], device=DEVICE)
-    addition = Addition(low_rank_of_integers(6, 1, 32, torch.float32), torch.ones(6, device=DEVICE), larger)
+    addition = Addition(*low_rank_of_integers(6, 1, 32, torch.float32), torch.ones(6, device=DEVICE), larger)
     whole = expand_codes(weight, addition)
     assert not whole[:5].any() and whole[5].any()
 
@@ -166,10 +166,10 @@ def test_what_does_not_fit_is_refused():
             expand_codes(wrong)
     ones, low_rank = torch.ones(4, device=DEVICE), low_rank_of_integers(4, 2, 64, torch.float32)
     for wrong in (
-        Addition(LowRank(low_rank.up[:3], low_rank.down), ones, ones),
-        Addition(low_rank, ones[:2], ones),
-        Addition(low_rank, ones, ones[:2]),
-        Addition(low_rank, ones, ones.to("meta")),
+        Addition(low_rank.up[:3], low_rank.down, ones, ones),
+        Addition(*low_rank, ones[:2], ones),
+        Addition(*low_rank, ones, ones[:2]),
+        Addition(*low_rank, ones, ones.to("meta")),
     ):
         with pytest.raises(ValueError, match=r"must|different devices"):
             expand_codes(weight, wrong)

@@ -86,7 +86,7 @@ def grouped(device):
     weight = GroupedCodes(codes, values(512, 48, seed=1, device=device).to(torch.float8_e4m3fn), None, 16)
     low_rank = LowRank(values(512, 8, seed=2, device=device), values(8, 768, seed=3, device=device))
     scale = values(512, seed=4, device=device).abs()
-    return expand_codes(weight), expand_codes(weight, Addition(low_rank, scale, scale + low_rank.channel_scales()))
+    return expand_codes(weight), expand_codes(weight, Addition(*low_rank, scale, scale + low_rank.channel_scales()))
 
 
 def fused_ops(device):

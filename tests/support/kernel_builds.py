@@ -129,7 +129,7 @@ def _launch(build: Build) -> None:
         if build.kernel == "expand_codes":
             grouped_codes.launch_codes_expander(weight)
         else:
-            grouped_codes.launch_codes_low_rank_expander(weight, Addition(low_rank, new(rows, 1), new(rows, 1)))
+            grouped_codes.launch_codes_low_rank_expander(weight, Addition(*low_rank, new(rows, 1), new(rows, 1)))
     elif build.kernel in ATTENTION:
         _attend(build)
     else:

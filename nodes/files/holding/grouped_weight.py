@@ -97,7 +97,7 @@ def channel_scale(weight: QuantizedTensor) -> torch.Tensor:
 
 def expanded(weight: QuantizedTensor, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
     """int8 [N, K] of the INT8 weight with `scale`, which is its own unless `low_rank` is added to it."""
-    addition = None if low_rank is None else Addition(low_rank, channel_scale(weight), scale)
+    addition = None if low_rank is None else Addition(*low_rank, channel_scale(weight), scale)
     return expand_codes(grouped_codes(weight), addition)
 
 
