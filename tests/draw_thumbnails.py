@@ -32,6 +32,7 @@ HEADLINES = {
     "Try INT8 without a download": ("First INT8 image: now", "no download, any machine", True),
     "INT8 kernel benchmark": ("Is INT8 faster here?", "one click, no download", False),
     "INT8 model with a LoRA": ("INT8 + LoRA", "Z-Image Turbo", False),
+    "INT8 and EasyCache": ("INT8 and EasyCache", "the same seed, fewer steps", False),
     "Compare bf16 and INT8": ("bf16 or INT8?", "same seed, side by side", False),
     "Quantize your own model to INT8": ("Make INT8 files", "with three prompts of yours", False),
     "Quantize around your KSampler": ("Quantize any graph", "record your own KSampler", False),
