@@ -20,9 +20,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from kernels.benchmark.attention import (
     ATTENTION_METHODS,
-    COMFYUI_CHOICE,
-    KITCHEN_INT8,
-    OWN_INT8,
     AttentionMethod,
     AttentionOperands,
     AttentionResult,
@@ -32,7 +29,7 @@ from kernels.benchmark.attention import (
 )
 from kernels.benchmark.report import markdown
 from kernels.card.machine import describe_machine, title
-from kernels.ops.exact_attention import FLASH, AttentionShape, exact_attention, fastest_way
+from kernels.ops.exact_attention import AttentionShape, exact_attention, fastest_way
 
 STRONG = 4.0
 """Times a normal vector: the mean of the keys of a head."""
@@ -88,24 +85,8 @@ class Measured:
         ]
         return [f"{self.normal.call.name}: {self.normal.call.place()}", *cells]
 
-    def ratios(self) -> list[str]:
-        """What was to be shown: how many times as fast one method is as another, and the ratio of their errors."""
-        pairs = ((AUTO, COMFYUI_CHOICE), (OWN_INT8, KITCHEN_INT8), (OWN_INT8, FLASH), (OWN_INT8, AUTO))
-        times, errors = self.normal.milliseconds, self.normal.relative_errors
-        cells = [
-            f"{times[other] / times[own]:.3f} ({errors[own] / errors[other]:.2f}, "
-            f"{self.strong.get(own, float('nan')) / self.strong.get(other, float('nan')):.2f})"
-            if own in times and other in times
-            else "-"
-            for own, other in pairs
-        ]
-        return [self.normal.call.place(), *cells]
-
     def as_json(self) -> dict:
         return self.normal.as_json() | {"strong_key_means": self.strong, "auto": self.way}
-
-
-RATIOS = ["", "auto vs ComfyUI", "own INT8 vs comfy-kitchen", "own INT8 vs flash", "own INT8 vs auto"]
 
 
 def measure(planned: AttentionWork, device: torch.device, rounds: int) -> Measured:
@@ -149,8 +130,6 @@ def main() -> None:
     names = [method.name for method in METHODS if any(method.name in result.normal.rounds for result in results)]
     print("\nMilliseconds (error on normal data, with strong means of the keys)\n")
     print(markdown(["", *names], [result.row(names) for result in results]))
-    print("\nTimes as fast (ratio of the errors, with strong means)\n")
-    print(markdown(RATIOS, [result.ratios() for result in results]))
 
 
 if __name__ == "__main__":
