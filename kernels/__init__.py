@@ -31,12 +31,12 @@ from .numerics.statistics import ActivationStatistics
 from .ops.attention import int8_attention, int8_attention_obstacle
 from .ops.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
 from .ops.gates import ACTIVATIONS, activate_quantize
-from .ops.linear import LinearWeight, RepeatedLinear, int8_gemm, int8_linear
+from .ops.linear import LinearWeight, RepeatedLinear, compile_ahead, int8_gemm, int8_linear
 from .ops.norms import Norm, gated_residual, norm_quantize
 from .ops.rope import norm_rope
 from .reference.grouped_codes import GroupedCodes
 from .reference.int8_weights import quantize_weight
-from .reference.linear import Quantized
+from .reference.linear import LinearForm, Quantized
 from .reference.low_rank import Addition, LowRank
 from .reference.transform import UNCHANGED, ChannelTransform
 from .weights.gguf import dequantize_gguf, expand_gguf, gguf_channel_scales, quantize_gguf

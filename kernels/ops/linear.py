@@ -5,10 +5,11 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..card.device import fused_obstacle
 from ..checks import (
     check_activation_bits,
     check_float,
@@ -22,6 +23,7 @@ from ..compilers import is_dispatched
 from ..kept import KEPT, keep, kept
 from ..operators import Result, operator
 from ..reference.linear import (
+    LinearForm,
     Quantized,
     int8_gemm_reference,
     quantize_activations_reference,
@@ -167,6 +169,18 @@ def int8_linear(
 LinearWeight = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """What a linear holds: int8 [N, K], its scale in float32, [N], [N, 1] or one value, and the floating point factors [K]
 by which its input is divided, or None."""
+
+
+def compile_ahead(forms: Iterable[LinearForm], dtype: torch.dtype, device: torch.device) -> None:
+    """Have what linears of these forms launch on a GPU with inputs of a dtype compiled beside other work, and what does
+    not depend on forms.
+
+    It returns at once. A call that comes first compiles for itself. Does nothing where the kernels do not run.
+    """
+    if device.type == "cuda" and fused_obstacle(device) is None:
+        from ..triton_kernels.ahead import compile_for
+
+        compile_for(forms, dtype, device)
 
 
 class RepeatedLinear:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,25 @@ REMAINDER_STEPS = 254
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 """Rows of activations: int8 [rows, K], or [rows, 2K] for 16 bits, and their float32 scale [rows]."""
+
+
+class LinearForm(NamedTuple):
+    """What the kernels of an INT8 linear are compiled for.
+
+    Attributes:
+        n, k: of its weight [N, K].
+        has_bias, has_one_scale, has_factors: whether there is a bias, whether all channels of the weight share a scale,
+            and whether its input is smoothed.
+        rotation_group, activation_bits: how its input is quantized.
+    """
+
+    n: int
+    k: int
+    has_bias: bool = False
+    has_one_scale: bool = False
+    has_factors: bool = False
+    rotation_group: int | None = None
+    activation_bits: int = 8
 
 
 def quantized_layouts(x: torch.Tensor, channels: int, activation_bits: int) -> list[tuple[Sequence[int], torch.dtype]]:

@@ -120,7 +120,7 @@ def activate_quantize_kernel(
         store_quantized(q_row, tail, inverse_scale, broken, HEAD + tl.arange(0, TAIL), K, REMAINDER)
 
 
-_ACTIVATE_QUANTIZE = row_launcher(activate_quantize_kernel)
+ACTIVATE_QUANTIZE = row_launcher(activate_quantize_kernel)
 
 
 def _tokens(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -155,7 +155,7 @@ def launch_activate_quantize(
     tokens = gate.numel() // gate.shape[-1] if gate.ndim > 3 else gate.shape[-2]
     numbers = (tokens, channels, first, *(stride for part in read[:3] for stride in token_strides(part)))
     return Layout(
-        _ACTIVATE_QUANTIZE,
+        ACTIVATE_QUANTIZE,
         form,
         (gate.numel() // gate.shape[-1], 1),
         numbers,

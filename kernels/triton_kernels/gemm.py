@@ -191,7 +191,7 @@ def tuned_gemm(operands: Operands, launches: dict[GemmConfig, GemmLaunch]) -> Ge
 
     Returns the launch of what stays; None while that is open. `launches` holds those of such operands, and gets more.
     """
-    q, (n, k), passes = operands.q, operands.weight.shape, operands.passes
+    q = operands.q
 
     def made(config: GemmConfig) -> GemmLaunch:
         return launches.get(config) or launches.setdefault(config, GemmLaunch(config, operands))
@@ -201,10 +201,6 @@ def tuned_gemm(operands: Operands, launches: dict[GemmConfig, GemmLaunch]) -> Ge
             raise WrongResult
         made(config)(q, operands.weight, operands.out, operands.read)
 
-    def candidates() -> list[GemmConfig]:
-        card = torch.cuda.get_device_properties(q.device)
-        return gemm_candidates((card.major, card.minor), card.multi_processor_count, len(q), n, k, passes, _PIPELINES)
-
     def is_ready(config: GemmConfig, rank: int | None) -> bool:
         return made(config).is_compiled(operands, rank)
 
@@ -212,10 +208,27 @@ def tuned_gemm(operands: Operands, launches: dict[GemmConfig, GemmLaunch]) -> Ge
         config = GemmConfig(32, 32, 64, 4, 4, 1)
         launch(config)
         return made(config)
-    key = TuningKey(device_name(q.device.index), m_bucket(len(q)), n, k, passes)
-    tuner.run(key, len(q), candidates, launch, is_ready)
+    key = _tuning_key(operands)
+    tuner.run(key, len(q), lambda: _candidates(operands), launch, is_ready)
     config = tuner.settled(key)
     return None if config is None else made(config)
+
+
+def _candidates(operands: Operands) -> list[GemmConfig]:
+    q, (n, k) = operands.q, operands.weight.shape
+    card = torch.cuda.get_device_properties(q.device)
+    capability, multiprocessors = (card.major, card.minor), card.multi_processor_count
+    return gemm_candidates(capability, multiprocessors, len(q), n, k, operands.passes, _PIPELINES)
+
+
+def _tuning_key(operands: Operands) -> TuningKey:
+    m, (n, k) = len(operands.q), operands.weight.shape
+    return TuningKey(device_name(operands.q.get_device()), m_bucket(m), n, k, operands.passes)
+
+
+def likely_config(operands: Operands) -> GemmConfig:
+    """What a first call on such operands launches."""
+    return tuner.likely(_tuning_key(operands), lambda: _candidates(operands))
 
 
 def _in_wider_rows(matrix: torch.Tensor, k: int) -> torch.Tensor:

@@ -67,11 +67,17 @@ class StandIn:
         strides = [math.prod(self.shape[after:]) for after in range(1, len(self.shape) + 1)]
         return tuple(strides) if axis is None else strides[axis]
 
+    def float(self) -> "StandIn":
+        return self
+
+    def contiguous(self) -> "StandIn":
+        return self
+
     def element_size(self) -> int:
         return self.dtype.itemsize
 
     def get_device(self) -> int:
-        return self.device.index
+        return -1 if self.device.index is None else self.device.index
 
     def data_ptr(self) -> int:
         return 0
@@ -214,6 +220,12 @@ class Layout:
                 launch.first(self.grid, *operands, *self.numbers)
             else:
                 launch.direct(*self.grid, *pointers, *self.numbers)
+
+    def compile_by(self, threads: Background, rank: float, tensors: Sequence[Any], results: Sequence[Any]) -> None:
+        """Have it compiled by other threads for tensors for which these `StandIn`s are."""
+        operands: Any = self.operands(tensors, results)
+        launch = self.launcher.prepared(self.form, operands, self.numbers)
+        launch.compile_by(threads, rank, operands[0].device, *operands, *self.numbers)
 
 
 def same(tensors: Tensors, others: Tensors) -> bool:

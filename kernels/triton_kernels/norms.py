@@ -218,7 +218,7 @@ def gated_residual_kernel(
         _store_sum(out_row, tail, residual_row, gate_row, weight, bias, second, K, HAS_WEIGHT, HAS_BIAS, HAS_GATE)
 
 
-_NORM_QUANTIZE = row_launcher(norm_quantize_kernel)
+NORM_QUANTIZE = row_launcher(norm_quantize_kernel)
 
 
 def _smoothed_as_read(tensors: Tensors) -> Tensors:
@@ -251,11 +251,11 @@ def launch_norm_quantize(
     strides = (*token_strides(read[0]), *token_strides(read[3]), *token_strides(read[4]))
     numbers = (x.shape[-2], channels, *strides, eps)
     return Layout(
-        _NORM_QUANTIZE, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _smoothed_as_read
+        NORM_QUANTIZE, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _smoothed_as_read
     )
 
 
-_GATED_RESIDUAL = row_launcher(gated_residual_kernel)
+GATED_RESIDUAL = row_launcher(gated_residual_kernel)
 
 
 def _as_read(tensors: Tensors) -> Tensors:
@@ -282,4 +282,4 @@ def launch_gated_residual(
     head, tail, _, warps = row_blocks(channels, 1)
     form = (kind or "none", *(tensor is not None for tensor in (weight, bias, rows, gate)), head, tail, warps)
     numbers = (x.shape[-2], channels, *(stride for tensor in read[:3] for stride in token_strides(tensor)), eps)
-    return Layout(_GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _as_read)
+    return Layout(GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _as_read)

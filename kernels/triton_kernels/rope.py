@@ -175,7 +175,7 @@ def norm_rope_kernel(
         )  # fmt: skip
 
 
-_NORM_ROPE = row_launcher(norm_rope_kernel)
+NORM_ROPE = row_launcher(norm_rope_kernel)
 
 
 def _strides(x: torch.Tensor | None) -> tuple[int, ...]:
@@ -235,4 +235,4 @@ def launch_norm_rope(
     strides = (stride for x in (*read[:2], *results) for stride in _strides(x))
     grid = (2 * q.shape[0] * q.shape[1], 1)
     as_read = _as_they_are if same(read, _as_they_are(tensors)) else _as_read
-    return Layout(_NORM_ROPE, form, grid, (q.shape[1], *strides, q_eps, k_eps), as_read)
+    return Layout(NORM_ROPE, form, grid, (q.shape[1], *strides, q_eps, k_eps), as_read)

@@ -189,6 +189,11 @@ class Tuner:
         """What stays for a key; None while that is open."""
         return self._settled.get(key)
 
+    def likely(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> GemmConfig:
+        """What a first call runs; it is not opened by that."""
+        known = self._known(key)
+        return configs_of_key()[0] if known is None else known.fastest()
+
     def run(
         self, key: TuningKey, m: int, configs_of_key: Callable[[], list[GemmConfig]], launch: Launch, is_ready: IsReady
     ) -> None:

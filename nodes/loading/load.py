@@ -13,7 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import choose_path
+from ...kernels import FUSED, choose_path, compile_ahead
 from ..comfyui.residency import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
 from ..files import quant_config
@@ -23,6 +23,7 @@ from ..files.holding.stored_weight import is_stored
 from ..files.reading.checkpoint import read_checkpoint
 from ..files.reading.importers import BRANCHES, Checkpoint
 from ..host import notices
+from ..layers.compile_ahead import compile_linears
 from ..layers.input_groups import group_inputs
 from ..layers.linear_call import name_linears
 from ..layers.stored_weights import patch_products
@@ -64,7 +65,9 @@ def load_int8_model(
     """
     devices = [comfy.model_management.get_torch_device()]
     devices += comfy.model_management.get_all_torch_devices() if anywhere else []
-    choose_path(devices[0], kernel)  # what cannot run is refused before a file is read for nothing
+    # What cannot run is refused before a file is read for nothing.
+    if choose_path(devices[0], kernel).kind == FUSED:
+        compile_ahead((), torch.bfloat16, devices[0])
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     with naming_file(checkpoint.name):
         notes, supported = notes_of(checkpoint), checkpoint.architecture.supported_inference_dtypes
@@ -113,6 +116,7 @@ def build_model(
     diffusion_model = model.model.diffusion_model
     group_inputs(diffusion_model)
     name_linears(diffusion_model)
+    compile_linears(diffusion_model, plan.kernel, plan.compute_dtype, model.load_device)
     # Merges and hooks look up everything that a BaseModel's state dict names, and add what it holds to other weights.
     model.model.register_state_dict_post_hook(_whole_weights)
     let_patches_act(model)

@@ -13,6 +13,7 @@ from ..comfyui.residency import keep_patched
 from ..deferred.install import defer, deferring_class
 from ..files.holding.stored_weight import is_stored
 from ..host import notices
+from ..layers.compile_ahead import compile_linears
 from ..layers.fused_forward import INT8Linear
 from ..layers.input_groups import group_inputs
 from ..layers.int8_weight import is_int8
@@ -41,6 +42,8 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
         )
     patched = _running_fused(model, names, kernel)
     if names:
+        dtype = model.model.get_dtype_inference()
+        compile_linears(model.model.diffusion_model, kernel, dtype, model.load_device)
         warn = partial(_warn, kernel, "Apply Fused INT8 Kernel")
         patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _CALLBACK_KEY, warn)
         defer(patched)

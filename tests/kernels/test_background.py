@@ -1,0 +1,178 @@
+"""Work beside that of the callers: its order and its end, kernels that are compiled so, and whether calls find them."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime import errors as runtime_errors
+
+from kernels.reference.linear import LinearForm
+from kernels.triton_kernels import ahead, gemm, launching
+from kernels.triton_kernels.activations import launch_quantize_activations
+from kernels.triton_kernels.background import Background
+from kernels.triton_kernels.gemm_kernel import Operands
+from kernels.triton_kernels.launching import Launch, StandIn
+from kernels.triton_kernels.tiles import GemmConfig
+
+PROJECT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+def test_tasks_are_done_by_their_ranks_and_an_error_ends_nothing():
+    background, begins, done = Background(1), threading.Event(), []
+    background.submit(0, begins.wait)
+    for rank in (3, 1, 2):
+        background.submit(rank, lambda rank=rank: done.append(rank) or 1 / (rank - 1))
+    last = threading.Event()
+    background.submit(5, last.set)
+    begins.set()
+    assert last.wait(60) and done == [1, 2, 3]
+
+
+def test_at_the_end_only_what_is_quick_is_still_done():
+    background, begun, goes_on, done = Background(1), threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        goes_on.wait()
+        done.append("under way")
+
+    background.submit(0, first)
+    assert begun.wait(60)
+    background.submit(1, lambda: done.append("compiled"))
+    background.submit(-1, lambda: done.append("written"))
+    ending = threading.Thread(target=background.end)
+    ending.start()
+    while not background._ended:
+        pass
+    goes_on.set()
+    ending.join(60)
+    background.submit(-1, lambda: done.append("late"))
+    assert done == ["under way", "written"]
+
+
+EXITS = """
+import time
+from kernels.triton_kernels.background import Background
+
+background = Background(2)
+for number in range(9):
+    background.submit(number, lambda number=number: (time.sleep(0.5), print(number, flush=True)))
+while background._tasks.qsize() > 7:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_though_a_thread_compiles():
+    ended = subprocess.run([sys.executable, "-c", EXITS], cwd=PROJECT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and not ended.stderr
+    assert sorted(ended.stdout.split()) == ["0", "1"]
+
+
+class Kernel:
+    """Stands in for Triton's: it is compiled alone or by a launch, once."""
+
+    def __init__(self, error=None):
+        self.compiled, self.error = [], error
+
+    def warmup(self, *arguments, grid, **named):
+        self.compiled.append("alone")
+        if self.error is not None:
+            raise self.error
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **named: self.compiled.append("launched")
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    monkeypatch.setattr(launching, "COMPILES_ALONE", True)
+    monkeypatch.setattr(launching, "compile_launcher", lambda compiled: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    return Launch(Kernel(), {}, {})
+
+
+AT_ONCE = SimpleNamespace(submit=lambda rank, task: task())
+
+
+def test_a_kernel_is_compiled_once_whoever_asks(launch):
+    waiting = []
+    late = SimpleNamespace(submit=lambda rank, task: waiting.append(task))
+    for _ in range(3):
+        launch.compile_by(late, 0, CPU)
+    assert len(waiting) == 1 and not launch.is_compiled
+    launch.first((1, 1))  # does not wait for a thread that has not begun
+    waiting[0]()
+    assert launch.is_compiled and launch._kernel.compiled == ["launched"]
+
+
+def test_what_does_not_fit_the_card_is_said_at_the_launch(launch):
+    launch._kernel.error = runtime_errors.OutOfResources(200, 100, "shared memory")
+    launch.compile_by(AT_ONCE, 0, CPU)
+    assert launch.is_compiled
+    with pytest.raises(runtime_errors.OutOfResources):
+        launch.first((1, 1))
+
+
+def test_what_failed_beside_the_calls_is_tried_again_by_one(launch):
+    launch._kernel.error = OSError(28, "No space left on device")
+    with pytest.raises(OSError):
+        launch.compile_by(AT_ONCE, 0, CPU)
+    launch.first((1, 1))
+    assert launch._kernel.compiled == ["alone", "launched"]
+
+
+def operands_of(make, m, n, k, passes=1, bias=None):
+    tensors = make((m, passes * k), torch.int8), make((n, k), torch.int8), make((m,), torch.float32)
+    return Operands(*tensors, make((n,), torch.float32), bias, make((m, n), torch.bfloat16))
+
+
+def real(shape, dtype):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def stand_in(shape, dtype):
+    return StandIn(shape, dtype, CPU)
+
+
+@pytest.mark.parametrize("config", (GemmConfig(64, 64, 64, 4, 4, 2), GemmConfig(32, 64, 64, 4, 4, 2, split_k=2)))
+@pytest.mark.parametrize("m, other_m", ((64, 4096), (33, 4095)))
+def test_calls_find_the_launch_that_stand_ins_asked_for(config, m, other_m):
+    launches = [
+        gemm.GemmLaunch(config, operands_of(make, rows, 128, 256))._launch
+        for make, rows in ((real, m), (stand_in, other_m))
+    ]
+    assert launches[0] is launches[1]
+
+
+def test_calls_find_the_quantizer_that_stand_ins_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Launch, "compile_by", lambda launch, *given: asked.append(launch))
+    for make in (stand_in, real):
+        x, made = make((4096, 256), torch.bfloat16), [make((4096, 256), torch.int8), make((4096,), torch.float32)]
+        smooth = make((256,), torch.float32)
+        launch_quantize_activations(x, smooth, 64, 8).compile_by(None, 0, (x, smooth), made)
+    assert asked[0] is asked[1]
+
+
+def test_what_a_models_linears_launch_is_compiled(monkeypatch):
+    """The quantizer, and the rule's tile for images and for texts; the largest first, each once."""
+    asked = []
+    card = SimpleNamespace(multi_processor_count=82, major=8, minor=6)
+    monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
+    monkeypatch.setattr(ahead, "_compile_launchers", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a card")
+    monkeypatch.setattr(gemm.tuner, "_known", lambda key: None)
+    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((rank, launch)))
+    forms = [LinearForm(4608, 12288, True), LinearForm(4608, 4608, rotation_group=256), LinearForm(64, 2520)]
+    ahead.compile_for([*forms, forms[0]], torch.bfloat16, torch.device("cuda"))
+    names = [launch._kernel.fn.__name__ for _, launch in asked]
+    assert names.count("quantize_rows_kernel") == 2 and len(names) == 2 + 2 * len(ahead._TOKENS)
+    assert [rank for rank, _ in asked][:2] == [0, 0]
