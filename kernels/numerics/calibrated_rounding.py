@@ -92,5 +92,5 @@ class CalibratedRounding:
         q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
         for rows in row_slices(w.shape):
             stop_if_asked()
-            q[rows] = feedback.round(transform.to_weight(w[rows]), scale[rows])
+            q[rows] = feedback.round(transform.to_weight(w[rows]), scale[rows]).q
         return RoundedWeight(q, scale)

@@ -14,13 +14,12 @@ Codes of 4 bits have a scale for each group of 16 neighbours, so that their colu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from ..weights.column_rounding import CodedColumns, round_columns, round_to_codes
+from ..weights.column_rounding import RoundedColumns, round_columns
 
 _BLOCK = 128  # columns
 # Of 0.3, 0.6, 0.9 and 0.97 the one with which a small diffusion transformer lost least on other prompts, with 16-bit
@@ -88,25 +87,9 @@ class ColumnFeedback:
         within = torch.eye(_BLOCK, device=device).expand(blocks, _BLOCK, _BLOCK)
         return cls(torch.arange(channels, device=device), nothing, nothing.transpose(1, 2), within)
 
-    def round(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """int8 [N, K] in -127..127 for float32 values [N, K] and their scales [N]."""
-        (q,) = self._walk(values, scale, lambda *given: (round_columns(*given),))
-        return q[:, self.order.argsort()]
-
-    def round_to_codes(self, values: torch.Tensor, scale: torch.Tensor, codebook: torch.Tensor) -> CodedColumns:
-        """The same in codes, K / 16 scales a row; for feedback `of` codes."""
-        return CodedColumns(*self._walk(values, scale, round_to_codes, codebook))
-
-    def _walk(
-        self,
-        values: torch.Tensor,
-        scale: torch.Tensor,
-        rounded: Callable[..., tuple[torch.Tensor, ...]],
-        *more: torch.Tensor,
-    ) -> list[torch.Tensor]:
-        """Round block after block. `rounded` makes of what a block's columns are to come near to, the scale, `within`
-        and `more` the int8 steps [N, B], perhaps more of as many or fewer columns; the same of all blocks is returned.
-        """
+    def round(self, values: torch.Tensor, scale: torch.Tensor, codebook: torch.Tensor | None = None) -> RoundedColumns:
+        """int8 [N, K] in -127..127 for float32 values [N, K] and their scales [N], block after block; with a codebook
+        in codes, K / 16 scales a row, for feedback `of` codes."""
         channels = values.shape[1]
         ordered = F.pad(values[:, self.order], (0, -channels % _BLOCK))
         done = []
@@ -114,8 +97,9 @@ class ColumnFeedback:
         # These products may be TF32: they carry errors, of which a thousandth more or less is nothing.
         for index, (rows, correction, within) in enumerate(zip(self.rows, self.correction, self.within, strict=True)):
             block = ordered[:, index * _BLOCK : (index + 1) * _BLOCK]
-            done.append(rounded(torch.addmm(block, error, correction, alpha=-1), scale, within, *more))
-            error.addmm_((done[-1][0].float() * scale[:, None]).sub_(block), rows)
+            done.append(round_columns(torch.addmm(block, error, correction, alpha=-1), scale, within, codebook))
+            error.addmm_((done[-1].q.float() * scale[:, None]).sub_(block), rows)
         # A padded column is one of the last.
-        parts = (torch.cat(part, dim=1) for part in zip(*done, strict=True))
-        return [part[:, : channels * part.shape[1] // ordered.shape[1]] for part in parts]
+        parts = (torch.cat(part, dim=1) for part in zip(*done, strict=True) if part[0] is not None)
+        q, *codes = (part[:, : channels * part.shape[1] // ordered.shape[1]] for part in parts)
+        return RoundedColumns(q[:, self.order.argsort()], *codes)

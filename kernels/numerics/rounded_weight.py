@@ -8,7 +8,6 @@ from ..interruption import stop_if_asked
 from ..reference.grouped_codes import DEFAULT_CODEBOOK, GROUP, GroupedCodes, packed_codes
 from ..reference.int8_weights import quantize_weight, row_slices
 from ..reference.transform import ChannelTransform
-from ..weights.column_rounding import CodedColumns
 from .column_feedback import ColumnFeedback
 
 
@@ -47,7 +46,7 @@ def quantize_to_codes(
     done = []
     for rows in row_slices(w.shape):
         stop_if_asked()
-        done.append(feedback.round_to_codes(transform.to_weight(w[rows]), scale[rows], codebook))
-    whole = CodedColumns(*(torch.cat(part) for part in zip(*done, strict=True)))
-    group_scale = whole.group_scale.to(torch.float8_e4m3fn)
-    return RoundedWeight(whole.q, scale, GroupedCodes(packed_codes(whole.codes), group_scale, codebook, GROUP))
+        done.append(feedback.round(transform.to_weight(w[rows]), scale[rows], codebook))
+    q, codes, group_scale = map(torch.cat, zip(*done, strict=True))
+    group_scale = group_scale.to(torch.float8_e4m3fn)
+    return RoundedWeight(q, scale, GroupedCodes(packed_codes(codes), group_scale, codebook, GROUP))

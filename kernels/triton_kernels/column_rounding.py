@@ -119,26 +119,20 @@ _ROUNDING = row_launcher(round_columns_kernel)
 _CODE_ROUNDING = row_launcher(round_to_codes_kernel)
 
 
-def launch_column_rounding(target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
-    """Launch the kernel on the arguments of `round_columns`."""
+def launch_column_rounding(
+    target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor, codebook: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Launch the kernel on the arguments of `round_columns`; what RoundedColumns holds."""
     rows, columns = target.shape
-    target, scale, feedback = target.contiguous(), scale.contiguous(), feedback.contiguous()
+    operands = [tensor.contiguous() for tensor in (target, scale, feedback)]
     q = torch.empty(target.shape, dtype=torch.int8, device=target.device)
-    _ROUNDING((columns, _ROWS, _WARPS), (-(-rows // _ROWS), 1), (target, scale, feedback, q), (rows,))
-    return q
-
-
-def launch_code_rounding(
-    target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor, codebook: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernel on the arguments of `round_to_codes`; what CodedColumns holds."""
-    rows, columns = target.shape
-    target, scale, feedback, codebook = (tensor.contiguous() for tensor in (target, scale, feedback, codebook))
-    q = torch.empty(target.shape, dtype=torch.int8, device=target.device)
+    if codebook is None:
+        _ROUNDING((columns, _ROWS, _WARPS), (-(-rows // _ROWS), 1), (*operands, q), (rows,))
+        return (q,)
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     group_scale = torch.empty(rows, columns // GROUP, dtype=torch.float32, device=target.device)
-    operands = (target, scale, feedback, codebook, codes, group_scale, q)
     candidates = (round(32 * CANDIDATES[0]), len(CANDIDATES))
     form = (columns, _ROWS_OF_CODES, GROUP, *candidates, LEVELS, _WARPS)
+    operands += [codebook.contiguous(), codes, group_scale, q]
     _CODE_ROUNDING(form, (-(-rows // _ROWS_OF_CODES), 1), operands, (rows,))
     return q, codes, group_scale

@@ -21,12 +21,7 @@ from kernels.numerics.column_feedback import ColumnFeedback
 from kernels.numerics.output_error import OutputError, relative_rounding_error
 from kernels.numerics.rounded_weight import RoundedWeight, quantize_to_codes
 from kernels.reference.grouped_codes import CANDIDATES, DEFAULT_CODEBOOK
-from kernels.weights.column_rounding import (
-    round_columns,
-    round_columns_reference,
-    round_to_codes,
-    round_to_codes_reference,
-)
+from kernels.weights.column_rounding import round_columns, round_columns_reference
 from support.tensors import DEVICE, random_float, relative_error
 
 NEAREST = TransformPlan()
@@ -77,26 +72,26 @@ def dense_gptq(x, w, scale):
 def test_it_is_gptq_without_the_large_matrix(channels):
     x, w = correlated(24, channels), random_float(40, channels, seed=5)
     _, scale = quantize_weight(w)
-    rounded, expected = ColumnFeedback.of(x).round(w, scale), dense_gptq(x, w, scale.double())
+    rounded, expected = ColumnFeedback.of(x).round(w, scale).q, dense_gptq(x, w, scale.double())
     # A value between two steps may land on the other side in float32; what follows then differs too.
     assert (rounded != expected).float().mean() < 0.02
     exact = output_error(x, w, expected, scale)
     assert output_error(x, w, rounded, scale) == pytest.approx(exact, rel=0.05)
-    assert torch.equal(rounded, ColumnFeedback.of(x).round(w, scale))
+    assert torch.equal(rounded, ColumnFeedback.of(x).round(w, scale).q)
 
 
 def test_independent_channels_are_rounded_to_nearest():
     """Rows of one channel each: what one loses no other can make good."""
     w = random_float(40, 64, seed=5)
     q, scale = quantize_weight(w)
-    assert torch.equal(ColumnFeedback.of(torch.diag(random_float(64, seed=1))).round(w, scale), q)
+    assert torch.equal(ColumnFeedback.of(torch.diag(random_float(64, seed=1))).round(w, scale).q, q)
 
 
 def test_channels_without_weight_or_signal():
     x, w = correlated(24, 200), random_float(40, 200, seed=5)
     x[:, 7], w[3] = 0, 0
     q, scale = quantize_weight(w)
-    rounded = ColumnFeedback.of(x).round(w, scale)
+    rounded = ColumnFeedback.of(x).round(w, scale).q
     assert not rounded[3].any()
     assert torch.equal(rounded[:, 7], q[:, 7])
 
@@ -165,33 +160,28 @@ def codebook():
     return torch.tensor(DEFAULT_CODEBOOK, device=DEVICE)
 
 
-ROUNDED = {
-    "INT8": (lambda *given: (round_columns(*given),), lambda *given: (round_columns_reference(*given),)),
-    "codes": (
-        lambda *given: round_to_codes(*given, codebook()),
-        lambda *given: round_to_codes_reference(*given, codebook()),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("in_codes", (False, True))
 @pytest.mark.parametrize("rows, columns", ((1, 16), (33, 32), (20, 128)))
-def test_the_kernel_has_the_bits_of_the_reference(monkeypatch, rows, columns, kind):
+def test_the_kernel_has_the_bits_of_the_reference(monkeypatch, rows, columns, in_codes):
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     target = random_float(rows, columns, seed=1)
     target[0, :2] = torch.tensor([200.0, 2.5])  # far beyond the range, and between two steps
     scale = target.abs().amax(1) / torch.linspace(60, 127, rows, device=DEVICE)
     scale[0] = 1.0
-    if kind == "codes":
+    if in_codes:
         scale[rows // 3] *= 10_000  # scales below FP8's normal numbers
     scale[rows // 2 :: 7] = 0 if rows > 1 else 1
     feedback = torch.eye(columns, device=DEVICE) + (0.3 * random_float(columns, columns, seed=2)).triu(1)
-    actual, expected = (compute(target, scale, feedback) for compute in ROUNDED[kind])
-    assert actual[0].dtype == torch.int8 and all(map(torch.equal, actual, expected))
-    for of_rows in actual[:1] if kind == "INT8" else (actual.q, actual.group_scale):
-        assert not of_rows[scale == 0].any()
-    if kind == "codes":
+    given = (target, scale, feedback, codebook() if in_codes else None)
+    actual, expected = round_columns(*given), round_columns_reference(*given)
+    assert actual.q.dtype == torch.int8 and not actual.q[scale == 0].any()
+    made = 3 if in_codes else 1
+    assert all(map(torch.equal, actual[:made], expected[:made])) and not any(
+        part is not None for part in (*actual[made:], *expected[made:])
+    )
+    if in_codes:
+        assert not actual.group_scale[scale == 0].any()
         assert torch.equal(actual.group_scale.to(torch.float8_e4m3fn).float(), actual.group_scale)
 
 
@@ -203,8 +193,8 @@ def test_a_part_of_the_channels_is_rounded_as_among_all(monkeypatch, interpreted
     target = random_float(15, 8)
     scale = target.abs().amax(dim=1) / 127
     feedback = torch.eye(8, device=DEVICE) + 0.3 * random_float(8, 8, seed=1).triu(1)
-    expected = round_columns(target, scale, feedback)[::5]
-    assert torch.equal(round_columns(target[::5], scale[::5], feedback.t().contiguous().t()), expected)
+    expected = round_columns(target, scale, feedback).q[::5]
+    assert torch.equal(round_columns(target[::5], scale[::5], feedback.t().contiguous().t()).q, expected)
 
 
 # Codes of 4 bits.
@@ -226,7 +216,7 @@ def test_the_codes_stand_for_the_weight_that_was_measured(channels):
 def test_no_other_code_or_scale_is_nearer():
     """Every candidate and every level, tried one by one."""
     values, scale, levels = random_float(9, 16), torch.full((9,), 0.02, device=DEVICE), codebook()
-    coded = round_to_codes(values, scale, torch.eye(16, device=DEVICE), levels)
+    coded = round_columns(values, scale, torch.eye(16, device=DEVICE), levels)
     wanted = values / scale[:, None]
     whole = wanted.abs().amax(dim=1) / levels.abs().max()
     least = []

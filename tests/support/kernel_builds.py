@@ -116,11 +116,8 @@ def _launch(build: Build) -> None:
         else:
             activations.launch_weight_quantizer(x, transform, 1 if kind == "stochastic" else None)
     elif build.kernel.startswith("round"):
-        operands = new(rows, channels), new(rows), new(channels, channels)
-        if build.kernel == "round_to_codes":
-            column_rounding.launch_code_rounding(*operands, new(16))
-        else:
-            column_rounding.launch_column_rounding(*operands)
+        codebook = new(16) if build.kernel == "round_to_codes" else None
+        column_rounding.launch_column_rounding(new(rows, channels), new(rows), new(channels, channels), codebook)
     elif build.kernel.startswith("expand_codes"):
         bits, *more = kind.split()
         codes = new(rows, channels * int(bits) // 8, dtype=torch.int8)
