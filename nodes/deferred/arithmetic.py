@@ -11,7 +11,7 @@ from . import takers
 from .mode import OF_DEFERRED, Deferring
 from .notes import MEMORY, Deferred, valued
 from .operands import Activated, Copied, Normed, Segment, Sliced, Spread
-from .reading import PLAIN, Args, Kwargs, Modulation, T, gate_of, is_rows, modulation_of, now, on, operand_of
+from .reading import PLAIN, Args, Kwargs, T, gate_of, is_rows, modulation_of, now, on, operand_of
 from .views import tokens_of
 
 _RMS: Any = "rms", torch.finfo(torch.float32).eps, ("input", "normalized_shape", "weight", "eps")
@@ -111,16 +111,10 @@ def _add(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
                 return mode.note(x, operand._replace(shift=shift[0], rows=shift[1]), func, both)
     for x, y in (both, both[::-1]):
         if type(y) is Deferred and operand_of(y, Normed) is not None:
-            total = _residual(mode, valued(x), y)
-            if total is not NotImplemented:
-                return total
+            total = takers.residual(valued(x), y)
+            if total is not None:
+                return mode.tracked(total)
     return _spread_plus(mode, func, both)
-
-
-def _residual(mode: Deferring, x: Any, y: Any, gate: Modulation | None = None, in_place: bool = False) -> Any:
-    """x + gate y by the fused op."""
-    total = takers.residual(x, y, gate, in_place)
-    return NotImplemented if total is None else mode.tracked(total)
 
 
 @on(torch.addcmul, T.addcmul, T.addcmul_)
@@ -155,9 +149,9 @@ def _gated(mode: Deferring, start: Any, factors: Sequence[Any], in_place: bool) 
         elif is_rows(y) and type(start) in MEMORY and start.shape == y.shape:
             modulation = gate_of(mode, gate, y)
         if modulation is not None:
-            total = _residual(mode, start, y, modulation, in_place)
-            if total is not NotImplemented:
-                return total
+            total = takers.residual(start, y, modulation, in_place)
+            if total is not None:
+                return mode.tracked(total)
     return NotImplemented
 
 
@@ -175,7 +169,8 @@ def _write(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if func is torch.mul or operand_of(other, Normed) is None or other.note.shape != target.shape:
         return NotImplemented
     mode.before_write((target,))
-    return _residual(mode, target, other, in_place=True)
+    total = takers.residual(target, other, in_place=True)
+    return NotImplemented if total is None else mode.tracked(total)
 
 
 def _absorbed(mode: Deferring, func: Any, target: Deferred, other: Any) -> Any:

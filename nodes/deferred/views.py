@@ -39,11 +39,8 @@ def tokens_of(index: Any, x: Deferred) -> tuple[int, int] | None:
 
 def _slice(mode: Deferring, x: Deferred, start: int, stop: int, operand: Any = None) -> Deferred:
     shape = torch.Size((*x.note.shape[:-2], stop - start, x.note.shape[-1]))
-    return mode.note(x, operand or Sliced(x, start, stop), _tokens, (x, start, stop), shape=shape, is_view=True)
-
-
-def _tokens(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return x[..., start:stop, :]
+    call = T.narrow, (x, -2, start, stop - start)
+    return mode.note(x, operand or Sliced(x, start, stop), *call, shape=shape, is_view=True)
 
 
 @on(T.__getitem__, of=OF_DEFERRED)
