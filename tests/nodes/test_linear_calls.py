@@ -38,7 +38,8 @@ def make(linears, monkeypatch):
         if not entry.there():
             pytest.skip(f"this ComfyUI does not know {entry.needs}")
         if kind == "ComfyUI's INT8":
-            monkeypatch.setattr("int8_dit.nodes.loading.operations.int8_path", lambda *_: "native int8")
+            for place in ("kernels.card.device", "nodes.loading.operations"):
+                monkeypatch.setattr(f"int8_dit.{place}.int8_path", lambda *_: "native int8")
         return entry.make()
 
     return linear

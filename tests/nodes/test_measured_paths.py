@@ -7,12 +7,18 @@ from support.tensors import relative_error
 SHAPES = {(576, 192): "bf16", (192, 192): "native int8"}  # qkv and proj; the MLP's stay fused
 
 
+def answer(monkeypatch, int8_path):
+    """Let this say how each linear computes."""
+    for place in ("kernels.card.device", "nodes.loading.operations"):
+        monkeypatch.setattr(f"int8_dit.{place}.int8_path", int8_path)
+
+
 @pytest.fixture
 def measured(pack, monkeypatch):
     """Let a choice decide, as on a GPU with one; here all ways run on the CPU."""
     from int8_dit import kernels
     from int8_dit.kernels.card.device import ComputePath
-    from int8_dit.nodes.loading import load, load_plan, operations, summary
+    from int8_dit.nodes.loading import load, load_plan, summary
 
     def choose_path(device, kernel="auto", shape=None, ways=kernels.WAYS):
         way = SHAPES.get(shape, "fused int8")
@@ -23,7 +29,7 @@ def measured(pack, monkeypatch):
 
     for module in (load, load_plan, summary):
         monkeypatch.setattr(module, "choose_path", choose_path)
-    monkeypatch.setattr(operations, "int8_path", int8_path)
+    answer(monkeypatch, int8_path)
 
 
 @pytest.mark.parametrize("source", ["float", "native", "rotated"])
@@ -44,13 +50,13 @@ def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
 
 def test_comfyui_s_own_int8_is_what_the_stock_loader_computes(dit, tmp_path, pack, monkeypatch):
     path = dit.write(tmp_path / "native.safetensors", dit.native_int8(rotation_group=64))
-    monkeypatch.setattr("int8_dit.nodes.loading.operations.int8_path", lambda *question: "native int8")
+    answer(monkeypatch, lambda *question: "native int8")
     native, stock = dit.output(dit.load(path)), dit.output(dit.stock(path))
     assert relative_error(native, stock) < 1e-3
 
 
 def test_a_lora_reaches_a_linear_that_comfyui_computes(dit, lora, monkeypatch, pack):
-    monkeypatch.setattr("int8_dit.nodes.loading.operations.int8_path", lambda *question: "native int8")
+    answer(monkeypatch, lambda *question: "native int8")
     patched = dit.output(dit.with_lora(dit.load(), lora))
     assert relative_error(patched, dit.output(dit.with_lora(dit.stock(), lora))) < 0.06
     assert relative_error(patched, dit.output(dit.load())) > 0.2
@@ -58,8 +64,6 @@ def test_a_lora_reaches_a_linear_that_comfyui_computes(dit, lora, monkeypatch, p
 
 def test_a_smoothed_layer_is_never_given_to_comfyui(dit, smoothed, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "int8_dit.nodes.loading.operations.int8_path", lambda *question: asked.append(question[-1]) or "fused int8"
-    )
+    answer(monkeypatch, lambda *question: asked.append(question[-1]) or "fused int8")
     dit.output(smoothed)
-    assert asked == [False] * len(dit.LINEARS)
+    assert len(asked) >= len(dit.LINEARS) and not any(asked)
