@@ -12,7 +12,7 @@ from time import monotonic, sleep
 import torch
 
 from ..card.timing import Stopwatch
-from ..internals.triton_runtime import is_unfit
+from ..internals.triton_runtime import COMPILES_ALONE, is_unfit
 from ..interruption import stop_if_asked
 from ..memory_plan import unplanned_memory
 from .background import beside_calls
@@ -29,6 +29,8 @@ _WITHIN_REACH = 1.05
 # Whether a candidate is compiled is asked once in so many calls. After so many seconds what is known then stays, which
 # a later process adds to: asking costs the host time.
 _CALLS_BETWEEN, _MOST_SECONDS = 8, 300.0
+# Compiling holds Python's lock for a part of its time, which a model's first steps need more.
+_SECONDS_BEFORE = 3.0
 # To settle a shape while its caller waits: compiling takes nearly all of it.
 _SECONDS_TO_SETTLE, _SECONDS_BETWEEN = 10.0, 1e-3
 # Shapes whose M, N and K each differ from a shape's by at most this factor say whether to try anything there, and so
@@ -69,6 +71,7 @@ class Trial:
         times: what is known already: shares of the rule's time.
         watch: what times launches.
         decided: whether the first one stays if it runs; the others are for where it does not.
+        seconds_before: how long nothing is compiled to be tried.
     """
 
     def __init__(
@@ -77,9 +80,11 @@ class Trial:
         times: Mapping[GemmConfig, float],
         watch: Stopwatch,
         decided: bool = False,
+        seconds_before: float = 0.0,
     ) -> None:
         self.candidates, self.times, self.decided = list(candidates), dict(times), decided
         self.calls, self._m, self._watch, self._began = 0, 0, watch, monotonic()
+        self._seconds_before = seconds_before
         self._round: list[GemmConfig] = []  # what is compared now, and what of it is to be launched
         self._to_launch: list[GemmConfig] = []
         self._spans: list[tuple[GemmConfig, list]] = []
@@ -121,7 +126,8 @@ class Trial:
         if not self._round and self.calls % _CALLS_BETWEEN == 1:
             rule, *others = self.candidates
             unknown = [other for other in others if other not in self.times]
-            ready = [other for rank, other in enumerate(unknown, 1) if is_ready(other, rank)]
+            waits = monotonic() - self._began < self._seconds_before
+            ready = [other for rank, other in enumerate(unknown, 1) if is_ready(other, None if waits else rank)]
             if ready and is_ready(rule, 0):
                 self._begin(m, [rule, *ready], False)
         return (self._to_launch.pop(), True) if self._to_launch else (config, False)
@@ -164,14 +170,14 @@ class Trial:
 class Tuner:
     """What runs for a key, and what is tried meanwhile; remembered in the process and on disk.
 
-    `measured` counts the keys of which this process found out what is fastest.
+    `measured` counts the keys of which this process found out what is fastest. `seconds_before` is a Trial's.
 
     Args:
         watch: what times launches on the current device; None is a GPU's.
     """
 
     def __init__(self, watch: Stopwatch | None = None) -> None:
-        self.measured = 0
+        self.measured, self.seconds_before = 0, _SECONDS_BEFORE
         self._watch = watch or Stopwatch(torch.device("cuda"))
         self._settled: dict[TuningKey, GemmConfig] = {}
         self._trials: dict[TuningKey, Trial] = {}
@@ -261,12 +267,13 @@ class Tuner:
         return True
 
     def _begin(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> Trial:
-        known, configs, tries = self._known(key), configs_of_key(), tuning_enabled()
+        known, configs, tries = self._known(key), configs_of_key(), tuning_enabled() and COMPILES_ALONE
         if known is not None:  # what an earlier call was about, which may have had another M
             first = known.fastest() if known.settled or not tries else next(iter(known.times))
             configs = [first, *(config for config in configs if config != first)]
         decided = not tries or (known is not None and known.settled) or self._rule_suffices(key)
-        trial = self._trials[key] = Trial(configs, {} if known is None else known.times, self._watch, decided)
+        times = {} if known is None else known.times
+        trial = self._trials[key] = Trial(configs, times, self._watch, decided, self.seconds_before)
         return trial
 
     def _rule_suffices(self, key: TuningKey) -> bool:
@@ -329,7 +336,11 @@ tuner = Tuner()
 def settle(work: Callable[[], object], device: torch.device) -> None:
     """Do some work again and again, at most for seconds, until its GEMMs run with what stays for their shapes."""
     deadline = monotonic() + _SECONDS_TO_SETTLE
-    while tuner.is_open_in(work) and monotonic() < deadline:
-        stop_if_asked()
-        torch.cuda.synchronize(device)
-        sleep(_SECONDS_BETWEEN)  # for the thread that compiles
+    before, tuner.seconds_before = tuner.seconds_before, 0.0
+    try:
+        while tuner.is_open_in(work) and monotonic() < deadline:
+            stop_if_asked()
+            torch.cuda.synchronize(device)
+            sleep(_SECONDS_BETWEEN)  # for the thread that compiles
+    finally:
+        tuner.seconds_before = before

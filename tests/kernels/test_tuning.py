@@ -72,7 +72,9 @@ class Card:
         return span[0]
 
     def tuner(self):
-        return Tuner(self)
+        tuner = Tuner(self)
+        tuner.seconds_before = 0.0
+        return tuner
 
     def call(self, tuner, key=KEY, m=1000):
         """What one call runs."""
@@ -179,6 +181,17 @@ def test_a_candidate_is_tried_once_it_is_compiled(card):
     assert CONFIGS[2] in card.timed and tuner.settled(KEY) is None and card.call(tuner) == CONFIGS[2]
     card.uncompiled = set()
     assert card.choose(tuner=tuner) == CONFIGS[1]
+
+
+def test_in_a_models_first_seconds_nothing_is_compiled_to_be_tried(card):
+    tuner, card.uncompiled = Tuner(card), {CONFIGS[2]}
+    for _ in range(60):
+        card.call(tuner)
+    assert not card.asked_for and CONFIGS[1] in card.timed  # what is compiled is tried
+    card.now = 5.0
+    for _ in range(20):
+        card.call(tuner)
+    assert set(card.asked_for) == {(1, CONFIGS[2])}
 
 
 def test_what_is_compiled_runs_while_the_rules_is(card):
