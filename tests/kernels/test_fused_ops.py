@@ -27,10 +27,6 @@ TRANSFORMS = (
 )
 
 
-def transform_of(channels, smooth, group):
-    return ChannelTransform(random_float(channels, seed=9).abs() + 0.3 if smooth else None, group)
-
-
 def in_real_arithmetic(values, transform):
     """Smoothed and rotated in float64."""
     if transform.smooth is not None:

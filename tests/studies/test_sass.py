@@ -25,12 +25,9 @@ def listing(name, lines):
 
 
 def test_the_innermost_loop_counts():
-    sass = listing("gemm", LINES)
-    assert list(main_loops(sass)) == [("gemm", MainLoop(tensor=2, instructions=5, operations=2 * 16 * 8 * 32))]
-
-
-def test_instructions_of_a_warp_group_and_kernels_without_a_loop():
+    """Of a warp, and of a warp group; a kernel without a loop has none."""
     wide = [line.replace("IMMA.16832", "IGMMA.64x128x32") for line in LINES]
     straight = [line for line in LINES if "BRA" not in line]
-    sass = listing("straight", straight) + listing("wide", wide)
-    assert list(main_loops(sass)) == [("wide", MainLoop(2, 5, 2 * 64 * 128 * 32))]
+    sass = listing("gemm", LINES) + listing("straight", straight) + listing("wide", wide)
+    loops = MainLoop(2, 5, 2 * 16 * 8 * 32), MainLoop(tensor=2, instructions=5, operations=2 * 64 * 128 * 32)
+    assert list(main_loops(sass)) == list(zip(("gemm", "wide"), loops, strict=True))
