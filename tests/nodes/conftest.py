@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from support.attention_calls import FloatAttention
 from support.pack import from_pack
 
 if TYPE_CHECKING:
@@ -44,6 +45,36 @@ def preferred(of_today: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dic
     monkeypatch.setattr(of_today, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
     monkeypatch.setattr("comfy_kitchen.int8_attention_is_available", lambda *_: True, raising=False)
     return calls
+
+
+@pytest.fixture
+def exact(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> FloatAttention:
+    """The fastest exact attention of a card, where `auto` has something to choose from."""
+    from int8_dit.nodes.patching import attention_kinds
+
+    exact = FloatAttention()
+    monkeypatch.setattr(attention_kinds, "exact_attention", exact)
+    monkeypatch.setattr(attention_kinds, "fastest_way", lambda *_: exact.fastest)
+    monkeypatch.setattr(attention_kinds, "_chooses_exact", lambda device: True)
+    return exact
+
+
+@pytest.fixture
+def report_of(pack: ModuleType) -> Callable:
+    """A quantization report on layers given as name: (fragility, error). Protected ones are names, in bf16, or (name,
+    what they are held in)."""
+    from int8_dit.kernels import TransformPlan
+    from int8_dit.nodes.quantization.report import LayerReport, QuantizationReport
+
+    def make(errors: dict, protected: Iterable = (), calibration: dict | None = None, **sizes: int) -> Any:
+        held = dict(name if isinstance(name, tuple) else (name, "bf16") for name in protected)
+        layers = tuple(
+            LayerReport(name, TransformPlan(0.5), *pair, held.get(name, "INT8"), protected=name in held)
+            for name, pair in errors.items()
+        )
+        return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(held), **sizes)
+
+    return make
 
 
 @pytest.fixture

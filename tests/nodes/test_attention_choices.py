@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.attention_calls import FloatAttention
 from support.file_formats import encoded
 from support.pack import from_pack
 from support.tensors import relative_error
@@ -198,41 +199,21 @@ def test_an_older_comfyui_ignores_and_keeps_it(dit, older, small, write, load, s
 # Beside the widget
 
 
-class Kernel:
-    """INT8 attention of comfy-kitchen, or the fastest exact attention of a card, in floats."""
-
-    def __init__(self):
-        self.calls, self.masked = 0, 0
-
-    def __call__(self, q, k, v, mask=None, scale=None, enable_gqa=False, *, attn_mask=None):
-        mask = attn_mask if mask is None else mask
-        self.calls += 1
-        self.masked += mask is not None
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-
-
 @pytest.fixture
 def kernel(preferred, monkeypatch):
     import comfy_kitchen
 
-    kernel = Kernel()
+    kernel = FloatAttention()
     monkeypatch.setattr(comfy_kitchen, "int8_attention", kernel, raising=False)
     monkeypatch.delattr(comfy_kitchen, "prequantize_int8_attention", raising=False)
     return kernel
 
 
 @pytest.fixture
-def exact(of_today, monkeypatch):
-    """The choice `auto` where a card has something to choose from, and PyTorch's attention was chosen as on a GPU."""
-    from int8_dit.nodes.patching import attention_kinds
-
-    exact = Kernel()
+def as_on_a_gpu(of_today, monkeypatch):
+    """PyTorch's attention was chosen, which `auto` is faster than."""
     for name in ("optimized_attention", "optimized_attention_masked"):
         monkeypatch.setattr(of_today, name, of_today.attention_pytorch)
-    monkeypatch.setattr(attention_kinds, "exact_attention", exact)
-    monkeypatch.setattr(attention_kinds, "fastest_way", lambda *_: "cuDNN")
-    monkeypatch.setattr(attention_kinds, "_chooses_exact", lambda device: True)
-    return exact
 
 
 LAYERS = 4  # of the small Wan, two in each block
@@ -246,8 +227,22 @@ WIDGETS = {
 
 @pytest.mark.parametrize("choosing", (None, "without a LoRA", "before the LoRA", "after the LoRA"))
 @pytest.mark.parametrize("kind, widest, calls", WIDGETS.values(), ids=WIDGETS)
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_widget_beside_what_layers_choose(
-    dit, small, write, load, preferred, kernel, exact, attention, monkeypatch, kind, widest, calls, choosing
+    dit,
+    small,
+    write,
+    load,
+    preferred,
+    as_on_a_gpu,
+    kernel,
+    exact,
+    attention,
+    monkeypatch,
+    kind,
+    widest,
+    calls,
+    choosing,
 ):
     """INT8 attention declines to it, and `auto` leaves it alone. A later choice takes the place of an earlier one."""
     monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", widest)

@@ -28,34 +28,6 @@ def core(pack):
         yield comfy.ldm.modules.attention
 
 
-class Exact:
-    """The fastest exact attention of a card: its calls, each with its mask."""
-
-    def __init__(self):
-        self.masks, self.fastest = [], "cuDNN"
-
-    def __call__(self, q, k, v, mask=None, scale=None, enable_gqa=False):
-        assert enable_gqa or q.shape[1] == k.shape[1]
-        self.masks.append(mask)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
-
-    @property
-    def calls(self):
-        return len(self.masks)
-
-
-@pytest.fixture
-def exact(pack, monkeypatch):
-    """A card with something to choose from."""
-    from int8_dit.nodes.patching import attention_kinds
-
-    exact = Exact()
-    monkeypatch.setattr(attention_kinds, "exact_attention", exact)
-    monkeypatch.setattr(attention_kinds, "fastest_way", lambda *_: exact.fastest)
-    monkeypatch.setattr(attention_kinds, "_chooses_exact", lambda device: True)
-    return exact
-
-
 set_attention = from_pack("int8_dit.nodes.patching.attention:set_attention")
 
 

@@ -60,43 +60,34 @@ MODELS = {
 }
 
 
-def quantization(errors, held=None, calibration=None):
-    """The picture of a report on layers by name, some of them protected in `held`."""
-    from int8_dit.kernels import TransformPlan
+def picture(report):
     from int8_dit.nodes.pictures.quantization_plot import chart_of, draw_chart
-    from int8_dit.nodes.quantization.report import LayerReport, QuantizationReport
 
-    held, size = held or {}, 10_600_000_000
-    layers = tuple(
-        LayerReport(name, TransformPlan(), *pair, held.get(name, "INT8"), protected=name in held)
-        for name, pair in errors.items()
-    )
-    report = QuantizationReport({"method": "smooth"}, 300, calibration, layers, tuple(held), size, size)
     return draw_chart(chart_of(report))
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_report_is_legible(pack, monkeypatch, model):
+def test_the_report_is_legible(report_of, monkeypatch, model):
     names = list(MODELS[model])
     errors = {name: (0.003 * 1.07 ** (n % 50), 0.001 * 1.05 ** (n % 50)) for name, n in MODELS[model].items()}
     errors |= dict.fromkeys(names[5:6], (None, None))
     held = dict.fromkeys(names[:40:3], "INT8 with 16-bit activations") | dict.fromkeys(names[1:40:3], "bf16")
-    texts = texts_of(quantization(errors, held), monkeypatch)
+    texts = texts_of(picture(report_of(errors, held.items(), size=10**10, size_before=10**10)), monkeypatch)
     assert {"INT8 quantization (uncalibrated)", "plain INT8", "16-bit activations", "kept in bf16"} <= set(texts)
     assert str(min(MODELS[model].values())) in texts
 
 
 @pytest.mark.parametrize("errors", ({"a": (0.0, 0.0)}, {"a": (None, None)}, {"b.0.c": (9.0, 1e-9)}))
-def test_odd_reports_can_be_drawn(pack, monkeypatch, errors):
-    texts_of(quantization(errors), monkeypatch)
+def test_odd_reports_can_be_drawn(report_of, monkeypatch, errors):
+    texts_of(picture(report_of(errors)), monkeypatch)
 
 
-def test_the_marks_are_where_their_figures_are(pack):
+def test_the_marks_are_where_their_figures_are(report_of):
     from int8_dit.nodes.pictures.plot import INT8, MUTED, PLAIN, PROTECTED
 
     errors = {"b.0.k": (0.1, 0.02), "b.1.k": (0.2, 0.01), "b.2.k": (0.3, 0.03), "b.5.k": (None, None)}
     errors["b.1.j"] = (0.1, 0.1)
-    figure = quantization(errors, {"b.1.k": "INT8 with 16-bit activations", "b.2.k": "bf16"}, {"calls": 1, "rows": 1})
+    figure = picture(report_of(errors, (("b.1.k", "INT8 with 16-bit activations"), "b.2.k"), {"calls": 1, "rows": 1}))
     panel, other = figure.axes
     assert other.get_xlim() == panel.get_xlim() == (-0.5, 5.5)  # block below block
     foot = panel.get_ylim()[0]

@@ -5,30 +5,6 @@ import json
 import pytest
 
 
-@pytest.fixture
-def report_of(pack):
-    """A report on layers given as name: (fragility, error)."""
-    from int8_dit.kernels import TransformPlan
-    from int8_dit.nodes.quantization.report import LayerReport, QuantizationReport
-
-    def make(errors, protected=(), calibration=None, **sizes):
-        protected = [name if isinstance(name, tuple) else (name, "bf16") for name in protected]
-        layers = tuple(
-            LayerReport(
-                name,
-                TransformPlan(0.5),
-                fragility,
-                error,
-                dict(protected).get(name, "INT8"),
-                protected=name in dict(protected),
-            )
-            for name, (fragility, error) in errors.items()
-        )
-        return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(dict(protected)), **sizes)
-
-    return make
-
-
 @pytest.mark.parametrize(
     "name, blocks, number, kind",
     (
