@@ -6,18 +6,18 @@ import triton.language as tl
 
 from ..operators import Tensors
 from ..reference.transform import ChannelTransform
-from .launching import Build, Launcher, Layout, built, same
+from .launching import Layout, same
 from .rows import (
     INFINITY_BITS,
     LARGEST_GROUP,
     ROUND_TO_EVEN,
-    ROUNDED_APART,
     SMALLEST_SCALE_CONSTEXPR,
     dense_channels,
     dense_factors,
     input_offsets,
     magnitude_bits,
     row_blocks,
+    row_launcher,
     store_quantized,
     store_scale,
     transformed,
@@ -135,14 +135,7 @@ def quantize_rows_kernel(
             _store_rounded(q_row, first, values, step, broken, start + head_offsets, seed, K, ROUNDING)
 
 
-def quantize_rows_constants(channels: int, has_smooth: bool, rounding: str, group: int, interpreted: bool) -> Build:
-    """The kernel's constants and compilation options."""
-    head, tail, in_registers, warps = row_blocks(channels, group)
-    constants = (has_smooth, rounding, interpreted, head, tail, in_registers, group)
-    return built(quantize_rows_kernel, *constants, num_warps=warps, **ROUNDED_APART)
-
-
-QUANTIZER = Launcher(quantize_rows_kernel, quantize_rows_constants)
+QUANTIZER = row_launcher(quantize_rows_kernel)
 
 
 def _as_read(tensors: Tensors) -> Tensors:
@@ -153,8 +146,9 @@ def _layout(
     x: torch.Tensor, smooth: torch.Tensor | None, rounding: str, rotation_group: int | None, seed: int = 0
 ) -> Layout:
     """The launch on rows and factors like these. `rounding` is the kernel's ROUNDING."""
-    (rows, channels), read = x.shape, _as_read((x, smooth))
-    form = (channels, smooth is not None, rounding, rotation_group or 1, not x.is_cuda)
+    (rows, channels), read, group = x.shape, _as_read((x, smooth)), rotation_group or 1
+    *blocks, warps = row_blocks(channels, group)
+    form = (smooth is not None, rounding, not x.is_cuda, *blocks, group, warps)
     # 31 bits, so that all seeds are one type to Triton.
     numbers = (channels, x.stride(0) if x.stride(1) == 1 else channels, seed & 0x7FFFFFFF)
     return Layout(QUANTIZER, form, (rows, 1), numbers, None if same(read, (x, smooth)) else _as_read)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..reference.attention import padded_width
-from .launching import Build, Launcher, built
+from .launching import constant_launcher
 from .rows import INFINITY_BITS, ROUND_TO_EVEN, magnitude_bits
 
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
@@ -190,26 +190,9 @@ _KEY_BLOCK = 128
 _WIDEST_PART = 128
 
 
-def attention_statistics_constants(sums: bool, maxima: bool, width: int) -> Build:
-    """The kernel's constants and compilation options."""
-    form = (sums, maxima, width, padded_width(width), _CHUNKS, _SUMMED_ROWS)
-    return built(attention_statistics_kernel, *form, num_warps=4)
-
-
-def _rows_and_blocks(channels: int) -> tuple[int, int]:
-    """How many tokens a program holds at a time, and how often."""
-    return (32, 8) if channels > _WIDEST_PART else (64, 4)
-
-
-def attention_operands_constants(sums: int, scaled: bool, dtype: str, width: int) -> Build:
-    """The kernel's constants and compilation options."""
-    channels = padded_width(width)
-    form = (sums, scaled, _CHUNKS, getattr(tl, dtype), width, channels, min(channels, _WIDEST_PART))
-    return built(attention_operands_kernel, *form, *_rows_and_blocks(channels), num_warps=4)
-
-
-_STATISTICS = Launcher(attention_statistics_kernel, attention_statistics_constants)
-_OPERANDS = Launcher(attention_operands_kernel, attention_operands_constants)
+_STATISTICS = constant_launcher(attention_statistics_kernel)
+_OPERANDS = constant_launcher(attention_operands_kernel)
+_WARPS = 4
 
 
 class AttentionOperands(NamedTuple):
@@ -253,17 +236,18 @@ def quantized_operands(
     # A mean that is given is one sum of one key.
     chunks, count = (_CHUNKS, -(-tk // step)) if key_mean is None else (1, 1)
     if key_mean is None or scaled:
-        form = (key_mean is None, scaled, width)
+        form = (key_mean is None, scaled, width, channels, _CHUNKS, _SUMMED_ROWS, _WARPS)
         numbers = (kv_heads, tk, step, *k.stride()[:3], *v.stride()[:3])
         _STATISTICS(form, (_CHUNKS * keys, 1), (k, v, sums, maxima), numbers)
-    dtype = "float32" if not q.is_cuda else "float16" if q.dtype == torch.float16 else "bfloat16"
-    form = (chunks, scaled, dtype, width)
+    dtype = tl.float32 if not q.is_cuda else tl.float16 if q.dtype == torch.float16 else tl.bfloat16
+    # How many tokens a program holds at a time, and how often.
+    rows, blocks = (32, 8) if channels > _WIDEST_PART else (64, 4)
+    form = (chunks, scaled, _CHUNKS, dtype, width, channels, min(channels, _WIDEST_PART), rows, blocks, _WARPS)
     tensors = (q, k, v, sums, maxima, q8, q_scale, k8, k_scale, v16, v_scale)
     numbers = (batch, heads, kv_heads, tq, tk, key_tokens, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     # The rotation multiplies both by the root of the channels.
     factors = (abs(scale) * math.log2(math.e) / 127 / channels, math.copysign(1 / 127, scale))
     numbers += (chunks * channels, *factors, float(count))
-    rows, blocks = _rows_and_blocks(channels)
     programs = -(-max(tq, tk) // (rows * blocks)) * (queries + keys * (2 if scaled else 1))
     _OPERANDS(form, (programs, 1), tensors, numbers)
     return AttentionOperands(q8, q_scale, k8, k_scale, v16, v_scale if scaled else None)

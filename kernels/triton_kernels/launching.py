@@ -2,11 +2,11 @@
 
 A room of kernels makes a `Launcher` of each, once, beside it, and calls that:
 
-    _STATISTICS = Launcher(attention_statistics_kernel, attention_statistics_constants)
-    _STATISTICS((sums, maxima, ...), (programs, 1), (k, v, ...), (heads, tokens, ...))
+    _ATTENTION = Launcher(attention_kernel, attention_constants)
+    _ATTENTION((tiles, width, ...), (programs, 1), (q, k, v, ...), (heads, tokens, ...))
 
-The first argument is the form: what `attention_statistics_constants(*form)` makes the constants and options of, all
-hashable, none a tensor. Then come the grid, the tensors and the numbers; a kernel's parameters stand in that order, its
+The first argument is the form: what `attention_constants(*form)` makes the constants and options of, all hashable, none
+a tensor. Then come the grid, the tensors and the numbers; a kernel's parameters stand in that order, its
 constants last. A missing tensor is any other, and the form says that it is missing.
 
 A launch is found again by form, device, dtypes, and by what Triton compiles for: which tensors begin on 16 bytes, and
@@ -172,6 +172,11 @@ class Launcher:
         dtypes = tuple([tensor.dtype for tensor in tensors])
         key = (self, tensors[0].get_device(), form, dtypes, begin_on_16(pointers), _specialized(numbers))
         return KEPT.get(key) or keep(key, Launch(self.kernel, *self.build(*form)))
+
+
+def constant_launcher(kernel: Any, **options: object) -> Launcher:
+    """Launches of a kernel whose form is its constants and, behind them, the number of warps."""
+    return Launcher(kernel, lambda *form: built(kernel, *form[:-1], num_warps=form[-1], **options))
 
 
 class Layout:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..reference import int8_weights
 from ..reference.linear import REMAINDER_STEPS
-from .launching import Launcher, built
+from .launching import Launcher, constant_launcher
 
 # 1.5 * 2^23: added to |v| < 2^22 in float32 it rounds v to the nearest integer, ties to even, and leaves that integer
 # in the low bits of the sum.
@@ -148,8 +148,8 @@ def store_quantized(q_row, values, inverse_scale, broken, offsets, K, REMAINDER:
 
 
 def row_launcher(kernel: Any) -> Launcher:
-    """Launches of a kernel whose form is its constants and, behind them, the number of warps."""
-    return Launcher(kernel, lambda *form: built(kernel, *form[:-1], num_warps=form[-1], **ROUNDED_APART))
+    """A `constant_launcher` of a kernel that rounds products and sums apart."""
+    return constant_launcher(kernel, **ROUNDED_APART)
 
 
 def row_blocks(channels: int, group: int) -> tuple[int, int, bool, int]:
