@@ -10,7 +10,6 @@ from kernels import ChannelTransform, RepeatedLinear, kept, quantize_weight
 from kernels.kept import KEPT
 from kernels.ops import linear as module
 from kernels.ops.linear import int8_gemm, quantize_activations
-from kernels.triton_kernels import gemm
 from kernels.triton_kernels.launching import Launch
 from support.covering import covering
 from support.tensors import DEVICE, random_float
@@ -220,11 +219,3 @@ def test_forms_do_not_add_up(monkeypatch):
         for _ in range(2):
             assert torch.equal(layer(x), layer.expected(x))
         assert len(KEPT) <= 5
-
-
-def test_a_graph_s_capture_teaches_nothing(monkeypatch, checked):
-    layer, x = Layer(), random_float(3, 64)
-    monkeypatch.setattr(gemm, "_captured", lambda device: True)
-    for _ in range(2):
-        layer(x)
-    assert len(checked) == 4

@@ -21,7 +21,7 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 def assemble(kernel) -> bytes:
     """The PTX of a build as a cubin for this card."""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    ptxas = triton.knobs.nvidia.ptxas.path  # which Inductor replaces by PyTorch's, and the PTX is for that
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         ptx.write_text(kernel.asm["ptx"])
@@ -84,10 +84,10 @@ class AmpereKernel:
             partial_sums = torch.empty(sums, dtype=torch.int32, device=q.device)
             arrivals = self._arrivals_of(shared)
         pointers = (q, weight, q_scale, weight_scale, bias, out, partial_sums, arrivals)
-        sizes = (m, n, k, q.stride(0), weight.stride(0), out.stride(0))
-        grid = (tiles, parts, 1)
+        sizes, grid = (m, n, k, q.stride(0), weight.stride(0), out.stride(0)), (tiles, parts, 1)
         if config.pipeline == "ring":
-            grid, sizes = (tiles + shared * (parts - 1), 1, 1), (*sizes, tiles - shared, parts, config.group_m)
+            grid, sizes = (tiles + shared * (parts - 1), 1, 1), (*sizes, tiles - shared, parts)
+        sizes = (*sizes, config.group_m)
         # Triton's kernels end with two pointers to scratch memory, which this one does not use.
         arguments = [*(ctypes.c_uint64(p.data_ptr()) for p in pointers), *map(ctypes.c_int32, sizes)]
         arguments += [ctypes.c_uint64(), ctypes.c_uint64()]
