@@ -1,7 +1,6 @@
 """Choosing what is done to a layer by the error it brings: measured right, never worse, fragile layers found."""
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -225,26 +224,6 @@ def test_the_least_worst_candidate():
     assert least_worst([[1.0, 1.0]]) == 0  # the first of equals
     assert least_worst([[0.0, 0.1], [1.0, 0.5]]) == 0  # what is lossless must stay so
     assert least_worst([[0.0, 0.0], [1.0, 0.5]]) == 1
-
-
-@pytest.mark.parametrize("alphas, loads", (([0.5], 2), ([0.5, 0.6], 3)))
-def test_weights_of_a_group_are_loaded_one_at_a_time(alphas, loads):
-    import gc
-    import weakref
-
-    given, alive = Counter(), []
-
-    def load(name):
-        gc.collect()
-        assert not [other for other in alive if other() is not None]
-        given[name] += 1
-        w = random_float(48, 128, seed=ord(name))
-        alive.append(weakref.ref(w))
-        return w
-
-    group = {name: (lambda name=name: load(name)) for name in "qkv"}
-    quantize_group(group, transform_candidates("smooth", alphas, 128), statistics_of(outlier_inputs()))
-    assert given == dict.fromkeys("qkv", loads)
 
 
 def test_without_statistics_errors_are_those_of_the_weight():
