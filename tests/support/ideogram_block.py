@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import comfy.ldm.ideogram4.model as ideogram4
+import comfy.ops
 import torch
 from comfy.text_encoders.llama import precompute_freqs_cis
 
@@ -47,28 +48,21 @@ def block(
         transform = ChannelTransform(smooth)
         return int8_weight(*quantize_weight(weight, transform), torch.float32, transform)
 
-    operations = int8_operations(LoadPlan("fused int8", torch.float32, convert))
-    built = ideogram4.Ideogram4TransformerBlock(
-        HIDDEN, INTERMEDIATE, HEADS, 1e-5, ADALN, dtype=torch.float32, device="cpu", operations=operations
-    )
+    def built(operations: type) -> torch.nn.Module:
+        return ideogram4.Ideogram4TransformerBlock(
+            HIDDEN, INTERMEDIATE, HEADS, 1e-5, ADALN, dtype=torch.float32, device="cpu", operations=operations
+        )
+
     generator = torch.Generator().manual_seed(0)
-    shapes = {
-        "attention.qkv.weight": (3 * HIDDEN, HIDDEN),
-        "attention.o.weight": (HIDDEN, HIDDEN),
-        "feed_forward.w1.weight": (INTERMEDIATE, HIDDEN),
-        "feed_forward.w3.weight": (INTERMEDIATE, HIDDEN),
-        "feed_forward.w2.weight": (HIDDEN, INTERMEDIATE),
-        "adaln_modulation.weight": (4 * HIDDEN, ADALN),
-        "adaln_modulation.bias": (4 * HIDDEN,),
-        **{f"attention.norm_{name}.weight": (HIDDEN // HEADS,) for name in "qk"},
-        **{f"{name}.weight": (HIDDEN,) for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")},
-    }
-    built.load_state_dict(
+    made = built(int8_operations(LoadPlan("fused int8", torch.float32, convert)))
+    # ComfyUI takes the weights of its linears out of the state dict until they are loaded.
+    shapes = {name: tensor.shape for name, tensor in built(comfy.ops.disable_weight_init).state_dict().items()}
+    made.load_state_dict(
         {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     )
     if sharing:
-        group_inputs(built)
-    return built
+        group_inputs(made)
+    return made
 
 
 def _codes(weight: torch.Tensor) -> torch.Tensor:
