@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, 
 import torch
 
 from .card.device import uses_triton
+from .checks import check_same_device
 from .compilers import is_dispatched
 from .kept import KEPT, keep
 
@@ -29,10 +30,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Result = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a result."""
-Tensors = Sequence[torch.Tensor | None]
-Launch = Callable[[Tensors, Sequence[torch.Tensor]], None]
-"""Launches a kernel on the tensors of a call, in the order of the operator's schema, to fill the results."""
-Plan = tuple[Launch | None, Sequence[Result]]
+Tensors = Sequence[Any]
+"""Those of a call in the order of the operator's schema, None for a missing one."""
+OperatorLaunch = Callable[[Tensors, Sequence[torch.Tensor]], None]
+"""Launches a kernel on the tensors of a call to fill the results."""
+Plan = tuple[OperatorLaunch | None, Sequence[Result]]
 """What launches the kernel, None for the reference, and what the results look like."""
 
 NAMESPACE = "int8_dit"
@@ -102,9 +104,11 @@ class Operator(Generic[P, R]):
             named tuples of these. Where there is a kernel, it is the reference. A last parameter `out`, none of the
             operator's, is where the results are written.
         check: takes the same. It raises TypeError or ValueError for bad ones, and returns shape and dtype of each
-            result. None for an operator that is composed of others: a compiler sees those.
+            result. That all tensors are on one device is checked where there is a kernel. None for an operator that is
+            composed of others: a compiler sees those.
         name: of the operator; None for the function's.
-        kernel: the file of triton_kernels/ whose `launch_...` is of the op's name; None where the function launches.
+        kernel: the file of triton_kernels/ whose `launch_...` is of the op's name; None where the function launches. It
+            takes the tensors of a call in the order of the schema, what else the schema has, and `out` if there is one.
         rounds: whether results of a kernel are rounded, so that they have no gradient; or of which tensors only, as the
             others are constants.
 
@@ -144,11 +148,10 @@ class Operator(Generic[P, R]):
         self._flat_defaults = tuple(value for parameter in self._parameters for value in parameter.defaults)
         self.kernel, self.rounds = kernel, rounds
         if kernel is not None:
-            tensors = [word.startswith("Tensor") for word in words]
-            self._tensors, self._options = (
-                itemgetter(*[place for place, of_tensor in enumerate(tensors) if of_tensor == wanted])
-                for wanted in (True, False)
-            )
+            places = [place for place, word in enumerate(words) if word.startswith("Tensor")]
+            self._others = [place for place in range(len(words)) if place not in places]
+            self._tensors, self._options = itemgetter(*places), itemgetter(*self._others)
+            self._tensor_names = [*[words[place].split()[1].partition("=")[0] for place in places], "out", "out of k"]
         self._refused = range(len(words)) if rounds is True else [words.index(f"Tensor {of}") for of in rounds or ()]
 
     def _define(self, schema: str, check: Callable | None) -> None:
@@ -255,10 +258,16 @@ class Operator(Generic[P, R]):
         known = KEPT.get(key)
         if known is not None:
             return known
-        results, launch = self.check(*arguments), None
+        results, launch = self._results(arguments, tensors), None
         if launches and all(tensor is None or tensor.numel() for tensor in tensors):
             launch = self.launch(*flat, *arguments[len(self._parameters) :])
         return keep(key, (launch, results))
+
+    def _results(self, arguments: Sequence[Any], tensors: Tensors) -> Sequence[Result]:
+        """What the results look like. Raises what the check does, and ValueError for tensors on different devices."""
+        results = self.check(*arguments)
+        check_same_device(**dict(zip(self._tensor_names, tensors, strict=False)))
+        return results
 
     def direct(self, *arguments: Any) -> Any:
         """What launches past Triton, on addresses that all begin on 16 bytes, for arguments of such layouts after a
@@ -266,11 +275,12 @@ class Operator(Generic[P, R]):
         flat = self.flat(arguments)
         return getattr(self._plan(arguments, flat, self._tensors(flat))[0], "direct", None)
 
-    def launch(self, *flat: Any) -> Launch | None:
+    def launch(self, *flat: Any) -> OperatorLaunch | None:
         """What launches the kernel on tensors like these, the operator's arguments, and `out` where the op has it; None
         where no kernel can."""
         module = import_module(f".triton_kernels.{self.kernel}", __package__)
-        return getattr(module, f"launch_{self.name}")(*flat)
+        options = [flat[place] for place in self._others]
+        return getattr(module, f"launch_{self.name}")(self._tensors(flat), *options, *flat[len(self._flat_defaults) :])
 
     def _operator(self, *given: Any) -> Any:
         """What the operator computes of its arguments, of which those at the end may be missing: rows side by side,
@@ -285,8 +295,9 @@ class Operator(Generic[P, R]):
         """What its results look like."""
         flat = (*given, *self._flat_defaults[len(given) :])
         self._refuse_gradient(flat)
-        x = flat[self._x]
-        made = [x.new_empty(shape, dtype=dtype) for shape, dtype in self.check(*self._structured(flat))]
+        x, arguments = flat[self._x], self._structured(flat)
+        results = self.check(*arguments) if self.kernel is None else self._results(arguments, self._tensors(flat))
+        made = [x.new_empty(shape, dtype=dtype) for shape, dtype in results]
         return made[0] if self._single else tuple(made)
 
 

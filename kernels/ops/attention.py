@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..card.device import fused_obstacle
-from ..checks import FLOAT_DTYPES, check_same_device
+from ..checks import FLOAT_DTYPES
 from ..operators import Result, operator
 from ..reference.attention import WIDEST_HEAD, int8_attention_reference
 
@@ -81,7 +81,6 @@ def _check(
         given, full = (1,) * (3 - key_mean.ndim) + tuple(key_mean.shape), (k.shape[0], k.shape[1], k.shape[3])
         if not key_mean.is_floating_point() or given[1:] != full[1:] or given[0] not in (1, full[0]):
             raise ValueError(f"key_mean must be floating point {full[1:]} or {full}, got {tuple(key_mean.shape)}")
-    check_same_device(q=q, k=k, v=v, mask=mask, key_mean=key_mean)
     return [((q.shape[0], q.shape[2], q.shape[1], q.shape[3]), q.dtype)]
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ..checks import check_activation_bits, check_float_rows, check_same_device
+from ..checks import check_float_rows
 from ..operators import Result, operator
 from ..reference.linear import Quantized, quantize_activations_reference, quantized_layouts
 from ..reference.transform import UNCHANGED, ChannelTransform
@@ -40,11 +40,8 @@ def _check_activate_quantize(
             check_float_rows(name, part)
             if part.shape[: len(shape)] != shape or part.ndim != gate.ndim:
                 raise ValueError(f"{name} must have the rows of gate {tuple(gate.shape)}, got {tuple(part.shape)}")
-    check_activation_bits(activation_bits)
     channels = gate.shape[-1] + (0 if beside is None else beside.shape[-1])
-    transform.check(channels)
-    check_same_device(gate=gate, up=up, beside=beside, smooth=transform.smooth)
-    return quantized_layouts(gate, channels, activation_bits)
+    return quantized_layouts(gate, channels, transform, activation_bits)
 
 
 @operator(_check_activate_quantize, kernel="gates", rounds=True)

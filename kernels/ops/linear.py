@@ -11,11 +11,9 @@ import torch
 
 from ..card.device import fused_obstacle
 from ..checks import (
-    check_activation_bits,
     check_float,
     check_float_matrix,
     check_int8_matrix,
-    check_same_device,
     check_vector,
     check_weight_scale,
 )
@@ -46,10 +44,7 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _check_quantization(x: torch.Tensor, transform: ChannelTransform, activation_bits: int) -> list[Result]:
     check_float_matrix("x", x)
-    check_activation_bits(activation_bits)
-    transform.check(x.shape[1])
-    check_same_device(x=x, smooth=transform.smooth)
-    return quantized_layouts(x, x.shape[1], activation_bits)
+    return quantized_layouts(x, x.shape[1], transform, activation_bits)
 
 
 def _check_gemm(
@@ -71,7 +66,6 @@ def _check_gemm(
     if bias is not None:
         check_vector("bias", bias, weight.shape[0], "the rows of weight")
     check_float("out_dtype", out_dtype)
-    check_same_device(q=q, q_scale=q_scale, weight=weight, weight_scale=weight_scale, bias=bias)
     return [((q.shape[0], weight.shape[0]), out_dtype)]
 
 

@@ -6,10 +6,8 @@ from typing import Literal
 import torch
 
 from ..checks import (
-    check_activation_bits,
     check_modulation,
     check_modulation_rows,
-    check_same_device,
     check_tokens,
     check_vector,
 )
@@ -66,12 +64,7 @@ def _check_norm_quantize(
     check_modulation_rows(rows, x)
     check_modulation("scale", scale, x, rows)
     check_modulation("shift", shift, x, rows)
-    check_activation_bits(activation_bits)
-    transform.check(x.shape[-1])
-    check_same_device(
-        x=x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, smooth=transform.smooth, rows=rows
-    )
-    return quantized_layouts(x, x.shape[-1], activation_bits)
+    return quantized_layouts(x, x.shape[-1], transform, activation_bits)
 
 
 @operator(_check_norm_quantize, kernel="norms", rounds=True)
@@ -124,13 +117,11 @@ def _check_gated_residual(
         raise ValueError(f"x must have the residual's shape {tuple(residual.shape)}, got {tuple(x.shape)}")
     check_modulation_rows(rows, x)
     check_modulation("gate", gate, x, rows)
-    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     if norm is not None:
         _check_norm(norm, x.shape[-1])
     target = None if out is None else out[0]
     if target is not None and (target.shape != x.shape or target.dtype != residual.dtype or not target.is_contiguous()):
         raise ValueError(f"out must be a contiguous {residual.dtype} tensor of shape {tuple(x.shape)}")
-    check_same_device(residual=residual, x=x, gate=gate, weight=weight, bias=bias, rows=rows, out=target)
     return [(residual.shape, residual.dtype)]
 
 

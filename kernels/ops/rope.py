@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from ..checks import check_float_rows, check_same_device
+from ..checks import check_float_rows
 from ..operators import Result, operator
 from .norms import Norm, normalized
 
@@ -33,7 +33,6 @@ def _check_norm_rope(
         if weight is not None and weight.shape not in ((x.shape[3],), (x.shape[2] * x.shape[3],)):
             sizes = f"({x.shape[3]},) or ({x.shape[2] * x.shape[3]},)"
             raise ValueError(f"the weight of the norm of {name} must have shape {sizes}, got {tuple(weight.shape)}")
-        check_same_device(**{"q": q, name: x, "weight": weight, "freqs": freqs})
     of_all = q.shape[1] * q.shape[3] * 2
     of_each = of_all * q.shape[2] if q.shape[2] == k.shape[2] else of_all
     if not freqs.is_floating_point() or freqs.shape[-2:] != (2, 2) or freqs.numel() not in (of_all, of_each):
@@ -42,7 +41,6 @@ def _check_norm_rope(
     for name, target, x in zip(("q", "k"), out or (), (q, k), strict=False):
         if target.shape != x.shape:
             raise ValueError(f"the output of {name} must have shape {tuple(x.shape)}, got {tuple(target.shape)}")
-        check_same_device(q=q, out=target)
     return [(q.shape, q.dtype), (k.shape, k.dtype)]
 
 

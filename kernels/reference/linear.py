@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..checks import check_activation_bits
 from ..internals.torch_functions import int_mm
 from .transform import UNCHANGED, ChannelTransform
 
@@ -37,8 +38,15 @@ class LinearForm(NamedTuple):
     activation_bits: int = 8
 
 
-def quantized_layouts(x: torch.Tensor, channels: int, activation_bits: int) -> list[tuple[Sequence[int], torch.dtype]]:
-    """Shapes and dtypes of rows of `channels` made of those of `x` [..., any]."""
+def quantized_layouts(
+    x: torch.Tensor, channels: int, transform: ChannelTransform, activation_bits: int
+) -> list[tuple[Sequence[int], torch.dtype]]:
+    """Shapes and dtypes of rows of `channels` made of those of `x` [..., any].
+
+    Raises TypeError or ValueError for a transform or a number of bits that they cannot have.
+    """
+    check_activation_bits(activation_bits)
+    transform.check(channels)
     rows = math.prod(x.shape[:-1])
     return [((rows, channels * (activation_bits // 8)), torch.int8), ((rows,), torch.float32)]
 

@@ -159,13 +159,11 @@ def can_launch(transform: ChannelTransform) -> bool:
     return (transform.rotation_group or 1) <= LARGEST_GROUP
 
 
-def launch_quantize_activations(
-    x: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, activation_bits: int
-) -> Layout | None:
-    """The launch on checked, non-empty tensors like these; None for a group that no kernel rotates."""
+def launch_quantize_activations(tensors: Tensors, rotation_group: int | None, activation_bits: int) -> Layout | None:
+    """The launch on checked, non-empty x and smooth like these; None for a group that no kernel rotates."""
     if (rotation_group or 1) > LARGEST_GROUP:
         return None
-    return _layout(x, smooth, "remainder" if activation_bits == 16 else "nearest", rotation_group)
+    return _layout(tensors[0], tensors[1], "remainder" if activation_bits == 16 else "nearest", rotation_group)
 
 
 def launch_weight_quantizer(

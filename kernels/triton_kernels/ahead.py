@@ -46,7 +46,7 @@ def compile_for(forms: Iterable[LinearForm], dtype: torch.dtype, device: torch.d
             x, q = StandIn((tokens, form.k), dtype, device), StandIn((tokens, width), torch.int8, device)
             scale = StandIn((tokens,), torch.float32, device)
             if not rank:
-                layout = launch_quantize_activations(x, smooth, form.rotation_group, form.activation_bits)
+                layout = launch_quantize_activations((x, smooth), form.rotation_group, form.activation_bits)
                 if layout is not None:
                     layout.compile_by(beside_loading, 0, (x, smooth), (q, scale))
             weight = StandIn((form.n, form.k), torch.int8, device)

@@ -5,13 +5,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .. import operators
+from ..operators import OperatorLaunch, Tensors
 from ..reference.attention import WIDEST_HEAD, padded_width
 from .attention_operands import AttentionOperands, quantized_operands
 from .launching import Build, Launcher, built
@@ -310,7 +309,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 6)
 
 
-def attend_in_int8(half_sums: bool, scale: float, tensors: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+def attend_in_int8(half_sums: bool, scale: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
     """Launch the kernels on q, k, v, a mask and a mean of the keys, checked and non-empty, to fill [B, TQ, H, D]."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
     mask, key_mean = tensors[3:]
@@ -324,21 +323,15 @@ def attend_in_int8(half_sums: bool, scale: float, tensors: Sequence[Any], result
     _launch(operands, True, (q, k, v), mask, results[0], half_sums, 0.0)
 
 
-def launch_int8_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    key_mean: torch.Tensor | None,
-) -> operators.Launch | None:
+def launch_int8_attention(tensors: Tensors, scale: float) -> OperatorLaunch | None:
     """The launch on checked, non-empty tensors like these; None for heads that the kernels have no room for."""
+    q = tensors[0]
     if q.shape[-1] > WIDEST_HEAD:
         return None
     return functools.partial(attend_in_int8, _capability(q.device) in _HALF_SUMS, scale)
 
 
-def _attend_in_floats(scale: float, tensors: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+def _attend_in_floats(scale: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
     if scale < 0:  # the kernel takes the highest logit before it multiplies by the scale
         q, scale = -q, -scale
@@ -346,9 +339,7 @@ def _attend_in_floats(scale: float, tensors: Sequence[Any], results: Sequence[to
     _launch(operands, False, (q, k, v), tensors[3], results[0], False, scale * math.log2(math.e))
 
 
-def launch_float_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> operators.Launch:
+def launch_float_attention(tensors: Tensors, scale: float) -> OperatorLaunch:
     """The launch on checked, non-empty fp16 or bf16 tensors of more than 128 channels."""
     return functools.partial(_attend_in_floats, scale)
 

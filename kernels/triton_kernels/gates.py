@@ -134,22 +134,16 @@ def _as_read(tensors: Tensors) -> Tensors:
 
 
 def launch_activate_quantize(
-    gate: torch.Tensor,
-    activation: str,
-    up: torch.Tensor | None,
-    beside: torch.Tensor | None,
-    smooth: torch.Tensor | None,
-    rotation_group: int | None,
-    activation_bits: int,
+    tensors: Tensors, activation: str, rotation_group: int | None, activation_bits: int
 ) -> Layout | None:
-    """The launch on checked, non-empty tensors like these; None for rows that no program holds."""
+    """The launch on checked, non-empty gate, up, beside and smooth like these; None for rows that no program holds."""
+    gate, _, beside, _ = tensors
     first, group = 0 if beside is None else beside.shape[-1], rotation_group or 1
     channels = first + gate.shape[-1]
     if not fits_registers(channels, group):
         return None
-    tensors = (gate, up, beside, smooth)
     read = _as_read(tensors)
-    given = (up is not None, beside is not None, smooth is not None)
+    given = (tensor is not None for tensor in tensors[1:])
     head, tail, _, warps = row_blocks(channels, group)
     form = (activation, *given, activation_bits == 16, not gate.is_cuda, head, tail, group, warps)
     tokens = gate.numel() // gate.shape[-1] if gate.ndim > 3 else gate.shape[-2]

@@ -227,23 +227,14 @@ def _smoothed_as_read(tensors: Tensors) -> Tensors:
 
 
 def launch_norm_quantize(
-    x: torch.Tensor,
-    kind: str,
-    eps: float,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    smooth: torch.Tensor | None,
-    rotation_group: int | None,
-    activation_bits: int,
-    rows: torch.Tensor | None,
+    tensors: Tensors, kind: str, eps: float, rotation_group: int | None, activation_bits: int
 ) -> Layout | None:
-    """The launch on checked, non-empty tensors like these; None for rows that no program holds."""
+    """The launch on checked, non-empty x, weight, bias, scale, shift, smooth and rows like these; None for rows that no
+    program holds."""
+    x = tensors[0]
     channels, group = x.shape[-1], rotation_group or 1
     if not fits_registers(channels, group):
         return None
-    tensors = (x, weight, bias, scale, shift, smooth, rows)
     read = _smoothed_as_read(tensors)
     given = (tensor is not None for tensor in tensors[1:])
     head, tail, _, warps = row_blocks(channels, group)
@@ -263,23 +254,16 @@ def _as_read(tensors: Tensors) -> Tensors:
 
 
 def launch_gated_residual(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    gate: torch.Tensor | None,
-    kind: str | None,
-    eps: float,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    out: tuple[torch.Tensor] | None = None,
+    tensors: Tensors, kind: str | None, eps: float, out: tuple[torch.Tensor] | None = None
 ) -> Layout | None:
-    """The launch on checked, non-empty tensors like these; None for rows that no program holds."""
+    """The launch on checked, non-empty residual, x, gate, weight, bias and rows like these; None for rows that no
+    program holds."""
+    _, x, *given = tensors
     channels = x.shape[-1]
     if not fits_registers(channels, 1):
         return None
-    tensors = (residual, x, gate, weight, bias, rows)
     read = _as_read(tensors)
     head, tail, _, warps = row_blocks(channels, 1)
-    form = (kind or "none", *(tensor is not None for tensor in (weight, bias, rows, gate)), head, tail, warps)
+    form = (kind or "none", *(tensor is not None for tensor in (*given[1:], given[0])), head, tail, warps)
     numbers = (x.shape[-2], channels, *(stride for tensor in read[:3] for stride in token_strides(tensor)), eps)
     return Layout(GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _as_read)

@@ -178,9 +178,8 @@ def norm_rope_kernel(
 NORM_ROPE = row_launcher(norm_rope_kernel)
 
 
-def _strides(x: torch.Tensor | None) -> tuple[int, ...]:
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
     """How far apart samples, tokens and heads of [B, T, H, D] lie; 0 along an axis of size 1."""
-    assert x is not None
     return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True))
 
 
@@ -200,32 +199,25 @@ def _as_they_are(tensors: Tensors) -> Tensors:
 
 def _as_read(tensors: Tensors) -> Tensors:
     *others, freqs = _as_they_are(tensors)
-    assert freqs is not None
     return *map(dense_channels, others), freqs.contiguous()
 
 
 def launch_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    tensors: Tensors,
     q_kind: str | None,
     q_eps: float,
-    q_weight: torch.Tensor | None,
-    q_bias: None,
     k_kind: str | None,
     k_eps: float,
-    k_weight: torch.Tensor | None,
-    k_bias: None,
-    freqs: torch.Tensor,
     pairs: str,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Layout | None:
-    """The launch on checked, non-empty tensors like these; None where no program holds all heads of a token, or cannot
-    write to `out`."""
+    """The launch on checked, non-empty q, k, weight and bias of the norm of each, and freqs like these; None where no
+    program holds all heads of a token, or cannot write to `out`."""
+    q, k, q_weight, _, k_weight, _, freqs = tensors
     heads, width = (q.shape[2], k.shape[2]), q.shape[3]
     writable = out is None or out[0].stride(-1) == out[1].stride(-1) == 1
     if not writable or not fits_registers(max(heads) * width, 1):
         return None
-    tensors = (q, k, q_weight, q_bias, k_weight, k_bias, freqs)
     read = _as_read(tensors)
     results = out or [x.new_empty(x.shape) for x in (q, k)]
     half = 1 << (width // 2 - 1).bit_length()

@@ -156,7 +156,7 @@ def test_calls_find_the_quantizer_that_stand_ins_asked_for(monkeypatch):
     for make in (stand_in, real):
         x, made = make((4096, 256), torch.bfloat16), [make((4096, 256), torch.int8), make((4096,), torch.float32)]
         smooth = make((256,), torch.float32)
-        launch_quantize_activations(x, smooth, 64, 8).compile_by(None, 0, (x, smooth), made)
+        launch_quantize_activations((x, smooth), 64, 8).compile_by(None, 0, (x, smooth), made)
     assert asked[0] is asked[1]
 
 
