@@ -7,10 +7,6 @@ from typing import Any
 
 import torch
 
-# Larger than any card's L2: reading it before each run leaves no operand in cache and nothing to write back, and keeps
-# the device busy while the host queues the run, so that launch latency stays out of the figure.
-_FLUSH_BYTES = 256 << 20
-
 
 class Stopwatch:
     """Spans of time on a device: device events on a GPU, which must be the current one, the wall clock elsewhere."""
@@ -52,20 +48,6 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def median_milliseconds(run: Callable[[], object], device: torch.device, repetitions: int) -> float:
-    """Median time of one `run()` in milliseconds, after one call that compiles and warms up; each run starts with a
-    cold L2."""
-    run()
-    watch, spans = Stopwatch(device), []
-    flush = torch.zeros(_FLUSH_BYTES // 4 if device.type == "cuda" else 0, dtype=torch.float32, device=device)
-    for _ in range(repetitions):
-        flush.sum()
-        spans.append(watch.begin())
-        run()
-        watch.end(spans[-1])
-    return sorted(map(watch.milliseconds, spans))[repetitions // 2]
 
 
 _WINDOW_MILLISECONDS = 150.0

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -14,9 +15,8 @@ from .gemm import GemmLaunch, likely_config
 from .gemm_kernel import Operands
 from .launching import StandIn
 
-# What images of 1024, 768 and 512 pixels have with their text, and texts themselves; and of the first of each that the
-# launch knows no divisor of.
-_TOKENS = (4096, 2560, 1024, 512)
+# Those of images of 1024, 768 and 512 pixels, and of texts; with a text an image may have any number, not of 16 only.
+_TOKENS = (4096, 4095, 2560, 1024, 512)
 # In the order of their use. Which of their forms a model wants shows in its forward only, so that only what launches
 # them can be made, for which the number of their parameters is enough.
 _LAUNCHERS = (norms.NORM_QUANTIZE, rope.NORM_ROPE, norms.GATED_RESIDUAL, gates.ACTIVATE_QUANTIZE)
@@ -37,20 +37,23 @@ def compile_for(forms: Iterable[LinearForm], dtype: torch.dtype, device: torch.d
         return
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     _compile_launchers()
+
+    def stand_in(dtype: torch.dtype, *shape: int) -> Any:
+        return StandIn(shape, dtype, device)
+
     for form in dict.fromkeys(forms):
         if form.k % 16:  # rows of others are copied into wider ones
             continue
-        width = form.k * form.activation_bits // 8
-        smooth = StandIn((form.k,), torch.float32, device) if form.has_factors else None
+        width, scales = form.k * form.activation_bits // 8, 1 if form.has_one_scale else form.n
+        smooth = stand_in(torch.float32, form.k) if form.has_factors else None
+        weight, weight_scale = stand_in(torch.int8, form.n, form.k), stand_in(torch.float32, scales)
+        bias = stand_in(dtype, form.n) if form.has_bias else None
         for rank, tokens in enumerate(_TOKENS):
-            x, q = StandIn((tokens, form.k), dtype, device), StandIn((tokens, width), torch.int8, device)
-            scale = StandIn((tokens,), torch.float32, device)
+            q, scale = stand_in(torch.int8, tokens, width), stand_in(torch.float32, tokens)
             if not rank:
+                x = stand_in(dtype, tokens, form.k)
                 layout = launch_quantize_activations((x, smooth), form.rotation_group, form.activation_bits)
                 if layout is not None:
                     layout.compile_by(beside_loading, 0, (x, smooth), (q, scale))
-            weight = StandIn((form.n, form.k), torch.int8, device)
-            weight_scale = StandIn((1 if form.has_one_scale else form.n,), torch.float32, device)
-            bias = StandIn((form.n,), dtype, device) if form.has_bias else None
-            operands = Operands(q, weight, scale, weight_scale, bias, StandIn((tokens, form.n), dtype, device))
+            operands = Operands(q, weight, scale, weight_scale, bias, stand_in(dtype, tokens, form.n))
             GemmLaunch(likely_config(operands), operands).is_compiled(operands, 2 * rank, beside_loading)

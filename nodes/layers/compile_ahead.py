@@ -13,9 +13,12 @@ def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, devi
     for module in root.modules() if device.type == "cuda" else ():
         weight = getattr(module, "weight", None)
         form = weight_form(weight, module)
-        if form is not None and weight is not None and runs_fused(device, kernel, *weight.shape, form.native):
+        if form is None or weight is None:
+            continue
+        n, k = weight.shape
+        if runs_fused(device, kernel, n, k, form.native):
             one_scale = form.kind is None and weight.params.scale.numel() == 1
             transform, bits = form.unsmoothed
             group = transform.rotation_group
-            forms.add(LinearForm(*weight.shape, module.bias is not None, one_scale, form.smoothed, group, bits))
+            forms.add(LinearForm(n, k, module.bias is not None, one_scale, form.smoothed, group, bits))
     compile_ahead(sorted(forms, key=lambda form: -form.n * form.k), dtype, device)

@@ -34,6 +34,11 @@ _PARTS = {
 PARTS = (*_PARTS, "else")
 
 
+# Larger than any card's L2: reading it before each run leaves no operand in cache and nothing to write back, and keeps
+# the device busy while the host queues the run, so that launch latency stays out of the figure.
+_FLUSH_BYTES = 256 << 20
+
+
 class Study:
     """A command: its arguments, ComfyUI and the pack once it has started, and the files that it leaves.
 
@@ -157,6 +162,14 @@ def limit_tuning(seconds: float) -> None:
         os.environ["INT8_DIT_TUNING"] = "off"
 
 
+def _settle(run: Callable[[], object], device: torch.device) -> None:
+    """Run it until nothing is tried in it any more."""
+    if device.type == "cuda":
+        from int8_dit.kernels.triton_kernels.tuning import settle
+
+        settle(run, device)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -173,11 +186,8 @@ def walls_and_hosts(
     """The same of several, which take turns: a host that is slow for a while is so for all."""
     walls: dict[str, list[float]] = {name: [] for name in runs}
     hosts: dict[str, list[float]] = {name: [] for name in runs}
-    if device.type == "cuda":
-        from int8_dit.kernels.triton_kernels.tuning import settle
-
-        for run in runs.values():
-            settle(run, device)
+    for run in runs.values():
+        _settle(run, device)
     for round_ in range(-2, repetitions):
         for name, run in runs.items():
             synchronize(device)
@@ -197,6 +207,23 @@ def walls_and_hosts(
         }
         for name in runs
     }
+
+
+def median_milliseconds(run: Callable[[], object], device: torch.device, repetitions: int) -> float:
+    """Median time of one `run()` in milliseconds, after one call that compiles and warms up; each run starts with a
+    cold L2."""
+    from int8_dit.kernels.card.timing import Stopwatch
+
+    _settle(run, device)
+    run()
+    watch, spans = Stopwatch(device), []
+    flush = torch.zeros(_FLUSH_BYTES // 4 if device.type == "cuda" else 0, dtype=torch.float32, device=device)
+    for _ in range(repetitions):
+        flush.sum()
+        spans.append(watch.begin())
+        run()
+        watch.end(spans[-1])
+    return sorted(map(watch.milliseconds, spans))[repetitions // 2]
 
 
 def kernel_times(run: Callable[[], object], device: torch.device) -> dict[str, float]:

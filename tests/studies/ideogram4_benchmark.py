@@ -23,7 +23,20 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.frame import PARTS, Row, Rows, Study, by_part, failures, graph_counts, kernel_times, number, ratio, row_of
+from studies.frame import (
+    PARTS,
+    Row,
+    Rows,
+    Study,
+    by_part,
+    failures,
+    graph_counts,
+    kernel_times,
+    median_milliseconds,
+    number,
+    ratio,
+    row_of,
+)
 
 PROFILED = ["bf16", "kitchen", "protected-16", "pack", "smoothed", "rotated", "compiled-pack"]
 TEXT_TOKENS = 256
@@ -147,7 +160,6 @@ def measure_steps(
     """
     import comfy.model_management
 
-    from int8_dit.kernels.card.timing import median_milliseconds
     from studies.variants import VARIANTS, Step, inputs_of
     from support.random_models import weights_on_device
     from support.tensors import relative_error
