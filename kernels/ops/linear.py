@@ -69,7 +69,7 @@ def _check_gemm(
     return [((q.shape[0], weight.shape[0]), out_dtype)]
 
 
-@operator(_check_quantization, kernel="activations", rounds=("x",))
+@operator(_check_quantization, kernel="quantizer", rounds=("x",))
 def quantize_activations(
     x: torch.Tensor, transform: ChannelTransform = UNCHANGED, activation_bits: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,11 +9,11 @@ import torch
 from ..internals.triton_runtime import COMPILES_ALONE, compile_launcher_of
 from ..reference.linear import LinearForm
 from . import gates, norms, rope
-from .activations import launch_quantize_activations
 from .background import beside_loading
 from .gemm import GemmLaunch, likely_config
 from .gemm_kernel import Operands
 from .launching import StandIn
+from .quantizer import launch_quantize_activations
 
 # Those of images of 1024, 768 and 512 pixels, and of texts; with a text an image may have any number, not of 16 only.
 _TOKENS = (4096, 4095, 2560, 1024, 512)

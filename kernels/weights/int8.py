@@ -36,7 +36,7 @@ def requantize_weight(
     """
     transform = transform.on(w.device)
     if w.numel() and weights_use_triton(w):
-        from ..triton_kernels.activations import can_launch, launch_weight_quantizer
+        from ..triton_kernels.quantizer import can_launch, launch_weight_quantizer
 
         if can_launch(transform):
             return launch_weight_quantizer(w, transform, seed)
@@ -74,8 +74,7 @@ def dequantize_weight(
     """
     transform = transform.on(q.device)
     if q.numel() and weights_use_triton(q):
-        from ..triton_kernels.activations import can_launch
-        from ..triton_kernels.weights import launch_weight_dequantizer
+        from ..triton_kernels.quantizer import can_launch, launch_weight_dequantizer
 
         if can_launch(transform):
             return launch_weight_dequantizer(q.contiguous(), scale.contiguous(), transform, dtype)

@@ -12,10 +12,10 @@ from triton.runtime import errors as runtime_errors
 
 from kernels.reference.linear import LinearForm
 from kernels.triton_kernels import ahead, gemm, launching
-from kernels.triton_kernels.activations import launch_quantize_activations
 from kernels.triton_kernels.background import Background
 from kernels.triton_kernels.gemm_kernel import Operands
 from kernels.triton_kernels.launching import Launch, StandIn
+from kernels.triton_kernels.quantizer import launch_quantize_activations
 from kernels.triton_kernels.tiles import GemmConfig
 
 PROJECT = Path(__file__).resolve().parents[2]

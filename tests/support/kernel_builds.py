@@ -23,7 +23,7 @@ from kernels.operators import Operator
 from kernels.reference.grouped_codes import GroupedCodes
 from kernels.reference.low_rank import Addition, LowRank
 from kernels.reference.transform import ChannelTransform
-from kernels.triton_kernels import activations, attention, column_rounding, gguf, grouped_codes
+from kernels.triton_kernels import attention, column_rounding, gguf, grouped_codes, quantizer
 from kernels.triton_kernels.launching import Launcher, Layout
 from support.fused_op_cases import CASES
 from support.sass import AttentionLoop, attention_loop
@@ -114,7 +114,7 @@ def _launch(build: Build) -> None:
         if kind == "activations":
             _launch_op(ops.linear.quantize_activations, (x, transform, build.activation_bits))
         else:
-            activations.launch_weight_quantizer(x, transform, 1 if kind == "stochastic" else None)
+            quantizer.launch_weight_quantizer(x, transform, 1 if kind == "stochastic" else None)
     elif build.kernel.startswith("round"):
         codebook = new(16) if build.kernel == "round_to_codes" else None
         column_rounding.launch_column_rounding(new(rows, channels), new(rows), new(channels, channels), codebook)

@@ -1,4 +1,7 @@
-"""INT8 quantization of rows, a scale each, one Triton kernel for activations and weights, one pass over memory."""
+"""INT8 quantization of rows, a scale each, one Triton kernel for activations and weights, one pass over memory.
+
+And weights from INT8 to floats, for a patch (LoRA) of a streamed one.
+"""
 
 import torch
 import triton
@@ -16,6 +19,7 @@ from .rows import (
     dense_factors,
     input_offsets,
     magnitude_bits,
+    rotate_row,
     row_blocks,
     row_launcher,
     store_quantized,
@@ -25,6 +29,7 @@ from .rows import (
 
 # Seven rounds of Philox pass the statistical tests that its authors ran (Salmon et al. 2011); the default is ten.
 _PHILOX_ROUNDS = tl.constexpr(7)
+_DEQUANTIZED_BLOCK = 4096
 
 
 @triton.jit
@@ -135,7 +140,35 @@ def quantize_rows_kernel(
             _store_rounded(q_row, first, values, step, broken, start + head_offsets, seed, K, ROUNDING)
 
 
-QUANTIZER = row_launcher(quantize_rows_kernel)
+@triton.jit
+def _dequantize_kernel(
+    q,
+    scale,
+    smooth,
+    out,
+    K,
+    stride_scale,
+    HAS_SMOOTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program makes BLOCK values of a row: rotate(q) scale / smooth, in float32."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    sources = input_offsets(start, BLOCK, GROUP)
+    values = tl.load(q + row * K + sources, mask=sources < K, other=0).to(tl.float32)
+    if GROUP > 1:
+        values = rotate_row(values, BLOCK, GROUP)
+    offsets = start + tl.arange(0, BLOCK)
+    inside = offsets < K
+    values *= tl.load(scale + row * stride_scale)
+    if HAS_SMOOTH:
+        values = tl.div_rn(values, tl.load(smooth + offsets, mask=inside, other=1.0))
+    tl.store(out + row * K + offsets, values.to(out.dtype.element_ty), mask=inside)
+
+
+_QUANTIZER = row_launcher(quantize_rows_kernel)
+_DEQUANTIZER = row_launcher(_dequantize_kernel)
 
 
 def _as_read(tensors: Tensors) -> Tensors:
@@ -151,7 +184,7 @@ def _layout(
     form = (smooth is not None, rounding, not x.is_cuda, *blocks, group, warps)
     # 31 bits, so that all seeds are one type to Triton.
     numbers = (channels, x.stride(0) if x.stride(1) == 1 else channels, seed & 0x7FFFFFFF)
-    return Layout(QUANTIZER, form, (rows, 1), numbers, None if same(read, (x, smooth)) else _as_read)
+    return Layout(_QUANTIZER, form, (rows, 1), numbers, None if same(read, (x, smooth)) else _as_read)
 
 
 def can_launch(transform: ChannelTransform) -> bool:
@@ -176,3 +209,19 @@ def launch_weight_quantizer(
     launch = _layout(w, transform.smooth, rounding, transform.rotation_group, seed or 0)
     launch((w, transform.smooth), made)
     return made
+
+
+def launch_weight_dequantizer(
+    q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform, dtype: torch.dtype
+) -> torch.Tensor:
+    """Launch the kernel on checked, non-empty arguments: contiguous q [N, K], scale of 1 or N values -> [N, K]."""
+    rows, channels = q.shape
+    group = transform.rotation_group or 1
+    smooth = transform.smooth
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    stride = 0 if scale.numel() == 1 else 1
+    block = max(group, min(_DEQUANTIZED_BLOCK, 1 << (channels - 1).bit_length()))
+    tensors = (q, scale, scale if smooth is None else smooth, out)
+    form = (smooth is not None, block, group, max(1, min(8, block // 512)))
+    _DEQUANTIZER(form, (rows, -(-channels // block)), tensors, (channels, stride))
+    return out
