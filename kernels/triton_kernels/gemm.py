@@ -29,18 +29,13 @@ _STORE_BLOCKS_FROM = 2**36
 _arrivals_of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def _captured(device: torch.device) -> bool:
-    """Whether launches become part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
     """Zeros, int32 [at least tiles], for one launch. Kernels of a stream follow one another and leave the zeros behind.
 
     So each stream keeps its own, which saves filling them for each launch; a CUDA graph, which may be replayed on any
     stream, fills its own. The interpreter gets new ones too.
     """
-    if device.type != "cuda" or _captured(device):
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(tiles, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     held = _arrivals_of_streams.get(key)
