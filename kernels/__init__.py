@@ -30,9 +30,9 @@ from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_row
 from .numerics.statistics import ActivationStatistics
 from .ops.attention import int8_attention, int8_attention_obstacle
 from .ops.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
-from .ops.gates import ACTIVATIONS, activate_quantize
+from .ops.gates import activate_quantize, activated
 from .ops.linear import LinearWeight, RepeatedLinear, compile_ahead, int8_gemm, int8_linear
-from .ops.norms import Norm, gated_residual, norm_quantize
+from .ops.norms import Norm, gated_residual, modulated, norm_quantize
 from .ops.rope import norm_rope
 from .reference.grouped_codes import GroupedCodes
 from .reference.int8_weights import quantize_weight

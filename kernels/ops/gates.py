@@ -20,6 +20,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """What each computes. A sigmoid is not 0 for 0, so that only one with `up` is quantized."""
 
 
+def activated(
+    gate: torch.Tensor, activation: str, up: torch.Tensor | None = None, beside: torch.Tensor | None = None
+) -> torch.Tensor:
+    """activation(gate) up behind `beside`, in float32, of arguments as `activate_quantize` has them."""
+    values = ACTIVATIONS[activation](gate.float())
+    values = values if up is None else values * up.float()
+    return values if beside is None else torch.cat([beside.float(), values], dim=-1)
+
+
 def _check_activate_quantize(
     gate: torch.Tensor,
     activation: str,
@@ -69,9 +78,5 @@ def activate_quantize(
         TypeError, ValueError: unknown activation; wrong dtype, shape, device, group or number of bits.
         RuntimeError: an argument needs a gradient, which rounding does not have.
     """
-    values = ACTIVATIONS[activation](gate.float())
-    if up is not None:
-        values = values * up.float()
-    if beside is not None:
-        values = torch.cat([beside.float(), values], dim=-1)
+    values = activated(gate, activation, up, beside)
     return quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)

@@ -37,6 +37,20 @@ def normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return values if norm.bias is None else values + norm.bias.float()
 
 
+def modulated(
+    x: torch.Tensor,
+    norm: Norm | None,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """norm(x) scale + shift in float32, of arguments as `norm_quantize` has them; without a norm of x as it is."""
+    values = x.float() if norm is None else normalized(x, norm)
+    if scale is not None:
+        values = values * _chosen(scale, rows)
+    return values if shift is None else values + _chosen(shift, rows)
+
+
 def _chosen(modulation: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """A modulation in float32, of each token its own where `rows` choose."""
     return (modulation if rows is None else modulation.index_select(-2, rows)).float()
@@ -95,11 +109,7 @@ def norm_quantize(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: an argument needs a gradient, which rounding does not have.
     """
-    values = normalized(x, norm)
-    if scale is not None:
-        values = values * _chosen(scale, rows)
-    if shift is not None:
-        values = values + _chosen(shift, rows)
+    values = modulated(x, norm, scale, shift, rows)
     return quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)
 
 
@@ -148,8 +158,5 @@ def gated_residual(
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
-    values = x.float() if norm is None else normalized(x, norm)
-    if gate is not None:
-        values = values * _chosen(gate, rows)
-    result = (residual.float() + values).to(residual.dtype)
+    result = (residual.float() + modulated(x, norm, gate, rows=rows)).to(residual.dtype)
     return result if out is None else out[0].copy_(result)

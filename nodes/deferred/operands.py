@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from ...kernels import ACTIVATIONS, ChannelTransform, Norm, Quantized, activate_quantize, norm_quantize
+from ...kernels import ChannelTransform, Norm, Quantized, activate_quantize, activated, modulated, norm_quantize
 
 
 class Segment(NamedTuple):
@@ -62,15 +61,8 @@ class Normed(NamedTuple):
         whole = self.in_rows()
         if whole is None:
             return None
-        x, norm = self.x.float(), self.norm
-        if norm is not None:
-            x = x.flatten(-2) if self.all_heads else x
-            weight, bias = (None if t is None else t.float() for t in (norm.weight, norm.bias))
-            layer = F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps) if norm.kind == "layer" else None
-            x = (F.rms_norm(x, x.shape[-1:], weight, norm.eps) if layer is None else layer).view(self.x.shape)
-        scale, shift = (t if t is None or whole.rows is None else t[..., whole.rows, :] for t in whole[2:4])
-        x = x if scale is None else x * scale
-        return x if shift is None else x + shift
+        x = self.x.flatten(-2) if self.all_heads else self.x
+        return modulated(x, whole.norm, whole.scale, whole.shift, whole.rows).view(self.x.shape)
 
     def quantize(self, transform: ChannelTransform, bits: int) -> Quantized | None:
         """The rows that a linear reads; None where no fused op makes them."""
@@ -110,9 +102,7 @@ class Activated(NamedTuple):
     beside: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
-        values = ACTIVATIONS[self.activation](self.gate.float())
-        values = values if self.up is None else values * self.up
-        return values if self.beside is None else torch.cat((self.beside.float(), values), -1)
+        return activated(*self)
 
     def quantize(self, transform: ChannelTransform, bits: int) -> Quantized | None:
         """The rows that a linear reads; None of a sigmoid that is no gate."""
