@@ -17,7 +17,7 @@ from ..card.machine import native_backend
 from ..gguf.formats import GGUF_FORMATS
 from ..internals import kitchen as comfy_kitchen
 from ..internals.torch_functions import scaled_mm
-from ..numerics.rounded_weight import quantize_to_codes
+from ..numerics.weight_rounding import quantize_to_codes
 from ..ops.linear import int8_linear, quantize_activations
 from ..reference.grouped_codes import DEFAULT_CODEBOOK, GROUP, GroupedCodes
 from ..reference.int8_weights import quantize_weight

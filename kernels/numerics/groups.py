@@ -10,12 +10,11 @@ import torch
 from ..reference.grouped_codes import GroupedCodes
 from ..reference.int8_weights import quantize_weight
 from ..reference.transform import UNCHANGED, ChannelTransform
-from .calibrated_rounding import CalibratedRounding
 from .candidates import TransformPlan
 from .output_error import OutputError, relative_rounding_error
-from .rounded_weight import RoundedWeight, quantize_to_codes
 from .smoothing import channel_absmax, smoothing_factors
 from .statistics import ActivationStatistics
+from .weight_rounding import CalibratedRounding, RoundedWeight, quantize_to_codes
 
 ROUNDINGS = ("calibrated", "nearest")
 FloatWeight = Callable[[], torch.Tensor]

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 from kernels import ChannelTransform, int8_linear, quantize_weight
-from kernels.numerics.rounded_weight import quantize_to_codes
+from kernels.numerics.weight_rounding import quantize_to_codes
 from kernels.weights.column_rounding import round_columns
 from kernels.triton_kernels.gemm import launch_config
 from kernels.triton_kernels.gemm_kernel import Operands

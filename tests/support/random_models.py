@@ -24,7 +24,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from int8_dit.kernels import UNCHANGED, ChannelTransform, quantize_weight, rotation_group_of
-from int8_dit.kernels.numerics.rounded_weight import quantize_to_codes
+from int8_dit.kernels.numerics.weight_rounding import quantize_to_codes
 from int8_dit.nodes.deferred.install import KEY
 from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.files.holding.grouped_weight import coded_weight, quant_config_in
