@@ -84,13 +84,18 @@ def compile_alone(kernel: Any, arguments: Sequence[object], named: Mapping[str, 
     return kernel.warmup(*arguments, grid=(1, 1), **named)
 
 
+_launchers: set[tuple[str, ...]] = set()  # of which parameters they are, but for what pointers point to
+
+
 def compile_launcher(compiled: Any) -> None:
-    """Let the host's C compiler make what launches such parameters, which takes as long as the kernel.
+    """Let the host's C compiler make what launches such parameters, which takes as long as the kernel; once.
 
     Triton finds that on disk then. Raises what Triton does.
     """
+    words = tuple(["*" if str(word).startswith("*") else str(word) for word in compiled.src.signature.values()])
     make: Any = getattr(triton.runtime.driver.active, "launcher_cls", None)
-    if make is not None:
+    if make is not None and words not in _launchers:
+        _launchers.add(words)
         make(compiled.src, compiled.metadata)
 
 

@@ -1,5 +1,6 @@
 """Work beside that of the callers: its order and its end, kernels that are compiled so, and whether calls find them."""
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -10,6 +11,8 @@ import pytest
 import torch
 from triton.runtime import errors as runtime_errors
 
+from kernels.internals import triton_runtime
+from kernels.kept import KEPT
 from kernels.reference.linear import LinearForm
 from kernels.triton_kernels import ahead, gemm, launching
 from kernels.triton_kernels.background import Background
@@ -17,6 +20,7 @@ from kernels.triton_kernels.gemm_kernel import Operands
 from kernels.triton_kernels.launching import Launch, StandIn
 from kernels.triton_kernels.quantizer import launch_quantize_activations
 from kernels.triton_kernels.tiles import GemmConfig
+from support.fused_op_cases import Form, calls
 
 PROJECT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -176,3 +180,33 @@ def test_what_a_models_linears_launch_is_compiled(monkeypatch):
     names = [launch._kernel.fn.__name__ for _, launch in asked]
     assert names.count("quantize_rows_kernel") == 2 and len(names) == 2 + 2 * len(ahead._TOKENS)
     assert [rank for rank, _ in asked][:2] == [0, 0]
+
+
+def test_what_launches_fused_ops_is_made_for_their_parameters(monkeypatch):
+    """Triton's C module for a launch depends on which parameters are addresses, whole numbers, floats and constants."""
+    guessed, launched = {}, {}
+
+    def guess(compiled):
+        words = compiled.src.signature.items()
+        guessed[compiled.src.fn.fn] = [(name, "*" if word[0] == "*" else word) for name, word in words]
+
+    def first(launch, grid, *arguments):
+        names, constants = launch._kernel.arg_names, [(name, "constexpr") for name in launch._constants]
+        kinds = {int: "i32", float: "fp32"}
+        words = [kinds.get(type(argument), "*") for argument in arguments]
+        launched[launch._kernel.fn] = [*zip(names, words, strict=False), *constants]
+
+    monkeypatch.setattr(triton_runtime, "compile_launcher", guess)
+    monkeypatch.setattr(Launch, "first", first)
+    for launcher in ahead._LAUNCHERS:
+        kernel = launcher.kernel
+        parameters = inspect.signature(kernel.fn).parameters.values()
+        constants = [place for place, each in enumerate(parameters) if "constexpr" in str(each.annotation)]
+        triton_runtime.compile_launcher_of(
+            SimpleNamespace(fn=kernel.fn, arg_names=kernel.arg_names, constexprs=constants)
+        )
+    KEPT.clear()
+    for case, _, arguments in calls(CPU, Form("", 512)):
+        case.op(*arguments)
+    KEPT.clear()
+    assert guessed.keys() <= launched.keys() and all(launched[kernel] == words for kernel, words in guessed.items())
