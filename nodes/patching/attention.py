@@ -6,6 +6,7 @@ preferences, a call that INT8 attention does not take is left to them.
 
 import functools
 import logging
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,9 +22,10 @@ from ..comfyui.attention import (
     put_before_choices,
 )
 from ..comfyui.patcher import DIFFUSION_MODEL
+from ..deferred.notes import outside, tracking, valued
 from ..host import notices
 from ..layers.layer_selection import keeps_exact
-from .attention_kinds import AS_COMFYUI, ATTENTION_KINDS, KEEPS_EXACT, AttentionKind, read_call
+from .attention_kinds import AS_COMFYUI, ATTENTION_KINDS, KEEPS_EXACT, AttentionCall, AttentionKind, read_call
 from .file_notes import exact_attention_of
 
 logger = logging.getLogger(__name__)
@@ -165,11 +167,11 @@ class AttentionOverride:
             container.take()
         if contained and way.halves is not None and not torch.compiler.is_compiling():
             quantize, attend = way.halves
-            quantized = quantize(call)
+            quantized = _unseen(quantize, call)
             del call  # the last that holds the tensors
-            output = attend(quantized)
+            output = _unseen(attend, quantized)
         else:
-            output = way.attend(call)
+            output = _unseen(way.attend, call)
         return output.transpose(1, 2).flatten(2) if flat_output else output
 
     def _wrap(self, executor: Any, *args, **kwargs) -> Any:
@@ -190,6 +192,17 @@ class AttentionOverride:
             why = _reasons(self._noted) or "no call reached it: the model, or another node's override, bypasses it"
             notices.warn("attention", "INT8 attention did not run", f"a call of the model ran without it: {why}.")
         return output
+
+
+def _unseen(function: Callable[[Any], Any], given: Any) -> Any:
+    """What a way makes of a call. A forward in which work is deferred sees nothing of it: kernels are launched on
+    addresses, and whoever asks for one may write there."""
+    if torch.compiler.is_compiling() or tracking.forward is None:
+        return function(given)
+    with outside():
+        if isinstance(given, AttentionCall):
+            given = given._replace(q=valued(given.q), k=valued(given.k), v=valued(given.v), mask=valued(given.mask))
+        return function(given)
 
 
 def _reasons(notes: set[str | None]) -> str:

@@ -495,6 +495,26 @@ def test_parts_at_positions_of_their_own_are_one_pass_each(block, deferral, monk
     assert len(calls) == 2 and all(call[2] is not None for call in calls)  # no half of heads has a norm over all
 
 
+@pytest.mark.parametrize("form", (lambda q: q, lambda q: q.contiguous()), ids=("memory", "deferred"))
+def test_attention_that_is_launched_on_addresses_writes_into_nothing(block, deferral, form):
+    from int8_dit.nodes.patching.attention import AttentionOverride
+    from int8_dit.nodes.patching.attention_kinds import AttentionKind, Way
+
+    def attend(call):
+        assert all(type(tensor) in deferral.notes.MEMORY and tensor.data_ptr() for tensor in call[:3])
+        return F.scaled_dot_product_attention(*call[:3])
+
+    ways = (Way(lambda call: None, attend),)
+    override = AttentionOverride(
+        AttentionKind("", lambda device: None, lambda device: ways, False), torch.device("cpu")
+    )
+    with torch.no_grad(), deferral.mode.Deferring():
+        y = block.renewed().enter(forwards.randn(2, 12, 64))
+        waiting, q = block.norm(y), form(forwards.heads(y).transpose(1, 2))
+        override(None, q, q, q, forwards.HEADS, skip_reshape=True)
+        assert waiting.note.computed is None
+
+
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_norms_in_float32_and_a_sigmoid_gate(block, deferral, took, dtype):
     weight = forwards.modulation(2, forwards.WIDTH)
