@@ -138,7 +138,7 @@ def assert_same_steps(dit, small, name, cache, warned):
         uncached, all_steps = sampled(architecture, model)
         assert all_steps == [*range(STEPS)]
         int8_alone = dit.relative_error(uncached, sampled(architecture, stock)[0])
-    assert dit.relative_error(output, expected) < 3 * int8_alone < dit.relative_error(output, uncached)
+    assert dit.relative_error(output, expected) < 4 * int8_alone < dit.relative_error(output, uncached)
     assert not warned
 
 

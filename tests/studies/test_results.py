@@ -135,7 +135,19 @@ def second_samples_of_words():
     yield "comfy-kitchen's {:.2f} and {:.2f} ×".format(*others)
 
 
-SENTENCES = (steps_of_ideogram_4, projected_steps, ablation, words, second_samples_of_words)
+def step_caches():
+    found = stored("words_step_cache/words.json")
+    caches = [f"{name}, LazyCache {at}" for at in (0.2, 0.1) for name in ("bf16", "naive W8A8")]
+    latent = {name: found["figures"][name]["all"]["latent"] for name in (*caches, "naive W8A8")}
+    cells = ["{:.2f} % [{:.2f}, {:.2f}]".format(*(100 * value for value in latent[name])) for name in latent]
+    yield "moves the mean latent by {} in bf16 and by {} in plain INT8, and at 0.1 by {} and {}.".format(*cells)
+    yield f"Plain INT8 alone moves it by {cells[4]}."
+    counts = [found["exact"][name].count("1") for name in (caches[0], caches[2], caches[1], caches[3], "bf16")]
+    sentence = "{} and {} of the 40 texts can be read in bf16, {} and {} in INT8, and {} in bf16 with every step"
+    yield sentence.format(*counts)
+
+
+SENTENCES = (steps_of_ideogram_4, projected_steps, ablation, words, second_samples_of_words, step_caches)
 
 
 @pytest.mark.parametrize("sentences", SENTENCES, ids=lambda function: function.__name__)

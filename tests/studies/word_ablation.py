@@ -10,7 +10,8 @@ which change no result in bf16. Every variant but FP8 quantizes the same linears
 MLP in the blocks; FP8 is ComfyUI's cast of the whole model. NF4 and GGUF weights are turned back to bf16 before each
 product, as their users' loaders do; "in INT8" is this pack's way with a GGUF file: its blocks expanded to INT8. INT8
 attention comes on top of what the quantize node does by itself: as calibrated, in all blocks, comfy-kitchen's, and
-rounded as SageAttention 1 does.
+rounded as SageAttention 1 does. LazyCache is ComfyUI's, which skips steps that may change little, at some thresholds.
+It decides for a whole batch: `--batch 1` lets each image have steps of its own.
 `--pairs 6 --steps 2 --variants bf16 NF4` tries it out.
 """
 
@@ -36,7 +37,7 @@ from studies.frame import Study
 from support.small_png import save_small_png
 from words.alphabet import Text, random_texts
 from words.reading import edit_distance, normalised, read
-from words.sampling import STEPS, pictures, sample
+from words.sampling import BATCH, STEPS, pictures, sample
 
 WORD_MODEL = TESTS / "data" / "word_dit.safetensors"
 GGUF = ("Q8_0", "Q6_K", "Q5_K", "Q4_K")
@@ -45,6 +46,8 @@ PICTURED = {name: name for name in ("bf16", "FP8", "NF4", "Q4_K", "naive W8A8", 
 PICTURED[ablation.DEFAULT] = "default"
 """What words.png shows, each with its label."""
 PICTURE_COLUMNS = 6
+STEP_CACHES = (0.1, 0.2)
+"""The thresholds at which LazyCache is tried; 0.2 is the node's own."""
 REFERENCE = "bf16"
 OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "ComfyUI W4A8", "NF4", *GGUF)
 LABELLED = ("naive W8A8", "recipe", ablation.DEFAULT, "Q4_K in INT8", "Q8_0 in INT8")
@@ -90,7 +93,18 @@ def peers(state_dict: TensorDict) -> dict[str, tuple[Callable[[], object], float
         made[name] = (lambda through=through: stock(decoded(state_dict, through)), bits)
         if name in IN_INT8:
             made[f"{name} in INT8"] = (lambda through=through: naive(stock(decoded(state_dict, through))), bits)
+    for name, make in ((REFERENCE, stock), ("naive W8A8", lambda tensors: naive(stock(tensors)))):
+        for at in STEP_CACHES:
+            made[f"{name}, LazyCache {at}"] = (lambda make=make, at=at: step_cached(make(state_dict), at), None)
     return made
+
+
+def step_cached(model, threshold: float):
+    """A MODEL with ComfyUI's LazyCache. EasyCache would skip nothing: the forward of SD3, as the word model is, asks no
+    wrapper."""
+    from comfy_extras.nodes_easycache import LazyCacheNode
+
+    return LazyCacheNode.execute(model, threshold, 0.15, 0.95, False).result[0]
 
 
 def naive(model):
@@ -159,7 +173,9 @@ def calibrate(model, steps: int):
     return ablation.calibrated(model, [[context, {"pooled_output": pooled}]], empty, steps, seed=1000)
 
 
-def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str] | None, seed: int) -> dict[str, dict]:
+def run(
+    state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str] | None, seed: int, batch: int
+) -> dict[str, dict]:
     """Every variant, or the wanted ones: its images, latent errors, bytes and protected layers."""
     import comfy.model_management
 
@@ -169,11 +185,11 @@ def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str]
 
     stored_weights.SMALLEST_STORED = 0  # the word model's are small, and ComfyUI's quantizer takes them too
     base = stock(state_dict)
-    expected = sample(base, texts, seed, steps)
+    expected = sample(base, texts, seed, steps, batch)
     found: dict[str, dict] = {}
 
     def keep(name: str, model, bits: float | None, protected: list[str]) -> None:
-        sampled = expected if model is base else sample(model, texts, seed, steps)
+        sampled = expected if model is base else sample(model, texts, seed, steps, batch)
         errors = (sampled - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
         size = held_bytes(model, state_dict) if bits is None else formula_bytes(state_dict, bits)
         found[name] = {"images": pictures(sampled), "errors": errors.tolist(), "bytes": size, "protected": protected}
@@ -209,7 +225,7 @@ def sample_variants(arguments: argparse.Namespace, about: dict[str, object]) -> 
     texts = random_texts(arguments.pairs, arguments.seed)
     state_dict = load_file(arguments.model)
     state_dict = plant(state_dict) if arguments.planted else state_dict
-    found = run(state_dict, texts, arguments.steps, arguments.variants, arguments.seed)
+    found = run(state_dict, texts, arguments.steps, arguments.variants, arguments.seed, arguments.batch)
     arguments.out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(arguments.out / "sampled.npz", **{name: result.pop("images") for name, result in found.items()})
     data = {
@@ -385,6 +401,7 @@ def main() -> None:
     study.option("--pairs", type=int, default=300)
     study.option("--steps", type=int, default=STEPS)
     study.option("--seed", type=int, default=0, help="of the texts and of the noise; the stored results have 0")
+    study.option("--batch", type=int, default=BATCH, help="images that are sampled together")
     study.option("--variants", nargs="+", help="these alone, beside bf16")
     arguments = study.start()
     logging.getLogger("int8_dit").setLevel(logging.ERROR)

@@ -11,13 +11,13 @@ STEPS = 18
 BATCH = 100
 
 
-def sample(model, texts: list[Text], seed: int = 0, steps: int = STEPS) -> torch.Tensor:
+def sample(model, texts: list[Text], seed: int = 0, steps: int = STEPS, batch: int = BATCH) -> torch.Tensor:
     """Model-space latents [B, 16, 16, 48], float32 on the CPU, of a MODEL: Euler steps from noise of the seed alone."""
     import comfy.sample
 
     parts = []
-    for start in range(0, len(texts), BATCH):
-        context, pooled = encode(texts[start : start + BATCH])
+    for start in range(0, len(texts), batch):
+        context, pooled = encode(texts[start : start + batch])
         condition = [[context, {"pooled_output": pooled}]]
         empty = torch.zeros(len(context), latents.CHANNELS, latents.ROWS, latents.COLUMNS)
         noise = comfy.sample.prepare_noise(empty, seed + start)
