@@ -5,13 +5,15 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from ..card.device import BF16, fused_obstacle
+from ..card.device import BF16
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
 from ..interruption import interruptible
+from ..ops.linear import settle
 
 ERROR_ROWS = 256
 _UNSTEADY = 0.1
@@ -87,10 +89,8 @@ class Times:
             with leaving_out(method.name, method.foreign, self.absent):
                 with interruptible(check):
                     call = method.call(operands)
-                    if device.type == "cuda" and not (method.foreign or fused_obstacle(device)):
-                        from ..triton_kernels.tuning import settle
-
-                        settle(lambda call=call: call(0), device)
+                    if not method.foreign:
+                        settle(partial(call, 0), device)
                     output = operands.sample(call(0)).double()
                 self.relative_errors[method.name] = ((output - exact).norm() / exact.norm()).item()
                 series[method.name] = CallSeries(call, operands.copies, device, pool)

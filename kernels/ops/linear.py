@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -175,6 +175,15 @@ def compile_ahead(forms: Iterable[LinearForm], dtype: torch.dtype, device: torch
         from ..triton_kernels.ahead import compile_for
 
         compile_for(forms, dtype, device)
+
+
+def settle(work: Callable[[], object], device: torch.device) -> None:
+    """Do some work on a device again and again, for some seconds at most, until its GEMMs run with the tiles that stay
+    for their shapes; nothing where no kernel runs. Before work is timed."""
+    if device.type == "cuda" and fused_obstacle(device) is None:
+        from ..triton_kernels import tuning
+
+        tuning.settle(work, device)
 
 
 class RepeatedLinear:

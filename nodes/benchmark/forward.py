@@ -16,7 +16,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.quant_ops import QuantizedTensor, get_layout_class
 
-from ...kernels import quantize_weight
+from ...kernels import interruptible, quantize_weight, settle
 from ...kernels.benchmark import (
     AttentionShape,
     AttentionWork,
@@ -203,6 +203,8 @@ def fused_speedup(block: torch.nn.Module, path: str, args: tuple, kwargs: dict, 
         for call in _WARM * calls:
             check_cancelled()
             call()
+        with interruptible(check_cancelled):
+            settle(fused, device)
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return None
     watch, totals = Stopwatch(device), [0.0, 0.0]

@@ -164,10 +164,9 @@ def limit_tuning(seconds: float) -> None:
 
 def _settle(run: Callable[[], object], device: torch.device) -> None:
     """Run it until nothing is tried in it any more."""
-    if device.type == "cuda":
-        from int8_dit.kernels.triton_kernels.tuning import settle
+    from int8_dit.kernels import settle
 
-        settle(run, device)
+    settle(run, device)
 
 
 def synchronize(device: torch.device) -> None:
