@@ -159,6 +159,12 @@ def test_a_weight_on_another_device_is_not_where_the_input_is(layer, x):
     assert torch.equal(computed(layer, x), before)
 
 
+def test_a_weight_that_is_where_its_input_is_is_not_cast(layer, x, monkeypatch):
+    before = computed(layer, x)
+    monkeypatch.setattr("comfy.ops.cast_bias_weight", None)
+    assert torch.equal(computed(layer, x), before)
+
+
 def test_a_copy_looks_at_its_own_weight(layer, x, other):
     before, twin = computed(layer, x), copy.copy(layer)
     twin._parameters = dict(layer._parameters)

@@ -112,6 +112,24 @@ def test_by_place_and_by_name(linears, make, kind, asked, how):
     assert relative_error(called(linear, call, how), expected(linear, call)) <= APART
 
 
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", ("INT8", "applied", "a LoRA in use"))
+def test_an_input_that_waits(linears, make, kind, asked):
+    from int8_dit.nodes.deferred.install import deferred_call
+    from int8_dit.nodes.deferred.notes import seen_from
+
+    def run(call, **others):
+        x = linears.ASKED[asked].input()
+        with torch.inference_mode():
+            return call(torch.nn.functional.rms_norm(seen_from(x), x.shape[-1:]), **others)
+
+    linear, call = make(kind), linears.ASKED[asked]
+    output = deferred_call(lambda: run(linear, **call.named()))
+    assert relative_error(output, run(partial(call.composed, linear))) <= APART
+    with pytest.raises(TypeError, match="is called with act_scale"):
+        deferred_call(lambda: run(linear, **call.named(), act_scale=torch.ones(1)))
+
+
 @pytest.mark.parametrize("shape", ((), (3,), (2, 1, 3)), ids=str)
 @pytest.mark.parametrize("asked", ("gelu_tanh", "swiglu", "rms_norm"))
 @pytest.mark.parametrize("kind", ("INT8", "applied"))
