@@ -262,3 +262,13 @@ def test_captured_in_a_graph():
         result = int8_attention(q, k, v)
     graph.replay()
     assert torch.equal(result, expected)
+
+
+def test_a_gradient_passes_exact_attention():
+    """It is PyTorch's own: the kernel has none."""
+    gradients = []
+    for attend in (float_attention, F.scaled_dot_product_attention):
+        given = [x.detach().requires_grad_() for x in operands(tq=5, tk=7, width=136)]
+        attend(*given).sum().backward()
+        gradients.append([x.grad for x in given])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
