@@ -16,6 +16,8 @@ from support.pack import from_pack
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
+    from int8_dit.nodes.calibration.calibration import Calibration
+
 
 # Modules that can be imported only once ComfyUI and the pack can.
 dit = from_pack("support.glyph_dit")
@@ -75,6 +77,18 @@ def report_of(pack: ModuleType) -> Callable:
         return QuantizationReport({"method": "smooth"}, 211, calibration, layers, tuple(held), **sizes)
 
     return make
+
+
+@pytest.fixture
+def model(dit: ModuleType) -> ModelPatcher:
+    """A bf16 MODEL of ComfyUI's own loader."""
+    return dit.stock()
+
+
+@pytest.fixture
+def calibration(dit: ModuleType) -> Calibration:
+    """What a short sampling of it showed."""
+    return dit.recorded()
 
 
 @pytest.fixture

@@ -7,16 +7,6 @@ ACT16, BF16 = "INT8 with 16-bit activations", "bf16"
 
 
 @pytest.fixture
-def model(dit):
-    return dit.stock()
-
-
-@pytest.fixture
-def calibration(dit):
-    return dit.recorded()
-
-
-@pytest.fixture
 def quantized(dit, model, calibration):
     """A MODEL with every layer smoothed, three of them with 16-bit activations."""
     return dit.quantize(model, 3, calibration=calibration, protected_in=ACT16)

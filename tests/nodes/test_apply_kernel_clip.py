@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from support.pack import from_pack
+from support.tensors import relative_error
 
 TOKENS = 24
 ROUNDING = 5e-3  # ComfyUI rounds INT8 weights to bf16, and activations have 16 bits here; with 8 it is 0.3
@@ -42,10 +43,6 @@ def calls(pack, monkeypatch):
 @torch.no_grad()
 def conditioning(encoder, clip):
     return clip.encode_from_tokens(encoder.prompt(TOKENS))
-
-
-def relative_error(actual, expected):
-    return float((actual - expected).norm() / expected.norm())
 
 
 def with_lora(encoder, clip, strength=1.0):

@@ -13,13 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from support.pack import from_pack
 
-
-@pytest.fixture
-def model(dit):
-    """A bf16 MODEL of ComfyUI's own loader."""
-    return dit.stock()
-
-
 recorder = from_pack("int8_dit.nodes.calibration.recorder")
 
 
@@ -282,11 +275,6 @@ def test_quantizing_the_armed_model_records_no_more(dit, model, recorder):
 
 
 # Kept in files.
-
-
-@pytest.fixture
-def calibration(dit):
-    return dit.recorded()
 
 
 files = from_pack("int8_dit.nodes.calibration.calibration")

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import workflows
+from support.tensors import relative_error
 from support.workflows import Prompt, link
 
 THEIRS = os.environ.get("COMFYUI_GGUF_PATH", "")
@@ -67,10 +68,6 @@ def sampled(server, model_of):
     prompt = Prompt()
     node = workflows.save_latents(prompt, workflows.glyph_latents(prompt, model_of(prompt), text=TEXT, steps=STEPS))
     return load_file(server.saved_path(server.queue(prompt)[node], "latents"))["latent_tensor"]
-
-
-def relative_error(actual, expected):
-    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("type", ("Q8_0", "Q6_K", "Q5_K", "Q4_K"))

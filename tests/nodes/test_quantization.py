@@ -12,12 +12,6 @@ import torch
 from support.file_formats import FORMATS, encoded
 
 
-@pytest.fixture
-def model(dit):
-    """A bf16 MODEL of ComfyUI's own loader."""
-    return dit.stock()
-
-
 def relative_output_error(x, weight, held):
     """What an INT8 weight makes of inputs, written out here, against the float weight."""
     params = held._params
@@ -49,11 +43,6 @@ def test_without_calibration_the_weights_that_round_worst_are_protected(dit, mod
 
 def protected(dit, model):
     return set(dit.LINEARS) - set(dit.int8_weights(model))
-
-
-@pytest.fixture
-def calibration(dit):
-    return dit.recorded()
 
 
 def test_the_most_fragile_layers_are_protected(dit, model, calibration):
