@@ -85,8 +85,8 @@ _TIMED = ((True, False), (True, True), (False, True), (False, True), (True, True
 """Whether a call is deferred, and whether it is timed; kernels are compiled in the first one."""
 
 _WAITED_FOR = 0.9
-"""Of a call's time: nobody waits for a host that has issued all earlier. Then no call runs the other way, so that a seed
-gives the same bits in the first image as in later ones."""
+"""Of a call's time: nobody waits for a host that has issued all earlier. Then no call runs the other way, so that a
+seed gives the same bits in the first image as in later ones."""
 
 _WORTH_LEAVING = 1.05  # times as long: a clock of two calls is no finer
 
