@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from triton.runtime import errors as runtime_errors
 
+from kernels.card.timing import Stopwatch
 from kernels.internals import triton_runtime
 from kernels.kept import KEPT
 from kernels.reference.linear import LinearForm
@@ -20,6 +22,7 @@ from kernels.triton_kernels.gemm_kernel import Operands
 from kernels.triton_kernels.launching import Launch, StandIn
 from kernels.triton_kernels.quantizer import launch_quantize_activations
 from kernels.triton_kernels.tiles import GemmConfig
+from kernels.triton_kernels.tuning import Tuner
 from support.fused_op_cases import Form, calls
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -164,15 +167,61 @@ def test_calls_find_the_quantizer_that_stand_ins_asked_for(monkeypatch):
     assert asked[0] is asked[1]
 
 
-def test_what_a_models_linears_launch_is_compiled(monkeypatch):
+@pytest.fixture
+def card(monkeypatch):
+    """Imitates what is asked of a GPU: its capability and multiprocessors can be set."""
+    card = SimpleNamespace(multi_processor_count=82, major=8, minor=6)
+    monkeypatch.delenv("INT8_DIT_TUNING", raising=False)
+    monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    answers = {"current_device": 0, "get_device_name": "a card", "is_current_stream_capturing": False}
+    for name, value in {**answers, "current_stream": 0, "default_stream": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    return card
+
+
+def test_calls_try_tiles_and_settle(card, monkeypatch):
+    """Each call launches once, the rule's tile first; when all is known, calls are launched past the tuner."""
+    card.major, card.minor, card.multi_processor_count = 9, 0, 132
+    launched, compiled = [], []
+
+    def run(launch, grid, *arguments):
+        launch.is_compiled = True
+        launched.append(launch)
+
+    def compile_by(launch, threads, rank, *given):
+        compiled.append((rank, launch))
+        launch.is_compiled = True
+
+    tuner = Tuner(Stopwatch(CPU))
+    tuner.seconds_before = 0.0
+    monkeypatch.setattr(tuner, "_known", lambda key: None)
+    monkeypatch.setattr(tuner, "_keep", lambda key, tried: None)
+    monkeypatch.setattr(gemm, "tuner", tuner)
+    monkeypatch.setattr(Launch, "__call__", run)
+    monkeypatch.setattr(Launch, "compile_by", compile_by)
+    KEPT.clear()
+    on_card = partial(StandIn, device=torch.device("cuda", 0))
+    q, weight, scale, weight_scale, _, out = operands_of(on_card, 4096, 4608, 1024)
+    tuned, calls_made = gemm.TunedGemm(), 0
+    while tuned._aligned is None and calls_made < 1000:
+        tuned((q, scale, weight, weight_scale, None), (out,))
+        calls_made += 1
+        assert len(launched) == calls_made
+    candidates = gemm.gemm_candidates((9, 0), 132, 4096, 4608, 1024)
+    assert tuned._aligned is not None and tuner.measured == 1 and not tuned._tried
+    assert launched[0] is gemm.GemmLaunch(candidates[0], Operands(q, weight, scale, weight_scale, None, out))._launch
+    kernels = {config.kernel for config in candidates}
+    assert len({*launched}) == len(kernels) == len(compiled) > 2 and compiled[0][0] == 0
+    tuned((q, scale, weight, weight_scale, None), (out,))
+    assert launched[-1] is tuned._aligned._launch
+    KEPT.clear()
+
+
+def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
     """The quantizer, and the rule's tile for images and for texts; the largest first, each once."""
     asked = []
-    card = SimpleNamespace(multi_processor_count=82, major=8, minor=6)
-    monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
     monkeypatch.setattr(ahead, "_compile_launchers", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a card")
     monkeypatch.setattr(gemm.tuner, "_known", lambda key: None)
     monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((rank, launch)))
     forms = [LinearForm(4608, 12288, True), LinearForm(4608, 4608, rotation_group=256), LinearForm(64, 2520)]
