@@ -269,6 +269,14 @@ def test_a_weight_that_comfyui_casts_once_for_parts_of_an_input(linears, make, k
         assert relative_error(output, linear(x)) <= APART
 
 
+def test_a_weight_changed_in_use_keeps_activations_of_16_bits(linears, make):
+    linear, x = make("text encoder"), linears.ASKED["nothing"].input()
+    exact = torch.nn.functional.linear(x, 2 * linear.weight.dequantize(), linear.bias)
+    linear.weight_function = [lambda weight: 2 * weight]
+    with torch.inference_mode():
+        assert relative_error(linear(x), exact) <= 0.001
+
+
 def test_a_gradient_passes(linears, make):
     linear, call = make("INT8"), linears.ASKED["all"]
     x = call.input().requires_grad_()
