@@ -64,6 +64,9 @@ def methods(
 
 def microseconds(run: Callable[[], object], device: torch.device, calls: int) -> dict[str, float]:
     """A call's time in one round: issued, among others, and alone."""
+    from int8_dit.kernels import settle
+
+    settle(run, device)
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(calls):
