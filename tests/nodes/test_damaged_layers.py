@@ -34,35 +34,13 @@ def fp8(dit):
     return fp8_scaled(dit.tensors(), [LAYER])
 
 
-def nvfp4(dit):
-    from comfy.quant_ops import TensorCoreNVFP4Layout
+def packed(dit, layout, **config):
+    """A file whose one layer is in one of ComfyUI's own layouts."""
+    from comfy.quant_ops import QuantizedTensor
 
-    weights = dit.tensors()
-    q, params = TensorCoreNVFP4Layout.quantize(weights[f"{LAYER}.weight"].float())
-    return weights | {
-        f"{LAYER}.weight": q,
-        f"{LAYER}.weight_scale": params.block_scale,
-        f"{LAYER}.weight_scale_2": params.scale,
-        f"{LAYER}.comfy_quant": encoded({"format": "nvfp4"}),
-    }
-
-
-def mxfp8(dit):
-    from comfy.quant_ops import TensorCoreMXFP8Layout
-
-    weights = dit.tensors()
-    q, params = TensorCoreMXFP8Layout.quantize(weights[f"{LAYER}.weight"].float())
-    mark = encoded({"format": "mxfp8"})
-    return weights | {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": params.scale, f"{LAYER}.comfy_quant": mark}
-
-
-def w4a4(dit):
-    from comfy.quant_ops import TensorCoreConvRotW4A4Layout
-
-    weights = dit.tensors()
-    q, params = TensorCoreConvRotW4A4Layout.quantize(weights[f"{LAYER}.weight"].float(), convrot_groupsize=64)
-    mark = encoded({"format": "convrot_w4a4", "convrot_groupsize": 64})
-    return weights | {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": params.scale, f"{LAYER}.comfy_quant": mark}
+    weights, options = dit.tensors(), {name: value for name, value in config.items() if name != "format"}
+    weight = QuantizedTensor.from_float(weights[f"{LAYER}.weight"].float(), f"TensorCore{layout}Layout", **options)
+    return weights | weight.state_dict(f"{LAYER}.weight") | {f"{LAYER}.comfy_quant": encoded(config)}
 
 
 def grouped(dit, bits):
@@ -77,9 +55,9 @@ WHOLE = {
     "smoothed": lambda dit: dit.smoothed_int8(),
     "act16": lambda dit: dit.native_int8() | {f"{LAYER}.comfy_quant": encoded({"format": "int8_act16"})},
     "fp8": fp8,
-    "nvfp4": nvfp4,
-    "mxfp8": mxfp8,
-    "w4a4": w4a4,
+    "nvfp4": lambda dit: packed(dit, "NVFP4", format="nvfp4"),
+    "mxfp8": lambda dit: packed(dit, "MXFP8", format="mxfp8"),
+    "w4a4": lambda dit: packed(dit, "ConvRotW4A4", format="convrot_w4a4", convrot_groupsize=64),
     "w4a8": lambda dit: grouped(dit, 4),
     "w6a8": lambda dit: grouped(dit, 6),
 }

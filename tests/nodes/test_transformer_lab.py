@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from support.file_formats import FORMATS
+
 NAME, BASE = "the linears.safetensors", "the base.safetensors"
 QKV, W1, W2 = (f"layers.0.{layer}" for layer in ("attention.qkv", "feed_forward.w1", "feed_forward.w2"))
 PROTECTED = (W2, "adaln_proj")
@@ -61,18 +63,7 @@ def in_fp8(tensors):
 
 
 def in_int8(tensors):
-    from comfy.quant_ops import TensorWiseINT8Layout
-
-    from int8_dit.nodes.files.quant_config import encode_config
-
-    for layer in linears(tensors):
-        q, params = TensorWiseINT8Layout.quantize(tensors[f"{layer}.weight"], per_channel=True)
-        tensors |= {
-            f"{layer}.weight": q,
-            f"{layer}.weight_scale": params.scale,
-            f"{layer}.comfy_quant": encode_config(),
-        }
-    return tensors, None
+    return FORMATS["native"](tensors, linears(tensors)).tensors, None
 
 
 BASES = {
