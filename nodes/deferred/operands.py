@@ -4,7 +4,7 @@
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -154,13 +154,16 @@ class Spread(NamedTuple):
         return self.values.repeat_interleave(self.each, -2)[..., : self.tokens, :]
 
 
+Pairs = Literal["neighbours", "halves"]
+
+
 class Turned(NamedTuple):
     """Heads of queries or keys at their rotary positions. The next ones at the same positions take it with them, or a
     `cat` of parts of the tokens."""
 
     heads: torch.Tensor
     freqs: torch.Tensor
-    pairs: str
+    pairs: Pairs
 
 
 def _value_of(x: Any) -> torch.Tensor | None:

@@ -11,10 +11,8 @@ from ...kernels import Norm
 from . import takers
 from .mode import Deferring
 from .notes import MEMORY, called_on_values, valued
-from .operands import Joined, Normed, Turned
+from .operands import Joined, Normed, Pairs, Turned
 from .reading import Args, Kwargs, as_it_is, is_rows, modulation_of, on, operand_of
-
-Pairs = Literal["neighbours", "halves"]
 
 
 def _norm_then(kind: Literal["rms", "layer"], mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
