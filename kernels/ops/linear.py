@@ -23,7 +23,7 @@ from ..operators import Result, operator
 from ..reference.linear import (
     LinearForm,
     Quantized,
-    int8_gemm_reference,
+    int8_accumulate_reference,
     quantize_activations_reference,
     quantized_layouts,
 )
@@ -124,7 +124,8 @@ def int8_gemm(
     if q.numel() == 0 or weight.numel() == 0:
         empty_sum = torch.zeros((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
         return empty_sum if bias is None else empty_sum.add_(bias.to(out_dtype))
-    return int8_gemm_reference(q, q_scale, weight, weight_scale, bias, out_dtype)
+    out = int8_accumulate_reference(q, weight).float() * q_scale[:, None] * weight_scale.reshape(1, -1)
+    return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
 @operator(None)

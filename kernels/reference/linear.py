@@ -1,4 +1,4 @@
-"""Eager references of the fast paths: the same signatures in plain PyTorch. They are also what runs on a CPU."""
+"""The INT8 linear in plain PyTorch: what runs on a CPU, and what the kernels share with it."""
 
 import math
 from collections.abc import Sequence
@@ -100,19 +100,3 @@ def int8_accumulate_reference(q: torch.Tensor, weight: torch.Tensor) -> torch.Te
     q = F.pad(q, (0, pad_k, 0, -m % 32))
     weight = F.pad(weight, (0, pad_k, 0, -n % 32))
     return int_mm(q, weight.t())[:m, :n]
-
-
-def int8_gemm_reference(
-    q: torch.Tensor,
-    q_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """`int8_gemm` in plain PyTorch, any device. Arguments are taken as already checked."""
-    accumulator = int8_accumulate_reference(q, weight)
-    out = accumulator.float() * q_scale[:, None] * weight_scale.reshape(1, -1)
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(out_dtype)
