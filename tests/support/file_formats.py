@@ -46,8 +46,9 @@ def unrotated(weight: torch.Tensor, group: int) -> torch.Tensor:
     return (weight.double().unflatten(1, (-1, group)) @ rotation_matrix(group).cpu()).flatten(1).float()
 
 
-def _int8(tensors, layers, per_channel=True, rotate=False, smooth=False, act16=False) -> File:
-    """Marked as ComfyUI does it; with smoothing factors or 16-bit activations as this pack does."""
+def int8(tensors, layers, per_channel=True, rotate=False, smooth=False, act16=False) -> File:
+    """Marked as ComfyUI does it; with smoothing factors or 16-bit activations as this pack does. `rotate` may be the
+    size of the groups."""
     from comfy.quant_ops import TensorWiseINT8Layout
 
     made, values = dict(tensors), dict(tensors)
@@ -61,7 +62,7 @@ def _int8(tensors, layers, per_channel=True, rotate=False, smooth=False, act16=F
             made[f"{layer}.weight_smooth"] = factors
         if act16:
             mark = {"format": "int8_act16"} | ({"smoothed": True} if smooth else {})
-        if rotate and (group := _rotation_group(channels)):
+        if rotate and (group := _rotation_group(channels) if rotate is True else rotate):
             options = {"convrot": True, "convrot_groupsize": group}
         q, parameters = TensorWiseINT8Layout.quantize(weight * factors, per_channel=per_channel, **options)
         made[f"{layer}.weight"], made[f"{layer}.weight_scale"] = q, parameters.scale
@@ -103,7 +104,7 @@ def decoded(parts: Mapping[str, torch.Tensor], bits: int, group: int = 16) -> to
 def _grouped(tensors, layers, bits) -> File:
     """In ComfyUI's formats of INT8 in 4 or 6 bits; a layer that they cannot hold stays native INT8."""
     fit = [layer for layer in layers if tensors[f"{layer}.weight"].shape[1] % 32 == 0]
-    file = _int8(tensors, [layer for layer in layers if layer not in fit])
+    file = int8(tensors, [layer for layer in layers if layer not in fit])
     made, values = dict(file.tensors), dict(file.values)
     for layer in fit:
         weight = tensors[f"{layer}.weight"].float()
@@ -120,13 +121,13 @@ GROUPED = {4: "asym_w4a8_int8", 6: "w6a8_int8"}
 
 
 def _marked_in_metadata(tensors, layers) -> File:
-    file = _int8(tensors, layers)
+    file = int8(tensors, layers)
     marks = {layer: json.loads(bytes(file.tensors.pop(f"{layer}.comfy_quant").tolist())) for layer in layers}
     return replace(file, metadata={"_quantization_metadata": json.dumps({"layers": marks})})
 
 
 def _unmarked(tensors, layers, scale) -> File:
-    file = _int8(tensors, layers)
+    file = int8(tensors, layers)
     for layer in layers:
         del file.tensors[f"{layer}.comfy_quant"]
         file.tensors[f"{layer}.{scale}"] = file.tensors.pop(f"{layer}.weight_scale")
@@ -177,14 +178,14 @@ def _checkpoint(tensors, layers, made_by: Format) -> File:
 
 
 FORMATS: dict[str, Format] = {
-    "native": _int8,
-    "native, scalar scale": partial(_int8, per_channel=False),
+    "native": int8,
+    "native, scalar scale": partial(int8, per_channel=False),
     "native, marks in metadata": _marked_in_metadata,
-    "native, ConvRot": partial(_int8, rotate=True),
-    "smoothed": partial(_int8, smooth=True),
-    "smoothed, ConvRot": partial(_int8, smooth=True, rotate=True),
-    "16-bit activations": partial(_int8, act16=True),
-    "16-bit activations, smoothed, ConvRot": partial(_int8, act16=True, smooth=True, rotate=True),
+    "native, ConvRot": partial(int8, rotate=True),
+    "smoothed": partial(int8, smooth=True),
+    "smoothed, ConvRot": partial(int8, smooth=True, rotate=True),
+    "16-bit activations": partial(int8, act16=True),
+    "16-bit activations, smoothed, ConvRot": partial(int8, act16=True, smooth=True, rotate=True),
     "W4A8": partial(_grouped, bits=4),
     "W6A8": partial(_grouped, bits=6),
     "unmarked, weight_scale": partial(_unmarked, scale="weight_scale"),
@@ -195,6 +196,6 @@ FORMATS: dict[str, Format] = {
     "bf16": partial(_float, dtype=torch.bfloat16),
     "fp16": partial(_float, dtype=torch.float16),
     "fp32": partial(_float, dtype=torch.float32),
-    "checkpoint, native": partial(_checkpoint, made_by=_int8),
+    "checkpoint, native": partial(_checkpoint, made_by=int8),
     "checkpoint, bf16": partial(_checkpoint, made_by=partial(_float, dtype=torch.bfloat16)),
 }

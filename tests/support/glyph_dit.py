@@ -18,18 +18,17 @@ import comfy.sd
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.quant_ops import QuantizedTensor, TensorWiseINT8Layout
+from comfy.quant_ops import QuantizedTensor
 from comfy_api.latest._io import NodeOutput
 from safetensors.torch import load_file, save_file
 
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
-from int8_dit.kernels import ChannelTransform
 from int8_dit.nodes import quantize_to_int8
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from int8_dit.nodes.calibration.calibration import Calibration
 from int8_dit.nodes.files.holding.grouped_weight import is_grouped
-from int8_dit.nodes.files.quant_config import QUANT_CONFIG, SCALE, SMOOTH, decode_config, encode_config
+from int8_dit.nodes.files.quant_config import QUANT_CONFIG, decode_config
 from int8_dit.nodes.layers.int8_weight import is_int8
 from int8_dit.nodes.loading.load import load_int8_model
 from int8_dit.nodes.loading.summary import describe_attention as described  # noqa: F401
@@ -38,6 +37,7 @@ from int8_dit.nodes.patching.file_notes import recipe_of as recipe  # noqa: F401
 from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 from support import adapters
 from support.adapters import with_delta as with_delta  # tests have these two as `dit.…`
+from support.file_formats import int8
 from support.tensors import relative_error as relative_error
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "glyph_dit.safetensors"
@@ -67,26 +67,12 @@ def write(path: Path, state_dict: dict[str, torch.Tensor], metadata: dict[str, s
 
 def native_int8(per_channel: bool = True, rotation_group: int | None = None) -> dict[str, torch.Tensor]:
     """The model in ComfyUI's native INT8 format, quantized by comfy-kitchen and not by this pack."""
-    state_dict = tensors()
-    for layer in LINEARS:
-        options = {} if rotation_group is None else {"convrot": True, "convrot_groupsize": rotation_group}
-        weight = state_dict[f"{layer}.weight"].float()
-        q, params = TensorWiseINT8Layout.quantize(weight, per_channel=per_channel, **options)
-        state_dict[f"{layer}.weight"] = q
-        state_dict[f"{layer}.{SCALE}"] = params.scale
-        state_dict[f"{layer}.{QUANT_CONFIG}"] = encode_config(ChannelTransform(None, rotation_group))
-    return state_dict
+    return dict(int8(tensors(), LINEARS, per_channel, rotation_group).tensors)
 
 
 def smoothed_int8() -> dict[str, torch.Tensor]:
-    """A native file made this pack's own: every layer with (arbitrary) smoothing factors."""
-    state_dict = native_int8()
-    for layer in LINEARS:
-        channels = state_dict[f"{layer}.weight"].shape[1]
-        smooth = torch.linspace(0.5, 2.0, channels)
-        state_dict[f"{layer}.{SMOOTH}"] = smooth
-        state_dict[f"{layer}.{QUANT_CONFIG}"] = encode_config(ChannelTransform(smooth))
-    return state_dict
+    """The same in this pack's own, every layer with smoothing factors."""
+    return dict(int8(tensors(), LINEARS, smooth=True).tensors)
 
 
 def load(path: str | Path = FILE, kernel: str = "fused int8", memory: str = "INT8") -> ModelPatcher:
