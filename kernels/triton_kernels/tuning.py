@@ -63,8 +63,9 @@ class Trial:
     """The candidates of a key while it is open which of them stays. It launches nothing itself.
 
     In a round the rule's candidate and all others that are compiled and not known yet take turns, so that a drifting
-    clock meets all alike; then those within reach of the rule's do once more. Times are read once the device has come
-    so far. Meanwhile the fastest known one runs, or while that is compiled another one that is.
+    clock meets all alike; then those within reach of the rule's do once more. Times are compared among calls of as many
+    rows, and read once the device has come so far. Meanwhile the fastest known one runs, or while that is compiled
+    another one that is.
 
     Args:
         candidates: the rule's first.
@@ -83,11 +84,11 @@ class Trial:
         seconds_before: float = 0.0,
     ) -> None:
         self.candidates, self.times, self.decided = list(candidates), dict(times), decided
-        self.calls, self._m, self._watch, self._began = 0, 0, watch, monotonic()
+        self.calls, self._watch, self._began = 0, watch, monotonic()
         self._seconds_before = seconds_before
         self._round: list[GemmConfig] = []  # what is compared now, and what of it is to be launched
         self._to_launch: list[GemmConfig] = []
-        self._spans: list[tuple[GemmConfig, list]] = []
+        self._spans: list[tuple[GemmConfig, int, list]] = []
         self._is_final = False
 
     @property
@@ -111,17 +112,15 @@ class Trial:
         """Whether nothing was tried yet."""
         return not (self.times or self._round or self.decided)
 
-    def next(self, m: int, is_ready: IsReady, may_time: bool) -> tuple[GemmConfig, bool]:
-        """What a call of `m` rows runs, and whether it is to be timed."""
+    def next(self, is_ready: IsReady, may_time: bool) -> tuple[GemmConfig, bool]:
+        """What a call runs, and whether it is to be timed."""
         self.calls += 1
         config = self.choice
         if not is_ready(config, 0):
             return next((other for other in self.candidates if is_ready(other, None)), config), False
         if self.decided or not may_time:
             return config, False
-        if self._to_launch and m != self._m:  # times of other numbers of rows say nothing
-            self._begin(m, self._round, self._is_final)
-        elif self._round and not self._to_launch and all(self._watch.is_over(span) for _, span in self._spans):
+        if self._round and not self._to_launch and all(self._watch.is_over(span) for _, _, span in self._spans):
             self._judge()
         if not self._round and self.calls % _CALLS_BETWEEN == 1:
             rule, *others = self.candidates
@@ -129,12 +128,14 @@ class Trial:
             waits = monotonic() - self._began < self._seconds_before
             ready = [other for rank, other in enumerate(unknown, 1) if is_ready(other, None if waits else rank)]
             if ready and is_ready(rule, 0):
-                self._begin(m, [rule, *ready], False)
-        return (self._to_launch.pop(), True) if self._to_launch else (config, False)
+                self._begin([rule, *ready], False)
+        tried = self._to_launch.pop() if self._to_launch else None
+        # It may be compiled for other calls of the key, such as those without a bias.
+        return (config, False) if tried is None or not is_ready(tried, None) else (tried, True)
 
-    def launched(self, config: GemmConfig, span: list) -> None:
+    def launched(self, config: GemmConfig, m: int, span: list) -> None:
         """A launch was timed."""
-        self._spans.append((config, span))
+        self._spans.append((config, m, span))
 
     def drop(self, config: GemmConfig) -> None:
         """A candidate does not run here. The next one may come in the place of a first one, and be tried."""
@@ -144,27 +145,37 @@ class Trial:
         self.times.pop(config, None)
         self._round, self._to_launch, self._spans = [], [], []
 
-    def _begin(self, m: int, candidates: list[GemmConfig], is_final: bool) -> None:
-        self._m, self._round, self._is_final, self._spans = m, candidates, is_final, []
-        self._to_launch = candidates[::-1] * (_UNTIMED + (_FINAL if is_final else _SURVEY))  # from its end
+    def _begin(self, candidates: list[GemmConfig], is_final: bool) -> None:
+        self._round, self._is_final, self._spans = candidates, is_final, []
+        turns = _UNTIMED + (_FINAL if is_final else _SURVEY)
+        # There and back, so that calls of two numbers of rows in turn meet all. Taken from its end.
+        self._to_launch = [each for turn in range(turns) for each in candidates[:: -1 if turn % 2 else 1]][::-1]
 
     def _judge(self) -> None:
         """Read the times of a round, and keep them or look closer."""
-        times: dict[GemmConfig, list[float]] = {config: [] for config in self._round}
-        for config, span in self._spans:
-            times[config].append(self._watch.milliseconds(span))
-        # The lower quartile: what else the device and the host do only adds.
-        timed = {config: sorted(each[_UNTIMED:]) for config, each in times.items() if len(each) > _UNTIMED}
-        typical = {config: each[len(each) // 4] for config, each in timed.items()}
-        rule = self._round[0]  # it has no times where its launches failed
-        shares = {config: time / typical[rule] for config, time in typical.items() if rule in typical}
-        near = [
-            config for config in shares if config != rule and shares[config] <= _WITHIN_REACH and not self._is_final
-        ]
-        self.times |= {config: share for config, share in shares.items() if config not in (rule, *near)}
+        times: dict[GemmConfig, list[tuple[int, float]]] = {config: [] for config in self._round}
+        for config, m, span in self._spans:
+            times[config].append((m, self._watch.milliseconds(span)))
+        rule, *others = self._round
+        of_rule: dict[int, list[float]] = {}
+        for m, time in times[rule][_UNTIMED:]:
+            of_rule.setdefault(m, []).append(time)
+        usual = {m: _typical(each) for m, each in of_rule.items()}
+        shares = {}
+        for config in others:
+            each = [time / usual[m] for m, time in times[config][_UNTIMED:] if m in usual]
+            if each:  # none where its launches failed
+                shares[config] = _typical(each)
+        near = [] if self._is_final else [config for config in shares if shares[config] <= _WITHIN_REACH]
+        self.times |= {config: share for config, share in shares.items() if config not in near}
         self._round, self._spans = [], []
         if near:
-            self._begin(self._m, [rule, *near], True)
+            self._begin([rule, *near], True)
+
+
+def _typical(times: list[float]) -> float:
+    """The lower quartile: what else the device and the host do only adds."""
+    return sorted(times)[len(times) // 4]
 
 
 class Tuner:
@@ -240,7 +251,7 @@ class Tuner:
             trial = self._trials.get(key) or self._begin(key, configs_of_key)
             known = len(trial.times)
             may_time = torch.cuda.current_stream() == torch.cuda.default_stream()
-            config, timed = trial.next(m, is_ready, may_time)
+            config, timed = trial.next(is_ready, may_time)
             if len(trial.times) > known:
                 self._keep(key, trial.tried)
         try:
@@ -261,7 +272,7 @@ class Tuner:
         with self._lock:
             if timed:
                 self._watch.end(span)
-                trial.launched(config, span)
+                trial.launched(config, m, span)
             elif trial.is_over and config == trial.choice:
                 self._settle(key, trial)
         return True

@@ -194,6 +194,15 @@ def test_in_a_models_first_seconds_nothing_is_compiled_to_be_tried(card):
     assert set(card.asked_for) == {(1, CONFIGS[2])}
 
 
+def test_no_call_waits_for_what_is_compiled_for_others_only(card):
+    tuner = card.tuner()
+    card.call(tuner)
+    card.uncompiled = {CONFIGS[1]}  # for calls with a bias, say
+    assert CONFIGS[1] not in {card.call(tuner) for _ in range(40)}
+    card.uncompiled = set()
+    assert card.choose(tuner=tuner) == CONFIGS[1]
+
+
 def test_what_is_compiled_runs_while_the_rules_is(card):
     tuner, card.uncompiled = card.tuner(), {CONFIGS[0]}
     assert {card.call(tuner) for _ in range(20)} == {CONFIGS[1]} and not card.timed
@@ -207,15 +216,22 @@ def test_where_nothing_is_compiled_a_call_waits_for_the_rules(card):
     assert card.call(card.tuner()) == CONFIGS[0]
 
 
-def test_calls_of_other_rows_are_not_compared(card):
-    tuner = card.tuner()
-    card.noise = lambda config, launches: 0.0 if m == 1000 else 50.0
-    for number in range(60):
-        m = 1000 if number % 2 else 900
-        card.call(tuner, m=m)
-    assert tuner.settled(KEY) is None
-    m = 1000
-    assert card.choose(tuner=tuner) == CONFIGS[1]
+@pytest.mark.parametrize("pattern", (1, 2, 7, 34))
+def test_calls_are_compared_with_those_of_as_many_rows(card, pattern):
+    """Prompts of two lengths take turns, a forward each."""
+    card.times = dict(zip(CONFIGS[:3], (1.0, 0.95, 1.2), strict=True))
+    tuner, own, number = card.tuner(), card.end, 0
+
+    def end(span):
+        own(span)
+        span[0] *= rows / 500
+
+    card.end = end
+    while tuner.settled(KEY) is None and number < 1000:
+        rows = 1000 if number // pattern % 2 else 600
+        card.call(tuner, m=rows)
+        number += 1
+    assert tuner.settled(KEY) == CONFIGS[1]
 
 
 def test_after_minutes_what_is_known_stays_and_later_processes_go_on(card):
