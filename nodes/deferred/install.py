@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import comfy.model_management
@@ -104,8 +103,7 @@ def _linears_called(root: torch.nn.Module) -> Iterator[list[None]]:
     """A list that gets an entry for each call of a module's linears of this pack: a cache of whole steps, such as
     ComfyUI's EasyCache, may leave them out."""
     called: list[None] = []
-    linears = [module for module in root.modules() if hasattr(module, "is_fused_on")]
-    hooks = [linear.register_forward_pre_hook(lambda *_: called.append(None)) for linear in linears]
+    hooks = [linear.register_forward_pre_hook(lambda *_: called.append(None)) for linear in _linears_of(root)]
     try:
         yield called
     finally:
@@ -130,17 +128,9 @@ class _Calls:
         self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def call(
-        self,
-        executor: Any,
-        x,
-        t,
-        c_concat=None,
-        c_crossattn=None,
-        control=None,
-        transformer_options=MappingProxyType({}),
-        **named,
+        self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options: Mapping = {}, **named
     ) -> Any:
-        """A wrapper around BaseModel's apply_model."""
+        """A wrapper around BaseModel's apply_model, with its arguments."""
         arguments = (x, t, c_concat, c_crossattn, control, transformer_options)
         root = executor.class_obj.diffusion_model
         if compiles(transformer_options):
@@ -166,7 +156,7 @@ class _Calls:
             return call()
         if root not in self._compiled:
             self._compiled[root] = any(map(is_compiled_module, root.modules()))
-        if self._compiled[root] or not _runs_fused(root, device):
+        if self._compiled[root] or not any(linear.is_fused_on(device) for linear in _linears_of(root)):
             return call()
         agreed = self._agreed.setdefault(root, {})
         if agreed.get(conditions):
@@ -206,10 +196,9 @@ def _compared(root: torch.nn.Module, call: Callable[[], Any]) -> tuple[Any, bool
     return call(), found
 
 
-def _runs_fused(root: torch.nn.Module, device: torch.device) -> bool:
-    """Whether any linear of a module runs on the fused kernel."""
-    asks = (getattr(module, "is_fused_on", None) for module in root.modules())
-    return any(ask is not None and ask(device) for ask in asks)
+def _linears_of(root: torch.nn.Module) -> Iterator[Any]:
+    """The linears of this pack's classes in a module."""
+    return (module for module in root.modules() if hasattr(module, "is_fused_on"))
 
 
 def _form_of(values: Any) -> tuple:
