@@ -28,11 +28,16 @@ def files(dit, tmp_path_factory):
 @pytest.fixture(scope="module")
 def graphs(dit, files):
     """What workflows are made of: two float MODELs, or the first smoothed and the second quantized while loading."""
+    import comfy.model_management
+
     (loras, second), calibration = files, dit.recorded()
+    comfy.model_management.unload_all_models()  # those of other tests, which need not be of inference mode
     with torch.inference_mode():  # as ComfyUI runs nodes
         smoothed = dit.quantize(dit.stock(), calibration=calibration)
         models = {"float": (dit.stock(), dit.stock(second)), "INT8": (smoothed, dit.load(second))}
-    return {kind: SimpleNamespace(dit=dit, first=a, second=b, loras=loras) for kind, (a, b) in models.items()}
+    yield {kind: SimpleNamespace(dit=dit, first=a, second=b, loras=loras) for kind, (a, b) in models.items()}
+    with torch.inference_mode():
+        comfy.model_management.unload_all_models()
 
 
 def text(words, hooks=None):
