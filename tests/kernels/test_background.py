@@ -255,7 +255,7 @@ def test_what_launches_fused_ops_is_made_for_their_parameters(monkeypatch):
             SimpleNamespace(fn=kernel.fn, arg_names=kernel.arg_names, constexprs=constants)
         )
     KEPT.clear()
-    for case, _, arguments in calls(CPU, Form("", 512)):
+    for case, _, arguments in calls(DEVICE, Form("", 512)):
         case.op(*arguments)
     KEPT.clear()
     assert guessed.keys() <= launched.keys() and all(launched[kernel] == words for kernel, words in guessed.items())
