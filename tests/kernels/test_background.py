@@ -24,6 +24,7 @@ from kernels.triton_kernels.quantizer import launch_quantize_activations
 from kernels.triton_kernels.tiles import GemmConfig
 from kernels.triton_kernels.tuning import Tuner
 from support.fused_op_cases import Form, calls
+from support.tensors import DEVICE
 
 PROJECT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
