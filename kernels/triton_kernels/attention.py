@@ -272,7 +272,10 @@ def tiles_for(
         return larger
     if mask[1] == "one":
         return tiles
-    return replace(tiles, keys=tiles.keys if channels == WIDEST_HEAD else 32, stages=2, ahead=False)
+    widest = channels == WIDEST_HEAD
+    # With products made ahead the compiler keeps the sums of an A100, which are all float32, in registers.
+    ahead = widest and mask[0] == "bool" and capability == (8, 0)
+    return replace(tiles, keys=tiles.keys if widest else 32, stages=2, ahead=ahead)
 
 
 def float_tiles_for(capability: tuple[int, int], mask: tuple[str, str] = ("none", "one")) -> AttentionTiles:

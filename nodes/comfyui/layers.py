@@ -34,15 +34,15 @@ def load_beside_weight(layer: Any, own: Any, state_dict: dict[str, Any], prefix:
 
 @contextmanager
 def cast_quantized(
-    layer: Any, device: torch.device, dtype: torch.dtype, functions: list
+    layer: Any, device: torch.device, dtype: torch.dtype, functions: list | None
 ) -> Iterator[tuple[Any, torch.Tensor | None]]:
     """Weight and bias of a layer on a device, for an input of a dtype. ComfyUI gets them back, whatever happens.
 
-    `functions` change the weight, in the place of those that are attached to the layer. A patch that is applied while
-    the weight is streamed is folded back into a quantized weight.
+    `functions` change the weight in the place of those that are attached to the layer, which None leaves. A patch that
+    is applied while the weight is streamed is folded back into a quantized weight.
     """
     attached = layer.weight_function
-    if functions is not attached:  # a compiler would see that the layer gets an attribute of its own
+    if functions is not None:  # a compiler would see that the layer gets an attribute of its own
         layer.weight_function = functions
     try:
         weight, bias, stream = comfy.ops.cast_bias_weight(
@@ -55,7 +55,7 @@ def cast_quantized(
             want_requant=True,
         )
     finally:
-        if functions is not attached:
+        if functions is not None:
             layer.weight_function = attached
     try:
         yield weight, bias

@@ -26,7 +26,7 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
 
     Its weight is neither smoothed nor wants 16 bits; `input` is floating point [..., K].
     """
-    with cast_quantized(layer, input.device, input.dtype, layer.weight_function) as (weight, bias):
+    with cast_quantized(layer, input.device, input.dtype, None) as (weight, bias):
         form = weight_form(weight, layer)
         if form is None:  # a patch has made it a float
             return torch.nn.functional.linear(input, weight, bias)
@@ -129,9 +129,10 @@ class INT8Linear:
             if quantized is None:
                 return linear(x, held, bias)
             return linear.multiply(quantized, held, bias, leading, dtype)
-        functions = each_once(functions) if len(functions) > 1 else functions
-        thin = loras_of(functions, weight.shape) if lora is None else []
-        with cast_quantized(self, device, dtype, [] if thin or lora is not None else functions) as (weight, bias):
+        once = each_once(functions) if len(functions) > 1 else functions
+        thin = loras_of(once, weight.shape) if lora is None else []
+        fewer = [] if thin or lora is not None else once if len(once) < len(functions) else None
+        with cast_quantized(self, device, dtype, fewer) as (weight, bias):
             form = weight_form(weight, self)
             if form is None:  # outside dynamic VRAM a patch of a partially loaded model makes floats all the same
                 transform, bits = known_form(self.weight, self).input_form(self.weight)

@@ -1,6 +1,7 @@
 """The machine code for every card: nothing spilled, fits the card, and the fused GEMM on the INT8 tensor cores."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ def test_every_configuration_is_built(builds, capability):
 
     configs = gpu_architecture(divmod(capability, 10)).rates
     built = [build for build in builds if build["capability"] == capability]
-    assert {repr(config.kernel) for config in configs} <= {build["config"] for build in built}
+    kernels = {re.sub("group_m=[0-9]+", "group_m=1", build["config"]) for build in built}  # which all groups share
+    assert {repr(config.kernel) for config in configs} <= kernels
     assert {build["target"].removesuffix("a") for build in built} == {f"sm_{capability}"}
 
 
