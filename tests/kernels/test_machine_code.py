@@ -129,7 +129,8 @@ def test_attention_keeps_its_sums_in_registers(attention):
     for build in attention:
         plain = not build["kind"] and build["capability"] != 80
         assert build["spills_in_loops"] <= (0 if plain and build["kernel"] in ("int8", "float") else 8), build
-        assert build["local"] == 0 and build["stack"] <= 320, build
+        around = 640 if build["capability"] == 90 and build["channels"] == 40 else 320  # 40 of 64 that a tile has
+        assert build["local"] == 0 and build["stack"] <= around, build
 
 
 # The dearest heads of image and video models, by channels, and tensor core cycles of an instruction.
