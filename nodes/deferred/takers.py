@@ -98,6 +98,10 @@ def total(x: torch.Tensor, operand: Normed, in_place: bool = False) -> torch.Ten
     return take(x, result) if alone else x.copy_(result)
 
 
+HEADS_BY_TOKENS = (0, 2, 1, 3)
+"""The axes of heads [B, H, T, D] in memory where all of a token lie side by side: attention gives its result in the
+order of its queries, and the next linear reads it without a copy."""
+
 Part = tuple[torch.Tensor, Norm | None, bool]
 """Some tokens of queries or keys, their norm, and whether that is over all heads."""
 
@@ -148,7 +152,8 @@ def rotated(
         return None
     if axis == 2 and any(all_heads for _, parts in sides for _, _, all_heads in parts):
         return None
-    outs = [heads_by_tokens(x, x.shape, axis) for x in (q, k)]
+    order = HEADS_BY_TOKENS if axis == 2 else (0, 1, 2, 3)
+    outs = [torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device) for x in (q, k)]
     whole, start = len(q_parts) == len(freqs) == 1, 0
     for (q_part, q_norm, _), (k_part, k_norm, _), count in zip(q_parts, k_parts, sizes[0], strict=True):
         given = [q_part, k_part, *(outs if whole else (out.narrow(axis, start, count) for out in outs))]
@@ -162,15 +167,6 @@ def rotated(
     return outs[0], outs[1]
 
 
-def heads_by_tokens(like: Any, shape: Sequence[int], axis: int) -> torch.Tensor:
-    """Memory for heads of a shape whose tokens are `axis`, all heads of a token side by side: attention gives its
-    result in the order of its queries, and the next linear reads it without a copy."""
-    if axis == 1:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    samples, heads, tokens, width = shape
-    return torch.empty((samples, tokens, heads, width), dtype=like.dtype, device=like.device).transpose(1, 2)
-
-
 def turned_parts(parts: Sequence[Turned]) -> torch.Tensor | None:
     """Heads [B, T, H, D] whose parts, some tokens each, are at positions of their own, behind each other in new memory.
 
@@ -179,11 +175,9 @@ def turned_parts(parts: Sequence[Turned]) -> torch.Tensor | None:
     read = [_part(part.heads) for part in parts]
     first = read[0][0]
     samples, _, number, width = first.shape
-    for (x, norm, all_heads), (_, freqs, _) in zip(read, parts, strict=True):
-        fits = x.ndim == 4 and (len(x), *x.shape[2:], x.dtype) == (samples, number, width, first.dtype)
+    for (x, _, all_heads), (_, freqs, _) in zip(read, parts, strict=True):
+        fits = (len(x), *x.shape[2:], x.dtype) == (samples, number, width, first.dtype)
         if not fits or number == 1 or all_heads or freqs.shape != (1, x.shape[1], 1, width // 2, 2, 2):
-            return None
-        if x.dtype not in FLOAT_DTYPES or (norm is not None and norm.weight is not None and len(norm.weight) != width):
             return None
     joined = first.new_empty((samples, sum(x.shape[1] for x, _, _ in read), number, width))
     start, half = 0, number // 2

@@ -172,11 +172,12 @@ def _cat_of_heads(mode: Deferring, parts: Any, axis: int) -> Any:
     axis, forms = axis % 4, {(part.dtype, part.device, part.select(axis, 0).shape) for part in parts if part.numel()}
     if axis == 3 or len(forms) != 1 or any(part.is_contiguous() or not part.numel() for part in parts):
         return NotImplemented
-    shape = list(parts[0].shape)
-    sizes = [part.shape[axis] for part in parts]
+    first, sizes = parts[0], [part.shape[axis] for part in parts]
+    shape = list(first.shape)
     shape[axis] = sum(sizes)
-    by_tokens = axis == 2 and parts[0].stride(1) < parts[0].stride(2)  # as they lie in the linears' outputs
-    joined = takers.heads_by_tokens(parts[0], shape, 2 if by_tokens else 1)
+    by_tokens = axis == 2 and first.stride(1) < first.stride(2)  # as they lie in the linears' outputs
+    order = takers.HEADS_BY_TOKENS if by_tokens else (0, 1, 2, 3)
+    joined = torch.empty_permuted(shape, order, dtype=first.dtype, device=first.device)
     for place, part in zip(joined.split(sizes, axis), parts, strict=True):
         place.copy_(part)
     return mode.tracked(joined)
