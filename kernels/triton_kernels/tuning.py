@@ -294,8 +294,9 @@ class Tuner:
 
     def _settle(self, key: TuningKey, trial: Trial) -> None:
         """Let what is fastest stay, and try nothing where that shows that it is worth nothing."""
+        if self._trials.pop(key, None) is not trial:  # another thread has
+            return
         self._settled[key] = trial.choice
-        self._trials.pop(key, None)
         if trial.decided:
             return
         self.measured += 1
