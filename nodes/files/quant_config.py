@@ -8,7 +8,7 @@ factors (`smoothed`), so that lost ones are missed. Stock ComfyUI prints such a 
 what to do.
 
 A native layer that is marked `full_precision_matrix_mult` needs 16 bits too, and says so in ComfyUI's own words. W4A8
-and W6A8 (grouped_weight.py) are ComfyUI's formats of an INT8 weight in 4 or 6 bits. What else a quant config says is
+and W6A8 (holding.py) are ComfyUI's formats of an INT8 weight in 4 or 6 bits. What else a quant config says is
 kept.
 """
 

@@ -9,7 +9,7 @@ from comfy.model_patcher import LowVramPatch
 
 from ...kernels import LowRank
 from ..comfyui.patcher import LoRAFactors, key_of, lora_factors
-from ..files.holding.stored_weight import is_stored
+from ..files.holding import is_stored
 
 
 class StoredLoRA(LowVramPatch):

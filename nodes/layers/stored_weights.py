@@ -20,8 +20,7 @@ from ...kernels import LowRank, rotation_group_of
 from ..comfyui.patcher import is_patch
 from ..comfyui.quantized import HeldWeight, layout_of, stored
 from ..comfyui.residency import CALLBACK_KEY
-from ..files.holding.gguf_weight import is_gguf
-from ..files.holding.stored_weight import is_stored
+from ..files.holding import is_gguf, is_stored
 from .int8_weight import LAYOUT, PerChannelINT8Layout
 from .plain_loras import StoredLoRA, plain_loras
 from .weight_form import weight_form

@@ -9,7 +9,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import ChannelTransform, LinearWeight, RepeatedLinear, native_computes
 from ..comfyui.layers import wants_full_precision
 from ..comfyui.quantized import is_native_int8, stored
-from ..files.holding.stored_weight import StoredKind, stored_kind
+from ..files.holding import StoredKind, stored_kind
 from .int8_weight import is_int8
 from .plain_loras import StoredLoRA
 

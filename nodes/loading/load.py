@@ -18,8 +18,7 @@ from ..comfyui.residency import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
 from ..files import quant_config
 from ..files.errors import naming_file
-from ..files.holding.grouped_weight import held_codes, is_grouped, with_joined_codes
-from ..files.holding.stored_weight import is_stored
+from ..files.holding import held_codes, is_grouped, is_stored, with_joined_codes
 from ..files.reading.checkpoint import read_checkpoint
 from ..files.reading.importers import BRANCHES, Checkpoint
 from ..host import notices

@@ -11,9 +11,7 @@ import torch
 
 from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, naming_layer, quantize_weight
 from ..files import quant_config
-from ..files.holding.gguf_weight import is_gguf
-from ..files.holding.grouped_weight import channel_scale, grouped_codes, is_grouped
-from ..files.holding.stored_weight import can_stay, stored_kind
+from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, stored_kind
 from ..files.reading.importers import Checkpoint
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from ..host.work import Progress, make_room_to_quantize

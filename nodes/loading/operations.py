@@ -19,8 +19,7 @@ from ..comfyui.layers import load_beside_weight, quantized_operations
 from ..comfyui.quantized import HeldWeight, layout_of, storage_shape, stored
 from ..deferred.notes import MEMORY, Deferred, outside, tracking
 from ..files import quant_config
-from ..files.holding.grouped_weight import is_grouped, quant_config_in
-from ..files.holding.stored_weight import HELD_LAYOUTS, is_stored, stored_kind
+from ..files.holding import HELD_LAYOUTS, is_grouped, is_stored, quant_config_in, stored_kind
 from ..files.reading.values import check_finite
 from ..layers.fused_forward import INT8Linear, native_forward, needs_gradient
 from ..layers.int8_weight import LAYOUT, format_of_weight, int8_weight_of, is_int8, quant_config_of

@@ -11,7 +11,7 @@ from comfy.patcher_extension import CallbacksMP
 from ...kernels import choose_path
 from ..comfyui.residency import keep_patched
 from ..deferred.install import defer, deferring_class
-from ..files.holding.stored_weight import is_stored
+from ..files.holding import is_stored
 from ..host import notices
 from ..layers.compile_ahead import compile_linears
 from ..layers.fused_forward import INT8Linear

@@ -11,7 +11,7 @@ from comfy.patcher_extension import CallbacksMP
 
 from ..files.attention_choices import choices_in
 from ..files.errors import json_object
-from ..files.holding.gguf_weight import is_gguf
+from ..files.holding import is_gguf
 from ..files.reading.importers import Checkpoint
 from ..host import notices
 

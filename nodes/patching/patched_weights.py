@@ -18,7 +18,7 @@ from comfy.quant_ops import QuantizedTensor
 from ..comfyui.attention import state_dict_of
 from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..files import quant_config
-from ..files.holding.grouped_weight import is_grouped, quant_config_in
+from ..files.holding import is_grouped, quant_config_in
 from ..files.writing.tensor_files import PendingTensor, Tensors
 from ..layers.int8_weight import int8_weight, quant_config_of
 from ..layers.weight_form import known_form

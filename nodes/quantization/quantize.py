@@ -30,8 +30,7 @@ from ..comfyui.attention import state_dict_of
 from ..comfyui.patcher import DIFFUSION_MODEL, clone_around, on_other_gpus_again, weight_below_patches
 from ..comfyui.residency import CALLBACK_KEY
 from ..deferred.install import defer
-from ..files.holding.grouped_weight import coded_weight
-from ..files.holding.stored_weight import is_stored
+from ..files.holding import coded_weight, is_stored
 from ..host import notices
 from ..host.work import Progress, make_room_to_quantize
 from ..layers.input_groups import same_input_groups

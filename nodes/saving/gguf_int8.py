@@ -16,7 +16,7 @@ from ...kernels import ChannelTransform, requantize_weight, rotation_group_of
 from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..comfyui.quantized import NATIVE_FORMAT
 from ..files import quant_config
-from ..files.holding.gguf_weight import is_gguf
+from ..files.holding import is_gguf
 from ..files.reading.gguf_package import INT8_CONFIG
 from ..files.writing.tensor_files import PendingGGUF
 from ..layers.layer_selection import is_quantizable, linears

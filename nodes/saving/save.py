@@ -18,8 +18,7 @@ from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..comfyui.quantized import stored
 from ..files import quant_config
 from ..files.attention_choices import CONFIG
-from ..files.holding.gguf_weight import is_gguf
-from ..files.holding.grouped_weight import is_grouped
+from ..files.holding import is_gguf, is_grouped
 from ..files.writing.tensor_files import (
     PendingGGUF,
     PendingTensor,

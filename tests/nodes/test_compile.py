@@ -107,7 +107,7 @@ def difference(weight):
 def loras_of_stored(weight):
     """What the pack attaches instead to a weight in another form."""
     from int8_dit.kernels import LowRank
-    from int8_dit.nodes.files.holding.stored_weight import is_stored
+    from int8_dit.nodes.files.holding import is_stored
     from int8_dit.nodes.layers.plain_loras import StoredLoRA
 
     [patch] = patched([lora(weight)])

@@ -24,7 +24,7 @@ def write(dit, files, tmp_path):
 
 def stored(model):
     """The weights that stay in blocks, by layer."""
-    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding import is_gguf
 
     return {
         name: module.weight
@@ -37,7 +37,7 @@ def dequantized(dit, files, path):
     """The MODEL of ComfyUI's own loader, with the floats that a file's blocks stand for."""
     import comfy.sd
 
-    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding import is_gguf
     from int8_dit.nodes.files.reading.gguf_file import read_gguf
 
     tensors, _ = read_gguf(str(path))
@@ -127,7 +127,7 @@ def test_reading_leaves_packed_what_gguf_decodes(write, decoded, kind):
     """The bytes of the file, and of no weight floats."""
     import gguf
 
-    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding import is_gguf
     from int8_dit.nodes.files.reading.gguf_file import read_gguf
 
     path, decode = write(kind), gguf.quants.dequantize

@@ -134,7 +134,7 @@ def test_a_hook_is_not_rounded_to_blocks(dit, load_stored, monkeypatch, kind, la
     """Where a weight has few values, a small change would round back to the one that it was."""
     from comfy.model_patcher import ModelPatcher
 
-    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding import is_gguf
 
     with mode():
         model, lora = load_stored(kind), dit.lora([layer], 0.02)

@@ -152,7 +152,7 @@ def raw(path):
 
 
 def test_blocks_that_a_model_holds_are_written_as_they_are(as_stored, save):
-    from int8_dit.nodes.files.holding.gguf_weight import is_gguf
+    from int8_dit.nodes.files.holding import is_gguf
 
     model, path = as_stored
     held = [name for name, part in model.model.diffusion_model.named_modules() if is_gguf(getattr(part, "weight", 0))]

@@ -54,7 +54,7 @@ def load(dit, file, monkeypatch):
 
 def stored(model):
     """The weights that stay, by layer."""
-    from int8_dit.nodes.files.holding.stored_weight import is_stored
+    from int8_dit.nodes.files.holding import is_stored
 
     modules = model.model.diffusion_model.named_modules()
     return {name: module.weight for name, module in modules if is_stored(getattr(module, "weight", None))}

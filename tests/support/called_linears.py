@@ -18,7 +18,7 @@ from comfy.quant_ops import QUANT_ALGOS
 from comfy.weight_adapter.lora import LoRAAdapter
 
 from int8_dit.kernels import ChannelTransform, LowRank, quantize_gguf, quantize_weight
-from int8_dit.nodes.files.holding.gguf_weight import held_gguf, read_weight
+from int8_dit.nodes.files.holding import held_gguf, read_gguf_weight
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.layers.linear_call import name_linears
 from int8_dit.nodes.layers.plain_loras import StoredLoRA
@@ -68,7 +68,7 @@ def int8(
 
 
 def in_blocks(values: torch.Tensor, kind: str = "Q8_0", becomes_int8: bool = True) -> Any:
-    read = read_weight(quantize_gguf(values, kind), kind, (N, K))
+    read = read_gguf_weight(quantize_gguf(values, kind), kind, (N, K))
     return held_gguf(read, torch.float32, becomes_int8, torch.device("cpu"))
 
 

@@ -27,7 +27,7 @@ from glyphs.alphabet import ALPHABET
 from int8_dit.nodes import quantize_to_int8
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from int8_dit.nodes.calibration.calibration import Calibration
-from int8_dit.nodes.files.holding.grouped_weight import is_grouped
+from int8_dit.nodes.files.holding import is_grouped
 from int8_dit.nodes.files.quant_config import QUANT_CONFIG, decode_config
 from int8_dit.nodes.layers.int8_weight import is_int8
 from int8_dit.nodes.loading.load import load_int8_model

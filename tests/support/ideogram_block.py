@@ -14,8 +14,7 @@ from comfy.text_encoders.llama import precompute_freqs_cis
 
 from int8_dit.kernels import ChannelTransform, quantize_gguf, quantize_weight
 from int8_dit.nodes.files import quant_config
-from int8_dit.nodes.files.holding.gguf_weight import held_gguf, read_weight
-from int8_dit.nodes.files.holding.grouped_weight import held_codes, with_joined_codes
+from int8_dit.nodes.files.holding import held_codes, held_gguf, read_gguf_weight, with_joined_codes
 from int8_dit.nodes.layers.input_groups import group_inputs
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.loading.load_plan import LoadPlan
@@ -38,7 +37,7 @@ def block(
 
     def convert(name: str, weight: torch.Tensor, _: None) -> torch.Tensor | None:
         if stored == "Q8_0":
-            read = read_weight(quantize_gguf(weight, "Q8_0"), "Q8_0", tuple(weight.shape))
+            read = read_gguf_weight(quantize_gguf(weight, "Q8_0"), "Q8_0", tuple(weight.shape))
             return held_gguf(read, torch.float32, name in INT8_LINEARS, weight.device)
         if name not in INT8_LINEARS:
             return None

@@ -27,7 +27,7 @@ from int8_dit.kernels import UNCHANGED, ChannelTransform, quantize_weight, rotat
 from int8_dit.kernels.numerics.weight_rounding import quantize_to_codes
 from int8_dit.nodes.deferred.install import KEY
 from int8_dit.nodes.files import quant_config
-from int8_dit.nodes.files.holding.grouped_weight import coded_weight, quant_config_in
+from int8_dit.nodes.files.holding import coded_weight, quant_config_in
 from int8_dit.nodes.layers.input_groups import same_input_groups
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.layers.layer_selection import is_quantizable

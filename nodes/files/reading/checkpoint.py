@@ -11,7 +11,7 @@ import torch
 from .. import quant_config
 from ..block_lists import check_counts
 from ..errors import naming_file
-from ..holding.grouped_weight import with_joined_codes
+from ..holding import with_joined_codes
 from .diffusers_names import with_native_names
 from .gguf_file import MAGIC, read_gguf
 from .importers import BRANCHES, IMPORTERS, Checkpoint

@@ -14,8 +14,7 @@ from ....kernels import ChannelTransform, expand_codes
 from ...comfyui.quantized import stored
 from .. import quant_config
 from ..block_lists import AGAIN, check_lists
-from ..holding.gguf_weight import is_gguf, read_weight
-from ..holding.grouped_weight import channel_scale, grouped_codes, is_grouped, quant_config_in
+from ..holding import channel_scale, grouped_codes, is_gguf, is_grouped, quant_config_in, read_gguf_weight
 
 
 def with_native_names(
@@ -67,7 +66,7 @@ def with_native_names(
             place[there] = torch.arange(len(there))
             together = together[place[rows]]
         form = in_blocks.pop() if len(in_blocks) == 1 else None
-        native[name] = together if form is None else read_weight(together, form[0], (len(together), form[1]))
+        native[name] = together if form is None else read_gguf_weight(together, form[0], (len(together), form[1]))
     return native, comfy.model_detection.model_config_from_unet(native, "", metadata=metadata)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ....kernels import GGUF_FORMATS
 from ..attention_choices import CONFIG
-from ..holding.gguf_weight import read_weight
+from ..holding import read_gguf_weight
 from .gguf_package import INT8_CONFIG, ORIGINAL_SHAPE, can_decode, decode_gguf, gguf_package, gguf_version
 
 MAGIC = b"GGUF"
@@ -153,5 +153,5 @@ def _tensor(reader: Any, tensor: Any) -> torch.Tensor:
         )
     weights, _ = gguf_package().GGML_QUANT_SIZES[tensor.tensor_type]
     if len(shape) == 2 and shape[1] % weights == 0:
-        return read_weight(data.reshape(shape[0], -1), kind, shape)
+        return read_gguf_weight(data.reshape(shape[0], -1), kind, shape)
     return decode_gguf(data.unsqueeze(0).flatten(0, -2), kind).reshape(shape)

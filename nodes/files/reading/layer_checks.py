@@ -19,8 +19,7 @@ from ....kernels import FLOAT_DTYPES, ChannelTransform
 from .. import quant_config
 from ..attention_choices import check_choices
 from ..block_lists import AGAIN
-from ..holding.gguf_weight import is_gguf
-from ..holding.grouped_weight import codes_in
+from ..holding import codes_in, is_gguf
 from .values import LARGEST, WEIGHT_DTYPES, check_block_scales, check_factors, check_finite, check_scale, largest_in
 
 CheckedTensors = Mapping[str, torch.Tensor]

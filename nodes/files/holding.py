@@ -1,0 +1,296 @@
+"""Weights in forms of files, as layouts of ComfyUI's QuantizedTensor: GGUF's blocks, and codes of 4 or 6 bits (W4A8,
+W6A8). They become INT8 in front of each product: STORED_KINDS is a table with an entry for each kind.
+
+A tensor has the shape of the weight, so that ComfyUI recognises a model by it. What ComfyUI does to it that no layout
+knows gives the floats that it stands for.
+
+A layer in codes of name X is `X.weight` (int8, the codes), `X.weight_s_rel` (a scale a group), `X.weight_s_channel`
+(float32 [N]), perhaps `X.weight_codebook` (float32 [16]) and a quant config. It stands for an INT8 weight that is
+always rotated (ConvRot). Newer ComfyUI has a layout of its own for it, whose parameters have the same names. This one
+is there in every version, and keeps the quant config.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
+from comfy_kitchen.tensor import BaseLayoutParams
+
+from ...kernels import (
+    GGUF_FORMATS,
+    Addition,
+    ChannelTransform,
+    GroupedCodes,
+    LowRank,
+    dequantize_gguf,
+    dequantize_weight,
+    expand_codes,
+    expand_gguf,
+    gguf_channel_scales,
+    quantize_gguf,
+)
+from ..comfyui.quantized import NATIVE_GROUPED_LAYOUT, HeldWeight, has_layout, is_plain_grouped, layout_of, stored
+from . import quant_config
+from .reading.gguf_package import decode_gguf
+
+GGUF_LAYOUT, GROUPED_LAYOUT = "GGUFBlocksLayout", "GroupedCodesLayout"
+_NO_SCALES = torch.empty((0, 1), dtype=torch.float32)
+
+
+class GGUFLayout(QuantizedLayout):
+    """uint8 [N, bytes of a row], the name of a block format, and float32 [N, 1]: what each row is scaled by as INT8.
+
+    A weight that was only read, or that computes in floats, has no scales: [0, 1].
+    """
+
+    @dataclass(frozen=True)
+    class Params(BaseLayoutParams):
+        gguf_format: str = ""
+
+    @classmethod
+    def quantize(
+        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, gguf_format="", computes_in_floats=False
+    ) -> tuple[torch.Tensor, "GGUFLayout.Params"]:
+        """Float weight -> blocks and parameters. The scales are always computed anew."""
+        blocks = quantize_gguf(tensor, gguf_format)
+        scales = _NO_SCALES.to(tensor.device) if computes_in_floats else _scales(blocks, gguf_format)
+        return blocks, cls.Params(scales, tensor.dtype, tuple(tensor.shape), gguf_format)
+
+    @classmethod
+    def dequantize(cls, qdata, params) -> torch.Tensor:
+        """The weight in `params.orig_dtype`, made by the package gguf where no kernel knows the format."""
+        decode = dequantize_gguf if params.gguf_format in GGUF_FORMATS else decode_gguf
+        return decode(qdata, params.gguf_format, params.orig_dtype)
+
+    @classmethod
+    def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return stored(qtensor), qtensor.params.scale
+
+    @classmethod
+    def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
+        return {"": qdata, "_scale": params.scale}
+
+    @classmethod
+    def requantize_kwargs(cls, qtensor) -> dict:
+        return {"gguf_format": qtensor.params.gguf_format, "computes_in_floats": _gguf_scale(qtensor) is None}
+
+
+class GroupedCodesLayout(QuantizedLayout):
+    """int8 codes [N, K / 2] or [N, 3 K / 4], the scales of groups [N, K / group_size] and what the config says."""
+
+    @dataclass(frozen=True)
+    class Params(BaseLayoutParams):
+        s_channel: torch.Tensor | None = None
+        codebook: torch.Tensor | None = None
+        group_size: int = 16
+        convrot_groupsize: int = 256
+        activation_bits: int = 8
+        config: str = ""
+
+        def _tensor_fields(self) -> list[str]:
+            return ["scale", "s_channel", *(() if self.codebook is None else ("codebook",))]
+
+    @classmethod
+    def quantize(cls, tensor, **options):
+        raise NotImplementedError("weights in codes of 4 or 6 bits are read, and not made")
+
+    @classmethod
+    def dequantize(cls, qdata, params) -> torch.Tensor:
+        """The original weight, free of rotation, in `params.orig_dtype`."""
+        q = expand_codes(GroupedCodes(qdata, params.scale, params.codebook, params.group_size))
+        transform = ChannelTransform(None, params.convrot_groupsize)
+        return dequantize_weight(q, params.s_channel, transform, params.orig_dtype)
+
+    @classmethod
+    def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, ...]:
+        held = qtensor.params
+        return stored(qtensor), *(getattr(held, field) for field in held._tensor_fields())
+
+    @classmethod
+    def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
+        tensors = {"": qdata, "_s_rel": params.scale, "_s_channel": params.s_channel}
+        return tensors if params.codebook is None else {**tensors, "_codebook": params.codebook}
+
+    @classmethod
+    def requantize_kwargs(cls, qtensor) -> dict:
+        return {}
+
+
+register_layout_class(GGUF_LAYOUT, GGUFLayout)
+register_layout_class(GROUPED_LAYOUT, GroupedCodesLayout)
+
+
+def is_gguf(weight: Any) -> TypeGuard[QuantizedTensor]:
+    """Whether a tensor is a weight in GGUF's blocks."""
+    return has_layout(weight, GGUF_LAYOUT)
+
+
+def is_grouped(weight: Any) -> TypeGuard[QuantizedTensor]:
+    """Whether a tensor is a weight in codes of 4 or 6 bits, as this pack reads it."""
+    return has_layout(weight, GROUPED_LAYOUT)
+
+
+def read_gguf_weight(blocks: torch.Tensor, gguf_format: str, shape: tuple[int, int]) -> QuantizedTensor:
+    """A weight of this shape [N, K] as it was read: uint8 blocks [N, bytes of a row] of a format of GGUF_FORMATS, or of
+    one that only the package gguf decodes."""
+    form = GGUFLayout.Params(_NO_SCALES, torch.float32, shape, gguf_format)
+    return QuantizedTensor(blocks, GGUF_LAYOUT, form)
+
+
+def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, device: torch.device) -> HeldWeight:
+    """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more.
+
+    Its product is INT8's, or else that of the floats that its blocks stand for. Scales are found on `device`. Raises
+    ValueError where a row holds a NaN or Inf.
+    """
+    blocks, form = stored(weight), replace(weight.params, orig_dtype=dtype)
+    scales = _scales(blocks.to(device), form.gguf_format)
+    broken = ~torch.isfinite(scales.flatten())
+    if bool(broken.any()):
+        raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
+    if becomes_int8:
+        form = replace(form, scale=scales.to(blocks.device))
+    return HeldWeight(blocks.clone(), GGUF_LAYOUT, form)
+
+
+def _scales(blocks: torch.Tensor, gguf_format: str) -> torch.Tensor:
+    return gguf_channel_scales(blocks, gguf_format)[:, None].contiguous()
+
+
+def _gguf_scale(weight: QuantizedTensor) -> torch.Tensor | None:
+    return weight.params.scale if weight.params.scale.numel() else None
+
+
+def coded_weight(codes: GroupedCodes, scale: torch.Tensor, rotation_group: int, dtype: torch.dtype) -> QuantizedTensor:
+    """Codes of 4 bits and the scale [N] of the INT8 weight that they stand for, in floats of `dtype` to ComfyUI."""
+    config = {"format": quant_config.GROUPED_FORMATS[0], "group_size": codes.group, "convrot_groupsize": rotation_group}
+    return HeldWeight(codes.codes, GROUPED_LAYOUT, _form(codes, scale, dtype, config))
+
+
+def _form(codes: GroupedCodes, scale: torch.Tensor, dtype: torch.dtype, config: dict) -> GroupedCodesLayout.Params:
+    rotation_group, bits = quant_config.group_size(config), quant_config.activation_bits(config)
+    held = (codes.scale, dtype, codes.shape, scale, codes.codebook, codes.group, rotation_group, bits)
+    return GroupedCodesLayout.Params(*held, json.dumps(config))
+
+
+def grouped_codes(weight: QuantizedTensor) -> GroupedCodes:
+    """The codes of such a weight, in this layout or in ComfyUI's own."""
+    form = weight.params
+    return GroupedCodes(stored(weight), form.scale, form.codebook, form.group_size)
+
+
+def channel_scale(weight: QuantizedTensor) -> torch.Tensor:
+    """float32 [N, 1], of the INT8 weight that they stand for."""
+    return weight.params.s_channel.view(-1, 1)
+
+
+def _expanded(weight: QuantizedTensor, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
+    addition = None if low_rank is None else Addition(*low_rank, channel_scale(weight), scale)
+    return expand_codes(grouped_codes(weight), addition)
+
+
+def held_codes(weight: QuantizedTensor, dtype: torch.dtype) -> HeldWeight:
+    """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more."""
+    return HeldWeight(stored(weight).clone(), GROUPED_LAYOUT, replace(weight.params.clone(), orig_dtype=dtype))
+
+
+def quant_config_in(weight: QuantizedTensor) -> dict[str, Any]:
+    """The quant config that it had in its file."""
+    return json.loads(weight.params.config)
+
+
+def codes_in(parts: Mapping[str, torch.Tensor], config: dict[str, Any]) -> GroupedCodes:
+    """The codes of a layer of a file, by the ends of its tensors' names and its decoded quant config. Raises ValueError
+    for options that are no numbers."""
+    scale, group = parts[quant_config.GROUP_SCALE], quant_config.group_size(config, "group_size", 16)
+    scale = scale.view(torch.float8_e4m3fn) if scale.dtype == torch.uint8 else scale
+    return GroupedCodes(parts["weight"], scale, parts.get(quant_config.CODEBOOK), group)
+
+
+def with_joined_codes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checked file with each layer in codes as one weight, without a quant config: that is in the
+    weight."""
+    together = dict(tensors)
+    for layer, config in quant_config.configs_in(tensors).items():
+        if config.get("format") not in quant_config.GROUPED_FORMATS:
+            continue
+        del together[f"{layer}.{quant_config.QUANT_CONFIG}"]
+        names = ("weight", quant_config.GROUP_SCALE, quant_config.CHANNEL_SCALE, quant_config.CODEBOOK)
+        parts = {name: together.pop(f"{layer}.{name}") for name in names if f"{layer}.{name}" in together}
+        codes = codes_in(parts, config)
+        form = _form(codes, parts[quant_config.CHANNEL_SCALE], torch.float32, config)
+        together[f"{layer}.weight"] = QuantizedTensor(codes.codes, GROUPED_LAYOUT, form)
+    return together
+
+
+@dataclass(frozen=True)
+class StoredKind:
+    """How the weights of one layout become INT8.
+
+    Attributes:
+        name: what users call its form.
+        scale: float32 [N, 1] that its rows are scaled by as INT8; None for a weight that computes in floats.
+        rotation_group: channels per Hadamard group of the INT8 weight, or None.
+        activation_bits: to how many bits its input is rounded.
+        expand: (weight, scale, what is added) -> int8 [N, K]. Without anything added the scale is its own.
+        held: (weight that was read, dtype of the linear, whether it is to become INT8, device for what there is to
+            compute) -> the weight that a linear holds, where it was but in no file any more; raises ValueError for one
+            that has no finite scale. None for a layout of ComfyUI's, which its own loaders hold.
+    """
+
+    name: Callable[[QuantizedTensor], str]
+    scale: Callable[[QuantizedTensor], torch.Tensor | None]
+    rotation_group: Callable[[QuantizedTensor], int | None]
+    activation_bits: Callable[[QuantizedTensor], int]
+    expand: Callable[[QuantizedTensor, torch.Tensor, LowRank | None], torch.Tensor]
+    held: Callable[[QuantizedTensor, torch.dtype, bool, torch.device], QuantizedTensor] | None = None
+
+
+_CODES = StoredKind(
+    name=lambda weight: f"W{grouped_codes(weight).bits}A8",
+    scale=channel_scale,
+    rotation_group=lambda weight: weight.params.convrot_groupsize,
+    activation_bits=lambda weight: weight.params.activation_bits,
+    expand=_expanded,
+    held=lambda weight, dtype, becomes_int8, device: held_codes(weight, dtype),
+)
+STORED_KINDS: dict[str, StoredKind] = {
+    GGUF_LAYOUT: StoredKind(
+        name=lambda weight: f"GGUF {weight.params.gguf_format}",
+        scale=_gguf_scale,
+        rotation_group=lambda weight: None,
+        activation_bits=lambda weight: 8,
+        expand=lambda weight, scale, added: expand_gguf(stored(weight), weight.params.gguf_format, scale, added),
+        held=held_gguf,
+    ),
+    GROUPED_LAYOUT: _CODES,
+    NATIVE_GROUPED_LAYOUT: replace(
+        _CODES,
+        scale=lambda weight: channel_scale(weight) if is_plain_grouped(weight) else None,
+        activation_bits=lambda weight: 8,
+        held=None,
+    ),
+}
+
+
+HELD_LAYOUTS = tuple(layout for layout, kind in STORED_KINDS.items() if kind.held is not None)
+"""Those of this pack."""
+
+
+def stored_kind(weight: Any) -> StoredKind | None:
+    """The kind of a weight that becomes INT8 for a product, whoever loaded it; None for any other tensor."""
+    return STORED_KINDS.get(layout_of(weight)) if isinstance(weight, QuantizedTensor) else None
+
+
+def is_stored(weight: Any) -> bool:
+    """Whether a tensor is a weight in a form that this pack holds it in."""
+    kind = stored_kind(weight)
+    return kind is not None and kind.held is not None
+
+
+def can_stay(weight: Any) -> bool:
+    """Whether a tensor is a weight in a form that a kernel reads, so that it can stay in it while a MODEL runs."""
+    return is_grouped(weight) or (is_gguf(weight) and weight.params.gguf_format in GGUF_FORMATS)

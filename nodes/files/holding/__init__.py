@@ -1,1 +1,0 @@
-"""Weights in forms of files, as ComfyUI's QuantizedTensors."""
