@@ -8,8 +8,7 @@ from comfy_api.latest import io
 from ..kernels.benchmark import TICKS, text_of, title
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json
 from .host.notices import show_load_warnings
-from .pictures.benchmark_plot import plot
-from .pictures.plot import check_matplotlib
+from .pictures.plot import check_matplotlib, plot_times
 
 
 class INT8KernelBenchmark(io.ComfyNode):
@@ -78,10 +77,11 @@ class INT8KernelBenchmark(io.ComfyNode):
         if auto_decided == CLEAR:
             device = comfy.model_management.get_torch_device() if model is None else model.load_device
             sections = [{"title": forget(device), "columns": [], "rows": [], "notes": []}]
-            return io.NodeOutput(plot([], sections[0]["title"], ""), text_of(sections), ui={"int8_benchmark": sections})
+            picture = plot_times([], sections[0]["title"], "")
+            return io.NodeOutput(picture, text_of(sections), ui={"int8_benchmark": sections})
         ticked = [tick for tick in TICKS if ticks.get(tick, True)]
         outcome = run(model, tokens, ticked, positive, latent_image, auto_decided)
         file = save_json(outcome)
         sections = outcome.sections(file)
-        picture = plot(outcome.linears, outcome.headline, title(outcome.machine), outcome.attention)
+        picture = plot_times(outcome.linears, outcome.headline, title(outcome.machine), outcome.attention)
         return io.NodeOutput(picture, text_of(sections), ui={"int8_benchmark": sections})

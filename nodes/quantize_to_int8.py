@@ -13,8 +13,7 @@ from .host.badges import Badge, badges_output
 from .loading.summary import runs_where, summarize
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .pictures.plot import check_matplotlib
-from .pictures.quantization_plot import chart_of, plot
+from .pictures.plot import check_matplotlib, plot_chart
 from .quantization.quantize import WITHOUT_CALIBRATION, QuantizationSettings, quantize_model
 from .quantization.report import BF16, PROTECTED_IN, QuantizationReport
 from .sockets import CalibrationType, DecidedNode, attention_input, kernel_input
@@ -279,9 +278,9 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
         quantized, report, calibration = quantize_model(model, settings, kernel, calibration)
         set_attention(quantized, attention)
         badges = badges_output(_badge(report, method), runs_where(quantized, summarize(quantized), kernel))
-        chart = chart_of(report)
+        chart = report.chart()
         ui = badges | {"int8_quantization_report": [chart]}
-        return io.NodeOutput(quantized, plot(chart), report.markdown(), calibration, ui=ui)
+        return io.NodeOutput(quantized, plot_chart(chart), report.markdown(), calibration, ui=ui)
 
 
 def _wrong_calibration_inputs(given: Set[str]) -> str:

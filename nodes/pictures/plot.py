@@ -1,4 +1,4 @@
-"""The plot that nodes draw as an IMAGE: panels of rows, each a bar beside a name or a mark above a number.
+"""The plots that nodes draw as an IMAGE: panels of rows, each a bar beside a name or a mark above a number.
 
 matplotlib takes a second to import, so that is done when something is drawn. Only its objects are used: what pyplot
 keeps is one for the whole process, which other packs draw in too.
@@ -7,12 +7,16 @@ keeps is one for the whole process, which other packs draw in too.
 import importlib.util
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
+
+from ...kernels import FUSED
+from ...kernels.benchmark import ATTENTION_METHODS, BF16, COMFYUI_CHOICE, FUSED_CODES, Times
+from ..quantization import report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +32,17 @@ _WIDTH, _MARGIN, _LARGE_LINE, _LINE, _LEGEND = 4.5, 0.12, 0.26, 0.15, 0.25
 _NAMES, _TICKS, _FIGURES, _BELOW = 1.3, 0.48, 0.42, 0.36
 _BAR, _MARKS = 0.145, 0.5
 _LETTERS_PER_INCH = 19  # of small text that surely fit
+
+_BENCHMARK = {"this pack": (INT8, "s"), "others": (PLAIN, "s")}
+_ATTENTION = [method.name for method in ATTENTION_METHODS if not method.foreign]
+_WIDEST = 3.0  # times the reference; a longer bar ends there in an arrow
+_QUANTIZED, _NEVER = "as quantized", "never called"
+_PROTECTED = {report.INT8: "8-bit weights", report.ACT16: "16-bit activations", report.BF16: "kept in bf16"}
+_QUANTIZATION = {
+    _QUANTIZED: (INT8, "o"),
+    **{name: (PROTECTED, marker) for name, marker in zip(_PROTECTED.values(), "oDs", strict=True)},
+    _NEVER: (MUTED, "x"),
+}
 
 
 @dataclass(frozen=True)
@@ -191,3 +206,74 @@ def _shortened(text: str, width: float) -> str:
     """Lines of small text without the beginning of those that are wider than `width` inches."""
     letters = int(_LETTERS_PER_INCH * width)
     return "\n".join(line if len(line) <= letters else f"…{line[1 - letters :]}" for line in text.split("\n"))
+
+
+def plot_times(
+    results: Sequence[Times], headline: str, environment: str, attention: Sequence[Times] = ()
+) -> torch.Tensor:
+    """The picture of a benchmark as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1: linears, then attention."""
+    sheets = [draw_times(results, headline, "Times of linears", environment)]
+    if attention:
+        sheets.append(draw_times(attention, "", "Times of attention calls", "", COMFYUI_CHOICE, _ATTENTION))
+    return torch.cat([as_comfyui_image(sheet) for sheet in sheets], 1)
+
+
+def draw_times(
+    results: Sequence[Times],
+    title: str,
+    what: str,
+    environment: str,
+    reference: str = BF16,
+    ours: Collection[str] = (FUSED, FUSED_CODES),
+) -> "Figure":
+    """A panel per result, a bar per method: median time relative to the reference, and where the rounds lie.
+
+    Without the reference (bf16 found no memory) times are relative to the slowest method.
+    """
+    panels = []
+    for result in (result for result in results if result.rounds):
+        times = result.milliseconds
+        known = reference if reference in times else max(times, key=times.__getitem__)
+        rows, unit = [], times[known]
+        for name, time in times.items():
+            span = min(result.rounds[name]) / unit, max(result.rounds[name]) / unit
+            figure = f"{time:.3f}" if time < 10 else f"{time:.1f}"
+            rows.append(Row(name, "this pack" if name in ours else "others", time / unit, span, figure))
+        panels.append(Panel(f"{result.name}\n{result.place()}", f"1 = {known}", rows))
+    end = min(_WIDEST, max([1.0, *(row.value for panel in panels for row in panel.rows)]))
+    ticks = {tick: f"{tick:g}" for tick in ((0.0, 0.5, 1.0, 1.5) if end < 2 else (0.0, 1.0, 2.0, 3.0)) if tick <= end}
+    text = f"{what}: shorter is better, figures are milliseconds. {environment}"
+    return draw(title, text, panels, _BENCHMARK, (0.0, end), ticks)
+
+
+def plot_chart(chart: dict[str, Any]) -> torch.Tensor:
+    """A QuantizationReport's chart as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1."""
+    return as_comfyui_image(draw_chart(chart))
+
+
+def draw_chart(chart: dict[str, Any]) -> "Figure":
+    """One panel per kind of layer, all on one logarithmic scale, at whose foot bf16 stands, which has no error.
+
+    A layer's error in plain INT8 is grey. A line leads from it to the error as quantized: blue, or red where the layer
+    is protected.
+    """
+    panels, low = [], chart["low"]
+    for panel in chart["panels"]:
+        means = (
+            ""
+            if panel["before"] is None
+            else f"   {report.percent(panel['before'])} → {report.percent(panel['after'])}"
+        )
+        axis, rows = panel["blocks"] and f"number of the block in {panel['blocks']}", []
+        for mark in panel["marks"]:
+            block = mark["block"] or 0  # what is in no block has no depth
+            before, after = (max(mark[when] or 0.0, low) for when in ("before", "after"))
+            if mark["before"] is None:
+                rows.append(Row(block, _NEVER, low, (low, low)))
+            else:
+                name = _PROTECTED[mark["held_in"]] if mark["protected"] else _QUANTIZED
+                rows += [Row(block, chart["plain"], before, (before, before)), Row(block, name, after, (before, after))]
+        panels.append(Panel(panel["kind"] + means, axis, rows))
+    ticks = {tick: f"{100 * tick:g} %" for tick in chart["ticks"]}
+    series = {chart["plain"]: (PLAIN, "o"), **_QUANTIZATION}
+    return draw(chart["title"], chart["summary"], panels, series, (low, chart["high"]), ticks)

@@ -1,9 +1,10 @@
-"""What a quantization did, layer by layer: a table for the user, JSON for the file."""
+"""What a quantization did, layer by layer: a table and a chart for the user, JSON for the file."""
 
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...kernels import MOST_ATTENTION_ERROR, TransformPlan
 from ..files.block_lists import block_of
@@ -12,6 +13,9 @@ from ..host.output_files import size_text
 CODES, INT8, ACT16, BF16 = "INT8 with 4-bit weights", "INT8", "INT8 with 16-bit activations", "bf16"
 PROTECTED_IN = (ACT16, BF16)
 """What protected layers can be held in; bf16 stands for whatever the model computes in."""
+_TICKS = tuple(digit * 10.0**power for power in range(-4, 1) for digit in (1, 2, 5))
+_MOST_TICKS = 4
+_LOWEST = 1e-4  # an error of zero has no place on a logarithmic scale
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,34 @@ class QuantizationReport:
         for block, error in sorted(self.attention.items(), key=lambda entry: -entry[1]):
             lines.append(f"| {block} | {percent(error)} | {'exact' if block in self.exact else 'INT8'} |")
         return "\n".join(lines)
+
+    def chart(self) -> dict[str, Any]:
+        """A quantization, kind by kind, in values that JSON has.
+
+        `low` and `high` are the ends of the logarithmic scale, with room around all errors but those of bf16; `ticks`
+        is what to write at it. Each of `panels` has the layers of a `kind` in the `blocks` of that name, "" outside the
+        blocks, and the means of their errors; kinds of the same blocks stand together. Of its `marks` each is a layer:
+        the number of its `block`, its error in plain INT8 (`before`) and as it was quantized (`after`), and
+        LayerReport's `held_in` and `protected`. Errors that are not known are None.
+        """
+        kinds: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        for layer in self.layers:
+            blocks, number, kind = layer.place
+            mark = {"layer": layer.name, "block": number, "before": rounded(layer.fragility)}
+            mark |= {"after": rounded(layer.error_as_held), "held_in": layer.held_in, "protected": layer.protected}
+            kinds.setdefault(blocks, {}).setdefault(kind, []).append(mark)
+        panels, errors = [], []
+        for blocks, of_blocks in kinds.items():
+            for kind, marks in of_blocks.items():
+                before, after = ([mark[when] for mark in marks] for when in ("before", "after"))
+                means = {"before": mean(before), "after": mean(after)}
+                panels.append({"kind": kind, "blocks": blocks, **means, "marks": marks})
+                errors += [max(error, _LOWEST) for error in (*before, *filter(None, after)) if error is not None]
+        low, high = min(errors, default=0.01) / 1.5, max(errors, default=0.01) * 1.3
+        inside = [tick for tick in _TICKS if low <= tick <= high]
+        said = {"title": self.title, "headline": self.headline, "summary": self.summary, "plain": self.plain}
+        ticks = inside[:: -(-len(inside) // _MOST_TICKS) or 1]
+        return {**said, "panels": panels, "low": low, "high": high, "ticks": ticks}
 
 
 def mean(errors: Iterable[float | None]) -> float | None:

@@ -61,9 +61,9 @@ MODELS = {
 
 
 def picture(report):
-    from int8_dit.nodes.pictures.quantization_plot import chart_of, draw_chart
+    from int8_dit.nodes.pictures.plot import draw_chart
 
-    return draw_chart(chart_of(report))
+    return draw_chart(report.chart())
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -132,7 +132,7 @@ def calls(count):
 @pytest.mark.parametrize("count, of_methods", ((1, 2), (2, 9), (8, 15)))
 def test_the_benchmark_is_legible(pack, monkeypatch, count, of_methods):
     from int8_dit.kernels.benchmark.methods import BENCHMARK_METHODS
-    from int8_dit.nodes.pictures.benchmark_plot import draw_times
+    from int8_dit.nodes.pictures.plot import draw_times
 
     names = ["Flux, Qwen-Image attention out, which is long", "qkv", "ffn up", "video", "o", "w1", "w2", "w3"][:count]
     rounds = {method.name: [0.4 + 0.2 * n, 0.6 + 0.2 * n] for n, method in enumerate(BENCHMARK_METHODS[:of_methods])}
@@ -143,7 +143,7 @@ def test_the_benchmark_is_legible(pack, monkeypatch, count, of_methods):
 
 @pytest.mark.parametrize("count", (1, 4))
 def test_the_attention_is_legible(pack, monkeypatch, count):
-    from int8_dit.nodes.pictures.benchmark_plot import draw_times
+    from int8_dit.nodes.pictures.plot import draw_times
 
     texts_of(draw_times(calls(count), "", "Times", MACHINE, "ComfyUI's choice"), monkeypatch)
 
@@ -157,7 +157,7 @@ def bars(figure):
 
 
 def test_bars_are_medians_relative_to_bf16_with_their_rounds(pack):
-    from int8_dit.nodes.pictures.benchmark_plot import draw_times
+    from int8_dit.nodes.pictures.plot import draw_times
 
     rounds = {"fused int8": [0.9, 1.0, 1.4], "bf16": [2.0, 2.0, 2.0], "new one": [8.0]}
     figure = draw_times(shapes({"qkv": rounds}), "", "Times", "")
@@ -173,7 +173,7 @@ def test_bars_are_medians_relative_to_bf16_with_their_rounds(pack):
 
 
 def test_without_bf16_the_slowest_method_is_the_measure(pack):
-    from int8_dit.nodes.pictures.benchmark_plot import draw_times
+    from int8_dit.nodes.pictures.plot import draw_times
 
     results = {"qkv": {"fused int8": [1.0], "fake-quant": [4.0]}, "o": {"bf16": [1.0], "fused int8": [1.0]}}
     figure = draw_times(shapes(results), "", "Times", "")
@@ -184,9 +184,9 @@ def test_without_bf16_the_slowest_method_is_the_measure(pack):
 
 
 def test_attention_stands_below_the_linears_of_a_benchmark_that_may_have_none(pack):
-    from int8_dit.nodes.pictures.benchmark_plot import plot
+    from int8_dit.nodes.pictures.plot import plot_times
 
-    alone, both = plot(shapes({"qkv": {}}), "fast", ""), plot([], "fast", "", calls(1))
+    alone, both = plot_times(shapes({"qkv": {}}), "fast", ""), plot_times([], "fast", "", calls(1))
     assert both.shape[1] > alone.shape[1] and both.shape[2] == alone.shape[2]
     assert (both[:, : alone.shape[1]] == alone).all() and both[:, alone.shape[1] :].min() < 0.5
 
@@ -205,8 +205,8 @@ from support.pack import import_comfyui, import_pack
 import_comfyui(Path({str(comfyui)!r}), cpu=True)
 import_pack()
 assert "matplotlib" not in sys.modules
-from int8_dit.nodes.pictures.benchmark_plot import plot
-plot([], "nothing", "")
+from int8_dit.nodes.pictures.plot import plot_times
+plot_times([], "nothing", "")
 assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

@@ -81,16 +81,10 @@ def test_the_recipe(report_of):
     assert recipe["layers"]["proj"]["error"] is None
 
 
-def chart(report):
-    from int8_dit.nodes.pictures.quantization_plot import chart_of
-
-    return chart_of(report)
-
-
 def test_the_chart_has_a_panel_per_kind_of_layer_and_block(report_of):
     """Kinds of the same blocks side by side, in the order of the model."""
     names = ("double.0.qkv", "single.0.qkv", "proj", "double.0.mlp", "double.1.qkv", "single.3.qkv")
-    panels = chart(report_of(dict.fromkeys(names, (0.1, 0.01))))["panels"]
+    panels = report_of(dict.fromkeys(names, (0.1, 0.01))).chart()["panels"]
     assert [(panel["blocks"], panel["kind"], [mark["block"] for mark in panel["marks"]]) for panel in panels] == [
         ("double", "qkv", [0, 1]),
         ("double", "mlp", [0]),
@@ -101,7 +95,7 @@ def test_the_chart_has_a_panel_per_kind_of_layer_and_block(report_of):
 
 def test_a_mark_is_a_layer_before_and_after(report_of):
     report = report_of(ERRORS, (("layers.0.w2", "INT8 with 16-bit activations"), ("layers.1.w2", "bf16")))
-    w1, w2, proj = panels = chart(report)["panels"]
+    w1, w2, proj = panels = report.chart()["panels"]
     assert [(mark["before"], mark["after"], mark["held_in"]) for panel in panels for mark in panel["marks"]] == [
         (0.012, 0.011, "INT8"),
         (0.012, 0.01, "INT8"),
@@ -115,7 +109,7 @@ def test_a_mark_is_a_layer_before_and_after(report_of):
 
 @pytest.mark.parametrize("errors", (ERRORS, {"a": (0.0, 0.0)}, {"a": (None, None)}, {"a": (0.0101, 0.01)}))
 def test_the_scale_holds_all_errors(report_of, errors):
-    scale = chart(report_of(errors))
+    scale = report_of(errors).chart()
     assert all(
         scale["low"] < max(error, 1e-4) < scale["high"]
         for pair in errors.values()
@@ -142,4 +136,4 @@ def test_the_node_shows_the_chart(dit):
 def test_the_chart_is_small(report_of):
     """It is kept with every run in the browser's history."""
     errors = {f"layers.{block}.{kind}": (0.0123456789, 0.00123456789) for block in range(34) for kind in "abcdef"}
-    assert len(json.dumps(chart(report_of(errors)))) < 25_000
+    assert len(json.dumps(report_of(errors).chart())) < 25_000

@@ -93,7 +93,7 @@ def apply(model: ModelPatcher, kernel: str = "fused int8") -> ModelPatcher:
 def run_node(model: ModelPatcher, **inputs: object) -> tuple:
     """All outputs of the quantize node, whose inputs are the defaults of these tests unless given. Its picture is not
     drawn, which takes five times as long as the rest: see `node_output`."""
-    with patch.object(quantize_to_int8, "plot", lambda report: None):
+    with patch.object(quantize_to_int8, "plot_chart", lambda chart: None):
         return node_output(model, **inputs).result
 
 
