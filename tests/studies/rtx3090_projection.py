@@ -27,7 +27,7 @@ from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig
 from support.sass import AttentionLoop, MainLoop, main_loops
 
 RESULTS = TESTS / "studies" / "results" / "rtx3090_projection"
-PIXELS = (768, 1024)
+PIXELS = (768, 1024, 2048)
 BLOCKS, WIDTH, HEAD, FFN, TEXT_TOKENS = 34, 4608, 256, 12288, 256
 PROTECTED = 17
 # N and K of a block's linears; the last is what the recipe protects.
@@ -199,10 +199,10 @@ ASSUMPTIONS = (
     "triton-lang/triton), and a Triton GEMM on an RTX 4060 gained 1.72 x of the 2 x (issue 10851). The other parts of "
     "such a step take as long as in bf16. What it loses in exactness is not projected.",
     "Attention, heads of 256: on an H200 FlashAttention-2's 278 and 293 TFLOPS at 2 k and 4 k tokens (arXiv "
-    "2407.08608, H100). On an RTX 3090 0.85 of 71 TFLOPS; no figure was found for that card and head size. "
-    "FlashAttention-2 reaches 0.95 of the peak on an RTX 4090 (heads of 256: 156 of 165 TFLOPS, TVM's flash_perf.md), "
-    "whose tensor cores also halve their rate for float32 sums. It reaches 0.74 on an RTX A5000, sm_86 at the full "
-    "rate (82 of 111 TFLOPS, heads of 64, gpu-mode/ring-attention issue 10).",
+    "2407.08608, H100). On an RTX 3090 0.85 of 71 TFLOPS at every length; no figure was found for that card and head "
+    "size. FlashAttention-2 reaches 0.95 of the peak on an RTX 4090 (heads of 256: 156 of 165 TFLOPS, TVM's "
+    "flash_perf.md), whose tensor cores also halve their rate for float32 sums. It reaches 0.74 on an RTX A5000, sm_86"
+    " at the full rate (82 of 111 TFLOPS, heads of 64, gpu-mode/ring-attention issue 10).",
     "INT8 attention: a block's warps take turns on the quarters of a multiprocessor. A tile lasts as long as its "
     "products (16 cycles for m16n8k32 of int8 and for m16n8k16 with fp16 sums), its exponentials (8 cycles each) and "
     "its other instructions (1 each) one after the other, at 0.84 of the peak's clock. q, k and v go through passes of "
@@ -312,41 +312,46 @@ def _joint(image: int, text: int) -> tuple[tuple[int, int], ...]:
     return ((image + text, image + text),)
 
 
-def _qwen_21(pixels: int) -> Blocks:
-    """All blocks of Qwen-Image-2.1, whose text is a prefix that the first step computes alone."""
-    image, linears = (pixels // 16) ** 2, (*_square(4096, 4), *_mlp(4096, 12288, up=2))
-    return Blocks(32, ((image, linears),), ((image, image + TEXT_TOKENS),), 4096, 12288)
-
-
 _FLUX, _DOUBLE = (3072, 12288), ((9216, 3072), (3072, 3072), *_mlp(3072, 12288))
+
+
+def _flux(image: int) -> tuple[Blocks, ...]:
+    """Flux.1 with so many tokens of the image."""
+    return (
+        Blocks(19, ((image, _DOUBLE), (512, _DOUBLE)), _joint(image, 512), *_FLUX),
+        Blocks(38, ((image + 512, ((21504, 3072), (3072, 15360))),), _joint(image, 512), *_FLUX),
+    )
+
+
+def _qwen(image: int) -> tuple[Blocks, ...]:
+    linears = (*_square(3072, 4), *_mlp(3072, 12288))
+    streams = tuple((tokens, linears) for tokens in (image, TEXT_TOKENS))
+    return (Blocks(60, streams, _joint(image, TEXT_TOKENS), *_FLUX),)
+
+
+def _z_image(image: int) -> tuple[Blocks, ...]:
+    linears = ((11520, 3840), *_square(3840), *_mlp(3840, 10240, up=2))
+    return (Blocks(30, ((image + TEXT_TOKENS, linears),), _joint(image, TEXT_TOKENS), 3840, 10240),)
+
+
+def _qwen_21(image: int) -> tuple[Blocks, ...]:
+    """The text of Qwen-Image-2.1 is a prefix that the first step computes alone."""
+    linears = (*_square(4096, 4), *_mlp(4096, 12288, up=2))
+    return (Blocks(32, ((image, linears),), ((image, image + TEXT_TOKENS),), 4096, 12288),)
+
+
+_OF_IMAGES = {"Flux.1": _flux, "Qwen-Image": _qwen, "Z-Image": _z_image, "Qwen-Image-2.1": _qwen_21}
 _WAN = (*_square(5120, 6), *_mlp(5120, 13824))
 FAMILIES = {
-    "Flux.1": (
-        Blocks(19, ((4096, _DOUBLE), (512, _DOUBLE)), _joint(4096, 512), *_FLUX),
-        Blocks(38, ((4608, ((21504, 3072), (3072, 15360))),), _joint(4096, 512), *_FLUX),
-    ),
-    "Qwen-Image": (
-        Blocks(
-            60,
-            tuple((tokens, (*_square(3072, 4), *_mlp(3072, 12288))) for tokens in (4096, 256)),
-            _joint(4096, 256),
-            *_FLUX,
-        ),
-    ),
-    "Z-Image": (
-        Blocks(
-            30,
-            ((4352, ((11520, 3840), *_square(3840), *_mlp(3840, 10240, up=2))),),
-            _joint(4096, 256),
-            3840,
-            10240,
-        ),
-    ),
-    **{f"Qwen-Image-2.1, {pixels} px": (_qwen_21(pixels),) for pixels in (1024, 2048)},
+    **{
+        f"{name}, {pixels} px": blocks((pixels // 16) ** 2)
+        for name, blocks in _OF_IMAGES.items()
+        for pixels in (1024, 2048)
+    },
     "Wan 14 B": (Blocks(40, ((32760, _WAN), (512, _square(5120, 2))), ((32760, 32760), (32760, 512)), 5120, 13824),),
 }
-"""At 1024 px if nothing is said, and Wan at 832 x 480 with 81 frames. Linears that multiply all tokens; those of a few
-vectors, such as modulations, take no time."""
+"""Wan at 832 x 480 with 81 frames. Linears that multiply all tokens; those of a few vectors, such as modulations, take
+no time."""
 FAMILY_VARIANTS = {BF16: BF16, NATIVE: NATIVE, PACK: FUSED, f"{PACK} + INT8 attention": INT8_ATTENTION}
 MEASURED_SPEEDS = {"Qwen-Image-2.1, 1024 px": 2.28, "Qwen-Image-2.1, 2048 px": 1.69}
 """How many times as fast as bf16 ComfyUI's INT8 is on an RTX 3090: JoaoZaokk/comfy-quant-bench, commit 5d06caf, ComfyUI
@@ -510,10 +515,11 @@ def stored() -> tuple[dict[str, list[Tile]], AttentionTile, AttentionTile]:
 def projection(
     card: Card, tiles: Mapping[str, list[Tile]], attention: AttentionTile | None = None
 ) -> dict[str, dict[int, dict[str, float]]]:
-    """Milliseconds by part, of every variant at every resolution; INT8 attention's where its kernel is given."""
+    """Milliseconds by part, of every variant at every resolution that the card's attention is known at; INT8
+    attention's where its kernel is given."""
     kernels = {PACK: tiles[card.name], KITCHEN: CUTLASS[card.name]}
     return {
-        name: {px: step(card, variant, px, kernels, attention) for px in PIXELS}
+        name: {px: step(card, variant, px, kernels, attention) for px in card.attention_tflops}
         for name, variant in VARIANTS.items()
         if attention is not None or not variant.int8_attention
     }
@@ -575,7 +581,7 @@ def _steps_table(steps: Steps, pixels: int) -> str:
     return markdown([f"{pixels} px, ms", *steps[BF16][pixels], "step", *rivals], rows)
 
 
-def _sensitivity(tiles: Mapping[str, list[Tile]], attention: AttentionTile) -> str:
+def _sensitivity(tiles: Mapping[str, list[Tile]], attention: AttentionTile, pixels: int) -> str:
     slow = {name: replace(engine, sustained=0.8) for name, engine in RTX_3090.engines.items()}
     cards = {
         "as assumed": RTX_3090,
@@ -590,12 +596,12 @@ def _sensitivity(tiles: Mapping[str, list[Tile]], attention: AttentionTile) -> s
     rows = []
     for name, card in cards.items():
         steps = projection(card, tiles, attention)
-        in_bf16, in_16_bits = protection_costs(steps, 1024)
+        in_bf16, in_16_bits = protection_costs(steps, pixels)
         compared = ((BF16, SEPARATE), (BF16, FUSED), (BF16, INT8_ATTENTION), (FP16_SUMS, FUSED))
-        speeds = [total(steps[rival][1024]) / total(steps[variant][1024]) for rival, variant in compared]
+        speeds = [total(steps[rival][pixels]) / total(steps[variant][pixels]) for rival, variant in compared]
         rows.append([name, *(f"{speed:.2f} x" for speed in speeds), f"{in_16_bits / in_bf16:.2f}"])
     headings = (f"{rival} / {variant}" for rival, variant in compared)
-    columns = ["1024 px", *headings, "16-bit protection's cost / bf16 protection's"]
+    columns = [f"{pixels} px", *headings, "16-bit protection's cost / bf16 protection's"]
     return markdown(columns, rows)
 
 
@@ -626,7 +632,7 @@ def document(tiles: Mapping[str, list[Tile]], attention: AttentionTile, heading:
         *(_steps_table(steps, px) for px in PIXELS),
         f"What protecting {PROTECTED} w2 with 16-bit activations adds: {', '.join(costs)}.",
         "## What it depends on",
-        _sensitivity(tiles, attention),
+        *(_sensitivity(tiles, attention, px) for px in (1024, 2048)),
         "## The same model on an H200, where steps were measured",
         markdown(["variant", "", "model, ms", "measured, ms", "error"], check_rows),
         "The parts err more than their sum:",

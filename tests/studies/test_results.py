@@ -37,15 +37,22 @@ def steps_of_ideogram_4():
 def projected_steps():
     tiles, attention, _ = projection.stored()
     steps = projection.projection(projection.RTX_3090, tiles, attention)
-    ms = {name: projection.total(parts[1024]) for name, parts in steps.items()}
-    fused, int8 = ms[projection.FUSED], ms[projection.INT8_ATTENTION]
-    bf16, fp16, native = ms[projection.BF16], ms[projection.FP16_SUMS], ms[projection.NATIVE]
-    yield f"README: RTX 3090, **projected, not measured** | 1.00 × | {bf16 / native:.2f} × | {bf16 / fused:.2f} × |"
-    yield f"README: Against `--fast fp16_accumulation` it says {fp16 / fused:.2f} ×."
-    yield f"README: With `attention` set to *INT8* it says {bf16 / int8:.2f} ×"
-    yield f"**not a measurement**, puts a step of Ideogram 4 at 1024 px at {fused:.0f} ms, {bf16 / fused:.2f} ×"
-    yield f"which no row measured here has, it is {fp16 / fused:.2f} ×"
-    yield "adds {1:.0f} ms to it, in bf16 {0:.0f} ms".format(*projection.protection_costs(steps, 1024))
+    names = (projection.FUSED, projection.BF16, projection.FP16_SUMS, projection.NATIVE, projection.INT8_ATTENTION)
+    fused, bf16, fp16, native, int8 = ({px: projection.total(steps[name][px]) for px in (1024, 2048)} for name in names)
+    for px, card in ((1024, "RTX 3090"), (2048, "the same at 2048 px")):
+        speeds = f"{bf16[px] / native[px]:.2f} × | {bf16[px] / fused[px]:.2f} ×"
+        yield f"README: | {card}, **projected, not measured** | 1.00 × | {speeds} |"
+    against, attending = ([rival[px] / own[px] for px in (1024, 2048)] for rival, own in ((fp16, fused), (bf16, int8)))
+    at_both = "it says {:.2f} ×{} at 1024 px and {:.2f} × at 2048 px."
+    yield "README: Against `--fast fp16_accumulation` " + at_both.format(against[0], "", against[1])
+    yield "README: With `attention` set to *INT8* " + at_both.format(attending[0], " bf16", attending[1])
+    sentence = "a step of Ideogram 4 at 1024 px at {:.0f} ms, {:.2f} × bf16. Against"
+    yield "**not a measurement**, puts " + sentence.format(fused[1024], bf16[1024] / fused[1024])
+    yield f"which no row measured here has, it is {against[0]:.2f} ×"
+    yield "adds {1:.0f} ms at 1024 px, in bf16 {0:.0f} ms".format(*projection.protection_costs(steps, 1024))
+    exact = steps[projection.FUSED][2048]["attention"]
+    yield f"{fused[2048]:.0f} ms, {bf16[2048] / fused[2048]:.2f} × bf16, of which attention takes {exact:.0f} ms"
+    yield f"with INT8 attention {int8[2048]:.0f} ms, {attending[1]:.2f} ×."
 
 
 def figures_of(folder, subject):
