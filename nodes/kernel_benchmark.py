@@ -34,8 +34,8 @@ class INT8KernelBenchmark(io.ComfyNode):
                     default=4352,
                     min=1,
                     max=1 << 20,
-                    tooltip="Rows of the activations: image tokens + text tokens. 4352 is Ideogram 4 at 1024 px. A "
-                    "connected model's own are used where a forward of it can be measured.",
+                    tooltip="Rows of the activations: image tokens + text tokens. 4352 is Ideogram 4 at 1024 px, 16640 "
+                    "at 2048 px. A connected model's own are used where a forward of it can be measured.",
                 ),
                 *(
                     io.Boolean.Input(tick, default=True, optional=True, advanced=True, tooltip=tip)
@@ -54,7 +54,9 @@ class INT8KernelBenchmark(io.ComfyNode):
                     "positive", optional=True, tooltip="A prompt for the measured forward of the model."
                 ),
                 io.Latent.Input(
-                    "latent_image", optional=True, tooltip="The size of the measured forward; 1024 px without it."
+                    "latent_image",
+                    optional=True,
+                    tooltip="The size of the measured forward, such as an empty latent of 2048 px; 1024 px without it.",
                 ),
             ],
             outputs=[

@@ -90,7 +90,8 @@ def run(
             linears.append(benchmark_shape(shape, tokens, device, methods, check=check_cancelled, say=say))
             if (speed := linears[-1].speedup(FUSED)) is not None:
                 timing.say(f"{shape.name}: fused INT8 {speed:.2f} x bf16")
-        calls = [ideogram4_attention(tokens)] if model is None else [] if split is None else split.attention_calls
+        own = [] if split is None else split.attention_calls
+        calls = ideogram4_attention(tokens, device) if model is None else own
         timing = progress.part(0.1, len(calls) * len(ATTENTION_METHODS))
         attention = []
         for call in calls:

@@ -11,6 +11,7 @@ from kernels.benchmark.attention import (
     KITCHEN_INT8,
     AttentionMethod,
     AttentionWork,
+    attention_memory,
     benchmark_attention,
     feasible_call,
     ideogram4_attention,
@@ -88,6 +89,12 @@ def test_a_cpu_times_fewer_tokens():
     assert feasible_call(wan, torch.device("cuda", 0)) == wan
 
 
-def test_ideogram_4_has_no_million_of_tokens():
-    assert ideogram4_attention(4352).shape == AttentionShape(4352, 4352, 256, False)
-    assert ideogram4_attention(1 << 20).shape.keys == 1 << 15
+def test_ideogram_4s_calls_are_those_of_its_tokens_and_of_2048_px():
+    """As far as it has so many, each once, in memory that a card of 8 GB has; on a CPU one."""
+    card = torch.device("cuda", 0)
+    for tokens, sizes in ((4352, [4352, 16640]), (16640, [16640]), (1 << 20, [1 << 15, 16640])):
+        calls = ideogram4_attention(tokens, card)
+        assert [call.shape for call in calls] == [AttentionShape(size, size, 256, False) for size in sizes]
+        assert attention_memory(calls[-1]) < 3.4e9
+    (call,) = ideogram4_attention(4352, CPU)
+    assert call.name == "Ideogram 4" and call.shape.tokens < 4352
