@@ -83,14 +83,6 @@ class ChannelTransform:
         values = transformed if self.rotation_group is None else rotate(transformed, self.rotation_group)
         return values if self.smooth is None else values / self.smooth.float()
 
-    def same_as(self, other: "ChannelTransform") -> bool:
-        """Whether both do the same, bit for bit."""
-        if self.rotation_group != other.rotation_group:
-            return False
-        if self.smooth is None or other.smooth is None:
-            return self.smooth is other.smooth
-        return torch.equal(self.smooth, other.smooth)
-
 
 UNCHANGED = ChannelTransform()
 """Neither smoothing nor rotation."""

@@ -32,7 +32,6 @@ from ..comfyui.quantized import NATIVE_LAYOUT
 from ..deferred.install import deferred_call
 from ..host.sampling import empty_latent, sample
 from ..host.work import make_room
-from ..layers.input_groups import group_inputs
 from ..layers.layer_selection import quantizable_in, quantizable_linears
 from ..patching.apply_kernel import running_fused
 from ..patching.attention_kinds import read_call
@@ -236,9 +235,7 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
         replaced: Any = copied.get_submodule(name.removeprefix(path).removeprefix("."))
         replaced.weight = torch.nn.Parameter(held, requires_grad=False)
         replaced.__class__ = running_fused(type(replaced), "fused int8")
-    copied.to(device)
-    group_inputs(copied)
-    return copied
+    return copied.to(device)
 
 
 def label(name: str) -> str:

@@ -14,8 +14,8 @@ def linear(layer: Any, x: Deferred, transform: ChannelTransform, bits: int) -> Q
     """The rows of a deferred tensor that an INT8 linear multiplies: quantized once for all that want it alike."""
     if x.note.shape[-1] != layer.in_features:
         return None
-    factors_of = None if transform.smooth is None else layer.input_group or layer
-    return _rows(x, (bits, transform.rotation_group, factors_of), (transform, bits))
+    factors = None if transform.smooth is None else layer.weight.params.factors or layer
+    return _rows(x, (bits, transform.rotation_group, factors), (transform, bits))
 
 
 def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:

@@ -50,7 +50,6 @@ class INT8Linear:
     holds_own = False  # whether its INT8 weights are this pack's, and not ComfyUI's own
     of_encoder = False  # whether it belongs to a text encoder of ComfyUI's own loader
     linear_name = ""  # its path, given by name_linears
-    input_group: object | None = None  # given by group_inputs to those whose input others read too
     weight: Any
     weight_function: list
     bias_function: list

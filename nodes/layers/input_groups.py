@@ -1,16 +1,9 @@
-"""Which linears of a diffusion model read the same input: smoothed alike, and quantized once."""
+"""Which linears of a diffusion model read the same input: they are smoothed alike."""
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any
-
-import torch
-
-from .weight_form import InputForm, weight_form
 
 # Attribute names under one parent, in the order of the calls, as in ComfyUI's models. The q of a cross attention reads
-# another tensor than k and v. That does no harm: linears share the quantization of one deferred tensor, and calibration
-# tells them apart.
+# another tensor than k and v, which `alike` tells.
 _GROUPS = (
     ("w1", "w3"),  # Lumina, Z-Image, Ideogram 4, HiDream
     ("gate_proj", "up_proj"),  # Flux 2, Ernie, ACE-Step
@@ -58,32 +51,3 @@ def same_input_groups(names: Iterable[str], alike: Callable[[str, str], bool]) -
                 if len(members) > 1:
                     groups.append(members)
     return groups
-
-
-def group_inputs(model: torch.nn.Module) -> None:
-    """Tell the INT8 linears of `model` that read the same input, and quantize it alike, from each other: those of a
-    group get one object as their `input_group`. A deferred input is quantized once for such a group.
-
-    To be called when all weights are loaded, since factors are compared by value.
-    """
-    readers: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "input_group")}
-
-    @functools.cache
-    def input_of(name: str) -> tuple[int, InputForm] | None:
-        """The width of a linear's input, and how it is quantized."""
-        weight = readers[name].weight
-        form = weight_form(weight, readers[name])
-        return None if form is None else (weight.shape[1], form.input_form(weight))
-
-    def alike(a: str, b: str) -> bool:
-        """Whether two linears turn the same input into the same int8 tensor."""
-        one, other = input_of(a), input_of(b)
-        if one is None or other is None:
-            return a == b
-        (width, (transform, bits)), (other_width, (others, other_bits)) = one, other
-        return width == other_width and bits == other_bits and transform.same_as(others)
-
-    for names in same_input_groups(readers, alike):
-        group = object()
-        for name in names:
-            readers[name].input_group = group

@@ -4,6 +4,7 @@ ComfyUI moves, offloads, patches and saves the weight through this layout. Its d
 weight, free of smoothing and rotation, so that a LoRA made for the original model is right in every memory mode.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -21,13 +22,15 @@ LAYOUT = "PerChannelINT8Layout"
 
 class PerChannelINT8Layout(QuantizedLayout):
     """int8 [N, K] with a per-channel scale [N, 1], optional smoothing factors [K], an optional rotation group, and to
-    how many bits its input is rounded."""
+    how many bits its input is rounded. `factors` is a digest of the smoothing factors: by it linears know that they
+    quantize an input alike."""
 
     @dataclass(frozen=True)
     class Params(BaseLayoutParams):
         smooth: torch.Tensor | None = None
         rotation_group: int | None = None
         activation_bits: int = 8
+        factors: bytes | None = None
 
         @property
         def transform(self) -> ChannelTransform:
@@ -39,7 +42,14 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def quantize(
-        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, transform=UNCHANGED, activation_bits=8
+        cls,
+        tensor,
+        scale=None,
+        stochastic_rounding=0,
+        inplace_ops=False,
+        transform=UNCHANGED,
+        activation_bits=8,
+        factors=None,
     ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
         """Float weight -> int8 and parameters.
 
@@ -48,7 +58,7 @@ class PerChannelINT8Layout(QuantizedLayout):
         transform = transform.on(tensor.device)
         q, channel_scale = requantize_weight(tensor, transform, stochastic_rounding or None)
         held = (channel_scale[:, None], tensor.dtype, tuple(tensor.shape))
-        return q, cls.Params(*held, transform.smooth, transform.rotation_group, activation_bits)
+        return q, cls.Params(*held, transform.smooth, transform.rotation_group, activation_bits, factors)
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
@@ -68,7 +78,8 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        return {"transform": qtensor.params.transform, "activation_bits": qtensor.params.activation_bits}
+        held = qtensor.params
+        return {"transform": held.transform, "activation_bits": held.activation_bits, "factors": held.factors}
 
 
 register_layout_class(LAYOUT, PerChannelINT8Layout)
@@ -85,9 +96,9 @@ def int8_weight(
     # One shape for all, because ComfyUI copies requantized parameters over the ones it holds.
     scale = scale.float().reshape(-1, 1).expand(q.shape[0], 1).contiguous()
     smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
-    shape = tuple(q.shape)
-    form = PerChannelINT8Layout.Params(scale, dtype, shape, smooth, transform.rotation_group, activation_bits)
-    return HeldWeight(q, LAYOUT, form)
+    factors = None if smooth is None else hashlib.sha256(smooth.cpu().numpy().tobytes()).digest()
+    held = (scale, dtype, tuple(q.shape), smooth, transform.rotation_group, activation_bits, factors)
+    return HeldWeight(q, LAYOUT, PerChannelINT8Layout.Params(*held))
 
 
 def int8_weight_of(pieces: Mapping[str, Any], config: dict[str, Any], dtype: torch.dtype) -> QuantizedTensor:

@@ -23,7 +23,6 @@ from ..files.reading.checkpoint import read_checkpoint
 from ..files.reading.importers import BRANCHES, Checkpoint
 from ..host import notices
 from ..layers.compile_ahead import compile_linears
-from ..layers.input_groups import group_inputs
 from ..layers.linear_call import name_linears
 from ..layers.stored_weights import patch_products
 from ..patching.file_notes import FOLDED, keep_notes, notes_of, recipe_in
@@ -113,7 +112,6 @@ def build_model(
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
     check_loaded(model, names, operations, plan)
     diffusion_model = model.model.diffusion_model
-    group_inputs(diffusion_model)
     name_linears(diffusion_model)
     compile_linears(diffusion_model, plan.kernel, plan.compute_dtype, model.load_device)
     # Merges and hooks look up everything that a BaseModel's state dict names, and add what it holds to other weights.

@@ -46,7 +46,7 @@ def int8_operations(plan: LoadPlan) -> type:
             config: Mapping[str, Any] = {}  # of the state dict, as long as the weight is what it says
 
             def _load_from_state_dict(self, state_dict, prefix, *args):
-                self.input_group, self.dequantized = None, False
+                self.dequantized = False
                 plan.missing, plan.unexpected = args[2:4]  # PyTorch's: one list for all modules
                 weight = state_dict.get(f"{prefix}weight")
                 self.config = (

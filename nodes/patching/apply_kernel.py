@@ -15,7 +15,6 @@ from ..files.holding import is_stored
 from ..host import notices
 from ..layers.compile_ahead import compile_linears
 from ..layers.fused_forward import INT8Linear
-from ..layers.input_groups import group_inputs
 from ..layers.int8_weight import is_int8
 from ..layers.layer_selection import class_patch, root_of
 from ..layers.linear_call import arguments_of, name_linears
@@ -109,11 +108,8 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
 
 
 def _tell_linears(model: ModelPatcher, *_: object) -> None:
-    """Once their classes are in place: their names, and in a MODEL which others read the same input."""
-    root = root_of(model)[0]
-    name_linears(root)
-    if not model.is_clip:
-        group_inputs(root)
+    """Their names, once their classes are in place."""
+    name_linears(root_of(model)[0])
 
 
 def _warn(kernel: str, node: str, model: ModelPatcher) -> None:

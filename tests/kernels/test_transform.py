@@ -13,19 +13,6 @@ def factors(seed=1):
     return random_float(CHANNELS, seed=seed).abs() + 0.5
 
 
-def test_equal_by_value_not_by_object():
-    smooth = factors()
-    assert ChannelTransform(smooth, GROUP).same_as(ChannelTransform(smooth.clone(), GROUP))
-    for other in (
-        UNCHANGED,
-        ChannelTransform(smooth),
-        ChannelTransform(None, GROUP),
-        ChannelTransform(factors(2), GROUP),
-    ):
-        assert not ChannelTransform(smooth, GROUP).same_as(other)
-        assert not other.same_as(ChannelTransform(smooth, GROUP))
-
-
 def test_factors_move_and_become_float32():
     moved = ChannelTransform(factors().double().cpu(), GROUP).on(torch.device(DEVICE))
     assert (moved.smooth.dtype, moved.smooth.device.type, moved.rotation_group) == (torch.float32, DEVICE, GROUP)

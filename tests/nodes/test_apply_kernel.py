@@ -43,15 +43,6 @@ def test_a_second_node_decides(dit, native):
     assert torch.equal(dit.output(dit.apply(once, kernel="auto")), dit.output(dit.stock(native)))
 
 
-def test_linears_of_one_input_quantize_it_once(dit, small, tmp_path):
-    import comfy.model_management
-
-    model = dit.apply(dit.stock(dit.save(dit.quantize(small.wan()), tmp_path / "wan.safetensors")))
-    comfy.model_management.load_models_gpu([model])
-    attention = model.model.diffusion_model.blocks[0].self_attn
-    assert attention.q.input_group is attention.k.input_group is attention.v.input_group is not None
-
-
 def test_a_saved_model_is_the_stock_one(dit, native, tmp_path):
     """ComfyUI's own save node sees the same weights."""
     import comfy.sd

@@ -34,9 +34,9 @@ MODELS = {
 
 
 def held(dit, model):
-    """How each layer holds its weight: in a layout, for a kernel, with activations of so many bits."""
+    """How each layer holds its weight: in a layout, with activations of so many bits, divided by which factors."""
     weights = {layer: dit.module(model, layer).weight for layer in dit.LINEARS}
-    parts = ("activation_bits", "kernel")
+    parts = ("activation_bits", "factors")
     return {name: (w._layout_cls, *(getattr(w._params, part, None) for part in parts)) for name, w in weights.items()}
 
 

@@ -64,7 +64,7 @@ def test_a_deferred_call_of_a_block_holds_its_output_alone(small, plan, name):
     comfy.model_management.load_models_gpu([model])
     parents = [module for module in model.model.diffusion_model.modules() if isinstance(module, torch.nn.ModuleList)]
     blocks = [
-        block for parent in parents for block in parent if any(hasattr(m, "input_group") for m in block.modules())
+        block for parent in parents for block in parent if any(hasattr(m, "is_fused_on") for m in block.modules())
     ]
     noting = lambda block, args, named: calls.append(partial(block, *args, **named))  # noqa: E731
     hooks = [block.register_forward_pre_hook(noting, with_kwargs=True) for block in blocks]

@@ -15,7 +15,6 @@ from comfy.text_encoders.llama import precompute_freqs_cis
 from int8_dit.kernels import ChannelTransform, quantize_gguf, quantize_weight
 from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.files.holding import held_codes, held_gguf, read_gguf_weight, with_joined_codes
-from int8_dit.nodes.layers.input_groups import group_inputs
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.loading.load_plan import LoadPlan
 from int8_dit.nodes.loading.operations import int8_operations
@@ -27,9 +26,7 @@ INT8_LINEARS = ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward
 Smoothing = Callable[[str, int], torch.Tensor | None]
 
 
-def block(
-    smoothing: Smoothing = lambda name, channels: None, sharing: bool = True, stored: str | None = None
-) -> torch.nn.Module:
+def block(smoothing: Smoothing = lambda name, channels: None, stored: str | None = None) -> torch.nn.Module:
     """The block with seeded weights; `smoothing` gives a linear's factors by its name and number of input channels.
 
     With `stored` linears hold another form: "Q8_0" all of them, "W4A8" those that are INT8.
@@ -59,8 +56,6 @@ def block(
     made.load_state_dict(
         {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     )
-    if sharing:
-        group_inputs(made)
     return made
 
 

@@ -35,7 +35,6 @@ from comfy.quant_ops import QuantizedTensor
 from int8_dit.kernels import ChannelTransform, Protection, quantize_weight
 from int8_dit.nodes.calibration.calibration import Calibration
 from int8_dit.nodes.calibration.recorder import CalibrationRun
-from int8_dit.nodes.layers.input_groups import group_inputs
 from int8_dit.nodes.layers.int8_weight import LAYOUT, format_of_weight, int8_weight, is_int8
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 from support.architectures import Architecture
@@ -243,7 +242,6 @@ def int8_of(architecture: Architecture, kind: str = "plain", dtype: torch.dtype 
         smooth = torch.linspace(0.5, 2.0, channels) if kind == "smoothed" else None
         group = next((group for group in (64, 16, 4) if channels % group == 0), None)
         hold_int8(layer, smooth, group if kind == "rotated" else None, 16 if kind == "16 bits" else 8)
-    regroup(model)
     return model
 
 
@@ -260,14 +258,6 @@ def hold(layer: torch.nn.Module, weight: torch.Tensor) -> None:
     """Let a linear of the pack hold a weight, INT8 or in floats."""
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.layout_type, layer.quant_format = (LAYOUT, format_of_weight(weight)) if is_int8(weight) else (None, None)
-
-
-def regroup(model: ModelPatcher) -> None:
-    """Find anew which linears quantize one input together."""
-    for layer in model.model.diffusion_model.modules():
-        if hasattr(layer, "input_group"):
-            layer.input_group = None
-    group_inputs(model.model.diffusion_model)
 
 
 def output_of(architecture: Architecture, model: ModelPatcher, dtype: torch.dtype = torch.float32) -> torch.Tensor:
