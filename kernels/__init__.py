@@ -37,7 +37,7 @@ from .ops.rope import norm_rope
 from .reference.grouped_codes import GroupedCodes
 from .reference.int8_weights import quantize_weight
 from .reference.linear import LinearForm, Quantized
-from .reference.low_rank import Addition, LowRank
+from .reference.low_rank import LowRank
 from .reference.transform import UNCHANGED, ChannelTransform
 from .weights.gguf import dequantize_gguf, expand_gguf, gguf_channel_scales, quantize_gguf
 from .weights.grouped import expand_codes

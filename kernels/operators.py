@@ -1,4 +1,4 @@
-"""What an operator of the pack is: a function, a check and, for most, a kernel. All else follows from these.
+"""What an operator of the pack is: a function, a check and a kernel. All else follows from these.
 
     @operator(check=..., kernel="norms", rounds=True)
     def norm_quantize(x: torch.Tensor, norm: Norm, ...) -> Quantized:
@@ -44,11 +44,10 @@ _WORDS = {torch.Tensor: "Tensor", str: "str", int: "int", float: "float", bool: 
 
 
 class _Parameter(NamedTuple):
-    """A parameter of an op: its words of the schema and their defaults; `fields` and `absent`, the values that stand
-    for None, if its value has fields."""
+    """A parameter of an op: its words of the schema and their defaults; if its value has fields, these, and if it may
+    be None, the values that stand for that."""
 
     kind: type
-    optional: bool
     schema: tuple[str, ...]
     defaults: tuple
     fields: tuple[str, ...] = ()
@@ -75,17 +74,17 @@ def _parameter(name: str, hint: Any, default: Any, prefixed: bool) -> _Parameter
     given = () if default is _MISSING else (default,)
     names: tuple[str, ...] = tuple(getattr(kind, "_fields", ()) or getattr(kind, "__dataclass_fields__", ()))
     if not names:
-        return _Parameter(kind, optional, (_word(kind, optional, name, *given),), (default,))
+        return _Parameter(kind, (_word(kind, optional, name, *given),), (default,))
     prefix = name[: name.rindex("_") + 1] if prefixed else ""
     hints = get_type_hints(kind)
     kinds = [_kind(hints[field]) for field in names]
     # A value that is None has None as its first field, and no tensors.
     kinds = [(of, may or (optional and (place == 0 or of is torch.Tensor))) for place, (of, may) in enumerate(kinds)]
-    absent = tuple(None if may else of() for of, may in kinds)
+    absent = tuple(None if may else of() for of, may in kinds) if optional else ()
     values = [absent if value is None else tuple(getattr(value, field) for field in names) for value in given]
     fields = zip(kinds, names, *values, strict=True)
     schema = tuple(_word(of, may, f"{prefix}{field}", *value) for (of, may), field, *value in fields)
-    return _Parameter(kind, optional, schema, values[0] if values else (_MISSING,) * len(names), names, absent)
+    return _Parameter(kind, schema, values[0] if values else (_MISSING,) * len(names), names, absent)
 
 
 def _differentiated(values: Iterable[Any]) -> bool:
@@ -101,16 +100,14 @@ class Operator(Generic[P, R]):
 
     Args:
         function: what is computed of arguments that have passed the check: tensors, plain values, and dataclasses and
-            named tuples of these. Where there is a kernel, it is the reference. A last parameter `out`, none of the
-            operator's, is where the results are written.
+            named tuples of these. It is the reference. A last parameter `out`, none of the operator's, is where the
+            results are written.
         check: takes the same. It raises TypeError or ValueError for bad ones, and returns shape and dtype of each
-            result. That all tensors are on one device is checked where there is a kernel. None for an operator that is
-            composed of others: a compiler sees those.
-        name: of the operator; None for the function's.
-        kernel: the file of triton_kernels/ whose `launch_...` is of the op's name; None where the function launches. It
-            takes the tensors of a call in the order of the schema, what else the schema has, and `out` if there is one.
-        rounds: whether results of a kernel are rounded, so that they have no gradient; or of which tensors only, as the
-            others are constants.
+            result. That all tensors are on one device is checked for all.
+        kernel: the file of triton_kernels/ whose `launch_...` is of the op's name. It takes the tensors of a call in
+            the order of the schema, what else the schema has, and `out` if there is one.
+        rounds: whether results are rounded, so that they have no gradient; or of which tensors only, as the others are
+            constants.
 
     The results are made where the tensor `x` is, or the first one.
     """
@@ -118,14 +115,13 @@ class Operator(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        check: Callable[..., Sequence[Result]] | None,
-        name: str | None = None,
-        kernel: str | None = None,
+        check: Callable[..., Sequence[Result]],
+        kernel: str,
         rounds: bool | tuple[str, ...] = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = cast("Callable[..., R]", function)
-        self.check = check or (lambda *_: ())
+        self.check = check
         hints, signature = get_type_hints(function), inspect.signature(function)
         self._names = tuple(signature.parameters)
         self._defaults = tuple(parameter.default for parameter in signature.parameters.values())
@@ -142,26 +138,23 @@ class Operator(Generic[P, R]):
         words = [word for parameter in self._parameters for word in parameter.schema]
         self._x = words.index("Tensor x") if "Tensor x" in words else 0
         self._single = hints["return"] is torch.Tensor
-        self.name = name or function.__name__.removeprefix("_")
-        self._define(f"{self.name}({', '.join(words)}) -> {'Tensor' if self._single else '(Tensor, Tensor)'}", check)
+        self.name = function.__name__.removeprefix("_")
+        self._define(f"{self.name}({', '.join(words)}) -> {'Tensor' if self._single else '(Tensor, Tensor)'}")
         self.operator = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         self._flat_defaults = tuple(value for parameter in self._parameters for value in parameter.defaults)
-        self.kernel, self.rounds = kernel, rounds
-        if kernel is not None:
-            places = [place for place, word in enumerate(words) if word.startswith("Tensor")]
-            self._others = [place for place in range(len(words)) if place not in places]
-            self._tensors, self._options = itemgetter(*places), itemgetter(*self._others)
-            self._tensor_names = [*[words[place].split()[1].partition("=")[0] for place in places], "out", "out of k"]
+        self.kernel, self.rounds = kernel, rounds is not False
+        places = [place for place, word in enumerate(words) if word.startswith("Tensor")]
+        self._others = [place for place in range(len(words)) if place not in places]
+        self._options = itemgetter(*self._others)
+        self._tensors = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+        self._tensor_names = [*[words[place].split()[1].partition("=")[0] for place in places], "out", "out of k"]
         self._refused = range(len(words)) if rounds is True else [words.index(f"Tensor {of}") for of in rounds or ()]
 
-    def _define(self, schema: str, check: Callable | None) -> None:
+    def _define(self, schema: str) -> None:
         """It is opaque, and refuses gradients itself, where that costs least."""
         if hasattr(getattr(torch.ops, NAMESPACE), self.name):
             return
         _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        if check is None:
-            _library.impl(self.name, self._operator, "CompositeImplicitAutograd")
-            return
         _library.impl(self.name, self._operator, "CompositeExplicitAutograd")
         _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._fake, lib=_library)
@@ -206,14 +199,13 @@ class Operator(Generic[P, R]):
             if not parameter.fields:
                 arguments += own
             else:
-                absent = parameter.optional and own[0] is None
-                arguments.append(None if absent else parameter.kind(*own))
+                arguments.append(None if parameter.absent and own[0] is None else parameter.kind(*own))
         return [*arguments, None] if self._has_out else arguments
 
     def _dispatched(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
         """A call through the dispatcher."""
         out = arguments[-1] if self._has_out else None
-        if self.kernel is not None and not self.rounds and _differentiated(flat):
+        if not self.rounds and _differentiated(flat):
             self.check(*arguments)
             return self.function(*arguments)
         results = self.operator(*flat)
@@ -225,9 +217,6 @@ class Operator(Generic[P, R]):
 
     def _run(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
         """The kernel, or the function."""
-        if self.kernel is None:
-            self.check(*arguments)
-            return self.function(*arguments)
         out, tensors = arguments[-1] if self._has_out else None, self._tensors(flat)
         launch, results = self._plan(arguments, flat, tensors if out is None else (*tensors, *out))
         if torch.is_grad_enabled():
@@ -287,25 +276,19 @@ class Operator(Generic[P, R]):
         whatever the strides of the reference's."""
         flat = (*given, *self._flat_defaults[len(given) :])
         results = self._run(self._structured(flat), flat)
-        if self.kernel is None:
-            return results
         return results.contiguous() if self._single else tuple([result.contiguous() for result in results])
 
     def _fake(self, *given: Any) -> Any:
         """What its results look like."""
         flat = (*given, *self._flat_defaults[len(given) :])
         self._refuse_gradient(flat)
-        x, arguments = flat[self._x], self._structured(flat)
-        results = self.check(*arguments) if self.kernel is None else self._results(arguments, self._tensors(flat))
+        x, results = flat[self._x], self._results(self._structured(flat), self._tensors(flat))
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in results]
         return made[0] if self._single else tuple(made)
 
 
 def operator(
-    check: Callable[..., Sequence[Result]] | None,
-    name: str | None = None,
-    kernel: str | None = None,
-    rounds: bool | tuple[str, ...] = False,
+    check: Callable[..., Sequence[Result]], kernel: str, rounds: bool | tuple[str, ...] = False
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Make an operator of a function; see above and Operator."""
-    return lambda function: Operator(function, check, name, kernel, rounds)
+    return lambda function: Operator(function, check, kernel, rounds)

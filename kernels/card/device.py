@@ -50,11 +50,11 @@ class ComputePath:
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Whether operations on `tensor` launch Triton kernels: on a GPU, or on a CPU under Triton's interpreter."""
-    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _there()
-
-
-_there = functools.cache(triton_available)  # each op asks
+    """Whether operations on `tensor` launch Triton kernels: on a GPU that runs them, or on a CPU under Triton's
+    interpreter."""
+    if tensor.is_cuda:
+        return _builds_kernels(tensor.device)
+    return os.environ.get("TRITON_INTERPRET") == "1" and triton_available()
 
 
 @functools.cache
@@ -67,11 +67,6 @@ def triton_error() -> str | None:
     except Exception as error:  # whatever it is, there will be no kernel
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return None
-
-
-def weights_use_triton(tensor: torch.Tensor) -> bool:
-    """Whether conversions of a weight launch Triton kernels: they also run where the INT8 linear does not."""
-    return uses_triton(tensor) and (not tensor.is_cuda or _builds_kernels(tensor.device))
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""The INT8 linear and its two halves, and the operators of PyTorch (`torch.ops.int8_dit`) that a compiler sees of them.
+"""The INT8 linear and its two halves, which are operators of PyTorch (`torch.ops.int8_dit`).
 
-`quantize_activations` and `int8_gemm` are opaque to a compiler, the quantizer not to Inductor (compilers.py);
-`int8_linear` is composed of the two. A model's linears, which are called many times over, are `RepeatedLinear`s.
+These are opaque to a compiler, the quantizer not to Inductor (compilers.py). A model's linears, which are called many
+times over, are `RepeatedLinear`s.
 """
 
 import math
@@ -128,7 +128,6 @@ def int8_gemm(
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-@operator(None)
 def int8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

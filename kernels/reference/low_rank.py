@@ -42,25 +42,6 @@ class LowRank(NamedTuple):
             )
 
 
-class Addition(NamedTuple):
-    """What LoRAs add to an INT8 weight [N, K] with a scale per channel.
-
-    Attributes:
-        up, down: of a LowRank, in the basis of the stored weight: rotated as that is.
-        channel_scale: of the weight, float32 [N] or [N, 1].
-        larger: the sum's, such as channel_scale + low_rank.channel_scales(); as many values.
-    """
-
-    up: torch.Tensor
-    down: torch.Tensor
-    channel_scale: torch.Tensor
-    larger: torch.Tensor
-
-    @property
-    def low_rank(self) -> LowRank:
-        return LowRank(self.up, self.down)
-
-
 def rounded_rows(values: torch.Tensor, scale: torch.Tensor, low_rank: LowRank | None, rows: slice) -> torch.Tensor:
     """Some rows of a weight as int8: round((values + up @ down) / scale), halves to even, clamped to -127..127.
 

@@ -5,13 +5,16 @@ and no product of activations. A program makes 256 columns of some rows. The thi
 tile that was decoded. It keeps all bits of float32 factors, which the tensor cores would cut to ten.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-from ..gguf.formats import GGUFFormat
-from ..reference.low_rank import LowRank
+from ..gguf.formats import GGUF_FORMATS, GGUFFormat
+from ..operators import Tensors
 from .gguf_decoding import decode, divisors, places_within, rounded
+from .launching import Layout
 from .rows import INFINITY_BITS, SMALLEST_SCALE_CONSTEXPR, magnitude_bits, row_launcher
 
 
@@ -168,10 +171,10 @@ def _runs(form: GGUFFormat) -> int:
     return 1 if form.weights == 32 else 8
 
 
-def _tile(name: str, form: GGUFFormat, vector: int) -> tuple[str, int, int, int, int]:
+def _tile(name: str, vector: int) -> tuple[str, int, int, int, int]:
     """The constants FORMAT to RUNS, of as many blocks at once as make `vector` packed bytes a thread."""
-    runs = _runs(form)
-    return name, form.bytes, form.weights, _WARPS * 32 * vector // (16 * runs), runs
+    form = GGUF_FORMATS[name]
+    return name, form.bytes, form.weights, _WARPS * 32 * vector // (16 * _runs(form)), _runs(form)
 
 
 def aligned(blocks: torch.Tensor) -> torch.Tensor:
@@ -180,41 +183,40 @@ def aligned(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.clone() if blocks.data_ptr() % 16 else blocks
 
 
-def launch_decoder(
-    blocks: torch.Tensor, name: str, form: GGUFFormat, dtype: torch.dtype, scale: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> [N, K] in `dtype`, int8 with a contiguous
-    scale [N]."""
-    blocks = aligned(blocks)
-    rows, row_blocks = blocks.shape[0], blocks.shape[1] // form.bytes
-    out = torch.empty(rows, row_blocks * form.weights, dtype=dtype, device=blocks.device)
-    count = rows * row_blocks
-    tile = _tile(name, form, _BYTES if scale is None or form.bytes % 16 else _ALIGNED_BYTES)
-    constants = (*tile, 0 if scale is None else row_blocks, not blocks.is_cuda, _WARPS)
-    tensors = (blocks, blocks if scale is None else scale, out)
-    _DECODER(constants, (-(-count // tile[3]), 1), tensors, (count,))
-    return out
+def _as_read(tensors: Tensors) -> Tensors:
+    """With the scale of each row, and without LoRAs that there are not."""
+    blocks, scale, *low_rank = tensors
+    factors = [factor.contiguous() for factor in low_rank if factor is not None]
+    return [aligned(blocks), scale.reshape(-1).expand(len(blocks)).contiguous(), *factors]
 
 
-def launch_scales(blocks: torch.Tensor, name: str, form: GGUFFormat) -> torch.Tensor:
-    """Launch the kernel on checked, non-empty blocks: uint8 [N, row bytes] -> float32 scale [N]."""
-    blocks = aligned(blocks)
-    scale = torch.empty(len(blocks), dtype=torch.float32, device=blocks.device)
-    constants = (*_tile(name, form, _BYTES), blocks.shape[1] // form.bytes, _WARPS)
-    _SCALES(constants, (len(blocks), 1), (blocks, scale))
-    return scale
+def _decoder(blocks: torch.Tensor, tile: tuple, row_blocks: int, as_read: Callable[[Tensors], Tensors]) -> Layout:
+    count = blocks.numel() // tile[1]
+    constants = (*tile, row_blocks, not blocks.is_cuda, _WARPS)
+    return Layout(_DECODER, constants, (-(-count // tile[3]), 1), (count,), as_read)
 
 
-def launch_low_rank_expander(
-    blocks: torch.Tensor, name: str, form: GGUFFormat, scale: torch.Tensor, low_rank: LowRank
-) -> torch.Tensor:
-    """Launch the kernel on checked, non-empty arguments: uint8 [N, row bytes], contiguous scale [N] -> int8 [N, K]."""
-    blocks, (up, down) = aligned(blocks), (factor.contiguous() for factor in low_rank)
-    (rank, channels), rows = down.shape, blocks.shape[0]
-    out = torch.empty(rows, channels, dtype=torch.int8, device=blocks.device)
+def launch_dequantize_gguf(tensors: Tensors, name: str, dtype: torch.dtype) -> Layout:
+    """The launch on checked, non-empty blocks like these."""
+    return _decoder(tensors[0], _tile(name, _BYTES), 0, lambda tensors: [aligned(tensors[0]), None])
+
+
+def launch_gguf_channel_scales(tensors: Tensors, name: str) -> Layout:
+    """The launch on checked, non-empty blocks like these."""
+    (blocks,) = tensors
+    constants = (*_tile(name, _BYTES), blocks.shape[1] // GGUF_FORMATS[name].bytes, _WARPS)
+    return Layout(_SCALES, constants, (len(blocks), 1), (), lambda tensors: [aligned(tensors[0])])
+
+
+def launch_expand_gguf(tensors: Tensors, name: str) -> Layout:
+    """The launch on checked, non-empty blocks, scale, up and down like these."""
+    blocks, _, up, down = tensors
+    form = GGUF_FORMATS[name]
+    if up is None:
+        tile = _tile(name, _BYTES if form.bytes % 16 else _ALIGNED_BYTES)
+        return _decoder(blocks, tile, blocks.shape[1] // form.bytes, _as_read)
+    rows, (rank, channels) = len(blocks), down.shape
     grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
     tile = (name, form.bytes, form.weights, _ROWS, _COLUMNS // form.weights, _runs(form), _RANK)
-    _LOW_RANK_EXPANDER(
-        (*tile, not blocks.is_cuda, _LOW_RANK_WARPS), grid, (blocks, scale, up, down, out), (rows, channels, rank)
-    )
-    return out
+    constants = (*tile, not blocks.is_cuda, _LOW_RANK_WARPS)
+    return Layout(_LOW_RANK_EXPANDER, constants, grid, (rows, channels, rank), _as_read)

@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..operators import Tensors
 from ..reference.grouped_codes import GroupedCodes
-from ..reference.low_rank import Addition
 from .gguf import aligned, thin_product
 from .gguf_decoding import as_float, divisors, rounded
+from .launching import Layout, contiguous
 from .rows import ROUND_TO_EVEN, row_launcher
 
 
@@ -83,7 +84,8 @@ def expand_codes_kernel(
     word |= _byte(_whole(nibbles, upper, group_scale, codebook, 1, BITS, HAS_CODEBOOK), 1)
     word |= _byte(_whole(nibbles, upper, group_scale, codebook, 2, BITS, HAS_CODEBOOK), 2)
     word |= _byte(_whole(nibbles, upper, group_scale, codebook, 3, BITS, HAS_CODEBOOK), 3)
-    tl.store(out + start.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), word, mask=inside)
+    words = out.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(words + start.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), word, mask=inside)
 
 
 @triton.jit
@@ -151,7 +153,7 @@ def expand_codes_with_low_rank_kernel(
     word |= _patched(whole, added_2, own, divisor, inverse, rest, most, 2, INTERPRETED)
     whole = _whole(nibbles, upper, group_scale, codebook, 3, BITS, HAS_CODEBOOK)
     word |= _patched(whole, added_3, own, divisor, inverse, rest, most, 3, INTERPRETED)
-    tl.store(out + (row * QUADS + quad), word, mask=inside)
+    tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + (row * QUADS + quad), word, mask=inside)
 
 
 _QUADS, _WARPS = 1024, 8  # a program's: four a thread, which stores 16 bytes at once
@@ -161,35 +163,28 @@ _EXPANDER = row_launcher(expand_codes_kernel)
 _LOW_RANK_EXPANDER = row_launcher(expand_codes_with_low_rank_kernel)
 
 
-def _form(weight: GroupedCodes) -> tuple[int, int, int, bool]:
-    return weight.shape[1] // 4, weight.bits, weight.group // 4, weight.codebook is not None
+def _as_read(tensors: Tensors) -> Tensors:
+    """As the kernels take them: bytes, and with LoRAs the scales of each row."""
+    group_scale, codebook, *scales, up, down = contiguous(tensors[1:])
+    codes = aligned(tensors[0].view(torch.uint8))
+    if group_scale.dtype == torch.float8_e4m3fn:
+        group_scale = group_scale.view(torch.uint8)
+    if down is None:
+        return [codes, group_scale, codebook]
+    scales = (scale.reshape(-1).expand(len(codes)).contiguous() for scale in scales)
+    return [codes, group_scale, codebook, *scales, up, down]
 
 
-def _operands(weight: GroupedCodes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales, levels and an empty output as the kernels take them; without a codebook the levels are any."""
-    codes, scale = aligned(weight.codes.view(torch.uint8)), weight.scale.contiguous()
-    if scale.dtype == torch.float8_e4m3fn:
-        scale = scale.view(torch.uint8)
-    codebook = codes if weight.codebook is None else weight.codebook.contiguous()
-    return codes, scale, codebook, torch.empty(weight.shape, dtype=torch.int8, device=codes.device)
-
-
-def launch_codes_expander(weight: GroupedCodes) -> torch.Tensor:
-    """Launch the kernel on a checked, non-empty weight [N, K] -> int8 [N, K]."""
-    codes, scale, codebook, out = _operands(weight)
-    count = out.numel() // 4
-    tensors = (codes, scale, codebook, out.view(torch.int32))
-    _EXPANDER((*_form(weight), _QUADS, _WARPS), (-(-count // _QUADS), 1), tensors, (count,))
-    return out
-
-
-def launch_codes_low_rank_expander(weight: GroupedCodes, addition: Addition) -> torch.Tensor:
-    """Launch the kernel on a checked, non-empty weight [N, K] and contiguous scales [N, 1] -> int8 [N, K]."""
-    codes, scale, codebook, out = _operands(weight)
-    up, down = (factor.contiguous() for factor in addition.low_rank)
-    (rank, channels), rows = down.shape, len(out)
+def launch_expand_codes(tensors: Tensors, group: int) -> Layout:
+    """The launch on codes, their scale and codebook, both scales per channel, up and down like these, checked and
+    non-empty."""
+    codes, scale, codebook, *_, down = tensors
+    weight = GroupedCodes(codes, scale, codebook, group)
+    rows, channels = weight.shape
+    form = (channels // 4, weight.bits, group // 4, codebook is not None)
+    if down is None:
+        count = rows * channels // 4
+        return Layout(_EXPANDER, (*form, _QUADS, _WARPS), (-(-count // _QUADS), 1), (count,), _as_read)
+    form = (*form, _ROWS, _ROW_QUADS, _RANK, not down.is_cuda, _LOW_RANK_WARPS)
     grid = (-(-rows // _ROWS), -(-channels // (4 * _ROW_QUADS)))
-    tensors = (codes, scale, codebook, addition.channel_scale, addition.larger, up, down, out.view(torch.int32))
-    form = (*_form(weight), _ROWS, _ROW_QUADS, _RANK, not codes.is_cuda, _LOW_RANK_WARPS)
-    _LOW_RANK_EXPANDER(form, grid, tensors, (rows, channels, rank))
-    return out
+    return Layout(_LOW_RANK_EXPANDER, form, grid, (rows, channels, len(down)), _as_read)

@@ -233,6 +233,11 @@ class Layout:
         launch.compile_by(threads, rank, operands[0].device, *operands, *self.numbers)
 
 
+def contiguous(tensors: Tensors) -> Tensors:
+    """Each with its rows side by side in memory."""
+    return [tensor if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
 def same(tensors: Tensors, others: Tensors) -> bool:
     """Whether they are the very same tensors."""
     return all(one is other for one, other in zip(tensors, others, strict=True))

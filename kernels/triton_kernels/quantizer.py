@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from ..operators import Tensors
-from ..reference.transform import ChannelTransform
-from .launching import Layout, same
+from .launching import Layout, contiguous, same
 from .rows import (
     INFINITY_BITS,
     LARGEST_GROUP,
@@ -163,7 +162,7 @@ def _dequantize_kernel(
     inside = offsets < K
     values *= tl.load(scale + row * stride_scale)
     if HAS_SMOOTH:
-        values = tl.div_rn(values, tl.load(smooth + offsets, mask=inside, other=1.0))
+        values = tl.div_rn(values, tl.load(smooth + offsets, mask=inside, other=1.0).to(tl.float32))
     tl.store(out + row * K + offsets, values.to(out.dtype.element_ty), mask=inside)
 
 
@@ -175,53 +174,37 @@ def _as_read(tensors: Tensors) -> Tensors:
     return dense_channels(tensors[0]), dense_factors(tensors[1])
 
 
-def _layout(
-    x: torch.Tensor, smooth: torch.Tensor | None, rounding: str, rotation_group: int | None, seed: int = 0
-) -> Layout:
-    """The launch on rows and factors like these. `rounding` is the kernel's ROUNDING."""
-    (rows, channels), read, group = x.shape, _as_read((x, smooth)), rotation_group or 1
+def _layout(tensors: Tensors, rotation_group: int | None, rounding: str, seed: int = 0) -> Layout | None:
+    """The launch on checked, non-empty rows and factors like these; None for a group that no kernel rotates. `rounding`
+    is the kernel's ROUNDING."""
+    (x, smooth), group = tensors, rotation_group or 1
+    if group > LARGEST_GROUP:
+        return None
+    rows, channels = x.shape
     *blocks, warps = row_blocks(channels, group)
     form = (smooth is not None, rounding, not x.is_cuda, *blocks, group, warps)
     # 31 bits, so that all seeds are one type to Triton.
     numbers = (channels, x.stride(0) if x.stride(1) == 1 else channels, seed & 0x7FFFFFFF)
-    return Layout(_QUANTIZER, form, (rows, 1), numbers, None if same(read, (x, smooth)) else _as_read)
-
-
-def can_launch(transform: ChannelTransform) -> bool:
-    """Whether the kernels know the transform's rotation."""
-    return (transform.rotation_group or 1) <= LARGEST_GROUP
+    return Layout(_QUANTIZER, form, (rows, 1), numbers, None if same(_as_read(tensors), tensors) else _as_read)
 
 
 def launch_quantize_activations(tensors: Tensors, rotation_group: int | None, activation_bits: int) -> Layout | None:
-    """The launch on checked, non-empty x and smooth like these; None for a group that no kernel rotates."""
-    if (rotation_group or 1) > LARGEST_GROUP:
+    """The launch on x and smooth like these."""
+    return _layout(tensors, rotation_group, "remainder" if activation_bits == 16 else "nearest")
+
+
+def launch_requantize_weight(tensors: Tensors, rotation_group: int | None, seed: int | None) -> Layout | None:
+    """The launch on w and smooth like these."""
+    return _layout(tensors, rotation_group, "weight" if seed is None else "stochastic", seed or 0)
+
+
+def launch_dequantize_weight(tensors: Tensors, rotation_group: int | None, dtype: torch.dtype) -> Layout | None:
+    """The launch on checked, non-empty q, its scale and smooth like these; None for a group that no kernel rotates."""
+    (q, scale, smooth), group = tensors, rotation_group or 1
+    if group > LARGEST_GROUP:
         return None
-    return _layout(tensors[0], tensors[1], "remainder" if activation_bits == 16 else "nearest", rotation_group)
-
-
-def launch_weight_quantizer(
-    w: torch.Tensor, transform: ChannelTransform, seed: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel on checked, non-empty arguments: w [N, K] -> int8 [N, K], float32 scale [N]; stochastically
-    where there is a seed."""
-    made = w.new_empty(w.shape, dtype=torch.int8), w.new_empty(len(w), dtype=torch.float32)
-    rounding = "weight" if seed is None else "stochastic"
-    launch = _layout(w, transform.smooth, rounding, transform.rotation_group, seed or 0)
-    launch((w, transform.smooth), made)
-    return made
-
-
-def launch_weight_dequantizer(
-    q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform, dtype: torch.dtype
-) -> torch.Tensor:
-    """Launch the kernel on checked, non-empty arguments: contiguous q [N, K], scale of 1 or N values -> [N, K]."""
     rows, channels = q.shape
-    group = transform.rotation_group or 1
-    smooth = transform.smooth
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    stride = 0 if scale.numel() == 1 else 1
     block = max(group, min(_DEQUANTIZED_BLOCK, 1 << (channels - 1).bit_length()))
-    tensors = (q, scale, scale if smooth is None else smooth, out)
     form = (smooth is not None, block, group, max(1, min(8, block // 512)))
-    _DEQUANTIZER(form, (rows, -(-channels // block)), tensors, (channels, stride))
-    return out
+    numbers = (channels, 0 if scale.numel() == 1 else 1)
+    return Layout(_DEQUANTIZER, form, (rows, -(-channels // block)), numbers, contiguous)

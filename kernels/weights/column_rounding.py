@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..card.device import weights_use_triton
+from ..card.device import uses_triton
 from ..reference.grouped_codes import CANDIDATES, GROUP
 
 # So few that PyTorch runs an operation on one thread: of thousands of small ones each would wait for the others.
@@ -45,7 +45,7 @@ def round_columns(
         feedback: float32 [B, B], upper triangular with ones on the diagonal.
         codebook: float32 [16], the levels, ascending, of codes of 4 bits; None for INT8.
     """
-    if target.numel() and weights_use_triton(target):
+    if target.numel() and uses_triton(target):
         from ..triton_kernels.column_rounding import launch_column_rounding
 
         return RoundedColumns(*launch_column_rounding(target, scale, feedback, codebook))

@@ -1,10 +1,8 @@
-"""Weights in GGUF's block formats while a model runs: made, turned to floats, expanded to INT8. On a GPU reading is one
-kernel, and to a compiler it is an opaque operator."""
+"""Weights in GGUF's block formats: made, and while a model runs turned to floats and expanded to INT8."""
 
 import torch
 
-from ..card.device import weights_use_triton
-from ..checks import check_float, check_float_matrix, check_same_device, check_weight_scale
+from ..checks import check_float, check_float_matrix, check_weight_scale
 from ..gguf.formats import GGUF_FORMATS, GGUFFormat
 from ..operators import Result, operator
 from ..reference.int8_weights import SMALLEST_SCALE, row_slices
@@ -69,7 +67,7 @@ def _check_dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> li
     return [(_weight_shape(blocks, form), dtype)]
 
 
-@operator(_check_dequantize, "dequantize_blocks")
+@operator(_check_dequantize, "gguf", rounds=())
 def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The float weight [N, K], computed in float32 as ggml does.
 
@@ -81,14 +79,15 @@ def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.
     Raises:
         TypeError, ValueError: wrong dtype, shape or format.
     """
-    form = GGUF_FORMATS[name]
-    if blocks.numel() and weights_use_triton(blocks):
-        from ..triton_kernels.gguf import launch_decoder
-
-        return launch_decoder(blocks, name, form, dtype)
-    return _by_rows(blocks, form, dtype, lambda values, rows: values)
+    return _by_rows(blocks, name, dtype, lambda values, rows: values)
 
 
+def _check_scales(blocks: torch.Tensor, name: str) -> list[Result]:
+    _check_blocks(blocks, name)
+    return [(blocks.shape[:1], torch.float32)]
+
+
+@operator(_check_scales, "gguf", rounds=())
 def gguf_channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
     """The per-channel scale, float32 [N], that `quantize_weight` finds for the decoded weight.
 
@@ -102,11 +101,7 @@ def gguf_channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
     Raises:
         TypeError, ValueError: wrong dtype, shape or format.
     """
-    form = _check_blocks(blocks, name)
-    if blocks.numel() and weights_use_triton(blocks):
-        from ..triton_kernels.gguf import launch_scales
-
-        return launch_scales(blocks, name, form)
+    form = GGUF_FORMATS[name]
     scale = torch.zeros(blocks.shape[0], device=blocks.device)
     for rows in row_slices(_weight_shape(blocks, form)):
         if blocks.shape[1]:
@@ -121,12 +116,10 @@ def _check_expand(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank
     check_weight_scale(scale, shape[0])
     if low_rank is not None:
         low_rank.check(*shape)
-    up, down = low_rank or (None, None)
-    check_same_device(blocks=blocks, scale=scale, up=up, down=down)
     return [(shape, torch.int8)]
 
 
-@operator(_check_expand, "expand_blocks")
+@operator(_check_expand, "gguf", rounds=())
 def expand_gguf(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None) -> torch.Tensor:
     """The INT8 weight: round(w / scale), halves to even. With the scale of `gguf_channel_scales` it is
     `quantize_weight`'s.
@@ -146,15 +139,8 @@ def expand_gguf(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: 
     Raises:
         TypeError, ValueError: wrong dtype, shape, format or device.
     """
-    form = GGUF_FORMATS[name]
     per_channel = scale.reshape(-1, 1).expand(blocks.shape[0], 1)
-    if blocks.numel() and weights_use_triton(blocks):
-        from ..triton_kernels.gguf import launch_decoder, launch_low_rank_expander
-
-        if low_rank is not None:
-            return launch_low_rank_expander(blocks, name, form, per_channel.contiguous(), low_rank)
-        return launch_decoder(blocks, name, form, torch.int8, per_channel.contiguous())
-    return _by_rows(blocks, form, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
+    return _by_rows(blocks, name, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
 
 
 def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:
@@ -172,8 +158,9 @@ def _decode(blocks: torch.Tensor, form: GGUFFormat) -> torch.Tensor:
     return form.decode(blocks.unflatten(1, (-1, form.bytes)), torch.float32)
 
 
-def _by_rows(blocks: torch.Tensor, form: GGUFFormat, dtype: torch.dtype, change) -> torch.Tensor:
+def _by_rows(blocks: torch.Tensor, name: str, dtype: torch.dtype, change) -> torch.Tensor:
     """[N, K] in `dtype`: what `change` (values float32, rows) makes of some decoded rows at a time."""
+    form = GGUF_FORMATS[name]
     out = torch.empty(_weight_shape(blocks, form), dtype=dtype, device=blocks.device)
     if out.numel():
         for rows in row_slices(out.shape):

@@ -6,55 +6,58 @@ is an INT8 weight in fewer bits: nothing is lost when it is expanded.
 
 import torch
 
-from ..card.device import weights_use_triton
-from ..checks import check_same_device, check_weight_scale
+from ..checks import check_weight_scale
 from ..operators import Result, operator
 from ..reference.grouped_codes import GroupedCodes
 from ..reference.int8_weights import row_slices
-from ..reference.low_rank import Addition, rounded_rows
+from ..reference.low_rank import LowRank, rounded_rows
 
 
-def _check(weight: GroupedCodes, addition: Addition | None) -> list[Result]:
+def _check(
+    weight: GroupedCodes, channel_scale: torch.Tensor | None, larger: torch.Tensor | None, low_rank: LowRank | None
+) -> list[Result]:
     weight.check()
-    if addition is not None:
-        addition.low_rank.check(*weight.shape)
-        check_weight_scale(addition.channel_scale, weight.shape[0])
-        check_weight_scale(addition.larger, weight.shape[0])
-        check_same_device(codes=weight.codes, **addition._asdict())
+    if low_rank is not None:
+        low_rank.check(*weight.shape)
+        if channel_scale is None or larger is None:
+            raise TypeError("a low_rank is added to a weight with a channel_scale, and what is larger")
+        check_weight_scale(channel_scale, weight.shape[0])
+        check_weight_scale(larger, weight.shape[0])
     return [(weight.shape, torch.int8)]
 
 
-@operator(_check)
-def expand_codes(weight: GroupedCodes, addition: Addition | None = None) -> torch.Tensor:
+@operator(_check, "grouped_codes", rounds=())
+def expand_codes(
+    weight: GroupedCodes,
+    channel_scale: torch.Tensor | None = None,
+    larger: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
+) -> torch.Tensor:
     """The INT8 weight that codes stand for: clamp(round(level * scale of the group), -127, 127), halves to even.
 
-    With an `addition` it is round((that * channel_scale + up @ down) / larger), clamped alike. The sums are float32, in
+    With a `low_rank` it is round((that * channel_scale + up @ down) / larger), clamped alike. The sums are float32, in
     no certain order.
 
     Args:
         weight: the codes.
-        addition: what is added before rounding.
+        channel_scale: of the weight, float32 [N] or [N, 1].
+        larger: the sum's, such as channel_scale + low_rank.channel_scales(); as many values.
+        low_rank: what is added before rounding, in the basis of the stored weight: rotated as that is. Both scales are
+            read only with it.
 
     Returns:
-        int8 [N, K]; with an addition, zeros in the rows for which `larger` is none: 0, NaN, Inf, negative.
+        int8 [N, K]; with a `low_rank`, zeros in the rows for which `larger` is none: 0, NaN, Inf, negative.
 
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
     """
-    codes = weight.codes
-    if addition is not None:
-        scales = (scale.reshape(-1, 1).expand(len(codes), 1).contiguous() for scale in addition[2:])
-        addition = Addition(*addition.low_rank, *scales)
-    if codes.numel() and weights_use_triton(codes):
-        from ..triton_kernels.grouped_codes import launch_codes_expander, launch_codes_low_rank_expander
-
-        return launch_codes_expander(weight) if addition is None else launch_codes_low_rank_expander(weight, addition)
-    out = torch.empty(weight.shape, dtype=torch.int8, device=codes.device)
+    out = torch.empty(weight.shape, dtype=torch.int8, device=weight.codes.device)
     if out.numel():
         for some in row_slices(out.shape):
             whole = _levels(weight, some).round_().clamp_(-127, 127)
-            if addition is not None:
-                whole = rounded_rows(whole * addition.channel_scale[some], addition.larger, addition.low_rank, some)
+            if low_rank is not None and channel_scale is not None and larger is not None:
+                own, sums = (scale.reshape(-1, 1).expand(len(out), 1) for scale in (channel_scale, larger))
+                whole = rounded_rows(whole * own[some], sums, low_rank, some)
             out[some] = whole.to(torch.int8)
     return out
 

@@ -1,10 +1,8 @@
-"""INT8 weights while a model runs: to floats and, changed by a patch (LoRA), back. On a GPU each is one kernel, and to
-a compiler each is an opaque operator."""
+"""INT8 weights while a model runs: to floats and, changed by a patch (LoRA), back."""
 
 import torch
 
-from ..card.device import weights_use_triton
-from ..checks import check_float_matrix, check_int8_matrix, check_same_device, check_weight_scale
+from ..checks import check_float_matrix, check_int8_matrix, check_weight_scale
 from ..operators import Result, operator
 from ..reference.int8_weights import dequantize_rows, quantize_rows
 from ..reference.transform import UNCHANGED, ChannelTransform
@@ -16,7 +14,7 @@ def _check_requantize(w: torch.Tensor, transform: ChannelTransform, seed: int | 
     return [(w.shape, torch.int8), (w.shape[:1], torch.float32)]
 
 
-@operator(_check_requantize)
+@operator(_check_requantize, "quantizer", rounds=())
 def requantize_weight(
     w: torch.Tensor, transform: ChannelTransform = UNCHANGED, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,12 +32,6 @@ def requantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or group.
     """
-    transform = transform.on(w.device)
-    if w.numel() and weights_use_triton(w):
-        from ..triton_kernels.quantizer import can_launch, launch_weight_quantizer
-
-        if can_launch(transform):
-            return launch_weight_quantizer(w, transform, seed)
     generator = None if seed is None else torch.Generator(w.device).manual_seed(seed)
     return quantize_rows(w, transform, generator)
 
@@ -50,11 +42,10 @@ def _check_dequantize(
     check_int8_matrix("q", q)
     check_weight_scale(scale, q.shape[0])
     transform.check(q.shape[1])
-    check_same_device(q=q, scale=scale)
     return [(q.shape, dtype)]
 
 
-@operator(_check_dequantize)
+@operator(_check_dequantize, "quantizer", rounds=())
 def dequantize_weight(
     q: torch.Tensor,
     scale: torch.Tensor,
@@ -70,12 +61,6 @@ def dequantize_weight(
         dtype: dtype of the result.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or group.
+        TypeError, ValueError: wrong dtype, shape, device or group.
     """
-    transform = transform.on(q.device)
-    if q.numel() and weights_use_triton(q):
-        from ..triton_kernels.quantizer import can_launch, launch_weight_dequantizer
-
-        if can_launch(transform):
-            return launch_weight_dequantizer(q.contiguous(), scale.contiguous(), transform, dtype)
     return dequantize_rows(q, scale, transform, dtype)

@@ -21,7 +21,6 @@ from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import (
     GGUF_FORMATS,
-    Addition,
     ChannelTransform,
     GroupedCodes,
     LowRank,
@@ -188,8 +187,7 @@ def channel_scale(weight: QuantizedTensor) -> torch.Tensor:
 
 
 def _expanded(weight: QuantizedTensor, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
-    addition = None if low_rank is None else Addition(*low_rank, channel_scale(weight), scale)
-    return expand_codes(grouped_codes(weight), addition)
+    return expand_codes(grouped_codes(weight), channel_scale(weight), scale, low_rank)
 
 
 def held_codes(weight: QuantizedTensor, dtype: torch.dtype) -> HeldWeight:

@@ -136,6 +136,7 @@ class INT8Linear:
             if form is None:  # outside dynamic VRAM a patch of a partially loaded model makes floats all the same
                 transform, bits = known_form(self.weight, self).input_form(self.weight)
                 key = next(filter(None, map(key_of, self.weight_function)), None)
+                transform = transform.on(device)  # the weight of a part of the model that is not loaded is elsewhere
                 seed = None if key is None else comfy.utils.string_to_seed(key)  # with which ComfyUI rounds it
                 q, scale = requantize_weight(weight, transform, seed)
             else:

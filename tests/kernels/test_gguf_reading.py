@@ -52,7 +52,7 @@ CASES = [(name, *shape) for name, form in GGUF_FORMATS.items() for shape in SHAP
 def path(request, monkeypatch):
     """The kernels, on a GPU or under the interpreter, and what stands for them without Triton."""
     if request.param == "formulas":
-        monkeypatch.setattr("kernels.weights.gguf.weights_use_triton", lambda tensor: False)
+        monkeypatch.setattr("kernels.operators.uses_triton", lambda tensor: False)
     return request.param
 
 
@@ -190,7 +190,7 @@ def test_nothing_makes_nothing(path):
 
 
 def test_what_does_not_fit_is_refused():
-    blocks, scale = random_blocks("Q4_K", 3, 2), torch.ones(3, device=DEVICE)
+    blocks, scale = random_blocks("Q4_K", 5, 2), torch.ones(5, device=DEVICE)
     readers = (dequantize_gguf, gguf_channel_scales, lambda *given: expand_gguf(*given, scale))
     for read in readers:
         with pytest.raises(ValueError, match=re.escape("'Q4_X' is no known GGUF format; known are Q4_0, Q4_1")):
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused():
             read(blocks, "Q6_K")
     with pytest.raises(TypeError, match="dtype must be bfloat16, float16 or float32"):
         dequantize_gguf(blocks, "Q4_K", torch.int8)
-    with pytest.raises(ValueError, match="weight_scale must hold 1 or 3 values"):
+    with pytest.raises(ValueError, match="weight_scale must hold 1 or 5 values"):
         expand_gguf(blocks, "Q4_K", scale[:2])
     with pytest.raises(ValueError, match="different devices"):
         expand_gguf(blocks, "Q4_K", scale.to("meta"))

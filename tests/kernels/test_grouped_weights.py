@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.reference.grouped_codes import GroupedCodes
-from kernels.reference.low_rank import Addition, LowRank
+from kernels.reference.low_rank import LowRank
 from kernels.weights.grouped import expand_codes
 from support.covering import covering
 from support.tensors import DEVICE, low_rank_of_integers, random_float
@@ -45,7 +45,7 @@ def defined(weight):
 def path(request, monkeypatch):
     """The kernels, on a GPU or under the interpreter, and what stands for them without Triton."""
     if request.param == "formulas":
-        monkeypatch.setattr("kernels.weights.grouped.weights_use_triton", lambda tensor: False)
+        monkeypatch.setattr("kernels.operators.uses_triton", lambda tensor: False)
     return request.param
 
 
@@ -101,8 +101,7 @@ def test_a_low_rank_is_added_before_rounding(path, case, dtype):
         values = expand_codes(weight) * scale[:, None] + low_rank.up.float() @ low_rank.down.float()
         expected = (values / larger[:, None]).round().clamp(-127, 127).to(torch.int8)
         for shape in ((rows,), (rows, 1)):
-            addition = Addition(*low_rank, scale.view(shape), larger.view(shape))
-            assert torch.equal(expand_codes(weight, addition), expected)
+            assert torch.equal(expand_codes(weight, scale.view(shape), larger.view(shape), low_rank), expected)
 
 
 def test_a_low_rank_of_many_rows_and_its_scale(path):
@@ -111,15 +110,15 @@ def test_a_low_rank_of_many_rows_and_its_scale(path):
     low_rank = LowRank(random_float(70, 24, seed=1) / 4, random_float(24, 800, seed=2) / 8)
     larger = scale + low_rank.channel_scales()
     wanted = expand_codes(weight) * scale[:, None] + low_rank.up @ low_rank.down
-    held = expand_codes(weight, Addition(*low_rank, scale, larger))
+    held = expand_codes(weight, scale, larger, low_rank)
     assert ((held * larger[:, None] - wanted).abs() <= 0.51 * larger[:, None]).all()
 
 
 def test_rows_without_a_scale_are_zeros(path):
     weight = random_codes(6, 32, 16, 4, False)
     larger = torch.tensor([0.0, torch.nan, torch.inf, -1.0, 1e-40, 1.0], device=DEVICE)
-    addition = Addition(*low_rank_of_integers(6, 1, 32, torch.float32), torch.ones(6, device=DEVICE), larger)
-    whole = expand_codes(weight, addition)
+    low_rank = low_rank_of_integers(6, 1, 32, torch.float32)
+    whole = expand_codes(weight, torch.ones(6, device=DEVICE), larger, low_rank)
     assert not whole[:5].any() and whole[5].any()
 
 
@@ -166,10 +165,12 @@ def test_what_does_not_fit_is_refused():
             expand_codes(wrong)
     ones, low_rank = torch.ones(4, device=DEVICE), low_rank_of_integers(4, 2, 64, torch.float32)
     for wrong in (
-        Addition(low_rank.up[:3], low_rank.down, ones, ones),
-        Addition(*low_rank, ones[:2], ones),
-        Addition(*low_rank, ones, ones[:2]),
-        Addition(*low_rank, ones, ones.to("meta")),
+        (ones, ones, low_rank._replace(up=low_rank.up[:3])),
+        (ones[:2], ones, low_rank),
+        (ones, ones[:2], low_rank),
+        (ones, ones.to("meta"), low_rank),
     ):
         with pytest.raises(ValueError, match=r"must|different devices"):
-            expand_codes(weight, wrong)
+            expand_codes(weight, *wrong)
+    with pytest.raises(TypeError, match="a low_rank is added to a weight with a channel_scale"):
+        expand_codes(weight, ones, None, low_rank)

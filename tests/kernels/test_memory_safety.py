@@ -81,7 +81,7 @@ CODES = """
 import torch
 from kernels.reference.grouped_codes import GroupedCodes
 from kernels.weights.grouped import expand_codes
-from kernels.reference.low_rank import Addition, LowRank
+from kernels.reference.low_rank import LowRank
 
 for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):
     for n, k in ((1, 32), (37, 96), (5, 4128)):
@@ -92,7 +92,7 @@ for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):
             expand_codes(weight)
             low_rank = LowRank(torch.randn(n, 3, device="cuda"), torch.randn(3, k, device="cuda"))
             ones = torch.ones(n, device="cuda")
-            expand_codes(weight, Addition(*low_rank, ones, ones + low_rank.channel_scales()))
+            expand_codes(weight, ones, ones + low_rank.channel_scales(), low_rank)
 """
 
 

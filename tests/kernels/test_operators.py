@@ -92,10 +92,11 @@ def test_opcheck_of_weights(rows):
     for name in ("Q8_0", "Q4_K"):
         blocks = kernels.quantize_gguf(random_float(rows, 512), name)
         for low_rank in ((), (random_float(rows, 3, seed=1), random_float(3, 512, seed=2))):
-            opcheck("expand_blocks", blocks, name, scale, *low_rank)
+            opcheck("expand_gguf", blocks, name, scale, *low_rank)
         for dtype in (torch.bfloat16, torch.float32):
-            opcheck("dequantize_blocks", blocks, name, dtype)
-    addition = random_float(rows, 3, seed=1), random_float(3, 64, seed=2), scale, scale * 2
+            opcheck("dequantize_gguf", blocks, name, dtype)
+        opcheck("gguf_channel_scales", blocks, name)
+    addition = scale, scale * 2, random_float(rows, 3, seed=1), random_float(3, 64, seed=2)
     for bits, codebook in ((4, None), (4, random_float(16)), (6, None)):
         codes = random_int8(rows, 64 * bits // 8)
         group_scale = random_float(rows, 4, dtype=torch.bfloat16)  # the check computes with it, and cannot in FP8
@@ -111,33 +112,12 @@ def test_blocks_in_a_compiled_graph():
         return int8_linear(x, kernels.expand_gguf(blocks, "Q4_K", scale), scale)
 
     x = random_float(5, 512)
-    assert targets_in_compiled_graph(linear, x).count(OPERATORS.expand_blocks.default) == 1
+    assert targets_in_compiled_graph(linear, x).count(OPERATORS.expand_gguf.default) == 1
     torch._dynamo.reset()
     assert torch.equal(torch.compile(linear, backend="aot_eager", fullgraph=True)(x), linear(x))
     decoded = kernels.dequantize_gguf(blocks, "Q4_K")
     compiled = torch.compile(lambda: kernels.dequantize_gguf(blocks, "Q4_K"), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(), decoded) and decoded.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    "form, leading",
-    covering(
-        list(
-            itertools.product(
-                ((torch.bfloat16, None), (torch.float32, torch.float16)),
-                ((False, False, None), (True, True, 16)),
-                (8, 16),
-            )
-        ),
-        ((), (5,), (2, 3), (2, 0), (7,)),
-    ),
-)
-def test_opcheck_of_the_linear(form, leading):
-    (dtype, out_dtype), (with_bias, with_smooth, group), bits = form
-    smooth = factors(with_smooth)
-    bias = random_float(8, seed=3) if with_bias else None
-    weight, scale = quantize_weight(random_float(8, 64, seed=2), ChannelTransform(smooth, group))
-    opcheck("int8_linear", random_float(*leading, 64, dtype=dtype), weight, scale, bias, smooth, group, out_dtype, bits)
 
 
 WIDTH = 64
@@ -202,7 +182,6 @@ def test_a_compiler_sees_the_two_opaque_operators():
     targets = targets_in_compiled_graph(swiglu(), tokens(12))
     assert targets.count(OPERATORS.quantize_activations.default) == 3
     assert targets.count(OPERATORS.int8_gemm.default) == 3
-    assert OPERATORS.int8_linear.default not in targets
 
 
 class Quantizer(torch.nn.Module):
@@ -301,8 +280,9 @@ def test_gradients_are_refused():
     calls = {
         "quantize_activations": (x,),
         "int8_gemm": (random_int8(2, 16), q_scale, weight, scale, None, torch.float32),
-        "int8_linear": (x, weight, scale),
     }
+    with pytest.raises(RuntimeError, match="int8_linear has no gradient"):
+        int8_linear(x, weight, scale)
     for name, arguments in calls.items():
         for function in (getattr(kernels.ops.linear, name), getattr(OPERATORS, name)):
             with pytest.raises(RuntimeError, match=f"{name} has no gradient"):
@@ -335,9 +315,8 @@ def test_compiled_fused_ops_that_do_not_round_have_gradients():
 def test_weights_and_biases_are_constants():
     weight, scale = quantize_weight(random_float(8, 16, seed=2))
     bias = random_float(8, seed=3).requires_grad_()
-    for function in (int8_linear, OPERATORS.int8_linear):
-        assert not function(random_float(2, 16), weight, scale, bias).requires_grad
-        assert not function(random_float(0, 16), weight, scale, bias).requires_grad
+    for rows in (2, 0):
+        assert not int8_linear(random_float(rows, 16), weight, scale, bias).requires_grad
 
 
 def test_the_pack_can_be_imported_twice(monkeypatch):
@@ -348,10 +327,10 @@ def test_the_pack_can_be_imported_twice(monkeypatch):
     )
     again = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "kernels_again", again)
-    before = OPERATORS.int8_linear.default
+    before = OPERATORS.int8_gemm.default
     spec.loader.exec_module(again)
     assert again.int8_linear is not int8_linear
-    assert torch.ops.int8_dit.int8_linear.default is before
+    assert torch.ops.int8_dit.int8_gemm.default is before
     weight, scale = quantize_weight(random_float(8, 16, seed=2))
     x = random_float(3, 16)
     compiled = torch.compile(lambda x: again.int8_linear(x, weight, scale), backend="aot_eager", fullgraph=True)

@@ -12,7 +12,7 @@ from kernels.kept import KEPT
 from kernels.ops.attention import float_attention, int8_attention
 from kernels.ops.linear import quantize_activations
 from kernels.reference.grouped_codes import GroupedCodes
-from kernels.reference.low_rank import Addition, LowRank
+from kernels.reference.low_rank import LowRank
 from kernels.triton_kernels.tiles import gemm_candidates
 from kernels.triton_kernels.tuning import Tuner, settle
 from kernels.weights.gguf import dequantize_gguf, expand_gguf, gguf_channel_scales, quantize_gguf
@@ -85,7 +85,7 @@ def grouped(device):
     weight = GroupedCodes(codes, values(512, 48, seed=1, device=device).to(torch.float8_e4m3fn), None, 16)
     low_rank = LowRank(values(512, 8, seed=2, device=device), values(8, 768, seed=3, device=device))
     scale = values(512, seed=4, device=device).abs()
-    return expand_codes(weight), expand_codes(weight, Addition(*low_rank, scale, scale + low_rank.channel_scales()))
+    return expand_codes(weight), expand_codes(weight, scale, scale + low_rank.channel_scales(), low_rank)
 
 
 def fused_ops(device):

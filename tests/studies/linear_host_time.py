@@ -58,7 +58,6 @@ def methods(
         "bf16, torch.nn.functional.linear": lambda x: torch.nn.functional.linear(x, weight),
         "native INT8, comfy_kitchen.int8_linear": lambda x: comfy_kitchen.int8_linear(x, q, scale, None, x.dtype),
         "this pack, int8_linear": lambda x: int8_linear(x, q, scale),
-        "this pack, torch.ops.int8_dit.int8_linear": lambda x: torch.ops.int8_dit.int8_linear(x, q, scale),
     }
 
 

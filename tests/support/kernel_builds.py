@@ -17,13 +17,13 @@ import torch
 from machine_code import built, dumped, print_reports
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels import ops
+from kernels import ops, weights
 from kernels.gguf.formats import GGUF_FORMATS
 from kernels.operators import Operator
 from kernels.reference.grouped_codes import GroupedCodes
-from kernels.reference.low_rank import Addition, LowRank
+from kernels.reference.low_rank import LowRank
 from kernels.reference.transform import ChannelTransform
-from kernels.triton_kernels import attention, column_rounding, gguf, grouped_codes, quantizer
+from kernels.triton_kernels import attention, column_rounding, gguf, grouped_codes
 from kernels.triton_kernels.launching import Launcher, Layout
 from support.fused_op_cases import CASES
 from support.sass import AttentionLoop, attention_loop
@@ -114,7 +114,7 @@ def _launch(build: Build) -> None:
         if kind == "activations":
             _launch_op(ops.linear.quantize_activations, (x, transform, build.activation_bits))
         else:
-            quantizer.launch_weight_quantizer(x, transform, 1 if kind == "stochastic" else None)
+            _launch_op(weights.int8.requantize_weight, (x, transform, 1 if kind == "stochastic" else None))
     elif build.kernel.startswith("round"):
         codebook = new(16) if build.kernel == "round_to_codes" else None
         column_rounding.launch_column_rounding(new(rows, channels), new(rows), new(channels, channels), codebook)
@@ -123,23 +123,20 @@ def _launch(build: Build) -> None:
         codes = new(rows, channels * int(bits) // 8, dtype=torch.int8)
         scale = new(rows, channels // 16, dtype=torch.float8_e4m3fn)
         weight = GroupedCodes(codes, scale, new(16) if more else None, 16)
-        if build.kernel == "expand_codes":
-            grouped_codes.launch_codes_expander(weight)
-        else:
-            grouped_codes.launch_codes_low_rank_expander(weight, Addition(*low_rank, new(rows, 1), new(rows, 1)))
+        added = (None, None, None) if build.kernel == "expand_codes" else (new(rows, 1), new(rows, 1), low_rank)
+        _launch_op(weights.grouped.expand_codes, (weight, *added))
     elif build.kernel in ATTENTION:
         _attend(build)
     else:
         form = GGUF_FORMATS[kind]
         blocks = new(rows, channels // form.weights * form.bytes, dtype=torch.uint8)
-        if build.kernel == "expand_with_low_rank":
-            gguf.launch_low_rank_expander(blocks, kind, form, new(rows), low_rank)
-        elif build.kernel == "scales":
-            gguf.launch_scales(blocks, kind, form)
-        elif build.kernel == "expand":
-            gguf.launch_decoder(blocks, kind, form, torch.int8, new(rows))
+        if build.kernel == "scales":
+            _launch_op(weights.gguf.gguf_channel_scales, (blocks, kind))
+        elif build.kernel == "dequantize":
+            _launch_op(weights.gguf.dequantize_gguf, (blocks, kind, dtype))
         else:
-            gguf.launch_decoder(blocks, kind, form, dtype)
+            added = low_rank if build.kernel == "expand_with_low_rank" else None
+            _launch_op(weights.gguf.expand_gguf, (blocks, kind, new(rows), added))
 
 
 def _launch_op(op: Operator, arguments: tuple) -> None:
