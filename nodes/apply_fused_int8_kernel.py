@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from .patching.apply_kernel import apply_fused_kernel, apply_to_text_encoder
 from .patching.attention import set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .sockets import DecidedNode, attention_input, model_outputs, shown
+from .sockets import DecidedNode, attention_input, choice, model_outputs, shown
 
 _OTHERWISE = "ComfyUI's own INT8"
 
@@ -74,12 +74,10 @@ class ApplyFusedINT8KernelCLIP(DecidedNode):
 
 
 def _kernel_input() -> io.Combo.Input:
-    return io.Combo.Input(
+    return choice(
         "kernel",
-        options=["auto", "fused int8"],
-        default="auto",
-        optional=True,
-        tooltip="auto: what Kernel Benchmark found fastest on this card; before such a run the fused kernel on "
+        ["auto", "fused int8"],
+        "auto: what Kernel Benchmark found fastest on this card; before such a run the fused kernel on "
         "consumer Ampere (RTX 30), while on other cards the model runs as before, with a warning. fused int8: on any "
         "card from Ampere on (on a CPU, its slow reference).",
     )

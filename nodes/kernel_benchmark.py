@@ -9,6 +9,7 @@ from ..kernels.benchmark import TICKS, text_of, title
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json
 from .host.notices import show_load_warnings
 from .pictures.plot import check_matplotlib, plot_times
+from .sockets import choice
 
 
 class INT8KernelBenchmark(io.ComfyNode):
@@ -41,12 +42,10 @@ class INT8KernelBenchmark(io.ComfyNode):
                     io.Boolean.Input(tick, default=True, optional=True, advanced=True, tooltip=tip)
                     for tick, tip in TICKS.items()
                 ),
-                io.Combo.Input(
+                choice(
                     "auto_decided",
-                    options=list(DECISIONS),
-                    default=STORE,
-                    optional=True,
-                    tooltip="What decides on this card which linears 'auto' runs in INT8: this run, if the card is "
+                    DECISIONS,
+                    "What decides on this card which linears 'auto' runs in INT8: this run, if the card is "
                     "healthy; what did so before; or only the card's name, which forgets the stored run and measures "
                     "nothing.",
                 ),

@@ -8,7 +8,7 @@ from .host.model_files import model_files, model_path
 from .loading.load import MEMORY_CHOICES, load_int8_model
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
-from .sockets import DecidedNode, attention_input, kernel_input, model_outputs, shown
+from .sockets import DecidedNode, attention_input, choice, kernel_input, model_outputs, shown
 
 NO_BASE = "none"
 
@@ -51,35 +51,29 @@ class LoadINT8DiT(DecidedNode):
                     tooltip="A .safetensors or .gguf file in models/diffusion_models.",
                 ),
                 kernel_input(),
-                io.Combo.Input(
+                choice(
                     "branch",
-                    options=list(BRANCHES),
-                    default=BRANCHES[0],
-                    optional=True,
-                    advanced=True,
-                    tooltip="Which model to load from a file that holds both models of Ideogram 4. A file with one "
+                    BRANCHES,
+                    "Which model to load from a file that holds both models of Ideogram 4. A file with one "
                     "model is loaded as it is.",
-                ),
-                io.Combo.Input(
-                    "base_checkpoint",
-                    options=[NO_BASE, *files[:-1]],  # the demo, which is last, completes no other
-                    default=NO_BASE,
-                    optional=True,
                     advanced=True,
-                    tooltip="For files that hold only linear layers (Transformer Lab's ideogram4-int8-w8a8): a file "
+                ),
+                choice(
+                    "base_checkpoint",
+                    [NO_BASE, *files[:-1]],  # the demo, which is last, completes no other
+                    "For files that hold only linear layers (Transformer Lab's ideogram4-int8-w8a8): a file "
                     "with the whole model of the same branch, in bf16, FP8 or INT8. Only what is missing is taken from "
                     "it. A complete file is loaded without it.",
+                    advanced=True,
                 ),
                 attention_input(),
-                io.Combo.Input(
+                choice(
                     "memory",
-                    options=list(MEMORY_CHOICES),
-                    default=MEMORY_CHOICES[0],
-                    optional=True,
-                    advanced=True,
-                    tooltip="How the weights of a GGUF, W4A8 or W6A8 file lie in memory. INT8: 8 bits each, fastest. "
+                    MEMORY_CHOICES,
+                    "How the weights of a GGUF, W4A8 or W6A8 file lie in memory. INT8: 8 bits each, fastest. "
                     "as stored: as in the file, such as 4.5 bits each in Q4_K, and made INT8 in front of each product. "
                     "Other files are not affected.",
+                    advanced=True,
                 ),
             ],
             outputs=model_outputs(),

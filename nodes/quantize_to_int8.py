@@ -16,7 +16,7 @@ from .patching.attention_kinds import AS_COMFYUI
 from .pictures.plot import check_matplotlib, plot_chart
 from .quantization.quantize import WITHOUT_CALIBRATION, QuantizationSettings, quantize_model
 from .quantization.report import BF16, PROTECTED_IN, QuantizationReport
-from .sockets import CalibrationType, DecidedNode, attention_input, kernel_input
+from .sockets import CalibrationType, DecidedNode, attention_input, choice, kernel_input
 
 _PROTECT: dict[str, tuple[Literal["share", "number", "error"], Any]] = {
     "share of all linears": (
@@ -84,12 +84,12 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
                     "model",
                     tooltip="A diffusion transformer. It is left alone; its LoRAs are baked into the result.",
                 ),
-                io.Combo.Input(
+                choice(
                     "method",
-                    options=list(METHODS),
-                    default=METHODS[0],
-                    tooltip="What is done against outlier channels. 'rotate' is ComfyUI's ConvRot. 'best per layer' "
+                    METHODS,
+                    "What is done against outlier channels. 'rotate' is ComfyUI's ConvRot. 'best per layer' "
                     "tries none, smooth, rotate and both on the recorded inputs.",
+                    optional=False,
                 ),
                 io.Float.Input(
                     "alpha",
@@ -114,12 +114,12 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
                     tooltip="How many of the most fragile layers are protected; protected_in says how. More is closer "
                     "to the original, slower and larger.",
                 ),
-                io.Combo.Input(
+                choice(
                     "weight_scales",
-                    options=[_ABSMAX, _LEAST_ERROR],
-                    default=_ABSMAX,
+                    [_ABSMAX, _LEAST_ERROR],
+                    "'least error' clips a channel's largest weights where that rounds the others better.",
+                    optional=False,
                     advanced=True,
-                    tooltip="'least error' clips a channel's largest weights where that rounds the others better.",
                 ),
                 io.Boolean.Input(
                     "smooth_only_foldable",
@@ -181,30 +181,24 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
                     tooltip="Noise seed of the calibration run; the next prompt takes the next seed.",
                 ),
                 # At the end, where workflows that were saved without it have no value of another widget.
-                io.Combo.Input(
+                choice(
                     "protected_in",
-                    options=list(PROTECTED_IN),
-                    default=PROTECTED_IN[0],
-                    optional=True,
-                    tooltip="What protected layers are held in. 16-bit activations stay on INT8 tensor cores, and only "
+                    PROTECTED_IN,
+                    "What protected layers are held in. 16-bit activations stay on INT8 tensor cores, and only "
                     "this pack reads the file; bf16 is slower and larger. Without calibration it is bf16.",
                 ),
-                io.Combo.Input(
+                choice(
                     "rounding",
-                    options=list(ROUNDINGS),
-                    default=ROUNDINGS[0],
-                    optional=True,
-                    advanced=True,
-                    tooltip="'calibrated' rounds weights so that outputs on the recorded inputs stay (GPTQ), in layers "
+                    ROUNDINGS,
+                    "'calibrated' rounds weights so that outputs on the recorded inputs stay (GPTQ), in layers "
                     "where that is better on inputs held out. It takes longer. Without calibration it is 'nearest'.",
+                    advanced=True,
                 ),
                 attention_input(advanced=True),
-                io.Combo.Input(
+                choice(
                     "weights",
-                    options=list(_WEIGHTS),
-                    default=_EIGHT_BITS,
-                    optional=True,
-                    tooltip="'4 bits' halves the file and the memory once more (W4A8) and loses more. Every layer is "
+                    _WEIGHTS,
+                    "'4 bits' halves the file and the memory once more (W4A8) and loses more. Every layer is "
                     "rotated, the most fragile keep 8 bits, and stock ComfyUI loads the file too.",
                 ),
             ],

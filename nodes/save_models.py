@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from .host.output_files import output_paths, saved_file, workflow_metadata
 from .saving.save import SAVED_TYPES, save_gguf_model, save_int8_model
-from .sockets import filename_prefix_input
+from .sockets import choice, filename_prefix_input
 
 
 class SaveINT8DiT(io.ComfyNode):
@@ -66,14 +66,14 @@ class SaveGGUFDiT(io.ComfyNode):
                     "Best made of a 16-bit file: what was rounded before is rounded twice.",
                 ),
                 filename_prefix_input("diffusion_models/GGUF"),
-                io.Combo.Input(
+                choice(
                     "type",
-                    options=list(SAVED_TYPES),
-                    default="Q8_0",
-                    tooltip="The format of the linear layers. Q8_0: 8.5 bits a weight, hardly to be told from 16 bits, "
+                    SAVED_TYPES,
+                    "The format of the linear layers. Q8_0: 8.5 bits a weight, hardly to be told from 16 bits, "
                     "for every model. Q6_K: 6.6 bits. Q5_K: 5.5 bits. Q4_K: 4.5 bits, the smallest. Layers whose width "
                     "does not divide by 256 are Q8_0 in all of them, and F16 where it does not divide by 32. Q8_CR: "
                     "ComfyUI's own INT8 with ConvRot, which only molbal's ComfyUI-GGUF and Load INT8 DiT read.",
+                    optional=False,
                 ),
             ],
             outputs=[],

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import comfy.model_management
@@ -11,7 +12,7 @@ from ..kernels import AUTO_CHOICES, KERNEL_CHOICES
 from .host.badges import badges_output
 from .host.notices import show_load_warnings
 from .loading.summary import runs_where, summarize
-from .patching.attention_kinds import ATTENTION_KINDS, DEFAULT_ATTENTION
+from .patching.attention_kinds import ATTENTION_KINDS
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
 RecordingType = io.Custom("INT8_RECORDING")
@@ -19,15 +20,21 @@ RecordingType = io.Custom("INT8_RECORDING")
 logger = logging.getLogger(__name__)
 
 
+def choice(name: str, options: Iterable[str], tooltip: str, optional: bool = True, **others: Any) -> io.Combo.Input:
+    """A widget that is set to one of several values: of a new node the first."""
+    first, *rest = options
+    return io.Combo.Input(name, options=[first, *rest], default=first, tooltip=tooltip, optional=optional, **others)
+
+
 def kernel_input() -> io.Combo.Input:
     """The widget that chooses what INT8 linears compute with."""
-    return io.Combo.Input(
+    return choice(
         "kernel",
-        options=list(KERNEL_CHOICES),
-        default="auto",
-        tooltip="auto: what Kernel Benchmark found fastest on this card; before such a run fused INT8 on consumer "
+        KERNEL_CHOICES,
+        "auto: what Kernel Benchmark found fastest on this card; before such a run fused INT8 on consumer "
         "Ampere (RTX 30), bf16 with a warning on other cards. fused int8: the INT8 kernel on any card from Ampere on "
         "(on a CPU, its slow reference). bf16: never INT8.",
+        optional=False,
     )
 
 
@@ -44,15 +51,13 @@ class DecidedNode(io.ComfyNode):
 
 def attention_input(advanced: bool | None = None) -> io.Combo.Input:
     """The widget that chooses what a MODEL's attention computes with."""
-    return io.Combo.Input(
+    return choice(
         "attention",
-        options=list(ATTENTION_KINDS),
-        default=DEFAULT_ATTENTION,
-        optional=True,
-        advanced=advanced,
-        tooltip="auto: exact, the fastest way for this card and shape; what a layer, another node or a launch flag "
+        ATTENTION_KINDS,
+        "auto: exact, the fastest way for this card and shape; what a layer, another node or a launch flag "
         "chose stays. INT8: attention in INT8 too, on any card from Ampere (RTX 30) on, but for blocks that a "
         "calibration keeps exact; check your images. INT8 (comfy-kitchen): comfy-kitchen's own, from RTX 20 on.",
+        advanced=advanced,
     )
 
 

@@ -261,7 +261,4 @@ ATTENTION_KINDS = {
         f"{KITCHEN_INT8} where it fits", _kitchen_obstacle, lambda device: (_kitchen(device),), in_int8=True
     ),
 }
-"""By name, in the order of the widget."""
-
-DEFAULT_ATTENTION = AUTO
-"""What the widget of a new node is set to."""
+"""By name, in the order of the widget, which is set to the first in a new node."""
