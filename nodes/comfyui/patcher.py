@@ -1,17 +1,25 @@
-"""MODELs: what patches change in them, and what a MODEL is besides its weights."""
+"""MODELs: what patches change in them, whatever ComfyUI loads and unloads around it, and what else a MODEL is."""
 
 from typing import NamedTuple
 
 import torch
 from comfy.model_patcher import LowVramPatch, ModelPatcher, get_key_weight
+from comfy.patcher_extension import CallbacksMP
 
 try:
     from comfy.weight_adapter.lora import LoRAAdapter
 except ImportError:
     LoRAAdapter = None
+try:
+    from comfy.hooks import EnumHookMode
+except ImportError:
+    EnumHookMode = None
 
 DIFFUSION_MODEL = "diffusion_model."
 """What ComfyUI puts before the names of a diffusion model's parts, in patches and backups."""
+
+CALLBACK_KEY = "int8_dit"
+"""Of callbacks that clones of a MODEL inherit."""
 
 
 def weight_below_patches(model: ModelPatcher, key: str) -> torch.Tensor:
@@ -87,3 +95,40 @@ def on_other_gpus_again(model: ModelPatcher) -> ModelPatcher:
     except ImportError:
         return model
     return create_multigpu_deepclones(model, 1 + len(copies))
+
+
+def keep_patched(model: ModelPatcher) -> None:
+    """Let a MODEL compute with its patches, once each, on cards where models take turns."""
+    for kind, callback in _CALLBACKS.items():
+        model.add_callback_with_key(kind, CALLBACK_KEY, callback)
+
+
+def let_patches_act(model: ModelPatcher) -> None:
+    """`keep_patched`, and hooks that work on quantized weights: their other mode keeps patched weights as floats, and
+    cannot put those back into quantized ones."""
+    if EnumHookMode is not None:
+        model.hook_mode = EnumHookMode.MinVram
+    keep_patched(model)
+
+
+def _patch_once(model: ModelPatcher, *_: object) -> None:
+    """Where a MODEL is loaded again with less room, ComfyUI (0.30 to 0.33) also lets the weights be patched in use that
+    stay on the device and are patched already: a LoRA then acts twice."""
+    for module in model.model.modules():
+        if getattr(module, "comfy_patched_weights", False):
+            for name in ("weight_function", "bias_function"):
+                functions = getattr(module, name, [])
+                if any(map(is_patch, functions)):
+                    setattr(module, name, [function for function in functions if not is_patch(function)])
+
+
+def _load_again(model: ModelPatcher, *_: object) -> None:
+    """A guider of two models (ComfyUI 0.30 to 0.33) computes on with the first when the second has taken its room: from
+    pageable memory, and without its patches. Loaded with no room at all, it streams from pinned memory and is patched.
+    """
+    loaded = model.model.current_weight_patches_uuid
+    if not model.is_dynamic() and loaded != model.patches_uuid:
+        model.partially_load(model.load_device, 0)
+
+
+_CALLBACKS = {CallbacksMP.ON_LOAD: _patch_once, CallbacksMP.ON_PREPARE_STATE: _load_again}

@@ -17,9 +17,8 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import LowRank, rotation_group_of
-from ..comfyui.patcher import is_patch
+from ..comfyui.patcher import CALLBACK_KEY, is_patch
 from ..comfyui.quantized import HeldWeight, layout_of, stored
-from ..comfyui.residency import CALLBACK_KEY
 from ..files.holding import is_gguf, is_stored
 from .int8_weight import LAYOUT, PerChannelINT8Layout
 from .plain_loras import StoredLoRA, plain_loras

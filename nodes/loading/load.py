@@ -14,7 +14,7 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import FUSED, choose_path, compile_ahead
-from ..comfyui.residency import CALLBACK_KEY, let_patches_act
+from ..comfyui.patcher import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
 from ..files import quant_config
 from ..files.errors import naming_file

@@ -14,8 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
-from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
-from ..comfyui.residency import CALLBACK_KEY
+from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, weight_below_patches
 from ..files.attention_choices import CONFIG
 from ..files.block_lists import AGAIN, block_of, check_lists
 from ..files.reading.values import WEIGHT_DTYPES, check_finite

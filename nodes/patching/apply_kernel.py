@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from ...kernels import choose_path
-from ..comfyui.residency import keep_patched
+from ..comfyui.patcher import keep_patched
 from ..deferred.install import defer, deferring_class
 from ..files.holding import is_stored
 from ..host import notices

@@ -27,8 +27,7 @@ from ...kernels import (
 from ..calibration.calibration import Calibration
 from ..calibration.recorder import CalibrationRun, disarmed
 from ..comfyui.attention import state_dict_of
-from ..comfyui.patcher import DIFFUSION_MODEL, clone_around, on_other_gpus_again, weight_below_patches
-from ..comfyui.residency import CALLBACK_KEY
+from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, clone_around, on_other_gpus_again, weight_below_patches
 from ..deferred.install import defer
 from ..files.holding import coded_weight, is_stored
 from ..host import notices
