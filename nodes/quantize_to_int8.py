@@ -8,8 +8,7 @@ from comfy_execution.validation import validate_node_input
 
 from ..kernels import METHODS, ROUNDINGS, Protection
 from .calibration.recorder import CalibrationRun
-from .host import notices
-from .host.badges import Badge, badges_output
+from .host.notices import Badge, badges_output, show_load_warnings
 from .loading.summary import runs_where, summarize
 from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
@@ -250,7 +249,7 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
         weights=_EIGHT_BITS,
         **given,  # of what calibrates
     ) -> io.NodeOutput:
-        notices.show_load_warnings()
+        show_load_warnings()
         protection = _protection(protect)
         check_attention(attention, model.load_device)
         check_matplotlib()  # before the work whose report it draws

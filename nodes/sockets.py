@@ -9,8 +9,7 @@ import comfy.model_management
 from comfy_api.latest import io
 
 from ..kernels import AUTO_CHOICES, KERNEL_CHOICES
-from .host.badges import badges_output
-from .host.notices import show_load_warnings
+from .host.notices import badges_output, show_load_warnings
 from .loading.summary import runs_where, summarize
 from .patching.attention_kinds import ATTENTION_KINDS
 

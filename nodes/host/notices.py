@@ -1,8 +1,10 @@
-"""Telling the user something once: in the log, and as a toast in the browser that queued the prompt."""
+"""Telling the user something: a warning once, in the log and as a toast in the browser that queued the prompt; and what
+a node shows of its last run."""
 
 import functools
 import logging
 import sys
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -93,3 +95,25 @@ def _show(reason: Reason, summary: str, detail: str) -> None:
 @functools.lru_cache(maxsize=16)
 def _said_in(prompt_id: str) -> set[tuple[str, str]]:
     return set()
+
+
+@dataclass(frozen=True)
+class Badge:
+    """One line inside a node (web/results.js).
+
+    Attributes:
+        severity: its colour: what the user wants, what the user should know, or what is not as it should be.
+        text: a few words.
+        detail: the whole story, in small type below.
+        reason: of a warning, which paragraph of the help page is about it: a reason of `warn`, or "".
+    """
+
+    severity: Literal["good", "note", "warn"]
+    text: str
+    detail: str = ""
+    reason: Reason | Literal[""] = ""
+
+
+def badges_output(*badges: Badge) -> dict[str, list[dict]]:
+    """The ui result of a node that shows these."""
+    return {"int8_dit_badges": [asdict(badge) for badge in badges]}

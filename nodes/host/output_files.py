@@ -10,7 +10,7 @@ import folder_paths
 from comfy.cli_args import args
 from comfy_api.latest import io
 
-from .badges import Badge, badges_output
+from .notices import Badge, badges_output
 
 
 def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterator[str]:

@@ -11,7 +11,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path
 from ..comfyui.attention import OVERRIDE, chosen_layers
 from ..comfyui.quantized import NATIVE_FORMAT, layout_of
-from ..host.badges import Badge
+from ..host.notices import Badge
 from ..layers.layer_selection import class_patch, keeps_exact, linears, quantizable_linears
 from ..layers.weight_form import WeightForm, weight_form
 from ..patching.attention import AttentionOverride
