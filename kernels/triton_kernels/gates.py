@@ -1,14 +1,11 @@
 """Activation functions and their gates, quantized for the next linear, one program a token."""
 
-import torch
 import triton
 import triton.language as tl
 
 from ..operators import Tensors
-from .launching import Layout, same
+from .launching import Layout, dense
 from .rows import (
-    dense_channels,
-    dense_factors,
     fits_registers,
     input_offsets,
     magnitude_bits,
@@ -123,14 +120,9 @@ def activate_quantize_kernel(
 ACTIVATE_QUANTIZE = row_launcher(activate_quantize_kernel)
 
 
-def _tokens(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """[..., F] as [B, T, F] or [T, F] with dense channels."""
-    tensor = dense_channels(tensor)
-    return tensor if tensor is None or tensor.ndim in (2, 3) else tensor.reshape(-1, tensor.shape[-1])
-
-
 def _as_read(tensors: Tensors) -> Tensors:
-    return [*map(_tokens, tensors[:-1]), dense_factors(tensors[-1])]
+    """[..., F] as [B, T, F] or [T, F]."""
+    return [part if part is None or part.ndim < 4 else part.reshape(-1, part.shape[-1]) for part in dense(tensors)]
 
 
 def launch_activate_quantize(
@@ -148,10 +140,4 @@ def launch_activate_quantize(
     form = (activation, *given, activation_bits == 16, not gate.is_cuda, head, tail, group, warps)
     tokens = gate.numel() // gate.shape[-1] if gate.ndim > 3 else gate.shape[-2]
     numbers = (tokens, channels, first, *(stride for part in read[:3] for stride in token_strides(part)))
-    return Layout(
-        ACTIVATE_QUANTIZE,
-        form,
-        (gate.numel() // gate.shape[-1], 1),
-        numbers,
-        None if same(read, tensors) else _as_read,
-    )
+    return Layout(ACTIVATE_QUANTIZE, form, (gate.numel() // gate.shape[-1], 1), numbers, tensors, _as_read)

@@ -15,8 +15,7 @@ from ..operators import Tensors
 from .background import Background, beside_calls
 from .exactness import WrongResult, check_exact
 from .gemm_kernel import Operands, gemm_build, int8_gemm_kernel
-from .launching import Launcher, StandIn, begin_on_16, on_device
-from .rows import dense_channels
+from .launching import Launcher, StandIn, begin_on_16, contiguous, dense, on_device
 from .tiles import PIPELINES, GemmConfig, gemm_candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
@@ -238,12 +237,11 @@ def _in_wider_rows(matrix: torch.Tensor, k: int) -> torch.Tensor:
 
 def _as_read(tensors: Tensors, out: torch.Tensor) -> Operands:
     q, q_scale, weight, weight_scale, bias = tensors
-    q, weight = dense_channels(q), dense_channels(weight)
-    assert q is not None and weight is not None
+    q, weight = dense((q, weight))
     if weight.shape[1] % 16:
         q, weight = _in_wider_rows(q, weight.shape[1]), _in_wider_rows(weight, weight.shape[1])
-    dense = [None if vector is None else vector.contiguous() for vector in (q_scale, weight_scale, bias)]
-    return Operands(q, weight, dense[0], dense[1], dense[2], out)
+    q_scale, weight_scale, bias = contiguous((q_scale, weight_scale, bias))
+    return Operands(q, weight, q_scale, weight_scale, bias, out)
 
 
 class TunedGemm:

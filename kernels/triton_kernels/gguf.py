@@ -190,22 +190,23 @@ def _as_read(tensors: Tensors) -> Tensors:
     return [aligned(blocks), scale.reshape(-1).expand(len(blocks)).contiguous(), *factors]
 
 
-def _decoder(blocks: torch.Tensor, tile: tuple, row_blocks: int, as_read: Callable[[Tensors], Tensors]) -> Layout:
+def _decoder(tensors: Tensors, tile: tuple, row_blocks: int, as_read: Callable[[Tensors], Tensors]) -> Layout:
+    blocks = tensors[0]
     count = blocks.numel() // tile[1]
     constants = (*tile, row_blocks, not blocks.is_cuda, _WARPS)
-    return Layout(_DECODER, constants, (-(-count // tile[3]), 1), (count,), as_read)
+    return Layout(_DECODER, constants, (-(-count // tile[3]), 1), (count,), tensors, as_read)
 
 
 def launch_dequantize_gguf(tensors: Tensors, name: str, dtype: torch.dtype) -> Layout:
     """The launch on checked, non-empty blocks like these."""
-    return _decoder(tensors[0], _tile(name, _BYTES), 0, lambda tensors: [aligned(tensors[0]), None])
+    return _decoder(tensors, _tile(name, _BYTES), 0, lambda tensors: [aligned(tensors[0]), None])
 
 
 def launch_gguf_channel_scales(tensors: Tensors, name: str) -> Layout:
     """The launch on checked, non-empty blocks like these."""
     (blocks,) = tensors
     constants = (*_tile(name, _BYTES), blocks.shape[1] // GGUF_FORMATS[name].bytes, _WARPS)
-    return Layout(_SCALES, constants, (len(blocks), 1), (), lambda tensors: [aligned(tensors[0])])
+    return Layout(_SCALES, constants, (len(blocks), 1), (), tensors, lambda tensors: [aligned(tensors[0])])
 
 
 def launch_expand_gguf(tensors: Tensors, name: str) -> Layout:
@@ -214,9 +215,9 @@ def launch_expand_gguf(tensors: Tensors, name: str) -> Layout:
     form = GGUF_FORMATS[name]
     if up is None:
         tile = _tile(name, _BYTES if form.bytes % 16 else _ALIGNED_BYTES)
-        return _decoder(blocks, tile, blocks.shape[1] // form.bytes, _as_read)
+        return _decoder(tensors, tile, blocks.shape[1] // form.bytes, _as_read)
     rows, (rank, channels) = len(blocks), down.shape
     grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
     tile = (name, form.bytes, form.weights, _ROWS, _COLUMNS // form.weights, _runs(form), _RANK)
     constants = (*tile, not blocks.is_cuda, _LOW_RANK_WARPS)
-    return Layout(_LOW_RANK_EXPANDER, constants, grid, (rows, channels, rank), _as_read)
+    return Layout(_LOW_RANK_EXPANDER, constants, grid, (rows, channels, rank), tensors, _as_read)

@@ -184,7 +184,7 @@ def launch_expand_codes(tensors: Tensors, group: int) -> Layout:
     form = (channels // 4, weight.bits, group // 4, codebook is not None)
     if down is None:
         count = rows * channels // 4
-        return Layout(_EXPANDER, (*form, _QUADS, _WARPS), (-(-count // _QUADS), 1), (count,), _as_read)
+        return Layout(_EXPANDER, (*form, _QUADS, _WARPS), (-(-count // _QUADS), 1), (count,), tensors, _as_read)
     form = (*form, _ROWS, _ROW_QUADS, _RANK, not down.is_cuda, _LOW_RANK_WARPS)
     grid = (-(-rows // _ROWS), -(-channels // (4 * _ROW_QUADS)))
-    return Layout(_LOW_RANK_EXPANDER, form, grid, (rows, channels, len(down)), _as_read)
+    return Layout(_LOW_RANK_EXPANDER, form, grid, (rows, channels, len(down)), tensors, _as_read)

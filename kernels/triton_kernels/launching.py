@@ -16,15 +16,14 @@ The GEMM's M is not.
 """
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..internals.function_modes import without_memory
 from ..internals.triton_runtime import COMPILES_ALONE, compile_alone, compile_launcher, direct_launch, is_unfit
 from ..kept import KEPT, keep
 from ..operators import Tensors
@@ -40,44 +39,19 @@ def built(kernel: Any, *values: object, **options: object) -> Build:
     return dict(zip(kernel.arg_names[-len(values) :], values, strict=True)), options
 
 
-@dataclass(frozen=True)
-class StandIn:
+class StandIn(torch.Tensor):
     """What is asked of a tensor before it is there: contiguous, and beginning on 16 bytes."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+    __torch_dispatch__ = None  # nothing is computed with it
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "StandIn":
+        return without_memory(cls, shape, dtype=dtype, device=device)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "StandIn":
         """For one like it."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def stride(self, axis: int | None = None) -> Any:
-        strides = [math.prod(self.shape[after:]) for after in range(1, len(self.shape) + 1)]
-        return tuple(strides) if axis is None else strides[axis]
-
-    def float(self) -> "StandIn":
-        return self
-
-    def contiguous(self) -> "StandIn":
-        return self
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def get_device(self) -> int:
-        return -1 if self.device.index is None else self.device.index
+        return cls(tensor.shape, tensor.dtype, tensor.device)
 
     def data_ptr(self) -> int:
         return 0
@@ -138,6 +112,15 @@ class Launch:
         else:
             self.direct(*grid, *arguments)
 
+    def on(
+        self, grid: Grid, tensors: Sequence[torch.Tensor], pointers: Sequence[int], numbers: tuple[float, ...]
+    ) -> None:
+        """The same on tensors that begin at `pointers`."""
+        if self.direct is None:
+            self.first(grid, *tensors, *numbers)
+        else:
+            self.direct(*grid, *pointers, *numbers)
+
 
 class Launcher:
     """A kernel's launches; see above.
@@ -154,23 +137,21 @@ class Launcher:
         self, form: tuple, grid: Grid, tensors: Sequence[torch.Tensor], numbers: tuple[float, ...] = ()
     ) -> None:
         """Launch on the tensors' device and its current stream; the tensors are on one device, which is not checked."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
         with on_device(tensors[0].device):
-            pointers = [tensor.data_ptr() for tensor in tensors]
-            launch = self._prepared(form, tensors, pointers, numbers)
-            if launch.direct is None:
-                launch.first(grid, *tensors, *numbers)
-            else:
-                launch.direct(*grid, *pointers, *numbers)
+            self.prepared(form, tensors, numbers, pointers).on(grid, tensors, pointers, numbers)
 
-    def prepared(self, form: tuple, tensors: Sequence[torch.Tensor], numbers: tuple[float, ...] = ()) -> Launch:
-        """The launch for tensors and numbers like these."""
-        return self._prepared(form, tensors, [tensor.data_ptr() for tensor in tensors], numbers)
-
-    def _prepared(
-        self, form: tuple, tensors: Sequence[torch.Tensor], pointers: list[int], numbers: tuple[float, ...]
+    def prepared(
+        self,
+        form: tuple,
+        tensors: Sequence[torch.Tensor],
+        numbers: tuple[float, ...] = (),
+        pointers: list[int] | None = None,
     ) -> Launch:
+        """The launch for tensors and numbers like these; `pointers` are where the tensors begin."""
+        begin = begin_on_16([tensor.data_ptr() for tensor in tensors] if pointers is None else pointers)
         dtypes = tuple([tensor.dtype for tensor in tensors])
-        key = (self, tensors[0].get_device(), form, dtypes, begin_on_16(pointers), _specialized(numbers))
+        key = (self, tensors[0].get_device(), form, dtypes, begin, _specialized(numbers))
         return KEPT.get(key) or keep(key, Launch(self.kernel, *self.build(*form)))
 
 
@@ -184,7 +165,8 @@ class Layout:
 
     Args:
         launcher, form, grid, numbers: as a Launcher is called.
-        as_read: what of the tensors the kernel reads, where that is not they themselves.
+        tensors: like those of all launches, None for a missing one.
+        as_read: what of such tensors the kernel reads.
     """
 
     def __init__(
@@ -193,10 +175,13 @@ class Layout:
         form: tuple,
         grid: Grid,
         numbers: tuple[float, ...],
-        as_read: Callable[[Tensors], Tensors] | None = None,
+        tensors: Tensors,
+        as_read: Callable[[Tensors], Tensors],
     ) -> None:
         self.launcher, self.form, self.grid, self.numbers = launcher, form, grid, numbers
-        self._as_read = as_read
+        read = as_read(tensors)
+        same = len(read) == len(tensors) and all(one is other for one, other in zip(read, tensors, strict=True))
+        self._as_read = None if same else as_read
         self._aligned: Launch | None = None  # that of tensors which all begin on 16 bytes
 
     @property
@@ -212,23 +197,19 @@ class Layout:
         return [*[first if tensor is None else tensor for tensor in read], *results]
 
     def __call__(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
-        """Launch on the tensors, None for a missing one, to fill the results behind them."""
+        """Launch on the tensors to fill the results behind them."""
         operands = self.operands(tensors, results)
-        pointers = [tensor.data_ptr() for tensor in operands]
+        pointers, launch = [tensor.data_ptr() for tensor in operands], self._aligned
+        aligned = begin_on_16(pointers) is None
         with on_device(operands[0].device):
-            launch = self._aligned
-            if launch is None or begin_on_16(pointers) is not None:
-                launch = self.launcher.prepared(self.form, operands, self.numbers)
-                if begin_on_16(pointers) is None:
-                    self._aligned = launch
-            if launch.direct is None:
-                launch.first(self.grid, *operands, *self.numbers)
-            else:
-                launch.direct(*self.grid, *pointers, *self.numbers)
+            if launch is None or not aligned:
+                launch = self.launcher.prepared(self.form, operands, self.numbers, pointers)
+                self._aligned = launch if aligned else self._aligned
+            launch.on(self.grid, operands, pointers, self.numbers)
 
-    def compile_by(self, threads: Background, rank: float, tensors: Sequence[Any], results: Sequence[Any]) -> None:
+    def compile_by(self, threads: Background, rank: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
         """Have it compiled by other threads for tensors for which these `StandIn`s are."""
-        operands: Any = self.operands(tensors, results)
+        operands = self.operands(tensors, results)
         launch = self.launcher.prepared(self.form, operands, self.numbers)
         launch.compile_by(threads, rank, operands[0].device, *operands, *self.numbers)
 
@@ -238,9 +219,9 @@ def contiguous(tensors: Tensors) -> Tensors:
     return [tensor if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
-def same(tensors: Tensors, others: Tensors) -> bool:
-    """Whether they are the very same tensors."""
-    return all(one is other for one, other in zip(tensors, others, strict=True))
+def dense(tensors: Tensors) -> Tensors:
+    """Each with neighbouring channels side by side in memory, copied only where they are not."""
+    return [tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
 def begin_on_16(pointers: list[int]) -> tuple[bool, ...] | None:

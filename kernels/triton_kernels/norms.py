@@ -5,10 +5,8 @@ import triton
 import triton.language as tl
 
 from ..operators import Tensors
-from .launching import Layout, same
+from .launching import Layout, dense
 from .rows import (
-    dense_channels,
-    dense_factors,
     fits_registers,
     input_offsets,
     magnitude_bits,
@@ -221,11 +219,6 @@ def gated_residual_kernel(
 NORM_QUANTIZE = row_launcher(norm_quantize_kernel)
 
 
-def _smoothed_as_read(tensors: Tensors) -> Tensors:
-    *others, smooth, rows = tensors
-    return [*map(dense_channels, others), dense_factors(smooth), dense_channels(rows)]
-
-
 def launch_norm_quantize(
     tensors: Tensors, kind: str, eps: float, rotation_group: int | None, activation_bits: int
 ) -> Layout | None:
@@ -235,22 +228,16 @@ def launch_norm_quantize(
     channels, group = x.shape[-1], rotation_group or 1
     if not fits_registers(channels, group):
         return None
-    read = _smoothed_as_read(tensors)
+    read = dense(tensors)
     given = (tensor is not None for tensor in tensors[1:])
     head, tail, _, warps = row_blocks(channels, group)
     form = (kind, *given, activation_bits == 16, not x.is_cuda, head, tail, group, warps)
     strides = (*token_strides(read[0]), *token_strides(read[3]), *token_strides(read[4]))
     numbers = (x.shape[-2], channels, *strides, eps)
-    return Layout(
-        NORM_QUANTIZE, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _smoothed_as_read
-    )
+    return Layout(NORM_QUANTIZE, form, (x.numel() // channels, 1), numbers, tensors, dense)
 
 
 GATED_RESIDUAL = row_launcher(gated_residual_kernel)
-
-
-def _as_read(tensors: Tensors) -> Tensors:
-    return [*map(dense_channels, tensors)]
 
 
 def launch_gated_residual(
@@ -262,8 +249,8 @@ def launch_gated_residual(
     channels = x.shape[-1]
     if not fits_registers(channels, 1):
         return None
-    read = _as_read(tensors)
     head, tail, _, warps = row_blocks(channels, 1)
     form = (kind or "none", *(tensor is not None for tensor in (*given[1:], given[0])), head, tail, warps)
-    numbers = (x.shape[-2], channels, *(stride for tensor in read[:3] for stride in token_strides(tensor)), eps)
-    return Layout(GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, None if same(read, tensors) else _as_read)
+    strides = (stride for tensor in dense(tensors[:3]) for stride in token_strides(tensor))
+    numbers = (x.shape[-2], channels, *strides, eps)
+    return Layout(GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, tensors, dense)

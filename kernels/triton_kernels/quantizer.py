@@ -8,14 +8,12 @@ import triton
 import triton.language as tl
 
 from ..operators import Tensors
-from .launching import Layout, contiguous, same
+from .launching import Layout, contiguous, dense
 from .rows import (
     INFINITY_BITS,
     LARGEST_GROUP,
     ROUND_TO_EVEN,
     SMALLEST_SCALE_CONSTEXPR,
-    dense_channels,
-    dense_factors,
     input_offsets,
     magnitude_bits,
     rotate_row,
@@ -47,7 +45,7 @@ def _load_prepared(
     offsets = input_offsets(start, BLOCK, GROUP)
     values = tl.load(x_row + offsets, mask=offsets < K, other=0.0).to(tl.float32)
     if HAS_SMOOTH and (ROUNDING == "weight" or ROUNDING == "stochastic"):
-        values *= tl.load(smooth + offsets, mask=offsets < K, other=1.0)
+        values *= tl.load(smooth + offsets, mask=offsets < K, other=1.0).to(tl.float32)
         return transformed(values, smooth, offsets, K, False, INTERPRETED, BLOCK, GROUP)
     else:
         return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, GROUP)
@@ -170,10 +168,6 @@ _QUANTIZER = row_launcher(quantize_rows_kernel)
 _DEQUANTIZER = row_launcher(_dequantize_kernel)
 
 
-def _as_read(tensors: Tensors) -> Tensors:
-    return dense_channels(tensors[0]), dense_factors(tensors[1])
-
-
 def _layout(tensors: Tensors, rotation_group: int | None, rounding: str, seed: int = 0) -> Layout | None:
     """The launch on checked, non-empty rows and factors like these; None for a group that no kernel rotates. `rounding`
     is the kernel's ROUNDING."""
@@ -185,7 +179,7 @@ def _layout(tensors: Tensors, rotation_group: int | None, rounding: str, seed: i
     form = (smooth is not None, rounding, not x.is_cuda, *blocks, group, warps)
     # 31 bits, so that all seeds are one type to Triton.
     numbers = (channels, x.stride(0) if x.stride(1) == 1 else channels, seed & 0x7FFFFFFF)
-    return Layout(_QUANTIZER, form, (rows, 1), numbers, None if same(_as_read(tensors), tensors) else _as_read)
+    return Layout(_QUANTIZER, form, (rows, 1), numbers, tensors, dense)
 
 
 def launch_quantize_activations(tensors: Tensors, rotation_group: int | None, activation_bits: int) -> Layout | None:
@@ -207,4 +201,4 @@ def launch_dequantize_weight(tensors: Tensors, rotation_group: int | None, dtype
     block = max(group, min(_DEQUANTIZED_BLOCK, 1 << (channels - 1).bit_length()))
     form = (smooth is not None, block, group, max(1, min(8, block // 512)))
     numbers = (channels, 0 if scale.numel() == 1 else 1)
-    return Layout(_DEQUANTIZER, form, (rows, -(-channels // block)), numbers, contiguous)
+    return Layout(_DEQUANTIZER, form, (rows, -(-channels // block)), numbers, tensors, contiguous)

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from ..operators import Tensors
-from .launching import Layout, same
-from .rows import dense_channels, fits_registers, row_launcher, token_offset
+from .launching import Layout, dense
+from .rows import fits_registers, row_launcher, token_offset
 
 
 @triton.jit
@@ -124,7 +124,9 @@ def norm_rope_kernel(
     q,
     k,
     q_weight,
+    q_bias,
     k_weight,
+    k_bias,
     freqs,
     q_out,
     k_out,
@@ -159,7 +161,7 @@ def norm_rope_kernel(
     HALF: tl.constexpr,
 ):
     """One program: the query or the key of one token. Both follow each other, so that one finds the other's matrices
-    in the cache."""
+    in the cache. There are no biases."""
     row = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 0:
         _norm_rope_token(
@@ -191,15 +193,8 @@ def _side(heads: int, width: int, kind: str | None, weight: torch.Tensor | None)
     return "none" if kind is None else "all" if of_all else "heads", weight is not None, heads, head, tail
 
 
-def _as_they_are(tensors: Tensors) -> Tensors:
-    """Without the norms' biases, which there are not."""
-    q, k, q_weight, _, k_weight, _, freqs = tensors
-    return q, k, q_weight, k_weight, freqs
-
-
 def _as_read(tensors: Tensors) -> Tensors:
-    *others, freqs = _as_they_are(tensors)
-    return *map(dense_channels, others), freqs.contiguous()
+    return [*dense(tensors[:-1]), tensors[-1].contiguous()]
 
 
 def launch_norm_rope(
@@ -218,13 +213,11 @@ def launch_norm_rope(
     writable = out is None or out[0].stride(-1) == out[1].stride(-1) == 1
     if not writable or not fits_registers(max(heads) * width, 1):
         return None
-    read = _as_read(tensors)
     results = out or [x.new_empty(x.shape) for x in (q, k)]
     half = 1 << (width // 2 - 1).bit_length()
     sides = (*_side(heads[0], width, q_kind, q_weight), *_side(heads[1], width, k_kind, k_weight))
     warps = max(1, min(16, (1 << (max(heads).bit_length() - 1)) * 2 * half // 1024))
     form = (*sides, pairs == "neighbours", freqs.numel() != q.shape[1] * width * 2, width, half, warps)
-    strides = (stride for x in (*read[:2], *results) for stride in _strides(x))
+    strides = (stride for x in (*dense((q, k)), *results) for stride in _strides(x))
     grid = (2 * q.shape[0] * q.shape[1], 1)
-    as_read = _as_they_are if same(read, _as_they_are(tensors)) else _as_read
-    return Layout(NORM_ROPE, form, grid, (q.shape[1], *strides, q_eps, k_eps), as_read)
+    return Layout(NORM_ROPE, form, grid, (q.shape[1], *strides, q_eps, k_eps), tensors, _as_read)

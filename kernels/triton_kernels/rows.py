@@ -104,7 +104,7 @@ def transformed(
 ):
     """A part of one row, float32 [BLOCK] from `input_offsets`, smoothed and rotated."""
     if HAS_SMOOTH:
-        factors = tl.load(smooth + offsets, mask=offsets < K, other=1.0)
+        factors = tl.load(smooth + offsets, mask=offsets < K, other=1.0).to(tl.float32)
         values *= reciprocal(factors, INTERPRETED)
     if GROUP > 1:
         values = rotate_row(values, BLOCK, GROUP)
@@ -176,13 +176,3 @@ def token_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
         return 0, 0
     strides = [stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
     return (0, strides[0]) if tensor.ndim == 2 else (strides[0], strides[1])
-
-
-def dense_channels(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same with neighbouring channels side by side in memory, copied only where they are not."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def dense_factors(factors: torch.Tensor | None) -> torch.Tensor | None:
-    """The same in float32, side by side in memory."""
-    return factors if factors is None else factors.float().contiguous()
