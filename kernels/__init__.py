@@ -31,7 +31,7 @@ from .numerics.statistics import ActivationStatistics
 from .ops.attention import int8_attention, int8_attention_obstacle
 from .ops.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
 from .ops.gates import activate_quantize, activated
-from .ops.linear import LinearWeight, RepeatedLinear, compile_ahead, int8_gemm, int8_linear, settle
+from .ops.linear import LinearWeight, RepeatedLinear, compile_ahead, int8_gemm, int8_linear, runs_kitchen, settle
 from .ops.norms import Norm, gated_residual, modulated, norm_quantize
 from .ops.rope import norm_rope
 from .reference.grouped_codes import GroupedCodes

@@ -33,4 +33,4 @@ from .outcome import (
     total_times,
     totals_by_shape,
 )
-from .report import IDEOGRAM4_SHAPES, LinearShape, Times, markdown, notes
+from .report import IDEOGRAM4_SHAPES, LinearShape, ShapeResult, Times, markdown, notes

@@ -71,10 +71,36 @@ GLUON = Assumption(
     as_new_as=f"{_GLUON_LANGUAGE}/nvidia/ampere/__init__.py",
 )
 
+_CAPSULE = r"_wrap_for_dlpack\({}\),\s+"
+KITCHEN_GEMM = Assumption(
+    "what comfy-kitchen's GEMM takes",
+    "it is not tried beside the pack's own kernels",
+    {
+        "comfy_kitchen/backends/cuda/__init__.py": (
+            r"_C\.cutlass_int8_dequant\(\s+"
+            + _CAPSULE.format("x_int8")
+            + _CAPSULE.format("weight_int8")
+            + _CAPSULE.format(r"x_scale_arg\.reshape\(m, 1\)")
+            + _CAPSULE.format("ws_cutlass")
+            + _CAPSULE.format("bias_arg")
+            + _CAPSULE.format("output")
+            + r"DTYPE_TO_CODE\[out_dtype\],\s+torch\.cuda\.current_stream\(x_int8\.device\)\.cuda_stream,\s+\)",
+        )
+    },
+    as_new_as="comfy_kitchen/gated_delta.py",
+)
+
 ASSUMPTIONS = (
     DIRECT_LAUNCH,
     COMPILING_ALONE,
     GLUON,
+    KITCHEN_GEMM,
+    Assumption(
+        "how Triton names the version of what it compiled",
+        "each thread that compiles beside the loading finds that out for itself, which takes a third of a second",
+        {"triton/runtime/cache.py": (r"^def triton_key\(\)",)},
+        as_new_as="triton/runtime/_async_compile.py",
+    ),
     Assumption(
         "tensor descriptors",
         "Hopper's kernels read through pointers, which is slower",

@@ -1,11 +1,14 @@
-"""comfy-kitchen's INT8 linear and the backends that it has of it."""
+"""comfy-kitchen's INT8 linear, the backends that it has of it, and the GEMM in it."""
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .assumptions import KITCHEN_GEMM, holds
 
 
 def kitchen_linear(backend: str | None = None) -> Callable[..., torch.Tensor]:
@@ -29,6 +32,40 @@ def kitchen_attention(device: torch.device) -> Callable[..., torch.Tensor]:
     if runs is None or not runs(device):
         raise LookupError("comfy-kitchen has no INT8 attention here")
     return library.int8_attention
+
+
+@functools.cache
+def kitchen_gemm() -> Callable[..., bool] | None:
+    """Its GEMM of quantized activations, which multiplies by the scales and adds the bias; None where it has none here.
+
+    The function takes q int8 [M, K], weight int8 [N, K], q_scale float32 [M], weight_scale float32 [N], bias in the
+    dtype of the result or None, and the result [M, N], all contiguous. It launches on the current device and stream,
+    and returns whether there was a kernel for that.
+    """
+    try:
+        cuda = _module("comfy_kitchen.backends.cuda") if holds(KITCHEN_GEMM) else None
+    except (ImportError, LookupError, OSError):  # its library may want another CUDA
+        return None
+    library = getattr(cuda, "_C", None)
+    if cuda is None or not hasattr(library, "cutlass_int8_dequant"):
+        return None
+
+    def run(
+        q: torch.Tensor,
+        weight: torch.Tensor,
+        q_scale: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> bool:
+        bias = out.new_empty(0) if bias is None else bias.detach()
+        operands = (q, weight, q_scale.unsqueeze(1), weight_scale, bias, out)
+        # -1: the stream waits for no other.
+        capsules = [tensor.__dlpack__(stream=-1) for tensor in operands]
+        stream = torch.cuda.current_stream(out.device).cuda_stream
+        return library.cutlass_int8_dequant(*capsules, cuda.DTYPE_TO_CODE[out.dtype], stream)
+
+    return run
 
 
 def backend_for(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> str:

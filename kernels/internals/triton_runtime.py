@@ -1,6 +1,7 @@
 """Triton's runtime: its driver, what it raises, where it keeps files, and a compiled kernel launched past it."""
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,11 @@ try:
     from triton.compiler import CompiledKernel
 except ImportError:
     CompiledKernel = None
+
+try:
+    from triton.runtime.cache import triton_key
+except ImportError:  # Triton 3.3 and older, and perhaps newer ones
+    triton_key = None
 
 # Triton's own errors of a kernel that does not run on a card. Before 3.3 it raises plain RuntimeErrors for ptxas, and
 # in all versions for failed compiler passes; those are told apart from errors of the launch by their text.
@@ -76,11 +82,17 @@ COMPILES_ALONE = holds(COMPILING_ALONE)
 """Whether a thread may compile a kernel that nobody launches yet, while others launch and compile."""
 
 
+_hashing = threading.Lock()
+
+
 def compile_alone(kernel: Any, arguments: Sequence[object], named: Mapping[str, object]) -> object:
     """Compile a kernel for a launch with such arguments on the current device, which does not see it.
 
     Tensors may be anything with a dtype and a data_ptr(). Raises what Triton does.
     """
+    if triton_key is not None:
+        with _hashing:  # of Triton itself, 400 MB: all threads would do that at once, and the calls beside them wait
+            triton_key()
     return kernel.warmup(*arguments, grid=(1, 1), **named)
 
 

@@ -186,6 +186,16 @@ def settle(work: Callable[[], object], device: torch.device) -> None:
         tuning.settle(work, device)
 
 
+def runs_kitchen(m: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether fused products of [m, k] and [n, k] run comfy-kitchen's GEMM on a device, which gave the same bits there
+    and was faster; False while that is open."""
+    if device.type != "cuda" or fused_obstacle(device) is not None:
+        return False
+    from ..triton_kernels import gemm
+
+    return gemm.runs_kitchen(m, n, k, device)
+
+
 class RepeatedLinear:
     """The calls of linears with weights of one form on one device, which cost the host as little as two launches can.
 

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from ..internals.gluon import HAS_GLUON
+from ..internals.kitchen import kitchen_gemm
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
-from ..kept import kept
+from ..kept import KEPT, kept
 from ..memory_plan import unplanned_memory
 from ..operators import Tensors
 from .background import Background, beside_calls
 from .exactness import WrongResult, check_exact
 from .gemm_kernel import Operands, gemm_build, int8_gemm_kernel
 from .launching import Launcher, StandIn, begin_on_16, contiguous, dense, on_device
-from .tiles import PIPELINES, GemmConfig, gemm_candidates
+from .tiles import KITCHEN, PIPELINES, GemmConfig, gemm_candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,18 @@ _STORE_BLOCKS_FROM = 2**36
 _arrivals_of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
+def _is_capturing(device: torch.device) -> bool:
+    """Whether calls on a device become part of a CUDA graph now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
     """Zeros, int32 [at least tiles], for one launch. Kernels of a stream follow one another and leave the zeros behind.
 
     So each stream keeps its own, which saves filling them for each launch; a CUDA graph, which may be replayed on any
     stream, fills its own. The interpreter gets new ones too.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or _is_capturing(device):
         return torch.zeros(tiles, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     held = _arrivals_of_streams.get(key)
@@ -61,8 +67,11 @@ def _ring_gemm() -> Launcher:
     return Launcher(ring_gemm_kernel, ring_build)
 
 
-# Those that can run.
-_PIPELINES = tuple(name for name in PIPELINES if name != "ring" or HAS_GLUON)
+@functools.cache
+def _pipelines() -> tuple[str, ...]:
+    """Those that can run."""
+    absent = {"ring": not HAS_GLUON, "kitchen": kitchen_gemm() is None}
+    return tuple(name for name in PIPELINES if not absent.get(name))
 
 
 class GemmLaunch:
@@ -145,14 +154,41 @@ class GemmLaunch:
         self._launch(self._grid, a, b, a_scale, b_scale, bias, c, partial_sums, arrivals, *self._numbers)
 
 
+class KitchenLaunch:
+    """comfy-kitchen's GEMM on operands like these, in the place of a GemmLaunch."""
+
+    def __init__(self, operands: Operands) -> None:
+        self._has_bias, self._one_scale = operands.bias is not None, operands.has_one_scale
+        self._n = len(operands.weight)
+
+    def is_compiled(self, operands: Operands, rank: int | None, threads: Background = beside_calls) -> bool:
+        return True
+
+    def __call__(self, q: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, given: Sequence) -> None:
+        """Launch as a GemmLaunch does; `given` are tensors. Raises WrongResult where comfy-kitchen has no kernel."""
+        _, _, q_scale, weight_scale, bias, _ = given
+        if self._one_scale:
+            weight_scale = weight_scale.reshape(1).expand(self._n).contiguous()
+        run = kitchen_gemm()
+        if run is None or not run(q, weight, q_scale, weight_scale, bias if self._has_bias else None, out):
+            raise WrongResult
+
+
+Launches = dict[GemmConfig, GemmLaunch | KitchenLaunch]
+
+
 def _runs_as_it_is(config: GemmConfig, operands: Operands) -> bool:
-    """Whether the copies of a configuration can fetch these operands, here and on this Triton."""
+    """Whether a configuration can read these operands, here and on this Triton."""
     if config.pipeline == "pointers":
         return True
-    q, weight = operands.q, operands.weight
+    q, weight, *_, bias, out = operands
     aligned = _on_16_bytes(q) and _on_16_bytes(weight)
     if config.pipeline == "descriptors":
         return HAS_DESCRIPTORS and aligned
+    if config.pipeline == "kitchen":
+        dense = all(matrix.is_contiguous() for matrix in (q, weight, out))
+        floats = out.is_floating_point() and (bias is None or bias.dtype == out.dtype)
+        return q.is_cuda and dense and floats and aligned and _on_16_bytes(out) and operands.passes == 1
     return HAS_GLUON and q.is_cuda and aligned and weight.shape[1] % 16 == 0 and operands.passes == 1
 
 
@@ -180,19 +216,60 @@ def _is_exact(config: GemmConfig, operands: Operands) -> bool:
         return False
 
 
-def tuned_gemm(operands: Operands, launches: dict[GemmConfig, GemmLaunch]) -> GemmLaunch | None:
+def _own_config(operands: Operands) -> GemmConfig:
+    """What runs in the place of comfy-kitchen's GEMM where that cannot."""
+    sure = not _is_capturing(operands.q.device)
+    ours = (config for config in _candidates(operands) if config != KITCHEN)
+    return next(config for config in ours if config.pipeline != "ring" or (sure and _is_exact(config, operands)))
+
+
+def _give_the_same(launch: KitchenLaunch, own: GemmLaunch, operands: Operands) -> bool:
+    """Whether two launches give the same bits, found out once per shape and kind of operands.
+
+    Too little memory says nothing, and neither does the capture of a CUDA graph, in which nothing can be compared.
+    """
+    q, weight, *_, bias, out = operands
+
+    def found() -> bool:
+        with unplanned_memory():
+            other = operands._replace(out=torch.empty_like(out))
+            try:
+                launch(q, weight, other.out, other.read)
+            except WrongResult:
+                return False
+            own(q, weight, out, operands.read)
+            return torch.equal(out, other.out)
+
+    key = (KITCHEN, q.shape, weight.shape, q.device, out.dtype, bias is not None, operands.has_one_scale)
+    if _is_capturing(q.device):
+        return KEPT.get(key, False)
+    try:
+        return kept(key, found)
+    except torch.cuda.OutOfMemoryError:
+        return False
+
+
+def tuned_gemm(operands: Operands, launches: Launches) -> GemmLaunch | KitchenLaunch | None:
     """Launch what stays for operands like these, or what the tuner tries, on the current device.
 
     Returns the launch of what stays; None while that is open. `launches` holds those of such operands, and gets more.
     """
     q = operands.q
 
-    def made(config: GemmConfig) -> GemmLaunch:
-        return launches.get(config) or launches.setdefault(config, GemmLaunch(config, operands))
+    def made(config: GemmConfig) -> GemmLaunch | KitchenLaunch:
+        launch = launches.get(config)
+        if launch is None:
+            is_kitchen = config == KITCHEN and _runs_as_it_is(config, operands)
+            launch = launches[config] = KitchenLaunch(operands) if is_kitchen else GemmLaunch(config, operands)
+        return launch
 
     def launch(config: GemmConfig) -> None:
         if config.pipeline == "ring" and not _is_exact(config, operands):
             raise WrongResult
+        if isinstance(kitchen := made(config), KitchenLaunch):
+            own = GemmLaunch(_own_config(operands), operands)
+            if not _give_the_same(kitchen, own, operands):
+                launches[config] = own
         made(config)(q, operands.weight, operands.out, operands.read)
 
     def is_ready(config: GemmConfig, rank: int | None) -> bool:
@@ -212,7 +289,7 @@ def _candidates(operands: Operands) -> list[GemmConfig]:
     q, (n, k) = operands.q, operands.weight.shape
     card = torch.cuda.get_device_properties(q.device)
     capability, multiprocessors = (card.major, card.minor), card.multi_processor_count
-    return gemm_candidates(capability, multiprocessors, len(q), n, k, operands.passes, _PIPELINES)
+    return gemm_candidates(capability, multiprocessors, len(q), n, k, operands.passes, _pipelines())
 
 
 def _tuning_key(operands: Operands) -> TuningKey:
@@ -220,9 +297,15 @@ def _tuning_key(operands: Operands) -> TuningKey:
     return TuningKey(device_name(operands.q.get_device()), m_bucket(m), n, k, operands.passes)
 
 
+def runs_kitchen(m: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether comfy-kitchen's GEMM was found to be the fastest for [m, k] x [n, k] on a GPU."""
+    return tuner.settled(TuningKey(device_name(device.index), m_bucket(m), n, k)) == KITCHEN
+
+
 def likely_config(operands: Operands) -> GemmConfig:
     """What a first call on such operands launches."""
-    return tuner.likely(_tuning_key(operands), lambda: _candidates(operands))
+    config = tuner.likely(_tuning_key(operands), lambda: _candidates(operands))
+    return _candidates(operands)[0] if config == KITCHEN else config
 
 
 def _in_wider_rows(matrix: torch.Tensor, k: int) -> torch.Tensor:
@@ -249,13 +332,14 @@ class TunedGemm:
 
     def __init__(self) -> None:
         # Of tensors which all begin on 16 bytes.
-        self._aligned: GemmLaunch | None = None
-        self._tried: dict[GemmConfig, GemmLaunch] = {}
+        self._aligned: GemmLaunch | KitchenLaunch | None = None
+        self._tried: Launches = {}
 
     @property
     def direct(self) -> GemmLaunch | None:
         """What launches on addresses that all begin on 16 bytes; None where that is not known."""
-        return self._aligned if self._aligned is not None and self._aligned.takes_addresses else None
+        launch = self._aligned
+        return launch if isinstance(launch, GemmLaunch) and launch.takes_addresses else None
 
     def __call__(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
         """Launch on q int8 [M, K] or [M, 2K], q_scale, weight int8 [N, K], weight_scale and bias, to fill the result

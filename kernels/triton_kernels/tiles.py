@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 
 # Each with the numbers of programs that may share the K of a tile.
-_SPLITS = {"pointers": (1, 2, 3, 5), "descriptors": (1, 2, 3, 5), "ring": (1, 2, 3, 4, 5)}
+_SPLITS = {"pointers": (1, 2, 3, 5), "descriptors": (1, 2, 3, 5), "ring": (1, 2, 3, 4, 5), "kitchen": (1,)}
 PIPELINES = tuple(_SPLITS)
 _PARTIAL_SUMS_PER_THREAD = 128
 
@@ -62,7 +62,7 @@ class GemmConfig:
     @property
     def by_pointers(self) -> "GemmConfig":
         """What runs in its place where rows do not begin on 16 bytes. A ring's tile is too large without it."""
-        if self.pipeline == "ring":
+        if self.pipeline in ("ring", "kitchen"):
             return GemmConfig(128, 128, 64, self.group_m, 4, 3)
         return replace(self, pipeline="pointers")
 
@@ -82,11 +82,17 @@ class Architecture:
         rates: its configurations, and the share of the best one's rate that each reaches on large matrices.
         balance: multiply-adds that a multiprocessor's tensor cores do in the time in which one byte of an operand
             reaches it.
+        tries_kitchen: whether comfy-kitchen's GEMM is tried beside them: for where Triton's machine code is slow.
     """
 
     capabilities: tuple[tuple[int, int], ...]
     rates: Mapping[GemmConfig, float]
     balance: int
+    tries_kitchen: bool = True
+
+
+# comfy-kitchen's GEMM, which chooses its tiles itself.
+KITCHEN = GemmConfig(1, 1, 1, 1, 1, 1, "kitchen")
 
 
 # `mma.s8` with a cp.async pipeline. Every entry fits the 99 KB that a block may use on sm_86. The rates are those of
@@ -141,7 +147,7 @@ _WGMMA_RATES = {
 ARCHITECTURES = {
     # And Ada, whose tensor cores take the same instructions.
     "Ampere": Architecture(((8, 0), (8, 6), (8, 7), (8, 9)), _AMPERE_RATES, balance=32),
-    "Hopper": Architecture(((9, 0),), _WGMMA_RATES, balance=50),
+    "Hopper": Architecture(((9, 0),), _WGMMA_RATES, balance=50, tries_kitchen=False),
     # These run `mma.s8` too. Nothing was measured on them.
     "Blackwell": Architecture(((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)), _MMA_RATES, balance=32),
 }
@@ -231,11 +237,15 @@ def gemm_candidates(
         cost += to_compile
         kernels.add(config.kernel)
         candidates.append(config)
+    if architecture.tries_kitchen and "kitchen" in pipelines and passes == 1 and k % 16 == 0:
+        candidates.append(KITCHEN)
     return candidates
 
 
 def is_offered(config: GemmConfig, passes: int = 1) -> bool:
     """Whether `gemm_candidates` can have offered a configuration, on any card and for any shape."""
+    if config == KITCHEN:
+        return passes == 1
     if config.split_k not in _SPLITS[config.pipeline] or passes > 2 or (passes == 2 and not walks_twice(config)):
         return False
     return any(

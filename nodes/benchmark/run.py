@@ -10,7 +10,7 @@ import torch
 from comfy.model_management import throw_exception_if_processing_interrupted as check_cancelled
 from comfy.model_patcher import ModelPatcher
 
-from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, FUSED, WAYS, Choice
+from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, FUSED, WAYS, Choice, runs_kitchen
 from ...kernels.benchmark import (
     ATTENTION_METHODS,
     COMFYUI_CHOICE,
@@ -21,6 +21,7 @@ from ...kernels.benchmark import (
     ForwardSplit,
     LinearShape,
     Outcome,
+    ShapeResult,
     attention_memory,
     benchmark_attention,
     benchmark_shape,
@@ -98,7 +99,7 @@ def run(
             make_room(device, attention_memory(call))
             attention.append(benchmark_attention(call, device, check=check_cancelled, say=say))
         health = examine_again(health, device)
-    remarks += [*_native_remark(device, ticked), *notes(linears), *notes(attention)]
+    remarks += [*_native_remark(device, ticked), *_kitchen_remark(device, linears), *notes(linears), *notes(attention)]
     outcome = Outcome(describe_machine(device), health, linears, attention, split, [str(health)], remarks)
     outcome.sentences += [_decide(device, outcome, ticked, decision), *attention_sentences(attention)]
     if device.type == "cuda" and decision == STORE and health.healthy:
@@ -205,6 +206,12 @@ def store_attention(device: torch.device, results: Sequence[AttentionResult]) ->
     except OSError as error:
         return [f"What was fastest of attention could not be stored ({error})."]
     return ["This is stored for the attention choice auto."]
+
+
+def _kitchen_remark(device: torch.device, linears: Sequence[ShapeResult]) -> list[str]:
+    places = [each.place() for each in linears if runs_kitchen(each.m, each.shape.n, each.shape.k, device)]
+    said = f"{FUSED} runs comfy-kitchen's GEMM, which gives the same and is faster here, at {', '.join(places)}."
+    return [said] if places else []
 
 
 def _native_remark(device: torch.device, ticked: Collection[str]) -> list[str]:

@@ -6,6 +6,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +118,27 @@ def test_a_kernel_is_compiled_once_whoever_asks(launch):
     launch.first((1, 1))  # does not wait for a thread that has not begun
     waiting[0]()
     assert launch.is_compiled and launch._kernel.compiled == ["launched"]
+
+
+def test_threads_that_compile_do_not_all_read_triton_itself(monkeypatch):
+    """Triton asks in each thread which version it is, until one knows."""
+    reading, at_once, known = [], [], []
+
+    def key():
+        if not known:
+            reading.append(1)
+            at_once.append(len(reading))
+            sleep(0.02)
+            reading.pop()
+            known.append(True)
+
+    monkeypatch.setattr(triton_runtime, "triton_key", key)
+    threads = [threading.Thread(target=triton_runtime.compile_alone, args=(Kernel(), (), {})) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert at_once == [1]
 
 
 def test_what_does_not_fit_the_card_is_said_at_the_launch(launch):

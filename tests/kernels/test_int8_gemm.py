@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
+from kernels.internals.kitchen import kitchen_gemm
+from kernels.kept import KEPT
 from kernels.ops.linear import int8_gemm, quantize_activations
 from kernels.reference.linear import int8_accumulate_reference
 from kernels.triton_kernels import gemm
-from kernels.triton_kernels.gemm import GemmLaunch, launch_config
+from kernels.triton_kernels.gemm import GemmLaunch, KitchenLaunch, launch_config
 from kernels.triton_kernels.gemm_kernel import Operands
-from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, gpu_architecture
+from kernels.triton_kernels.tiles import ARCHITECTURES, KITCHEN, GemmConfig, gpu_architecture
 from support.tensors import DEVICE, int8_accumulate, random_float, random_int8, relative_error
 
 RINGS = list({config.kernel: config for config in ARCHITECTURES["Ampere"].rates if config.pipeline == "ring"}.values())
@@ -126,6 +128,70 @@ def test_a_ring_of_buffers(config, parts):
             exact = exact if addend is None else exact + addend.double()
             tolerance = ROUNDING[dtype] * exact.abs() + 2.0**-22 * largest + 2.0**-24
             assert ((out.double() - exact).abs() <= tolerance).all(), (config, m, n, k, dtype)
+
+
+def _like_kitchen(q, weight, q_scale, weight_scale, bias, out):
+    out.copy_(int8_gemm.function(q, q_scale, weight, weight_scale, bias, out.dtype))
+    return True
+
+
+def _unlike_kitchen(*given):
+    _like_kitchen(*given)
+    given[-1].view(torch.int32)[0, 0] ^= 1  # the last bit
+    return True
+
+
+@pytest.mark.parametrize("one_scale", (False, True))
+@pytest.mark.parametrize(
+    "run, same", ((_like_kitchen, True), (_unlike_kitchen, False), (lambda *given: False, False), (None, False))
+)
+def test_kitchens_gemm_runs_only_where_it_gives_the_same_bits(run, same, one_scale, monkeypatch):
+    """It is compared with the pack's own on the operands of a call."""
+    monkeypatch.setattr(gemm, "kitchen_gemm", lambda: run)
+    q, weight = random_int8(33, 64, seed=1), random_int8(48, 64, seed=2)
+    scales = torch.full((33,), 0.25, device=DEVICE), torch.full((1 if one_scale else 48,), 0.5, device=DEVICE)
+    operands = Operands(q, weight, *scales, None, torch.zeros(33, 48, device=DEVICE))
+    own = GemmLaunch(INTERPRETED[0], operands)
+    KEPT.clear()
+    for _ in range(2):
+        assert gemm._give_the_same(KitchenLaunch(operands), own, operands) is same
+    KEPT.clear()
+
+
+@pytest.mark.skipif(DEVICE != "cuda" or kitchen_gemm() is None, reason="needs a GPU and comfy-kitchen's GEMM")
+def test_kitchens_gemm_on_a_card(monkeypatch):
+    """Bits of the pack's own, through the tuner, in a CUDA graph too; replaced where it cannot read the operands."""
+    taken = []
+    run = kitchen_gemm()
+    monkeypatch.setattr(gemm, "kitchen_gemm", lambda: lambda *given: taken.append(1) or run(*given))
+    monkeypatch.setattr(gemm.tuner, "settled", lambda key: KITCHEN)
+    monkeypatch.setattr(gemm.tuner, "run", lambda key, m, configs, launch, ready: launch(KITCHEN))
+    KEPT.clear()
+    for m, n, k in ((1, 16, 16), (77, 640, 512), (300, 1008, 1552), (4096, 4608, 12288), (4352, 13824, 4608)):
+        q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
+        q_scale = random_float(m, seed=3).abs() / 100
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for scales, bias in (
+                (random_float(n, seed=4).abs() / 100, random_float(n, seed=5).to(dtype)),
+                (q_scale[:1], None),
+            ):
+                out, expected = (torch.zeros(m, n, dtype=dtype, device=DEVICE) for _ in range(2))
+                launch_config(GemmConfig(128, 128, 64, 8, 4, 3), Operands(q, weight, q_scale, scales, bias, expected))
+                gemm.TunedGemm()((q, q_scale, weight, scales, bias), [out])
+                assert torch.equal(out, expected), (m, n, k, dtype)
+    assert len(taken) > 20
+    graph, again = torch.cuda.CUDAGraph(), torch.zeros_like(out)
+    launch = gemm.TunedGemm()
+    launch((q, q_scale, weight, scales, bias), [again])
+    again.zero_()
+    with torch.cuda.graph(graph):
+        launch((q, q_scale, weight, scales, bias), [again])
+    graph.replay()
+    assert torch.equal(again, expected)
+    taken.clear()
+    gemm.TunedGemm()((q, q_scale, weight, scales, random_float(n, seed=5)), [out.to(torch.bfloat16)])
+    assert not taken  # a bias in another dtype
+    KEPT.clear()
 
 
 @pytest.mark.parametrize("config", RINGS[:1], ids=repr)

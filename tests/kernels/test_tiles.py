@@ -7,6 +7,8 @@ import pytest
 
 from kernels.triton_kernels.tiles import (
     ARCHITECTURES,
+    KITCHEN,
+    PIPELINES,
     SHIPPED,
     GemmConfig,
     gemm_candidates,
@@ -16,7 +18,8 @@ from kernels.triton_kernels.tiles import (
 from kernels.triton_kernels.tuning import m_bucket
 
 CARDS = {(8, 6): 82, (8, 0): 108, (8, 9): 128, (9, 0): 132, (12, 0): 170}
-COPIES = {(8, 6): {"ring"}, (8, 0): {"ring"}, (8, 9): {"ring"}, (9, 0): {"descriptors"}, (12, 0): {}}
+RINGS = {"ring", "kitchen"}
+COPIES = {(8, 6): RINGS, (8, 0): RINGS, (8, 9): RINGS, (9, 0): {"descriptors"}, (12, 0): {"kitchen"}}
 
 
 @pytest.mark.parametrize("capability", CARDS)
@@ -26,7 +29,7 @@ def test_a_few_different_ones_for_every_shape(capability):
         m, n, k = (int(2 ** generator.uniform(0, 16)) for _ in range(3))
         offered = gemm_candidates(capability, CARDS[capability], m, n, k)
         assert 1 <= len(offered) == len(set(offered)) <= 25
-        assert len({config.kernel for config in offered}) <= 10
+        assert len({config.kernel for config in offered if config != KITCHEN}) <= 10
         for config in offered:
             assert config.pipeline in COPIES[capability] or config.pipeline == "pointers"
             assert config.pipeline == "pointers" or k % 16 == 0
@@ -49,6 +52,15 @@ def test_the_best_ranked_come_first_on_large_matrices(m, n, k):
         first = gemm_candidates((9, 0), 132, m, n, k, passes)[0]
         # No more rows of tiles than there are form a group.
         assert ARCHITECTURES["Hopper"].rates[replace(first, group_m=24)] == 1.0
+
+
+def test_kitchens_gemm_is_tried_last_where_it_is_there_and_can_be_the_fastest():
+    for capability, multiprocessors in CARDS.items():
+        offered = gemm_candidates(capability, multiprocessors, 4096, 4608, 4608)
+        assert (offered[-1] == KITCHEN) == (capability != (9, 0)) and KITCHEN not in offered[:-1]
+    for passes, k, pipelines in ((2, 4608, PIPELINES), (1, 4600, PIPELINES), (1, 4608, ("pointers", "ring"))):
+        assert KITCHEN not in gemm_candidates((8, 6), 82, 4096, 4608, k, passes, pipelines)
+    assert is_offered(KITCHEN) and not is_offered(KITCHEN, passes=2)
 
 
 def test_every_capability_has_one_architecture():
@@ -86,7 +98,7 @@ def test_shipped_ones_are_found_by_the_tuner():
         ({"block_m": 96}, "block_m must be a power of two; got 96"),
         ({"num_stages": 0}, "num_stages must be a positive int; got 0"),
         ({"split_k": 1.0}, "split_k must be a positive int"),
-        ({"pipeline": "magic"}, "pipeline must be one of pointers, descriptors, ring"),
+        ({"pipeline": "magic"}, "pipeline must be one of pointers, descriptors, ring, kitchen"),
         ({"pipeline": "ring"}, "a ring has two stages or more, and warps of 64 x 64"),
         ({"pipeline": "ring", "num_warps": 1, "num_stages": 1}, "a ring has two stages or more"),
     ],
