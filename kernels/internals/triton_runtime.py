@@ -41,6 +41,12 @@ def is_unfit(error: Exception) -> bool:
     return any(kind.__name__ in _UNFIT_ERRORS and kind.__module__.startswith("triton.") for kind in kinds)
 
 
+def unspecialized(kernel: Any) -> frozenset[int]:
+    """Places of the parameters for whose values a kernel is not compiled; none where this Triton does not say so."""
+    named = getattr(kernel, "do_not_specialize", None) or ()
+    return frozenset(place if isinstance(place, int) else kernel.arg_names.index(place) for place in named)
+
+
 def check_driver() -> None:
     """Make what Triton launches kernels with, and ask it for the device; raises whatever Triton does."""
     driver: Any = triton.runtime.driver.active

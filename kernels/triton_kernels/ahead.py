@@ -15,8 +15,8 @@ from .gemm_kernel import Operands
 from .launching import StandIn
 from .quantizer import launch_quantize_activations
 
-# Those of images of 1024, 768 and 512 pixels, and of texts; with a text an image may have any number, not of 16 only.
-_TOKENS = (4096, 4095, 2560, 1024, 512)
+# Those of images of 1024, 768 and 512 pixels, and of texts.
+_TOKENS = (4096, 2560, 1024, 512)
 # In the order of their use. Which of their forms a model wants shows in its forward only, so that only what launches
 # them can be made, for which the number of their parameters is enough.
 _LAUNCHERS = (norms.NORM_QUANTIZE, rope.NORM_ROPE, norms.GATED_RESIDUAL, gates.ACTIVATE_QUANTIZE)

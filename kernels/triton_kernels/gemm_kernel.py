@@ -61,7 +61,7 @@ def _store(
     tl.store(out_tile, result, mask=(rows[:, None] < M) & (columns[None, :] < N))
 
 
-@triton.jit(do_not_specialize=("group",))
+@triton.jit(do_not_specialize=("M", "group"))
 def int8_gemm_kernel(
     a,
     b,

@@ -11,8 +11,8 @@ constants last. A missing tensor is any other, and the form says that it is miss
 
 A launch is found again by form, device, dtypes, and by what Triton compiles for: which tensors begin on 16 bytes, and
 which numbers are 1 or divisible by 16. So another number of tokens finds the same one. A parameter that varies from
-prompt to prompt should be in the kernel's `do_not_specialize` where that costs no instructions: T of the fused ops is.
-The GEMM's M is not.
+prompt to prompt should be in the kernel's `do_not_specialize` where that costs no instructions: T of the fused ops and
+the GEMM's M are.
 """
 
 import functools
@@ -24,7 +24,14 @@ from typing import Any
 import torch
 
 from ..internals.function_modes import without_memory
-from ..internals.triton_runtime import COMPILES_ALONE, compile_alone, compile_launcher, direct_launch, is_unfit
+from ..internals.triton_runtime import (
+    COMPILES_ALONE,
+    compile_alone,
+    compile_launcher,
+    direct_launch,
+    is_unfit,
+    unspecialized,
+)
 from ..kept import KEPT, keep
 from ..operators import Tensors
 from .background import Background
@@ -132,6 +139,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, build: Callable[..., Build]) -> None:
         self.kernel, self.build = kernel, build
+        self._unspecialized = unspecialized(kernel)
 
     def __call__(
         self, form: tuple, grid: Grid, tensors: Sequence[torch.Tensor], numbers: tuple[float, ...] = ()
@@ -151,7 +159,14 @@ class Launcher:
         """The launch for tensors and numbers like these; `pointers` are where the tensors begin."""
         begin = begin_on_16([tensor.data_ptr() for tensor in tensors] if pointers is None else pointers)
         dtypes = tuple([tensor.dtype for tensor in tensors])
-        key = (self, tensors[0].get_device(), form, dtypes, begin, _specialized(numbers))
+        key = (
+            self,
+            tensors[0].get_device(),
+            form,
+            dtypes,
+            begin,
+            _specialized(numbers, len(tensors), self._unspecialized),
+        )
         return KEPT.get(key) or keep(key, Launch(self.kernel, *self.build(*form)))
 
 
@@ -233,9 +248,13 @@ def begin_on_16(pointers: list[int]) -> tuple[bool, ...] | None:
 
 
 @functools.lru_cache(4096)
-def _specialized(numbers: tuple[float, ...]) -> tuple[tuple[bool, bool, bool], ...]:
-    """What Triton compiles for of numbers: whether they are 1, divisible by 16, and in how many bits."""
-    return tuple((number == 1, number % 16 == 0, number < 2**31) for number in numbers)
+def _specialized(numbers: tuple[float, ...], first: int, unspecialized: frozenset[int]) -> tuple[tuple[bool, ...], ...]:
+    """What Triton compiles for of numbers, which are the parameters from `first` on: in how many bits they are and,
+    but for those that are unspecialized, whether they are 1 or divisible by 16."""
+    return tuple(
+        (number < 2**31,) if place in unspecialized else (number < 2**31, number == 1, number % 16 == 0)
+        for place, number in enumerate(numbers, first)
+    )
 
 
 def on_device(device: torch.device) -> AbstractContextManager:

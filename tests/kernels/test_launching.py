@@ -1,6 +1,7 @@
 """Launches are found again where Triton would have compiled the same, and only there; what is kept has a bound."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,19 @@ def test_a_ring_is_launched_past_triton_for_all_numbers_of_tokens():
         given = [tensor.data_ptr() for tensor in operands.read] if launch.takes_addresses else operands.read
         launch(q, weight, out, given)
         assert torch.equal(out, torch._int_mm(q, weight.t()))
+
+
+def test_numbers_for_which_a_kernel_is_not_compiled_find_the_same_launch():
+    names = ["x", "y", "M", "N", "BLOCK"]
+    launchers = [Launcher(SimpleNamespace(arg_names=names, do_not_specialize=free), dict) for free in (["M"], [2], [])]
+    x = torch.zeros(64, dtype=torch.float16)
+    for launcher in launchers:
+        launcher.build = lambda: ({}, {})
+    for free, launcher in zip((True, True, False), launchers, strict=True):
+        known = launcher.prepared((), [x, x], (32, 48))
+        assert all((launcher.prepared((), [x, x], (m, 48)) is known) == free for m in (1, 33))
+        assert launcher.prepared((), [x, x], (1 << 31, 48)) is not known  # an address in 64 bits
+        assert launcher.prepared((), [x, x], (32, 49)) is not known
 
 
 def test_what_is_kept_has_a_bound(monkeypatch):
