@@ -30,7 +30,6 @@ TRACKED: set[Any] = set()
 LEAST_ROWS = 8
 """Fewer rows, such as the vectors that modulations are made of, are computed at once: a note costs more."""
 
-_READS: set[Any] = set()  # functions that were found to write into none of their arguments
 # A result in bf16 is within 0.4 % after three roundings. What was computed otherwise is further away.
 _MOST_APART = 0.01
 _MANY = 64  # notes, after which those that are gone are forgotten
@@ -83,7 +82,7 @@ class Deferring(TorchFunctionMode):
                     return result
             self.before_writes_of(func, args, kwargs)
             result = called_on_values(func, args, kwargs) if some_deferred else func(*args, **kwargs)
-            if some_deferred and func not in _READS:  # a call may have given their values another form
+            if some_deferred and written_arguments(func) is not None:  # a call may have given their values another form
                 for argument in args:
                     if type(argument) is Deferred:
                         argument.note.follow()
@@ -103,14 +102,11 @@ class Deferring(TorchFunctionMode):
 
     def before_writes_of(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
         """Compute what reads memory that a call writes into."""
-        if func not in _READS:
-            written: Any = written_arguments(func)
-            if written is None:
-                _READS.add(func)
-            else:
-                self.before_write(written(args, kwargs))
-                if getattr(func, "__name__", "") in HANDED_OUT:
-                    self._handed_out.update(storages(args[:1]))
+        written = written_arguments(func)
+        if written is not None:
+            self.before_write(written(args, kwargs))
+            if getattr(func, "__name__", "") in HANDED_OUT:
+                self._handed_out.update(storages(args[:1]))
         if "out" in kwargs:
             self.before_write((kwargs["out"],))
 
