@@ -42,8 +42,7 @@ class Progress:
 
     def __init__(self, steps: int = 1) -> None:
         self._bar = comfy.utils.ProgressBar(_BAR_STEPS)
-        self._line = _Line()
-        self._began = time.monotonic()
+        self._job, self._began, self._said_at = self, time.monotonic(), -math.inf
         self._begin, self._width = 0.0, 1.0  # of the bar
         self._steps, self._done = max(1, steps), 0.0
 
@@ -60,7 +59,12 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Show a line on the node while it runs: "layer 80 of 211". Of many in a short time only some are shown."""
-        self._line.show(text)
+        now, context, server = time.monotonic(), get_executing_context(), prompt_server()
+        if now - self._job._said_at < _SECONDS_BETWEEN_TEXTS or context is None or server is None:
+            return
+        self._job._said_at = now
+        # Only the browser that queued the prompt surely has this node.
+        server.send_progress_text(text, context.node_id, server.client_id)
 
     def step(self, doing: str = "", preview: tuple | None = None) -> None:
         """One step is done.
@@ -94,19 +98,3 @@ class Progress:
     def _position(self) -> float:
         """Where on the bar the work is; what takes more steps than it said waits at its end."""
         return self._begin + self._width * min(1.0, self._done / self._steps)
-
-
-class _Line:
-    """The text on the executing node, changed a few times a second at most."""
-
-    def __init__(self) -> None:
-        self._shown_at = float("-inf")
-
-    def show(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._shown_at >= _SECONDS_BETWEEN_TEXTS:
-            self._shown_at = now
-            context, server = get_executing_context(), prompt_server()
-            if context is not None and server is not None:
-                # Only the browser that queued the prompt surely has this node.
-                server.send_progress_text(text, context.node_id, server.client_id)
