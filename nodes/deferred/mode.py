@@ -6,12 +6,14 @@ deferred one. As long as a note waits, a mode shows all other calls too, since o
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ...kernels import FLOAT_DTYPES, function_modes
+from .comparisons import Comparisons
 from .notes import Deferred, Note, Tracked, called_on_values, deferred, outside, tracking, valued
 from .writes import HANDED_OUT, storages, written_arguments
 
@@ -30,8 +32,6 @@ TRACKED: set[Any] = set()
 LEAST_ROWS = 8
 """Fewer rows, such as the vectors that modulations are made of, are computed at once: a note costs more."""
 
-# A result in bf16 is within 0.4 % after three roundings. What was computed otherwise is further away.
-_MOST_APART = 0.01
 _MANY = 64  # notes, after which those that are gone are forgotten
 
 
@@ -39,17 +39,16 @@ class Deferring(TorchFunctionMode):
     """A context: one forward of a model. As a mode it is on while notes wait.
 
     Args:
-        checking: whether this forward also computes all values as the model itself does, and compares what fused ops
-            take with them.
+        checking: whether this forward also computes values as the model itself does, and compares what fused ops take
+            with them.
     """
 
     def __init__(self, checking: bool = False) -> None:
         super().__init__()
-        self.checking = checking
+        self._comparisons = Comparisons() if checking else None
         self._notes: list[weakref.ref[Note]] = []
         self._waiting_notes = 0
         self._is_on = False
-        self._apart: list[torch.Tensor] = []
         self._handed_out: set[int] = set()  # host memory that something else than PyTorch may write into
         self.turned: weakref.ref[Note] | None = None  # rotary positions that wait for the next ones
         self._rows: dict[tuple, torch.Tensor] = {}
@@ -141,8 +140,10 @@ class Deferring(TorchFunctionMode):
         if self._handed_out and note.is_in(self._handed_out):
             note.written()
             return deferred(note)
-        if self.checking:
-            note.expect(self.compare)
+        if self._comparisons is not None:
+            note.kinds = self._comparisons.kinds(call, args, kwargs)
+            if not self._comparisons.are_enough_of(note.kinds):
+                note.expect(partial(self._comparisons.add, note.kinds))
         self._waiting_notes += 1
         if len(self._notes) >= _MANY:
             self._notes = list(map(weakref.ref, self._alive()))
@@ -178,19 +179,21 @@ class Deferring(TorchFunctionMode):
     def _alive(self) -> list[Note]:
         return [note for reference in self._notes if (note := reference()) is not None]
 
-    def compare(self, fused: torch.Tensor, plain: torch.Tensor) -> None:
-        """Note how far the result of a fused op is from that of the model's own calls."""
-        plain = plain.float()
-        apart, size = (fused.float() - plain).norm(), plain.norm()
-        self._apart.append(torch.where(size > 0, apart / size, apart))
+    def compare(
+        self, results: Sequence[torch.Tensor], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Compare what a fused op gave with what the model's own call gives, in a forward that does so."""
+        if self._comparisons is None:
+            return
+        kinds = self._comparisons.kinds(func, args, kwargs)
+        if not self._comparisons.are_enough_of(kinds):
+            plain = called_on_values(func, args, kwargs)
+            for result, its in zip(results, [plain] if isinstance(plain, torch.Tensor) else plain, strict=True):
+                self._comparisons.add(kinds, result, its)
 
     def agreed(self) -> bool | None:
         """Whether all that was compared differs by rounding at most; None where there are no numbers to tell."""
-        if not self._apart:
-            return True
-        apart = torch.stack(self._apart)
-        told = apart[~apart.isnan()]
-        return None if not len(told) else told.max().item() <= _MOST_APART
+        return True if self._comparisons is None else self._comparisons.agree()
 
     def finish(self, output: Any) -> Any:
         """A forward's output in values and in plain tensors; what outlives the forward is computed now."""

@@ -31,7 +31,8 @@ class Note:
         is_view: whether the value shares the memory of another one.
         viewed: whether another shares the memory of this one.
         forward: the one that waits for the value to be read or the note to go; None where nobody does.
-        check: takes the operand's own value and `expected`, the plain one, in a forward that compares them; else None.
+        kinds: of the call, in a forward that compares, and of the deferred work that it reads.
+        check: takes the operand's own value and `expected`, the plain one, where these are compared; else None.
     """
 
     shape: torch.Size
@@ -46,6 +47,7 @@ class Note:
     viewed: bool = field(default=False, init=False)
     computed: torch.Tensor | None = field(default=None, init=False)
     quantized: dict[tuple, Any] | None = field(default=None, init=False)
+    kinds: tuple[int, ...] = field(default=(), init=False)
     check: Callable[[torch.Tensor, torch.Tensor], None] | None = field(default=None, init=False)
     expected: torch.Tensor | None = field(default=None, init=False)
 

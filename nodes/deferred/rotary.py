@@ -10,7 +10,7 @@ import torch
 from ...kernels import Norm
 from . import takers
 from .mode import Deferring
-from .notes import MEMORY, called_on_values, valued
+from .notes import MEMORY, valued
 from .operands import Joined, Normed, Pairs, Turned
 from .reading import Args, Kwargs, as_it_is, is_rows, modulation_of, on, operand_of
 
@@ -41,9 +41,7 @@ def _rope(pairs: Pairs, normed: bool, mode: Deferring, func: Any, args: Args, kw
     result = takers.rotated(q, k, valued(freqs), pairs, norms)
     if result is None:
         return NotImplemented
-    if mode.checking:
-        for fused, plain in zip(result, called_on_values(func, args, {}), strict=True):
-            mode.compare(fused, plain)
+    mode.compare(result, func, args, kwargs)
     return mode.tracked(result)
 
 
@@ -58,10 +56,9 @@ def _rope_of_one(pairs: Pairs, mode: Deferring, func: Any, args: Args, kwargs: K
         if turned.freqs is freqs and turned.pairs == pairs and waiting.shape[:1] == x.shape[:1]:
             both = takers.rotated(turned.heads, x, freqs, pairs)
             if both is not None:
-                if mode.checking:
-                    assert waiting.expected is not None
-                    mode.compare(both[0], waiting.expected)
-                    mode.compare(both[1], called_on_values(func, args, {}))
+                if waiting.check is not None and waiting.expected is not None:
+                    waiting.check(both[0], waiting.expected)
+                mode.compare(both[1:], func, args, kwargs)
                 waiting.has(both[0])
                 return both[1]
     if operand_of(x, Normed, Joined) is None and not is_rows(x):

@@ -148,8 +148,7 @@ def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         whole = takers.turned_parts(turned)
         if whole is None:
             return NotImplemented
-        if mode.checking:
-            mode.compare(whole, called_on_values(func, args, kwargs))
+        mode.compare([whole], func, args, kwargs)
         return mode.tracked(whole)
     if axis == ndim - 1:
         activated = operand_of(parts[-1], Activated)

@@ -323,6 +323,33 @@ def test_checking_finds_a_defect(block, deferral, monkeypatch, defect):
     assert mode.agreed() is (defect is None)
 
 
+@pytest.mark.parametrize("last", ("as the others", "another eps", "a shift", "fewer tokens"))
+def test_each_kind_of_work_is_compared_in_a_few_blocks(block, deferral, monkeypatch, last):
+    """Not in all of them, and what only the last block does is compared there."""
+    scale, x, compared = forwards.modulation(1), forwards.randn(2, 12, 64), []
+    others = torch.nn.LayerNorm(64, eps=1e-3, elementwise_affine=False)
+    value = deferral.operands.Normed.value
+    monkeypatch.setattr(deferral.operands.Normed, "value", lambda normed: compared.append(1) or value(normed))
+
+    def forward(blocks, last):
+        h = block.enter(x)
+        for _ in range(blocks):
+            h = h + block.out(block.norm(h) * scale)
+        if last == "fewer tokens":
+            return block.out(block.norm(h[:, :9]) * scale)
+        norm = others if last == "another eps" else block.norm
+        return block.out(norm(h) * scale + (scale if last == "a shift" else 0))
+
+    counts = []
+    for blocks in (1, 3, 9):
+        compared.clear()
+        with torch.no_grad(), deferral.mode.Deferring(checking=True) as mode:
+            mode.finish(forward(blocks, last))
+        assert mode.agreed()
+        counts.append(len(compared))
+    assert counts == ([2, 3, 3] if last == "as the others" else [2, 4, 4])
+
+
 SURE = {
     "a source written": lambda b, n, y: y.zero_(),
     "a source written by a slice": lambda b, n, y: y[:, :3].zero_(),

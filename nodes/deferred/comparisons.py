@@ -1,0 +1,71 @@
+"""What fused ops take, compared with what the model's own calls give: each kind of work a few times."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .notes import Deferred, Note
+
+# A result in bf16 is within 0.4 % after three roundings. What was computed otherwise is further away.
+_MOST_APART = 0.01
+# Blocks of a model do the same work, and to compare it in all of them takes as long as a step.
+_MOST_COMPARED = 3
+_SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+class Comparisons:
+    """Those of one forward.
+
+    A kind of work is a call and what its arguments are: numbers, forms of tensors, kinds of deferred ones. It is a
+    number here. Where an argument is something else, the work is of a kind of its own.
+    """
+
+    def __init__(self) -> None:
+        self._apart: list[torch.Tensor] = []
+        self._numbers: dict[tuple, int] = {}
+        self._compared: Counter[int] = Counter()
+
+    def kinds(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+        """The kind of a call, and behind it those of the deferred work that it reads."""
+        read: list[int] = []
+
+        def form(value: Any) -> Any:
+            if type(value) is Deferred:
+                value = value.note
+            if type(value) is Note:
+                if not value.kinds:  # of another forward
+                    return object()
+                read.extend(value.kinds)
+                return Note, value.kinds[0]
+            if isinstance(value, torch.Tensor):
+                return value.shape, value.stride(), value.dtype
+            if type(value) is slice:
+                return slice, value.start, value.stop, value.step
+            if isinstance(value, (list, tuple)):
+                return tuple(map(form, value))
+            return value if isinstance(value, _SCALARS) else object()
+
+        described = (call, form(args), tuple(kwargs), form(tuple(kwargs.values())))
+        number = self._numbers.setdefault(described, len(self._numbers))
+        return (number, *dict.fromkeys(read))
+
+    def are_enough_of(self, kinds: Sequence[int]) -> bool:
+        """Whether work of a kind needs no more of them."""
+        return self._compared[kinds[0]] >= _MOST_COMPARED
+
+    def add(self, kinds: Sequence[int], fused: torch.Tensor, plain: torch.Tensor) -> None:
+        """Note how far the result of a fused op is from that of the model's own calls, of which these are the kinds."""
+        self._compared.update(kinds)
+        plain = plain.float()
+        apart, size = (fused.float() - plain).norm(), plain.norm()
+        self._apart.append(torch.where(size > 0, apart / size, apart))
+
+    def agree(self) -> bool | None:
+        """Whether all differ by rounding at most; None where there are no numbers to tell."""
+        if not self._apart:
+            return True
+        apart = torch.stack(self._apart)
+        told = apart[~apart.isnan()]
+        return None if not len(told) else told.max().item() <= _MOST_APART
