@@ -338,7 +338,8 @@ def test_each_kind_of_work_is_compared_in_a_few_blocks(block, deferral, monkeypa
         if last == "fewer tokens":
             return block.out(block.norm(h[:, :9]) * scale)
         norm = others if last == "another eps" else block.norm
-        return block.out(norm(h) * scale + (scale if last == "a shift" else 0))
+        scaled = norm(h) * scale
+        return block.out(scaled + scale if last == "a shift" else scaled)
 
     counts = []
     for blocks in (1, 3, 9):
