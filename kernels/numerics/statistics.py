@@ -146,11 +146,6 @@ class ActivationStatistics:
         self._settle()
         return self._absmax
 
-    def same_range_as(self, other: "ActivationStatistics") -> bool:
-        """Whether the largest magnitudes of all channels agree in every bit: two linears that read the same tensor."""
-        own, others = self.absmax, other.absmax
-        return own is not None and others is not None and torch.equal(own, others)
-
     @property
     def finite_calls(self) -> int:
         """How many calls came before the first whose input held a NaN, an Inf or a value above 2^40; all of them where

@@ -2,9 +2,10 @@
 built anew around them."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from comfy.model_management import throw_exception_if_processing_interrupted as check_cancelled
@@ -32,7 +33,6 @@ from ..deferred.install import defer
 from ..files.holding import coded_weight, is_stored
 from ..host import notices
 from ..host.work import Progress, make_room_to_quantize
-from ..layers.input_groups import same_input_groups
 from ..layers.int8_weight import int8_weight
 from ..layers.layer_selection import linears, quantization_targets
 from ..layers.stored_weights import fits_codes
@@ -197,6 +197,17 @@ def quantize_model(
     return quantized, report, calibration
 
 
+def same_inputs(names: Iterable[str], statistics: Mapping[str, ActivationStatistics]) -> list[list[str]]:
+    """Linears that read the same tensor, together, in their order: those of one module in whose inputs the largest
+    magnitudes of all channels agree in every bit. The q of a cross attention reads another than its k and v."""
+    readers: dict[Any, list[str]] = {}
+    for name in names:
+        peaks = statistics[name].absmax if name in statistics else None
+        key = name if peaks is None else (name.rpartition(".")[0], peaks.cpu().numpy().tobytes())
+        readers.setdefault(key, []).append(name)
+    return list(readers.values())
+
+
 def _quantize_layers(
     model: ModelPatcher,
     settings: QuantizationSettings,
@@ -217,20 +228,11 @@ def _quantize_layers(
     make_room_to_quantize(model.load_device, max(linear.weight.numel() for linear in targets.values()))
     only_foldable = settings.smooth_only_foldable and activation_bits == 8
     foldable = foldable_groups(model, targets) if only_foldable else None
-    # Layers that read the same input are those whose names say so and whose statistics agree in every bit: the q of a
-    # cross attention reads another tensor than its k and v.
-    groups = same_input_groups(
-        [name for name in targets if name in statistics],
-        lambda a, b: statistics[a].same_range_as(statistics[b]),
-    )
-    group_of = {name: group for group in groups for name in group}
     alphas = list(dict.fromkeys([settings.alpha, *(ALPHAS if settings.search_alpha else ())]))  # the given one first
 
     results: dict[str, QuantizedLinear] = {}
-    for name in targets:
-        if name in results:
-            continue
-        group = group_of.get(name, [name])
+    for group in same_inputs(targets, statistics):
+        name = group[0]
         smoothable = name in statistics and (foldable is None or set(group) in foldable)
         channels = targets[name].weight.shape[1]
         plans = transform_candidates(settings.method, alphas if smoothable else [], channels, activation_bits)

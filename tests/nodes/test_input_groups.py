@@ -171,7 +171,8 @@ def test_joint_factors_are_as_good_as_separate_ones(dit, small, request, monkeyp
     model = request.getfixturevalue(kind)
     exact = small.output(model)
     joint = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
-    monkeypatch.setattr("int8_dit.nodes.quantization.quantize.same_input_groups", lambda names, alike: [])
+    alone = lambda names, statistics: [[name] for name in names]  # noqa: E731
+    monkeypatch.setattr("int8_dit.nodes.quantization.quantize.same_inputs", alone)
     separate = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
     assert 0 < joint < 1.2 * separate
 
@@ -205,13 +206,20 @@ def test_a_nan_weight_of_a_group_names_its_layer(dit, small, swiglu):
         dit.quantize(swiglu, calibration=calibration)
 
 
-def test_groups_go_by_the_names_under_one_parent(pack):
-    from int8_dit.nodes.layers.input_groups import same_input_groups
+def test_those_of_one_module_whose_inputs_agree_belong_together(pack):
+    from int8_dit.kernels import ActivationStatistics
+    from int8_dit.nodes.quantization.quantize import same_inputs
 
-    names = ["b.10.w3", "b.1.w2", "b.1.w1", "b.1.w3", "b.10.w1", "v", "k", "other.q", "x.y.to_k", "x.to_v", "x.to_q"]
-    always = same_input_groups(names, lambda a, b: True)
-    assert always == [["b.10.w1", "b.10.w3"], ["b.1.w1", "b.1.w3"], ["k", "v"], ["x.to_q", "x.to_v"]]
-    assert same_input_groups(names, lambda a, b: a == b) == []
+    def seen(seed):
+        statistics = ActivationStatistics()
+        statistics.update(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))
+        return statistics
+
+    inputs = {"b.10.w3": 0, "b.1.w2": 1, "b.1.w1": 0, "b.1.w3": 0, "b.10.w1": 0, "v": 2, "k": 2, "q": 3, "x.v": 2}
+    statistics = {name: seen(seed) for name, seed in inputs.items()}
+    together = [["b.10.w3", "b.10.w1"], ["b.1.w2"], ["b.1.w1", "b.1.w3"], ["v", "k"], ["q"], ["x.v"]]
+    assert same_inputs(inputs, statistics) == together
+    assert same_inputs(inputs, {}) == [[name] for name in inputs]
 
 
 @pytest.mark.parametrize("held", ("16 bits", "rotated", "smoothed"))

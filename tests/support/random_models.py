@@ -28,7 +28,6 @@ from int8_dit.kernels.numerics.weight_rounding import quantize_to_codes
 from int8_dit.nodes.deferred.install import KEY
 from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.files.holding import coded_weight, quant_config_in
-from int8_dit.nodes.layers.input_groups import same_input_groups
 from int8_dit.nodes.layers.int8_weight import int8_weight
 from int8_dit.nodes.layers.layer_selection import is_quantizable
 from int8_dit.nodes.layers.stored_weights import patch_products
@@ -284,12 +283,6 @@ class RandomModel:
         names = [key.removesuffix(".weight") for key in self.shapes if key.endswith(".weight")]
         return [name for name in names if is_quantizable(name, self.shapes[f"{name}.weight"])]
 
-    @cached_property
-    def _first_reader(self) -> dict[str, str]:
-        """The first layer that reads the same input, by layer."""
-        groups = same_input_groups(self.layers, lambda a, b: True)
-        return {name: group[0] for group in groups for name in group}
-
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of the model in bf16: norms are ones, the rest keeps activations finite."""
         shape = self.shapes[name]
@@ -326,9 +319,9 @@ class RandomModel:
         return tensors
 
     def factors(self, name: str, channels: int) -> torch.Tensor:
-        """Smoothing factors of a layer in [0.5, 2], the same for all that read one input."""
-        first = self._first_reader.get(name, name)
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(first.encode()))
+        """Smoothing factors of a layer in [0.5, 2], the same for all of as many channels in one module: among them are
+        those that read one input."""
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.rpartition(".")[0].encode()))
         return 2 ** (2 * torch.rand(channels, generator=generator, device=self.device) - 1)
 
     def bf16_model(self) -> ModelPatcher:
