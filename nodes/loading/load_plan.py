@@ -10,6 +10,7 @@ import comfy.utils
 import torch
 
 from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, naming_layer, quantize_weight
+from ..comfyui.quantized import in_host_memory
 from ..files import quant_config
 from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, stored_kind
 from ..files.reading.importers import Checkpoint
@@ -141,7 +142,7 @@ def checkpoint_plan(
             held = made(name, weight, input_scale)
         if progress is not None:
             progress.step(f"{doing} layer")
-        return held.to(device="cpu")
+        return in_host_memory(held)
 
     made = {key for key, t in tensors.items() if key.endswith(".weight") and planned(key.removesuffix(".weight"), t)}
     others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in made]

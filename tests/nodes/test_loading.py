@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from support.file_formats import encoded, fp8_scaled
+from support.tensors import DEVICE
 
 NATIVE = {
     "scalar scale": {"per_channel": False},
@@ -191,3 +192,29 @@ def test_built_again_for_another_gpu_and_without_dynamic_vram(dit, make):
     for other in (twin, rebuilt):
         dit.assert_same_tensors(dit.snapshot(other), dit.snapshot(model))
         assert torch.equal(dit.output(other), dit.output(model))
+
+
+@pytest.mark.parametrize("dtype", (torch.int8, torch.bfloat16, torch.float32, torch.float8_e4m3fn))
+@pytest.mark.parametrize("shape", ((), (0, 4), (5, 7), (64, 16), (3, 5, 41)))
+def test_a_copy_through_a_buffer(pack, dtype, shape):
+    """Shorter than the buffer, of several fillings, and with a rest."""
+    from int8_dit.nodes.comfyui.quantized import copied_through
+
+    x = torch.randint(-8, 8, shape).to(dtype)
+    copy = copied_through(torch.empty(128, dtype=torch.uint8), x)
+    assert copy.dtype == dtype and copy.shape == x.shape and torch.equal(copy.float(), x.float())
+    assert not x.numel() or copy.data_ptr() != x.data_ptr()
+
+
+def test_a_weight_in_the_hosts_memory(pack):
+    from int8_dit.kernels import ChannelTransform, quantize_weight
+    from int8_dit.nodes.comfyui.quantized import in_host_memory, stored
+    from int8_dit.nodes.layers.int8_weight import int8_weight
+
+    transform = ChannelTransform(torch.linspace(0.5, 2, 64, device=DEVICE), 64)
+    q, scale = quantize_weight(torch.randn(48, 64, device=DEVICE), transform)
+    weight = int8_weight(q, scale, torch.bfloat16, transform)
+    moved = in_host_memory(weight)
+    assert type(moved) is type(weight) and torch.equal(stored(moved), q.cpu())
+    assert {t.device.type for t in (stored(moved), moved.params.scale, moved.params.smooth)} == {"cpu"}
+    assert torch.equal(moved.dequantize(), weight.to(device="cpu").dequantize())
