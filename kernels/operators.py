@@ -1,19 +1,21 @@
-"""What an operator of the pack is: a function, a check and a kernel. All else follows from these.
+"""What an operator of the pack is: a function and a kernel. All else follows from these.
 
-    @operator(check=..., kernel="norms", rounds=True)
-    def norm_quantize(x: torch.Tensor, norm: Norm, ...) -> Quantized:
+    @operator(kernel="norms", rounds=True)
+    def norm_quantize(x: torch.Tensor, norm: Norm, ...) -> Operation[Quantized]:
         '''What it computes.'''
-        return ...
+        check_tokens("x", x)
+        yield [(shape, torch.int8), ((rows,), torch.float32)]
+        yield q, scale
 
-The function's signature is the operator's, and its body the reference, which runs where no kernel does. What was found
-out about arguments of one layout is not asked again. To a compiler it is opaque, `torch.ops.int8_dit.norm_quantize`,
-with the fields of a Norm, a ChannelTransform or a LowRank as arguments of their own; the check says what its results
-look like.
+The function's signature is the operator's. It checks the arguments, yields what the results look like, and then the
+results, in plain PyTorch: that is the reference, which runs where no kernel does. What was found out about arguments of
+one layout is not asked again. To a compiler it is opaque, `torch.ops.int8_dit.norm_quantize`, with the fields of a
+Norm, a ChannelTransform or a LowRank as arguments of their own.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from operator import itemgetter
@@ -30,6 +32,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Result = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a result."""
+Operation = Iterator[list[Result] | R]
+"""What an operator's function yields: shape and dtype of each result, and the results."""
 Tensors = Sequence[Any]
 """Those of a call in the order of the operator's schema, None for a missing one."""
 OperatorLaunch = Callable[[Tensors, Sequence[torch.Tensor]], None]
@@ -99,11 +103,9 @@ class Operator(Generic[P, R]):
     `kernels`), but operators belong to the process: the first import defines them, and the second uses those.
 
     Args:
-        function: what is computed of arguments that have passed the check: tensors, plain values, and dataclasses and
-            named tuples of these. It is the reference. A last parameter `out`, none of the operator's, is where the
-            results are written.
-        check: takes the same. It raises TypeError or ValueError for bad ones, and returns shape and dtype of each
-            result. That all tensors are on one device is checked for all.
+        function: takes tensors, plain values, and dataclasses and named tuples of these. It raises TypeError or
+            ValueError for bad ones; that all tensors are on one device is checked for all. A last parameter `out`, none
+            of the operator's, is where the results are written.
         kernel: the file of triton_kernels/ whose `launch_...` is of the op's name. It takes the tensors of a call in
             the order of the schema, what else the schema has, and `out` if there is one.
         rounds: whether results are rounded, so that they have no gradient; or of which tensors only, as the others are
@@ -114,14 +116,12 @@ class Operator(Generic[P, R]):
 
     def __init__(
         self,
-        function: Callable[P, R],
-        check: Callable[..., Sequence[Result]],
+        function: Callable[P, Operation[R]],
         kernel: str,
         rounds: bool | tuple[str, ...] = False,
     ) -> None:
         functools.update_wrapper(self, function)
-        self.function = cast("Callable[..., R]", function)
-        self.check = check
+        self.function = cast("Callable[..., Iterator[Any]]", function)
         hints, signature = get_type_hints(function), inspect.signature(function)
         self._names = tuple(signature.parameters)
         self._defaults = tuple(parameter.default for parameter in signature.parameters.values())
@@ -137,7 +137,7 @@ class Operator(Generic[P, R]):
         self._absent = [parameter.absent for parameter in self._parameters]
         words = [word for parameter in self._parameters for word in parameter.schema]
         self._x = words.index("Tensor x") if "Tensor x" in words else 0
-        self._single = hints["return"] is torch.Tensor
+        self._single = torch.Tensor in get_args(*get_args(hints["return"]))
         self.name = function.__name__.removeprefix("_")
         self._define(f"{self.name}({', '.join(words)}) -> {'Tensor' if self._single else '(Tensor, Tensor)'}")
         self.operator = getattr(getattr(torch.ops, NAMESPACE), self.name).default
@@ -160,14 +160,18 @@ class Operator(Generic[P, R]):
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._fake, lib=_library)
 
     def __call__(self, *given: P.args, **named: P.kwargs) -> R:
-        """What the function computes. Raises what the check does; RuntimeError where a gradient is asked to pass a
-        rounding."""
+        """The results. Raises what the function does; RuntimeError where a gradient is asked to pass a rounding."""
         if named or not self._required <= len(given) <= len(self._names):
             arguments = self._bound(given, named)
         else:
             arguments = cast(Any, given) + self._defaults[len(given) :]
         flat = self.flat(arguments)
         return (self._dispatched if is_dispatched(flat[self._x]) else self._run)(arguments, flat)
+
+    def reference(self, *arguments: Any) -> R:
+        """The results in plain PyTorch."""
+        _, results = self.function(*arguments)
+        return cast(R, results)
 
     def _bound(self, given: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments by their places; raises TypeError for those that the function does not have, or lacks."""
@@ -176,7 +180,7 @@ class Operator(Generic[P, R]):
         known = [name for name, _ in rest if name in named]
         wrong = len(arguments) > len(self._names) or len(known) < len(named)
         if wrong or any(argument is _MISSING for argument in arguments):
-            inspect.signature(self.function).bind(*given, **named)  # which says what is wrong
+            self.function(*given, **named)  # which says what is wrong
         return arguments
 
     def flat(self, arguments: Sequence[Any]) -> list[Any]:
@@ -206,8 +210,7 @@ class Operator(Generic[P, R]):
         """A call through the dispatcher."""
         out = arguments[-1] if self._has_out else None
         if not self.rounds and _differentiated(flat):
-            self.check(*arguments)
-            return self.function(*arguments)
+            return self.reference(*arguments)
         results = self.operator(*flat)
         if out is None:
             return results
@@ -222,10 +225,10 @@ class Operator(Generic[P, R]):
         if torch.is_grad_enabled():
             self._refuse_gradient(flat)
             if not self.rounds and _differentiated(tensors if out is None else (*tensors, *out)):
-                return self.function(*arguments)
+                return self.reference(*arguments)
         if launch is None:
             with torch.no_grad() if self.rounds else nullcontext():
-                return self.function(*arguments)
+                return self.reference(*arguments)
         x = flat[self._x]
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in results] if out is None else out
         launch(tensors, made)
@@ -237,7 +240,7 @@ class Operator(Generic[P, R]):
             raise RuntimeError(f"{self.name} has no gradient, as it rounds: run it under torch.no_grad()")
 
     def _plan(self, arguments: Sequence[Any], flat: Sequence[Any], tensors: Tensors) -> Plan:
-        """How arguments of such layouts are computed, kept. Raises what the check does."""
+        """How arguments of such layouts are computed, kept. Raises what the function does."""
         layouts = [
             None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
             for tensor in tensors
@@ -253,8 +256,9 @@ class Operator(Generic[P, R]):
         return keep(key, (launch, results))
 
     def _results(self, arguments: Sequence[Any], tensors: Tensors) -> Sequence[Result]:
-        """What the results look like. Raises what the check does, and ValueError for tensors on different devices."""
-        results = self.check(*arguments)
+        """What the results look like. Raises what the function does, and ValueError for tensors on different
+        devices."""
+        results = next(self.function(*arguments))
         check_same_device(**dict(zip(self._tensor_names, tensors, strict=False)))
         return results
 
@@ -288,7 +292,7 @@ class Operator(Generic[P, R]):
 
 
 def operator(
-    check: Callable[..., Sequence[Result]], kernel: str, rounds: bool | tuple[str, ...] = False
-) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    kernel: str, rounds: bool | tuple[str, ...] = False
+) -> Callable[[Callable[P, Operation[R]]], Operator[P, R]]:
     """Make an operator of a function; see above and Operator."""
-    return lambda function: Operator(function, check, kernel, rounds)
+    return lambda function: Operator(function, kernel, rounds)

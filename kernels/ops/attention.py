@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from ..card.device import fused_obstacle
 from ..checks import FLOAT_DTYPES
-from ..operators import Result, operator
+from ..operators import Operation, Result, operator
 from ..reference.attention import WIDEST_HEAD, int8_attention_reference
 
 
@@ -54,14 +53,14 @@ def int8_attention(
     return _int8_attention(q, k, v, mask, factor, key_mean).transpose(1, 2)
 
 
-def _check(
+def _checked(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
     key_mean: torch.Tensor | None = None,
 ) -> list[Result]:
+    """What the output looks like; raises TypeError or ValueError for tensors that are none of attention's."""
     if q.dtype not in FLOAT_DTYPES or not q.dtype == k.dtype == v.dtype:
         kinds = f"{q.dtype}, {k.dtype} and {v.dtype}"
         raise TypeError(f"q, k and v must all be bfloat16, float16 or float32, got {kinds}")
@@ -84,13 +83,6 @@ def _check(
     return [((q.shape[0], q.shape[2], q.shape[1], q.shape[3]), q.dtype)]
 
 
-def _check_float(q: torch.Tensor, *rest: Any) -> list[Result]:
-    results = _check(q, *rest)
-    if q.dtype == torch.float32 or not 128 < q.shape[-1] <= WIDEST_HEAD:
-        raise ValueError(f"float_attention takes fp16 and bf16 heads of 129 to {WIDEST_HEAD}, got {tuple(q.shape)}")
-    return results
-
-
 def _by_reference(
     attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
@@ -101,7 +93,7 @@ def _by_reference(
     return out.copy_(attend(q, k, v, None if mask is None else mask.expand(*q.shape[:3], k.shape[2])).transpose(1, 2))
 
 
-@operator(_check, kernel="attention", rounds=("q", "k", "v"))
+@operator(kernel="attention", rounds=("q", "k", "v"))
 def _int8_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -109,9 +101,10 @@ def _int8_attention(
     mask: torch.Tensor | None,
     scale: float,
     key_mean: torch.Tensor | None,
-) -> torch.Tensor:
+) -> Operation[torch.Tensor]:
     """[B, TQ, H, D]."""
-    return _by_reference(partial(int8_attention_reference, scale=scale, key_mean=key_mean), q, k, v, mask)
+    yield _checked(q, k, v, mask, key_mean)
+    yield _by_reference(partial(int8_attention_reference, scale=scale, key_mean=key_mean), q, k, v, mask)
 
 
 def takes_float_attention(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -148,10 +141,14 @@ def float_attention(
     return _float_attention(q, k, v, mask, factor).transpose(1, 2)
 
 
-@operator(_check_float, kernel="attention")
+@operator(kernel="attention")
 def _float_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
+) -> Operation[torch.Tensor]:
     """[B, TQ, H, D]."""
+    results = _checked(q, k, v, mask)
+    if q.dtype == torch.float32 or not 128 < q.shape[-1] <= WIDEST_HEAD:
+        raise ValueError(f"float_attention takes fp16 and bf16 heads of 129 to {WIDEST_HEAD}, got {tuple(q.shape)}")
+    yield results
     exact = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return _by_reference(exact, q, k, v, mask)
+    yield _by_reference(exact, q, k, v, mask)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..checks import check_float_rows
-from ..operators import Result, operator
+from ..operators import Operation, operator
 from ..reference.linear import Quantized, quantize_activations_reference, quantized_layouts
 from ..reference.transform import UNCHANGED, ChannelTransform
 
@@ -29,31 +29,7 @@ def activated(
     return values if beside is None else torch.cat([beside.float(), values], dim=-1)
 
 
-def _check_activate_quantize(
-    gate: torch.Tensor,
-    activation: str,
-    up: torch.Tensor | None,
-    beside: torch.Tensor | None,
-    transform: ChannelTransform,
-    activation_bits: int,
-) -> list[Result]:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    if activation == "sigmoid" and up is None:
-        raise ValueError("a sigmoid is quantized with up, which it is the gate of")
-    check_float_rows("gate", gate)
-    if not gate.shape[-1]:
-        raise ValueError(f"gate must have channels, got shape {tuple(gate.shape)}")
-    for name, part, shape in (("up", up, gate.shape), ("beside", beside, gate.shape[:-1])):
-        if part is not None:
-            check_float_rows(name, part)
-            if part.shape[: len(shape)] != shape or part.ndim != gate.ndim:
-                raise ValueError(f"{name} must have the rows of gate {tuple(gate.shape)}, got {tuple(part.shape)}")
-    channels = gate.shape[-1] + (0 if beside is None else beside.shape[-1])
-    return quantized_layouts(gate, channels, transform, activation_bits)
-
-
-@operator(_check_activate_quantize, kernel="gates", rounds=True)
+@operator(kernel="gates", rounds=True)
 def activate_quantize(
     gate: torch.Tensor,
     activation: str,
@@ -61,7 +37,7 @@ def activate_quantize(
     beside: torch.Tensor | None = None,
     transform: ChannelTransform = UNCHANGED,
     activation_bits: int = 8,
-) -> Quantized:
+) -> Operation[Quantized]:
     """activation(gate) up behind the channels of `beside`, quantized per token; float32 in between.
 
     Args:
@@ -78,5 +54,19 @@ def activate_quantize(
         TypeError, ValueError: unknown activation; wrong dtype, shape, device, group or number of bits.
         RuntimeError: an argument needs a gradient, which rounding does not have.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    if activation == "sigmoid" and up is None:
+        raise ValueError("a sigmoid is quantized with up, which it is the gate of")
+    check_float_rows("gate", gate)
+    if not gate.shape[-1]:
+        raise ValueError(f"gate must have channels, got shape {tuple(gate.shape)}")
+    for name, part, shape in (("up", up, gate.shape), ("beside", beside, gate.shape[:-1])):
+        if part is not None:
+            check_float_rows(name, part)
+            if part.shape[: len(shape)] != shape or part.ndim != gate.ndim:
+                raise ValueError(f"{name} must have the rows of gate {tuple(gate.shape)}, got {tuple(part.shape)}")
+    channels = gate.shape[-1] + (0 if beside is None else beside.shape[-1])
+    yield quantized_layouts(gate, channels, transform, activation_bits)
     values = activated(gate, activation, up, beside)
-    return quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)
+    yield quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)

@@ -19,7 +19,7 @@ from ..checks import (
 )
 from ..compilers import is_dispatched
 from ..kept import KEPT, keep, kept
-from ..operators import Result, operator
+from ..operators import Operation, operator
 from ..reference.linear import (
     LinearForm,
     Quantized,
@@ -42,37 +42,10 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _check_quantization(x: torch.Tensor, transform: ChannelTransform, activation_bits: int) -> list[Result]:
-    check_float_matrix("x", x)
-    return quantized_layouts(x, x.shape[1], transform, activation_bits)
-
-
-def _check_gemm(
-    q: torch.Tensor,
-    q_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> list[Result]:
-    check_int8_matrix("q", q)
-    check_int8_matrix("weight", weight)
-    if q.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
-        raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
-    if q_scale.dtype != torch.float32:
-        raise TypeError(f"q_scale must be float32, got {q_scale.dtype}")
-    check_vector("q_scale", q_scale, q.shape[0], "the rows of q")
-    check_weight_scale(weight_scale, weight.shape[0])
-    if bias is not None:
-        check_vector("bias", bias, weight.shape[0], "the rows of weight")
-    check_float("out_dtype", out_dtype)
-    return [((q.shape[0], weight.shape[0]), out_dtype)]
-
-
-@operator(_check_quantization, kernel="quantizer", rounds=("x",))
+@operator(kernel="quantizer", rounds=("x",))
 def quantize_activations(
     x: torch.Tensor, transform: ChannelTransform = UNCHANGED, activation_bits: int = 8
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Operation[Quantized]:
     """Per-token symmetric quantization: scale = absmax / 127, q = round(x 127 / absmax), halves to even.
 
     With 16 bits a second int8 number r = round(254 (x / scale - q)) holds what the first one rounded away, so that
@@ -92,10 +65,12 @@ def quantize_activations(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    return quantize_activations_reference(x, transform, activation_bits)
+    check_float_matrix("x", x)
+    yield quantized_layouts(x, x.shape[1], transform, activation_bits)
+    yield quantize_activations_reference(x, transform, activation_bits)
 
 
-@operator(_check_gemm, kernel="gemm", rounds=("q_scale",))
+@operator(kernel="gemm", rounds=("q_scale",))
 def int8_gemm(
     q: torch.Tensor,
     q_scale: torch.Tensor,
@@ -103,7 +78,7 @@ def int8_gemm(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+) -> Operation[torch.Tensor]:
     """The fused GEMM: (q . weight^T) in int32, then x q_scale x weight_scale + bias in float32, in one launch.
 
     Args:
@@ -121,11 +96,24 @@ def int8_gemm(
         TypeError, ValueError: wrong dtype, shape or device.
         RuntimeError: `q_scale` needs a gradient, which rounding does not have.
     """
-    if q.numel() == 0 or weight.numel() == 0:
+    check_int8_matrix("q", q)
+    check_int8_matrix("weight", weight)
+    if q.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
+        raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
+    if q_scale.dtype != torch.float32:
+        raise TypeError(f"q_scale must be float32, got {q_scale.dtype}")
+    check_vector("q_scale", q_scale, q.shape[0], "the rows of q")
+    check_weight_scale(weight_scale, weight.shape[0])
+    if bias is not None:
+        check_vector("bias", bias, weight.shape[0], "the rows of weight")
+    check_float("out_dtype", out_dtype)
+    yield [((q.shape[0], weight.shape[0]), out_dtype)]
+    if q.numel() and weight.numel():
+        out = int8_accumulate_reference(q, weight).float() * q_scale[:, None] * weight_scale.reshape(1, -1)
+        yield (out if bias is None else out + bias.float()).to(out_dtype)
+    else:
         empty_sum = torch.zeros((q.shape[0], weight.shape[0]), dtype=out_dtype, device=q.device)
-        return empty_sum if bias is None else empty_sum.add_(bias.to(out_dtype))
-    out = int8_accumulate_reference(q, weight).float() * q_scale[:, None] * weight_scale.reshape(1, -1)
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+        yield empty_sum if bias is None else empty_sum.add_(bias.to(out_dtype))
 
 
 def int8_linear(

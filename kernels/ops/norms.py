@@ -11,7 +11,7 @@ from ..checks import (
     check_tokens,
     check_vector,
 )
-from ..operators import Result, operator
+from ..operators import Operation, operator
 from ..reference.linear import Quantized, quantize_activations_reference, quantized_layouts
 from ..reference.transform import UNCHANGED, ChannelTransform
 
@@ -64,24 +64,7 @@ def _check_norm(norm: Norm, channels: int) -> None:
             check_vector(name, vector, channels, "K")
 
 
-def _check_norm_quantize(
-    x: torch.Tensor,
-    norm: Norm,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    transform: ChannelTransform,
-    activation_bits: int,
-    rows: torch.Tensor | None,
-) -> list[Result]:
-    check_tokens("x", x)
-    _check_norm(norm, x.shape[-1])
-    check_modulation_rows(rows, x)
-    check_modulation("scale", scale, x, rows)
-    check_modulation("shift", shift, x, rows)
-    return quantized_layouts(x, x.shape[-1], transform, activation_bits)
-
-
-@operator(_check_norm_quantize, kernel="norms", rounds=True)
+@operator(kernel="norms", rounds=True)
 def norm_quantize(
     x: torch.Tensor,
     norm: Norm,
@@ -90,7 +73,7 @@ def norm_quantize(
     transform: ChannelTransform = UNCHANGED,
     activation_bits: int = 8,
     rows: torch.Tensor | None = None,
-) -> Quantized:
+) -> Operation[Quantized]:
     """norm(x) scale + shift, quantized per token as `quantize_activations` does; float32 in between.
 
     Args:
@@ -109,33 +92,17 @@ def norm_quantize(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: an argument needs a gradient, which rounding does not have.
     """
-    values = modulated(x, norm, scale, shift, rows)
-    return quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)
-
-
-def _check_gated_residual(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    gate: torch.Tensor | None,
-    norm: Norm | None,
-    rows: torch.Tensor | None,
-    out: tuple[torch.Tensor] | None = None,
-) -> list[Result]:
-    check_tokens("residual", residual)
     check_tokens("x", x)
-    if residual.shape != x.shape:
-        raise ValueError(f"x must have the residual's shape {tuple(residual.shape)}, got {tuple(x.shape)}")
+    _check_norm(norm, x.shape[-1])
     check_modulation_rows(rows, x)
-    check_modulation("gate", gate, x, rows)
-    if norm is not None:
-        _check_norm(norm, x.shape[-1])
-    target = None if out is None else out[0]
-    if target is not None and (target.shape != x.shape or target.dtype != residual.dtype or not target.is_contiguous()):
-        raise ValueError(f"out must be a contiguous {residual.dtype} tensor of shape {tuple(x.shape)}")
-    return [(residual.shape, residual.dtype)]
+    check_modulation("scale", scale, x, rows)
+    check_modulation("shift", shift, x, rows)
+    yield quantized_layouts(x, x.shape[-1], transform, activation_bits)
+    values = modulated(x, norm, scale, shift, rows)
+    yield quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)
 
 
-@operator(_check_gated_residual, kernel="norms")
+@operator(kernel="norms")
 def gated_residual(
     residual: torch.Tensor,
     x: torch.Tensor,
@@ -143,7 +110,7 @@ def gated_residual(
     norm: Norm | None = None,
     rows: torch.Tensor | None = None,
     out: tuple[torch.Tensor] | None = None,
-) -> torch.Tensor:
+) -> Operation[torch.Tensor]:
     """residual + gate norm(x); float32 in between.
 
     Args:
@@ -158,5 +125,17 @@ def gated_residual(
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
+    check_tokens("residual", residual)
+    check_tokens("x", x)
+    if residual.shape != x.shape:
+        raise ValueError(f"x must have the residual's shape {tuple(residual.shape)}, got {tuple(x.shape)}")
+    check_modulation_rows(rows, x)
+    check_modulation("gate", gate, x, rows)
+    if norm is not None:
+        _check_norm(norm, x.shape[-1])
+    target = None if out is None else out[0]
+    if target is not None and (target.shape != x.shape or target.dtype != residual.dtype or not target.is_contiguous()):
+        raise ValueError(f"out must be a contiguous {residual.dtype} tensor of shape {tuple(x.shape)}")
+    yield [(residual.shape, residual.dtype)]
     result = (residual.float() + modulated(x, norm, gate, rows=rows)).to(residual.dtype)
-    return result if out is None else out[0].copy_(result)
+    yield result if target is None else target.copy_(result)

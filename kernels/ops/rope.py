@@ -5,21 +5,37 @@ from typing import Literal
 import torch
 
 from ..checks import check_float_rows
-from ..operators import Result, operator
+from ..operators import Operation, operator
 from .norms import Norm, normalized
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _check_norm_rope(
+@operator(kernel="rope")
+def norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
     q_norm: Norm | None,
     k_norm: Norm | None,
     freqs: torch.Tensor,
-    pairs: str,
+    pairs: Literal["neighbours", "halves"],
     out: Pair | None = None,
-) -> list[Result]:
+) -> Operation[Pair]:
+    """The norms of queries and keys and their rotary positions; float32 in between.
+
+    Args:
+        q, k: [B, T, H, D] bf16, fp16 or fp32, of any strides.
+        q_norm, k_norm: "rms" norms over the head (weight [D]) or over all heads (weight [H D]), or None.
+        freqs: floats [..., T, D / 2, 2, 2] for all heads, or [..., T, H, D / 2, 2, 2] for each of as many in q and k,
+            axes of size 1 before T: the matrix by which each pair of elements is multiplied.
+        pairs: which elements of a head are a pair: 2i and 2i + 1, or i and i + D / 2.
+        out: two tensors like q and k to write into, such as slices of a longer sequence; new ones when None.
+
+    Returns:
+        Both results, [B, T, H, D].
+
+    Raises TypeError or ValueError for a wrong dtype, shape or device.
+    """
     if pairs not in ("neighbours", "halves"):
         raise ValueError(f"pairs must be neighbours or halves, got {pairs!r}")
     for name, x, norm in (("q", q, q_norm), ("k", k, k_norm)):
@@ -41,40 +57,9 @@ def _check_norm_rope(
     for name, target, x in zip(("q", "k"), out or (), (q, k), strict=False):
         if target.shape != x.shape:
             raise ValueError(f"the output of {name} must have shape {tuple(x.shape)}, got {tuple(target.shape)}")
-    return [(q.shape, q.dtype), (k.shape, k.dtype)]
-
-
-@operator(_check_norm_rope, kernel="rope")
-def norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-    freqs: torch.Tensor,
-    pairs: Literal["neighbours", "halves"],
-    out: Pair | None = None,
-) -> Pair:
-    """The norms of queries and keys and their rotary positions; float32 in between.
-
-    Args:
-        q, k: [B, T, H, D] bf16, fp16 or fp32, of any strides.
-        q_norm, k_norm: "rms" norms over the head (weight [D]) or over all heads (weight [H D]), or None.
-        freqs: floats [..., T, D / 2, 2, 2] for all heads, or [..., T, H, D / 2, 2, 2] for each of as many in q and k,
-            axes of size 1 before T: the matrix by which each pair of elements is multiplied.
-        pairs: which elements of a head are a pair: 2i and 2i + 1, or i and i + D / 2.
-        out: two tensors like q and k to write into, such as slices of a longer sequence; new ones when None.
-
-    Returns:
-        Both results, [B, T, H, D].
-
-    Raises TypeError or ValueError for a wrong dtype, shape or device.
-    """
+    yield [(q.shape, q.dtype), (k.shape, k.dtype)]
     results = (_norm_rope(q, q_norm, freqs, pairs), _norm_rope(k, k_norm, freqs, pairs))
-    if out is None:
-        return results
-    for target, result in zip(out, results, strict=True):
-        target.copy_(result)
-    return out
+    yield results if out is None else (out[0].copy_(results[0]), out[1].copy_(results[1]))
 
 
 def _norm_rope(x: torch.Tensor, norm: Norm | None, freqs: torch.Tensor, pairs: str) -> torch.Tensor:

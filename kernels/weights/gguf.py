@@ -4,7 +4,7 @@ import torch
 
 from ..checks import check_float, check_float_matrix, check_weight_scale
 from ..gguf.formats import GGUF_FORMATS, GGUFFormat
-from ..operators import Result, operator
+from ..operators import Operation, operator
 from ..reference.int8_weights import SMALLEST_SCALE, row_slices
 from ..reference.low_rank import LowRank, rounded_rows
 
@@ -61,14 +61,8 @@ def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
-def _check_dequantize(blocks: torch.Tensor, name: str, dtype: torch.dtype) -> list[Result]:
-    form = _check_blocks(blocks, name)
-    check_float("dtype", dtype)
-    return [(_weight_shape(blocks, form), dtype)]
-
-
-@operator(_check_dequantize, "gguf", rounds=())
-def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+@operator(kernel="gguf", rounds=())
+def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.bfloat16) -> Operation[torch.Tensor]:
     """The float weight [N, K], computed in float32 as ggml does.
 
     Args:
@@ -79,16 +73,14 @@ def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.
     Raises:
         TypeError, ValueError: wrong dtype, shape or format.
     """
-    return _by_rows(blocks, name, dtype, lambda values, rows: values)
+    form = _check_blocks(blocks, name)
+    check_float("dtype", dtype)
+    yield [(_weight_shape(blocks, form), dtype)]
+    yield _by_rows(blocks, form, dtype, lambda values, rows: values)
 
 
-def _check_scales(blocks: torch.Tensor, name: str) -> list[Result]:
-    _check_blocks(blocks, name)
-    return [(blocks.shape[:1], torch.float32)]
-
-
-@operator(_check_scales, "gguf", rounds=())
-def gguf_channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
+@operator(kernel="gguf", rounds=())
+def gguf_channel_scales(blocks: torch.Tensor, name: str) -> Operation[torch.Tensor]:
     """The per-channel scale, float32 [N], that `quantize_weight` finds for the decoded weight.
 
     Args:
@@ -101,26 +93,21 @@ def gguf_channel_scales(blocks: torch.Tensor, name: str) -> torch.Tensor:
     Raises:
         TypeError, ValueError: wrong dtype, shape or format.
     """
-    form = GGUF_FORMATS[name]
+    form = _check_blocks(blocks, name)
+    yield [(blocks.shape[:1], torch.float32)]
     scale = torch.zeros(blocks.shape[0], device=blocks.device)
     for rows in row_slices(_weight_shape(blocks, form)):
         if blocks.shape[1]:
             absmax = _decode(blocks[rows], form).abs().amax(dim=1)
             scale[rows] = absmax / torch.full_like(absmax, 127)
     scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)  # NaN stays
-    return torch.where(torch.isfinite(scale), scale, torch.nan)
+    yield torch.where(torch.isfinite(scale), scale, torch.nan)
 
 
-def _check_expand(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None) -> list[Result]:
-    shape = _weight_shape(blocks, _check_blocks(blocks, name))
-    check_weight_scale(scale, shape[0])
-    if low_rank is not None:
-        low_rank.check(*shape)
-    return [(shape, torch.int8)]
-
-
-@operator(_check_expand, "gguf", rounds=())
-def expand_gguf(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None) -> torch.Tensor:
+@operator(kernel="gguf", rounds=())
+def expand_gguf(
+    blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None
+) -> Operation[torch.Tensor]:
     """The INT8 weight: round(w / scale), halves to even. With the scale of `gguf_channel_scales` it is
     `quantize_weight`'s.
 
@@ -139,8 +126,14 @@ def expand_gguf(blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: 
     Raises:
         TypeError, ValueError: wrong dtype, shape, format or device.
     """
+    form = _check_blocks(blocks, name)
+    shape = _weight_shape(blocks, form)
+    check_weight_scale(scale, shape[0])
+    if low_rank is not None:
+        low_rank.check(*shape)
+    yield [(shape, torch.int8)]
     per_channel = scale.reshape(-1, 1).expand(blocks.shape[0], 1)
-    return _by_rows(blocks, name, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
+    yield _by_rows(blocks, form, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
 
 
 def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:
@@ -158,9 +151,8 @@ def _decode(blocks: torch.Tensor, form: GGUFFormat) -> torch.Tensor:
     return form.decode(blocks.unflatten(1, (-1, form.bytes)), torch.float32)
 
 
-def _by_rows(blocks: torch.Tensor, name: str, dtype: torch.dtype, change) -> torch.Tensor:
+def _by_rows(blocks: torch.Tensor, form: GGUFFormat, dtype: torch.dtype, change) -> torch.Tensor:
     """[N, K] in `dtype`: what `change` (values float32, rows) makes of some decoded rows at a time."""
-    form = GGUF_FORMATS[name]
     out = torch.empty(_weight_shape(blocks, form), dtype=dtype, device=blocks.device)
     if out.numel():
         for rows in row_slices(out.shape):

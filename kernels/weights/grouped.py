@@ -7,32 +7,19 @@ is an INT8 weight in fewer bits: nothing is lost when it is expanded.
 import torch
 
 from ..checks import check_weight_scale
-from ..operators import Result, operator
+from ..operators import Operation, operator
 from ..reference.grouped_codes import GroupedCodes
 from ..reference.int8_weights import row_slices
 from ..reference.low_rank import LowRank, rounded_rows
 
 
-def _check(
-    weight: GroupedCodes, channel_scale: torch.Tensor | None, larger: torch.Tensor | None, low_rank: LowRank | None
-) -> list[Result]:
-    weight.check()
-    if low_rank is not None:
-        low_rank.check(*weight.shape)
-        if channel_scale is None or larger is None:
-            raise TypeError("a low_rank is added to a weight with a channel_scale, and what is larger")
-        check_weight_scale(channel_scale, weight.shape[0])
-        check_weight_scale(larger, weight.shape[0])
-    return [(weight.shape, torch.int8)]
-
-
-@operator(_check, "grouped_codes", rounds=())
+@operator(kernel="grouped_codes", rounds=())
 def expand_codes(
     weight: GroupedCodes,
     channel_scale: torch.Tensor | None = None,
     larger: torch.Tensor | None = None,
     low_rank: LowRank | None = None,
-) -> torch.Tensor:
+) -> Operation[torch.Tensor]:
     """The INT8 weight that codes stand for: clamp(round(level * scale of the group), -127, 127), halves to even.
 
     With a `low_rank` it is round((that * channel_scale + up @ down) / larger), clamped alike. The sums are float32, in
@@ -51,6 +38,14 @@ def expand_codes(
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
     """
+    weight.check()
+    if low_rank is not None:
+        low_rank.check(*weight.shape)
+        if channel_scale is None or larger is None:
+            raise TypeError("a low_rank is added to a weight with a channel_scale, and what is larger")
+        check_weight_scale(channel_scale, weight.shape[0])
+        check_weight_scale(larger, weight.shape[0])
+    yield [(weight.shape, torch.int8)]
     out = torch.empty(weight.shape, dtype=torch.int8, device=weight.codes.device)
     if out.numel():
         for some in row_slices(out.shape):
@@ -59,7 +54,7 @@ def expand_codes(
                 own, sums = (scale.reshape(-1, 1).expand(len(out), 1) for scale in (channel_scale, larger))
                 whole = rounded_rows(whole * own[some], sums, low_rank, some)
             out[some] = whole.to(torch.int8)
-    return out
+    yield out
 
 
 def _levels(weight: GroupedCodes, rows: slice) -> torch.Tensor:

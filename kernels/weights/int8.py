@@ -3,21 +3,15 @@
 import torch
 
 from ..checks import check_float_matrix, check_int8_matrix, check_weight_scale
-from ..operators import Result, operator
+from ..operators import Operation, operator
 from ..reference.int8_weights import dequantize_rows, quantize_rows
 from ..reference.transform import UNCHANGED, ChannelTransform
 
 
-def _check_requantize(w: torch.Tensor, transform: ChannelTransform, seed: int | None) -> list[Result]:
-    check_float_matrix("w", w)
-    transform.check(w.shape[1])
-    return [(w.shape, torch.int8), (w.shape[:1], torch.float32)]
-
-
-@operator(_check_requantize, "quantizer", rounds=())
+@operator(kernel="quantizer", rounds=())
 def requantize_weight(
     w: torch.Tensor, transform: ChannelTransform = UNCHANGED, seed: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Operation[tuple[torch.Tensor, torch.Tensor]]:
     """`quantize_weight` for weights that change while a model runs: on a GPU one kernel, and nobody waits for it.
 
     Args:
@@ -32,26 +26,20 @@ def requantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or group.
     """
+    check_float_matrix("w", w)
+    transform.check(w.shape[1])
+    yield [(w.shape, torch.int8), (w.shape[:1], torch.float32)]
     generator = None if seed is None else torch.Generator(w.device).manual_seed(seed)
-    return quantize_rows(w, transform, generator)
+    yield quantize_rows(w, transform, generator)
 
 
-def _check_dequantize(
-    q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform, dtype: torch.dtype
-) -> list[Result]:
-    check_int8_matrix("q", q)
-    check_weight_scale(scale, q.shape[0])
-    transform.check(q.shape[1])
-    return [(q.shape, dtype)]
-
-
-@operator(_check_dequantize, "quantizer", rounds=())
+@operator(kernel="quantizer", rounds=())
 def dequantize_weight(
     q: torch.Tensor,
     scale: torch.Tensor,
     transform: ChannelTransform = UNCHANGED,
     dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+) -> Operation[torch.Tensor]:
     """The float weight [N, K] in the original basis: q . scale with `transform` undone.
 
     Args:
@@ -63,4 +51,8 @@ def dequantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or group.
     """
-    return dequantize_rows(q, scale, transform, dtype)
+    check_int8_matrix("q", q)
+    check_weight_scale(scale, q.shape[0])
+    transform.check(q.shape[1])
+    yield [(q.shape, dtype)]
+    yield dequantize_rows(q, scale, transform, dtype)

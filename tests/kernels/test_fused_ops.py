@@ -77,7 +77,7 @@ def test_rounded_results(name, channels, smooth, group):
         arguments = call_at(case, form, DEVICE)
         (exact,) = case.exact(*arguments)
         exact = in_real_arithmetic(exact, transform_in(arguments))
-        result, expected = case.op(*arguments), case.op.function(*arguments)
+        result, expected = case.op(*arguments), case.op.reference(*arguments)
         assert_quantized(result, exact, expected, bits, rounding_of(dtype, group, bits))
 
 
@@ -114,7 +114,7 @@ def test_modulations_of_every_shape(batch, tokens, given):
     exact = norm_in_float64(x, norm)
     exact = exact if scale is None else exact * scale.double()
     exact = exact if shift is None else exact + shift.double()
-    assert_quantized(result, exact, norm_quantize.function(x, norm, scale, shift, ChannelTransform(), 8), 8)
+    assert_quantized(result, exact, norm_quantize.reference(x, norm, scale, shift, ChannelTransform(), 8), 8)
 
     residual, gate = random_float(2, 3, 40, seed=5), modulation(batch, tokens, 40, torch.bfloat16, seed=6)[0]
     exact = residual.double() + gate.double() * norm_in_float64(x, norm)
@@ -172,9 +172,9 @@ def test_no_tokens(shape):
 
 def test_rows_longer_than_registers():
     x, norm = random_float(1, 2, 33000, seed=1, dtype=torch.bfloat16), Norm("rms", 1e-6)
-    result, expected = norm_quantize(x, norm), norm_quantize.function(x, norm, None, None, ChannelTransform(), 8)
+    result, expected = norm_quantize(x, norm), norm_quantize.reference(x, norm, None, None, ChannelTransform(), 8)
     assert_quantized(result, norm_in_float64(x, norm), expected, 8)
-    assert torch.equal(gated_residual(x, x, None, norm), gated_residual.function(x, x, None, norm))
+    assert torch.equal(gated_residual(x, x, None, norm), gated_residual.reference(x, x, None, norm))
 
 
 @pytest.mark.parametrize("heads, width", (((1, 1), 2), ((5, 3), 8), ((2, 2), 24)))
@@ -192,13 +192,13 @@ def test_norm_rope_into_slices(kind, heads, width):
         torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
     untouched = [0, 1, 2, 3, 7, 8]
     assert torch.equal(joint[:, untouched], before[:, untouched])
-    for result, wanted in zip(out, case.op.function(*arguments, None), strict=True):
+    for result, wanted in zip(out, case.op.reference(*arguments, None), strict=True):
         torch.testing.assert_close(result.to(dtype), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 def test_norms_of_one_side_and_in_place():
     q, k, freqs = random_float(1, 2, 3, 4, seed=1), random_float(1, 2, 3, 4, seed=2), random_float(2, 2, 2, 2, seed=3)
-    expected = norm_rope.function(q, k, RMS, None, freqs, "halves", None)
+    expected = norm_rope.reference(q, k, RMS, None, freqs, "halves", None)
     result = norm_rope(q, k, RMS, None, freqs, "halves", (q, k))
     assert result[0] is q and result[1] is k
     for one, other in zip(result, expected, strict=True):

@@ -72,7 +72,7 @@ def test_what_is_kept_has_a_bound(monkeypatch):
     monkeypatch.setattr(kept, "MOST_KEPT", 2)
     KEPT.clear()
     for tokens in range(1, 6):
-        expected = norm_quantize.function(random_float(tokens, 16), RMS)
+        expected = norm_quantize.reference(random_float(tokens, 16), RMS)
         for _ in range(2):
             torch.testing.assert_close(norm_quantize(random_float(tokens, 16), RMS)[1], expected[1])
         assert len(KEPT) <= 2
