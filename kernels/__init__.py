@@ -30,15 +30,19 @@ from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_row
 from .numerics.statistics import ActivationStatistics
 from .ops.attention import int8_attention, int8_attention_obstacle
 from .ops.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
-from .ops.gates import activate_quantize, activated
+from .ops.fused import Norm, activate_quantize, activated, gated_residual, modulated, norm_quantize, norm_rope
 from .ops.linear import LinearWeight, RepeatedLinear, compile_ahead, int8_gemm, int8_linear, runs_kitchen, settle
-from .ops.norms import Norm, gated_residual, modulated, norm_quantize
-from .ops.rope import norm_rope
+from .ops.weights import (
+    dequantize_gguf,
+    dequantize_weight,
+    expand_codes,
+    expand_gguf,
+    gguf_channel_scales,
+    quantize_gguf,
+    requantize_weight,
+)
 from .reference.grouped_codes import GroupedCodes
 from .reference.int8_weights import quantize_weight
 from .reference.linear import LinearForm, Quantized
 from .reference.low_rank import LowRank
 from .reference.transform import UNCHANGED, ChannelTransform
-from .weights.gguf import dequantize_gguf, expand_gguf, gguf_channel_scales, quantize_gguf
-from .weights.grouped import expand_codes
-from .weights.int8 import dequantize_weight, requantize_weight

@@ -1,6 +1,6 @@
 """What an operator of the pack is: a function and a kernel. All else follows from these.
 
-    @operator(kernel="norms", rounds=True)
+    @operator(kernel="fused", rounds=True)
     def norm_quantize(x: torch.Tensor, norm: Norm, ...) -> Operation[Quantized]:
         '''What it computes.'''
         check_tokens("x", x)

@@ -12,7 +12,7 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 PROJECT = Path(__file__).resolve().parents[1]
 MOST_LINES = 400
 # From the ground up: a room imports what stands before it. In nodes/ what is above the rooms is the nodes themselves.
-KERNEL_ROOMS = ("internals", "reference", "gguf", "card", "triton_kernels", "weights", "ops", "numerics", "benchmark")
+KERNEL_ROOMS = ("internals", "reference", "gguf", "card", "triton_kernels", "ops", "numerics", "benchmark")
 NODE_ROOMS = (
     "comfyui",
     "demo",

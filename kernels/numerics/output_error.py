@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from ..ops.weights import dequantize_weight
 from ..reference.int8_weights import row_slices
 from ..reference.linear import REMAINDER_STEPS, quantize_activations_reference
 from ..reference.transform import UNCHANGED, ChannelTransform
-from ..weights.int8 import dequantize_weight
 
 
 class OutputError:

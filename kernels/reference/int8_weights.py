@@ -84,14 +84,3 @@ def quantize_rows(
             steps = (steps + torch.rand(steps.shape, generator=generator, device=steps.device)).floor()
         q[rows] = steps.clamp(-127, 127).to(torch.int8)
     return q, torch.where(torch.isfinite(scale), scale, torch.nan)
-
-
-def dequantize_rows(
-    q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform, dtype: torch.dtype
-) -> torch.Tensor:
-    """`dequantize_weight` of checked arguments, in plain PyTorch."""
-    per_channel = scale.reshape(-1, 1).expand(q.shape[0], 1)
-    weight = torch.empty(q.shape, dtype=dtype, device=q.device)
-    for rows in row_slices(q.shape):
-        weight[rows] = transform.from_weight(q[rows].float() * per_channel[rows]).to(dtype)
-    return weight

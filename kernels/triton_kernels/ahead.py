@@ -8,7 +8,7 @@ import torch
 
 from ..internals.triton_runtime import COMPILES_ALONE, compile_launcher_of
 from ..reference.linear import LinearForm
-from . import gates, norms, rope
+from . import fused, rope
 from .background import beside_loading
 from .gemm import GemmLaunch, likely_config
 from .gemm_kernel import Operands
@@ -19,7 +19,7 @@ from .quantizer import launch_quantize_activations
 _TOKENS = (4096, 2560, 1024, 512)
 # In the order of their use. Which of their forms a model wants shows in its forward only, so that only what launches
 # them can be made, for which the number of their parameters is enough.
-_LAUNCHERS = (norms.NORM_QUANTIZE, rope.NORM_ROPE, norms.GATED_RESIDUAL, gates.ACTIVATE_QUANTIZE)
+_LAUNCHERS = (fused.NORM_QUANTIZE, rope.NORM_ROPE, fused.GATED_RESIDUAL, fused.ACTIVATE_QUANTIZE)
 
 
 @functools.cache

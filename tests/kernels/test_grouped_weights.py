@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
+from kernels.ops.weights import expand_codes
 from kernels.reference.grouped_codes import GroupedCodes
 from kernels.reference.low_rank import LowRank
-from kernels.weights.grouped import expand_codes
 from support.covering import covering
 from support.tensors import DEVICE, low_rank_of_integers, random_float
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from kernels import ChannelTransform, int8_linear, quantize_weight
 from kernels.numerics.weight_rounding import quantize_to_codes
-from kernels.weights.column_rounding import round_columns
+from kernels.numerics.column_feedback import round_columns
 from kernels.triton_kernels.gemm import launch_config
 from kernels.triton_kernels.gemm_kernel import Operands
 from kernels.triton_kernels.tiles import GemmConfig
@@ -80,7 +80,7 @@ for name, form in GGUF_FORMATS.items():
 CODES = """
 import torch
 from kernels.reference.grouped_codes import GroupedCodes
-from kernels.weights.grouped import expand_codes
+from kernels.ops.weights import expand_codes
 from kernels.reference.low_rank import LowRank
 
 for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):

@@ -14,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 
 import kernels
-import kernels.weights.grouped
 from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
 from kernels.ops.linear import quantize_activations
 from support import inductor_kernels

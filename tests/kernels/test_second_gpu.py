@@ -11,12 +11,11 @@ from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize
 from kernels.kept import KEPT
 from kernels.ops.attention import float_attention, int8_attention
 from kernels.ops.linear import quantize_activations
+from kernels.ops.weights import dequantize_gguf, expand_codes, expand_gguf, gguf_channel_scales, quantize_gguf
 from kernels.reference.grouped_codes import GroupedCodes
 from kernels.reference.low_rank import LowRank
 from kernels.triton_kernels.tiles import gemm_candidates
 from kernels.triton_kernels.tuning import Tuner, settle
-from kernels.weights.gguf import dequantize_gguf, expand_gguf, gguf_channel_scales, quantize_gguf
-from kernels.weights.grouped import expand_codes
 from support.fused_op_cases import Form, calls
 from support.tensors import int8_accumulate
 

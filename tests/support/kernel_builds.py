@@ -17,7 +17,7 @@ import torch
 from machine_code import built, dumped, print_reports
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels import ops, weights
+from kernels import ops
 from kernels.gguf.formats import GGUF_FORMATS
 from kernels.operators import Operator
 from kernels.reference.grouped_codes import GroupedCodes
@@ -114,7 +114,7 @@ def _launch(build: Build) -> None:
         if kind == "activations":
             _launch_op(ops.linear.quantize_activations, (x, transform, build.activation_bits))
         else:
-            _launch_op(weights.int8.requantize_weight, (x, transform, 1 if kind == "stochastic" else None))
+            _launch_op(ops.weights.requantize_weight, (x, transform, 1 if kind == "stochastic" else None))
     elif build.kernel.startswith("round"):
         codebook = new(16) if build.kernel == "round_to_codes" else None
         column_rounding.launch_column_rounding(new(rows, channels), new(rows), new(channels, channels), codebook)
@@ -124,19 +124,19 @@ def _launch(build: Build) -> None:
         scale = new(rows, channels // 16, dtype=torch.float8_e4m3fn)
         weight = GroupedCodes(codes, scale, new(16) if more else None, 16)
         added = (None, None, None) if build.kernel == "expand_codes" else (new(rows, 1), new(rows, 1), low_rank)
-        _launch_op(weights.grouped.expand_codes, (weight, *added))
+        _launch_op(ops.weights.expand_codes, (weight, *added))
     elif build.kernel in ATTENTION:
         _attend(build)
     else:
         form = GGUF_FORMATS[kind]
         blocks = new(rows, channels // form.weights * form.bytes, dtype=torch.uint8)
         if build.kernel == "scales":
-            _launch_op(weights.gguf.gguf_channel_scales, (blocks, kind))
+            _launch_op(ops.weights.gguf_channel_scales, (blocks, kind))
         elif build.kernel == "dequantize":
-            _launch_op(weights.gguf.dequantize_gguf, (blocks, kind, dtype))
+            _launch_op(ops.weights.dequantize_gguf, (blocks, kind, dtype))
         else:
             added = low_rank if build.kernel == "expand_with_low_rank" else None
-            _launch_op(weights.gguf.expand_gguf, (blocks, kind, new(rows), added))
+            _launch_op(ops.weights.expand_gguf, (blocks, kind, new(rows), added))
 
 
 def _launch_op(op: Operator, arguments: tuple) -> None:

@@ -16,7 +16,6 @@ OF_PROGRAMMERS = (
     "kernels/ops/",
     "kernels/reference/",
     "kernels/triton_kernels/",
-    "kernels/weights/",
 )
 KINDS = "nodes/files/reading/kinds.py"
 

@@ -1,15 +1,75 @@
-"""Weights in GGUF's block formats: made, and while a model runs turned to floats and expanded to INT8."""
+"""Weights from one form to another while a model runs: INT8, GGUF's formats, codes of 4 and 6 bits, floats.
+
+A code of W4A8 and W6A8 stands for a level, and level times the group's scale, rounded, is the weight's INT8. So what
+such a file holds is an INT8 weight in fewer bits: nothing is lost when it is expanded.
+"""
 
 import torch
 
-from ..checks import check_float, check_float_matrix, check_weight_scale
+from ..checks import check_float, check_float_matrix, check_int8_matrix, check_weight_scale
 from ..gguf.formats import GGUF_FORMATS, GGUFFormat
 from ..operators import Operation, operator
-from ..reference.int8_weights import SMALLEST_SCALE, row_slices
+from ..reference.grouped_codes import GroupedCodes
+from ..reference.int8_weights import SMALLEST_SCALE, quantize_rows, row_slices
 from ..reference.low_rank import LowRank, rounded_rows
+from ..reference.transform import UNCHANGED, ChannelTransform
 
-# A minimum of the K formats is at most 63 times an fp16 number.
+# A minimum of GGUF's K formats is at most 63 times an fp16 number.
 _LARGEST = 63 * int(torch.finfo(torch.float16).max)
+
+
+@operator(kernel="quantizer", rounds=())
+def requantize_weight(
+    w: torch.Tensor, transform: ChannelTransform = UNCHANGED, seed: int | None = None
+) -> Operation[tuple[torch.Tensor, torch.Tensor]]:
+    """`quantize_weight` for weights that change while a model runs: on a GPU one kernel, and nobody waits for it.
+
+    Args:
+        w: [N, K] bf16, fp16 or fp32.
+        transform: what `quantize_activations` does to the channels that meet this weight; w takes its other half.
+        seed: rounds stochastically, so that a change smaller than a step survives on average; None rounds half to
+            even. The same seed gives the same result on the same kind of device.
+
+    Returns:
+        int8 [N, K] in -127..127 and float32 per-channel scale [N], absmax / 127; NaN for a channel with a NaN or Inf.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device or group.
+    """
+    check_float_matrix("w", w)
+    transform.check(w.shape[1])
+    yield [(w.shape, torch.int8), (w.shape[:1], torch.float32)]
+    generator = None if seed is None else torch.Generator(w.device).manual_seed(seed)
+    yield quantize_rows(w, transform, generator)
+
+
+@operator(kernel="quantizer", rounds=())
+def dequantize_weight(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    transform: ChannelTransform = UNCHANGED,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Operation[torch.Tensor]:
+    """The float weight [N, K] in the original basis: q . scale with `transform` undone.
+
+    Args:
+        q: int8 [N, K].
+        scale: float32, scalar or per-channel [N] or [N, 1].
+        transform: as given to `quantize_weight`.
+        dtype: dtype of the result.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, device or group.
+    """
+    check_int8_matrix("q", q)
+    check_weight_scale(scale, q.shape[0])
+    transform.check(q.shape[1])
+    yield [(q.shape, dtype)]
+    per_channel = scale.reshape(-1, 1).expand(q.shape[0], 1)
+    weight = torch.empty(q.shape, dtype=dtype, device=q.device)
+    for rows in row_slices(q.shape):
+        weight[rows] = transform.from_weight(q[rows].float() * per_channel[rows]).to(dtype)
+    yield weight
 
 
 def _format(name: str) -> GGUFFormat:
@@ -158,3 +218,60 @@ def _by_rows(blocks: torch.Tensor, form: GGUFFormat, dtype: torch.dtype, change)
         for rows in row_slices(out.shape):
             out[rows] = change(_decode(blocks[rows], form), rows).to(dtype)
     return out
+
+
+@operator(kernel="grouped_codes", rounds=())
+def expand_codes(
+    weight: GroupedCodes,
+    channel_scale: torch.Tensor | None = None,
+    larger: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
+) -> Operation[torch.Tensor]:
+    """The INT8 weight that codes stand for: clamp(round(level * scale of the group), -127, 127), halves to even.
+
+    With a `low_rank` it is round((that * channel_scale + up @ down) / larger), clamped alike. The sums are float32, in
+    no certain order.
+
+    Args:
+        weight: the codes.
+        channel_scale: of the weight, float32 [N] or [N, 1].
+        larger: the sum's, such as channel_scale + low_rank.channel_scales(); as many values.
+        low_rank: what is added before rounding, in the basis of the stored weight: rotated as that is. Both scales are
+            read only with it.
+
+    Returns:
+        int8 [N, K]; with a `low_rank`, zeros in the rows for which `larger` is none: 0, NaN, Inf, negative.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+    """
+    weight.check()
+    if low_rank is not None:
+        low_rank.check(*weight.shape)
+        if channel_scale is None or larger is None:
+            raise TypeError("a low_rank is added to a weight with a channel_scale, and what is larger")
+        check_weight_scale(channel_scale, weight.shape[0])
+        check_weight_scale(larger, weight.shape[0])
+    yield [(weight.shape, torch.int8)]
+    out = torch.empty(weight.shape, dtype=torch.int8, device=weight.codes.device)
+    if out.numel():
+        for some in row_slices(out.shape):
+            whole = _levels(weight, some).round_().clamp_(-127, 127)
+            if low_rank is not None and channel_scale is not None and larger is not None:
+                own, sums = (scale.reshape(-1, 1).expand(len(out), 1) for scale in (channel_scale, larger))
+                whole = rounded_rows(whole * own[some], sums, low_rank, some)
+            out[some] = whole.to(torch.int8)
+    yield out
+
+
+def _levels(weight: GroupedCodes, rows: slice) -> torch.Tensor:
+    """Level times scale of some rows of codes, float32 [rows, K]."""
+    channels = weight.shape[1]
+    packed = weight.codes[rows].view(torch.uint8)
+    low = packed[:, : channels // 2]
+    codes = torch.stack([low & 15, low >> 4], dim=2).flatten(1)
+    if weight.bits == 6:
+        shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device)
+        codes |= (packed[:, channels // 2 :, None] >> shifts & 3).flatten(1) << 4
+    levels = codes.float() - (1 << weight.bits - 1) if weight.codebook is None else weight.codebook[codes.int()]
+    return (levels.unflatten(1, (-1, weight.group)) * weight.scale[rows].float()[:, :, None]).flatten(1)
