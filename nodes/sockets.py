@@ -54,8 +54,9 @@ def attention_input(advanced: bool | None = None) -> io.Combo.Input:
         "attention",
         ATTENTION_KINDS,
         "auto: exact, the fastest way for this card and shape; what a layer, another node or a launch flag "
-        "chose stays. INT8: attention in INT8 too, on any card from Ampere (RTX 30) on, but for blocks that a "
-        "calibration keeps exact; check your images. INT8 (comfy-kitchen): comfy-kitchen's own, from RTX 20 on.",
+        "chose stays. INT8: attention in INT8 too, on any card from Ampere (RTX 30) on, but for the first sixth of the "
+        "steps and blocks that a calibration keeps exact; check your images. INT8 (comfy-kitchen): comfy-kitchen's "
+        "own, from RTX 20 on.",
         advanced=advanced,
     )
 

@@ -2,11 +2,17 @@
 
 It stands in the place of ComfyUI's by its own contract for that: other overrides keep their say, and where layers have
 preferences, a call that INT8 attention does not take is left to them.
+
+INT8 attention leaves the first steps of a sampling exact. A small error there moves what is drawn, and later steps
+carry it on. On the word model with outlier channels the first sixth of the steps makes 54 % of what INT8 attention
+moves in a latent (squares of geometric means over 24 texts), and the last half 17 %.
 """
 
 import functools
 import logging
-from collections.abc import Callable
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,6 +20,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from ...kernels import unplanned_memory
 from ..comfyui.attention import (
     OVERRIDE,
     Attention,
@@ -31,6 +38,8 @@ from .file_notes import exact_attention_of
 logger = logging.getLogger(__name__)
 
 _KEY = "int8_dit_attention"
+_EXACT_STEP_IN = 6
+"""Of so many steps of a sampling INT8 attention leaves the first one exact."""
 
 
 def check_attention(choice: str, device: torch.device) -> None:
@@ -108,6 +117,36 @@ def _note(misfit: str | None) -> bool:
     return True
 
 
+# Whether the model call that runs now is one of the first steps of a sampling.
+_first_steps: ContextVar[bool] = ContextVar("int8_dit_first_steps", default=False)
+
+
+class _Schedule:
+    """The noise of a sampling that was read last, and which of its steps are the first."""
+
+    def __init__(self) -> None:
+        self._sigmas: Callable[[], torch.Tensor | None] = lambda: None
+        self._least = math.inf
+
+    def begins_with(self, options: Mapping[str, Any]) -> bool:
+        """Whether a call with these transformer_options is one of the first steps. Calls outside of a sampling are not.
+
+        It reads the call's noise from the device.
+        """
+        sigmas, now = options.get("sample_sigmas"), options.get("sigmas")
+        if not isinstance(sigmas, torch.Tensor) or not isinstance(now, torch.Tensor):
+            return False
+        if self._sigmas() is not sigmas:
+            self._sigmas, self._least = weakref.ref(sigmas), _least_of_first(sigmas.tolist())
+        return self._least < math.inf and float(now.max()) > self._least
+
+
+def _least_of_first(sigmas: Sequence[float]) -> float:
+    """Steps with more noise than this are the first of a schedule: infinity in a short one, or one that adds noise."""
+    first = (len(sigmas) - 1) // _EXACT_STEP_IN
+    return (sigmas[first - 1] + sigmas[first]) / 2 if first > 0 and sigmas[0] > sigmas[-1] else math.inf
+
+
 class AttentionOverride:
     """An attention override of ComfyUI's: each call goes to the first way that takes it, else to ComfyUI's function.
 
@@ -126,6 +165,7 @@ class AttentionOverride:
         self._ways = kind.ways(device)
         self._before: tuple[str, ...] = ()
         self._noted: set[str | None] = set()
+        self._schedule = _Schedule()
         if outer is None:  # else ComfyUI takes the tensors out of their containers, for the other override
             self.container_function = functools.partial(self._attend, comfyuis_attention)
 
@@ -150,9 +190,17 @@ class AttentionOverride:
     def _attend(self, otherwise: Attention, q: Any, k: Any, v: Any, heads: int, *args: Any, **kwargs: Any) -> Any:
         """The arguments are those of ComfyUI's attention functions, q, k and v in containers or not. `otherwise` takes
         the same."""
+        if not self.kind.in_int8 or torch.compiler.is_compiling():
+            return self._computed(otherwise, q, k, v, heads, *args, **kwargs)
+        with unplanned_memory():  # the first steps ask for other memory than later ones
+            return self._computed(otherwise, q, k, v, heads, *args, **kwargs)
+
+    def _computed(self, otherwise: Attention, q: Any, k: Any, v: Any, heads: int, *args: Any, **kwargs: Any) -> Any:
         call = read_call(otherwise, q, k, v, heads, *args, **kwargs)
         first = None
-        for way in self._ways:
+        # A compiled model does in each step what it did when it was traced.
+        exact = not torch.compiler.is_compiling() and _first_steps.get()
+        for way in self._ways[1:] if exact else self._ways:
             misfit = way.misfit(call)
             first = first or misfit
             if misfit is None:
@@ -175,15 +223,21 @@ class AttentionOverride:
         return output.transpose(1, 2).flatten(2) if flat_output else output
 
     def _wrap(self, executor: Any, *args, **kwargs) -> Any:
-        """A wrapper of ComfyUI's around each call of the model, which says where INT8 attention did not run."""
+        """A wrapper of ComfyUI's around each call of the model, which finds out whether that is one of the first steps,
+        and says where INT8 attention did not run."""
         if not self.kind.in_int8:
             return beside_choices(self, self._before, executor, args, kwargs)
         notes: set[str | None] = set()
-        token = _notes.set(notes)
+        options = (given for given in (*args, *kwargs.values()) if isinstance(given, dict) and "sample_sigmas" in given)
+        is_first = self._schedule.begins_with(next(options, {}))
+        tokens = _notes.set(notes), _first_steps.set(is_first)
         try:
             output = beside_choices(self, self._before, executor, args, kwargs)
         finally:
-            _notes.reset(token)
+            _notes.reset(tokens[0])
+            _first_steps.reset(tokens[1])
+        if is_first:
+            return output
         if None in notes and len(notes) > 1 and notes != self._noted:
             logger.info("INT8 attention runs, and another for the calls that do not fit: %s", _reasons(notes))
         # A compiled model that is not traced any more does what it did then.

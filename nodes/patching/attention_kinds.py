@@ -118,8 +118,8 @@ class AttentionKind:
         runs: what computes, in words for the user.
         obstacle: why it cannot be had on a device, in words and with what to do, or None where it can.
         ways: what it tries for a call on a device, in this order; ComfyUI's own function computes what none takes.
-        in_int8: whether it rounds: then a user has asked for it. It spares the blocks that a calibration keeps exact,
-            and says where it did not run.
+        in_int8: whether its first way rounds: then a user has asked for it. It spares the first steps of a sampling and
+            the blocks that a calibration keeps exact, and says where it did not run.
     """
 
     runs: str

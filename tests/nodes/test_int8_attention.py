@@ -274,10 +274,11 @@ def test_compiles_into_one_graph(attention, install, of_today, plain, kind, fits
         fullgraph=True,
     )
     seen = set()
-    token = attention._notes.set(seen)
+    tokens = attention._notes.set(seen), attention._first_steps.set(True)  # the same in each step
     for _ in range(2):
         torch.testing.assert_close(compiled(*qkv), core.attention_pytorch(*qkv, HEADS))
-    attention._notes.reset(token)
+    attention._notes.reset(tokens[0])
+    attention._first_steps.reset(tokens[1])
     assert seen == ({None} if fits else {"the model asks for more precision"})
     assert len(calls) == (2 if fits else 0)
 
@@ -386,6 +387,36 @@ def test_a_sampling_runs_it_or_says_why_not(dit, load, kernel, warnings, monkeyp
     dit.sample(load(attention=kernel.kind))
     bypass, wide = warnings()
     assert kernel.calls == 6 and "no call reached it" in bypass and "its heads are wider than 8" in wide
+
+
+def test_the_first_sixth_of_the_steps_stays_exact(dit, load, kernel, warnings):
+    model = load(attention=kernel.kind)
+    for steps, exact in ((5, 0), (6, 1), (13, 2), (13, 2)):
+        before = kernel.calls
+        dit.sample(model, steps=steps)
+        assert kernel.calls - before == 3 * (steps - exact)
+    assert not warnings()
+    before = kernel.calls
+    dit.attached_output(model)  # no sampling
+    assert kernel.calls - before == 3
+
+
+def test_which_calls_are_of_the_first_steps(attention):
+    """Those with the most noise, whatever their order; none where noise is added."""
+    schedule = attention._Schedule()
+
+    def first(sigmas, *asked):
+        options = ({"sample_sigmas": sigmas, "sigmas": torch.tensor([sigma] * 2)} for sigma in asked)
+        return list(map(schedule.begins_with, options))
+
+    falling, other = torch.linspace(1, 0, 13), torch.linspace(0.5, 0, 7)
+    for _ in range(2):
+        assert first(falling, *falling.tolist()) == [True] * 2 + [False] * 11
+        assert first(falling, 0.9, 0.5, 1.0) == [True, False, True]
+        assert first(other, *other.tolist()) == [True] + [False] * 6
+    assert not any(first(falling.flip(0), *falling.tolist())) and not any(first(falling[:6], *falling.tolist()))
+    assert not first(falling[:0], 1.0)[0]
+    assert not schedule.begins_with({"sigmas": falling}) and not schedule.begins_with({})
 
 
 def test_old_workflows_have_comfyuis_attention(dit, load, attention):

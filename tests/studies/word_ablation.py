@@ -9,9 +9,9 @@ bf16; intervals are 95 % bootstrap intervals. With --planted the model has outli
 which change no result in bf16. Every variant but FP8 quantizes the same linears, those of attention and
 MLP in the blocks; FP8 is ComfyUI's cast of the whole model. NF4 and GGUF weights are turned back to bf16 before each
 product, as their users' loaders do; "in INT8" is this pack's way with a GGUF file: its blocks expanded to INT8. INT8
-attention comes on top of what the quantize node does by itself: as calibrated, in all blocks, comfy-kitchen's, and
-rounded as SageAttention 1 does. LazyCache is ComfyUI's, which skips steps that may change little, at some thresholds.
-It decides for a whole batch: `--batch 1` lets each image have steps of its own.
+attention comes on top of what the quantize node does by itself: as nodes run it, in the first steps too,
+comfy-kitchen's, and rounded as SageAttention 1 does. LazyCache is ComfyUI's, which skips steps that may change little,
+at some thresholds. It decides for a whole batch: `--batch 1` lets each image have steps of its own.
 `--pairs 6 --steps 2 --variants bf16 NF4` tries it out.
 """
 
@@ -138,13 +138,13 @@ def attention_variants(model) -> dict[str, Callable[[], object]]:
     """The kinds of INT8 attention on top of a quantized MODEL: clones of it."""
     import comfy.model_management
 
-    from int8_dit.nodes.patching.attention import set_attention
     from int8_dit.nodes.patching.attention_kinds import INT8, KITCHEN_INT8
     from support.random_models import attending
 
-    def everywhere(kind: str):
-        clone = model.clone()
-        set_attention(clone, kind)
+    def in_all_steps():
+        clone = attending(model.clone(), INT8)
+        override = clone.model_options["transformer_options"]["optimized_attention_override"]
+        override._schedule.begins_with = lambda options: False
         return clone
 
     def as_sage():
@@ -153,12 +153,12 @@ def attention_variants(model) -> dict[str, Callable[[], object]]:
         return clone
 
     variants = {
-        "INT8 attention as calibrated": lambda: attending(model.clone(), INT8),
-        "INT8 attention": lambda: everywhere(INT8),
+        "INT8 attention": lambda: attending(model.clone(), INT8),
+        "INT8 attention in all steps": in_all_steps,
         "INT8 attention in SageAttention's steps": as_sage,
     }
     if comfy.model_management.get_torch_device().type == "cuda":
-        variants["comfy-kitchen's INT8 attention"] = lambda: everywhere(KITCHEN_INT8)
+        variants["comfy-kitchen's INT8 attention"] = lambda: attending(model.clone(), KITCHEN_INT8)
     return {f"{ablation.DEFAULT}, {name}": make for name, make in variants.items()}
 
 
