@@ -254,22 +254,3 @@ def is_offered(config: GemmConfig, passes: int = 1) -> bool:
         for known in architecture.rates
         for form in (known, known.by_pointers)
     )
-
-
-_LARGE = GemmConfig(128, 128, 128, 24, 4, 3, "descriptors")
-_BLOCK = ((13824, 4608), (4608, 4608), (12288, 4608), (4608, 12288))
-_H200 = {
-    **{(bucket, n, k, 1): _LARGE for bucket in (3072, 4096, 6144) for n, k in _BLOCK},
-    (128, 13824, 4608, 1): GemmConfig(128, 128, 128, 1, 4, 4, "descriptors"),
-    (128, 4608, 4608, 1): GemmConfig(64, 128, 256, 1, 4, 4, "descriptors"),
-    (128, 12288, 4608, 1): GemmConfig(128, 128, 128, 1, 4, 4, "descriptors"),
-    (128, 4608, 12288, 1): GemmConfig(128, 128, 128, 1, 8, 4, "descriptors", 3),
-    (512, 4608, 53248, 1): GemmConfig(128, 128, 128, 4, 8, 3, "descriptors", 3),
-    **{(bucket, 4608, 12288, 2): _LARGE for bucket in (3072, 4096, 6144)},
-}
-"""Ideogram 4's linears at 768 and 1024 px, at 77 tokens, and its text projection at 512; then the one that it protects,
-with activations of 16 bits."""
-
-# Configurations measured on a card, by its name, M bucket, N, K and passes over K: they come with the pack, and
-# nothing is tuned there.
-SHIPPED = {("NVIDIA H200", *shape): config for shape, config in _H200.items()}

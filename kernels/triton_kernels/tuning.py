@@ -17,7 +17,7 @@ from ..interruption import stop_if_asked
 from ..memory_plan import unplanned_memory
 from .background import beside_calls
 from .exactness import WrongResult
-from .tiles import SHIPPED, GemmConfig
+from .tiles import GemmConfig
 from .tuning_cache import Tried, TuningCache, TuningKey
 
 logger = logging.getLogger(__name__)
@@ -311,14 +311,13 @@ class Tuner:
             open_trial.decided |= open_trial.is_untouched and self._rule_suffices(other)
 
     def _known(self, key: TuningKey) -> Tried | None:
-        """What is known of `key` on disk or in the pack.
+        """What is known of `key` on disk.
 
         The file is read again for a key it did not have before.
         """
         if key not in self._kept:
             self._kept |= self._cache(key.device).read()
-        kept, shipped = self._kept.get(key), SHIPPED.get(astuple(key))
-        return kept if kept is not None or shipped is None else Tried({shipped: 1.0}, True)
+        return self._kept.get(key)
 
     def _keep(self, key: TuningKey, tried: Tried) -> None:
         """Remember what is known, on disk too: in the background, since other processes may hold the file."""

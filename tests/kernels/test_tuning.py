@@ -513,18 +513,6 @@ def test_tuning_can_be_turned_off(card, monkeypatch, value):
     assert (tuner.measured, card.timed) == (0, [])
 
 
-@pytest.mark.parametrize("case, chosen", (("alone", 2), ("measured here", 1), ("does not run here", 1)))
-def test_a_shipped_configuration(card, monkeypatch, case, chosen):
-    if case == "measured here":
-        card.choose()
-    monkeypatch.setitem(kernels.triton_kernels.tuning.SHIPPED, (CARD, 1024, 4608, 18432, 1), CONFIGS[2])
-    if case == "does not run here":
-        card.times[CONFIGS[2]] = runtime_errors.OutOfResources(200, 100, "shared memory")
-    tuner = card.tuner()
-    assert card.choose(tuner=tuner) == CONFIGS[chosen]
-    assert tuner.measured == (case == "does not run here")
-
-
 @pytest.mark.parametrize("error", (runtime_errors.OutOfResources(200, 100, "shared memory"), WrongResult()))
 @pytest.mark.parametrize("place", (0, 1))
 def test_a_candidate_that_cannot_run_is_skipped(card, place, error):
