@@ -46,7 +46,7 @@ def kitchen_gemm() -> Callable[..., bool] | None:
         cuda = _module("comfy_kitchen.backends.cuda") if holds(KITCHEN_GEMM) else None
     except (ImportError, LookupError, OSError):  # its library may want another CUDA
         return None
-    library = getattr(cuda, "_C", None)
+    library: Any = getattr(cuda, "_C", None)
     if cuda is None or not hasattr(library, "cutlass_int8_dequant"):
         return None
 
