@@ -62,20 +62,6 @@ def _get_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _slice(mode, x, *tokens, operand._replace(tokens=tokens[1]))
 
 
-@on(torch.chunk, T.chunk, of=OF_DEFERRED)
-def _chunk(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if len(args) < 2:
-        return NotImplemented
-    x, number = args[:2]
-    axis = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    ndim = len(x.shape)
-    if operand_of(x, Normed) is None or ndim not in (2, 3) or axis % ndim != ndim - 2:
-        return NotImplemented
-    tokens = x.note.shape[-2]
-    each = -(-tokens // number)
-    return tuple(_slice(mode, x, start, min(start + each, tokens)) for start in range(0, tokens, each))
-
-
 @on(
     *(T.view, T.reshape, T.unflatten, T.transpose, T.permute, T.movedim, T.swapaxes, T.unsqueeze, T.squeeze),
     *(torch.reshape, torch.transpose, torch.permute, torch.movedim, torch.unsqueeze, torch.squeeze, torch.unflatten),
