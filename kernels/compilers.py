@@ -48,7 +48,7 @@ def _teach_inductor() -> bool:
     return True
 
 
-def _lower_quantizer(x: Any, smooth: Any = None, rotation_group: int | None = None, activation_bits: int = 8) -> Any:
+def _lower_quantizer(x: Any, smooth: Any, rotation_group: int | None, activation_bits: int) -> Any:
     """Inductor's nodes of the quantizer's results, for its nodes of `x` and `smooth`.
 
     A rotation stays opaque: it would be a pass over memory for each base-4 digit of its group. So do 16 bits, whose two

@@ -48,12 +48,11 @@ _WORDS = {torch.Tensor: "Tensor", str: "str", int: "int", float: "float", bool: 
 
 
 class _Parameter(NamedTuple):
-    """A parameter of an op: its words of the schema and their defaults; if its value has fields, these, and if it may
-    be None, the values that stand for that."""
+    """A parameter of an op: its words of the schema; if its value has fields, these, and if it may be None, the values
+    that stand for that."""
 
     kind: type
     schema: tuple[str, ...]
-    defaults: tuple
     fields: tuple[str, ...] = ()
     absent: tuple = ()
 
@@ -66,29 +65,24 @@ def _kind(hint: Any) -> tuple[type, bool]:
     return (type(given[0]) if get_origin(hint) is Literal else hint), False
 
 
-def _word(kind: type, optional: bool, name: str, *default: Any) -> str:
-    """`int? rotation_group=None`."""
-    shown = "".join(f"={str(value).removeprefix('torch.')}" for value in default)
-    return f"{_WORDS[kind]}{'?' if optional else ''} {name}{shown}"
+def _word(kind: type, optional: bool, name: str) -> str:
+    """`int? rotation_group`."""
+    return f"{_WORDS[kind]}{'?' if optional else ''} {name}"
 
 
-def _parameter(name: str, hint: Any, default: Any, prefixed: bool) -> _Parameter:
-    """`prefixed`: another parameter has such fields too, so that those of `q_norm` are q_kind, q_eps and so on."""
+def _parameter(name: str, hint: Any) -> _Parameter:
+    """The fields of `q_norm` are q_norm_kind, q_norm_eps and so on."""
     kind, optional = _kind(hint)
-    given = () if default is _MISSING else (default,)
     names: tuple[str, ...] = tuple(getattr(kind, "_fields", ()) or getattr(kind, "__dataclass_fields__", ()))
     if not names:
-        return _Parameter(kind, (_word(kind, optional, name, *given),), (default,))
-    prefix = name[: name.rindex("_") + 1] if prefixed else ""
+        return _Parameter(kind, (_word(kind, optional, name),))
     hints = get_type_hints(kind)
     kinds = [_kind(hints[field]) for field in names]
     # A value that is None has None as its first field, and no tensors.
     kinds = [(of, may or (optional and (place == 0 or of is torch.Tensor))) for place, (of, may) in enumerate(kinds)]
     absent = tuple(None if may else of() for of, may in kinds) if optional else ()
-    values = [absent if value is None else tuple(getattr(value, field) for field in names) for value in given]
-    fields = zip(kinds, names, *values, strict=True)
-    schema = tuple(_word(of, may, f"{prefix}{field}", *value) for (of, may), field, *value in fields)
-    return _Parameter(kind, schema, values[0] if values else (_MISSING,) * len(names), names, absent)
+    schema = tuple(_word(of, may, f"{name}_{field}") for (of, may), field in zip(kinds, names, strict=True))
+    return _Parameter(kind, schema, names, absent)
 
 
 def _differentiated(values: Iterable[Any]) -> bool:
@@ -127,27 +121,21 @@ class Operator(Generic[P, R]):
         self._defaults = tuple(parameter.default for parameter in signature.parameters.values())
         self._required = self._defaults.count(_MISSING)
         self._has_out = "out" in signature.parameters
-        kinds = [_kind(hint)[0] for hint in hints.values()]
-        self._parameters = [
-            _parameter(name, hints[name], default, kinds.count(_kind(hints[name])[0]) > 1)
-            for name, default in zip(self._names, self._defaults, strict=True)
-            if name != "out"
-        ]
+        self._parameters = [_parameter(name, hints[name]) for name in self._names if name != "out"]
         self._fields = [parameter.fields for parameter in self._parameters]
         self._absent = [parameter.absent for parameter in self._parameters]
-        words = [word for parameter in self._parameters for word in parameter.schema]
+        self._words = words = [word for parameter in self._parameters for word in parameter.schema]
         self._x = words.index("Tensor x") if "Tensor x" in words else 0
         self._single = torch.Tensor in get_args(*get_args(hints["return"]))
         self.name = function.__name__.removeprefix("_")
         self._define(f"{self.name}({', '.join(words)}) -> {'Tensor' if self._single else '(Tensor, Tensor)'}")
         self.operator = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        self._flat_defaults = tuple(value for parameter in self._parameters for value in parameter.defaults)
         self.kernel, self.rounds = kernel, rounds is not False
         places = [place for place, word in enumerate(words) if word.startswith("Tensor")]
         self._others = [place for place in range(len(words)) if place not in places]
         self._options = itemgetter(*self._others)
         self._tensors = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
-        self._tensor_names = [*[words[place].split()[1].partition("=")[0] for place in places], "out", "out of k"]
+        self._tensor_names = [*[words[place].split()[1] for place in places], "out", "out of k"]
         self._refused = range(len(words)) if rounds is True else [words.index(f"Tensor {of}") for of in rounds or ()]
 
     def _define(self, schema: str) -> None:
@@ -272,19 +260,16 @@ class Operator(Generic[P, R]):
         """What launches the kernel on tensors like these, the operator's arguments, and `out` where the op has it; None
         where no kernel can."""
         module = import_module(f".triton_kernels.{self.kernel}", __package__)
-        options = [flat[place] for place in self._others]
-        return getattr(module, f"launch_{self.name}")(self._tensors(flat), *options, *flat[len(self._flat_defaults) :])
+        options, out = [flat[place] for place in self._others], flat[len(self._words) :]
+        return getattr(module, f"launch_{self.name}")(self._tensors(flat), *options, *out)
 
-    def _operator(self, *given: Any) -> Any:
-        """What the operator computes of its arguments, of which those at the end may be missing: rows side by side,
-        whatever the strides of the reference's."""
-        flat = (*given, *self._flat_defaults[len(given) :])
+    def _operator(self, *flat: Any) -> Any:
+        """What the operator computes of its arguments: rows side by side, whatever the strides of the reference's."""
         results = self._run(self._structured(flat), flat)
         return results.contiguous() if self._single else tuple([result.contiguous() for result in results])
 
-    def _fake(self, *given: Any) -> Any:
+    def _fake(self, *flat: Any) -> Any:
         """What its results look like."""
-        flat = (*given, *self._flat_defaults[len(given) :])
         self._refuse_gradient(flat)
         x, results = flat[self._x], self._results(self._structured(flat), self._tensors(flat))
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in results]

@@ -90,7 +90,7 @@ def test_opcheck_of_weights(rows):
         opcheck("dequantize_weight", random_int8(rows, 64), scale, factors(with_smooth), group, torch.bfloat16)
     for name in ("Q8_0", "Q4_K"):
         blocks = kernels.quantize_gguf(random_float(rows, 512), name)
-        for low_rank in ((), (random_float(rows, 3, seed=1), random_float(3, 512, seed=2))):
+        for low_rank in ((None, None), (random_float(rows, 3, seed=1), random_float(3, 512, seed=2))):
             opcheck("expand_gguf", blocks, name, scale, *low_rank)
         for dtype in (torch.bfloat16, torch.float32):
             opcheck("dequantize_gguf", blocks, name, dtype)
@@ -99,7 +99,7 @@ def test_opcheck_of_weights(rows):
     for bits, codebook in ((4, None), (4, random_float(16)), (6, None)):
         codes = random_int8(rows, 64 * bits // 8)
         group_scale = random_float(rows, 4, dtype=torch.bfloat16)  # the check computes with it, and cannot in FP8
-        for added in ((), addition):
+        for added in ((None,) * 4, addition):
             opcheck("expand_codes", codes, group_scale, codebook, 16, *added)
 
 
@@ -277,21 +277,20 @@ def test_gradients_are_refused():
     x = random_float(2, 16).requires_grad_()
     q_scale = torch.ones(2, device=DEVICE).requires_grad_()
     calls = {
-        "quantize_activations": (x,),
+        "quantize_activations": (x, UNCHANGED, 8),
         "int8_gemm": (random_int8(2, 16), q_scale, weight, scale, None, torch.float32),
     }
     with pytest.raises(RuntimeError, match="int8_linear has no gradient"):
         int8_linear(x, weight, scale)
     for name, arguments in calls.items():
-        for function in (getattr(kernels.ops.linear, name), getattr(OPERATORS, name)):
+        op = getattr(kernels.ops.linear, name)
+        for function, given in ((op, arguments), (op.operator, op.flat(arguments))):
             with pytest.raises(RuntimeError, match=f"{name} has no gradient"):
-                function(*arguments)
+                function(*given)
             with pytest.raises(RuntimeError, match=f"{name} has no gradient"):
-                torch.compile(lambda *given, call=function: call(*given), backend="aot_eager", fullgraph=True)(
-                    *arguments
-                )
+                torch.compile(lambda *values, call=function: call(*values), backend="aot_eager", fullgraph=True)(*given)
             with torch.no_grad():
-                function(*arguments)
+                function(*given)
 
 
 def test_compiled_fused_ops_that_do_not_round_have_gradients():
