@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from ...kernels import FLOAT_DTYPES
-from . import mode, takers
+from . import mode
 from .mode import HANDLERS, Deferring
 from .notes import MEMORY, Deferred, deferred
-from .operands import Normed, Spread
+from .operands import Spread
 
 T = torch.Tensor
 Args = Sequence[Any]
@@ -69,18 +69,8 @@ def gate_of(forward: Deferring, y: Any, x: Any) -> Modulation | None:
 
 
 def now(x: Any) -> Any:
-    """A deferred tensor whose value is there, as that; and a sum that was written norm first, as it is now."""
-    if type(x) is not Deferred:
-        return x
-    note, operand = x.note, x.note.operand
-    if operand is None:
-        return note.computed
-    if type(operand) is Normed and operand.shift is not None and operand.shift.shape == note.shape and note.taken():
-        total = takers.total(operand.shift, operand)
-        if total is not None:
-            note.has(total)
-            return total
-    return x
+    """A deferred tensor whose value is there, as that."""
+    return x.note.computed if type(x) is Deferred and x.note.operand is None else x
 
 
 def as_it_is(x: Any) -> Any:

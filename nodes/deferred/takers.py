@@ -76,17 +76,11 @@ def residual(x: torch.Tensor, y: Any, gate: Any = None, in_place: bool = False) 
     operand = y.note.taken() if type(y) is Deferred else Normed(y)
     if type(operand) is not Normed or operand.shift is not None or (gate is not None and operand.scale is not None):
         return None
-    return total(x, operand if gate is None else operand._replace(scale=gate[0], rows=gate[1]), in_place)
-
-
-def total(x: torch.Tensor, operand: Normed, in_place: bool = False) -> torch.Tensor | None:
-    """The same of an operand, whatever its shift."""
+    operand = operand if gate is None else operand._replace(scale=gate[0], rows=gate[1])
     if operand.all_heads or operand.segments or operand.norm is operand.scale is None:
         return None
     y = operand.x
-    if type(x) not in MEMORY or x.shape != y.shape or x.ndim not in (2, 3):
-        return None
-    if x.dtype != y.dtype or x.dtype not in FLOAT_DTYPES:
+    if x.shape != y.shape or x.ndim not in (2, 3) or x.dtype != y.dtype or x.dtype not in FLOAT_DTYPES:
         return None
     out = (x,) if in_place and x.is_contiguous() else None
     result = gated_residual(x, y, operand.scale, operand.norm, operand.rows, out)
