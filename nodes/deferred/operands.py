@@ -112,7 +112,7 @@ class Activated(NamedTuple):
 
 
 class Sliced(NamedTuple):
-    """Some tokens of another deferred tensor, a view of it. Linears take it."""
+    """Some tokens of another deferred tensor, a view of it. Writes into it change what that is."""
 
     parent: Any
     start: int

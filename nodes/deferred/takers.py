@@ -7,7 +7,7 @@ import torch
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, function_modes, gated_residual, norm_rope
 from .notes import MEMORY, Deferred, Note, Tracked, valued
-from .operands import Activated, Joined, Normed, Sliced, Turned
+from .operands import Activated, Joined, Normed, Turned
 
 
 def linear(layer: Any, x: Deferred, transform: ChannelTransform, bits: int) -> Quantized | None:
@@ -29,9 +29,6 @@ def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
         if kind is Normed or kind is Activated:
             found = operand.quantize(*form)
             _see_writes_into(note, operand)
-        elif kind is Sliced:
-            whole = _rows(operand.parent, key, form)
-            return None if whole is None else (_tokens(whole[0], operand), _tokens(whole[1], operand))
         elif kind is Joined and operand.axis == len(note.shape) - 2:
             parts: Any = [_rows(part, key, form) for part in operand.parts]
             found = None if None in parts else _joined(parts, note.shape)
@@ -51,12 +48,6 @@ def _see_writes_into(note: Note, operand: Any) -> None:
             if type(other) is torch.Tensor:
                 other.__class__ = Tracked
         note.let_go()
-
-
-def _tokens(rows: torch.Tensor, part: Sliced) -> torch.Tensor:
-    """The rows of some tokens, of those of all tokens of all samples."""
-    tokens = part.parent.note.shape[-2]
-    return rows.unflatten(0, (-1, tokens))[:, part.start : part.stop].flatten(0, 1)
 
 
 def _joined(parts: Sequence[Quantized], shape: torch.Size) -> Quantized:

@@ -141,7 +141,7 @@ def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if len(parts) != 2 or activated is None or activated.beside is not None or type(first) not in MEMORY:
             return NotImplemented
         operand = activated._replace(beside=first)
-    elif axis and all(type(part) in MEMORY or operand_of(part, Normed, Sliced) is not None for part in parts):
+    elif axis and all(type(part) in MEMORY or operand_of(part, Normed) is not None for part in parts):
         operand = Joined(tuple(map(as_it_is, parts)), axis)
     else:
         return NotImplemented
