@@ -59,17 +59,8 @@ def summarize(model: ModelPatcher) -> Summary:
     with."""
     modules, usual = linears(model), quantizable_linears(model).keys()
     forms = {name: weight_form(module.weight, module) for name, module in modules.items()}
-    dequantized = {name for name, module in modules.items() if getattr(module, "dequantized", False)}
-    beside_int8 = bool(dequantized) or any(form is not None for form in forms.values())
-    kinds: Counter[tuple[int, str]] = Counter()
-    for name, module in modules.items():
-        if forms[name] is None and name in dequantized:
-            otherwise = 3, "instead of the file's INT8"
-        elif name not in usual:
-            otherwise = 6, "(small or sensitive)"
-        else:
-            otherwise = 5, "(protected)" if beside_int8 else ""
-        kinds[_kind(model, name, module, forms[name], otherwise)] += 1
+    protects = any(form is not None or getattr(modules[name], "dequantized", False) for name, form in forms.items())
+    kinds = Counter(_kind(model, name, modules[name], form, name in usual, protects) for name, form in forms.items())
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
     counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}
@@ -97,11 +88,11 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
 
 
 def _kind(
-    model: ModelPatcher, name: str, module: CastWeightBiasOp, form: WeightForm | None, otherwise: tuple[int, str]
+    model: ModelPatcher, name: str, module: CastWeightBiasOp, form: WeightForm | None, usual: bool, protects: bool
 ) -> tuple[int, str]:
     """What a linear computes with, in words, after its place in the line.
 
-    `form` is that of its weight. `otherwise` is the place of one in floats and why it is in them, if that is no path's.
+    `form` is that of its weight. `usual` is whether it would become INT8, `protects` whether others of the MODEL are.
     """
     weight = module.weight
     kernel = getattr(model.object_patches.get(class_patch(model, name), type(module)), "int8_kernel", None)
@@ -123,9 +114,12 @@ def _kind(
     if isinstance(weight, QuantizedTensor):
         held = getattr(module, "quant_format", None) or layout_of(weight)
         return 4, f"{_FORMATS.get(held, held)} as in the file{'' if form is None else why}"
-    rank, because = otherwise
-    dtype = f"{floats_name(weight.dtype)} {because}".rstrip()
-    return rank, dtype if rank == 6 or because == "(protected)" else f"{dtype}{why}"
+    dtype = floats_name(weight.dtype)
+    if getattr(module, "dequantized", False):
+        return 3, f"{dtype} instead of the file's INT8{why}"
+    if not usual:
+        return 6, f"{dtype} (small or sensitive)"
+    return 5, f"{dtype} (protected)" if protects else f"{dtype}{why}"
 
 
 def describe_attention(model: ModelPatcher) -> str:
