@@ -1,7 +1,7 @@
 """Seconds from the load of a model file to its eighth step, in processes that have compiled and tuned nothing yet, and
 in later ones: this pack's loader beside ComfyUI's own.
 
-    python tests/studies/cold_start.py --comfyui PATH [--form int8|codes] [--rounds 2] [--out DIR]
+    python tests/studies/cold_start.py --comfyui PATH [--form int8|codes|gguf] [--rounds 2] [--out DIR]
 
 Needs an NVIDIA card with about 30 GB of memory, and 10 GB for the file; `--blocks 1 --pixels 64 96` tries the script
 out on a CPU. A model with random weights is written to a file. Each row is a process of its own, with folders of its
@@ -28,8 +28,9 @@ from studies.frame import Row, Rows, Study, failures, number, synchronize
 from support.pack import import_comfyui, import_pack
 
 STEPS, MORE_STEPS, LAST_STEPS = 8, 40, 10
-FORMS = {"int8": "native", "codes": "coded"}
-"""What the file holds, and what of a RandomModel makes its tensors."""
+FORMS = {"int8": "native", "codes": "coded", "gguf": ""}
+"""What the file holds, and what of a RandomModel makes its tensors; Q8_0 is written by Save GGUF, and ComfyUI's loader
+does not read it."""
 VARIANTS = {
     "native": ("ComfyUI's loader", {}),
     "pack": ("this pack", {}),
@@ -142,6 +143,11 @@ def write_file(form: str, file: str, family: str, blocks: int) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     random = RandomModel(FAMILIES[family], device, sizes_of(blocks))
+    if not FORMS[form]:
+        from int8_dit.nodes.saving.save import save_gguf_model
+
+        save_gguf_model(random.bf16_model(), file, {}, "Q8_0")
+        return
     tensors = getattr(random, FORMS[form])()
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file, random.family.metadata())
 
@@ -169,7 +175,7 @@ def main() -> None:
         return
     rows = Rows()
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/model.safetensors"
+        file = f"{folder}/model.{'safetensors' if FORMS[arguments.form] else 'gguf'}"
         command = [*sys.argv, "--file", file]
         subprocess.run([sys.executable, *command], check=True)
         for round_ in range(arguments.rounds):
