@@ -138,6 +138,15 @@ def test_what_does_not_count_is_not_stored(run, choices, changes, says):
     assert says in decided(run, health, **changes) and choices == []
 
 
+def test_where_kitchens_gemm_runs_is_said(pack, run, monkeypatch):
+    from int8_dit.kernels.benchmark import LinearShape, ShapeResult
+
+    monkeypatch.setattr(run, "runs_kitchen", lambda m, n, k, device: device == CARD and (m, n) == (4096, 512))
+    results = [ShapeResult(shape=LinearShape("", n, 256), m=m) for m, n in ((4096, 256), (4096, 512), (77, 512))]
+    (said,) = run._kitchen_remark(CARD, results)
+    assert said.endswith("faster here, at 4096 x 512 x 256.") and not run._kitchen_remark(torch.device("cpu"), results)
+
+
 def test_forgetting_measures_nothing(node, run, choices, monkeypatch):
     import comfy.model_management
 
