@@ -5,37 +5,31 @@ import torch
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_float(name: str, dtype: torch.dtype) -> None:
-    """Raise TypeError unless `dtype` is bf16, fp16 or fp32."""
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {dtype}")
+def check_dtype(name: str, dtype: torch.dtype, *allowed: torch.dtype) -> None:
+    """Raise TypeError unless `dtype` is one of those allowed: bf16, fp16 and fp32 where none are given."""
+    allowed = allowed or FLOAT_DTYPES
+    if dtype not in allowed:
+        *others, last = (str(each).removeprefix("torch.") for each in allowed)
+        raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {dtype}")
 
 
-def check_float_matrix(name: str, tensor: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless `tensor` is a 2-D bf16, fp16 or fp32 tensor."""
-    check_float(name, tensor.dtype)
+def check_matrix(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless `tensor` is 2-D and of an allowed dtype, as `check_dtype` has them."""
+    check_dtype(name, tensor.dtype, *allowed)
     if tensor.ndim != 2:
         raise ValueError(f"{name} must be 2-D, got shape {tuple(tensor.shape)}")
 
 
-def check_int8_matrix(name: str, tensor: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless `tensor` is a 2-D int8 tensor."""
-    if tensor.dtype != torch.int8:
-        raise TypeError(f"{name} must be int8, got {tensor.dtype}")
-    if tensor.ndim != 2:
-        raise ValueError(f"{name} must be 2-D, got shape {tuple(tensor.shape)}")
-
-
-def check_float_rows(name: str, tensor: torch.Tensor) -> None:
+def check_rows(name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError or ValueError unless `tensor` is bf16, fp16 or fp32 of shape [..., K]."""
-    check_float(name, tensor.dtype)
+    check_dtype(name, tensor.dtype)
     if tensor.ndim < 2:
         raise ValueError(f"{name} must have at least two dimensions, got shape {tuple(tensor.shape)}")
 
 
 def check_tokens(name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError or ValueError unless `tensor` is bf16, fp16 or fp32 of shape [B, T, K] or [T, K]."""
-    check_float_rows(name, tensor)
+    check_rows(name, tensor)
     if tensor.ndim not in (2, 3):
         raise ValueError(f"{name} must be [B, T, K] or [T, K], got shape {tuple(tensor.shape)}")
 
@@ -45,7 +39,7 @@ def check_modulation(name: str, tensor: torch.Tensor | None, x: torch.Tensor, ro
     `rows`, which choose among them, any number in the place of T."""
     if tensor is None:
         return
-    check_float(name, tensor.dtype)
+    check_dtype(name, tensor.dtype)
     wanted = [f"1 or {size}" for size in x.shape[:-1]]
     sizes = list(zip(tensor.shape[:-1], x.shape[:-1], strict=False))
     if rows is not None:
@@ -61,8 +55,7 @@ def check_modulation_rows(rows: torch.Tensor | None, x: torch.Tensor) -> None:
     """Raise TypeError or ValueError unless `rows` is None or int32 [T], for x [B, T, K] or [T, K]."""
     if rows is None:
         return
-    if rows.dtype != torch.int32:
-        raise TypeError(f"rows must be int32, got {rows.dtype}")
+    check_dtype("rows", rows.dtype, torch.int32)
     if rows.shape != (x.shape[-2],):
         raise ValueError(f"rows must have shape ({x.shape[-2]},) to match x, got {tuple(rows.shape)}")
 
@@ -77,29 +70,15 @@ def check_vector(name: str, tensor: torch.Tensor, length: int, axis: str) -> Non
 
 def check_weight_scale(scale: torch.Tensor, channels: int) -> None:
     """Raise TypeError or ValueError unless `scale` is float32 and scalar, [N] or [N, 1] for N = `channels`."""
-    if scale.dtype != torch.float32:
-        raise TypeError(f"weight_scale must be float32, got {scale.dtype}")
+    check_dtype("weight_scale", scale.dtype, torch.float32)
     if scale.numel() != 1 and scale.shape not in ((channels,), (channels, 1)):
         raise ValueError(
             f"weight_scale must hold 1 or {channels} values to match the weight's rows, got shape {tuple(scale.shape)}"
         )
 
 
-def check_activation_bits(activation_bits: int) -> None:
-    """Raise ValueError unless activations can be quantized to so many bits."""
-    if activation_bits not in (8, 16):
-        raise ValueError(f"activation_bits must be 8 or 16, got {activation_bits!r}")
-
-
-def check_rotation_group_type(group: int | None) -> None:
-    """Raise TypeError unless `group` is None or an int."""
-    if group is not None and (not isinstance(group, int) or isinstance(group, bool)):
-        raise TypeError(f"rotation_group must be an int or None, got {type(group).__name__}")
-
-
 def check_rotation_group(group: int | None, channels: int) -> None:
-    """Raise TypeError or ValueError unless `group` is None or a power of 4 (at least 4) that divides `channels`."""
-    check_rotation_group_type(group)
+    """Raise ValueError unless `group` is None or a power of 4 (at least 4) that divides `channels`."""
     if group is None:
         return
     if group < 4 or group & (group - 1) or group.bit_length() % 2 == 0:

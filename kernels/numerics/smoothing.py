@@ -6,7 +6,7 @@ P_j / s_j. Folded tensors keep their dtype; the arithmetic is float32.
 
 import torch
 
-from ..checks import check_float_matrix, check_vector
+from ..checks import check_matrix, check_vector
 
 
 def check_alpha(alpha: float) -> None:
@@ -27,7 +27,7 @@ def channel_absmax(w: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError, ValueError: wrong dtype or shape; NaN or Inf in the weight.
     """
-    check_float_matrix("w", w)
+    check_matrix("w", w)
     absmax = torch.linalg.vector_norm(w, ord=torch.inf, dim=0).float()  # no copy of the weight
     finite = torch.isfinite(absmax)
     if not bool(finite.all()):

@@ -54,15 +54,10 @@ class RowSample:
 
     def to_host(self) -> None:
         """Move the rows to host memory, in place, in one copy: many small ones take as long as the sampling."""
-        slots = [slot for slot, part in enumerate(self.parts) if part.device.type != "cpu"]
-        if not slots:
-            return
-        moved = torch.cat([self.parts[slot] for slot in slots]).cpu()
-        for slot, part in zip(slots, moved.split([self.parts[slot].shape[0] for slot in slots]), strict=True):
-            self.parts[slot] = part
-        if len(slots) < len(self.parts):
-            # Into one block with those that were there: their own block holds rows, too, that have been replaced.
-            self.parts = list(self.rows.split([part.shape[0] for part in self.parts]))
+        away = [part.device for part in self.parts if part.device.type != "cpu"]
+        if away:  # with those that are there: their block holds rows, too, that have been replaced
+            rows = torch.cat([part.to(away[0]) for part in self.parts]).cpu()
+            self.parts = list(rows.split([part.shape[0] for part in self.parts]))
 
     @property
     def rows(self) -> torch.Tensor:

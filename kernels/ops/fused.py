@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from ..checks import check_float_rows, check_modulation, check_modulation_rows, check_tokens, check_vector
+from ..checks import check_modulation, check_modulation_rows, check_rows, check_tokens, check_vector
 from ..operators import Operation, operator
 from ..reference.linear import Quantized, quantize_activations_reference, quantized_layouts
 from ..reference.transform import UNCHANGED, ChannelTransform
@@ -186,12 +186,12 @@ def activate_quantize(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if activation == "sigmoid" and up is None:
         raise ValueError("a sigmoid is quantized with up, which it is the gate of")
-    check_float_rows("gate", gate)
+    check_rows("gate", gate)
     if not gate.shape[-1]:
         raise ValueError(f"gate must have channels, got shape {tuple(gate.shape)}")
     for name, part, shape in (("up", up, gate.shape), ("beside", beside, gate.shape[:-1])):
         if part is not None:
-            check_float_rows(name, part)
+            check_rows(name, part)
             if part.shape[: len(shape)] != shape or part.ndim != gate.ndim:
                 raise ValueError(f"{name} must have the rows of gate {tuple(gate.shape)}, got {tuple(part.shape)}")
     channels = gate.shape[-1] + (0 if beside is None else beside.shape[-1])
@@ -228,7 +228,7 @@ def norm_rope(
     if pairs not in ("neighbours", "halves"):
         raise ValueError(f"pairs must be neighbours or halves, got {pairs!r}")
     for name, x, norm in (("q", q, q_norm), ("k", k, k_norm)):
-        check_float_rows(name, x)
+        check_rows(name, x)
         if x.ndim != 4 or x.shape[3] % 2 or (x.shape[:2], x.shape[3]) != (q.shape[:2], q.shape[3]):
             shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
             raise ValueError(f"q and k must be [B, T, H, D] of the same B, T and even D, got {shapes}")

@@ -10,13 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ..card.device import fused_obstacle
-from ..checks import (
-    check_float,
-    check_float_matrix,
-    check_int8_matrix,
-    check_vector,
-    check_weight_scale,
-)
+from ..checks import check_dtype, check_matrix, check_vector, check_weight_scale
 from ..compilers import is_dispatched
 from ..kept import KEPT, keep, kept
 from ..operators import Operation, operator
@@ -34,7 +28,7 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The input [..., K] of a linear as a matrix. Raises what `int8_linear` does for a bad `x` or `weight`."""
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension")
-    check_int8_matrix("weight", weight)
+    check_matrix("weight", weight, torch.int8)
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x has K = {x.shape[-1]} but weight has K = {weight.shape[1]}")
     if x.requires_grad and torch.is_grad_enabled():
@@ -65,7 +59,7 @@ def quantize_activations(
         TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
         RuntimeError: `x` needs a gradient, which rounding does not have.
     """
-    check_float_matrix("x", x)
+    check_matrix("x", x)
     yield quantized_layouts(x, x.shape[1], transform, activation_bits)
     yield quantize_activations_reference(x, transform, activation_bits)
 
@@ -96,17 +90,16 @@ def int8_gemm(
         TypeError, ValueError: wrong dtype, shape or device.
         RuntimeError: `q_scale` needs a gradient, which rounding does not have.
     """
-    check_int8_matrix("q", q)
-    check_int8_matrix("weight", weight)
+    check_matrix("q", q, torch.int8)
+    check_matrix("weight", weight, torch.int8)
     if q.shape[1] not in (weight.shape[1], 2 * weight.shape[1]):
         raise ValueError(f"q has K = {q.shape[1]} but weight has K = {weight.shape[1]}")
-    if q_scale.dtype != torch.float32:
-        raise TypeError(f"q_scale must be float32, got {q_scale.dtype}")
+    check_dtype("q_scale", q_scale.dtype, torch.float32)
     check_vector("q_scale", q_scale, q.shape[0], "the rows of q")
     check_weight_scale(weight_scale, weight.shape[0])
     if bias is not None:
         check_vector("bias", bias, weight.shape[0], "the rows of weight")
-    check_float("out_dtype", out_dtype)
+    check_dtype("out_dtype", out_dtype)
     yield [((q.shape[0], weight.shape[0]), out_dtype)]
     if q.numel() and weight.numel():
         out = int8_accumulate_reference(q, weight).float() * q_scale[:, None] * weight_scale.reshape(1, -1)

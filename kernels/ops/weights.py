@@ -6,7 +6,7 @@ such a file holds is an INT8 weight in fewer bits: nothing is lost when it is ex
 
 import torch
 
-from ..checks import check_float, check_float_matrix, check_int8_matrix, check_weight_scale
+from ..checks import check_dtype, check_matrix, check_weight_scale
 from ..gguf.formats import GGUF_FORMATS, GGUFFormat
 from ..operators import Operation, operator
 from ..reference.grouped_codes import GroupedCodes
@@ -36,7 +36,7 @@ def requantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or group.
     """
-    check_float_matrix("w", w)
+    check_matrix("w", w)
     transform.check(w.shape[1])
     yield [(w.shape, torch.int8), (w.shape[:1], torch.float32)]
     generator = None if seed is None else torch.Generator(w.device).manual_seed(seed)
@@ -61,7 +61,7 @@ def dequantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape, device or group.
     """
-    check_int8_matrix("q", q)
+    check_matrix("q", q, torch.int8)
     check_weight_scale(scale, q.shape[0])
     transform.check(q.shape[1])
     yield [(q.shape, dtype)]
@@ -81,10 +81,7 @@ def _format(name: str) -> GGUFFormat:
 def _check_blocks(blocks: torch.Tensor, name: str) -> GGUFFormat:
     """The format of this name. Raises TypeError or ValueError unless `blocks` are rows of its blocks."""
     form = _format(name)
-    if blocks.dtype != torch.uint8:
-        raise TypeError(f"blocks must be uint8, got {blocks.dtype}")
-    if blocks.ndim != 2:
-        raise ValueError(f"blocks must be 2-D, got shape {tuple(blocks.shape)}")
+    check_matrix("blocks", blocks, torch.uint8)
     if blocks.shape[1] % form.bytes:
         raise ValueError(f"rows of {name} must be a multiple of {form.bytes} bytes, got {blocks.shape[1]}")
     return form
@@ -104,7 +101,7 @@ def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
         TypeError, ValueError: wrong dtype, shape or format; NaN, Inf, or values too large for the format.
     """
     blocks = _format(name)
-    check_float_matrix("weight", weight)
+    check_matrix("weight", weight)
     if blocks.quantize is None:
         able = ", ".join(other for other, its in GGUF_FORMATS.items() if its.quantize is not None)
         raise ValueError(f"{name} can be read but not made; the formats that can are {able}")
@@ -134,7 +131,7 @@ def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.
         TypeError, ValueError: wrong dtype, shape or format.
     """
     form = _check_blocks(blocks, name)
-    check_float("dtype", dtype)
+    check_dtype("dtype", dtype)
     yield [(_weight_shape(blocks, form), dtype)]
     yield _by_rows(blocks, form, dtype, lambda values, rows: values)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import FLOAT_DTYPES, check_same_device
+from ..checks import FLOAT_DTYPES, check_dtype, check_same_device
 
 LEVELS = 16
 """How many a codebook has."""
@@ -57,8 +57,7 @@ class GroupedCodes(NamedTuple):
     def check(self) -> None:
         """Raise TypeError or ValueError unless it is what the attributes say."""
         codes, scale, codebook, group = self
-        if codes.dtype != torch.int8:
-            raise TypeError(f"codes must be int8, got {codes.dtype}")
+        check_dtype("codes", codes.dtype, torch.int8)
         if scale.dtype not in _SCALES:
             raise TypeError(f"the scales of groups must be float8_e4m3fn or floats, got {scale.dtype}")
         if codes.ndim != 2 or scale.ndim != 2 or len(codes) != len(scale):
@@ -77,8 +76,7 @@ class GroupedCodes(NamedTuple):
                 "group one of 16"
             )
         if codebook is not None:
-            if codebook.dtype != torch.float32:
-                raise TypeError(f"the codebook must be float32, got {codebook.dtype}")
+            check_dtype("the codebook", codebook.dtype, torch.float32)
             if self.bits == 6 or codebook.shape != (LEVELS,):
                 raise ValueError(f"a codebook must have {LEVELS} levels, for 4 bits, got shape {list(codebook.shape)}")
         check_same_device(codes=codes, scale=scale, codebook=codebook)

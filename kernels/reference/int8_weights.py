@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..checks import check_float_matrix
+from ..checks import check_matrix
 from .transform import UNCHANGED, ChannelTransform
 
 # Rows are independent, so a large weight is processed in slices: the float32 working copies stay this small.
@@ -53,7 +53,7 @@ def quantize_weight(
     Raises:
         TypeError, ValueError: wrong dtype, shape or group; NaN or Inf in the weight.
     """
-    check_float_matrix("w", w)
+    check_matrix("w", w)
     transform.check(w.shape[1])
     q, scale = quantize_rows(w, transform.on(w.device), clip=clip)
     if not bool(torch.isfinite(scale).all()):

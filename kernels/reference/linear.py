@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..checks import check_activation_bits
 from ..internals.torch_functions import int_mm
 from .transform import UNCHANGED, ChannelTransform
 
@@ -45,7 +44,8 @@ def quantized_layouts(
 
     Raises TypeError or ValueError for a transform or a number of bits that they cannot have.
     """
-    check_activation_bits(activation_bits)
+    if activation_bits not in (8, 16):
+        raise ValueError(f"activation_bits must be 8 or 16, got {activation_bits!r}")
     transform.check(channels)
     rows = math.prod(x.shape[:-1])
     return [((rows, channels * (activation_bits // 8)), torch.int8), ((rows,), torch.float32)]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check_float_matrix
+from ..checks import check_matrix
 from .int8_weights import SMALLEST_SCALE, row_slices
 
 
@@ -31,8 +31,8 @@ class LowRank(NamedTuple):
     def check(self, rows: int, channels: int) -> None:
         """Raise TypeError or ValueError unless it can be added to a weight of this shape."""
         up, down = self
-        check_float_matrix("up", up)
-        check_float_matrix("down", down)
+        check_matrix("up", up)
+        check_matrix("down", down)
         if up.dtype != down.dtype:
             raise TypeError(f"up and down must be of one dtype, got {up.dtype} and {down.dtype}")
         rank = up.shape[1]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import check_rotation_group, check_rotation_group_type, check_vector
+from ..checks import check_rotation_group, check_vector
 
 
 def rotate(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -45,7 +45,9 @@ class ChannelTransform:
     rotation_group: int | None = None
 
     def __post_init__(self) -> None:
-        check_rotation_group_type(self.rotation_group)
+        group = self.rotation_group
+        if group is not None and (not isinstance(group, int) or isinstance(group, bool)):
+            raise TypeError(f"rotation_group must be an int or None, got {type(group).__name__}")
 
     def check(self, channels: int) -> None:
         """Raise TypeError or ValueError unless it can be applied to `channels` input channels."""
