@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import comfy.ldm.modules.attention
 import comfy.utils
@@ -60,22 +60,14 @@ def attention_choices(model: ModelPatcher) -> dict[str, Any]:
     return {name: model.get_model_object(name) for name, part in parts if is_attention_choice(part)}
 
 
-class Chosen(NamedTuple):
-    """How many layers of a MODEL choose their attention, by whether the choice can run here; and whether a LoRA chose
-    for one."""
-
-    runs: int
-    cannot: int
-    by_lora: bool
-
-
-def chosen_layers(model: ModelPatcher) -> Chosen:
-    """Who chooses the attention of a MODEL's layers, below what `put_before_choices` put before them."""
+def chosen_layers(model: ModelPatcher) -> tuple[int, int, bool]:
+    """How many layers of a MODEL choose their attention, below what `put_before_choices` put before them: those whose
+    choice runs here, and those whose choice cannot; and whether a LoRA chose for one."""
     parts = [part for part in attention_choices(model).values() if part.config is not None]
     runs = sum(_own(part).function is not None for part in parts)
     patches = model.object_patches.values()
     by_lora = any(is_attention_choice(patch) and not isinstance(patch, _Before) for patch in patches)
-    return Chosen(runs, len(parts) - runs, by_lora)
+    return runs, len(parts) - runs, by_lora
 
 
 class _Before:

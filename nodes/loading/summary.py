@@ -130,11 +130,11 @@ def describe_attention(model: ModelPatcher) -> str:
     parts = [AS_COMFYUI if override is None else override.kind.runs]
     if exact := sum(map(keeps_exact, model.object_patches.values())):
         parts.append(f"exact in {exact} block{'s' if exact > 1 else ''}")
-    chosen = chosen_layers(model)
-    if chosen.runs:
-        parts.append(f"{_layers(chosen.runs)} chosen by the file{' or a LoRA' if chosen.by_lora else ''}")
-    if chosen.cannot:
-        parts.append(f"the choice for {_layers(chosen.cannot)} cannot run here")
+    runs, cannot, by_lora = chosen_layers(model)
+    if runs:
+        parts.append(f"{_layers(runs)} chosen by the file{' or a LoRA' if by_lora else ''}")
+    if cannot:
+        parts.append(f"the choice for {_layers(cannot)} cannot run here")
     if unknown := unknown_choices_of(model):
         parts.append(f"the file's choice for {_layers(len(unknown))} needs a newer ComfyUI")
     return ", ".join(parts)
