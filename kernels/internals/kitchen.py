@@ -38,9 +38,9 @@ def kitchen_attention(device: torch.device) -> Callable[..., torch.Tensor]:
 def kitchen_gemm() -> Callable[..., bool] | None:
     """Its GEMM of quantized activations, which multiplies by the scales and adds the bias; None where it has none here.
 
-    The function takes q int8 [M, K], weight int8 [N, K], q_scale float32 [M], weight_scale float32 [N], bias in the
-    dtype of the result or None, and the result [M, N], all contiguous. It launches on the current device and stream,
-    and returns whether there was a kernel for that.
+    The function takes q int8 [M, K], weight int8 [N, K], q_scale float32 [M], weight_scale float32 [N] or [N, 1], bias
+    in the dtype of the result or None, and the result [M, N], all contiguous. It launches on the current device and
+    stream, and returns whether there was a kernel for that. What it raises is comfy-kitchen's.
     """
     try:
         cuda = _module("comfy_kitchen.backends.cuda") if holds(KITCHEN_GEMM) else None
@@ -59,7 +59,7 @@ def kitchen_gemm() -> Callable[..., bool] | None:
         out: torch.Tensor,
     ) -> bool:
         bias = out.new_empty(0) if bias is None else bias.detach()
-        operands = (q, weight, q_scale.unsqueeze(1), weight_scale, bias, out)
+        operands = (q, weight, q_scale.reshape(-1, 1), weight_scale.reshape(-1), bias, out)
         # -1: the stream waits for no other.
         capsules = [tensor.__dlpack__(stream=-1) for tensor in operands]
         stream = torch.cuda.current_stream(out.device).cuda_stream
