@@ -143,7 +143,11 @@ def _unlike_kitchen(*given):
 
 @pytest.mark.parametrize("one_scale", (False, True))
 @pytest.mark.parametrize(
-    "run, same", ((_like_kitchen, True), (_unlike_kitchen, False), (lambda *given: False, False), (None, False))
+    "run, same",
+    (
+        *((_like_kitchen, True), (_unlike_kitchen, False), (lambda *given: False, False), (None, False)),
+        (lambda *given: int("another signature"), False),
+    ),
 )
 def test_kitchens_gemm_runs_only_where_it_gives_the_same_bits(run, same, one_scale, monkeypatch):
     """It is compared with the pack's own on the operands of a call."""
@@ -172,7 +176,7 @@ def test_kitchens_gemm_on_a_card(monkeypatch):
         q_scale = random_float(m, seed=3).abs() / 100
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for scales, bias in (
-                (random_float(n, seed=4).abs() / 100, random_float(n, seed=5).to(dtype)),
+                (random_float(n, 1, seed=4).abs() / 100, random_float(n, seed=5).to(dtype)),
                 (q_scale[:1], None),
             ):
                 out, expected = (torch.zeros(m, n, dtype=dtype, device=DEVICE) for _ in range(2))
