@@ -23,8 +23,17 @@ from .internals.assumptions import missing
 from .interruption import interruptible
 from .memory_plan import ask_outside_plan_by, unplanned_memory
 from .numerics.attention_error import MOST_ATTENTION_ERROR, AttentionError
-from .numerics.candidates import ALPHAS, METHODS, TransformPlan, rotation_group_of, transform_candidates
-from .numerics.groups import ROUNDINGS, QuantizedLinear, naming_layer, quantize_group
+from .numerics.groups import (
+    ALPHAS,
+    METHODS,
+    ROUNDINGS,
+    QuantizedLinear,
+    TransformPlan,
+    naming_layer,
+    quantize_group,
+    rotation_group_of,
+    transform_candidates,
+)
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
@@ -41,8 +50,6 @@ from .ops.weights import (
     quantize_gguf,
     requantize_weight,
 )
-from .reference.grouped_codes import GroupedCodes
-from .reference.int8_weights import quantize_weight
 from .reference.linear import LinearForm, Quantized
-from .reference.low_rank import LowRank
 from .reference.transform import UNCHANGED, ChannelTransform
+from .reference.weights import GroupedCodes, LowRank, quantize_weight

@@ -20,10 +20,9 @@ from ..internals.torch_functions import scaled_mm
 from ..numerics.weight_rounding import quantize_to_codes
 from ..ops.linear import int8_linear, quantize_activations
 from ..ops.weights import expand_codes, quantize_gguf
-from ..reference.grouped_codes import DEFAULT_CODEBOOK, GROUP, GroupedCodes
-from ..reference.int8_weights import quantize_weight
 from ..reference.linear import int8_accumulate_reference
 from ..reference.transform import ChannelTransform
+from ..reference.weights import DEFAULT_CODEBOOK, GROUP, GroupedCodes, quantize_weight
 from .report import LinearShape, ShapeResult, Unavailable, sampled_rows
 
 _ERROR_COLUMNS = 1024  # of a float64 weight at a time

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from ..card.device import uses_triton
-from ..reference.grouped_codes import CANDIDATES, GROUP
+from ..reference.weights import CANDIDATES, GROUP
 
 _BLOCK = 128  # columns
 # Of 0.3, 0.6, 0.9 and 0.97 the one with which a small diffusion transformer lost least on other prompts, with 16-bit

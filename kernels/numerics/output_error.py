@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from ..ops.weights import dequantize_weight
-from ..reference.int8_weights import row_slices
 from ..reference.linear import REMAINDER_STEPS, quantize_activations_reference
 from ..reference.transform import UNCHANGED, ChannelTransform
+from ..reference.weights import row_slices
 
 
 class OutputError:

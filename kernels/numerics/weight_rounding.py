@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ..interruption import stop_if_asked
-from ..reference.grouped_codes import DEFAULT_CODEBOOK, GROUP, GroupedCodes, packed_codes
-from ..reference.int8_weights import quantize_weight, row_slices
 from ..reference.transform import ChannelTransform
+from ..reference.weights import DEFAULT_CODEBOOK, GROUP, GroupedCodes, packed_codes, quantize_weight, row_slices
 from .column_feedback import ColumnFeedback
 from .output_error import OutputError
 

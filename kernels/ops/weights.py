@@ -9,10 +9,8 @@ import torch
 from ..checks import check_dtype, check_matrix, check_weight_scale
 from ..gguf.formats import GGUF_FORMATS, GGUFFormat
 from ..operators import Operation, operator
-from ..reference.grouped_codes import GroupedCodes
-from ..reference.int8_weights import SMALLEST_SCALE, quantize_rows, row_slices
-from ..reference.low_rank import LowRank, rounded_rows
 from ..reference.transform import UNCHANGED, ChannelTransform
+from ..reference.weights import SMALLEST_SCALE, GroupedCodes, LowRank, quantize_rows, rounded_rows, row_slices
 
 # A minimum of GGUF's K formats is at most 63 times an fp16 number.
 _LARGEST = 63 * int(torch.finfo(torch.float16).max)

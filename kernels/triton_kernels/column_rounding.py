@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference.grouped_codes import CANDIDATES, GROUP, LEVELS
+from ..reference.weights import CANDIDATES, GROUP, LEVELS
 from .rows import ROUND_TO_EVEN, row_launcher
 
 _SUBNORMAL = tl.constexpr(1.5 * 2.0**14)  # float32 there has the steps of e4m3 below its smallest normal number

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..operators import Tensors
-from ..reference.grouped_codes import GroupedCodes
+from ..reference.weights import GroupedCodes
 from .gguf import aligned, thin_product
 from .gguf_decoding import as_float, divisors, rounded
 from .launching import Layout, contiguous

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import int8_weights
 from ..reference.linear import REMAINDER_STEPS
+from ..reference.weights import SMALLEST_SCALE
 from .launching import Launcher, constant_launcher
 
 # 1.5 * 2^23: added to |v| < 2^22 in float32 it rounds v to the nearest integer, ties to even, and leaves that integer
@@ -17,7 +17,7 @@ _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 # Without the sign, float32 bits order like the numbers, with Inf and then the NaNs above them all.
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
-SMALLEST_SCALE_CONSTEXPR = tl.constexpr(int8_weights.SMALLEST_SCALE)
+SMALLEST_SCALE_CONSTEXPR = tl.constexpr(SMALLEST_SCALE)
 _REMAINDER_STEPS = tl.constexpr(float(REMAINDER_STEPS))
 
 # Compilation options: there is one rounding after a product and one after a sum, as in the reference.

@@ -19,7 +19,7 @@ from kernels import (
 from kernels.numerics.column_feedback import ColumnFeedback, round_columns, round_columns_reference
 from kernels.numerics.output_error import OutputError, relative_rounding_error
 from kernels.numerics.weight_rounding import CalibratedRounding, RoundedWeight, quantize_to_codes
-from kernels.reference.grouped_codes import CANDIDATES, DEFAULT_CODEBOOK
+from kernels.reference.weights import CANDIDATES, DEFAULT_CODEBOOK
 from support.tensors import DEVICE, random_float, relative_error
 
 NEAREST = TransformPlan()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kernels.ops.weights import expand_codes
-from kernels.reference.grouped_codes import GroupedCodes
-from kernels.reference.low_rank import LowRank
+from kernels.reference.weights import GroupedCodes, LowRank
 from support.covering import covering
 from support.tensors import DEVICE, low_rank_of_integers, random_float
 

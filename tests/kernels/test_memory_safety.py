@@ -79,9 +79,9 @@ for name, form in GGUF_FORMATS.items():
 
 CODES = """
 import torch
-from kernels.reference.grouped_codes import GroupedCodes
+from kernels.reference.weights import GroupedCodes
 from kernels.ops.weights import expand_codes
-from kernels.reference.low_rank import LowRank
+from kernels.reference.weights import LowRank
 
 for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):
     for n, k in ((1, 32), (37, 96), (5, 4128)):

@@ -111,11 +111,11 @@ def test_rotation_is_the_regular_hadamard_matrix(group):
 
 
 def test_weight_slices_agree_with_one_pass(monkeypatch):
-    import kernels.reference.int8_weights
+    import kernels.reference.weights
 
     w = random_float(37, 64, seed=1)
     whole = quantize_weight(w, ChannelTransform(None, 16))
-    monkeypatch.setattr(kernels.reference.int8_weights, "_SLICE_ELEMENTS", 5 * 64)
+    monkeypatch.setattr(kernels.reference.weights, "_SLICE_ELEMENTS", 5 * 64)
     sliced = quantize_weight(w, ChannelTransform(None, 16))
     assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
     assert torch.equal(dequantize_weight(*whole), dequantize_weight(*sliced))

@@ -12,8 +12,7 @@ from kernels.kept import KEPT
 from kernels.ops.attention import float_attention, int8_attention
 from kernels.ops.linear import quantize_activations
 from kernels.ops.weights import dequantize_gguf, expand_codes, expand_gguf, gguf_channel_scales, quantize_gguf
-from kernels.reference.grouped_codes import GroupedCodes
-from kernels.reference.low_rank import LowRank
+from kernels.reference.weights import GroupedCodes, LowRank
 from kernels.triton_kernels.tiles import gemm_candidates
 from kernels.triton_kernels.tuning import Tuner, settle
 from support.fused_op_cases import Form, calls

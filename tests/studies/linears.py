@@ -46,8 +46,8 @@ from kernels.benchmark.report import IDEOGRAM4_SHAPES, LinearShape, ShapeResult,
 from kernels.card.timing import CallSeries, sustained_milliseconds
 from kernels.internals.torch_functions import scaled_mm
 from kernels.ops.linear import int8_gemm, int8_linear, quantize_activations
-from kernels.reference.int8_weights import quantize_weight
 from kernels.reference.transform import ChannelTransform
+from kernels.reference.weights import quantize_weight
 
 ROTATION_GROUP = 256
 FP8, KITCHEN_CUDA = "fp8 _scaled_mm", "comfy-kitchen cuda"

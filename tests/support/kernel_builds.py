@@ -20,9 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kernels import ops
 from kernels.gguf.formats import GGUF_FORMATS
 from kernels.operators import Operator
-from kernels.reference.grouped_codes import GroupedCodes
-from kernels.reference.low_rank import LowRank
 from kernels.reference.transform import ChannelTransform
+from kernels.reference.weights import GroupedCodes, LowRank
 from kernels.triton_kernels import attention, column_rounding, gguf, grouped_codes
 from kernels.triton_kernels.launching import Launcher, Layout
 from support.fused_op_cases import CASES
