@@ -47,7 +47,6 @@ class INT8Linear:
 
     int8_kernel: str
     own_arguments: Mapping[str, Any]  # of ComfyUI's own forward behind its input
-    holds_own = False  # whether its INT8 weights are this pack's, and not ComfyUI's own
     of_encoder = False  # whether it belongs to a text encoder of ComfyUI's own loader
     linear_name = ""  # its path, given by name_linears
     weight: Any
@@ -85,9 +84,8 @@ class INT8Linear:
         return output if call is None else call.added(output)
 
     def _fuses(self, form: WeightForm | None, device: torch.device) -> bool:
-        if form is None or form.own is not self.holds_own:
-            return False
-        return runs_fused(device, self.int8_kernel, self.out_features, self.in_features, form.native)
+        shape = self.out_features, self.in_features
+        return form is not None and runs_fused(device, self.int8_kernel, *shape, form.native)
 
     def is_fused_on(self, device: torch.device) -> bool:
         """Whether the fused kernel multiplies by this linear's weight there."""
@@ -160,8 +158,7 @@ class INT8Linear:
     def _forward(self, input: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """ComfyUI's product with a weight and bias that it has cast, such as for several parts of an input."""
         form = None if isinstance(input, QuantizedTensor) or needs_gradient(input) else weight_form(weight, self)
-        n, k = self.out_features, self.in_features
-        if form is None or not runs_fused(input.device, self.int8_kernel, n, k, form.native):
+        if form is None or not self._fuses(form, input.device):
             own: Any = super()
             return own._forward(input, weight, bias)
         transform, bits = form.input_form(weight)
