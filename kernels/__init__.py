@@ -37,10 +37,11 @@ from .numerics.groups import (
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
+from .ops.ahead import compile_ahead
 from .ops.attention import int8_attention, int8_attention_obstacle
 from .ops.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
 from .ops.fused import Norm, activate_quantize, activated, gated_residual, modulated, norm_quantize, norm_rope
-from .ops.linear import LinearWeight, RepeatedLinear, compile_ahead, int8_gemm, int8_linear, runs_kitchen, settle
+from .ops.linear import LinearWeight, RepeatedLinear, int8_gemm, int8_linear, runs_kitchen, settle
 from .ops.weights import (
     dequantize_gguf,
     dequantize_weight,
@@ -50,6 +51,6 @@ from .ops.weights import (
     quantize_gguf,
     requantize_weight,
 )
-from .reference.linear import LinearForm, Quantized
+from .reference.linear import BlockForm, LinearForm, Quantized
 from .reference.transform import UNCHANGED, ChannelTransform
 from .reference.weights import GroupedCodes, LowRank, quantize_weight

@@ -250,6 +250,16 @@ class Operator(Generic[P, R]):
         check_same_device(**dict(zip(self._tensor_names, tensors, strict=False)))
         return results
 
+    def compile_by(self, threads: Any, rank: float, *arguments: Any) -> None:
+        """Have the kernel compiled by other threads for arguments like these, whose tensors are StandIns."""
+        arguments = tuple(self._bound(arguments, {}))
+        flat = self.flat(arguments)
+        tensors, x = self._tensors(flat), flat[self._x]
+        made = [type(x)(shape, dtype, x.device) for shape, dtype in self._results(arguments, tensors)]
+        compile_by = getattr(self.launch(*flat, *arguments[len(self._parameters) :]), "compile_by", None)
+        if compile_by is not None:
+            compile_by(threads, rank, tensors, made)
+
     def direct(self, *arguments: Any) -> Any:
         """What launches past Triton, on addresses that all begin on 16 bytes, for arguments of such layouts after a
         first call; None where that is not known."""

@@ -5,7 +5,7 @@ times over, are `RepeatedLinear`s.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,6 @@ from ..compilers import is_dispatched
 from ..kept import KEPT, keep, kept
 from ..operators import Operation, operator
 from ..reference.linear import (
-    LinearForm,
     Quantized,
     int8_accumulate_reference,
     quantize_activations_reference,
@@ -144,18 +143,6 @@ def int8_linear(
 LinearWeight = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """What a linear holds: int8 [N, K], its scale in float32, [N], [N, 1] or one value, and the floating point factors [K]
 by which its input is divided, or None."""
-
-
-def compile_ahead(forms: Iterable[LinearForm], dtype: torch.dtype, device: torch.device) -> None:
-    """Have what linears of these forms launch on a GPU with inputs of a dtype compiled beside other work, and what does
-    not depend on forms.
-
-    It returns at once. A call that comes first compiles for itself. Does nothing where the kernels do not run.
-    """
-    if device.type == "cuda" and fused_obstacle(device) is None:
-        from ..triton_kernels.ahead import compile_for
-
-        compile_for(forms, dtype, device)
 
 
 def settle(work: Callable[[], object], device: torch.device) -> None:

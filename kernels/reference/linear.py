@@ -37,6 +37,26 @@ class LinearForm(NamedTuple):
     activation_bits: int = 8
 
 
+class BlockForm(NamedTuple):
+    """What shows of the work between a block's linears before the block runs.
+
+    Attributes:
+        width: channels of its stream.
+        enters, leaves: a linear that reads the stream, and one that ends the feed-forward.
+        head: channels of a head of queries and keys that are normed; 0 for none.
+        is_sandwiched: whether norms with weights stand before and after attention and feed-forward, scaled and gated;
+            else norms without weights before them, scaled and shifted.
+        is_gated: whether the feed-forward is silu(gate) up; else it is gelu(x).
+    """
+
+    width: int
+    enters: LinearForm
+    leaves: LinearForm
+    head: int
+    is_sandwiched: bool
+    is_gated: bool
+
+
 def quantized_layouts(
     x: torch.Tensor, channels: int, transform: ChannelTransform, activation_bits: int
 ) -> list[tuple[Sequence[int], torch.dtype]]:

@@ -1,7 +1,7 @@
 """What a model's linears will launch, compiled before its weights are there."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,29 @@ _LAUNCHERS = (fused.NORM_QUANTIZE, rope.NORM_ROPE, fused.GATED_RESIDUAL, fused.A
 @functools.cache
 def _compile_launchers() -> None:
     for launcher in _LAUNCHERS:
-        beside_loading.submit(1, functools.partial(compile_launcher_of, launcher.kernel))
+        beside_loading.submit(0, functools.partial(compile_launcher_of, launcher.kernel))
+
+
+def compile_calls(
+    calls: Callable[[Callable[..., Any]], Iterable[tuple[Any, Sequence[Any]]]], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Have other threads compile what calls of operators launch, as `compile_for` does.
+
+    Args:
+        calls: gives operators and their arguments, made of what makes a tensor of a shape and, if not the one here, a
+            dtype.
+    """
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Any:
+        return StandIn(shape, dtype, _indexed(device))
+
+    if COMPILES_ALONE:
+        for op, arguments in calls(new):
+            op.compile_by(beside_loading, 1, *arguments)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def compile_for(forms: Iterable[LinearForm], dtype: torch.dtype, device: torch.device) -> None:
@@ -35,7 +57,7 @@ def compile_for(forms: Iterable[LinearForm], dtype: torch.dtype, device: torch.d
     """
     if not COMPILES_ALONE:
         return
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    device = _indexed(device)
     _compile_launchers()
 
     def stand_in(dtype: torch.dtype, *shape: int) -> Any:

@@ -65,7 +65,7 @@ def load_int8_model(
     devices += comfy.model_management.get_all_torch_devices() if anywhere else []
     # What cannot run is refused before a file is read for nothing.
     if choose_path(devices[0], kernel).kind == FUSED:
-        compile_ahead((), torch.bfloat16, devices[0])
+        compile_ahead((), None, torch.bfloat16, devices[0])
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     with naming_file(checkpoint.name):
         notes, supported = notes_of(checkpoint), checkpoint.architecture.supported_inference_dtypes

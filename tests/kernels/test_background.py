@@ -16,7 +16,8 @@ from triton.runtime import errors as runtime_errors
 from kernels.card.timing import Stopwatch
 from kernels.internals import triton_runtime
 from kernels.kept import KEPT
-from kernels.reference.linear import LinearForm
+from kernels.ops.ahead import _calls as block_calls
+from kernels.reference.linear import BlockForm, LinearForm
 from kernels.triton_kernels import ahead, gemm, launching
 from kernels.triton_kernels.background import Background
 from kernels.triton_kernels.gemm_kernel import Operands
@@ -252,6 +253,57 @@ def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
     names = [launch._kernel.fn.__name__ for _, launch in asked]
     assert names.count("quantize_rows_kernel") == 2 and len(names) == 2 + 2 * len(ahead._TOKENS)
     assert [rank for rank, _ in asked][:2] == [0, 0]
+
+
+BLOCKS = [
+    BlockForm(512, LinearForm(1536, 512), LinearForm(512, 2048), 128, False, False),
+    BlockForm(
+        512, LinearForm(1536, 512, False, False, True, 256), LinearForm(512, 1536, activation_bits=16), 64, True, True
+    ),
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_blocks_launch_is_asked_for(card, monkeypatch, block):
+    asked = []
+    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append(launch))
+    monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
+    KEPT.clear()
+    ahead.compile_calls(lambda new: block_calls(block, new), torch.bfloat16, torch.device("cuda", 0))
+    names = [launch._kernel.fn.__name__ for launch in asked]
+    fused = ["norm_quantize_kernel", "gated_residual_kernel", "activate_quantize_kernel"]
+    assert names == [*fused, "norm_rope_kernel", "norm_rope_kernel"] and len(set(asked)) == 5
+    KEPT.clear()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("samples", (1, 2))
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_was_compiled_ahead_is_what_blocks_launch(monkeypatch, block, samples):
+    """With modulations that are parts of one tensor, and heads that are parts of one."""
+    compiled, first = [], Launch.first
+
+    def watched(launch, grid, *arguments):
+        compiled.append(launch.is_compiled)
+        first(launch, grid, *arguments)
+
+    monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
+    KEPT.clear()
+    ahead.compile_calls(lambda new: block_calls(block, new), torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr(Launch, "first", watched)
+
+    def real(*shape, dtype=torch.bfloat16):
+        shape = (samples, *shape[1:]) if len(shape) in (3, 4) else shape
+        if len(shape) == 4:  # of queries, keys and values
+            return torch.randn(*shape[:2], 3, *shape[2:], dtype=dtype, device=DEVICE)[:, :, 1]
+        if len(shape) == 3 and shape[1] == 1:
+            return torch.randn(*shape[:2], 4 * shape[2], dtype=dtype, device=DEVICE).chunk(4, -1)[1]
+        return torch.rand(*shape, dtype=dtype, device=DEVICE) + 0.5
+
+    for op, arguments in block_calls(block, real):
+        op(*arguments)
+    assert compiled == [True] * 5
+    KEPT.clear()
 
 
 def test_what_launches_fused_ops_is_made_for_their_parameters(monkeypatch):

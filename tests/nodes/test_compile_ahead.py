@@ -1,7 +1,11 @@
 """What is compiled beside loading is what the linears of the MODEL will launch."""
 
+from functools import partial
+
 import pytest
 import torch
+
+from support.architectures import ARCHITECTURES
 
 NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotation_group": 64}}
 
@@ -13,7 +17,7 @@ def asked(pack, monkeypatch):
 
     asked, own = [], compile_ahead.compile_linears
     monkeypatch.setattr(compile_ahead, "runs_fused", lambda *_: True)
-    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda forms, dtype, device: asked.append((forms, dtype)))
+    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda *given: asked.append(given[:3]))
     for name in ("loading.load", "patching.apply_kernel"):
 
         def on_gpu(root, kernel, dtype, device):
@@ -28,7 +32,7 @@ def asked(pack, monkeypatch):
 def test_forms_are_those_of_the_linears(dit, tmp_path, asked, options, loads):
     path = dit.write(tmp_path / "native.safetensors", dit.native_int8(**options))
     model = dit.load(path) if loads == "the pack" else dit.apply(dit.stock(path))
-    ((forms, dtype),) = asked
+    ((forms, _, dtype),) = asked
     layer = dit.module(model, dit.LAYER)
     of_layer = [form for form in forms if (form.n, form.k) == tuple(layer.weight.shape)]
     assert {form.has_bias for form in of_layer} == {layer.bias is not None}
@@ -44,6 +48,45 @@ def test_nothing_is_compiled_without_a_gpu(dit, tmp_path, monkeypatch):
     from int8_dit.nodes.layers import compile_ahead
 
     given = []
-    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda forms, dtype, device: given.append(forms))
+    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda forms, block, *_: given.append((forms, block)))
     dit.load(dit.write(tmp_path / "native.safetensors", dit.native_int8()))
-    assert given == [[]]
+    assert given == [([], None)]
+
+
+def described(op, arguments):
+    """An op's call in what its kernel is compiled for: which tensors there are, of how many channels, and words."""
+    names = op.operator._schema.arguments
+    values = zip([argument.name for argument in names], op.flat(arguments[: len(op._parameters)]), strict=False)
+    kinds = {name: value.shape[-1] if isinstance(value, torch.Tensor) else value for name, value in values}
+    return op.name, *((name, kind) for name, kind in kinds.items() if kind is not None and not name.endswith("eps"))
+
+
+# With which rotary positions; small ones of the others have a head as wide as their stream, or none.
+BLOCKS = {"Ideogram 4": 1, "Z-Image": 1, "Qwen-Image": 1, "Flux": 0, "Flux 2": 0, "Wan t2v": 0, "SD3": 0}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_fused_ops_of_blocks_are_those_that_run(small, asked, monkeypatch, name):
+    """But for the pairs of rotary positions, of which both are compiled."""
+    from int8_dit.kernels.operators import Operator
+    from int8_dit.kernels.ops import ahead
+    from int8_dit.nodes.deferred.mode import Deferring
+
+    ran, plan = set(), Operator._plan
+
+    def recorded(op, arguments, flat, tensors):
+        ran.add(described(op, arguments))
+        return plan(op, arguments, flat, tensors)
+
+    architecture = ARCHITECTURES[name]
+    model = small.int8_of(architecture, "plain")
+    ((_, block, _),) = asked
+    asked.clear()
+    monkeypatch.setattr("int8_dit.nodes.deferred.mode.LEAST_ROWS", 2)
+    monkeypatch.setattr(Operator, "_plan", recorded)
+    with torch.no_grad(), Deferring() as mode:
+        mode.finish(small.output_of(architecture, model))
+    calls = [described(op, given) for op, given in ahead._calls(block, partial(torch.empty, device="meta"))]
+    turned = [call for call in calls if call[0] == "norm_rope"]
+    assert len(calls) - len(turned) == 3 and {call for call in calls if call not in turned} <= ran
+    assert len(ran.intersection(turned)) == BLOCKS[name]

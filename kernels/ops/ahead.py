@@ -1,0 +1,56 @@
+"""What a model will launch, compiled before its weights are there."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..card.device import fused_obstacle
+from ..operators import Operator
+from ..reference.linear import BlockForm, LinearForm
+from ..reference.transform import ChannelTransform
+from .fused import Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
+
+
+def compile_ahead(
+    forms: Iterable[LinearForm], block: BlockForm | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Have compiled, beside other work, what linears of these forms launch on a GPU with inputs of a dtype, what the
+    fused ops of a block may launch, and what does not depend on forms.
+
+    It returns at once. A call that comes first compiles for itself. Does nothing where the kernels do not run.
+    """
+    if device.type == "cuda" and fused_obstacle(device) is None:
+        from ..triton_kernels.ahead import compile_calls, compile_for
+
+        compile_for(forms, dtype, device)
+        if block is not None:
+            compile_calls(lambda new: _calls(block, new), dtype, device)
+
+
+def _calls(block: BlockForm, new: Callable[..., Any]) -> Iterator[tuple[Operator, Sequence[Any]]]:
+    """Ops and their arguments, of which `new` makes a tensor of a shape and perhaps a dtype."""
+    width, tokens = block.width, 4096
+
+    def quantized(form: LinearForm) -> tuple[ChannelTransform, int]:
+        factors = new(form.k, dtype=torch.float32) if form.has_factors else None
+        return ChannelTransform(factors, form.rotation_group), form.activation_bits
+
+    def norm(channels: int) -> Norm:
+        return Norm("rms", 1e-6, new(channels))
+
+    x, modulation = new(1, tokens, width), new(1, 1, width)
+    if block.is_sandwiched:
+        yield norm_quantize, (x, norm(width), modulation, None, *quantized(block.enters))
+        yield gated_residual, (x, x, modulation, norm(width))
+    else:
+        yield norm_quantize, (x, Norm("layer", 1e-6), modulation, modulation, *quantized(block.enters))
+        yield gated_residual, (x, x, modulation)
+    inner = new(1, tokens, block.leaves.k)
+    activation = ("silu", inner) if block.is_gated else ("gelu_tanh", None)
+    yield activate_quantize, (inner, *activation, None, *quantized(block.leaves))
+    if block.head:
+        heads, freqs = new(1, tokens, width // block.head, block.head), (1, tokens, 1, block.head // 2, 2, 2)
+        for pairs in ("neighbours", "halves"):
+            norms = norm(block.head), norm(block.head)
+            yield norm_rope, (heads, heads, *norms, new(*freqs, dtype=torch.float32), pairs, (heads, heads))
