@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,20 +114,6 @@ def compile_launcher(compiled: Any) -> None:
     if make is not None and words not in _launchers:
         _launchers.add(words)
         make(compiled.src, compiled.metadata)
-
-
-def compile_launcher_of(kernel: Any) -> None:
-    """The same for a kernel that is not compiled: one of rows, whose parameters are tensors, numbers from T on, of
-    which those named eps are floats, and constants."""
-    names, constants = kernel.arg_names, {kernel.arg_names[place] for place in kernel.constexprs}
-    numbers = names[names.index("T") :]
-    words = dict.fromkeys(names, "*i8") | {name: "fp32" if name.endswith("eps") else "i32" for name in numbers}
-    words |= dict.fromkeys(constants, "constexpr")
-    # Of what Triton knows of a compiled kernel, what its launcher asks for.
-    nothing = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
-    flags = {"launch_cooperative_grid": False, "launch_pdl": False, "num_ctas": 1, "tensordesc_meta": None}
-    source = SimpleNamespace(fn=kernel, constants={}, signature=words)
-    compile_launcher(SimpleNamespace(src=source, metadata=SimpleNamespace(**dict.fromkeys(nothing, 0), **flags)))
 
 
 def direct_launch(compiled: object, arguments: int, constants: Mapping[str, object]) -> Callable[..., None] | None:

@@ -1,6 +1,7 @@
 """What a model will launch, compiled before its weights are there."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,27 +11,28 @@ from ..operators import Operator
 from ..reference.linear import BlockForm, LinearForm
 from ..reference.transform import ChannelTransform
 from .fused import Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
+from .linear import quantize_activations
 
 
 def compile_ahead(
-    forms: Iterable[LinearForm], block: BlockForm | None, dtype: torch.dtype, device: torch.device
+    forms: Collection[LinearForm], block: BlockForm | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Have compiled, beside other work, what linears of these forms launch on a GPU with inputs of a dtype, what the
-    fused ops of a block may launch, and what does not depend on forms.
+    """Have compiled, beside other work, what linears of these forms launch on a GPU with inputs of a dtype, and what
+    the fused ops of a block may.
 
     It returns at once. A call that comes first compiles for itself. Does nothing where the kernels do not run.
     """
     if device.type == "cuda" and fused_obstacle(device) is None:
-        from ..triton_kernels.ahead import compile_calls, compile_for
+        from ..triton_kernels.ahead import compile_for
 
-        compile_for(forms, dtype, device)
-        if block is not None:
-            compile_calls(lambda new: _calls(block, new), dtype, device)
+        compile_for(forms, partial(_calls, forms, block), dtype, device)
 
 
-def _calls(block: BlockForm, new: Callable[..., Any]) -> Iterator[tuple[Operator, Sequence[Any]]]:
+def _calls(
+    forms: Collection[LinearForm], block: BlockForm | None, new: Callable[..., Any]
+) -> Iterator[tuple[Operator, Sequence[Any]]]:
     """Ops and their arguments, of which `new` makes a tensor of a shape and perhaps a dtype."""
-    width, tokens = block.width, 4096
+    tokens = 4096
 
     def quantized(form: LinearForm) -> tuple[ChannelTransform, int]:
         factors = new(form.k, dtype=torch.float32) if form.has_factors else None
@@ -39,6 +41,11 @@ def _calls(block: BlockForm, new: Callable[..., Any]) -> Iterator[tuple[Operator
     def norm(channels: int) -> Norm:
         return Norm("rms", 1e-6, new(channels))
 
+    for form in forms:
+        yield quantize_activations, (new(tokens, form.k), *quantized(form))
+    if block is None:
+        return
+    width = block.width
     x, modulation = new(1, tokens, width), new(1, 1, width)
     if block.is_sandwiched:
         yield norm_quantize, (x, norm(width), modulation, None, *quantized(block.enters))

@@ -1,6 +1,5 @@
 """Work beside that of the callers: its order and its end, kernels that are compiled so, and whether calls find them."""
 
-import inspect
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from triton.runtime import errors as runtime_errors
 from kernels.card.timing import Stopwatch
 from kernels.internals import triton_runtime
 from kernels.kept import KEPT
-from kernels.ops.ahead import _calls as block_calls
+from kernels.ops.ahead import _calls as calls_ahead
 from kernels.reference.linear import BlockForm, LinearForm
 from kernels.triton_kernels import ahead, gemm, launching
 from kernels.triton_kernels.background import Background
@@ -25,7 +24,6 @@ from kernels.triton_kernels.launching import Launch, StandIn
 from kernels.triton_kernels.quantizer import launch_quantize_activations
 from kernels.triton_kernels.tiles import GemmConfig
 from kernels.triton_kernels.tuning import Tuner
-from support.fused_op_cases import Form, calls
 from support.tensors import DEVICE
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -243,16 +241,15 @@ def test_calls_try_tiles_and_settle(card, monkeypatch):
 
 
 def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
-    """The quantizer, and the rule's tile for images and for texts; the largest first, each once."""
+    """The quantizers, and the rule's tile for images and for texts; the largest first, each once."""
     asked = []
-    monkeypatch.setattr(ahead, "_compile_launchers", lambda: None)
     monkeypatch.setattr(gemm.tuner, "_known", lambda key: None)
     monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((rank, launch)))
     forms = [LinearForm(4608, 12288, True), LinearForm(4608, 4608, rotation_group=256), LinearForm(64, 2520)]
-    ahead.compile_for([*forms, forms[0]], torch.bfloat16, torch.device("cuda"))
+    ahead.compile_for([*forms, forms[0]], partial(calls_ahead, forms, None), torch.bfloat16, torch.device("cuda"))
     names = [launch._kernel.fn.__name__ for _, launch in asked]
-    assert names.count("quantize_rows_kernel") == 2 and len(names) == 2 + 2 * len(ahead._TOKENS)
-    assert [rank for rank, _ in asked][:2] == [0, 0]
+    assert names[:3] == ["quantize_rows_kernel"] * 3 and len(names) == 3 + 2 * len(ahead._TOKENS)
+    assert [rank for rank, _ in asked] == [0, 0, 0, *range(len(ahead._TOKENS)), *range(len(ahead._TOKENS))]
 
 
 BLOCKS = [
@@ -269,7 +266,7 @@ def test_what_blocks_launch_is_asked_for(card, monkeypatch, block):
     monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append(launch))
     monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
     KEPT.clear()
-    ahead.compile_calls(lambda new: block_calls(block, new), torch.bfloat16, torch.device("cuda", 0))
+    ahead.compile_for((), partial(calls_ahead, (), block), torch.bfloat16, torch.device("cuda", 0))
     names = [launch._kernel.fn.__name__ for launch in asked]
     fused = ["norm_quantize_kernel", "gated_residual_kernel", "activate_quantize_kernel"]
     assert names == [*fused, "norm_rope_kernel", "norm_rope_kernel"] and len(set(asked)) == 5
@@ -289,7 +286,7 @@ def test_what_was_compiled_ahead_is_what_blocks_launch(monkeypatch, block, sampl
 
     monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
     KEPT.clear()
-    ahead.compile_calls(lambda new: block_calls(block, new), torch.bfloat16, torch.device("cuda"))
+    ahead.compile_for((), partial(calls_ahead, (), block), torch.bfloat16, torch.device("cuda"))
     monkeypatch.setattr(Launch, "first", watched)
 
     def real(*shape, dtype=torch.bfloat16):
@@ -300,37 +297,7 @@ def test_what_was_compiled_ahead_is_what_blocks_launch(monkeypatch, block, sampl
             return torch.randn(*shape[:2], 4 * shape[2], dtype=dtype, device=DEVICE).chunk(4, -1)[1]
         return torch.rand(*shape, dtype=dtype, device=DEVICE) + 0.5
 
-    for op, arguments in block_calls(block, real):
+    for op, arguments in calls_ahead((), block, real):
         op(*arguments)
     assert compiled == [True] * 5
     KEPT.clear()
-
-
-def test_what_launches_fused_ops_is_made_for_their_parameters(monkeypatch):
-    """Triton's C module for a launch depends on which parameters are addresses, whole numbers, floats and constants."""
-    guessed, launched = {}, {}
-
-    def guess(compiled):
-        words = compiled.src.signature.items()
-        guessed[compiled.src.fn.fn] = [(name, "*" if word[0] == "*" else word) for name, word in words]
-
-    def first(launch, grid, *arguments):
-        names, constants = launch._kernel.arg_names, [(name, "constexpr") for name in launch._constants]
-        kinds = {int: "i32", float: "fp32"}
-        words = [kinds.get(type(argument), "*") for argument in arguments]
-        launched[launch._kernel.fn] = [*zip(names, words, strict=False), *constants]
-
-    monkeypatch.setattr(triton_runtime, "compile_launcher", guess)
-    monkeypatch.setattr(Launch, "first", first)
-    for launcher in ahead._LAUNCHERS:
-        kernel = launcher.kernel
-        parameters = inspect.signature(kernel.fn).parameters.values()
-        constants = [place for place, each in enumerate(parameters) if "constexpr" in str(each.annotation)]
-        triton_runtime.compile_launcher_of(
-            SimpleNamespace(fn=kernel.fn, arg_names=kernel.arg_names, constexprs=constants)
-        )
-    KEPT.clear()
-    for case, _, arguments in calls(DEVICE, Form("", 512)):
-        case.op(*arguments)
-    KEPT.clear()
-    assert guessed.keys() <= launched.keys() and all(launched[kernel] == words for kernel, words in guessed.items())
