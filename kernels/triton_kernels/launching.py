@@ -119,15 +119,6 @@ class Launch:
         else:
             self.direct(*grid, *arguments)
 
-    def on(
-        self, grid: Grid, tensors: Sequence[torch.Tensor], pointers: Sequence[int], numbers: tuple[float, ...]
-    ) -> None:
-        """The same on tensors that begin at `pointers`."""
-        if self.direct is None:
-            self.first(grid, *tensors, *numbers)
-        else:
-            self.direct(*grid, *pointers, *numbers)
-
 
 class Launcher:
     """A kernel's launches; see above.
@@ -147,7 +138,8 @@ class Launcher:
         """Launch on the tensors' device and its current stream; the tensors are on one device, which is not checked."""
         pointers = [tensor.data_ptr() for tensor in tensors]
         with on_device(tensors[0].device):
-            self.prepared(form, tensors, numbers, pointers).on(grid, tensors, pointers, numbers)
+            launch = self.prepared(form, tensors, numbers, pointers)
+            launch(grid, *(tensors if launch.direct is None else pointers), *numbers)
 
     def prepared(
         self,
@@ -220,7 +212,7 @@ class Layout:
             if launch is None or not aligned:
                 launch = self.launcher.prepared(self.form, operands, self.numbers, pointers)
                 self._aligned = launch if aligned else self._aligned
-            launch.on(self.grid, operands, pointers, self.numbers)
+            launch(self.grid, *(operands if launch.direct is None else pointers), *self.numbers)
 
     def compile_by(self, threads: Background, rank: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
         """Have it compiled by other threads for tensors for which these `StandIn`s are."""
