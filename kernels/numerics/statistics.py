@@ -97,12 +97,17 @@ class ActivationStatistics:
         sample: some of their rows.
     """
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.sample = RowSample()
-        self._absmax: torch.Tensor | None = None
-        self._spikiness: torch.Tensor | float = 0.0  # summed over the calls
-        self._finite_calls: torch.Tensor | int = 0  # before the first that was not
+    def __init__(
+        self,
+        calls: int = 0,
+        sample: RowSample | None = None,
+        absmax: torch.Tensor | None = None,
+        spikiness: float = 0.0,
+    ) -> None:
+        """`absmax` and `spikiness`, which is summed up, are those of so many calls that were finite."""
+        self.calls, self.sample, self._absmax = calls, sample or RowSample(), absmax
+        self._spikiness: torch.Tensor | float = spikiness
+        self._finite_calls: torch.Tensor | int = calls  # before the first that was not
         self._recent: list[torch.Tensor] = []  # channel magnitudes of calls that are not in the two above yet
 
     def update(self, x: torch.Tensor) -> None:
@@ -187,13 +192,7 @@ class ActivationStatistics:
             raise ValueError(f"the sampled rows are of {len(parts)} calls out of {calls}, or some have none")
         if not all(bool((part.abs() <= absmax).all()) for part in parts):
             raise ValueError("the sampled rows hold a NaN or Inf, or a value above the largest of all rows")
-        statistics = cls()
-        statistics.calls = calls
-        statistics.sample = RowSample(calls, parts)
-        statistics._absmax = absmax
-        statistics._spikiness = spikiness * calls
-        statistics._finite_calls = calls
-        return statistics
+        return cls(calls, RowSample(calls, parts), absmax, spikiness * calls)
 
     @classmethod
     def merged(cls, several: Sequence["ActivationStatistics"]) -> "ActivationStatistics":
@@ -206,10 +205,9 @@ class ActivationStatistics:
         widths = {absmax.numel() for absmax in absmaxes}
         if len(widths) > 1:
             raise ValueError(f"statistics of {' and '.join(map(str, sorted(widths)))} channels cannot be merged")
-        merged = cls()
-        merged.calls = merged._finite_calls = sum(statistics.calls for statistics in several)
-        merged.sample = RowSample.merged([statistics.sample for statistics in several])
-        if several:
-            merged._absmax = torch.stack(absmaxes).amax(dim=0)
-            merged._spikiness = sum(statistics._spikiness for statistics in several)
-        return merged
+        return cls(
+            sum(statistics.calls for statistics in several),
+            RowSample.merged([statistics.sample for statistics in several]),
+            torch.stack(absmaxes).amax(dim=0) if absmaxes else None,
+            sum(float(statistics._spikiness) for statistics in several),
+        )

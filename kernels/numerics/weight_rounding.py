@@ -34,31 +34,33 @@ class RoundedWeight(NamedTuple):
     codes: GroupedCodes | None = None
 
 
-def quantize_to_codes(
-    w: torch.Tensor, rotation_group: int, feedback: ColumnFeedback | None = None, scale: torch.Tensor | None = None
-) -> RoundedWeight:
+def quantize_to_codes(w: torch.Tensor, rotation_group: int) -> RoundedWeight:
     """A weight in codes of 4 bits, with ComfyUI's default codebook and an FP8 scale for each 16 columns (W4A8).
 
     Args:
         w: [N, K] bf16, fp16 or fp32; 16 and `rotation_group` divide K.
         rotation_group: channels per Hadamard group.
-        feedback: what rounding a column asks of the later ones, `of` codes; None to round each by itself.
-        scale: float32 [N] of the INT8 weight; None for the largest value's.
 
     Raises TypeError, ValueError as `quantize_weight`.
     """
     transform = ChannelTransform(None, rotation_group)
-    if scale is None:
-        scale = quantize_weight(w, transform)[1]
-    codebook = torch.tensor(DEFAULT_CODEBOOK, device=w.device)
-    feedback = feedback or ColumnFeedback.alone(w.shape[1], w.device)
-    done = []
+    _, scale = quantize_weight(w, transform)
+    return _rounded(w, transform, scale, ColumnFeedback.alone(w.shape[1], w.device), in_codes=True)
+
+
+def _rounded(
+    w: torch.Tensor, transform: ChannelTransform, scale: torch.Tensor, feedback: ColumnFeedback, in_codes: bool
+) -> RoundedWeight:
+    """w transformed and rounded for the scale [N] of its INT8, with feedback `of` codes where it is in codes."""
+    codebook, done = torch.tensor(DEFAULT_CODEBOOK, device=w.device) if in_codes else None, []
     for rows in row_slices(w.shape):
         stop_if_asked()
         done.append(feedback.round(transform.to_weight(w[rows]), scale[rows], codebook))
-    q, codes, group_scale = map(torch.cat, zip(*done, strict=True))
-    group_scale = group_scale.to(torch.float8_e4m3fn)
-    return RoundedWeight(q, scale, GroupedCodes(packed_codes(codes), group_scale, codebook, GROUP))
+    q, *codes = (torch.cat(part) for part in zip(*done, strict=True) if part[0] is not None)
+    if codebook is None:
+        return RoundedWeight(q, scale)
+    group_scale = codes[1].to(torch.float8_e4m3fn)
+    return RoundedWeight(q, scale, GroupedCodes(packed_codes(codes[0]), group_scale, codebook, GROUP))
 
 
 @dataclass
@@ -126,12 +128,4 @@ class CalibratedRounding:
         return True
 
     def _round(self, w: torch.Tensor, scale: torch.Tensor, feedback: ColumnFeedback) -> RoundedWeight:
-        transform = self.transform.on(w.device)
-        if self.in_codes:
-            assert transform.rotation_group is not None
-            return quantize_to_codes(w, transform.rotation_group, feedback, scale)
-        q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
-        for rows in row_slices(w.shape):
-            stop_if_asked()
-            q[rows] = feedback.round(transform.to_weight(w[rows]), scale[rows]).q
-        return RoundedWeight(q, scale)
+        return _rounded(w, self.transform.on(w.device), scale, feedback, self.in_codes)
