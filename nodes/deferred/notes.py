@@ -88,10 +88,11 @@ class Note:
         """Whether the stream that computes now is that of the note."""
         return not self._stream or self._stream == _current_stream(self.device.index)
 
-    def taken(self) -> Any:
-        """The operand for a fused op; None where the value is to be read: it is there, or belongs to another stream."""
+    def taken(self, *kinds: type) -> Any:
+        """The operand for a fused op that takes these kinds; None where the value is to be read: it is there or belongs
+        to another stream, or the operand is of another kind."""
         operand = self.operand
-        if operand is None or not self._is_here():
+        if type(operand) not in kinds or not self._is_here():
             return None
         if self.check is not None:
             own = operand.value()

@@ -1,6 +1,6 @@
 """What a deferred value means to a fused op: an entry for each kind.
 
-`value` is what one stands for, in floats: only to be compared with what the model's own calls give.
+`value` is what a fused op takes, in floats: only to be compared with what the model's own calls give.
 """
 
 from dataclasses import replace
@@ -118,10 +118,6 @@ class Sliced(NamedTuple):
     start: int
     stop: int
 
-    def value(self) -> torch.Tensor | None:
-        whole = _value_of(self.parent)
-        return None if whole is None else whole[..., self.start : self.stop, :]
-
 
 class Joined(NamedTuple):
     """Tensors, deferred ones among them, that follow each other along an axis. Linears and rotary positions take it."""
@@ -139,9 +135,6 @@ class Copied(NamedTuple):
 
     x: torch.Tensor
 
-    def value(self) -> torch.Tensor:
-        return self.x
-
 
 class Spread(NamedTuple):
     """A modulation of tokens in groups of equal size: row i // each of `values` [B, M, K] for token i."""
@@ -149,9 +142,6 @@ class Spread(NamedTuple):
     values: torch.Tensor
     each: int
     tokens: int
-
-    def value(self) -> torch.Tensor:
-        return self.values.repeat_interleave(self.each, -2)[..., : self.tokens, :]
 
 
 Pairs = Literal["neighbours", "halves"]

@@ -24,14 +24,14 @@ def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
     note = x.note
     found = None if note.quantized is None else note.quantized.get(key)
     if found is None:
-        operand = note.taken()
-        kind = type(operand)
-        if kind is Normed or kind is Activated:
+        operand: Any = note.taken(Normed, Activated, Joined)
+        if type(operand) is Joined:
+            along_tokens = operand.axis == len(note.shape) - 2
+            parts: Any = [_rows(part, key, form) for part in operand.parts] if along_tokens else [None]
+            found = None if None in parts else _joined(parts, note.shape)
+        elif operand is not None:
             found = operand.quantize(*form)
             _see_writes_into(note, operand)
-        elif kind is Joined and operand.axis == len(note.shape) - 2:
-            parts: Any = [_rows(part, key, form) for part in operand.parts]
-            found = None if None in parts else _joined(parts, note.shape)
         if found is not None:
             note.quantized = {**(note.quantized or {}), key: found}
     return found
@@ -64,8 +64,8 @@ def residual(x: torch.Tensor, y: Any, gate: Any = None, in_place: bool = False) 
     """x + gate y, or x + y, in one pass; `y` may be deferred. None where it is nothing that the fused op adds."""
     if type(x) not in MEMORY or y.dtype != x.dtype:
         return None
-    operand = y.note.taken() if type(y) is Deferred else Normed(y)
-    if type(operand) is not Normed or operand.shift is not None or (gate is not None and operand.scale is not None):
+    operand = y.note.taken(Normed) if type(y) is Deferred else Normed(y)
+    if operand is None or operand.shift is not None or (gate is not None and operand.scale is not None):
         return None
     operand = operand if gate is None else operand._replace(scale=gate[0], rows=gate[1])
     if operand.all_heads or operand.segments or operand.norm is operand.scale is None:
@@ -93,15 +93,13 @@ Part = tuple[torch.Tensor, Norm | None, bool]
 
 def _parts(x: Any) -> tuple[int | None, list[Part]]:
     """Along which axis the parts of queries or keys follow each other (None for one part), and the parts."""
-    joined = x.note.operand if type(x) is Deferred else None
-    if type(joined) is Joined and x.note.taken() is not None:
-        return joined.axis, list(map(_part, joined.parts))
-    return None, [_part(x)]
+    joined = x.note.taken(Joined) if type(x) is Deferred else None
+    return (None, [_part(x)]) if joined is None else (joined.axis, list(map(_part, joined.parts)))
 
 
 def _part(x: Any) -> Part:
-    operand = x.note.taken() if type(x) is Deferred else None
-    if type(operand) is Normed and operand.is_unmodulated and operand.norm is not None and operand.x.dtype == x.dtype:
+    operand = x.note.taken(Normed) if type(x) is Deferred else None
+    if operand is not None and operand.is_unmodulated and operand.norm is not None and operand.x.dtype == x.dtype:
         norm = operand.norm
         if norm.kind == "rms" and norm.bias is None and (norm.weight is not None or not operand.all_heads):
             return operand.x, norm, operand.all_heads
