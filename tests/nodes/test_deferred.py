@@ -228,6 +228,14 @@ def test_a_forward(check, name):
     check(forwards.FORWARDS[name])
 
 
+def test_turned_heads_that_a_linear_reads_are_compared(check):
+    def forward(block, x):
+        freqs = forwards.places(1, forwards.TOKENS, 1).repeat(1, 1, 1, forwards.HEADS, 1, 1)
+        return [block.out(forwards.kitchen().apply_rope1(block.enter(x)[:, :, None], freqs))], []
+
+    check(forward, agrees=True)
+
+
 @pytest.mark.parametrize("checking", (False, True))
 @pytest.mark.parametrize("note", forwards.NOTES)
 def test_what_outlives_the_forward(run, deferral, note, checking):
