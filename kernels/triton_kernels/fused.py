@@ -118,7 +118,6 @@ def norm_quantize_kernel(
     HAS_SMOOTH: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     REMAINDER: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     GROUP: tl.constexpr,
@@ -140,12 +139,12 @@ def norm_quantize_kernel(
     head, tail = _normalized(x_row, head_offsets, tail_offsets, K, eps, NORM, TAIL)
     head = _affine(head, weight, bias, head_offsets, K, HAS_WEIGHT, HAS_BIAS)
     head = _modulated(head, scale_row, shift_row, head_offsets, K, HAS_SCALE, HAS_SHIFT)
-    head = transformed(head, smooth, head_offsets, K, HAS_SMOOTH, INTERPRETED, HEAD, GROUP)
+    head = transformed(head, smooth, head_offsets, K, HAS_SMOOTH, HEAD, GROUP)
     largest = tl.max(magnitude_bits(head), axis=0)
     if TAIL > 0:
         tail = _affine(tail, weight, bias, tail_offsets, K, HAS_WEIGHT, HAS_BIAS)
         tail = _modulated(tail, scale_row, shift_row, tail_offsets, K, HAS_SCALE, HAS_SHIFT)
-        tail = transformed(tail, smooth, tail_offsets, K, HAS_SMOOTH, INTERPRETED, TAIL, GROUP)
+        tail = transformed(tail, smooth, tail_offsets, K, HAS_SMOOTH, TAIL, GROUP)
         largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
 
     inverse_scale, broken = store_scale(q_scale + row, largest)
@@ -234,7 +233,7 @@ def launch_norm_quantize(
     read = dense(tensors)
     given = (tensor is not None for tensor in tensors[1:])
     head, tail, _, warps = row_blocks(channels, group)
-    form = (kind, *given, activation_bits == 16, not x.is_cuda, head, tail, group, warps)
+    form = (kind, *given, activation_bits == 16, head, tail, group, warps)
     strides = (*token_strides(read[0]), *token_strides(read[3]), *token_strides(read[4]))
     numbers = (x.shape[-2], channels, *strides, eps)
     return Layout(NORM_QUANTIZE, form, (x.numel() // channels, 1), numbers, tensors, dense)
@@ -260,14 +259,14 @@ def launch_gated_residual(
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr):
+def _activated(x, ACTIVATION: tl.constexpr):
     """silu, gelu_tanh, gelu or sigmoid of float32; 0 for 0, but for the sigmoid."""
     if ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         # (1 + tanh u) / 2 is the sigmoid of 2 u, in which nothing cancels
         argument = x * tl.fma(x * x, 0.07135481627260025, 1.5957691216057308) if ACTIVATION == "gelu_tanh" else x
-        sigmoid = reciprocal(1.0 + tl.exp(-argument), INTERPRETED)
+        sigmoid = reciprocal(1.0 + tl.exp(-argument))
         return sigmoid if ACTIVATION == "sigmoid" else x * sigmoid
 
 
@@ -284,7 +283,6 @@ def _load_activated(
     HAS_UP: tl.constexpr,
     HAS_BESIDE: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -295,13 +293,13 @@ def _load_activated(
     if HAS_BESIDE:
         inside = inside & (offsets >= FIRST)
     values = tl.load(gate_row + (offsets - FIRST), mask=inside, other=0.0).to(tl.float32)
-    values = _activated(values, ACTIVATION, INTERPRETED)
+    values = _activated(values, ACTIVATION)
     if HAS_UP:
         values *= tl.load(up_row + (offsets - FIRST), mask=inside, other=0.0).to(tl.float32)
     if HAS_BESIDE:
         # 0 where there is no gate: the activation, or what it is multiplied with
         values += tl.load(beside_row + offsets, mask=offsets < FIRST, other=0.0).to(tl.float32)
-    return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, GROUP)
+    return transformed(values, smooth, offsets, K, HAS_SMOOTH, BLOCK, GROUP)
 
 
 @triton.jit(do_not_specialize=("T",))
@@ -326,7 +324,6 @@ def activate_quantize_kernel(
     HAS_BESIDE: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
     REMAINDER: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     GROUP: tl.constexpr,
@@ -340,13 +337,13 @@ def activate_quantize_kernel(
 
     head = _load_activated(
         gate_row, up_row, beside_row, smooth, 0, K, FIRST,
-        ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, INTERPRETED, HEAD, GROUP,
+        ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, HEAD, GROUP,
     )  # fmt: skip
     largest = tl.max(magnitude_bits(head), axis=0)
     if TAIL > 0:
         tail = _load_activated(
             gate_row, up_row, beside_row, smooth, HEAD, K, FIRST,
-            ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, INTERPRETED, TAIL, GROUP,
+            ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, TAIL, GROUP,
         )  # fmt: skip
         largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
 
@@ -376,7 +373,7 @@ def launch_activate_quantize(
     read = _tokens(tensors)
     given = (tensor is not None for tensor in tensors[1:])
     head, tail, _, warps = row_blocks(channels, group)
-    form = (activation, *given, activation_bits == 16, not gate.is_cuda, head, tail, group, warps)
+    form = (activation, *given, activation_bits == 16, head, tail, group, warps)
     tokens = gate.numel() // gate.shape[-1] if gate.ndim > 3 else gate.shape[-2]
     numbers = (tokens, channels, first, *(stride for part in read[:3] for stride in token_strides(part)))
     return Layout(ACTIVATE_QUANTIZE, form, (gate.numel() // gate.shape[-1], 1), numbers, tensors, _tokens)

@@ -15,7 +15,7 @@ from ..gguf.formats import GGUF_FORMATS, GGUFFormat
 from ..operators import Tensors
 from .gguf_decoding import decode, divisors, places_within, rounded
 from .launching import Layout
-from .rows import INFINITY_BITS, SMALLEST_SCALE_CONSTEXPR, magnitude_bits, row_launcher
+from .rows import INFINITY_BITS, INTERPRETED, SMALLEST_SCALE_CONSTEXPR, magnitude_bits, row_launcher
 
 
 @triton.jit
@@ -51,7 +51,6 @@ def decode_kernel(
     BLOCKS: tl.constexpr,
     RUNS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One program turns BLOCKS of `count` blocks into floats, or with ROW_BLOCKS, those of a row, into int8: round(w /
     scale of the row)."""
@@ -61,8 +60,8 @@ def decode_kernel(
     if ROW_BLOCKS:
         row = (start + tl.arange(0, BLOCKS)[:, None, None]) // ROW_BLOCKS
         divisor, inverse, rest, most = divisors(tl.load(scale + row, mask=inside, other=0.0))  # pyright: ignore[reportGeneralTypeIssues]
-        tl.store(out + first_place, rounded(first, divisor, inverse, rest, most, INTERPRETED), mask=inside)
-        tl.store(out + second_place, rounded(second, divisor, inverse, rest, most, INTERPRETED), mask=inside)
+        tl.store(out + first_place, rounded(first, divisor, inverse, rest, most), mask=inside)
+        tl.store(out + second_place, rounded(second, divisor, inverse, rest, most), mask=inside)
     else:
         tl.store(out + first_place, first.to(out.dtype.element_ty), mask=inside)
         tl.store(out + second_place, second.to(out.dtype.element_ty), mask=inside)
@@ -93,9 +92,7 @@ def scales_kernel(
 
 
 @triton.jit
-def thin_product(
-    up, down, row, row_inside, column, column_inside, rank, K, RANK: tl.constexpr, INTERPRETED: tl.constexpr
-):
+def thin_product(up, down, row, row_inside, column, column_inside, rank, K, RANK: tl.constexpr):
     """up @ down, float32 [rows, columns], at these rows and columns, and 0 where they are not inside."""
     total = tl.zeros((row.shape[0], column.shape[0]), dtype=tl.float32)
     for start in range(0, rank, RANK):
@@ -128,7 +125,6 @@ def expand_with_low_rank_kernel(
     BESIDE: tl.constexpr,
     RUNS: tl.constexpr,
     RANK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One program makes BESIDE blocks of each of ROWS rows: round((w + up @ down) / scale of the row)."""
     row_blocks = K // WEIGHTS
@@ -143,9 +139,9 @@ def expand_with_low_rank_kernel(
     of_block = tl.program_id(1) * BESIDE + place // (RUNS * 16)
     within, gap = places_within(place // 16 % RUNS, place % 16, FORMAT, WEIGHTS)  # pyright: ignore[reportGeneralTypeIssues]
     columns, known = of_block * WEIGHTS + within, of_block < row_blocks
-    added = thin_product(up, down, rows, rows < N, columns, known, rank, K, RANK, INTERPRETED)
+    added = thin_product(up, down, rows, rows < N, columns, known, rank, K, RANK)
     first += tl.reshape(added, (ROWS * BESIDE, RUNS, 16))
-    added = thin_product(up, down, rows, rows < N, columns + gap, known, rank, K, RANK, INTERPRETED)
+    added = thin_product(up, down, rows, rows < N, columns + gap, known, rank, K, RANK)
     second += tl.reshape(added, (ROWS * BESIDE, RUNS, 16))
 
     divisor, inverse, rest, most = divisors(tl.load(scale + row, mask=inside, other=0.0))  # pyright: ignore[reportGeneralTypeIssues]
@@ -153,8 +149,8 @@ def expand_with_low_rank_kernel(
     lane = tl.arange(0, 16)[None, None, :]
     within, gap = places_within(run, lane, FORMAT, WEIGHTS)  # pyright: ignore[reportGeneralTypeIssues]
     target = out + (row * K + block * WEIGHTS) + within
-    tl.store(target, rounded(first, divisor, inverse, rest, most, INTERPRETED), mask=inside)
-    tl.store(target + gap, rounded(second, divisor, inverse, rest, most, INTERPRETED), mask=inside)
+    tl.store(target, rounded(first, divisor, inverse, rest, most), mask=inside)
+    tl.store(target + gap, rounded(second, divisor, inverse, rest, most), mask=inside)
 
 
 _WARPS, _LOW_RANK_WARPS = 8, 4
@@ -193,7 +189,7 @@ def _as_read(tensors: Tensors) -> Tensors:
 def _decoder(tensors: Tensors, tile: tuple, row_blocks: int, as_read: Callable[[Tensors], Tensors]) -> Layout:
     blocks = tensors[0]
     count = blocks.numel() // tile[1]
-    constants = (*tile, row_blocks, not blocks.is_cuda, _WARPS)
+    constants = (*tile, row_blocks, _WARPS)
     return Layout(_DECODER, constants, (-(-count // tile[3]), 1), (count,), tensors, as_read)
 
 
@@ -219,5 +215,5 @@ def launch_expand_gguf(tensors: Tensors, name: str) -> Layout:
     rows, (rank, channels) = len(blocks), down.shape
     grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
     tile = (name, form.bytes, form.weights, _ROWS, _COLUMNS // form.weights, _runs(form), _RANK)
-    constants = (*tile, not blocks.is_cuda, _LOW_RANK_WARPS)
+    constants = (*tile, _LOW_RANK_WARPS)
     return Layout(_LOW_RANK_EXPANDER, constants, grid, (rows, channels, rank), tensors, _as_read)

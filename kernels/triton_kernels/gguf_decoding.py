@@ -8,7 +8,7 @@ apart, as in PyTorch: all is compiled without fused multiply-adds.
 import triton
 import triton.language as tl
 
-from .rows import ROUND_TO_EVEN, SMALLEST_SCALE_CONSTEXPR
+from .rows import INTERPRETED, ROUND_TO_EVEN, SMALLEST_SCALE_CONSTEXPR
 
 # 2^23, above which float32 counts in ones, and its bits.
 _ONES = tl.constexpr(8388608.0)
@@ -192,7 +192,7 @@ def places_within(run, lane, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr):
 
 
 @triton.jit
-def _quotient(values, divisor, inverse, rest, INTERPRETED: tl.constexpr):
+def _quotient(values, divisor, inverse, rest):
     """values / divisor, rounded as float32 division rounds it, in half of its instructions.
 
     `inverse` is 1 / divisor so rounded, and `rest` what it lacks. The two make a quotient that is off by less than a
@@ -218,8 +218,8 @@ def divisors(scale):
 
 
 @triton.jit
-def rounded(values, divisor, inverse, rest, most, INTERPRETED: tl.constexpr):
+def rounded(values, divisor, inverse, rest, most):
     """values / divisor to the nearest integer, ties to even, of values clamped to -most..most; int8."""
     clamped = tl.minimum(tl.maximum(values, -most), most)
-    steps = _quotient(clamped, divisor, inverse, rest, INTERPRETED)
+    steps = _quotient(clamped, divisor, inverse, rest)
     return (steps + ROUND_TO_EVEN).to(tl.int32, bitcast=True).to(tl.int8)

@@ -98,11 +98,10 @@ def _patched(
     rest,
     most,
     NUMBER: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Byte NUMBER of words: an INT8 times its scale, with what is added, rounded to other steps."""
     values = (whole - ROUND_TO_EVEN) * channel_scale + added
-    return (rounded(values, divisor, inverse, rest, most, INTERPRETED).to(tl.int32) & 255) << 8 * NUMBER
+    return (rounded(values, divisor, inverse, rest, most).to(tl.int32) & 255) << 8 * NUMBER
 
 
 @triton.jit
@@ -125,12 +124,11 @@ def expand_codes_with_low_rank_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One program makes BLOCK quads of each of ROWS rows: round((INT8 * channel_scale + up @ down) / larger)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
-    added = thin_product(up, down, rows, rows < N, columns, columns < K, rank, K, RANK, INTERPRETED)
+    added = thin_product(up, down, rows, rows < N, columns, columns < K, rank, K, RANK)
     # Bit 0 of a column's number in its quad is the last axis, bit 1 the one before.
     even, odd = tl.split(tl.reshape(added, (ROWS, BLOCK, 2, 2)))
     added_0, added_2 = tl.split(even)
@@ -146,13 +144,13 @@ def expand_codes_with_low_rank_kernel(
     steps = divisors(tl.load(larger + row, mask=row < N, other=0.0))
     divisor, inverse, rest, most = steps  # pyright: ignore[reportGeneralTypeIssues]
     whole = _whole(nibbles, upper, group_scale, codebook, 0, BITS, HAS_CODEBOOK)
-    word = _patched(whole, added_0, own, divisor, inverse, rest, most, 0, INTERPRETED)
+    word = _patched(whole, added_0, own, divisor, inverse, rest, most, 0)
     whole = _whole(nibbles, upper, group_scale, codebook, 1, BITS, HAS_CODEBOOK)
-    word |= _patched(whole, added_1, own, divisor, inverse, rest, most, 1, INTERPRETED)
+    word |= _patched(whole, added_1, own, divisor, inverse, rest, most, 1)
     whole = _whole(nibbles, upper, group_scale, codebook, 2, BITS, HAS_CODEBOOK)
-    word |= _patched(whole, added_2, own, divisor, inverse, rest, most, 2, INTERPRETED)
+    word |= _patched(whole, added_2, own, divisor, inverse, rest, most, 2)
     whole = _whole(nibbles, upper, group_scale, codebook, 3, BITS, HAS_CODEBOOK)
-    word |= _patched(whole, added_3, own, divisor, inverse, rest, most, 3, INTERPRETED)
+    word |= _patched(whole, added_3, own, divisor, inverse, rest, most, 3)
     tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + (row * QUADS + quad), word, mask=inside)
 
 
@@ -185,6 +183,6 @@ def launch_expand_codes(tensors: Tensors, group: int) -> Layout:
     if down is None:
         count = rows * channels // 4
         return Layout(_EXPANDER, (*form, _QUADS, _WARPS), (-(-count // _QUADS), 1), (count,), tensors, _as_read)
-    form = (*form, _ROWS, _ROW_QUADS, _RANK, not down.is_cuda, _LOW_RANK_WARPS)
+    form = (*form, _ROWS, _ROW_QUADS, _RANK, _LOW_RANK_WARPS)
     grid = (-(-rows // _ROWS), -(-channels // (4 * _ROW_QUADS)))
     return Layout(_LOW_RANK_EXPANDER, form, grid, (rows, channels, len(down)), tensors, _as_read)

@@ -37,7 +37,6 @@ def _load_prepared(
     K,
     HAS_SMOOTH: tl.constexpr,
     ROUNDING: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -46,9 +45,9 @@ def _load_prepared(
     values = tl.load(x_row + offsets, mask=offsets < K, other=0.0).to(tl.float32)
     if HAS_SMOOTH and (ROUNDING == "weight" or ROUNDING == "stochastic"):
         values *= tl.load(smooth + offsets, mask=offsets < K, other=1.0).to(tl.float32)
-        return transformed(values, smooth, offsets, K, False, INTERPRETED, BLOCK, GROUP)
+        return transformed(values, smooth, offsets, K, False, BLOCK, GROUP)
     else:
-        return transformed(values, smooth, offsets, K, HAS_SMOOTH, INTERPRETED, BLOCK, GROUP)
+        return transformed(values, smooth, offsets, K, HAS_SMOOTH, BLOCK, GROUP)
 
 
 @triton.jit
@@ -89,7 +88,6 @@ def quantize_rows_kernel(
     seed,
     HAS_SMOOTH: tl.constexpr,
     ROUNDING: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
@@ -111,15 +109,15 @@ def quantize_rows_kernel(
     head_offsets = tl.arange(0, HEAD)
 
     if IN_REGISTERS:
-        head = _load_prepared(x_row, smooth, 0, K, HAS_SMOOTH, ROUNDING, INTERPRETED, HEAD, GROUP)
+        head = _load_prepared(x_row, smooth, 0, K, HAS_SMOOTH, ROUNDING, HEAD, GROUP)
         largest = tl.max(magnitude_bits(head), axis=0)
         if TAIL > 0:
-            tail = _load_prepared(x_row, smooth, HEAD, K, HAS_SMOOTH, ROUNDING, INTERPRETED, TAIL, GROUP)
+            tail = _load_prepared(x_row, smooth, HEAD, K, HAS_SMOOTH, ROUNDING, TAIL, GROUP)
             largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
     else:
         bits = tl.zeros((HEAD,), dtype=tl.int32)
         for start in range(0, K, HEAD):
-            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, ROUNDING, INTERPRETED, HEAD, GROUP)
+            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, ROUNDING, HEAD, GROUP)
             bits = tl.maximum(bits, magnitude_bits(values))
         largest = tl.max(bits, axis=0)
 
@@ -133,7 +131,7 @@ def quantize_rows_kernel(
             _store_rounded(q_row, first, tail, step, broken, HEAD + tl.arange(0, TAIL), seed, K, ROUNDING)
     else:
         for start in range(0, K, HEAD):
-            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, ROUNDING, INTERPRETED, HEAD, GROUP)
+            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, ROUNDING, HEAD, GROUP)
             _store_rounded(q_row, first, values, step, broken, start + head_offsets, seed, K, ROUNDING)
 
 
@@ -176,7 +174,7 @@ def _layout(tensors: Tensors, rotation_group: int | None, rounding: str, seed: i
         return None
     rows, channels = x.shape
     *blocks, warps = row_blocks(channels, group)
-    form = (smooth is not None, rounding, not x.is_cuda, *blocks, group, warps)
+    form = (smooth is not None, rounding, *blocks, group, warps)
     # 31 bits, so that all seeds are one type to Triton.
     numbers = (channels, x.stride(0) if x.stride(1) == 1 else channels, seed & 0x7FFFFFFF)
     return Layout(_QUANTIZER, form, (rows, 1), numbers, tensors, dense)

@@ -1,5 +1,6 @@
 """Rows of channels in a program's registers: smoothed, rotated, rounded to INT8. The kernels of this room share it."""
 
+import os
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 SMALLEST_SCALE_CONSTEXPR = tl.constexpr(SMALLEST_SCALE)
 _REMAINDER_STEPS = tl.constexpr(float(REMAINDER_STEPS))
+# Whether Triton's interpreter runs the kernels: so it decides where they are defined.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Compilation options: there is one rounding after a product and one after a sum, as in the reference.
 ROUNDED_APART = {"num_stages": 2, "enable_fp_fusion": False}
@@ -81,7 +84,7 @@ def modulation_offset(row, T, rows, sample_stride, row_stride, HAS_ROWS: tl.cons
 
 
 @triton.jit
-def reciprocal(values, INTERPRETED: tl.constexpr):
+def reciprocal(values):
     """1 / values for float32, off by one unit in the last place at most, in one instruction instead of ten."""
     if INTERPRETED:
         return tl.div_rn(1.0, values)
@@ -98,14 +101,13 @@ def transformed(
     offsets,
     K,
     HAS_SMOOTH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """A part of one row, float32 [BLOCK] from `input_offsets`, smoothed and rotated."""
     if HAS_SMOOTH:
         factors = tl.load(smooth + offsets, mask=offsets < K, other=1.0).to(tl.float32)
-        values *= reciprocal(factors, INTERPRETED)
+        values *= reciprocal(factors)
     if GROUP > 1:
         values = rotate_row(values, BLOCK, GROUP)
     return values
