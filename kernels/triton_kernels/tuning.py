@@ -313,10 +313,10 @@ class Tuner:
     def _known(self, key: TuningKey) -> Tried | None:
         """What is known of `key` on disk.
 
-        The file is read again for a key it did not have before.
+        A file that others have written meanwhile is read again for a key it did not have before.
         """
         if key not in self._kept:
-            self._kept |= self._cache(key.device).read()
+            self._kept = self._cache(key.device).read() | self._kept
         return self._kept.get(key)
 
     def _keep(self, key: TuningKey, tried: Tried) -> None:

@@ -72,11 +72,16 @@ class TuningCache:
         self.path = path_for(self._header)
         self._tried: dict[TuningKey, Tried] = {}
         self._said: set[str] = set()
+        self._seen: tuple[int, ...] | None = None
 
     def read(self) -> dict[TuningKey, Tried]:
-        """What all processes have measured so far."""
+        """What all processes have measured so far; nothing where that was read before."""
         try:
-            return self._load()
+            stamp = self._stamp()
+            if stamp == self._seen:
+                return {}
+            found, self._seen = self._load(), stamp
+            return found
         except OSError as error:
             self._say_unavailable(error)
             return {}
@@ -93,6 +98,14 @@ class TuningCache:
                 self._replace(found | {key: t for key, t in self._tried.items() if t.settled or key not in settled})
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             self._say_unavailable(error)
+
+    def _stamp(self) -> tuple[int, ...]:
+        """Which file there is, each writer's another one. Raises OSError."""
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            return ()
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _lock(self) -> FileLock:
         """A lock on the file. Raises OSError for a link in its place, which earlier versions of filelock follow."""

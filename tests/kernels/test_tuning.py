@@ -673,3 +673,17 @@ def test_processes_that_tune_at_once_lose_nothing(tmp_path):
 
     later = start(TUNE_MANY, 1, 61, folder=tmp_path)
     assert later.communicate("\n")[0] == "ready\n0\n"
+
+
+def test_a_file_is_read_once_until_it_is_another(card, monkeypatch):
+    """A model has many shapes, and each is looked up."""
+    card.choose()
+    loads, load = [], TuningCache._load
+    monkeypatch.setattr(TuningCache, "_load", lambda cache: loads.append(1) or load(cache))
+    tuner, other = card.tuner(), dataclasses.replace(KEY, n=4)
+    known = [dataclasses.replace(KEY, n=n) for n in (1, 2, 3)]
+    assert all(tuner._known(key) is None for key in known) and tuner._known(KEY) is not None
+    assert len(loads) == 1
+    card.choose(other, card.tuner())
+    loads.clear()
+    assert tuner._known(other) is not None and tuner._known(known[0]) is None and len(loads) == 1
