@@ -6,7 +6,7 @@ weight, free of smoothing and rotation, so that a LoRA made for the original mod
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -42,23 +42,16 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def quantize(
-        cls,
-        tensor,
-        scale=None,
-        stochastic_rounding=0,
-        inplace_ops=False,
-        transform=UNCHANGED,
-        activation_bits=8,
-        factors=None,
+        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, *, like
     ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
-        """Float weight -> int8 and parameters.
+        """Float weight -> int8 and parameters, with the transform and the bits of `like`.
 
         The scale is always computed anew; `stochastic_rounding` is a seed or 0.
         """
-        transform = transform.on(tensor.device)
-        q, channel_scale = requantize_weight(tensor, transform, stochastic_rounding or None)
-        held = (channel_scale[:, None], tensor.dtype, tuple(tensor.shape))
-        return q, cls.Params(*held, transform.smooth, transform.rotation_group, activation_bits, factors)
+        transform = like.transform.on(tensor.device)
+        q, scale = requantize_weight(tensor, transform, stochastic_rounding or None)
+        form = {"scale": scale[:, None], "orig_dtype": tensor.dtype, "orig_shape": tuple(tensor.shape)}
+        return q, replace(like, **form, smooth=transform.smooth)
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
@@ -78,8 +71,7 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        held = qtensor.params
-        return {"transform": held.transform, "activation_bits": held.activation_bits, "factors": held.factors}
+        return {"like": qtensor.params}
 
 
 register_layout_class(LAYOUT, PerChannelINT8Layout)

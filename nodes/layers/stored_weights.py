@@ -6,7 +6,6 @@ on, what it made stands in the place of the stored weight.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,11 @@ from comfy.model_patcher import LowVramPatch, ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import LowRank, rotation_group_of
+from ...kernels import LowRank, requantize_weight, rotation_group_of
 from ..comfyui.patcher import CALLBACK_KEY, is_patch
 from ..comfyui.quantized import HeldWeight, layout_of, stored
 from ..files.holding import is_gguf, is_stored
-from .int8_weight import LAYOUT, PerChannelINT8Layout
+from .int8_weight import LAYOUT, int8_weight
 from .plain_loras import StoredLoRA, plain_loras
 from .weight_form import weight_form
 
@@ -71,8 +70,8 @@ def put_hooked(linear: Any, weight: torch.Tensor, seed: int | None) -> None:
         linear.weight.linear = linear
         return
     transform, bits = form.input_form(held)
-    q, made = PerChannelINT8Layout.quantize(weight, None, seed or 0, False, transform, bits)
-    hooked = _HookedINT8(q, LAYOUT, replace(made, orig_dtype=held.dtype))
+    made = int8_weight(*requantize_weight(weight, transform, seed or None), held.dtype, transform, bits)
+    hooked = _HookedINT8(stored(made), LAYOUT, made.params)
     hooked.linear = linear
     linear.weight = torch.nn.Parameter(hooked, requires_grad=False)
 
