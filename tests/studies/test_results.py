@@ -125,12 +125,20 @@ def words():
 
 
 def second_samples_of_words():
-    def ratio(folder, variant, other):
-        """On each sample, and on both with its interval."""
+    def errors(folder, variant, other):
+        """Of two variants on each sample."""
         files = [stored(f"{folder}/{name}.json", "variants") for name in ("words", "second_sample")]
-        pairs = [[np.array(variants[name]["errors"]) for name in (variant, other)] for variants in files]
+        return [[np.array(variants[name]["errors"]) for name in (variant, other)] for variants in files]
+
+    def ratio(*asked):
+        """On each sample, and on both with its interval."""
+        pairs = errors(*asked)
         joint = [np.concatenate(samples) for samples in zip(*pairs, strict=True)]
         return *(ratio_of_means(*pair, axis=0) for pair in pairs), *interval(*joint, statistic=ratio_of_means)
+
+    def by_image(*asked):
+        """The geometric mean of the ratios of both samples' images."""
+        return np.exp(interval(np.concatenate([np.log(one / other) for one, other in errors(*asked)])))
 
     sentence = "leaves {:.2f} × on the first sample and {:.2f} × on the second, {:.2f} × [{:.2f}, {:.2f}] on both"
     yield sentence.format(*ratio("words_codes", "W4A8", "ComfyUI W4A8"))
@@ -142,6 +150,14 @@ def second_samples_of_words():
     yield sentence.format(*trained, *outliers)
     others = [ratio(folder, f"{DEFAULT}, comfy-kitchen's INT8 attention", DEFAULT)[2] for folder in folders]
     yield "comfy-kitchen's {:.2f} and {:.2f} ×".format(*others)
+    one = "{:.2f} × [{:.2f}, {:.2f}]"
+    trained, outliers = (one.format(*by_image(folder, ATTENTION, DEFAULT)) for folder in folders)
+    yield f"Image by image INT8 attention has {trained} and {outliers} (geometric means)"
+    cpu = "words_attention"
+    now, before = (ratio(cpu, variant, DEFAULT)[2:] for variant in (ATTENTION, f"{ATTENTION} in all steps"))
+    yield f"INT8 attention has {one.format(*now)} the default's error, and {one.format(*before)} in all steps."
+    now, before = (one.format(*by_image(cpu, name, DEFAULT)) for name in (ATTENTION, f"{ATTENTION} in all steps"))
+    yield f"Image by image that is {now} and {before} (geometric means)"
 
 
 def step_caches():
