@@ -71,21 +71,21 @@ def _normalized(x_row, head_offsets, tail_offsets, K, eps, NORM: tl.constexpr, T
 
 
 @triton.jit
-def _affine(values, weight, bias, offsets, K, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    if HAS_WEIGHT:
+def _affine(values, weight, bias, offsets, K):
+    if weight is not None:
         values *= _load_shared(weight, offsets, K)
-    if HAS_BIAS:
+    if bias is not None:
         values += _load_shared(bias, offsets, K)
     return values
 
 
 @triton.jit
-def _modulated(values, scale_row, shift_row, offsets, K, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr):
-    if HAS_SCALE and HAS_SHIFT:
+def _modulated(values, scale_row, shift_row, offsets, K):
+    if scale_row is not None and shift_row is not None:
         values = tl.fma(values, _load_shared(scale_row, offsets, K), _load_shared(shift_row, offsets, K))
-    elif HAS_SCALE:
+    elif scale_row is not None:
         values *= _load_shared(scale_row, offsets, K)
-    elif HAS_SHIFT:
+    elif shift_row is not None:
         values += _load_shared(shift_row, offsets, K)
     return values
 
@@ -127,9 +127,11 @@ def norm_quantize_kernel(
     Of each tensor [B, T, K] the kernel knows how far apart samples and tokens lie: 0 where one row serves all.
     """
     row = tl.program_id(0)
+    weight, bias = weight if HAS_WEIGHT else None, bias if HAS_BIAS else None
+    smooth, rows = smooth if HAS_SMOOTH else None, rows if HAS_ROWS else None
     x_row = x + token_offset(row, T, x_sample, x_token)
-    scale_row = scale + modulation_offset(row, T, rows, scale_sample, scale_token, HAS_ROWS)
-    shift_row = shift + modulation_offset(row, T, rows, shift_sample, shift_token, HAS_ROWS)
+    scale_row = scale + modulation_offset(row, T, rows, scale_sample, scale_token) if HAS_SCALE else None
+    shift_row = shift + modulation_offset(row, T, rows, shift_sample, shift_token) if HAS_SHIFT else None
     q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
 
     head_offsets = input_offsets(0, HEAD, GROUP)
@@ -137,14 +139,14 @@ def norm_quantize_kernel(
     if TAIL > 0:
         tail_offsets = input_offsets(HEAD, TAIL, GROUP)
     head, tail = _normalized(x_row, head_offsets, tail_offsets, K, eps, NORM, TAIL)
-    head = _affine(head, weight, bias, head_offsets, K, HAS_WEIGHT, HAS_BIAS)
-    head = _modulated(head, scale_row, shift_row, head_offsets, K, HAS_SCALE, HAS_SHIFT)
-    head = transformed(head, smooth, head_offsets, K, HAS_SMOOTH, HEAD, GROUP)
+    head = _affine(head, weight, bias, head_offsets, K)
+    head = _modulated(head, scale_row, shift_row, head_offsets, K)
+    head = transformed(head, smooth, head_offsets, K, HEAD, GROUP)
     largest = tl.max(magnitude_bits(head), axis=0)
     if TAIL > 0:
-        tail = _affine(tail, weight, bias, tail_offsets, K, HAS_WEIGHT, HAS_BIAS)
-        tail = _modulated(tail, scale_row, shift_row, tail_offsets, K, HAS_SCALE, HAS_SHIFT)
-        tail = transformed(tail, smooth, tail_offsets, K, HAS_SMOOTH, TAIL, GROUP)
+        tail = _affine(tail, weight, bias, tail_offsets, K)
+        tail = _modulated(tail, scale_row, shift_row, tail_offsets, K)
+        tail = transformed(tail, smooth, tail_offsets, K, TAIL, GROUP)
         largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
 
     inverse_scale, broken = store_scale(q_scale + row, largest)
@@ -154,22 +156,10 @@ def norm_quantize_kernel(
 
 
 @triton.jit
-def _store_sum(
-    out_row,
-    values,
-    residual_row,
-    gate_row,
-    weight,
-    bias,
-    offsets,
-    K,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-):
-    values = _affine(values, weight, bias, offsets, K, HAS_WEIGHT, HAS_BIAS)
+def _store_sum(out_row, values, residual_row, gate_row, weight, bias, offsets, K):
+    values = _affine(values, weight, bias, offsets, K)
     result = _load_read_once(residual_row, offsets, K)
-    if HAS_GATE:
+    if gate_row is not None:
         result = tl.fma(_load_shared(gate_row, offsets, K), values, result)
     else:
         result += values
@@ -204,18 +194,19 @@ def gated_residual_kernel(
 ):
     """One program: residual + gate norm(x) of one token. `out` may be `residual`."""
     row = tl.program_id(0)
+    weight, bias, rows = weight if HAS_WEIGHT else None, bias if HAS_BIAS else None, rows if HAS_ROWS else None
     x_row = x + token_offset(row, T, x_sample, x_token)
     residual_row = residual + token_offset(row, T, residual_sample, residual_token)
-    gate_row = gate + modulation_offset(row, T, rows, gate_sample, gate_token, HAS_ROWS)
+    gate_row = gate + modulation_offset(row, T, rows, gate_sample, gate_token) if HAS_GATE else None
     out_row = out + row.to(tl.int64) * K
     first = tl.arange(0, HEAD)
     second = first
     if TAIL > 0:
         second = HEAD + tl.arange(0, TAIL)
     head, tail = _normalized(x_row, first, second, K, eps, NORM, TAIL)
-    _store_sum(out_row, head, residual_row, gate_row, weight, bias, first, K, HAS_WEIGHT, HAS_BIAS, HAS_GATE)
+    _store_sum(out_row, head, residual_row, gate_row, weight, bias, first, K)
     if TAIL > 0:
-        _store_sum(out_row, tail, residual_row, gate_row, weight, bias, second, K, HAS_WEIGHT, HAS_BIAS, HAS_GATE)
+        _store_sum(out_row, tail, residual_row, gate_row, weight, bias, second, K)
 
 
 NORM_QUANTIZE = row_launcher(norm_quantize_kernel)
@@ -272,34 +263,23 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _load_activated(
-    gate_row,
-    up_row,
-    beside_row,
-    smooth,
-    start,
-    K,
-    FIRST,
-    ACTIVATION: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    HAS_BESIDE: tl.constexpr,
-    HAS_SMOOTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gate_row, up_row, beside_row, smooth, start, K, FIRST, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     """BLOCK channels from `start` on of one row [beside | activation(gate) up] in float32, smoothed and rotated; zeros
     beyond K."""
     offsets = input_offsets(start, BLOCK, GROUP)
     inside = offsets < K
-    if HAS_BESIDE:
+    if beside_row is not None:
         inside = inside & (offsets >= FIRST)
     values = tl.load(gate_row + (offsets - FIRST), mask=inside, other=0.0).to(tl.float32)
     values = _activated(values, ACTIVATION)
-    if HAS_UP:
+    if up_row is not None:
         values *= tl.load(up_row + (offsets - FIRST), mask=inside, other=0.0).to(tl.float32)
-    if HAS_BESIDE:
+    if beside_row is not None:
         # 0 where there is no gate: the activation, or what it is multiplied with
         values += tl.load(beside_row + offsets, mask=offsets < FIRST, other=0.0).to(tl.float32)
-    return transformed(values, smooth, offsets, K, HAS_SMOOTH, BLOCK, GROUP)
+    return transformed(values, smooth, offsets, K, BLOCK, GROUP)
 
 
 @triton.jit(do_not_specialize=("T",))
@@ -331,20 +311,15 @@ def activate_quantize_kernel(
     """One program: `beside` [B, T, FIRST] and behind it activation(gate) up [B, T, K - FIRST], one token, quantized."""
     row = tl.program_id(0)
     gate_row = gate + token_offset(row, T, gate_sample, gate_token)
-    up_row = up + token_offset(row, T, up_sample, up_token)
-    beside_row = beside + token_offset(row, T, beside_sample, beside_token)
+    up_row = up + token_offset(row, T, up_sample, up_token) if HAS_UP else None
+    beside_row = beside + token_offset(row, T, beside_sample, beside_token) if HAS_BESIDE else None
+    smooth = smooth if HAS_SMOOTH else None
     q_row = q + row.to(tl.int64) * (2 * K if REMAINDER else K)
 
-    head = _load_activated(
-        gate_row, up_row, beside_row, smooth, 0, K, FIRST,
-        ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, HEAD, GROUP,
-    )  # fmt: skip
+    head = _load_activated(gate_row, up_row, beside_row, smooth, 0, K, FIRST, ACTIVATION, HEAD, GROUP)
     largest = tl.max(magnitude_bits(head), axis=0)
     if TAIL > 0:
-        tail = _load_activated(
-            gate_row, up_row, beside_row, smooth, HEAD, K, FIRST,
-            ACTIVATION, HAS_UP, HAS_BESIDE, HAS_SMOOTH, TAIL, GROUP,
-        )  # fmt: skip
+        tail = _load_activated(gate_row, up_row, beside_row, smooth, HEAD, K, FIRST, ACTIVATION, TAIL, GROUP)
         largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
 
     inverse_scale, broken = store_scale(q_scale + row, largest)

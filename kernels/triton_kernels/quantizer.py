@@ -30,24 +30,15 @@ _DEQUANTIZED_BLOCK = 4096
 
 
 @triton.jit
-def _load_prepared(
-    x_row,
-    smooth,
-    start,
-    K,
-    HAS_SMOOTH: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def _load_prepared(x_row, smooth, start, K, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """BLOCK channels of one row from `start` on in float32, smoothed and rotated; zeros beyond K."""
     offsets = input_offsets(start, BLOCK, GROUP)
     values = tl.load(x_row + offsets, mask=offsets < K, other=0.0).to(tl.float32)
-    if HAS_SMOOTH and (ROUNDING == "weight" or ROUNDING == "stochastic"):
+    if smooth is not None and (ROUNDING == "weight" or ROUNDING == "stochastic"):
         values *= tl.load(smooth + offsets, mask=offsets < K, other=1.0).to(tl.float32)
-        return transformed(values, smooth, offsets, K, False, BLOCK, GROUP)
+        return transformed(values, None, offsets, K, BLOCK, GROUP)
     else:
-        return transformed(values, smooth, offsets, K, HAS_SMOOTH, BLOCK, GROUP)
+        return transformed(values, smooth, offsets, K, BLOCK, GROUP)
 
 
 @triton.jit
@@ -103,21 +94,22 @@ def quantize_rows_kernel(
     two above K would; a longer row is walked in chunks of HEAD, once for absmax and once to quantize.
     """
     row = tl.program_id(0).to(tl.int64)
+    smooth = smooth if HAS_SMOOTH else None
     x_row = x + row * stride_x
     first = row * (2 * K if ROUNDING == "remainder" else K)
     q_row = q + first
     head_offsets = tl.arange(0, HEAD)
 
     if IN_REGISTERS:
-        head = _load_prepared(x_row, smooth, 0, K, HAS_SMOOTH, ROUNDING, HEAD, GROUP)
+        head = _load_prepared(x_row, smooth, 0, K, ROUNDING, HEAD, GROUP)
         largest = tl.max(magnitude_bits(head), axis=0)
         if TAIL > 0:
-            tail = _load_prepared(x_row, smooth, HEAD, K, HAS_SMOOTH, ROUNDING, TAIL, GROUP)
+            tail = _load_prepared(x_row, smooth, HEAD, K, ROUNDING, TAIL, GROUP)
             largest = tl.maximum(largest, tl.max(magnitude_bits(tail), axis=0))
     else:
         bits = tl.zeros((HEAD,), dtype=tl.int32)
         for start in range(0, K, HEAD):
-            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, ROUNDING, HEAD, GROUP)
+            values = _load_prepared(x_row, smooth, start, K, ROUNDING, HEAD, GROUP)
             bits = tl.maximum(bits, magnitude_bits(values))
         largest = tl.max(bits, axis=0)
 
@@ -131,7 +123,7 @@ def quantize_rows_kernel(
             _store_rounded(q_row, first, tail, step, broken, HEAD + tl.arange(0, TAIL), seed, K, ROUNDING)
     else:
         for start in range(0, K, HEAD):
-            values = _load_prepared(x_row, smooth, start, K, HAS_SMOOTH, ROUNDING, HEAD, GROUP)
+            values = _load_prepared(x_row, smooth, start, K, ROUNDING, HEAD, GROUP)
             _store_rounded(q_row, first, values, step, broken, start + head_offsets, seed, K, ROUNDING)
 
 

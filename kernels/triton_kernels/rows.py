@@ -75,10 +75,10 @@ def token_offset(row, T, sample_stride, token_stride):
 
 
 @triton.jit
-def modulation_offset(row, T, rows, sample_stride, row_stride, HAS_ROWS: tl.constexpr):
+def modulation_offset(row, T, rows, sample_stride, row_stride):
     """Where the modulation of token `row` of [B, T, K] begins: the token's own, or the one that `rows` [T] chooses."""
     place = row % T
-    if HAS_ROWS:
+    if rows is not None:
         place = tl.load(rows + place)
     return (row // T).to(tl.int64) * sample_stride + place.to(tl.int64) * row_stride
 
@@ -95,17 +95,9 @@ def reciprocal(values):
 
 
 @triton.jit
-def transformed(
-    values,
-    smooth,
-    offsets,
-    K,
-    HAS_SMOOTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def transformed(values, smooth, offsets, K, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """A part of one row, float32 [BLOCK] from `input_offsets`, smoothed and rotated."""
-    if HAS_SMOOTH:
+    if smooth is not None:
         factors = tl.load(smooth + offsets, mask=offsets < K, other=1.0).to(tl.float32)
         values *= reciprocal(factors)
     if GROUP > 1:
