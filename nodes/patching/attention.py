@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...kernels import unplanned_memory
 from ..comfyui.attention import (
@@ -122,23 +122,30 @@ _first_steps: ContextVar[bool] = ContextVar("int8_dit_first_steps", default=Fals
 
 
 class _Schedule:
-    """The noise of a sampling that was read last, and which of its steps are the first."""
+    """The noise of a sampling, and whether its first steps are over."""
 
     def __init__(self) -> None:
-        self._sigmas: Callable[[], torch.Tensor | None] = lambda: None
         self._least = math.inf
+        self.begin()
+
+    def begin(self, *_: Any) -> None:
+        """Another sampling begins, perhaps with the same noise."""
+        self._sigmas: Callable[[], torch.Tensor | None] = lambda: None
 
     def begins_with(self, options: Mapping[str, Any]) -> bool:
         """Whether a call with these transformer_options is one of the first steps. Calls outside of a sampling are not.
 
-        It reads the call's noise from the device.
+        The first steps and the one behind them wait for the device, to read their noise.
         """
         sigmas, now = options.get("sample_sigmas"), options.get("sigmas")
         if not isinstance(sigmas, torch.Tensor) or not isinstance(now, torch.Tensor):
             return False
         if self._sigmas() is not sigmas:
             self._sigmas, self._least = weakref.ref(sigmas), _least_of_first(sigmas.tolist())
-        return self._least < math.inf and float(now.max()) > self._least
+        is_first = self._least < math.inf and float(now.max()) > self._least
+        if not is_first:
+            self._least = math.inf
+        return is_first
 
 
 def _least_of_first(sigmas: Sequence[float]) -> float:
@@ -186,6 +193,8 @@ class AttentionOverride:
             self._before = put_before_choices(model, self._attend)
         model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
         model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, self._wrap)
+        model.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, _KEY)
+        model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _KEY, self._schedule.begin)
 
     def _attend(self, otherwise: Attention, q: Any, k: Any, v: Any, heads: int, *args: Any, **kwargs: Any) -> Any:
         """The arguments are those of ComfyUI's attention functions, q, k and v in containers or not. `otherwise` takes

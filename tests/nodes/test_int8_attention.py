@@ -401,8 +401,27 @@ def test_the_first_sixth_of_the_steps_stays_exact(dit, load, kernel, warnings):
     assert kernel.calls - before == 3
 
 
+def test_a_schedule_that_is_sampled_again_has_its_first_steps_again(dit, load, kernel):
+    """One tensor may serve many samplings."""
+    import comfy.sample
+    import comfy.samplers
+
+    model = load(attention=kernel.kind)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 6)
+    context, pooled = dit.conditioning.encode("A")
+    positive = [[context, {"pooled_output": pooled}]]
+    empty = torch.zeros(1, dit.latents.CHANNELS, dit.latents.SIDE, dit.latents.SIDE)
+    images = []
+    for _ in range(2):
+        before = kernel.calls
+        sampler = comfy.samplers.sampler_object("euler")
+        images.append(comfy.sample.sample_custom(model, empty, 1.0, sampler, sigmas, positive, positive, empty, seed=0))
+        assert kernel.calls - before == 3 * 5
+    assert torch.equal(*images)
+
+
 def test_which_calls_are_of_the_first_steps(attention):
-    """Those with the most noise, whatever their order; none where noise is added."""
+    """Those with the most noise, until one has less; none where noise is added."""
     schedule = attention._Schedule()
 
     def first(sigmas, *asked):
@@ -412,7 +431,9 @@ def test_which_calls_are_of_the_first_steps(attention):
     falling, other = torch.linspace(1, 0, 13), torch.linspace(0.5, 0, 7)
     for _ in range(2):
         assert first(falling, *falling.tolist()) == [True] * 2 + [False] * 11
-        assert first(falling, 0.9, 0.5, 1.0) == [True, False, True]
+        assert first(falling, 1.0) == [False]  # no call is waited for any more
+        schedule.begin()
+        assert first(falling, 0.9, 0.5, 1.0) == [True, False, False]
         assert first(other, *other.tolist()) == [True] + [False] * 6
     assert not any(first(falling.flip(0), *falling.tolist())) and not any(first(falling[:6], *falling.tolist()))
     assert not first(falling[:0], 1.0)[0]
