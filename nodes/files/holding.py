@@ -29,7 +29,6 @@ from ...kernels import (
     expand_codes,
     expand_gguf,
     gguf_channel_scales,
-    quantize_gguf,
 )
 from ..comfyui.quantized import NATIVE_GROUPED_LAYOUT, HeldWeight, has_layout, is_plain_grouped, layout_of, stored
 from . import quant_config
@@ -50,13 +49,8 @@ class GGUFLayout(QuantizedLayout):
         gguf_format: str = ""
 
     @classmethod
-    def quantize(
-        cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, gguf_format="", computes_in_floats=False
-    ) -> tuple[torch.Tensor, "GGUFLayout.Params"]:
-        """Float weight -> blocks and parameters. The scales are always computed anew."""
-        blocks = quantize_gguf(tensor, gguf_format)
-        scales = _NO_SCALES.to(tensor.device) if computes_in_floats else _scales(blocks, gguf_format)
-        return blocks, cls.Params(scales, tensor.dtype, tuple(tensor.shape), gguf_format)
+    def quantize(cls, tensor, **options):
+        raise NotImplementedError("weights in GGUF's blocks are read, and not made")
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
@@ -74,7 +68,7 @@ class GGUFLayout(QuantizedLayout):
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
-        return {"gguf_format": qtensor.params.gguf_format, "computes_in_floats": _gguf_scale(qtensor) is None}
+        return {}
 
 
 class GroupedCodesLayout(QuantizedLayout):
