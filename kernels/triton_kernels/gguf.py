@@ -59,9 +59,9 @@ def decode_kernel(
     first_place, second_place = _places(start, FORMAT, WEIGHTS, BLOCKS, RUNS)
     if ROW_BLOCKS:
         row = (start + tl.arange(0, BLOCKS)[:, None, None]) // ROW_BLOCKS
-        divisor, inverse, rest, most = divisors(tl.load(scale + row, mask=inside, other=0.0))  # pyright: ignore[reportGeneralTypeIssues]
-        tl.store(out + first_place, rounded(first, divisor, inverse, rest, most), mask=inside)
-        tl.store(out + second_place, rounded(second, divisor, inverse, rest, most), mask=inside)
+        by = divisors(tl.load(scale + row, mask=inside, other=0.0))
+        tl.store(out + first_place, rounded(first, by), mask=inside)
+        tl.store(out + second_place, rounded(second, by), mask=inside)
     else:
         tl.store(out + first_place, first.to(out.dtype.element_ty), mask=inside)
         tl.store(out + second_place, second.to(out.dtype.element_ty), mask=inside)
@@ -144,13 +144,13 @@ def expand_with_low_rank_kernel(
     added = thin_product(up, down, rows, rows < N, columns + gap, known, rank, K, RANK)
     second += tl.reshape(added, (ROWS * BESIDE, RUNS, 16))
 
-    divisor, inverse, rest, most = divisors(tl.load(scale + row, mask=inside, other=0.0))  # pyright: ignore[reportGeneralTypeIssues]
+    by = divisors(tl.load(scale + row, mask=inside, other=0.0))
     run = tl.arange(0, RUNS)[None, :, None]
     lane = tl.arange(0, 16)[None, None, :]
     within, gap = places_within(run, lane, FORMAT, WEIGHTS)  # pyright: ignore[reportGeneralTypeIssues]
     target = out + (row * K + block * WEIGHTS) + within
-    tl.store(target, rounded(first, divisor, inverse, rest, most), mask=inside)
-    tl.store(target + gap, rounded(second, divisor, inverse, rest, most), mask=inside)
+    tl.store(target, rounded(first, by), mask=inside)
+    tl.store(target + gap, rounded(second, by), mask=inside)
 
 
 _WARPS, _LOW_RANK_WARPS = 8, 4

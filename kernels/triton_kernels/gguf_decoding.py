@@ -218,8 +218,9 @@ def divisors(scale):
 
 
 @triton.jit
-def rounded(values, divisor, inverse, rest, most):
-    """values / divisor to the nearest integer, ties to even, of values clamped to -most..most; int8."""
+def rounded(values, by):
+    """values / divisor to the nearest integer, ties to even, of values clamped to -most..most, `by` divisors; int8."""
+    divisor, inverse, rest, most = by
     clamped = tl.minimum(tl.maximum(values, -most), most)
     steps = _quotient(clamped, divisor, inverse, rest)
     return (steps + ROUND_TO_EVEN).to(tl.int32, bitcast=True).to(tl.int8)

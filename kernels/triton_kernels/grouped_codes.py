@@ -89,19 +89,10 @@ def expand_codes_kernel(
 
 
 @triton.jit
-def _patched(
-    whole,
-    added,
-    channel_scale,
-    divisor,
-    inverse,
-    rest,
-    most,
-    NUMBER: tl.constexpr,
-):
+def _patched(whole, added, channel_scale, by, NUMBER: tl.constexpr):
     """Byte NUMBER of words: an INT8 times its scale, with what is added, rounded to other steps."""
     values = (whole - ROUND_TO_EVEN) * channel_scale + added
-    return (rounded(values, divisor, inverse, rest, most).to(tl.int32) & 255) << 8 * NUMBER
+    return (rounded(values, by).to(tl.int32) & 255) << 8 * NUMBER
 
 
 @triton.jit
@@ -141,16 +132,15 @@ def expand_codes_with_low_rank_kernel(
     group = scale + row * (QUADS // GROUP_QUADS) + quad // GROUP_QUADS
     nibbles, upper, group_scale = _load_quads(low, high, group, inside, BITS)  # pyright: ignore[reportGeneralTypeIssues]
     own = tl.load(channel_scale + row, mask=row < N, other=0.0)
-    steps = divisors(tl.load(larger + row, mask=row < N, other=0.0))
-    divisor, inverse, rest, most = steps  # pyright: ignore[reportGeneralTypeIssues]
+    by = divisors(tl.load(larger + row, mask=row < N, other=0.0))
     whole = _whole(nibbles, upper, group_scale, codebook, 0, BITS, HAS_CODEBOOK)
-    word = _patched(whole, added_0, own, divisor, inverse, rest, most, 0)
+    word = _patched(whole, added_0, own, by, 0)
     whole = _whole(nibbles, upper, group_scale, codebook, 1, BITS, HAS_CODEBOOK)
-    word |= _patched(whole, added_1, own, divisor, inverse, rest, most, 1)
+    word |= _patched(whole, added_1, own, by, 1)
     whole = _whole(nibbles, upper, group_scale, codebook, 2, BITS, HAS_CODEBOOK)
-    word |= _patched(whole, added_2, own, divisor, inverse, rest, most, 2)
+    word |= _patched(whole, added_2, own, by, 2)
     whole = _whole(nibbles, upper, group_scale, codebook, 3, BITS, HAS_CODEBOOK)
-    word |= _patched(whole, added_3, own, divisor, inverse, rest, most, 3)
+    word |= _patched(whole, added_3, own, by, 3)
     tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + (row * QUADS + quad), word, mask=inside)
 
 
