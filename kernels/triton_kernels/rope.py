@@ -65,9 +65,8 @@ def _load_matrices(
 
 @triton.jit
 def _finish(
-    first, second, inverse, weight, out_row, f00, f01, f10, f11, heads, out_head, H,
-    D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    first, second, inverse, weight, out_row, matrices, heads, out_head, H,
+    D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """Some heads: norm and weight applied, rotated, stored."""
     if NORM == "heads":
@@ -75,13 +74,14 @@ def _finish(
     if NORM != "none":
         first *= inverse
         second *= inverse
-    if HAS_WEIGHT:
+    if weight is not None:
         if NORM == "heads":
             w_first, w_second = _load_pairs(weight, tl.zeros((1, 1), tl.int32), 0, H, D, 1, HALF, NEIGHBOURS)  # pyright: ignore[reportGeneralTypeIssues]
         else:
             w_first, w_second = _load_pairs(weight, heads, D, H, D, HEADS, HALF, NEIGHBOURS)  # pyright: ignore[reportGeneralTypeIssues]
         first *= w_first
         second *= w_second
+    f00, f01, f10, f11 = matrices
     turned_first = tl.fma(first, f00, second * f01)
     turned_second = tl.fma(first, f10, second * f11)
     _store_pairs(out_row, turned_first, turned_second, heads, out_head, H, D, HEADS, HALF, NEIGHBOURS)
@@ -91,11 +91,11 @@ def _finish(
 def _norm_rope_token(
     x_row, weight, out_row, freqs, token, x_head, out_head, eps, H: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
-    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEIGHBOURS: tl.constexpr, EACH: tl.constexpr,
+    NORM: tl.constexpr, NEIGHBOURS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """All H heads of one token, HEAD and TAIL of them. NORM is "heads", "all" or "none"."""
     heads = tl.arange(0, HEAD)[:, None]
-    f00, f01, f10, f11 = _load_matrices(freqs, token, heads, H, D, HEAD, HALF, EACH)  # pyright: ignore[reportGeneralTypeIssues]
+    matrices = _load_matrices(freqs, token, heads, H, D, HEAD, HALF, EACH)
     first, second = _load_pairs(x_row, heads, x_head, H, D, HEAD, HALF, NEIGHBOURS)
     if TAIL > 0:
         tail_heads = HEAD + tl.arange(0, TAIL)[:, None]
@@ -106,16 +106,13 @@ def _norm_rope_token(
         if TAIL > 0:
             squares += tl.sum(tl.sum(tail_first * tail_first + tail_second * tail_second, axis=1), axis=0)
         inverse = tl.div_rn(1.0, tl.sqrt_rn(squares / (H * D) + eps))
-    _finish(
-        first, second, inverse, weight, out_row, f00, f01, f10, f11, heads, out_head, H,
-        D, HEAD, HALF, NORM, HAS_WEIGHT, NEIGHBOURS,
-    )  # fmt: skip
+    _finish(first, second, inverse, weight, out_row, matrices, heads, out_head, H, D, HEAD, HALF, NORM, NEIGHBOURS)
     if TAIL > 0:
         if EACH:
-            f00, f01, f10, f11 = _load_matrices(freqs, token, tail_heads, H, D, TAIL, HALF, EACH)  # pyright: ignore[reportGeneralTypeIssues]
+            matrices = _load_matrices(freqs, token, tail_heads, H, D, TAIL, HALF, EACH)
         _finish(
-            tail_first, tail_second, inverse, weight, out_row, f00, f01, f10, f11, tail_heads, out_head, H,
-            D, TAIL, HALF, NORM, HAS_WEIGHT, NEIGHBOURS,
+            tail_first, tail_second, inverse, weight, out_row, matrices, tail_heads, out_head, H,
+            D, TAIL, HALF, NORM, NEIGHBOURS,
         )  # fmt: skip
 
 
@@ -165,15 +162,15 @@ def norm_rope_kernel(
     row = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 0:
         _norm_rope_token(
-            q + token_offset(row, T, q_sample, q_token), q_weight,
+            q + token_offset(row, T, q_sample, q_token), q_weight if Q_WEIGHT else None,
             q_out + token_offset(row, T, q_out_sample, q_out_token), freqs, row % T, q_head, q_out_head, q_eps,
-            Q_HEADS, D, HALF, Q_HEAD, Q_TAIL, Q_NORM, Q_WEIGHT, NEIGHBOURS, EACH,
+            Q_HEADS, D, HALF, Q_HEAD, Q_TAIL, Q_NORM, NEIGHBOURS, EACH,
         )  # fmt: skip
     else:
         _norm_rope_token(
-            k + token_offset(row, T, k_sample, k_token), k_weight,
+            k + token_offset(row, T, k_sample, k_token), k_weight if K_WEIGHT else None,
             k_out + token_offset(row, T, k_out_sample, k_out_token), freqs, row % T, k_head, k_out_head, k_eps,
-            K_HEADS, D, HALF, K_HEAD, K_TAIL, K_NORM, K_WEIGHT, NEIGHBOURS, EACH,
+            K_HEADS, D, HALF, K_HEAD, K_TAIL, K_NORM, NEIGHBOURS, EACH,
         )  # fmt: skip
 
 
