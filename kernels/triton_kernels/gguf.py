@@ -17,6 +17,8 @@ from .gguf_decoding import decode, divisors, places_within, rounded
 from .launching import Layout
 from .rows import INFINITY_BITS, INTERPRETED, SMALLEST_SCALE_CONSTEXPR, magnitude_bits, row_launcher
 
+_RANK = tl.constexpr(32)  # of a thin product at a time
+
 
 @triton.jit
 def _decode(blocks, start, count, FORMAT: tl.constexpr, BYTES: tl.constexpr, BLOCKS: tl.constexpr, RUNS: tl.constexpr):
@@ -92,11 +94,11 @@ def scales_kernel(
 
 
 @triton.jit
-def thin_product(up, down, row, row_inside, column, column_inside, rank, K, RANK: tl.constexpr):
+def thin_product(up, down, row, row_inside, column, column_inside, rank, K):
     """up @ down, float32 [rows, columns], at these rows and columns, and 0 where they are not inside."""
     total = tl.zeros((row.shape[0], column.shape[0]), dtype=tl.float32)
-    for start in range(0, rank, RANK):
-        middle = start + tl.arange(0, RANK)
+    for start in range(0, rank, _RANK):
+        middle = start + tl.arange(0, _RANK)
         known = middle < rank
         left_at = up + row[:, None] * rank + middle[None, :]
         left = tl.load(left_at, mask=row_inside[:, None] & known[None, :], other=0.0)
@@ -124,7 +126,6 @@ def expand_with_low_rank_kernel(
     ROWS: tl.constexpr,
     BESIDE: tl.constexpr,
     RUNS: tl.constexpr,
-    RANK: tl.constexpr,
 ):
     """One program makes BESIDE blocks of each of ROWS rows: round((w + up @ down) / scale of the row)."""
     row_blocks = K // WEIGHTS
@@ -139,9 +140,9 @@ def expand_with_low_rank_kernel(
     of_block = tl.program_id(1) * BESIDE + place // (RUNS * 16)
     within, gap = places_within(place // 16 % RUNS, place % 16, FORMAT, WEIGHTS)  # pyright: ignore[reportGeneralTypeIssues]
     columns, known = of_block * WEIGHTS + within, of_block < row_blocks
-    added = thin_product(up, down, rows, rows < N, columns, known, rank, K, RANK)
+    added = thin_product(up, down, rows, rows < N, columns, known, rank, K)
     first += tl.reshape(added, (ROWS * BESIDE, RUNS, 16))
-    added = thin_product(up, down, rows, rows < N, columns + gap, known, rank, K, RANK)
+    added = thin_product(up, down, rows, rows < N, columns + gap, known, rank, K)
     second += tl.reshape(added, (ROWS * BESIDE, RUNS, 16))
 
     by = divisors(tl.load(scale + row, mask=inside, other=0.0))
@@ -156,7 +157,7 @@ def expand_with_low_rank_kernel(
 _WARPS, _LOW_RANK_WARPS = 8, 4
 # Bytes that a thread loads at once: all that a load can, where blocks begin on 16 bytes.
 _ALIGNED_BYTES, _BYTES = 16, 8
-_ROWS, _COLUMNS, _RANK = 16, 256, 32
+_ROWS, _COLUMNS = 16, 256
 
 _DECODER = row_launcher(decode_kernel)
 _SCALES = row_launcher(scales_kernel)
@@ -214,6 +215,6 @@ def launch_expand_gguf(tensors: Tensors, name: str) -> Layout:
         return _decoder(tensors, tile, blocks.shape[1] // form.bytes, _as_read)
     rows, (rank, channels) = len(blocks), down.shape
     grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
-    tile = (name, form.bytes, form.weights, _ROWS, _COLUMNS // form.weights, _runs(form), _RANK)
+    tile = (name, form.bytes, form.weights, _ROWS, _COLUMNS // form.weights, _runs(form))
     constants = (*tile, _LOW_RANK_WARPS)
     return Layout(_LOW_RANK_EXPANDER, constants, grid, (rows, channels, rank), tensors, _as_read)

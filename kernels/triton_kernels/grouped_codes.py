@@ -114,12 +114,11 @@ def expand_codes_with_low_rank_kernel(
     HAS_CODEBOOK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
 ):
     """One program makes BLOCK quads of each of ROWS rows: round((INT8 * channel_scale + up @ down) / larger)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
-    added = thin_product(up, down, rows, rows < N, columns, columns < K, rank, K, RANK)
+    added = thin_product(up, down, rows, rows < N, columns, columns < K, rank, K)
     # Bit 0 of a column's number in its quad is the last axis, bit 1 the one before.
     even, odd = tl.split(tl.reshape(added, (ROWS, BLOCK, 2, 2)))
     added_0, added_2 = tl.split(even)
@@ -145,7 +144,7 @@ def expand_codes_with_low_rank_kernel(
 
 
 _QUADS, _WARPS = 1024, 8  # a program's: four a thread, which stores 16 bytes at once
-_ROWS, _ROW_QUADS, _RANK, _LOW_RANK_WARPS = 16, 64, 32, 4
+_ROWS, _ROW_QUADS, _LOW_RANK_WARPS = 16, 64, 4
 
 _EXPANDER = row_launcher(expand_codes_kernel)
 _LOW_RANK_EXPANDER = row_launcher(expand_codes_with_low_rank_kernel)
@@ -173,6 +172,6 @@ def launch_expand_codes(tensors: Tensors, group: int) -> Layout:
     if down is None:
         count = rows * channels // 4
         return Layout(_EXPANDER, (*form, _QUADS, _WARPS), (-(-count // _QUADS), 1), (count,), tensors, _as_read)
-    form = (*form, _ROWS, _ROW_QUADS, _RANK, _LOW_RANK_WARPS)
+    form = (*form, _ROWS, _ROW_QUADS, _LOW_RANK_WARPS)
     grid = (-(-rows // _ROWS), -(-channels // (4 * _ROW_QUADS)))
     return Layout(_LOW_RANK_EXPANDER, form, grid, (rows, channels, len(down)), tensors, _as_read)
