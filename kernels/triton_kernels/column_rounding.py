@@ -7,9 +7,6 @@ import triton.language as tl
 from ..reference.weights import CANDIDATES, GROUP, LEVELS
 from .rows import ROUND_TO_EVEN, row_launcher
 
-# Of GroupedCodes; candidates are so many 32nds, from the first on.
-_GROUP, _LEVELS, _CANDIDATES = tl.constexpr(GROUP), tl.constexpr(LEVELS), tl.constexpr(len(CANDIDATES))
-_FIRST = tl.constexpr(round(32 * CANDIDATES[0]))
 _SUBNORMAL = tl.constexpr(1.5 * 2.0**14)  # float32 there has the steps of e4m3 below its smallest normal number
 _SMALLEST_NORMAL = tl.constexpr(2.0**-6)
 
@@ -66,6 +63,10 @@ def round_to_codes_kernel(
     N,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FIRST: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """One program rounds ROWS rows of `target` [N, COLUMNS], which stay in its registers."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -75,33 +76,33 @@ def round_to_codes_kernel(
     left = tl.load(target + first_place[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
     row_scale = tl.load(scale + rows, mask=inside, other=0.0)
     divisor = tl.where(row_scale > 0, row_scale, 1.0)
-    numbers = tl.arange(0, _CANDIDATES)
-    candidates = (_FIRST + numbers).to(tl.float32) / 32.0
-    largest_level = tl.max(tl.abs(tl.load(codebook + tl.arange(0, _LEVELS))), axis=0)
-    for group in range(COLUMNS // _GROUP):
-        of_group = tl.where(columns[None, :] // _GROUP == group, tl.abs(left), 0.0)
+    numbers = tl.arange(0, CANDIDATES)
+    candidates = (FIRST + numbers).to(tl.float32) / 32.0
+    largest_level = tl.max(tl.abs(tl.load(codebook + tl.arange(0, LEVELS))), axis=0)
+    for group in range(COLUMNS // GROUP):
+        of_group = tl.where(columns[None, :] // GROUP == group, tl.abs(left), 0.0)
         largest = tl.where(row_scale > 0, tl.div_rn(tl.max(of_group, axis=1), divisor), 0.0)
         whole = tl.div_rn(largest, largest_level + tl.zeros_like(largest))
         scales = _as_e4m3(tl.minimum(whole[:, None] * candidates[None, :], 448.0))
-        squares = tl.zeros((ROWS, _CANDIDATES), dtype=tl.float32)
-        for column in range(_GROUP):
-            value = tl.sum(tl.where(columns[None, :] == group * _GROUP + column, left, 0.0), axis=1)
+        squares = tl.zeros((ROWS, CANDIDATES), dtype=tl.float32)
+        for column in range(GROUP):
+            value = tl.sum(tl.where(columns[None, :] == group * GROUP + column, left, 0.0), axis=1)
             value = tl.where(row_scale > 0, tl.div_rn(value, divisor), 0.0)
-            nearest = tl.full((ROWS, _CANDIDATES), float("inf"), dtype=tl.float32)
-            for number in range(_LEVELS):
+            nearest = tl.full((ROWS, CANDIDATES), float("inf"), dtype=tl.float32)
+            for number in range(LEVELS):
                 nearest = tl.minimum(nearest, tl.abs(value[:, None] - _level(codebook, number, scales)))
             squares += nearest * nearest
         least = tl.min(squares, axis=1)
-        first = tl.min(tl.where(squares == least[:, None], numbers[None, :], _CANDIDATES - 1), axis=1)
+        first = tl.min(tl.where(squares == least[:, None], numbers[None, :], CANDIDATES - 1), axis=1)
         best = tl.sum(tl.where(numbers[None, :] == first[:, None], scales, 0.0), axis=1)
-        tl.store(group_scale + rows.to(tl.int64) * (COLUMNS // _GROUP) + group, best, mask=inside)
-        for column in range(group * _GROUP, group * _GROUP + _GROUP):
+        tl.store(group_scale + rows.to(tl.int64) * (COLUMNS // GROUP) + group, best, mask=inside)
+        for column in range(group * GROUP, group * GROUP + GROUP):
             value = tl.sum(tl.where(columns[None, :] == column, left, 0.0), axis=1)
             wanted = tl.div_rn(value, divisor)
             distance = tl.full((ROWS,), float("inf"), dtype=tl.float32)
             steps = tl.zeros((ROWS,), dtype=tl.float32)
             code = tl.zeros((ROWS,), dtype=tl.int32)
-            for number in range(_LEVELS):
+            for number in range(LEVELS):
                 level = _level(codebook, number, best)
                 nearer = tl.abs(wanted - level) < distance
                 distance = tl.where(nearer, tl.abs(wanted - level), distance)
@@ -130,6 +131,8 @@ def launch_column_rounding(
         return (q,)
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     group_scale = torch.empty(rows, columns // GROUP, dtype=torch.float32, device=target.device)
+    candidates = (round(32 * CANDIDATES[0]), len(CANDIDATES))
+    form = (columns, _ROWS_OF_CODES, GROUP, *candidates, LEVELS, _WARPS)
     operands += [codebook.contiguous(), codes, group_scale, q]
-    _CODE_ROUNDING((columns, _ROWS_OF_CODES, _WARPS), (-(-rows // _ROWS_OF_CODES), 1), operands, (rows,))
+    _CODE_ROUNDING(form, (-(-rows // _ROWS_OF_CODES), 1), operands, (rows,))
     return q, codes, group_scale
