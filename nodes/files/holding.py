@@ -2,7 +2,8 @@
 W6A8). They become INT8 in front of each product: STORED_KINDS is a table with an entry for each kind.
 
 A tensor has the shape of the weight, so that ComfyUI recognises a model by it. What ComfyUI does to it that no layout
-knows gives the floats that it stands for.
+knows gives the floats that it stands for. Nothing is quantized by a layout here: no patch is written back into such a
+weight.
 
 A layer in codes of name X is `X.weight` (int8, the codes), `X.weight_s_rel` (a scale a group), `X.weight_s_channel`
 (float32 [N]), perhaps `X.weight_codebook` (float32 [16]) and a quant config. It stands for an INT8 weight that is
@@ -49,26 +50,14 @@ class GGUFLayout(QuantizedLayout):
         gguf_format: str = ""
 
     @classmethod
-    def quantize(cls, tensor, **options):
-        raise NotImplementedError("weights in GGUF's blocks are read, and not made")
-
-    @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
         """The weight in `params.orig_dtype`, made by the package gguf where no kernel knows the format."""
         decode = dequantize_gguf if params.gguf_format in GGUF_FORMATS else decode_gguf
         return decode(qdata, params.gguf_format, params.orig_dtype)
 
     @classmethod
-    def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return stored(qtensor), qtensor.params.scale
-
-    @classmethod
     def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
         return {"": qdata, "_scale": params.scale}
-
-    @classmethod
-    def requantize_kwargs(cls, qtensor) -> dict:
-        return {}
 
 
 class GroupedCodesLayout(QuantizedLayout):
@@ -87,10 +76,6 @@ class GroupedCodesLayout(QuantizedLayout):
             return ["scale", "s_channel", *(() if self.codebook is None else ("codebook",))]
 
     @classmethod
-    def quantize(cls, tensor, **options):
-        raise NotImplementedError("weights in codes of 4 or 6 bits are read, and not made")
-
-    @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
         """The original weight, free of rotation, in `params.orig_dtype`."""
         q = expand_codes(GroupedCodes(qdata, params.scale, params.codebook, params.group_size))
@@ -98,18 +83,9 @@ class GroupedCodesLayout(QuantizedLayout):
         return dequantize_weight(q, params.s_channel, transform, params.orig_dtype)
 
     @classmethod
-    def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, ...]:
-        held = qtensor.params
-        return stored(qtensor), *(getattr(held, field) for field in held._tensor_fields())
-
-    @classmethod
     def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
         tensors = {"": qdata, "_s_rel": params.scale, "_s_channel": params.s_channel}
         return tensors if params.codebook is None else {**tensors, "_codebook": params.codebook}
-
-    @classmethod
-    def requantize_kwargs(cls, qtensor) -> dict:
-        return {}
 
 
 register_layout_class(GGUF_LAYOUT, GGUFLayout)

@@ -14,7 +14,7 @@ from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_cl
 from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, requantize_weight
-from ..comfyui.quantized import HeldWeight, has_layout, stored
+from ..comfyui.quantized import HeldWeight, has_layout
 from ..files import quant_config
 
 LAYOUT = "PerChannelINT8Layout"
@@ -57,10 +57,6 @@ class PerChannelINT8Layout(QuantizedLayout):
     def dequantize(cls, qdata, params) -> torch.Tensor:
         """The original weight in `params.orig_dtype`."""
         return dequantize_weight(qdata, params.scale, params.transform, params.orig_dtype)
-
-    @classmethod
-    def get_plain_tensors(cls, qtensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return stored(qtensor), qtensor.params.scale
 
     @classmethod
     def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
