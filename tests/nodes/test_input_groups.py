@@ -15,7 +15,7 @@ ideogram = from_pack("support.ideogram_block")
 @pytest.fixture
 def quantizations(pack, monkeypatch):
     """The inputs of all quantizations of activations so far."""
-    from int8_dit.kernels.ops import gates, linear, norms
+    from int8_dit.kernels.ops import fused, linear
 
     calls, original = [], linear.quantize_activations_reference
 
@@ -23,7 +23,7 @@ def quantizations(pack, monkeypatch):
         calls.append(tuple(x.shape))
         return original(x, *options)
 
-    for module in (linear, gates, norms):
+    for module in (linear, fused):
         monkeypatch.setattr(module, "quantize_activations_reference", counting)
     return calls
 
