@@ -105,15 +105,17 @@ def int8_operations(plan: LoadPlan) -> type:
                 self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
             def set_weight(self, weight, inplace_update=False, seed=None, return_weight=False, **others):
-                stays = is_stored(self.weight) and not (inplace_update or return_weight)
-                if not (stays or inplace_update):
+                stored_one = is_stored(self.weight)
+                if not (stored_one or inplace_update):
                     return super().set_weight(weight, seed=seed, return_weight=return_weight, **others)
                 refuse_unknown(self, others)
-                if stays:
+                if return_weight:
+                    return weight.to(compute_dtype)
+                if stored_one and not inplace_update:
                     if weight.shape != self.weight.shape:  # of the same shape, its patches act in its products
                         # A LoRA widens it. ComfyUI puts the stored one back.
                         self.weight = torch.nn.Parameter(weight.to(compute_dtype), requires_grad=False)
-                elif is_stored(self.weight) or isinstance(self.weight, HookedWeight):  # by a hook
+                elif stored_one or isinstance(self.weight, HookedWeight):  # by a hook
                     put_hooked(self, weight, seed)
                 else:
                     self.weight.copy_(super().set_weight(weight, seed=seed, return_weight=True))

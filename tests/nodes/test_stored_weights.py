@@ -176,6 +176,16 @@ def test_loras_are_rounded_with_the_weight_once(dit, load, lora, form):
     assert error < 0.02
 
 
+@ONE_OF_EACH
+def test_another_node_is_given_a_patched_weight_in_floats(dit, load, lora, form):
+    """ComfyUI's Extract and Save Lora asks for it."""
+    model, key = dit.with_lora(load(form), lora), f"diffusion_model.{dit.LAYER}.weight"
+    weight = model.patch_weight_to_device(key, model.load_device, return_weight=True)
+    up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
+    expected = dit.module(model, dit.LAYER).weight.dequantize() + up @ down
+    assert weight.dtype == torch.float32 and dit.relative_error(weight, expected) < 1e-5
+
+
 @pytest.mark.parametrize("form, memory", (("Q8_0", "INT8"), ("Q8_0", "as stored"), ("W4A8", "as stored")))
 def test_a_lora_for_other_shapes_is_left_out_as_comfyui_does(dit, load, lora, form, memory, caplog):
     """ComfyUI logs which weights it does not fit, and goes on without it."""
