@@ -21,19 +21,7 @@ def _rounded_to_steps(remainders):
 
 
 @triton.jit
-def _epilogue(
-    sums,
-    a_scale,
-    b_scale,
-    bias,
-    rows,
-    columns,
-    M,
-    N,
-    dtype: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
-):
+def _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, dtype: tl.constexpr, ONE_SCALE: tl.constexpr):
     """sums x a_scale[m] x b_scale[n] + bias[n] in float32, rounded to `dtype`; for int32 the sums as they are. With
     ONE_SCALE `b_scale` is a single value."""
     if dtype == tl.int32:
@@ -45,17 +33,15 @@ def _epilogue(
             result *= tl.load(b_scale)
         else:
             result *= tl.load(b_scale + columns, mask=columns < N, other=0.0)[None, :]
-        if HAS_BIAS:
+        if bias is not None:
             result += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         return result.to(dtype)
 
 
 @triton.jit
-def _store(
-    sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS: tl.constexpr, ONE_SCALE: tl.constexpr
-):
+def _store(sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, ONE_SCALE: tl.constexpr):
     """Run the epilogue and write what lies inside `out`."""
-    result = _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, out.dtype.element_ty, HAS_BIAS, ONE_SCALE)
+    result = _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, out.dtype.element_ty, ONE_SCALE)
     # The address before the mask: the other way round ptxas needs up to 88 instructions more.
     out_tile = out + rows[:, None].to(tl.int64) * stride_om + columns[None, :]
     tl.store(out_tile, result, mask=(rows[:, None] < M) & (columns[None, :] < N))
@@ -106,6 +92,7 @@ def int8_gemm_kernel(
     With SPLIT_K several programs share a tile's K range: `partial_sums` int32 [tiles, SPLIT_K, BLOCK_M, BLOCK_N] is
     their workspace, `arrivals` int32 [tiles] is zero before and after.
     """
+    bias = bias if HAS_BIAS else None
     # Tiles are walked in groups of so many rows, so that those in flight share L2.
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -191,15 +178,15 @@ def int8_gemm_kernel(
                     partial = tile_sums + split * (BLOCK_M * BLOCK_N) + part + tl.arange(0, PART_N)[None, :]
                     total += tl.load(partial, mask=inside, other=0, cache_modifier=".cg")
                 columns = first_column + part + tl.arange(0, PART_N)
-                _store(total, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS, ONE_SCALE)
+                _store(total, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, ONE_SCALE)
             tl.store(arrivals + tile, 0)
     else:
         columns = first_column + tl.arange(0, BLOCK_N)
         if STORE_BLOCKS:
-            result = _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, out.dtype, HAS_BIAS, ONE_SCALE)
+            result = _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, out.dtype, ONE_SCALE)
             out.store([first_row, first_column], result)
         else:
-            _store(sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, HAS_BIAS, ONE_SCALE)
+            _store(sums, a_scale, b_scale, bias, out, rows, columns, M, N, stride_om, ONE_SCALE)
 
 
 class Operands(NamedTuple):
