@@ -37,13 +37,14 @@ def _load_quads(low, high, scale, inside, BITS: tl.constexpr):
 
 
 @triton.jit
-def _whole(nibbles, upper, group_scale, codebook, NUMBER: tl.constexpr, BITS: tl.constexpr, HAS_CODEBOOK: tl.constexpr):
+def _whole(quads, codebook, NUMBER: tl.constexpr, BITS: tl.constexpr):
     """The INT8 of column NUMBER of quads, whole numbers in float32 on top of ROUND_TO_EVEN, in whose low bits they
     are."""
+    nibbles, upper, group_scale = quads
     code = nibbles >> 4 * NUMBER & 15
     if BITS == 6:
         code |= (upper >> 2 * NUMBER & 3) << 4
-    if HAS_CODEBOOK:  # noqa: SIM108 (Triton compiles one branch)
+    if codebook is not None:  # noqa: SIM108 (Triton compiles one branch)
         level = tl.load(codebook + code)
     else:
         level = as_float(code, 8 if BITS == 4 else 32)
@@ -79,11 +80,11 @@ def expand_codes_kernel(
         row = (number // QUADS).to(tl.int64)
         low += row * (QUADS // 2)
         high = codes + start.to(tl.int64) * BLOCK + tl.arange(0, BLOCK) + (row + 1) * (2 * QUADS)
-    nibbles, upper, group_scale = _load_quads(low, high, scale + number // GROUP_QUADS, inside, BITS)  # pyright: ignore[reportGeneralTypeIssues]
-    word = _byte(_whole(nibbles, upper, group_scale, codebook, 0, BITS, HAS_CODEBOOK), 0)
-    word |= _byte(_whole(nibbles, upper, group_scale, codebook, 1, BITS, HAS_CODEBOOK), 1)
-    word |= _byte(_whole(nibbles, upper, group_scale, codebook, 2, BITS, HAS_CODEBOOK), 2)
-    word |= _byte(_whole(nibbles, upper, group_scale, codebook, 3, BITS, HAS_CODEBOOK), 3)
+    quads = _load_quads(low, high, scale + number // GROUP_QUADS, inside, BITS)
+    codebook = codebook if HAS_CODEBOOK else None
+    word = _byte(_whole(quads, codebook, 0, BITS), 0)
+    for column in tl.static_range(1, 4):  # pyright: ignore[reportGeneralTypeIssues]
+        word |= _byte(_whole(quads, codebook, column, BITS), column)
     words = out.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(words + start.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), word, mask=inside)
 
@@ -129,17 +130,13 @@ def expand_codes_with_low_rank_kernel(
     low = codes.to(tl.pointer_type(tl.uint16), bitcast=True) + row * (QUADS * BITS // 4) + quad
     high = codes + row * (QUADS * BITS // 2) + QUADS * 2 + quad
     group = scale + row * (QUADS // GROUP_QUADS) + quad // GROUP_QUADS
-    nibbles, upper, group_scale = _load_quads(low, high, group, inside, BITS)  # pyright: ignore[reportGeneralTypeIssues]
+    quads, codebook = _load_quads(low, high, group, inside, BITS), codebook if HAS_CODEBOOK else None
     own = tl.load(channel_scale + row, mask=row < N, other=0.0)
     by = divisors(tl.load(larger + row, mask=row < N, other=0.0))
-    whole = _whole(nibbles, upper, group_scale, codebook, 0, BITS, HAS_CODEBOOK)
-    word = _patched(whole, added_0, own, by, 0)
-    whole = _whole(nibbles, upper, group_scale, codebook, 1, BITS, HAS_CODEBOOK)
-    word |= _patched(whole, added_1, own, by, 1)
-    whole = _whole(nibbles, upper, group_scale, codebook, 2, BITS, HAS_CODEBOOK)
-    word |= _patched(whole, added_2, own, by, 2)
-    whole = _whole(nibbles, upper, group_scale, codebook, 3, BITS, HAS_CODEBOOK)
-    word |= _patched(whole, added_3, own, by, 3)
+    added = added_0, added_1, added_2, added_3
+    word = _patched(_whole(quads, codebook, 0, BITS), added[0], own, by, 0)
+    for column in tl.static_range(1, 4):  # pyright: ignore[reportGeneralTypeIssues]
+        word |= _patched(_whole(quads, codebook, column, BITS), added[column], own, by, column)
     tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + (row * QUADS + quad), word, mask=inside)
 
 
