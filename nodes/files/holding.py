@@ -116,21 +116,13 @@ def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, d
     ValueError where a row holds a NaN or Inf.
     """
     blocks, form = stored(weight), replace(weight.params, orig_dtype=dtype)
-    scales = _scales(blocks.to(device), form.gguf_format)
-    broken = ~torch.isfinite(scales.flatten())
+    scales = gguf_channel_scales(blocks.to(device), form.gguf_format)
+    broken = ~torch.isfinite(scales)
     if bool(broken.any()):
         raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
     if becomes_int8:
-        form = replace(form, scale=scales.to(blocks.device))
+        form = replace(form, scale=scales.to(blocks.device)[:, None].contiguous())
     return HeldWeight(blocks.clone(), GGUF_LAYOUT, form)
-
-
-def _scales(blocks: torch.Tensor, gguf_format: str) -> torch.Tensor:
-    return gguf_channel_scales(blocks, gguf_format)[:, None].contiguous()
-
-
-def _gguf_scale(weight: QuantizedTensor) -> torch.Tensor | None:
-    return weight.params.scale if weight.params.scale.numel() else None
 
 
 def coded_weight(codes: GroupedCodes, scale: torch.Tensor, rotation_group: int, dtype: torch.dtype) -> QuantizedTensor:
@@ -154,10 +146,6 @@ def grouped_codes(weight: QuantizedTensor) -> GroupedCodes:
 def channel_scale(weight: QuantizedTensor) -> torch.Tensor:
     """float32 [N, 1], of the INT8 weight that they stand for."""
     return weight.params.s_channel.view(-1, 1)
-
-
-def _expanded(weight: QuantizedTensor, scale: torch.Tensor, low_rank: LowRank | None) -> torch.Tensor:
-    return expand_codes(grouped_codes(weight), channel_scale(weight), scale, low_rank)
 
 
 def held_codes(weight: QuantizedTensor, dtype: torch.dtype) -> HeldWeight:
@@ -222,13 +210,13 @@ _CODES = StoredKind(
     scale=channel_scale,
     rotation_group=lambda weight: weight.params.convrot_groupsize,
     activation_bits=lambda weight: weight.params.activation_bits,
-    expand=_expanded,
+    expand=lambda weight, scale, added: expand_codes(grouped_codes(weight), channel_scale(weight), scale, added),
     held=lambda weight, dtype, becomes_int8, device: held_codes(weight, dtype),
 )
 STORED_KINDS: dict[str, StoredKind] = {
     GGUF_LAYOUT: StoredKind(
         name=lambda weight: f"GGUF {weight.params.gguf_format}",
-        scale=_gguf_scale,
+        scale=lambda weight: weight.params.scale if weight.params.scale.numel() else None,
         rotation_group=lambda weight: None,
         activation_bits=lambda weight: 8,
         expand=lambda weight, scale, added: expand_gguf(stored(weight), weight.params.gguf_format, scale, added),
