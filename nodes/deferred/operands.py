@@ -125,9 +125,9 @@ class Joined(NamedTuple):
     parts: tuple[torch.Tensor, ...]
     axis: int
 
-    def value(self) -> torch.Tensor:
-        parts = [_value_of(part) for part in self.parts]
-        return torch.cat([part for part in parts if part is not None], self.axis)
+    def value(self) -> torch.Tensor | None:
+        parts = [part for part in map(_value_of, self.parts) if part is not None]
+        return torch.cat(parts, self.axis) if len(parts) == len(self.parts) else None
 
 
 class Copied(NamedTuple):

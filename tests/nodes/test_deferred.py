@@ -228,6 +228,15 @@ def test_a_forward(check, name):
     check(forwards.FORWARDS[name])
 
 
+def test_a_part_that_is_modulated_in_part_is_compared(check):
+    def forward(block, x):
+        note, other = block.norm(block.enter(x)), block.norm(block.other(x))
+        note[:, :5] *= forwards.modulation(1)
+        return [block.out(torch.cat((note, other), 1))], []
+
+    check(forward, agrees=True)
+
+
 def test_turned_heads_that_a_linear_reads_are_compared(check):
     def forward(block, x):
         freqs = forwards.places(1, forwards.TOKENS, 1).repeat(1, 1, 1, forwards.HEADS, 1, 1)
