@@ -60,11 +60,11 @@ class Note:
             if self.expected is not None and not self.is_view:
                 value = self.expected
             elif self._is_here():
-                value = self._called(valued)
+                value = self._called(Note.value)
             else:
                 now, its = torch.cuda.current_stream(self.device), torch.cuda.ExternalStream(self._stream, self.device)
                 with torch.cuda.stream(its):
-                    value = self._called(valued)
+                    value = self._called(Note.value)
                 now.wait_stream(its)
             self.has(value)
         assert self.computed is not None
@@ -76,13 +76,19 @@ class Note:
         self._call = self._args = self._kwargs = self.operand = self.quantized = self.expected = None
         self._end()
 
-    def _called(self, read: Callable[[Any], Any]) -> torch.Tensor:
+    def plain(self) -> torch.Tensor:
+        """The value in a forward that compares: no value is read by others for it."""
+        if self.computed is not None:
+            return self.computed
+        return self.expected if self.expected is not None and not self.is_view else self._called(Note.plain)
+
+    def _called(self, read: "Callable[[Note], torch.Tensor]") -> torch.Tensor:
         with outside():
-            return self._call(*map(read, self._args), **self._kwargs)
+            return self._call(*[valued(argument, read) for argument in self._args], **self._kwargs)
 
     def expect(self, check: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Compute the value as it is now, to be compared with the operand by `check` when that is taken."""
-        self.check, self.expected = check, self._called(_expected)
+        self.check, self.expected = check, self._called(Note.plain)
 
     def _is_here(self) -> bool:
         """Whether the stream that computes now is that of the note."""
@@ -98,7 +104,7 @@ class Note:
             own = operand.value()
             if own is None:
                 return None
-            expected: Any = self._called(_expected) if self.is_view else self.expected
+            expected: Any = self._called(Note.plain) if self.is_view else self.expected
             self.check(own, expected)
         return operand
 
@@ -250,35 +256,23 @@ def called_on_values(func: Callable[..., Any], args: Any, kwargs: Mapping[str, A
         return func(*map(valued, args), **{name: valued(value) for name, value in kwargs.items()})
 
 
-def valued(value: Any) -> Any:
+def valued(value: Any, read: Callable[[Note], torch.Tensor] = Note.value) -> Any:
     """The same with values in the place of deferred tensors and of notes, also in lists, tuples and dicts."""
     kind = type(value)
     if kind is Deferred:
-        return value.note.value()
+        return read(value.note)
     if kind is Note:
-        return value.value()
+        return read(value)
     if kind in (list, tuple):
-        return kind(map(valued, value))
+        return kind([valued(part, read) for part in value])
     if kind is dict:
-        return {name: valued(part) for name, part in value.items()}
+        return {name: valued(part, read) for name, part in value.items()}
     return value
 
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Where a tensor's memory begins."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _expected(value: Any) -> Any:
-    """The same as `valued` in a forward that compares: no value is read by others for it."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_expected, value))
-    note = value.note if type(value) is Deferred else value
-    if type(note) is not Note:
-        return value
-    if note.computed is not None:
-        return note.computed
-    return note.expected if note.expected is not None and not note.is_view else note._called(_expected)
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
