@@ -127,8 +127,10 @@ def norm_quantize_kernel(
     Of each tensor [B, T, K] the kernel knows how far apart samples and tokens lie: 0 where one row serves all.
     """
     row = tl.program_id(0)
-    weight, bias = weight if HAS_WEIGHT else None, bias if HAS_BIAS else None
-    smooth, rows = smooth if HAS_SMOOTH else None, rows if HAS_ROWS else None
+    weight = weight if HAS_WEIGHT else None
+    bias = bias if HAS_BIAS else None
+    smooth = smooth if HAS_SMOOTH else None
+    rows = rows if HAS_ROWS else None
     x_row = x + token_offset(row, T, x_sample, x_token)
     scale_row = scale + modulation_offset(row, T, rows, scale_sample, scale_token) if HAS_SCALE else None
     shift_row = shift + modulation_offset(row, T, rows, shift_sample, shift_token) if HAS_SHIFT else None
@@ -194,7 +196,9 @@ def gated_residual_kernel(
 ):
     """One program: residual + gate norm(x) of one token. `out` may be `residual`."""
     row = tl.program_id(0)
-    weight, bias, rows = weight if HAS_WEIGHT else None, bias if HAS_BIAS else None, rows if HAS_ROWS else None
+    weight = weight if HAS_WEIGHT else None
+    bias = bias if HAS_BIAS else None
+    rows = rows if HAS_ROWS else None
     x_row = x + token_offset(row, T, x_sample, x_token)
     residual_row = residual + token_offset(row, T, residual_sample, residual_token)
     gate_row = gate + modulation_offset(row, T, rows, gate_sample, gate_token) if HAS_GATE else None

@@ -130,7 +130,8 @@ def expand_codes_with_low_rank_kernel(
     low = codes.to(tl.pointer_type(tl.uint16), bitcast=True) + row * (QUADS * BITS // 4) + quad
     high = codes + row * (QUADS * BITS // 2) + QUADS * 2 + quad
     group = scale + row * (QUADS // GROUP_QUADS) + quad // GROUP_QUADS
-    quads, codebook = _load_quads(low, high, group, inside, BITS), codebook if HAS_CODEBOOK else None
+    quads = _load_quads(low, high, group, inside, BITS)
+    codebook = codebook if HAS_CODEBOOK else None
     own = tl.load(channel_scale + row, mask=row < N, other=0.0)
     by = divisors(tl.load(larger + row, mask=row < N, other=0.0))
     added = added_0, added_1, added_2, added_3
