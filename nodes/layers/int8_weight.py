@@ -108,5 +108,5 @@ def format_of_weight(weight: QuantizedTensor) -> str:
 
 
 def quant_config_of(weight: QuantizedTensor, others: Mapping[str, Any] = {}) -> torch.Tensor:
-    """The quant config of a weight in files; `others` are int8_mark's `other_options` of the one that its layer had."""
+    """The quant config of a weight in files; `others` are the `other_options` of the one that its layer had."""
     return quant_config.encode_config(weight.params.transform, weight.params.activation_bits, others)
