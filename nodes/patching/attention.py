@@ -128,8 +128,8 @@ class _Schedule:
         self._least = math.inf
         self.begin()
 
-    def begin(self, *_: Any) -> None:
-        """Another sampling begins, perhaps with the same noise."""
+    def begin(self, model: ModelPatcher | None = None) -> None:
+        """Another sampling begins with a MODEL, perhaps with the same noise."""
         self._sigmas: Callable[[], torch.Tensor | None] = lambda: None
 
     def begins_with(self, options: Mapping[str, Any]) -> bool:
