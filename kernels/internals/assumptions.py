@@ -51,7 +51,7 @@ COMPILING_ALONE = Assumption(
 _GLUON_LANGUAGE = "triton/experimental/gluon/language"
 GLUON = Assumption(
     "Gluon, Triton's language with layouts",
-    "the GEMM of RTX 30 and 40 runs without a ring of buffers, which is slower",
+    "the GEMM and INT8 attention of RTX 30 and 40 run by Triton's own pipeline, which is slower",
     {
         "triton/experimental/gluon/_runtime.py": (r"^class GluonJITFunction\b", r"^def jit\("),
         f"{_GLUON_LANGUAGE}/__init__.py": (
@@ -60,6 +60,9 @@ GLUON = Assumption(
             r"^\s+NVMMADistributedLayout,",
             r"^\s+DotOperandLayout,",
             r"^\s+SwizzledSharedLayout,",
+            r"^\s+convert_layout,",
+            r"^\s+exp2,",
+            r"^\s+fma,",
         ),
         f"{_GLUON_LANGUAGE}/nvidia/ampere/__init__.py": (r"\bmma_v2\b",),
         f"{_GLUON_LANGUAGE}/nvidia/ampere/async_copy.py": (

@@ -1,204 +1,26 @@
-"""Attention with an online softmax in float32, probabilities and values in floats: of queries and keys in int8, and
-exact of wide heads, which PyTorch's own kernels do badly on a card."""
+"""Launching attention with an online softmax: of queries and keys in int8, and exact of wide heads, which PyTorch's own
+kernels do badly on a card."""
 
 import functools
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import triton
-import triton.language as tl
 
+from ..internals.gluon import HAS_GLUON
+from ..internals.triton_runtime import is_unfit
+from ..kept import KEPT, kept
 from ..operators import OperatorLaunch, Tensors
 from ..reference.attention import WIDEST_HEAD, padded_width
+from .attention_kernel import attention_kernel
 from .attention_operands import AttentionOperands, quantized_operands
+from .exactness import WrongResult, check_attention
 from .launching import Build, Launcher, built
+from .tuning import device_name
 
-
-@triton.jit
-def _add_values(
-    acc, probabilities, shrunk, v, key, inside, v_stride, left,
-    RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """acc [ROWS, PART], shrunk, with probabilities [ROWS, KEYS] times PART columns of the keys' values."""
-    column = left + tl.arange(0, PART)
-    tile = v + key[:, None].to(tl.int64) * v_stride + column[None, :]
-    if RAGGED or COLUMNS % PART:
-        values = tl.load(tile, mask=inside[:, None] & (column < COLUMNS)[None, :], other=0.0)
-    else:
-        values = tl.load(tile)
-    if HALF_SUMS:
-        part = tl.dot(probabilities, values, out_dtype=tl.float16)
-        return acc * shrunk[:, None] + part.to(tl.float32)
-    else:
-        return tl.dot(probabilities, values, acc * shrunk[:, None])
-
-
-@triton.jit
-def _products(
-    q, k, first, end, k_token,
-    INT8: tl.constexpr, RAGGED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    key, column = first + tl.arange(0, KEYS), tl.arange(0, D)
-    if INT8:
-        return tl.dot(q, tl.load(k + key[None, :].to(tl.int64) * D + column[:, None]), out_dtype=tl.int32)
-    else:
-        tile = k + key[None, :].to(tl.int64) * k_token + column[:, None]
-        if RAGGED or WIDTH < D:
-            keys = tl.load(tile, mask=(key < end)[None, :] & (column < WIDTH)[:, None], other=0.0)
-        else:
-            keys = tl.load(tile)
-        return tl.dot(q, keys)
-
-
-@triton.jit
-def _logits(raw, k_scale, first, INT8: tl.constexpr, KEYS: tl.constexpr):
-    if INT8:
-        return raw.to(tl.float32) * tl.load(k_scale + first + tl.arange(0, KEYS))[None, :]
-    else:
-        return raw
-
-
-@triton.jit
-def _attend_to_keys(
-    logits, q_scale, v, mask, first, end, v_stride, mask_token, mask_key, rows, valid_rows,
-    highest, total, acc, acc_right,
-    MASK: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
-    COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """What KEYS keys from `first` on add to the rows: their highest logit so far, in powers of two, the sum of their
-    probabilities and the sums of values, both relative to the highest.
-
-    MASK is "none", "bool" or "float"; MASK_ROWS "one" for a mask that is the same for all rows, "far" where offsets in
-    it need 64 bits. logits float32 [ROWS, KEYS], to be multiplied by q_scale [ROWS] for powers of two. acc_right: of
-    heads of more channels than PART, the sums of the other half.
-    """
-    key = first + tl.arange(0, KEYS)
-    inside = key < end
-    if MASK != "none" or RAGGED:
-        logits *= q_scale[:, None]
-    if MASK != "none":
-        if MASK_ROWS == "one":
-            seen = tl.load(mask + key.to(tl.int64) * mask_key, mask=inside, other=0)[None, :]
-        else:
-            row, column = rows[:, None], key[None, :]
-            if MASK_ROWS == "far":
-                row, column = row.to(tl.int64), column.to(tl.int64)
-            place = mask + (row * mask_token + column * mask_key)
-            seen = tl.load(place, mask=valid_rows[:, None] & inside[None, :], other=0)
-        if MASK == "bool":
-            logits = tl.where(seen != 0, logits, float("-inf"))
-        else:
-            logits += seen.to(tl.float32) * 1.4426950408889634
-    if RAGGED:
-        logits = tl.where(inside[None, :], logits, float("-inf"))
-    if MASK != "none" or RAGGED:
-        now = tl.maximum(highest, tl.max(logits, axis=1))
-        base = tl.where(now == float("-inf"), 0.0, now)  # no key seen yet
-        probabilities = tl.exp2(logits - base[:, None])
-    else:
-        now = tl.maximum(highest, tl.max(logits, axis=1) * q_scale)
-        base = now
-        probabilities = tl.exp2(logits * q_scale[:, None] - base[:, None])
-    shrunk = tl.exp2(highest - base)
-    total = total * shrunk + tl.sum(probabilities, axis=1)
-    probabilities = probabilities.to(v.dtype.element_ty)
-    acc = _add_values(acc, probabilities, shrunk, v, key, inside, v_stride, 0, RAGGED, HALF_SUMS, COLUMNS, PART)
-    if PART < D:
-        acc_right = _add_values(
-            acc_right, probabilities, shrunk, v, key, inside, v_stride, PART, RAGGED, HALF_SUMS, COLUMNS, PART
-        )
-    return now, total, acc, acc_right
-
-
-@triton.jit
-def _store_part(
-    out, acc, inverse, v_scale, rows, valid_rows, out_token, left,
-    HAS_V_SCALE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    column = left + tl.arange(0, PART)
-    acc *= inverse[:, None]
-    if HAS_V_SCALE:
-        acc *= tl.load(v_scale + column)[None, :]
-    tl.store(
-        out + rows[:, None].to(tl.int64) * out_token + column[None, :], acc.to(out.dtype.element_ty),
-        mask=valid_rows[:, None] & (column < WIDTH)[None, :],
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=("TQ", "TK"))
-def attention_kernel(
-    q, q_scale, k, k_scale, v, v_scale, mask, out,
-    H, GROUP, TQ, TK, TK_PADDED, q_sample, q_head, q_token, k_sample, k_head, k_token, v_sample, v_head, v_token,
-    out_sample, out_head, out_token, mask_sample, mask_head, mask_token, mask_key, factor,
-    INT8: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
-    HAS_V_SCALE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """One program: ROWS queries of one head.
-
-    With INT8 q, k: int8 [B H, TQ, D] and [B H / GROUP, TK_PADDED, D] side by side; scales float32 [B H, TQ] and
-    [B H / GROUP, TK_PADDED], the queries' with the logits' scale and log2(e) in them. Without: floats [B, H, TQ, WIDTH]
-    and [B, H / GROUP, TK, WIDTH], whose `factor` is the logits' scale times log2(e).
-    v: [B, H / GROUP, TK, COLUMNS]. out: [B, H, TQ, WIDTH]. With HALF_SUMS the products of a tile of keys are summed in
-    fp16.
-    """
-    blocks = tl.cdiv(TQ, ROWS)
-    head = tl.program_id(0) // blocks
-    sample, own = (head // H).to(tl.int64), head % H
-    k_own = (own // GROUP).to(tl.int64)
-    one_k_head = sample * (H // GROUP) + own // GROUP
-    rows, column = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
-    valid_rows = rows < TQ
-    if INT8:
-        row = head.to(tl.int64) * TQ + rows
-        queries = tl.load(q + row[:, None] * D + column[None, :], mask=valid_rows[:, None], other=0)
-        scale = tl.load(q_scale + row, mask=valid_rows, other=0.0)
-        k += one_k_head * TK_PADDED * D
-        k_scale += one_k_head * TK_PADDED
-    else:
-        q += sample * q_sample + own.to(tl.int64) * q_head
-        inside = valid_rows[:, None] & (column < WIDTH)[None, :]
-        queries = tl.load(q + rows[:, None].to(tl.int64) * q_token + column[None, :], mask=inside, other=0.0)
-        scale = tl.full((ROWS,), 1.0, tl.float32) * factor
-        k += sample * k_sample + k_own * k_head
-    v += sample * v_sample + k_own * v_head
-    if MASK != "none":
-        mask += sample * mask_sample + own.to(tl.int64) * mask_head
-
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, PART), tl.float32)
-    acc_right = acc
-    whole = TK // KEYS * KEYS if RAGGED else TK
-    if AHEAD:
-        raw = _products(queries, k, 0, TK, k_token, INT8, False, WIDTH, D, KEYS)
-    for first in tl.range(0, whole, KEYS, num_stages=STAGES):
-        if AHEAD:
-            later = _products(queries, k, first + KEYS, TK, k_token, INT8, False, WIDTH, D, KEYS)
-        else:
-            raw = _products(queries, k, first, TK, k_token, INT8, False, WIDTH, D, KEYS)
-        highest, total, acc, acc_right = _attend_to_keys(
-            _logits(raw, k_scale, first, INT8, KEYS), scale, v, mask, first, TK, v_token, mask_token, mask_key,
-            rows, valid_rows, highest, total, acc, acc_right, MASK, MASK_ROWS, False, HALF_SUMS, COLUMNS, D, PART, KEYS,
-        )  # fmt: skip
-        if AHEAD:
-            raw = later
-    if RAGGED:
-        if not AHEAD:
-            raw = _products(queries, k, whole, TK, k_token, INT8, True, WIDTH, D, KEYS)
-        highest, total, acc, acc_right = _attend_to_keys(
-            _logits(raw, k_scale, whole, INT8, KEYS), scale, v, mask, whole, TK, v_token, mask_token, mask_key,
-            rows, valid_rows, highest, total, acc, acc_right, MASK, MASK_ROWS, True, HALF_SUMS, COLUMNS, D, PART, KEYS,
-        )  # fmt: skip
-
-    inverse = tl.where(total == 0.0, 0.0, tl.div_rn(1.0, total))
-    out += sample * out_sample + own.to(tl.int64) * out_head
-    v_scale += one_k_head * D
-    _store_part(out, acc, inverse, v_scale, rows, valid_rows, out_token, 0, HAS_V_SCALE, WIDTH, PART)
-    if PART < D:
-        _store_part(out, acc_right, inverse, v_scale, rows, valid_rows, out_token, PART, HAS_V_SCALE, WIDTH, PART)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -234,6 +56,18 @@ _HOPPER_TILES = {
     256: AttentionTiles(128, 64, 256, 8, 3),
 }
 _TILES = {(9, 0): _HOPPER_TILES}
+# Of the kernel in Gluon, which takes no mask; `stages` are its buffers of keys. An A100's registers, with all sums in
+# float32, suffice for narrow heads alone.
+_GEFORCE_GLUON_TILES = {
+    64: AttentionTiles(64, 128, 64, 4, 2),
+    128: AttentionTiles(64, 128, 64, 4, 1),
+    256: AttentionTiles(128, 64, 128, 8, 1),
+}
+_GLUON_TILES = {
+    (8, 0): {64: _GEFORCE_GLUON_TILES[64]},
+    (8, 6): _GEFORCE_GLUON_TILES,
+    (8, 9): _GEFORCE_GLUON_TILES,
+}
 # Of exact attention, heads of 129 to 256 channels.
 _FLOAT_TILES = {(9, 0): AttentionTiles(128, 64, 256, 8, 2)}
 _AMPERE_FLOAT_TILES = AttentionTiles(128, 16, 128, 8, 3)
@@ -278,6 +112,11 @@ def tiles_for(
     return replace(tiles, keys=tiles.keys if widest else 32, stages=2, ahead=ahead)
 
 
+def gluon_tiles_for(capability: tuple[int, int], channels: int) -> AttentionTiles | None:
+    """The tiles of INT8 attention without a mask where the kernel in Gluon computes it, or None."""
+    return _GLUON_TILES.get(capability, {}).get(channels) if HAS_GLUON else None
+
+
 def float_tiles_for(capability: tuple[int, int], mask: tuple[str, str] = ("none", "one")) -> AttentionTiles:
     """The tiles of exact attention on a card by its compute capability."""
     tiles = _FLOAT_TILES.get(capability, _AMPERE_FLOAT_TILES)
@@ -306,6 +145,52 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 _ATTENTION = Launcher(attention_kernel, attention_constants)
+
+
+@functools.cache
+def _ampere_attention() -> Launcher:
+    """That of the kernel in Gluon, which can be defined where Gluon is as assumed."""
+    from .ampere_attention_kernel import ampere_attention_kernel
+
+    def constants(tiles: AttentionTiles, width: int, ragged: bool, half_sums: bool, scaled: bool) -> Build:
+        form = (ragged, half_sums, scaled, width, padded_width(width), tiles.part, tiles.rows, tiles.keys, tiles.warps)
+        return built(ampere_attention_kernel, *form, tiles.stages, num_warps=tiles.warps)
+
+    return Launcher(ampere_attention_kernel, constants)
+
+
+def _attend_on_ampere(operands: AttentionOperands, out: torch.Tensor, half_sums: bool, tiles: AttentionTiles) -> None:
+    """Launch the kernel in Gluon on values [B, HK, TK, D], to fill `out` [B, H, TQ, WIDTH]."""
+    (batch, heads, tq, width), (_, kv_heads, tk, _), scaled = out.shape, operands.v.shape, operands.v_scale is not None
+    form = (tiles, width, tk % tiles.keys != 0, half_sums, scaled)
+    numbers = (heads, heads // kv_heads, tq, tk, operands.k.shape[1], *operands.v.stride()[:3], *out.stride()[:3])
+    tensors = (*operands[:5], operands.v_scale if operands.v_scale is not None else operands.q_scale, out)
+    _ampere_attention()(form, (-(-tq // tiles.rows) * batch * heads, 1), tensors, numbers)
+
+
+def _in_pieces_of_16_bytes(v: torch.Tensor) -> bool:
+    return v.element_size() == 2 and v.data_ptr() % 16 == 0 and not any(step % 16 for step in v.stride()[:3])
+
+
+def _is_right(tiles: AttentionTiles, half_sums: bool, scaled: bool, v: torch.Tensor) -> bool:
+    """Whether the kernel in Gluon computes on this card what it should, found out once for values like these."""
+
+    def found() -> bool:
+        try:
+            attend = functools.partial(_attend_on_ampere, half_sums=half_sums, tiles=tiles)
+            check_attention(attend, v.shape[-1], scaled, v.dtype, v.device)
+        except Exception as error:
+            if not isinstance(error, WrongResult) and not is_unfit(error):
+                raise
+            text = "INT8 attention: a kernel is wrong on %s and is not used there: %s. Please report this."
+            logger.warning(text, device_name(v.device.index), tiles)
+            return False
+        return True
+
+    key = (check_attention, tiles, half_sums, scaled, v.dtype, v.shape[-1], v.device)
+    if key not in KEPT and v.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return kept(key, found)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -361,12 +246,15 @@ def _launch(
     (batch, heads, tq, width), (_, kv_heads, tk, _) = given[0].shape, given[1].shape
     mask = None if mask is None else mask.expand(batch, heads, tq, tk)
     kind, capability, out = mask_kind(mask), _capability(out.device), out.transpose(1, 2)
+    channels, v, scaled = operands.q.shape[-1], given[2], operands.v_scale is not None
+    tiles = gluon_tiles_for(capability, channels) if int8 and mask is None and v.shape[-1] == channels else None
+    if tiles is not None and _in_pieces_of_16_bytes(v) and _is_right(tiles, half_sums, scaled, v):
+        return _attend_on_ampere(operands._replace(v=v), out, half_sums, tiles)
     if int8:
         multiprocessors = _multiprocessors(out.device)
-        tiles = tiles_for(capability, operands.q.shape[-1], kind, (batch * heads, tq), multiprocessors)
+        tiles = tiles_for(capability, channels, kind, (batch * heads, tq), multiprocessors)
     else:
         tiles = float_tiles_for(capability, kind)
-    scaled = operands.v_scale is not None
     form = (tiles, int8, width, kind, tk % tiles.keys != 0, half_sums, scaled)
     read = (0,) * 6 if int8 else (*given[0].stride()[:3], *given[1].stride()[:3])
     strides = (*read, *given[2].stride()[:3], *out.stride()[:3])

@@ -121,6 +121,26 @@ def test_larger_tiles(monkeypatch):
     assert relative_error(int8_attention(q, k, v), exact(q, k, v)) < NORMAL
 
 
+@pytest.mark.skipif(DEVICE != "cuda" or not attention.HAS_GLUON, reason="needs a GPU and Gluon")
+@pytest.mark.parametrize("capability", ((8, 0), (8, 6)))
+@pytest.mark.parametrize("width", (40, 64, 128, 256))
+def test_the_kernel_in_gluon(monkeypatch, capability, width):
+    """On any card that runs Ampere's instructions; where it has no tiles, and for values in pieces, Triton's does."""
+    launched, launch = [], attention._attend_on_ampere
+    monkeypatch.setattr(attention, "_capability", lambda _: capability)
+    monkeypatch.setattr(
+        attention, "_attend_on_ampere", lambda *given, **named: launched.append(launch(*given, **named))
+    )
+    half_sums = capability == (8, 6)
+    for shape in ({"batch": 2, "count": 4, "kv": 2, "tq": 333, "tk": 777}, {"tq": 65, "tk": 31}, {"tq": 1, "tk": 512}):
+        launched.clear()
+        q, k, v = operands(**shape, width=width)
+        out = torch.empty_like(q)
+        attend_in_int8(half_sums, width**-0.5, (q, k, v, None, None), (out.transpose(1, 2),))
+        assert relative_error(out, exact(q, k, v)) < NORMAL
+        assert bool(launched) == (half_sums or width == 64)
+
+
 @both
 def test_a_common_vector_of_keys_costs_nothing(compute):
     q, k, v = operands(tk=200)

@@ -16,9 +16,11 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[2::-1
 import torch
 from machine_code import built, dumped, print_reports
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.compiler import ASTSource
 
 from kernels import ops
 from kernels.gguf.formats import GGUF_FORMATS
+from kernels.internals.gluon import HAS_GLUON
 from kernels.operators import Operator
 from kernels.reference.transform import ChannelTransform
 from kernels.reference.weights import GroupedCodes, LowRank
@@ -26,6 +28,9 @@ from kernels.triton_kernels import attention, column_rounding, gguf, grouped_cod
 from kernels.triton_kernels.launching import Launcher, Layout
 from support.fused_op_cases import CASES
 from support.sass import AttentionLoop, attention_loop
+
+if HAS_GLUON:
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.bool: "i1"}
 WORDS |= {torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32"}
@@ -86,8 +91,10 @@ def _recording(build: Build) -> Iterator[list[tuple]]:
         for name, answer in (
             ("_capability", divmod(build.capability, 10)),
             ("_multiprocessors", 1 if build.fills else 1 << 20),
+            ("_in_pieces_of_16_bytes", True),
+            ("_is_right", True),
         ):
-            patches.enter_context(mock.patch.object(attention, name, lambda _, answer=answer: answer))
+            patches.enter_context(mock.patch.object(attention, name, lambda *_, answer=answer: answer))
         yield launches
 
 
@@ -168,9 +175,9 @@ def compiled(build: Build):
     known = {name: size for name, size in sizes.items() if type(size) is int and name not in kernel.do_not_specialize}
     constants = {**constants, **{name: 1 for name, size in known.items() if size == 1}}
     aligned = [*kernel.arg_names[: len(tensors)], *(name for name, size in known.items() if size % 16 == 0)]
-    return built(
-        kernel, dict(zip(kernel.arg_names, types, strict=False)), constants, aligned, options, build.capability
-    )
+    types = dict(zip(kernel.arg_names, types, strict=False))
+    kind = GluonASTSource if HAS_GLUON and isinstance(kernel, GluonJITFunction) else ASTSource
+    return built(kernel, types, constants, aligned, options, build.capability, kind)
 
 
 def main_loop(width: int) -> AttentionLoop:

@@ -1,0 +1,165 @@
+"""INT8 attention for Ampere and Ada, in Gluon: keys are copied while values are multiplied, and the other way round.
+
+Triton's own pipeline begins all copies of a tile behind the products of the one before, and waits for all of them in
+front of the first product.
+"""
+
+# Gluon evaluates types and tuples while it compiles, which pyright cannot follow.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+from ..internals.gluon import commit_copies, copy_async, gl, gluon, mma_v2, wait_for_copies
+
+# The bits of 1.5 * 2**23 as a float: such a float and an integer below 2**22, added as integers, are the bits of their
+# sum. So sums of products that begin there need no conversion.
+_BITS, _FLOAT = gl.constexpr(0x4B400000), gl.constexpr(12582912.0)
+# Channels of one tensor core instruction.
+_STEP = gl.constexpr(32)
+
+
+@gluon.jit
+def _copy_keys(keys, scales, k, k_scale, first, key_tile, scale_tile):
+    """Begin to copy the tile of keys from `first` on, and its scales."""
+    start = first.to(gl.int64)
+    copy_async(keys, k + start * keys.shape[1] + key_tile)
+    copy_async(scales, k_scale + start + scale_tile)
+    commit_copies()
+
+
+@gluon.jit
+def _attend_to_keys(
+    queries, q_scale, ring, scale_ring, at, values, k, k_scale, v, first, TK, v_step, key_tile, scale_tile,
+    v_row, v_tile, highest, total, acc,
+    RAGGED: gl.constexpr, HALF_SUMS: gl.constexpr,
+):  # fmt: skip
+    """What the tile of keys from `first` on adds, as in attention_kernel.py; `acc` has parts of the channels.
+
+    It lies `at` a place of the ring, and the next tile is copied to the next place. Behind the last tile of a head lie
+    others that are not used.
+    """
+    BUFFERS: gl.constexpr = ring.shape[0]
+    keys, scales = ring.index(at), scale_ring.index(at)
+    after = (at + 1) % BUFFERS
+    ROWS: gl.constexpr = acc[0].shape[0]
+    PART: gl.constexpr = acc[0].shape[1]
+    KEYS: gl.constexpr = keys.shape[0]
+    D: gl.constexpr = keys.shape[1]
+    DTYPE: gl.constexpr = v.dtype.element_ty
+    summed: gl.constexpr = acc[0].type.layout
+    of_keys: gl.constexpr = gl.SliceLayout(0, summed)
+    # The keys are there, and all warps are done with the tile before.
+    wait_for_copies(0)
+    scale = scales.load(of_keys)
+    sums = gl.full([ROWS, KEYS], _BITS, gl.int32, summed)
+    for step in gl.static_range(D // _STEP):
+        some = keys.slice(step * _STEP, _STEP, 1).permute([1, 0]).load(gl.DotOperandLayout(1, summed, 4))
+        if step == 0:
+            tile = v + first.to(gl.int64) * v_step + v_tile
+            if RAGGED:
+                copy_async(values, tile, mask=(first + v_row < TK)[:, None])
+            else:
+                copy_async(values, tile)
+            commit_copies()
+            if BUFFERS == 2:
+                later, later_scales = ring.index(after), scale_ring.index(after)
+                _copy_keys(later, later_scales, k, k_scale, first + KEYS, key_tile, scale_tile)
+        sums = mma_v2(queries[step], some, sums)
+    logits = gl.fma(sums.to(gl.float32, bitcast=True), scale[None, :], (scale * -_FLOAT)[None, :])
+    if RAGGED:
+        inside = first + gl.arange(0, KEYS, of_keys) < TK
+        logits = gl.where(inside[None, :], logits * q_scale[:, None], float("-inf"))
+        now = gl.maximum(highest, gl.max(logits, 1))
+        probabilities = gl.exp2(logits - now[:, None])
+    else:
+        now = gl.maximum(highest, gl.max(logits, 1) * q_scale)
+        probabilities = gl.exp2(logits * q_scale[:, None] - now[:, None])
+    shrunk = gl.exp2(highest - now)
+    total = total * shrunk + gl.sum(probabilities, 1)
+    probabilities = gl.convert_layout(probabilities.to(DTYPE), gl.DotOperandLayout(0, summed, 2))
+    # The values are there, and all warps are done with the keys.
+    wait_for_copies(BUFFERS - 1)
+    parts = ()
+    for part in gl.static_range(D // PART):
+        some = values.slice(part * PART, PART, 1).load(gl.DotOperandLayout(1, summed, 2))
+        if part == 0 and BUFFERS == 1:
+            _copy_keys(keys, scales, k, k_scale, first + KEYS, key_tile, scale_tile)
+        if HALF_SUMS:
+            half = mma_v2(probabilities, some, gl.zeros([ROWS, PART], gl.float16, summed))
+            parts = parts + (acc[part] * shrunk[:, None] + half.to(gl.float32),)  # noqa: RUF005
+        else:
+            parts = parts + (mma_v2(probabilities, some, acc[part] * shrunk[:, None]),)  # noqa: RUF005
+    return now, total, parts, after
+
+
+@gluon.jit(do_not_specialize=("TQ", "TK"))
+def ampere_attention_kernel(
+    q, q_scale, k, k_scale, v, v_scale, out,
+    H, GROUP, TQ, TK, TK_PADDED, v_sample, v_head, v_token, out_sample, out_head, out_token,
+    RAGGED: gl.constexpr, HALF_SUMS: gl.constexpr, HAS_V_SCALE: gl.constexpr,
+    WIDTH: gl.constexpr, D: gl.constexpr, PART: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    WARPS: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """`attention_kernel` with INT8, without a mask, for values [.., D] in 16 bits whose rows begin on 16 bytes."""
+    across: gl.constexpr = D // 16  # threads of 16 bytes along a row
+    summed: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    of_rows: gl.constexpr = gl.SliceLayout(1, summed)
+    left: gl.constexpr = gl.DotOperandLayout(0, summed, 4)
+    bytes_copied: gl.constexpr = gl.BlockedLayout([1, 16], [32 // across, across], [WARPS, 1], [1, 0])
+    halves_copied: gl.constexpr = gl.BlockedLayout([1, 8], [16 // across, 2 * across], [WARPS, 1], [1, 0])
+    scales_copied: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    bytes_shared: gl.constexpr = gl.SwizzledSharedLayout(16, max(1, 128 // D), min(8, across), [1, 0])
+    halves_shared: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 64 // D), min(8, 2 * across), [1, 0])
+
+    blocks = gl.cdiv(TQ, ROWS)
+    head = gl.program_id(0) // blocks
+    sample, own = (head // H).to(gl.int64), head % H
+    one_k_head = sample * (H // GROUP) + own // GROUP
+    block = gl.program_id(0) % blocks * ROWS
+    k += one_k_head * TK_PADDED * D
+    k_scale += one_k_head * TK_PADDED
+    v += sample * v_sample + (own // GROUP).to(gl.int64) * v_head
+
+    key_row = gl.arange(0, KEYS, gl.SliceLayout(1, bytes_copied))
+    v_row = gl.arange(0, KEYS, gl.SliceLayout(1, halves_copied))
+    key_tile = key_row[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, bytes_copied))[None, :]
+    scale_tile = gl.arange(0, KEYS, scales_copied)
+    v_step = D if HAS_V_SCALE else v_token
+    v_tile = v_row.to(gl.int64)[:, None] * v_step + gl.arange(0, D, gl.SliceLayout(0, halves_copied))[None, :]
+    ring = gl.allocate_shared_memory(gl.int8, [BUFFERS, KEYS, D], bytes_shared)
+    scale_ring = gl.allocate_shared_memory(gl.float32, [BUFFERS, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    values = gl.allocate_shared_memory(v.dtype.element_ty, [KEYS, D], halves_shared)
+    at = gl.to_tensor(0)
+    _copy_keys(ring.index(0), scale_ring.index(0), k, k_scale, at, key_tile, scale_tile)
+
+    row, column = block + gl.arange(0, ROWS, gl.SliceLayout(1, left)), gl.arange(0, _STEP, gl.SliceLayout(0, left))
+    place = q + (head.to(gl.int64) * TQ + row)[:, None] * D + column[None, :]
+    queries = ()
+    for step in gl.static_range(D // _STEP):
+        queries = queries + (gl.load(place + step * _STEP, mask=(row < TQ)[:, None], other=0),)  # noqa: RUF005
+    rows = block + gl.arange(0, ROWS, of_rows)
+    scale = gl.load(q_scale + head.to(gl.int64) * TQ + rows, mask=rows < TQ, other=0.0)
+
+    highest = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
+    total = gl.zeros([ROWS], gl.float32, of_rows)
+    acc = (gl.zeros([ROWS, PART], gl.float32, summed),) * (D // PART)
+    whole = TK // KEYS * KEYS if RAGGED else TK
+    for first in range(0, whole, KEYS):
+        highest, total, acc, at = _attend_to_keys(
+            queries, scale, ring, scale_ring, at, values, k, k_scale, v, first, TK, v_step, key_tile, scale_tile,
+            v_row, v_tile, highest, total, acc, False, HALF_SUMS,
+        )  # fmt: skip
+    if RAGGED:
+        highest, total, acc, at = _attend_to_keys(
+            queries, scale, ring, scale_ring, at, values, k, k_scale, v, whole, TK, v_step, key_tile, scale_tile,
+            v_row, v_tile, highest, total, acc, True, HALF_SUMS,
+        )  # fmt: skip
+    wait_for_copies(0)
+
+    inverse = gl.where(total == 0.0, 0.0, gl.div_rn(1.0, total))
+    out += sample * out_sample + own.to(gl.int64) * out_head
+    for part in gl.static_range(D // PART):
+        column = part * PART + gl.arange(0, PART, gl.SliceLayout(0, summed))
+        result = acc[part] * inverse[:, None]
+        if HAS_V_SCALE:
+            result *= gl.load(v_scale + one_k_head * D + column)[None, :]
+        tile = out + rows[:, None].to(gl.int64) * out_token + column[None, :]
+        gl.store(tile, result.to(out.dtype.element_ty), mask=(rows < TQ)[:, None] & (column < WIDTH)[None, :])
