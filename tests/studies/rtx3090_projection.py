@@ -496,10 +496,11 @@ def compiled_tiles() -> dict[str, list[Tile]]:
 
 def compiled_attention(width: int) -> AttentionTile:
     """The INT8 attention kernel that the pack ships for heads of so many channels on an RTX 3090, compiled."""
-    from kernels.triton_kernels.attention import tiles_for
+    from kernels.triton_kernels.attention import gluon_tiles_for
     from support.kernel_builds import main_loop  # turns Triton's interpreter off, so not for a test's process
 
-    tiles = tiles_for((8, 6), width)
+    tiles = gluon_tiles_for((8, 6), width)
+    assert tiles is not None
     return AttentionTile(tiles.rows, tiles.keys, tiles.warps, main_loop(width))
 
 
