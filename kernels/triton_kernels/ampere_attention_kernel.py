@@ -17,8 +17,9 @@ _STEP = gl.constexpr(32)
 
 
 @gluon.jit
-def _copy_keys(keys, scales, k, k_scale, first, key_tile, scale_tile):
+def _copy_keys(buffers, k, k_scale, first, key_tile, scale_tile):
     """Begin to copy the tile of keys from `first` on, and its scales."""
+    keys, scales = buffers
     start = first.to(gl.int64)
     copy_async(keys, k + start * keys.shape[1] + key_tile)
     copy_async(scales, k_scale + start + scale_tile)
@@ -27,18 +28,15 @@ def _copy_keys(keys, scales, k, k_scale, first, key_tile, scale_tile):
 
 @gluon.jit
 def _attend_to_keys(
-    queries, q_scale, ring, scale_ring, at, values, k, k_scale, v, first, TK, v_step, key_tile, scale_tile,
-    v_row, v_tile, highest, total, acc,
-    RAGGED: gl.constexpr, HALF_SUMS: gl.constexpr,
+    queries, q_scale, buffers, others, values, k, k_scale, v, first, TK, v_step, key_tile, scale_tile, v_row, v_tile,
+    highest, total, acc,
+    RAGGED: gl.constexpr, LAST: gl.constexpr, HALF_SUMS: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """What the tile of keys from `first` on adds, as in attention_kernel.py; `acc` has parts of the channels.
 
-    It lies `at` a place of the ring, and the next tile is copied to the next place. Behind the last tile of a head lie
-    others that are not used.
+    It is in `buffers`, and the next is copied into the `others`, which may be the same, unless it is the LAST.
     """
-    BUFFERS: gl.constexpr = ring.shape[0]
-    keys, scales = ring.index(at), scale_ring.index(at)
-    after = (at + 1) % BUFFERS
+    keys, scales = buffers
     ROWS: gl.constexpr = acc[0].shape[0]
     PART: gl.constexpr = acc[0].shape[1]
     KEYS: gl.constexpr = keys.shape[0]
@@ -59,9 +57,8 @@ def _attend_to_keys(
             else:
                 copy_async(values, tile)
             commit_copies()
-            if BUFFERS == 2:
-                later, later_scales = ring.index(after), scale_ring.index(after)
-                _copy_keys(later, later_scales, k, k_scale, first + KEYS, key_tile, scale_tile)
+            if BUFFERS == 2 and not LAST:
+                _copy_keys(others, k, k_scale, first + KEYS, key_tile, scale_tile)
         sums = mma_v2(queries[step], some, sums)
     logits = gl.fma(sums.to(gl.float32, bitcast=True), scale[None, :], (scale * -_FLOAT)[None, :])
     if RAGGED:
@@ -76,18 +73,18 @@ def _attend_to_keys(
     total = total * shrunk + gl.sum(probabilities, 1)
     probabilities = gl.convert_layout(probabilities.to(DTYPE), gl.DotOperandLayout(0, summed, 2))
     # The values are there, and all warps are done with the keys.
-    wait_for_copies(BUFFERS - 1)
+    wait_for_copies(1 if BUFFERS == 2 and not LAST else 0)
     parts = ()
     for part in gl.static_range(D // PART):
         some = values.slice(part * PART, PART, 1).load(gl.DotOperandLayout(1, summed, 2))
-        if part == 0 and BUFFERS == 1:
-            _copy_keys(keys, scales, k, k_scale, first + KEYS, key_tile, scale_tile)
+        if part == 0 and BUFFERS == 1 and not LAST:
+            _copy_keys(others, k, k_scale, first + KEYS, key_tile, scale_tile)
         if HALF_SUMS:
             half = mma_v2(probabilities, some, gl.zeros([ROWS, PART], gl.float16, summed))
             parts = parts + (acc[part] * shrunk[:, None] + half.to(gl.float32),)  # noqa: RUF005
         else:
             parts = parts + (mma_v2(probabilities, some, acc[part] * shrunk[:, None]),)  # noqa: RUF005
-    return now, total, parts, after
+    return now, total, parts
 
 
 @gluon.jit(do_not_specialize=("TQ", "TK"))
@@ -124,11 +121,13 @@ def ampere_attention_kernel(
     scale_tile = gl.arange(0, KEYS, scales_copied)
     v_step = D if HAS_V_SCALE else v_token
     v_tile = v_row.to(gl.int64)[:, None] * v_step + gl.arange(0, D, gl.SliceLayout(0, halves_copied))[None, :]
-    ring = gl.allocate_shared_memory(gl.int8, [BUFFERS, KEYS, D], bytes_shared)
-    scale_ring = gl.allocate_shared_memory(gl.float32, [BUFFERS, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ring = ()
+    for _ in gl.static_range(BUFFERS):
+        keys = gl.allocate_shared_memory(gl.int8, [KEYS, D], bytes_shared)
+        scales = gl.allocate_shared_memory(gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        ring = ring + ((keys, scales),)  # noqa: RUF005
     values = gl.allocate_shared_memory(v.dtype.element_ty, [KEYS, D], halves_shared)
-    at = gl.to_tensor(0)
-    _copy_keys(ring.index(0), scale_ring.index(0), k, k_scale, at, key_tile, scale_tile)
+    _copy_keys(ring[0], k, k_scale, gl.to_tensor(0), key_tile, scale_tile)
 
     row, column = block + gl.arange(0, ROWS, gl.SliceLayout(1, left)), gl.arange(0, _STEP, gl.SliceLayout(0, left))
     place = q + (head.to(gl.int64) * TQ + row)[:, None] * D + column[None, :]
@@ -141,17 +140,20 @@ def ampere_attention_kernel(
     highest = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
     total = gl.zeros([ROWS], gl.float32, of_rows)
     acc = (gl.zeros([ROWS, PART], gl.float32, summed),) * (D // PART)
-    whole = TK // KEYS * KEYS if RAGGED else TK
-    for first in range(0, whole, KEYS):
-        highest, total, acc, at = _attend_to_keys(
-            queries, scale, ring, scale_ring, at, values, k, k_scale, v, first, TK, v_step, key_tile, scale_tile,
-            v_row, v_tile, highest, total, acc, False, HALF_SUMS,
-        )  # fmt: skip
+    whole = TK // (BUFFERS * KEYS) * (BUFFERS * KEYS) if RAGGED else TK
+    for start in range(0, whole, BUFFERS * KEYS):
+        for each in gl.static_range(BUFFERS):
+            highest, total, acc = _attend_to_keys(
+                queries, scale, ring[each], ring[(each + 1) % BUFFERS], values, k, k_scale, v, start + each * KEYS,
+                TK, v_step, key_tile, scale_tile, v_row, v_tile, highest, total, acc, False, False, HALF_SUMS, BUFFERS,
+            )  # fmt: skip
     if RAGGED:
-        highest, total, acc, at = _attend_to_keys(
-            queries, scale, ring, scale_ring, at, values, k, k_scale, v, whole, TK, v_step, key_tile, scale_tile,
-            v_row, v_tile, highest, total, acc, True, HALF_SUMS,
-        )  # fmt: skip
+        for each in gl.static_range(BUFFERS):
+            highest, total, acc = _attend_to_keys(
+                queries, scale, ring[each], ring[(each + 1) % BUFFERS], values, k, k_scale, v, whole + each * KEYS,
+                TK, v_step, key_tile, scale_tile, v_row, v_tile, highest, total, acc, True, each == BUFFERS - 1,
+                HALF_SUMS, BUFFERS,
+            )  # fmt: skip
     wait_for_copies(0)
 
     inverse = gl.where(total == 0.0, 0.0, gl.div_rn(1.0, total))

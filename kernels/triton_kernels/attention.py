@@ -162,7 +162,7 @@ def _ampere_attention() -> Launcher:
 def _attend_on_ampere(operands: AttentionOperands, out: torch.Tensor, half_sums: bool, tiles: AttentionTiles) -> None:
     """Launch the kernel in Gluon on values [B, HK, TK, D], to fill `out` [B, H, TQ, WIDTH]."""
     (batch, heads, tq, width), (_, kv_heads, tk, _), scaled = out.shape, operands.v.shape, operands.v_scale is not None
-    form = (tiles, width, tk % tiles.keys != 0, half_sums, scaled)
+    form = (tiles, width, tk % (tiles.keys * tiles.stages) != 0, half_sums, scaled)
     numbers = (heads, heads // kv_heads, tq, tk, operands.k.shape[1], *operands.v.stride()[:3], *out.stride()[:3])
     tensors = (*operands[:5], operands.v_scale if operands.v_scale is not None else operands.q_scale, out)
     _ampere_attention()(form, (-(-tq // tiles.rows) * batch * heads, 1), tensors, numbers)
