@@ -223,8 +223,8 @@ def _own_config(operands: Operands) -> GemmConfig:
     return next(config for config in ours if config.pipeline != "ring" or (sure and _is_exact(config, operands)))
 
 
-def _give_the_same(launch: KitchenLaunch, own: GemmLaunch, operands: Operands) -> bool:
-    """Whether two launches give the same bits, found out once per shape and kind of operands.
+def _gives_the_same(launch: KitchenLaunch, operands: Operands) -> bool:
+    """Whether a launch gives the bits of the pack's own, found out once per shape and kind of operands.
 
     Too little memory says nothing, and neither does the capture of a CUDA graph, in which nothing can be compared.
     """
@@ -239,7 +239,7 @@ def _give_the_same(launch: KitchenLaunch, own: GemmLaunch, operands: Operands) -
                 raise
             except (WrongResult, RuntimeError, TypeError, ValueError):  # of others' code: the pack's own runs
                 return False
-            own(q, weight, out, operands.read)
+            GemmLaunch(_own_config(operands), operands)(q, weight, out, operands.read)
             return torch.equal(out, other.out)
 
     key = (KITCHEN, q.shape, weight.shape, q.device, out.dtype, bias is not None, operands.has_one_scale)
@@ -268,10 +268,8 @@ def tuned_gemm(operands: Operands, launches: Launches) -> GemmLaunch | KitchenLa
     def launch(config: GemmConfig) -> None:
         if config.pipeline == "ring" and not _is_exact(config, operands):
             raise WrongResult
-        if isinstance(kitchen := made(config), KitchenLaunch):
-            own = GemmLaunch(_own_config(operands), operands)
-            if not _give_the_same(kitchen, own, operands):
-                launches[config] = own
+        if isinstance(kitchen := made(config), KitchenLaunch) and not _gives_the_same(kitchen, operands):
+            launches[config] = GemmLaunch(_own_config(operands), operands)
         made(config)(q, operands.weight, operands.out, operands.read)
 
     def is_ready(config: GemmConfig, rank: int | None) -> bool:
