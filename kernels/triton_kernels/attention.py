@@ -11,12 +11,11 @@ import torch
 
 from ..internals.gluon import HAS_GLUON
 from ..internals.triton_runtime import is_unfit
-from ..kept import KEPT, kept
 from ..operators import OperatorLaunch, Tensors
 from ..reference.attention import WIDEST_HEAD, padded_width
 from .attention_kernel import attention_kernel
 from .attention_operands import AttentionOperands, quantized_operands
-from .exactness import WrongResult, check_attention
+from .exactness import WrongResult, asked_once, check_attention
 from .launching import Build, Launcher, built
 from .tuning import device_name
 
@@ -188,9 +187,7 @@ def _is_right(tiles: AttentionTiles, half_sums: bool, scaled: bool, v: torch.Ten
         return True
 
     key = (check_attention, tiles, half_sums, scaled, v.dtype, v.shape[-1], v.device)
-    if key not in KEPT and v.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    return kept(key, found)
+    return asked_once(key, v.device, found)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

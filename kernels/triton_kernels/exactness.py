@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from ..kept import KEPT, kept
 from ..reference.linear import int8_accumulate_reference
 from .attention_operands import AttentionOperands
 from .gemm_kernel import Operands
+from .launching import is_capturing
 
 # Of ragged tiles, and of few enough that all multiprocessors share them where K is shared.
 _M, _N, _K = 300, 1008, 4608
@@ -19,6 +21,17 @@ _SPARSE = 16
 
 class WrongResult(Exception):
     """A kernel does not compute what it should."""
+
+
+def asked_once(key: tuple, device: torch.device, ask: Callable[[], bool]) -> bool:
+    """What a card answers, kept under `key`. False, and not kept, where it cannot be asked now: with too little memory,
+    and in the capture of a CUDA graph, in which no result can be looked at."""
+    if key not in KEPT and is_capturing(device):
+        return False
+    try:
+        return kept(key, ask)
+    except torch.cuda.OutOfMemoryError:
+        return False
 
 
 def check_exact(

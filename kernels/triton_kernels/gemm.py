@@ -10,13 +10,12 @@ import torch
 from ..internals.gluon import HAS_GLUON
 from ..internals.kitchen import kitchen_gemm
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
-from ..kept import KEPT, kept
 from ..memory_plan import unplanned_memory
 from ..operators import Tensors
 from .background import Background, beside_calls
-from .exactness import WrongResult, check_exact
+from .exactness import WrongResult, asked_once, check_exact
 from .gemm_kernel import Operands, gemm_build, int8_gemm_kernel
-from .launching import Launcher, StandIn, begin_on_16, contiguous, dense, on_device
+from .launching import Launcher, StandIn, begin_on_16, contiguous, dense, is_capturing, on_device
 from .tiles import KITCHEN, PIPELINES, GemmConfig, gemm_candidates
 from .tuning import TuningKey, device_name, m_bucket, tuner
 
@@ -29,18 +28,13 @@ _STORE_BLOCKS_FROM = 2**36
 _arrivals_of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def _is_capturing(device: torch.device) -> bool:
-    """Whether calls on a device become part of a CUDA graph now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
     """Zeros, int32 [at least tiles], for one launch. Kernels of a stream follow one another and leave the zeros behind.
 
     So each stream keeps its own, which saves filling them for each launch; a CUDA graph, which may be replayed on any
     stream, fills its own. The interpreter gets new ones too.
     """
-    if device.type != "cuda" or _is_capturing(device):
+    if device.type != "cuda" or is_capturing(device):
         return torch.zeros(tiles, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     held = _arrivals_of_streams.get(key)
@@ -198,7 +192,7 @@ def launch_config(config: GemmConfig, operands: Operands) -> None:
 
 
 def _is_exact(config: GemmConfig, operands: Operands) -> bool:
-    """Whether a ring computes exactly here, found out once per kernel; too little memory says nothing."""
+    """Whether a ring computes exactly here, found out once per kernel."""
     device, form = operands.q.device, (operands.out.dtype, operands.bias is not None, operands.has_one_scale)
 
     def found() -> bool:
@@ -210,24 +204,17 @@ def _is_exact(config: GemmConfig, operands: Operands) -> bool:
             return False
         return True
 
-    try:
-        return kept((check_exact, config.kernel, config.split_k > 1, device, *form), found)
-    except torch.cuda.OutOfMemoryError:
-        return False
+    return asked_once((check_exact, config.kernel, config.split_k > 1, device, *form), device, found)
 
 
 def _own_config(operands: Operands) -> GemmConfig:
     """What runs in the place of comfy-kitchen's GEMM where that cannot."""
-    sure = not _is_capturing(operands.q.device)
     ours = (config for config in _candidates(operands) if config != KITCHEN)
-    return next(config for config in ours if config.pipeline != "ring" or (sure and _is_exact(config, operands)))
+    return next(config for config in ours if config.pipeline != "ring" or _is_exact(config, operands))
 
 
 def _gives_the_same(launch: KitchenLaunch, operands: Operands) -> bool:
-    """Whether a launch gives the bits of the pack's own, found out once per shape and kind of operands.
-
-    Too little memory says nothing, and neither does the capture of a CUDA graph, in which nothing can be compared.
-    """
+    """Whether a launch gives the bits of the pack's own, found out once per shape and kind of operands."""
     q, weight, *_, bias, out = operands
 
     def found() -> bool:
@@ -243,12 +230,7 @@ def _gives_the_same(launch: KitchenLaunch, operands: Operands) -> bool:
             return torch.equal(out, other.out)
 
     key = (KITCHEN, q.shape, weight.shape, q.device, out.dtype, bias is not None, operands.has_one_scale)
-    if _is_capturing(q.device):
-        return KEPT.get(key, False)
-    try:
-        return kept(key, found)
-    except torch.cuda.OutOfMemoryError:
-        return False
+    return asked_once(key, q.device, found)
 
 
 def tuned_gemm(operands: Operands, launches: Launches) -> GemmLaunch | KitchenLaunch | None:

@@ -249,6 +249,11 @@ def _specialized(numbers: tuple[float, ...], first: int, unspecialized: frozense
     )
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether calls on a device become part of a CUDA graph now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def on_device(device: torch.device) -> AbstractContextManager:
     """A context in which `device` is the current one. Costs next to nothing where it already is, and on a CPU."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
