@@ -1,5 +1,7 @@
 """Quantized weights as ComfyUI carries them: QuantizedTensors of comfy-kitchen's, with layouts that are registered."""
 
+from collections import deque
+from itertools import cycle
 from typing import Any, TypeGuard
 
 import torch
@@ -11,7 +13,7 @@ NATIVE_FORMAT = "int8_tensorwise"
 NATIVE_LAYOUT: str = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
 """The layout that ComfyUI's own loaders hold it in."""
 
-_BUFFER_BYTES = 64 << 20
+_BUFFER_BYTES = 16 << 20
 
 NATIVE_GROUPED_LAYOUT = "AsymW4A8Int8Layout"
 """The layout of W4A8 and W6A8 weights in a ComfyUI that knows them. Its parameters have the scales of groups (`scale`),
@@ -81,33 +83,53 @@ class HeldWeight(QuantizedTensor):
         return cls(rebuilt._qdata, rebuilt._layout_cls, rebuilt._params)
 
 
-def in_host_memory(weight: torch.Tensor) -> torch.Tensor:
-    """A tensor, quantized or not, in the host's memory."""
-    if isinstance(weight, HeldWeight):
-        return weight._copy_with(_from_gpu(weight._qdata), weight._params.to_device(torch.device("cpu")))
-    return weight.to(device="cpu") if isinstance(weight, QuantizedTensor) else _from_gpu(weight)
+def to_device(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor, quantized or not, on a device; not copied where it is there."""
+    if not isinstance(weight, QuantizedTensor):
+        return _copied(weight, device)
+    return type(weight)(_copied(weight._qdata, device), weight._layout_cls, weight._params.to_device(device))
 
 
-def _from_gpu(x: torch.Tensor) -> torch.Tensor:
-    if x.device.type != "cuda" or not x.is_contiguous():
-        return x.to(device="cpu")
+def _copied(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if {x.device.type, device.type} != {"cpu", "cuda"} or not x.is_contiguous():
+        return x.to(device=device)
     try:
-        return copied_through(torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), x)
+        buffers = torch.empty(2, _BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:  # no memory can be pinned
-        return x.to(device="cpu")
+        return x.to(device=device)
+    return copied_through(buffers, x, device)
 
 
-def copied_through(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of any device in new memory of the host, by way of a buffer, uint8 [bytes].
+def copied_through(buffers: torch.Tensor, x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor between the host and a GPU, copied by way of two buffers of the host, uint8 [2, bytes].
 
-    Where the buffer is pinned, a GPU writes into it at the speed of the bus, and several threads touch the pages of the
-    new memory. A plain copy has one thread do that: 1.7 GB/s instead of 6 on the host of an H100.
+    Where they are pinned, a GPU reads or writes one at the speed of the bus, while several threads of the host fill or
+    empty the other. A plain copy has one thread do all that: on the host of an H100 10 GB/s instead of 45 from pages of
+    a file, and 2 instead of 20 into new memory.
     """
-    copy = torch.empty(x.shape, dtype=x.dtype)
-    if x.numel():
-        given, taken = (each.reshape(-1).view(torch.uint8) for each in (x, copy))
-        for some, its in zip(given.split(len(buffer)), taken.split(len(buffer)), strict=True):
-            its.copy_(buffer[: len(some)].copy_(some))
+    copy = torch.empty(x.shape, dtype=x.dtype, device=device)
+    if not x.numel():
+        return copy
+    crossing: deque[tuple] = deque()  # parts of both on the bus, at most one a buffer
+
+    def settle() -> None:
+        buffer, its, event = crossing.popleft()
+        if event is not None:
+            event.synchronize()
+        if not copy.is_cuda:
+            its.copy_(buffer)
+
+    gpu = next((each.device for each in (x, copy) if each.is_cuda), None)
+    given, taken = (each.reshape(-1).view(torch.uint8).split(buffers.shape[1]) for each in (x, copy))
+    for some, its, buffer in zip(given, taken, cycle(buffers), strict=False):
+        if len(crossing) == len(buffers):
+            settle()
+        held = buffer[: len(some)].copy_(some, non_blocking=True)
+        if copy.is_cuda:
+            its.copy_(held, non_blocking=True)
+        crossing.append((held, its, None if gpu is None else torch.cuda.current_stream(gpu).record_event()))
+    while crossing:
+        settle()
     return copy
 
 

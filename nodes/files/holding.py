@@ -31,7 +31,15 @@ from ...kernels import (
     expand_gguf,
     gguf_channel_scales,
 )
-from ..comfyui.quantized import NATIVE_GROUPED_LAYOUT, HeldWeight, has_layout, is_plain_grouped, layout_of, stored
+from ..comfyui.quantized import (
+    NATIVE_GROUPED_LAYOUT,
+    HeldWeight,
+    has_layout,
+    is_plain_grouped,
+    layout_of,
+    stored,
+    to_device,
+)
 from . import quant_config
 from .reading.gguf_package import decode_gguf
 
@@ -116,7 +124,7 @@ def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, d
     ValueError where a row holds a NaN or Inf.
     """
     blocks, form = stored(weight), replace(weight.params, orig_dtype=dtype)
-    scales = gguf_channel_scales(blocks.to(device), form.gguf_format)
+    scales = gguf_channel_scales(to_device(blocks, device), form.gguf_format)
     broken = ~torch.isfinite(scales)
     if bool(broken.any()):
         raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")

@@ -10,7 +10,7 @@ import comfy.utils
 import torch
 
 from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, naming_layer, quantize_weight
-from ..comfyui.quantized import in_host_memory
+from ..comfyui.quantized import to_device
 from ..files import quant_config
 from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, stored_kind
 from ..files.reading.importers import Checkpoint
@@ -26,6 +26,7 @@ Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
 anything) -> the weight to hold, or None for the one that was read."""
 _MOST_JSON = 1 << 16  # bytes
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -117,18 +118,18 @@ def checkpoint_plan(
         return ("decoding", decoded) if linear and kind is not None else None
 
     def quantized(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
-        q, scale = quantize_weight(float_weight(weight.to(device=device), input_scale))
+        q, scale = quantize_weight(float_weight(to_device(weight, device), input_scale))
         check_finite(f"{name}.weight", 127 * scale)  # 127 of it is the largest value
         return int8_weight(q, scale, compute_dtype)
 
     def expanded(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         """The INT8 weight that codes of 4 or 6 bits stand for, exactly."""
-        weight = weight.to(device=device)
+        weight = to_device(weight, device)
         q, scale = expand_codes(grouped_codes(weight)), channel_scale(weight)
         return int8_weight(q, scale, compute_dtype, *known_form(weight).unsmoothed)
 
     def decoded(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
-        values = float_weight(weight.to(device=device), input_scale)
+        values = float_weight(to_device(weight, device), input_scale)
         check_finite(f"{name}.weight", values)
         return values.to(compute_dtype)
 
@@ -142,7 +143,7 @@ def checkpoint_plan(
             held = made(name, weight, input_scale)
         if progress is not None:
             progress.step(f"{doing} layer")
-        return in_host_memory(held)
+        return to_device(held, _HOST)
 
     made = {key for key, t in tensors.items() if key.endswith(".weight") and planned(key.removesuffix(".weight"), t)}
     others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in made]
@@ -151,9 +152,9 @@ def checkpoint_plan(
     if progress is not None:
         make_room_to_quantize(device, max(sizes))
         for key in others:
-            values = tensors[key].to(device=device).dequantize()
+            values = to_device(tensors[key], device).dequantize()
             check_finite(key, values)
-            tensors[key] = values.to(device="cpu", dtype=compute_dtype)
+            tensors[key] = to_device(values.to(compute_dtype), _HOST)
             progress.step("decoding layer")
     unexplained = {name: dtype for name, dtype in odd.items() if name.rpartition(".")[0] not in configs}
     return LoadPlan(kernel, compute_dtype, make, in_floats, checkpoint.name, unexplained, progress)

@@ -196,25 +196,30 @@ def test_built_again_for_another_gpu_and_without_dynamic_vram(dit, make):
 
 @pytest.mark.parametrize("dtype", (torch.int8, torch.bfloat16, torch.float32, torch.float8_e4m3fn))
 @pytest.mark.parametrize("shape", ((), (0, 4), (5, 7), (64, 16), (3, 5, 41)))
-def test_a_copy_through_a_buffer(pack, dtype, shape):
-    """Shorter than the buffer, of several fillings, and with a rest."""
+def test_a_copy_through_buffers(pack, dtype, shape):
+    """Shorter than a buffer, of several fillings, and with a rest."""
     from int8_dit.nodes.comfyui.quantized import copied_through
 
     x = torch.randint(-8, 8, shape).to(dtype)
-    copy = copied_through(torch.empty(128, dtype=torch.uint8), x)
-    assert copy.dtype == dtype and copy.shape == x.shape and torch.equal(copy.float(), x.float())
-    assert not x.numel() or copy.data_ptr() != x.data_ptr()
+    for there, back in ((DEVICE, "cpu"), ("cpu", DEVICE)):
+        given = x.to(there)
+        buffers = torch.empty(2, 128, dtype=torch.uint8, pin_memory=DEVICE != "cpu")
+        copy = copied_through(buffers, given, torch.device(back))
+        assert copy.device.type == back and copy.dtype == dtype and copy.shape == x.shape
+        assert torch.equal(copy.cpu().float(), x.float()) and (not x.numel() or copy.data_ptr() != given.data_ptr())
 
 
-def test_a_weight_in_the_hosts_memory(pack):
+def test_a_weight_from_device_to_device(pack):
     from int8_dit.kernels import ChannelTransform, quantize_weight
-    from int8_dit.nodes.comfyui.quantized import in_host_memory, stored
+    from int8_dit.nodes.comfyui.quantized import stored, to_device
     from int8_dit.nodes.layers.int8_weight import int8_weight
 
     transform = ChannelTransform(torch.linspace(0.5, 2, 64, device=DEVICE), 64)
     q, scale = quantize_weight(torch.randn(48, 64, device=DEVICE), transform)
     weight = int8_weight(q, scale, torch.bfloat16, transform)
-    moved = in_host_memory(weight)
+    moved = to_device(weight, torch.device("cpu"))
     assert type(moved) is type(weight) and torch.equal(stored(moved), q.cpu())
     assert {t.device.type for t in (stored(moved), moved.params.scale, moved.params.smooth)} == {"cpu"}
     assert torch.equal(moved.dequantize(), weight.to(device="cpu").dequantize())
+    again = to_device(moved, torch.device(DEVICE))
+    assert torch.equal(stored(again), q) and again.params.smooth.device.type == DEVICE
