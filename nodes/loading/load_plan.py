@@ -12,7 +12,7 @@ import torch
 from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, naming_layer, quantize_weight
 from ..comfyui.quantized import to_device
 from ..files import quant_config
-from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, stored_kind
+from ..files.holding import can_stay, channel_scale, gguf_int8, grouped_codes, is_gguf, is_grouped, stored_kind
 from ..files.reading.importers import Checkpoint
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from ..host.work import Progress, make_room_to_quantize
@@ -118,7 +118,9 @@ def checkpoint_plan(
         return ("decoding", decoded) if linear and kind is not None else None
 
     def quantized(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
-        q, scale = quantize_weight(float_weight(to_device(weight, device), input_scale))
+        weight = to_device(weight, device)
+        by_kernel = is_gguf(weight) and can_stay(weight) and input_scale is None
+        q, scale = gguf_int8(weight) if by_kernel else quantize_weight(float_weight(weight, input_scale))
         check_finite(f"{name}.weight", 127 * scale)  # 127 of it is the largest value
         return int8_weight(q, scale, compute_dtype)
 

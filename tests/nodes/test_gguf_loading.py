@@ -71,6 +71,24 @@ def test_a_file_is_mapped_so_that_nothing_is_written_into_it(dit, write, monkeyp
         getattr(parameter, "_qdata", parameter).data.mul_(1)
 
 
+@pytest.mark.parametrize("kind", ("Q8_0", "Q6_K", "IQ4_NL"))
+def test_int8_is_that_of_the_floats(dit, files, write, kind):
+    """Whether a kernel reads the format, or the package gguf does."""
+    from comfy.quant_ops import QuantizedTensor
+
+    from int8_dit.kernels import quantize_weight
+    from int8_dit.nodes.files.reading.gguf_file import read_gguf
+
+    path = write(kind)
+    loaded = dit.int8_weights(dit.load(path))
+    tensors, _ = read_gguf(str(path))
+    assert set(loaded) == set(dit.LINEARS)
+    for name, weight in loaded.items():
+        values = tensors[f"{name}.weight"]
+        q, scale = quantize_weight(values.dequantize() if isinstance(values, QuantizedTensor) else values)
+        assert torch.equal(weight._qdata, q) and torch.equal(weight.params.scale.flatten(), scale)
+
+
 def test_other_floats_and_shapes(dit, files, write):
     """BF16, F16 and F32 tensors, and one that is stored in other rows than its own."""
     name = "x_embedder.proj.weight"
