@@ -48,9 +48,10 @@ from .ops.weights import (
     expand_codes,
     expand_gguf,
     gguf_channel_scales,
+    gguf_to_int8,
     quantize_gguf,
     requantize_weight,
 )
 from .reference.linear import BlockForm, LinearForm, Quantized
 from .reference.transform import UNCHANGED, ChannelTransform
-from .reference.weights import GroupedCodes, LowRank, quantize_weight
+from .reference.weights import GroupedCodes, LowRank, check_channels, quantize_weight

@@ -10,7 +10,15 @@ from ..checks import check_dtype, check_matrix, check_weight_scale
 from ..gguf.formats import GGUF_FORMATS, GGUFFormat
 from ..operators import Operation, operator
 from ..reference.transform import UNCHANGED, ChannelTransform
-from ..reference.weights import SMALLEST_SCALE, GroupedCodes, LowRank, quantize_rows, rounded_rows, row_slices
+from ..reference.weights import (
+    SMALLEST_SCALE,
+    GroupedCodes,
+    LowRank,
+    check_channels,
+    quantize_rows,
+    rounded_rows,
+    row_slices,
+)
 
 # A minimum of GGUF's K formats is at most 63 times an fp16 number.
 _LARGEST = 63 * int(torch.finfo(torch.float16).max)
@@ -189,6 +197,28 @@ def expand_gguf(
     yield [(shape, torch.int8)]
     per_channel = scale.reshape(-1, 1).expand(blocks.shape[0], 1)
     yield _by_rows(blocks, form, torch.int8, lambda values, rows: rounded_rows(values, per_channel, low_rank, rows))
+
+
+def gguf_to_int8(blocks: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_weight` of the decoded weight, which is never in memory: two kernels, whatever the length of the rows.
+
+    Args:
+        blocks: uint8 [N, bytes of a row].
+        name: a key of GGUF_FORMATS.
+
+    Returns:
+        int8 [N, K] and its scale, float32 [N].
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or format; NaN or Inf in the weight.
+    """
+    scale = gguf_channel_scales(blocks, name)
+    check_channels(scale)
+    form = GGUF_FORMATS[name]
+    # The kernel is compiled for the length of a row: here, one block.
+    of_blocks = scale.repeat_interleave(blocks.shape[1] // form.bytes)
+    q = expand_gguf(blocks.reshape(-1, form.bytes), name, of_blocks)
+    return q.view(_weight_shape(blocks, form)), scale
 
 
 def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:

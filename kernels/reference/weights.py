@@ -57,10 +57,15 @@ def quantize_weight(
     check_matrix("w", w)
     transform.check(w.shape[1])
     q, scale = quantize_rows(w, transform.on(w.device), clip=clip)
-    if not bool(torch.isfinite(scale).all()):
-        channel = int((~torch.isfinite(scale)).nonzero()[0])
-        raise ValueError(f"weight has a NaN or Inf in output channel {channel}")
+    check_channels(scale)
     return q, scale
+
+
+def check_channels(scale: torch.Tensor) -> None:
+    """Raise ValueError naming the first channel that has no scale [N], which is NaN, because a weight is NaN or Inf."""
+    broken = ~torch.isfinite(scale)
+    if bool(broken.any()):
+        raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
 
 
 def quantize_rows(

@@ -69,22 +69,22 @@ def decode_kernel(
         tl.store(out + second_place, second.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("row_blocks",))
 def scales_kernel(
     blocks,
     scale,
+    row_blocks,
     FORMAT: tl.constexpr,
     BYTES: tl.constexpr,
     WEIGHTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     RUNS: tl.constexpr,
-    ROW_BLOCKS: tl.constexpr,
 ):
-    """One program finds absmax / 127 of one row; NaN for a row with a NaN or Inf."""
+    """One program finds absmax / 127 of one row of `row_blocks` blocks; NaN for a row with a NaN or Inf."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCKS, RUNS, 16), dtype=tl.int32)
-    for block in range(0, ROW_BLOCKS, BLOCKS):
-        start, end = row * ROW_BLOCKS + block, (row + 1) * ROW_BLOCKS
+    for block in range(0, row_blocks, BLOCKS):
+        start, end = row * row_blocks + block, (row + 1) * row_blocks
         _, first, second = _decode(blocks, start, end, FORMAT, BYTES, BLOCKS, RUNS)
         largest = tl.maximum(largest, tl.maximum(magnitude_bits(first), magnitude_bits(second)))
     bits = tl.max(tl.reshape(largest, (BLOCKS * RUNS * 16,)), axis=0)
@@ -202,8 +202,8 @@ def launch_dequantize_gguf(tensors: Tensors, name: str, dtype: torch.dtype) -> L
 def launch_gguf_channel_scales(tensors: Tensors, name: str) -> Layout:
     """The launch on checked, non-empty blocks like these."""
     (blocks,) = tensors
-    constants = (*_tile(name, _BYTES), blocks.shape[1] // GGUF_FORMATS[name].bytes, _WARPS)
-    return Layout(_SCALES, constants, (len(blocks), 1), (), tensors, lambda tensors: [aligned(tensors[0])])
+    row_blocks, constants = blocks.shape[1] // GGUF_FORMATS[name].bytes, (*_tile(name, _BYTES), _WARPS)
+    return Layout(_SCALES, constants, (len(blocks), 1), (row_blocks,), tensors, lambda tensors: [aligned(tensors[0])])
 
 
 def launch_expand_gguf(tensors: Tensors, name: str) -> Layout:

@@ -70,7 +70,10 @@ def expand_codes_kernel(
     HAS_CODEBOOK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program expands BLOCK of `count` quads, which are those of all rows: clamp(round(level * scale))."""
+    """One program expands BLOCK of `count` quads, which are those of all rows: clamp(round(level * scale)).
+
+    Only with 6 bits is the number of a row's QUADS asked for.
+    """
     start = tl.program_id(0)
     number = start * BLOCK + tl.arange(0, BLOCK)
     inside = number < count
@@ -168,6 +171,7 @@ def launch_expand_codes(tensors: Tensors, group: int) -> Layout:
     rows, channels = weight.shape
     form = (channels // 4, weight.bits, group // 4, codebook is not None)
     if down is None:
+        form = form if weight.bits == 6 else (1, *form[1:])  # rows of 4 bits are one long row: compiled once
         count = rows * channels // 4
         return Layout(_EXPANDER, (*form, _QUADS, _WARPS), (-(-count // _QUADS), 1), (count,), tensors, _as_read)
     form = (*form, _ROWS, _ROW_QUADS, _LOW_RANK_WARPS)

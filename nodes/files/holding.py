@@ -25,6 +25,7 @@ from ...kernels import (
     ChannelTransform,
     GroupedCodes,
     LowRank,
+    check_channels,
     dequantize_gguf,
     dequantize_weight,
     expand_codes,
@@ -124,25 +125,11 @@ def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, d
     ValueError where a row holds a NaN or Inf.
     """
     blocks, form = stored(weight), replace(weight.params, orig_dtype=dtype)
-    scales = _channel_scales(to_device(blocks, device), form.gguf_format)
+    scales = gguf_channel_scales(to_device(blocks, device), form.gguf_format)
+    check_channels(scales)
     if becomes_int8:
         form = replace(form, scale=scales.to(blocks.device)[:, None].contiguous())
     return HeldWeight(blocks.clone(), GGUF_LAYOUT, form)
-
-
-def gguf_int8(weight: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_weight` of one of a format that a kernel reads, where it is: without its floats in memory."""
-    blocks, gguf_format = stored(weight), weight.params.gguf_format
-    scales = _channel_scales(blocks, gguf_format)
-    return expand_gguf(blocks, gguf_format, scales), scales
-
-
-def _channel_scales(blocks: torch.Tensor, gguf_format: str) -> torch.Tensor:
-    scales = gguf_channel_scales(blocks, gguf_format)
-    broken = ~torch.isfinite(scales)
-    if bool(broken.any()):
-        raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
-    return scales
 
 
 def coded_weight(codes: GroupedCodes, scale: torch.Tensor, rotation_group: int, dtype: torch.dtype) -> QuantizedTensor:

@@ -9,10 +9,10 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, naming_layer, quantize_weight
-from ..comfyui.quantized import to_device
+from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, gguf_to_int8, naming_layer, quantize_weight
+from ..comfyui.quantized import stored, to_device
 from ..files import quant_config
-from ..files.holding import can_stay, channel_scale, gguf_int8, grouped_codes, is_gguf, is_grouped, stored_kind
+from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, stored_kind
 from ..files.reading.importers import Checkpoint
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from ..host.work import Progress, make_room_to_quantize
@@ -119,8 +119,10 @@ def checkpoint_plan(
 
     def quantized(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         weight = to_device(weight, device)
-        by_kernel = is_gguf(weight) and can_stay(weight) and input_scale is None
-        q, scale = gguf_int8(weight) if by_kernel else quantize_weight(float_weight(weight, input_scale))
+        if is_gguf(weight) and can_stay(weight) and input_scale is None:
+            q, scale = gguf_to_int8(stored(weight), weight.params.gguf_format)
+        else:
+            q, scale = quantize_weight(float_weight(weight, input_scale))
         check_finite(f"{name}.weight", 127 * scale)  # 127 of it is the largest value
         return int8_weight(q, scale, compute_dtype)
 

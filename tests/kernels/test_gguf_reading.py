@@ -11,6 +11,7 @@ from kernels import (
     dequantize_gguf,
     expand_gguf,
     gguf_channel_scales,
+    gguf_to_int8,
     quantize_gguf,
     quantize_weight,
 )
@@ -88,6 +89,8 @@ def test_int8_is_that_of_the_floats(path, name, rows, row_blocks):
     for shape in ((rows,), (rows, 1)):
         expanded = expand_gguf(blocks, name, scale.view(shape))
         assert expanded.dtype == torch.int8 and torch.equal(expanded, q)
+    both = gguf_to_int8(blocks, name)
+    assert both[0].dtype == torch.int8 and torch.equal(both[0], q) and torch.equal(both[1], scale)
 
 
 @pytest.mark.parametrize("name", GGUF_FORMATS)
@@ -167,6 +170,8 @@ def test_a_broken_scale_breaks_its_channel_and_no_other(path, name, bits):
     scale = gguf_channel_scales(blocks, name)
     assert scale[1].isnan() and scale[[0, 2]].isfinite().all()
     assert not expand_gguf(blocks, name, scale)[1].any()
+    with pytest.raises(ValueError, match="weight has a NaN or Inf in output channel 1"):
+        gguf_to_int8(blocks, name)
 
 
 def test_rows_that_begin_anywhere(path):
@@ -178,6 +183,7 @@ def test_rows_that_begin_anywhere(path):
         assert torch.equal(scale, gguf_channel_scales(view.clone(), "Q4_K"))
         q = expand_gguf(view, "Q4_K", scale)
         assert torch.equal(q, quantize_weight(dequantize_gguf(view, "Q4_K", torch.float32))[0])
+        assert torch.equal(q, gguf_to_int8(view, "Q4_K")[0])
 
 
 def test_nothing_makes_nothing(path):
@@ -185,6 +191,7 @@ def test_nothing_makes_nothing(path):
         blocks = torch.empty(shape, dtype=torch.uint8, device=DEVICE)
         scale = gguf_channel_scales(blocks, "Q4_K")
         assert torch.equal(scale, torch.zeros(shape[0], device=DEVICE))
+        assert gguf_to_int8(blocks, "Q4_K")[0].shape == (shape[0], 2 * shape[1] * 256 // 288)
         assert expand_gguf(blocks, "Q4_K", scale).shape == (shape[0], 2 * shape[1] * 256 // 288)
         assert dequantize_gguf(blocks, "Q4_K").shape == (shape[0], 2 * shape[1] * 256 // 288)
 
