@@ -260,6 +260,18 @@ class Operator(Generic[P, R]):
         if compile_by is not None:
             compile_by(threads, rank, tensors, made)
 
+    def at_once(self, *given: P.args, **named: P.kwargs) -> R:
+        """The results, by the kernel where it is compiled; else other threads begin to compile it, and plain PyTorch
+        computes."""
+        arguments = tuple(self._bound(given, named))
+        flat = self.flat(arguments)
+        tensors = self._tensors(flat)
+        launch, results = self._plan(arguments, flat, tensors)
+        need_not_wait = getattr(launch, "need_not_wait", None)
+        if need_not_wait is None or need_not_wait(tensors, results):
+            return self(*given, **named)
+        return self.reference(*arguments)
+
     def direct(self, *arguments: Any) -> Any:
         """What launches past Triton, on addresses that all begin on 16 bytes, for arguments of such layouts after a
         first call; None where that is not known."""

@@ -87,7 +87,16 @@ COMPILES_ALONE = holds(COMPILING_ALONE)
 """Whether a thread may compile a kernel that nobody launches yet, while others launch and compile."""
 
 
-_hashing = threading.Lock()
+hashing = threading.Lock()
+"""Held while Triton hashes itself, 400 MB, in a third of a second: all threads would do that at once, and the calls
+beside them wait."""
+
+
+def hash_itself() -> None:
+    """Let Triton find out what the names of compiled kernels begin with, as the first of them has to; once."""
+    if triton_key is not None:
+        with hashing:
+            triton_key()
 
 
 def compile_alone(kernel: Any, arguments: Sequence[object], named: Mapping[str, object]) -> object:
@@ -95,9 +104,7 @@ def compile_alone(kernel: Any, arguments: Sequence[object], named: Mapping[str, 
 
     Tensors may be anything with a dtype and a data_ptr(). Raises what Triton does.
     """
-    if triton_key is not None:
-        with _hashing:  # of Triton itself, 400 MB: all threads would do that at once, and the calls beside them wait
-            triton_key()
+    hash_itself()
     return kernel.warmup(*arguments, grid=(1, 1), **named)
 
 

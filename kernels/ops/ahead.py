@@ -10,8 +10,20 @@ from ..card.device import fused_obstacle
 from ..operators import Operator
 from ..reference.linear import BlockForm, LinearForm
 from ..reference.transform import ChannelTransform
+from ..triton_kernels.background import beside_loading
 from .fused import Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
 from .linear import quantize_activations
+
+
+def prepare_compiling(device: torch.device) -> None:
+    """Have begun, beside other work, what the first kernel of a process waits for on a GPU, compiled or not.
+
+    It returns at once. Does nothing where the kernels do not run.
+    """
+    if device.type == "cuda" and fused_obstacle(device) is None:
+        from ..internals.triton_runtime import hash_itself
+
+        beside_loading.submit(0, hash_itself)
 
 
 def compile_ahead(

@@ -200,7 +200,7 @@ def expand_gguf(
 
 
 def gguf_to_int8(blocks: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_weight` of the decoded weight, which is never in memory: two kernels, whatever the length of the rows.
+    """`quantize_weight` of the decoded weight, at once: by two kernels for rows of all lengths once they are compiled.
 
     Args:
         blocks: uint8 [N, bytes of a row].
@@ -212,12 +212,12 @@ def gguf_to_int8(blocks: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.T
     Raises:
         TypeError, ValueError: wrong dtype, shape or format; NaN or Inf in the weight.
     """
-    scale = gguf_channel_scales(blocks, name)
+    scale = gguf_channel_scales.at_once(blocks, name)
     check_channels(scale)
     form = GGUF_FORMATS[name]
     # The kernel is compiled for the length of a row: here, one block.
     of_blocks = scale.repeat_interleave(blocks.shape[1] // form.bytes)
-    q = expand_gguf(blocks.reshape(-1, form.bytes), name, of_blocks)
+    q = expand_gguf.at_once(blocks.reshape(-1, form.bytes), name, of_blocks)
     return q.view(_weight_shape(blocks, form)), scale
 
 

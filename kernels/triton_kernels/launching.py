@@ -29,12 +29,13 @@ from ..internals.triton_runtime import (
     compile_alone,
     compile_launcher,
     direct_launch,
+    hashing,
     is_unfit,
     unspecialized,
 )
 from ..kept import KEPT, keep
-from ..operators import Tensors
-from .background import Background
+from ..operators import Result, Tensors
+from .background import Background, beside_loading
 
 Grid = tuple[int, int]
 Build = tuple[Mapping[str, object], Mapping[str, object]]
@@ -84,6 +85,8 @@ class Launch:
         with self._lock:  # which compiles it, or waits for who does
             if self._unfit is not None:
                 raise self._unfit
+            with hashing:  # or this thread would do that, too
+                pass
             compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
             self.direct = direct_launch(compiled, len(arguments), self._constants)
             self.is_compiled = True
@@ -216,9 +219,21 @@ class Layout:
 
     def compile_by(self, threads: Background, rank: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
         """Have it compiled by other threads for tensors for which these `StandIn`s are."""
-        operands = self.operands(tensors, results)
+        self._compiled_by(threads, rank, self.operands(tensors, results))
+
+    def need_not_wait(self, tensors: Tensors, results: Sequence[Result]) -> bool:
+        """Whether a launch on these tensors is compiled, or has to do that itself. If not, the threads beside the
+        loading do it."""
+        if not (COMPILES_ALONE and tensors[0].is_cuda):
+            return True
+        made = [StandIn(shape, dtype, tensors[0].device) for shape, dtype in results]
+        operands = [StandIn.of(tensor) for tensor in self.operands(tensors, made)]
+        return self._compiled_by(beside_loading, 0, operands).is_compiled
+
+    def _compiled_by(self, threads: Background, rank: float, operands: Sequence[torch.Tensor]) -> Launch:
         launch = self.launcher.prepared(self.form, operands, self.numbers)
         launch.compile_by(threads, rank, operands[0].device, *operands, *self.numbers)
+        return launch
 
 
 def contiguous(tensors: Tensors) -> Tensors:

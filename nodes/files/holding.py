@@ -118,6 +118,15 @@ def read_gguf_weight(blocks: torch.Tensor, gguf_format: str, shape: tuple[int, i
     return QuantizedTensor(blocks, GGUF_LAYOUT, form)
 
 
+def plain_floats(weight: QuantizedTensor) -> torch.Tensor:
+    """The floats of a weight in GGUF's blocks as it was read, float32, by plain PyTorch: for a few weights, and a
+    format each, no kernel need be compiled."""
+    form = weight.params
+    if form.gguf_format in GGUF_FORMATS:
+        return dequantize_gguf.reference(stored(weight), form.gguf_format, form.orig_dtype)
+    return weight.dequantize()
+
+
 def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, device: torch.device) -> HeldWeight:
     """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more.
 

@@ -12,7 +12,7 @@ import torch
 from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, gguf_to_int8, naming_layer, quantize_weight
 from ..comfyui.quantized import stored, to_device
 from ..files import quant_config
-from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, stored_kind
+from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, plain_floats, stored_kind
 from ..files.reading.importers import Checkpoint
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from ..host.work import Progress, make_room_to_quantize
@@ -129,7 +129,7 @@ def checkpoint_plan(
     def expanded(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         """The INT8 weight that codes of 4 or 6 bits stand for, exactly."""
         weight = to_device(weight, device)
-        q, scale = expand_codes(grouped_codes(weight)), channel_scale(weight)
+        q, scale = expand_codes.at_once(grouped_codes(weight)), channel_scale(weight)
         return int8_weight(q, scale, compute_dtype, *known_form(weight).unsmoothed)
 
     def decoded(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
@@ -156,7 +156,7 @@ def checkpoint_plan(
     if progress is not None:
         make_room_to_quantize(device, max(sizes))
         for key in others:
-            values = to_device(tensors[key], device).dequantize()
+            values = plain_floats(to_device(tensors[key], device))
             check_finite(key, values)
             tensors[key] = to_device(values.to(compute_dtype), _HOST)
             progress.step("decoding layer")

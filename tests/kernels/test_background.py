@@ -16,15 +16,17 @@ from kernels.card.timing import Stopwatch
 from kernels.internals import triton_runtime
 from kernels.kept import KEPT
 from kernels.ops.ahead import _calls as calls_ahead
+from kernels.ops.weights import gguf_channel_scales, quantize_gguf
 from kernels.reference.linear import BlockForm, LinearForm
 from kernels.triton_kernels import ahead, gemm, launching
 from kernels.triton_kernels.background import Background
 from kernels.triton_kernels.gemm_kernel import Operands
+from kernels.triton_kernels.gguf import launch_gguf_channel_scales
 from kernels.triton_kernels.launching import Launch, StandIn
 from kernels.triton_kernels.quantizer import launch_quantize_activations
 from kernels.triton_kernels.tiles import GemmConfig
 from kernels.triton_kernels.tuning import Tuner
-from support.tensors import DEVICE
+from support.tensors import DEVICE, random_float
 
 PROJECT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -140,6 +142,16 @@ def test_threads_that_compile_do_not_all_read_triton_itself(monkeypatch):
     assert at_once == [1]
 
 
+def test_a_launch_does_not_read_triton_beside_a_thread_that_does(launch):
+    first = threading.Thread(target=launch.first, args=((1, 1),))
+    with triton_runtime.hashing:
+        first.start()
+        first.join(0.05)
+        assert not launch._kernel.compiled
+    first.join()
+    assert launch._kernel.compiled == ["launched"]
+
+
 def test_what_does_not_fit_the_card_is_said_at_the_launch(launch):
     launch._kernel.error = runtime_errors.OutOfResources(200, 100, "shared memory")
     launch.compile_by(AT_ONCE, 0, CPU)
@@ -154,6 +166,31 @@ def test_what_failed_beside_the_calls_is_tried_again_by_one(launch):
         launch.compile_by(AT_ONCE, 0, CPU)
     launch.first((1, 1))
     assert launch._kernel.compiled == ["alone", "launched"]
+
+
+def test_calls_at_once_do_not_wait_for_the_kernel(monkeypatch):
+    """They ask for it, in the form that they launch, and compute in plain PyTorch until it is there."""
+    asked, blocks = [], StandIn((8, 68), torch.uint8, torch.device("cuda", 0))
+    monkeypatch.setattr(launching, "COMPILES_ALONE", True)
+    monkeypatch.setattr(Launch, "compile_by", lambda launch, threads, rank, *given: asked.append(launch))
+    KEPT.clear()
+    layout = launch_gguf_channel_scales((blocks,), "Q8_0")
+    assert not layout.need_not_wait((blocks,), [((8,), torch.float32)])
+    (launch,) = asked
+    launch.is_compiled = True
+    assert layout.need_not_wait((blocks,), [((8,), torch.float32)]) and asked == [launch, launch]
+    KEPT.clear()
+
+
+@pytest.mark.parametrize("is_compiled", (True, False))
+def test_calls_at_once_compute_the_same(monkeypatch, is_compiled):
+    plain, reference = [], gguf_channel_scales.reference
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(launching.Layout, "need_not_wait", lambda layout, tensors, results: is_compiled)
+    monkeypatch.setattr(gguf_channel_scales, "reference", lambda *given: plain.append(1) or reference(*given))
+    blocks = quantize_gguf(random_float(8, 64), "Q8_0")
+    assert torch.equal(gguf_channel_scales.at_once(blocks, name="Q8_0"), gguf_channel_scales(blocks, "Q8_0"))
+    assert plain == [1] * (not is_compiled)
 
 
 def operands_of(make, m, n, k, passes=1, bias=None):
