@@ -61,7 +61,8 @@ class HeldWeight(QuantizedTensor):
     """A module's quantized weight as ComfyUI's hooks need it: they copy it, change it, and copy back into its `data`.
 
     Of a plain QuantizedTensor `data` has copies of the scales, so the weight would keep the scales of its patched self;
-    and in inference mode `to` gives the tensor itself where a copy is asked for.
+    and in inference mode `to` gives the tensor itself where a copy is asked for. Between the host and a GPU, `to` goes
+    through pinned buffers where the caller waits: a MODEL's load into a GPU and its way back are such calls.
     """
 
     @property
@@ -69,7 +70,10 @@ class HeldWeight(QuantizedTensor):
         return HeldWeight(self._qdata, self._layout_cls, self._params)
 
     def to(self, *args, copy: bool = False, **kwargs) -> QuantizedTensor:
-        moved = super().to(*args, **kwargs)
+        device = kwargs.get("device", args[0] if args else None)
+        waits = not kwargs.get("non_blocking") and not any(argument is True for argument in args)
+        crosses = waits and isinstance(device, torch.device) and _crosses_slowly(self._qdata, device)
+        moved = super(HeldWeight, to_device(self, device) if crosses else self).to(*args, **kwargs)
         return moved.clone() if copy and moved._qdata is self._qdata else moved
 
     def _copy_with(self, *args, **kwargs) -> "HeldWeight":
@@ -90,8 +94,13 @@ def to_device(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     return type(weight)(_copied(weight._qdata, device), weight._layout_cls, weight._params.to_device(device))
 
 
+def _crosses_slowly(x: torch.Tensor, device: torch.device) -> bool:
+    """Whether it would be copied between pages of the host that are not pinned and a GPU."""
+    return {x.device.type, device.type} == {"cpu", "cuda"} and x.is_contiguous() and not x.is_pinned()
+
+
 def _copied(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if {x.device.type, device.type} != {"cpu", "cuda"} or not x.is_contiguous():
+    if not _crosses_slowly(x, device):
         return x.to(device=device)
     try:
         buffers = torch.empty(2, _BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)

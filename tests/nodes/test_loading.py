@@ -221,5 +221,9 @@ def test_a_weight_from_device_to_device(pack):
     assert type(moved) is type(weight) and torch.equal(stored(moved), q.cpu())
     assert {t.device.type for t in (stored(moved), moved.params.scale, moved.params.smooth)} == {"cpu"}
     assert torch.equal(moved.dequantize(), weight.to(device="cpu").dequantize())
-    again = to_device(moved, torch.device(DEVICE))
-    assert torch.equal(stored(again), q) and again.params.smooth.device.type == DEVICE
+    device = torch.device(DEVICE)
+    for again in (to_device(moved, device), moved.to(device, None, False), moved.to(device=device, copy=True)):
+        assert torch.equal(stored(again), q) and again.params.smooth.device.type == DEVICE
+        assert type(again) is type(weight)
+    half = moved.to(device, torch.float16)
+    assert half.dtype == torch.float16 and torch.equal(half.dequantize(), weight.to(dtype=torch.float16).dequantize())
