@@ -16,14 +16,20 @@ from .linear import quantize_activations
 
 
 def prepare_compiling(device: torch.device) -> None:
-    """Have begun, beside other work, what the first kernel of a process waits for on a GPU, compiled or not.
+    """Have begun, beside other work, what the first kernel of a process waits for on a GPU, compiled or not: Triton's
+    hash of itself, and imports.
 
     It returns at once. Does nothing where the kernels do not run.
     """
     if device.type == "cuda" and fused_obstacle(device) is None:
-        from ..internals.triton_runtime import hash_itself
+        beside_loading.submit(0, _prepare)
 
-        beside_loading.submit(0, hash_itself)
+
+def _prepare() -> None:
+    from ..internals.triton_runtime import hash_itself
+
+    hash_itself()
+    from ..triton_kernels import ahead  # noqa: F401 (Gluon, which the GEMM's kernels need, takes 0.1 s)
 
 
 def compile_ahead(

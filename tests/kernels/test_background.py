@@ -15,6 +15,7 @@ from triton.runtime import errors as runtime_errors
 from kernels.card.timing import Stopwatch
 from kernels.internals import triton_runtime
 from kernels.kept import KEPT
+from kernels.ops import ahead as ops_ahead
 from kernels.ops.ahead import _calls as calls_ahead
 from kernels.ops.weights import gguf_channel_scales, quantize_gguf
 from kernels.reference.linear import BlockForm, LinearForm
@@ -140,6 +141,17 @@ def test_threads_that_compile_do_not_all_read_triton_itself(monkeypatch):
     for thread in threads:
         thread.join()
     assert at_once == [1]
+
+
+def test_what_the_first_kernel_waits_for_is_begun_for_a_gpu(monkeypatch):
+    read = []
+    monkeypatch.setattr(ops_ahead, "fused_obstacle", lambda device: None)
+    monkeypatch.setattr(ops_ahead, "beside_loading", AT_ONCE)
+    monkeypatch.setattr(triton_runtime, "triton_key", lambda: read.append(1))
+    ops_ahead.prepare_compiling(CPU)
+    assert not read
+    ops_ahead.prepare_compiling(torch.device("cuda", 0))
+    assert read
 
 
 def test_a_launch_does_not_read_triton_beside_a_thread_that_does(launch):
