@@ -72,8 +72,10 @@ class HeldWeight(QuantizedTensor):
     def to(self, *args, copy: bool = False, **kwargs) -> QuantizedTensor:
         device = kwargs.get("device", args[0] if args else None)
         waits = not kwargs.get("non_blocking") and not any(argument is True for argument in args)
-        crosses = waits and isinstance(device, torch.device) and _crosses_slowly(self._qdata, device)
-        moved = super(HeldWeight, to_device(self, device) if crosses else self).to(*args, **kwargs)
+        there = self
+        if waits and isinstance(device, torch.device) and _crosses_slowly(self._qdata, device):
+            there = to_device(self, device)
+        moved = QuantizedTensor.to(there, *args, **kwargs)
         return moved.clone() if copy and moved._qdata is self._qdata else moved
 
     def _copy_with(self, *args, **kwargs) -> "HeldWeight":
@@ -87,7 +89,7 @@ class HeldWeight(QuantizedTensor):
         return cls(rebuilt._qdata, rebuilt._layout_cls, rebuilt._params)
 
 
-def to_device(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(weight: Any, device: torch.device) -> Any:
     """A tensor, quantized or not, on a device; not copied where it is there."""
     if not isinstance(weight, QuantizedTensor):
         return _copied(weight, device)
