@@ -29,7 +29,7 @@ def int8_attention(
 ) -> torch.Tensor:
     """softmax(q k^T scale + mask) v with q and k in INT8, a scale per token, rotated by a Hadamard matrix.
 
-    The softmax and its sums are in float32. Probabilities and values are multiplied in the dtype of `v`; on GeForce
+    On Ampere and Ada cards, without a mask, 8 or 16 keys have a scale in common. The softmax and its sums are in float32. Probabilities and values are multiplied in the dtype of `v`; on GeForce
     cards in fp16, with a scale per channel of `v` and fp16 sums over a tile of keys.
     From all keys of a head one vector is taken before they are rounded. That changes no probability (softmax is the
     same for logits less a constant), and without their mean the keys round finer (SageAttention, arXiv 2410.02367).
@@ -39,7 +39,7 @@ def int8_attention(
         k, v: [B, HK, TK, D] of the dtype of `q`, HK a divisor of H.
         mask: bool, True where a key counts, or a float that is added to the logits; broadcastable to [B, H, TQ, TK].
         scale: of the logits; None for 1 / sqrt(D).
-        key_mean: what is taken from the keys, [HK, D] or [B or 1, HK, D]; None for the mean of up to 512 of them.
+        key_mean: what is taken from the keys, [HK, D] or [B or 1, HK, D]; None for the mean of up to 64 of them.
 
     Returns:
         [B, H, TQ, D] of the dtype of `q`, a token's heads side by side in memory. Rows that may see no key are zeros. A

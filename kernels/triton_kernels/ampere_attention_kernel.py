@@ -2,6 +2,9 @@
 
 Triton's own pipeline begins all copies of a tile behind the products of the one before, and waits for all of them in
 front of the first product.
+
+Some keys have a scale in common: those whose products one thread has. So a thread multiplies its highest sum by it, not
+each sum, and the scales of a tile take few of its registers.
 """
 
 # Gluon evaluates types and tuples while it compiles, which pyright cannot follow.
@@ -11,7 +14,7 @@ from ..internals.gluon import commit_copies, copy_async, gl, gluon, mma_v2, wait
 
 # The bits of 1.5 * 2**23 as a float: such a float and an integer below 2**22, added as integers, are the bits of their
 # sum. So sums of products that begin there need no conversion.
-_BITS, _FLOAT = gl.constexpr(0x4B400000), gl.constexpr(12582912.0)
+_BITS, _FLOAT, _TINY = gl.constexpr(0x4B400000), gl.constexpr(12582912.0), gl.constexpr(1e-30)
 # Channels of one tensor core instruction.
 _STEP = gl.constexpr(32)
 
@@ -22,17 +25,26 @@ def _copy_keys(buffers, k, k_scale, first, key_tile, scale_tile):
     keys, scales = buffers
     start = first.to(gl.int64)
     copy_async(keys, k + start * keys.shape[1] + key_tile)
-    copy_async(scales, k_scale + start + scale_tile)
+    copy_async(scales, k_scale + start // (keys.shape[0] // scales.shape[0]) + scale_tile)
     commit_copies()
+
+
+@gluon.jit
+def _by_scale(x, SHARE: gl.constexpr):
+    """x [ROWS, KEYS] as [ROWS, KEYS / SHARE, SHARE]: in windows of 4 SHARE keys, columns 2 i and 2 i + 1 of all eights,
+    which one thread has, are one after another."""
+    windows = x.reshape([x.shape[0], x.shape[1] // (4 * SHARE), SHARE // 2, 4, 2]).permute([0, 1, 3, 2, 4])
+    return windows.reshape([x.shape[0], x.shape[1] // SHARE, SHARE])
 
 
 @gluon.jit
 def _attend_to_keys(
     queries, q_scale, buffers, others, values, k, k_scale, v, first, TK, v_step, key_tile, scale_tile, v_row, v_tile,
     highest, total, acc,
-    RAGGED: gl.constexpr, LAST: gl.constexpr, HALF_SUMS: gl.constexpr, BUFFERS: gl.constexpr,
+    RAGGED: gl.constexpr, LAST: gl.constexpr, HALF_SUMS: gl.constexpr, BUFFERS: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
-    """What the tile of keys from `first` on adds, as in attention_kernel.py; `acc` has parts of the channels.
+    """What the tile of keys from `first` on adds, as in attention_kernel.py; `acc` has parts of the channels, and SHARE
+    keys have a scale in common.
 
     It is in `buffers`, and the next is copied into the `others`, which may be the same, unless it is the LAST.
     """
@@ -46,7 +58,6 @@ def _attend_to_keys(
     of_keys: gl.constexpr = gl.SliceLayout(0, summed)
     # The keys are there, and all warps are done with the tile before.
     wait_for_copies(0)
-    scale = scales.load(of_keys)
     sums = gl.full([ROWS, KEYS], _BITS, gl.int32, summed)
     for step in gl.static_range(D // _STEP):
         some = keys.slice(step * _STEP, _STEP, 1).permute([1, 0]).load(gl.DotOperandLayout(1, summed, 4))
@@ -60,15 +71,25 @@ def _attend_to_keys(
             if BUFFERS == 2 and not LAST:
                 _copy_keys(others, k, k_scale, first + KEYS, key_tile, scale_tile)
         sums = mma_v2(queries[step], some, sums)
-    logits = gl.fma(sums.to(gl.float32, bitcast=True), scale[None, :], (scale * -_FLOAT)[None, :])
+    apart = _by_scale(sums.to(gl.float32, bitcast=True), SHARE)
+    of_all: gl.constexpr = gl.SliceLayout(2, apart.type.layout)
+    scale = scales.load(gl.SliceLayout(0, of_all))
     if RAGGED:
-        inside = first + gl.arange(0, KEYS, of_keys) < TK
-        logits = gl.where(inside[None, :], logits * q_scale[:, None], float("-inf"))
-        now = gl.maximum(highest, gl.max(logits, 1))
-        probabilities = gl.exp2(logits - now[:, None])
-    else:
-        now = gl.maximum(highest, gl.max(logits, 1) * q_scale)
-        probabilities = gl.exp2(logits * q_scale[:, None] - now[:, None])
+        window = first + gl.arange(0, KEYS // SHARE, gl.SliceLayout(0, of_all)) // 4 * (4 * SHARE)
+        scale = gl.where(window < TK, scale, 0.0)  # behind it are none
+    factor = gl.convert_layout(q_scale, gl.SliceLayout(1, of_all))[:, None] * scale[None, :]
+    if RAGGED:
+        inside = (first + gl.arange(0, KEYS, of_keys) < TK)[None, :] & gl.full([ROWS, KEYS], True, gl.int1, summed)
+        apart = gl.where(_by_scale(inside, SHARE), apart, float("-inf"))
+        factor = gl.where(factor == 0.0, _TINY, factor)  # infinity times zero were no number
+    largest = (gl.max(apart, 2) - _FLOAT) * factor
+    now = gl.maximum(highest, gl.convert_layout(gl.max(largest, 1), highest.type.layout))
+    # Rounding this moves a logit by less than one step of its sum.
+    less = gl.fma(factor, _FLOAT, gl.convert_layout(now, gl.SliceLayout(1, of_all))[:, None])
+    probabilities = gl.exp2(apart * factor[:, :, None] - less[:, :, None])
+    probabilities = probabilities.reshape([ROWS, KEYS // (4 * SHARE), 4, SHARE // 2, 2]).permute([0, 1, 3, 2, 4])
+    probabilities = probabilities.reshape([ROWS, KEYS])
+    probabilities = gl.convert_layout(probabilities, summed)
     shrunk = gl.exp2(highest - now)
     total = total * shrunk + gl.sum(probabilities, 1)
     probabilities = gl.convert_layout(probabilities.to(DTYPE), gl.DotOperandLayout(0, summed, 2))
@@ -93,7 +114,7 @@ def ampere_attention_kernel(
     H, GROUP, TQ, TK, TK_PADDED, v_sample, v_head, v_token, out_sample, out_head, out_token,
     RAGGED: gl.constexpr, HALF_SUMS: gl.constexpr, HAS_V_SCALE: gl.constexpr,
     WIDTH: gl.constexpr, D: gl.constexpr, PART: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    WARPS: gl.constexpr, BUFFERS: gl.constexpr,
+    WARPS: gl.constexpr, BUFFERS: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
     """`attention_kernel` with INT8, without a mask, for values [.., D] in 16 bits whose rows begin on 16 bytes."""
     across: gl.constexpr = D // 16  # threads of 16 bytes along a row
@@ -112,19 +133,19 @@ def ampere_attention_kernel(
     one_k_head = sample * (H // GROUP) + own // GROUP
     block = gl.program_id(0) % blocks * ROWS
     k += one_k_head * TK_PADDED * D
-    k_scale += one_k_head * TK_PADDED
+    k_scale += one_k_head * (TK_PADDED // SHARE)
     v += sample * v_sample + (own // GROUP).to(gl.int64) * v_head
 
     key_row = gl.arange(0, KEYS, gl.SliceLayout(1, bytes_copied))
     v_row = gl.arange(0, KEYS, gl.SliceLayout(1, halves_copied))
     key_tile = key_row[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, bytes_copied))[None, :]
-    scale_tile = gl.arange(0, KEYS, scales_copied)
+    scale_tile = gl.arange(0, KEYS // SHARE, scales_copied)
     v_step = D if HAS_V_SCALE else v_token
-    v_tile = v_row.to(gl.int64)[:, None] * v_step + gl.arange(0, D, gl.SliceLayout(0, halves_copied))[None, :]
+    v_tile = v_row[:, None] * v_step + gl.arange(0, D, gl.SliceLayout(0, halves_copied))[None, :]
     ring = ()
     for _ in gl.static_range(BUFFERS):
         keys = gl.allocate_shared_memory(gl.int8, [KEYS, D], bytes_shared)
-        scales = gl.allocate_shared_memory(gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        scales = gl.allocate_shared_memory(gl.float32, [KEYS // SHARE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         ring = ring + ((keys, scales),)  # noqa: RUF005
     values = gl.allocate_shared_memory(v.dtype.element_ty, [KEYS, D], halves_shared)
     _copy_keys(ring[0], k, k_scale, gl.to_tensor(0), key_tile, scale_tile)
@@ -145,14 +166,15 @@ def ampere_attention_kernel(
         for each in gl.static_range(BUFFERS):
             highest, total, acc = _attend_to_keys(
                 queries, scale, ring[each], ring[(each + 1) % BUFFERS], values, k, k_scale, v, start + each * KEYS,
-                TK, v_step, key_tile, scale_tile, v_row, v_tile, highest, total, acc, False, False, HALF_SUMS, BUFFERS,
+                TK, v_step, key_tile, scale_tile, v_row, v_tile, highest, total, acc, False, False,
+                HALF_SUMS, BUFFERS, SHARE,
             )  # fmt: skip
     if RAGGED:
         for each in gl.static_range(BUFFERS):
             highest, total, acc = _attend_to_keys(
                 queries, scale, ring[each], ring[(each + 1) % BUFFERS], values, k, k_scale, v, whole + each * KEYS,
                 TK, v_step, key_tile, scale_tile, v_row, v_tile, highest, total, acc, True, each == BUFFERS - 1,
-                HALF_SUMS, BUFFERS,
+                HALF_SUMS, BUFFERS, SHARE,
             )  # fmt: skip
     wait_for_copies(0)
 

@@ -31,6 +31,7 @@ class AttentionTiles:
         part: channels of a sum of values: at most `rows`, or two warps share rows on an Ampere card.
         warps, stages: as Triton has them.
         ahead: whether a tile's products are made while the one before is worked on.
+        share: keys that have a scale in common, in Gluon.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class AttentionTiles:
     warps: int
     stages: int
     ahead: bool = False
+    share: int = 1
 
 
 # By channels of a head, padded to a power of two.
@@ -55,15 +57,18 @@ _HOPPER_TILES = {
     256: AttentionTiles(128, 64, 256, 8, 3),
 }
 _TILES = {(9, 0): _HOPPER_TILES}
-# Of the kernel in Gluon, which takes no mask; `stages` are its buffers of keys. With sums in fp16, as on GeForce, it is
-# slower than Triton's for narrow heads (0.70 ms instead of 0.64 on an H100). An A100's registers, with all sums in
-# float32, suffice for these alone.
+# Of the kernel in Gluon, which takes no mask; `stages` are its buffers of keys. With all sums in float32 wide heads do
+# not fit an A100's registers.
 _GEFORCE_GLUON_TILES = {
-    128: AttentionTiles(64, 128, 64, 4, 1),
-    256: AttentionTiles(128, 64, 128, 8, 1),
+    64: AttentionTiles(64, 128, 64, 4, 1, share=16),
+    128: AttentionTiles(64, 128, 64, 4, 1, share=8),
+    256: AttentionTiles(128, 64, 64, 8, 1, share=8),
 }
 _GLUON_TILES = {
-    (8, 0): {64: AttentionTiles(64, 128, 64, 4, 2)},
+    (8, 0): {
+        64: AttentionTiles(64, 128, 64, 4, 2, share=8),
+        128: AttentionTiles(64, 128, 64, 4, 1, share=8),
+    },
     (8, 6): _GEFORCE_GLUON_TILES,
     (8, 9): _GEFORCE_GLUON_TILES,
 }
@@ -74,6 +79,8 @@ _AMPERE_FLOAT_TILES = AttentionTiles(128, 16, 128, 8, 3)
 _FILLING_TILES = {(9, 0): {128: AttentionTiles(128, 64, 128, 4, 3)}}
 _RESIDENT = 2
 _FILLED = 0.9
+# Elements from one token's values to the next that the kernel in Gluon counts in 32 bits.
+_FARTHEST_TOKEN = 2**24
 # GeForce's tensor cores halve their speed for float32 sums.
 _HALF_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
 
@@ -153,7 +160,7 @@ def _ampere_attention() -> Launcher:
 
     def constants(tiles: AttentionTiles, width: int, ragged: bool, half_sums: bool, scaled: bool) -> Build:
         form = (ragged, half_sums, scaled, width, padded_width(width), tiles.part, tiles.rows, tiles.keys, tiles.warps)
-        return built(ampere_attention_kernel, *form, tiles.stages, num_warps=tiles.warps)
+        return built(ampere_attention_kernel, *form, tiles.stages, tiles.share, num_warps=tiles.warps)
 
     return Launcher(ampere_attention_kernel, constants)
 
@@ -171,23 +178,35 @@ def _in_pieces_of_16_bytes(v: torch.Tensor) -> bool:
     return v.element_size() == 2 and v.data_ptr() % 16 == 0 and not any(step % 16 for step in v.stride()[:3])
 
 
-def _is_right(tiles: AttentionTiles, half_sums: bool, scaled: bool, v: torch.Tensor) -> bool:
-    """Whether the kernel in Gluon computes on this card what it should, found out once for values like these."""
+def _is_right(tiles: AttentionTiles, half_sums: bool, scaled: bool, width: int, dtype: torch.dtype, device) -> bool:
+    """Whether the kernel in Gluon computes on this card what it should, found out once for values of WIDTH channels."""
 
     def found() -> bool:
         try:
             attend = functools.partial(_attend_on_ampere, half_sums=half_sums, tiles=tiles)
-            check_attention(attend, v.shape[-1], scaled, v.dtype, v.device)
+            check_attention(attend, width, tiles.share, scaled, dtype, device)
         except Exception as error:
             if not isinstance(error, WrongResult) and not is_unfit(error):
                 raise
             text = "INT8 attention: a kernel is wrong on %s and is not used there: %s. Please report this."
-            logger.warning(text, device_name(v.device.index), tiles)
+            logger.warning(text, device_name(device.index), tiles)
             return False
         return True
 
-    key = (check_attention, tiles, half_sums, scaled, v.dtype, v.shape[-1], v.device)
-    return asked_once(key, v.device, found)
+    key = (check_attention, tiles, half_sums, scaled, dtype, width, device)
+    return asked_once(key, device, found)
+
+
+def _usable_gluon_tiles(v: torch.Tensor, channels: int, half_sums: bool, scaled: bool) -> AttentionTiles | None:
+    """The tiles of the kernel in Gluon where it takes these values, or None."""
+    tiles = gluon_tiles_for(_capability(v.device), channels)
+    if tiles is None:
+        return None
+    as_given = v.shape[-1] == channels and v.stride(2) < _FARTHEST_TOKEN and _in_pieces_of_16_bytes(v)
+    if not scaled and not as_given:
+        return None
+    dtype = torch.float16 if scaled else v.dtype
+    return tiles if _is_right(tiles, half_sums, scaled, channels, dtype, v.device) else None
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -198,13 +217,19 @@ def attend_in_int8(half_sums: bool, scale: float, tensors: Tensors, results: Seq
     """Launch the kernels on q, k, v, a mask and a mean of the keys, checked and non-empty, to fill [B, TQ, H, D]."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
     mask, key_mean = tensors[3:]
+    if scale < 0:  # the kernels take the highest logit before they multiply by the scale
+        q, scale = -q, -scale
     if key_mean is not None:
         padding = padded_width(q.shape[-1]) - q.shape[-1]
         given = key_mean.float().expand(k.shape[0], k.shape[1], q.shape[-1])
         key_mean = torch.nn.functional.pad(given, (0, padding)).contiguous()
-    operands = quantized_operands(q, k, v, scale, key_mean, half_sums or v.dtype == torch.float32 or not v.is_cuda)
-    if operands.v_scale is not None:
+    channels, scaled = padded_width(q.shape[-1]), half_sums or v.dtype == torch.float32 or not v.is_cuda
+    tiles = _usable_gluon_tiles(v, channels, half_sums, scaled) if mask is None else None
+    operands = quantized_operands(q, k, v, scale, key_mean, scaled, tiles.share if tiles is not None else 1)
+    if scaled:
         v = operands.v.unflatten(0, k.shape[:2])
+    if tiles is not None:
+        return _attend_on_ampere(operands._replace(v=v), results[0].transpose(1, 2), half_sums, tiles)
     _launch(operands, True, (q, k, v), mask, results[0], half_sums, 0.0)
 
 
@@ -218,7 +243,7 @@ def launch_int8_attention(tensors: Tensors, scale: float) -> OperatorLaunch | No
 
 def _attend_in_floats(scale: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
-    if scale < 0:  # the kernel takes the highest logit before it multiplies by the scale
+    if scale < 0:
         q, scale = -q, -scale
     operands = AttentionOperands(q, q, k, k, v, None)
     _launch(operands, False, (q, k, v), tensors[3], results[0], False, scale * math.log2(math.e))
@@ -243,13 +268,10 @@ def _launch(
     (batch, heads, tq, width), (_, kv_heads, tk, _) = given[0].shape, given[1].shape
     mask = None if mask is None else mask.expand(batch, heads, tq, tk)
     kind, capability, out = mask_kind(mask), _capability(out.device), out.transpose(1, 2)
-    channels, v, scaled = operands.q.shape[-1], given[2], operands.v_scale is not None
-    tiles = gluon_tiles_for(capability, channels) if int8 and mask is None and v.shape[-1] == channels else None
-    if tiles is not None and _in_pieces_of_16_bytes(v) and _is_right(tiles, half_sums, scaled, v):
-        return _attend_on_ampere(operands._replace(v=v), out, half_sums, tiles)
+    scaled = operands.v_scale is not None
     if int8:
         multiprocessors = _multiprocessors(out.device)
-        tiles = tiles_for(capability, channels, kind, (batch * heads, tq), multiprocessors)
+        tiles = tiles_for(capability, operands.q.shape[-1], kind, (batch * heads, tq), multiprocessors)
     else:
         tiles = float_tiles_for(capability, kind)
     form = (tiles, int8, width, kind, tk % tiles.keys != 0, half_sums, scaled)

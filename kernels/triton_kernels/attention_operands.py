@@ -14,36 +14,24 @@ from .rows import INFINITY_BITS, ROUND_TO_EVEN, magnitude_bits
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
-@triton.jit(do_not_specialize=("TK", "STEP"))
-def attention_statistics_kernel(
-    k, v, k_sum, v_max,
-    HK, TK, STEP, k_sample, k_head, k_token, v_sample, v_head, v_token,
-    SUM: tl.constexpr, MAX: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
-    CHUNKS: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=("TK",))
+def largest_values_kernel(
+    v, v_max, HK, TK, v_sample, v_head, v_token,
+    WIDTH: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: a chunk of the tokens of one head. The sum of each STEP-th key and the largest magnitude of the
-    values, per channel: float32 [B HK, CHUNKS, D]."""
+    """One program: a chunk of the tokens of one head. The largest magnitude of the values, per channel: float32
+    [B HK, CHUNKS, D]."""
     chunk, head = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
-    sample, own = (head // HK).to(tl.int64), (head % HK).to(tl.int64)
     column, token = tl.arange(0, D), tl.arange(0, ROWS)
+    base = v + (head // HK).to(tl.int64) * v_sample + (head % HK).to(tl.int64) * v_head
+    largest = tl.zeros((ROWS, D), tl.int32)
+    for first in range(chunk * ROWS, TK, CHUNKS * ROWS):
+        tokens = (first + token)[:, None]
+        tile = base + tokens.to(tl.int64) * v_token + column[None, :]
+        values = tl.load(tile, mask=(tokens < TK) & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude_bits(values))
     place = (head.to(tl.int64) * CHUNKS + chunk) * D + column
-    if SUM:
-        base = k + sample * k_sample + own * k_head
-        sums = tl.zeros((ROWS, D), tl.float32)
-        for first in range(chunk * ROWS, tl.cdiv(TK, STEP), CHUNKS * ROWS):
-            tokens = (first + token)[:, None] * STEP
-            tile = base + tokens.to(tl.int64) * k_token + column[None, :]
-            sums += tl.load(tile, mask=(tokens < TK) & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-        tl.store(k_sum + place, tl.sum(sums, axis=0))
-    if MAX:
-        base = v + sample * v_sample + own * v_head
-        largest = tl.zeros((ROWS, D), tl.int32)
-        for first in range(chunk * ROWS, TK, CHUNKS * ROWS):
-            tokens = (first + token)[:, None]
-            tile = base + tokens.to(tl.int64) * v_token + column[None, :]
-            values = tl.load(tile, mask=(tokens < TK) & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, magnitude_bits(values))
-        tl.store(v_max + place, tl.max(largest, axis=0).to(tl.float32, bitcast=True))
+    tl.store(v_max + place, tl.max(largest, axis=0).to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -55,13 +43,20 @@ def _hadamard(N: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _center(sums, left, count, SUMS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr):
-    """The mean key [PART] of SUMS sums [SUMS, D]."""
+def _center(
+    x, mean, T, token_stride, left,
+    GIVEN: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """PART channels of the mean key: the GIVEN one, or that of some keys, one of each SAMPLES-th part of all."""
     column = left + tl.arange(0, PART)
-    total = tl.zeros((PART,), tl.float32)
-    for part in tl.static_range(SUMS):  # pyright: ignore[reportGeneralTypeIssues]
-        total += tl.load(sums + part * D + column)
-    return total / count
+    if GIVEN:
+        return tl.load(mean + column)
+    else:
+        sample, step = tl.arange(0, SAMPLES), tl.cdiv(T, SAMPLES)
+        token = sample * step + sample * 7 % step  # not all of one column of an image
+        inside = (token < T)[:, None] & (column < WIDTH)[None, :]
+        values = tl.load(x + token[:, None].to(tl.int64) * token_stride + column[None, :], mask=inside, other=0.0)
+        return tl.sum(values.to(tl.float32), axis=0) / tl.sum((token < T).to(tl.float32))
 
 
 @triton.jit
@@ -87,13 +82,21 @@ def _store_steps(q, values, inverse, broken, first, T, left, D: tl.constexpr, PA
 
 
 @triton.jit
+def _store_scales(scale, largest, first, end, factor):
+    """Scales from `first` on, of the bits of largest magnitudes."""
+    place = first + tl.arange(0, largest.shape[0])
+    values = tl.where(largest >= INFINITY_BITS, float("nan"), largest.to(tl.float32, bitcast=True) * factor)
+    tl.store(scale + place, values, mask=place < end)
+
+
+@triton.jit
 def _quantize_tokens(
-    x, q, scale, sums, begin, T, token_stride, factor, count,
-    CENTERED: tl.constexpr, SUMS: tl.constexpr, DTYPE: tl.constexpr,
+    x, q, scale, mean, begin, T, token_stride, factor,
+    CENTERED: tl.constexpr, GIVEN: tl.constexpr, SAMPLES: tl.constexpr, SHARE: tl.constexpr, DTYPE: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS blocks of ROWS tokens of one head, less the mean, rotated: q = round(127 x / absmax), scale = factor
-    absmax. A token with a NaN or Inf gets the scale NaN.
+    absmax. SHARE tokens have an absmax and a scale in common. With a NaN or Inf the scale is NaN.
 
     Heads of more channels than PART are rotated in two halves, and these with each other.
     """
@@ -101,9 +104,9 @@ def _quantize_tokens(
     left_center = tl.zeros((PART,), tl.float32)
     center = left_center
     if CENTERED:
-        left_center = _center(sums, 0, count, SUMS, D, PART)
+        left_center = _center(x, mean, T, token_stride, 0, GIVEN, WIDTH, PART, SAMPLES)
         if PART < D:
-            center = _center(sums, PART, count, SUMS, D, PART)
+            center = _center(x, mean, T, token_stride, PART, GIVEN, WIDTH, PART, SAMPLES)
     for first in range(begin, tl.minimum(begin + ROWS * BLOCKS, T), ROWS):
         left = _rotated(x, matrix, left_center, first, T, token_stride, 0, CENTERED, WIDTH, PART, ROWS)
         right = left
@@ -112,10 +115,17 @@ def _quantize_tokens(
             right = left - other
             left += other
         largest = tl.max(tl.maximum(magnitude_bits(left), magnitude_bits(right)), axis=1)
+        if SHARE > 1:
+            each = tl.reshape(largest, (ROWS // (4 * SHARE), SHARE // 2, 4, 2))
+            common = tl.max(tl.max(each, axis=3), axis=1)
+            _store_scales(
+                scale, tl.reshape(common, (ROWS // SHARE,)), first // SHARE, tl.cdiv(T, 4 * SHARE) * 4, factor
+            )
+            largest = tl.reshape(tl.broadcast_to(common[:, None, :, None], each.shape), (ROWS,))
+        else:
+            _store_scales(scale, largest, first, T, factor)
         broken = largest >= INFINITY_BITS
         absmax = largest.to(tl.float32, bitcast=True)
-        token = first + tl.arange(0, ROWS)
-        tl.store(scale + token, tl.where(broken, float("nan"), absmax * factor), mask=token < T)
         inverse = tl.minimum(tl.div_rn(127.0, tl.where(absmax > 0, absmax, 1.0)), _FLOAT32_MAX)
         _store_steps(q, left, inverse, broken, first, T, 0, D, PART, ROWS)
         if PART < D:
@@ -147,31 +157,32 @@ def _scale_values(
 
 @triton.jit(do_not_specialize=("TQ", "TK"))
 def attention_operands_kernel(
-    q, k, v, k_sum, v_max, q8, q_scale, k8, k_scale, v16, v_scale,
+    q, k, v, k_mean, v_max, q8, q_scale, k8, k_scale, v16, v_scale,
     B, H, HK, TQ, TK, TK_PADDED, q_sample, q_head, q_token, k_sample, k_head, k_token, v_sample, v_head, v_token,
-    sums_head, q_factor, k_factor, count,
-    SUMS: tl.constexpr, SCALES_VALUES: tl.constexpr, MAXIMA: tl.constexpr, DTYPE: tl.constexpr,
+    q_factor, k_factor,
+    GIVEN: tl.constexpr, SAMPLES: tl.constexpr, SHARE: tl.constexpr, SCALES_VALUES: tl.constexpr,
+    MAXIMA: tl.constexpr, DTYPE: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tokens of the queries, of the keys or of the values of a head, in this order of heads."""
+    """One program: tokens of the keys, of the queries or of the values of a head; keys, which take longest, first."""
     blocks = tl.cdiv(tl.maximum(TQ, TK), ROWS * BLOCKS)
     first, head = tl.program_id(0) % blocks * (ROWS * BLOCKS), tl.program_id(0) // blocks
-    if head < B * H:
-        if first < TQ:
-            base = q + (head // H).to(tl.int64) * q_sample + (head % H).to(tl.int64) * q_head
-            own = head.to(tl.int64) * TQ
+    if head < B * HK:
+        if first < TK:
+            base = k + (head // HK).to(tl.int64) * k_sample + (head % HK).to(tl.int64) * k_head
+            begin = head.to(tl.int64) * TK_PADDED
             _quantize_tokens(
-                base, q8 + own * D, q_scale + own, k_sum, first, TQ, q_token, q_factor, count,
-                False, SUMS, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
+                base, k8 + begin * D, k_scale + begin // SHARE, k_mean + head.to(tl.int64) * D, first, TK, k_token,
+                k_factor, True, GIVEN, SAMPLES, SHARE, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
             )  # fmt: skip
     elif head < B * (H + HK):
-        if first < TK:
-            own = head - B * H
-            base = k + (own // HK).to(tl.int64) * k_sample + (own % HK).to(tl.int64) * k_head
-            begin = own.to(tl.int64) * TK_PADDED
+        if first < TQ:
+            own = head - B * HK
+            base = q + (own // H).to(tl.int64) * q_sample + (own % H).to(tl.int64) * q_head
+            begin = own.to(tl.int64) * TQ
             _quantize_tokens(
-                base, k8 + begin * D, k_scale + begin, k_sum + own.to(tl.int64) * sums_head, first, TK, k_token,
-                k_factor, count, True, SUMS, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
+                base, q8 + begin * D, q_scale + begin, k_mean, first, TQ, q_token, q_factor,
+                False, GIVEN, SAMPLES, 1, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
             )  # fmt: skip
     else:
         if SCALES_VALUES and first < TK:
@@ -183,15 +194,21 @@ def attention_operands_kernel(
             )  # fmt: skip
 
 
-# Keys whose mean is taken: of more the mean is no better.
-_SUMMED_ROWS, _CHUNKS = 32, 16
+# Keys whose mean is taken, at most: of more the mean is hardly better, and any vector may be taken from all keys.
+_SAMPLES = 64
+# Parts in which values are looked through, and how many at a time.
+_CHUNKS, _CHUNK_ROWS = 16, 32
 # So that tiles of keys of any size lie inside.
 _KEY_BLOCK = 128
 _WIDEST_PART = 128
 
 
-_STATISTICS = constant_launcher(attention_statistics_kernel)
-_OPERANDS = constant_launcher(attention_operands_kernel)
+_LARGEST_VALUES = constant_launcher(largest_values_kernel)
+# By whether heads are rotated in halves, whose loads the compiler's pipeline speeds up.
+_OPERANDS = {
+    False: constant_launcher(attention_operands_kernel, num_stages=1),
+    True: constant_launcher(attention_operands_kernel),
+}
 _WARPS = 4
 
 
@@ -200,7 +217,8 @@ class AttentionOperands(NamedTuple):
 
     Attributes:
         q, k: int8 [B H, TQ, D] and [B HK, TK padded, D], D the head's width padded to a power of two.
-        q_scale, k_scale: float32 [B H, TQ] and [B HK, TK padded].
+        q_scale, k_scale: float32 [B H, TQ] and [B HK, TK padded / share]: of `share` keys each. Of a window of 4 share
+            keys in order, columns 2 i and 2 i + 1 of all eights have the scale i in common.
         v: fp16 [B HK, TK, D] with v_scale float32 [B HK, D], or the values as they came with None.
     """
 
@@ -213,12 +231,18 @@ class AttentionOperands(NamedTuple):
 
 
 def quantized_operands(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, key_mean: torch.Tensor | None, scaled: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    key_mean: torch.Tensor | None,
+    scaled: bool,
+    share: int = 1,
 ) -> AttentionOperands:
     """The operands of checked, non-empty tensors [B, H, T, WIDTH] whose channels lie side by side.
 
-    `key_mean` float32 [B, HK, D], zeros behind WIDTH, or None for the mean of some of the keys; `scaled` says whether
-    the values go into fp16.
+    `scale` is not negative. `key_mean` float32 [B, HK, D], zeros behind WIDTH, or None for the mean of some of the
+    keys; `scaled` says whether the values go into fp16, `share` how many keys have a scale in common: 1, 8 or 16.
     """
     (batch, heads, tq, width), (_, kv_heads, tk, _) = q.shape, k.shape
     channels, key_tokens = padded_width(width), (tk // _KEY_BLOCK + 2) * _KEY_BLOCK
@@ -228,26 +252,23 @@ def quantized_operands(
         return q.new_empty(shape, dtype=dtype)
 
     q8, k8 = new(queries, tq, channels, dtype=torch.int8), new(keys, key_tokens, channels, dtype=torch.int8)
-    q_scale, k_scale = new(queries, tq), new(keys, key_tokens)
+    q_scale, k_scale = new(queries, tq), new(keys, key_tokens // share)
     v16, v_scale = (new(keys, tk, channels, dtype=torch.float16), new(keys, channels)) if scaled else (v, q_scale)
-    sums = new(keys, _CHUNKS, channels) if key_mean is None else key_mean
-    maxima = new(keys, _CHUNKS, channels) if scaled else sums
-    step = -(-tk // (_CHUNKS * _SUMMED_ROWS))
-    # A mean that is given is one sum of one key.
-    chunks, count = (_CHUNKS, -(-tk // step)) if key_mean is None else (1, 1)
-    if key_mean is None or scaled:
-        form = (key_mean is None, scaled, width, channels, _CHUNKS, _SUMMED_ROWS, _WARPS)
-        numbers = (kv_heads, tk, step, *k.stride()[:3], *v.stride()[:3])
-        _STATISTICS(form, (_CHUNKS * keys, 1), (k, v, sums, maxima), numbers)
+    maxima = new(keys, _CHUNKS, channels) if scaled else q_scale
+    if scaled:
+        form = (width, channels, _CHUNKS, _CHUNK_ROWS, _WARPS)
+        _LARGEST_VALUES(form, (_CHUNKS * keys, 1), (v, maxima), (kv_heads, tk, *v.stride()[:3]))
     dtype = tl.float32 if not q.is_cuda else tl.float16 if q.dtype == torch.float16 else tl.bfloat16
     # How many tokens a program holds at a time, and how often.
-    rows, blocks = (32, 8) if channels > _WIDEST_PART else (64, 4)
-    form = (chunks, scaled, _CHUNKS, dtype, width, channels, min(channels, _WIDEST_PART), rows, blocks, _WARPS)
-    tensors = (q, k, v, sums, maxima, q8, q_scale, k8, k_scale, v16, v_scale)
+    halves = channels > _WIDEST_PART
+    rows, blocks = (32, 8) if halves else (64, 4)
+    sizes = (width, channels, min(channels, _WIDEST_PART), rows, blocks, _WARPS)
+    form = (key_mean is not None, _SAMPLES, share, scaled, _CHUNKS, dtype, *sizes)
+    mean = key_mean if key_mean is not None else q_scale
+    tensors = (q, k, v, mean, maxima, q8, q_scale, k8, k_scale, v16, v_scale)
     numbers = (batch, heads, kv_heads, tq, tk, key_tokens, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     # The rotation multiplies both by the root of the channels.
-    factors = (abs(scale) * math.log2(math.e) / 127 / channels, math.copysign(1 / 127, scale))
-    numbers += (chunks * channels, *factors, float(count))
+    numbers += (scale * math.log2(math.e) / 127 / channels, 1 / 127)
     programs = -(-max(tq, tk) // (rows * blocks)) * (queries + keys * (2 if scaled else 1))
-    _OPERANDS(form, (programs, 1), tensors, numbers)
+    _OPERANDS[halves](form, (programs, 1), tensors, numbers)
     return AttentionOperands(q8, q_scale, k8, k_scale, v16, v_scale if scaled else None)

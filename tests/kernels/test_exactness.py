@@ -123,6 +123,9 @@ def attend(operands, out):
     """`check_attention`'s operands in float64."""
     q, q_scale, k, k_scale, v, v_scale = operands
     tokens, group = v.shape[2], len(q) // len(k)
+    share = k.shape[1] // k_scale.shape[1]
+    windows = k_scale.view(len(k), -1, 1, 4, 1).expand(-1, -1, share // 2, -1, 2) if share > 1 else k_scale
+    k_scale = windows.reshape(len(k), -1)
     k, k_scale, v = (x.repeat_interleave(group, 0) for x in (k[:, :tokens], k_scale[:, :tokens], v[0]))
     logits = q.double() @ k.double().mT * q_scale.double()[:, :, None] * k_scale.double()[:, None]
     result = torch.softmax(logits * math.log(2), -1) @ v.double()
@@ -153,18 +156,20 @@ CHANNELS = (64, 128, 256)
 
 
 @pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("share", (1, 8, 16))
 @pytest.mark.parametrize("scaled, dtype", ((True, torch.float16), (False, torch.bfloat16)))
-def test_exact_attention_passes(channels, scaled, dtype):
-    check_attention(attend, channels, scaled, dtype, CPU)
+def test_exact_attention_passes(channels, share, scaled, dtype):
+    check_attention(attend, channels, share, scaled, dtype, CPU)
 
 
 @pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("share", (1, 8, 16))
 @pytest.mark.parametrize(
     "wrong", (losing_the_last_keys, rows_out_of_place, other_heads, scales_of_other_keys, without_v_scale)
 )
-def test_wrong_attention_is_seen(wrong, channels):
+def test_wrong_attention_is_seen(wrong, share, channels):
     with pytest.raises(WrongResult):
-        check_attention(wrong, channels, True, torch.float16, CPU)
+        check_attention(wrong, channels, share, True, torch.float16, CPU)
 
 
 def test_attention_is_asked_once_and_told_of_once(monkeypatch, caplog):
@@ -177,7 +182,6 @@ def test_attention_is_asked_once_and_told_of_once(monkeypatch, caplog):
     monkeypatch.setattr(attention, "check_attention", check)
     monkeypatch.setattr(attention, "device_name", lambda index: "a card")
     KEPT.clear()
-    values = torch.ones(1, 1, 4, 64, dtype=torch.float16)
     for _ in range(2):
-        assert not attention._is_right(attention.tiles_for((8, 6), 64), True, True, values)
+        assert not attention._is_right(attention.tiles_for((8, 6), 64), True, True, 64, torch.float16, CPU)
     assert len(calls) == len(caplog.records) == 1 and "not used there" in caplog.text

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels.ops.attention import float_attention, int8_attention
-from kernels.reference.attention import int8_attention_reference
+from kernels.reference.attention import _quantized_together, _rotated, int8_attention_reference, padded_width
 from kernels.triton_kernels import attention
 from kernels.triton_kernels.attention import attend_in_int8, tiles_for
+from kernels.triton_kernels.attention_operands import quantized_operands
 from support.tensors import DEVICE, relative_error
 
 # Error on normal data: 8 bits of q and of k. Of few keys it is larger than the 0.010 of thousands.
@@ -138,7 +139,24 @@ def test_the_kernel_in_gluon(monkeypatch, capability, width):
         out = torch.empty_like(q)
         attend_in_int8(half_sums, width**-0.5, (q, k, v, None, None), (out.transpose(1, 2),))
         assert relative_error(out, exact(q, k, v)) < NORMAL
-        assert bool(launched) == (width in (128, 256) if half_sums else width == 64)
+        assert bool(launched) == (half_sums or width in (64, 128))
+
+
+@pytest.mark.parametrize("share, width", ((8, 40), (8, 256), (16, 64), (16, 128)))
+def test_keys_that_share_scales_are_quantized_as_in_the_reference(share, width):
+    q, k, v = operands(batch=2, tk=300, width=width, dtype=torch.float32)
+    mean = k.mean(2)
+    padded = F.pad(mean, (0, padded_width(width) - width))
+    keys = quantized_operands(q, k, v, 0.1, padded, True, share)
+    steps, scale = _quantized_together(_rotated(k - mean.unsqueeze(2)), share)
+    token = torch.arange(300, device=DEVICE)
+    group = token // (4 * share) * 4 + token % 8 // 2
+    rounding = 1e-2 if DEVICE == "cuda" else 1e-5  # a card rotates in 16 bits
+    torch.testing.assert_close(keys.k_scale.unflatten(0, (2, 2))[..., group], scale[..., 0], rtol=rounding, atol=0)
+    apart = keys.k.unflatten(0, (2, 2))[:, :, :300].float() - steps
+    assert apart.abs().max() <= 1 + 127 * rounding
+    shared = int8_attention_reference(q, k, v, None, 0.1, None, share)
+    assert relative_error(shared, exact(q, k, v, scale=0.1)) < NORMAL
 
 
 @both

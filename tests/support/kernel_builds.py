@@ -36,7 +36,7 @@ WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 WORDS |= {torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32"}
 DTYPES = {word: dtype for dtype, word in WORDS.items()}
 # Those of INT8 attention in front of its own.
-OPERANDS = ("statistics", "operands")
+OPERANDS = {"largest_values": 0, "operands": -2}
 ATTENTION = (*OPERANDS, "int8", "float")
 
 
@@ -103,7 +103,7 @@ def _launched(build: Build) -> tuple:
     those of which Triton is to know nothing."""
     with _recording(build) as launches:
         _launch(build)
-    return launches[OPERANDS.index(build.kernel) if build.kernel in OPERANDS else -1]
+    return launches[OPERANDS.get(build.kernel, -1)]
 
 
 def _launch(build: Build) -> None:
