@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,34 @@ logger = logging.getLogger(__name__)
 # At the end of the process, for what is under way: a kernel takes a second to compile, a locked file five.
 _SECONDS_AT_EXIT = 10.0
 _NOTHING_MORE = (float("inf"), 0, None)
+_SECONDS_A_TURN = 0.0005
+
+
+class ShortTurns:
+    """A context in which Python's threads take shorter turns; afterwards they are what they were before the first.
+
+    Half of compiling holds Python's lock, which the thread that loads or calls a model gives away at each operation of
+    PyTorch. It waits for a turn of each thread that compiles to have it back: for 5 ms by default.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, _SECONDS_A_TURN))
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.setswitchinterval(self._before)
+
+
+_short_turns = ShortTurns()
 
 
 class Background:
@@ -30,6 +59,7 @@ class Background:
         self._threads: list[threading.Thread] = []
         self._tasks: queue.PriorityQueue = queue.PriorityQueue()
         self._count, self._lock, self._ended = itertools.count(), threading.Lock(), False
+        self._open = 0  # tasks that wait or are under way
 
     def submit(self, rank: float, task: Callable[[], object]) -> None:
         """Have a task done. What it raises is only logged."""
@@ -37,7 +67,8 @@ class Background:
             if self._ended:
                 return
             self._tasks.put((rank, next(self._count), task))
-            if len(self._threads) < min(self._most, self._tasks.qsize()):
+            self._open += 1
+            if len(self._threads) < min(self._most, self._open):
                 thread = threading.Thread(target=self._work, name="INT8 DiT in the background", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -65,15 +96,18 @@ class Background:
     def _work(self) -> None:
         while (task := self._tasks.get()[2]) is not None:
             _do(task)
+            with self._lock:
+                self._open -= 1
 
 
 def _do(task: Callable[[], object]) -> None:
     try:
-        task()
+        with _short_turns:
+            task()
     except Exception:
         logger.debug("INT8 DiT: work in the background failed", exc_info=True)
 
 
-beside_loading = Background(max(1, min(8, (os.cpu_count() or 2) - 1)))
-# Half of compiling holds Python's lock, which the calls of a model want.
+# Half of compiling holds Python's lock. More threads would only wait for it, and the caller with them.
+beside_loading = Background(max(1, min(4, (os.cpu_count() or 2) - 1)))
 beside_calls = Background(1)

@@ -44,6 +44,16 @@ def test_tasks_are_done_by_their_ranks_and_an_error_ends_nothing():
     assert last.wait(60) and done == [1, 2, 3]
 
 
+def test_a_task_does_not_wait_for_one_thread_where_more_may_work():
+    background, meeting = Background(2), threading.Barrier(3)
+    background.submit(0, lambda: meeting.wait(60))
+    while background._tasks.qsize():
+        sleep(0.001)
+    background.submit(0, lambda: meeting.wait(60))
+    meeting.wait(60)
+    background.end()
+
+
 def test_at_the_end_only_what_is_quick_is_still_done():
     background, begun, goes_on, done = Background(1), threading.Event(), threading.Event(), []
 
@@ -64,6 +74,22 @@ def test_at_the_end_only_what_is_quick_is_still_done():
     ending.join(60)
     background.submit(-1, lambda: done.append("late"))
     assert done == ["under way", "written"]
+
+
+def test_turns_are_short_while_there_is_work_beside_the_callers():
+    before, background, at_work, within = sys.getswitchinterval(), Background(2), threading.Barrier(3), []
+
+    def task():
+        at_work.wait(60)
+        within.append(sys.getswitchinterval())
+        at_work.wait(60)
+
+    for _ in range(2):
+        background.submit(0, task)
+    at_work.wait(60)
+    at_work.wait(60)
+    background.end()
+    assert max(within) < before and sys.getswitchinterval() == pytest.approx(before)
 
 
 EXITS = """
