@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..card.device import fused_obstacle
+from ..kept import KEPT, keep
 from ..operators import Operator
 from ..reference.linear import BlockForm, LinearForm
 from ..reference.transform import ChannelTransform
@@ -38,12 +39,22 @@ def compile_ahead(
     """Have compiled, beside other work, what linears of these forms launch on a GPU with inputs of a dtype, and what
     the fused ops of a block may.
 
-    It returns at once. A call that comes first compiles for itself. Does nothing where the kernels do not run.
+    It returns at once; what was asked for before is not looked through again. A call that comes first compiles for
+    itself. Does nothing where the kernels do not run.
     """
-    if device.type == "cuda" and fused_obstacle(device) is None:
-        from ..triton_kernels.ahead import compile_for
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (compile_ahead, frozenset(forms), block, dtype, device)
+    if device.type != "cuda" or fused_obstacle(device) is not None or key in KEPT:
+        return
+    keep(key, True)
+    beside_loading.submit(0, partial(_compile, tuple(forms), block, dtype, device))
 
-        compile_for(forms, partial(_calls, forms, block), dtype, device)
+
+def _compile(forms: Collection[LinearForm], block: BlockForm | None, dtype: torch.dtype, device: torch.device) -> None:
+    from ..triton_kernels.ahead import compile_for
+
+    compile_for(forms, partial(_calls, forms, block), dtype, device)
 
 
 def _calls(

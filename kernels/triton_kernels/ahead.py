@@ -10,15 +10,16 @@ import torch
 
 from ..internals.triton_runtime import COMPILES_ALONE
 from ..reference.linear import LinearForm
-from .background import beside_loading
+from .background import beside_calls, beside_loading
 from .gemm import GemmLaunch, likely_config
 from .gemm_kernel import Operands
 from .launching import StandIn
 
 New = Callable[..., Any]
 """A tensor that is not there: of a shape and, if it is not the inputs', a dtype."""
-# Those of images of 1024, 768 and 512 pixels, and of texts.
-_TOKENS = (4096, 2560, 1024, 512)
+# Those of images of 1024 pixels, of texts, and of images of 768 and 512 pixels.
+_TOKENS = (4096, 512, 2560, 1024)
+_OF_FIRST_IMAGE = 2  # of them; the others' kernels are compiled by one thread
 
 
 def compile_for(
@@ -29,27 +30,28 @@ def compile_for(
 ) -> None:
     """Have compiled what products of these forms launch on a GPU, and calls of operators; inputs are of a dtype.
 
-    It returns at once.
+    It returns at once. What converts weights, of rank 0, comes before all this.
 
     Args:
         calls: gives operators and their arguments.
+        device: with its index.
     """
     if not COMPILES_ALONE:
         return
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
     def new(*shape: int, dtype: torch.dtype = dtype) -> Any:
         return StandIn(shape, dtype, device)
 
     for op, arguments in calls(new):
-        op.compile_by(beside_loading, 0, *arguments)
+        op.compile_by(beside_loading, 1, *arguments)
     for form in dict.fromkeys(forms):
         if form.k % 16:  # rows of others are copied into wider ones
             continue
         width, scales = form.k * form.activation_bits // 8, 1 if form.has_one_scale else form.n
         weight, weight_scale = new(form.n, form.k, dtype=torch.int8), new(scales, dtype=torch.float32)
         bias = new(form.n) if form.has_bias else None
-        for rank, tokens in enumerate(_TOKENS):
+        for rank, tokens in enumerate(_TOKENS, 1):
             q, scale = new(tokens, width, dtype=torch.int8), new(tokens, dtype=torch.float32)
             operands = Operands(q, weight, scale, weight_scale, bias, new(tokens, form.n))
-            GemmLaunch(likely_config(operands), operands).is_compiled(operands, rank, beside_loading)
+            threads = beside_loading if rank <= _OF_FIRST_IMAGE else beside_calls
+            GemmLaunch(likely_config(operands), operands).is_compiled(operands, rank, threads)

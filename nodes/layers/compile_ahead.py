@@ -1,10 +1,13 @@
 """What a MODEL launches, compiled before the MODEL is on its card."""
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
-from ...kernels import BlockForm, LinearForm, compile_ahead, runs_fused
+from ...kernels import BlockForm, LinearForm, compile_ahead, native_computes, runs_fused
+from ..files.holding import stored_kind
 from .weight_form import weight_form
 
 _QUERIES_AND_KEYS = {"q", "k", "query", "key"}  # words in the names of their norms
@@ -26,11 +29,54 @@ def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, devi
             transform, bits = form.unsmoothed
             group = transform.rotation_group
             forms[LinearForm(n, k, module.bias is not None, one_scale, form.smoothed, group, bits)] += 1
-    compile_ahead(sorted(forms, key=lambda form: -form.n * form.k), block_form(root, forms), dtype, device)
+    norms = [
+        (name, module.weight.numel())
+        for name, module in root.named_modules()
+        if getattr(module, "weight", None) is not None and any("RMSNorm" in k.__name__ for k in type(module).__mro__)
+    ]
+    _compile(forms, norms, dtype, device)
 
 
-def block_form(root: torch.nn.Module, forms: Counter[LinearForm]) -> BlockForm | None:
-    """What the norms of a module and the forms of its linears say of its blocks; None where they say nothing.
+def compile_planned(
+    tensors: Mapping[str, Any], layers: Iterable[str], kernel: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The same before there is a module, whose tensors these are: have compiled what linears launch whose weights are
+    to become INT8.
+
+    Args:
+        tensors: of a checked file, in the names of ComfyUI's modules. What it names otherwise is compiled in vain.
+        layers: module paths of the linears.
+    """
+    if device.type != "cuda":
+        return
+    forms: Counter[LinearForm] = Counter()
+    for layer in layers:
+        weight = tensors[f"{layer}.weight"]
+        if not weight.is_floating_point():  # several values in a byte: its shape is not the linear's
+            continue
+        kind, (n, k) = stored_kind(weight), weight.shape
+        group, bits = (None, 8) if kind is None else (kind.rotation_group(weight), kind.activation_bits(weight))
+        if runs_fused(device, kernel, n, k, native_computes(None, bits)):
+            has_bias = f"{layer}.bias" in tensors
+            forms[LinearForm(n, k, has_bias, rotation_group=group, activation_bits=bits)] += 1
+    vectors = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if tensor.ndim == 1}
+    norms = [
+        (name, vector.numel())
+        for name, vector in vectors.items()
+        if f"{name}.weight" in tensors and f"{name}.bias" not in tensors
+    ]
+    _compile(forms, norms, dtype, device)
+
+
+def _compile(
+    forms: Counter[LinearForm], norms: Iterable[tuple[str, int]], dtype: torch.dtype, device: torch.device
+) -> None:
+    compile_ahead(sorted(forms, key=lambda form: -form.n * form.k), block_form(norms, forms), dtype, device)
+
+
+def block_form(norms: Iterable[tuple[str, int]], forms: Counter[LinearForm]) -> BlockForm | None:
+    """What the RMS norms of a module (their names and channels) and the forms of its linears say of its blocks; None
+    where they say nothing.
 
     Most of ComfyUI's models are of one of these kinds. A model that is not compiles for itself what it launches.
     """
@@ -45,11 +91,9 @@ def block_form(root: torch.nn.Module, forms: Counter[LinearForm]) -> BlockForm |
     last = max(leaves, key=forms.__getitem__)
     ups = sum(forms[form] * form.n // last.k for form in enters if form.n in (last.k, 2 * last.k))
     of_stream, of_heads = Counter[int](), Counter[int]()
-    for name, module in root.named_modules():
-        weight = getattr(module, "weight", None)
-        if weight is not None and any("RMSNorm" in kind.__name__ for kind in type(module).__mro__):
-            words = name.rpartition(".")[2].split("_")
-            (of_stream if _QUERIES_AND_KEYS.isdisjoint(words) else of_heads)[weight.numel()] += 1
+    for name, channels in norms:
+        words = name.rpartition(".")[2].split("_")
+        (of_stream if _QUERIES_AND_KEYS.isdisjoint(words) else of_heads)[channels] += 1
     head = max((size for size in of_heads if size < width), key=of_heads.__getitem__, default=0)
     gated = ups >= 2 * sum(forms[form] for form in leaves if form.k == last.k)
     return BlockForm(width, max(enters, key=forms.__getitem__), last, head, width in of_stream, gated)

@@ -16,6 +16,7 @@ from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_
 from ..files.reading.importers import Checkpoint
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from ..host.work import Progress, make_room_to_quantize
+from ..layers.compile_ahead import compile_planned
 from ..layers.int8_weight import int8_weight
 from ..layers.layer_selection import is_quantizable
 from ..layers.stored_weights import SMALLEST_STORED
@@ -149,11 +150,16 @@ def checkpoint_plan(
             progress.step(f"{doing} layer")
         return to_device(held, _HOST)
 
-    made = {key for key, t in tensors.items() if key.endswith(".weight") and planned(key.removesuffix(".weight"), t)}
+    weights = {key.removesuffix(".weight"): t for key, t in tensors.items() if key.endswith(".weight")}
+    ways = {name: plan[1] for name, weight in weights.items() if (plan := planned(name, weight)) is not None}
+    made = {f"{name}.weight" for name in ways}
     others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in made]
     sizes = [tensors[key].shape.numel() for key in (*made, *others)]
     progress = Progress(len(sizes)) if sizes else None  # a file that needs no work is loaded as fast as any
     if progress is not None:
+        # Before any of that work, which takes as long.
+        become_int8 = [name for name, way in ways.items() if way in (quantized, expanded)]
+        compile_planned(tensors, become_int8, kernel, compute_dtype, device)
         make_room_to_quantize(device, max(sizes))
         for key in others:
             values = plain_floats(to_device(tensors[key], device))

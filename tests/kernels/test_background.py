@@ -321,10 +321,25 @@ def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
     monkeypatch.setattr(gemm.tuner, "_known", lambda key: None)
     monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((rank, launch)))
     forms = [LinearForm(4608, 12288, True), LinearForm(4608, 4608, rotation_group=256), LinearForm(64, 2520)]
-    ahead.compile_for([*forms, forms[0]], partial(calls_ahead, forms, None), torch.bfloat16, torch.device("cuda"))
+    ahead.compile_for([*forms, forms[0]], partial(calls_ahead, forms, None), torch.bfloat16, torch.device("cuda", 0))
     names = [launch._kernel.fn.__name__ for _, launch in asked]
     assert names[:3] == ["quantize_rows_kernel"] * 3 and len(names) == 3 + 2 * len(ahead._TOKENS)
-    assert [rank for rank, _ in asked] == [0, 0, 0, *range(len(ahead._TOKENS)), *range(len(ahead._TOKENS))]
+    ranks = range(1, 1 + len(ahead._TOKENS))
+    assert [rank for rank, _ in asked] == [1, 1, 1, *ranks, *ranks]
+
+
+def test_what_was_asked_for_is_not_looked_through_again(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ops_ahead, "fused_obstacle", lambda device: None)
+    monkeypatch.setattr(ops_ahead, "beside_loading", AT_ONCE)
+    monkeypatch.setattr(ahead, "compile_for", lambda *given: asked.append(given))
+    KEPT.clear()
+    forms, gpu = [LinearForm(128, 256), LinearForm(256, 128)], torch.device("cuda", 0)
+    for given in (forms, forms[::-1], forms[:1]):
+        ops_ahead.compile_ahead(given, None, torch.bfloat16, gpu)
+    ops_ahead.compile_ahead(forms, None, torch.bfloat16, CPU)
+    assert [forms for forms, *_ in asked] == [tuple(forms), tuple(forms[:1])] and asked[0][2:] == (torch.bfloat16, gpu)
+    KEPT.clear()
 
 
 BLOCKS = [
@@ -361,7 +376,7 @@ def test_what_was_compiled_ahead_is_what_blocks_launch(monkeypatch, block, sampl
 
     monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
     KEPT.clear()
-    ahead.compile_for((), partial(calls_ahead, (), block), torch.bfloat16, torch.device("cuda"))
+    ahead.compile_for((), partial(calls_ahead, (), block), torch.bfloat16, torch.device("cuda", 0))
     monkeypatch.setattr(Launch, "first", watched)
 
     def real(*shape, dtype=torch.bfloat16):

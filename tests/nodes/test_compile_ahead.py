@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from support.architectures import ARCHITECTURES
+from support.file_formats import FORMATS
+from support.pack import from_pack
+
+files = from_pack("support.gguf_files")
 
 NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotation_group": 64}}
 
@@ -15,7 +19,7 @@ def asked(pack, monkeypatch):
     """The forms that were asked for, of linears that would run on a GPU."""
     from int8_dit.nodes.layers import compile_ahead
 
-    asked, own = [], compile_ahead.compile_linears
+    asked, own, planned = [], compile_ahead.compile_linears, compile_ahead.compile_planned
     monkeypatch.setattr(compile_ahead, "runs_fused", lambda *_: True)
     monkeypatch.setattr(compile_ahead, "compile_ahead", lambda *given: asked.append(given[:3]))
     for name in ("loading.load", "patching.apply_kernel"):
@@ -24,6 +28,11 @@ def asked(pack, monkeypatch):
             own(root, kernel, dtype, torch.device("cuda", 0))
 
         monkeypatch.setattr(f"int8_dit.nodes.{name}.compile_linears", on_gpu)
+
+    def planned_on_gpu(tensors, layers, kernel, dtype, device):
+        planned(tensors, layers, kernel, dtype, torch.device("cuda", 0))
+
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.compile_planned", planned_on_gpu)
     return asked
 
 
@@ -42,6 +51,23 @@ def test_forms_are_those_of_the_linears(dit, tmp_path, asked, options, loads):
         (form.n * form.k for form in forms), reverse=True
     )
     assert dtype == model.model.get_dtype_inference()
+
+
+@pytest.mark.parametrize("kind", ("floats", "GGUF", "W4A8"))
+def test_weights_that_become_int8_are_known_before_they_do(dit, files, tmp_path, asked, monkeypatch, kind):
+    """The same forms as of the MODEL, and the same block."""
+    from int8_dit.nodes.loading import load_plan
+
+    if kind == "GGUF":
+        path = files.write_gguf(tmp_path / "model.gguf", dit.tensors(), files.linears_in("Q8_0"))
+    else:
+        tensors = dit.tensors() if kind == "floats" else FORMATS["W4A8"](dit.tensors(), dit.LINEARS).tensors
+        path = dit.write(tmp_path / "model.safetensors", tensors)
+    asked_before, own = [], load_plan.int8_weight
+    monkeypatch.setattr(load_plan, "int8_weight", lambda *given: asked_before.append(len(asked)) or own(*given))
+    dit.load(path)
+    before, of_model = [(set(forms), *others) for forms, *others in asked]
+    assert of_model[0] and before == of_model and set(asked_before) == {1}
 
 
 def test_nothing_is_compiled_without_a_gpu(dit, tmp_path, monkeypatch):
@@ -71,6 +97,8 @@ def test_fused_ops_of_blocks_are_those_that_run(small, asked, monkeypatch, name)
     from int8_dit.kernels.operators import Operator
     from int8_dit.kernels.ops import ahead
     from int8_dit.nodes.deferred.mode import Deferring
+    from int8_dit.nodes.layers.compile_ahead import compile_planned
+    from int8_dit.nodes.layers.int8_weight import is_int8
 
     ran, plan = set(), Operator._plan
 
@@ -80,8 +108,13 @@ def test_fused_ops_of_blocks_are_those_that_run(small, asked, monkeypatch, name)
 
     architecture = ARCHITECTURES[name]
     model = small.int8_of(architecture, "plain")
-    ((_, block, _),) = asked
+    ((forms, block, dtype),) = asked
     asked.clear()
+    layers = [
+        name for name, layer in model.model.diffusion_model.named_modules() if is_int8(getattr(layer, "weight", None))
+    ]
+    compile_planned(small.tensors_of(architecture), layers, "fused int8", dtype, torch.device("cuda", 0))
+    assert [(set(forms), block) for forms, block, _ in asked] == [(set(forms), block)]
     monkeypatch.setattr("int8_dit.nodes.deferred.mode.LEAST_ROWS", 2)
     monkeypatch.setattr(Operator, "_plan", recorded)
     with torch.no_grad(), Deferring() as mode:
