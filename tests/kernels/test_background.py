@@ -98,7 +98,7 @@ from kernels.triton_kernels.background import Background
 
 background = Background(2)
 for number in range(9):
-    background.submit(number, lambda number=number: (time.sleep(0.5), print(number, flush=True)))
+    background.submit(number, lambda number=number: (time.sleep(0.5), print(f"{number}\\n", end="", flush=True)))
 while background._tasks.qsize() > 7:
     time.sleep(0.01)
 """
