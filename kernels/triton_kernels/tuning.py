@@ -29,7 +29,8 @@ _WITHIN_REACH = 1.05
 # Whether a candidate is compiled is asked once in so many calls. After so many seconds what is known then stays, which
 # a later process adds to: asking costs the host time.
 _CALLS_BETWEEN, _MOST_SECONDS = 8, 300.0
-# Compiling holds Python's lock for a part of its time, which a model's first steps need more.
+# Compiling holds Python's lock for a part of its time, which a shape's first steps need more; and of their calls most
+# would be of candidates that are slower than the rule's.
 _SECONDS_BEFORE = 3.0
 # To settle a shape while its caller waits: compiling takes nearly all of it.
 _SECONDS_TO_SETTLE, _SECONDS_BETWEEN = 10.0, 1e-3
@@ -72,7 +73,7 @@ class Trial:
         times: what is known already: shares of the rule's time.
         watch: what times launches.
         decided: whether the first one stays if it runs; the others are for where it does not.
-        seconds_before: how long nothing is compiled to be tried.
+        seconds_before: how long nothing is compiled to be tried, and nothing tried.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class Trial:
             return config, False
         if self._round and not self._to_launch and all(self._watch.is_over(span) for _, _, span in self._spans):
             self._judge()
-        if not self._round and self.calls % _CALLS_BETWEEN == 1:
+        waits = monotonic() - self._began < self._seconds_before
+        if not self._round and not waits and self.calls % _CALLS_BETWEEN == 1:
             rule, *others = self.candidates
             unknown = [other for other in others if other not in self.times]
-            waits = monotonic() - self._began < self._seconds_before
-            ready = [other for rank, other in enumerate(unknown, 1) if is_ready(other, None if waits else rank)]
+            ready = [other for rank, other in enumerate(unknown, 1) if is_ready(other, rank)]
             if ready and is_ready(rule, 0):
                 self._begin([rule, *ready], False)
         tried = self._to_launch.pop() if self._to_launch else None
