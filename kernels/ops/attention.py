@@ -29,8 +29,9 @@ def int8_attention(
 ) -> torch.Tensor:
     """softmax(q k^T scale + mask) v with q and k in INT8, a scale per token, rotated by a Hadamard matrix.
 
-    On Ampere and Ada cards, without a mask, 8 or 16 keys have a scale in common. The softmax and its sums are in float32. Probabilities and values are multiplied in the dtype of `v`; on GeForce
-    cards in fp16, with a scale per channel of `v` and fp16 sums over a tile of keys.
+    On Ampere and Ada cards, without a mask, 8 or 16 keys have a scale in common. The softmax and its sums are in
+    float32. Probabilities and values are multiplied in the dtype of `v`; on GeForce cards in fp16, with a scale per
+    channel of `v` and fp16 sums over a tile of keys.
     From all keys of a head one vector is taken before they are rounded. That changes no probability (softmax is the
     same for logits less a constant), and without their mean the keys round finer (SageAttention, arXiv 2410.02367).
 

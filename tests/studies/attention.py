@@ -3,7 +3,8 @@
     python tests/studies/attention.py --out FILE.json
 
 It prints milliseconds, and errors against float64 on normal data and on keys with strong means. Methods take turns, in
-CUDA graphs; `--seconds` bounds the whole. `--tiny` tries the script out on a CPU.
+CUDA graphs; `--seconds` bounds the whole. `--tiny` tries the script out on a CPU. On a Hopper card the kernel for
+Ampere runs too, which is in Ampere's instructions. How fast it is on an Ampere card cannot be told from that.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -27,14 +30,36 @@ from kernels.benchmark.attention import (
     benchmark_attention,
     feasible_call,
 )
-from kernels.benchmark.report import markdown
+from kernels.benchmark.report import Unavailable, markdown
 from kernels.card.machine import describe_machine, title
 from kernels.ops.exact_attention import AttentionShape, exact_attention, fastest_way
+from kernels.reference.attention import padded_width
+from kernels.triton_kernels import attention as launching
 
 STRONG = 4.0
 """Times a normal vector: the mean of the keys of a head."""
 
 AUTO = "auto"
+CARDS = {"INT8 as on an RTX 30": (8, 6), "INT8 as on an A100": (8, 0)}
+
+
+def as_on(capability: tuple[int, int], operands: AttentionOperands):
+    """INT8 attention as a card of this compute capability computes it."""
+    q, k, v = operands.q, operands.k, operands.v
+    tiles = launching.gluon_tiles_for(capability, padded_width(q.shape[-1]))
+    if operands.device.type != "cuda" or operands.mask is not None or tiles is None:
+        raise Unavailable("the kernel in Gluon has no tiles for it")
+
+    def run(_: int) -> torch.Tensor:
+        out = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device)
+        with mock.patch.object(launching, "_capability", lambda _: capability):
+            half_sums = capability in launching._HALF_SUMS
+            launching.attend_in_int8(half_sums, q.shape[-1] ** -0.5, (q, k, v, None, None), (out,))
+        return out.transpose(1, 2)
+
+    return run
+
+
 METHODS = (
     *ATTENTION_METHODS,
     AttentionMethod(
@@ -44,6 +69,7 @@ METHODS = (
         ),
         foreign=False,
     ),
+    *(AttentionMethod(name, partial(as_on, card), foreign=False) for name, card in CARDS.items()),
 )
 
 
@@ -57,6 +83,7 @@ CALLS = (
     call("Ideogram 4, 768 px", 18, 256, 2560),
     call("Ideogram 4, 768 px", 18, 256, 2304),
     call("Flux.1", 24, 128, 4608),
+    call("Flux.1, 2048 px", 24, 128, 16896),
     call("Qwen-Image", 24, 128, 4352, masked=True),
     call("Z-Image", 30, 128, 4352),
     call("SD3", 38, 64, 4429),
