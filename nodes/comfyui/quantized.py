@@ -1,6 +1,7 @@
 """Quantized weights as ComfyUI carries them: QuantizedTensors of comfy-kitchen's, with layouts that are registered."""
 
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 from typing import Any, TypeGuard
 
@@ -14,6 +15,7 @@ NATIVE_LAYOUT: str = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
 """The layout that ComfyUI's own loaders hold it in."""
 
 _BUFFER_BYTES = 16 << 20
+_HOST = torch.device("cpu")
 
 NATIVE_GROUPED_LAYOUT = "AsymW4A8Int8Layout"
 """The layout of W4A8 and W6A8 weights in a ComfyUI that knows them. Its parameters have the scales of groups (`scale`),
@@ -104,23 +106,30 @@ def _crosses_slowly(x: torch.Tensor, device: torch.device) -> bool:
 def _copied(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not _crosses_slowly(x, device):
         return x.to(device=device)
+    copy = torch.empty(x.shape, dtype=x.dtype, device=device)
+    _fill(copy, x)
+    return copy
+
+
+def _fill(copy: torch.Tensor, x: torch.Tensor) -> None:
     try:
         buffers = torch.empty(2, _BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:  # no memory can be pinned
-        return x.to(device=device)
-    return copied_through(buffers, x, device)
+        copy.copy_(x)
+    else:
+        copy_through(buffers, x, copy)
 
 
-def copied_through(buffers: torch.Tensor, x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor between the host and a GPU, copied by way of two buffers of the host, uint8 [2, bytes].
+def copy_through(buffers: torch.Tensor, x: torch.Tensor, copy: torch.Tensor) -> None:
+    """Copy a contiguous tensor between the host and a GPU into one like it, by way of two buffers of the host, uint8
+    [2, bytes].
 
     Where they are pinned, a GPU reads or writes one at the speed of the bus, while several threads of the host fill or
     empty the other. A plain copy has one thread do all that: on the host of an H100 10 GB/s instead of 45 from pages of
     a file, and 2 instead of 20 into new memory.
     """
-    copy = torch.empty(x.shape, dtype=x.dtype, device=device)
     if not x.numel():
-        return copy
+        return
     crossing: deque[tuple] = deque()  # parts of both on the bus, at most one a buffer
 
     def settle() -> None:
@@ -141,7 +150,48 @@ def copied_through(buffers: torch.Tensor, x: torch.Tensor, device: torch.device)
         crossing.append((held, its, None if gpu is None else torch.cuda.current_stream(gpu).record_event()))
     while crossing:
         settle()
-    return copy
+
+
+class HostCopies:
+    """Copies of weights in the host's memory, made by a thread beside what the caller does next.
+
+    A copy's numbers are there when the next one is asked for, or after `wait`. Until then the weight stays on its GPU:
+    one at a time. The thread ends with this object.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "INT8 DiT copies weights")
+        self._under_way: Future[None] | None = None
+
+    def __call__(self, weight: Any) -> Any:
+        """A tensor, quantized or not, in the host's memory, its numbers later. Raises what the copy before it did."""
+        self.wait()
+        held = weight._qdata if isinstance(weight, QuantizedTensor) else weight
+        if not _crosses_slowly(held, _HOST):
+            return to_device(weight, _HOST)
+        copy = torch.empty(held.shape, dtype=held.dtype)
+        ready = torch.cuda.current_stream(held.device).record_event() if held.is_cuda else None
+        self._under_way = self._thread.submit(_fill_beside, copy, held, ready)
+        if not isinstance(weight, QuantizedTensor):
+            return copy
+        return type(weight)(copy, weight._layout_cls, weight._params.to_device(_HOST))
+
+    def wait(self) -> None:
+        """Have the numbers of the last copy there. Raises what its thread did."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+
+def _fill_beside(copy: torch.Tensor, x: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+    """By a thread and a stream of their own. ComfyUI's nodes make tensors of inference mode, which each thread has to
+    enter."""
+    with torch.inference_mode():
+        if ready is None:
+            return _fill(copy, x)
+        with torch.cuda.stream(torch.cuda.Stream(x.device)):
+            ready.wait()
+            _fill(copy, x)
 
 
 HeldWeight.__name__ = QuantizedTensor.__name__  # ComfyUI knows by this name whose memory it can pin

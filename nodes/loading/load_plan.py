@@ -10,7 +10,7 @@ import comfy.utils
 import torch
 
 from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, gguf_to_int8, naming_layer, quantize_weight
-from ..comfyui.quantized import stored, to_device
+from ..comfyui.quantized import HostCopies, stored, to_device
 from ..files import quant_config
 from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, plain_floats, stored_kind
 from ..files.reading.importers import Checkpoint
@@ -27,7 +27,6 @@ Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
 anything) -> the weight to hold, or None for the one that was read."""
 _MOST_JSON = 1 << 16  # bytes
-_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -37,10 +36,11 @@ class LoadPlan:
     Attributes:
         kernel: one of kernels.KERNEL_CHOICES: what INT8 linears compute with, decided for the device of each input.
         compute_dtype: of everything that is not INT8.
-        make: what linears hold that are not INT8 in the state dict.
+        make: what linears hold that are not INT8 in the state dict. Its numbers are there after `wait`.
         in_floats: (N, K, whether ComfyUI's INT8 could compute it) -> whether an INT8 linear is held in `compute_dtype`.
         file: the name of the file whose tensors these are; empty for those of another MODEL.
         unexplained: the dtypes of its tensors that no weight has.
+        wait: until all that was made is there; raises what went wrong.
         progress: of what is made; None where the plan has no part in it.
         missing, unexpected: what of the whole model the state dict lacks, and what it holds beside it; known once the
             MODEL is built.
@@ -52,14 +52,16 @@ class LoadPlan:
     in_floats: Callable[[int, int, bool], bool] = lambda n, k, native: False
     file: str = ""
     unexplained: Mapping[str, torch.dtype] = field(default_factory=dict)
+    wait: Callable[[], None] = lambda: None
     progress: Progress | None = None
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
 
     def release(self) -> None:
-        """All is made: fill the progress bar, and forget what weights are made of, as the plan lives as long as the
-        MODEL's layers."""
-        self.make = lambda name, weight, input_scale: None
+        """All is made: wait until it is there, fill the progress bar, and forget what weights are made of, as the plan
+        lives as long as the MODEL's layers."""
+        self.wait()
+        self.wait, self.make = lambda: None, lambda name, weight, input_scale: None
         if self.progress is not None:
             self.progress.finish()
 
@@ -91,7 +93,7 @@ def checkpoint_plan(
         fits: whether it fits them in floats: linears that would compute in floats on all are held in them.
         as_stored: whether weights in fewer bits that a kernel reads stay what they are.
     """
-    tensors, device = checkpoint.tensors, devices[0]
+    tensors, device, to_host = checkpoint.tensors, devices[0], HostCopies()
     odd = {name: tensor.dtype for name, tensor in tensors.items() if _odd(tensor)}
     configs = quant_config.configs_in(tensors)
     # A file that holds INT8, perhaps in fewer bits, has its floats for a reason.
@@ -148,7 +150,7 @@ def checkpoint_plan(
             held = made(name, weight, input_scale)
         if progress is not None:
             progress.step(f"{doing} layer")
-        return to_device(held, _HOST)
+        return to_host(held)
 
     weights = {key.removesuffix(".weight"): t for key, t in tensors.items() if key.endswith(".weight")}
     ways = {name: plan[1] for name, weight in weights.items() if (plan := planned(name, weight)) is not None}
@@ -164,10 +166,11 @@ def checkpoint_plan(
         for key in others:
             values = plain_floats(to_device(tensors[key], device))
             check_finite(key, values)
-            tensors[key] = to_device(values.to(compute_dtype), _HOST)
+            tensors[key] = to_host(values.to(compute_dtype))
             progress.step("decoding layer")
+        to_host.wait()  # ComfyUI may copy them
     unexplained = {name: dtype for name, dtype in odd.items() if name.rpartition(".")[0] not in configs}
-    return LoadPlan(kernel, compute_dtype, make, in_floats, checkpoint.name, unexplained, progress)
+    return LoadPlan(kernel, compute_dtype, make, in_floats, checkpoint.name, unexplained, to_host.wait, progress)
 
 
 def _odd(tensor: torch.Tensor) -> bool:

@@ -91,7 +91,9 @@ def int8_operations(plan: LoadPlan) -> type:
                 if of_file:
                     native = native_computes(weight.params.smooth, weight.params.activation_bits)
                     self.dequantized = plan.in_floats(self.out_features, self.in_features, native)
-                    weight = weight.dequantize() if self.dequantized else weight
+                    if self.dequantized:
+                        plan.wait()
+                        weight = weight.dequantize()
                 else:
                     self.config = quant_config_in(weight) if is_grouped(weight) else {}
                 kind = stored_kind(weight)

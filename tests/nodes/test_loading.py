@@ -1,14 +1,20 @@
 """Load INT8 DiT: every kind of file it reads, what becomes INT8, and what the kernel widget does on a CPU."""
 
+import gc
 import json
 import os
+import threading
 import uuid
+from time import sleep
 
 import pytest
 import torch
 
-from support.file_formats import encoded, fp8_scaled
+from support.file_formats import FORMATS, encoded, fp8_scaled
+from support.pack import from_pack
 from support.tensors import DEVICE
+
+gguf_files = from_pack("support.gguf_files")
 
 NATIVE = {
     "scalar scale": {"per_channel": False},
@@ -198,15 +204,15 @@ def test_built_again_for_another_gpu_and_without_dynamic_vram(dit, make):
 @pytest.mark.parametrize("shape", ((), (0, 4), (5, 7), (64, 16), (3, 5, 41)))
 def test_a_copy_through_buffers(pack, dtype, shape):
     """Shorter than a buffer, of several fillings, and with a rest."""
-    from int8_dit.nodes.comfyui.quantized import copied_through
+    from int8_dit.nodes.comfyui.quantized import copy_through
 
     x = torch.randint(-8, 8, shape).to(dtype)
     for there, back in ((DEVICE, "cpu"), ("cpu", DEVICE)):
         given = x.to(there)
         buffers = torch.empty(2, 128, dtype=torch.uint8, pin_memory=DEVICE != "cpu")
-        copy = copied_through(buffers, given, torch.device(back))
-        assert copy.device.type == back and copy.dtype == dtype and copy.shape == x.shape
-        assert torch.equal(copy.cpu().float(), x.float()) and (not x.numel() or copy.data_ptr() != given.data_ptr())
+        copy = torch.empty(shape, dtype=dtype, device=back)
+        copy_through(buffers, given, copy)
+        assert torch.equal(copy.cpu().float(), x.float())
 
 
 def test_a_weight_from_device_to_device(pack):
@@ -227,3 +233,80 @@ def test_a_weight_from_device_to_device(pack):
         assert type(again) is type(weight)
     half = moved.to(device, torch.float16)
     assert half.dtype == torch.float16 and torch.equal(half.dequantize(), weight.to(dtype=torch.float16).dequantize())
+
+
+@pytest.fixture
+def beside(pack, monkeypatch):
+    """What threads beside the loading have copied into the host's memory, slowly. Weights on a CPU are copied, too."""
+    from int8_dit.nodes.comfyui import quantized
+
+    copied, own = [], quantized._fill_beside
+
+    def fill(copy, x, ready):
+        sleep(0.01)
+        own(copy, x, ready)
+        copied.append(threading.current_thread().name)
+
+    monkeypatch.setattr(quantized, "_fill_beside", fill)
+    monkeypatch.setattr(quantized, "_crosses_slowly", lambda x, device: device.type == "cpu")
+    return copied
+
+
+@pytest.mark.parametrize("inference", (False, True))
+def test_copies_are_made_beside_the_caller(beside, inference):
+    from int8_dit.kernels import quantize_weight
+    from int8_dit.nodes.comfyui.quantized import HostCopies, stored
+    from int8_dit.nodes.layers.int8_weight import int8_weight
+
+    to_host = HostCopies()
+    with torch.inference_mode(inference):
+        for number in range(3):
+            q, scale = quantize_weight(torch.randn(48, 64, device=DEVICE))
+            quantized, plain = to_host(int8_weight(q, scale, torch.bfloat16)), to_host(scale)
+            assert torch.equal(stored(quantized), q.cpu()) and torch.equal(
+                quantized.params.scale.flatten(), scale.cpu()
+            )
+            to_host.wait()
+            assert torch.equal(plain, scale.cpu()) and len(beside) == 2 * (number + 1)
+    assert len(set(beside)) == 1 and threading.current_thread().name not in beside
+
+
+def test_what_goes_wrong_beside_the_caller_is_raised(beside, monkeypatch):
+    from int8_dit.nodes.comfyui import quantized
+
+    def fails(copy, x, ready):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(quantized, "_fill_beside", fails)
+    to_host = quantized.HostCopies()
+    to_host(torch.ones(4))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        to_host(torch.ones(4))
+    to_host(torch.ones(4))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        to_host.wait()
+
+
+@pytest.mark.parametrize("kernel", ("fused int8", "auto"))
+@pytest.mark.parametrize("kind", ("floats", "GGUF", "W4A8"))
+def test_a_model_is_whole_though_weights_come_beside(dit, gguf_files, tmp_path, beside, monkeypatch, kind, kernel):
+    """With weights that no linear holds, and with floats of W4A8's."""
+    if kind == "GGUF":
+        path = gguf_files.write_gguf(tmp_path / "model.gguf", dit.tensors(), gguf_files.linears_in("Q8_0"))
+    else:
+        tensors = dit.tensors() if kind == "floats" else FORMATS["W4A8"](dit.tensors(), dit.LINEARS).tensors
+        path = dit.write(tmp_path / "model.safetensors", tensors)
+    loaded = values_of(dit.load(path, kernel=kernel))
+    assert beside or (kind, kernel) == ("floats", "auto")
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name in beside:
+            thread.join(60)
+            assert not thread.is_alive()
+    monkeypatch.undo()
+    expected = values_of(dit.load(path, kernel=kernel))
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def values_of(model):
+    return {name: tensor.clone() for name, tensor in model.model.diffusion_model.state_dict().items()}
