@@ -183,9 +183,10 @@ class HostCopies:
             under_way.result()
 
 
-def _fill_beside(copy: torch.Tensor, x: torch.Tensor, ready: torch.cuda.Event | None) -> None:
-    """By a thread and a stream of their own. ComfyUI's nodes make tensors of inference mode, which each thread has to
-    enter."""
+def _fill_beside(copy: torch.Tensor, x: torch.Tensor, ready: Any) -> None:
+    """By a thread and a stream of their own, after the event `ready`, None on a CPU.
+
+    ComfyUI's nodes make tensors of inference mode, which each thread has to enter."""
     with torch.inference_mode():
         if ready is None:
             return _fill(copy, x)

@@ -29,11 +29,8 @@ def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, devi
             transform, bits = form.unsmoothed
             group = transform.rotation_group
             forms[LinearForm(n, k, module.bias is not None, one_scale, form.smoothed, group, bits)] += 1
-    norms = [
-        (name, module.weight.numel())
-        for name, module in root.named_modules()
-        if getattr(module, "weight", None) is not None and any("RMSNorm" in k.__name__ for k in type(module).__mro__)
-    ]
+    weights = {name: getattr(module, "weight", None) for name, module in root.named_modules() if _is_rms_norm(module)}
+    norms = [(name, weight.numel()) for name, weight in weights.items() if weight is not None]
     _compile(forms, norms, dtype, device)
 
 
@@ -66,6 +63,10 @@ def compile_planned(
         if f"{name}.weight" in tensors and f"{name}.bias" not in tensors
     ]
     _compile(forms, norms, dtype, device)
+
+
+def _is_rms_norm(module: torch.nn.Module) -> bool:
+    return any("RMSNorm" in kind.__name__ for kind in type(module).__mro__)
 
 
 def _compile(
