@@ -4,22 +4,22 @@ A call that comes first compiles for itself, or waits for the thread that has be
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..internals.triton_runtime import COMPILES_ALONE
 from ..reference.linear import LinearForm
-from .background import beside_calls, beside_loading
+from .background import Background, beside_calls, beside_loading
 from .gemm import GemmLaunch, likely_config
 from .gemm_kernel import Operands
 from .launching import StandIn
 
 New = Callable[..., Any]
 """A tensor that is not there: of a shape and, if it is not the inputs', a dtype."""
-# Those of images of 1024 pixels, of texts, and of images of 768 and 512 pixels.
-_TOKENS = (4096, 512, 2560, 1024)
-_OF_FIRST_IMAGE = 2  # of them; the others' kernels are compiled by one thread
+# Those of images of 1024 pixels and of texts; then, by one thread, those of images of 768 and 512 pixels.
+_TOKENS, _LATER_TOKENS = (4096, 512), (2560, 1024)
 
 
 def compile_for(
@@ -44,14 +44,21 @@ def compile_for(
 
     for op, arguments in calls(new):
         op.compile_by(beside_loading, 1, *arguments)
-    for form in dict.fromkeys(forms):
+    products = partial(_compile_products, tuple(dict.fromkeys(forms)), new)
+    products(_TOKENS, beside_loading)
+    # When nothing else waits there.
+    beside_loading.submit(1 + len(_TOKENS), partial(products, _LATER_TOKENS, beside_calls))
+
+
+def _compile_products(forms: Iterable[LinearForm], new: New, numbers: Sequence[int], threads: Background) -> None:
+    """Have compiled what products of these forms launch with each of these numbers of tokens."""
+    for form in forms:
         if form.k % 16:  # rows of others are copied into wider ones
             continue
         width, scales = form.k * form.activation_bits // 8, 1 if form.has_one_scale else form.n
         weight, weight_scale = new(form.n, form.k, dtype=torch.int8), new(scales, dtype=torch.float32)
         bias = new(form.n) if form.has_bias else None
-        for rank, tokens in enumerate(_TOKENS, 1):
+        for rank, tokens in enumerate(numbers, 1):
             q, scale = new(tokens, width, dtype=torch.int8), new(tokens, dtype=torch.float32)
             operands = Operands(q, weight, scale, weight_scale, bias, new(tokens, form.n))
-            threads = beside_loading if rank <= _OF_FIRST_IMAGE else beside_calls
             GemmLaunch(likely_config(operands), operands).is_compiled(operands, rank, threads)

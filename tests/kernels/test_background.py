@@ -317,15 +317,19 @@ def test_calls_try_tiles_and_settle(card, monkeypatch):
 
 def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
     """The quantizers, and the rule's tile for images and for texts; the largest first, each once."""
-    asked = []
+    asked, last = [], []
     monkeypatch.setattr(gemm.tuner, "_known", lambda key: None)
-    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((rank, launch)))
+    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((by, rank, launch)))
+    monkeypatch.setattr(ahead, "beside_loading", SimpleNamespace(submit=lambda rank, task: last.append((rank, task))))
     forms = [LinearForm(4608, 12288, True), LinearForm(4608, 4608, rotation_group=256), LinearForm(64, 2520)]
     ahead.compile_for([*forms, forms[0]], partial(calls_ahead, forms, None), torch.bfloat16, torch.device("cuda", 0))
-    names = [launch._kernel.fn.__name__ for _, launch in asked]
-    assert names[:3] == ["quantize_rows_kernel"] * 3 and len(names) == 3 + 2 * len(ahead._TOKENS)
-    ranks = range(1, 1 + len(ahead._TOKENS))
-    assert [rank for rank, _ in asked] == [1, 1, 1, *ranks, *ranks]
+    names = [launch._kernel.fn.__name__ for *_, launch in asked]
+    assert names == ["quantize_rows_kernel"] * 3 + ["int8_gemm_kernel"] * 4
+    assert [rank for _, rank, _ in asked] == [1, 1, 1, 1, 2, 1, 2]
+    ((rank, others),) = last
+    assert rank > 2
+    others()
+    assert len(asked) == 11 and {by for by, *_ in asked[7:]} == {ahead.beside_calls}
 
 
 def test_what_was_asked_for_is_not_looked_through_again(monkeypatch):
@@ -356,6 +360,7 @@ def test_what_blocks_launch_is_asked_for(card, monkeypatch, block):
     monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append(launch))
     monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
     KEPT.clear()
+    monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
     ahead.compile_for((), partial(calls_ahead, (), block), torch.bfloat16, torch.device("cuda", 0))
     names = [launch._kernel.fn.__name__ for launch in asked]
     fused = ["norm_quantize_kernel", "gated_residual_kernel", "activate_quantize_kernel"]
