@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 
@@ -14,34 +13,6 @@ logger = logging.getLogger(__name__)
 # At the end of the process, for what is under way: a kernel takes a second to compile, a locked file five.
 _SECONDS_AT_EXIT = 10.0
 _NOTHING_MORE = (float("inf"), 0, None)
-_SECONDS_A_TURN = 0.0005
-
-
-class ShortTurns:
-    """A context in which Python's threads take shorter turns; afterwards they are what they were before the first.
-
-    Half of compiling holds Python's lock, which the thread that loads or calls a model gives away at each operation of
-    PyTorch. It waits for a turn of each thread that compiles to have it back: for 5 ms by default.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, _SECONDS_A_TURN))
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                sys.setswitchinterval(self._before)
-
-
-_short_turns = ShortTurns()
 
 
 class Background:
@@ -102,12 +73,12 @@ class Background:
 
 def _do(task: Callable[[], object]) -> None:
     try:
-        with _short_turns:
-            task()
+        task()
     except Exception:
         logger.debug("INT8 DiT: work in the background failed", exc_info=True)
 
 
-# Half of compiling holds Python's lock. More threads would only wait for it, and the caller with them.
+# Half of compiling holds Python's lock, in C++ that does not give it away. More threads would only wait for it, and the
+# caller with them.
 beside_loading = Background(max(1, min(4, (os.cpu_count() or 2) - 1)))
 beside_calls = Background(1)

@@ -76,22 +76,6 @@ def test_at_the_end_only_what_is_quick_is_still_done():
     assert done == ["under way", "written"]
 
 
-def test_turns_are_short_while_there_is_work_beside_the_callers():
-    before, background, at_work, within = sys.getswitchinterval(), Background(2), threading.Barrier(3), []
-
-    def task():
-        at_work.wait(60)
-        within.append(sys.getswitchinterval())
-        at_work.wait(60)
-
-    for _ in range(2):
-        background.submit(0, task)
-    at_work.wait(60)
-    at_work.wait(60)
-    background.end()
-    assert max(within) < before and sys.getswitchinterval() == pytest.approx(before)
-
-
 EXITS = """
 import time
 from kernels.triton_kernels.background import Background
@@ -324,7 +308,8 @@ def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
     forms = [LinearForm(4608, 12288, True), LinearForm(4608, 4608, rotation_group=256), LinearForm(64, 2520)]
     ahead.compile_for([*forms, forms[0]], partial(calls_ahead, forms, None), torch.bfloat16, torch.device("cuda", 0))
     names = [launch._kernel.fn.__name__ for *_, launch in asked]
-    assert names == ["quantize_rows_kernel"] * 3 + ["int8_gemm_kernel"] * 4
+    assert names[:3] == ["quantize_rows_kernel"] * 3
+    assert len(names) == 7 and set(names[3:]) <= {"int8_gemm_kernel", "ring_gemm_kernel"}  # the second where Gluon is
     assert [rank for _, rank, _ in asked] == [1, 1, 1, 1, 2, 1, 2]
     ((rank, others),) = last
     assert rank > 2
