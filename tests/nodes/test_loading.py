@@ -6,6 +6,7 @@ import os
 import threading
 import uuid
 from time import sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,6 +214,18 @@ def test_a_copy_through_buffers(pack, dtype, shape):
         copy = torch.empty(shape, dtype=dtype, device=back)
         copy_through(buffers, given, copy)
         assert torch.equal(copy.cpu().float(), x.float())
+
+
+def test_beside_what_compiles_a_weight_goes_up_at_once(pack, monkeypatch):
+    from int8_dit.nodes.comfyui import quantized
+
+    monkeypatch.setattr(quantized, "_crosses_slowly", lambda x, device: True)
+    monkeypatch.setattr(quantized, "_fill", lambda copy, x: copy.copy_(x + 1))
+    x = torch.zeros(3)
+    monkeypatch.setattr(quantized, "is_compiling", lambda: True)
+    up = SimpleNamespace(to=lambda device: (x, device))
+    assert quantized._copied(up, torch.device("cuda")) == (x, torch.device("cuda"))
+    assert (quantized._copied(x, torch.device("cpu")) == 1).all()
 
 
 def test_a_weight_from_device_to_device(pack):
