@@ -172,7 +172,41 @@ def step_caches():
     yield sentence.format(*counts)
 
 
-SENTENCES = (steps_of_ideogram_4, projected_steps, ablation, words, second_samples_of_words, step_caches)
+def attention_in_ampere_instructions():
+    calls = {call["call"]["name"]: call["milliseconds"] for call in stored("attention/attention.json", "calls")}
+
+    def against(other, card, names):
+        return " and ".join(f"{calls[name][other] / calls[name][f'INT8 as on {card}']:.2f}" for name in names)
+
+    flux = ("Flux.1", "Flux.1, 2048 px")
+    as_on_a100 = against("flash", "an A100", flux), against("comfy-kitchen INT8", "an A100", flux)
+    yield "with quantization {} × as fast as FlashAttention 2 and {} × as comfy-kitchen's".format(*as_on_a100)
+    as_on_rtx = against("flash", "an RTX 30", flux), against("comfy-kitchen INT8", "an RTX 30", flux)
+    yield "As on an RTX 30 it is {} × and {} ×".format(*as_on_rtx)
+
+
+def first_images():
+    rows = {(row["variant"], row["caches"]): row for row in stored("cold_start/cold_start.json")}
+    gguf = {row["caches"]: row["all_s"] for row in stored("cold_start_gguf/cold_start.json")}
+    native, pack = rows["native", "full"]["all_s"], {caches: rows["pack", caches] for caches in ("full", "empty")}
+    yield f"has its eighth step behind it after {pack['full']['all_s']:.2f} s with caches full"
+    yield f"That is {pack['full']['all_s'] / native:.2f} × what ComfyUI's INT8 takes so"
+    yield f"With caches empty it is {pack['empty']['all_s'] / native:.2f} ×"
+    sizes = " and ".join(f"{row['other_first_s'] / row['other_second_s']:.2f}" for row in pack.values())
+    yield f"A step of another size takes {sizes} × what the next one takes"
+    yield f"it is {gguf['full'] / native:.2f} × and {gguf['empty'] / native:.2f} ×: its weights become INT8 first"
+
+
+SENTENCES = (
+    attention_in_ampere_instructions,
+    first_images,
+    steps_of_ideogram_4,
+    projected_steps,
+    ablation,
+    words,
+    second_samples_of_words,
+    step_caches,
+)
 
 
 @pytest.mark.parametrize("sentences", SENTENCES, ids=lambda function: function.__name__)
