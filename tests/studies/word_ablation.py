@@ -402,9 +402,14 @@ def main() -> None:
     study.option("--steps", type=int, default=STEPS)
     study.option("--seed", type=int, default=0, help="of the texts and of the noise; the stored results have 0")
     study.option("--batch", type=int, default=BATCH, help="images that are sampled together")
+    study.option("--as-on-rtx-30", action="store_true", help="INT8 attention by the kernel for these, on another card")
     study.option("--variants", nargs="+", help="these alone, beside bf16")
     arguments = study.start()
     logging.getLogger("int8_dit").setLevel(logging.ERROR)
+    if arguments.as_on_rtx_30:
+        from int8_dit.kernels.triton_kernels import attention
+
+        attention._capability = lambda device: (8, 6)
     if not arguments.evaluate:
         sample_variants(arguments, study.about)
         return
