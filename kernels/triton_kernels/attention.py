@@ -178,7 +178,9 @@ def _in_pieces_of_16_bytes(v: torch.Tensor) -> bool:
     return v.element_size() == 2 and v.data_ptr() % 16 == 0 and not any(step % 16 for step in v.stride()[:3])
 
 
-def _is_right(tiles: AttentionTiles, half_sums: bool, scaled: bool, width: int, dtype: torch.dtype, device) -> bool:
+def _is_right(
+    tiles: AttentionTiles, half_sums: bool, scaled: bool, width: int, dtype: torch.dtype, device: torch.device
+) -> bool:
     """Whether the kernel in Gluon computes on this card what it should, found out once for values of WIDTH channels."""
 
     def found() -> bool:
@@ -213,12 +215,17 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 6)
 
 
+def _readable(tensors: Tensors, scale: float) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], float]:
+    """q, k and v whose channels lie side by side, and a scale that is not negative: the kernels take the highest logit
+    before they multiply by it."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
+    return ((-q, k, v), -scale) if scale < 0 else ((q, k, v), scale)
+
+
 def attend_in_int8(half_sums: bool, scale: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
     """Launch the kernels on q, k, v, a mask and a mean of the keys, checked and non-empty, to fill [B, TQ, H, D]."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
+    (q, k, v), scale = _readable(tensors, scale)
     mask, key_mean = tensors[3:]
-    if scale < 0:  # the kernels take the highest logit before they multiply by the scale
-        q, scale = -q, -scale
     if key_mean is not None:
         padding = padded_width(q.shape[-1]) - q.shape[-1]
         given = key_mean.float().expand(k.shape[0], k.shape[1], q.shape[-1])
@@ -242,9 +249,7 @@ def launch_int8_attention(tensors: Tensors, scale: float) -> OperatorLaunch | No
 
 
 def _attend_in_floats(scale: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
-    if scale < 0:
-        q, scale = -q, -scale
+    (q, k, v), scale = _readable(tensors, scale)
     operands = AttentionOperands(q, q, k, k, v, None)
     _launch(operands, False, (q, k, v), tensors[3], results[0], False, scale * math.log2(math.e))
 
