@@ -26,11 +26,6 @@ def prepare_compiling(device: torch.device) -> None:
         beside_loading.submit(0, _prepare)
 
 
-def is_compiling() -> bool:
-    """Whether kernels are compiled beside the loading: a thread of Python's may wait long for its lock then."""
-    return beside_loading.is_busy
-
-
 def _prepare() -> None:
     from ..internals.triton_runtime import hash_itself
 

@@ -32,11 +32,6 @@ class Background:
         self._count, self._lock, self._ended = itertools.count(), threading.Lock(), False
         self._open = 0  # tasks that wait or are under way
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something waits or is under way."""
-        return self._open > 0
-
     def submit(self, rank: float, task: Callable[[], object]) -> None:
         """Have a task done. What it raises is only logged."""
         with self._lock:

@@ -76,18 +76,6 @@ def test_at_the_end_only_what_is_quick_is_still_done():
     assert done == ["under way", "written"]
 
 
-def test_it_is_busy_until_all_is_done():
-    background, at_work = Background(1), threading.Barrier(2)
-    assert not background.is_busy
-    background.submit(0, lambda: at_work.wait(60))
-    background.submit(1, lambda: at_work.wait(60))
-    assert background.is_busy
-    for _ in range(2):
-        at_work.wait(60)
-    background.end()
-    assert not background.is_busy
-
-
 EXITS = """
 import time
 from kernels.triton_kernels.background import Background
