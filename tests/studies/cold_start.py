@@ -1,13 +1,14 @@
 """Seconds from the load of a model file to its eighth step, in processes that have compiled and tuned nothing yet, and
 in later ones: this pack's loader beside ComfyUI's own.
 
-    python tests/studies/cold_start.py --comfyui PATH [--form int8|codes|gguf] [--rounds 2] [--out DIR]
+    python tests/studies/cold_start.py --comfyui PATH [--form int8|codes|gguf] [--mode dynamic] [--out DIR]
 
 Needs an NVIDIA card with about 30 GB of memory, and 10 GB for the file; `--blocks 1 --pixels 64 96` tries the script
 out on a CPU. A model with random weights is written to a file. Each row is a process of its own, with folders of its
 own for what Triton compiles and what the tuner finds: empty ones, then the same ones again. It loads the file, takes
 the steps, takes two at another resolution, and then many at the first one. What Python imports is not in the times, nor
-is the search for garbage in that: 0.2 s of a step, any of them, with all that ComfyUI has imported.
+is the search for garbage in that: 0.2 s of a step, any of them, with all that ComfyUI has imported. ComfyUI's memory
+mode is the ordinary one, or with `--mode dynamic` that of dynamic VRAM, which needs comfy-aimdo.
 """
 
 import gc
@@ -27,7 +28,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
 from studies.frame import Row, Rows, Study, failures, number, synchronize
-from support.pack import import_comfyui, import_pack
+from support.pack import import_comfyui, import_pack, use_dynamic_vram
 
 STEPS, MORE_STEPS, LAST_STEPS = 8, 40, 10
 FORMS = {"int8": "native", "codes": "coded", "gguf": ""}
@@ -39,6 +40,7 @@ VARIANTS = {
     "pack-off": ("this pack, INT8_DIT_TUNING=off", {"INT8_DIT_TUNING": "off"}),
 }
 """A title, and what the environment says."""
+MODES = ("ordinary", "dynamic")
 FIGURES = (
     *(("load_s", "load"), ("first_s", "first step"), ("second_s", "second step"), ("all_s", f"load to step {STEPS}")),
     *(("other_first_s", "other size, first step"), ("other_second_s", "its second"), ("steady_ms", "steady step, ms")),
@@ -131,7 +133,7 @@ def in_process(arguments, variant: str, file: str, folder: str) -> Row:
     environment |= {"TRITON_CACHE_DIR": f"{folder}/triton", "INT8_DIT_TUNING_CACHE": f"{folder}/tuning"}
     command = [sys.executable, __file__, "--comfyui", str(arguments.comfyui), "--variant", variant, "--file", file]
     command += ["--family", arguments.family, "--blocks", str(arguments.blocks)]
-    command += ["--pixels", *map(str, arguments.pixels)]
+    command += ["--pixels", *map(str, arguments.pixels), "--mode", arguments.mode]
     began = time.perf_counter()
     child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if child.returncode:
@@ -162,6 +164,7 @@ def main() -> None:
     study.option("--blocks", type=int, default=0, help="0 for all")
     study.option("--pixels", type=int, nargs=2, default=[1024, 768])
     study.option("--form", choices=FORMS, default="int8")
+    study.option("--mode", choices=MODES, default=MODES[0], help="ComfyUI's memory mode")
     study.option("--rounds", type=int, default=2, help="of empty folders")
     study.option("--variants", nargs="+", choices=VARIANTS, default=["native", "pack"])
     study.option("--row-seconds", type=float, default=150.0, help="the most for a process")
@@ -170,8 +173,15 @@ def main() -> None:
     arguments = study.parser.parse_args()
     place = (arguments.family, arguments.blocks)
     if arguments.file:
+        dynamic = arguments.variant and arguments.mode == "dynamic"
+        if dynamic:
+            import comfy_aimdo.control
+
+            comfy_aimdo.control.init()
         import_comfyui(arguments.comfyui, cpu=not torch.cuda.is_available())
         import_pack()
+        if dynamic:
+            use_dynamic_vram()
         if arguments.variant:
             print(json.dumps(run(arguments.variant, arguments.file, *place, arguments.pixels)))
         else:
@@ -195,7 +205,8 @@ def main() -> None:
     lines = [[VARIANTS[row["variant"]][0], row["caches"], *(number(row, *form) for form in forms)] for row in rows]
     table = markdown(["loaded by", "caches", *(title for _, title in FIGURES)], lines)
     first, second = arguments.pixels
-    what = f", {arguments.family} with random weights, {arguments.form}, {first} px, then {second} px."
+    memory = "" if arguments.mode == MODES[0] else ", with dynamic VRAM"
+    what = f", {arguments.family} with random weights, {arguments.form}, {first} px, then {second} px{memory}."
     study.write(what, table, failures(rows, "variant", "caches"), rows=rows)
 
 
