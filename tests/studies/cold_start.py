@@ -1,17 +1,18 @@
 """Seconds from the load of a model file to its eighth step, in processes that have compiled and tuned nothing yet, and
 in later ones: this pack's loader beside ComfyUI's own.
 
-    python tests/studies/cold_start.py --comfyui PATH [--form int8|codes|gguf] [--mode dynamic] [--out DIR]
+    python tests/studies/cold_start.py --comfyui PATH [--forms int8 codes gguf] [--modes ordinary dynamic] [--out DIR]
 
-Needs an NVIDIA card with about 30 GB of memory, and 10 GB for the file; `--blocks 1 --pixels 64 96` tries the script
-out on a CPU. A model with random weights is written to a file. Each row is a process of its own, with folders of its
-own for what Triton compiles and what the tuner finds: empty ones, then the same ones again. It loads the file, takes
-the steps, takes two at another resolution, and then many at the first one. What Python imports is not in the times, nor
-is the search for garbage in that: 0.2 s of a step, any of them, with all that ComfyUI has imported. ComfyUI's memory
-mode is the ordinary one, or with `--mode dynamic` that of dynamic VRAM, which needs comfy-aimdo.
+Needs an NVIDIA card with about 30 GB of memory, and 25 GB for the files; `--blocks 1 --pixels 64 96` tries the script
+out on a CPU. A model with random weights is written to a file in each form. Each row is a process of its own, with
+folders of its own for what Triton compiles and what the tuner finds: empty ones, then the same ones again. It loads the
+file, takes the steps, takes two at another resolution, and then many at the first one. What Python imports is not in
+the times, nor is the search for garbage in that: 0.2 s of a step, any of them, with all that ComfyUI has imported. Of
+ComfyUI's memory modes the one of dynamic VRAM needs comfy-aimdo, and is its default on NVIDIA cards.
 """
 
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -30,8 +31,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only t
 from studies.frame import Row, Rows, Study, failures, number, synchronize
 from support.pack import import_comfyui, import_pack, use_dynamic_vram
 
-STEPS, MORE_STEPS, LAST_STEPS = 8, 40, 10
-FORMS = {"int8": "native", "codes": "coded", "gguf": ""}
+STEPS, MORE_STEPS, LAST_STEPS = 8, 20, 10
+FORMS = {"gguf": ("GGUF Q8_0", ""), "int8": ("INT8", "native"), "codes": ("W4A8", "coded")}
 """What the file holds, and what of a RandomModel makes its tensors; Q8_0 is written by Save GGUF, and ComfyUI's loader
 does not read it."""
 VARIANTS = {
@@ -40,7 +41,7 @@ VARIANTS = {
     "pack-off": ("this pack, INT8_DIT_TUNING=off", {"INT8_DIT_TUNING": "off"}),
 }
 """A title, and what the environment says."""
-MODES = ("ordinary", "dynamic")
+MODES = {"ordinary": "ordinary", "dynamic": "dynamic VRAM"}
 FIGURES = (
     *(("load_s", "load"), ("first_s", "first step"), ("second_s", "second step"), ("all_s", f"load to step {STEPS}")),
     *(("other_first_s", "other size, first step"), ("other_second_s", "its second"), ("steady_ms", "steady step, ms")),
@@ -127,13 +128,13 @@ def sizes_of(blocks: int) -> Mapping[str, int]:
     return {"num_layers": blocks} if blocks else {}
 
 
-def in_process(arguments, variant: str, file: str, folder: str) -> Row:
+def in_process(arguments, variant: str, mode: str, file: str, folder: str) -> Row:
     """The same, of a process that keeps in `folder` what it compiles and tunes."""
     environment = {**os.environ, **VARIANTS[variant][1]}
     environment |= {"TRITON_CACHE_DIR": f"{folder}/triton", "INT8_DIT_TUNING_CACHE": f"{folder}/tuning"}
     command = [sys.executable, __file__, "--comfyui", str(arguments.comfyui), "--variant", variant, "--file", file]
     command += ["--family", arguments.family, "--blocks", str(arguments.blocks)]
-    command += ["--pixels", *map(str, arguments.pixels), "--mode", arguments.mode]
+    command += ["--pixels", *map(str, arguments.pixels), "--mode", mode]
     began = time.perf_counter()
     child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if child.returncode:
@@ -149,12 +150,12 @@ def write_file(form: str, file: str, family: str, blocks: int) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     random = RandomModel(FAMILIES[family], device, sizes_of(blocks))
-    if not FORMS[form]:
+    if not FORMS[form][1]:
         from int8_dit.nodes.saving.save import save_gguf_model
 
         save_gguf_model(random.bf16_model(), file, {}, "Q8_0")
         return
-    tensors = getattr(random, FORMS[form])()
+    tensors = getattr(random, FORMS[form][1])()
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file, random.family.metadata())
 
 
@@ -163,13 +164,14 @@ def main() -> None:
     study.option("--family", default="Ideogram 4")
     study.option("--blocks", type=int, default=0, help="0 for all")
     study.option("--pixels", type=int, nargs=2, default=[1024, 768])
-    study.option("--form", choices=FORMS, default="int8")
-    study.option("--mode", choices=MODES, default=MODES[0], help="ComfyUI's memory mode")
-    study.option("--rounds", type=int, default=2, help="of empty folders")
-    study.option("--variants", nargs="+", choices=VARIANTS, default=["native", "pack"])
+    study.option("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    study.option("--modes", nargs="+", choices=MODES, default=list(MODES), help="ComfyUI's memory modes")
+    study.option("--variants", nargs="+", choices=VARIANTS, default=["pack", "native"])
     study.option("--row-seconds", type=float, default=150.0, help="the most for a process")
     study.option("--variant", help="of this process, in which that is measured")
-    study.option("--file", default="", help="what it loads, or writes without a variant")
+    study.option("--mode", help="that of this process")
+    study.option("--form", help="of the file that this process writes")
+    study.option("--file", default="", help="what it loads, or writes")
     arguments = study.parser.parse_args()
     place = (arguments.family, arguments.blocks)
     if arguments.file:
@@ -189,25 +191,30 @@ def main() -> None:
         return
     rows = Rows()
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/model.{'safetensors' if FORMS[arguments.form] else 'gguf'}"
-        command = [*sys.argv, "--file", file]
-        subprocess.run([sys.executable, *command], check=True)
-        for round_ in range(arguments.rounds):
-            for variant in arguments.variants:
-                for caches in ("empty", "full"):
-                    labels = {"variant": variant, "caches": caches, "round": round_}
-                    process = partial(in_process, arguments, variant, file, f"{folder}/{variant}-{round_}")
+        files = {form: f"{folder}/model.{'safetensors' if FORMS[form][1] else 'gguf'}" for form in arguments.forms}
+        for form, file in files.items():
+            subprocess.run([sys.executable, *sys.argv, "--form", form, "--file", file], check=True)
+            for mode, variant in itertools.product(arguments.modes, arguments.variants):
+                if variant == "native" and not FORMS[form][1]:
+                    continue
+                for caches in ("full",) if variant == "native" else ("empty", "full"):
+                    labels = {"form": form, "mode": mode, "variant": variant, "caches": caches}
+                    kept = f"{folder}/{form}-{mode}-{variant}"
+                    process = partial(in_process, arguments, variant, mode, file, kept)
                     rows.attempt(labels, process, arguments.row_seconds)
+            os.remove(file)
     study.start(arguments)
     from int8_dit.kernels.benchmark import markdown
 
     forms = [(key, "d" if key in COUNTS else ".2f") for key, _ in FIGURES]
-    lines = [[VARIANTS[row["variant"]][0], row["caches"], *(number(row, *form) for form in forms)] for row in rows]
-    table = markdown(["loaded by", "caches", *(title for _, title in FIGURES)], lines)
+    lines = []
+    for row in rows:
+        what = (FORMS[row["form"]][0], MODES[row["mode"]], VARIANTS[row["variant"]][0], row["caches"])
+        lines.append([*what, *(number(row, *form) for form in forms)])
+    table = markdown(["file", "memory", "loaded by", "caches", *(title for _, title in FIGURES)], lines)
     first, second = arguments.pixels
-    memory = "" if arguments.mode == MODES[0] else ", with dynamic VRAM"
-    what = f", {arguments.family} with random weights, {arguments.form}, {first} px, then {second} px{memory}."
-    study.write(what, table, failures(rows, "variant", "caches"), rows=rows)
+    said = f", {arguments.family} with random weights, {first} px, then {second} px."
+    study.write(said, table, failures(rows, "form", "mode", "variant", "caches"), rows=rows)
 
 
 if __name__ == "__main__":

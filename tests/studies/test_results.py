@@ -194,15 +194,18 @@ def attention_in_ampere_instructions():
 
 
 def first_images():
-    rows = {(row["variant"], row["caches"]): row for row in stored("cold_start/cold_start.json")}
-    gguf = {row["caches"]: row["all_s"] for row in stored("cold_start_gguf/cold_start.json")}
-    native, pack = rows["native", "full"]["all_s"], {caches: rows["pack", caches] for caches in ("full", "empty")}
-    yield f"has its eighth step behind it after {pack['full']['all_s']:.2f} s with caches full"
-    yield f"That is {pack['full']['all_s'] / native:.2f} × what ComfyUI's INT8 takes so"
-    yield f"With caches empty it is {pack['empty']['all_s'] / native:.2f} ×"
-    sizes = " and ".join(f"{row['other_first_s'] / row['other_second_s']:.2f}" for row in pack.values())
-    yield f"A step of another size takes {sizes} × what the next one takes"
-    yield f"it is {gguf['full'] / native:.2f} × and {gguf['empty'] / native:.2f} ×: its weights become INT8 first"
+    rows = stored("cold_start/cold_start.json")
+    seconds = {tuple(row[label] for label in ("form", "mode", "variant", "caches")): row["all_s"] for row in rows}
+    for form, title in (("int8", "INT8"), ("codes", "W4A8"), ("gguf", "GGUF Q8_0")):
+        cells = []
+        for mode in ("ordinary", "dynamic"):
+            took = [seconds[form, mode, "pack", caches] for caches in ("full", "empty")]
+            cells += [f"{each:.2f} s, {each / seconds['int8', mode, 'native', 'full']:.2f} ×" for each in took]
+        yield f"| {title} | {' | '.join(cells)} |"
+    native = [f"{seconds['codes', mode, 'native', 'full']:.2f}" for mode in ("ordinary", "dynamic")]
+    yield f"Of W4A8 ComfyUI's loader takes {' and '.join(native)} s"
+    sizes = [row["other_first_s"] / row["other_second_s"] for row in rows if row["variant"] == "pack"]
+    yield f"A step of another size takes {min(sizes):.2f} to {max(sizes):.2f} × what the next one takes"
 
 
 SENTENCES = (
