@@ -256,6 +256,7 @@ class Variant:
         protected: blocks whose w2 is protected, in bf16 if `protected_bf16`, else with 16-bit activations.
         protected_passes: what replaces passes of the same name in these blocks.
         int8_attention: q and k are multiplied in INT8, after passes of their own.
+        decoded_rows: rows of a weight of 4 bits that become int8 at a time, in a pass before their product; 0 of INT8.
     """
 
     gemm: str
@@ -265,6 +266,7 @@ class Variant:
     protected_bf16: bool = False
     protected_passes: Mapping[str, Pass] = field(default_factory=dict)
     int8_attention: bool = False
+    decoded_rows: int = 0
 
 
 _WIDER_W2 = {"act * up -> INT8": Pass(0, 6)}
@@ -279,6 +281,10 @@ VARIANTS = {
     ACT16_PROTECTED: Variant(PACK, FUSED_PASSES, True, PROTECTED, False, _WIDER_W2),
     INT8_ATTENTION: Variant(PACK, FUSED_PASSES | ATTENTION_PASSES, fused_rope=True, int8_attention=True),
 }
+NATIVE_W4A8 = replace(VARIANTS[NATIVE], decoded_rows=4096)
+"""w4a8_int8_linear of comfy-kitchen 0.2.35, by its Python."""
+DECODED_BYTES = 0.5 + 1 / 16 + 1
+"""Of a weight of 4 bits: its code and its share of a group's scale, and the int8 that they become."""
 
 
 class Blocks(NamedTuple):
@@ -352,10 +358,20 @@ FAMILIES = {
 }
 """Wan at 832 x 480 with 81 frames. Linears that multiply all tokens; those of a few vectors, such as modulations, take
 no time."""
-FAMILY_VARIANTS = {BF16: BF16, NATIVE: NATIVE, PACK: FUSED, f"{PACK} + INT8 attention": INT8_ATTENTION}
-MEASURED_SPEEDS = {"Qwen-Image-2.1, 1024 px": 2.28, "Qwen-Image-2.1, 2048 px": 1.69}
-"""How many times as fast as bf16 ComfyUI's INT8 is on an RTX 3090: JoaoZaokk/comfy-quant-bench, commit 5d06caf, ComfyUI
-0.37.4, comfy-kitchen 0.2.35, torch 2.13, 25 steps; at 1024 px 2.26 to 2.29."""
+FAMILY_VARIANTS = {
+    **{name: VARIANTS[name] for name in (BF16, NATIVE)},
+    "native W4A8": NATIVE_W4A8,
+    PACK: VARIANTS[FUSED],
+    f"{PACK} + INT8 attention": VARIANTS[INT8_ATTENTION],
+}
+MEASURED_SPEEDS = {
+    ("Qwen-Image-2.1, 1024 px", NATIVE): 2.28,
+    ("Qwen-Image-2.1, 2048 px", NATIVE): 1.69,
+    ("Qwen-Image-2.1, 1024 px", "native W4A8"): 1.91,
+    ("Qwen-Image-2.1, 2048 px", "native W4A8"): 1.57,
+}
+"""How many times as fast as bf16 ComfyUI's INT8 and W4A8 are on an RTX 3090: JoaoZaokk/comfy-quant-bench, commit
+5d06caf, ComfyUI 0.37.4, comfy-kitchen 0.2.35, torch 2.13, 25 steps; INT8 at 1024 px 2.26 to 2.29."""
 FAMILY_TFLOPS = 71
 """Of FlashAttention 2 with heads of 128 on an RTX 3090, in the plots of SageAttention's repository."""
 
@@ -409,15 +425,23 @@ def forward(
 ) -> dict[str, float]:
     """Seconds of all of the blocks by part, none of them protected; `tflops` are those of exact attention."""
     sizes = blocks.width, blocks.ffn
+    linears = [
+        (m, min(rows, variant.decoded_rows or n), k)
+        for m, all_ in blocks.streams
+        for n, k in all_
+        for rows in range(n, 0, -(variant.decoded_rows or n))
+    ]
+    decoding = [n * k * DECODED_BYTES / card.bytes_per_second + card.launch_seconds for _, n, k in linears]
     parts = {
-        "GEMM": sum(linear_seconds(card, variant.gemm, kernels, m, *nk) for m, all_ in blocks.streams for nk in all_),
+        "GEMM": sum(linear_seconds(card, variant.gemm, kernels, *mnk) for mnk in linears),
         "attention": sum(
             int8_attention_seconds(card, attention, *call, blocks.width // blocks.head)
             if variant.int8_attention and attention is not None
             else 4 * math.prod(call) * blocks.width / (tflops * 1e12)
             for call in blocks.calls
         ),
-        "passes": sum(pass_seconds(card, variant.passes.values(), m, *sizes) for m, _ in blocks.streams),
+        "passes": sum(pass_seconds(card, variant.passes.values(), m, *sizes) for m, _ in blocks.streams)
+        + (sum(decoding) if variant.decoded_rows else 0),
     }
     return {name: blocks.count * seconds for name, seconds in parts.items()}
 
@@ -449,22 +473,22 @@ def step(
 def families(tiles: Mapping[str, list[Tile]], attention: AttentionTile) -> dict[str, dict[str, dict[str, float]]]:
     """Milliseconds by part of a forward of each family in each of FAMILY_VARIANTS."""
 
-    def one(family: Sequence[Blocks], name: str) -> dict[str, float]:
-        how = VARIANTS[name], {PACK: tiles[RTX_3090.name], KITCHEN: CUTLASS[RTX_3090.name]}
+    def one(family: Sequence[Blocks], variant: Variant) -> dict[str, float]:
+        how = variant, {PACK: tiles[RTX_3090.name], KITCHEN: CUTLASS[RTX_3090.name]}
         found = [forward(RTX_3090, how[0], blocks, how[1], attention, FAMILY_TFLOPS) for blocks in family]
         return {part: 1e3 * sum(each[part] for each in found) for part in found[0]}
 
     return {
-        family: {title: one(blocks, name) for title, name in FAMILY_VARIANTS.items()}
+        family: {title: one(blocks, variant) for title, variant in FAMILY_VARIANTS.items()}
         for family, blocks in FAMILIES.items()
     }
 
 
-def speed_errors(forwards: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """Relative error of ComfyUI's INT8 beside bf16, where that was measured on an RTX 3090."""
+def speed_errors(forwards: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[tuple[str, str], float]:
+    """Relative error of ComfyUI's INT8 and W4A8 beside bf16, where that was measured on an RTX 3090."""
     return {
-        name: total(forwards[name][BF16]) / total(forwards[name][NATIVE]) / speed - 1
-        for name, speed in MEASURED_SPEEDS.items()
+        (name, variant): total(forwards[name][BF16]) / total(forwards[name][variant]) / speed - 1
+        for (name, variant), speed in MEASURED_SPEEDS.items()
     }
 
 
@@ -657,7 +681,7 @@ def families_document(tiles: Mapping[str, list[Tile]], attention: AttentionTile,
     """The projection of other models, and what it assumes beyond that of Ideogram 4."""
     rows = []
     forwards = families(tiles, attention)
-    measured = [[name, f"{MEASURED_SPEEDS[name]:.2f} x", f"{e:+.1%}"] for name, e in speed_errors(forwards).items()]
+    measured = [[*key, f"{MEASURED_SPEEDS[key]:.2f} x", f"{e:+.1%}"] for key, e in speed_errors(forwards).items()]
     for name, variants in forwards.items():
         for variant, parts in variants.items():
             cells = [f"{part:.0f}" for part in parts.values()]
@@ -667,15 +691,16 @@ def families_document(tiles: Mapping[str, list[Tile]], attention: AttentionTile,
         "# Forwards of other models on an RTX 3090: a projection",
         f"**Nothing here was measured on an RTX 3090.** {heading}",
         markdown(["family", "variant", "GEMM, ms", "attention", "passes", "forward", "bf16 / this"], rows),
-        "What others measured on an RTX 3090: ComfyUI's INT8 ConvRot beside bf16, Qwen-Image-2.1, 25 steps "
-        "(JoaoZaokk/comfy-quant-bench, commit 5d06caf, ComfyUI 0.37.4, comfy-kitchen 0.2.35, torch 2.13). Its W4A8, "
-        "1.91 x and 1.57 x there, is not projected: which kernel ran is not known.",
-        markdown(["", "measured", "error of the model"], measured),
+        "What others measured on an RTX 3090: ComfyUI's INT8 ConvRot and W4A8 beside bf16, Qwen-Image-2.1, 25 steps "
+        "(JoaoZaokk/comfy-quant-bench, commit 5d06caf, ComfyUI 0.37.4, comfy-kitchen 0.2.35, torch 2.13).",
+        markdown(["", "", "measured", "error of the model"], measured),
         "Assumptions are those of [Ideogram 4's](rtx3090_projection.md), with these differences.",
         "- Exact attention with heads of 128 reaches 71 TFLOPS, all of the card's: so high is FlashAttention 2 "
         "in the plots of SageAttention's repository.\n"
         "- Each stream of a block has the elementwise passes of a block of Ideogram 4, at the family's widths. "
         "Embeddings, modulations and the last layer take no time.\n"
+        f"- Of a W4A8 weight {NATIVE_W4A8.decoded_rows} rows at a time become int8, in a pass of their own, and are "
+        "multiplied as INT8 is: so comfy-kitchen 0.2.35 has it in its Python.\n"
         f"- INT8 attention runs tiles of {attention.rows} x {attention.keys} on {attention.warps} warps: "
         f"{attention.loop.cycles} cycles of the tensor cores in {attention.loop.tensor} of "
         f"{attention.loop.instructions} instructions.",
