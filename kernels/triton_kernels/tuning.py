@@ -29,8 +29,8 @@ _WITHIN_REACH = 1.05
 # Whether a candidate is compiled is asked once in so many calls. After so many seconds what is known then stays, which
 # a later process adds to: asking costs the host time.
 _CALLS_BETWEEN, _MOST_SECONDS = 8, 300.0
-# Compiling holds Python's lock for a part of its time, which a shape's first steps need more; and of their calls most
-# would be of candidates that are slower than the rule's.
+# What is compiled takes the host's time from the first steps of a shape, and most of their calls would be of candidates
+# that are slower than the rule's.
 _SECONDS_BEFORE = 3.0
 # To settle a shape while its caller waits: compiling takes nearly all of it.
 _SECONDS_TO_SETTLE, _SECONDS_BETWEEN = 10.0, 1e-3
@@ -73,7 +73,7 @@ class Trial:
         times: what is known already: shares of the rule's time.
         watch: what times launches.
         decided: whether the first one stays if it runs; the others are for where it does not.
-        seconds_before: how long nothing is compiled to be tried, and nothing tried.
+        waits: whether nothing is to be compiled in order to be tried, and no round to begin.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Trial:
         times: Mapping[GemmConfig, float],
         watch: Stopwatch,
         decided: bool = False,
-        seconds_before: float = 0.0,
+        waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self.candidates, self.times, self.decided = list(candidates), dict(times), decided
         self.calls, self._watch, self._began = 0, watch, monotonic()
-        self._seconds_before = seconds_before
+        self._waits = waits
         self._round: list[GemmConfig] = []  # what is compared now, and what of it is to be launched
         self._to_launch: list[GemmConfig] = []
         self._spans: list[tuple[GemmConfig, int, list]] = []
@@ -123,8 +123,7 @@ class Trial:
             return config, False
         if self._round and not self._to_launch and all(self._watch.is_over(span) for _, _, span in self._spans):
             self._judge()
-        waits = monotonic() - self._began < self._seconds_before
-        if not self._round and not waits and self.calls % _CALLS_BETWEEN == 1:
+        if not self._round and self.calls % _CALLS_BETWEEN == 1 and not self._waits():
             rule, *others = self.candidates
             unknown = [other for other in others if other not in self.times]
             ready = [other for rank, other in enumerate(unknown, 1) if is_ready(other, rank)]
@@ -182,14 +181,15 @@ def _typical(times: list[float]) -> float:
 class Tuner:
     """What runs for a key, and what is tried meanwhile; remembered in the process and on disk.
 
-    `measured` counts the keys of which this process found out what is fastest. `seconds_before` is a Trial's.
+    `measured` counts the keys of which this process found out what is fastest. For `seconds_before` behind the first
+    call of a key nothing is tried of any.
 
     Args:
         watch: what times launches on the current device; None is a GPU's.
     """
 
     def __init__(self, watch: Stopwatch | None = None) -> None:
-        self.measured, self.seconds_before = 0, _SECONDS_BEFORE
+        self.measured, self.seconds_before, self._newest = 0, _SECONDS_BEFORE, 0.0
         self._watch = watch or Stopwatch(torch.device("cuda"))
         self._settled: dict[TuningKey, GemmConfig] = {}
         self._trials: dict[TuningKey, Trial] = {}
@@ -285,8 +285,13 @@ class Tuner:
             configs = [first, *(config for config in configs if config != first)]
         decided = not tries or (known is not None and known.settled) or self._rule_suffices(key)
         times = {} if known is None else known.times
-        trial = self._trials[key] = Trial(configs, times, self._watch, decided, self.seconds_before)
+        trial = self._trials[key] = Trial(configs, times, self._watch, decided, self._waits)
+        self._newest = monotonic()
         return trial
+
+    def _waits(self) -> bool:
+        """Whether a key is new."""
+        return monotonic() - self._newest < self.seconds_before
 
     def _rule_suffices(self, key: TuningKey) -> bool:
         """Whether what the rule says of a shape's neighbours was as fast as anything there."""

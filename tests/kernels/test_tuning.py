@@ -192,6 +192,17 @@ def test_in_a_shapes_first_seconds_nothing_is_tried(card):
     assert {config for _, config in card.asked_for} == {CONFIGS[2]} and CONFIGS[1] in card.timed
 
 
+def test_beside_a_new_shapes_first_seconds_nothing_is_tried_of_others(card):
+    """Such as those of an image's other resolution."""
+    tuner, other = Tuner(card), dataclasses.replace(KEY, m_bucket=4096)
+    card.call(tuner)
+    card.now = 5.0
+    card.call(tuner, other)
+    assert {card.call(tuner) for _ in range(60)} == {CONFIGS[0]} and not card.timed
+    card.now = 10.0
+    assert card.choose(tuner=tuner) == card.choose(other, tuner) == CONFIGS[1]
+
+
 def test_no_call_waits_for_what_is_compiled_for_others_only(card):
     tuner = card.tuner()
     card.call(tuner)
