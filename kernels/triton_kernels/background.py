@@ -78,7 +78,6 @@ def _do(task: Callable[[], object]) -> None:
         logger.debug("INT8 DiT: work in the background failed", exc_info=True)
 
 
-# Half of compiling holds Python's lock, in C++ that does not give it away. More threads would only wait for it, and the
-# caller with them.
+# More of them make a load no shorter, nor do other processes: what compiles and what loads wait for the same host.
 beside_loading = Background(max(1, min(4, (os.cpu_count() or 2) - 1)))
 beside_calls = Background(1)
