@@ -38,9 +38,12 @@ does not read it."""
 VARIANTS = {
     "native": ("ComfyUI's loader", {}),
     "pack": ("this pack", {}),
+    "stored": ("this pack, as stored", {}),
     "pack-off": ("this pack, INT8_DIT_TUNING=off", {"INT8_DIT_TUNING": "off"}),
 }
 """A title, and what the environment says."""
+NOTHING = {("native", "gguf"), ("stored", "int8")}
+"""What is no variant of a form."""
 MODES = {"ordinary": "ordinary", "dynamic": "dynamic VRAM"}
 FIGURES = (
     *(("load_s", "load"), ("first_s", "first step"), ("second_s", "second step"), ("all_s", f"load to step {STEPS}")),
@@ -85,7 +88,7 @@ def run(variant: str, file: str, family: str, blocks: int, pixels: Sequence[int]
     import comfy.model_management
     import comfy.sd
 
-    from int8_dit.nodes.loading.load import load_int8_model
+    from int8_dit.nodes.loading.load import AS_STORED, MEMORY_CHOICES, load_int8_model
     from studies.variants import Step, inputs_of
     from support.random_models import FAMILIES, RandomModel
 
@@ -106,7 +109,9 @@ def run(variant: str, file: str, family: str, blocks: int, pixels: Sequence[int]
         return result
 
     def load():
-        model = comfy.sd.load_diffusion_model(file) if variant == "native" else load_int8_model(file, "fused int8")
+        memory = AS_STORED if variant == "stored" else MEMORY_CHOICES[0]
+        native = variant == "native"
+        model = comfy.sd.load_diffusion_model(file) if native else load_int8_model(file, "fused int8", memory=memory)
         return Step(model, inputs[0])
 
     step = timed(load)
@@ -166,7 +171,7 @@ def main() -> None:
     study.option("--pixels", type=int, nargs=2, default=[1024, 768])
     study.option("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     study.option("--modes", nargs="+", choices=MODES, default=list(MODES), help="ComfyUI's memory modes")
-    study.option("--variants", nargs="+", choices=VARIANTS, default=["pack", "native"])
+    study.option("--variants", nargs="+", choices=VARIANTS, default=["pack", "stored", "native"])
     study.option("--row-seconds", type=float, default=150.0, help="the most for a process")
     study.option("--variant", help="of this process, in which that is measured")
     study.option("--mode", help="that of this process")
@@ -195,7 +200,7 @@ def main() -> None:
         for form, file in files.items():
             subprocess.run([sys.executable, *sys.argv, "--form", form, "--file", file], check=True)
             for mode, variant in itertools.product(arguments.modes, arguments.variants):
-                if variant == "native" and not FORMS[form][1]:
+                if (variant, form) in NOTHING:
                     continue
                 for caches in ("full",) if variant == "native" else ("empty", "full"):
                     labels = {"form": form, "mode": mode, "variant": variant, "caches": caches}
