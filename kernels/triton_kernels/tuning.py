@@ -81,8 +81,8 @@ class Trial:
         candidates: Sequence[GemmConfig],
         times: Mapping[GemmConfig, float],
         watch: Stopwatch,
-        decided: bool = False,
-        waits: Callable[[], bool] = lambda: False,
+        decided: bool,
+        waits: Callable[[], bool],
     ) -> None:
         self.candidates, self.times, self.decided = list(candidates), dict(times), decided
         self.calls, self._watch, self._began = 0, watch, monotonic()

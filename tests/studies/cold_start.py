@@ -3,7 +3,7 @@ in later ones: this pack's loader beside ComfyUI's own.
 
     python tests/studies/cold_start.py --comfyui PATH [--forms int8 codes gguf] [--modes ordinary dynamic] [--out DIR]
 
-Needs an NVIDIA card with about 30 GB of memory, and 25 GB for the files; `--blocks 1 --pixels 64 96` tries the script
+Needs an NVIDIA card with about 30 GB of memory, and 10 GB for a file; `--blocks 1 --pixels 64 96` tries the script
 out on a CPU. A model with random weights is written to a file in each form. Each row is a process of its own, with
 folders of its own for what Triton compiles and what the tuner finds: empty ones, then the same ones again. It loads the
 file, takes the steps, takes two at another resolution, and then many at the first one. What Python imports is not in
@@ -196,8 +196,8 @@ def main() -> None:
         return
     rows = Rows()
     with tempfile.TemporaryDirectory() as folder:
-        files = {form: f"{folder}/model.{'safetensors' if FORMS[form][1] else 'gguf'}" for form in arguments.forms}
-        for form, file in files.items():
+        for form in arguments.forms:
+            file = f"{folder}/model.{'safetensors' if FORMS[form][1] else 'gguf'}"
             subprocess.run([sys.executable, *sys.argv, "--form", form, "--file", file], check=True)
             for mode, variant in itertools.product(arguments.modes, arguments.variants):
                 if (variant, form) in NOTHING:

@@ -33,7 +33,7 @@ PROTECTED = 17
 # N and K of a block's linears; the last is what the recipe protects.
 LINEARS = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (FFN, WIDTH), (FFN, WIDTH), (WIDTH, FFN))
 
-BF16, FP16_SUMS, NATIVE = "bf16", "fp16, fp16 sums", "native INT8"
+BF16, FP16_SUMS, NATIVE, NATIVE_W4A8 = "bf16", "fp16, fp16 sums", "native INT8", "native W4A8"
 SEPARATE, PROTOTYPE = "this pack, separate passes", "this pack, fused producers, ComfyUI's rope"
 FUSED, INT8_ATTENTION = "this pack, fused producers", "this pack, fused producers, INT8 attention"
 BF16_PROTECTED = f"fused producers, {PROTECTED} w2 in bf16"
@@ -281,8 +281,8 @@ VARIANTS = {
     ACT16_PROTECTED: Variant(PACK, FUSED_PASSES, True, PROTECTED, False, _WIDER_W2),
     INT8_ATTENTION: Variant(PACK, FUSED_PASSES | ATTENTION_PASSES, fused_rope=True, int8_attention=True),
 }
-NATIVE_W4A8 = replace(VARIANTS[NATIVE], decoded_rows=4096)
-"""w4a8_int8_linear of comfy-kitchen 0.2.35, by its Python."""
+DECODED_ROWS = 4096
+"""Of w4a8_int8_linear of comfy-kitchen 0.2.35, by its Python."""
 DECODED_BYTES = 0.5 + 1 / 16 + 1
 """Of a weight of 4 bits: its code and its share of a group's scale, and the int8 that they become."""
 
@@ -360,15 +360,15 @@ FAMILIES = {
 no time."""
 FAMILY_VARIANTS = {
     **{name: VARIANTS[name] for name in (BF16, NATIVE)},
-    "native W4A8": NATIVE_W4A8,
+    NATIVE_W4A8: replace(VARIANTS[NATIVE], decoded_rows=DECODED_ROWS),
     PACK: VARIANTS[FUSED],
     f"{PACK} + INT8 attention": VARIANTS[INT8_ATTENTION],
 }
 MEASURED_SPEEDS = {
     ("Qwen-Image-2.1, 1024 px", NATIVE): 2.28,
     ("Qwen-Image-2.1, 2048 px", NATIVE): 1.69,
-    ("Qwen-Image-2.1, 1024 px", "native W4A8"): 1.91,
-    ("Qwen-Image-2.1, 2048 px", "native W4A8"): 1.57,
+    ("Qwen-Image-2.1, 1024 px", NATIVE_W4A8): 1.91,
+    ("Qwen-Image-2.1, 2048 px", NATIVE_W4A8): 1.57,
 }
 """How many times as fast as bf16 ComfyUI's INT8 and W4A8 are on an RTX 3090: JoaoZaokk/comfy-quant-bench, commit
 5d06caf, ComfyUI 0.37.4, comfy-kitchen 0.2.35, torch 2.13, 25 steps; INT8 at 1024 px 2.26 to 2.29."""
@@ -425,13 +425,11 @@ def forward(
 ) -> dict[str, float]:
     """Seconds of all of the blocks by part, none of them protected; `tflops` are those of exact attention."""
     sizes = blocks.width, blocks.ffn
-    linears = [
-        (m, min(rows, variant.decoded_rows or n), k)
-        for m, all_ in blocks.streams
-        for n, k in all_
-        for rows in range(n, 0, -(variant.decoded_rows or n))
-    ]
-    decoding = [n * k * DECODED_BYTES / card.bytes_per_second + card.launch_seconds for _, n, k in linears]
+    linears = [(m, n, k) for m, all_ in blocks.streams for n, k in all_]
+    passes = sum(pass_seconds(card, variant.passes.values(), m, *sizes) for m, _ in blocks.streams)
+    if most := variant.decoded_rows:
+        linears = [(m, min(rows, most), k) for m, n, k in linears for rows in range(n, 0, -most)]
+        passes += sum(n * k * DECODED_BYTES / card.bytes_per_second + card.launch_seconds for _, n, k in linears)
     parts = {
         "GEMM": sum(linear_seconds(card, variant.gemm, kernels, *mnk) for mnk in linears),
         "attention": sum(
@@ -440,8 +438,7 @@ def forward(
             else 4 * math.prod(call) * blocks.width / (tflops * 1e12)
             for call in blocks.calls
         ),
-        "passes": sum(pass_seconds(card, variant.passes.values(), m, *sizes) for m, _ in blocks.streams)
-        + (sum(decoding) if variant.decoded_rows else 0),
+        "passes": passes,
     }
     return {name: blocks.count * seconds for name, seconds in parts.items()}
 
@@ -699,7 +696,7 @@ def families_document(tiles: Mapping[str, list[Tile]], attention: AttentionTile,
         "in the plots of SageAttention's repository.\n"
         "- Each stream of a block has the elementwise passes of a block of Ideogram 4, at the family's widths. "
         "Embeddings, modulations and the last layer take no time.\n"
-        f"- Of a W4A8 weight {NATIVE_W4A8.decoded_rows} rows at a time become int8, in a pass of their own, and are "
+        f"- Of a W4A8 weight {DECODED_ROWS} rows at a time become int8, in a pass of their own, and are "
         "multiplied as INT8 is: so comfy-kitchen 0.2.35 has it in its Python.\n"
         f"- INT8 attention runs tiles of {attention.rows} x {attention.keys} on {attention.warps} warps: "
         f"{attention.loop.cycles} cycles of the tensor cores in {attention.loop.tensor} of "

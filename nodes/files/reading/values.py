@@ -55,7 +55,7 @@ def check_scale(key: str, scale: torch.Tensor, weight: torch.Tensor, most: float
         weight: its quantized weight [N, ...]: where `scale` has 1 or N values, a zero is right for zeros only.
         most: the largest scale.
     """
-    if _lies_within(scale, max(_SMALLEST, _DEAD), most):
+    if _lies_within(scale, _DEAD, most):
         return
     values = scale.flatten().double()
     _check_range(key, values[values != 0], _SMALLEST, most)
@@ -84,8 +84,8 @@ def check_block_scales(key: str, scales: torch.Tensor, weight: torch.Tensor) -> 
 
 
 def _lies_within(values: torch.Tensor, least: float, most: float) -> bool:
-    """Whether a tensor that is not empty, of one of WEIGHT_DTYPES, has only values within these bounds; of floats of
-    one byte it may say no.
+    """Whether a tensor that is not empty, of one of WEIGHT_DTYPES, has only values within these bounds. No is said of
+    all floats of one byte.
 
     Each call of PyTorch gives Python's lock away, and waits for it where other threads work: files have hundreds of
     scales.
