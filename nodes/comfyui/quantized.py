@@ -73,6 +73,10 @@ class HeldWeight(QuantizedTensor):
     def data(self) -> "HeldWeight":
         return HeldWeight(self._qdata, self._layout_cls, self._params)
 
+    def detach(self) -> "HeldWeight":
+        """The same numbers and scales, as of any tensor: a Parameter is made of this."""
+        return self.data
+
     def to(self, *args, copy: bool = False, **kwargs) -> QuantizedTensor:
         device = kwargs.get("device", args[0] if args else None)
         waits = not kwargs.get("non_blocking") and not any(argument is True for argument in args)

@@ -12,6 +12,7 @@ is there in every version, and keeps the quant config.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -45,6 +46,9 @@ from . import quant_config
 from .reading.gguf_package import decode_gguf
 
 GGUF_LAYOUT, GROUPED_LAYOUT = "GGUFBlocksLayout", "GroupedCodesLayout"
+CAN_STAY_IN_GGUF = os.name != "nt"
+"""Whether a GGUF file is mapped so that it can be written to, and nothing reaches it. Else ComfyUI can neither pin the
+memory of a weight there, as it does with those that it streams, nor put a patched one back."""
 _NO_SCALES = torch.empty((0, 1), dtype=torch.float32)
 
 
@@ -111,6 +115,11 @@ def is_grouped(weight: Any) -> TypeGuard[QuantizedTensor]:
     return has_layout(weight, GROUPED_LAYOUT)
 
 
+def holdable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a GGUF file as a MODEL can hold it: in the file, or in memory of its own."""
+    return tensor if CAN_STAY_IN_GGUF else tensor.clone()
+
+
 def read_gguf_weight(blocks: torch.Tensor, gguf_format: str, shape: tuple[int, int]) -> QuantizedTensor:
     """A weight of this shape [N, K] as it was read: uint8 blocks [N, bytes of a row] of a format of GGUF_FORMATS, or of
     one that only the package gguf decodes."""
@@ -128,7 +137,7 @@ def plain_floats(weight: QuantizedTensor) -> torch.Tensor:
 
 
 def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, device: torch.device) -> HeldWeight:
-    """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more.
+    """A weight that was read, as a linear of floats of `dtype` holds it.
 
     Its product is INT8's, or else that of the floats that its blocks stand for. Scales are found on `device`. Raises
     ValueError where a row holds a NaN or Inf.
@@ -138,7 +147,7 @@ def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, d
     check_channels(scales)
     if becomes_int8:
         form = replace(form, scale=scales.to(blocks.device)[:, None].contiguous())
-    return HeldWeight(blocks.clone(), GGUF_LAYOUT, form)
+    return HeldWeight(holdable(blocks), GGUF_LAYOUT, form)
 
 
 def coded_weight(codes: GroupedCodes, scale: torch.Tensor, rotation_group: int, dtype: torch.dtype) -> QuantizedTensor:
@@ -165,8 +174,8 @@ def channel_scale(weight: QuantizedTensor) -> torch.Tensor:
 
 
 def held_codes(weight: QuantizedTensor, dtype: torch.dtype) -> HeldWeight:
-    """A weight that was read, as a linear holds it that takes and gives floats of `dtype`: in no file any more."""
-    return HeldWeight(stored(weight).clone(), GROUPED_LAYOUT, replace(weight.params.clone(), orig_dtype=dtype))
+    """A weight that was read, as a linear of floats of `dtype` holds it; its codes stay in the file."""
+    return HeldWeight(stored(weight), GROUPED_LAYOUT, replace(weight.params, orig_dtype=dtype))
 
 
 def quant_config_in(weight: QuantizedTensor) -> dict[str, Any]:
@@ -209,8 +218,8 @@ class StoredKind:
         activation_bits: to how many bits its input is rounded.
         expand: (weight, scale, what is added) -> int8 [N, K]. Without anything added the scale is its own.
         held: (weight that was read, dtype of the linear, whether it is to become INT8, device for what there is to
-            compute) -> the weight that a linear holds, where it was but in no file any more; raises ValueError for one
-            that has no finite scale. None for a layout of ComfyUI's, which its own loaders hold.
+            compute) -> the weight that a linear holds, where it was read; raises ValueError for one that has no finite
+            scale. None for a layout of ComfyUI's, which its own loaders hold.
     """
 
     name: Callable[[QuantizedTensor], str]

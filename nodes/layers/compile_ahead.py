@@ -38,7 +38,7 @@ def compile_planned(
     tensors: Mapping[str, Any], layers: Iterable[str], kernel: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """The same before there is a module, whose tensors these are: have compiled what linears launch whose weights are
-    to become INT8.
+    to become INT8, now or in front of each product.
 
     Args:
         tensors: of a checked file, in the names of ComfyUI's modules. What it names otherwise is compiled in vain.

@@ -160,8 +160,8 @@ def checkpoint_plan(
     progress = Progress(len(sizes)) if sizes else None  # a file that needs no work is loaded as fast as any
     if progress is not None:
         # Before any of that work, which takes as long.
-        become_int8 = [name for name, way in ways.items() if way in (quantized, expanded)]
-        compile_planned(tensors, become_int8, kernel, compute_dtype, device)
+        multiply = [name for name, way in ways.items() if way is not decoded]
+        compile_planned(tensors, multiply, kernel, compute_dtype, device)
         make_room_to_quantize(device, max(sizes))
         for key in others:
             values = plain_floats(to_device(tensors[key], device))

@@ -146,8 +146,7 @@ def test_as_int8_it_is_exactly_native_convrot(dit, quantized, load, bits):
         assert weight._params.rotation_group == rotation_of(weight.shape[1])
 
 
-def test_codes_that_stay_are_copied_in_host_memory(dit, write, monkeypatch):
-    """Not by way of the card: there and back takes several times as long."""
+def test_codes_that_stay_do_not_go_to_the_card_to_be_loaded(dit, write, monkeypatch):
     from int8_dit.nodes.comfyui.quantized import stored
     from int8_dit.nodes.loading.load_plan import checkpoint_plan
 

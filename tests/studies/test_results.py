@@ -204,8 +204,20 @@ def first_images():
         yield f"| {title} | {' | '.join(cells)} |"
     native = [f"{seconds['codes', mode, 'native', 'full']:.2f}" for mode in ("ordinary", "dynamic")]
     yield f"Of W4A8 ComfyUI's loader takes {' and '.join(native)} s"
-    sizes = [row["other_first_s"] / row["other_second_s"] for row in rows if row["variant"] == "pack"]
-    yield f"A step of another size takes {min(sizes):.2f} to {max(sizes):.2f} × what the next one takes"
+    yield _other_sizes(rows, "pack")
+    rows = stored("cold_start_stored/cold_start.json")
+    seconds = {tuple(row[label] for label in ("mode", "variant", "caches")): row["all_s"] for row in rows}
+    kinds = (("stored", "full"), ("stored", "empty"), ("native", "full"))
+    full, empty, native = ([seconds[mode, who, caches] for mode in ("ordinary", "dynamic")] for who, caches in kinds)
+    yield "[a run of its own](cold_start_stored/cold_start.md), {:.2f} s and with dynamic VRAM {:.2f} s".format(*full)
+    yield "with caches full, and {:.2f} and {:.2f} s with empty ones. ComfyUI's loader".format(*empty)
+    yield "of the same file takes {:.2f} and {:.2f} s there".format(*native)
+    yield _other_sizes(rows, "stored")
+
+
+def _other_sizes(rows, variant):
+    sizes = [row["other_first_s"] / row["other_second_s"] for row in rows if row["variant"] == variant]
+    return f"A step of another size takes {min(sizes):.2f} to {max(sizes):.2f} × what the next one takes"
 
 
 SENTENCES = (

@@ -9,7 +9,7 @@ import torch
 
 from ....kernels import GGUF_FORMATS
 from ..attention_choices import CONFIG
-from ..holding import read_gguf_weight
+from ..holding import CAN_STAY_IN_GGUF, read_gguf_weight
 from .gguf_package import INT8_CONFIG, ORIGINAL_SHAPE, can_decode, decode_gguf, gguf_package, gguf_version
 
 MAGIC = b"GGUF"
@@ -26,8 +26,8 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a GGUF file by name, and its texts as metadata.
 
     Matrices in blocks stay so (`gguf_weight`), also those that only `gguf` decodes; what else is in blocks is float32.
-    Tensors lie in the file until they are copied, and cannot be written to: a program that tries ends. Those of
-    ComfyUI's own reader are no different.
+    Tensors lie in the file until they are copied. What is written into them does not reach it. On Windows, where
+    memory would be promised for the whole of such a file, a program that tries ends.
 
     Raises ValueError for a file that is damaged, or that holds no diffusion model; ImportError without `gguf`.
     """
@@ -80,8 +80,7 @@ def _opened(path: str) -> Any:
             return end - orig_offs, [kind, count], [], types
 
     try:
-        # Windows would promise memory for the whole of a file that is copied on write.
-        return Reader(path, "r")
+        return Reader(path, "c" if CAN_STAY_IN_GGUF else "r")
     except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
         unknown = _UNKNOWN_TYPE.search(str(error))
         if unknown is None:

@@ -18,6 +18,7 @@ import torch
 from ....kernels import ChannelTransform
 from .. import quant_config
 from ..errors import json_object
+from ..holding import holdable
 from .gguf_package import INT8_CONFIG
 
 BRANCHES = ("conditional", "unconditional")
@@ -145,7 +146,7 @@ def _check_branch(checkpoint: Checkpoint, base: Checkpoint) -> None:
 
 def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
     """With quant configs of what molbal's ComfyUI-GGUF says in its files' metadata: Q8_CR is native INT8, each weight
-    for itself. Those weights become INT8's own, which ComfyUI writes into, and are in no file any more."""
+    for itself. Those weights become INT8's own, which ComfyUI writes into."""
     said = {key: text for key, text in checkpoint.metadata.items() if key.startswith(INT8_CONFIG)}
     tensors = dict(checkpoint.tensors)
     for key, text in said.items():
@@ -168,7 +169,7 @@ def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
         tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encoded(config)
         for part in (name, f"{layer}.{quant_config.SCALE}"):
             if part in tensors:
-                tensors[part] = tensors[part].clone()
+                tensors[part] = holdable(tensors[part])
     return replace(checkpoint, tensors=tensors)
 
 
