@@ -7,8 +7,9 @@ Needs an NVIDIA card with about 30 GB of memory, and 10 GB for a file; `--blocks
 out on a CPU. A model with random weights is written to a file in each form. Each row is a process of its own, with
 folders of its own for what Triton compiles and what the tuner finds: empty ones, then the same ones again. It loads the
 file, takes the steps, takes two at another resolution, and then many at the first one. What Python imports is not in
-the times, nor is the search for garbage in that: 0.2 s of a step, any of them, with all that ComfyUI has imported. Of
-ComfyUI's memory modes the one of dynamic VRAM needs comfy-aimdo, and is its default on NVIDIA cards.
+the times, nor is the search for garbage in that: 0.2 s of a step, any of them, with all that ComfyUI has imported. The
+first process of all is no row: it reads Triton and the compilers from a disk that nothing has read yet. Of ComfyUI's
+memory modes the one of dynamic VRAM needs comfy-aimdo, and is its default on NVIDIA cards.
 """
 
 import gc
@@ -199,6 +200,8 @@ def main() -> None:
         for form in arguments.forms:
             file = f"{folder}/model.{'safetensors' if FORMS[form][1] else 'gguf'}"
             subprocess.run([sys.executable, *sys.argv, "--form", form, "--file", file], check=True)
+            if form == arguments.forms[0]:
+                in_process(arguments, "pack", arguments.modes[0], file, f"{folder}/first")
             for mode, variant in itertools.product(arguments.modes, arguments.variants):
                 if (variant, form) in NOTHING:
                     continue
