@@ -18,8 +18,9 @@ from .launching import StandIn
 
 New = Callable[..., Any]
 """A tensor that is not there: of a shape and, if it is not the inputs', a dtype."""
-# Those of images of 1024 pixels and of texts; then, by one thread, those of images of 768 and 512 pixels.
-_TOKENS, _LATER_TOKENS = (4096, 512), (2560, 1024)
+# Those of images of 1024 pixels and of texts; then, by one thread, those of images of 768 and 512 pixels: so many
+# seconds later, since weights load and first steps begin meanwhile, which would wait for Python's lock.
+_TOKENS, _LATER_TOKENS, _SECONDS_LATER = (4096, 512), (2560, 1024), 5.0
 
 
 def compile_for(
@@ -46,8 +47,8 @@ def compile_for(
         op.compile_by(beside_loading, 1, *arguments)
     products = partial(_compile_products, tuple(dict.fromkeys(forms)), new)
     products(_TOKENS, beside_loading)
-    # When nothing else waits there.
-    beside_loading.submit(1 + len(_TOKENS), partial(products, _LATER_TOKENS, beside_calls))
+    later = partial(beside_calls.submit_later, _SECONDS_LATER, 1, partial(products, _LATER_TOKENS, beside_calls))
+    beside_loading.submit(1 + len(_TOKENS), later)  # when nothing else waits there
 
 
 def _compile_products(forms: Iterable[LinearForm], new: New, numbers: Sequence[int], threads: Background) -> None:

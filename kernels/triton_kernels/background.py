@@ -46,6 +46,12 @@ class Background:
                 if len(self._threads) == 1:
                     atexit.register(self.end)
 
+    def submit_later(self, seconds: float, rank: float, task: Callable[[], object]) -> None:
+        """Submit a task after so many seconds, unless the process has ended by then."""
+        timer = threading.Timer(seconds, self.submit, (rank, task))
+        timer.daemon = True
+        timer.start()
+
     def end(self) -> None:
         """Wait for what has begun, and take no more."""
         with self._lock:

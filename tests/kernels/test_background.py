@@ -5,7 +5,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +51,13 @@ def test_a_task_does_not_wait_for_one_thread_where_more_may_work():
         sleep(0.001)
     background.submit(0, lambda: meeting.wait(60))
     meeting.wait(60)
+    background.end()
+
+
+def test_a_task_for_later_begins_then():
+    background, done, begins = Background(1), threading.Event(), monotonic()
+    background.submit_later(0.2, 0, done.set)
+    assert done.wait(60) and monotonic() - begins >= 0.2
     background.end()
 
 
@@ -301,7 +308,8 @@ def test_calls_try_tiles_and_settle(card, monkeypatch):
 
 def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
     """The quantizers, and the rule's tile for images and for texts; the largest first, each once."""
-    asked, last = [], []
+    asked, last, later = [], [], []
+    monkeypatch.setattr(Background, "submit_later", lambda by, seconds, rank, task: later.append((seconds, task)))
     monkeypatch.setattr(gemm.tuner, "_known", lambda key: None)
     monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((by, rank, launch)))
     monkeypatch.setattr(ahead, "beside_loading", SimpleNamespace(submit=lambda rank, task: last.append((rank, task))))
@@ -313,6 +321,9 @@ def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
     assert [rank for _, rank, _ in asked] == [1, 1, 1, 1, 2, 1, 2]
     ((rank, others),) = last
     assert rank > 2
+    others()
+    ((seconds, others),) = later
+    assert seconds > 0 and len(asked) == 7
     others()
     assert len(asked) == 11 and {by for by, *_ in asked[7:]} == {ahead.beside_calls}
 
