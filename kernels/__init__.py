@@ -37,6 +37,7 @@ from .numerics.groups import (
 from .numerics.protection import Protection
 from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
 from .numerics.statistics import ActivationStatistics
+from .operators import Operator, OperatorCall
 from .ops.ahead import compile_ahead, prepare_compiling
 from .ops.attention import int8_attention, int8_attention_obstacle
 from .ops.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way

@@ -47,6 +47,23 @@ _MISSING = inspect.Parameter.empty
 _WORDS = {torch.Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
 
 
+class OperatorCall(NamedTuple):
+    """A call of an operator without its numbers: of each tensor its shape and dtype, and what else it is given."""
+
+    operator: "Operator"
+    arguments: tuple[Any, ...]
+
+    def with_tensors(self, new: Callable[..., Any]) -> list[Any]:
+        """The function's arguments, with tensors that `new` makes of a shape and a dtype."""
+        flat = [new(*each[0], dtype=each[1]) if type(each) is _Tensor else each for each in self.arguments]
+        return self.operator._structured(flat)
+
+
+class _Tensor(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class _Parameter(NamedTuple):
     """A parameter of an op: its words of the schema; if its value has fields, these, and if it may be None, the values
     that stand for that."""
@@ -249,6 +266,12 @@ class Operator(Generic[P, R]):
         results = next(self.function(*arguments))
         check_same_device(**dict(zip(self._tensor_names, tensors, strict=False)))
         return results
+
+    def called_with(self, *arguments: Any) -> OperatorCall:
+        """A call with arguments like these."""
+        flat = self.flat(tuple(self._bound(arguments, {})))
+        known = (_Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in flat)
+        return OperatorCall(self, tuple(known))
 
     def compile_by(self, threads: Any, rank: float, *arguments: Any) -> None:
         """Have the kernel compiled by other threads for arguments like these, whose tensors are StandIns."""

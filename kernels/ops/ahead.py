@@ -8,7 +8,7 @@ import torch
 
 from ..card.device import fused_obstacle
 from ..kept import KEPT, keep
-from ..operators import Operator
+from ..operators import Operator, OperatorCall
 from ..reference.linear import BlockForm, LinearForm
 from ..reference.transform import ChannelTransform
 from ..triton_kernels.background import beside_loading
@@ -34,31 +34,44 @@ def _prepare() -> None:
 
 
 def compile_ahead(
-    forms: Collection[LinearForm], block: BlockForm | None, dtype: torch.dtype, device: torch.device
+    forms: Collection[LinearForm],
+    block: BlockForm | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    others: Collection[OperatorCall] = (),
 ) -> None:
-    """Have compiled, beside other work, what linears of these forms launch on a GPU with inputs of a dtype, and what
-    the fused ops of a block may.
+    """Have compiled, beside other work, what linears of these forms launch on a GPU with inputs of a dtype, what the
+    fused ops of a block may, and other calls.
 
     It returns at once; what was asked for before is not looked through again. A call that comes first compiles for
     itself. Does nothing where the kernels do not run.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = (compile_ahead, frozenset(forms), block, dtype, device)
+    key = (compile_ahead, frozenset(forms), block, dtype, device, frozenset(others))
     if device.type != "cuda" or fused_obstacle(device) is not None or key in KEPT:
         return
     keep(key, True)
-    beside_loading.submit(0, partial(_compile, tuple(forms), block, dtype, device))
+    beside_loading.submit(0, partial(_compile, tuple(forms), block, dtype, device, tuple(others)))
 
 
-def _compile(forms: Collection[LinearForm], block: BlockForm | None, dtype: torch.dtype, device: torch.device) -> None:
+def _compile(
+    forms: Collection[LinearForm],
+    block: BlockForm | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    others: Collection[OperatorCall],
+) -> None:
     from ..triton_kernels.ahead import compile_for
 
-    compile_for(forms, partial(_calls, forms, block), dtype, device)
+    compile_for(forms, partial(_calls, forms, block, others=others), dtype, device)
 
 
 def _calls(
-    forms: Collection[LinearForm], block: BlockForm | None, new: Callable[..., Any]
+    forms: Collection[LinearForm],
+    block: BlockForm | None,
+    new: Callable[..., Any],
+    others: Collection[OperatorCall] = (),
 ) -> Iterator[tuple[Operator, Sequence[Any]]]:
     """Ops and their arguments, of which `new` makes a tensor of a shape and perhaps a dtype."""
     tokens = 4096
@@ -70,6 +83,8 @@ def _calls(
     def norm(channels: int) -> Norm:
         return Norm("rms", 1e-6, new(channels))
 
+    for other in others:
+        yield other.operator, other.with_tensors(new)
     for form in forms:
         yield quantize_activations, (new(tokens, form.k), *quantized(form))
     if block is None:

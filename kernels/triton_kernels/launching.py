@@ -48,9 +48,14 @@ def built(kernel: Any, *values: object, **options: object) -> Build:
 
 
 class StandIn(torch.Tensor):
-    """What is asked of a tensor before it is there: contiguous, and beginning on 16 bytes."""
+    """What is asked of a tensor before it is there: contiguous, and beginning on 16 bytes. Nothing is computed with it,
+    but it can be read as another shape or dtype."""
 
-    __torch_dispatch__ = None  # nothing is computed with it
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, given: Sequence[Any], named: Any = None) -> "StandIn":
+        x, *others = given
+        like = op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *others)
+        return cls(like.shape, like.dtype, x.device)
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "StandIn":

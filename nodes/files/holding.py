@@ -26,6 +26,7 @@ from ...kernels import (
     ChannelTransform,
     GroupedCodes,
     LowRank,
+    Operator,
     check_channels,
     dequantize_gguf,
     dequantize_weight,
@@ -143,7 +144,7 @@ def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, d
     ValueError where a row holds a NaN or Inf.
     """
     blocks, form = stored(weight), replace(weight.params, orig_dtype=dtype)
-    scales = gguf_channel_scales(to_device(blocks, device), form.gguf_format)
+    scales = gguf_channel_scales.at_once(to_device(blocks, device), form.gguf_format)
     check_channels(scales)
     if becomes_int8:
         form = replace(form, scale=scales.to(blocks.device)[:, None].contiguous())
@@ -216,7 +217,8 @@ class StoredKind:
         scale: float32 [N, 1] that its rows are scaled by as INT8; None for a weight that computes in floats.
         rotation_group: channels per Hadamard group of the INT8 weight, or None.
         activation_bits: to how many bits its input is rounded.
-        expand: (weight, scale, what is added) -> int8 [N, K]. Without anything added the scale is its own.
+        expansion: (weight, scale, what is added) -> the operator that makes int8 [N, K] of it, and its arguments.
+            Without anything added the scale is its own.
         held: (weight that was read, dtype of the linear, whether it is to become INT8, device for what there is to
             compute) -> the weight that a linear holds, where it was read; raises ValueError for one that has no finite
             scale. None for a layout of ComfyUI's, which its own loaders hold.
@@ -226,7 +228,7 @@ class StoredKind:
     scale: Callable[[QuantizedTensor], torch.Tensor | None]
     rotation_group: Callable[[QuantizedTensor], int | None]
     activation_bits: Callable[[QuantizedTensor], int]
-    expand: Callable[[QuantizedTensor, torch.Tensor, LowRank | None], torch.Tensor]
+    expansion: Callable[[QuantizedTensor, torch.Tensor, LowRank | None], tuple[Operator, tuple]]
     held: Callable[[QuantizedTensor, torch.dtype, bool, torch.device], QuantizedTensor] | None = None
 
 
@@ -235,7 +237,7 @@ _CODES = StoredKind(
     scale=channel_scale,
     rotation_group=lambda weight: weight.params.convrot_groupsize,
     activation_bits=lambda weight: weight.params.activation_bits,
-    expand=lambda weight, scale, added: expand_codes(grouped_codes(weight), channel_scale(weight), scale, added),
+    expansion=lambda weight, scale, added: (expand_codes, (grouped_codes(weight), channel_scale(weight), scale, added)),
     held=lambda weight, dtype, becomes_int8, device: held_codes(weight, dtype),
 )
 STORED_KINDS: dict[str, StoredKind] = {
@@ -244,7 +246,7 @@ STORED_KINDS: dict[str, StoredKind] = {
         scale=lambda weight: weight.params.scale if weight.params.scale.numel() else None,
         rotation_group=lambda weight: None,
         activation_bits=lambda weight: 8,
-        expand=lambda weight, scale, added: expand_gguf(stored(weight), weight.params.gguf_format, scale, added),
+        expansion=lambda weight, scale, added: (expand_gguf, (stored(weight), weight.params.gguf_format, scale, added)),
         held=held_gguf,
     ),
     GROUPED_LAYOUT: _CODES,

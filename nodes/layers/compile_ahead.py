@@ -1,12 +1,12 @@
 """What a MODEL launches, compiled before the MODEL is on its card."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ...kernels import BlockForm, LinearForm, compile_ahead, native_computes, runs_fused
+from ...kernels import BlockForm, LinearForm, OperatorCall, compile_ahead, native_computes, runs_fused
 from ..files.holding import stored_kind
 from .weight_form import weight_form
 
@@ -14,10 +14,11 @@ _QUERIES_AND_KEYS = {"q", "k", "query", "key"}  # words in the names of their no
 
 
 def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Have compiled, beside what the caller does next, what the INT8 linears of a module launch on a device with inputs
-    of a dtype, the largest first, and then what its blocks may launch between them. `kernel` is one of
-    kernels.KERNEL_CHOICES."""
+    """Have compiled, beside what the caller does next, what makes INT8 of weights for each product, what the INT8
+    linears of a module launch on a device with inputs of a dtype, the largest first, and then what its blocks may
+    launch between them. `kernel` is one of kernels.KERNEL_CHOICES."""
     forms: Counter[LinearForm] = Counter()
+    expansions: set[OperatorCall] = set()
     for module in root.modules() if device.type == "cuda" else ():
         weight = getattr(module, "weight", None)
         form = weight_form(weight, module)
@@ -29,9 +30,13 @@ def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, devi
             transform, bits = form.unsmoothed
             group = transform.rotation_group
             forms[LinearForm(n, k, module.bias is not None, one_scale, form.smoothed, group, bits)] += 1
+            if form.kind is not None:
+                scale: Any = form.kind.scale(weight)
+                expand, arguments = form.kind.expansion(weight, scale, None)
+                expansions.add(expand.called_with(*arguments))
     weights = {name: getattr(module, "weight", None) for name, module in root.named_modules() if _is_rms_norm(module)}
     norms = [(name, weight.numel()) for name, weight in weights.items() if weight is not None]
-    _compile(forms, norms, dtype, device)
+    _compile(forms, norms, dtype, device, expansions)
 
 
 def compile_planned(
@@ -70,9 +75,14 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
 
 
 def _compile(
-    forms: Counter[LinearForm], norms: Iterable[tuple[str, int]], dtype: torch.dtype, device: torch.device
+    forms: Counter[LinearForm],
+    norms: Iterable[tuple[str, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    expansions: Collection[OperatorCall] = (),
 ) -> None:
-    compile_ahead(sorted(forms, key=lambda form: -form.n * form.k), block_form(norms, forms), dtype, device)
+    largest_first = sorted(forms, key=lambda form: -form.n * form.k)
+    compile_ahead(largest_first, block_form(norms, forms), dtype, device, expansions)
 
 
 def block_form(norms: Iterable[tuple[str, int]], forms: Counter[LinearForm]) -> BlockForm | None:

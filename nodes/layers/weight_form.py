@@ -53,10 +53,9 @@ class WeightForm(NamedTuple):
             scale = weight.params.scale
             return stored(weight), scale if scale.dtype == torch.float32 else scale.float()
         scale: Any = kind.scale(weight)
-        if lora is None:
-            return kind.expand(weight, scale, None), scale
-        scale = scale + lora.scale
-        return kind.expand(weight, scale, lora.low_rank), scale
+        scale = scale if lora is None else scale + lora.scale
+        expand, arguments = kind.expansion(weight, scale, None if lora is None else lora.low_rank)
+        return expand(*arguments), scale
 
 
 def weight_form(weight: Any, layer: Any) -> WeightForm | None:

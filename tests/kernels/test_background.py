@@ -17,8 +17,9 @@ from kernels.internals import triton_runtime
 from kernels.kept import KEPT
 from kernels.ops import ahead as ops_ahead
 from kernels.ops.ahead import _calls as calls_ahead
-from kernels.ops.weights import gguf_channel_scales, quantize_gguf
+from kernels.ops.weights import expand_codes, expand_gguf, gguf_channel_scales, quantize_gguf
 from kernels.reference.linear import BlockForm, LinearForm
+from kernels.reference.weights import GroupedCodes
 from kernels.triton_kernels import ahead, gemm, launching
 from kernels.triton_kernels.background import Background
 from kernels.triton_kernels.gemm_kernel import Operands
@@ -361,6 +362,31 @@ def test_what_blocks_launch_is_asked_for(card, monkeypatch, block):
     names = [launch._kernel.fn.__name__ for launch in asked]
     fused = ["norm_quantize_kernel", "gated_residual_kernel", "activate_quantize_kernel"]
     assert names == [*fused, "norm_rope_kernel", "norm_rope_kernel"] and len(set(asked)) == 5
+    KEPT.clear()
+
+
+def stored_weights():
+    """What makes INT8 of weights for each product, and its arguments."""
+    yield expand_gguf, (torch.empty(64, 8 * 34, dtype=torch.uint8), "Q8_0", torch.empty(64, 1), None)
+    for packed, levels in ((128, torch.empty(16)), (128, None), (192, None)):
+        codes, scale = torch.empty(64, packed, dtype=torch.int8), torch.empty(64, 16).to(torch.float8_e4m3fn)
+        yield expand_codes, (GroupedCodes(codes, scale, levels, 16), torch.empty(64, 1), torch.empty(64, 1), None)
+
+
+@pytest.mark.parametrize("op, given", list(stored_weights()))
+def test_other_calls_are_asked_for_first(card, monkeypatch, op, given):
+    """As they launch with numbers."""
+    asked = []
+    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((rank, launch)))
+    monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
+    monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
+    KEPT.clear()
+    calls = partial(calls_ahead, (), BLOCKS[0], others=(op.called_with(*given),))
+    ahead.compile_for((), calls, torch.bfloat16, torch.device("cuda", 0))
+    tensors = op._tensors(op.flat(given))
+    layout, out = op.launch(*op.flat(given)), torch.empty(64, 256, dtype=torch.int8)
+    read = [StandIn(x.shape, x.dtype, torch.device("cuda", 0)) for x in layout.operands(tensors, [out])]
+    assert asked[0] == (1, layout.launcher.prepared(layout.form, read, layout.numbers)) and len(asked) == 6
     KEPT.clear()
 
 

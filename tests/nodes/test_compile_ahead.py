@@ -14,14 +14,26 @@ files = from_pack("support.gguf_files")
 NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotation_group": 64}}
 
 
+class Asked(list):
+    """Of each time the forms, the block and the dtype; and of all times the other calls."""
+
+    def __init__(self):
+        self.others = set()
+
+
 @pytest.fixture
 def asked(pack, monkeypatch):
-    """The forms that were asked for, of linears that would run on a GPU."""
+    """What was asked for, of linears that would run on a GPU."""
     from int8_dit.nodes.layers import compile_ahead
 
-    asked, own, planned = [], compile_ahead.compile_linears, compile_ahead.compile_planned
+    asked, own, planned = Asked(), compile_ahead.compile_linears, compile_ahead.compile_planned
     monkeypatch.setattr(compile_ahead, "runs_fused", lambda *_: True)
-    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda *given: asked.append(given[:3]))
+
+    def compile(*given):
+        asked.append(given[:3])
+        asked.others |= set(given[4])
+
+    monkeypatch.setattr(compile_ahead, "compile_ahead", compile)
     for name in ("loading.load", "patching.apply_kernel"):
 
         def on_gpu(root, kernel, dtype, device):
@@ -68,6 +80,28 @@ def test_weights_that_become_int8_are_known_before_they_do(dit, files, tmp_path,
     dit.load(path)
     before, of_model = [(set(forms), *others) for forms, *others in asked]
     assert of_model[0] and before == of_model and set(asked_before) == {1}
+
+
+@pytest.mark.parametrize("kind", ("Q8_0", "W4A8", "W6A8"))
+def test_what_makes_int8_of_stored_weights_is_what_runs(dit, files, tmp_path, asked, monkeypatch, kind):
+    from int8_dit.kernels.operators import Operator
+
+    if kind == "Q8_0":
+        path = files.write_gguf(tmp_path / "model.gguf", dit.tensors(), files.linears_in(kind))
+    else:
+        path = dit.write(tmp_path / "model.safetensors", FORMATS[kind](dit.tensors(), dit.LINEARS).tensors)
+    ran, run = set(), Operator.__call__
+
+    def recorded(op, *given):
+        ran.add(op.called_with(*given))
+        return run(op, *given)
+
+    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
+    model = dit.load(path, memory="as stored")
+    with monkeypatch.context() as patch:
+        patch.setattr(Operator, "__call__", recorded)
+        dit.output(model)
+    assert asked.others and asked.others == {call for call in ran if call.operator.name.startswith("expand_")}
 
 
 def test_nothing_is_compiled_without_a_gpu(dit, tmp_path, monkeypatch):
