@@ -55,13 +55,8 @@ class OperatorCall(NamedTuple):
 
     def with_tensors(self, new: Callable[..., Any]) -> list[Any]:
         """The function's arguments, with tensors that `new` makes of a shape and a dtype."""
-        flat = [new(*each[0], dtype=each[1]) if type(each) is _Tensor else each for each in self.arguments]
+        flat = [new(*each[0], dtype=each[1]) if isinstance(each, tuple) else each for each in self.arguments]
         return self.operator._structured(flat)
-
-
-class _Tensor(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class _Parameter(NamedTuple):
@@ -270,8 +265,7 @@ class Operator(Generic[P, R]):
     def called_with(self, *arguments: Any) -> OperatorCall:
         """A call with arguments like these."""
         flat = self.flat(tuple(self._bound(arguments, {})))
-        known = (_Tensor(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in flat)
-        return OperatorCall(self, tuple(known))
+        return OperatorCall(self, tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in flat]))
 
     def compile_by(self, threads: Any, rank: float, *arguments: Any) -> None:
         """Have the kernel compiled by other threads for arguments like these, whose tensors are StandIns."""

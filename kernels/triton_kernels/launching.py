@@ -54,7 +54,7 @@ class StandIn(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, given: Sequence[Any], named: Any = None) -> "StandIn":
         x, *others = given
-        like = op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *others)
+        like = op(torch.empty(x.shape, dtype=x.dtype, device="meta"), *others, **(named or {}))
         return cls(like.shape, like.dtype, x.device)
 
     @staticmethod

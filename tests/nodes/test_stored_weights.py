@@ -105,6 +105,8 @@ def mapped(path):
 def test_weights_stay_in_their_file_as_those_of_comfyuis_loaders_do(file, load, form):
     """To copy them took most of a load, and the host's memory once more."""
     held = [tensor for weight in stored(load(form)).values() for tensor in pieces(weight).values()]
+    assert all(tensor.device.type == "cpu" for tensor in held)
+    assert sum(tensor.nbytes for tensor in held) < 1.05 * os.path.getsize(file(form).path)
     places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in held]
     ranges = mapped(file(form).path)
     assert places and all(any(a <= begin and end <= b for a, b in ranges) for begin, end in places)

@@ -471,8 +471,8 @@ def families(tiles: Mapping[str, list[Tile]], attention: AttentionTile) -> dict[
     """Milliseconds by part of a forward of each family in each of FAMILY_VARIANTS."""
 
     def one(family: Sequence[Blocks], variant: Variant) -> dict[str, float]:
-        how = variant, {PACK: tiles[RTX_3090.name], KITCHEN: CUTLASS[RTX_3090.name]}
-        found = [forward(RTX_3090, how[0], blocks, how[1], attention, FAMILY_TFLOPS) for blocks in family]
+        kernels = {PACK: tiles[RTX_3090.name], KITCHEN: CUTLASS[RTX_3090.name]}
+        found = [forward(RTX_3090, variant, blocks, kernels, attention, FAMILY_TFLOPS) for blocks in family]
         return {part: 1e3 * sum(each[part] for each in found) for part in found[0]}
 
     return {
