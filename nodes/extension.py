@@ -2,10 +2,11 @@
 
 import os
 
+import comfy.model_management
 import folder_paths
 from comfy_api.latest import ComfyExtension, io
 
-from ..kernels import ask_outside_plan_by
+from ..kernels import ask_outside_plan_by, prepare_compiling
 from .apply_fused_int8_kernel import ApplyFusedINT8Kernel, ApplyFusedINT8KernelCLIP
 from .calibrations import (
     FOLDER,
@@ -31,6 +32,10 @@ ask_outside_plan_by(outside_memory_plan)
 
 class INT8DiTExtension(ComfyExtension):
     """Lists the pack's nodes for ComfyUI."""
+
+    async def on_load(self) -> None:
+        """Begin, while ComfyUI starts, what the first image would wait for."""
+        prepare_compiling(comfy.model_management.get_torch_device())
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [

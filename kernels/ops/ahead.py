@@ -17,16 +17,18 @@ from .linear import quantize_activations
 
 
 def prepare_compiling(device: torch.device) -> None:
-    """Have begun, beside other work, what the first kernel of a process waits for on a GPU, compiled or not: Triton's
-    hash of itself, and imports.
+    """Have `prepare` done beside other work; returns at once."""
+    beside_loading.submit(0, partial(prepare, device))
 
-    It returns at once. Does nothing where the kernels do not run.
+
+def prepare(device: torch.device) -> None:
+    """Do what the first kernel of a process waits for on a GPU, compiled or not: Triton's driver, its hash of itself,
+    and imports.
+
+    Does nothing where the kernels do not run.
     """
-    if device.type == "cuda" and fused_obstacle(device) is None:
-        beside_loading.submit(0, _prepare)
-
-
-def _prepare() -> None:
+    if device.type != "cuda" or fused_obstacle(device) is not None:
+        return
     from ..internals.triton_runtime import hash_itself
 
     hash_itself()

@@ -13,7 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import BF16, choose_path, prepare_compiling
+from ...kernels import choose_path
 from ..comfyui.patcher import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
 from ..files import quant_config
@@ -63,9 +63,7 @@ def load_int8_model(
     """
     devices = [comfy.model_management.get_torch_device()]
     devices += comfy.model_management.get_all_torch_devices() if anywhere else []
-    path_taken = choose_path(devices[0], kernel)  # what cannot run is refused before a file is read for nothing
-    if path_taken.kind != BF16:
-        prepare_compiling(devices[0])
+    choose_path(devices[0], kernel)  # what cannot run is refused before a file is read for nothing
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     with naming_file(checkpoint.name):
         notes, supported = notes_of(checkpoint), checkpoint.architecture.supported_inference_dtypes

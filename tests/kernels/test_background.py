@@ -172,6 +172,14 @@ def test_what_the_first_kernel_waits_for_is_begun_for_a_gpu(monkeypatch):
     assert read
 
 
+def test_it_is_begun_where_the_kernels_run_only(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ops_ahead, "fused_obstacle", lambda device: asked.append(device) or "a reason")
+    monkeypatch.setattr(triton_runtime, "triton_key", lambda: pytest.fail("read"))
+    ops_ahead.prepare(torch.device("cuda", 0))
+    assert asked
+
+
 def test_a_launch_does_not_read_triton_beside_a_thread_that_does(launch):
     first = threading.Thread(target=launch.first, args=((1, 1),))
     with triton_runtime.hashing:

@@ -180,3 +180,14 @@ def test_every_name_of_comfyui_is_in_the_table(pack):
     assert len(names) > 40
     forgotten = {name for name in names if not any(f"{other}.".startswith(f"{name}.") for other in known)}
     assert not sorted(forgotten)
+
+
+def test_what_the_first_image_would_wait_for_is_begun_while_comfyui_starts(pack, monkeypatch):
+    import comfy.model_management
+
+    from int8_dit.nodes import extension
+
+    begun = []
+    monkeypatch.setattr(extension, "prepare_compiling", begun.append)
+    asyncio.run(asyncio.run(pack.comfy_entrypoint()).on_load())
+    assert begun == [comfy.model_management.get_torch_device()]
