@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.model_management
 import comfy.utils
@@ -27,6 +27,14 @@ Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
 anything) -> the weight to hold, or None for the one that was read."""
 _MOST_JSON = 1 << 16  # bytes
+
+
+class _Way(NamedTuple):
+    """What is done to a weight, in a word, what does it, and whether a product multiplies it as INT8 then."""
+
+    doing: str
+    make: Make
+    is_int8: bool
 
 
 @dataclass
@@ -104,21 +112,21 @@ def checkpoint_plan(
         ways = WAYS if native else (FUSED, BF16)
         return fits and all(choose_path(at, kernel, (n, k), ways).kind == BF16 for at in devices)
 
-    def planned(name: str, weight: Any) -> tuple[str, Make] | None:
-        """What is done to a weight, in the file or as ComfyUI read it, in a word, and what does it; None for one that
-        is held as ComfyUI reads it."""
+    def planned(name: str, weight: Any) -> _Way | None:
+        """What is done to a weight, in the file or as ComfyUI read it; None for one that is held as ComfyUI reads
+        it."""
         kind = stored_kind(weight)
         stays = as_stored and can_stay(weight) and weight.nbytes >= SMALLEST_STORED
         linear = is_quantizable(name, tuple(weight.shape))
         int8 = linear and not (whole and not is_gguf(weight)) and not in_floats(*weight.shape, native=not stays)
         if stays and kind is not None and kind.held is not None:
-            hold = kind.held
-            return "reading", lambda name, weight, _: hold(weight, compute_dtype, int8, device)
+            hold, is_int8 = kind.held, int8 or is_grouped(weight)
+            return _Way("reading", lambda name, weight, _: hold(weight, compute_dtype, int8, device), is_int8)
         if is_grouped(weight):
-            return "reading", expanded
+            return _Way("reading", expanded, True)
         if int8:
-            return "quantizing", quantized
-        return ("decoding", decoded) if linear and kind is not None else None
+            return _Way("quantizing", quantized, True)
+        return _Way("decoding", decoded, False) if linear and kind is not None else None
 
     def quantized(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         weight = to_device(weight, device)
@@ -142,25 +150,24 @@ def checkpoint_plan(
 
     def make(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         # Asked again: ComfyUI joins weights, and reads several values out of a byte.
-        plan = planned(name, weight)
-        if plan is None:
+        way = planned(name, weight)
+        if way is None:
             return None
-        doing, made = plan
         with naming_layer(name):
-            held = made(name, weight, input_scale)
+            held = way.make(name, weight, input_scale)
         if progress is not None:
-            progress.step(f"{doing} layer")
+            progress.step(f"{way.doing} layer")
         return to_host(held)
 
     weights = {key.removesuffix(".weight"): t for key, t in tensors.items() if key.endswith(".weight")}
-    ways = {name: plan[1] for name, weight in weights.items() if (plan := planned(name, weight)) is not None}
+    ways = {name: way for name, weight in weights.items() if (way := planned(name, weight)) is not None}
     made = {f"{name}.weight" for name in ways}
     others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in made]
     sizes = [tensors[key].shape.numel() for key in (*made, *others)]
     progress = Progress(len(sizes)) if sizes else None  # a file that needs no work is loaded as fast as any
     if progress is not None:
         # Before any of that work, which takes as long.
-        multiply = [name for name, way in ways.items() if way is not decoded]
+        multiply = [name for name, way in ways.items() if way.is_int8]
         compile_planned(tensors, multiply, kernel, compute_dtype, device)
         make_room_to_quantize(device, max(sizes))
         for key in others:

@@ -66,8 +66,9 @@ def test_forms_are_those_of_the_linears(dit, tmp_path, asked, options, loads):
 
 
 @pytest.mark.parametrize("kind", ("floats", "GGUF", "W4A8"))
-def test_weights_that_become_int8_are_known_before_they_do(dit, files, tmp_path, asked, monkeypatch, kind):
-    """The same forms as of the MODEL, and the same block."""
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_weights_that_become_int8_are_known_before_they_do(dit, files, tmp_path, asked, monkeypatch, kind, memory):
+    """The same forms as of the MODEL, and the same block; none of a weight that is stored, and computes in floats."""
     from int8_dit.nodes.loading import load_plan
 
     if kind == "GGUF":
@@ -75,11 +76,17 @@ def test_weights_that_become_int8_are_known_before_they_do(dit, files, tmp_path,
     else:
         tensors = dit.tensors() if kind == "floats" else FORMATS["W4A8"](dit.tensors(), dit.LINEARS).tensors
         path = dit.write(tmp_path / "model.safetensors", tensors)
-    asked_before, own = [], load_plan.int8_weight
-    monkeypatch.setattr(load_plan, "int8_weight", lambda *given: asked_before.append(len(asked)) or own(*given))
-    dit.load(path)
+    asked_before, own = [], load_plan.make_room_to_quantize
+    monkeypatch.setattr(load_plan, "SMALLEST_STORED", 0)
+
+    def made(*given):
+        asked_before.append(len(asked))
+        own(*given)
+
+    monkeypatch.setattr(load_plan, "make_room_to_quantize", made)
+    dit.load(path, memory=memory)
     before, of_model = [(set(forms), *others) for forms, *others in asked]
-    assert of_model[0] and before == of_model and set(asked_before) == {1}
+    assert of_model[0] and before == of_model and asked_before == [1]
 
 
 @pytest.mark.parametrize("kind", ("Q8_0", "W4A8", "W6A8"))
