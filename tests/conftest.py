@@ -55,6 +55,14 @@ def eager_reference(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run, on a CPU under Triton's interpreter. A card compiles them, and could not any more those of a module
+    that is first imported while the interpreter is asked for."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
 def comfyui_path() -> Path:
     """Where ComfyUI is; skips the test when nobody said."""
     path = os.environ.get("COMFYUI_PATH")

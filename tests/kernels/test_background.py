@@ -221,9 +221,8 @@ def test_calls_at_once_do_not_wait_for_the_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("is_compiled", (True, False))
-def test_calls_at_once_compute_the_same(monkeypatch, is_compiled):
+def test_calls_at_once_compute_the_same(monkeypatch, interpreter, is_compiled):
     plain, reference = [], gguf_channel_scales.reference
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(launching.Layout, "need_not_wait", lambda layout, tensors, results: is_compiled)
     monkeypatch.setattr(gguf_channel_scales, "reference", lambda *given: plain.append(1) or reference(*given))
     blocks = quantize_gguf(random_float(8, 64), "Q8_0")

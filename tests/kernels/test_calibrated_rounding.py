@@ -160,9 +160,7 @@ def codebook():
 
 @pytest.mark.parametrize("in_codes", (False, True))
 @pytest.mark.parametrize("rows, columns", ((1, 16), (33, 32), (20, 128)))
-def test_the_kernel_has_the_bits_of_the_reference(monkeypatch, rows, columns, in_codes):
-    if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+def test_the_kernel_has_the_bits_of_the_reference(interpreter, rows, columns, in_codes):
     target = random_float(rows, columns, seed=1)
     target[0, :2] = torch.tensor([200.0, 2.5])  # far beyond the range, and between two steps
     scale = target.abs().amax(1) / torch.linspace(60, 127, rows, device=DEVICE)
@@ -184,10 +182,10 @@ def test_the_kernel_has_the_bits_of_the_reference(monkeypatch, rows, columns, in
 
 
 @pytest.mark.parametrize("interpreted", (False, True))
-def test_a_part_of_the_channels_is_rounded_as_among_all(monkeypatch, interpreted):
+def test_a_part_of_the_channels_is_rounded_as_among_all(request, interpreted):
     """Tensors that are not contiguous, as every fifth channel's scales."""
     if interpreted:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        request.getfixturevalue("interpreter")
     target = random_float(15, 8)
     scale = target.abs().amax(dim=1) / 127
     feedback = torch.eye(8, device=DEVICE) + 0.3 * random_float(8, 8, seed=1).triu(1)
