@@ -218,7 +218,7 @@ class StoredKind:
         rotation_group: channels per Hadamard group of the INT8 weight, or None.
         activation_bits: to how many bits its input is rounded.
         expansion: (weight, scale, what is added) -> the operator that makes int8 [N, K] of it, and its arguments.
-            Without anything added the scale is its own.
+            Without anything added the scale is its own. With no scale it makes the floats of a weight that has none.
         held: (weight that was read, dtype of the linear, whether it is to become INT8, device for what there is to
             compute) -> the weight that a linear holds, where it was read; raises ValueError for one that has no finite
             scale. None for a layout of ComfyUI's, which its own loaders hold.
@@ -228,8 +228,15 @@ class StoredKind:
     scale: Callable[[QuantizedTensor], torch.Tensor | None]
     rotation_group: Callable[[QuantizedTensor], int | None]
     activation_bits: Callable[[QuantizedTensor], int]
-    expansion: Callable[[QuantizedTensor, torch.Tensor, LowRank | None], tuple[Operator, tuple]]
+    expansion: Callable[[QuantizedTensor, torch.Tensor | None, LowRank | None], tuple[Operator, tuple]]
     held: Callable[[QuantizedTensor, torch.dtype, bool, torch.device], QuantizedTensor] | None = None
+
+
+def _gguf_expansion(
+    weight: QuantizedTensor, scale: torch.Tensor | None, added: LowRank | None
+) -> tuple[Operator, tuple]:
+    blocks = stored(weight), weight.params.gguf_format
+    return (dequantize_gguf, (*blocks, weight.dtype)) if scale is None else (expand_gguf, (*blocks, scale, added))
 
 
 _CODES = StoredKind(
@@ -246,7 +253,7 @@ STORED_KINDS: dict[str, StoredKind] = {
         scale=lambda weight: weight.params.scale if weight.params.scale.numel() else None,
         rotation_group=lambda weight: None,
         activation_bits=lambda weight: 8,
-        expansion=lambda weight, scale, added: (expand_gguf, (stored(weight), weight.params.gguf_format, scale, added)),
+        expansion=_gguf_expansion,
         held=held_gguf,
     ),
     GROUPED_LAYOUT: _CODES,

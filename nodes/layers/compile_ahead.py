@@ -7,22 +7,24 @@ from typing import Any
 import torch
 
 from ...kernels import BlockForm, LinearForm, OperatorCall, compile_ahead, native_computes, runs_fused
-from ..files.holding import stored_kind
+from ..files.holding import is_stored, stored_kind
 from .weight_form import weight_form
 
 _QUERIES_AND_KEYS = {"q", "k", "query", "key"}  # words in the names of their norms
 
 
 def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Have compiled, beside what the caller does next, what makes INT8 of weights for each product, what the INT8
-    linears of a module launch on a device with inputs of a dtype, the largest first, and then what its blocks may
-    launch between them. `kernel` is one of kernels.KERNEL_CHOICES."""
+    """Have compiled, beside what the caller does next, what makes INT8 or floats of stored weights for each product,
+    what the INT8 linears of a module launch on a device with inputs of a dtype, the largest first, and then what its
+    blocks may launch between them. `kernel` is one of kernels.KERNEL_CHOICES."""
     forms: Counter[LinearForm] = Counter()
     expansions: set[OperatorCall] = set()
     for module in root.modules() if device.type == "cuda" else ():
         weight = getattr(module, "weight", None)
         form = weight_form(weight, module)
         if form is None or weight is None:
+            if is_stored(weight):
+                expansions.add(_expansion(weight))
             continue
         n, k = weight.shape
         if runs_fused(device, kernel, n, k, form.native):
@@ -31,12 +33,17 @@ def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, devi
             group = transform.rotation_group
             forms[LinearForm(n, k, module.bias is not None, one_scale, form.smoothed, group, bits)] += 1
             if form.kind is not None:
-                scale: Any = form.kind.scale(weight)
-                expand, arguments = form.kind.expansion(weight, scale, None)
-                expansions.add(expand.called_with(*arguments))
+                expansions.add(_expansion(weight))
     weights = {name: getattr(module, "weight", None) for name, module in root.named_modules() if _is_rms_norm(module)}
     norms = [(name, weight.numel()) for name, weight in weights.items() if weight is not None]
     _compile(forms, norms, dtype, device, expansions)
+
+
+def _expansion(weight: Any) -> OperatorCall:
+    """What makes INT8 of a stored weight for each product, or its floats."""
+    kind: Any = stored_kind(weight)
+    expand, arguments = kind.expansion(weight, kind.scale(weight), None)
+    return expand.called_with(*arguments)
 
 
 def compile_planned(
