@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..card.device import fused_obstacle
+from ..card.device import fused_obstacle, takes_kernels
+from ..card.machine import triton_available
 from ..kept import KEPT, keep
 from ..operators import Operator, OperatorCall
 from ..reference.linear import BlockForm, LinearForm
@@ -25,12 +26,14 @@ def prepare(device: torch.device) -> None:
     """Do what the first kernel of a process waits for on a GPU, compiled or not: Triton's driver, its hash of itself,
     and imports.
 
-    Does nothing where the kernels do not run.
+    Does nothing on a device that the kernels are not made for, or without Triton. Raises what Triton does; whether it
+    works is asked again by who launches.
     """
-    if device.type != "cuda" or fused_obstacle(device) is not None:
+    if not (takes_kernels(device) and triton_available()):
         return
-    from ..internals.triton_runtime import hash_itself
+    from ..internals.triton_runtime import check_driver, hash_itself
 
+    check_driver()
     hash_itself()
     from ..triton_kernels import ahead  # noqa: F401 (Gluon, which the GEMM's kernels need, takes 0.1 s)
 

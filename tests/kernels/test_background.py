@@ -12,6 +12,7 @@ import pytest
 import torch
 from triton.runtime import errors as runtime_errors
 
+from kernels.card import device as card_device
 from kernels.card.timing import Stopwatch
 from kernels.internals import triton_runtime
 from kernels.kept import KEPT
@@ -162,22 +163,32 @@ def test_threads_that_compile_do_not_all_read_triton_itself(monkeypatch):
 
 
 def test_what_the_first_kernel_waits_for_is_begun_for_a_gpu(monkeypatch):
-    read = []
-    monkeypatch.setattr(ops_ahead, "fused_obstacle", lambda device: None)
+    begun = []
+    monkeypatch.setattr(ops_ahead, "takes_kernels", lambda device: device.type == "cuda")
     monkeypatch.setattr(ops_ahead, "beside_loading", AT_ONCE)
-    monkeypatch.setattr(triton_runtime, "triton_key", lambda: read.append(1))
+    monkeypatch.setattr(triton_runtime, "check_driver", lambda: begun.append("driver"))
+    monkeypatch.setattr(triton_runtime, "triton_key", lambda: begun.append("hash"))
     ops_ahead.prepare_compiling(CPU)
-    assert not read
+    assert not begun
     ops_ahead.prepare_compiling(torch.device("cuda", 0))
-    assert read
+    assert begun == ["driver", "hash"]
 
 
-def test_it_is_begun_where_the_kernels_run_only(monkeypatch):
-    asked = []
-    monkeypatch.setattr(ops_ahead, "fused_obstacle", lambda device: asked.append(device) or "a reason")
-    monkeypatch.setattr(triton_runtime, "triton_key", lambda: pytest.fail("read"))
-    ops_ahead.prepare(torch.device("cuda", 0))
-    assert asked
+def test_a_driver_that_fails_while_comfyui_starts_is_asked_again(monkeypatch):
+    """Another pack may bring the compiler that it needs."""
+
+    def fails():
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(ops_ahead, "takes_kernels", lambda device: True)
+    card_device.triton_error.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_runtime, "check_driver", fails)
+        with pytest.raises(RuntimeError, match="no C compiler"):
+            ops_ahead.prepare(torch.device("cuda", 0))
+    monkeypatch.setattr(triton_runtime, "check_driver", lambda: None)
+    assert card_device.triton_error() is None
+    card_device.triton_error.cache_clear()
 
 
 def test_a_launch_does_not_read_triton_beside_a_thread_that_does(launch):
