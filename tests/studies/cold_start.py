@@ -3,14 +3,14 @@ in later ones: this pack's loader beside ComfyUI's own.
 
     python tests/studies/cold_start.py --comfyui PATH [--forms int8 codes gguf] [--modes ordinary dynamic] [--out DIR]
 
-Needs an NVIDIA card with about 30 GB of memory, and 10 GB for a file; `--blocks 1 --pixels 64 96` tries the script out
-on a CPU. A model with random weights is written to a file in each form. Each row is a process of its own, with folders
-of its own for what Triton compiles and what the tuner finds: empty ones, then the same ones again. It loads the file,
-takes the steps, takes two at another resolution, and then many at the first one. What Python imports is not in the
-times, nor what the pack does while a server starts, nor the search for garbage in that: 0.2 s of a step, any of them,
-with all that ComfyUI has imported. The first process of all is no row: it reads Triton and the compilers from a disk
-that nothing has read yet. Of ComfyUI's memory modes the one of dynamic VRAM needs comfy-aimdo, and is its default on
-NVIDIA cards.
+Needs an NVIDIA card with about 30 GB of memory, and 10 GB for a file; `--blocks 1 --pixels 64 96 --row-seconds 900`
+tries the script out on a CPU, in minutes a row. A model with random weights is written to a file in each form. Each row
+is a process of its own, with folders of its own for what Triton compiles and what the tuner finds: empty ones, then the
+same ones again. It loads the file, takes the steps, takes two at another resolution, and then many at the first one.
+What Python imports is not in the times, nor what the pack does while a server starts, nor the search for garbage in
+that: 0.2 s of a step, any of them, with all that ComfyUI has imported. The first process of all is no row: it reads
+Triton and the compilers from a disk that nothing has read yet. Of ComfyUI's memory modes the one of dynamic VRAM needs
+comfy-aimdo, and is its default on NVIDIA cards.
 """
 
 import gc
