@@ -255,7 +255,7 @@ def test_without_inductor_s_insides_a_compiled_linear_still_runs(monkeypatch, ca
 
 
 @pytest.mark.parametrize("bits", (8, 16))
-def test_compiled_under_the_interpreter_or_on_the_gpu(quick, interpreter, bits):
+def test_compiled_under_the_interpreter_or_on_the_gpu(interpreter, bits):
     transform = ChannelTransform(random_float(32, seed=1).abs() + 0.5, 16)
     weight, scale = quantize_weight(random_float(24, 32, seed=2), transform)
     x = random_float(5, 32)

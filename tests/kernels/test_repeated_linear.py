@@ -23,11 +23,10 @@ def at(address, like):
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
+def launched(monkeypatch, interpreter):
     """The kernels' launches, on a CPU too: past the first ones on addresses, as on a card."""
     KEPT.clear()
     if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
         by_triton = Launch.first
 
         def first(launch, grid, *arguments):
