@@ -38,9 +38,9 @@ from ..patching.attention_kinds import read_call
 
 _KEY = "int8_dit_benchmark"
 _PIXELS = 1024
-# A forward is compared, five find out whether deferring is faster. Then three are timed as they are, and one with a
-# clock at each block, linear and attention.
-_BEFORE, _STEPS = 6, 10
+# A forward is compared, and two load what it launches. Then three are timed as they are, and one with a clock at each
+# block, linear and attention.
+_BEFORE, _STEPS = 3, 7
 _MOST_ATTENTION_CALLS = 4
 _ROUNDS = 2
 _WARM = 3

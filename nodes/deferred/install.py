@@ -1,7 +1,5 @@
 """Where the mode is on: in the calls of a MODEL, of a text encoder, and of single modules."""
 
-import math
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,60 +40,11 @@ def deferring_class(own: Any) -> type:
     class DeferringModule(own):
         def forward(self, *args, **kwargs):
             given, device = (*args, *kwargs.values()), next(self.parameters()).device
-            return calls.run(self, partial(super().forward, *args, **kwargs), device, (*_form_of(given), *kwargs), ())
+            return calls.run(self, partial(super().forward, *args, **kwargs), device, (*_form_of(given), *kwargs))
 
     for name in ("__name__", "__qualname__", "__module__"):
         setattr(DeferringModule, name, getattr(own, name))
     return DeferringModule
-
-
-class _Timing:
-    """Which of two ways is faster for calls of one size: deferring costs the host time, which a fast card waits for.
-
-    Both are timed on calls that are made anyway. One in which a cache skipped layers tells nothing.
-    """
-
-    def __init__(self) -> None:
-        self._calls = self._most = 0
-        self._seconds: dict[bool, float] = {}
-
-    def run(self, call: Callable[[], Any], device: torch.device, root: torch.nn.Module) -> Any:
-        """A call of what runs a module, deferred or not."""
-        if device.type != "cuda" or self._calls == len(_TIMED) or torch.cuda.is_current_stream_capturing():
-            slower = self._seconds.get(True, 0.0) > _WORTH_LEAVING * self._seconds.get(False, 1.0)
-            return call() if slower else deferred_call(call)
-        defers, counts = _TIMED[self._calls]
-        with _linears_called(root) as ran:
-            start = _clock(device)
-            output = deferred_call(call) if defers else call()
-            issued, seconds = _now() - start, _clock(device) - start
-        if len(ran) > self._most:  # the first whole one
-            self._calls, self._most, self._seconds = 1, len(ran), {}
-        elif len(ran) == self._most > 0:
-            self._calls += 1
-            if counts:
-                self._seconds[defers] = min(seconds, self._seconds.get(defers, math.inf))
-            if counts and defers and issued < _WAITED_FOR * seconds:  # then less work for the GPU is always faster
-                self._calls, self._seconds = len(_TIMED), {}
-        return output
-
-
-_TIMED = ((True, False), (True, True), (False, True), (False, True), (True, True))
-"""Whether a call is deferred, and whether it is timed; kernels are compiled in the first one."""
-
-_WAITED_FOR = 0.9
-"""Of a call's time: nobody waits for a host that has issued all earlier. Then no call runs the other way, so that a
-seed gives the same bits in the first image as in later ones."""
-
-_WORTH_LEAVING = 1.05  # times as long: a clock of two calls is no finer
-
-
-_now = time.perf_counter
-
-
-def _clock(device: torch.device) -> float:
-    torch.cuda.synchronize(device)
-    return _now()
 
 
 @contextmanager
@@ -122,9 +71,8 @@ class _Calls:
     """The calls of a MODEL and its clones, or of a module."""
 
     def __init__(self) -> None:
-        # Of each root module: under which conditions deferred calls agree with its own, and what timing showed.
+        # Of each root module: under which conditions deferred calls agree with its own.
         self._agreed: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, bool]] = weakref.WeakKeyDictionary()
-        self._timings: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, _Timing]] = weakref.WeakKeyDictionary()
         self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def call(
@@ -137,21 +85,21 @@ class _Calls:
             return executor(*arguments, **named)
         given = (*arguments[:5], *named.values())
         conditions = (*_form_of(given), _options_of(transformer_options), *named)
-        sizes = tuple([value.shape for value in given if isinstance(value, torch.Tensor)])
 
         def run() -> Any:
             return executor(seen_from(x), t, c_concat, seen_from(c_crossattn), control, transformer_options, **named)
 
-        return self.run(root, run, x.device, conditions, sizes)
+        return self.run(root, run, x.device, conditions)
 
     def look_again(self, model: ModelPatcher) -> None:
         """Before each sampling: other nodes may have compiled parts of the model."""
         self._compiled.clear()
 
-    def run(
-        self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple, sizes: tuple
-    ) -> Any:
-        """Call what runs a module, deferred where its linears run fused and nothing speaks against it."""
+    def run(self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple) -> Any:
+        """Call what runs a module: deferred wherever its linears run fused and deferred calls agree with its own.
+
+        No clock decides, and nothing that is compiled or not: one seed gives one picture.
+        """
         if torch.is_grad_enabled() or comfy.model_management.in_training or torch.compiler.is_compiling():
             return call()
         if root not in self._compiled:
@@ -160,8 +108,7 @@ class _Calls:
             return call()
         agreed = self._agreed.setdefault(root, {})
         if agreed.get(conditions):
-            timings = self._timings.setdefault(root, {})
-            return timings.setdefault((conditions, sizes), _Timing()).run(call, device, root)
+            return deferred_call(call)
         if conditions in agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return call()
         output, found = _compared(root, call)

@@ -41,7 +41,6 @@ STEPS = 12
 
 import_pack()
 import int8_dit.kernels.triton_kernels.gemm as gemm
-import int8_dit.nodes.deferred.install as install
 import int8_dit.nodes.loading.load_plan as load_plan
 from int8_dit.kernels import Protection
 from int8_dit.nodes.calibration.recorder import CalibrationRun
@@ -51,7 +50,6 @@ from int8_dit.nodes.saving.save import save_int8_model
 from support.glyph_dit import LINEARS
 
 launches = count_launches(gemm)
-install._TIMED = ()  # a clock says which way is the faster, and their bits differ
 load_plan.SMALLEST_STORED = 0  # the glyph model's layers are small
 
 

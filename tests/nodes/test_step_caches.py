@@ -152,57 +152,6 @@ def test_so_do_other_caches(dit, small, cache, warned):
     assert_same_steps(dit, small, "Flux", cache, warned)
 
 
-@pytest.fixture
-def timing(pack, monkeypatch):
-    """What times a MODEL's calls, on a made-up card: a function that makes a call in which so many linears run, and
-    returns whether it was deferred, which takes twice the time where it is `slow`. The host is done `early` or not."""
-    from int8_dit.nodes.deferred import install
-    from int8_dit.nodes.deferred.notes import tracking
-
-    now, idle = [0.0], [0.0]
-
-    def clock(device):
-        now[0] += idle.pop()
-        idle.append(0.0)
-        return now[0]
-
-    monkeypatch.setattr(install, "_clock", clock)
-    monkeypatch.setattr(install, "_now", lambda: now[0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    root = torch.nn.ModuleList(torch.nn.Identity() for _ in range(4))
-    for module in root:
-        module.is_fused_on = lambda device: True
-    timed = install._Timing()
-
-    def run(linears, slow, early=False):
-        deferred = []
-
-        def call():
-            deferred.append(tracking.forward is not None)
-            for module in root[:linears]:
-                module(torch.zeros(1))
-                (idle if early else now)[0] += 2 if slow and deferred[0] else 1
-
-        timed.run(call, torch.device("cuda", 0), root)
-        assert not any(module._forward_pre_hooks for module in root)
-        return deferred[0]
-
-    return run
-
-
-@pytest.mark.parametrize("slow", (False, True))
-@pytest.mark.parametrize("skipped", ({}, {2: 0, 3: 0}, {0: 0, 1: 1, 4: 1, 5: 0, 6: 0}), ids=str)
-def test_a_skipped_call_is_no_time_of_a_way(timing, slow, skipped):
-    """Also one in which a cache skips most of the blocks. Five whole calls tell which way is the faster."""
-    for number in range(5 + len(skipped)):
-        timing(skipped.get(number, 4), slow)
-    assert [timing(4, slow) for _ in range(3)] == 3 * [not slow]
-
-
-def test_where_nobody_waits_for_the_host_all_calls_run_alike(timing):
-    assert all(timing(4, slow=False, early=True) for _ in range(8))
-
-
 def test_a_call_that_was_skipped_shows_nothing_and_is_made_once(dit, pack):
     """Nothing was compared in it: the first one with layers is."""
     from comfy.patcher_extension import WrappersMP
