@@ -1,14 +1,16 @@
 """Triton's runtime: its driver, what it raises, where it keeps files, and a compiled kernel launched past it."""
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from .assumptions import COMPILING_ALONE, DIRECT_LAUNCH, holds
+from .assumptions import COMPILING_ALONE, DIRECT_LAUNCH, LAUNCHER, holds
 
 try:  # Triton 3.4 and newer
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -61,6 +63,16 @@ def triton_cache_folder() -> str:
     return os.environ.get("TRITON_CACHE_DIR", "").strip() or os.path.join(home, ".triton", "cache")
 
 
+_MOST_PLACES = 4096  # of matrices whose descriptors are kept
+
+
+class _Address:
+    """What is asked of a matrix that a descriptor is of, but for its dtype: where it begins."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
+
+
 class MatrixBlocks:
     """What Hopper's copy engine is told of matrices like one: all but their address.
 
@@ -75,12 +87,26 @@ class MatrixBlocks:
         # whatever fields this Triton's launch reads of them.
         descriptor = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block_shape))
         self._fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
+        self._given: dict[int, Sequence[object]] = {}
 
-    def of(self, base: torch.Tensor) -> object:
+    def of(self, base: object) -> object:
         """The descriptor of the matrix that begins where `base` does, on 16 bytes."""
         descriptor: Any = object.__new__(TensorDescriptor)  # pyright: ignore[reportArgumentType]
         descriptor.__dict__ = {**self._fields, "base": base}
         return descriptor
+
+    def at(self, address: int, expand: "Expand") -> Sequence[object]:
+        """What a direct launch is given for the matrix that begins at an address, always by the same `expand`.
+
+        It takes the host 3 us to make, and is a function of the address alone: weights stay where they are, and PyTorch
+        hands out the memory of activations again. So it is kept, and no tensor with it.
+        """
+        given = self._given.get(address)
+        if given is None:
+            if len(self._given) >= _MOST_PLACES:
+                self._given.clear()
+            given = self._given[address] = expand(self.of(_Address(address)))
+        return given
 
 
 COMPILES_ALONE = holds(COMPILING_ALONE)
@@ -123,30 +149,75 @@ def compile_launcher(compiled: Any) -> None:
         make(compiled.src, compiled.metadata)
 
 
+Expand = Callable[[object], Sequence[object]]
+"""What a kernel is given for a descriptor."""
+
+
+class _Launcher(NamedTuple):
+    """What Triton's launcher of a kernel calls in C, the settings that this takes, and what becomes of descriptors."""
+
+    launch: Callable[..., None]
+    settings: tuple[object, ...]
+    expansions: tuple[Expand, ...]
+
+
+def _launcher_of(kernel: Any) -> _Launcher | None:
+    """Triton's launcher without its Python; None where it has memory to make for the kernel, or is another one."""
+    run = kernel.run
+    if not holds(LAUNCHER) or type(run).__name__ != "CudaLauncher":
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch, expansions = run.launch, ()
+    if inspect.isfunction(launch):  # it makes arguments of descriptors first
+        held, triton_driver = inspect.getclosurevars(launch).nonlocals, inspect.getmodule(type(run))
+        launch, make = held["launcher"], getattr(triton_driver, "make_tensordesc_arg")  # noqa: B009
+        expansions = tuple(partial(_expanded, make, metadata) for metadata in held["tensordesc_meta"])
+    return _Launcher(launch, (run.launch_cooperative_grid, run.launch_pdl, None, None), expansions)
+
+
+def _expanded(make: Callable[..., Sequence[object]], metadata: object, descriptor: object) -> Sequence[object]:
+    return tuple(make(descriptor, metadata))
+
+
+def descriptor_expansions(compiled: object) -> tuple[Expand, ...] | None:
+    """How a direct launch is given each of a kernel's descriptors, in their order; None where it is given them as they
+    are."""
+    launcher = _launcher_of(compiled) if _launches_directly(compiled) else None
+    return None if launcher is None else launcher.expansions
+
+
+def _launches_directly(compiled: object) -> bool:
+    # It is none under the interpreter, or while compiling in the background.
+    return CompiledKernel is not None and isinstance(compiled, CompiledKernel) and holds(DIRECT_LAUNCH)
+
+
 def direct_launch(compiled: object, arguments: int, constants: Mapping[str, object]) -> Callable[..., None] | None:
     """What launches again what a first launch compiled, on the device of that launch; None where that is Triton's task.
 
     It takes the grid, two numbers of programs, and the arguments before the constants: a tensor, or the address where
-    it begins, which spares the driver's question where that is. It does without the hooks of Triton's profiler: asking
-    for them takes longer than the launch.
+    it begins, which spares the driver's question where that is; of a descriptor what `descriptor_expansions` make of
+    it. It does without the hooks of Triton's profiler: asking for them takes longer than the launch.
 
     Args:
         compiled: what the first launch returned.
         arguments: how many arguments the kernel has before its constants.
         constants: the constants in the order of the kernel's parameters.
     """
-    # It is none under the interpreter, or while compiling in the background.
-    if CompiledKernel is None or not isinstance(compiled, CompiledKernel) or not holds(DIRECT_LAUNCH):
+    if not _launches_directly(compiled):
         return None
     driver: Any = triton.runtime.driver.active
     device, stream_of = driver.get_current_device(), driver.get_current_stream
     kernel: Any = compiled
-    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    launcher = _launcher_of(kernel)
+    run, settings = (kernel.run, ()) if launcher is None else (launcher.launch, launcher.settings)
+    # What comes before the arguments, and behind the stream.
+    fixed = kernel.function, *settings, kernel.packed_metadata, None, None, None
     # Triton before 3.3 launches compiled kernels without the constants. One count too many or too few is no error in
     # all versions, so the number of parameters decides.
     appended = tuple(constants.values()) if len(kernel.src.signature) > arguments else ()
 
     def launch(columns: int, rows: int, *given: object) -> None:
-        run(columns, rows, 1, stream_of(device), function, metadata, None, None, None, *given, *appended)
+        run(columns, rows, 1, stream_of(device), *fixed, *given, *appended)
 
     return launch

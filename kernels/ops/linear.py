@@ -12,6 +12,7 @@ import torch
 from ..card.device import fused_obstacle
 from ..checks import check_dtype, check_matrix, check_vector, check_weight_scale
 from ..compilers import is_dispatched
+from ..internals.torch_functions import current_device
 from ..kept import KEPT, keep, kept
 from ..operators import Operation, operator
 from ..reference.linear import (
@@ -264,7 +265,7 @@ class RepeatedLinear:
         index, bias_at, (q, scale, _) = self._index, 0, weight
         if not x.get_device() == factors.get_device() == q.get_device() == scale.get_device() == index:
             return None
-        if index >= 0 and torch.cuda.current_device() != index:
+        if index >= 0 and current_device() != index:
             return None
         if is_dispatched(x) or (x.requires_grad and torch.is_grad_enabled()):
             return None

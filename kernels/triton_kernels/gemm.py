@@ -144,6 +144,14 @@ class GemmLaunch:
         elif self._ring and self._launch.direct is None:
             # Triton compiles for the workspace's dtype, and the same kernel runs where K is shared.
             partial_sums = arrivals = torch.empty(1, dtype=torch.int32, device=out.device)
+        launch, expansions = self._launch, self._launch.expansions
+        if launch.direct is not None and expansions and self._a_blocks is not None and self._b_blocks is not None:
+            blocks, a = self._out_blocks, self._a_blocks.at(q.data_ptr(), expansions[0])
+            b, c = self._b_blocks.at(weight.data_ptr(), expansions[1]), (c,)
+            c = c if blocks is None else blocks.at(out.data_ptr(), expansions[2])
+            tail = (partial_sums, arrivals, *self._numbers)
+            launch.direct(*self._grid, *a, *b, a_scale, b_scale, bias, *c, *tail)
+            return
         a, b, c = self._blocks(q, weight, out, (a, b, c))
         self._launch(self._grid, a, b, a_scale, b_scale, bias, c, partial_sums, arrivals, *self._numbers)
 

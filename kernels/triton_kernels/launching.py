@@ -24,10 +24,13 @@ from typing import Any
 import torch
 
 from ..internals.function_modes import without_memory
+from ..internals.torch_functions import current_device
 from ..internals.triton_runtime import (
     COMPILES_ALONE,
+    Expand,
     compile_alone,
     compile_launcher,
+    descriptor_expansions,
     direct_launch,
     hashing,
     is_unfit,
@@ -75,12 +78,13 @@ class Launch:
 
     Triton's own launch takes tens of microseconds of the host's time to classify each argument. `direct` goes straight
     to the compiled kernel; it is None until the first launch, and where Triton has to launch it each time.
-    `is_compiled` says whether a first launch has to load it only.
+    `expansions` are those of `descriptor_expansions`. `is_compiled` says whether a first launch has to load it only.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, object], options: Mapping[str, object]) -> None:
         self._kernel, self._constants, self._options = kernel, dict(constants), dict(options)
         self.direct: Callable[..., None] | None = None
+        self.expansions: Sequence[Expand] | None = None
         self.is_compiled = self._is_asked_for = False
         self._unfit: Exception | None = None
         self._lock = threading.Lock()
@@ -93,6 +97,7 @@ class Launch:
             with hashing:  # or this thread would do that, too
                 pass
             compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
+            self.expansions = descriptor_expansions(compiled)
             self.direct = direct_launch(compiled, len(arguments), self._constants)
             self.is_compiled = True
 
@@ -213,8 +218,18 @@ class Layout:
 
     def __call__(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
         """Launch on the tensors to fill the results behind them."""
+        launch = self._aligned
+        if launch is not None and launch.direct is not None and self._as_read is None:
+            first, together = tensors[0].data_ptr(), 0
+            pointers = [first if tensor is None else tensor.data_ptr() for tensor in (*tensors, *results)]
+            for pointer in pointers:
+                together |= pointer
+            if not together & 15:
+                with on_device(results[0].device):
+                    launch.direct(*self.grid, *pointers, *self.numbers)
+                return
         operands = self.operands(tensors, results)
-        pointers, launch = [tensor.data_ptr() for tensor in operands], self._aligned
+        pointers = [tensor.data_ptr() for tensor in operands]
         aligned = begin_on_16(pointers) is None
         with on_device(operands[0].device):
             if launch is None or not aligned:
@@ -274,8 +289,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+_HERE = nullcontext()
+
+
 def on_device(device: torch.device) -> AbstractContextManager:
     """A context in which `device` is the current one. Costs next to nothing where it already is, and on a CPU."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return nullcontext()
+    if device.type != "cuda" or current_device() == device.index:
+        return _HERE
     return torch.cuda.device(device)

@@ -282,6 +282,7 @@ def card(monkeypatch):
     monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     answers = {"current_device": 0, "get_device_name": "a card", "is_current_stream_capturing": False}
+    monkeypatch.setattr(launching, "current_device", lambda: 0)
     for name, value in {**answers, "current_stream": 0, "default_stream": 0}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     return card

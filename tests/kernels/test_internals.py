@@ -77,6 +77,37 @@ def test_a_matrix_is_not_kept():
     assert not any(value is matrix for value in blocks._fields.values())
 
 
+@needs_descriptors
+def test_what_a_descriptor_becomes_is_made_once_an_address():
+    matrices = [random_int8(32, 64, seed=seed) for seed in range(2)]
+    blocks, made = triton_runtime.MatrixBlocks(matrices[0], (16, 32)), []
+
+    def expand(descriptor):
+        made.append(descriptor.base.data_ptr())
+        return descriptor.base.data_ptr(), *descriptor.shape
+
+    addresses = [matrix.data_ptr() for matrix in matrices]
+    for _ in range(2):
+        for address in addresses:
+            assert blocks.at(address, expand) == (address, 32, 64)
+    assert made == addresses
+
+
+class CudaLauncher:
+    """As Triton's, of a kernel that reads a descriptor."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = "together", "early"
+
+    def __init__(self, launcher):
+        tensordesc_meta = ["how"]
+        self.launch = lambda *arguments: launcher(tensordesc_meta, *arguments)
+
+
+def make_tensordesc_arg(descriptor, metadata):
+    return [descriptor, metadata]
+
+
 class Compiled:
     """A kernel as Triton returns it from a launch; calls are kept."""
 
@@ -99,6 +130,20 @@ def test_a_direct_launch_says_what_triton_says(driver, parameters, appended):
     compiled = Compiled(parameters)
     triton_runtime.direct_launch(compiled, 3, {"A": 7, "B": 8})(4, 2, "x", "y", "z")
     assert compiled.calls == [(4, 2, 1, "of 3", "function", "metadata", None, None, None, "x", "y", "z", *appended)]
+
+
+def test_a_launch_past_triton_s_launcher_is_given_what_descriptors_become(driver, monkeypatch):
+    calls = []
+    compiled = Compiled(3)
+    compiled.run = CudaLauncher(lambda *given: calls.append(given))
+    monkeypatch.setattr(triton_runtime, "holds", lambda assumption: True)
+    (expand,) = triton_runtime.descriptor_expansions(compiled)
+    assert expand("matrix") == ("matrix", "how")
+    triton_runtime.direct_launch(compiled, 3, {})(4, 2, *expand("matrix"), "y")
+    settings = "function", "together", "early", None, None, "metadata", None, None, None
+    assert calls == [(4, 2, 1, "of 3", *settings, "matrix", "how", "y")]
+    compiled.run.global_scratch_size = 1
+    assert triton_runtime.descriptor_expansions(compiled) is None
 
 
 def test_a_triton_that_launches_otherwise_launches_itself(driver, monkeypatch):
