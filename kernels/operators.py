@@ -166,7 +166,9 @@ class Operator(Generic[P, R]):
         else:
             arguments = cast(Any, given) + self._defaults[len(given) :]
         flat = self.flat(arguments)
-        return (self._dispatched if is_dispatched(flat[self._x]) else self._run)(arguments, flat)
+        if is_dispatched(flat[self._x]):
+            return self._dispatched(arguments, flat)
+        return self._run(arguments, flat)
 
     def reference(self, *arguments: Any) -> R:
         """The results in plain PyTorch."""
@@ -241,11 +243,13 @@ class Operator(Generic[P, R]):
 
     def _plan(self, arguments: Sequence[Any], flat: Sequence[Any], tensors: Tensors) -> Plan:
         """How arguments of such layouts are computed, kept. Raises what the function does."""
-        layouts = [
-            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
-            for tensor in tensors
-        ]
         launches = uses_triton(flat[self._x])
+        layouts: list[Any] = []
+        for tensor in tensors:
+            if tensor is None:
+                layouts.append(None)
+            else:
+                layouts += tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
         key = (self, launches, self._options(flat), *layouts)
         known = KEPT.get(key)
         if known is not None:

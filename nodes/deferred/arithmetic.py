@@ -14,17 +14,19 @@ from .operands import Activated, Copied, Normed, Segment, Sliced, Spread
 from .reading import PLAIN, Args, Kwargs, T, gate_of, is_rows, modulation_of, now, on, operand_of
 from .views import tokens_of
 
-_RMS: Any = "rms", torch.finfo(torch.float32).eps, ("input", "normalized_shape", "weight", "eps")
-_LAYER: Any = "layer", 1e-5, ("input", "normalized_shape", "weight", "bias", "eps")
+_RMS: Any = "rms", torch.finfo(torch.float32).eps, ("weight", "eps")
+_LAYER: Any = "layer", 1e-5, ("weight", "bias", "eps")
 _NORMS = {F.rms_norm: _RMS, torch.rms_norm: _RMS, F.layer_norm: _LAYER, torch.layer_norm: _LAYER}
-"""Each with its kind, what PyTorch adds where it says nothing of that, and its arguments."""
+"""Each with its kind, what PyTorch adds where it says nothing of that, and its arguments behind input and shape."""
 
 
 @on(*_NORMS)
 def _norm(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     kind, least, names = _NORMS[func]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    x, shape = given.pop("input"), given.pop("normalized_shape")
+    if len(args) < 2:
+        return NotImplemented
+    x, shape, *rest = args
+    given = {**dict(zip(names, rest, strict=False)), **kwargs}
     copied = operand_of(x, Copied)
     source = now(x) if copied is None else copied.x
     if not is_rows(source) or len(shape) != 1 or shape[0] != source.shape[-1]:
@@ -73,7 +75,8 @@ def _mul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if type(operand) is Normed and operand.is_unmodulated and not operand.all_heads:
             modulation = modulation_of(mode, y, x)
             if modulation is not None:
-                return mode.note(x, operand._replace(scale=modulation[0], rows=modulation[1]), func, both)
+                new = Normed(operand.x, operand.norm, modulation[0], None, modulation[1])
+                return mode.note(x, new, func, both)
         elif type(operand) is Activated and operand.up is operand.beside is None and type(y) in (*MEMORY, Deferred):
             up = valued(y)
             if type(up) in MEMORY and up.shape == x.note.shape and up.dtype == x.note.dtype:
@@ -108,7 +111,7 @@ def _add(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
             # What has as many numbers is a shift of each token, or a residual, which models write first.
             shift = modulation_of(mode, y, x) if x is both[0] else gate_of(mode, y, x)
             if shift is not None and not operand.all_heads and (operand.scale is None or operand.rows is shift[1]):
-                return mode.note(x, operand._replace(shift=shift[0], rows=shift[1]), func, both)
+                return mode.note(x, Normed(operand.x, operand.norm, operand.scale, *shift), func, both)
     for x, y in (both, both[::-1]):
         if type(y) is Deferred and operand_of(y, Normed) is not None:
             total = takers.residual(valued(x), y)
@@ -133,10 +136,10 @@ def _addcmul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
                 continue
             scale, rows = modulation
             if start is x:
-                return mode.note(x, operand._replace(scale=1 + scale, rows=rows), func, args)
+                return mode.note(x, Normed(operand.x, operand.norm, 1 + scale, None, rows), func, args)
             shift = gate_of(mode, start, x)
             if shift is not None and shift[1] is rows:
-                return mode.note(x, operand._replace(scale=scale, shift=shift[0], rows=rows), func, args)
+                return mode.note(x, Normed(operand.x, operand.norm, scale, shift[0], rows), func, args)
     return _gated(mode, valued(start), factors, in_place)
 
 

@@ -4,6 +4,7 @@ Tensors that the pack's linears give are Tracked: what is called with one is see
 deferred one. As long as a note waits, a mode shows all other calls too, since one may write into what the note reads.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...kernels import FLOAT_DTYPES, function_modes
 from .comparisons import Comparisons
-from .notes import Deferred, Note, Tracked, called_on_values, deferred, outside, tracking, valued
+from .notes import Deferred, Note, Tracked, called_on_values, deferred, forget_form, outside, tracking, valued
 from .writes import HANDED_OUT, storages, written_arguments
 
 Handler = Callable[["Deferring", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
@@ -31,6 +32,21 @@ TRACKED: set[Any] = set()
 
 LEAST_ROWS = 8
 """Fewer rows, such as the vectors that modulations are made of, are computed at once: a note costs more."""
+
+
+def are_enough(shape: torch.Size, is_cuda: bool) -> bool:
+    """Whether a tensor of a shape, on a GPU or not, has enough rows of channels for work on it to wait."""
+    if len(shape) < 2 or shape[-1] < 2:
+        return False
+    numbers = shape.numel()
+    return numbers >= LEAST_ROWS * shape[-1]
+
+
+@functools.lru_cache(4096)
+def _known(func: Any) -> tuple[Handler | None, Handler | None, bool, bool]:
+    """A function's entries: its handlers, whether it may write into arguments, and whether its results are tracked."""
+    return HANDLERS.get(func), OF_DEFERRED.get(func), written_arguments(func) is not None, func in TRACKED
+
 
 _MANY = 64  # notes, after which those that are gone are forgotten
 
@@ -71,29 +87,35 @@ class Deferring(TorchFunctionMode):
     def called(self, func: Any, types: Sequence[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A call with a tracked or a deferred argument."""
         with outside():
+            handler, of_deferred, writes, is_tracked = _known(func)
             some_deferred = Deferred in types
-            handler = HANDLERS.get(func)
             if handler is None and some_deferred:
-                handler = OF_DEFERRED.get(func)
+                handler = of_deferred
             if handler is not None and args and "out" not in kwargs and not torch.is_grad_enabled():
                 result = handler(self, func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            self.before_writes_of(func, args, kwargs)
+            writes = writes or "out" in kwargs
+            if writes:
+                self.before_writes_of(func, args, kwargs)
             result = called_on_values(func, args, kwargs) if some_deferred else func(*args, **kwargs)
-            if some_deferred and written_arguments(func) is not None:  # a call may have given their values another form
+            if writes:  # a call may have given them another form
+                forget_form((*args, *kwargs.values()))
                 for argument in args:
                     if type(argument) is Deferred:
                         argument.note.follow()
-            return self.tracked(result) if func in TRACKED else result
+            return self.tracked(result) if is_tracked else result
 
     def tracked(self, result: Any) -> Any:
         """The same, tracked where it has enough rows of channels."""
         kind = type(result)
         if kind is torch.Tensor:
-            shape = result.shape
-            if len(shape) > 1 and result.dtype in FLOAT_DTYPES and shape.numel() >= LEAST_ROWS * shape[-1] > LEAST_ROWS:
+            shape, dtype = result.shape, result.dtype
+            is_cuda = result.is_cuda
+            if dtype in FLOAT_DTYPES and are_enough(shape, is_cuda):
                 result.__class__ = Tracked
+                known = result.__dict__  # what was asked here need not be asked again
+                known["shape"], known["dtype"], known["is_cuda"] = shape, dtype, is_cuda
         elif kind in (tuple, list):
             for part in result:
                 self.tracked(part)
@@ -211,6 +233,7 @@ def _write_into(storages: set[int], note: Note | None) -> None:
 def _plain(output: Any) -> Any:
     kind = type(output)
     if kind is Tracked:
+        forget_form((output,))
         output.__class__ = torch.Tensor
     elif kind in (tuple, list):
         for part in output:

@@ -7,8 +7,7 @@ does not know of notes reads the value.
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ outside = function_modes.unseen
 _current_stream = function_modes.current_stream
 
 
-@dataclass(eq=False)
 class Note:
     """What a deferred tensor is: `call` of `args` and `kwargs`.
 
@@ -35,24 +33,35 @@ class Note:
         check: takes the operand's own value and `expected`, the plain one, where these are compared; else None.
     """
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    operand: Any
-    _call: Any
-    _args: Any
-    _kwargs: Any
-    forward: Any
-    is_view: bool
-    viewed: bool = field(default=False, init=False)
-    computed: torch.Tensor | None = field(default=None, init=False)
-    quantized: dict[tuple, Any] | None = field(default=None, init=False)
-    kinds: tuple[int, ...] = field(default=(), init=False)
-    check: Callable[[torch.Tensor, torch.Tensor], None] | None = field(default=None, init=False)
-    expected: torch.Tensor | None = field(default=None, init=False)
+    __slots__ = (
+        *("shape", "dtype", "device", "computed", "operand", "quantized", "is_view", "viewed", "forward", "kinds"),
+        *("check", "expected", "_call", "_args", "_kwargs", "_stream", "__weakref__"),
+    )
 
-    def __post_init__(self) -> None:
-        self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else 0
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        operand: Any,
+        call: Any,
+        args: Any,
+        kwargs: Any,
+        forward: Any,
+        is_view: bool,
+    ) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.operand: Any = operand
+        self.forward, self.is_view, self.viewed = forward, is_view, False
+        self._call: Any = call
+        self._args: Any = args
+        self._kwargs: Any = kwargs
+        self.computed: torch.Tensor | None = None
+        self.quantized: dict[tuple, Any] | None = None
+        self.kinds: tuple[int, ...] = ()
+        self.check: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self.expected: torch.Tensor | None = None
+        self._stream = _current_stream(device.index) if device.type == "cuda" else 0
 
     def value(self) -> torch.Tensor:
         """The value, computed as the model's own call does, and on the stream of that call."""
@@ -177,6 +186,32 @@ class _Seen(torch.Tensor):
         """PyTorch shows this write to nobody."""
         return seen(type(self), torch.Tensor.set_, (type(self),), (self, *args), kwargs)
 
+    ndim = property(lambda self: len(self.shape))  # pyright: ignore[reportAssignmentType]
+    is_cuda = property(lambda self: self.device.type == "cuda")  # pyright: ignore[reportAssignmentType]
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    nelement = numel
+
+    def get_device(self) -> int:
+        index = self.device.index
+        return -1 if index is None else index
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
 
@@ -184,8 +219,37 @@ class _Seen(torch.Tensor):
         return copy.deepcopy(self._plain(), memo)
 
 
+_FORM = ("shape", "dtype", "device", "is_cuda")
+
+
+class _Form:
+    """What is asked of a tensor's form: PyTorch is asked once a tensor, the others find it in the tensor's own."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._ask = name, getattr(torch.Tensor, name).__get__
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        if tensor is None:
+            return self
+        with outside():
+            value = tensor.__dict__[self._name] = self._ask(tensor)
+        return value
+
+
 class Tracked(_Seen):
     """A tensor that a linear of this pack gave, or a view or a sum of one. Outside of its forward it is any tensor."""
+
+    shape, dtype, device, is_cuda = map(_Form, _FORM)  # pyright: ignore[reportAssignmentType]
+
+
+def forget_form(values: Iterable[Any]) -> None:
+    """After a call that may have given tensors among these another form."""
+    for value in values:
+        if type(value) is Tracked:
+            for name in _FORM:
+                vars(value).pop(name, None)
+        elif isinstance(value, (list, tuple)):
+            forget_form(value)
 
 
 read_as_plain(Tracked)
@@ -212,32 +276,7 @@ class Deferred(_Seen):
     shape = property(lambda self: self.note.shape)  # pyright: ignore[reportAssignmentType]
     dtype = property(lambda self: self.note.dtype)  # pyright: ignore[reportAssignmentType]
     device = property(lambda self: self.note.device)  # pyright: ignore[reportAssignmentType]
-    ndim = property(lambda self: len(self.note.shape))  # pyright: ignore[reportAssignmentType]
-    is_cuda = property(lambda self: self.note.device.type == "cuda")  # pyright: ignore[reportAssignmentType]
     requires_grad = False  # pyright: ignore[reportAssignmentType]
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.note.shape if dim is None else self.note.shape[dim]
-
-    def dim(self) -> int:
-        return len(self.note.shape)
-
-    ndimension = dim
-
-    def numel(self) -> int:
-        return self.note.shape.numel()
-
-    nelement = numel
-
-    def get_device(self) -> int:
-        index = self.note.device.index
-        return -1 if index is None else index
-
-    def is_floating_point(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return self.note.shape[0]
 
     def _plain(self) -> torch.Tensor:
         return self.note.value()

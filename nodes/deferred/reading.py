@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from ...kernels import FLOAT_DTYPES
-from . import mode
-from .mode import HANDLERS, Deferring
+from .mode import HANDLERS, Deferring, are_enough
 from .notes import MEMORY, Deferred, deferred
 from .operands import Spread
 
@@ -39,9 +38,7 @@ def operand_of(x: Any, *kinds: type) -> Any:
 
 def is_rows(x: Any) -> bool:
     """Whether something is a tensor in memory with enough rows of channels."""
-    if type(x) not in MEMORY or x.ndim < 2 or x.dtype not in FLOAT_DTYPES:
-        return False
-    return x.shape[-1] > 1 and x.numel() >= mode.LEAST_ROWS * x.shape[-1]
+    return type(x) in MEMORY and x.dtype in FLOAT_DTYPES and are_enough(x.shape, x.is_cuda)
 
 
 def modulation_of(forward: Deferring, x: Any, of: Any) -> Modulation | None:

@@ -196,7 +196,7 @@ def _to(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return NotImplemented
 
 
-@on(F.dropout, of=OF_DEFERRED)
+@on(F.dropout)
 def _dropout(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return NotImplemented if kwargs["training"] else args[0]  # PyTorch shows all but the input by name
 

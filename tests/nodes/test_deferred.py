@@ -577,3 +577,26 @@ def test_norms_in_float32_and_a_sigmoid_gate(block, deferral, took, dtype):
         output = deferral.install.deferred_call(lambda: forward(x.to(dtype)))
     assert took["linear"] == 3 and output.dtype == own.dtype
     assert relative_error(output, exact) <= max(1.1 * relative_error(own, exact), ROUNDED)
+
+
+RESHAPED = {
+    "transpose_": lambda t: t.transpose_(-1, -2),
+    "unsqueeze_": lambda t: t.unsqueeze_(0),
+    ".data =": lambda t: setattr(t, "data", torch.zeros(3, 5, dtype=torch.float64)),
+    "out=": lambda t: torch.add(torch.ones(2, 2), 1, out=t.resize_(0)),
+    "out= of several": lambda t: torch.frexp(torch.ones(2, 2), out=(t.resize_(0), torch.empty(0, dtype=torch.int32))),
+}
+
+
+@pytest.mark.parametrize("write", RESHAPED.values(), ids=RESHAPED)
+def test_a_tensor_that_is_written_into_says_what_it_is_then(deferral, write):
+    x = forwards.randn(2, 12, 64)
+    with torch.no_grad(), deferral.mode.Deferring() as mode:
+        tracked, plain = mode.tracked(x.clone()), x.clone()
+        assert type(tracked) is deferral.notes.Tracked and tracked.shape == plain.shape
+        for tensor in (tracked, plain):
+            write(tensor)
+        for ask in ("shape", "dtype", "device", "ndim", "is_cuda"):
+            assert getattr(tracked, ask) == getattr(plain, ask)
+        for ask in ("size", "dim", "numel", "get_device", "is_floating_point", "__len__"):
+            assert getattr(tracked, ask)() == getattr(plain, ask)()
