@@ -600,3 +600,19 @@ def test_a_tensor_that_is_written_into_says_what_it_is_then(deferral, write):
             assert getattr(tracked, ask) == getattr(plain, ask)
         for ask in ("size", "dim", "numel", "get_device", "is_floating_point", "__len__"):
             assert getattr(tracked, ask)() == getattr(plain, ask)()
+
+
+@pytest.mark.parametrize(
+    "shape, is_cuda, enough",
+    (
+        ((1, 8, 2), False, True),
+        ((1, 7, 2), False, False),
+        ((64,), False, False),
+        ((64, 1), False, False),
+        ((1, 512, 4096), True, True),
+        ((1, 512, 4088), True, False),
+    ),
+)
+def test_small_tensors_wait_for_nothing(deferral, shape, is_cuda, enough):
+    """On a GPU the host would take longer for a note than the GPU for a pass."""
+    assert deferral.mode.are_enough(torch.Size(shape), is_cuda) == enough
