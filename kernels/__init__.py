@@ -56,3 +56,4 @@ from .ops.weights import (
 from .reference.linear import BlockForm, LinearForm, Quantized
 from .reference.transform import UNCHANGED, ChannelTransform
 from .reference.weights import GroupedCodes, LowRank, check_channels, quantize_weight
+from .triton_kernels.background import foreground

@@ -21,6 +21,19 @@ def keep(key: tuple, value: Any) -> Any:
     return value
 
 
+class KeptFor:
+    """A function that is kept for so many calls, and then forgotten."""
+
+    def __init__(self, key: tuple, function: Callable[..., Any], calls: int) -> None:
+        self._key, self._function, self._left = key, function, calls
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._left -= 1
+        if self._left <= 0:
+            KEPT.pop(self._key, None)
+        return self._function(*arguments)
+
+
 def kept(key: tuple, make: Callable[[], Any]) -> Any:
     """What is kept under `key`, which `make` makes the first time; not None."""
     value = KEPT.get(key)

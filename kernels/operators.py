@@ -296,8 +296,15 @@ class Operator(Generic[P, R]):
     def direct(self, *arguments: Any) -> Any:
         """What launches past Triton, on addresses that all begin on 16 bytes, for arguments of such layouts after a
         first call; None where that is not known."""
+        return getattr(self._launch_of(arguments), "direct", None)
+
+    def passing(self, *arguments: Any) -> Any:
+        """The same for some calls, and how many: while it is open what stays; None where that is not known."""
+        return getattr(self._launch_of(arguments), "passing", None)
+
+    def _launch_of(self, arguments: Sequence[Any]) -> OperatorLaunch | None:
         flat = self.flat(arguments)
-        return getattr(self._plan(arguments, flat, self._tensors(flat))[0], "direct", None)
+        return self._plan(arguments, flat, self._tensors(flat))[0]
 
     def launch(self, *flat: Any) -> OperatorLaunch | None:
         """What launches the kernel on tensors like these, the operator's arguments, and `out` where the op has it; None

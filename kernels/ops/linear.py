@@ -13,7 +13,7 @@ from ..card.device import fused_obstacle
 from ..checks import check_dtype, check_matrix, check_vector, check_weight_scale
 from ..compilers import is_dispatched
 from ..internals.torch_functions import current_device
-from ..kept import KEPT, keep, kept
+from ..kept import KEPT, KeptFor, keep, kept
 from ..operators import Operation, operator
 from ..reference.linear import (
     Quantized,
@@ -220,7 +220,8 @@ class RepeatedLinear:
         quantized = quantize_activations(*quantizes)
         out = self.multiply(quantized, weight, bias, x.shape[:-1], x.dtype)
         multiply = KEPT.get((self, x.dtype, quantized[0].shape, key[-1]))
-        quantize = None if multiply is None else quantize_activations.direct(*quantizes)
+        passes = multiply is None or isinstance(multiply, KeptFor)
+        quantize = None if passes else quantize_activations.direct(*quantizes)
         if quantize is not None:
             rows, row_bytes = quantized[0].shape
             keep(key, (quantize, multiply, rows, rows * row_bytes + 15 & -16, (*x.shape[:-1], self._n)))
@@ -251,9 +252,13 @@ class RepeatedLinear:
                 return out
         multiplies = q, q_scale, weight[0], weight[1], bias, dtype
         out = int8_gemm(*multiplies)
-        launch = int8_gemm.direct(*multiplies) if self._repeats and not is_dispatched(q) else None
-        if launch is not None:
-            keep(key, launch)
+        if self._repeats and not is_dispatched(q):
+            launch = int8_gemm.direct(*multiplies)
+            passing = int8_gemm.passing(*multiplies) if launch is None else None
+            if passing is not None:
+                launch = KeptFor(key, *passing)
+            if launch is not None:
+                keep(key, launch)
         return out.reshape(*leading, self._n)
 
     def _addresses(

@@ -6,20 +6,70 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic, sleep
 
 logger = logging.getLogger(__name__)
 
 # At the end of the process, for what is under way: a kernel takes a second to compile, a locked file five.
 _SECONDS_AT_EXIT = 10.0
 _NOTHING_MORE = (float("inf"), 0, None)
+# Behind a forward others follow at once, or a sampling has ended.
+_SECONDS_UNTIL_IDLE, _SECONDS_BETWEEN = 0.3, 0.05
+
+
+class Foreground:
+    """Who computes now, and whether that waits for what is compiled beside it.
+
+    A thread that compiles has Python's lock most of the time. Who launches what a GPU computes would wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._computing = self._waiting = 0
+        self._ended = float("-inf")
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within it, and for a moment behind it, no task begins that nobody waits for."""
+        with self._lock:
+            self._computing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._computing -= 1
+                self._ended = monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it tasks begin all the same: the caller waits for one of them, perhaps."""
+        with self._lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether tasks should wait."""
+        if self._waiting:
+            return False
+        return self._computing > 0 or monotonic() - self._ended < _SECONDS_UNTIL_IDLE
+
+
+foreground = Foreground()
 
 
 class Background:
     """Threads that do tasks in the order of their ranks, the smallest first.
 
     A thread that the interpreter ends while it compiles may end the process with an error. So at exit what is under way
-    is waited for. What has not begun is dropped, but tasks of a negative rank, which are quick.
+    is waited for. What has not begun is dropped, but tasks of a negative rank, which are quick. Those of a positive one
+    do not begin while the foreground computes: nobody waits for them.
 
     Args:
         threads: the most that work at a time.
@@ -71,8 +121,12 @@ class Background:
                 _do(task)
 
     def _work(self) -> None:
-        while (task := self._tasks.get()[2]) is not None:
-            _do(task)
+        while (entry := self._tasks.get())[2] is not None:
+            if entry[0] > 0 and foreground.is_busy and not self._ended:
+                self._tasks.put(entry)  # another one may come first
+                sleep(_SECONDS_BETWEEN)
+                continue
+            _do(entry[2])
             with self._lock:
                 self._open -= 1
 

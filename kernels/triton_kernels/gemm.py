@@ -241,10 +241,13 @@ def _gives_the_same(launch: KitchenLaunch, operands: Operands) -> bool:
     return asked_once(key, q.device, found)
 
 
-def tuned_gemm(operands: Operands, launches: Launches) -> GemmLaunch | KitchenLaunch | None:
+def tuned_gemm(
+    operands: Operands, launches: Launches, ran: set[GemmConfig]
+) -> tuple[GemmLaunch | KitchenLaunch | None, GemmLaunch | KitchenLaunch | None]:
     """Launch what stays for operands like these, or what the tuner tries, on the current device.
 
-    Returns the launch of what stays; None while that is open. `launches` holds those of such operands, and gets more.
+    Returns the launch of what stays, None while that is open, and of what the next calls launch, None where each should
+    ask. `launches` holds those of such operands, and gets more; `ran` gets what was seen to run.
     """
     q = operands.q
 
@@ -261,6 +264,7 @@ def tuned_gemm(operands: Operands, launches: Launches) -> GemmLaunch | KitchenLa
         if isinstance(kitchen := made(config), KitchenLaunch) and not _gives_the_same(kitchen, operands):
             launches[config] = GemmLaunch(_own_config(operands), operands)
         made(config)(q, operands.weight, operands.out, operands.read)
+        ran.add(config)
 
     def is_ready(config: GemmConfig, rank: int | None) -> bool:
         return made(config).is_compiled(operands, rank)
@@ -268,11 +272,14 @@ def tuned_gemm(operands: Operands, launches: Launches) -> GemmLaunch | KitchenLa
     if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
         config = GemmConfig(32, 32, 64, 4, 4, 1)
         launch(config)
-        return made(config)
+        return made(config), None
     key = _tuning_key(operands)
     tuner.run(key, len(q), lambda: _candidates(operands), launch, is_ready)
     config = tuner.settled(key)
-    return None if config is None else made(config)
+    if config is not None:
+        return made(config), None
+    passing = tuner.passing(key, is_ready)
+    return None, launches[passing] if passing in ran else None
 
 
 def _candidates(operands: Operands) -> list[GemmConfig]:
@@ -323,13 +330,24 @@ class TunedGemm:
     def __init__(self) -> None:
         # Of tensors which all begin on 16 bytes.
         self._aligned: GemmLaunch | KitchenLaunch | None = None
+        self._passing: GemmLaunch | KitchenLaunch | None = None
         self._tried: Launches = {}
+        self._ran: set[GemmConfig] = set()
+        self._left = 0  # calls that launch what passes
 
     @property
     def direct(self) -> GemmLaunch | None:
         """What launches on addresses that all begin on 16 bytes; None where that is not known."""
-        launch = self._aligned
-        return launch if isinstance(launch, GemmLaunch) and launch.takes_addresses else None
+        return _on_addresses(self._aligned)
+
+    @property
+    def passing(self) -> tuple[GemmLaunch, int] | None:
+        """The same of what passes, and for how many calls, which are not these calls then; None for none."""
+        launch, calls = _on_addresses(self._passing), self._left
+        if launch is None or not calls:
+            return None
+        self._left = 0
+        return launch, calls
 
     def __call__(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
         """Launch on q int8 [M, K] or [M, 2K], q_scale, weight int8 [N, K], weight_scale and bias, to fill the result
@@ -341,14 +359,23 @@ class TunedGemm:
         read = operands.read
         with on_device(operands.q.device):
             aligned = begin_on_16([tensor.data_ptr() for tensor in read]) is None
-            if aligned and self._aligned is not None:
-                self._aligned(operands.q, operands.weight, operands.out, read)
-            elif not aligned:
-                tuned_gemm(operands, {})
-            else:
-                self._aligned = tuned_gemm(operands, self._tried)
-                if self._aligned is not None:
-                    self._tried = {}
+            if not aligned:
+                tuned_gemm(operands, {}, set())
+                return
+            launch = self._aligned
+            if launch is None and self._left:
+                launch, self._left = self._passing, self._left - 1
+            if launch is not None:
+                launch(operands.q, operands.weight, operands.out, read)
+                return
+            self._aligned, self._passing = tuned_gemm(operands, self._tried, self._ran)
+            self._left = 0 if self._passing is None else tuner.calls_a_try - 1
+            if self._aligned is not None:
+                self._tried = {}
+
+
+def _on_addresses(launch: GemmLaunch | KitchenLaunch | None) -> GemmLaunch | None:
+    return launch if isinstance(launch, GemmLaunch) and launch.takes_addresses else None
 
 
 def launch_int8_gemm(*_: object) -> TunedGemm:

@@ -38,7 +38,7 @@ from ..internals.triton_runtime import (
 )
 from ..kept import KEPT, keep
 from ..operators import Result, Tensors
-from .background import Background, beside_loading
+from .background import Background, beside_loading, foreground
 
 Grid = tuple[int, int]
 Build = tuple[Mapping[str, object], Mapping[str, object]]
@@ -91,7 +91,7 @@ class Launch:
 
     def first(self, grid: Grid, *arguments: object) -> None:
         """Launch on the current device by Triton; `arguments` are the tensors and the numbers."""
-        with self._lock:  # which compiles it, or waits for who does
+        with foreground.waiting(), self._lock:  # which compiles it, or waits for who does
             if self._unfit is not None:
                 raise self._unfit
             with hashing:  # or this thread would do that, too

@@ -1,5 +1,6 @@
 """Tile configurations of the fused GEMM: a table of architectures, and what is worth trying on a card for a shape."""
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -242,6 +243,7 @@ def gemm_candidates(
     return candidates
 
 
+@functools.lru_cache(4096)
 def is_offered(config: GemmConfig, passes: int = 1) -> bool:
     """Whether `gemm_candidates` can have offered a configuration, on any card and for any shape."""
     if config == KITCHEN:

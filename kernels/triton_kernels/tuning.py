@@ -15,7 +15,7 @@ from ..card.timing import Stopwatch
 from ..internals.triton_runtime import COMPILES_ALONE, is_unfit
 from ..interruption import stop_if_asked
 from ..memory_plan import unplanned_memory
-from .background import beside_calls
+from .background import beside_calls, foreground
 from .exactness import WrongResult
 from .tiles import GemmConfig
 from .tuning_cache import Tried, TuningCache, TuningKey
@@ -29,6 +29,8 @@ _WITHIN_REACH = 1.05
 # Whether a candidate is compiled is asked once in so many calls. After so many seconds what is known then stays, which
 # a later process adds to: asking costs the host time.
 _CALLS_BETWEEN, _MOST_SECONDS = 8, 300.0
+# One call in so many asks what to run, which costs the host time, and may try a slower candidate.
+_CALLS_A_TRY = 8
 # What is compiled takes the host's time from the first steps of a shape, and most of their calls would be of candidates
 # that are slower than the rule's.
 _SECONDS_BEFORE = 3.0
@@ -182,20 +184,23 @@ class Tuner:
     """What runs for a key, and what is tried meanwhile; remembered in the process and on disk.
 
     `measured` counts the keys of which this process found out what is fastest. For `seconds_before` behind the first
-    call of a key nothing is tried of any.
+    call of a key nothing is tried of any. Of `calls_a_try` calls one should be `run`, while the others launch what is
+    `passing`.
 
     Args:
         watch: what times launches on the current device; None is a GPU's.
     """
 
     def __init__(self, watch: Stopwatch | None = None) -> None:
-        self.measured, self.seconds_before, self._newest = 0, _SECONDS_BEFORE, 0.0
+        self.measured, self.seconds_before, self.calls_a_try = 0, _SECONDS_BEFORE, _CALLS_A_TRY
+        self._newest = 0.0
         self._watch = watch or Stopwatch(torch.device("cuda"))
         self._settled: dict[TuningKey, GemmConfig] = {}
         self._trials: dict[TuningKey, Trial] = {}
         self._kept: dict[TuningKey, Tried] = {}
+        self._unwritten: dict[TuningKey, Tried] = {}
         self._caches: dict[str, TuningCache] = {}
-        self._lock = threading.Lock()
+        self._lock, self._unwritten_lock = threading.Lock(), threading.Lock()
 
     def is_open_in(self, work: Callable[[], object]) -> bool:
         """Do some work, and say whether a GEMM in it is not settled after that."""
@@ -206,6 +211,13 @@ class Tuner:
     def settled(self, key: TuningKey) -> GemmConfig | None:
         """What stays for a key; None while that is open."""
         return self._settled.get(key)
+
+    def passing(self, key: TuningKey, is_ready: IsReady) -> GemmConfig | None:
+        """What runs in the next calls of an open key, less those that try; None where each call should be `run`."""
+        trial = self._trials.get(key)
+        if trial is None or self.calls_a_try < 2:
+            return None
+        return trial.choice if is_ready(trial.choice, None) else None
 
     def likely(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> GemmConfig:
         """What a first call runs; it is not opened by that."""
@@ -326,9 +338,20 @@ class Tuner:
         return self._kept.get(key)
 
     def _keep(self, key: TuningKey, tried: Tried) -> None:
-        """Remember what is known, on disk too: in the background, since other processes may hold the file."""
+        """Remember what is known, on disk too: in the background, since other processes may hold the file, and what
+        comes before that is done is written with it."""
         self._kept[key] = tried
-        beside_calls.submit(-1, functools.partial(self._cache(key.device).add, key, tried))
+        with self._unwritten_lock:
+            is_first = not self._unwritten
+            self._unwritten[key] = tried
+        if is_first:
+            beside_calls.submit(-1, self._write)
+
+    def _write(self) -> None:
+        with self._unwritten_lock:
+            unwritten, self._unwritten = self._unwritten, {}
+        for card in {key.device for key in unwritten}:
+            self._cache(card).add({key: tried for key, tried in unwritten.items() if key.device == card})
 
     def _cache(self, card: str) -> TuningCache:
         if card not in self._caches:
@@ -353,11 +376,13 @@ tuner = Tuner()
 def settle(work: Callable[[], object], device: torch.device) -> None:
     """Do some work again and again, at most for seconds, until its GEMMs run with what stays for their shapes."""
     deadline = monotonic() + _SECONDS_TO_SETTLE
-    before, tuner.seconds_before = tuner.seconds_before, 0.0
+    before = tuner.seconds_before, tuner.calls_a_try
+    tuner.seconds_before, tuner.calls_a_try = 0.0, 1
     try:
-        while tuner.is_open_in(work) and monotonic() < deadline:
-            stop_if_asked()
-            torch.cuda.synchronize(device)
-            sleep(_SECONDS_BETWEEN)  # for the thread that compiles
+        with foreground.waiting():
+            while tuner.is_open_in(work) and monotonic() < deadline:
+                stop_if_asked()
+                torch.cuda.synchronize(device)
+                sleep(_SECONDS_BETWEEN)  # for the thread that compiles
     finally:
-        tuner.seconds_before = before
+        tuner.seconds_before, tuner.calls_a_try = before

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import triton
@@ -86,16 +86,16 @@ class TuningCache:
             self._say_unavailable(error)
             return {}
 
-    def add(self, key: TuningKey, tried: Tried) -> None:
+    def add(self, found: Mapping[TuningKey, Tried]) -> None:
         """Keep what this process found, along with what could not be written in its turn. What another process settled
         meanwhile stays."""
-        self._tried[key] = tried
+        self._tried |= found
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._lock():
-                found = self._load()
-                settled = {key for key, tried in found.items() if tried.settled}
-                self._replace(found | {key: t for key, t in self._tried.items() if t.settled or key not in settled})
+                there = self._load()
+                settled = {key for key, tried in there.items() if tried.settled}
+                self._replace(there | {key: t for key, t in self._tried.items() if t.settled or key not in settled})
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             self._say_unavailable(error)
 
@@ -140,7 +140,7 @@ class TuningCache:
                 "k": key.k,
                 "passes": key.passes,
                 "settled": tried.settled,
-                "tried": [{**asdict(config), "time": round(time, 4)} for config, time in tried.times.items()],
+                "tried": [{**vars(config), "time": round(time, 4)} for config, time in tried.times.items()],
             }
             for key, tried in results.items()
         ]

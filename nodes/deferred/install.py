@@ -11,6 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ...kernels import foreground
 from ..comfyui.attention import OVERRIDE
 from ..comfyui.compiling import compiles, is_compiled_module
 from ..host import notices
@@ -100,6 +101,10 @@ class _Calls:
 
         No clock decides, and nothing that is compiled or not: one seed gives one picture.
         """
+        with foreground.computing():
+            return self._run(root, call, device, conditions)
+
+    def _run(self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple) -> Any:
         if torch.is_grad_enabled() or comfy.model_management.in_training or torch.compiler.is_compiling():
             return call()
         if root not in self._compiled:

@@ -1,5 +1,6 @@
 """Work beside that of the callers: its order and its end, kernels that are compiled so, and whether calls find them."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -22,7 +23,8 @@ from kernels.ops.weights import expand_codes, expand_gguf, gguf_channel_scales, 
 from kernels.reference.linear import BlockForm, LinearForm
 from kernels.reference.weights import GroupedCodes
 from kernels.triton_kernels import ahead, gemm, launching
-from kernels.triton_kernels.background import Background
+from kernels.triton_kernels import background as background_module
+from kernels.triton_kernels.background import Background, foreground
 from kernels.triton_kernels.gemm_kernel import Operands
 from kernels.triton_kernels.gguf import launch_gguf_channel_scales
 from kernels.triton_kernels.launching import Launch, StandIn
@@ -54,6 +56,52 @@ def test_a_task_does_not_wait_for_one_thread_where_more_may_work():
     background.submit(0, lambda: meeting.wait(60))
     meeting.wait(60)
     background.end()
+
+
+@pytest.mark.parametrize(
+    "rank, computes, waits, begins",
+    ((1, True, False, False), (0, True, False, True), (1, True, True, True), (1, False, False, True)),
+)
+def test_what_nobody_waits_for_begins_when_nobody_computes(monkeypatch, rank, computes, waits, begins):
+    slept, done = threading.Event(), threading.Event()
+    monkeypatch.setattr(background_module, "_SECONDS_UNTIL_IDLE", 0.0)
+    monkeypatch.setattr(background_module, "sleep", lambda seconds: slept.set())
+    tasks = Background(1)
+    with contextlib.ExitStack() as stack:
+        for is_so, within in ((computes, foreground.computing), (waits, foreground.waiting)):
+            if is_so:
+                stack.enter_context(within())
+        tasks.submit(rank, done.set)
+        assert (done if begins else slept).wait(60)
+        assert done.is_set() == begins
+    assert done.wait(60)
+    tasks.end()
+
+
+def test_what_waits_for_an_idle_time_delays_no_end(monkeypatch):
+    monkeypatch.setattr(background_module, "sleep", lambda seconds: None)
+    tasks, done = Background(1), []
+    with foreground.computing():
+        tasks.submit(1, lambda: done.append(1))
+        tasks.submit(-1, lambda: done.append(-1))
+        tasks.end()
+    assert -1 in done
+
+
+def test_kernels_are_compiled_while_a_first_launch_waits():
+    """One of them may be that kernel."""
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **named: seen.append(foreground.is_busy)
+
+    launch = Launch(Kernel(), {}, {})
+    with foreground.computing():
+        assert foreground.is_busy
+        launch.first((1, 1))
+        assert foreground.is_busy
+    assert seen == [False]
 
 
 def test_a_task_for_later_begins_then():
@@ -288,8 +336,10 @@ def card(monkeypatch):
     return card
 
 
-def test_calls_try_tiles_and_settle(card, monkeypatch):
-    """Each call launches once, the rule's tile first; when all is known, calls are launched past the tuner."""
+@pytest.mark.parametrize("calls_a_try", (1, 5))
+def test_calls_try_tiles_and_settle(card, monkeypatch, calls_a_try):
+    """Each call launches once, the rule's tile first, and one of some asks the tuner; when all is known, calls are
+    launched past it."""
     card.major, card.minor, card.multi_processor_count = 9, 0, 132
     launched, compiled = [], []
 
@@ -302,7 +352,9 @@ def test_calls_try_tiles_and_settle(card, monkeypatch):
         launch.is_compiled = True
 
     tuner = Tuner(Stopwatch(CPU))
-    tuner.seconds_before = 0.0
+    tuner.seconds_before, tuner.calls_a_try, asked = 0.0, calls_a_try, []
+    run_by_tuner = tuner.run
+    monkeypatch.setattr(tuner, "run", lambda *given: asked.append(1) or run_by_tuner(*given))
     monkeypatch.setattr(tuner, "_known", lambda key: None)
     monkeypatch.setattr(tuner, "_keep", lambda key, tried: None)
     monkeypatch.setattr(gemm, "tuner", tuner)
@@ -312,10 +364,11 @@ def test_calls_try_tiles_and_settle(card, monkeypatch):
     on_card = partial(StandIn, device=torch.device("cuda", 0))
     q, weight, scale, weight_scale, _, out = operands_of(on_card, 4096, 4608, 1024)
     tuned, calls_made = gemm.TunedGemm(), 0
-    while tuned._aligned is None and calls_made < 1000:
+    while tuned._aligned is None and calls_made < 5000:
         tuned((q, scale, weight, weight_scale, None), (out,))
         calls_made += 1
         assert len(launched) == calls_made
+    assert len(asked) == -(-calls_made // calls_a_try)
     candidates = gemm.gemm_candidates((9, 0), 132, 4096, 4608, 1024)
     assert tuned._aligned is not None and tuner.measured == 1 and not tuned._tried
     assert launched[0] is gemm.GemmLaunch(candidates[0], Operands(q, weight, scale, weight_scale, None, out))._launch

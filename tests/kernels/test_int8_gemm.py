@@ -395,9 +395,9 @@ def test_rows_begin_on_16_bytes(monkeypatch, k, passes):
     q, weight = random_int8(5, k * passes, seed=1), random_int8(7, k, seed=2)
     launched, own = [], gemm.tuned_gemm
 
-    def tuned(operands, launches):
+    def tuned(operands, *others):
         launched.append((operands.q.stride(0), operands.weight.stride(0)))
-        return own(operands, launches)
+        return own(operands, *others)
 
     monkeypatch.setattr(gemm, "tuned_gemm", tuned)
     sums = int8_accumulate(q, weight)

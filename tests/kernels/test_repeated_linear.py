@@ -53,7 +53,7 @@ def checked(monkeypatch):
             calls.append(op.name)
             return op(*args)
 
-        counting.direct = op.direct
+        counting.direct, counting.passing = op.direct, op.passing
         monkeypatch.setattr(module, op.name, counting)
     return calls
 
@@ -209,6 +209,18 @@ def test_who_watches_operators_sees_them():
     with Watch() as watch:
         layer(x)
     assert torch.ops.int8_dit.int8_gemm.default in watch.seen
+
+
+def test_what_passes_is_asked_for_again():
+    """While it is open what stays, a launch is kept for some calls."""
+    KEPT.clear()
+    key, calls = ("a key",), []
+    KEPT[key] = kept.KeptFor(key, lambda *given: calls.append(given), 2)
+    passes = KEPT[key]
+    passes("x", 1)
+    assert KEPT[key] is passes
+    passes("y", 2)
+    assert key not in KEPT and calls == [("x", 1), ("y", 2)]
 
 
 def test_forms_do_not_add_up(monkeypatch):

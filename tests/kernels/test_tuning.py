@@ -73,7 +73,7 @@ class Card:
 
     def tuner(self):
         tuner = Tuner(self)
-        tuner.seconds_before = 0.0
+        tuner.seconds_before, tuner.calls_a_try = 0.0, 1
         return tuner
 
     def call(self, tuner, key=KEY, m=1000):
@@ -659,7 +659,7 @@ input()
 measured = 0
 for n in range(int(sys.argv[1]), int(sys.argv[2])):
     tuner = tuning.Tuner(Stopwatch(torch.device("cpu")))  # a new one, which cannot make up for what was lost
-    tuner.seconds_before = 0.0
+    tuner.seconds_before, tuner.calls_a_try = 0.0, 1
     key, configs = tuning.TuningKey("card", 16, n, 64), list(ARCHITECTURES["Ampere"].rates)[:3]
     while tuner.settled(key) is None:
         tuner.run(key, 16, lambda: configs, lambda config: None, lambda config, rank: True)
