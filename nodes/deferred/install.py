@@ -96,15 +96,12 @@ class _Calls:
         """Before each sampling: other nodes may have compiled parts of the model."""
         self._compiled.clear()
 
+    @foreground.computing()
     def run(self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple) -> Any:
         """Call what runs a module: deferred wherever its linears run fused and deferred calls agree with its own.
 
         No clock decides, and nothing that is compiled or not: one seed gives one picture.
         """
-        with foreground.computing():
-            return self._run(root, call, device, conditions)
-
-    def _run(self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple) -> Any:
         if torch.is_grad_enabled() or comfy.model_management.in_training or torch.compiler.is_compiling():
             return call()
         if root not in self._compiled:

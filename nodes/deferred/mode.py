@@ -105,17 +105,13 @@ class Deferring(TorchFunctionMode):
             result = called_on_values(func, args, kwargs) if some_deferred else func(*args, **kwargs)
             if writes:  # a call may have given them another form
                 forget_form((*args, *kwargs.values()))
-                for argument in args:
-                    if type(argument) is Deferred:
-                        argument.note.follow()
             return self.tracked(result) if is_tracked else result
 
     def tracked(self, result: Any) -> Any:
         """The same, tracked where it has enough rows of channels."""
         kind = type(result)
         if kind is torch.Tensor:
-            shape, dtype = result.shape, result.dtype
-            is_cuda = result.is_cuda
+            shape, dtype, is_cuda = result.shape, result.dtype, result.is_cuda
             if dtype in FLOAT_DTYPES and are_enough(shape, is_cuda):
                 result.__class__ = Tracked
                 known = result.__dict__  # what was asked here need not be asked again
@@ -162,7 +158,8 @@ class Deferring(TorchFunctionMode):
         if not is_view:
             args = [argument.note if type(argument) is Deferred else argument for argument in args]
         like = like.note if type(like) is Deferred else like
-        note = Note(shape or like.shape, dtype or like.dtype, like.device, operand, call, args, kwargs, self, is_view)
+        form = shape or like.shape, dtype or like.dtype, like.device
+        note = Note(form, operand, (call, args, kwargs), self, is_view)
         if self._handed_out and note.is_in(self._handed_out):
             note.written()
             return deferred(note)

@@ -6,6 +6,7 @@ does not know of notes reads the value.
 """
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -16,10 +17,11 @@ from ...kernels import Norm, function_modes, read_as_plain
 
 outside = function_modes.unseen
 _current_stream = function_modes.current_stream
+_NOTHING: Any = None
 
 
 class Note:
-    """What a deferred tensor is: `call` of `args` and `kwargs`.
+    """What a deferred tensor is: a call, as a function, its arguments and its named ones.
 
     Attributes:
         shape, dtype, device: those of the value.
@@ -38,30 +40,16 @@ class Note:
         *("check", "expected", "_call", "_args", "_kwargs", "_stream", "__weakref__"),
     )
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        operand: Any,
-        call: Any,
-        args: Any,
-        kwargs: Any,
-        forward: Any,
-        is_view: bool,
-    ) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self.operand: Any = operand
-        self.forward, self.is_view, self.viewed = forward, is_view, False
-        self._call: Any = call
-        self._args: Any = args
-        self._kwargs: Any = kwargs
+    def __init__(self, form: tuple, operand: Any, call: tuple, forward: Any, is_view: bool) -> None:
+        self.shape, self.dtype, self.device = form
+        self.operand, self.forward, self.is_view, self.viewed = operand, forward, is_view, False
+        self._call, self._args, self._kwargs = call
         self.computed: torch.Tensor | None = None
         self.quantized: dict[tuple, Any] | None = None
         self.kinds: tuple[int, ...] = ()
         self.check: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self.expected: torch.Tensor | None = None
-        self._stream = _current_stream(device.index) if device.type == "cuda" else 0
+        self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else 0
 
     def value(self) -> torch.Tensor:
         """The value, computed as the model's own call does, and on the stream of that call."""
@@ -82,7 +70,8 @@ class Note:
     def has(self, value: torch.Tensor) -> None:
         """Take the value, wherever it was computed."""
         self.computed = value
-        self._call = self._args = self._kwargs = self.operand = self.quantized = self.expected = None
+        self._call = self._args = self._kwargs = self.operand = _NOTHING
+        self.quantized = self.expected = None
         self._end()
 
     def plain(self) -> torch.Tensor:
@@ -222,32 +211,31 @@ class _Seen(torch.Tensor):
 _FORM = ("shape", "dtype", "device", "is_cuda")
 
 
-class _Form:
-    """What is asked of a tensor's form: PyTorch is asked once a tensor, the others find it in the tensor's own."""
+def _asked_once(name: str) -> Any:
+    """What is asked of a tensor's form: PyTorch is asked once a tensor, the others find it among the tensor's own."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._ask = name, getattr(torch.Tensor, name).__get__
-
-    def __get__(self, tensor: Any, owner: Any = None) -> Any:
-        if tensor is None:
-            return self
+    def ask(tensor: torch.Tensor) -> Any:
         with outside():
-            value = tensor.__dict__[self._name] = self._ask(tensor)
-        return value
+            return getattr(torch.Tensor, name).__get__(tensor)
+
+    return functools.cached_property(ask)
 
 
 class Tracked(_Seen):
     """A tensor that a linear of this pack gave, or a view or a sum of one. Outside of its forward it is any tensor."""
 
-    shape, dtype, device, is_cuda = map(_Form, _FORM)  # pyright: ignore[reportAssignmentType]
+    shape, dtype, device, is_cuda = map(_asked_once, _FORM)  # pyright: ignore[reportAssignmentType]
 
 
 def forget_form(values: Iterable[Any]) -> None:
     """After a call that may have given tensors among these another form."""
     for value in values:
         if type(value) is Tracked:
+            own: Any = value.__dict__
             for name in _FORM:
-                vars(value).pop(name, None)
+                own.pop(name, None)
+        elif type(value) is Deferred:
+            value.note.follow()
         elif isinstance(value, (list, tuple)):
             forget_form(value)
 
