@@ -84,9 +84,11 @@ def _outermost(encoder: ModelPatcher, names: Sequence[str]) -> set[str]:
 
 
 def _comfyui_int8(model: ModelPatcher) -> list[str]:
-    """The linears that ComfyUI's own loaders hold in INT8, by module path in what `root_of` says."""
+    """The linears that ComfyUI's own loaders hold in INT8, by module path in what `root_of` says. What else has an INT8
+    weight, such as an embedding, ComfyUI computes."""
     modules = root_of(model)[0].named_modules()
-    forms = {name: weight_form(getattr(module, "weight", None), module) for name, module in modules if name}
+    linears = [(name, module) for name, module in modules if name and hasattr(module, "in_features")]
+    forms = {name: weight_form(getattr(module, "weight", None), module) for name, module in linears}
     return [name for name, form in forms.items() if form is not None and not form.own]
 
 

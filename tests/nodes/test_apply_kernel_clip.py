@@ -69,6 +69,24 @@ def test_computes_what_comfyuis_int8_computes(encoder, apply, calls):
     assert len(calls) >= len(encoder.layers)
 
 
+def test_an_embedding_in_int8_stays_comfyuis(encoder, apply, calls, monkeypatch):
+    """Official encoders have one. Only linears are multiplied."""
+    from support import random_encoders
+
+    def native(state_dict):
+        made = tensors(state_dict)
+        (name,) = [key for key in made if key.endswith(("embed_tokens.weight", "shared.weight"))]
+        layer = name.removesuffix(".weight")
+        return made | {f"{layer}.{part}": t for part, t in random_encoders.native_layer(made[name]).items()}
+
+    tensors = encoder._tensors
+    monkeypatch.setattr(encoder, "_tensors", native)
+    clip = encoder.clip("native")
+    expected = conditioning(encoder, clip)
+    assert 0 < relative_error(conditioning(encoder, apply(clip)), expected) < ROUNDING
+    assert len(calls) >= len(encoder.layers)
+
+
 def test_with_the_activations_that_newer_linears_take(encoders, apply, of_today, monkeypatch):
     from int8_dit.nodes.layers import linear_call
 
