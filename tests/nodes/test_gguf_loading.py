@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,38 @@ def test_other_floats_and_shapes(dit, files, write):
     half = dit.tensors()
     half[name] = half[name].half()
     assert dit.relative_error(dit.output(dit.load(path)), dit.output(dit.load())) < 1e-2
+
+
+class OfTokens:
+    """What ComfyUI knows of a model with parameters of its own, such as Z-Image's pad tokens and Wan's modulations."""
+
+    def __init__(self, unet_config):
+        self.unet_config, self.fails = unet_config, unet_config.get("fails")
+
+    def set_inference_dtype(self, dtype, manual_cast):
+        pass
+
+    def get_model(self, state_dict, prefix, device):
+        if self.fails:
+            raise TypeError
+        shapes = {"pad": (1, 4), "modulation": (1, 6, 4), "table": (6, 1, 4), "other": (4, 6)}
+        made = {name: torch.nn.Parameter(torch.empty(shape, device=device)) for name, shape in shapes.items()}
+        return SimpleNamespace(diffusion_model=torch.nn.ParameterDict(made))
+
+
+def test_axes_that_gguf_does_not_have(pack):
+    """stable-diffusion.cpp and others do not say what they were."""
+    from int8_dit.nodes.files.reading.gguf_file import with_lost_axes
+
+    given = {name: torch.randn(shape) for name, shape in (("pad", (4,)), ("modulation", (6, 4)), ("table", (6, 4)))}
+    given |= {"other": torch.randn(6, 4), "pad.weight": torch.randn(4), "unknown": torch.randn(4)}
+    architecture = OfTokens({})
+    found = with_lost_axes(given, architecture)
+    shapes = {"pad": (1, 4), "modulation": (1, 6, 4), "table": (6, 1, 4)}
+    assert {name: tuple(tensor.shape) for name, tensor in found.items() if found[name] is not given[name]} == shapes
+    assert found.keys() == given.keys() and torch.equal(found["pad"][0], given["pad"])
+    architecture.unet_config = {"fails": True}
+    assert with_lost_axes(given, architecture) == given
 
 
 def test_a_prefix_of_a_whole_checkpoint(dit, write):

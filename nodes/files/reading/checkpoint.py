@@ -13,7 +13,7 @@ from ..block_lists import check_counts
 from ..errors import naming_file
 from ..holding import with_joined_codes
 from .diffusers_names import with_native_names
-from .gguf_file import MAGIC, read_gguf
+from .gguf_file import MAGIC, read_gguf, with_lost_axes
 from .importers import BRANCHES, IMPORTERS, Checkpoint
 from .kinds import kind_of_bytes, kind_of_tensors
 from .layer_checks import check_layers
@@ -44,6 +44,8 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
         if architecture is None:
             what = "" if kind is None else f"; it seems to be {kind.name}: {kind.advice}"
             raise ValueError(f"{name} is not a diffusion model that this ComfyUI knows{what}")
+        if path.lower().endswith(".gguf"):
+            tensors = with_lost_axes(tensors, architecture)
         return replace(checkpoint, tensors=tensors, architecture=architecture)
 
 

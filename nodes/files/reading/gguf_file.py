@@ -3,13 +3,14 @@
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
 from ....kernels import GGUF_FORMATS
 from ..attention_choices import CONFIG
-from ..holding import CAN_STAY_IN_GGUF, read_gguf_weight
+from ..holding import CAN_STAY_IN_GGUF, is_gguf, read_gguf_weight
 from .gguf_package import INT8_CONFIG, ORIGINAL_SHAPE, can_decode, decode_gguf, gguf_package, gguf_version
 
 MAGIC = b"GGUF"
@@ -47,6 +48,30 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return {tensor.name: _tensor(reader, tensor) for tensor in reader.tensors}, metadata
+
+
+def with_lost_axes(tensors: Mapping[str, Any], architecture: Any) -> dict[str, Any]:
+    """A GGUF file's tensors in the shapes of ComfyUI's model of an architecture, where axes of 1 are all that differs.
+
+    GGUF has no leading axes of 1, and not every program says what they were: Z-Image's pad tokens and Wan's modulations
+    are parameters that have one.
+    """
+    parameters = [key for key, tensor in tensors.items() if not (key.endswith((".weight", ".bias")) or is_gguf(tensor))]
+    if not parameters:
+        return dict(tensors)
+    config = type(architecture)(architecture.unet_config)
+    config.set_inference_dtype(torch.bfloat16, None)
+    try:
+        wanted = config.get_model({}, "", device="meta").diffusion_model.state_dict()
+    except Exception:  # whatever it is, ComfyUI's loader will say so
+        return dict(tensors)
+    shapes = {key: wanted[key].shape for key in parameters if key in wanted}
+    lost = {key: shape for key, shape in shapes.items() if _without_ones(shape) == _without_ones(tensors[key].shape)}
+    return {key: tensor.reshape(lost[key]) if key in lost else tensor for key, tensor in tensors.items()}
+
+
+def _without_ones(shape: torch.Size) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _opened(path: str) -> Any:
