@@ -39,6 +39,8 @@ FULL_PRECISION = "full_precision_matrix_mult"
 _SAID = {"format", "convrot", "convrot_groupsize", SMOOTHED}
 _SAID_OF_CODES = {*_SAID, "group_size"}
 
+_SEEN = {"per_row"}  # whether there is a scale for each row of the weight
+
 MOST_BYTES = 4096  # quant configs have up to about 150
 _METADATA = "int8_dit_marks"
 MOST_METADATA = 1 << 22  # characters; a thousand layers have about 100,000
@@ -97,9 +99,31 @@ def decode_config(config: torch.Tensor) -> dict:
 
 
 def with_present_name(config: dict) -> dict:
-    """A decoded quant config with the format's present name where it has an earlier one."""
-    name = config.get("format")
+    """A decoded quant config with the format's present name where it has an earlier one, and options as this pack
+    writes them where others write the same otherwise."""
+    name, nested = config.get("format"), config.get("params")
+    config = {option: _READ.get(option, lambda said: said)(said) for option, said in config.items()}
+    if isinstance(nested, dict):
+        config["params"] = {option: _READ.get(option, lambda said: said)(said) for option, said in nested.items()}
+    if config.get(FULL_PRECISION, False) is None:
+        del config[FULL_PRECISION]
     return {**config, "format": _EARLIER_NAMES[name]} if isinstance(name, str) and name in _EARLIER_NAMES else config
+
+
+def _as_bool(said: Any) -> Any:
+    return bool(said) if type(said) is int and said in (0, 1) else said
+
+
+def _as_number(said: Any) -> Any:
+    return int(said) if isinstance(said, str) and said.isascii() and said.isdecimal() else said
+
+
+_READ = {"convrot": _as_bool, "convrot_groupsize": _as_number}
+
+
+def computed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a decoded quant config says of the result: all but what can be seen in the layer's tensors anyway."""
+    return {option: said for option, said in config.items() if option not in _SEEN and said is not None}
 
 
 def of_layer(state_dict: Mapping[str, Any], prefix: str) -> dict:

@@ -121,7 +121,7 @@ SCALES = {
 }
 CODES = ("weight_s_rel", "weight_s_channel")
 STRAY = ("weight_scale", "scale_weight", "weight_scale_2", "input_scale", "weight_smooth")
-GROUPS = (math.inf, 64.5, "64", [], None, True)
+GROUPS = (math.inf, 64.5, "64.0", "", [], None, True)
 NO_JSON = (b"\xff\x00\x80", b"{", b"", b"[]", b"7", b"[" * 4000, b'{"a":' * 800)
 DAMAGES = (
     # quant configs: JSON, format, rotation
@@ -138,7 +138,7 @@ DAMAGES = (
     *((kind, "comfy_quant", mark(full_precision_matrix_mult="no"), "mult = 'no'") for kind in ("native", "w4a8")),
     ("act16", "comfy_quant", mark(smoothed="yes"), "smoothed = 'yes'"),
     *(("w4a8", "comfy_quant", mark(group_size=size), "") for size in (32, 16.0)),
-    *(("w4a8", "comfy_quant", mark(convrot_groupsize=size), "") for size in (7, "4")),
+    *(("w4a8", "comfy_quant", mark(convrot_groupsize=size), "") for size in (7, "4.0")),
     # tensors that are not there, or that should not be
     *(("native", part, gone, f"{LAYER}.weight") for part in ("weight", "weight_scale", "comfy_quant")),
     *((kind, "weight_scale", gone, "weight_scale is missing") for kind in ("act16", "fp8", "nvfp4", "mxfp8", "w4a4")),
@@ -161,7 +161,7 @@ DAMAGES = (
     ("native", "weight_scale", ones(768, 1, dtype=torch.int32), "weight_scale is torch.int32, not float32 / float16"),
     *((kind, SCALES[kind], to(torch.float8_e8m0fnu), "is torch.float8_e8m0fnu, not") for kind in SCALES),
     ("smoothed", "weight_smooth", to(torch.float8_e8m0fnu), "weight_smooth is torch.float8_e8m0fnu, not float32"),
-    *(("native", "weight_scale", ones(*s), f"has shape {s}, but") for s in ([767], [769, 1], [1, 768], [192], [0])),
+    *(("native", "weight_scale", ones(*s), f"has shape {s}, but") for s in ([767], [769, 1], [1, 767], [192], [0])),
     *(("smoothed", "weight_smooth", ones(*s), f"{s}, but the model needs [192]") for s in ([191], [768], [192, 1], [])),
     *(("fp8", "weight_scale", ones(*s), f"has shape {s}, but") for s in ([768, 1], [2], [1, 1, 1])),
     *((kind, "weight_scale", lambda t: t.flatten()[:64], "has shape [64], but") for kind in ("nvfp4", "mxfp8", "w4a4")),
@@ -306,6 +306,28 @@ def test_quantization_metadata_that_contradict_the_marks(dit, refuse, tmp_path):
         refuse(state_dict, f"{LAYER}.comfy_quant is", "_quantization_metadata says", metadata=told(LAYER, **mark))
     state_dict[f"{LAYER}.comfy_quant"] = torch.zeros(3, dtype=torch.uint8)
     refuse(state_dict, f"{LAYER}.comfy_quant is not the bytes", metadata=told(LAYER, format="int8_tensorwise"))
+
+
+@pytest.mark.parametrize(
+    "part, change",
+    (
+        ("weight_scale", lambda scale: scale.reshape(1, -1)),
+        ("weight_scale", lambda scale: scale.reshape(-1, 1, 1)),
+        ("comfy_quant", mark(convrot=1)),
+        ("comfy_quant", mark(convrot_groupsize="64")),
+        ("comfy_quant", mark(full_precision_matrix_mult=None)),
+        ("comfy_quant", mark(per_row=True)),
+    ),
+)
+def test_what_others_write_of_the_same_layer_is_read(dit, tmp_path, part, change):
+    """As by ComfyUI, and with metadata that say less of what the tensors show."""
+    state_dict = dit.native_int8(rotation_group=64)
+    metadata = told(LAYER, format="int8_tensorwise", convrot=True, convrot_groupsize=64)
+    expected = dit.int8_weights(dit.load(dit.write(tmp_path / NAME, state_dict, metadata)))[LAYER]
+    state_dict[f"{LAYER}.{part}"] = change(state_dict[f"{LAYER}.{part}"])
+    found = dit.int8_weights(dit.load(dit.write(tmp_path / f"other {NAME}", state_dict, metadata)))[LAYER]
+    assert torch.equal(found.dequantize(), expected.dequantize())
+    assert found.params.rotation_group == 64 and found.params.activation_bits == 8
 
 
 # What this pack wrote

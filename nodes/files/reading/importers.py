@@ -185,7 +185,7 @@ def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
         raise ValueError(f"the quantization metadata cannot be read ({error!r})") from error
     others = quant_config.configs_in({key: tensors[key] for key in configs})
     for layer, own in quant_config.configs_in(configs).items():
-        if own != (other := others[layer]):
+        if quant_config.computed(own) != quant_config.computed(other := others[layer]):
             key = f"{layer}.{quant_config.QUANT_CONFIG}"
             raise ValueError(
                 f"{key} is {str(own)[:200]}, but the metadata entry _quantization_metadata says {str(other)[:200]}; "

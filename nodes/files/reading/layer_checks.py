@@ -99,7 +99,7 @@ _ONE = ((), (1,), (1, 1))
 _FP8, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _INPUT_SCALE = {"input_scale": _Part(check_factors, lambda n, k: _ONE, needed=False)}
 # Activations are scaled as they come, so the scale of an older pack's calibration says nothing.
-_INT8 = {quant_config.SCALE: _scale(127, lambda n, k: (*_ONE, (n,), (n, 1))), "input_scale": None}
+_INT8 = {quant_config.SCALE: _scale(127, lambda n, k: (*_ONE, (n,), (n, 1), (1, n), (n, 1, 1))), "input_scale": None}
 _SMOOTHED_INT8 = {**_INT8, quant_config.SMOOTH: _Part(check_factors, lambda n, k: ((k,),))}
 _CODES = {
     quant_config.GROUP_SCALE: _Part(_check_group_scales, None, (_FP8, torch.uint8, *FLOAT_DTYPES)),
