@@ -317,12 +317,14 @@ def test_quantization_metadata_that_contradict_the_marks(dit, refuse, tmp_path):
         ("comfy_quant", mark(convrot_groupsize="64")),
         ("comfy_quant", mark(full_precision_matrix_mult=None)),
         ("comfy_quant", mark(per_row=True)),
+        ("comfy_quant", lambda _: encoded({"convrot": True, "convrot_groupsize": 64, "per_row": True})),
     ),
 )
 def test_what_others_write_of_the_same_layer_is_read(dit, tmp_path, part, change):
     """As by ComfyUI, and with metadata that say less of what the tensors show."""
     state_dict = dit.native_int8(rotation_group=64)
-    metadata = told(LAYER, format="int8_tensorwise", convrot=True, convrot_groupsize=64)
+    says = "format" in json.loads(bytes(change(state_dict[f"{LAYER}.{part}"]).tolist())) if part == "comfy_quant" else 1
+    metadata = told(LAYER, format="int8_tensorwise", convrot=True, convrot_groupsize=64) if says else {}
     expected = dit.int8_weights(dit.load(dit.write(tmp_path / NAME, state_dict, metadata)))[LAYER]
     state_dict[f"{LAYER}.{part}"] = change(state_dict[f"{LAYER}.{part}"])
     found = dit.int8_weights(dit.load(dit.write(tmp_path / f"other {NAME}", state_dict, metadata)))[LAYER]

@@ -16,6 +16,7 @@ import comfy.utils
 import torch
 
 from ....kernels import ChannelTransform
+from ...comfyui.quantized import NATIVE_FORMAT
 from .. import quant_config
 from ..errors import json_object
 from ..holding import holdable
@@ -208,12 +209,21 @@ def _of_diffusion_model(checkpoint: Checkpoint) -> Checkpoint:
     return replace(made, tensors={key: tensor for key, tensor in made.tensors.items() if key not in dropped})
 
 
+# What ComfyUI-INT8-Fast said of a layer before it named the format: rotated or not, in groups of 256 without a size.
+_SAID_WITHOUT_FORMAT = {"convrot", "convrot_groupsize", "per_row"}
+
+
 def _with_configs_of_int8(checkpoint: Checkpoint) -> Checkpoint:
-    """With a quant config for each int8 weight in a file that has none, as older node packs wrote it. Where one is
-    marked, another lost its quant config."""
+    """With a quant config for each int8 weight in a file that has none, as older node packs wrote it, and with the
+    format in those that name none. Where one is marked, another lost its quant config."""
     tensors = dict(checkpoint.tensors)
     if quant_config.marked_layers(tensors):
-        return checkpoint
+        for layer, config in quant_config.configs_in(tensors).items():
+            weight = tensors.get(f"{layer}.weight")
+            if config and config.keys() <= _SAID_WITHOUT_FORMAT and weight is not None and weight.dtype == torch.int8:
+                named = quant_config.encoded({"format": NATIVE_FORMAT, **config})
+                tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = named
+        return replace(checkpoint, tensors=tensors)
     for key, tensor in checkpoint.tensors.items():
         layer = key.removesuffix(".weight")
         if tensor.dtype != torch.int8 or layer == key:
@@ -230,7 +240,7 @@ IMPORTERS = {
     "both models of Ideogram 4 in one file": _one_branch,
     "quant configs in the metadata": _with_configs_of_metadata,
     "all models in one file": _of_diffusion_model,
-    "int8 without quant configs, of older node packs": _with_configs_of_int8,
+    "int8 without quant configs, or with those that name no format, of older node packs": _with_configs_of_int8,
 }
 """How layers are stored, in the order in which each brings a checkpoint to ComfyUI's conventions or leaves it as it is;
 raises ValueError naming the tensor where there is one."""
