@@ -27,7 +27,7 @@ from ..layers.linear_call import name_linears
 from ..layers.stored_weights import patch_products
 from ..patching.file_notes import FOLDED, keep_notes, notes_of, recipe_in
 from .load_plan import LoadPlan, checkpoint_plan, fits_in_floats
-from .loaded_checks import check_loaded
+from .loaded_checks import check_loaded, check_scaled, unscaled_codes
 from .operations import int8_operations
 from .summary import floats_name
 
@@ -101,6 +101,7 @@ def build_model(
     Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
     """
     names, operations = list(state_dict), int8_operations(plan)  # the loader empties it
+    codes = unscaled_codes(state_dict)
     options = {"custom_operations": operations, "dtype": plan.compute_dtype}
     model = comfy.sd.load_diffusion_model_state_dict(
         state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
@@ -109,6 +110,7 @@ def build_model(
     if model is None:
         raise ValueError("this is not a diffusion model that this ComfyUI can load")
     check_loaded(model, names, operations, plan)
+    check_scaled(model, codes, operations)
     diffusion_model = model.model.diffusion_model
     name_linears(diffusion_model)
     compile_linears(diffusion_model, plan.kernel, plan.compute_dtype, model.load_device)

@@ -6,7 +6,7 @@ says.
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import comfy.model_management
 import torch
@@ -17,6 +17,8 @@ from comfy.quant_ops import QuantizedTensor
 from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, weight_below_patches
 from ..files.attention_choices import CONFIG
 from ..files.block_lists import AGAIN, block_of, check_lists
+from ..files.holding import is_gguf
+from ..files.quant_config import marked_layers
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from .load_plan import LoadPlan
 
@@ -49,6 +51,34 @@ def check_loaded(model: ModelPatcher, names: Collection[str], operations: type, 
     _check_blocks(module, unexpected, known)
     if plan.file:
         _check_values(model, set(names), plan)
+
+
+def unscaled_codes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of marked layers of a state dict, by layer, that may be those of no linear: what ComfyUI holds of
+    them is to be compared."""
+    weights = {layer: tensors.get(f"{layer}.weight") for layer in marked_layers(tensors)}
+    return {
+        layer: weight
+        for layer, weight in weights.items()
+        if weight is not None and not is_gguf(weight) and (weight.ndim > 3 or weight.numel() <= _AT_ONCE)
+    }
+
+
+def check_scaled(model: ModelPatcher, codes: Mapping[str, torch.Tensor], operations: type) -> None:
+    """Raise ValueError naming the first layer of a loaded MODEL that holds `unscaled_codes` as if they were weights:
+    ComfyUI scales those of some classes of layers, and convolutions are not among them."""
+    modules = dict(model.model.diffusion_model.named_modules())
+    for layer, weight in codes.items():
+        module = modules.get(layer)
+        held = getattr(module, "weight", None)
+        if held is None or isinstance(module, operations.Linear) or isinstance(held, QuantizedTensor):
+            continue
+        if held.shape == weight.shape and torch.equal(held.detach().float().cpu(), weight.float().cpu()):
+            raise ValueError(
+                f"{layer}.weight is quantized ({weight.dtype}) and belongs to a {type(module).__name__}, which this "
+                "ComfyUI computes without its scale: the image would be noise. Take a file in which such layers have "
+                "16 bits"
+            )
 
 
 def _overlooked(unexpected: Sequence[str], names: Collection[str]) -> Iterator[str]:

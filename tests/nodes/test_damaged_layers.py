@@ -1,7 +1,9 @@
 """Quantized layers that are not whole: refused by file and tensor, whatever would compute with them."""
 
+import contextlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -330,6 +332,36 @@ def test_what_others_write_of_the_same_layer_is_read(dit, tmp_path, part, change
     found = dit.int8_weights(dit.load(dit.write(tmp_path / f"other {NAME}", state_dict, metadata)))[LAYER]
     assert torch.equal(found.dequantize(), expected.dequantize())
     assert found.params.rotation_group == 64 and found.params.activation_bits == 8
+
+
+@pytest.mark.parametrize("kind", ("int8_tensorwise", "float8_e4m3fn"))
+def test_a_quantized_convolution_is_noise_without_its_scale(dit, refuse, kind):
+    """ComfyUI says nothing of it."""
+    layer, state_dict = "x_embedder.proj", dit.native_int8()
+    weight = state_dict[f"{layer}.weight"].float()
+    largest, dtype = (127, I8) if kind == "int8_tensorwise" else (448, torch.float8_e4m3fn)
+    scale = weight.abs().max() / largest
+    codes = (weight / scale).round() if dtype is I8 else weight / scale
+    state_dict |= {
+        f"{layer}.weight": codes.to(dtype),
+        f"{layer}.weight_scale": scale,
+        f"{layer}.comfy_quant": encoded({"format": kind}),
+    }
+    refuse(state_dict, f"{layer}.weight is quantized", "Conv2d", "16 bits")
+
+
+def test_a_convolution_that_comfyui_scales_is_taken(pack):
+    from int8_dit.nodes.loading.loaded_checks import check_scaled, unscaled_codes
+
+    codes = torch.randint(-127, 128, (4, 3, 2, 2), dtype=torch.int8)
+    tensors = {"conv.weight": codes, "conv.comfy_quant": encoded({"format": "int8_tensorwise"})}
+    root = torch.nn.ModuleDict({"conv": torch.nn.Conv2d(3, 4, 2)})
+    model = SimpleNamespace(model=SimpleNamespace(diffusion_model=root))
+    operations = SimpleNamespace(Linear=torch.nn.Linear)
+    for scale, fails in ((1.0, True), (0.25, False)):
+        root["conv"].weight.data = codes.float() * scale
+        with pytest.raises(ValueError, match=r"conv\.weight") if fails else contextlib.nullcontext():
+            check_scaled(model, unscaled_codes(tensors), operations)
 
 
 # What this pack wrote
