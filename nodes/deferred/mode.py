@@ -82,11 +82,11 @@ class Deferring(TorchFunctionMode):
         self._stop_watching(everywhere=True)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if types:
-            return self.called(func, types, args, kwargs)
-        self.before_writes_of(func, args, kwargs)
-        return func(*args, **kwargs)
+            return self.called(func, types, args, kwargs or {})
+        if _known(func)[2] or (kwargs and "out" in kwargs):
+            self.before_writes_of(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def called(self, func: Any, types: Sequence[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A call with a tracked or a deferred argument."""
