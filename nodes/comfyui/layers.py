@@ -63,7 +63,7 @@ def cast_quantized(
         comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
 
 
-def other_activation(x: torch.Tensor, activation: str, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
+def other_activation(x: torch.Tensor, activation: str, weight: Any, eps: float) -> torch.Tensor | None:
     """An activation of a linear's input as this ComfyUI computes it; None for one that it does not know."""
     own = getattr(comfy.ops, "_eager_input_act", None)
     try:

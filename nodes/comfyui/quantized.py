@@ -1,19 +1,29 @@
 """Quantized weights as ComfyUI carries them: QuantizedTensors of comfy-kitchen's, with layouts that are registered."""
 
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import cycle
 from typing import Any, TypeGuard
 
 import numpy
 import torch
-from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor, get_layout_class, register_layout_class
 
 NATIVE_FORMAT = "int8_tensorwise"
 """ComfyUI's own INT8, by the name that files have."""
 
 NATIVE_LAYOUT: str = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
 """The layout that ComfyUI's own loaders hold it in."""
+
+FORWARDED_LAYOUT = "ForwardedINT8Layout"
+"""NATIVE_LAYOUT under another name. Up to 0.38 ComfyUI's `linear_input_act` multiplies by weights of NATIVE_LAYOUT past
+the forward of their linear, and calls the forward of any other."""
+
+register_layout_class(FORWARDED_LAYOUT, type(FORWARDED_LAYOUT, (get_layout_class(NATIVE_LAYOUT),), {}))
+
+_NATIVE_LAYOUTS = NATIVE_LAYOUT, FORWARDED_LAYOUT
 
 # Beside threads that compile, a part waits milliseconds, whatever its size: with 16 MB a load took up to twice as long.
 _BUFFER_BYTES = 64 << 20
@@ -41,7 +51,20 @@ def has_layout(weight: Any, layout: str) -> TypeGuard[QuantizedTensor]:
 
 def is_native_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
     """Whether a module's weight is a linear's in ComfyUI's own INT8 format, as its own loaders hold it."""
-    return isinstance(weight, QuantizedTensor) and weight._layout_cls == NATIVE_LAYOUT and weight.ndim == 2
+    return isinstance(weight, QuantizedTensor) and weight._layout_cls in _NATIVE_LAYOUTS and weight.ndim == 2
+
+
+@contextmanager
+def under_its_own_name(weight: Any) -> Iterator[None]:
+    """A weight of FORWARDED_LAYOUT has NATIVE_LAYOUT in here, by whose name ComfyUI's own product knows INT8."""
+    forwarded = has_layout(weight, FORWARDED_LAYOUT)
+    if forwarded:
+        weight._layout_cls = NATIVE_LAYOUT
+    try:
+        yield
+    finally:
+        if forwarded:
+            weight._layout_cls = FORWARDED_LAYOUT
 
 
 def is_plain_grouped(weight: QuantizedTensor) -> bool:

@@ -27,7 +27,7 @@ class LinearCall(NamedTuple):
     Attributes:
         layer: the linear.
         activation: of the input, by ComfyUI's name of it; None for none.
-        act_weight, act_eps: what "rms_norm" has.
+        act_weight, act_eps: what "rms_norm" has; from October 2026 on the weight may be the norm itself.
         residual: what the product is added to, or None.
         residual_scale: what the product is multiplied with before; None for one.
         unknown: the names of arguments that ask for something which nobody here knows.
@@ -35,7 +35,7 @@ class LinearCall(NamedTuple):
 
     layer: Any
     activation: str | None = None
-    act_weight: torch.Tensor | None = None
+    act_weight: torch.Tensor | torch.nn.Module | None = None
     act_eps: float = 0.0
     residual: torch.Tensor | None = None
     residual_scale: torch.Tensor | None = None
@@ -55,7 +55,9 @@ class LinearCall(NamedTuple):
             gate, up = x.chunk(2, dim=-1)
             return F.silu(gate) * up
         if self.activation == "rms_norm":
-            weight = self._norm_weight(x)
+            if isinstance(self.act_weight, torch.nn.Module):
+                return self.act_weight(x)
+            weight = _norm_weight(self.act_weight, x)
             return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), self.act_eps)
         values = other_activation(x, self.activation, self.act_weight, self.act_eps)
         if values is None:
@@ -64,11 +66,6 @@ class LinearCall(NamedTuple):
                 "this ComfyUI knows, so that the image would be wrong. Update INT8 DiT and ComfyUI"
             )
         return values
-
-    def _norm_weight(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The norm's weight where the input is: it may be one that ComfyUI keeps elsewhere."""
-        weight = self.act_weight
-        return weight if weight is None or weight.device == x.device else cast_to_device(weight, x.device, None)
 
     def quantizer(self, x: torch.Tensor, channels: int) -> Callable[[ChannelTransform, int], Quantized] | None:
         """What activates this input and quantizes it as `quantize_activations` does, in one pass, for a linear of so
@@ -81,9 +78,11 @@ class LinearCall(NamedTuple):
         if self.activation == "swiglu":
             gate, up = rows.chunk(2, dim=-1)
             return partial(activate_quantize, gate, "silu", up, None)
-        if self.activation != "rms_norm" or weight is None or weight.shape != (channels,) or not _is_plain(weight):
+        if self.activation != "rms_norm" or not isinstance(weight, torch.Tensor):
             return None
-        return partial(norm_quantize, rows, Norm("rms", self.act_eps, self._norm_weight(x)), None, None)
+        if weight.shape != (channels,) or not _is_plain(weight):
+            return None
+        return partial(norm_quantize, rows, Norm("rms", self.act_eps, _norm_weight(weight, x)), None, None)
 
     def takes_residual(self, output: Sequence[int]) -> bool:
         """Whether the fused op adds a product of this shape to the residual. Its scale has one value a channel, of all
@@ -107,6 +106,11 @@ class LinearCall(NamedTuple):
             gate = scale.reshape((1,) * (output.ndim - scale.ndim) + tuple(scale.shape))
             return gated_residual(residual, output, gate)
         return residual + output if scale is None else torch.addcmul(residual, output, scale.to(output.dtype))
+
+
+def _norm_weight(weight: Any, x: torch.Tensor) -> Any:
+    """A norm's weight where the input is: it may be one that ComfyUI keeps elsewhere."""
+    return weight if weight is None or weight.device == x.device else cast_to_device(weight, x.device, None)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -8,8 +8,9 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
-from ...kernels import choose_path
+from ...kernels import FUSED, choose_path
 from ..comfyui.patcher import keep_patched
+from ..comfyui.quantized import FORWARDED_LAYOUT, is_native_int8
 from ..deferred.install import defer, deferring_class
 from ..files.holding import is_stored
 from ..host import notices
@@ -94,7 +95,7 @@ def _comfyui_int8(model: ModelPatcher) -> list[str]:
 
 def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> ModelPatcher:
     """A clone whose linears of these names run on the fused kernel."""
-    choose_path(model.load_device, kernel)  # raises where it cannot be
+    fuses = choose_path(model.load_device, kernel).kind == FUSED  # raises where it cannot be
     patched = model.clone()
     # ComfyUI puts a patched attribute in place when it loads the MODEL, and the old one back with the next MODEL: the
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
@@ -102,7 +103,12 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
     for patch in (class_patch(model, name) for name in names):
         found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied
-        patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel, model.is_clip)))
+        patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel, model.is_clip, fuses)))
+        weight = f"{patch.removesuffix('.__class__')}.weight"
+        layout = f"{weight}._layout_cls"
+        patched.object_patches.pop(layout, None)
+        if fuses and is_native_int8(model.get_model_object(weight)):
+            patched.add_object_patch(layout, FORWARDED_LAYOUT)
     if names:
         keep_patched(patched)
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _tell_linears)
@@ -120,12 +126,13 @@ def _warn(kernel: str, node: str, model: ModelPatcher) -> None:
     notices.warn_of_fallback("not-applied", model.load_device, kernel, summary, advice, so)
 
 
-def running_fused(own: Any, kernel: str, encodes: bool = False) -> type:
+def running_fused(own: Any, kernel: str, encodes: bool = False, forwards: bool = True) -> type:
     """A class of linears like `own`, one of ComfyUI's, with the product of INT8 weights replaced; those of a text
-    encoder always have activations of 16 bits."""
+    encoder always have activations of 16 bits. Behind 0.39 ComfyUI's `linear_input_act` asks whether it `forwards`."""
 
     class FusedINT8Linear(INT8Linear, own):
         int8_kernel = kernel
+        comfy_force_forward = forwards
         of_encoder = encodes
         own_arguments = arguments_of(own.forward)
         replaced = own

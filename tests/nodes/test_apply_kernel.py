@@ -1,7 +1,11 @@
 """Apply Fused INT8 Kernel: the pack's arithmetic under a MODEL of ComfyUI's own loader, and nothing left behind."""
 
+import contextlib
+
 import pytest
 import torch
+
+from support.architectures import ARCHITECTURES
 
 NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotation_group": 64}}
 
@@ -89,3 +93,75 @@ def test_a_copy_for_another_gpu(dit, native):
     copy = patched.deepclone_multigpu()
     assert copy.model is not patched.model
     assert torch.equal(dit.output(copy), expected)
+
+
+def called(architecture, small, model, layers):
+    """A forward of a MODEL, and which of its linears were called."""
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([model])
+    names, modules = set(), dict(model.model.diffusion_model.named_modules())
+    hooks = [modules[name].register_forward_pre_hook(lambda *_, name=name: names.add(name)) for name in layers]
+    output = small.output_of(architecture, model)
+    for hook in hooks:
+        hook.remove()
+    return output, names
+
+
+@pytest.fixture
+def in_floats_and_int8(small):
+    """By the name of an architecture: a MODEL in floats, its linears that become INT8, and the MODEL of these."""
+    from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from support.random_models import native_layer
+
+    def make(name):
+        tensors = small.tensors_of(ARCHITECTURES[name])
+        floats = small.stock_of(ARCHITECTURES[name], tensors)
+        layers = [*quantizable_linears(floats)]
+        for layer in layers:
+            native = native_layer(tensors.pop(f"{layer}.weight"))
+            tensors |= {f"{layer}.{part}": tensor for part, tensor in native.items()}
+        return floats, layers, small.stock_of(ARCHITECTURES[name], tensors)
+
+    return make
+
+
+@pytest.fixture
+def interface(pack, request):
+    """This ComfyUI's way to ask linears for more than a product, or one that it has had since."""
+    from support.comfyui_today import today
+
+    with contextlib.nullcontext() if request.param == "its own" else today(request.param):
+        yield
+
+
+PAST_FORWARDS = ("MiniMax H3", "Wan t2v", "Wan i2v", "LTX-Video", "LTX-2")
+CALLED = [(name, "its own") for name in ARCHITECTURES]
+CALLED += [(name, way) for name in PAST_FORWARDS for way in ("arguments", "linear_input_act")]
+
+
+@pytest.mark.parametrize("name, interface", CALLED, indirect=["interface"])
+def test_no_linear_is_called_past_its_forward(dit, small, interface, in_floats_and_int8, name):
+    """ComfyUI's `linear_input_act` multiplies by INT8 weights itself where they look like its own."""
+    floats, layers, stock = in_floats_and_int8(name)
+    expected, all_called = called(ARCHITECTURES[name], small, floats, layers)
+    own, _ = called(ARCHITECTURES[name], small, stock, layers)
+    output, ran = called(ARCHITECTURES[name], small, dit.apply(stock), layers)
+    assert ran == all_called
+    assert dit.relative_error(output, expected) <= 1.05 * dit.relative_error(own, expected)
+    assert torch.equal(called(ARCHITECTURES[name], small, stock, layers)[0], own)
+
+
+def test_calls_past_a_forward_stay_where_another_node_says_so(dit, small, in_floats_and_int8):
+    architecture = ARCHITECTURES["MiniMax H3"]
+    _, layers, stock = in_floats_and_int8("MiniMax H3")
+    own = called(architecture, small, stock, layers)
+    output, ran = called(architecture, small, applied := dit.apply(stock), layers)
+    for model, (wanted, theirs) in {
+        dit.apply(stock): (output, ran),  # while the first is loaded
+        dit.apply(applied, kernel="auto"): own,
+        dit.apply(dit.apply(stock, kernel="auto")): (output, ran),
+        stock: own,
+    }.items():
+        found, its = called(architecture, small, model, layers)
+        assert torch.equal(found, wanted) and its == theirs

@@ -130,6 +130,21 @@ def test_an_input_that_waits(linears, make, kind, asked):
         deferred_call(lambda: run(linear, **call.named(), act_scale=torch.ones(1)))
 
 
+@pytest.mark.parametrize("kind", ("INT8", "a LoRA in use", "applied", "protected", "text encoder", "bf16 fallback"))
+def test_the_weight_of_a_norm_may_be_the_norm(linears, make, kind, version):
+    """As ComfyUI of October 2026 gives it, whose own linears take no arguments again."""
+    import comfy.ops
+
+    if kind == "protected" and version == "today":
+        pytest.skip("ComfyUI's own forward of that state wants a tensor")
+    linear, call = make(kind), linears.ASKED["all"]
+    norm = comfy.ops.disable_weight_init.RMSNorm(linears.K, eps=call.act_eps)
+    norm.load_state_dict({"weight": call.act_weight})
+    given = {**call.named(), "act_weight": norm, "act_eps": 0.0}
+    with torch.inference_mode():
+        assert relative_error(linear(call.input(), **given), expected(linear, call)) <= APART
+
+
 @pytest.mark.parametrize("shape", ((), (3,), (2, 1, 3)), ids=str)
 @pytest.mark.parametrize("asked", ("gelu_tanh", "swiglu", "rms_norm"))
 @pytest.mark.parametrize("kind", ("INT8", "applied"))

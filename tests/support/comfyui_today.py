@@ -287,8 +287,9 @@ def _replace(replaced: dict[Callable, Callable]) -> None:
 
 
 @contextmanager
-def today() -> Iterator[ModuleType]:
-    """ComfyUI's interface of today, for what is built and loaded in here. Gives `comfy.ldm.modules.attention`.
+def today(linears: str = "arguments") -> Iterator[ModuleType]:
+    """ComfyUI's interface of today, for what is built and loaded in here. Gives `comfy.ldm.modules.attention`. How its
+    linears are asked is one of linears_today's INTERFACES.
 
     Where ComfyUI has it already, nothing changes.
     """
@@ -321,7 +322,7 @@ def today() -> Iterator[ModuleType]:
             put(cls, "__init__", _with_child(cls.__init__))
         put(comfy.lora, "load_lora", _load_lora(comfy.lora.load_lora))
         put(ModelPatcher, "add_patches", _add_patches(ModelPatcher.add_patches))
-        for place, name, value in puts():
+        for place, name, value in puts(linears):
             put(place, name, value)
         _replace(replaced)
         undo.callback(_replace, {new: old for old, new in replaced.items()})

@@ -1,7 +1,8 @@
-"""The Linears of ComfyUI behind 0.39, put over an older one: they take an activation of their input and a residual.
+"""How ComfyUI behind 0.39 asks a linear for an activation of its input and for a residual, put over an older one.
 
-As public files and other packs' repairs show them, each call of a model gives all arguments by name, None where it does
-not use one. Imported only once ComfyUI can be.
+As public files and other packs' repairs show it, it has done so in two ways, the entries of INTERFACES. Until October
+2026 the linears took both as arguments: each call of a model gives all by name, None where it does not use one. Since
+then a function, `linear_input_act`, gets the linear. Imported only once ComfyUI can be.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import comfy.ldm.wan.model
 import comfy.ops
 import comfy.rmsnorm
 import comfy.text_encoders.llama
+import comfy_kitchen
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
 
 UNUSED = {"input_act": None, "act_weight": None, "act_eps": 0.0, "residual": None, "residual_scale": None}
 
@@ -31,9 +34,11 @@ class Put(NamedTuple):
 
 
 def eager_input_act(
-    x: torch.Tensor, input_act: str | None, act_weight: torch.Tensor | None = None, act_eps: float = 0.0
+    x: torch.Tensor, input_act: str | None, act_weight: Any = None, act_eps: float = 0.0
 ) -> torch.Tensor:
     """`comfy.ops._eager_input_act`. KeyError for an activation that is not there."""
+    if input_act == "rms_norm" and isinstance(act_weight, torch.nn.Module):
+        return act_weight(x)
     if input_act == "rms_norm":
         return comfy.rmsnorm.rms_norm(x, act_weight, act_eps)
     return x if input_act is None else comfy.ops.INPUT_ACT_EAGER[input_act](x)
@@ -106,12 +111,12 @@ class WanFeedForward(torch.nn.Sequential):
         return self[2](self[0](x), input_act="gelu_tanh")
 
 
-def _wan_init(own: Callable[..., None]) -> Callable[..., None]:
+def _wan_init(own: Callable[..., None], feed_forward: type = WanFeedForward) -> Callable[..., None]:
     @functools.wraps(own)
     def init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         if type(self.ffn) is torch.nn.Sequential:
-            self.ffn.__class__ = WanFeedForward
+            self.ffn.__class__ = feed_forward
 
     return init
 
@@ -147,13 +152,8 @@ def _clone(own: Callable[..., ModelPatcher]) -> Callable[..., ModelPatcher]:
     return clone
 
 
-def puts() -> Iterator[Put]:
-    """All that differs; nothing where ComfyUI has it already."""
+def _with_linears_that_take_arguments() -> Iterator[Put]:
     ops, wan, llama = comfy.ops, comfy.ldm.wan.model, comfy.text_encoders.llama
-    if hasattr(ops, "_linear_residual"):
-        return
-    yield Put(ops, "_eager_input_act", eager_input_act)
-    yield Put(ops, "_linear_residual", linear_residual)
     yield Put(ops, "linear_input_act", None)
     yield from _with_arguments(ops.disable_weight_init.Linear)
     yield Put(ops, "mixed_precision_ops", _mixed_precision_ops(ops.mixed_precision_ops))
@@ -164,5 +164,50 @@ def puts() -> Iterator[Put]:
     else:
         yield Put(wan.WanAttentionBlock, "__init__", _wan_init(wan.WanAttentionBlock.__init__))
     yield Put(llama.MLP, "forward", _text_encoder(llama.MLP.forward))
+
+
+def _linear_input_act(linear, x, input_act, act_weight=None, act_eps=0.0, residual=None, residual_scale=None):
+    """`comfy.ops.linear_input_act` of October, whose weights of ComfyUI's own INT8 comfy-kitchen multiplies."""
+    weight, x = linear.weight, eager_input_act(x, input_act, act_weight, act_eps)
+    past = isinstance(weight, QuantizedTensor) and weight._layout_cls == "TensorWiseINT8Layout"
+    if not past or getattr(linear, "comfy_force_forward", False) or getattr(linear, "_full_precision_mm", False):
+        return linear_residual(linear(x), residual, residual_scale)
+    rotation = {"convrot": weight.params.convrot, "convrot_groupsize": weight.params.convrot_groupsize}
+    product = comfy_kitchen.int8_linear(x, weight._qdata, weight.params.scale, linear.bias, x.dtype, **rotation)
+    return linear_residual(product, residual, residual_scale)
+
+
+class _WanFeedForwardOfOctober(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return comfy.ops.linear_input_act(self[2], self[0](x), "gelu_tanh")
+
+
+def _ltx_video_of_october(self, x: torch.Tensor) -> torch.Tensor:
+    return comfy.ops.linear_input_act(self.net[2], self.net[0].proj(x), "gelu_tanh")
+
+
+def _with_linear_input_act() -> Iterator[Put]:
+    ops, wan = comfy.ops, comfy.ldm.wan.model
+    yield Put(ops, "linear_input_act", _linear_input_act)
+    yield Put(comfy.ldm.lightricks.model.FeedForward, "forward", _ltx_video_of_october)
+    if not hasattr(wan, "WanFeedForward"):
+        yield Put(
+            wan.WanAttentionBlock, "__init__", _wan_init(wan.WanAttentionBlock.__init__, _WanFeedForwardOfOctober)
+        )
+
+
+INTERFACES: dict[str, Callable[[], Iterator[Put]]] = {
+    "arguments": _with_linears_that_take_arguments,
+    "linear_input_act": _with_linear_input_act,
+}
+
+
+def puts(interface: str) -> Iterator[Put]:
+    """All that differs; nothing where ComfyUI has one of them already."""
+    if hasattr(comfy.ops, "_linear_residual"):
+        return
+    yield Put(comfy.ops, "_eager_input_act", eager_input_act)
+    yield Put(comfy.ops, "_linear_residual", linear_residual)
+    yield from INTERFACES[interface]()
     yield Put(ModelPatcher, "__init__", _patcher_init(ModelPatcher.__init__))
     yield Put(ModelPatcher, "clone", _clone(ModelPatcher.clone))
