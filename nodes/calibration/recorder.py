@@ -2,8 +2,8 @@
 run."""
 
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +14,11 @@ from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_execution.utils import get_executing_context
-from torch.utils.hooks import RemovableHandle
 
 from ...kernels import ActivationStatistics, AttentionError, unplanned_memory
 from ..comfyui.attention import OVERRIDE, Attention, attention_choices, beside_choices, comfyuis_attention
 from ..comfyui.compiling import is_compiled
+from ..comfyui.quantized import FORWARDED_LAYOUT, native_int8_as
 from ..files.block_lists import block_of
 from ..host.sampling import previewer, sample
 from ..host.work import Progress
@@ -104,7 +104,7 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
         observing[patcher] = record, weakref.finalize(patcher, observers.close)
         for name, module in linears.items():
             seen = record.statistics.setdefault(name, ActivationStatistics())
-            observers.enter_context(observe_linear(module, seen))
+            observers.enter_context(observed_linear(module, seen))
         places = (block_of(f"{name}.weight") for name in linears)
         for name in dict.fromkeys(f"{place[0]}{place[1]}" for place in places if place is not None):  # outermost blocks
             block, noted = patcher.model.diffusion_model.get_submodule(name), (name, record.attention)
@@ -125,14 +125,27 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
     return clone
 
 
-def observe_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> RemovableHandle:
-    """Fill the statistics of a linear from what it multiplies, until the handle is removed."""
+@contextmanager
+def observed_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> Iterator[None]:
+    """Fill the statistics of a linear in here from what it multiplies: ComfyUI calls it through its forward, where its
+    `linear_input_act` would else multiply by a weight of INT8, or in fp16, past that."""
 
     def update(linear: object, args: tuple, kwargs: dict) -> None:
         with unplanned_memory():
             seen.update(multiplied(linear, args, kwargs))
 
-    return module.register_forward_pre_hook(update, with_kwargs=True)
+    before = module.__dict__.get("comfy_force_forward")
+    module.comfy_force_forward = True
+    handle = module.register_forward_pre_hook(update, with_kwargs=True)
+    try:
+        with native_int8_as(FORWARDED_LAYOUT, module):
+            yield
+    finally:
+        handle.remove()
+        if before is None:
+            del module.comfy_force_forward
+        else:
+            module.comfy_force_forward = before
 
 
 class AttentionObserver:

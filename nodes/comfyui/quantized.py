@@ -55,16 +55,16 @@ def is_native_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
 
 
 @contextmanager
-def under_its_own_name(weight: Any) -> Iterator[None]:
-    """A weight of FORWARDED_LAYOUT has NATIVE_LAYOUT in here, by whose name ComfyUI's own product knows INT8."""
-    forwarded = has_layout(weight, FORWARDED_LAYOUT)
-    if forwarded:
-        weight._layout_cls = NATIVE_LAYOUT
+def native_int8_as(layout: str, linear: Any) -> Iterator[None]:
+    """The weight of a linear has NATIVE_LAYOUT or FORWARDED_LAYOUT in here, if it has one of them."""
+    before = linear.weight._layout_cls if is_native_int8(linear.weight) else layout
+    if before != layout:
+        linear.weight._layout_cls = layout
     try:
         yield
     finally:
-        if forwarded:
-            weight._layout_cls = FORWARDED_LAYOUT
+        if before != layout and is_native_int8(linear.weight):  # it may be another one now
+            linear.weight._layout_cls = before
 
 
 def is_plain_grouped(weight: QuantizedTensor) -> bool:

@@ -242,6 +242,40 @@ def test_an_error_while_recording_leaves_no_observer(dit, model, recorder):
         dit.sample(armed)
 
 
+def comfyuis_int8(model):
+    """A MODEL of ComfyUI's own loader with the same weights in native INT8."""
+    import comfy.sd
+
+    from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from support.random_models import native_layer
+
+    tensors = dict(model.model.diffusion_model.state_dict())
+    for layer in quantizable_linears(model):
+        native = native_layer(tensors.pop(f"{layer}.weight"))
+        tensors |= {f"{layer}.{part}": tensor for part, tensor in native.items()}
+    return comfy.sd.load_diffusion_model_state_dict(tensors)
+
+
+@pytest.mark.parametrize("holds", ("floats", "INT8"))
+def test_linears_that_comfyui_calls_past_their_forward_are_seen(dit, small, monkeypatch, holds):
+    """It does so with those in ComfyUI's own INT8, and in fp16 with `--fast fp16_accumulation`."""
+    import comfy.ops
+
+    from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from support.comfyui_today import today
+
+    with today("linear_input_act"):
+        monkeypatch.setattr(comfy.ops, "_fp16_linear_wanted", lambda x: True)
+        model = small.wan()
+        if holds == "INT8":
+            model = comfyuis_int8(model)
+        seen = small.recorded(model).statistics
+        modules = [module for module in model.model.modules() if hasattr(module, "in_features")]
+        monkeypatch.undo()
+    assert seen.keys() == quantizable_linears(model).keys()
+    assert not any("comfy_force_forward" in vars(module) for module in modules)
+
+
 def test_a_compiled_model_cannot_be_recorded(dit, model, recorder):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 

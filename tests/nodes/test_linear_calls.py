@@ -310,12 +310,11 @@ def test_a_gradient_passes(linears, make):
 def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
     """And not what the linear is given, which may be twice as wide."""
     from int8_dit.kernels import ActivationStatistics
-    from int8_dit.nodes.calibration.recorder import observe_linear
+    from int8_dit.nodes.calibration.recorder import observed_linear
 
     linear, call, given, before = make(kind), linears.ASKED[asked], ActivationStatistics(), ActivationStatistics()
     for seen, run in ((given, lambda: called(linear, call, "by name")), (before, lambda: expected(linear, call))):
-        handle = observe_linear(linear, seen)
-        run()
-        handle.remove()
+        with observed_linear(linear, seen):
+            run()
     assert given.calls == before.calls == 1 and given.absmax.shape == (linears.K,)
     torch.testing.assert_close(given.absmax, before.absmax)

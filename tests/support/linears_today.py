@@ -169,9 +169,12 @@ def _with_linears_that_take_arguments() -> Iterator[Put]:
 def _linear_input_act(linear, x, input_act, act_weight=None, act_eps=0.0, residual=None, residual_scale=None):
     """`comfy.ops.linear_input_act` of October, whose weights of ComfyUI's own INT8 comfy-kitchen multiplies."""
     weight, x = linear.weight, eager_input_act(x, input_act, act_weight, act_eps)
-    past = isinstance(weight, QuantizedTensor) and weight._layout_cls == "TensorWiseINT8Layout"
+    quantized = isinstance(weight, QuantizedTensor)
+    past = weight._layout_cls == "TensorWiseINT8Layout" if quantized else comfy.ops._fp16_linear_wanted(x)
     if not past or getattr(linear, "comfy_force_forward", False) or getattr(linear, "_full_precision_mm", False):
         return linear_residual(linear(x), residual, residual_scale)
+    if not quantized:
+        return linear_residual(torch.nn.functional.linear(x, weight, linear.bias), residual, residual_scale)
     rotation = {"convrot": weight.params.convrot, "convrot_groupsize": weight.params.convrot_groupsize}
     product = comfy_kitchen.int8_linear(x, weight._qdata, weight.params.scale, linear.bias, x.dtype, **rotation)
     return linear_residual(product, residual, residual_scale)
@@ -189,6 +192,7 @@ def _ltx_video_of_october(self, x: torch.Tensor) -> torch.Tensor:
 def _with_linear_input_act() -> Iterator[Put]:
     ops, wan = comfy.ops, comfy.ldm.wan.model
     yield Put(ops, "linear_input_act", _linear_input_act)
+    yield Put(ops, "_fp16_linear_wanted", lambda x: False)  # of a model in fp16 on a GPU with --fast fp16_accumulation
     yield Put(comfy.ldm.lightricks.model.FeedForward, "forward", _ltx_video_of_october)
     if not hasattr(wan, "WanFeedForward"):
         yield Put(
