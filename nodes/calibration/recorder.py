@@ -134,18 +134,17 @@ def observed_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> Ite
         with unplanned_memory():
             seen.update(multiplied(linear, args, kwargs))
 
-    before = module.__dict__.get("comfy_force_forward")
-    module.comfy_force_forward = True
+    asks = not getattr(module, "comfy_force_forward", False)  # else Apply, ComfyUI or another recording does
+    if asks:
+        module.comfy_force_forward = True
     handle = module.register_forward_pre_hook(update, with_kwargs=True)
     try:
         with native_int8_as(FORWARDED_LAYOUT, module):
             yield
     finally:
         handle.remove()
-        if before is None:
+        if asks:
             del module.comfy_force_forward
-        else:
-            module.comfy_force_forward = before
 
 
 class AttentionObserver:

@@ -318,3 +318,17 @@ def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
             run()
     assert given.calls == before.calls == 1 and given.absmax.shape == (linears.K,)
     torch.testing.assert_close(given.absmax, before.absmax)
+
+
+def test_recordings_may_end_in_any_order(linears, make):
+    """As those of two MODELs with the same modules, beside each other in one guider."""
+    from int8_dit.kernels import ActivationStatistics
+    from int8_dit.nodes.calibration.recorder import observed_linear
+
+    linear = make("protected")
+    first, second = (observed_linear(linear, ActivationStatistics()) for _ in range(2))
+    for recording in (first, second):
+        recording.__enter__()
+    for recording in (first, second):
+        recording.__exit__(None, None, None)
+    assert "comfy_force_forward" not in vars(linear) and not linear._forward_pre_hooks
