@@ -13,7 +13,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import ChannelTransform, Quantized, int8_gemm, int8_linear, requantize_weight, runs_fused
 from ..comfyui.layers import cast_quantized
 from ..comfyui.patcher import key_of
-from ..comfyui.quantized import NATIVE_LAYOUT, native_int8_as, stored
+from ..comfyui.quantized import stored
 from ..deferred import takers
 from ..deferred.notes import Deferred, outside, tracking, valued
 from .linear_call import LinearCall, read_linear_call
@@ -95,8 +95,7 @@ class INT8Linear:
         """What ComfyUI's own forward computes of a call, with a weight of a form. An older one drops all arguments but
         the input, so that they are computed around it."""
         own: Any = super()
-        with native_int8_as(NATIVE_LAYOUT, self):  # the name by which ComfyUI's own product knows INT8
-            return own.forward(x, *args, **kwargs) if self.own_arguments else self.around(own.forward, x, args, kwargs)
+        return own.forward(x, *args, **kwargs) if self.own_arguments else self.around(own.forward, x, args, kwargs)
 
     def around(self, product: Callable[..., torch.Tensor], x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         """What the arguments ask for, in separate passes around a product of floats."""

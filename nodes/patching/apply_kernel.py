@@ -10,7 +10,7 @@ from comfy.patcher_extension import CallbacksMP
 
 from ...kernels import FUSED, choose_path
 from ..comfyui.patcher import keep_patched
-from ..comfyui.quantized import FORWARDED_LAYOUT, is_native_int8
+from ..comfyui.quantized import FORWARDED_LAYOUT, NATIVE_LAYOUT, is_native_int8, native_int8_as
 from ..deferred.install import defer, deferring_class
 from ..files.holding import is_stored
 from ..host import notices
@@ -100,11 +100,11 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
     # ComfyUI puts a patched attribute in place when it loads the MODEL, and the old one back with the next MODEL: the
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
-    for patch in (class_patch(model, name) for name in names):
+    for name in names:
+        patch, weight = class_patch(model, name), f"{root_of(model)[1]}{name}.weight"
         found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied
         patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel, model.is_clip, fuses)))
-        weight = f"{patch.removesuffix('.__class__')}.weight"
         layout = f"{weight}._layout_cls"
         patched.object_patches.pop(layout, None)
         if fuses and is_native_int8(model.get_model_object(weight)):
@@ -136,5 +136,9 @@ def running_fused(own: Any, kernel: str, encodes: bool = False, forwards: bool =
         of_encoder = encodes
         own_arguments = arguments_of(own.forward)
         replaced = own
+
+        def unfused(self, *call: Any) -> torch.Tensor:
+            with native_int8_as(NATIVE_LAYOUT, self):  # the name by which ComfyUI's own product knows INT8
+                return super().unfused(*call)
 
     return FusedINT8Linear

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from support.architectures import ARCHITECTURES
+from support.file_formats import int8
 
 NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotation_group": 64}}
 
@@ -112,16 +113,12 @@ def called(architecture, small, model, layers):
 def in_floats_and_int8(small):
     """By the name of an architecture: a MODEL in floats, its linears that become INT8, and the MODEL of these."""
     from int8_dit.nodes.layers.layer_selection import quantizable_linears
-    from support.random_models import native_layer
 
     def make(name):
         tensors = small.tensors_of(ARCHITECTURES[name])
         floats = small.stock_of(ARCHITECTURES[name], tensors)
         layers = [*quantizable_linears(floats)]
-        for layer in layers:
-            native = native_layer(tensors.pop(f"{layer}.weight"))
-            tensors |= {f"{layer}.{part}": tensor for part, tensor in native.items()}
-        return floats, layers, small.stock_of(ARCHITECTURES[name], tensors)
+        return floats, layers, small.stock_of(ARCHITECTURES[name], int8(tensors, layers).tensors)
 
     return make
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from support.file_formats import int8
 from support.pack import from_pack
 
 recorder = from_pack("int8_dit.nodes.calibration.recorder")
@@ -247,13 +248,9 @@ def comfyuis_int8(model):
     import comfy.sd
 
     from int8_dit.nodes.layers.layer_selection import quantizable_linears
-    from support.random_models import native_layer
 
-    tensors = dict(model.model.diffusion_model.state_dict())
-    for layer in quantizable_linears(model):
-        native = native_layer(tensors.pop(f"{layer}.weight"))
-        tensors |= {f"{layer}.{part}": tensor for part, tensor in native.items()}
-    return comfy.sd.load_diffusion_model_state_dict(tensors)
+    tensors = model.model.diffusion_model.state_dict()
+    return comfy.sd.load_diffusion_model_state_dict(dict(int8(tensors, quantizable_linears(model)).tensors))
 
 
 @pytest.mark.parametrize("holds", ("floats", "INT8"))

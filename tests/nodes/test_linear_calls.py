@@ -332,3 +332,14 @@ def test_recordings_may_end_in_any_order(linears, make):
     for recording in (first, second):
         recording.__exit__(None, None, None)
     assert "comfy_force_forward" not in vars(linear) and not linear._forward_pre_hooks
+
+
+def test_under_its_other_name_comfyuis_own_product_is_the_same(linears, make):
+    """Where an INT8 weight has the name that Apply gives it, and this pack does not multiply by it."""
+    from int8_dit.nodes.comfyui.quantized import FORWARDED_LAYOUT, has_layout
+
+    linear, x = make("applied, declined"), linears.ASKED["nothing"].input()
+    with torch.inference_mode():
+        own = linear(x)
+        linear.weight._layout_cls = FORWARDED_LAYOUT
+        assert torch.equal(linear(x), own) and has_layout(linear.weight, FORWARDED_LAYOUT)
