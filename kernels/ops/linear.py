@@ -148,7 +148,7 @@ by which its input is divided, or None."""
 
 def settle(work: Callable[[], object], device: torch.device) -> None:
     """Do some work on a device again and again, for some seconds at most, until its GEMMs run with the tiles that stay
-    for their shapes; nothing where no kernel runs. Before work is timed."""
+    for their shapes and nothing is compiled any more; nothing where no kernel runs. Before work is timed."""
     if device.type == "cuda" and fused_obstacle(device) is None:
         from ..triton_kernels import tuning
 

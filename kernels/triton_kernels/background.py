@@ -81,6 +81,7 @@ class Background:
         self._tasks: queue.PriorityQueue = queue.PriorityQueue()
         self._count, self._lock, self._ended = itertools.count(), threading.Lock(), False
         self._open = 0  # tasks that wait or are under way
+        self._later = 0  # tasks that are submitted after some seconds
 
     def submit(self, rank: float, task: Callable[[], object]) -> None:
         """Have a task done. What it raises is only logged."""
@@ -98,9 +99,22 @@ class Background:
 
     def submit_later(self, seconds: float, rank: float, task: Callable[[], object]) -> None:
         """Submit a task after so many seconds, unless the process has ended by then."""
-        timer = threading.Timer(seconds, self.submit, (rank, task))
+
+        def now() -> None:
+            self.submit(rank, task)
+            with self._lock:
+                self._later -= 1
+
+        timer = threading.Timer(seconds, now)
         timer.daemon = True
+        with self._lock:
+            self._later += 1
         timer.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, nor waits for its time."""
+        return not (self._open or self._later)
 
     def end(self) -> None:
         """Wait for what has begun, and take no more."""

@@ -15,7 +15,7 @@ from ..card.timing import Stopwatch
 from ..internals.triton_runtime import COMPILES_ALONE, is_unfit
 from ..interruption import stop_if_asked
 from ..memory_plan import unplanned_memory
-from .background import beside_calls, foreground
+from .background import beside_calls, beside_loading, foreground
 from .exactness import WrongResult
 from .tiles import GemmConfig
 from .tuning_cache import Tried, TuningCache, TuningKey
@@ -374,13 +374,18 @@ tuner = Tuner()
 
 
 def settle(work: Callable[[], object], device: torch.device) -> None:
-    """Do some work again and again, at most for seconds, until its GEMMs run with what stays for their shapes."""
+    """Do some work again and again, at most for seconds, until its GEMMs run with what stays for their shapes and
+    nothing is compiled beside it, which would keep Python's lock from what is timed next."""
+
+    def is_open() -> bool:
+        return tuner.is_open_in(work) or not (beside_loading.is_idle and beside_calls.is_idle)
+
     deadline = monotonic() + _SECONDS_TO_SETTLE
     before = tuner.seconds_before, tuner.calls_a_try
     tuner.seconds_before, tuner.calls_a_try = 0.0, 1
     try:
         with foreground.waiting():
-            while tuner.is_open_in(work) and monotonic() < deadline:
+            while is_open() and monotonic() < deadline:
                 stop_if_asked()
                 torch.cuda.synchronize(device)
                 sleep(_SECONDS_BETWEEN)  # for the thread that compiles

@@ -106,9 +106,12 @@ def test_kernels_are_compiled_while_a_first_launch_waits():
 
 def test_a_task_for_later_begins_then():
     background, done, begins = Background(1), threading.Event(), monotonic()
+    assert background.is_idle
     background.submit_later(0.2, 0, done.set)
+    assert not background.is_idle
     assert done.wait(60) and monotonic() - begins >= 0.2
     background.end()
+    assert background.is_idle
 
 
 def test_at_the_end_only_what_is_quick_is_still_done():

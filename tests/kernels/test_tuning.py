@@ -96,7 +96,7 @@ def card(monkeypatch, tmp_path):
     """A card on which the second of three candidates wins, and a cache folder of its own."""
     card = Card(dict(zip(CONFIGS[:3], (3.0, 1.0, 2.0), strict=True)))
     monkeypatch.setattr(kernels.triton_kernels.tuning, "monotonic", lambda: card.now)
-    at_once = SimpleNamespace(submit=lambda rank, task: task())
+    at_once = SimpleNamespace(submit=lambda rank, task: task(), is_idle=True)
     monkeypatch.setattr(kernels.triton_kernels.tuning, "beside_calls", at_once)
     for name, value in (("is_current_stream_capturing", False), ("current_stream", 0), ("default_stream", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)  # which raise where no driver is
@@ -602,6 +602,12 @@ def test_work_is_done_until_what_it_launches_stays(card, monkeypatch):
     before = len(card.launches)
     settle(lambda: card.call(tuner), torch.device("cuda"))
     assert len(card.launches) == before + 1
+    states = iter((False, False, True))
+    compiling = type("Compiling", (), {"is_idle": property(lambda self: next(states))})()
+    monkeypatch.setattr(kernels.triton_kernels.tuning, "beside_loading", compiling)
+    settle(lambda: card.call(tuner), torch.device("cuda"))
+    assert next(states, None) is None and len(card.launches) == before + 4
+    monkeypatch.setattr(kernels.triton_kernels.tuning, "beside_loading", SimpleNamespace(is_idle=True))
     card.is_behind = True  # for good
     monkeypatch.setattr(kernels.triton_kernels.tuning, "sleep", lambda seconds: setattr(card, "now", card.now + 1.0))
     settle(lambda: card.call(tuner, NEAR[0]), torch.device("cuda"))
