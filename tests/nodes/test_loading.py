@@ -53,17 +53,31 @@ def test_scale_as_a_vector(dit, native, expected, tmp_path):
     assert torch.equal(dit.output(dit.load(dit.write(tmp_path / "m.safetensors", native))), expected)
 
 
-@pytest.mark.parametrize("named_with", ("", "model.diffusion_model."))
-def test_prefix_and_marks_in_the_metadata(dit, native, expected, tmp_path, named_with):
-    """Beside a text encoder in the same file."""
-    for layer in dit.LINEARS:
-        del native[f"{layer}.comfy_quant"]
-    whole = {f"model.diffusion_model.{key}": tensor for key, tensor in native.items()}
-    whole["text_encoders.t5.layer.weight"] = torch.zeros(8, 8, dtype=torch.int8)
-    marked = [*(named_with + layer for layer in dit.LINEARS), "text_encoders.t5.layer"]
-    marks = {"layers": {layer: {"format": "int8_tensorwise"} for layer in marked}}
-    metadata = {"_quantization_metadata": json.dumps(marks)}
+@pytest.mark.parametrize("named_with", ("", "model.diffusion_model.", "diffusion_model.", "model."))
+@pytest.mark.parametrize("prefix", ("", "model.diffusion_model.", "model."))
+@pytest.mark.parametrize("group", (None, 64))
+def test_prefix_and_marks_in_the_metadata(dit, tmp_path, prefix, named_with, group):
+    """Beside a text encoder in the same file, if the model has a prefix. Both may be named otherwise."""
+    native = dit.native_int8(rotation_group=group)
+    expected = dit.output(dit.load(dit.write(tmp_path / "plain.safetensors", native)))
+    marks = {layer: json.loads(bytes(native.pop(f"{layer}.comfy_quant").tolist())) for layer in dit.LINEARS}
+    whole = {f"{prefix}{key}": tensor for key, tensor in native.items()}
+    layers = {f"{named_with}{layer}": mark for layer, mark in marks.items()}
+    if prefix:
+        whole["text_encoders.t5.layer.weight"] = torch.zeros(8, 8, dtype=torch.int8)
+        layers["text_encoders.t5.layer"] = {"format": "int8_tensorwise"}
+    metadata = {"_quantization_metadata": json.dumps({"layers": layers})}
     assert torch.equal(dit.output(dit.load(dit.write(tmp_path / "m.safetensors", whole, metadata))), expected)
+
+
+def test_marks_in_the_metadata_of_no_layer_of_the_file(dit, tmp_path):
+    """Without them a rotated weight would be read as one that is not."""
+    native = dit.native_int8(rotation_group=64)
+    marks = {f"unet/{layer}": json.loads(bytes(native.pop(f"{layer}.comfy_quant").tolist())) for layer in dit.LINEARS}
+    metadata = {"_quantization_metadata": json.dumps({"layers": marks})}
+    whole = {f"model.diffusion_model.{key}": tensor for key, tensor in native.items()}
+    with pytest.raises(ValueError, match=r"m\.safetensors: .*weight is INT8, and of no layer that the metadata entry"):
+        dit.load(dit.write(tmp_path / "m.safetensors", whole, metadata))
 
 
 def test_rotation_options_under_params(dit, expected, tmp_path):

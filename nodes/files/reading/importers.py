@@ -5,7 +5,8 @@ These are what the rest of the pack reads: plain module names, and for a quantiz
 config `X.comfy_quant` (quant_config.py). A file can be of several origins.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,14 +175,29 @@ def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
+_TOLD = "_quantization_metadata"
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
+
+
+def _layer_named(layer: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Which layer of a file its metadata mean: they may name it with another prefix than the file has, or without."""
+    bare = layer.removeprefix(next(prefix for prefix in _PREFIXES if layer.startswith(prefix)))
+    names = (layer, *(f"{prefix}{bare}" for prefix in _PREFIXES))
+    return next((name for name in names if f"{name}.weight" in tensors), layer)
+
+
 def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
     """With the quant configs that ComfyUI itself makes of what its older files have in their metadata or in other
     tensors."""
+    metadata, named = dict(checkpoint.metadata), []
     try:
-        told = json_object(checkpoint.metadata.get("_quantization_metadata", "{}"), quant_config.MOST_METADATA)
-        keys = [f"{layer}.{quant_config.QUANT_CONFIG}" for layer in told.get("layers", {})]
+        if _TOLD in metadata:
+            told = json_object(metadata[_TOLD], quant_config.MOST_METADATA)
+            named = [(_layer_named(layer, checkpoint.tensors), config) for layer, config in told["layers"].items()]
+            metadata[_TOLD] = json.dumps({**told, "layers": dict(named)})
+        keys = [f"{layer}.{quant_config.QUANT_CONFIG}" for layer, _ in named]
         configs = {key: checkpoint.tensors[key] for key in keys if key in checkpoint.tensors}
-        tensors, metadata = comfy.utils.convert_old_quants(checkpoint.tensors, "", metadata=checkpoint.metadata)
+        tensors, metadata = comfy.utils.convert_old_quants(checkpoint.tensors, "", metadata=metadata)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the quantization metadata cannot be read ({error!r})") from error
     others = quant_config.configs_in({key: tensors[key] for key in configs})
@@ -189,7 +205,7 @@ def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
         if quant_config.computed(own) != quant_config.computed(other := others[layer]):
             key = f"{layer}.{quant_config.QUANT_CONFIG}"
             raise ValueError(
-                f"{key} is {str(own)[:200]}, but the metadata entry _quantization_metadata says {str(other)[:200]}; "
+                f"{key} is {str(own)[:200]}, but the metadata entry {_TOLD} says {str(other)[:200]}; "
                 "download the file again or use another"
             )
     return replace(checkpoint, tensors=tensors, metadata=metadata)
@@ -228,6 +244,8 @@ def _with_configs_of_int8(checkpoint: Checkpoint) -> Checkpoint:
         layer = key.removesuffix(".weight")
         if tensor.dtype != torch.int8 or layer == key:
             continue
+        if checkpoint.metadata.get(_TOLD):
+            raise ValueError(f"{key} is INT8, and of no layer that the metadata entry {_TOLD} names; use another file")
         scale = tensors.pop(f"{layer}.scale_weight", None)
         if scale is not None:
             tensors.setdefault(f"{layer}.{quant_config.SCALE}", scale)
