@@ -25,6 +25,7 @@ from .errors import json_object
 SMOOTHED_FORMAT = "int8_smoothquant (needs the node pack ComfyUI-INT8-DiT)"
 ACT16_FORMAT = "int8_act16 (needs the node pack ComfyUI-INT8-DiT)"
 _EARLIER_NAMES = {"int8_smoothquant": SMOOTHED_FORMAT, "int8_act16": ACT16_FORMAT}
+W4A4 = "convrot_w4a4"
 INT8_FORMATS = (NATIVE_FORMAT, SMOOTHED_FORMAT, ACT16_FORMAT)
 GROUPED_FORMATS = ("asym_w4a8_int8", "w6a8_int8")
 

@@ -8,9 +8,10 @@ from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path
+from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path, kitchen_backend
 from ..comfyui.attention import OVERRIDE, chosen_layers
 from ..comfyui.quantized import NATIVE_FORMAT, layout_of
+from ..files.quant_config import W4A4
 from ..host.notices import Badge
 from ..layers.layer_selection import class_patch, keeps_exact, linears, quantizable_linears
 from ..layers.weight_form import WeightForm, weight_form
@@ -28,6 +29,7 @@ _FORMATS = {
     NATIVE_FORMAT: "ComfyUI's INT8",
     "asym_w4a8_int8": "ComfyUI's W4A8",
     "w6a8_int8": "ComfyUI's W6A8",
+    W4A4: "ComfyUI's W4A4",
 }
 
 
@@ -113,7 +115,10 @@ def _kind(
         return 2, f"INT8 in memory but computed in {floats_name(weight.params.orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
         held = getattr(module, "quant_format", None) or layout_of(weight)
-        return 4, f"{_FORMATS.get(held, held)} as in the file{'' if form is None else why}"
+        why = "" if form is None else why
+        if held == W4A4 and kitchen_backend("convrot_w4a4_linear") == "eager":
+            why = " (slow: comfy-kitchen has no kernel for it here)"
+        return 4, f"{_FORMATS.get(held, held)} as in the file{why}"
     dtype = floats_name(weight.dtype)
     if getattr(module, "dequantized", False):
         return 3, f"{dtype} instead of the file's INT8{why}"

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support import workflows
-from support.file_formats import fp8_scaled
+from support.file_formats import encoded, fp8_scaled
+from support.tensors import relative_error
 from support.workflows import Prompt, link
 
 MODULATION = "joint_blocks.0.x_block.adaLN_modulation.1"
@@ -160,3 +162,36 @@ def test_the_node_shows_it_and_puts_it_out(server):
         assert results[text]["text"] == [expected]
         (badge,) = results[load]["int8_dit_badges"]
         assert badge == {"severity": "note", "text": "INT8 without a GPU: 21 of 34", "detail": expected, "reason": ""}
+
+
+@pytest.mark.parametrize("others", ("tensors", "native_int8"))
+@pytest.mark.parametrize("backend, said", (("cuda", ""), ("eager", " (slow: comfy-kitchen has no kernel for it here)")))
+def test_w4a4_is_comfyuis_own(dit, line, tmp_path, monkeypatch, others, backend, said):
+    """Alone and beside INT8: in the file, computed, with a LoRA, and saved."""
+    from comfy.quant_ops import QuantizedTensor
+
+    from int8_dit.nodes.loading import summary
+
+    tensors, floats, layers = getattr(dit, others)(), dit.tensors(), dit.LINEARS[:3]
+    for layer in layers:
+        weight = floats[f"{layer}.weight"].float()
+        held = QuantizedTensor.from_float(weight, "TensorCoreConvRotW4A4Layout", convrot_groupsize=64)
+        tensors |= held.state_dict(f"{layer}.weight")
+        tensors[f"{layer}.comfy_quant"] = encoded({"format": "convrot_w4a4", "convrot_groupsize": 64})
+    path = dit.write(tmp_path / "w4a4.safetensors", tensors)
+    model, stock = dit.load(path), dit.stock(path)
+    monkeypatch.setattr(summary, "kitchen_backend", {"convrot_w4a4_linear": backend}.get)
+    kept = 21 - len(layers)
+    w4a4 = f"ComfyUI's W4A4 as in the file{said}"
+    whole = f"{kept} of 34 {INT8}, 3 {w4a4}" if others == "native_int8" else f"3 of 34 linears {w4a4}, {kept} fp32"
+    assert line(model) == f"{whole}, {OTHERS}, {ATTENTION}"
+    assert relative_error(dit.output(model), dit.output(stock)) < 0.02
+    lora = dit.lora(layers)
+    assert relative_error(dit.output(dit.with_lora(model, lora)), dit.output(dit.with_lora(stock, lora))) < 0.02
+    if others == "tensors":  # nothing that Save INT8 DiT is for
+        return
+    saved = load_file(dit.save(model, tmp_path / "saved.safetensors"))
+    assert all(torch.equal(saved[f"{layer}.{part}"], tensors[f"{layer}.{part}"]) for layer in layers for part in PARTS)
+
+
+PARTS = ("weight", "weight_scale", "comfy_quant")

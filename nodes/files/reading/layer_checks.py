@@ -122,7 +122,7 @@ FORMATS: dict[str, _Format] = {
     },
     "mxfp8": _Format(_FP8, {"weight_scale": _block_scales(32, _E8M0), **_INPUT_SCALE}),
     "nvfp4": _Format(torch.uint8, {**_NVFP4, **_INPUT_SCALE}),
-    "convrot_w4a4": _Format(torch.int8, {"weight_scale": _scale(7, lambda n, k: ((n,),))}),
+    quant_config.W4A4: _Format(torch.int8, {"weight_scale": _scale(7, lambda n, k: ((n,),))}),
 }
 
 _OWN = {*_CODES, quant_config.SMOOTH}  # of no other format
