@@ -43,7 +43,7 @@ from .ops.ahead import compile_ahead, prepare_compiling
 from .ops.attention import int8_attention, int8_attention_obstacle
 from .ops.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
 from .ops.fused import Norm, activate_quantize, activated, gated_residual, modulated, norm_quantize, norm_rope
-from .ops.linear import LinearWeight, RepeatedLinear, int8_gemm, int8_linear, runs_kitchen, settle
+from .ops.linear import LinearWeight, RepeatedLinear, int8_gemm, int8_linear, quantize_activations, runs_kitchen, settle
 from .ops.weights import (
     dequantize_gguf,
     dequantize_weight,

@@ -10,9 +10,9 @@ from ...kernels import Norm
 from . import takers
 from .mode import OF_DEFERRED, Deferring
 from .notes import MEMORY, Deferred, valued
-from .operands import Activated, Copied, Normed, Segment, Sliced, Spread
-from .reading import PLAIN, Args, Kwargs, T, gate_of, is_rows, modulation_of, now, on, operand_of
-from .views import tokens_of
+from .operands import Activated, Copied, Joined, Normed, Segment, Sliced, Spread
+from .reading import PLAIN, Args, Kwargs, T, as_it_is, gate_of, is_rows, modulation_of, now, on, operand_of
+from .views import slice_of, tokens_of
 
 _RMS: Any = "rms", torch.finfo(torch.float32).eps, ("weight", "eps")
 _LAYER: Any = "layer", 1e-5, ("weight", "bias", "eps")
@@ -223,7 +223,24 @@ def _with_tokens_changed(x: torch.Tensor, func: Any, start: int, stop: int, othe
 @on(T.__setitem__, of=OF_DEFERRED)
 def _set_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target, index, value = args
+    tokens = tokens_of(index, target) if type(target) is Deferred else None
     sliced = operand_of(value, Sliced)
-    if sliced is not None and sliced.parent is target and tokens_of(index, target) == (sliced.start, sliced.stop):
+    if sliced is not None and sliced.parent is target and tokens == (sliced.start, sliced.stop):
         return None  # what `target[index] *= scale` ends with
-    return NotImplemented
+    operand = operand_of(target, Normed)
+    if tokens is None or operand is None or operand.segments or target.note.viewed or target.note.is_view:
+        return NotImplemented
+    (start, stop), before = tokens, as_it_is(target)
+    if not isinstance(value, T) or value.shape != (*target.note.shape[:-2], stop - start, target.note.shape[-1]):
+        return NotImplemented
+    if value.dtype != target.note.dtype or (type(value) is Deferred and value.note.is_view):
+        return NotImplemented
+    places = (0, start), (stop, target.note.shape[-2])
+    first, last = [[slice_of(mode, before, *p, operand.tokens(*p))] if p[0] < p[1] else [] for p in places]
+    joined = Joined((*first, as_it_is(value), *last), len(target.note.shape) - 2)
+    target.note = mode.note(before, joined, _with_tokens_changed, (before, _other, start, stop, value)).note
+    return None
+
+
+def _other(_: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return other

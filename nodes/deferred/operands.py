@@ -8,7 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...kernels import ChannelTransform, Norm, Quantized, activate_quantize, activated, modulated, norm_quantize
+from ...kernels import (
+    ChannelTransform,
+    Norm,
+    Quantized,
+    activate_quantize,
+    activated,
+    modulated,
+    norm_quantize,
+    quantize_activations,
+)
 
 
 class Segment(NamedTuple):
@@ -57,6 +66,15 @@ class Normed(NamedTuple):
         norm = self.norm and replace(self.norm, weight=_copy_of(self.norm.weight), bias=_copy_of(self.norm.bias))
         return self._replace(x=x, norm=norm, scale=scale, shift=shift, segments=segments)
 
+    def tokens(self, start: int, stop: int) -> "Normed":
+        """The same of some tokens, of one without segments."""
+        x, rows = self.x.narrow(-2, start, stop - start), None if self.rows is None else self.rows[start:stop]
+        scale, shift = (
+            t if t is None or self.rows is not None or t.shape[-2] == 1 else t.narrow(-2, start, stop - start)
+            for t in (self.scale, self.shift)
+        )
+        return self._replace(x=x, scale=scale, shift=shift, rows=rows)
+
     def value(self) -> torch.Tensor | None:
         whole = self.in_rows()
         if whole is None:
@@ -67,8 +85,10 @@ class Normed(NamedTuple):
     def quantize(self, transform: ChannelTransform, bits: int) -> Quantized | None:
         """The rows that a linear reads; None where no fused op makes them."""
         whole = self.in_rows()
-        if whole is None or whole.norm is None or whole.all_heads or whole.x.ndim not in (2, 3):
+        if whole is None or whole.all_heads or whole.x.ndim not in (2, 3):
             return None
+        if whole.norm is None:
+            return quantize_activations(whole.x.flatten(0, -2), transform, bits) if whole.is_unmodulated else None
         return norm_quantize(whole.x, whole.norm, whole.scale, whole.shift, transform, bits, whole.rows)
 
     def in_rows(self) -> "Normed | None":

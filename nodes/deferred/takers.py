@@ -12,15 +12,15 @@ from .operands import Activated, Joined, Normed, Turned
 
 def linear(layer: Any, x: Deferred, transform: ChannelTransform, bits: int) -> Quantized | None:
     """The rows of a deferred tensor that an INT8 linear multiplies: quantized once for all that want it alike."""
-    if x.note.shape[-1] != layer.in_features:
+    if x.note.shape[-1] != layer.in_features or x.note.computed is not None:
         return None
     factors = None if transform.smooth is None else layer.weight.params.factors or layer
     return _rows(x, (bits, transform.rotation_group, factors), (transform, bits))
 
 
 def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
-    if type(x) is not Deferred:
-        return None
+    if type(x) is not Deferred or x.note.computed is not None:
+        return Normed(valued(x)).quantize(*form)
     note = x.note
     found = None if note.quantized is None else note.quantized.get(key)
     if found is None:

@@ -14,7 +14,7 @@ from .reading import Args, Kwargs, T, as_it_is, is_rows, on, operand_of
 
 TRACKED.update(
     (
-        *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.dropout, torch.tanh, T.tanh, torch.nan_to_num, T.clone),
+        *(F.linear, F.pad, F.conv1d, F.conv2d, F.conv3d, F.dropout, torch.tanh, T.tanh, torch.nan_to_num, T.clone),
         *(torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, T.sub, T.__sub__, T.to, T.type_as),
         *(T.float, T.bfloat16, T.half),
         *(torch.mul, T.mul, T.__mul__, T.__rmul__, torch.addcmul, T.addcmul, torch.cat, torch.concat, T.contiguous),
@@ -37,7 +37,8 @@ def tokens_of(index: Any, x: Deferred) -> tuple[int, int] | None:
     return (start, stop) if whole and step == 1 and start < stop else None
 
 
-def _slice(mode: Deferring, x: Deferred, start: int, stop: int, operand: Any = None) -> Deferred:
+def slice_of(mode: Deferring, x: Deferred, start: int, stop: int, operand: Any = None) -> Deferred:
+    """Some tokens of a deferred tensor, a view of it; an operand of their own is what they mean to linears."""
     shape = torch.Size((*x.note.shape[:-2], stop - start, x.note.shape[-1]))
     call = T.narrow, (x, -2, start, stop - start)
     return mode.note(x, operand or Sliced(x, start, stop), *call, shape=shape, is_view=True)
@@ -55,11 +56,11 @@ def _get_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if tokens is None:
         return NotImplemented
     if type(operand) is Normed:
-        return _slice(mode, x, *tokens)
+        return slice_of(mode, x, *tokens)
     if tokens[0]:
         return NotImplemented
     x.note.viewed = True
-    return _slice(mode, x, *tokens, operand._replace(tokens=tokens[1]))
+    return slice_of(mode, x, *tokens, operand._replace(tokens=tokens[1]))
 
 
 @on(

@@ -579,6 +579,54 @@ def test_norms_in_float32_and_a_sigmoid_gate(block, deferral, took, dtype):
     assert relative_error(output, exact) <= max(1.1 * relative_error(own, exact), ROUNDED)
 
 
+ROWS = {  # that are set in a modulated norm, made of which of its input's rows
+    "the first ones": (0, 5, lambda h: h),
+    "middle ones": (3, 9, lambda h: h),
+    "the last ones": (9, 12, lambda h: h),
+    "all of them": (0, 12, lambda h: h),
+    "computed already": (0, 5, lambda h: h.as_subclass(torch.Tensor).clone()),
+}
+
+
+@pytest.mark.parametrize("start, stop, source", ROWS.values(), ids=ROWS)
+def test_rows_that_are_set_are_quantized_beside_the_others(block, deferral, took, start, stop, source):
+    """As Qwen-Image 2.1 does where tokens of its prompt have a modulation of their own."""
+    adaln, scales, shift = (
+        torch.ops.comfy_kitchen.adaln,
+        [forwards.modulation(seed) for seed in (1, 2)],
+        torch.zeros(64),
+    )
+
+    def forward(x):
+        h = block.enter(x)
+        n = adaln(h, scales[0], shift, 1e-6)
+        n[:, start:stop] = adaln(source(h[:, start:stop]), scales[1], shift, 1e-6)
+        return torch.cat([layer(n) for layer in (block.out, block.smoothed, block.of_16_bits)])
+
+    x = forwards.randn(forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH, seed=3)
+    with torch.no_grad():
+        own = forward(x)
+        output, agreed = deferral.install._compared(block, lambda: forward(x))
+        assert agreed and took["linear"] == 3
+        assert torch.equal(deferral.install.deferred_call(lambda: forward(x)), output)
+    assert relative_error(output, own) <= ROUNDED
+
+
+def test_a_norm_of_patches_of_a_padded_latent_is_taken(block, deferral, took):
+    """As that of HunyuanVideo's first block."""
+    weight = forwards.randn(forwards.WIDTH, 4, 2, 2)
+
+    def forward(latent):
+        patches = F.conv2d(F.pad(latent, (0, 1, 0, 1), mode="replicate"), weight, stride=2).flatten(2).transpose(1, 2)
+        return block.out(torch.ops.comfy_kitchen.adaln(patches, forwards._S[:1], forwards._T[:1], 1e-6))
+
+    latent = forwards.randn(1, 4, 7, 7)
+    with torch.no_grad():
+        own = forward(latent)
+        output = deferral.install.deferred_call(lambda: forward(deferral.notes.seen_from(latent)))
+    assert took["linear"] == 1 and relative_error(output, own) <= ROUNDED
+
+
 RESHAPED = {
     "transpose_": lambda t: t.transpose_(-1, -2),
     "unsqueeze_": lambda t: t.unsqueeze_(0),

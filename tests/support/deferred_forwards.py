@@ -242,6 +242,13 @@ NOTE_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "tokens twice": lambda n: (n[:, :5].mul_(_S), n[:, :5].mul_(_T), n[:, :5].add_(_S), n[:, :5].add_(_T)),
     "each other token": lambda n: n[:, ::2].mul_(_S),
     "tokens set": lambda n: _set(n, (slice(None), slice(0, 5)), _S),
+    "tokens set to numbers": lambda n: _set(n, (slice(None), slice(0, 5)), randn(2, 5, WIDTH)),
+    "all tokens set": lambda n: _set(n, (slice(None), slice(None)), randn(2, 12, WIDTH)),
+    "tokens set to one sample's": lambda n: _set(n, (slice(None), slice(0, 5)), randn(1, 5, WIDTH)),
+    "tokens set twice": lambda n: [
+        _set(n, (slice(None), slice(start, start + 4)), randn(2, 4, WIDTH, seed=start)) for start in (2, 4)
+    ],
+    "tokens set and scaled": lambda n: (_set(n, (slice(None), slice(8, None)), randn(2, 4, WIDTH)), n.mul_(_S)),
     "tokens set to others": lambda n: _set(n, (slice(None), slice(0, 5)), n[:, 5:10]),
     "chunks scaled": lambda n: [part.mul_(_S) for part in n.chunk(2, dim=1)],
 }  # fmt: skip
@@ -525,6 +532,20 @@ def _hooks_that_read(b: Block, x: torch.Tensor) -> Lists:
     return [n], [product, *seen]
 
 
+def _with_rows_set(
+    h: torch.Tensor, scale: Any = _S, then: Callable[..., Any] = lambda rows: None
+) -> list[torch.Tensor]:
+    """A modulated norm whose first tokens, or middle ones, are set to rows with another modulation."""
+    results = []
+    for start, stop in ((0, 5), (3, 9)):
+        n, rows = (F.layer_norm(t, (WIDTH,)) for t in (h, h[:, start:stop]))
+        n, rows = n * scale + _T, rows * _T
+        n[:, start:stop] = rows
+        then(rows)
+        results.append(n)
+    return results
+
+
 FORWARDS: dict[str, Forward] = {
     "one note, linears of all forms": _all_forms,
     "one note, linears of all forms, of tokens": lambda b, x: (
@@ -576,6 +597,13 @@ FORWARDS: dict[str, Forward] = {
         b.norm.register_forward_hook, lambda m, args, out: args[0].zero_() + out, lambda: taken(b, b.norm(b.enter(x)))
     ),
     "in training": lambda b, x: taken(b, F.dropout(b.norm(x), 1.0, True), F.dropout(b.layer(x), 0.5, training=False)),
+    "rows of a norm set": lambda b, x: taken(b, *_with_rows_set(b.enter(x))),
+    "rows of a norm set, of frames": lambda b, x: (
+        taken(b, *_with_rows_set(b.enter(x), frames(b).repeat_interleave(3, 1)))
+    ),
+    "rows set, written into then": lambda b, x: (
+        taken(b, *_with_rows_set(y := b.enter(x), then=lambda first: (y.mul_(2), first.mul_(3))), y)
+    ),
     "dropout in place": lambda b, x: (
         taken(b, n := b.norm(y := b.enter(x)), F.dropout(y, 1.0, True, inplace=True), n * _S)
     ),
