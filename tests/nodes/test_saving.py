@@ -57,6 +57,25 @@ def test_a_saved_model_comes_back_bit_equal(dit, request, save, kind):
     assert torch.equal(dit.output(loaded), dit.output(model))
 
 
+@pytest.mark.parametrize("layout", ("MXFP8", "NVFP4"))
+def test_other_layouts_beside_int8_come_back_bit_equal(dit, save, tmp_path, layout):
+    """In ComfyUI too, whose own reader of large files knows fewer dtypes than the package safetensors."""
+    import comfy.utils
+    from comfy.quant_ops import QuantizedTensor
+
+    tensors, layer = dit.native_int8(), dit.LINEARS[0]
+    packed = QuantizedTensor.from_float(dit.tensors()[f"{layer}.weight"].bfloat16(), f"TensorCore{layout}Layout")
+    tensors |= packed.state_dict(f"{layer}.weight") | {f"{layer}.comfy_quant": encoded({"format": layout.lower()})}
+    path = dit.write(tmp_path / "mixed.safetensors", tensors)
+    model, stock = dit.load(path), dit.stock(path)
+    saved = save(model)
+    header = json.loads(saved.read_bytes()[8 : 8 + int.from_bytes(saved.read_bytes()[:8], "little")])
+    assert {tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"} <= comfy.utils._TYPES.keys()
+    for made, again in ((model, dit.load(saved)), (stock, dit.stock(saved))):
+        dit.assert_same_tensors(dit.snapshot(again), dit.snapshot(made))
+        assert torch.equal(dit.output(again), dit.output(made))
+
+
 def test_a_smoothed_file_is_refused_by_stock_comfyui(dit, smoothed, save):
     """Without the division by the smoothing factors it would sample noise."""
     path = save(smoothed)

@@ -37,6 +37,7 @@ DTYPE_NAMES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.float8_e8m0fnu: "U8",  # as files have MXFP8's scales: not all of ComfyUI's readers know F8_E8M0
     torch.bool: "BOOL",
 }
 
