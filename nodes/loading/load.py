@@ -1,6 +1,7 @@
 """MODELs whose linears run INT8, built by ComfyUI's own loader: out of a diffusion model file, or of another MODEL."""
 
 import json
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import comfy.sd
 import comfy.utils
 import torch
 from comfy.model_base import BaseModel
+from comfy.model_detection import model_config_from_unet, unet_prefix_from_state_dict
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
@@ -35,8 +37,8 @@ MEMORY_CHOICES = ("INT8", "as stored")
 """How a loaded MODEL holds weights in fewer bits (GGUF, W4A8, W6A8); those of other files are INT8 either way."""
 AS_STORED = MEMORY_CHOICES[1]
 _RUNS_IN = "INT8 DiT runs in {}"
-_PREFIXES = ("model.diffusion_model.", "model.model.", "model.", "")
-"""What ComfyUI puts before the names of a diffusion model's tensors in a checkpoint, by kind of model."""
+_TAKEN_OFF = {"PixelDiTT2I": "core."}
+"""What names begin with in files, by kind of model, where ComfyUI takes it off and does not put it on again."""
 
 
 def load_int8_model(
@@ -148,11 +150,9 @@ def file_metadata(model: BaseModel) -> dict[str, str]:
     """
     config = {}
     for name, value in model.model_config.unet_config.items():
-        try:
+        with suppress(TypeError):  # of a dtype
             if json.loads(json.dumps(value)) == value:
                 config[name] = value
-        except TypeError:  # a dtype
-            pass
     return {"config": json.dumps({"transformer": config})}
 
 
@@ -165,8 +165,19 @@ def tensors_of_file(model: BaseModel, state_dict: dict[str, Any]) -> dict[str, A
     tensors = type(model).state_dict_for_saving(model, state_dict)
     if model.model_config.sampling_settings.get("zsnr"):
         tensors["ztsnr"] = torch.tensor([])
-    prefix = next(prefix for prefix in _PREFIXES if any(key.startswith(prefix) for key in tensors))
-    return comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: ""})
+    prefix, own = unet_prefix_from_state_dict(tensors), _TAKEN_OFF.get(type(model).__name__, "")
+    return comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: own})
+
+
+def check_known(model: BaseModel) -> None:
+    """Raise ValueError where ComfyUI would not know a model again by the tensors of its file."""
+    parts, all_names = model.diffusion_model, {"remove_duplicate": False}
+    held = dict([*parts.named_parameters(**all_names), *parts.named_buffers(**all_names)])
+    if model_config_from_unet(tensors_of_file(model, held), "", metadata=file_metadata(model)) is None:
+        raise ValueError(
+            f"ComfyUI would not know a file of this model ({type(model).__name__}) again, so it cannot be quantized or "
+            "saved; load the model's own file with Load INT8 DiT, which makes INT8 of it"
+        )
 
 
 def build_like(

@@ -36,7 +36,7 @@ from ..host.work import Progress, make_room_to_quantize
 from ..layers.int8_weight import int8_weight
 from ..layers.layer_selection import linears, quantization_targets
 from ..layers.stored_weights import fits_codes
-from ..loading.load import build_like, rebuild_int8_model
+from ..loading.load import build_like, check_known, rebuild_int8_model
 from ..loading.load_plan import LoadPlan
 from ..patching.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
 from ..patching.folding import foldable_groups
@@ -122,6 +122,7 @@ def quantize_model(
     number_of_linears = len(linears(model))
     # What is certain to be refused is refused before the work.
     choose_path(model.load_device, kernel)
+    check_known(model.model)
     nothing_lost = dict.fromkeys(targets, 0.0)
     settings.protection.choose(nothing_lost, nothing_lost, number_of_linears)
     model, progress = disarmed(model), Progress()  # a recorder is for samplings elsewhere

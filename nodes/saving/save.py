@@ -31,7 +31,7 @@ from ..host import notices
 from ..host.work import make_room_to_quantize
 from ..layers.int8_weight import is_int8
 from ..layers.layer_selection import check_runs_as_stored, linears
-from ..loading.load import file_metadata, tensors_of_file
+from ..loading.load import check_known, file_metadata, tensors_of_file
 from ..patching.file_notes import (
     ATTENTION,
     FOLDED,
@@ -86,9 +86,9 @@ def save_int8_model(
     With `fold_factors` smoothing factors go into the layers before, and the file is a plain native one, unless layers
     have activations of 16 bits: then a warning says that other loaders refuse it.
 
-    Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or naming a layer whose
-    factors cannot be folded, or for a header that readers refuse; `write_new_file`'s OSErrors; ComfyUI's interrupt
-    exception on cancel. The file is then not there.
+    Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or is of no kind that files
+    have, or naming a layer whose factors cannot be folded, or for a header that readers refuse; `write_new_file`'s
+    OSErrors; ComfyUI's interrupt exception on cancel. The file is then not there.
     """
     # Before anything else is touched: the weights of other packs need not be tensors that can be read.
     weights = [getattr(module, "weight", None) for module in model.model.diffusion_model.modules()]
@@ -103,6 +103,7 @@ def save_int8_model(
             "'fused int8' (where bf16 is used instead, the weights are loaded as bf16)"
         )
     check_runs_as_stored(model)
+    check_known(model.model)
     tensors = state_dict_for_saving(model)
     folded = fold_factors and bool(quant_config.configured_layers(tensors, quant_config.SMOOTHED_FORMAT))
     if folded:
@@ -144,10 +145,11 @@ def save_gguf_model(
     patch changes, is written as it is.
 
     `destination` and `workflow` are as for `save_int8_model`, and so are the OSErrors and the cancel. Raises ValueError
-    naming a tensor that cannot be read or written, or for something that is in no weight; ImportError without the
-    package gguf. The file is then not there.
+    naming a tensor that cannot be read or written, for something that is in no weight, or for a kind that no file has;
+    ImportError without the package gguf. The file is then not there.
     """
     check_runs_as_stored(model)
+    check_known(model.model)
     warn_of_patches_on_folded(model)
     tensors = _tensors(model, type)
     _warn_of_patches_on_rounded(model, type)

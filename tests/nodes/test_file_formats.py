@@ -127,8 +127,8 @@ def test_a_file_of_an_architecture(small, dit, original, tmp_path, name, format_
     assert dit.relative_error(output, expected) < allowed
 
     # Saved, it comes back. (Where tensors lie in memory changes the order of float32 sums.)
-    dit.save(model, saved)
     with small.known_to_comfyui(it.architecture):
+        dit.save(model, saved)
         again = dit.load(saved)
         dit.assert_same_tensors(dit.snapshot(again), dit.snapshot(model))
         assert dit.relative_error(small.output_of(it.architecture, again), output) < allowed

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.architectures import ARCHITECTURES
+from support.architectures import ARCHITECTURES, PIXEL_DIT
 
 
 @pytest.fixture
@@ -64,6 +64,31 @@ def test_embedders_that_belong_to_the_model(dit, small, after):
     expected = dict(model.model.seconds_total_embedder.state_dict())
     for made in made_of_it.values():
         dit.assert_same_tensors(dict(made.model.seconds_total_embedder.state_dict()), expected)
+
+
+def test_names_that_a_model_has_in_files_alone(dit, small, after, tmp_path):
+    tensors = {f"core.{name}": tensor for name, tensor in small.tensors_of(PIXEL_DIT).items()}
+    model = small.stock_of(PIXEL_DIT, tensors)
+    expected = small.output_of(PIXEL_DIT, model)
+    with small.known_to_comfyui(PIXEL_DIT):
+        made_of_it = after(model)
+        made_of_it["GGUF"] = dit.load(dit.save(made_of_it["loaded"], tmp_path / "again.gguf"))
+    for name, made in made_of_it.items():
+        assert dit.relative_error(small.output_of(PIXEL_DIT, made), expected) < 0.05, name
+
+
+@pytest.mark.parametrize("ending", ("safetensors", "gguf", "quantized"))
+def test_a_kind_that_comfyui_would_not_know_again_is_refused_before_the_work(dit, tmp_path, monkeypatch, ending):
+    import comfy.model_detection
+
+    from int8_dit.nodes.quantization import quantize
+
+    model, stock = dit.load(), dit.stock()
+    monkeypatch.setattr(comfy.model_detection, "detect_unet_config", lambda *args, **options: None)
+    monkeypatch.setattr(quantize, "_quantize_layers", None)
+    with pytest.raises(ValueError, match=r"would not know a file of this model \(SD3\) again"):
+        dit.quantize(stock) if ending == "quantized" else dit.save(model, tmp_path / f"saved.{ending}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_kind_that_cannot_be_kept_is_refused(dit):

@@ -337,4 +337,15 @@ ARCHITECTURES = {
         {"x": (1, 64, 5), "context": TEXT},
     ),
 }
+
+# Beside the table: ComfyUI takes `core.` off the names in its files, and others of its tensors have no axes.
+PIXEL_DIT = Architecture(
+    "PixelDiTT2I",
+    {
+        "num_groups": 2, "hidden_size": 128, "pixel_hidden_size": 16, "pixel_attn_hidden_size": 128,
+        "pixel_num_groups": 2, "patch_depth": 2, "pixel_depth": 1, "patch_size": 16, "txt_embed_dim": 64,
+        "txt_max_length": 8,
+    },
+    {"x": (1, 3, 32, 48), "context": TEXT},
+)
 # fmt: on

@@ -142,8 +142,8 @@ def _random_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         # Columns of different size, so that every layer has smoothing factors of its own.
         name: torch.randn(tensor.shape, generator=generator)
-        / max(1, tensor[0].numel()) ** 0.5
-        * (0.25 + torch.rand(tensor.shape[-1], generator=generator))
+        / max(1, tensor.shape[1:].numel()) ** 0.5
+        * (0.25 + torch.rand(tensor.shape[-1:], generator=generator))
         for name, tensor in model.state_dict().items()
     }
 
