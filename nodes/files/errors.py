@@ -1,6 +1,7 @@
 """What is wrong with a file ends in a ValueError that names it, whoever finds it; and JSON objects that files hold."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 # What a device reports is no fault of the file.
 _OF_THE_DEVICE = (comfy.model_management.OOM_EXCEPTION, getattr(torch, "AcceleratorError", ()))
 _OF_TRUSTING_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+PART = "part {} of {} of a split model; join all (GGUF: llama.cpp's `gguf-split --merge`) or use a single-file version"
+_NAME_OF_PART = re.compile(r"-0*(\d+)-of-0*([2-9]|[1-9]\d+)\.(gguf|safetensors|sft)$", re.IGNORECASE)
 
 
 @contextmanager
@@ -18,17 +21,19 @@ def naming_file(name: str) -> Iterator[None]:
     """ValueError that begins with a file's name, for what is raised inside by code that trusts what it reads.
 
     One that does so already passes. Memory that runs out, errors of the disk and of the device, and the user's cancel
-    pass as they are.
+    pass as they are. Of a file whose name is that of a part of a model, this is what is wrong.
     """
     try:
         yield
-    except ValueError as error:
-        if str(error).startswith((f"{name} ", f"{name}: ")):
-            raise
-        raise ValueError(f"{name}: {error}") from error
-    except _OF_TRUSTING_CODE as error:
+    except (ValueError, *_OF_TRUSTING_CODE) as error:
         if any(isinstance(error, kind) for kind in _OF_THE_DEVICE):
             raise
+        if part := _NAME_OF_PART.search(name):
+            raise ValueError(f"{name}: {PART.format(*part.groups())}") from error
+        if isinstance(error, ValueError):
+            if str(error).startswith((f"{name} ", f"{name}: ")):
+                raise
+            raise ValueError(f"{name}: {error}") from error
         said = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise ValueError(f"{name}: ComfyUI cannot make a model of these tensors ({said}); is it damaged?") from error
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from support.file_formats import encoded
+from support.pack import from_pack
+
+files = from_pack("support.gguf_files")
 
 
 def assert_refused(dit, path, *says):
@@ -143,3 +146,44 @@ def test_other_models_in_a_checkpoint_do_not_matter(dit, tmp_path):
     others = {key: tensor for kind in ("a VAE", "a text encoder") for key, tensor in tensors(kind).items()}
     path = dit.write(tmp_path / "whole.safetensors", whole | others)
     assert dit.int8_weights(dit.load(path))
+
+
+# A part of one
+
+
+def write_part(dit, files, path, tensors, part):
+    if path.suffix == ".gguf":
+        files.write_gguf(path, tensors, files.linears_in("Q8_0"), part=part)
+    else:
+        dit.write(path, tensors)
+    return path
+
+
+@pytest.mark.parametrize("number", (1, 2))
+@pytest.mark.parametrize("share", (0.3, 0.9))
+@pytest.mark.parametrize("name", ("a-{:05}-of-00002.safetensors", "a-{:05}-of-00002.gguf", "renamed {}.gguf"))
+def test_a_part_of_a_split_model(dit, files, tmp_path, name, share, number):
+    """llama.cpp's know it, whatever their names are."""
+    whole = dit.native_int8() if name.endswith("safetensors") else dit.tensors()
+    cut = int(len(whole) * share)
+    names = sorted(whole)[:cut] if number == 1 else sorted(whole)[cut:]
+    part = (number - 1, 2) if name.startswith("renamed") else None
+    path = write_part(dit, files, tmp_path / name.format(number), {name: whole[name] for name in names}, part)
+    assert_refused(dit, path, f"part {number} of 2 of a split model", "`gguf-split --merge`", "single-file")
+
+
+def test_a_part_may_have_no_tensors(dit, files, tmp_path):
+    """As llama.cpp's first, on demand. Later ones name no architecture."""
+    path = write_part(dit, files, tmp_path / "first.gguf", {}, (0, 12))
+    assert_refused(dit, path, "part 1 of 12 of a split model")
+
+
+@pytest.mark.parametrize("name", ("a-00001-of-00002.safetensors", "a-00001-of-00002.gguf"))
+def test_a_whole_model_may_be_called_a_part(dit, files, tmp_path, name):
+    assert dit.int8_weights(dit.load(write_part(dit, files, tmp_path / name, dit.tensors(), (0, 0))))
+
+
+def test_the_only_part_is_a_whole_model(dit, tmp_path):
+    path = tmp_path / "a-00001-of-00001.safetensors"
+    path.write_bytes(dit.FILE.read_bytes()[:-1])
+    assert_refused(dit, path, "damaged or incomplete")

@@ -38,10 +38,14 @@ def write_gguf(
     choose: Choose,
     architecture: str = "sd3",
     shapes: Mapping[str, tuple[int, ...]] = {},
+    part: tuple[int, int] | None = None,
 ) -> str:
     """Write a GGUF file and return its path as the loaders want it. `shapes` are shapes to store tensors in instead of
-    their own, which then are in the metadata."""
+    their own, which then are in the metadata. `part` is what llama.cpp says of a part of a split model: its number,
+    from 0, and of how many; of parts joined again they are 0."""
     writer = gguf.GGUFWriter(path, architecture)
+    for key, number in zip(("no", "count"), part or (), strict=False):
+        writer.add_uint16(f"split.{key}", number)
     for name, tensor in tensors.items():
         kind = choose(name, tuple(tensor.shape))
         stored = tensor.reshape(shapes.get(name, tensor.shape))

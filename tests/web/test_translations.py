@@ -30,6 +30,8 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     '"triton-windows==3.7.*"`.',
     "Triton cannot be imported (DLL load failed: libtriton.pyd); in the folder "
     '/home/me/venv/bin run `./python3 -m pip install --force-reinstall --no-deps "triton==3.7.*"`.',
+    "a-00001-of-00002.gguf: part 1 of 2 of a split model; join all (GGUF: llama.cpp's `gguf-split --merge`) or use a "
+    "single-file version",
     "Triton does not go with PyTorch",
     "INT8 layers compute in bf16",
     "The model runs unfused",

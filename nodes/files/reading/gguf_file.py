@@ -10,6 +10,7 @@ import torch
 
 from ....kernels import GGUF_FORMATS
 from ..attention_choices import CONFIG
+from ..errors import PART
 from ..holding import CAN_STAY_IN_GGUF, is_gguf, read_gguf_weight
 from .gguf_package import INT8_CONFIG, ORIGINAL_SHAPE, can_decode, decode_gguf, gguf_package, gguf_version
 
@@ -33,6 +34,9 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     Raises ValueError for a file that is damaged, or that holds no diffusion model; ImportError without `gguf`.
     """
     reader = _opened(path)
+    split = {key: int(field.parts[-1][0]) for key, field in reader.fields.items() if key in ("split.no", "split.count")}
+    if split.get("split.count", 0) > 1:
+        raise ValueError(PART.format(split.get("split.no", 0) + 1, split["split.count"]))
     metadata = {
         name: bytes(field.parts[field.data[-1]]).decode("utf-8", errors="replace")
         for name, field in reader.fields.items()
