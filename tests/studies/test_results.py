@@ -201,8 +201,6 @@ def first_images():
         "INT8": ("int8", "pack"),
         "W4A8 as stored": ("codes", "stored"),
         "W4A8 as INT8": ("codes", "pack"),
-        "GGUF Q8_0 as stored": ("gguf", "stored"),
-        "GGUF Q8_0 as INT8": ("gguf", "pack"),
     }
     for title, (form, variant) in kinds.items():
         cells = []
@@ -211,7 +209,7 @@ def first_images():
             cells += [f"{each:.2f} s, {each / seconds['int8', mode, 'native', 'full']:.2f} ×" for each in took]
         yield f"| {title} | {' | '.join(cells)} |"
     native = [seconds[form, mode, "native", "full"] for form in ("int8", "codes") for mode in ("ordinary", "dynamic")]
-    said = "takes {:.2f} s for INT8, and with dynamic VRAM {:.2f} s; for W4A8 {:.2f} and {:.2f} s. Its ordinary"
+    said = "takes {:.2f} s for INT8, and with dynamic VRAM {:.2f} s; for W4A8 {:.2f} and {:.2f} s. With empty"
     yield said.format(*native)
     sizes = [row["other_first_s"] / row["other_second_s"] for row in rows if row["variant"] != "native"]
     yield f"A step of another size takes {min(sizes):.2f} to {max(sizes):.2f} × what the next one takes"
