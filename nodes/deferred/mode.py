@@ -33,9 +33,19 @@ TRACKED: set[Any] = set()
 LEAST_ROWS = 8
 """Fewer rows, such as the vectors that modulations are made of, are computed at once: a note costs more."""
 
-LEAST_NUMBERS = 2**21
-"""The same of tensors of fewer numbers on a GPU, such as a prompt's beside an image. An RTX 3090 reads and writes 8 MB
-in 9 us, so that a pass saved is worth what the host has to do for a note, and a faster card waits for the host."""
+NOTE_SECONDS = 8.5e-6
+"""What a note costs the host, about."""
+
+
+@functools.cache
+def least_numbers() -> int:
+    """The same of tensors of fewer numbers on a GPU, such as a prompt's beside an image: those that the slowest GPU of
+    the machine reads and writes while the host makes a note. They are 2 million on an RTX 3090, 10 million on an H200.
+    """
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    # Bytes a second, of kHz and bits, twice a cycle. An older PyTorch does not say.
+    rates = [250 * getattr(card, "memory_clock_rate", 0) * getattr(card, "memory_bus_width", 0) for card in cards]
+    return int(NOTE_SECONDS * (min(rates, default=0) or 936e9) / 4)
 
 
 def are_enough(shape: torch.Size, is_cuda: bool) -> bool:
@@ -43,7 +53,7 @@ def are_enough(shape: torch.Size, is_cuda: bool) -> bool:
     if len(shape) < 2 or shape[-1] < 2:
         return False
     numbers = shape.numel()
-    return numbers >= LEAST_ROWS * shape[-1] and (not is_cuda or numbers >= LEAST_NUMBERS)
+    return numbers >= LEAST_ROWS * shape[-1] and (not is_cuda or numbers >= least_numbers())
 
 
 @functools.lru_cache(4096)
