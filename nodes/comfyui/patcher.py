@@ -1,5 +1,6 @@
 """MODELs: what patches change in them, whatever ComfyUI loads and unloads around it, and what else a MODEL is."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -103,12 +104,14 @@ def keep_patched(model: ModelPatcher) -> None:
         model.add_callback_with_key(kind, CALLBACK_KEY, callback)
 
 
-def let_patches_act(model: ModelPatcher) -> None:
+def let_patches_act(model: ModelPatcher, on_clone: Callable[[ModelPatcher, ModelPatcher], None]) -> None:
     """`keep_patched`, and hooks that work on quantized weights: their other mode keeps patched weights as floats, and
-    cannot put those back into quantized ones."""
+    cannot put those back into quantized ones. `on_clone` hears of the MODEL and of each clone."""
     if EnumHookMode is not None:
         model.hook_mode = EnumHookMode.MinVram
     keep_patched(model)
+    model.add_callback_with_key(CallbacksMP.ON_CLONE, CALLBACK_KEY, on_clone)
+    on_clone(model, model)
 
 
 def _patch_once(model: ModelPatcher, *_: object) -> None:

@@ -100,6 +100,9 @@ class HeldWeight(QuantizedTensor):
         """The same numbers and scales, as of any tensor: a Parameter is made of this."""
         return self.data
 
+    def half(self) -> torch.Tensor:  # ComfyUI's LoRA extraction writes what this gives into a file
+        return self.dequantize().half()
+
     def to(self, *args, copy: bool = False, **kwargs) -> QuantizedTensor:
         device = kwargs.get("device", args[0] if args else None)
         waits = not kwargs.get("non_blocking") and not any(argument is True for argument in args)

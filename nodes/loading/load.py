@@ -13,12 +13,10 @@ from comfy.model_base import BaseModel
 from comfy.model_detection import model_config_from_unet, unet_prefix_from_state_dict
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
-from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import choose_path
 from ..comfyui.patcher import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
-from ..files import quant_config
 from ..files.errors import naming_file
 from ..files.holding import held_codes, is_grouped, is_stored, with_joined_codes
 from ..files.reading.checkpoint import read_checkpoint
@@ -28,6 +26,7 @@ from ..layers.compile_ahead import compile_linears
 from ..layers.linear_call import name_linears
 from ..layers.stored_weights import patch_products
 from ..patching.file_notes import FOLDED, keep_notes, notes_of, recipe_in
+from ..patching.patched_weights import show_whole, whole_weights
 from .load_plan import LoadPlan, checkpoint_plan, fits_in_floats
 from .loaded_checks import check_loaded, check_scaled, unscaled_codes
 from .operations import int8_operations
@@ -116,9 +115,8 @@ def build_model(
     diffusion_model = model.model.diffusion_model
     name_linears(diffusion_model)
     compile_linears(diffusion_model, plan.kernel, plan.compute_dtype, model.load_device)
-    # Merges and hooks look up everything that a BaseModel's state dict names, and add what it holds to other weights.
-    model.model.register_state_dict_post_hook(_whole_weights)
-    let_patches_act(model)
+    model.model.register_state_dict_post_hook(whole_weights)  # hooks add what it holds to other weights
+    let_patches_act(model, show_whole)
     if any(is_stored(getattr(module, "weight", None)) for module in diffusion_model.modules()):
         patch_products(model)
 
@@ -130,17 +128,6 @@ def build_model(
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)
     defer(model)
     return model
-
-
-def _whole_weights(model: BaseModel, state_dict: dict[str, torch.Tensor], prefix: str, _metadata: object) -> None:
-    """Put each quantized weight into a BaseModel's state dict as what it is, in place of the pieces a file has."""
-    for name, module in model.named_modules():
-        weight: Any = getattr(module, "weight", None)
-        if isinstance(weight, QuantizedTensor) and f"{prefix}{name}.{quant_config.QUANT_CONFIG}" in state_dict:
-            key = f"{prefix}{name}.weight"
-            for piece in (f"{prefix}{name}.{quant_config.QUANT_CONFIG}", *weight.state_dict(key)):
-                state_dict.pop(piece)
-            state_dict[key] = weight
 
 
 def file_metadata(model: BaseModel) -> dict[str, str]:

@@ -5,6 +5,7 @@ MODEL inside the very same weights, or apply them only while it streams.
 """
 
 import functools
+import weakref
 from typing import Any
 
 import comfy.float
@@ -61,6 +62,33 @@ def _patched_as_stored(model: ModelPatcher, key: str) -> torch.Tensor:
     """A stored weight with patches applied, as a float tensor of its own on the MODEL's device."""
     weight = float_weight(cast_to_device(weight_below_patches(model, key), model.load_device, None, copy=True))
     return comfy.lora.calculate_weight(model.patches[key], weight.float(), key) if key in model.patches else weight
+
+
+def whole_weights(model: Any, state_dict: dict[str, Any], prefix: str, _metadata: object = None) -> None:
+    """Put each quantized weight into a model's state dict as what it is, in place of the pieces a file has."""
+    for name, weight in model.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        if isinstance(weight, QuantizedTensor) and name in state_dict:
+            for piece in (f"{name.removesuffix('weight')}{quant_config.QUANT_CONFIG}", *weight.state_dict(name)):
+                state_dict.pop(piece, None)
+            state_dict[name] = weight
+
+
+class _WholeWeights(dict):
+    """A MODEL's state dict with whole weights. LoRAs are extracted of what is taken out of it: patched, in floats."""
+
+    def __init__(self, model: Any, filter_prefix: str | None = None) -> None:
+        super().__init__(model.__class__.model_state_dict(model, filter_prefix))
+        whole_weights(model.model, self, "")
+        self.model = model
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        tensor = super().__getitem__(key)
+        return _patched_as_stored(self.model, key) if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def show_whole(_: ModelPatcher, model: Any) -> None:
+    """Give ComfyUI whole weights where it merges a MODEL or CLIP, puts hooks on it or extracts a LoRA of it."""
+    model.model_state_dict = functools.partial(_WholeWeights, weakref.proxy(model))
 
 
 def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor | PendingTensor]:

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from support.file_formats import fp8_scaled
+from support.file_formats import fp8_scaled, int8
 
 NOISE = 0.1  # INT8's own is a few percent; a merge or a hook that is lost moves the output by over 40 %
 
@@ -30,11 +30,16 @@ MERGES = {
 
 @pytest.fixture
 def load_stored(dit, tmp_path):
-    """A MODEL whose weights stay in blocks of GGUF."""
+    """A MODEL whose weights stay in blocks of GGUF, or as W4A8."""
     from support import gguf_files
+    from support.file_formats import FORMATS
 
-    def load(kind="Q8_0"):
-        path = gguf_files.write_gguf(tmp_path / "model.gguf", dit.tensors(), gguf_files.linears_in(kind))
+    def load(kind="Q8_0", tensors=None):
+        tensors = tensors or dit.tensors()
+        if kind == "W4A8":
+            path = dit.write(tmp_path / "model.safetensors", FORMATS[kind](tensors, dit.LINEARS).tensors)
+        else:
+            path = gguf_files.write_gguf(tmp_path / "model.gguf", tensors, gguf_files.linears_in(kind))
         return dit.load(path, memory="as stored")
 
     return load
@@ -65,6 +70,66 @@ def test_a_merged_model_is_saved_as_it_computes(dit, smoothed, other_file, tmp_p
     result = MERGES["simple"](smoothed, dit.load(other_file))
     saved = dit.load(dit.save(result, tmp_path / "merged.safetensors"))
     assert dit.relative_error(dit.output(saved), dit.output(result)) < NOISE / 2
+
+
+@pytest.fixture
+def loaded(dit, other_file, load_stored, tmp_path):
+    """The second model in a form that a node holds it in."""
+
+    def load(held):
+        if held in ("Q8_0", "W4A8"):
+            return load_stored(held, torch_file(other_file))
+        if held == "floats":
+            return dit.stock(other_file)
+        native = int8(torch_file(other_file), dit.LINEARS, rotate=64).tensors
+        path = dit.write(tmp_path / "int8.safetensors", native)
+        return dit.load(path) if held == "INT8" else dit.apply(dit.stock(path))
+
+    return load
+
+
+def torch_file(path):
+    import comfy.utils
+
+    return comfy.utils.load_torch_file(path)
+
+
+@pytest.fixture
+def extracted(dit, monkeypatch, tmp_path):
+    """What the file of ComfyUI's Extract and Save Lora, made of a difference, makes of the float model."""
+    import comfy.model_management
+    import comfy_extras.nodes_lora_extract as node
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
+
+    def extract(difference, kind, streams):
+        def stream(models):
+            models[0].patch_model(models[0].load_device, lowvram_model_memory=1)
+
+        with monkeypatch.context() as patched:
+            if streams:
+                patched.setattr(comfy.model_management, "load_models_gpu", stream)
+            node.LoraSave.execute("extracted", 4, kind, True, difference)
+        (file,) = (tmp_path / "output").rglob("*.safetensors")
+        made = torch_file(str(file))
+        file.unlink()
+        # Streamed, ComfyUI takes whole norms for their differences, also of floats.
+        linears = {key: tensor for key, tensor in made.items() if any(f".{layer}." in key for layer in dit.LINEARS)}
+        return dit.output(dit.with_lora(dit.stock(), linears))
+
+    return extract
+
+
+@pytest.mark.parametrize("streams", (False, True), ids=("resident", "streamed"))
+@pytest.mark.parametrize("kind", ("standard", "full_diff"))
+@pytest.mark.parametrize("held", ("INT8", "Q8_0", "W4A8"))
+def test_a_lora_extracted_of_a_difference(dit, loaded, extracted, held, kind, streams):
+    """It is that of the weights as floats."""
+    expected = extracted(merged("ModelSubtract", loaded("floats"), dit.stock(), 1.0), kind, False)
+    assert dit.relative_error(expected, dit.output(dit.stock())) > 3 * NOISE
+    output = extracted(merged("ModelSubtract", loaded(held), dit.stock(), 1.0), kind, streams)
+    assert dit.relative_error(output, expected) < (0.3 if held == "W4A8" else NOISE)
 
 
 def hooked(dit, model, hooks, steps=1):
