@@ -98,19 +98,13 @@ def on_other_gpus_again(model: ModelPatcher) -> ModelPatcher:
     return create_multigpu_deepclones(model, 1 + len(copies))
 
 
-def keep_patched(model: ModelPatcher) -> None:
-    """Let a MODEL compute with its patches, once each, on cards where models take turns."""
-    for kind, callback in _CALLBACKS.items():
-        model.add_callback_with_key(kind, CALLBACK_KEY, callback)
-
-
 def let_patches_act(model: ModelPatcher, on_clone: Callable[[ModelPatcher, ModelPatcher], None]) -> None:
-    """`keep_patched`, and hooks that work on quantized weights: their other mode keeps patched weights as floats, and
-    cannot put those back into quantized ones. `on_clone` hears of the MODEL and of each clone."""
+    """Let a MODEL compute with its patches, once each, on cards where models take turns. `on_clone` hears of it and of
+    each clone. Hooks work on quantized weights: their other mode cannot put floats back into those."""
     if EnumHookMode is not None:
         model.hook_mode = EnumHookMode.MinVram
-    keep_patched(model)
-    model.add_callback_with_key(CallbacksMP.ON_CLONE, CALLBACK_KEY, on_clone)
+    for kind, callback in (*_CALLBACKS.items(), (CallbacksMP.ON_CLONE, on_clone)):
+        model.add_callback_with_key(kind, CALLBACK_KEY, callback)
     on_clone(model, model)
 
 

@@ -19,7 +19,7 @@ from ...kernels import LowRank, requantize_weight, rotation_group_of
 from ..comfyui.patcher import CALLBACK_KEY, is_patch
 from ..comfyui.quantized import HeldWeight, layout_of, stored
 from ..files.holding import is_gguf, is_stored
-from .int8_weight import LAYOUT, int8_weight
+from .int8_weight import int8_weight
 from .plain_loras import StoredLoRA, plain_loras
 from .weight_form import weight_form
 
@@ -33,7 +33,7 @@ def fits_codes(n: int, k: int) -> bool:
 
 
 class HookedWeight:
-    """What a hook made of a linear's stored weight: ComfyUI takes it off by copying that over it."""
+    """What a hook made of a linear's weight: ComfyUI takes it off by copying that over it."""
 
     linear: Any = None  # a compiler's stand-in for it has none
 
@@ -59,19 +59,22 @@ class _HookedFloats(HookedWeight, torch.nn.Parameter):
 
 
 def put_hooked(linear: Any, weight: torch.Tensor, seed: int | None) -> None:
-    """Let a linear with a stored weight compute with what a hook made of that, float [N, K], until that is back.
+    """Let a linear compute with what a hook made of its weight, float [N, K], until that is back.
 
-    It is INT8 where the stored one would be for a product, rounded with `seed`.
+    Of a stored one it is INT8 where that is in products; other quantized ones keep their form. `seed` rounds them.
     """
     held = linear.weight
     form = weight_form(held, linear)
-    if form is None:
+    if form is not None and form.own:
+        transform, bits = form.input_form(held)
+        made = int8_weight(*requantize_weight(weight, transform, seed or None), held.dtype, transform, bits)
+    elif isinstance(held, QuantizedTensor) and not is_stored(held):
+        made = held.requantize_from_float(weight, scale="recalculate", stochastic_rounding=seed).to(held.dtype)
+    else:
         linear.weight = _HookedFloats(weight.to(held.dtype), requires_grad=False)
         linear.weight.linear = linear
         return
-    transform, bits = form.input_form(held)
-    made = int8_weight(*requantize_weight(weight, transform, seed or None), held.dtype, transform, bits)
-    hooked = _HookedINT8(stored(made), LAYOUT, made.params)
+    hooked = _HookedINT8(stored(made), layout_of(made), made.params)
     hooked.linear = linear
     linear.weight = torch.nn.Parameter(hooked, requires_grad=False)
 

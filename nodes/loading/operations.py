@@ -24,7 +24,7 @@ from ..files.reading.values import check_finite
 from ..layers.fused_forward import INT8Linear, native_forward, needs_gradient
 from ..layers.int8_weight import LAYOUT, format_of_weight, int8_weight_of, is_int8, quant_config_of
 from ..layers.linear_call import arguments_of, refuse_unknown
-from ..layers.stored_weights import HookedWeight, put_hooked
+from ..layers.stored_weights import put_hooked
 from .load_plan import LoadPlan
 
 
@@ -107,20 +107,16 @@ def int8_operations(plan: LoadPlan) -> type:
                 self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
             def set_weight(self, weight, inplace_update=False, seed=None, return_weight=False, **others):
-                stored_one = is_stored(self.weight)
-                if not (stored_one or inplace_update):
+                if not (is_stored(self.weight) or inplace_update):
                     return super().set_weight(weight, seed=seed, return_weight=return_weight, **others)
                 refuse_unknown(self, others)
                 if return_weight:
                     return weight.to(compute_dtype)
-                if stored_one and not inplace_update:
-                    if weight.shape != self.weight.shape:  # of the same shape, its patches act in its products
-                        # A LoRA widens it. ComfyUI puts the stored one back.
-                        self.weight = torch.nn.Parameter(weight.to(compute_dtype), requires_grad=False)
-                elif stored_one or isinstance(self.weight, HookedWeight):  # by a hook
+                if inplace_update:  # by a hook
                     put_hooked(self, weight, seed)
-                else:
-                    self.weight.copy_(super().set_weight(weight, seed=seed, return_weight=True))
+                elif weight.shape != self.weight.shape:  # of the same shape, its patches act in its products
+                    # A LoRA widens it. ComfyUI puts the stored one back.
+                    self.weight = torch.nn.Parameter(weight.to(compute_dtype), requires_grad=False)
                 return None
 
             def state_dict(self, *args, destination=None, prefix="", **kwargs):

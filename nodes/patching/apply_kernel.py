@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from ...kernels import FUSED, choose_path
-from ..comfyui.patcher import keep_patched
+from ..comfyui.patcher import let_patches_act
 from ..comfyui.quantized import FORWARDED_LAYOUT, NATIVE_LAYOUT, is_native_int8, native_int8_as
 from ..deferred.install import defer, deferring_class
 from ..files.holding import is_stored
@@ -19,7 +19,9 @@ from ..layers.fused_forward import INT8Linear
 from ..layers.int8_weight import is_int8
 from ..layers.layer_selection import class_patch, root_of
 from ..layers.linear_call import arguments_of, name_linears
+from ..layers.stored_weights import put_hooked
 from ..layers.weight_form import weight_form
+from .patched_weights import show_whole
 
 _CALLBACK_KEY = "int8_dit_apply"
 
@@ -100,7 +102,8 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
     # ComfyUI puts a patched attribute in place when it loads the MODEL, and the old one back with the next MODEL: the
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
-    for name in names:
+    modules = root_of(model)[0].named_modules()
+    for name in [name for name, module in modules if names and hasattr(module, "set_weight")]:  # hooks reach them all
         patch, weight = class_patch(model, name), f"{root_of(model)[1]}{name}.weight"
         found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied
@@ -110,7 +113,7 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
         if fuses and is_native_int8(model.get_model_object(weight)):
             patched.add_object_patch(layout, FORWARDED_LAYOUT)
     if names:
-        keep_patched(patched)
+        let_patches_act(patched, show_whole)
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _tell_linears)
     return patched
 
@@ -136,6 +139,11 @@ def running_fused(own: Any, kernel: str, encodes: bool = False, forwards: bool =
         of_encoder = encodes
         own_arguments = arguments_of(own.forward)
         replaced = own
+
+        def set_weight(self, weight, inplace_update=False, seed=None, **others):
+            if inplace_update and not others.get("return_weight"):  # by a hook, which ComfyUI's own cannot take
+                return put_hooked(self, weight, seed)
+            return super().set_weight(weight, seed=seed, **others)
 
         def unfused(self, *call: Any) -> torch.Tensor:
             with native_int8_as(NATIVE_LAYOUT, self):  # the name by which ComfyUI's own product knows INT8

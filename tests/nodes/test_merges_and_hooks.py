@@ -123,9 +123,11 @@ def extracted(dit, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("streams", (False, True), ids=("resident", "streamed"))
 @pytest.mark.parametrize("kind", ("standard", "full_diff"))
-@pytest.mark.parametrize("held", ("INT8", "Q8_0", "W4A8"))
+@pytest.mark.parametrize("held", ("INT8", "Q8_0", "W4A8", "native, applied"))
 def test_a_lora_extracted_of_a_difference(dit, loaded, extracted, held, kind, streams):
     """It is that of the weights as floats."""
+    if (held, kind, streams) == ("native, applied", "full_diff", True):
+        pytest.skip("ComfyUI writes the INT8 numbers of its own weights as if they were fp16")
     expected = extracted(merged("ModelSubtract", loaded("floats"), dit.stock(), 1.0), kind, False)
     assert dit.relative_error(expected, dit.output(dit.stock())) > 3 * NOISE
     output = extracted(merged("ModelSubtract", loaded(held), dit.stock(), 1.0), kind, streams)
@@ -222,3 +224,80 @@ def test_a_hook_beside_a_lora_on_stored_blocks(dit, stored, lora, other_file):
     hook = lora_hook(dit, lora, other_file)
     expected = hooked(dit, dit.with_lora(dit.stock(), lora), hook)
     assert dit.relative_error(hooked(dit, dit.with_lora(stored, lora), hook), expected) < NOISE
+
+
+# Behind Apply Fused INT8 Kernel
+
+
+@pytest.fixture
+def applied(dit, tmp_path):
+    """Loads a MODEL of ComfyUI's own loader in native INT8, and what Apply makes of it."""
+    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(rotation_group=64))
+
+    def load():
+        stock = dit.stock(path)
+        return stock, dit.apply(stock)
+
+    return load
+
+
+@pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
+def test_merging_behind_apply(dit, applied, other_file, merge):
+    """With a float MODEL, with one of Load INT8 DiT and with itself, on either side; loaded or not."""
+    stock, model = applied()
+    before = dit.output(stock)
+    for first, second in ((dit.stock, dit.load), (dit.load, dit.stock)):
+        expected = dit.output(merge(dit.stock(other_file), dit.stock()))
+        assert dit.relative_error(dit.output(merge(first(other_file), model)), expected) < NOISE
+        expected = dit.output(merge(dit.stock(), dit.stock(other_file)))
+        assert dit.relative_error(dit.output(merge(model, second(other_file))), expected) < NOISE
+        dit.output(model)
+    assert dit.relative_error(dit.output(merged("ModelMergeSimple", model, model, 0.3)), before) < NOISE
+    assert torch.equal(dit.output(stock), before)
+
+
+@pytest.mark.parametrize("make", (lora_hook, model_hook, int8_model_hook))
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_hooks_behind_apply(dit, applied, lora, other_file, make, mode):
+    expected = hooked(dit, dit.stock(), lora_hook(dit, lora, other_file), 2)
+    with mode():
+        stock, model = applied()
+        before = dit.output(stock)
+        with dit.untouched(model):
+            first = hooked(dit, model, make(dit, lora, other_file), 2)
+            assert dit.relative_error(first, expected) < NOISE
+            assert torch.equal(hooked(dit, model.clone(), make(dit, lora, other_file), 2), first)
+        assert torch.equal(dit.output(stock), before)
+
+
+def test_a_hook_stays_when_its_model_is_loaded_again(dit, applied, lora):
+    """ComfyUI takes object patches off and puts them back while a hook's weights are in place."""
+    import comfy.hooks
+
+    stock, model = applied()
+    expected, native = dit.output(dit.with_lora(dit.stock(), lora)), dit.output(stock)
+    model, group = model.clone(), lora_hook(dit, lora, None)
+    model.register_all_hook_patches(group, comfy.hooks.create_target_dict(comfy.hooks.EnumWeightTarget.Model))
+    before = dit.output(model)
+    model.forced_hooks = group
+    model.patch_hooks(group)
+    assert dit.relative_error(dit.forward(model), expected) < NOISE
+    model.partially_load(model.load_device, 1 << 30)
+    assert dit.relative_error(dit.forward(model), expected) < NOISE
+    model.forced_hooks = None
+    model.detach()
+    assert torch.equal(dit.output(model), before)
+    assert torch.equal(dit.output(stock), native)
+
+
+def test_a_dropped_model_waits_for_no_garbage_collection(dit, applied):
+    import gc
+    import weakref
+
+    _, model = applied()
+    gc.disable()
+    try:
+        gone = weakref.ref(model.clone())
+        assert gone() is None
+    finally:
+        gc.enable()
