@@ -230,17 +230,16 @@ def _set_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     operand = operand_of(target, Normed)
     if tokens is None or operand is None or operand.segments or target.note.viewed or target.note.is_view:
         return NotImplemented
-    (start, stop), before = tokens, as_it_is(target)
-    if not isinstance(value, T) or value.shape != (*target.note.shape[:-2], stop - start, target.note.shape[-1]):
+    if operand.rows is not None or any(t is not None and t.shape[-2] > 1 for t in (operand.scale, operand.shift)):
+        return NotImplemented  # tokens of which each has a modulation of its own
+    (start, stop), before, note = tokens, as_it_is(target), target.note
+    is_view, form = type(value) is Deferred and value.note.is_view, (*note.shape[:-2], stop - start, note.shape[-1])
+    if not isinstance(value, T) or (value.shape, value.dtype) != (form, note.dtype) or is_view:
         return NotImplemented
-    if value.dtype != target.note.dtype or (type(value) is Deferred and value.note.is_view):
-        return NotImplemented
-    places = (0, start), (stop, target.note.shape[-2])
-    first, last = [[slice_of(mode, before, *p, operand.tokens(*p))] if p[0] < p[1] else [] for p in places]
-    joined = Joined((*first, as_it_is(value), *last), len(target.note.shape) - 2)
-    target.note = mode.note(before, joined, _with_tokens_changed, (before, _other, start, stop, value)).note
+    places = (0, start), (stop, note.shape[-2])
+    others = [slice_of(mode, before, *p, operand._replace(x=operand.x[..., slice(*p), :])) for p in places]
+    first, last = ([other] if other.note.shape[-2] else [] for other in others)
+    joined = Joined((*first, as_it_is(value), *last), len(note.shape) - 2)
+    call = _with_tokens_changed, (before, lambda _, other: other, start, stop, value)
+    target.note = mode.note(before, joined, *call).note
     return None
-
-
-def _other(_: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return other

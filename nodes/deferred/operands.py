@@ -66,15 +66,6 @@ class Normed(NamedTuple):
         norm = self.norm and replace(self.norm, weight=_copy_of(self.norm.weight), bias=_copy_of(self.norm.bias))
         return self._replace(x=x, norm=norm, scale=scale, shift=shift, segments=segments)
 
-    def tokens(self, start: int, stop: int) -> "Normed":
-        """The same of some tokens, of one without segments."""
-        x, rows = self.x.narrow(-2, start, stop - start), None if self.rows is None else self.rows[start:stop]
-        scale, shift = (
-            t if t is None or self.rows is not None or t.shape[-2] == 1 else t.narrow(-2, start, stop - start)
-            for t in (self.scale, self.shift)
-        )
-        return self._replace(x=x, scale=scale, shift=shift, rows=rows)
-
     def value(self) -> torch.Tensor | None:
         whole = self.in_rows()
         if whole is None:

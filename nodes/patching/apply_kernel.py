@@ -102,8 +102,9 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
     # ComfyUI puts a patched attribute in place when it loads the MODEL, and the old one back with the next MODEL: the
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
-    modules = root_of(model)[0].named_modules()
-    for name in [name for name, module in modules if names and hasattr(module, "set_weight")]:  # hooks reach them all
+    modules = root_of(model)[0].named_modules() if names else ()
+    linears = [name for name, m in modules if hasattr(m, "set_weight") and hasattr(m, "in_features")]
+    for name in linears:  # also those in floats, which hooks reach
         patch, weight = class_patch(model, name), f"{root_of(model)[1]}{name}.weight"
         found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied
