@@ -14,12 +14,14 @@ from .card.device import (
     runs_fused,
     takes_kernels,
 )
+from .card.machine import memory_rate
 from .card.triton_release import triton_advice, triton_problem
 from .checks import FLOAT_DTYPES
 from .compilers import read_as_plain
 from .gguf.formats import GGUF_FORMATS
 from .internals import function_modes
 from .internals.assumptions import missing
+from .internals.kitchen import kitchen_backend
 from .interruption import interruptible
 from .memory_plan import ask_outside_plan_by, unplanned_memory
 from .numerics.attention_error import MOST_ATTENTION_ERROR, AttentionError

@@ -75,6 +75,11 @@ def backend_for(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> s
     return _asked(lambda registry: registry.get_capable_backend("int8_linear", arguments))
 
 
+def kitchen_backend(function: str) -> str:
+    """Which backend it has for one of its functions; "eager" is plain PyTorch. Raises LookupError where it has none."""
+    return _asked(lambda registry: registry.get_capable_backend(function))
+
+
 def _module(name: str) -> Any:
     if importlib.util.find_spec("comfy_kitchen") is None:
         raise LookupError("comfy-kitchen is not installed")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...kernels import FLOAT_DTYPES, function_modes
+from ...kernels import FLOAT_DTYPES, function_modes, memory_rate
 from .comparisons import Comparisons
 from .notes import Deferred, Note, Tracked, called_on_values, deferred, forget_form, outside, tracking, valued
 from .writes import HANDED_OUT, storages, written_arguments
@@ -34,18 +34,8 @@ LEAST_ROWS = 8
 """Fewer rows, such as the vectors that modulations are made of, are computed at once: a note costs more."""
 
 NOTE_SECONDS = 8.5e-6
-"""What a note costs the host, about."""
-
-
-@functools.cache
-def least_numbers() -> int:
-    """The same of tensors of fewer numbers on a GPU, such as a prompt's beside an image: those that the slowest GPU of
-    the machine reads and writes while the host makes a note. They are 2 million on an RTX 3090, 10 million on an H200.
-    """
-    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    # Bytes a second, of kHz and bits, twice a cycle. An older PyTorch does not say.
-    rates = [250 * getattr(card, "memory_clock_rate", 0) * getattr(card, "memory_bus_width", 0) for card in cards]
-    return int(NOTE_SECONDS * (min(rates, default=0) or 936e9) / 4)
+"""What a note costs the host, about. A tensor on a GPU that is read and written faster, such as a prompt's beside an
+image, is not worth one: of 2 million numbers on an RTX 3090, of 10 million on an H200."""
 
 
 def are_enough(shape: torch.Size, is_cuda: bool) -> bool:
@@ -53,7 +43,7 @@ def are_enough(shape: torch.Size, is_cuda: bool) -> bool:
     if len(shape) < 2 or shape[-1] < 2:
         return False
     numbers = shape.numel()
-    return numbers >= LEAST_ROWS * shape[-1] and (not is_cuda or numbers >= least_numbers())
+    return numbers >= LEAST_ROWS * shape[-1] and (not is_cuda or 4 * numbers >= NOTE_SECONDS * memory_rate())
 
 
 @functools.lru_cache(4096)
@@ -115,6 +105,8 @@ class Deferring(TorchFunctionMode):
             result = called_on_values(func, args, kwargs) if some_deferred else func(*args, **kwargs)
             if writes:  # a call may have given them another form
                 forget_form((*args, *kwargs.values()))
+            if func is torch.Tensor.__setitem__:  # parts that a model's stream is put together of
+                self.tracked(args[0])
             return self.tracked(result) if is_tracked else result
 
     def tracked(self, result: Any) -> Any:

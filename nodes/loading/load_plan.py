@@ -105,8 +105,7 @@ def checkpoint_plan(
     odd = {name: tensor.dtype for name, tensor in tensors.items() if _odd(tensor)}
     configs = quant_config.configs_in(tensors)
     # A file that holds INT8, perhaps in fewer bits, has its floats for a reason. W4A4 is computed by ComfyUI.
-    kept = *quant_config.INT8_FORMATS, quant_config.W4A4
-    whole = any(config.get("format") in kept for config in configs.values())
+    whole = any(config.get("format") in (*quant_config.INT8_FORMATS, quant_config.W4A4) for config in configs.values())
     whole = whole or any(map(is_grouped, tensors.values()))
 
     def in_floats(n: int, k: int, native: bool = True) -> bool:

@@ -7,9 +7,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 from comfy.quant_ops import QuantizedTensor
-from comfy_kitchen.registry import registry
 
-from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path
+from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path, kitchen_backend
 from ..comfyui.attention import OVERRIDE, chosen_layers
 from ..comfyui.quantized import NATIVE_FORMAT, layout_of
 from ..files.quant_config import W4A4
@@ -116,7 +115,7 @@ def _kind(
         return 2, f"INT8 in memory but computed in {floats_name(weight.params.orig_dtype)}{why}"
     if isinstance(weight, QuantizedTensor):
         held = getattr(module, "quant_format", None) or layout_of(weight)
-        slow = held == W4A4 and registry.get_capable_backend("convrot_w4a4_linear") == "eager"
+        slow = held == W4A4 and kitchen_backend("convrot_w4a4_linear") == "eager"
         why = " (slow: comfy-kitchen has no kernel for it here)" if slow else "" if form is None else why
         return 4, f"{_FORMATS.get(held, held)} as in the file{why}"
     dtype = floats_name(weight.dtype)

@@ -17,7 +17,7 @@ from ..host import notices
 from ..layers.compile_ahead import compile_linears
 from ..layers.fused_forward import INT8Linear
 from ..layers.int8_weight import is_int8
-from ..layers.layer_selection import class_patch, root_of
+from ..layers.layer_selection import class_patch, linears, root_of
 from ..layers.linear_call import arguments_of, name_linears
 from ..layers.stored_weights import put_hooked
 from ..layers.weight_form import weight_form
@@ -89,22 +89,19 @@ def _outermost(encoder: ModelPatcher, names: Sequence[str]) -> set[str]:
 def _comfyui_int8(model: ModelPatcher) -> list[str]:
     """The linears that ComfyUI's own loaders hold in INT8, by module path in what `root_of` says. What else has an INT8
     weight, such as an embedding, ComfyUI computes."""
-    modules = root_of(model)[0].named_modules()
-    linears = [(name, module) for name, module in modules if name and hasattr(module, "in_features")]
-    forms = {name: weight_form(getattr(module, "weight", None), module) for name, module in linears}
+    forms = {name: weight_form(linear.weight, linear) for name, linear in linears(model).items()}
     return [name for name, form in forms.items() if form is not None and not form.own]
 
 
 def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> ModelPatcher:
-    """A clone whose linears of these names run on the fused kernel."""
+    """A clone whose linears of these names run on the fused kernel. Those in floats get the class too, by which hooks
+    reach them."""
     fuses = choose_path(model.load_device, kernel).kind == FUSED  # raises where it cannot be
     patched = model.clone()
     # ComfyUI puts a patched attribute in place when it loads the MODEL, and the old one back with the next MODEL: the
     # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
-    modules = root_of(model)[0].named_modules() if names else ()
-    linears = [name for name, m in modules if hasattr(m, "set_weight") and hasattr(m, "in_features")]
-    for name in linears:  # also those in floats, which hooks reach
+    for name in [name for name, linear in linears(model).items() if names and hasattr(linear, "set_weight")]:
         patch, weight = class_patch(model, name), f"{root_of(model)[1]}{name}.weight"
         found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied

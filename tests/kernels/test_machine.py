@@ -1,6 +1,7 @@
 """What is said of a machine, and what a choice is bound to with it."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,3 +53,21 @@ def test_a_triton_that_cannot_be_imported_is_left_out(card, monkeypatch, tmp_pat
     monkeypatch.syspath_prepend(broken.parent)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     assert "triton" not in card(OPEN)
+
+
+MEMORIES = {  # kHz and bits of each card's, and bytes a second
+    "RTX 3090": ([(9_751_000, 384)], 936.1e9),
+    "H200": ([(3_201_000, 6144)], 4916.7e9),
+    "both": ([(3_201_000, 6144), (9_751_000, 384)], 936.1e9),
+    "unknown": ([()], 936e9),
+    "none": ([], 936e9),
+}
+
+
+@pytest.mark.parametrize("cards, rate", MEMORIES.values(), ids=MEMORIES)
+def test_the_slowest_memory_of_the_machine(monkeypatch, cards, rate):
+    names = "memory_clock_rate", "memory_bus_width"
+    told = [SimpleNamespace(**dict(zip(names, card, strict=False))) for card in cards]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(told))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", told.__getitem__)
+    assert machine.memory_rate.__wrapped__() == pytest.approx(rate, rel=1e-4)

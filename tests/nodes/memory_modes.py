@@ -51,7 +51,7 @@ from int8_dit.nodes.saving.save import save_int8_model
 from support.glyph_dit import LINEARS
 
 launches = count_launches(gemm)
-load_plan.SMALLEST_STORED, mode.least_numbers = 0, lambda: 0  # the glyph model's layers are small
+load_plan.SMALLEST_STORED = mode.NOTE_SECONDS = 0  # the glyph model's layers are small
 
 
 def sampling(model) -> dict:

@@ -38,7 +38,7 @@ from support.random_models import FAMILIES, Forward, RandomModel, attending, loa
 SAMPLINGS, STEPS, TEXT = 7, 4, "ONE SEED, ONE IMAGE".replace(" ", "").replace(",", "")
 SMALLER = {"Ideogram 4": {"num_layers": 2}, "Flux.1": {"depth": 1, "depth_single_blocks": 2}}
 PIXELS = 512
-load_plan.SMALLEST_STORED, mode.least_numbers = 0, lambda: 0  # the glyph model's layers are small
+load_plan.SMALLEST_STORED = mode.NOTE_SECONDS = 0  # the glyph model's layers are small
 
 folder = Path(tempfile.mkdtemp())
 device = torch.device("cuda", torch.cuda.current_device())

@@ -180,7 +180,7 @@ def test_w4a4_is_comfyuis_own(dit, line, tmp_path, monkeypatch, others, backend,
         tensors[f"{layer}.comfy_quant"] = encoded({"format": "convrot_w4a4", "convrot_groupsize": 64})
     path = dit.write(tmp_path / "w4a4.safetensors", tensors)
     model, stock = dit.load(path), dit.stock(path)
-    monkeypatch.setattr(summary, "registry", SimpleNamespace(get_capable_backend={"convrot_w4a4_linear": backend}.get))
+    monkeypatch.setattr(summary, "kitchen_backend", {"convrot_w4a4_linear": backend}.get)
     kept = 21 - len(layers)
     w4a4 = f"ComfyUI's W4A4 as in the file{said}"
     whole = f"{kept} of 34 {INT8}, 3 {w4a4}" if others == "native_int8" else f"3 of 34 linears {w4a4}, {kept} fp32"
