@@ -18,7 +18,7 @@ from ..layers.compile_ahead import compile_linears
 from ..layers.fused_forward import INT8Linear
 from ..layers.int8_weight import is_int8
 from ..layers.layer_selection import class_patch, linears, root_of
-from ..layers.linear_call import arguments_of, name_linears
+from ..layers.linear_call import arguments_of, name_linears, refuse_unknown
 from ..layers.stored_weights import put_hooked
 from ..layers.weight_form import weight_form
 from .patched_weights import show_whole
@@ -138,10 +138,11 @@ def running_fused(own: Any, kernel: str, encodes: bool = False, forwards: bool =
         own_arguments = arguments_of(own.forward)
         replaced = own
 
-        def set_weight(self, weight, inplace_update=False, seed=None, **others):
-            if inplace_update and not others.get("return_weight"):  # by a hook, which ComfyUI's own cannot take
-                return put_hooked(self, weight, seed)
-            return super().set_weight(weight, seed=seed, **others)
+        def set_weight(self, weight, inplace_update=False, seed=None, return_weight=False, **others):
+            if return_weight or not inplace_update:
+                return super().set_weight(weight, seed=seed, return_weight=return_weight, **others)
+            refuse_unknown(self, others)
+            return put_hooked(self, weight, seed)  # by a hook, which ComfyUI's own cannot take
 
         def unfused(self, *call: Any) -> torch.Tensor:
             with native_int8_as(NATIVE_LAYOUT, self):  # the name by which ComfyUI's own product knows INT8

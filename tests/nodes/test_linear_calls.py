@@ -343,3 +343,16 @@ def test_under_its_other_name_comfyuis_own_product_is_the_same(linears, make):
         own = linear(x)
         linear.weight._layout_cls = FORWARDED_LAYOUT
         assert torch.equal(linear(x), own) and has_layout(linear.weight, FORWARDED_LAYOUT)
+
+
+@pytest.mark.parametrize("kind", ("fused", "applied"))
+def test_an_argument_of_a_hook_that_nobody_knows_is_refused(linears, kind):
+    linear = (
+        linears.loaded(linears.int8) if kind == "fused" else linears.applied(linears.native_layer(linears.weight()))
+    )
+    before = linear.weight
+    with pytest.raises(TypeError, match=f"{linears.NAME} is called with sharpness"):
+        linear.set_weight(linears.weight(), inplace_update=True, seed=1, sharpness=2.0)
+    assert linear.weight is before
+    linear.set_weight(linears.weight(), inplace_update=True, seed=1)
+    assert linear.weight is not before
