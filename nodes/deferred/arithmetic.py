@@ -236,10 +236,12 @@ def _set_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     is_view, form = type(value) is Deferred and value.note.is_view, (*note.shape[:-2], stop - start, note.shape[-1])
     if not isinstance(value, T) or (value.shape, value.dtype) != (form, note.dtype) or is_view:
         return NotImplemented
-    places = (0, start), (stop, note.shape[-2])
-    others = [slice_of(mode, before, *p, operand._replace(x=operand.x[..., slice(*p), :])) for p in places]
-    first, last = ([other] if other.note.shape[-2] else [] for other in others)
-    joined = Joined((*first, as_it_is(value), *last), len(note.shape) - 2)
+    parts: dict[int, Any] = {start: as_it_is(value)}
+    for first, last in ((0, start), (stop, note.shape[-2])):
+        if first < last:
+            left = operand._replace(x=operand.x[..., first:last, :])
+            parts[first] = slice_of(mode, before, first, last, left)
+    joined = Joined(tuple(parts[first] for first in sorted(parts)), len(note.shape) - 2)
     call = _with_tokens_changed, (before, lambda _, other: other, start, stop, value)
     target.note = mode.note(before, joined, *call).note
     return None
