@@ -72,12 +72,13 @@ def backend_for(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> s
     """Which backend it chooses for a linear. Raises LookupError where it is not installed, or has none here."""
     options = {"bias": None, "out_dtype": x.dtype, "convrot": False, "convrot_groupsize": 256}
     arguments = {"x": x, "weight": weight, "weight_scale": scale, **options}
-    return _asked(lambda registry: registry.get_capable_backend("int8_linear", arguments))
+    return kitchen_backend("int8_linear", arguments)
 
 
-def kitchen_backend(function: str) -> str:
-    """Which backend it has for one of its functions; "eager" is plain PyTorch. Raises LookupError where it has none."""
-    return _asked(lambda registry: registry.get_capable_backend(function))
+def kitchen_backend(function: str, arguments: dict[str, Any] | None = None) -> str:
+    """Which backend it has for one of its functions, or for these arguments of that; "eager" is plain PyTorch. Raises
+    LookupError where it has none."""
+    return _asked(lambda registry: registry.get_capable_backend(function, arguments))
 
 
 def _module(name: str) -> Any:
