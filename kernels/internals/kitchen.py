@@ -76,8 +76,7 @@ def backend_for(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> s
 
 
 def kitchen_backend(function: str, arguments: dict[str, Any] | None = None) -> str:
-    """Which backend it has for one of its functions, or for these arguments of that; "eager" is plain PyTorch. Raises
-    LookupError where it has none."""
+    """Which backend it has for a function, with these arguments; "eager" is PyTorch. Raises LookupError without one."""
     return _asked(lambda registry: registry.get_capable_backend(function, arguments))
 
 

@@ -239,8 +239,7 @@ def _set_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     parts: dict[int, Any] = {start: as_it_is(value)}
     for first, last in ((0, start), (stop, note.shape[-2])):
         if first < last:
-            left = operand._replace(x=operand.x[..., first:last, :])
-            parts[first] = slice_of(mode, before, first, last, left)
+            parts[first] = slice_of(mode, before, first, last, operand._replace(x=operand.x[..., first:last, :]))
     joined = Joined(tuple(parts[first] for first in sorted(parts)), len(note.shape) - 2)
     call = _with_tokens_changed, (before, lambda _, other: other, start, stop, value)
     target.note = mode.note(before, joined, *call).note

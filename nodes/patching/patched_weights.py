@@ -67,8 +67,7 @@ def _patched_as_stored(model: ModelPatcher, key: str) -> torch.Tensor:
 def whole_weights(model: Any, state_dict: dict[str, Any], prefix: str, _metadata: object = None) -> None:
     """Put each quantized weight into a model's state dict as what it is, in place of the pieces a file has."""
     for name, weight in model.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
-        in_pieces = not isinstance(state_dict.get(name), QuantizedTensor | None)
-        if isinstance(weight, QuantizedTensor) and in_pieces:
+        if isinstance(weight, QuantizedTensor) and not isinstance(state_dict.get(name), QuantizedTensor | None):
             for piece in (f"{name.removesuffix('weight')}{quant_config.QUANT_CONFIG}", *weight.state_dict(name)):
                 state_dict.pop(piece, None)
             state_dict[name] = weight
