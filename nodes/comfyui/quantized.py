@@ -123,6 +123,11 @@ class HeldWeight(QuantizedTensor):
         return cls(rebuilt._qdata, rebuilt._layout_cls, rebuilt._params)
 
 
+def held_weight(weight: Any) -> Any:
+    """A quantized weight, made by ComfyUI, as that class; anything else as it is."""
+    return HeldWeight(weight._qdata, weight._layout_cls, weight._params) if type(weight) is QuantizedTensor else weight
+
+
 def to_device(weight: Any, device: torch.device) -> Any:
     """A tensor, quantized or not, on a device; not copied where it is there."""
     if not isinstance(weight, QuantizedTensor):

@@ -10,7 +10,7 @@ from comfy.patcher_extension import CallbacksMP
 
 from ...kernels import FUSED, choose_path
 from ..comfyui.patcher import let_patches_act
-from ..comfyui.quantized import FORWARDED_LAYOUT, NATIVE_LAYOUT, is_native_int8, native_int8_as
+from ..comfyui.quantized import FORWARDED_LAYOUT, NATIVE_LAYOUT, held_weight, is_native_int8, native_int8_as
 from ..deferred.install import defer, deferring_class
 from ..files.holding import is_stored
 from ..host import notices
@@ -140,7 +140,7 @@ def running_fused(own: Any, kernel: str, encodes: bool = False, forwards: bool =
 
         def set_weight(self, weight, inplace_update=False, seed=None, return_weight=False, **others):
             if return_weight or not inplace_update:
-                return super().set_weight(weight, seed=seed, return_weight=return_weight, **others)
+                return held_weight(super().set_weight(weight, seed=seed, return_weight=return_weight, **others))
             refuse_unknown(self, others)
             return put_hooked(self, weight, seed)  # by a hook, which ComfyUI's own cannot take
 
