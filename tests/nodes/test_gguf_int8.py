@@ -135,10 +135,28 @@ def refused(dit, path):
     return str(error.value)
 
 
-def test_its_4_bits_get_a_sentence(dit, write):
-    path, _ = write(format="int4_cr", backing="w4a4")
+def test_its_4_bits_are_w4a4(dit, files, write, tmp_path):
+    """Q4_CR mixes W4A4 with Q8_CR; the first is ComfyUI's, in the file, computed, and saved."""
+    four = dit.LINEARS[::3]
+    path, values = write(four_bits=four)
+    model = dit.load(path)
+    held = {layer: getattr(dit.module(model, layer), "quant_format", None) for layer in four}
+    assert set(held.values()) == {"convrot_w4a4"} and set(dit.int8_weights(model)) == set(dit.LINEARS) - set(four)
+    for layer in four:
+        assert dit.relative_error(dit.module(model, layer).weight.dequantize(), values[f"{layer}.weight"]) < 1e-5
+    assert dit.relative_error(dit.output(model), dit.output(stock_of(values))) < 0.3  # activations of 4 bits
+    saved = dit.save(model, tmp_path / "saved.safetensors")
+    assert dit.relative_error(dit.output(dit.stock(saved)), dit.output(model)) < 2 * dit.int8_noise()
+
+
+@pytest.mark.parametrize("other", ({"backing": None}, {"backing": "awq"}, {"quant_group_size": 128}))
+def test_an_early_form_of_its_4_bits_gets_a_sentence(dit, write, other):
+    path, _ = write(four_bits=dit.LINEARS, **other)
     said = refused(dit, path)
-    assert "joint_blocks" in said and "Q4_CR" in said and "W4A4" in said and "Q8_CR, Q8_0 or 16 bits" in said
+    assert "joint_blocks" in said and "Q4_CR" in said and "convert the model again" in said and "Q8_CR or Q8_0" in said
+
+
+def test_a_format_that_it_has_given_up_gets_a_sentence(dit, write):
     path, _ = write(format="int4_compact_gemm")
     assert "the quantization format 'int4_compact_gemm'" in refused(dit, path)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 from comfy.quant_ops import TensorWiseINT8Layout
+from comfy_kitchen.tensor import TensorCoreConvRotW4A4Layout as ConvRotW4A4
 
 from int8_dit.kernels import GGUF_FORMATS, quantize_gguf
 
@@ -65,10 +67,12 @@ def write_q8_cr(
     layers: Collection[str],
     group: int | None = 64,
     choose: Choose | None = None,
+    four_bits: Collection[str] = (),
     **said: object,
 ) -> dict[str, torch.Tensor]:
-    """A GGUF file as molbal's ComfyUI-GGUF writes it: some linears in native INT8, each with what it says of them in
-    the metadata; `said` changes that, None takes it out. Returns what the file stands for, in float32.
+    """A GGUF file as molbal's ComfyUI-GGUF writes it: some linears in native INT8, or in W4A4 (`four_bits`, Q4_CR),
+    each with what it says of them in the metadata; `said` changes that, None takes it out. Returns what the file
+    stands for, in float32.
 
     comfy-kitchen quantizes. `group` channels are rotated together, None of them with None.
     """
@@ -79,6 +83,16 @@ def write_q8_cr(
             kind = (choose or linears_in("F16"))(name, tuple(tensor.shape))
             writer.add_tensor(name, stored_bytes(tensor, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
             values[name] = tensor.half().float() if kind == "F16" else tensor
+            continue
+        if name.removesuffix(".weight") in four_bits:
+            q, held = ConvRotW4A4.quantize(tensor, convrot_groupsize=group or 256)
+            held = replace(held, scale=held.scale.half())
+            values[name] = ConvRotW4A4.dequantize(q, replace(held, scale=held.scale.float())).float()
+            config = {"format": "int4_cr", "backing": "w4a4", "orig_shape": list(tensor.shape), "quant_group_size": 64}
+            config = {**config, "convrot_groupsize": group or 256, **said}
+            writer.add_tensor(name, q.numpy(), raw_dtype=gguf.GGMLQuantizationType.I8)
+            writer.add_tensor(f"{name}_scale", held.scale.numpy())
+            writer.add_string(f"comfy.gguf.quant.{name}", json.dumps(config))
             continue
         rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
         q, held = TensorWiseINT8Layout.quantize(tensor, per_channel=True, **rotation)

@@ -147,8 +147,8 @@ def _check_branch(checkpoint: Checkpoint, base: Checkpoint) -> None:
 
 
 def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
-    """With quant configs of what molbal's ComfyUI-GGUF says in its files' metadata: Q8_CR is native INT8, each weight
-    for itself. Those weights become INT8's own, which ComfyUI writes into."""
+    """With quant configs of what molbal's ComfyUI-GGUF says in its files' metadata: Q8_CR is native INT8, and Q4_CR
+    W4A4, each weight for itself. Those weights become INT8's own, which ComfyUI writes into."""
     said = {key: text for key, text in checkpoint.metadata.items() if key.startswith(INT8_CONFIG)}
     tensors = dict(checkpoint.tensors)
     for key, text in said.items():
@@ -158,14 +158,17 @@ def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
             config = json_object(text, quant_config.MOST_BYTES)
         except ValueError as error:
             raise ValueError(f"the metadata entry {key} is {error}; download the file again or use another") from error
-        if config.get("format") == _Q4_CR:
-            raise ValueError(
-                f"{name} is in Q4_CR, which multiplies weights and activations of 4 bits (W4A4) and is not read; use a "
-                "file of the model in Q8_CR, Q8_0 or 16 bits, or load this one with the ComfyUI-GGUF that made it"
-            )
         if layer == name:
             raise ValueError(f"{name} is in Q8_CR and no weight of a layer, which INT8 DiT does not read")
-        if config.pop("weight_rotated", False) is not True:  # as its maker reads it
+        if config.get("format") == _Q4_CR:
+            if config.get("backing") != "w4a4" or config.get("quant_group_size", 64) != 64:
+                raise ValueError(
+                    f"{name} is in a form of Q4_CR that neither INT8 DiT nor ComfyUI reads; convert the model again "
+                    "with the newest ComfyUI-GGUF, or use a file in Q8_CR or Q8_0"
+                )
+            size = {key: config[key] for key in ("convrot_groupsize",) if key in config}
+            config = {"format": quant_config.W4A4, **size}
+        elif config.pop("weight_rotated", False) is not True:  # as its maker reads it
             config = {option: value for option, value in config.items() if not option.startswith("convrot")}
         config.pop("per_row", None)
         tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encoded(config)
@@ -254,7 +257,7 @@ def _with_configs_of_int8(checkpoint: Checkpoint) -> Checkpoint:
 
 
 IMPORTERS = {
-    "INT8 in GGUF (Q8_CR)": _with_configs_of_gguf,
+    "INT8 and W4A4 in GGUF (Q8_CR, Q4_CR)": _with_configs_of_gguf,
     "both models of Ideogram 4 in one file": _one_branch,
     "quant configs in the metadata": _with_configs_of_metadata,
     "all models in one file": _of_diffusion_model,
