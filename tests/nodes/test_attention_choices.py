@@ -93,6 +93,17 @@ def test_the_files_choice_is_followed_and_shown(dit, small, write, load, preferr
     assert len(preferred) == 1
 
 
+@pytest.mark.parametrize("where", ("file", "LoRA"))
+def test_the_method_that_leaves_out_is_followed_with_its_threshold(small, write, load, preferred, where):
+    config = {"attention": "comfy_kitchen_sol", "tau": 0.25}
+    model = load(write({KEY: encoded(config)} if where == "file" else {}))
+    model = model if where == "file" else with_lora(model, config)
+    small.output(model)
+    preferred.clear()
+    small.output(model)
+    assert [call["tau"] for call in preferred] == [0.25]
+
+
 def test_a_loras_choice_is_followed_and_shown(dit, small, write, load, preferred, attention):
     model = load(write({KEY: encoded(CHOICE)}))
     clone = with_lora(model)

@@ -6,7 +6,8 @@ them show it:
 
 - each attention module has a child `comfy_attention` without parameters. It says what the layer prefers;
 - attention functions take tensors in containers and `preferred_attention`, and a fixed order says who computes;
-- `<module>.comfy_attention.config` in state dicts, and in LoRAs, where it becomes an object patch;
+- `<module>.comfy_attention.config` in state dicts, and in LoRAs, whose patch `("config", (tensor,))` becomes an object
+  patch;
 - linears take an activation and a residual, and clones keep `fast_disk`: linears_today.py.
 
 The older ComfyUI's own forwards run, with their attention calls rewritten. Imported only once ComfyUI can be.
@@ -108,7 +109,7 @@ class ComfyAttention(ConfigurableModule):
         wishes = config if isinstance(config, list) else [config]
         for wish in wishes if config is not None else ():
             method = wish.get("attention")
-            if method != "comfy_kitchen_int8":
+            if method not in ("comfy_kitchen_int8", "comfy_kitchen_sol"):
                 logging.warning("Ignoring unsupported attention method %r for %s", method, name)
                 continue
             self.config = config
@@ -116,6 +117,8 @@ class ComfyAttention(ConfigurableModule):
                 device = comfy.model_management.get_torch_device()
                 if comfy_kitchen.int8_attention_is_available(device):
                     self.function = attention.attention_comfy_kitchen_int8
+                    if method == "comfy_kitchen_sol":  # which leaves out what a threshold says
+                        self.function = functools.partial(self.function, tau=wish.get("tau", 0.0))
 
 
 class AttentionTensorContainer:
@@ -241,7 +244,7 @@ def _with_child(init: Callable[..., None]) -> Callable[..., None]:
 def _load_lora(own: Callable[..., dict]) -> Callable[..., dict]:
     @functools.wraps(own)
     def load_lora(lora: dict, to_load: dict, log_missing: bool = True) -> dict:
-        configs = {key: tensor for key, tensor in lora.items() if key.endswith(_CONFIG)}
+        configs = {key: ("config", (tensor,)) for key, tensor in lora.items() if key.endswith(_CONFIG)}
         rest = {key: tensor for key, tensor in lora.items() if key not in configs}
         return own(rest, to_load, log_missing) | configs
 
@@ -259,8 +262,12 @@ def _add_patches(own: Callable[..., list]) -> Callable[..., list]:
                 if isinstance(module, ConfigurableModule):
                     configured.append(key)
                     if strength_patch:
-                        self.add_object_patch(name, module.with_config(config))
+                        kind, (tensor,) = config
+                        assert kind == "config"
+                        self.add_object_patch(name, module.with_config(tensor))
         rest = {key: value for key, value in patches.items() if not (isinstance(key, str) and key.endswith(_CONFIG))}
+        if not rest:  # what only chooses keeps the MODEL's `patches_uuid`
+            return configured
         return [*own(self, rest, strength_patch, strength_model), *configured]
 
     return add_patches
