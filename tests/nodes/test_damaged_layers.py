@@ -298,6 +298,20 @@ def test_quantization_metadata_that_cannot_be_read(dit, refuse, text):
     refuse(dit.native_int8(), "quantization metadata", metadata={"_quantization_metadata": text})
 
 
+def test_two_names_of_one_layer_in_the_metadata(dit, refuse, tmp_path):
+    """The last one would count, without a word. Where both say the same, nothing is wrong."""
+    state_dict = dit.native_int8(rotation_group=64)
+    marks = {f"{layer}.comfy_quant": state_dict.pop(f"{layer}.comfy_quant") for layer in dit.LINEARS}
+    configs = {key.removesuffix(".comfy_quant"): json.loads(bytes(mark.tolist())) for key, mark in marks.items()}
+    for other in (configs[LAYER], {"format": "int8_tensorwise"}):
+        layers = {f"model.diffusion_model.{LAYER}": other, **configs}
+        metadata = {"_quantization_metadata": json.dumps({"layers": layers})}
+        if other == configs[LAYER]:
+            assert LAYER in dit.int8_weights(dit.load(dit.write(tmp_path / NAME, state_dict, metadata)))
+        else:
+            refuse(state_dict, "quantization metadata", f"{LAYER} is marked twice, differently", metadata=metadata)
+
+
 def test_quantization_metadata_that_contradict_the_marks(dit, refuse, tmp_path):
     """ComfyUI would follow the metadata. What repeats the marks is nothing, nor is a recipe that nobody can read."""
     state_dict = dit.native_int8()

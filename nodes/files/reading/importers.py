@@ -192,13 +192,16 @@ def _layer_named(layer: str, tensors: Mapping[str, torch.Tensor]) -> str:
 def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
     """With the quant configs that ComfyUI itself makes of what its older files have in their metadata or in other
     tensors."""
-    metadata, named = dict(checkpoint.metadata), []
+    metadata, named = dict(checkpoint.metadata), {}
     try:
         if _TOLD in metadata:
             told = json_object(metadata[_TOLD], quant_config.MOST_METADATA)
-            named = [(_layer_named(layer, checkpoint.tensors), config) for layer, config in told["layers"].items()]
-            metadata[_TOLD] = json.dumps({**told, "layers": dict(named)})
-        keys = [f"{layer}.{quant_config.QUANT_CONFIG}" for layer, _ in named]
+            for said, config in told["layers"].items():
+                layer = _layer_named(said, checkpoint.tensors)
+                if named.setdefault(layer, config) != config:
+                    raise ValueError(f"{layer} is marked twice, differently")
+            metadata[_TOLD] = json.dumps({**told, "layers": named})
+        keys = [f"{layer}.{quant_config.QUANT_CONFIG}" for layer in named]
         configs = {key: checkpoint.tensors[key] for key in keys if key in checkpoint.tensors}
         tensors, metadata = comfy.utils.convert_old_quants(checkpoint.tensors, "", metadata=metadata)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
