@@ -1,8 +1,7 @@
 """Where the mode is on: in the calls of a MODEL, of a text encoder, and of single modules."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...kernels import foreground
 from ..comfyui.attention import OVERRIDE
+from ..comfyui.called_linears import CalledLinears, linears_called
 from ..comfyui.compiling import compiles, is_compiled_module
 from ..host import notices
 from . import arithmetic, rotary, views  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the mode's handlers
@@ -34,6 +34,12 @@ def defer(model: ModelPatcher) -> None:
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, calls.look_again)
 
 
+def past_kernel(model: ModelPatcher) -> set[str]:
+    """The linears of a MODEL that ComfyUI was seen to multiply by past the kernel, by path in the diffusion model."""
+    calls = model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
+    return calls[0].__self__.past if calls else set()
+
+
 def deferring_class(own: Any) -> type:
     """A class of modules like `own` whose calls run in the mode, such as that of a text encoder."""
     calls = _Calls()
@@ -46,19 +52,6 @@ def deferring_class(own: Any) -> type:
     for name in ("__name__", "__qualname__", "__module__"):
         setattr(DeferringModule, name, getattr(own, name))
     return DeferringModule
-
-
-@contextmanager
-def _linears_called(root: torch.nn.Module) -> Iterator[list[None]]:
-    """A list that gets an entry for each call of a module's linears of this pack: a cache of whole steps, such as
-    ComfyUI's EasyCache, may leave them out."""
-    called: list[None] = []
-    hooks = [linear.register_forward_pre_hook(lambda *_: called.append(None)) for linear in _linears_of(root)]
-    try:
-        yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def deferred_call(call: Callable[[], Any]) -> Any:
@@ -75,6 +68,7 @@ class _Calls:
         # Of each root module: under which conditions deferred calls agree with its own.
         self._agreed: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, bool]] = weakref.WeakKeyDictionary()
         self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.past: set[str] = set()  # linears that ComfyUI multiplied by past the kernel
 
     def call(
         self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options: Mapping = {}, **named
@@ -106,26 +100,38 @@ class _Calls:
             return call()
         if root not in self._compiled:
             self._compiled[root] = any(map(is_compiled_module, root.modules()))
-        if self._compiled[root] or not any(linear.is_fused_on(device) for linear in _linears_of(root)):
+        if self._compiled[root] or not any(_is_fused(part, device) for part in root.modules()):
             return call()
         agreed = self._agreed.setdefault(root, {})
         if agreed.get(conditions):
             return deferred_call(call)
         if conditions in agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return call()
-        output, found = _compared(root, call)
+        linears = {name: part for name, part in root.named_modules() if _is_fused(part, device)}
+        with linears_called(linears) as ran:
+            output, found = _compared(root, call, ran)
+        new = [name for name in ran.past if name not in self.past]
+        if new:
+            self.past.update(new)
+            some = f"{', '.join(new[:3])}{', …' if new[3:] else ''}"
+            notices.warn(
+                "unfused",
+                "Not all linears run fused",
+                f"{len(self.past)} of {len(linears)} INT8 linears are multiplied past the fused kernel, by ComfyUI "
+                f"itself or another pack, which is slower: {some}. Update INT8 DiT.",
+            )
         if found is not None:
             agreed[conditions] = found
         return output
 
 
-def _compared(root: torch.nn.Module, call: Callable[[], Any]) -> tuple[Any, bool | None]:
+def _compared(root: torch.nn.Module, call: Callable[[], Any], ran: CalledLinears) -> tuple[Any, bool | None]:
     """The output of a deferred call in which all is compared, or of the module's own forward where that is not the
-    same; and whether it is. None where no numbers tell, and where no linear was called."""
+    same; and whether it is. None where no numbers tell, and where no linear was called, by what `ran`."""
     try:
-        with Deferring(checking=True) as forward, _linears_called(root) as ran:
+        with Deferring(checking=True) as forward:
             output = call()
-        if not ran:
+        if not ran.called:
             return forward.finish(output), None
         output, found = forward.finish(output), forward.agreed()
         why = "its fused form does not do the same here"
@@ -145,9 +151,9 @@ def _compared(root: torch.nn.Module, call: Callable[[], Any]) -> tuple[Any, bool
     return call(), found
 
 
-def _linears_of(root: torch.nn.Module) -> Iterator[Any]:
-    """The linears of this pack's classes in a module."""
-    return (module for module in root.modules() if hasattr(module, "is_fused_on"))
+def _is_fused(part: Any, device: torch.device) -> bool:
+    """Whether a part of a model is a linear by whose weight the fused kernel multiplies there."""
+    return hasattr(part, "is_fused_on") and part.is_fused_on(device)
 
 
 def _form_of(values: Any) -> tuple:

@@ -11,6 +11,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path, kitchen_backend
 from ..comfyui.attention import OVERRIDE, chosen_layers
 from ..comfyui.quantized import NATIVE_FORMAT, layout_of
+from ..deferred.install import past_kernel
 from ..files.quant_config import W4A4
 from ..host.notices import Badge
 from ..layers.layer_selection import class_patch, keeps_exact, linears, quantizable_linears
@@ -20,6 +21,7 @@ from ..patching.attention_kinds import AS_COMFYUI
 from ..patching.file_notes import unknown_choices_of
 
 _FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line
+_PAST = 2, "INT8 that ComfyUI computes itself, past the fused kernel"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FORMATS = {
     "float8_e4m3fn": "FP8",
@@ -59,10 +61,13 @@ class Summary:
 def summarize(model: ModelPatcher) -> Summary:
     """What the linears of a MODEL, or of a CLIP's text encoders, hold now, and what they and its attention will compute
     with."""
-    modules, usual = linears(model), quantizable_linears(model).keys()
+    modules, usual, past = linears(model), quantizable_linears(model).keys(), past_kernel(model)
     forms = {name: weight_form(module.weight, module) for name, module in modules.items()}
     protects = any(form is not None or getattr(modules[name], "dequantized", False) for name, form in forms.items())
-    kinds = Counter(_kind(model, name, modules[name], form, name in usual, protects) for name, form in forms.items())
+    kinds = Counter(
+        _PAST if name in past else _kind(model, name, modules[name], form, name in usual, protects)
+        for name, form in forms.items()
+    )
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
     counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}

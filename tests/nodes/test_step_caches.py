@@ -168,8 +168,8 @@ def test_a_call_that_was_skipped_shows_nothing_and_is_made_once(dit, pack):
     compared = []
     own = install._compared
 
-    def seen(root, call):
-        compared.append(own(root, call))
+    def seen(root, call, ran):
+        compared.append(own(root, call, ran))
         return compared[-1]
 
     with patch.object(install, "_compared", seen):

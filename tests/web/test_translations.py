@@ -35,6 +35,9 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "Triton does not go with PyTorch",
     "INT8 layers compute in bf16",
     "The model runs unfused",
+    "Not all linears run fused",
+    "3 of 24 INT8 linears are multiplied past the fused kernel, by ComfyUI itself or another pack, which is slower: "
+    "blocks.0.fc2, blocks.1.fc2, blocks.2.fc2. Update INT8 DiT.",
     "Flux runs without the fusion between its linears, which is slower: its fused form does not do the same here.",
     "Flux runs without the fusion between its linears, which is slower: its fused form failed (ValueError: x: 3. y).",
 )

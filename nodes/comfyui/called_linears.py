@@ -1,0 +1,62 @@
+"""Which linears a forward calls, and which ComfyUI multiplies by past their own forwards."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+_FETCHES_AHEAD = "comfy.model_prefetch"
+"""The module of ComfyUI's that reads the weights of a block to move them, whoever computes with them then."""
+
+
+@dataclass
+class CalledLinears:
+    """Linears by path: those whose forwards were called, and those of which only the weights were read."""
+
+    called: set[str] = field(default_factory=set)
+    past: list[str] = field(default_factory=list)
+
+
+class _Parameters(dict):
+    """The parameters of a module, and whether one was read by its name to be computed with."""
+
+    read = False
+
+    def __getitem__(self, name: str) -> Any:
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") != _FETCHES_AHEAD:
+            frame = frame.f_back
+        self.read = self.read or frame is None
+        return super().__getitem__(name)
+
+
+@contextmanager
+def linears_called(linears: Mapping[str, Any]) -> Iterator[CalledLinears]:
+    """What is done in here with linears, by path; complete at the end.
+
+    A cache of whole steps, such as ComfyUI's EasyCache, may leave them all out.
+    """
+    found, undo = CalledLinears(), []
+    for name, linear in linears.items():
+
+        def note(*_: Any, name: str = name) -> None:
+            found.called.add(name)
+
+        def product(*args: Any, name: str = name, own: Any = linear._forward) -> Any:
+            found.called.add(name)
+            return own(*args)
+
+        undo.append(linear.register_forward_pre_hook(note).remove)
+        vars(linear).update(_parameters=_Parameters(linear._parameters), _forward=product)
+    try:
+        yield found
+    finally:
+        for remove in undo:
+            remove()
+        for name, linear in linears.items():
+            parameters = linear._parameters
+            if getattr(parameters, "read", False) and name not in found.called:
+                found.past.append(name)
+            vars(linear).update(_parameters=dict(parameters))
+            vars(linear).pop("_forward", None)
