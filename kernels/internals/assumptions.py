@@ -1,4 +1,7 @@
-"""What the kernels assume of the insides of other packages, as a table, and which of it does not hold here."""
+"""What the kernels assume of the insides of other packages and look up before they use it, and what does not hold here.
+
+What is only asked for, and done without, is where it is used.
+"""
 
 import functools
 import importlib.util
@@ -16,7 +19,7 @@ class Assumption:
         what: what it is, for the log.
         instead: what the pack does where it does not hold, for the log.
         sources: a file of a package -> regular expressions that its lines match where the assumption holds. The text is
-            read and nothing is imported: Inductor takes a second, and a driver's context memory on the card.
+            read and nothing is imported: a driver's context takes memory on the card.
         as_new_as: a file that came with it; where there is none, the package is older and nothing is missing.
     """
 
@@ -107,76 +110,8 @@ KITCHEN_GEMM = Assumption(
     as_new_as="comfy_kitchen/gated_delta.py",
 )
 
-ASSUMPTIONS = (  # all but the launcher's, without which nothing is lost that a user would notice
-    DIRECT_LAUNCH,
-    COMPILING_ALONE,
-    GLUON,
-    KITCHEN_GEMM,
-    Assumption(
-        "how Triton names the version of what it compiled",
-        "each thread that compiles beside the loading finds that out for itself, which takes a third of a second",
-        {"triton/runtime/cache.py": (r"^def triton_key\(\)",)},
-        as_new_as="triton/runtime/_async_compile.py",
-    ),
-    Assumption(
-        "tensor descriptors",
-        "Hopper's kernels read through pointers, which is slower",
-        {"triton/tools/tensor_descriptor.py": (r"^class TensorDescriptor\b",)},
-        as_new_as="triton/knobs.py",
-    ),
-    Assumption(
-        "what Triton raises for a configuration that does not fit a card",
-        "such a configuration ends the tuning with its error",
-        {
-            "triton/runtime/errors.py": (r"^class OutOfResources\b",),
-            "triton/compiler/errors.py": (r"^class CompilationError\b",),
-        },
-    ),
-    Assumption(
-        "the lowerings of torch's Inductor",
-        "torch.compile leaves the quantizer a kernel of its own, which is slower",
-        {
-            "torch/_inductor/lowering.py": (r"^lowerings\b", r"^def register_lowering\b", r"^def fallback_handler\b"),
-            "torch/_inductor/virtualized.py": (r"^V\b", r"\bfake_mode\b"),
-            "torch/_inductor/config.py": (r"^split_reductions\b",),
-            "torch/_inductor/decomposition.py": (r"^def select_decomp_table\b",),
-            "torch/_inductor/runtime/hints.py": (r"^class ReductionHint\b",),
-            "torch/fx/experimental/proxy_tensor.py": (r"^def make_fx\b",),
-            "torch/fx/node.py": (r"^def map_arg\b",),
-        },
-    ),
-    Assumption(
-        "torch's count of dispatch modes",
-        "each call goes through torch's operators, which takes the host longer",
-        {"torch/utils/_python_dispatch.py": (r"\b_len_torch_dispatch_stack\b",)},
-    ),
-    Assumption(
-        "torch's hooks of all modules",
-        "blocks are fused though such a hook may want to see their parts",
-        {"torch/nn/modules/module.py": (r"^_global_forward_hooks\b", r"^_global_forward_pre_hooks\b")},
-    ),
-    Assumption(
-        "the order in which torch asks its attention backends",
-        "choosing the fastest exact attention takes the host tens of microseconds a call",
-        {
-            "torch/nn/attention/__init__.py": (
-                r"torch\._C\._get_sdp_priority_order\(\)",
-                r"torch\._C\._set_sdp_priority_order\(",
-            )
-        },
-    ),
-    Assumption(
-        "comfy-kitchen's table of backends",
-        "Kernel Benchmark has no row of ComfyUI's INT8",
-        {
-            "comfy_kitchen/registry.py": (
-                r"^registry\b",
-                r"^\s+def get_capable_backend\b",
-                r"^\s+def get_implementation\b",
-            )
-        },
-    ),
-)
+ASSUMPTIONS = DIRECT_LAUNCH, COMPILING_ALONE, GLUON, KITCHEN_GEMM
+"""Those that are told: without the launcher's nothing is lost that a user would notice."""
 
 
 @functools.cache

@@ -40,14 +40,11 @@ def linears_called(linears: Mapping[str, Any]) -> Iterator[CalledLinears]:
     found, undo = CalledLinears(), []
     for name, linear in linears.items():
 
-        def note(*_: Any, name: str = name) -> None:
-            found.called.add(name)
-
         def product(*args: Any, name: str = name, own: Any = linear._forward) -> Any:
             found.called.add(name)
             return own(*args)
 
-        undo.append(linear.register_forward_pre_hook(note).remove)
+        undo.append(linear.register_forward_pre_hook(lambda *_, name=name: found.called.add(name)).remove)
         vars(linear).update(_parameters=_Parameters(linear._parameters), _forward=product)
     try:
         yield found
