@@ -10,7 +10,7 @@ from ...kernels import Norm
 from . import takers
 from .mode import OF_DEFERRED, Deferring
 from .notes import MEMORY, Deferred, valued
-from .operands import Activated, Copied, Joined, Normed, Segment, Sliced, Spread
+from .operands import Activated, Copied, Joined, Normed, Sliced, Spread
 from .reading import PLAIN, Args, Kwargs, T, as_it_is, gate_of, is_rows, modulation_of, now, on, operand_of
 from .views import slice_of, tokens_of
 
@@ -107,7 +107,7 @@ def _add(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     for x, y in (both, both[::-1]):
         operand = operand_of(x, Normed)
-        if operand is not None and operand.norm is not None and operand.shift is None and not operand.segments:
+        if operand is not None and operand.norm is not None and operand.shift is None:
             # What has as many numbers is a shift of each token, or a residual, which models write first.
             shift = modulation_of(mode, y, x) if x is both[0] else gate_of(mode, y, x)
             if shift is not None and not operand.all_heads and (operand.scale is None or operand.rows is shift[1]):
@@ -178,40 +178,51 @@ def _write(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _absorbed(mode: Deferring, func: Any, target: Deferred, other: Any) -> Any:
     """A write into a deferred tensor becomes part of its note; views of it read what it is from now on."""
-    sliced = operand_of(target, Sliced)
-    if sliced is not None:
-        return _segment(mode, func, target, other, sliced)
-    note = target.note
-    if operand_of(target, Normed, Activated) is None or note.viewed or note.is_view:
+    note, sliced, changed = target.note, operand_of(target, Sliced), _mul if func is torch.mul else _add
+    if sliced is None and (operand_of(target, Normed, Activated) is None or note.viewed or note.is_view):
         return NotImplemented
-    result = (_mul if func is torch.mul else _add)(mode, func, (target, other), {})
+    parts = [target] if sliced is None else _tokens(mode, as_it_is(sliced.parent), sliced.start, sliced.stop)
+    result = changed(mode, func, (parts[0], other), {}) if len(parts) == 1 else None
     if type(result) is not Deferred or result.note.shape != note.shape:
         return NotImplemented
+    if sliced is not None:
+        placed = _put(mode, sliced.parent, sliced.start, sliced.stop, result, func, other)
+        return target if placed is None else NotImplemented
     target.note = result.note
     return target
 
 
-def _segment(mode: Deferring, func: Any, target: Deferred, other: Any, sliced: Sliced) -> Any:
-    """The same for a write into some tokens of one."""
-    parent, start, stop = sliced
-    operand = operand_of(parent, Normed)
-    if operand is None or operand.norm is None or not (operand.scale is operand.shift is None) or operand.all_heads:
+def _tokens(mode: Deferring, x: Any, start: int, stop: int) -> list[Any]:
+    """Parts of a deferred norm that follow each other from one token to another; none if they cannot be told apart."""
+    operand, first, parts = operand_of(x, Normed, Joined), 0, []
+    if stop - start == x.shape[-2]:
+        return [x]
+    if type(operand) is Normed:
+        shared = operand.rows is None and all(t is None or t.shape[-2] == 1 for t in (operand.scale, operand.shift))
+        if shared and start < stop:
+            parts = [slice_of(mode, x, start, stop, operand._replace(x=operand.x[..., start:stop, :]))]
+    elif operand is not None and operand.axis == len(x.note.shape) - 2:
+        for part in operand.parts:
+            last = first + part.shape[-2]
+            if max(start, first) < min(stop, last):
+                parts += _tokens(mode, part, max(start - first, 0), min(stop, last) - first)
+            first = last
+    return parts
+
+
+def _put(mode: Deferring, target: Deferred, start: int, stop: int, part: Any, func: Any, other: Any) -> Any:
+    """Let some tokens of a deferred norm be another tensor, which is `func` of what they were and of `other`."""
+    note, before = target.note, as_it_is(target)
+    form = (*note.shape[:-2], stop - start, note.shape[-1])
+    is_norm = operand_of(target, Normed, Joined) is not None and not (note.viewed or note.is_view)
+    if not is_norm or (part.shape, part.dtype) != (form, note.dtype):
         return NotImplemented
-    modulation = modulation_of(mode, other, target)
-    if parent.note.viewed or parent.note.is_view or modulation is None or modulation[1] is not None:
+    parts = [*_tokens(mode, before, 0, start), part, *_tokens(mode, before, stop, note.shape[-2])]
+    if sum(part.shape[-2] for part in parts) != note.shape[-2]:
         return NotImplemented
-    others = {(segment.start, segment.stop): segment for segment in operand.segments}
-    known = others.pop((start, stop), Segment(start, stop, None, None))
-    if known.shift is not None:
-        return NotImplemented
-    value = modulation[0]
-    if func is torch.add:
-        known = known._replace(shift=value)
-    else:
-        known = known._replace(scale=value if known.scale is None else known.scale * value)
-    new = operand._replace(segments=(*others.values(), known))
-    parent.note = mode.note(parent, new, _with_tokens_changed, (parent, func, start, stop, other)).note
-    return target
+    call = _with_tokens_changed, (before, func, start, stop, other)
+    target.note = mode.note(before, Joined(tuple(parts), len(note.shape) - 2), *call).note
+    return None
 
 
 def _with_tokens_changed(x: torch.Tensor, func: Any, start: int, stop: int, other: torch.Tensor) -> torch.Tensor:
@@ -227,20 +238,6 @@ def _set_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     sliced = operand_of(value, Sliced)
     if sliced is not None and sliced.parent is target and tokens == (sliced.start, sliced.stop):
         return None  # what `target[index] *= scale` ends with
-    operand = operand_of(target, Normed)
-    if tokens is None or operand is None or operand.segments or target.note.viewed or target.note.is_view:
+    if tokens is None or not isinstance(value, T) or (type(value) is Deferred and value.note.is_view):
         return NotImplemented
-    if operand.rows is not None or any(t is not None and t.shape[-2] > 1 for t in (operand.scale, operand.shift)):
-        return NotImplemented  # tokens of which each has a modulation of its own
-    (start, stop), before, note = tokens, as_it_is(target), target.note
-    is_view, form = type(value) is Deferred and value.note.is_view, (*note.shape[:-2], stop - start, note.shape[-1])
-    if not isinstance(value, T) or (value.shape, value.dtype) != (form, note.dtype) or is_view:
-        return NotImplemented
-    parts: dict[int, Any] = {start: as_it_is(value)}
-    for first, last in ((0, start), (stop, note.shape[-2])):
-        if first < last:
-            parts[first] = slice_of(mode, before, first, last, operand._replace(x=operand.x[..., first:last, :]))
-    joined = Joined(tuple(parts[first] for first in sorted(parts)), len(note.shape) - 2)
-    call = _with_tokens_changed, (before, lambda _, other: other, start, stop, value)
-    target.note = mode.note(before, joined, *call).note
-    return None
+    return _put(mode, target, *tokens, as_it_is(value), lambda _, other: other, value)

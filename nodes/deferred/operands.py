@@ -20,15 +20,6 @@ from ...kernels import (
 )
 
 
-class Segment(NamedTuple):
-    """What tokens that follow each other are multiplied with, and what is added then: [.., 1 or tokens, K], or None."""
-
-    start: int
-    stop: int
-    scale: torch.Tensor | None
-    shift: torch.Tensor | None
-
-
 def _copy_of(tensor: Any) -> Any:
     return None if tensor is None else tensor.clone()
 
@@ -44,7 +35,6 @@ class Normed(NamedTuple):
         scale, shift: [B or 1, T or 1, K] with as many axes as `x`, or None; with `rows` [B or 1, M, K].
         rows: int32 [T], which of the M rows each token has, or None.
         all_heads: whether the norm is over the last two axes together.
-        segments: modulations of some tokens each.
     """
 
     x: torch.Tensor
@@ -53,55 +43,28 @@ class Normed(NamedTuple):
     shift: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     all_heads: bool = False
-    segments: tuple[Segment, ...] = ()
 
     @property
     def is_unmodulated(self) -> bool:
-        return self.scale is self.shift is None and not self.segments
+        return self.scale is self.shift is None
 
     def copied(self) -> "Normed":
         """The same in memory of its own."""
         x, scale, shift = map(_copy_of, (self.x, self.scale, self.shift))
-        segments = tuple(Segment(start, stop, *map(_copy_of, tensors)) for start, stop, *tensors in self.segments)
         norm = self.norm and replace(self.norm, weight=_copy_of(self.norm.weight), bias=_copy_of(self.norm.bias))
-        return self._replace(x=x, norm=norm, scale=scale, shift=shift, segments=segments)
+        return self._replace(x=x, norm=norm, scale=scale, shift=shift)
 
-    def value(self) -> torch.Tensor | None:
-        whole = self.in_rows()
-        if whole is None:
-            return None
+    def value(self) -> torch.Tensor:
         x = self.x.flatten(-2) if self.all_heads else self.x
-        return modulated(x, whole.norm, whole.scale, whole.shift, whole.rows).view(self.x.shape)
+        return modulated(x, self.norm, self.scale, self.shift, self.rows).view(self.x.shape)
 
     def quantize(self, transform: ChannelTransform, bits: int) -> Quantized | None:
         """The rows that a linear reads; None where no fused op makes them."""
-        whole = self.in_rows()
-        if whole is None or whole.all_heads or whole.x.ndim not in (2, 3):
+        if self.all_heads or self.x.ndim not in (2, 3):
             return None
-        if whole.norm is None:
-            return quantize_activations(whole.x.flatten(0, -2), transform, bits) if whole.is_unmodulated else None
-        return norm_quantize(whole.x, whole.norm, whole.scale, whole.shift, transform, bits, whole.rows)
-
-    def in_rows(self) -> "Normed | None":
-        """The same with rows in the place of segments; None where these do not follow each other to the end."""
-        if not self.segments:
-            return self
-        x, end, scales, shifts = self.x, 0, [], []
-        rows = torch.empty(x.shape[-2], dtype=torch.int32, device=x.device)
-        for start, stop, *modulations in sorted(self.segments, key=lambda segment: segment.start):
-            tokens = max(t.shape[-2] for t in modulations if t is not None)
-            if start != end or tokens not in (1, stop - start):
-                return None
-            first = sum(t.shape[-2] for t in scales)
-            rows[start:stop] = first if tokens == 1 else torch.arange(first, first + tokens, device=rows.device)
-            for t, neutral, found in zip(modulations, (1.0, 0.0), (scales, shifts), strict=True):
-                filled = x.new_full((1,) * x.ndim, neutral) if t is None else t
-                found.append(filled.expand(*x.shape[:-2], tokens, x.shape[-1]))
-            end = stop
-        if end != len(rows):
-            return None
-        shift = torch.cat(shifts, -2) if any(segment.shift is not None for segment in self.segments) else None
-        return self._replace(scale=torch.cat(scales, -2), shift=shift, rows=rows, segments=())
+        if self.norm is None:
+            return quantize_activations(self.x.flatten(0, -2), transform, bits) if self.is_unmodulated else None
+        return norm_quantize(self.x, self.norm, self.scale, self.shift, transform, bits, self.rows)
 
 
 class Activated(NamedTuple):

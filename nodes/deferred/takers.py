@@ -42,8 +42,6 @@ def _see_writes_into(note: Note, operand: Any) -> None:
     none yet becomes one."""
     x, _, *others = operand[:4]
     if note.forward is not None and type(x) is Tracked:
-        for segment in getattr(operand, "segments", ()):
-            others += segment[2:]
         for other in others:
             if type(other) is torch.Tensor:
                 other.__class__ = Tracked
@@ -68,7 +66,7 @@ def residual(x: torch.Tensor, y: Any, gate: Any = None, in_place: bool = False) 
     if operand is None or operand.shift is not None or (gate is not None and operand.scale is not None):
         return None
     operand = operand if gate is None else operand._replace(scale=gate[0], rows=gate[1])
-    if operand.all_heads or operand.segments or operand.norm is operand.scale is None:
+    if operand.all_heads or operand.norm is operand.scale is None:
         return None
     y = operand.x
     if x.shape != y.shape or x.ndim not in (2, 3) or x.dtype != y.dtype or x.dtype not in FLOAT_DTYPES:
