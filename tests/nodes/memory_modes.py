@@ -26,6 +26,8 @@ import comfy.sample
 import comfy.samplers
 import comfy.sd
 
+from comfy_extras.nodes_lora_extract import LORAType, calc_lora_model
+
 from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from glyphs.matching import recognise
@@ -46,6 +48,7 @@ import int8_dit.nodes.loading.load_plan as load_plan
 from int8_dit.kernels import Protection
 from int8_dit.nodes.calibration.recorder import CalibrationRun
 from int8_dit.nodes.loading.load import load_int8_model
+from int8_dit.nodes.patching.apply_kernel import apply_fused_kernel
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 from int8_dit.nodes.saving.save import save_int8_model
 from support.glyph_dit import LINEARS
@@ -131,6 +134,7 @@ def run() -> dict:
         bf16, report["bf16"] = sample(load_int8_model(f"{folder}/int8.safetensors", "bf16"))
         report["bf16"]["error"] = relative_error(bf16, original)
         report |= run_in_codes(folder)
+        report |= run_applied(folder, original_lora)
         comfy.model_management.unload_all_models()
     return report
 
@@ -152,6 +156,29 @@ def run_in_codes(folder: str) -> dict:
         latents_of["LoRA", "as stored"], latents_of["LoRA", "INT8"]
     )
     return report
+
+
+def run_applied(folder: str, original_lora: torch.Tensor) -> dict:
+    """A native file of ComfyUI's own loader behind Apply Fused INT8 Kernel: beside Load INT8 DiT, with a LoRA, and as
+    ComfyUI extracts a LoRA of the difference to the model without it."""
+    path = f"{folder}/native.safetensors"
+    save_file(FORMATS["native"]({name: t.float() for name, t in load_file(MODEL).items()}, LINEARS).tensors, path)
+    loaded, stock = load_int8_model(path, "fused int8"), comfy.sd.load_diffusion_model(path)
+    applied = apply_fused_kernel(stock, "fused int8")
+    latent, figures = sample(applied)
+    equal = torch.equal(latent, sample(loaded)[0])
+    patched, lora = sample(with_lora(applied))
+    lora["error"] = relative_error(patched, original_lora)
+    difference = with_lora(applied)
+    for key, patch in applied.get_key_patches("diffusion_model.").items():
+        difference.add_patches({key: patch}, -1.0, 1.0)
+    made = calc_lora_model(difference, 4, "diffusion_model.", "diffusion_model.", {}, LORAType.FULL_DIFF)
+    again = applied.clone()
+    linears = {key: tensor for key, tensor in made.items() if ".mlp.fc1." in key}
+    again.add_patches(comfy.lora.load_lora(linears, comfy.lora.model_lora_keys_unet(again.model, {})), 1.0)
+    extracted = relative_error(sample(again)[0], original_lora)
+    removed = torch.equal(sample(applied)[0], latent)
+    return {"applied": figures, "applied, LoRA": lora, "applied, extracted": extracted, "applied equal": equal and removed}
 
 
 reports = {"ordinary": run()}

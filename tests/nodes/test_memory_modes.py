@@ -64,3 +64,11 @@ def test_a_file_in_6_bits_computes_alike_as_int8_and_as_stored(report):
         assert report[f"codes, {memory}"]["read"] >= 0.97 * GLYPHS
         assert report[f"codes removed equal, {memory}"]
     assert report["codes, as stored, LoRA"]["error"] < 0.06
+
+
+def test_applied_computes_as_loaded_with_a_lora_and_extracted(report):
+    assert report["applied equal"]
+    for variant in ("applied", "applied, LoRA"):
+        assert report[variant]["launches"] == INT8_LAYERS * STEPS
+        assert report[variant]["read"] >= 0.97 * GLYPHS or variant != "applied"
+    assert report["applied, LoRA"]["error"] < 0.06 and report["applied, extracted"] < 0.06
