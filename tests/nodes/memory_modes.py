@@ -25,7 +25,6 @@ import comfy.model_management
 import comfy.sample
 import comfy.samplers
 import comfy.sd
-
 from comfy_extras.nodes_lora_extract import LORAType, calc_lora_model
 
 from glyphs import conditioning, latents
@@ -178,7 +177,12 @@ def run_applied(folder: str, original_lora: torch.Tensor) -> dict:
     again.add_patches(comfy.lora.load_lora(linears, comfy.lora.model_lora_keys_unet(again.model, {})), 1.0)
     extracted = relative_error(sample(again)[0], original_lora)
     removed = torch.equal(sample(applied)[0], latent)
-    return {"applied": figures, "applied, LoRA": lora, "applied, extracted": extracted, "applied equal": equal and removed}
+    return {
+        "applied": figures,
+        "applied, LoRA": lora,
+        "applied, extracted": extracted,
+        "applied equal": equal and removed,
+    }
 
 
 reports = {"ordinary": run()}
