@@ -164,9 +164,9 @@ def _decide(device: torch.device, outcome: Outcome, ticked: Collection[str], dec
     if not outcome.health.healthy:
         return f"Nothing was stored, because this run does not count: {kept}"
     if all(result.speedup(FUSED) is None for result in outcome.linears):
-        return f"Nothing was stored, because the fused kernel was not timed beside bf16: {kept}"
+        return f"No times of linears were stored, because the fused kernel was not timed beside bf16: {kept}"
     if "native_int8" not in ticked:
-        return f"Nothing was stored, because ComfyUI's own INT8 was not timed (tick native_int8): {kept}"
+        return f"No times of linears were stored, because ComfyUI's own INT8 was not timed (tick native_int8): {kept}"
     choice = Choice(datetime.date.today().isoformat(), totals_by_shape(outcome.linears, outcome.split))
     try:
         AUTO_CHOICES.decide_by(device, choice)
@@ -205,7 +205,7 @@ def store_attention(device: torch.device, results: Sequence[AttentionResult]) ->
         ATTENTION_CHOICES.decide_by(device, choice)
     except OSError as error:
         return [f"What was fastest of attention could not be stored ({error})."]
-    return ["This is stored for the attention choice auto."]
+    return ["What was fastest of attention is stored for its choice auto."]
 
 
 def _kitchen_remark(device: torch.device, linears: Sequence[ShapeResult]) -> list[str]:

@@ -93,6 +93,7 @@ def test_the_deployment_table_names_the_fastest_and_the_noise():
 
 
 ABSENT = ShapeResult(QKV, 100, rounds={BF16: [1.0]}, absent={FUSED: "no GPU"})
+WITHOUT_BF16 = ShapeResult(QKV, 100, rounds={FUSED: [1.0]}, absent={BF16: "out of memory"})
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ ABSENT = ShapeResult(QKV, 100, rounds={BF16: [1.0]}, absent={FUSED: "no GPU"})
         (RESULTS, WAITING, "On this card INT8 is 2.82 × bf16 in the linears"),
         (NOISE, None, "On this card INT8 and bf16 are equally fast, within noise"),
         ([ABSENT], None, "INT8 was not timed beside bf16 here: no GPU"),
+        ([WITHOUT_BF16], None, "INT8 was not timed beside bf16 here: out of memory"),
         ([], None, "INT8 was not timed beside bf16 here"),
     ),
 )

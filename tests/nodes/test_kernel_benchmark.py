@@ -129,8 +129,8 @@ def test_a_healthy_run_decides_what_auto_runs(run, choices):
     [
         ({"health": {"faults": ("too hot",)}}, "does not count"),
         ({"decision": "as before"}, "Nothing was stored: auto stays"),
-        ({"ticked": []}, "tick native_int8"),
-        ({"bf16": 1.0}, "fused kernel was not timed"),
+        ({"ticked": []}, "No times of linears were stored, because ComfyUI's own INT8 was not timed (tick native_int8)"),
+        ({"bf16": 1.0}, "No times of linears were stored, because the fused kernel was not timed"),
     ],
 )
 def test_what_does_not_count_is_not_stored(run, choices, changes, says):
@@ -199,7 +199,7 @@ def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(ru
     (said, *_) = run.attention_sentences([first, again, alone])
     assert said == "Exact attention, 24 heads of 128, 4096 tokens: cuDNN is the fastest, 2.00 x ComfyUI's choice."
     assert run.store_attention(CARD, [alone]) == [] and not choices
-    assert run.store_attention(CARD, [first, again]) == ["This is stored for the attention choice auto."]
+    assert run.store_attention(CARD, [first, again]) == ["What was fastest of attention is stored for its choice auto."]
     run.store_attention(CARD, [wide])
     both, last = (dict(choice.milliseconds) for choice in choices)
     assert both == {first.call.shape: {"flash": 3.0, "cuDNN": 1.5}}
