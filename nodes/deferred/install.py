@@ -46,7 +46,9 @@ def deferring_class(own: Any) -> type:
 
     class DeferringModule(own):
         def forward(self, *args, **kwargs):
-            given, device = (*args, *kwargs.values()), next(self.parameters()).device
+            given = (*args, *kwargs.values())
+            # Its weights may be offloaded, and come to its inputs for each product.
+            device = next(value for value in (*given, *self.parameters()) if isinstance(value, torch.Tensor)).device
             return calls.run(self, partial(super().forward, *args, **kwargs), device, (*_form_of(given), *kwargs))
 
     for name in ("__name__", "__qualname__", "__module__"):

@@ -423,6 +423,26 @@ def test_a_model_with_a_defect_runs_as_its_own(block, deferral, monkeypatch, tak
     assert len(warned) == 1 and "Model" in warned[0][-1]
 
 
+def test_an_offloaded_text_encoder_is_fused_where_it_computes(deferral, monkeypatch):
+    """Its weights may be elsewhere, and come for each product."""
+    devices = []
+
+    class Encoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.Parameter(torch.empty(4, device="meta"))
+
+        def forward(self, tokens, mask=None, *, embeds=None):
+            return embeds
+
+    monkeypatch.setattr(deferral.install._Calls, "run", lambda self, root, call, device, _: devices.append(device.type))
+    encoder = deferral.install.deferring_class(Encoder)()
+    encoder(None, embeds=torch.zeros(2, 4))
+    encoder(torch.zeros(1, 2, dtype=torch.long), None)
+    encoder([[(1, 1.0)]])
+    assert devices == ["cpu", "cpu", "meta"]
+
+
 @pytest.fixture
 def of_today(pack, request):
     """Whether ComfyUI has its interface of today, or is the one that is there."""
