@@ -42,8 +42,8 @@ export function nodeOfWarning(reason, node) {
 /** Open the help page of a node in the side panel, at a heading of its English page or at its beginning. */
 export async function openHelp(node, heading) {
   app.canvas.selectItems([node]);
-  const { $pinia } = document.querySelector("#vue-app").__vue_app__.config.globalProperties;
-  const panel = $pinia._s.get("rightSidePanel");
+  const { $pinia } = document.querySelector("#vue-app")?.__vue_app__?.config.globalProperties ?? {};
+  const panel = $pinia?._s?.get("rightSidePanel");
   const url = new URL(`./docs/${node.comfyClass}.md`, import.meta.url);
   if (!panel?.openPanel) return window.open(url);
   panel.openPanel("info");

@@ -131,6 +131,32 @@ def test_more_opens_the_paragraph(browser, server, tag):
         )
 
 
+def test_more_opens_the_page_alone_where_the_frontend_has_no_such_panel(page):
+    """Of another version, whose app or stores may be elsewhere."""
+    add_nodes(page, LOADER, LINKS)
+    opened = page.evaluate(
+        """async () => {
+            const { openHelp } = await import("/extensions/int8_dit/help.js");
+            const root = document.querySelector("#vue-app"), { __vue_app__: app_, id } = root, opened = [];
+            window.open = (url) => opened.push(`${url}`);
+            const node = app.graph.nodes.find(({ title }) => title === "load");
+            const without = [
+                () => (root.__vue_app__ = undefined),
+                () => (root.__vue_app__ = { config: { globalProperties: {} } }),
+                () => (root.__vue_app__ = { config: { globalProperties: { $pinia: {} } } }),
+                () => (root.id = "another"),
+            ];
+            for (const take of without) {
+                take();
+                await openHelp(node, "kernel");
+                Object.assign(root, { id, __vue_app__: app_ });
+            }
+            return opened;
+        }"""
+    )
+    assert len(opened) == 4 and all(url.endswith("/int8_dit/docs/LoadINT8DiT.md") for url in opened)
+
+
 def test_every_paragraph_is_there(page):
     missing = page.evaluate(
         """async () => {
