@@ -13,7 +13,8 @@ const OPTIONS = "int8_dit_options"; // what widgets can be set to
 const NUMBER = String.raw`[-+]?\d[\d.,]*?`;
 const PLACEHOLDER = /\{(\w+)\}/;
 const PLACEHOLDERS = new RegExp(PLACEHOLDER, "g");
-// Where texts are cut, the outermost first, never inside of parentheses. The catalog has what stands there instead.
+// Where texts are cut, the outermost first, never inside of parentheses. The catalog has what stands there instead, and
+// what parentheses are.
 const CUTS = ["\n", ". ", ": ", "; ", ", "];
 const FULL_STOP = ".";
 const JOINS = 8; // a pattern with fewer characters of its own joins words, "{one} and {other}", and no clauses
@@ -125,7 +126,9 @@ function pieces(text, catalog, first) {
   }
   const [, said, remark] = REMARK.exec(text) ?? [];
   const both = said && [translated(said), translated(remark)];
-  return both && (both[0] !== said || both[1] !== remark) ? `${both[0]}（${both[1]}）` : text;
+  if (!both || (both[0] === said && both[1] === remark)) return text;
+  const [open, close] = [" (", ")"].map((mark) => catalog.texts[mark] ?? mark);
+  return `${both[0]}${open}${both[1]}${close}`;
 }
 
 /** How many of the pieces from one on are known as one text, and its translation; undefined where not even that one. */

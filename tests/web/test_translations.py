@@ -62,6 +62,22 @@ def test_sentences_are_translated(browser, server, tag):
         assert english.endswith(".") == text.endswith("。")
 
 
+def test_a_remark_has_the_parentheses_of_its_language(browser, server):
+    with open_frontend(browser, server.url, locale="fr-FR") as page:
+        shown = page.evaluate(
+            """async () => {
+                const { loadTranslations, translated } = await import("/extensions/int8_dit/translations.js");
+                const { api } = await import("/scripts/api.js");
+                const fetch = api.fetchApi;
+                api.fetchApi = async () => ({ json: async () => ({ fr: { int8_dit: { protected: "protégé" } } }) });
+                await loadTranslations();
+                api.fetchApi = fetch;
+                return translated("fp32 (protected)");
+            }"""
+        )
+    assert shown == "fp32 (protégé)"
+
+
 @pytest.mark.parametrize("file", ("", "a model.v2.safetensors: "), ids=("alone", "behind a file's name"))
 @pytest.mark.parametrize("tag", ("zh-CN", "ja-JP"))
 def test_what_the_pack_raises_is_translated(browser, server, tag, file):
