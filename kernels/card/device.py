@@ -29,7 +29,7 @@ def _machine_of(device: torch.device) -> dict[str, str]:
     except LookupError:
         backend = ""
     machine = {name: found.get(name, "") for name in ("card", "driver", "torch", "triton", "comfy-kitchen")}
-    return machine | {"native backend": backend, "kernels": kernel_source_hash()}
+    return machine | {"native backend": backend, "kernels": kernel_source_hash("linear")}
 
 
 AUTO_CHOICES = Choices("auto", ("n", "k"), WAYS, _machine_of)

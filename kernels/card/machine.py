@@ -16,9 +16,18 @@ from ..internals import kitchen
 
 # Where NVIDIA's driver for Linux says what it is. Elsewhere nothing that PyTorch brings says its release.
 _DRIVER = Path("/proc/driver/nvidia/version")
+_GEMM = "gemm_kernel ring_gemm_kernel gemm"
+_SOURCES = {
+    "GEMM": _GEMM,
+    "linear": f"{_GEMM} tiles quantizer rows",
+    "attention": "attention_kernel attention attention_operands",
+}
 # Named one by one: a file that moves away is an error here, and not a hash that no longer follows it.
-_NAMES = ("gemm_kernel.py", "ring_gemm_kernel.py", "gemm.py")
-MEASURED_SOURCES = tuple(Path(__file__).parents[1] / "triton_kernels" / name for name in _NAMES)
+MEASURED_SOURCES = {
+    what: tuple(Path(__file__).parents[1] / "triton_kernels" / f"{name}.py" for name in names.split())
+    for what, names in _SOURCES.items()
+}
+"""The files of the kernels by what is measured of them."""
 
 
 def triton_available() -> bool:
@@ -80,9 +89,9 @@ def _driver_release() -> str | None:
 
 
 @functools.cache
-def kernel_source_hash() -> str:
-    """SHA-256 over the GEMM's kernels and their launcher: what was measured with others says nothing about these."""
+def kernel_source_hash(what: str) -> str:
+    """SHA-256 over files of MEASURED_SOURCES: what was measured with other kernels says nothing about these."""
     digest = hashlib.sha256()
-    for source in MEASURED_SOURCES:
+    for source in MEASURED_SOURCES[what]:
         digest.update(f"{source.name}\n{source.read_text(encoding='utf-8')}\n".encode())
     return digest.hexdigest()

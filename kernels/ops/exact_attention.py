@@ -19,7 +19,7 @@ from torch.backends.cuda import (
 from torch.nn.attention import SDPBackend
 
 from ..card.choices import Choices
-from ..card.machine import describe_machine
+from ..card.machine import describe_machine, kernel_source_hash
 from ..internals.torch_functions import in_attention_order
 from ..kept import KEPT, keep
 from .attention import float_attention, takes_float_attention
@@ -75,7 +75,7 @@ def _machine_of(device: torch.device) -> dict[str, str]:
     """What a choice for attention is bound to."""
     found = describe_machine(device)
     machine = {name: found.get(name, "") for name in ("card", "driver", "torch", "triton")}
-    return machine | {"cudnn": str(torch.backends.cudnn.version())}
+    return machine | {"cudnn": str(torch.backends.cudnn.version()), "kernels": kernel_source_hash("attention")}
 
 
 ATTENTION_CHOICES = Choices("attention", AttentionShape._fields, EXACT_WAYS, _machine_of)

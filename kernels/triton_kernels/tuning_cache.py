@@ -68,7 +68,7 @@ class TuningCache:
     """
 
     def __init__(self, card: str) -> None:
-        self._header = {"card": card, "triton": triton.__version__, "kernel_source": kernel_source_hash()}
+        self._header = {"card": card, "triton": triton.__version__, "kernel_source": kernel_source_hash("GEMM")}
         self.path = path_for(self._header)
         self._tried: dict[TuningKey, Tried] = {}
         self._said: set[str] = set()

@@ -16,9 +16,9 @@ import triton
 from triton.runtime import errors as runtime_errors
 
 import kernels.card.kept_files
-import kernels.card.machine
 import kernels.triton_kernels.tuning
 import kernels.triton_kernels.tuning_cache
+from kernels.card.machine import MEASURED_SOURCES, kernel_source_hash
 from kernels.triton_kernels.exactness import WrongResult
 from kernels.triton_kernels.gemm import launch_config
 from kernels.triton_kernels.gemm_kernel import int8_gemm_kernel
@@ -318,7 +318,7 @@ def test_who_reuses_what_another_process_measured(card, monkeypatch, tmp_path, c
     if changed == "triton":
         monkeypatch.setattr(triton, "__version__", "99.0")
     if changed == "sources":
-        monkeypatch.setattr(kernels.triton_kernels.tuning_cache, "kernel_source_hash", lambda: "0" * 64)
+        monkeypatch.setattr(kernels.triton_kernels.tuning_cache, "kernel_source_hash", lambda what: "0" * 64)
     other = card.tuner()
     assert card.choose(key, other) == CONFIGS[1]
     assert other.measured == len(list((tmp_path / "cache").glob("*.json"))) - 1 == (changed is not None)
@@ -327,19 +327,35 @@ def test_who_reuses_what_another_process_measured(card, monkeypatch, tmp_path, c
 def test_the_source_hash_follows_the_kernel_and_its_launcher(monkeypatch, tmp_path):
     defined = {Path(function.__code__.co_filename) for function in (int8_gemm_kernel.fn, launch_config)}
     defined.add(Path(launch_config.__code__.co_filename).with_name("ring_gemm_kernel.py"))
-    assert defined == set(kernels.card.machine.MEASURED_SOURCES)
-    copies = tuple(tmp_path / source.name for source in kernels.card.machine.MEASURED_SOURCES)
-    monkeypatch.setattr(kernels.card.machine, "MEASURED_SOURCES", copies)
+    assert defined == set(MEASURED_SOURCES["GEMM"]) < set(MEASURED_SOURCES["linear"])
+
+
+@pytest.mark.parametrize("what", MEASURED_SOURCES)
+def test_a_source_hash_follows_each_file_of_what_was_measured(monkeypatch, tmp_path, what):
+    copies = tuple(tmp_path / source.name for source in MEASURED_SOURCES[what])
+    monkeypatch.setitem(MEASURED_SOURCES, what, copies)
     for copy in copies:
         copy.write_text("a = 1")
-    hashes = {kernels.card.machine.kernel_source_hash.__wrapped__()}
+    hashes = {kernel_source_hash.__wrapped__(what)}
     for copy in copies:
         copy.write_text("a = 2")
-        hashes.add(kernels.card.machine.kernel_source_hash.__wrapped__())
+        hashes.add(kernel_source_hash.__wrapped__(what))
     assert len(hashes) == len(copies) + 1
     copies[0].unlink()
     with pytest.raises(FileNotFoundError):
-        kernels.card.machine.kernel_source_hash.__wrapped__()
+        kernel_source_hash.__wrapped__(what)
+
+
+def test_a_choice_of_attention_is_bound_to_the_pack_s_kernel(monkeypatch):
+    from kernels.ops import exact_attention
+    from kernels.triton_kernels import attention, attention_kernel
+
+    own = {Path(module.__file__) for module in (attention, attention_kernel)}
+    assert own <= set(MEASURED_SOURCES["attention"])
+    bound = exact_attention._machine_of.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(exact_attention, "kernel_source_hash", lambda what: f"another {what}")
+    other = exact_attention._machine_of.__wrapped__(torch.device("cpu"))
+    assert other == bound | {"kernels": "another attention"} != bound
 
 
 def test_the_file_can_be_read_by_people_and_named_on_windows(card, tmp_path):
