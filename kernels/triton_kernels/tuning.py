@@ -204,9 +204,14 @@ class Tuner:
 
     def is_open_in(self, work: Callable[[], object]) -> bool:
         """Do some work, and say whether a GEMM in it is not settled after that."""
-        calls = {key: trial.calls for key, trial in self._trials.items()}
+        before = self._calls()
         work()
-        return any(calls.get(key) != trial.calls for key, trial in self._trials.items())
+        return any(before.get(key) != calls for key, calls in self._calls().items())
+
+    def _calls(self) -> dict[TuningKey, int]:
+        """How often each open key was called."""
+        with self._lock:
+            return {key: trial.calls for key, trial in self._trials.items()}
 
     def settled(self, key: TuningKey) -> GemmConfig | None:
         """What stays for a key; None while that is open."""

@@ -358,6 +358,20 @@ def test_a_choice_of_attention_is_bound_to_the_pack_s_kernel(monkeypatch):
     assert other == bound | {"kernels": "another attention"} != bound
 
 
+def test_open_keys_are_counted_while_no_other_thread_opens_one(card):
+    """A dict that another thread puts something into cannot be gone through."""
+    tuner, held = card.tuner(), []
+
+    class Trials(dict):
+        def items(self):
+            held.append(tuner._lock.locked())
+            return super().items()
+
+    tuner._trials = Trials()
+    assert tuner.is_open_in(lambda: None) is False
+    assert held and all(held)
+
+
 def test_the_file_can_be_read_by_people_and_named_on_windows(card, tmp_path):
     card.choose()
     path = cache_file(tmp_path)
