@@ -276,8 +276,8 @@ def tuned_gemm(
     key = _tuning_key(operands)
     tuner.run(key, len(q), lambda: _candidates(operands), launch, is_ready)
     config = tuner.settled(key)
-    if config is not None:
-        return made(config), None
+    if config is not None:  # in the capture of a graph another one may have run
+        return made(config) if config in ran else None, None
     passing = tuner.passing(key, is_ready)
     return None, launches[passing] if passing in ran else None
 

@@ -1,6 +1,7 @@
 """Which tile configuration the fused GEMM runs with: a rule's, until another one was faster on calls that were made
 anyway."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -241,14 +242,21 @@ class Tuner:
             configs_of_key: gives the candidates, likely winners first; asked for only while the key is open.
         """
         config = self._settled.get(key)
-        if config is not None:
+        if torch.cuda.is_current_stream_capturing():
+            self._run_unasked(config or self._seen(key, configs_of_key), configs_of_key, launch)
+        elif config is not None:
             launch(config)
-        elif torch.cuda.is_current_stream_capturing():
-            launch(self._seen(key, configs_of_key))
         else:
             with unplanned_memory():  # another one of the next calls may ask for other memory
                 while not self._ran(key, m, configs_of_key, launch, is_ready):
                     pass
+
+    def _run_unasked(self, first: GemmConfig, configs_of_key: Callable[[], list[GemmConfig]], launch: Launch) -> None:
+        """Run the first configuration that is known to be exact for such operands, where a card cannot be asked."""
+        for config in (first, *(other for other in configs_of_key() if other != first)):
+            with contextlib.suppress(WrongResult):
+                return launch(config)
+        raise RuntimeError("no INT8 GEMM is known to be exact here: run the model once before the graph is captured")
 
     def _seen(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> GemmConfig:
         """What runs where nothing can be found out: a ring only where it was seen to be exact."""

@@ -622,6 +622,33 @@ def test_while_a_graph_is_captured_no_ring_is_taken_unseen(card, monkeypatch):
     assert card.call(card.tuner()) == CONFIGS[0]
 
 
+@pytest.mark.parametrize("known", ("settled", "on disk"))
+def test_a_ring_that_stays_is_not_taken_unseen_while_a_graph_is_captured(card, monkeypatch, known):
+    """Of other operands, such as without a bias: whether it is exact cannot be asked then."""
+    ring = next(config for config in ARCHITECTURES["Ampere"].rates if config.pipeline == "ring")
+    card.times, tuner = {CONFIGS[0]: 2.0, ring: 1.0, CONFIGS[1]: 3.0}, card.tuner()
+    assert card.choose(tuner=tuner) == ring
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    card.times[ring] = WrongResult()
+    assert card.call(tuner if known == "settled" else card.tuner()) == CONFIGS[0]
+    card.times = {ring: WrongResult()}
+    with pytest.raises(RuntimeError, match="before the graph is captured"):
+        card.call(tuner)
+
+
+def test_what_stays_is_launched_directly_once_it_ran(card, monkeypatch):
+    """In a capture another one may have run in its place."""
+    from kernels.triton_kernels import gemm
+
+    operands = SimpleNamespace(q=type("OnAGPU", (), {"is_cuda": True, "__len__": lambda self: 8})())
+    tuner = SimpleNamespace(run=lambda *_: None, settled=lambda key: CONFIGS[0], passing=lambda *_: None)
+    monkeypatch.setattr(gemm, "tuner", tuner)
+    monkeypatch.setattr(gemm, "_tuning_key", lambda operands: KEY)
+    kept = {CONFIGS[0]: "its launch"}
+    assert gemm.tuned_gemm(operands, kept, set()) == (None, None)
+    assert gemm.tuned_gemm(operands, kept, {CONFIGS[0]}) == ("its launch", None)
+
+
 def test_work_is_done_until_what_it_launches_stays(card, monkeypatch):
     tuner = card.tuner()
     monkeypatch.setattr(kernels.triton_kernels.tuning, "tuner", tuner)
