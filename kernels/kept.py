@@ -1,8 +1,8 @@
 """The one cache of what a call found out, so that the next one like it need not ask again.
 
-A key is of what was asked, of layouts of tensors (shapes, strides, dtypes, devices) and of constants. What is kept
-holds no tensors: how ops are computed and their kernels launched, which way of exact attention runs, which kernel is
-exact.
+A key consists of what was asked, layouts of tensors (shapes, strides, dtypes, devices) and constants. Values hold no
+tensors. Cached are: plans of ops and launches of their kernels, which way of exact attention runs, whether a kernel is
+exact on a card, and what is compiled ahead.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ KEPT: dict[tuple, Any] = {}
 
 
 def keep(key: tuple, value: Any) -> Any:
-    """Keep a value, and return it."""
+    """Store a value, and return it."""
     if len(KEPT) >= MOST_KEPT:
         KEPT.clear()
     KEPT[key] = value
@@ -22,7 +22,7 @@ def keep(key: tuple, value: Any) -> Any:
 
 
 class KeptFor:
-    """A function that is kept for so many calls, and then forgotten."""
+    """A cached function that leaves the cache after so many calls."""
 
     def __init__(self, key: tuple, function: Callable[..., Any], calls: int) -> None:
         self._key, self._function, self._left = key, function, calls
@@ -35,6 +35,6 @@ class KeptFor:
 
 
 def kept(key: tuple, make: Callable[[], Any]) -> Any:
-    """What is kept under `key`, which `make` makes the first time; not None."""
+    """The cached value of `key`. A call that finds none stores what `make` returns, which must not be None."""
     value = KEPT.get(key)
     return keep(key, make()) if value is None else value

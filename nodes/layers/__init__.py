@@ -1,1 +1,1 @@
-"""MODELs with INT8 linears: built, loaded, patched, folded, saved."""
+"""Linears with INT8 weights: what ComfyUI holds of them, and what a call of one computes."""
