@@ -17,7 +17,8 @@ from .exactness import WrongResult, asked_once, check_exact
 from .gemm_kernel import Operands, gemm_build, int8_gemm_kernel
 from .launching import Launcher, StandIn, begin_on_16, contiguous, dense, is_capturing, on_device
 from .tiles import KITCHEN, PIPELINES, GemmConfig, gemm_candidates
-from .tuning import TuningKey, device_name, m_bucket, tuner
+from .tuning import device_name, tuner
+from .tuning_cache import TuningKey, m_bucket
 
 logger = logging.getLogger(__name__)
 

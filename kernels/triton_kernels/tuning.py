@@ -53,16 +53,6 @@ def device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def m_bucket(m: int) -> int:
-    """The smallest bucket at or above `m`: one measurement serves all M of a bucket.
-
-    Buckets are the powers of two from 16 on and, above 1024 where an image's token count lies, those halfway between.
-    """
-    power = max(16, 1 << (m - 1).bit_length())
-    halfway = power // 4 * 3
-    return halfway if m <= halfway and halfway > 1024 else power
-
-
 class Trial:
     """The candidates of a key while it is open which of them stays. It launches nothing itself.
 
@@ -205,14 +195,11 @@ class Tuner:
 
     def is_open_in(self, work: Callable[[], object]) -> bool:
         """Do some work, and say whether a GEMM in it is not settled after that."""
-        before = self._calls()
-        work()
-        return any(before.get(key) != calls for key, calls in self._calls().items())
-
-    def _calls(self) -> dict[TuningKey, int]:
-        """How often each open key was called."""
         with self._lock:
-            return {key: trial.calls for key, trial in self._trials.items()}
+            calls = {key: trial.calls for key, trial in self._trials.items()}
+        work()
+        with self._lock:
+            return any(calls.get(key) != trial.calls for key, trial in self._trials.items())
 
     def settled(self, key: TuningKey) -> GemmConfig | None:
         """What stays for a key; None while that is open."""

@@ -20,6 +20,16 @@ logger = logging.getLogger(__name__)
 _LOCK_SECONDS = 5
 
 
+def m_bucket(m: int) -> int:
+    """The smallest bucket at or above `m`: one measurement serves all M of a bucket.
+
+    Buckets are the powers of two from 16 on and, above 1024 where an image's token count lies, those halfway between.
+    """
+    power = max(16, 1 << (m - 1).bit_length())
+    halfway = power // 4 * 3
+    return halfway if m <= halfway and halfway > 1024 else power
+
+
 @dataclass(frozen=True)
 class TuningKey:
     """What a measurement is valid for. M is bucketed, so that a new resolution does not tune again.

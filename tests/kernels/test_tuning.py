@@ -23,8 +23,8 @@ from kernels.triton_kernels.exactness import WrongResult
 from kernels.triton_kernels.gemm import launch_config
 from kernels.triton_kernels.gemm_kernel import int8_gemm_kernel
 from kernels.triton_kernels.tiles import ARCHITECTURES
-from kernels.triton_kernels.tuning import Tuner, TuningKey, m_bucket, settle
-from kernels.triton_kernels.tuning_cache import TuningCache
+from kernels.triton_kernels.tuning import Tuner, settle
+from kernels.triton_kernels.tuning_cache import TuningCache, TuningKey, m_bucket
 from support.limits import no_hang
 
 CONFIGS = tuple(ARCHITECTURES["Blackwell"].rates)
